@@ -1,0 +1,361 @@
+"""From a corpus to batches: reading audio, windows of batches as a pure function of seed and epoch, collating,
+splitting, copying to the device."""
+
+import functools
+import math
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import torch
+import torchaudio
+from torch.nn.utils.rnn import pad_sequence
+
+from common.errors import DataError, RunError, UsageError
+
+POOL_WINDOWS = 64  # windows sorted by length together: more saves padding, fewer mixes lengths better
+
+
+AUDIO_SUFFIXES = {".mp3", ".m4a", ".aac", ".opus", ".wma", ".webm", ".mp4", ".oga", ".aif"}  # beside libsndfile's own
+
+
+# --- audio -----------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=32)
+def _resampler(source: int, target: int) -> torchaudio.transforms.Resample:
+    return torchaudio.transforms.Resample(source, target)
+
+
+def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
+    """(T,) at `source` Hz to (T',) at `target` Hz; the filter of each pair of rates is computed once."""
+    return waveform if source == target else _resampler(source, target)(waveform)
+
+
+def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:
+    """Plays (T,) `factor` times faster, pitch included, as Kaldi's speed perturbation does: (T / factor,)."""
+    return resample(waveform, round(factor * 100), 100)
+
+
+def read_audio(path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None) -> torch.Tensor:
+    """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz; channels are averaged. What
+    libsndfile does not know goes through ffmpeg, where that is installed. Raises `DataError` naming the file where it
+    is missing, truncated, empty or not finite."""
+    try:
+        with soundfile.SoundFile(path) as file:
+            rate = file.samplerate
+            start = min(round(offset * rate), file.frames)
+            frames = file.frames - start if duration is None else min(round(duration * rate), file.frames - start)
+            file.seek(start)
+            samples = file.read(frames, dtype="float32", always_2d=True)
+        if len(samples) < frames:
+            raise DataError(f"{path} is truncated: {len(samples) / rate:.2f} of {frames / rate:.2f} s could be read")
+        waveform = torch.from_numpy(samples.mean(axis=1) if samples.shape[1] > 1 else samples[:, 0])
+    except (OSError, soundfile.LibsndfileError) as error:
+        rate = sample_rate
+        waveform = _read_with_ffmpeg(path, sample_rate, offset, duration, error)
+    if len(waveform) == 0:
+        raise DataError(f"{path} is empty{f' from {offset:g} s on' if offset else ''}")
+    if not torch.isfinite(waveform).all():
+        raise DataError(f"{path} holds samples that are not finite (NaN or infinity)")
+    return resample(waveform, rate, sample_rate)
+
+
+def _read_with_ffmpeg(
+    path: str, sample_rate: int, offset: float, duration: float | None, error: Exception
+) -> torch.Tensor:
+    try:
+        open(path, "rb").close()
+    except OSError as why:
+        raise DataError(f"{path} cannot be read: {why.strerror}") from None
+    if not shutil.which("ffmpeg"):
+        raise DataError(
+            f"{path} cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)"
+        ) from None
+    command = ["ffmpeg", "-v", "error", "-nostdin", "-ss", str(offset), "-i", path]
+    command += ["-t", str(duration)] if duration is not None else []
+    result = subprocess.run([*command, "-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"], capture_output=True)
+    if result.returncode:
+        raise DataError(
+            f"{path} cannot be read: {result.stderr.decode(errors='replace').strip().splitlines()[-1:] or _reason(error)}"
+        ) from None
+    return torch.from_numpy(np.frombuffer(result.stdout, dtype="<f4").copy())
+
+
+def audio_files(paths: list[str]) -> list[Path]:
+    """The files among `paths`, and below the folders among them every file with an audio suffix, sorted. Raises
+    `UsageError` where a path is missing or a folder holds none."""
+    known = {f".{name.lower()}" for name in soundfile.available_formats()} | AUDIO_SUFFIXES
+    found = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in known and p.is_file())
+            if not inside:
+                raise UsageError(f"no audio file in {path}")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise UsageError(f"{path}: no such file or folder")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "error_string", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
+
+
+# --- which utterances when -------------------------------------------------------------------------------------------
+
+
+def plan_epoch(seconds: np.ndarray, window_size: int, seed: int, epoch: int, done: Iterable = ()) -> list[np.ndarray]:
+    """The windows of an epoch: every utterance once, in windows of `window_size` of similar length, in random order;
+    the last one may be partial. A pure function of its arguments. In the first epoch the window with the longest
+    utterance comes first, so that what cannot fit fails at once. `done` lists [window size, windows done] of earlier
+    runs of the same epoch with other window sizes: what those saw is left out."""
+
+    def cut(indices: np.ndarray, size: int, part: int) -> list[np.ndarray]:
+        random = np.random.default_rng([seed, epoch, part])
+        indices = random.permutation(indices)
+        pools = [indices[i : i + size * POOL_WINDOWS] for i in range(0, len(indices), size * POOL_WINDOWS)]
+        pools = [pool[np.argsort(seconds[pool], kind="stable")] for pool in pools]
+        windows = [pool[i : i + size] for pool in pools for i in range(0, len(pool), size)]
+        windows = [windows[i] for i in random.permutation(len(windows))]
+        if epoch == 0 and part == 0 and windows:
+            longest = max(range(len(windows)), key=lambda i: (seconds[windows[i]].max(), -i))
+            windows.insert(0, windows.pop(longest))
+        return windows
+
+    left = np.arange(len(seconds))
+    for part, (size, count) in enumerate(done):
+        left = np.sort(np.concatenate([*cut(left, size, part)[count:], left[:0]]))
+    return cut(left, window_size, len(list(done)))
+
+
+def cut_window(
+    window: np.ndarray,
+    seconds: np.ndarray,
+    batch_size: int,
+    max_batch_seconds: float | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+) -> list[list[int]]:
+    """This rank's micro-batches of a window, longest first: at most `batch_size` utterances and at most
+    `max_batch_seconds` of padded audio each (a single longer utterance still makes a batch)."""
+    order = window[np.argsort(-seconds[window], kind="stable")][rank::ranks].tolist()
+    batches: list[list[int]] = []
+    for index in order:
+        full = not batches or len(batches[-1]) >= batch_size
+        if not full and max_batch_seconds:
+            full = (len(batches[-1]) + 1) * seconds[batches[-1][0]] > max_batch_seconds
+        if full:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+@dataclass
+class Window:
+    """What one update needs, on the host. `skipped` lists (file, reason) of samples passed over."""
+
+    epoch: int
+    number: int
+    last: bool
+    micro_batches: list[dict]
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    error: str | None = None
+
+    def pin_memory(self) -> "Window":
+        """Called by the loader's pinning thread, which knows no dataclasses."""
+        for batch in self.micro_batches:
+            for key, value in batch.items():
+                if isinstance(value, torch.Tensor):
+                    batch[key] = value.pin_memory()
+        return self
+
+
+class _WindowDataset(torch.utils.data.Dataset):
+    """Loads and collates the window that the sampler describes. Errors travel as text: a worker's traceback is no help
+    to somebody whose file is broken."""
+
+    def __init__(self, load: Callable[[int, int], dict], collate: Callable[[list[dict]], dict], skip_bad: bool):
+        self.load, self.collate, self.skip_bad = load, collate, skip_bad
+
+    def __getitem__(self, spec: tuple[int, int, bool, list[list[int]]]) -> Window:
+        epoch, number, last, batches = spec
+        window = Window(epoch, number, last, [])
+        for indices in batches:
+            items = []
+            for index in indices:
+                try:
+                    items.append(self.load(index, epoch))
+                except DataError as error:
+                    if not self.skip_bad:
+                        window.error = f"{error}; fix or remove it, or pass over such files with --skip_bad_audio"
+                        return window
+                    window.skipped.append((str(error).split(" ")[0], str(error)))
+            if items:
+                window.micro_batches.append(self.collate(items))
+        return window
+
+
+def _start_worker(worker: int) -> None:
+    # Signals reach the whole process group; the main process decides, and a worker that dies would break its save.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def _loader(dataset, specs, workers: int, pin: bool, persistent: bool = False) -> torch.utils.data.DataLoader:
+    return torch.utils.data.DataLoader(
+        dataset, batch_size=None, sampler=specs, num_workers=workers, pin_memory=pin,
+        worker_init_fn=_start_worker, persistent_workers=persistent and workers > 0,
+    )  # fmt: skip
+
+
+class Windows:
+    """Training windows, endlessly, prepared ahead by worker processes.
+
+    `load(index, epoch)` returns one utterance, `collate(items)` a batch, `seconds(epoch)` the utterances' lengths in
+    that epoch (speed perturbation changes them)."""
+
+    def __init__(self, args, seconds: Callable[[int], np.ndarray], load, collate, setup):
+        self.seconds, self.batch_size, self.cap, self.seed = seconds, args.batch_size, args.max_batch_seconds, args.seed
+        self.ranks = setup.ranks
+        self.window_size = args.batch_size * args.gradient_accumulation_steps * setup.ranks.size
+        self.per_epoch = math.ceil(len(seconds(0)) / self.window_size)
+        self.dataset = _WindowDataset(load, collate, args.skip_bad_audio)
+        self.workers, self.pin = args.dataloader_num_workers, setup.device.type == "cuda"
+
+    def specs(self, epoch: int, start: int, done: list) -> Iterator[tuple]:
+        """(epoch, number, last, micro-batches of indices) from window `start` of `epoch` on, without end."""
+        while True:
+            seconds = self.seconds(epoch)
+            plan = plan_epoch(seconds, self.window_size, self.seed, epoch, done)
+            for number in range(start, len(plan)):
+                batches = cut_window(plan[number], seconds, self.batch_size, self.cap, self.ranks.rank, self.ranks.size)
+                yield epoch, number, number == len(plan) - 1, batches
+            epoch, start, done = epoch + 1, 0, []
+
+    def iterate(self, epoch: int = 0, start: int = 0, done: Iterable = ()) -> Iterator[Window]:
+        """Windows from a position on. Raises `DataError` where a file is bad and `RunError` where a worker dies."""
+        loader = _loader(self.dataset, self.specs(epoch, start, list(done)), self.workers, self.pin)
+        for window in _guarded(loader):
+            if window.error:
+                raise DataError(window.error)
+            yield window
+
+    def total_steps(self, args) -> int:
+        """Updates that --num_epochs and --max_steps allow."""
+        by_epochs = args.num_epochs * self.per_epoch if args.num_epochs else math.inf
+        return int(min(by_epochs, args.max_steps or math.inf))
+
+    def padding_share(self) -> float:
+        """The share of a training batch that is padding, by the plan of the first epoch."""
+        seconds = self.seconds(0)
+        real = padded = 0.0
+        for window in plan_epoch(seconds, self.window_size, self.seed, 0)[:1000]:
+            for batch in cut_window(window, seconds, self.batch_size, self.cap):
+                real += float(seconds[batch].sum())
+                padded += float(seconds[batch].max()) * len(batch)
+        return 1 - real / padded if padded else 0.0
+
+
+def _guarded(loader: Iterable) -> Iterator:
+    """The loader's items; a worker's death becomes one line."""
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise RunError(
+            "a data worker died (often: too little main memory or, in a container, too small a /dev/shm): "
+            "try --dataloader_num_workers 0, or fewer workers"
+        ) from None
+
+
+class EvalBatches:
+    """The evaluation set in batches of similar length, longest first, this rank's share of them."""
+
+    def __init__(self, args, seconds: np.ndarray, load, collate, setup):
+        order = np.argsort(-seconds, kind="stable")
+        batches = cut_window(order, seconds, args.eval_batch_size, args.eval_batch_size * args.max_duration)
+        batches = batches[setup.ranks.rank :: setup.ranks.size]
+        specs = [(0, number, False, [batch]) for number, batch in enumerate(batches)]
+        dataset = _WindowDataset(load, collate, args.skip_bad_audio)
+        workers = min(args.dataloader_num_workers, len(specs))
+        self.loader = _loader(dataset, specs, workers, setup.device.type == "cuda", args.persistent_workers)
+
+    def __iter__(self) -> Iterator[dict]:
+        for window in _guarded(self.loader):
+            if window.error:
+                raise DataError(window.error)
+            yield from window.micro_batches
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+# A batch is a dict. Tensors have the batch first; what is padded has its lengths under "<key>_lengths"; "names" and
+# "seconds" say which utterances these are; "counts" holds the number of targets of each loss term.
+
+
+def pad(tensors: list[torch.Tensor], value: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors of different length to (B, T, ...) and their lengths (B,)."""
+    return pad_sequence(tensors, batch_first=True, padding_value=value), torch.tensor([len(t) for t in tensors])
+
+
+def split_batch(batch: dict, size: int) -> list[dict]:
+    """A batch in pieces of at most `size` utterances, as equal as can be, each trimmed to its own longest."""
+    total = len(batch["names"])
+    pieces = []
+    for rows in np.array_split(np.arange(total), math.ceil(total / size)):
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        piece = {}
+        for key, value in batch.items():
+            if key == "counts":
+                continue  # of the whole window: they stay what they were
+            value = value[first:last]
+            if f"{key}_lengths" in batch:
+                value = value[:, : int(batch[f"{key}_lengths"][first:last].max())]
+            piece[key] = value
+        pieces.append(piece)
+    return pieces
+
+
+def to_device(batches: list[dict], device: torch.device) -> Iterator[dict]:
+    """The batches on `device`, on CUDA each copied while the one before it computes. The host's copy of each
+    "<key>_lengths" is kept under "<key>_lengths_host": reading it back from the device would wait for the device."""
+    if device.type != "cuda":
+        for batch in batches:
+            yield _moved(batch, device)
+        return
+    copying = torch.cuda.Stream(device)
+
+    def copy(batch: dict) -> dict:
+        with torch.cuda.stream(copying):
+            return _moved(batch, device)
+
+    ahead = copy(batches[0]) if batches else None
+    for number in range(len(batches)):
+        torch.cuda.current_stream(device).wait_stream(copying)
+        batch = ahead
+        for value in batch.values():
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                value.record_stream(torch.cuda.current_stream(device))
+        ahead = copy(batches[number + 1]) if number + 1 < len(batches) else None
+        yield batch
+
+
+def _moved(batch: dict, device: torch.device) -> dict:
+    moved = {}
+    for key, value in batch.items():
+        moved[key] = value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        if key.endswith("_lengths"):
+            moved[f"{key}_host"] = value
+    return moved

@@ -1,0 +1,107 @@
+"""Synthetic corpora, so that every recipe runs with no data. Speech comes from espeak-ng (GPL-3, through the PyPI
+package espeakng-loader): it proves the mechanics, and says nothing of error rates on real speech."""
+
+import ctypes
+import json
+import os
+import shutil
+import wave
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import RunError, require
+
+# Everyday words, so that sentences are pronounceable; they are not grammatical.
+KONKANI_WORDS = (
+    "हांव तूं तो ती आमी तुमी घर उदक जेवण वाट गांव मनीस बायल भुरगो शाळा पुस्तक काम दीस रात सकाळ सांज आज फाल्यां काल "
+    "नवें पोरनें व्हड ल्हान बरें वायट नुस्तें शीत दूद चा रूख फूल पावस वत वारो दर्या न्हंय दोंगर वचता येता करता पळयता "
+    "उलयता आयकता खाता वाचता बरयता जाय ना आसा खंय कोण कितें बाजार"
+).split()
+# espeak-ng's own Konkani voice spells vowel signs aloud; its Marathi voice reads Konkani's Devanagari well.
+KONKANI_VOICES = [f"mr+{variant}" for variant in ("m1", "m2", "m3", "m4", "m5", "m7", "f1", "f2", "f3", "f4", "f5")]
+
+
+class Espeak:
+    """espeak-ng's library through ctypes. One per process: the library has one global state."""
+
+    SYNCHRONOUS, UTF8, CHARACTERS = 2, 1, 1
+    RATE, PITCH = 1, 3  # espeak_SetParameter
+
+    def __init__(self):
+        loader = require("espeakng_loader", "the demo corpus")
+        self.library = ctypes.CDLL(loader.get_library_path())
+        data = loader.get_data_path()
+        self.sample_rate = self.library.espeak_Initialize(self.SYNCHRONOUS, 0, os.fsencode(data), 0)
+        if self.sample_rate <= 0:
+            raise RunError(f"espeak-ng does not start with its data in {data}")
+        self.pieces: list[bytes] = []
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+        self.callback = kind(self._receive)  # kept: the library holds only its address
+        self.library.espeak_SetSynthCallback(self.callback)
+
+    def _receive(self, samples, count, events) -> int:
+        if samples and count > 0:
+            self.pieces.append(ctypes.string_at(samples, 2 * count))
+        return 0
+
+    def say(self, text: str, voice: str, rate: int = 170, pitch: int = 50) -> np.ndarray:
+        """int16 samples (T,) at `sample_rate` Hz. `rate` in words per minute, `pitch` 0-99. Raises `RunError`: an
+        unknown voice would silently keep the one before it."""
+        if self.library.espeak_SetVoiceByName(voice.encode()) != 0:
+            raise RunError(f"espeak-ng has no voice {voice!r}")
+        self.library.espeak_SetParameter(self.RATE, rate, 0)
+        self.library.espeak_SetParameter(self.PITCH, pitch, 0)
+        self.pieces.clear()
+        data = text.encode() + b"\0"
+        failed = self.library.espeak_Synth(data, len(data), 0, self.CHARACTERS, 0, self.UTF8, None, None)
+        if failed or self.library.espeak_Synchronize() or not self.pieces:
+            raise RunError(f"espeak-ng could not say {text!r} with voice {voice}")
+        return np.frombuffer(b"".join(self.pieces), dtype=np.int16)
+
+
+def sentences(
+    words: list[str], count: int, random: np.random.Generator, shortest: int = 2, longest: int = 5
+) -> list[str]:
+    """`count` distinct sentences of `shortest` to `longest` words."""
+    made: dict[str, None] = {}
+    while len(made) < count:
+        length = int(random.integers(shortest, longest + 1))
+        made[" ".join(words[i] for i in random.integers(0, len(words), length))] = None
+    return list(made)
+
+
+def speech_corpus(
+    folder: Path, words: list[str], voices: list[str], sizes: dict[str, int], seed: int = 0
+) -> dict[str, str]:
+    """Writes (or finds) a corpus of spoken sentences: `sizes` maps a split to its number of utterances, and no sentence
+    occurs in two splits. Returns {split: manifest path}."""
+    manifests = {split: folder / f"{split}.json" for split in sizes}
+    recipe = {"words": words, "voices": voices, "sizes": sizes, "seed": seed, "version": 1}
+    made_from = folder / "made_from.json"
+    if made_from.exists() and json.loads(made_from.read_text(encoding="utf-8")) == recipe:
+        return {split: str(path) for split, path in manifests.items()}
+    shutil.rmtree(folder / "audio", ignore_errors=True)
+    (folder / "audio").mkdir(parents=True)
+    random = np.random.default_rng(seed)
+    espeak, texts = Espeak(), sentences(words, sum(sizes.values()), random)
+    seconds = 0.0
+    for split, path in manifests.items():
+        lines = []
+        for number in range(sizes[split]):
+            text, voice = texts.pop(), voices[int(random.integers(len(voices)))]
+            samples = espeak.say(text, voice, int(random.integers(140, 221)), int(random.integers(30, 71)))
+            name = f"audio/{split}_{number:05d}.wav"
+            with wave.open(str(folder / name), "wb") as file:
+                file.setnchannels(1)
+                file.setsampwidth(2)
+                file.setframerate(espeak.sample_rate)
+                file.writeframes(samples.tobytes())
+            duration = len(samples) / espeak.sample_rate
+            seconds += duration
+            row = {"audio_filepath": name, "text": text, "duration": round(duration, 3), "speaker": voice}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        path.write_text("".join(lines), encoding="utf-8")
+    made_from.write_text(json.dumps(recipe, ensure_ascii=False), encoding="utf-8")
+    print(f"demo corpus: {sum(sizes.values())} utterances, {seconds / 3600:.2f} h, {len(voices)} voices, in {folder}")
+    return {split: str(path) for split, path in manifests.items()}

@@ -1,0 +1,60 @@
+"""The failures that are answered with one line and an exit status instead of a traceback."""
+
+import sys
+from collections.abc import Callable
+
+
+class Failure(Exception):
+    """Something the user can act on. `str(error)` says what happened, where, and what to do; `status` is the exit
+    status."""
+
+    status = 1
+
+
+class UsageError(Failure):
+    """A command that cannot be meant: contradicting flags, a missing checkpoint, a device that is not there."""
+
+    status = 2
+
+
+class DataError(Failure):
+    """Audio, text or a manifest that cannot be used."""
+
+
+class RunError(Failure):
+    """A run that cannot go on: an utterance that does not fit, a full disk, losses that stay non-finite."""
+
+
+class Stopped(Failure):
+    """A signal ended the run after its state was saved; `status` is 128 plus the signal's number."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+def exit_with_one_line(main: Callable, *args) -> None:
+    """Runs `main(*args)` and turns a `Failure` into one line on stderr and its exit status; anything else is a defect
+    of ours and keeps its traceback."""
+    try:
+        main(*args)
+    except Failure as failure:
+        print(f"error: {failure}" if not isinstance(failure, Stopped) else str(failure), file=sys.stderr)
+        sys.exit(failure.status)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `... --transcribe a.wav | head` is no error
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def require(module: str, purpose: str):
+    """Imports and returns a library that only some runs need. Raises `RunError` naming what it is for."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = {"espeakng_loader": "espeakng-loader"}.get(module.split(".")[0], module.split(".")[0])
+        raise RunError(f"{purpose} needs the package {package} ({error}): pip install {package}") from None

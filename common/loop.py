@@ -1,0 +1,524 @@
+"""The AMP loop: exact accumulation over windows, out of memory survived, signals obeyed, nothing lost.
+
+An update's batch is a window: batch_size x gradient_accumulation_steps x ranks utterances, in micro-batches. The
+targets of every loss term are counted before the first forward, and what is back-propagated is the sum over terms of
+weight * (sum over the window) / (count in the window), so the gradient does not depend on how the window is cut."""
+
+import math
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from common import checkpoint, memory, optim
+from common.batches import EvalBatches, Window, Windows, split_batch, to_device
+from common.device import Setup, rng_state, set_rng_state
+from common.errors import Failure, RunError, Stopped
+from common.report import Report
+
+# What a rank says of a pass over a window; the highest of all ranks counts.
+DONE, AGAIN, STOP, CANNOT_FIT = range(4)
+
+BUCKET_RATIO = 1.2  # lengths within 20 % share what is known about the micro-batch that fits
+TRIES_OF_ONE = 3  # an utterance alone in its micro-batch: memory may be short for a moment (another process)
+
+
+class SignalWatch:
+    """Catches SIGTERM and SIGINT while a run can still save itself; a second SIGINT interrupts at once."""
+
+    def __enter__(self):
+        self.caught: int | None = None
+        try:
+            self.before = {number: signal.signal(number, self._catch) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not in the main thread, where Python delivers no signals
+            self.before = {}
+        return self
+
+    def _catch(self, number, frame):
+        if self.caught is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.caught = number
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+class Interrupted(Exception):
+    """A signal arrived during an evaluation, which leaves no trace."""
+
+
+@dataclass
+class Outcome:
+    """Of one pass over a window's micro-batches. `sums`: one value per loss term, on the device."""
+
+    sums: torch.Tensor | None = None
+    failed: dict | None = None  # the micro-batch that did not fit
+    reason: str = ""
+    stopped: bool = False
+
+
+def run_window(
+    model: torch.nn.Module,
+    micro_batches: list[dict],
+    totals: dict[str, float],
+    compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]],
+    loss_weights: dict[str, float],
+    setup: Setup,
+    scaler: torch.amp.GradScaler | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Forward and backward of a window; gradients add up in the parameters. A pure function of its arguments: the dry
+    run and the benchmarks call it too.
+
+    `totals`: the number of targets of each term in the whole window, on all ranks. `compute_loss(model, batch)` returns
+    the sum of each term over the micro-batch. Running out of memory is caught around one micro-batch and returned in
+    the outcome; whatever else is raised passes through."""
+    outcome = Outcome()
+    sums = None
+    batches = to_device(micro_batches, setup.device)
+    for number in range(len(micro_batches)):
+        failure = None
+        try:
+            batch = next(batches)
+            with setup.autocast():
+                terms = compute_loss(model, batch)
+                loss = sum(loss_weights[name] * term / totals[name] for name, term in terms.items() if totals[name])
+            (scaler.scale(loss) if scaler else loss).backward()
+            detached = torch.stack([terms[name].detach() for name in loss_weights])
+            sums = detached if sums is None else sums + detached
+        except (RuntimeError, MemoryError) as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            failure = str(error).strip().split("\n")[0]
+        # Here, outside the handler, the traceback no longer keeps the failed step's tensors alive.
+        batch = terms = loss = detached = None
+        if failure is not None:
+            batches.close()
+            return Outcome(failed=micro_batches[number], reason=failure)
+        if stop():
+            batches.close()
+            return Outcome(stopped=True)
+    outcome.sums = sums
+    return outcome
+
+
+def length_bucket(batch: dict) -> int:
+    """Which bucket of lengths a batch's longest utterance falls into."""
+    return math.ceil(math.log(max(0.1, *batch["seconds"])) / math.log(BUCKET_RATIO))
+
+
+def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
+    """Cuts micro-batches down to the sizes that are known to fit: `limits` maps a length bucket to a size; what holds
+    for shorter utterances holds for longer ones."""
+    pieces = []
+    for batch in micro_batches:
+        bucket = length_bucket(batch)
+        limit = min((size for known, size in limits.items() if known <= bucket), default=len(batch["names"]))
+        pieces += split_batch(batch, limit) if limit < len(batch["names"]) else [batch]
+    return pieces
+
+
+def start_progress(resumed: dict | None = None) -> dict:
+    """Where a run stands: plain numbers and lists, saved with every checkpoint."""
+    progress = {
+        "step": 0, "epoch": 0, "window": 0, "done": [], "window_size": 0, "data": "",
+        "utterances": 0, "best": None, "best_step": 0, "last_evaluation": 0, "evaluations_without_gain": 0,
+        "bad_windows": 0, "bad_in_a_row": 0, "skipped_files": 0, "limits": {},
+    }  # fmt: skip
+    return {**progress, **(resumed["progress"] if resumed else {})}
+
+
+def place_in_data(progress: dict, window_size: int, data: str) -> None:
+    """Sets the position for this run's data and window size. Other data: the epoch starts anew. Another window size:
+    what is left of the epoch is cut anew; nothing is seen twice or left out."""
+    epoch = f"epoch {progress['epoch'] + 1}"
+    if progress["data"] not in ("", data):
+        print(f"the training data has changed since the checkpoint: {epoch} starts from its beginning")
+        progress.update(window=0, done=[])
+    elif progress["window"] and progress["window_size"] != window_size:
+        print(
+            f"{progress['window_size']} utterances an update before, {window_size} now: the rest of {epoch} is cut anew"
+        )
+        progress.update(done=[*progress["done"], [progress["window_size"], progress["window"]]], window=0)
+    progress.update(data=data, window_size=window_size)
+
+
+@dataclass
+class Run:
+    """What a run consists of: a record that the functions below act on."""
+
+    args: object
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: optim.Schedule
+    compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
+    loss_weights: dict[str, float]
+    evaluate: Callable[[torch.nn.Module, Iterable[dict]], dict[str, tuple[float, float]]]
+    eval_batches: EvalBatches
+    setup: Setup
+    metadata: dict
+    metric: str
+    progress: dict
+    report: Report
+    watch: SignalWatch
+    scaler: torch.amp.GradScaler | None
+    last_saved: int = -1
+    # Since the last report: when it was, seconds spent waiting for data, utterances, micro-batches since empty_cache.
+    since: float = field(default_factory=time.monotonic)
+    waited: float = 0.0
+    utterances: int = 0
+    micro_batches: int = 0
+
+
+def train(
+    args,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: optim.Schedule,
+    windows: Windows,
+    eval_batches: EvalBatches,
+    compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]],
+    loss_weights: dict[str, float],
+    evaluate: Callable[[torch.nn.Module, Iterable[dict]], dict[str, tuple[float, float]]],
+    setup: Setup,
+    metadata: dict,
+    resumed: dict | None = None,
+    data: str = "",
+    metric: str = "cer",
+) -> dict:
+    """Trains until `args.max_steps`, `args.num_epochs` or early stopping, and returns the progress.
+
+    `compute_loss(model, batch)` returns {term: sum over the batch}. `evaluate(model, batches)` returns {name:
+    (numerator, denominator)}, so that several ranks' results add up; the weights with the lowest `metric` are kept as
+    best.safetensors. `metadata` ("recipe" and what it needs to rebuild the model) goes into every file. `resumed` is a
+    checkpoint's content. `data` identifies the training set: a position in one means nothing in another.
+
+    Raises `Stopped` after a signal, `DataError` for a bad file, `RunError` where the run cannot go on; what was
+    reached until then is saved."""
+    ranks, device = setup.ranks, setup.device
+    scaler = torch.amp.GradScaler(device.type) if setup.dtype is torch.float16 else None
+    progress = start_progress(resumed)
+    if resumed:
+        model.load_state_dict(resumed["model"])
+        optim.load_optimizer_state(optimizer, model, resumed["optimizer"])
+        schedule.load(resumed["schedule"])
+        if scaler and resumed["scaler"]:
+            scaler.load_state_dict(resumed["scaler"])
+    place_in_data(progress, windows.window_size, data)
+    schedule.set(progress["step"])
+    if resumed and len(resumed["rng"]) > ranks.rank:
+        set_rng_state(resumed["rng"][ranks.rank], device)
+    elif ranks.size > 1:
+        torch.manual_seed(args.seed + 1000 * ranks.rank + progress["step"])  # each rank its own dropout
+    report = Report(args.log_dir, progress["step"], windows.total_steps(args), args.tensorboard, enabled=ranks.first)
+    model.train()
+    with SignalWatch() as watch:
+        run = Run(args, model, optimizer, schedule, compute_loss, loss_weights, evaluate, eval_batches, setup, metadata,
+                  metric, progress, report, watch, scaler, last_saved=progress["step"] if resumed else -1)  # fmt: skip
+        try:
+            source = windows.iterate(progress["epoch"], progress["window"], progress["done"])
+            while True:
+                if evaluation_is_due(run):
+                    evaluate_now(run)
+                finished = is_finished(args, progress)
+                if save_is_due(run, finished):
+                    save(run)
+                if finished:
+                    return progress
+                started, window, error = time.monotonic(), None, None
+                try:
+                    window = next(source)
+                except Failure as failure:
+                    error = failure
+                run.waited += time.monotonic() - started
+                caught, failed = ranks.reduce([watch.caught or 0, int(error is not None)], "max")
+                if failed:
+                    save(run)
+                    raise error or RunError("another rank could not go on: see its message")
+                if caught:
+                    raise saved_and_stopped(run, caught)
+                train_window(run, window)
+        finally:
+            report.close()
+
+
+def is_finished(args, progress: dict) -> bool:
+    patience = args.early_stopping_patience
+    return bool(
+        (args.max_steps and progress["step"] >= args.max_steps)
+        or (args.num_epochs and progress["epoch"] >= args.num_epochs)
+        or (patience and progress["evaluations_without_gain"] >= patience)
+    )
+
+
+def evaluation_is_due(run: Run) -> bool:
+    progress, every = run.progress, run.args.eval_every
+    if progress["last_evaluation"] == progress["step"]:
+        return False
+    epoch_begins = progress["window"] == 0 and not progress["done"]
+    return is_finished(run.args, progress) or (progress["step"] % every == 0 if every else epoch_begins)
+
+
+def save_is_due(run: Run, finished: bool) -> bool:
+    step, every = run.progress["step"], run.args.save_every
+    return run.last_saved != step and bool(finished or (every and step and step % every == 0))
+
+
+def train_window(run: Run, window: Window) -> None:
+    """One window: forward and backward until it fits, then the update, and the position moves on."""
+    args, progress, ranks, device = run.args, run.progress, run.setup.ranks, run.setup.device
+    names = list(run.loss_weights)
+    own = [sum(batch["counts"][name] for batch in window.micro_batches) for name in names]
+    own_names = [name for batch in window.micro_batches for name in batch["names"]]
+    *counts, utterances, skipped = ranks.reduce([*own, len(own_names), len(window.skipped)])
+    note_skipped(run, window, skipped)
+    if utterances:
+        totals = dict(zip(names, counts, strict=True))
+        buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
+        sums = pass_until_it_fits(run, window, totals, buffers)
+        terms, norm = reduce_gradients(run, sums)
+        if not all(map(math.isfinite, terms)) or (run.scaler is None and not math.isfinite(norm)):
+            run.optimizer.zero_grad()
+            restore(buffers)
+            note_bad_window(run, own_names, terms, norm)
+        else:
+            made = apply_update(run, norm)
+            progress["bad_in_a_row"] = 0
+            progress["utterances"] += utterances
+            run.utterances += utterances
+            if made:
+                progress["step"] += 1
+                averages = {name: value / max(1, totals[name]) for name, value in zip(names, terms, strict=True)}
+                note_update(run, averages, norm)
+    progress["window"] = window.number + 1
+    if window.last:
+        progress.update(epoch=window.epoch + 1, window=0, done=[])
+    run.micro_batches += len(window.micro_batches)
+    if device.type == "cuda" and args.empty_cache_every and run.micro_batches >= args.empty_cache_every:
+        run.micro_batches = 0
+        torch.cuda.empty_cache()
+
+
+def pass_until_it_fits(run: Run, window: Window, totals: dict, buffers: list) -> torch.Tensor:
+    """Forward and backward of the window, again in smaller micro-batches as long as some rank runs out of memory;
+    returns the sums of the loss terms. Every attempt starts from the same gradients, buffers and random state."""
+    progress, ranks, device = run.progress, run.setup.ranks, run.setup.device
+    rng, failures = rng_state(device), Counter()
+    while True:
+        micro_batches = cut_to_fit(window.micro_batches, progress["limits"])
+        outcome = run_window(run.model, micro_batches, totals, run.compute_loss, run.loss_weights, run.setup,
+                             run.scaler, stop=lambda: run.watch.caught is not None)  # fmt: skip
+        status = DONE
+        if outcome.stopped:
+            status = STOP
+        elif outcome.failed is not None:
+            status = AGAIN if learn_limit(outcome.failed, progress["limits"], failures) else CANNOT_FIT
+        worst, caught = ranks.reduce([status, run.watch.caught or 0], "max")
+        if worst == DONE:
+            zero = torch.zeros(len(run.loss_weights), device=device)
+            return zero if outcome.sums is None else outcome.sums
+        run.optimizer.zero_grad()
+        restore(buffers)
+        set_rng_state(rng, device)
+        memory.free_memory(device)
+        if worst == STOP:
+            raise saved_and_stopped(run, caught)
+        if worst == CANNOT_FIT:
+            save(run)
+            raise RunError(
+                too_long(outcome)
+                if status == CANNOT_FIT
+                else "an utterance of another rank does not fit into memory: see its message"
+            )
+        for other in ranks.gather(progress["limits"]):  # the ranks keep one opinion of what fits
+            for bucket, size in other.items():
+                progress["limits"][bucket] = min(size, progress["limits"].get(bucket, size))
+        if status == AGAIN:
+            size, seconds = len(outcome.failed["names"]), max(outcome.failed["seconds"])
+            others = memory.gpu_processes() if device.type == "cuda" else ""
+            run.report.say(
+                f"out of memory with {size} x {seconds:.1f} s: the same window again in smaller micro-batches"
+                + (f"; also on this GPU: {others}" if others else "")
+            )
+
+
+def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool:
+    """Halves what is thought to fit for a failed micro-batch's length. False where one utterance alone has failed
+    `TRIES_OF_ONE` times."""
+    size = len(failed["names"])
+    if size > 1:
+        limits[length_bucket(failed)] = size // 2
+        return True
+    failures[failed["names"][0]] += 1
+    return failures[failed["names"][0]] < TRIES_OF_ONE
+
+
+def too_long(outcome: Outcome) -> str:
+    name, seconds = outcome.failed["names"][0], outcome.failed["seconds"][0]
+    others = memory.gpu_processes()
+    return (
+        f"{name} ({seconds:.1f} s) does not fit into memory even alone ({outcome.reason}): --gradient_checkpointing and "
+        f"--mixed_precision need less, --max_duration {0.9 * seconds:.1f} rejects such utterances, a smaller model is the last resort"
+        + (f"; other processes on this GPU: {others}" if others else "")
+    )
+
+
+def restore(buffers: list) -> None:
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def reduce_gradients(run: Run, sums: torch.Tensor) -> tuple[list[float], float]:
+    """Sums gradients and loss terms over the ranks; returns the terms and the gradient's norm, both on the host: the
+    one place in a window that waits for the device."""
+    ranks = run.setup.ranks
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+    if ranks.size > 1:
+        ranks.sum_gradients(parameters, ranks.reduce([int(p.grad is not None) for p in parameters], "max"))
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    *terms, norm = torch.cat([sums, norm.to(sums).reshape(1)]).tolist()
+    return ranks.reduce(terms), norm / (run.scaler.get_scale() if run.scaler else 1.0)
+
+
+def apply_update(run: Run, norm: float) -> bool:
+    """Clips, steps, and moves the schedule if a step was made: under fp16 an overflow of the gradients is the scaler's
+    to skip."""
+    optimizer, scaler, limit = run.optimizer, run.scaler, run.args.max_grad_norm
+    if scaler:
+        scaler.unscale_(optimizer)
+    if limit and norm > limit:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_mul_(gradients, limit / norm)
+    if scaler:
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < 1:
+            raise RunError(
+                f"fp16's loss scale fell below 1 at step {run.progress['step']}: the gradients overflow whatever the scale; "
+                "use --bf16 or --no_mixed_precision, or a lower --learning_rate"
+            )
+    else:
+        optimizer.step()
+    optimizer.zero_grad()
+    made = scaler is None or math.isfinite(norm)
+    if made:
+        run.schedule.set(run.progress["step"] + 1)
+    return made
+
+
+def note_update(run: Run, averages: dict[str, float], norm: float) -> None:
+    """The bar after every update; every `log_every` updates a line of metrics."""
+    args, step = run.args, run.progress["step"]
+    elapsed = max(1e-9, time.monotonic() - run.since)
+    loss = sum(run.loss_weights[name] * value for name, value in averages.items())
+    rate = run.optimizer.param_groups[0]["lr"]
+    used = memory.memory_used(run.setup.device)
+    speed, waiting = run.utterances / elapsed, run.waited / elapsed
+    run.report.progress(step, loss, rate, speed, used, waiting)
+    if step % args.log_every == 0:
+        values = {"loss": loss, **{f"loss_{name}": value for name, value in averages.items()}, "learning_rate": rate,
+                  "gradient_norm": norm, "utterances_per_second": speed, "memory_bytes": used, "data_wait_share": waiting}  # fmt: skip
+        run.report.write(
+            step, epoch=run.progress["epoch"], **{f"train/{name}": value for name, value in values.items()}
+        )
+        run.since, run.waited, run.utterances = time.monotonic(), 0.0, 0
+
+
+def note_skipped(run: Run, window: Window, skipped: int) -> None:
+    run.progress["skipped_files"] += skipped
+    for name, reason in window.skipped:
+        run.report.say(f"skipped: {reason}")
+        run.report.write(run.progress["step"], event="skipped", file=name, reason=reason)
+
+
+def note_bad_window(run: Run, names: list[str], terms: list[float], norm: float) -> None:
+    """Counts and lists a window whose loss or gradient is not finite; it has not reached the weights."""
+    progress = run.progress
+    progress["bad_windows"] += 1
+    progress["bad_in_a_row"] += 1
+    values = ", ".join(f"{name} {value:g}" for name, value in zip(run.loss_weights, terms, strict=True))
+    run.report.say(
+        f"bad window {progress['bad_windows']}: loss {values}, gradient norm {norm:g}: passed over; its files: {', '.join(names)}"
+    )
+    run.report.write(progress["step"], event="bad_window", files=names, terms=[str(value) for value in terms])
+    if progress["bad_in_a_row"] >= run.args.max_bad_windows:
+        raise RunError(
+            f"{progress['bad_in_a_row']} windows in a row had a loss that is not finite: the weights of the last checkpoint in "
+            f"{run.args.checkpoint_dir} are sound; try a lower --learning_rate, --bf16 or --no_mixed_precision"
+        )
+
+
+def evaluate_now(run: Run) -> None:
+    """Evaluates without gradients and leaves generators and mode as they were; keeps the weights if they are the best."""
+    args, model, progress, device, ranks = run.args, run.model, run.progress, run.setup.device, run.setup.ranks
+
+    def polled() -> Iterable[dict]:
+        for batch in run.eval_batches:
+            if run.watch.caught is not None:
+                raise Interrupted
+            yield batch
+
+    state, was_training, results = rng_state(device), model.training, {}
+    started = time.monotonic()
+    model.eval()
+    try:
+        with torch.no_grad(), run.setup.autocast():
+            results = run.evaluate(model, polled())
+    except Interrupted:
+        pass
+    finally:
+        model.train(was_training)
+        set_rng_state(state, device)
+    (caught,) = ranks.reduce([run.watch.caught or 0], "max")
+    if caught:
+        raise saved_and_stopped(run, caught)
+    flat = ranks.reduce([float(value) for pair in results.values() for value in pair])
+    values = {name: flat[2 * i] / max(1.0, flat[2 * i + 1]) for i, name in enumerate(results)}
+    improved = progress["best"] is None or values[run.metric] < progress["best"]
+    run.schedule.observe(improved)
+    progress["last_evaluation"] = progress["step"]
+    progress["evaluations_without_gain"] = 0 if improved else progress["evaluations_without_gain"] + 1
+    if improved:
+        progress.update(best=values[run.metric], best_step=progress["step"])
+        if ranks.first:
+            summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
+            checkpoint.save_weights(args.checkpoint_dir / "best.safetensors", model, run.metadata, summary)
+    percent = ("cer", "wer")
+    shown = "  ".join(f"{n} {100 * v:.2f} %" if n in percent else f"{n} {v:.3f}" for n, v in values.items())
+    run.report.say(
+        f"evaluation at step {progress['step']} (epoch {progress['epoch'] + 1}): {shown}{'  best so far' if improved else ''}"
+    )
+    run.report.write(progress["step"], **{f"eval/{name}": value for name, value in values.items()})
+    run.report.draw(run.metric)
+    run.since += time.monotonic() - started  # evaluation is no training time
+
+
+def save(run: Run) -> None:
+    """Writes the whole state of the run as it is now; every rank contributes its random generators."""
+    states = run.setup.ranks.gather(rng_state(run.setup.device))
+    run.last_saved = run.progress["step"]
+    if run.setup.ranks.first:
+        plain = (int, float, str, bool, type(None))
+        content = {
+            "recipe": run.metadata["recipe"], "metadata": run.metadata, "model": run.model.state_dict(),
+            "optimizer": optim.optimizer_state(run.optimizer, run.model), "schedule": run.schedule.state(),
+            "scaler": run.scaler.state_dict() if run.scaler else None, "rng": states, "progress": run.progress,
+            "torch": str(torch.__version__),
+            "args": {key: value if isinstance(value, plain) else str(value) for key, value in vars(run.args).items()},
+        }  # fmt: skip
+        checkpoint.save(run.args.checkpoint_dir, run.progress["step"], content, run.args.keep_last)
+
+
+def saved_and_stopped(run: Run, caught: int) -> Stopped:
+    save(run)
+    name, step = signal.Signals(caught).name, run.progress["step"]
+    return Stopped(
+        f"stopped by {name}: step {step} is saved in {run.args.checkpoint_dir}; --resume auto goes on from there",
+        128 + caught,
+    )

@@ -1,0 +1,57 @@
+"""Word and character error rates with their parts, and the table that shows them."""
+
+from dataclasses import dataclass
+
+from common.errors import require
+from common.text import for_scoring
+
+
+@dataclass
+class Errors:
+    """Counts that add up: `length` is the number of words or characters in the references."""
+
+    substitutions: int = 0
+    deletions: int = 0
+    insertions: int = 0
+    length: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.substitutions + self.deletions + self.insertions
+
+    @property
+    def rate(self) -> float:
+        """Errors over the references' length; against empty references every insertion counts whole."""
+        return self.total / max(1, self.length)
+
+
+def count_errors(references: list[str], hypotheses: list[str], unit: str) -> Errors:
+    """Edit distance summed over pairs, in "words" or "characters" (spaces count as characters), after `for_scoring` on
+    both sides."""
+    jiwer = require("jiwer", "WER and CER")
+    errors, pairs = Errors(), []
+    for reference, hypothesis in zip(references, hypotheses, strict=True):
+        reference, hypothesis = for_scoring(reference), for_scoring(hypothesis)
+        if reference:
+            pairs.append((reference, hypothesis))
+        else:  # jiwer refuses empty references
+            errors.insertions += len(hypothesis.split() if unit == "words" else hypothesis)
+    if pairs:
+        process = jiwer.process_words if unit == "words" else jiwer.process_characters
+        found = process([r for r, _ in pairs], [h for _, h in pairs])
+        errors.substitutions += found.substitutions
+        errors.deletions += found.deletions
+        errors.insertions += found.insertions
+        errors.length += found.hits + found.substitutions + found.deletions
+    return errors
+
+
+def error_table(references: list[str], hypotheses: list[str]) -> str:
+    """WER and CER with substitutions, deletions and insertions, as lines to print."""
+    rows = [f"{'':4} {'%':>7} {'errors':>7} {'of':>7} {'subst.':>7} {'delet.':>7} {'insert.':>7}"]
+    for name, unit in (("WER", "words"), ("CER", "characters")):
+        e = count_errors(references, hypotheses, unit)
+        rows.append(
+            f"{name:4} {100 * e.rate:7.2f} {e.total:7} {e.length:7} {e.substitutions:7} {e.deletions:7} {e.insertions:7}"
+        )
+    return "\n".join(rows)

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# The tests, in under ten minutes on two cores: ./run_tests.sh [pytest arguments]; the slow ones: ./run_tests.sh -m slow
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/common/env.sh"
+ensure_python requirements.txt requirements-dev.txt
+cd "$ROOT"
+"$PYTHON" -m ruff check --quiet .
+"$PYTHON" -m ruff format --check --quiet .
+marker=(-m 'not slow')
+given -m "$@" && marker=()
+exec "$PYTHON" -m pytest ${marker[@]+"${marker[@]}"} "$@"

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Konkani Conformer with a preset for the memory at hand; no argument and no data needed.
+#   ./run_training_memory_optimized.sh [TIER] [SIZE] [any flag of recipes/konkani_conformer.py] [--print]
+# TIER: auto (default), a100, 24gb, 16gb, t4, 8gb, cpu. SIZE: optimized (default), minimal, original.
+# An update is 8 utterances in every tier; a tier decides only how many of them are on the GPU at once.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/common/env.sh"
+
+tier=auto size=optimized
+if [ $# -gt 0 ] && [[ $1 != -* ]]; then tier=$1; shift; fi
+if [ $# -gt 0 ] && [[ $1 != -* ]]; then size=$1; shift; fi
+[ "$tier" = auto ] && tier=$(pick_tier a100:70000 24gb:22000 16gb:15900 t4:11000 8gb:0) && echo "tier: $tier (auto)" >&2
+
+case "$tier" in
+  a100 | 24gb | 16gb) flags=(--batch_size 8 --gradient_accumulation_steps 1) ;;
+  8gb)  flags=(--batch_size 4 --gradient_accumulation_steps 2) ;;
+  t4)   flags=(--batch_size 2 --gradient_accumulation_steps 4) ;;
+  cpu)  flags=(--batch_size 8 --gradient_accumulation_steps 1 --device cpu) ;;
+  *) fail "no tier '$tier': it is auto, a100, 24gb, 16gb, t4, 8gb or cpu" 2 ;;
+esac
+case "$size" in
+  optimized) flags+=(--d_model 192 --encoder_layers 8 --decoder_layers 4) ;;
+  minimal)   flags+=(--d_model 128 --encoder_layers 6 --decoder_layers 3) ;;
+  original)  flags+=(--d_model 256 --encoder_layers 12 --decoder_layers 6) ;;
+  *) fail "no size '$size': it is optimized, minimal or original" 2 ;;
+esac
+flags+=(--mixed_precision --empty_cache_every 50)
+# Run again, it goes on where it was; --resume, --init_from and --transcribe say themselves what to load.
+given --resume "$@" || given --init_from "$@" || given --transcribe "$@" || flags+=(--resume auto)
+
+run "$ROOT/recipes/konkani_conformer.py" "${flags[@]}" -- "$@"
