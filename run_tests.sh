@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The tests, in under ten minutes on two cores: ./run_tests.sh [pytest arguments]; the slow ones: ./run_tests.sh -m slow
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_tests.sh
 set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/common/env.sh"
+. "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common/env.sh"
 ensure_python requirements.txt requirements-dev.txt
 cd "$ROOT"
 "$PYTHON" -m ruff check --quiet .

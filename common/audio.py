@@ -10,6 +10,9 @@ SILENCE_FRAME = 0.02  # seconds: the resolution at which long files are cut
 
 
 WINDOW, HOP = 0.025, 0.010  # seconds: one frame, and from one to the next
+FLOOR = (
+    1e-6  # added to a mel band's power: above 16-bit quantisation noise, or digital silence would dominate the scale
+)
 
 
 def frames(samples, sample_rate: int):
@@ -38,7 +41,7 @@ class LogMel(nn.Module):
             waveforms = nn.functional.pad(waveforms, (0, max(0, self.window - waveforms.shape[1])))
             frames = waveforms.unfold(1, self.window, self.hop) * self.taper  # (B, F, window)
             power = torch.fft.rfft(frames, self.n_fft).abs().square()  # (B, F, n_fft / 2 + 1)
-            return (power @ self.filters + 1e-8).log()
+            return (power @ self.filters + FLOOR).log()
 
 
 class FeatureNorm(nn.Module):
@@ -67,7 +70,7 @@ class FeatureNorm(nn.Module):
         """Takes mean and standard deviation from (F, M) features of training utterances."""
         frames = torch.cat(features).double()
         self.mean.copy_(frames.mean(0))
-        self.std.copy_(frames.std(0).clamp_min(1e-3))
+        self.std.copy_(frames.std(0, correction=0).clamp_min(1e-3))  # (a single frame has no other)
 
 
 def valid_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
@@ -105,7 +108,8 @@ def spec_augment(
 def cut_at_silences(waveform: torch.Tensor, sample_rate: int, longest: float) -> list[tuple[int, int]]:
     """(start, end) samples of pieces of (T,), each at most `longest` seconds, cut where it is quietest in the second
     half of each piece."""
-    limit, frame = int(longest * sample_rate), round(SILENCE_FRAME * sample_rate)
+    limit = int(longest * sample_rate)
+    frame = min(round(SILENCE_FRAME * sample_rate), limit // 2)
     pieces, start = [], 0
     while len(waveform) - start > limit:
         span = waveform[start + limit // 2 : start + limit]

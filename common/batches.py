@@ -1,13 +1,19 @@
 """From a corpus to batches: reading audio, windows of batches as a pure function of seed and epoch, collating,
 splitting, copying to the device."""
 
+import atexit
 import functools
 import math
+import multiprocessing
+import re
+import resource
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +23,12 @@ import torchaudio
 from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError, RunError, UsageError
+from common.manifest import END_TOLERANCE, UNKNOWN_LENGTH, missing_seconds
 
 POOL_WINDOWS = 64  # windows sorted by length together: more saves padding, fewer mixes lengths better
-
-
+WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)")  # torch's words
+MANY_FILES = 65_536  # open at once, where the system allows so many
+LARGEST_TERM = 1000  # of the ratio between two sample rates: the filter has its terms' product as its size
 AUDIO_SUFFIXES = {".mp3", ".m4a", ".aac", ".opus", ".wma", ".webm", ".mp4", ".oga", ".aif"}  # beside libsndfile's own
 
 
@@ -33,8 +41,10 @@ def _resampler(source: int, target: int) -> torchaudio.transforms.Resample:
 
 
 def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """(T,) at `source` Hz to (T',) at `target` Hz; the filter of each pair of rates is computed once."""
-    return waveform if source == target else _resampler(source, target)(waveform)
+    """(T,) at `source` Hz to (T',) at `target` Hz; the filter of each pair of rates is computed once. Rates without a
+    simple ratio (7999 and 16000 would take gigabytes) are rounded to one, by at most 0.05 %."""
+    ratio = Fraction(source, target).limit_denominator(LARGEST_TERM)
+    return waveform if ratio == 1 else _resampler(ratio.numerator, ratio.denominator)(waveform)
 
 
 def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:
@@ -42,48 +52,73 @@ def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:
     return resample(waveform, round(factor * 100), 100)
 
 
+class BadAudio(DataError):
+    """An audio file that cannot be used; `path` names it."""
+
+    def __init__(self, path: str, what: str):
+        super().__init__(f"{path} {what}")
+        self.path = path
+
+
 def read_audio(path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None) -> torch.Tensor:
     """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz; channels are averaged. What
-    libsndfile does not know goes through ffmpeg, where that is installed. Raises `DataError` naming the file where it
-    is missing, truncated, empty or not finite."""
+    libsndfile does not know goes through ffmpeg, where that is installed. Raises `BadAudio` where the file is missing,
+    truncated, empty or not finite."""
     try:
-        with soundfile.SoundFile(path) as file:
-            rate = file.samplerate
-            start = min(round(offset * rate), file.frames)
-            frames = file.frames - start if duration is None else min(round(duration * rate), file.frames - start)
-            file.seek(start)
-            samples = file.read(frames, dtype="float32", always_2d=True)
-        if len(samples) < frames:
-            raise DataError(f"{path} is truncated: {len(samples) / rate:.2f} of {frames / rate:.2f} s could be read")
-        waveform = torch.from_numpy(samples.mean(axis=1) if samples.shape[1] > 1 else samples[:, 0])
-    except (OSError, soundfile.LibsndfileError) as error:
-        rate = sample_rate
-        waveform = _read_with_ffmpeg(path, sample_rate, offset, duration, error)
+        file = soundfile.SoundFile(path)
+        if file.frames >= UNKNOWN_LENGTH:
+            file.close()
+            raise OSError("its header states no length")
+    except (OSError, TypeError, soundfile.LibsndfileError) as error:  # TypeError: .raw, which has no header
+        rate, waveform = sample_rate, _read_with_ffmpeg(path, sample_rate, offset, duration, error)
+    else:
+        with file:
+            rate, waveform = file.samplerate, _read(file, path, offset, duration)
     if len(waveform) == 0:
-        raise DataError(f"{path} is empty{f' from {offset:g} s on' if offset else ''}")
+        raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
     if not torch.isfinite(waveform).all():
-        raise DataError(f"{path} holds samples that are not finite (NaN or infinity)")
+        raise BadAudio(path, "holds samples that are not finite (NaN or infinity)")
     return resample(waveform, rate, sample_rate)
+
+
+def _read(file: soundfile.SoundFile, path: str, offset: float, duration: float | None) -> torch.Tensor:
+    rate, there = file.samplerate, file.frames / file.samplerate
+    start = min(round(offset * rate), file.frames)
+    frames = file.frames - start if duration is None else min(round(duration * rate), file.frames - start)
+    try:
+        file.seek(start)
+        samples = file.read(frames, dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise BadAudio(path, f"is truncated or damaged: {_reason(error)}") from None
+    except MemoryError:
+        raise BadAudio(path, f"does not fit into memory: its header states {there / 3600:.0f} h") from None
+    missing = missing_seconds(file)
+    if missing > END_TOLERANCE:
+        raise BadAudio(path, f"is truncated: {there:.2f} of {there + missing:.2f} s are there")
+    if len(samples) < frames - END_TOLERANCE * rate:  # an MP3's length may be an estimate
+        raise BadAudio(path, f"is truncated: {len(samples) / rate:.2f} of {frames / rate:.2f} s could be read")
+    return torch.from_numpy(samples.mean(axis=1) if samples.shape[1] > 1 else samples[:, 0])
 
 
 def _read_with_ffmpeg(
     path: str, sample_rate: int, offset: float, duration: float | None, error: Exception
 ) -> torch.Tensor:
     try:
-        open(path, "rb").close()
-    except OSError as why:
-        raise DataError(f"{path} cannot be read: {why.strerror}") from None
+        with open(path, "rb") as file:
+            is_empty = not file.read(1)
+    except (OSError, ValueError) as why:
+        raise BadAudio(path, f"cannot be read: {_reason(why)}") from None
+    if is_empty:
+        raise BadAudio(path, "is empty")
     if not shutil.which("ffmpeg"):
-        raise DataError(
-            f"{path} cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)"
-        ) from None
-    command = ["ffmpeg", "-v", "error", "-nostdin", "-ss", str(offset), "-i", path]
+        raise BadAudio(path, f"cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)")
+    command = ["ffmpeg", "-v", "error", "-nostdin", "-ss", str(offset), "-i", f"file:{path}"]
     command += ["-t", str(duration)] if duration is not None else []
     result = subprocess.run([*command, "-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"], capture_output=True)
-    if result.returncode:
-        raise DataError(
-            f"{path} cannot be read: {result.stderr.decode(errors='replace').strip().splitlines()[-1:] or _reason(error)}"
-        ) from None
+    if result.returncode or result.stderr:  # of a truncated file it decodes what there is, complains, and returns 0
+        said = result.stderr.decode(errors="replace").strip().splitlines() or [_reason(error)]
+        said[0] = re.sub(r"^(\[[^\]]*\] *)+", "", said[0])  # which part of ffmpeg it was, at which address
+        raise BadAudio(path, f"cannot be read: {said[0]}")
     return torch.from_numpy(np.frombuffer(result.stdout, dtype="<f4").copy())
 
 
@@ -106,7 +141,8 @@ def audio_files(paths: list[str]) -> list[Path]:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "error_string", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
+    said = getattr(error, "error_string", None) or getattr(error, "strerror", None) or str(error) or "unknown error"
+    return said.splitlines()[0].removeprefix("Error : ").rstrip(".")
 
 
 # --- which utterances when -------------------------------------------------------------------------------------------
@@ -130,10 +166,10 @@ def plan_epoch(seconds: np.ndarray, window_size: int, seed: int, epoch: int, don
             windows.insert(0, windows.pop(longest))
         return windows
 
-    left = np.arange(len(seconds))
+    left, done = np.arange(len(seconds)), list(done)
     for part, (size, count) in enumerate(done):
         left = np.sort(np.concatenate([*cut(left, size, part)[count:], left[:0]]))
-    return cut(left, window_size, len(list(done)))
+    return cut(left, window_size, len(done))
 
 
 def cut_window(
@@ -197,7 +233,7 @@ class _WindowDataset(torch.utils.data.Dataset):
                     if not self.skip_bad:
                         window.error = f"{error}; fix or remove it, or pass over such files with --skip_bad_audio"
                         return window
-                    window.skipped.append((str(error).split(" ")[0], str(error)))
+                    window.skipped.append((getattr(error, "path", f"utterance {index}"), str(error)))
             if items:
                 window.micro_batches.append(self.collate(items))
         return window
@@ -210,10 +246,29 @@ def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
 
 
+@atexit.register
+def _end_workers() -> None:
+    """Before multiprocessing's own turn at exit: it would send SIGTERM, which they ignore, and wait for them for ever.
+    (Usually none is left; but an error that somebody holds on to also holds the loader.)"""
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def _allow_many_files() -> None:
+    """A tensor from a worker is an open file until it is freed: 64 micro-batches ahead of time exceed the usual 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _loader(dataset, specs, workers: int, pin: bool, persistent: bool = False) -> torch.utils.data.DataLoader:
+    if workers:
+        _allow_many_files()
+    # A generator of its own: by default every iteration draws from the global one, and a resumed run draws once more.
     return torch.utils.data.DataLoader(
         dataset, batch_size=None, sampler=specs, num_workers=workers, pin_memory=pin,
-        worker_init_fn=_start_worker, persistent_workers=persistent and workers > 0,
+        worker_init_fn=_start_worker, generator=torch.Generator().manual_seed(0), persistent_workers=persistent and workers > 0,
     )  # fmt: skip
 
 
@@ -265,13 +320,18 @@ class Windows:
         return 1 - real / padded if padded else 0.0
 
 
-def _guarded(loader: Iterable) -> Iterator:
+def _guarded(loader: torch.utils.data.DataLoader) -> Iterator:
     """The loader's items; a worker's death becomes one line."""
     try:
-        yield from loader
+        items = iter(loader)
+        if loader.num_workers and threading.current_thread() is threading.main_thread():
+            # torch's handler would raise in whatever the main process is at. Without it a worker's death is noticed
+            # where its data is waited for, within five seconds.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        yield from items
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
+        if not WORKER_DIED.search(str(error)):
+            raise  # in a worker, but a defect of ours: its traceback is needed
         raise RunError(
             "a data worker died (often: too little main memory or, in a container, too small a /dev/shm): "
             "try --dataloader_num_workers 0, or fewer workers"
@@ -279,7 +339,8 @@ def _guarded(loader: Iterable) -> Iterator:
 
 
 class EvalBatches:
-    """The evaluation set in batches of similar length, longest first, this rank's share of them."""
+    """The evaluation set in batches of similar length, longest first, this rank's share of them. `skipped` maps files
+    that were passed over to the reason; each is said once."""
 
     def __init__(self, args, seconds: np.ndarray, load, collate, setup):
         order = np.argsort(-seconds, kind="stable")
@@ -288,12 +349,17 @@ class EvalBatches:
         specs = [(0, number, False, [batch]) for number, batch in enumerate(batches)]
         dataset = _WindowDataset(load, collate, args.skip_bad_audio)
         workers = min(args.dataloader_num_workers, len(specs))
+        self.skipped: dict[str, str] = {}
         self.loader = _loader(dataset, specs, workers, setup.device.type == "cuda", args.persistent_workers)
 
     def __iter__(self) -> Iterator[dict]:
         for window in _guarded(self.loader):
             if window.error:
                 raise DataError(window.error)
+            for name, reason in window.skipped:
+                if name not in self.skipped:
+                    print(f"skipped in evaluation: {reason}", flush=True)
+                self.skipped[name] = reason
             yield from window.micro_batches
 
     def __len__(self) -> int:

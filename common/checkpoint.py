@@ -30,10 +30,16 @@ def lock_folder(folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+")  # noqa: SIM115  held as long as the process lives
     except OSError as error:
-        raise RunError(f"cannot write in {folder}: {error.strerror}; choose another --checkpoint_dir") from None
+        reason = (
+            "a part of that path is a file"
+            if isinstance(error, FileExistsError | NotADirectoryError)
+            else error.strerror
+        )
+        raise RunError(f"cannot write in {folder}: {reason}; choose another --checkpoint_dir") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # A record lock: data workers do not inherit it, so that it ends with a killed run and not seconds later.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
         lock.seek(0)
         raise RunError(
             f"{folder} is in use by another run (process {lock.read().strip() or 'unknown'}): wait for it, or choose another --checkpoint_dir"
@@ -102,7 +108,7 @@ def read(path: Path, recipe: str) -> dict:
         )
     if path.is_dir() or not path.exists():
         found = list_checkpoints(path.parent) if path.parent.is_dir() else []
-        there = f"; there is {found[0]}" if found else ""
+        there = f"; there is {found[0]}" if found else "; without --resume a new run starts"
         raise UsageError(f"--resume {path}: {'it is a folder' if path.is_dir() else 'no such file'}{there}")
     try:
         with zipfile.ZipFile(path) as archive:
@@ -215,16 +221,51 @@ def read_weights(path: str | Path, recipe: str) -> tuple[dict[str, torch.Tensor]
     return tensors, metadata
 
 
-def init_from(model: torch.nn.Module, path: str, recipe: str) -> None:
-    """Copies into `model` every weight of `path` whose name and shape fit, and says what did not."""
-    tensors, _ = read_weights(path, recipe)
+def weights_to_use(args, recipe: str) -> tuple[dict[str, torch.Tensor], dict]:
+    """Weights and metadata of `--resume` or, without it, of the best evaluation in the checkpoint folder."""
+    path = Path(args.resume) if args.resume and args.resume != "auto" else args.checkpoint_dir / "best.safetensors"
+    if not path.exists():
+        raise UsageError(f"no weights at {path}: train first, or name them with --resume")
+    return read_weights(path, recipe)
+
+
+def initialise(model: torch.nn.Module, tensors: dict[str, torch.Tensor], path: str) -> None:
+    """Copies into `model` every tensor whose name and shape fit, and says what did not."""
     own = model.state_dict()
     fits = {name: tensor for name, tensor in tensors.items() if name in own and own[name].shape == tensor.shape}
     if not fits:
         raise UsageError(f"--init_from {path}: none of its {len(tensors)} tensors fits this model")
     model.load_state_dict(fits, strict=False)
     left = sorted(set(own) - set(fits))
-    print(
-        f"initialised {len(fits)} of {len(own)} tensors from {path}"
-        + (f"; new: {', '.join(left[:5])}{' ...' if len(left) > 5 else ''}" if left else "")
-    )
+    rest = f"; new: {', '.join(left[:5])}{' ...' if len(left) > 5 else ''}" if left else ""
+    print(f"initialised {len(fits)} of {len(own)} tensors from {path}{rest}")
+
+
+def average(folder: Path, count: int, by: str, recipe: str) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """The mean of the weights of `count` checkpoints and their steps: the newest ("last"), or those whose evaluation
+    was best among the ones that are kept ("best": evaluate as often as you save). Raises `UsageError` where there is
+    none."""
+    steps = {int(path.stem.rsplit("_", 1)[1]): path for path in list_checkpoints(folder)}
+    if by == "best" and steps:
+        values = dict(map(tuple, read(steps[max(steps)], recipe)["progress"]["evaluations"]))
+        steps = {
+            step: steps[step] for step in sorted(steps, key=lambda s: values.get(s, float("inf"))) if step in values
+        }
+    chosen = list(steps)[:count]
+    if not chosen:
+        raise UsageError(
+            f"--average_checkpoints: {folder} keeps no checkpoint that was evaluated; set --save_every to a multiple of --eval_every"
+        )
+    total: dict[str, torch.Tensor] = {}
+    for step in chosen:
+        for name, tensor in read(steps[step], recipe)["model"].items():
+            if name not in total:
+                total[name] = tensor.double() if tensor.is_floating_point() else tensor
+            elif tensor.is_floating_point():
+                total[name] += tensor.double()
+    last = read(steps[chosen[0]], recipe)["model"]
+    mean = {
+        name: (value / len(chosen)).to(last[name].dtype) if last[name].is_floating_point() else value
+        for name, value in total.items()
+    }
+    return mean, chosen

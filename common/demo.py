@@ -32,6 +32,7 @@ class Espeak:
         loader = require("espeakng_loader", "the demo corpus")
         self.library = ctypes.CDLL(loader.get_library_path())
         data = loader.get_data_path()
+        self.variants = Path(data) / "voices" / "!v"
         self.sample_rate = self.library.espeak_Initialize(self.SYNCHRONOUS, 0, os.fsencode(data), 0)
         if self.sample_rate <= 0:
             raise RunError(f"espeak-ng does not start with its data in {data}")
@@ -46,9 +47,12 @@ class Espeak:
         return 0
 
     def say(self, text: str, voice: str, rate: int = 170, pitch: int = 50) -> np.ndarray:
-        """int16 samples (T,) at `sample_rate` Hz. `rate` in words per minute, `pitch` 0-99. Raises `RunError`: an
-        unknown voice would silently keep the one before it."""
-        if self.library.espeak_SetVoiceByName(voice.encode()) != 0:
+        """int16 samples (T,) at `sample_rate` Hz. `rate` in words per minute, `pitch` 0-99. Raises `RunError`: espeak-ng
+        would silently keep the voice before an unknown one, and leave out an unknown variant."""
+        _, plus, variant = voice.partition("+")
+        if (plus and not (self.variants / variant).is_file()) or self.library.espeak_SetVoiceByName(
+            voice.encode()
+        ) != 0:
             raise RunError(f"espeak-ng has no voice {voice!r}")
         self.library.espeak_SetParameter(self.RATE, rate, 0)
         self.library.espeak_SetParameter(self.PITCH, pitch, 0)
@@ -64,6 +68,8 @@ def sentences(
     words: list[str], count: int, random: np.random.Generator, shortest: int = 2, longest: int = 5
 ) -> list[str]:
     """`count` distinct sentences of `shortest` to `longest` words."""
+    if count > sum(len(set(words)) ** length for length in range(shortest, longest + 1)):
+        raise ValueError(f"{len(set(words))} words make no {count} distinct sentences of {shortest} to {longest}")
     made: dict[str, None] = {}
     while len(made) < count:
         length = int(random.integers(shortest, longest + 1))
@@ -76,20 +82,44 @@ def speech_corpus(
 ) -> dict[str, str]:
     """Writes (or finds) a corpus of spoken sentences: `sizes` maps a split to its number of utterances, and no sentence
     occurs in two splits. Returns {split: manifest path}."""
-    manifests = {split: folder / f"{split}.json" for split in sizes}
+    manifests = {split: str(folder / f"{split}.json") for split in sizes}
     recipe = {"words": words, "voices": voices, "sizes": sizes, "seed": seed, "version": 1}
-    made_from = folder / "made_from.json"
-    if made_from.exists() and json.loads(made_from.read_text(encoding="utf-8")) == recipe:
-        return {split: str(path) for split, path in manifests.items()}
-    shutil.rmtree(folder / "audio", ignore_errors=True)
+    if _made_from(folder) == recipe:
+        return manifests
+    try:
+        # Made aside and renamed: what a kill cut short is not taken for a corpus, and several ranks do not meet.
+        aside = folder.with_name(f"{folder.name}.{os.getpid()}")
+        shutil.rmtree(aside, ignore_errors=True)
+        seconds = _write_corpus(aside, recipe)
+        if _made_from(folder) != recipe:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(aside, folder)
+    except OSError as error:
+        if _made_from(folder) != recipe:  # another rank may have been quicker
+            raise RunError(f"cannot write the demo corpus in {folder}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    print(f"demo corpus: {sum(sizes.values())} utterances, {seconds / 3600:.2f} h, {len(voices)} voices, in {folder}")
+    return manifests
+
+
+def _made_from(folder: Path) -> dict | None:
+    try:
+        return json.loads((folder / "made_from.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _write_corpus(folder: Path, recipe: dict) -> float:
+    """Speaks the sentences of every split; returns how many seconds they are."""
     (folder / "audio").mkdir(parents=True)
-    random = np.random.default_rng(seed)
-    espeak, texts = Espeak(), sentences(words, sum(sizes.values()), random)
+    random = np.random.default_rng(recipe["seed"])
+    espeak, texts = Espeak(), sentences(recipe["words"], sum(recipe["sizes"].values()), random)
     seconds = 0.0
-    for split, path in manifests.items():
+    for split, size in recipe["sizes"].items():
         lines = []
-        for number in range(sizes[split]):
-            text, voice = texts.pop(), voices[int(random.integers(len(voices)))]
+        for number in range(size):
+            text, voice = texts.pop(), recipe["voices"][int(random.integers(len(recipe["voices"])))]
             samples = espeak.say(text, voice, int(random.integers(140, 221)), int(random.integers(30, 71)))
             name = f"audio/{split}_{number:05d}.wav"
             with wave.open(str(folder / name), "wb") as file:
@@ -101,7 +131,6 @@ def speech_corpus(
             seconds += duration
             row = {"audio_filepath": name, "text": text, "duration": round(duration, 3), "speaker": voice}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-        path.write_text("".join(lines), encoding="utf-8")
-    made_from.write_text(json.dumps(recipe, ensure_ascii=False), encoding="utf-8")
-    print(f"demo corpus: {sum(sizes.values())} utterances, {seconds / 3600:.2f} h, {len(voices)} voices, in {folder}")
-    return {split: str(path) for split, path in manifests.items()}
+        (folder / f"{split}.json").write_text("".join(lines), encoding="utf-8")
+    (folder / "made_from.json").write_text(json.dumps(recipe, ensure_ascii=False), encoding="utf-8")
+    return seconds

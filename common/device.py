@@ -2,7 +2,9 @@
 
 import os
 import random
+import re
 import sys
+import warnings
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,43 +13,71 @@ import torch.distributed as dist
 
 from common.errors import UsageError
 
-# What the wheels of each CUDA version were built for; the command is on pytorch.org under "previous versions".
-OLD_GPU_BUILD = "the CUDA 12.6 build (compute capability 5.0 to 9.0, driver 525 or newer): pip install 'torch>=2.8,<2.12' 'torchaudio>=2.8,<2.12' with pytorch.org's cu126 index"
+# PyPI's torch 2.11 is built for CUDA 13.0, compute capability 7.5 to 12.0; the CUDA 12.6 builds of 2.8 to 2.11 cover 5.0
+# to 9.0 (RELEASE.md of pytorch, "CUDA Support Matrix"). pip takes one for the other unless it is forced.
+PIP_TORCH = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.8,<2.12' 'torchaudio>=2.8,<2.12'"
+CUDA_126 = f"the CUDA 12.6 build: {PIP_TORCH} --index-url https://download.pytorch.org/whl/cu126"
+# The oldest driver for each major version of CUDA (NVIDIA's "Minor Version Compatibility").
+OLDEST_DRIVER = {"12": "525", "13": "580"}
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 REDUCE_BUCKET = 1 << 23  # elements in one all-reduce of gradients: 32 MiB of fp32
 
 
 def set_allocator(conf: str) -> None:
     """Gives the CUDA allocator its settings under both names that torch versions read; must run before CUDA starts.
-    What the environment already sets stays."""
-    current = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or conf
-    if current:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", current)
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", current)
+    What the environment already sets stays, an empty value included. (torch 2.9's CUDA allocator ignores the new name,
+    pytorch#183387; 2.8 to 2.11 print one warning about the old one.)"""
+    conf = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), conf)
+    for name in ALLOCATOR_VARIABLES:
+        os.environ.setdefault(name, conf)
 
 
 def cuda_problem(index: int = 0) -> str | None:
-    """Why CUDA device `index` cannot be used by the installed torch: one line with what would help; None if it can."""
-    if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
-        return f"the installed torch {torch.__version__} is a CPU-only build: pip install -r requirements.txt in a fresh environment brings the CUDA one"
+    """Why CUDA device `index` cannot be used by the installed torch: one line with what would help; None if it can,
+    and then it is the current device."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"the installed torch {torch.__version__} is a CPU-only build; the CUDA one: {PIP_TORCH}"
     try:
-        torch.cuda.init()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ten lines about the GPU's architecture: kernel_problem needs one
+            torch.cuda.init()
         count = torch.cuda.device_count()
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:
         reason = str(error).strip().split("\n")[0]
         if "too old" in reason:
-            return f"the NVIDIA driver is too old for torch {torch.__version__} (CUDA {torch.version.cuda}): update the driver, or install {OLD_GPU_BUILD}"
+            return driver_problem(reason)
         if "no NVIDIA driver" in reason:
             return "there is no NVIDIA driver on this machine (nvidia-smi should list the GPU)"
-        return f"CUDA does not start: {reason}"
-    if count == 0:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return "there is no NVIDIA GPU on this machine" + (
-            f" (CUDA_VISIBLE_DEVICES is {hidden!r})" if hidden is not None else ""
-        )
+        if "No CUDA GPUs" not in reason:
+            return f"CUDA does not start: {reason}"
+        count = 0
     if index >= count:
-        return f"there is no cuda:{index}: this machine has {count} (cuda:0 ... cuda:{count - 1})"
-    return kernel_problem(
+        missing = f"no cuda:{index}, only {count} GPU{'s' if count > 1 else ''}" if count else "no NVIDIA GPU"
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return f"there is {missing}" + (f" (CUDA_VISIBLE_DEVICES is {hidden!r})" if hidden is not None else "")
+    problem = kernel_problem(
         torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
+    )
+    if problem:
+        return problem
+    try:  # a GPU that another process has filled, or holds for itself, shows it here
+        torch.cuda.set_device(index)
+        torch.ones(1, device="cuda").item()
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n")[0]
+        return f"cuda:{index} cannot compute now ({reason}): nvidia-smi shows which processes use it"
+    return None
+
+
+def driver_problem(reason: str) -> str:
+    """What to do about "... driver on your system is too old (found version 12040)": that is CUDA 12.4's driver."""
+    found = int((re.search(r"found version (\d+)", reason) or ["", "0"])[1])
+    newest = f" supports CUDA {found // 1000}.{found % 1000 // 10} at most and" if found else ""
+    needed = OLDEST_DRIVER.get(torch.version.cuda.split(".")[0])
+    instead = f", or install {CUDA_126}" if found >= 12000 else ""
+    return (
+        f"the NVIDIA driver{newest} is too old for torch {torch.__version__}: "
+        f"update it{f' to {needed} or newer' if needed else ''}{instead}"
     )
 
 
@@ -56,39 +86,37 @@ def kernel_problem(name: str, capability: tuple[int, int], architectures: list[s
     capability: binaries run on later minor versions of the same major one, PTX ("compute_") on everything later."""
     binaries = [divmod(int(a.removeprefix("sm_").rstrip("af")), 10) for a in architectures if a.startswith("sm_")]
     ptx = [divmod(int(a.removeprefix("compute_").rstrip("af")), 10) for a in architectures if a.startswith("compute_")]
-    fits = any(b[0] == capability[0] and b[1] <= capability[1] for b in binaries) or any(
-        p <= tuple(capability) for p in ptx
-    )
-    if fits or not architectures:
+    if any(b[0] == capability[0] and b[1] <= capability[1] for b in binaries) or any(p <= capability for p in ptx):
         return None
-    have = f"{name} has compute capability {capability[0]}.{capability[1]}, and torch {torch.__version__} has no kernels for it"
-    if binaries and tuple(capability) < min(binaries):
-        return f"{have}: install {OLD_GPU_BUILD}"
-    return f"{have}: install a newer torch within requirements.txt, built for this GPU (see pytorch.org)"
+    if not binaries and not ptx:  # unknown, or AMD's names
+        return None
+    have = f"{name} has compute capability {capability[0]}.{capability[1]}, for which torch {torch.__version__} has no kernels"
+    if capability < (5, 0):
+        return f"{have}, nor has any that requirements.txt allows"
+    if capability < min(binaries + ptx):
+        return f"{have}; install {CUDA_126}"
+    return f"{have}; install PyPI's build: {PIP_TORCH}"
 
 
-def pick_device(wanted: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` to a device that works. `auto` falls back to the CPU and says why."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+def pick_device(wanted: str, quiet: bool = False) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` to a device that works. `auto` falls back to the CPU and says why, on stderr if
+    `quiet`."""
     if wanted == "cpu":
         return torch.device("cpu")
-    if wanted in ("auto", "cuda"):
-        index = local_rank
-    else:
-        try:
-            device = torch.device(wanted)
-            if device.type != "cuda":
-                raise RuntimeError
-        except RuntimeError:
-            raise UsageError(f"--device {wanted}: it must be auto, cpu, cuda or cuda:N") from None
-        index = device.index or 0
+    # torch.device() itself takes "cuda:256" for "cuda:0".
+    numbered = re.fullmatch(r"cuda:(\d{1,2})", wanted)
+    if wanted not in ("auto", "cuda") and not numbered:
+        raise UsageError(f"--device {wanted}: it must be auto, cpu, cuda or cuda:N")
+    if numbered and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+        raise UsageError(f"--device {wanted}: torchrun's processes need a GPU each, which --device cuda gives them")
+    index = int(numbered[1]) if numbered else int(os.environ.get("LOCAL_RANK", 0))
     problem = cuda_problem(index)
     if problem is None:
-        torch.cuda.set_device(index)
         return torch.device("cuda", index)
-    if wanted != "auto":
+    # With torchrun, one rank on the CPU and the others on GPUs would wait for each other for ever.
+    if wanted != "auto" or (index and cuda_problem(0) is None):
         raise UsageError(f"--device {wanted}: {problem}; --device cpu works everywhere")
-    print(f"device: cpu (auto: {problem})")
+    print(f"device: cpu (auto: {problem})", file=sys.stderr if quiet else sys.stdout)
     return torch.device("cpu")
 
 
@@ -130,8 +158,8 @@ class Ranks:
         """Sum or maximum over the ranks of a list of Python numbers (int64 or float64 on the host)."""
         if self.size == 1:
             return list(values)
-        tensor = torch.tensor(values)
-        tensor = tensor.double() if tensor.is_floating_point() else tensor.long()
+        exact = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
+        tensor = torch.tensor(values, dtype=exact)
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.host_group)
         return tensor.tolist()
 
@@ -152,14 +180,10 @@ class Ranks:
                 parameter.grad = torch.zeros_like(parameter)
         while used:
             bucket, elements = [], 0
-            while (
-                used
-                and used[0].dtype == (bucket or used)[0].dtype
-                and (not bucket or elements + used[0].numel() <= REDUCE_BUCKET)
-            ):
+            while used and (not bucket or elements + used[0].numel() <= REDUCE_BUCKET):
                 elements += used[0].numel()
                 bucket.append(used.pop(0))
-            flat = torch.cat([p.grad.reshape(-1) for p in bucket])
+            flat = torch.cat([p.grad.reshape(-1) for p in bucket])  # of several types, to one that holds them all
             dist.all_reduce(flat)
             for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 parameter.grad.copy_(part.view_as(parameter))
@@ -184,22 +208,27 @@ def start_ranks(device: torch.device) -> Ranks:
     if size == 1:
         return Ranks()
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        except ValueError as error:  # a scheduler's WORLD_SIZE without the rest
+            raise UsageError(
+                f"WORLD_SIZE is {size}, but {error}: start several ranks with torchrun, or unset WORLD_SIZE"
+            ) from None
     host_group = dist.new_group(backend="gloo") if device.type == "cuda" else None
     return Ranks(dist.get_rank(), size, host_group)
 
 
 def setup(args, quiet: bool = False) -> Setup:
-    """Device, precision, switches, seeds and ranks for a run, each printed with its reason. Raises `UsageError` where
-    the device asked for cannot be used."""
+    """Device, precision, switches, seeds and ranks for a run, each printed with its reason; `quiet` leaves stdout to the
+    results. Raises `UsageError` where the device asked for cannot be used."""
     set_allocator(args.allocator_conf)
     if args.deterministic:
         # cuBLAS reads it when CUDA starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = pick_device(args.device)
-    ranks = start_ranks(device)
-    if not ranks.first:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and int(os.environ.get("RANK", 0)) > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  one voice; errors still reach stderr
+    device = pick_device(args.device, quiet)
+    ranks = start_ranks(device)
     dtype, reason = pick_dtype(args.mixed_precision, device)
     name = (
         f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"

@@ -1,22 +1,24 @@
 # For the run_*.sh wrappers, which source it: finds or makes the Python environment, sets the allocator, picks a tier.
 # shellcheck shell=bash
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
 fail() { printf 'error: %s\n' "$1" >&2; exit "${2:-1}"; }
 
-# Read before CUDA starts, under the name of torch <= 2.8 and of later versions. What is set already stays.
+# Read before CUDA starts, under the old and the new name (common/device.py says why both). What is set already stays.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-${PYTORCH_ALLOC_CONF-expandable_segments:True}}
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-$PYTORCH_CUDA_ALLOC_CONF}
 
+# is_supported PYTHON: whether it runs and has wheels of torch 2.8 to 2.11.
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null; }
+
 # requirement_status PYTHON FILE...: prints "all" where an interpreter has everything the files ask for, "torch" where it
-# has at least torch and torchaudio, "old" where it is older than 3.10, "none" otherwise (also where it does not run).
+# has at least torch and torchaudio and a venv can stand on it, "none" otherwise (also where it does not run).
 requirement_status() {
   local python=$1; shift
   "$python" - "$@" 2>/dev/null <<'PY' || echo none
 import re, sys
 if sys.version_info < (3, 10):
-    print("old")
-    sys.exit()
+    sys.exit(1)
 from importlib import metadata
 def numbers(version):
     return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])
@@ -33,68 +35,78 @@ def met(line):
 lines = [line.strip() for path in sys.argv[1:] for line in open(path) if line.strip() and line[0] != "#"]
 torch = [line for line in lines if line.startswith("torch")]
 same = all(map(met, torch)) and len({numbers(metadata.version(n))[:2] for n in ("torch", "torchaudio")}) == 1
-print("all" if same and all(map(met, lines)) else "torch" if same else "none")
+# A venv on top of a venv would see the first one's Python, not its packages.
+base = same and sys.prefix == sys.base_prefix
+print("all" if same and all(map(met, lines)) else "torch" if base else "none")
 PY
 }
 
 # ensure_python FILE...: sets PYTHON to an interpreter that meets the requirement files: the active one if it does, else
 # ROOT/.venv, made on first use. Nothing is installed anywhere else, conda's base included.
 ensure_python() {
-  local files=() file candidate base='' status options=() active
+  local files=() file active status base='' options=() candidate found pip arguments=()
   for file in "$@"; do files+=("$ROOT/$file"); done
-  active=$(command -v python3 || command -v python || true)
-  if [ -n "$active" ]; then
-    status=$(requirement_status "$active" "${files[@]}")
-    if [ "$status" = all ]; then PYTHON=$active; return; fi
-    # Colab and conda bring torch: a .venv on top of it needs only what is missing. (A venv cannot stand on a venv.)
-    if [ "$status" = torch ] && [ -z "${VIRTUAL_ENV:-}" ]; then base=$active; options=(--system-site-packages); fi
-  fi
   PYTHON=$ROOT/.venv/bin/python
-  if [ -x "$PYTHON" ] && [ "$(requirement_status "$PYTHON" "${files[@]}")" = all ]; then return; fi
-  if command -v flock >/dev/null && { : >"$ROOT/.venv.lock"; } 2>/dev/null; then
-    exec 9>"$ROOT/.venv.lock"
-    flock 9 # a second wrapper waits for the first one's installation
+  active=$(command -v python3 || command -v python || true)
+  status=$(requirement_status "$active" "${files[@]}")
+  if [ "$status" = all ]; then PYTHON=$active; return; fi
+  if [ "$(requirement_status "$PYTHON" "${files[@]}")" = all ]; then return; fi
+  { : >"$ROOT/.venv.lock"; } 2>/dev/null || fail "the packages of $* are missing and $ROOT cannot be written to: activate an environment that has them"
+  exec 9>"$ROOT/.venv.lock"
+  if command -v flock >/dev/null && ! flock -n 9; then
+    echo "another run is making $ROOT/.venv: waiting for it" >&2
+    flock 9 || true # a file system without locks
   fi
-  if ! { [ -x "$PYTHON" ] && "$PYTHON" -c '' 2>/dev/null; }; then
+  if [ "$(requirement_status "$PYTHON" "${files[@]}")" = all ]; then exec 9>&-; return; fi
+  # A broken or half-made .venv is made anew; one whose prefix is the base's would have pip install into the base.
+  if ! "$PYTHON" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2>/dev/null; then
+    # Colab and conda bring torch: a .venv on top of it needs only what is missing.
+    if [ "$status" = torch ]; then base=$active; options=(--system-site-packages); fi
     for candidate in "$active" python3.12 python3.11 python3.13 python3.10 python3 python; do
-      [ -n "$base" ] && break
-      [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null && base=$candidate
+      [ -n "$base" ] || ! is_supported "$candidate" || base=$candidate
     done
     if [ -z "$base" ]; then
-      [ -n "$active" ] || fail "no Python was found: install Python 3.10 to 3.14 (Debian, Ubuntu: sudo apt install python3 python3-venv)"
-      fail "Python 3.10 to 3.14 is needed, and $active is $("$active" -V 2>&1): install a newer one (Debian, Ubuntu: sudo apt install python3 python3-venv)"
+      found="none was found"
+      [ -z "$active" ] || found="$active is $("$active" -V 2>&1 | head -n 1)"
+      fail "Python 3.10 to 3.14 is needed and $found: install one (Debian, Ubuntu: sudo apt install python3 python3-venv)"
     fi
-    echo "making $ROOT/.venv with $("$base" -V 2>&1)"
-    rm -rf "$ROOT/.venv"
-    if "$base" -c 'import venv, ensurepip' 2>/dev/null; then
-      "$base" -m venv "${options[@]}" "$ROOT/.venv" || fail "cannot make $ROOT/.venv (is the folder writable, the disk full?)"
-    elif "$base" -c 'import venv, pip' 2>/dev/null; then
-      "$base" -m venv --without-pip "${options[@]}" "$ROOT/.venv" || fail "cannot make $ROOT/.venv (is the folder writable, the disk full?)"
-    else
-      fail "this Python ($base) has no venv module: sudo apt install python3-venv (Debian, Ubuntu), or activate an environment of your own that has requirements.txt"
+    echo "making $ROOT/.venv with $("$base" -V 2>&1)" >&2
+    if ! { rm -rf "$ROOT/.venv" && "$base" -m venv --without-pip ${options[@]+"${options[@]}"} "$ROOT/.venv"; }; then
+      fail "cannot make $ROOT/.venv (the reason is above; where the venv module is missing: sudo apt install python3-venv)"
     fi
   fi
-  local pip=("$PYTHON" -m pip) arguments=()
-  "$PYTHON" -c 'import pip' 2>/dev/null || pip=("${base:-$active}" -m pip --python "$PYTHON")
+  is_supported "$PYTHON" || fail "$ROOT/.venv has $("$PYTHON" -V 2>&1), and Python 3.10 to 3.14 is needed: remove that folder and run this again"
+  # Debian's Python has no ensurepip without python3-venv; its own pip, or Colab's, installs into the .venv as well. (A
+  # folder named pip, where the user is, can be imported but not run.)
+  pip=("$PYTHON" -m pip)
+  if ! { "$PYTHON" -c 'import pip.__main__' || "$PYTHON" -m ensurepip --default-pip; } >/dev/null 2>&1; then
+    pip=("${base:-$active}" -m pip --python "$PYTHON")
+    "${base:-$active}" -c 'import pip.__main__' 2>/dev/null || fail "${base:-$active} has no pip: sudo apt install python3-venv (Debian, Ubuntu), or activate an environment that has requirements.txt"
+  fi
   for file in "${files[@]}"; do arguments+=(-r "$file"); done
-  echo "installing $* into $ROOT/.venv (torch with CUDA is about 5 GB; once, a few minutes)"
+  echo "installing $* into $ROOT/.venv (torch with CUDA is about 5 GB; once, a few minutes)" >&2
   "${pip[@]}" install --quiet --disable-pip-version-check "${arguments[@]}" >&2 ||
     fail "pip could not install $* into $ROOT/.venv (its message is above): check the network and the disk, then run this again"
   [ "$(requirement_status "$PYTHON" "${files[@]}")" = all ] ||
     fail "$ROOT/.venv still lacks something of $*: remove $ROOT/.venv and run this again"
-  { exec 9>&-; } 2>/dev/null || true
+  exec 9>&-
 }
 
 # pick_tier NAME:MIB...: the first row, rows sorted from large to small, whose memory the first visible GPU has; cpu
-# without a GPU. nvidia-smi reports a T4 as 15,109 to 15,360 MiB and an RTX 4080 as 16,376.
+# without a GPU. nvidia-smi reports a T4 as 15,109 to 15,360 MiB and an RTX 4080 as 16,376. Where it cannot tell (a MIG
+# slice, memory shared with the CPU) it is the last row.
 pick_tier() {
-  local memory row first=${CUDA_VISIBLE_DEVICES-0}
+  local row memory='' first=${CUDA_VISIBLE_DEVICES-0} query=(nvidia-smi '--query-gpu=memory.total' '--format=csv,noheader,nounits')
   first=${first%%,*}
-  memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits ${first:+-i "$first"} 2>/dev/null | head -n 1)
-  if [ -z "$first" ] || ! [ "${memory:-x}" -gt 0 ] 2>/dev/null; then echo cpu; return; fi
+  case "$first" in
+    MIG-*) "${query[@]}" >/dev/null 2>&1 && memory='[slice]' ;; # nvidia-smi finds no slice by its name
+    ?*) memory=$("${query[@]}" -i "$first" 2>/dev/null) || memory='' ;;
+  esac
+  case "$memory" in [0-9]* | '['*) ;; *) echo cpu; return ;; esac
   for row in "$@"; do
-    if [ "$memory" -ge "${row#*:}" ]; then echo "${row%%:*}"; return; fi
+    if [ "$memory" -ge "${row#*:}" ] 2>/dev/null; then break; fi
   done
+  echo "${row%%:*}"
 }
 
 # given FLAG ARGUMENT...: whether a flag (or FLAG=value) is among the arguments.
@@ -106,6 +118,12 @@ given() {
   return 1
 }
 
+# help_if_asked ARGUMENT...: with --help among the arguments, shows the comment at the wrapper's top and ends. The recipe's
+# own --help would need the 5 GB installed first.
+help_if_asked() {
+  if given --help "$@" || given -h "$@"; then sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit; fi
+}
+
 # run RECIPE PRESET... -- ARGUMENT...: runs a recipe with a preset's flags, then the user's, which win; with --print among
 # the user's it shows the command instead.
 run() {
@@ -115,10 +133,11 @@ run() {
   for argument in "$@"; do
     if [ "$argument" = --print ]; then print=yes; else arguments+=("$argument"); fi
   done
+  set -- "$recipe" "${preset[@]}" ${arguments[@]+"${arguments[@]}"}
   if [ -n "$print" ]; then
-    printf 'python %s\n' "$(printf '%q ' "$recipe" "${preset[@]}" ${arguments[@]+"${arguments[@]}"})"
+    printf 'python'; printf ' %q' "$@"; printf '\n'
     return
   fi
   ensure_python requirements.txt
-  exec "$PYTHON" "$recipe" "${preset[@]}" ${arguments[@]+"${arguments[@]}"}
+  exec "$PYTHON" "$@"
 }

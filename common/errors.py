@@ -1,5 +1,9 @@
 """The failures that are answered with one line and an exit status instead of a traceback."""
 
+import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable
 
@@ -36,23 +40,30 @@ class Stopped(Failure):
 def exit_with_one_line(main: Callable, *args) -> None:
     """Runs `main(*args)` and turns a `Failure` into one line on stderr and its exit status; anything else is a defect
     of ours and keeps its traceback."""
+    for stream in (sys.stdout, sys.stderr):  # where the locale has no Devanagari, escapes are better than an error
+        if hasattr(stream, "reconfigure"):  # a notebook's has none
+            stream.reconfigure(errors="backslashreplace")
     try:
         main(*args)
+        sys.stdout.flush()
     except Failure as failure:
         print(f"error: {failure}" if not isinstance(failure, Stopped) else str(failure), file=sys.stderr)
         sys.exit(failure.status)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # `... --transcribe a.wav | head` is no error
-        sys.stderr.close()
-        sys.exit(0)
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
+            raise  # another pipe: a defect, or a worker process that died
+        # `... --transcribe folder | head`: what stdout still holds must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def require(module: str, purpose: str):
     """Imports and returns a library that only some runs need. Raises `RunError` naming what it is for."""
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError as error:

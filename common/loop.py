@@ -126,7 +126,7 @@ def start_progress(resumed: dict | None = None) -> dict:
     """Where a run stands: plain numbers and lists, saved with every checkpoint."""
     progress = {
         "step": 0, "epoch": 0, "window": 0, "done": [], "window_size": 0, "data": "",
-        "utterances": 0, "best": None, "best_step": 0, "last_evaluation": 0, "evaluations_without_gain": 0,
+        "utterances": 0, "best": None, "best_step": 0, "last_evaluation": 0, "evaluations": [], "evaluations_without_gain": 0,
         "bad_windows": 0, "bad_in_a_row": 0, "skipped_files": 0, "limits": {},
     }  # fmt: skip
     return {**progress, **(resumed["progress"] if resumed else {})}
@@ -214,6 +214,8 @@ def train(
         set_rng_state(resumed["rng"][ranks.rank], device)
     elif ranks.size > 1:
         torch.manual_seed(args.seed + 1000 * ranks.rank + progress["step"])  # each rank its own dropout
+    if ranks.first and not resumed:
+        checkpoint.make_room(args.checkpoint_dir, args.log_dir)
     report = Report(args.log_dir, progress["step"], windows.total_steps(args), args.tensorboard, enabled=ranks.first)
     model.train()
     with SignalWatch() as watch:
@@ -480,9 +482,12 @@ def evaluate_now(run: Run) -> None:
         raise saved_and_stopped(run, caught)
     flat = ranks.reduce([float(value) for pair in results.values() for value in pair])
     values = {name: flat[2 * i] / max(1.0, flat[2 * i + 1]) for i, name in enumerate(results)}
+    if run.loss_weights.keys() <= values.keys():
+        values["loss"] = sum(weight * values[name] for name, weight in run.loss_weights.items())
     improved = progress["best"] is None or values[run.metric] < progress["best"]
     run.schedule.observe(improved)
     progress["last_evaluation"] = progress["step"]
+    progress["evaluations"].append([progress["step"], values[run.metric]])
     progress["evaluations_without_gain"] = 0 if improved else progress["evaluations_without_gain"] + 1
     if improved:
         progress.update(best=values[run.metric], best_step=progress["step"])

@@ -1,16 +1,21 @@
 """Reading manifests into columns, and checking once, before training, what could fail in the middle of it."""
 
+import contextlib
 import csv
 import hashlib
-import io
 import json
+import math
 import os
+import re
 import shutil
+import stat
 import subprocess
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
+from typing import TextIO
 
 import numpy as np
 import soundfile
@@ -22,36 +27,67 @@ TEXT_KEYS = ("text", "transcription", "sentence", "transcript", "normalized_text
 SPEAKER_KEYS = ("speaker", "speaker_name", "client_id", "speaker_id")
 LANGUAGE_KEYS = ("lang", "language", "locale")
 EXAMPLES = 3  # of each reason in the rejection table
-END_TOLERANCE = 0.1  # seconds by which a manifest's rounded times may miss the file's
+END_TOLERANCE = 0.1  # seconds by which rounded times may miss a file's end
+FILE_TOLERANCE = 0.5  # the same for a whole file, whose duration is often rounded to a second
+UNKNOWN_LENGTH = 1 << 60  # frames: what libsndfile reports for a FLAC stream that was never closed
+UNCLOSED = 0x7FFF0000  # bytes: from here up a chunk's size means that its writer did not know it
+THREADS = 16  # for looking at files: they wait for the disk or the network, not for the processor
+MANY_FILES = 20_000  # looking at more of them is announced
 
 
 class Strings:
     """A column of strings in one buffer: some 60 bytes a row less than Python objects, and nothing for worker
     processes to copy when they only count references."""
 
-    def __init__(self, values: Iterable[str]):
-        encoded = [value.encode("utf-8", "surrogateescape") for value in values]
-        self.ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-        self.buffer = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+    def __init__(self, values: Iterable[str] = ()):
+        self.buffer, self.ends = bytearray(), array("q", [0])
+        for value in values:
+            self.append(value)
+
+    def append(self, value: str) -> None:
+        self.buffer += value.encode("utf-8", "surrogateescape")
+        self.ends.append(len(self.buffer))
 
     def __len__(self) -> int:
         return len(self.ends) - 1
 
     def __getitem__(self, index: int) -> str:
-        return self.buffer[self.ends[index] : self.ends[index + 1]].tobytes().decode("utf-8", "surrogateescape")
+        index = range(len(self))[index]
+        return self.buffer[self.ends[index] : self.ends[index + 1]].decode("utf-8", "surrogateescape")
 
     def __iter__(self) -> Iterator[str]:
         return (self[i] for i in range(len(self)))
 
+    def empty(self) -> np.ndarray:
+        """(N,), True where the string is empty."""
+        return np.diff(self.ends) == 0
+
+    def select(self, indices: np.ndarray) -> "Strings":
+        chosen, ends = Strings(), np.array(self.ends)
+        for start, end in zip(ends[indices].tolist(), ends[indices + 1].tolist(), strict=True):
+            chosen.buffer += self.buffer[start:end]
+            chosen.ends.append(len(chosen.buffer))
+        return chosen
+
 
 class Codes:
-    """A column of few distinct strings."""
+    """A column of few distinct strings: `names`, and one of their numbers a row."""
 
-    def __init__(self, values: Iterable[str]):
+    def __init__(self, values: Iterable[str] = ()):
+        self.numbers: dict[str, int] = {}
         self.names: list[str] = []
-        seen: dict[str, int] = {}
-        self.codes = np.array([seen.setdefault(v, len(seen)) for v in values], dtype=np.int32)
-        self.names = list(seen)
+        self.codes = array("i")
+        for value in values:
+            self.append(value)
+
+    def append(self, value: str) -> None:
+        number = self.numbers.setdefault(value, len(self.names))
+        if number == len(self.names):
+            self.names.append(value)
+        self.codes.append(number)
+
+    def __len__(self) -> int:
+        return len(self.codes)
 
     def __getitem__(self, index: int) -> str:
         return self.names[self.codes[index]]
@@ -59,11 +95,16 @@ class Codes:
     def __iter__(self) -> Iterator[str]:
         return (self.names[code] for code in self.codes)
 
+    def select(self, indices: np.ndarray) -> "Codes":
+        return Codes(self.names[code] for code in np.array(self.codes)[indices].tolist())
+
 
 @dataclass
 class Rejections:
-    """What was left out: a count and a few examples for every reason."""
+    """What was left out: a count and a few examples for every reason. `repeated` counts lines that were not: they name
+    the audio of an earlier one."""
 
+    repeated: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
@@ -109,27 +150,18 @@ class Corpus:
 
     def select(self, indices: np.ndarray) -> "Corpus":
         """The utterances at `indices`, in that order."""
-        indices = np.asarray(indices)
-        take = lambda column: type(column)(column[i] for i in indices.tolist())  # noqa: E731
-        return Corpus(take(self.paths), take(self.texts), self.seconds[indices], self.offsets[indices], self.durations[indices],
-                      take(self.speakers), take(self.languages), self.lines[indices])  # fmt: skip
+        indices = np.asarray(indices, dtype=np.int64)
+        return Corpus(self.paths.select(indices), self.texts.select(indices), self.seconds[indices], self.offsets[indices],
+                      self.durations[indices], self.speakers.select(indices), self.languages.select(indices),
+                      self.lines[indices])  # fmt: skip
 
     def fingerprint(self) -> str:
         """Changes when the utterances, their texts or their order do."""
         digest = hashlib.sha1(self.seconds.tobytes() + self.offsets.tobytes())
         for column in (self.paths, self.texts):
-            digest.update(column.buffer.tobytes())
+            digest.update(column.buffer)
+            digest.update(column.ends)
         return digest.hexdigest()[:16]
-
-
-def make_corpus(rows: Iterable[tuple]) -> Corpus:
-    """A corpus from (path, text, seconds, offset, duration, speaker, language, line) tuples."""
-    columns = list(zip(*rows, strict=True)) or [()] * 8
-    paths, texts, seconds, offsets, durations, speakers, languages, lines = columns
-    numbers = [np.array(column, dtype=np.float64) for column in (seconds, offsets, durations)]
-    return Corpus(
-        Strings(paths), Strings(texts), *numbers, Codes(speakers), Codes(languages), np.array(lines, dtype=np.int64)
-    )
 
 
 # --- the families of manifests ---------------------------------------------------------------------------------------
@@ -139,134 +171,194 @@ def parse(path: Path, rejected: Rejections) -> Iterator[tuple[int, dict]]:
     """(line number, row) of a manifest, its family told by extension and header: JSON Lines or a JSON list, CSV/TSV
     with a header, LJSpeech. Lines that cannot be read are added to `rejected`."""
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as binary:
+            start = binary.read(4096)
     except OSError as error:
         raise UsageError(f"manifest {path}: {error.strerror}") from None
-    if data[:2] == b"PK" or b"\0" in data[:4096]:
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"manifest {path} is UTF-16: save it as UTF-8")
+    if start[:4] == b"PK\3\4" or b"\0" in start:
         raise DataError(f"manifest {path} is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)")
-    text = data.decode("utf-8-sig", "surrogateescape")
-    first = next((line for line in text.splitlines() if line.strip()), "").lstrip()
-    if first.startswith("["):
-        try:
-            rows = json.loads(text)
-        except ValueError as error:
-            raise DataError(f"manifest {path} is not valid JSON: {error}") from None
-        yield from ((number, row) for number, row in enumerate(rows, 1))
-    elif first.startswith("{") or path.suffix in (".json", ".jsonl"):
-        yield from _parse_json_lines(path, text, rejected)
-    else:
-        yield from _parse_table(path, text, first, rejected)
+    # Read line by line: a manifest of millions of lines would take gigabytes as one string.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        first = next((line for line in file if line.strip()), "").strip()
+        file.seek(0)
+        if first.startswith("["):
+            try:
+                rows = json.load(file)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"manifest {path} is not valid JSON: {error}") from None
+            yield from enumerate(rows, 1)
+        elif first.startswith("{") or path.suffix in (".json", ".jsonl"):
+            yield from _parse_json_lines(path, file, rejected)
+        elif first:
+            yield from _parse_table(path, file, first, rejected)
 
 
-def _parse_json_lines(path: Path, text: str, rejected: Rejections) -> Iterator[tuple[int, dict]]:
-    for number, line in enumerate(io.StringIO(text, newline=None), 1):
-        if not line.strip():
+def _parse_json_lines(path: Path, file: TextIO, rejected: Rejections) -> Iterator[tuple[int, dict]]:
+    for number, line in enumerate(file, 1):
+        if line.isspace():
             continue
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("not an object")
-        except ValueError as error:
-            rejected.add("line is not valid JSON", f"{path}:{number}: {error}")
-            continue
-        yield number, row
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            rejected.add("line is not valid JSON", f"{path}:{number}: {getattr(error, 'msg', error)}")
 
 
-def _parse_table(path: Path, text: str, first: str, rejected: Rejections) -> Iterator[tuple[int, dict]]:
-    delimiter = max("|\t,", key=first.count) if any(d in first for d in "|\t,") else "|"
-    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+def _parse_table(path: Path, file: TextIO, first: str, rejected: Rejections) -> Iterator[tuple[int, dict]]:
     csv.field_size_limit(1 << 24)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting)
-    header = [cell.strip().lower() for cell in next(csv.reader([first], delimiter=delimiter, quoting=quoting))]
-    has_header = any(key in header for key in AUDIO_KEYS)
-    if not has_header and delimiter != "|":
+    # Only commas come with quotes. `strict`: an unclosed quote must not swallow the lines after it unseen.
+    dialects = {
+        delimiter: {"delimiter": delimiter, "quoting": csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE, "strict": True}
+        for delimiter in "|\t,"
+    }  # fmt: skip
+    header, delimiter = _find_header(first, dialects)
+    if not header and "|" not in first:
         raise DataError(
-            f"manifest {path}: its first line names no audio column (one of {', '.join(AUDIO_KEYS)}); it has: {first[:100]}"
+            f"manifest {path}: its first line names no audio column (one of {', '.join(AUDIO_KEYS)}); it has: {first[:100]!r}"
         )
-    seen_header = False
-    for cells in reader:
+    reader, is_first = csv.reader(file, **dialects[delimiter]), True
+    while True:
+        begin = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            rejected.add("line is not valid CSV", f"{path}:{begin}: {error}")
+            continue
         if not any(cell.strip() for cell in cells):
             continue
-        if has_header and not seen_header:
-            seen_header = True
-            continue
-        if has_header:
-            yield reader.line_num, dict(zip(header, cells, strict=False))
+        if header and is_first:
+            is_first = False
+        elif header:
+            yield begin, dict(zip(header, cells, strict=False))
         elif len(cells) >= 2:  # LJSpeech: name | text | normalised text
-            name = cells[0] if Path(cells[0]).suffix else cells[0] + ".wav"
-            yield (
-                reader.line_num,
-                {"audio_file": name, "text": cells[2] if len(cells) > 2 and cells[2].strip() else cells[1]},
-            )
+            name = cells[0] if re.search(r"\.[A-Za-z]\w{1,3}$", cells[0]) else cells[0] + ".wav"
+            yield begin, {"audio_file": name, "text": cells[2] if len(cells) > 2 and cells[2].strip() else cells[1]}
         else:
-            rejected.add("line has too few columns", f"{path}:{reader.line_num}")
+            rejected.add("line has too few columns", f"{path}:{begin}")
+
+
+def _find_header(first: str, dialects: dict[str, dict]) -> tuple[list[str], str]:
+    """The names in a table's first line and its delimiter; no names where none is an audio column. (Counting
+    delimiters would not do: the sentences of LJSpeech hold more commas than its lines bars.)"""
+    found: list[str] = []
+    best = "|"
+    for delimiter, dialect in dialects.items():
+        try:
+            names = [cell.strip().lower() for cell in next(csv.reader([first], **dialect), [])]
+        except csv.Error:
+            continue
+        if len(names) > len(found) and any(key in names for key in AUDIO_KEYS):
+            found, best = names, delimiter
+    return found, best
 
 
 def _first(row: dict, keys: tuple[str, ...]):
-    return next((row[key] for key in keys if row.get(key) not in (None, "")), None)
+    for key in keys:
+        value = row.get(key)
+        if value is not None and value != "":
+            return value
+    return None
 
 
-def find_audio(name: str, manifest: Path, audio_root: str | None) -> str:
-    """Where a manifest's audio path leads: absolute, or relative to `audio_root` or the manifest's folder (or, as Common
-    Voice and LJSpeech have it, to `clips/` or `wavs/` there). With `audio_root`, an absolute path that does not exist is
-    looked up by its last components: manifests travel between machines."""
-    base = Path(audio_root) if audio_root else manifest.parent
-    path = Path(name)
-    if path.is_absolute():
-        if not audio_root or path.exists():
-            return name
-        for start in range(1, len(path.parts)):
-            candidate = base.joinpath(*path.parts[start:])
-            if candidate.exists():
-                return str(candidate)
-        return str(base / path.name)
-    for folder in (base, base / "clips", base / "wavs", base / "audio"):
-        if (folder / path).exists():
-            return str(folder / path)
-    return str(base / path)
+def find_audio(name: str, folder: str, audio_root: str | None = None) -> str:
+    """Where a manifest's audio path leads: absolute, or relative to `audio_root` or the manifest's `folder` (or, as
+    Common Voice and LJSpeech have it, to `clips/` or `wavs/` there). With `audio_root`, an absolute path that does not
+    exist is looked up by its last components: manifests travel between machines (Windows' separators included)."""
+    base, exists = audio_root or folder, os.path.exists  # (pathlib's raises for a name that is too long)
+    if exists(found := os.path.join(base, name)):  # an absolute name stays what it is
+        return found
+    posix = PureWindowsPath(name).as_posix() if "\\" in name else name
+    parts = [part for part in posix.split("/") if part]
+    is_absolute = posix.startswith("/") or posix[1:3] == ":/"
+    if is_absolute and not audio_root:
+        return name
+    if is_absolute:
+        places = [os.path.join(base, *parts[start:]) for start in range(len(parts))]
+    else:
+        places = [os.path.join(base, inside, *parts) for inside in ("clips", "wavs", "audio", "")]
+    return next(filter(exists, places), places[-1])
 
 
 def read_manifest(
-    path: str, rejected: Rejections, normalise: Callable[[str], str], audio_root: str | None = None
+    path: str,
+    rejected: Rejections,
+    normalise: Callable[[str], str],
+    audio_root: str | None = None,
+    needs_text: bool = True,
 ) -> Corpus:
     """A manifest's rows, texts normalised, audio not looked at yet (`seconds` is NaN). Raises `UsageError` where the
     manifest is missing, `DataError` where it is none."""
-    manifest, rows = Path(path), []
-    number = 0
-    for number, row in parse(manifest, rejected):
-        where = f"{path}:{number}"
-        if not isinstance(row, dict):
-            rejected.add("line is not an object", where)
-            continue
-        audio, text = _first(row, AUDIO_KEYS), _first(row, TEXT_KEYS)
-        if not isinstance(audio, str) or "\0" in audio:
-            rejected.add("no audio path", where)
-            continue
-        if text is None and not any(key in row for key in TEXT_KEYS):
-            rejected.add("no text field", where)
-            continue
-        text = str(text or "")
-        if not _is_utf8(text) or not _is_utf8(audio):
-            rejected.add("line is not UTF-8", where)
-            continue
+    if audio_root and not os.path.isdir(audio_root):
+        raise UsageError(f"--audio_root {audio_root}: no such folder")
+    audio, texts, speakers, languages = Codes(), Strings(), Codes(), Codes()
+    offsets, durations, lines = array("d"), array("d"), array("q")
+    for number, row in parse(Path(path), rejected):
         try:
-            offset = float(row.get("offset") or 0.0)
-            duration = float(row.get("duration") or np.nan)
-        except (TypeError, ValueError):
-            rejected.add("offset or duration is no number", where)
+            name, text, offset, duration, speaker, language = _fields(row, needs_text)
+        except ValueError as why:
+            rejected.add(str(why), f"{path}:{number}")
             continue
-        if offset < 0 or duration < 0 or offset == np.inf:
-            rejected.add("offset or duration is negative", where)
-            continue
-        rows.append((find_audio(audio, manifest, audio_root), normalise(text), np.nan, offset, duration,
-                     str(_first(row, SPEAKER_KEYS) or ""), str(_first(row, LANGUAGE_KEYS) or ""), number))  # fmt: skip
-    if not rows and not rejected.total:
+        audio.append(name)
+        texts.append(normalise(text))
+        speakers.append(speaker)
+        languages.append(language)
+        offsets.append(offset)
+        durations.append(duration)
+        lines.append(number)
+    if not lines and not rejected.total:
         raise DataError(f"manifest {path} is empty")
-    return make_corpus(rows)
+    folder = os.path.dirname(path)
+    found: list[str] = []
+    for part in _by_threads(lambda names: [find_audio(name, folder, audio_root) for name in names], audio.names):
+        found += part
+    paths = Strings(found[code] for code in audio.codes)
+    return Corpus(paths, texts, np.full(len(lines), np.nan), np.array(offsets), np.array(durations), speakers, languages,
+                  np.array(lines))  # fmt: skip
 
 
-def _is_utf8(text: str) -> bool:
-    return not any("\ud800" <= c <= "\udfff" for c in text)
+def _fields(row, needs_text: bool) -> tuple[str, str, float, float, str, str]:
+    """(audio, text, offset, duration, speaker, language) of a row; a duration that is not given is NaN. Raises
+    `ValueError` saying what is wrong with it."""
+    if not isinstance(row, dict):
+        raise ValueError("line is not an object")
+    audio, text = _first(row, AUDIO_KEYS), _first(row, TEXT_KEYS)
+    if not isinstance(audio, str) or "\0" in audio:
+        raise ValueError("no audio path")
+    if text is None:
+        if needs_text and not any(key in row for key in TEXT_KEYS):
+            raise ValueError("no text field")
+        text = ""
+    elif not isinstance(text, str | int):
+        raise ValueError("text is no string")
+    names = [_first(row, keys) for keys in (SPEAKER_KEYS, LANGUAGE_KEYS)]
+    strings = [audio, str(text), *("" if name is None else str(name) for name in names)]
+    try:
+        "".join(strings).encode()
+    except UnicodeEncodeError:
+        raise ValueError("line is not UTF-8") from None
+    offset, duration = row.get("offset"), row.get("duration")
+    try:
+        offset = float(offset) if offset not in (None, "") else 0.0
+        duration = float(duration) if duration not in (None, "") else math.nan
+    except (TypeError, ValueError, OverflowError):
+        offset = math.nan
+    if not math.isfinite(offset) or math.isinf(duration):  # a duration of NaN: a table's empty cell, as some write it
+        raise ValueError("offset or duration is no number")
+    if offset < 0 or duration < 0:
+        raise ValueError("offset or duration is negative")
+    return strings[0], strings[1], offset, duration, strings[2], strings[3]
+
+
+def _by_threads(look: Callable[[list], list | np.ndarray], items: list) -> Iterator:
+    """`look(part)` for part after part of `items`, in order. In parts: a task for every file would cost more than the
+    look at it."""
+    size = max(1, min(256, len(items) // (4 * THREADS)))
+    parts = (items[i : i + size] for i in range(0, len(items), size))
+    with ThreadPoolExecutor(THREADS) as pool:
+        yield from pool.map(look, parts)
 
 
 # --- what the files say ----------------------------------------------------------------------------------------------
@@ -280,77 +372,101 @@ def probe(path: str) -> tuple[float, str]:
         return np.nan, "file is missing"
     except ValueError:
         return np.nan, "no valid path"
-    if os.path.isdir(path):
+    if stat.S_ISDIR(status.st_mode):
         return np.nan, "not a file but a folder"
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
+        return np.nan, "not a regular file"
     if status.st_size == 0:
         return np.nan, "file is empty"
     try:
         info = soundfile.info(path)
-        return info.frames / info.samplerate, "" if info.frames else "audio is empty"
-    except (OSError, soundfile.LibsndfileError):
+    except (OSError, TypeError, soundfile.LibsndfileError):  # TypeError: .raw, which has no header
+        info = None
+    if info is None or info.frames >= UNKNOWN_LENGTH:
         return _probe_with_ffmpeg(path)
+    reason = "" if info.frames else "audio is empty"
+    return info.frames / info.samplerate, "audio is truncated" if missing_seconds(info) > END_TOLERANCE else reason
+
+
+def missing_seconds(header) -> float:
+    """By how much a WAV, AIFF or AU file is shorter than its header says, by libsndfile's log: it reads what is there
+    and says nothing. `header`: a `soundfile.SoundFile`, or what `soundfile.info` returns."""
+    found = re.search(r"^\s*(?:data|SSND|Data Size)\s*: (\d+) \(should be (\d+)\)", header.extra_info, re.M)
+    stated, there = map(int, found.groups()) if found else (0, 0)
+    if stated >= UNCLOSED or stated <= there or not there:
+        return 0.0
+    return header.frames / header.samplerate * (stated / there - 1)
 
 
 def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
     if not shutil.which("ffprobe"):
-        return np.nan, "audio is unreadable (for libsndfile; ffmpeg is not installed)"
-    command = ["ffprobe", "-v", "error", "-show_entries", "format=duration", "-of", "csv=p=0", path]
+        return np.nan, "audio is unreadable (for libsndfile; ffmpeg with ffprobe is not installed)"
+    command = ["ffprobe", "-v", "error", "-show_entries", "format=duration", "-of", "csv=p=0", f"file:{path}"]
     try:
         return float(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout), ""
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return np.nan, "audio is unreadable (for libsndfile and ffmpeg)"
 
 
-def probe_all(paths: Strings, cache: Path | None) -> tuple[np.ndarray, list[str]]:
-    """`probe` for every path, in parallel, each distinct file once. What an earlier run found is kept in `cache` and
-    used for files whose size and time are the same."""
-    names = list(paths)
-    distinct = list(dict.fromkeys(names))
-    stamps = np.zeros((len(distinct), 3), dtype=np.int64)  # hash of the path, size, time in nanoseconds
-    for row, name in enumerate(distinct):
+def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[str]]:
+    """`probe` for every path, in parallel. What an earlier run found is kept in `cache` and used for files whose size
+    and time are the same."""
+    seconds, reasons = np.full(len(paths), np.nan), [""] * len(paths)
+    stamps = np.concatenate([np.zeros((0, 3), dtype=np.int64), *_by_threads(_stamps, paths)])
+    known, known_seconds = _read_cache(cache)
+    is_known = np.zeros(len(paths), dtype=bool)
+    if len(known):
+        nearest = np.searchsorted(known[:, 0], stamps[:, 0]).clip(max=len(known) - 1)
+        is_known = (known[nearest] == stamps).all(axis=1) & (stamps[:, 0] != 0)
+        seconds[is_known] = known_seconds[nearest[is_known]]
+    todo = np.flatnonzero(~is_known).tolist()
+    if len(todo) > MANY_FILES:
+        print(f"looking at {len(todo)} audio files (the next run needs not)", flush=True)
+    found = _by_threads(lambda rows: [(row, *probe(paths[row])) for row in rows], todo)
+    for row, length, reason in (one for part in found for one in part):
+        seconds[row], reasons[row] = length, reason
+    if cache and todo:
+        good = np.flatnonzero(np.array([not reason for reason in reasons]) & (stamps[:, 0] != 0))
+        good = good[np.argsort(stamps[good, 0], kind="stable")]
+        _write_cache(cache, stamps[good], seconds[good])
+    return seconds, reasons
+
+
+def _stamps(paths: list[str]) -> np.ndarray:
+    """(N, 3) hash of the path, size, time in nanoseconds; zeros where there is no such file."""
+    stamps = np.zeros((len(paths), 3), dtype=np.int64)
+    for row, path in enumerate(paths):
         try:
-            status = os.stat(name)
-            stamps[row] = (
-                int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=7).digest(), "big"),
-                status.st_size,
-                status.st_mtime_ns,
-            )
+            status = os.stat(path)
         except (OSError, ValueError):
             continue
-    seconds = np.full(len(distinct), np.nan)
-    reasons = [""] * len(distinct)
-    known = _read_cache(cache)
-    todo = []
-    for row, stamp in enumerate(map(tuple, stamps.tolist())):
-        if stamp in known and stamp[0]:
-            seconds[row] = known[stamp]
-        else:
-            todo.append(row)
-    with ThreadPoolExecutor(min(16, 2 * (os.cpu_count() or 1))) as pool:
-        for row, (length, reason) in zip(
-            todo, pool.map(probe, (distinct[row] for row in todo), chunksize=64), strict=True
-        ):
-            seconds[row], reasons[row] = length, reason
-    good = np.array([not reason for reason in reasons]) & (stamps[:, 0] != 0)
-    if cache and todo:
-        try:
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            with open(f"{cache}.{os.getpid()}", "wb") as file:
-                np.savez(file, stamps=stamps[good], seconds=seconds[good])
-            os.replace(f"{cache}.{os.getpid()}", cache)
-        except OSError:
-            pass  # a cache that cannot be written costs time, nothing else
-    row_of = {name: row for row, name in enumerate(distinct)}
-    rows = [row_of[name] for name in names]
-    return seconds[rows], [reasons[row] for row in rows]
+        name = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=7).digest(), "big")
+        stamps[row] = name, status.st_size, status.st_mtime_ns
+    return stamps
 
 
-def _read_cache(cache: Path | None) -> dict[tuple, float]:
+def _read_cache(cache: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    """(stamps, seconds), sorted by their first column."""
     try:
         with np.load(cache) as content:
-            return dict(zip(map(tuple, content["stamps"].tolist()), content["seconds"].tolist(), strict=True))
+            stamps, seconds = content["stamps"], content["seconds"]
+        if stamps.shape == (len(seconds), 3):
+            return stamps, seconds
     except Exception:  # whatever is wrong with a cache: look again
-        return {}
+        pass
+    return np.zeros((0, 3), dtype=np.int64), np.zeros(0)
+
+
+def _write_cache(cache: Path, stamps: np.ndarray, seconds: np.ndarray) -> None:
+    temporary = Path(f"{cache}.{os.getpid()}")
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            np.savez(file, stamps=stamps, seconds=seconds)
+        os.replace(temporary, cache)
+    except OSError:  # a cache that cannot be written costs time, nothing else
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def load_corpus(
@@ -365,34 +481,39 @@ def load_corpus(
     """Reads and checks a manifest: what is returned can be read (by its headers), is neither too long nor too short and
     has a text; the rest is in the rejections."""
     rejected = Rejections()
-    corpus = read_manifest(path, rejected, normalise, audio_root)
-    cache = (
-        cache_dir / f"headers-{hashlib.sha1(os.path.abspath(path).encode()).hexdigest()[:12]}.npz"
-        if cache_dir
-        else None
-    )
-    lengths, reasons = probe_all(corpus.paths, cache)
-    left = lengths - corpus.offsets
-    ends = np.where(np.isnan(corpus.durations), left, corpus.durations)
-    corpus.seconds = np.minimum(left, ends)
-    segment_beyond = (corpus.offsets > 0) & (ends > left + END_TOLERANCE)
+    corpus = read_manifest(path, rejected, normalise, audio_root, needs_text)
+    name = f"headers-{hashlib.sha1(os.path.abspath(path).encode()).hexdigest()[:12]}.npz"
+    files = Codes(corpus.paths)
+    lengths, reasons = probe_all(files.names, cache_dir / name if cache_dir else None)
+    file_of = np.array(files.codes)
+    left = lengths[file_of] - corpus.offsets
+    corpus.seconds = np.where(np.isnan(corpus.durations), left, np.minimum(left, corpus.durations))
+    short = corpus.durations - left
+    checks = [
+        (np.array([reason != "" for reason in reasons], dtype=bool)[file_of], None),
+        ((left <= 0) | ((corpus.offsets > 0) & (short > END_TOLERANCE)), "segment ends beyond the file"),
+        (short > FILE_TOLERANCE, "file is shorter than its duration in the manifest (truncated?)"),
+        (corpus.seconds > max_duration, f"longer than {max_duration:g} s (--max_duration)"),
+        (corpus.seconds < min_duration, f"shorter than {min_duration:g} s (--min_duration)"),
+        (corpus.texts.empty() & needs_text, "text is empty"),
+    ]
     keep = np.ones(len(corpus), dtype=bool)
-    for i in range(len(corpus)):
-        seconds, reason = corpus.seconds[i], reasons[i]
-        if not reason:
-            if segment_beyond[i] or left[i] <= 0:
-                reason = "segment ends beyond the file"
-            elif seconds > max_duration:
-                reason = f"longer than {max_duration:g} s (--max_duration)"
-            elif seconds < min_duration:
-                reason = f"shorter than {min_duration:g} s (--min_duration)"
-            elif needs_text and not corpus.texts[i]:
-                reason = "text is empty"
-        if reason:
-            keep[i] = False
-            length = "" if np.isnan(seconds) else f" ({seconds:.2f} s)"
-            rejected.add(reason, f"{path}:{corpus.lines[i]}: {corpus.where(i)}{length}")
-    return corpus.select(np.flatnonzero(keep)) if not keep.all() else corpus, rejected
+    for bad, reason in checks:
+        for i in np.flatnonzero(bad & keep).tolist():
+            length = "" if np.isnan(corpus.seconds[i]) else f" ({corpus.seconds[i]:.2f} s)"
+            rejected.add(reason or reasons[file_of[i]], f"{path}:{corpus.lines[i]}: {corpus.where(i)}{length}")
+        keep &= ~bad
+    if not keep.all():
+        corpus, file_of = corpus.select(np.flatnonzero(keep)), file_of[keep]
+    rejected.repeated = count_repeated(file_of, corpus)
+    return corpus, rejected
+
+
+def count_repeated(file_of: np.ndarray, corpus: Corpus) -> int:
+    """Utterances whose file and times an earlier one has too."""
+    keys = (file_of, corpus.offsets, np.nan_to_num(corpus.durations, nan=-1))
+    order = np.lexsort(keys)
+    return int(np.logical_and.reduce([key[order[1:]] == key[order[:-1]] for key in keys]).sum())
 
 
 def report_rejections(name: str, corpus: Corpus, rejected: Rejections, strict: bool) -> None:
@@ -402,6 +523,7 @@ def report_rejections(name: str, corpus: Corpus, rejected: Rejections, strict: b
     amount = f"{hours:.2f} h" if hours >= 0.1 else f"{60 * hours:.1f} min"
     print(
         f"{name}: {len(corpus)} utterances, {amount}"
+        + (f"; {rejected.repeated} repeat the audio of another (all are used)" if rejected.repeated else "")
         + (f"; {rejected.total} rejected:\n{rejected.table()}" if rejected.total else "")
     )
     if not len(corpus):
@@ -410,3 +532,14 @@ def report_rejections(name: str, corpus: Corpus, rejected: Rejections, strict: b
         )
     if strict and rejected.total:
         raise DataError(f"{name}: {rejected.total} utterances rejected (--strict_data)")
+
+
+def hold_out(corpus: Corpus, share: float, most: int, seed: int) -> tuple[Corpus, Corpus]:
+    """Splits off a random part for evaluation: `share` of the utterances, at least one and at most `most`. Raises
+    `DataError` where nothing would be left to train on."""
+    count = min(most, max(1, round(share * len(corpus))))
+    if count >= len(corpus):
+        raise DataError("one utterance is too few to hold one out for evaluation: give --val_manifest")
+    order = np.random.default_rng(seed).permutation(len(corpus))
+    print(f"no --val_manifest: {count} of the {len(corpus)} training utterances are held out")
+    return corpus.select(np.sort(order[count:])), corpus.select(np.sort(order[:count]))

@@ -14,6 +14,21 @@ from common.errors import RunError, require
 PLAIN_SECONDS = 10  # between progress lines where stderr is no terminal
 
 
+def check_folder(log_dir: Path) -> None:
+    """Raises `RunError` now where reports could not be written later."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        (log_dir / ".writable").touch()
+        (log_dir / ".writable").unlink(missing_ok=True)
+    except OSError as error:
+        reason = (
+            "a part of that path is a file"
+            if isinstance(error, FileExistsError | NotADirectoryError)
+            else error.strerror
+        )
+        raise RunError(f"cannot write in {log_dir}: {reason}; choose another --log_dir") from None
+
+
 class Report:
     """One run's progress. `step` is the update at which it starts; later lines of an earlier attempt are dropped."""
 
@@ -24,12 +39,9 @@ class Report:
         self.first_step = step
         if not enabled:
             return
-        try:
-            log_dir.mkdir(parents=True, exist_ok=True)
-            self._drop_lines_after(step)
-            self.metrics = open(log_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise RunError(f"cannot write in {log_dir}: {error.strerror}; choose another --log_dir") from None
+        check_folder(log_dir)
+        self._drop_lines_after(step)
+        self.metrics = open(log_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         if tensorboard:
             os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
             writer = require("torch.utils.tensorboard", "--tensorboard (on by default)").SummaryWriter
@@ -118,7 +130,8 @@ class Report:
             if points:
                 left.plot(*zip(*points, strict=True), label=label, marker="." if key.startswith("eval") else None)
         left.set(xlabel="updates", ylabel="loss", title="Loss")
-        left.legend(loc="upper right")
+        if left.lines:
+            left.legend(loc="upper right")
         rates = [(line["step"], line["train/learning_rate"]) for line in lines if "train/learning_rate" in line]
         if rates:
             axis = left.twinx()

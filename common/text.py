@@ -1,31 +1,32 @@
 """Text: normalisation for training and for scoring, and the tokenizers."""
 
 import json
-import re
 import tempfile
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import DataError, UsageError, require
+
+MOST_SENTENCES = 1_000_000  # that SentencePiece holds in memory
+JOINERS = "\u200c\u200d"  # they shape glyphs, so normalisation keeps them; they are not heard, so scoring does not
 
 
 def normalise(text: str) -> str:
     """For training: NFC, no control characters or byte-order marks, single spaces. Case, punctuation and every
     combining mark stay."""
-    text = unicodedata.normalize("NFC", text)
-    text = "".join(
-        " " if c.isspace() else c
-        for c in text
-        if c.isspace() or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co") or c in "\u200c\u200d"
-    )
-    return re.sub(" +", " ", text).strip()
+    if not text.isprintable():  # a test in C: what has to go is rare
+        text = "".join(
+            c for c in text if c.isspace() or c in JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
+        )
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def for_scoring(text: str) -> str:
-    """`normalise` without punctuation and joiners (U+200C, U+200D: they shape glyphs and are not heard). Combining
-    marks stay: without them हांव कोंकणी would become ह व क कण."""
-    kept = (" " if unicodedata.category(c).startswith("P") else c for c in normalise(text) if c not in "\u200c\u200d")
-    return re.sub(" +", " ", "".join(kept)).strip()
+    """`normalise` without punctuation and joiners. Combining marks stay: without them हांव कोंकणी would become
+    ह व क कण."""
+    kept = (" " if unicodedata.category(c).startswith("P") else c for c in text if c not in JOINERS)
+    return normalise("".join(kept))
 
 
 class CharTokenizer:
@@ -37,7 +38,8 @@ class CharTokenizer:
     def __init__(self, characters: list[str]):
         self.characters = characters
         self.index = {character: i + 1 for i, character in enumerate(characters)}  # 0: unknown
-        self.size = len(characters) + 1
+        self.size, self.unknown = len(characters) + 1, 0
+        self.spaces = set(self.encode(" ")) - {self.unknown}
 
     def encode(self, text: str) -> list[int]:
         return [self.index.get(character, 0) for character in text]
@@ -57,20 +59,22 @@ class SentencePieceTokenizer:
         self.processor = require("sentencepiece", "the tokenizer").SentencePieceProcessor(model_proto=model)
         self.size = self.processor.vocab_size()
         self.unknown = self.processor.unk_id()
+        self.spaces = set(self.encode(" ")) - {self.unknown}
 
     def encode(self, text: str) -> list[int]:
         return self.processor.encode(text)
 
     def decode(self, tokens: list[int]) -> str:
-        return self.processor.decode(tokens).replace("\u2047", "\ufffd")
+        return self.processor.decode(tokens)
 
     def state(self) -> dict:
         return {"kind": "sentencepiece", "model": self.model.hex()}
 
 
 def unknown_share(tokenizer, tokens: list[int]) -> float:
-    unknown = getattr(tokenizer, "unknown", 0)
-    return tokens.count(unknown) / len(tokens) if tokens else 1.0
+    """The share of a text's tokens that are unknown, spaces apart; 1 where there is nothing else."""
+    written = [token for token in tokens if token not in tokenizer.spaces]
+    return written.count(tokenizer.unknown) / len(written) if written else 1.0
 
 
 def load_vocab_file(path: str) -> CharTokenizer:
@@ -88,19 +92,32 @@ def load_vocab_file(path: str) -> CharTokenizer:
     return CharTokenizer(characters)
 
 
-def train_tokenizer(texts, kind: str, vocab_size: int) -> SentencePieceTokenizer:
-    """A SentencePiece model of `texts` (an iterable of str): `char` takes every character that occurs, `bpe` up to
-    `vocab_size` pieces. Raises `DataError` where the texts cannot support it."""
+def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> SentencePieceTokenizer:
+    """A SentencePiece model of `texts` (which are gone through twice): `char` takes every character that occurs, `bpe`
+    those and pieces of several up to `vocab_size`. Raises `UsageError` where that is too few, `DataError` where the
+    texts cannot support a tokenizer."""
     sentencepiece = require("sentencepiece", "the tokenizer")
+    characters: set[str] = set()
+    for text in texts:
+        characters.update(text)
+    characters.discard(" ")
+    if not characters:
+        raise DataError("no tokenizer can be trained: there is no text")
+    if kind == "bpe" and vocab_size < len(characters) + 2:  # the unknown token and the space
+        raise UsageError(
+            f"--vocab_size {vocab_size} is too few for the {len(characters)} characters of the training texts: "
+            f"it must be at least {len(characters) + 2}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "tokenizer")
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(texts), model_prefix=prefix, model_type=kind,
                 vocab_size=vocab_size if kind == "bpe" else 100_000, hard_vocab_limit=False, character_coverage=1.0,
-                unk_id=0, bos_id=-1, eos_id=-1, pad_id=-1, normalization_rule_name="identity",
+                required_chars="".join(sorted(characters)),  # those of the texts beyond the limit below, too
+                unk_id=0, bos_id=-1, eos_id=-1, pad_id=-1, unk_surface="\ufffd", normalization_rule_name="identity",
                 remove_extra_whitespaces=False, add_dummy_prefix=kind == "bpe", max_sentence_length=100_000,
-                num_threads=1, minloglevel=2, input_sentence_size=1_000_000, shuffle_input_sentence=False,
+                num_threads=1, minloglevel=2, input_sentence_size=MOST_SENTENCES, shuffle_input_sentence=False,
             )  # fmt: skip
         except RuntimeError as error:
             raise DataError(

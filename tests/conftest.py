@@ -1,0 +1,52 @@
+"""What the tests of the data side share."""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import settings
+
+settings.register_profile("busy machine", deadline=None, max_examples=50, database=None)
+settings.load_profile("busy machine")
+
+
+@pytest.fixture
+def wav():
+    """wav(path, seconds=1.0, rate=16000): writes noise, and returns the path as text."""
+
+    def write(path: Path, seconds: float = 1.0, rate: int = 16_000, **options) -> str:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        samples = np.random.default_rng(0).uniform(-0.5, 0.5, round(seconds * rate))
+        soundfile.write(path, samples, rate, **options)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def json_lines():
+    """json_lines(path, rows): writes a manifest; a row is a dict, or a line as it is. Returns the path as text."""
+
+    def write(path: Path, rows: list) -> str:
+        lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
+        path.write_bytes(b"".join(line + b"\n" for line in lines))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def no_hang():
+    """Ends a test that waits for ever."""
+
+    def stop(number, frame):
+        raise TimeoutError("the test hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,478 @@
+"""The optimizer kinds: equal to torch's AdamW where they promise it, near it where they cannot be, and states that
+survive a checkpoint and a change of the kind."""
+
+import copy
+import io
+import itertools
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from common import checkpoint, optim, options
+from common.errors import RunError, UsageError
+from recipes import konkani_conformer as recipe
+from tests import tiny
+
+KINDS = {"adamw": (), "8bit": ("--optimizer", "adamw_8bit"), "offload": ("--use_cpu_offload",)}
+EXACT = ({"adamw"}, {"offload"}, {"8bit"}, {"adamw", "offload"})
+
+
+def arguments(*flags: str):
+    parser = options.Parser("test")
+    options.add_shared_arguments(parser)
+    return parser.parse_args(flags)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """More only wait for each other where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Model(nn.Module):
+    """One of each kind of parameter: large and small, of one dimension and none, frozen, and never used."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(150, 32)  # 4800 values
+        self.large = nn.Linear(70, 90)  # 6300 values: 24 blocks of 256 and a part
+        self.filters = nn.Conv1d(6, 10, 3)
+        self.norm = nn.LayerNorm(17)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.unused = nn.Parameter(torch.randn(5, 3))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+
+
+def awkward(model: Model) -> Model:
+    """With a weight whose rows are not contiguous: even on the CPU it cannot be updated where it is."""
+    model.filters.weight.data = model.filters.weight.data.transpose(0, 1).contiguous().transpose(0, 1)
+    return model
+
+
+def set_gradients(model: nn.Module, step: int, size: float = 1.0) -> None:
+    """Random gradients, the same for every model; none for `unused`, and for `norm` at every third step."""
+    generator = torch.Generator().manual_seed(step)
+    for name, p in model.named_parameters():
+        gradient = torch.randn(p.shape, generator=generator, dtype=torch.float64) * size
+        absent = name == "unused" or not p.requires_grad or (name.startswith("norm") and step % 3 == 0)
+        p.grad = None if absent else torch.empty_like(p).copy_(gradient)  # strided as the weight, as autograd's are
+
+
+def clip(model: nn.Module, limit: float) -> None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    torch._foreach_mul_(gradients, limit / torch.nn.utils.get_total_norm(gradients))
+
+
+def train(model, optimizer, steps: range, size: float = 1.0, decay: float = 0.9):
+    for step in steps:
+        set_gradients(model, step, size)
+        clip(model, 3.0 * size)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * decay**step
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def through_a_file(state: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def largest_difference(a: nn.Module, b: nn.Module) -> float:
+    return max(float((p - q).detach().abs().max()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def reference_for(model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
+    """torch's plainest AdamW: neither fused nor foreach."""
+    groups = optim.parameter_groups(model, weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-9, foreach=False, fused=False)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+# --- offloaded states ------------------------------------------------------------------------------------------------
+
+
+class LazyStream:
+    """A stream that does its copies as late as it may: when the host waits for an event, in order, up to that event."""
+
+    def __init__(self, monkeypatch):
+        self.waiting, self.copy, self.fetch = [], torch.Tensor.copy_, optim.OffloadedAdamW.fetch
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda *arguments, **options: self.copy_(*arguments, **options))
+        monkeypatch.setattr(optim.OffloadedAdamW, "fetch", lambda *arguments: (self.fetch(*arguments)[0], Event(self)))
+
+    def copy_(self, target, source, non_blocking=False):
+        if non_blocking:
+            self.waiting.append((target, source))
+            return target
+        return self.copy(target, source)
+
+    def run(self, count: int):
+        for target, source in self.waiting[:count]:
+            self.copy(target, source)
+        del self.waiting[:count]
+
+
+class Event:
+    def __init__(self, stream: LazyStream):
+        self.stream, self.left = stream, [*stream.waiting]
+
+    def synchronize(self):
+        while self.stream.waiting and any(self.stream.waiting[0] is item for item in self.left):
+            self.stream.run(1)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("where", ["in place", "through slots", "through slots, late"])
+def test_offload_equals_adamw(monkeypatch, dtype, tolerance, where):
+    models = [Model().to(dtype), Model().to(dtype)]
+    if where != "in place":
+        monkeypatch.setattr(optim, "OFFLOAD_BUCKET", 1024)  # many buckets, tensors cut, rows that fill one alone
+        models = [awkward(model) for model in models]
+    optimizer = optim.make_optimizer(
+        models[0], arguments("--use_cpu_offload", "--learning_rate", "1e-2", "--weight_decay", "0.1")
+    )
+    assert optimizer.in_place == (where == "in place")
+    stream = LazyStream(monkeypatch) if "late" in where else None
+    train(models[0], optimizer, range(20))
+    if stream:
+        assert stream.waiting  # the last weights were still on their way, and nobody waited for them
+        stream.run(len(stream.waiting))
+        monkeypatch.undo()
+    train(models[1], reference_for(models[1], 0.1), range(20))
+    assert largest_difference(models[0], Model().to(dtype)) > 0.05
+    assert largest_difference(*models) < tolerance
+
+
+def test_offload_steps_with_a_scaler_and_skips_what_overflows():
+    models = [awkward(Model()), awkward(Model())]
+    optimizers = [optim.make_optimizer(models[0], arguments("--use_cpu_offload", "--learning_rate", "1e-2", "--weight_decay", "0.1")),
+                  reference_for(models[1], 0.1)]  # fmt: skip
+    for model, optimizer in zip(models, optimizers, strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(6):
+            set_gradients(model, step)
+            loss = sum((p * p.grad).sum() for p in model.parameters() if p.grad is not None)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            if step == 3:
+                model.large.weight.grad[7, 7] = float("inf")
+            before = copy.deepcopy(model)
+            scaler.unscale_(optimizer)
+            if step != 3:
+                clip(model, 2.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert (largest_difference(model, before) == 0) == (step == 3)
+        assert scaler.get_scale() == 512.0
+    assert float(optimizers[0].state[models[0].large.weight]["step"]) == 5
+    assert float(optimizers[0].state[models[0].norm.weight]["step"]) == 4  # no gradient at 0 and 3
+    assert largest_difference(*models) < 2e-6
+
+
+def test_offload_keeps_no_copy_of_the_weights_and_little_scratch(monkeypatch):
+    plain = optim.make_optimizer(Model(), arguments("--use_cpu_offload"))
+    assert plain.slots == ([], [])
+    staged = optim.make_optimizer(awkward(Model()), arguments("--use_cpu_offload"))
+    assert sum(memory.nbytes for slot in staged.slots for memory in slot) == 4 * optim.OFFLOAD_BUCKET
+    monkeypatch.setattr(optim, "OFFLOAD_BUCKET", 64)
+    wide = awkward(Model())
+    wide.unused = nn.Parameter(torch.randn(1, 1001))  # a row larger than a bucket
+    optimizer = optim.make_optimizer(wide, arguments("--use_cpu_offload"))
+    assert {memory.nbytes for slot in optimizer.slots for memory in slot} == {optim.aligned(4004)}
+    before, wide.unused.grad = wide.unused.detach().clone(), torch.ones(1, 1001)
+    optimizer.step()
+    assert bool((wide.unused != before).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_offload_on_a_gpu(monkeypatch):
+    """Large enough that copies and updates really overlap; the weights are read right after the last step."""
+    monkeypatch.setattr(optim, "OFFLOAD_BUCKET", 2**20)
+    models = [nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(12))).cuda() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [
+        optim.make_optimizer(models[0], arguments("--use_cpu_offload", "--learning_rate", "1e-2")),
+        reference_for(models[1], 0.01),
+    ]
+    assert all(memory.is_pinned() for slot in optimizers[0].slots for memory in slot)
+    used = torch.cuda.memory_allocated()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(10))
+        assert optimizer is optimizers[1] or torch.cuda.memory_allocated() <= used
+    assert largest_difference(*models) < 2e-6
+
+
+# --- 8-bit states ----------------------------------------------------------------------------------------------------
+
+
+def state_bytes(optimizer) -> int:
+    tensors = {id(t): t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)}
+    return sum(t.nbytes for t in tensors.values())
+
+
+def test_8bit_learns_what_adamw_learns_with_a_quarter_of_the_states():
+    torch.manual_seed(0)
+    x = torch.randn(256, 64)
+    y = torch.tanh(x @ torch.randn(64, 8) / 8)
+    losses, sizes = {}, {}
+    for kind, flags in KINDS.items():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+        optimizer = optim.make_optimizer(model, arguments(*flags, "--learning_rate", "2e-3"))
+        for _ in range(60):
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[kind], sizes[kind] = float(loss.detach()), state_bytes(optimizer)
+    assert losses["adamw"] < 0.02 * float(y.square().mean())
+    assert losses["8bit"] < 1.5 * losses["adamw"]
+    assert 0.25 < sizes["8bit"] / sizes["adamw"] < 0.29
+    assert sizes["offload"] == sizes["adamw"]
+
+
+def test_8bit_keeps_32_bits_where_8_are_harmful():
+    model = Model()
+    optimizer = optim.make_optimizer(model, arguments("--optimizer", "adamw_8bit"))
+    types = {name: optimizer.state[p]["state1"].dtype for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name, dtype in types.items() if dtype == torch.uint8} == {"large.weight"}
+    train(model, optimizer, range(2))
+    assert types == {
+        name: optimizer.state[p]["state1"].dtype for name, p in model.named_parameters() if p.requires_grad
+    }
+
+
+def largest_step(epsilon: float, rounded: bool, steps: int = 200) -> float:
+    """In learning rates, with gradients of 1e-3 to 1e-9 in a block. `rounded`: the averages are held in 8 bits as
+    bitsandbytes' CUDA kernel holds them (csrc/kernels.cu, kOptimizerStatic8bit2StateBlockwise)."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    tables = functional.create_dynamic_map(signed=True), functional.create_dynamic_map(signed=False)
+
+    def hold(average, table):
+        codes, scales = optim.quantize(average, table)
+        if table[0] < 0:  # the kernel keeps the first moment's sign
+            wrong = table[codes.long()].signbit() != average.signbit()
+            codes = torch.where(wrong, codes.int() + torch.where(average > 0, 1, -1), codes).to(torch.uint8)
+        return optim.dequantize(codes, scales, table)
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = 1e-3 * 10 ** (-6 * torch.rand(256, generator=generator))
+    first, second, largest = torch.zeros(64, 256), torch.zeros(64, 256), 0.0
+    for step in range(1, steps + 1):
+        gradient = torch.randn(64, 256, generator=generator) * sizes
+        first, second = 0.9 * first + 0.1 * gradient, 0.98 * second + 0.02 * gradient.square()
+        update = first / (1 - 0.9**step) / ((second / (1 - 0.98**step)).sqrt() + epsilon)
+        largest = max(largest, float(update.abs().max()))
+        if rounded:
+            first, second = hold(first, tables[0]), hold(second, tables[1])
+    return largest
+
+
+def test_largest_step():
+    """Why 8-bit states have another epsilon."""
+    usual = largest_step(optim.EPSILON, rounded=False)
+    assert 1 < usual < 2
+    assert largest_step(optim.EPSILON, rounded=True) > 100 * usual
+    assert largest_step(1e-8, rounded=True) > 10 * usual
+    assert largest_step(optim.EPSILON_8BIT, rounded=True) < 1.5 * usual
+
+
+@pytest.mark.parametrize("shape", [(256,), (4, 64), (3, 1001), (5,), ()])
+def test_quantize_takes_the_nearest_value(shape):
+    table = pytest.importorskip("bitsandbytes").functional.create_dynamic_map(signed=True)
+    values = torch.randn(shape) * 10 ** (-6 * torch.rand(shape))
+    codes, scales = optim.quantize(values, table)
+    assert codes.shape == values.shape and len(scales) == -(-values.numel() // 256)
+    flat, spread = values.reshape(-1), scales.repeat_interleave(256)[: values.numel()]
+    nearest = (flat[:, None] / spread[:, None] - table).abs().min(1).values
+    error = (optim.dequantize(codes, scales, table).reshape(-1) - flat).abs() / spread
+    torch.testing.assert_close(error, nearest, rtol=1e-3, atol=1e-7)
+    zeros, scales = optim.quantize(torch.zeros(shape), table)
+    assert not optim.dequantize(zeros, scales, table).any()
+
+
+def test_dequantize_agrees_with_bitsandbytes():
+    functional = pytest.importorskip("bitsandbytes").functional
+    for table in (functional.create_dynamic_map(signed=True), functional.create_dynamic_map(signed=False)):
+        codes = torch.randint(0, 256, (7, 333), dtype=torch.uint8)
+        scales = torch.rand(-(-codes.numel() // 256)) + 0.1
+        theirs = functional.dequantize_blockwise(codes, absmax=scales, code=table, blocksize=256)
+        assert torch.equal(optim.dequantize(codes, scales, table), theirs)
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_made_at_once_and_change_nothing(kind):
+    model, untouched = awkward(Model()), awkward(Model())
+    optimizer = optim.make_optimizer(model, arguments(*KINDS[kind], "--weight_decay", "0.5"))
+    assert largest_difference(model, untouched) == 0
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.grad is None for p in model.parameters())
+    assert set(optimizer.state) == set(trained)
+    assert all(float(state["step"]) == 0 for state in optimizer.state.values())
+    assert all(group["lr"] == group["initial_lr"] == 1e-3 for group in optimizer.param_groups)
+    places = {id(p): [t.data_ptr() for t in optimizer.state[p].values() if torch.is_tensor(t)] for p in trained}
+    train(model, optimizer, range(3))
+    for p in trained:  # nothing was allocated later
+        assert places[id(p)] == [t.data_ptr() for t in optimizer.state[p].values() if torch.is_tensor(t)]
+    assert float(optimizer.state[model.large.weight]["step"]) == 3
+    assert float(optimizer.state[model.unused]["step"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["adamw", "8bit"])
+def test_states_are_what_the_library_would_have_made(kind):
+    model, lazy = Model(), Model()
+    model.embedding = lazy.embedding = None
+    optimizer = optim.make_optimizer(model, arguments(*KINDS[kind], "--weight_decay", "0.1", "--learning_rate", "1e-2"))
+    other = type(optimizer)(optim.parameter_groups(lazy, 0.1), lr=1e-2, betas=(0.9, 0.98), eps=optimizer.defaults["eps"],
+                            **({"fused": True} if kind == "adamw" else {}))  # fmt: skip
+    for group in other.param_groups:
+        group["initial_lr"] = group["lr"]
+    train(model, optimizer, range(4))
+    train(lazy, other, range(4))
+    assert largest_difference(model, lazy) == 0
+    for name, p in model.named_parameters():
+        mine, theirs = optimizer.state.get(p, {}), other.state.get(dict(lazy.named_parameters())[name], {})
+        assert not theirs or list(mine) == list(theirs)
+        for key, value in theirs.items():
+            assert type(mine[key]) is type(value)
+            assert not torch.is_tensor(value) or (torch.equal(mine[key], value) and mine[key].dtype == value.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("before, after", [*itertools.product(KINDS, KINDS)])
+def test_states_survive_a_file_and_a_change_of_the_kind(before, after, dtype):
+    flags = ("--learning_rate", "1e-2", "--weight_decay", "0.1")
+    model = awkward(Model()).to(dtype)
+    optimizer = optim.make_optimizer(model, arguments(*KINDS[before], *flags))
+    train(model, optimizer, range(5), decay=1.0)
+    saved = through_a_file(optim.optimizer_state(optimizer, model))
+    continued = awkward(Model(seed=9)).to(dtype)
+    continued.load_state_dict(model.state_dict())
+    other = optim.make_optimizer(continued, arguments(*KINDS[after], *flags))
+    other.param_groups.reverse()
+    optim.load_optimizer_state(other, continued, saved)
+    again = through_a_file(optim.optimizer_state(other, continued))
+    assert list(again) == list(saved)
+    start = tiny.weights(model)
+    exact = {before, after} in EXACT
+    for name, entry in saved.items():
+        assert torch.equal(entry["step"], again[name]["step"])
+        if exact:
+            assert entry.keys() == again[name].keys()
+            assert all(torch.equal(value, again[name][key]) for key, value in entry.items()), name
+    train(model, optimizer, range(5, 6), decay=1.0)
+    train(continued, other, range(5, 6), decay=1.0)
+    if before == after:
+        assert torch.equal(tiny.weights(continued), tiny.weights(model))
+    else:
+        difference = tiny.relative(tiny.weights(continued) - start, tiny.weights(model) - start)
+        assert difference < (1e-5 if exact else 1e-4 if before == "8bit" else 0.02)
+
+
+def test_a_file_with_8bit_states_is_as_small_as_they_are():
+    sizes = {}
+    for kind, flags in KINDS.items():
+        model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
+        file = io.BytesIO()
+        torch.save(optim.optimizer_state(optim.make_optimizer(model, arguments(*flags)), model), file)
+        sizes[kind] = len(file.getvalue())
+    assert sizes["8bit"] < 0.3 * sizes["adamw"] and sizes["offload"] < 1.01 * sizes["adamw"]
+
+
+def test_8bit_states_are_read_without_bitsandbytes(monkeypatch):
+    model = Model()
+    saved = through_a_file(
+        optim.optimizer_state(optim.make_optimizer(model, arguments("--optimizer", "adamw_8bit")), model)
+    )
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    optim.load_optimizer_state(optim.make_optimizer(model, arguments()), model, saved)
+    with pytest.raises(RunError, match=r"--optimizer adamw_8bit needs the package bitsandbytes.*pip install"):
+        optim.make_optimizer(model, arguments("--optimizer", "adamw_8bit"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_checkpoint_lacks_starts_fresh_and_is_counted(kind, capsys):
+    model = Model()
+    # As the first version wrote them: torch's own names.
+    saved = {name: {"step": torch.tensor(7.0), "exp_avg": torch.randn(p.shape), "exp_avg_sq": torch.rand(p.shape)}
+             for name, p in model.named_parameters() if p.requires_grad}  # fmt: skip
+    optimizer = optim.make_optimizer(model, arguments(*KINDS[kind]))
+    optim.load_optimizer_state(optimizer, model, saved)
+    assert capsys.readouterr().out == ""
+    assert all(float(state["step"]) == 7 for state in optimizer.state.values())
+    del saved["scale"]
+    saved["large.weight"] = {key: value[..., :-1] for key, value in saved["norm.bias"].items() if key != "step"} | {
+        "step": torch.tensor(7.0)
+    }
+    saved["of another model"] = saved["norm.weight"]
+    optimizer = optim.make_optimizer(model, arguments(*KINDS[kind]))
+    optim.load_optimizer_state(optimizer, model, saved)
+    assert "optimizer: 2 of 9 parameters start with fresh states" in capsys.readouterr().out
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            assert float(optimizer.state[p]["step"]) == (0 if name in ("scale", "large.weight") else 7)
+    train(model, optimizer, range(1))
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+RUN = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--lr_schedule", "constant", "--eval_every", "100")
+
+
+def run(folder, kind, *flags, resume=False):
+    args = tiny.make_args(folder, *RUN, *KINDS[kind], *flags)
+    items = tiny.make_items(13, dtype=torch.float32)
+    resumed = checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE) if resume else None
+    model = tiny.make_model(0.1, dtype=torch.float32, seed=5 if resume else 0)
+    tiny.run(args, model=model, items=items, resumed=resumed)
+    return checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, monkeypatch, kind):
+    monkeypatch.setitem(tiny.CONFIG, "d_model", 48)
+    whole = run(tmp_path / "a", kind, "--max_steps", "4")
+    run(tmp_path / "b", kind, "--max_steps", "2")
+    parts = run(tmp_path / "b", kind, "--max_steps", "4", resume=True)
+    assert whole["progress"]["step"] == parts["progress"]["step"] == 4
+    for name, value in whole["model"].items():
+        assert torch.equal(value, parts["model"][name]), name
+    in_8_bits = 0
+    for name, state in whole["optimizer"].items():
+        for key, value in state.items():
+            assert torch.equal(value, parts["optimizer"][name][key]), (name, key)
+            in_8_bits += value.dtype == torch.uint8
+    assert (in_8_bits > 10) == (kind == "8bit")
+
+
+def test_a_run_may_change_its_kind(tmp_path, monkeypatch):
+    monkeypatch.setitem(tiny.CONFIG, "d_model", 48)
+    steps = {}
+    for number, kind in enumerate(("adamw", "8bit", "offload")):
+        steps[kind] = run(tmp_path, kind, "--max_steps", str(number + 1), resume=number > 0)
+    assert {float(state["step"]) for state in steps["offload"]["optimizer"].values()} == {3.0}
+    states = steps["8bit"]["optimizer"].values(), steps["offload"]["optimizer"].values()
+    assert [any("exp_avg_table" in state for state in kind) for kind in states] == [True, False]
+
+
+def test_the_two_ways_to_save_memory_exclude_each_other():
+    args = arguments("--optimizer", "adamw_8bit", "--use_cpu_offload")
+    with pytest.raises(UsageError, match="the first alone for the least GPU memory, the second alone for faster"):
+        options.resolve(args, demo_steps=10)
+    for flags in KINDS.values():
+        options.resolve(arguments(*flags), demo_steps=10)
