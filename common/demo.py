@@ -2,6 +2,7 @@
 package espeakng-loader): it proves the mechanics, and says nothing of error rates on real speech."""
 
 import ctypes
+import functools
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ KONKANI_VOICES = [f"mr+{variant}" for variant in ("m1", "m2", "m3", "m4", "m5", 
 
 
 class Espeak:
-    """espeak-ng's library through ctypes. One per process: the library has one global state."""
+    """espeak-ng's library through ctypes. Made by `espeak()` only: the library has one global state."""
 
     SYNCHRONOUS, UTF8, CHARACTERS = 2, 1, 1
     RATE, PITCH = 1, 3  # espeak_SetParameter
@@ -54,6 +55,7 @@ class Espeak:
             voice.encode()
         ) != 0:
             raise RunError(f"espeak-ng has no voice {voice!r}")
+        self.library.espeak_ng_SetRandSeed(1)  # of the breath in some voices; else the time of day
         self.library.espeak_SetParameter(self.RATE, rate, 0)
         self.library.espeak_SetParameter(self.PITCH, pitch, 0)
         self.pieces.clear()
@@ -62,6 +64,12 @@ class Espeak:
         if failed or self.library.espeak_Synchronize() or not self.pieces:
             raise RunError(f"espeak-ng could not say {text!r} with voice {voice}")
         return np.frombuffer(b"".join(self.pieces), dtype=np.int16)
+
+
+@functools.cache
+def espeak() -> Espeak:
+    """This process's. (Initialising the library again would leave pointers to what it frees: it crashes, sometimes.)"""
+    return Espeak()
 
 
 def sentences(
@@ -83,7 +91,7 @@ def speech_corpus(
     """Writes (or finds) a corpus of spoken sentences: `sizes` maps a split to its number of utterances, and no sentence
     occurs in two splits. Returns {split: manifest path}."""
     manifests = {split: str(folder / f"{split}.json") for split in sizes}
-    recipe = {"words": words, "voices": voices, "sizes": sizes, "seed": seed, "version": 1}
+    recipe = {"words": words, "voices": voices, "sizes": sizes, "seed": seed, "version": 2}
     if _made_from(folder) == recipe:
         return manifests
     try:
@@ -114,20 +122,20 @@ def _write_corpus(folder: Path, recipe: dict) -> float:
     """Speaks the sentences of every split; returns how many seconds they are."""
     (folder / "audio").mkdir(parents=True)
     random = np.random.default_rng(recipe["seed"])
-    espeak, texts = Espeak(), sentences(recipe["words"], sum(recipe["sizes"].values()), random)
+    speaker, texts = espeak(), sentences(recipe["words"], sum(recipe["sizes"].values()), random)
     seconds = 0.0
     for split, size in recipe["sizes"].items():
         lines = []
         for number in range(size):
             text, voice = texts.pop(), recipe["voices"][int(random.integers(len(recipe["voices"])))]
-            samples = espeak.say(text, voice, int(random.integers(140, 221)), int(random.integers(30, 71)))
+            samples = speaker.say(text, voice, int(random.integers(140, 221)), int(random.integers(30, 71)))
             name = f"audio/{split}_{number:05d}.wav"
             with wave.open(str(folder / name), "wb") as file:
                 file.setnchannels(1)
                 file.setsampwidth(2)
-                file.setframerate(espeak.sample_rate)
+                file.setframerate(speaker.sample_rate)
                 file.writeframes(samples.tobytes())
-            duration = len(samples) / espeak.sample_rate
+            duration = len(samples) / speaker.sample_rate
             seconds += duration
             row = {"audio_filepath": name, "text": text, "duration": round(duration, 3), "speaker": voice}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")

@@ -167,6 +167,7 @@ class Run:
     watch: SignalWatch
     scaler: torch.amp.GradScaler | None
     last_saved: int = -1
+    skipped: set[str] = field(default_factory=set)  # files
     # Since the last report: when it was, seconds spent waiting for data, utterances, micro-batches since empty_cache.
     since: float = field(default_factory=time.monotonic)
     waited: float = 0.0
@@ -435,6 +436,9 @@ def note_update(run: Run, averages: dict[str, float], norm: float) -> None:
 def note_skipped(run: Run, window: Window, skipped: int) -> None:
     run.progress["skipped_files"] += skipped
     for name, reason in window.skipped:
+        if name in run.skipped:
+            continue  # said in an earlier epoch
+        run.skipped.add(name)
         run.report.say(f"skipped: {reason}")
         run.report.write(run.progress["step"], event="skipped", file=name, reason=reason)
 

@@ -276,7 +276,7 @@ def find_audio(name: str, folder: str, audio_root: str | None = None) -> str:
     if is_absolute and not audio_root:
         return name
     if is_absolute:
-        places = [os.path.join(base, *parts[start:]) for start in range(len(parts))]
+        places = [os.path.join(base, *parts[start:]) for start in range(len(parts))] or [name]
     else:
         places = [os.path.join(base, inside, *parts) for inside in ("clips", "wavs", "audio", "")]
     return next(filter(exists, places), places[-1])

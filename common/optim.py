@@ -1,16 +1,17 @@
 """Optimizer kinds, parameter groups, learning-rate schedules, and states that survive a change of the kind."""
 
+import logging
 import math
 
 import torch
 from torch.optim.adamw import adamw
 
-from common.errors import require
+from common.errors import RunError, require
 
 EPSILON = 1e-9  # Vaswani et al. 2017, section 5.3
 # 8-bit second moments below 1.6e-7 of the largest of their block are zero, so that epsilon alone may divide the first.
-# With bitsandbytes' rounding on CUDA emulated and gradients of 1e-3 to 1e-9 in a block, the largest step was 307 learning
-# rates at 1e-9, 45 at bitsandbytes' own 1e-8 and 1.0 at 1e-6, as in 32 bits: test_optim.py's test_largest_step.
+# With bitsandbytes' rounding on CUDA emulated and gradients of 1e-3 to 1e-9 in a block, the largest step was 341 learning
+# rates at 1e-9, 39 at bitsandbytes' own 1e-8 and 1.05 at 1e-6, in 32 bits 1.03: test_optim.py's test_largest_step.
 EPSILON_8BIT = 1e-6
 BLOCK = 256  # values that share a scale in bitsandbytes' 8-bit states
 AVERAGES = (("exp_avg", 1), ("exp_avg_sq", 2))  # torch's names for the states, and bitsandbytes' numbers
@@ -34,7 +35,7 @@ def make_optimizer(model: torch.nn.Module, args, betas: tuple[float, float] = (0
     if args.use_cpu_offload:
         optimizer = OffloadedAdamW(groups, **settings, eps=EPSILON)
     elif args.optimizer == "adamw_8bit":
-        library = require("bitsandbytes", "--optimizer adamw_8bit")
+        library = load_bitsandbytes(groups[0]["params"][0].device)
         optimizer = library.optim.AdamW8bit(groups, **settings, eps=EPSILON_8BIT)
     else:
         optimizer = torch.optim.AdamW(groups, **settings, eps=EPSILON, fused=True)
@@ -42,6 +43,25 @@ def make_optimizer(model: torch.nn.Module, args, betas: tuple[float, float] = (0
         group["initial_lr"] = group["lr"]
     make_states(optimizer, model)
     return optimizer
+
+
+def load_bitsandbytes(device: torch.device):
+    """Imports and returns bitsandbytes. Raises `RunError` where it is not there, or cannot update on this device: of
+    that it says nothing before the first step."""
+    # Else it warns on some CPUs that it lacks a 4-bit kernel, which nothing here uses.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    library = require("bitsandbytes", "--optimizer adamw_8bit")
+    trial = torch.nn.Parameter(torch.zeros(4096, device=device))  # the smallest with 8-bit states
+    trial.grad = torch.zeros_like(trial)
+    try:
+        library.optim.AdamW8bit([trial]).step()
+    except RuntimeError as error:  # NotImplementedError is one
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+        raise RunError(
+            f"--optimizer adamw_8bit: bitsandbytes {library.__version__} does not work on {device} ({reason}): try "
+            "`pip install -U bitsandbytes`, or use --use_cpu_offload"
+        ) from None
+    return library
 
 
 def make_states(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
@@ -77,9 +97,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         parameters = [p for group in self.param_groups for p in group["params"]]
-        self.in_place = all(p.device.type == "cpu" and p.is_contiguous() for p in parameters)
+        self.device = parameters[0].device  # of all of them
+        self.in_place = self.device.type == "cpu" and all(p.is_contiguous() for p in parameters)
         size = max(OFFLOAD_BUCKET, *(aligned(torch.atleast_1d(p)[:1].nbytes) for p in parameters))
-        pinned = any(p.is_cuda for p in parameters)
+        pinned = self.device.type == "cuda"
         # Two slots, each of memory for weights and for gradients.
         count = 0 if self.in_place else 4
         memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
@@ -130,16 +151,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
             pair = zip(places, (weights, gradients), strict=True)
             on_host.append([place.view(source.shape).copy_(source, non_blocking=True) for place, source in pair])
             start += aligned(weights.nbytes)
-        return on_host, torch.cuda.current_stream(weights.device).record_event() if weights.is_cuda else None
+        return on_host, torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def update(self, group: dict, pieces: list[tuple], on_host: list, arrival: torch.cuda.Event | None) -> None:
         """Waits for a bucket, updates it on the host and starts its weights' way back."""
         if arrival is not None:
             arrival.synchronize()
-        (weights, gradients), (sources, _, averages, squares, steps) = (
-            zip(*on_host, strict=True),
-            zip(*pieces, strict=True),
-        )
+        weights, gradients = zip(*on_host, strict=True)
+        sources, _, averages, squares, steps = zip(*pieces, strict=True)
         adamw(list(weights), list(gradients), list(averages), list(squares), [], list(steps), fused=True,
               lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
               weight_decay=group["weight_decay"], amsgrad=False, maximize=False)  # fmt: skip
@@ -207,7 +226,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Modul
 def quantize(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Blockwise 8 bits as bitsandbytes holds them: the index of the nearest of the table's 256 ascending values (in
     [-1, 1]) times the block's largest magnitude. Returns (codes of the values' shape, uint8; scales, one a block). Not
-    bitsandbytes' own function: on a CPU that has no value between 0 and 1.5e-5, and takes 0 for the latter (0.50.2)."""
+    bitsandbytes' own function, which on a CPU makes whatever is below 1.6e-5 of the largest, 0 too, that much (0.50.2)."""
     flat = values.reshape(-1).to(table.dtype)
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)

@@ -1,4 +1,4 @@
-"""What the tests of the data side share."""
+"""What the tests share."""
 
 import json
 import signal
@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import torch
 from hypothesis import settings
 
 settings.register_profile("busy machine", deadline=None, max_examples=50, database=None)
 settings.load_profile("busy machine")
+torch.set_num_threads(1)  # the models are tiny: a second thread would only wait for the first
 
 
 @pytest.fixture

@@ -196,6 +196,13 @@ def test_audio_root_must_be_a_folder(tmp_path, json_lines):
     assert str(error.value) == f"--audio_root {tmp_path}/none: no such folder"
 
 
+@given(st.text(st.sampled_from("/\\.:aC़ "), max_size=12), st.booleans())
+def test_any_name_leads_somewhere(tmp_path_factory, name, has_root):
+    folder = str(tmp_path_factory.getbasetemp())
+    found = manifest.find_audio(name, folder, folder if has_root else None)
+    assert found.startswith(folder) or found == name
+
+
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 

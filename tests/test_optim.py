@@ -43,14 +43,15 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(150, 32)  # 4800 values
         self.large = nn.Linear(70, 90)  # 6300 values: 24 blocks of 256 and a part
         self.filters = nn.Conv1d(6, 10, 3)
-        self.norm = nn.LayerNorm(17)
+        self.norm = nn.LayerNorm(18)  # a float64 bias after it starts at no multiple of 8
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.unused = nn.Parameter(torch.randn(5, 3))
         self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
 
 
 def awkward(model: Model) -> Model:
-    """With a weight whose rows are not contiguous: even on the CPU it cannot be updated where it is."""
+    """With a weight whose rows are not contiguous: even on the CPU it cannot be updated where it is. And with two types."""
+    model.norm.bias.data = model.norm.bias.data.double()
     model.filters.weight.data = model.filters.weight.data.transpose(0, 1).contiguous().transpose(0, 1)
     return model
 
@@ -403,6 +404,19 @@ def test_8bit_states_are_read_without_bitsandbytes(monkeypatch):
     optim.load_optimizer_state(optim.make_optimizer(model, arguments()), model, saved)
     with pytest.raises(RunError, match=r"--optimizer adamw_8bit needs the package bitsandbytes.*pip install"):
         optim.make_optimizer(model, arguments("--optimizer", "adamw_8bit"))
+
+
+def test_a_bitsandbytes_that_does_not_work_here_is_one_line_before_the_run(monkeypatch):
+    library = pytest.importorskip("bitsandbytes")
+
+    def fail(*_):
+        raise RuntimeError("\n  CUDA Setup failed: no kernel image\nand much advice")
+
+    monkeypatch.setattr(library.optim.AdamW8bit, "update_step", fail)
+    with pytest.raises(
+        RunError, match=r"does not work on cpu \(CUDA Setup failed: no kernel image\): .*--use_cpu_offload"
+    ):
+        optim.make_optimizer(Model(), arguments("--optimizer", "adamw_8bit"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

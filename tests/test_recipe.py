@@ -87,8 +87,8 @@ def test_losses_match_a_plain_computation():
         logits = model.decode(torch.tensor([[model.end, *item["tokens"].tolist()]]), encoded, None)[0].log_softmax(-1)
         target = F.one_hot(item["labels"], model.end + 1).double() * 0.9 + 0.1 / (model.end + 1)
         attention -= float((target * logits).sum())
-    assert float(found["ctc"]) == pytest.approx(ctc, rel=1e-9)
-    assert float(found["attention"]) == pytest.approx(attention, rel=1e-9)
+    assert found["ctc"].item() == pytest.approx(ctc, rel=1e-9)
+    assert found["attention"].item() == pytest.approx(attention, rel=1e-9)
 
 
 def ctc_by_hand(log_probs, tokens, blank):
