@@ -2,9 +2,12 @@
 splitting, copying to the device."""
 
 import atexit
+import contextlib
 import functools
+import hashlib
 import math
 import multiprocessing
+import os
 import re
 import resource
 import shutil
@@ -122,6 +125,40 @@ def _read_with_ffmpeg(
     return torch.from_numpy(np.frombuffer(result.stdout, dtype="<f4").copy())
 
 
+def read_cached(
+    folder: str | None, path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None
+) -> torch.Tensor:
+    """`read_audio` through a cache: what was decoded once is kept under `folder` as fp32 samples (230 MB an hour at 16
+    kHz), memory-mapped from then on, and the same to the bit. A file that changes is read anew."""
+    if not folder:
+        return read_audio(path, sample_rate, offset, duration)
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise BadAudio(path, f"cannot be read: {_reason(error)}") from None
+    key = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns, sample_rate, offset, duration))
+    name = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    kept = Path(folder) / name[:2] / f"{name}.npy"
+    try:
+        return torch.from_numpy(np.array(np.load(kept, mmap_mode="r")))
+    except (OSError, ValueError, EOFError):
+        pass  # not there yet, or cut short by a kill or a full disk
+    waveform = read_audio(path, sample_rate, offset, duration)
+    temporary = kept.with_name(f"{kept.name}.{os.getpid()}")
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            np.save(file, waveform.numpy())
+        os.replace(temporary, kept)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise RunError(
+            f"--cache_audio {folder}: {error.strerror}; leave the flag out, or name another folder"
+        ) from None
+    return waveform
+
+
 def audio_files(paths: list[str]) -> list[Path]:
     """The files among `paths`, and below the folders among them every file with an audio suffix, sorted. Raises
     `UsageError` where a path is missing or a folder holds none."""
@@ -229,6 +266,9 @@ class _WindowDataset(torch.utils.data.Dataset):
             for index in indices:
                 try:
                     items.append(self.load(index, epoch))
+                except RunError as error:
+                    window.error = str(error)
+                    return window
                 except DataError as error:
                     if not self.skip_bad:
                         window.error = f"{error}; fix or remove it, or pass over such files with --skip_bad_audio"

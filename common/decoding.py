@@ -1,4 +1,5 @@
-"""Searches that turn a model's probabilities into token sequences: CTC prefix beam, autoregressive beam."""
+"""Searches that turn a model's probabilities into token sequences: CTC prefix beam, autoregressive beam, and CTC's part
+in the latter."""
 
 import math
 from collections import defaultdict
@@ -32,6 +33,43 @@ def ctc_prefix_beam(log_probs: np.ndarray, beam_size: int, blank: int) -> list[t
         kept = sorted(ends.items(), key=lambda pair: -_add(*pair[1]))[:beam_size]
         beam = {prefix: (scores[0], scores[1]) for prefix, scores in kept}
     return [(prefix, _add(*scores)) for prefix, scores in beam.items()]
+
+
+class CTCPrefixScores:
+    """For a beam search token by token: log-probabilities under CTC that the output *begins* with a prefix, for every
+    extension of every prefix at once (Watanabe et al. 2017, "Hybrid CTC/Attention Architecture", algorithm 2)."""
+
+    def __init__(self, log_probs: np.ndarray, blank: int):
+        self.log_probs, self.blank = log_probs.astype(np.float64), blank
+        in_blank = np.cumsum(self.log_probs[:, blank])
+        # prefix -> (log-probability of the prefix, alignments that end in its last label (T,), in a blank (T,))
+        self.states = {(): (0.0, np.full(len(log_probs), -np.inf), in_blank)}
+
+    def extend(self, prefixes: list[tuple[int, ...]]) -> np.ndarray:
+        """(N, V) what each next label adds to the log-probability of each prefix; the blank's column stands for the
+        end. Prefixes must be empty or extensions of those of the last call."""
+        log_probs, blank = self.log_probs, self.blank
+        frames, size = log_probs.shape
+        before = np.array([self.states[prefix][0] for prefix in prefixes])
+        label, empty = (np.stack([self.states[prefix][i] for prefix in prefixes]) for i in (1, 2))  # (N, T)
+        either = np.logaddexp(label, empty)
+        start = np.repeat(either[:, :, None], size, axis=2)  # (N, T, V): from where a label may begin at t + 1
+        for row, prefix in enumerate(prefixes):
+            if prefix:
+                start[row, :, prefix[-1]] = empty[row]
+        in_label, in_blank = (np.full((len(prefixes), frames, size), -np.inf) for _ in range(2))
+        in_label[:, 0] = np.where([[not prefix] for prefix in prefixes], log_probs[0], -np.inf)
+        begins = in_label[:, 0].copy()
+        for t in range(1, frames):
+            in_label[:, t] = np.logaddexp(in_label[:, t - 1], start[:, t - 1]) + log_probs[t]
+            in_blank[:, t] = np.logaddexp(in_blank[:, t - 1], in_label[:, t - 1]) + log_probs[t, blank]
+            begins = np.logaddexp(begins, start[:, t - 1] + log_probs[t])
+        begins[:, blank] = either[:, -1]
+        self.states = {
+            (*prefix, token): (begins[row, token], in_label[row, :, token], in_blank[row, :, token])
+            for row, prefix in enumerate(prefixes) for token in range(size) if token != blank
+        }  # fmt: skip
+        return begins - before[:, None]
 
 
 def _add(a: float, b: float) -> float:

@@ -4,6 +4,7 @@ An update's batch is a window: batch_size x gradient_accumulation_steps x ranks 
 targets of every loss term are counted before the first forward, and what is back-propagated is the sum over terms of
 weight * (sum over the window) / (count in the window), so the gradient does not depend on how the window is cut."""
 
+import itertools
 import math
 import signal
 import time
@@ -435,7 +436,9 @@ def note_update(run: Run, averages: dict[str, float], norm: float) -> None:
 
 def note_skipped(run: Run, window: Window, skipped: int) -> None:
     run.progress["skipped_files"] += skipped
-    for name, reason in window.skipped:
+    if not skipped:
+        return
+    for name, reason in itertools.chain(*run.setup.ranks.gather(window.skipped)):
         if name in run.skipped:
             continue  # said in an earlier epoch
         run.skipped.add(name)
@@ -448,6 +451,7 @@ def note_bad_window(run: Run, names: list[str], terms: list[float], norm: float)
     progress = run.progress
     progress["bad_windows"] += 1
     progress["bad_in_a_row"] += 1
+    names = list(itertools.chain(*run.setup.ranks.gather(names)))
     values = ", ".join(f"{name} {value:g}" for name, value in zip(run.loss_weights, terms, strict=True))
     run.report.say(
         f"bad window {progress['bad_windows']}: loss {values}, gradient norm {norm:g}: passed over; its files: {', '.join(names)}"

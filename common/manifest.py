@@ -543,3 +543,24 @@ def hold_out(corpus: Corpus, share: float, most: int, seed: int) -> tuple[Corpus
     order = np.random.default_rng(seed).permutation(len(corpus))
     print(f"no --val_manifest: {count} of the {len(corpus)} training utterances are held out")
     return corpus.select(np.sort(order[count:])), corpus.select(np.sort(order[:count]))
+
+
+def load_splits(
+    args, paths: dict[str, str | None], normalise: Callable[[str], str], held_out: float, most_held_out: int
+) -> dict[str, Corpus]:
+    """The corpora of the splits that have a path, checked and reported as the shared flags ask; `--max_samples` cuts
+    "train", and without a "val" a part of "train" is held out."""
+    corpora = {}
+    for split, path in paths.items():
+        if not path:
+            continue
+        corpus, rejected = load_corpus(
+            path, normalise, args.min_duration, args.max_duration, args.audio_root, args.log_dir / "cache"
+        )
+        if split == "train" and args.max_samples:
+            corpus = corpus.select(np.arange(min(args.max_samples, len(corpus))))
+        report_rejections(f"{split} set ({path})", corpus, rejected, args.strict_data)
+        corpora[split] = corpus
+    if "val" not in corpora:
+        corpora["train"], corpora["val"] = hold_out(corpora["train"], held_out, most_held_out, args.seed)
+    return corpora

@@ -99,6 +99,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     data.add_argument("--max_duration", type=RATE, default=30.0, metavar="S", help="reject longer utterances, seconds (30)")
     data.add_argument("--strict_data", action=OnOff, default=False, help="make any rejected utterance an error (off)")
     data.add_argument("--skip_bad_audio", action=OnOff, default=False, help="pass over, count and list samples that cannot be read, instead of stopping (off)")
+    data.add_argument("--cache_audio", type=path, metavar="DIR", help="for slow storage: keep decoded audio here, 230 MB an hour at 16 kHz (no cache)")
     data.add_argument("--dataloader_num_workers", type=workers, default="auto", metavar="N", help="processes that read audio; 0 = in the main one (auto)")
     data.add_argument("--persistent_workers", action=OnOff, default=True, help="keep evaluation's workers between evaluations (on)")
 

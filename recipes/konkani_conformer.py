@@ -7,9 +7,9 @@
 Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वचता"}, CSV/TSV with a header, or LJSpeech's metadata.csv;
 any sample rate; utterances of up to 30 s. Any language: characters are taken from the training text.
 
-Memory: the T4's preset (micro-batch 2 x accumulation 4, d 192, 8+4 layers, fp16) is predicted to need about 0.5 GiB of
-GPU memory at 30 s an utterance. Expect a character error rate near 1 % on the demo's held-out sentences after its 600
-updates (two CPU cores: three to five minutes); synthetic speech proves the mechanics, not a real-world error rate.
+Memory: the T4's preset (micro-batch 2 x accumulation 4, d 192, 8+4 layers) is predicted to need 0.35 GiB beside CUDA's own
+at 30 s an utterance (benchmarks/konkani_memory.py). Expect a character error rate below 1 % on the demo's held-out
+sentences after its 600 updates (two CPU cores: three to four minutes); synthetic speech proves the mechanics, not a real-world error rate.
 
 Sources: Conformer (Gulati et al. 2020); rotary positions in it (Li et al. 2021, "Conformer-based End-to-end Speech
 Recognition With Rotary Position Embedding"); joint CTC/attention (Watanabe et al. 2017); SpecAugment (Park et al. 2019).
@@ -42,7 +42,7 @@ from common import (
     text,
     transcripts,
 )
-from common.decoding import autoregressive_beam, ctc_prefix_beam
+from common.decoding import CTCPrefixScores, autoregressive_beam, ctc_prefix_beam
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import train
@@ -87,7 +87,7 @@ def add_arguments(parser) -> None:
     data.add_argument("--spec_augment", action=options.OnOff, help="mask bands and spans of the features (on; off for the demo)")
     data.add_argument("--speed_perturbation", action=options.OnOff, help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)")
     use = parser.add_argument_group("decoding and use")
-    use.add_argument("--decoding", choices=["greedy", "rescore", "beam"], default="rescore", help="for the figures at the end and --transcribe: CTC's best path, CTC's n-best rescored by the decoder, or the decoder's own beam (rescore)")
+    use.add_argument("--decoding", choices=["greedy", "rescore", "beam"], default="rescore", help="for the figures at the end and --transcribe: CTC's best path, CTC's n-best rescored by the decoder, or the decoder's beam with CTC (rescore)")
     use.add_argument("--beam_size", type=options.POSITIVE, default=10, metavar="N", help="hypotheses of rescore and beam (10)")
     use.add_argument("--average_checkpoints", type=options.POSITIVE, metavar="N", help="average the weights of N checkpoints at the end, and use them where they are not worse")
     use.add_argument("--average_by", choices=["last", "best"], default="last", help="which checkpoints to average: the newest, or those that evaluated best (last)")
@@ -100,26 +100,13 @@ def add_arguments(parser) -> None:
 
 
 def read_corpora(args) -> dict[str, manifest.Corpus]:
-    """The checked corpora "train", "val" and "test"; the demo's where no manifest is given."""
-    is_demo = not args.train_manifest
+    """The checked corpora "train", "val" and, where there is one, "test"; the demo's where no manifest is given."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-    if is_demo:
+    if not args.train_manifest:
         folder = Path(args.output_dir) / "data" / "konkani_demo"
         print("no --train_manifest: using the demo corpus (synthetic speech)")
         paths = demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
-    corpora = {}
-    for split, path in paths.items():
-        if path:
-            corpus, rejected = manifest.load_corpus(
-                path, text.normalise, args.min_duration, args.max_duration, args.audio_root, args.log_dir / "cache"
-            )
-            if split == "train" and args.max_samples:
-                corpus = corpus.select(np.arange(min(args.max_samples, len(corpus))))
-            manifest.report_rejections(f"{split} set ({path})", corpus, rejected, args.strict_data)
-            corpora[split] = corpus
-    if "val" not in corpora:
-        corpora["train"], corpora["val"] = manifest.hold_out(corpora["train"], HELD_OUT, MOST_HELD_OUT, args.seed)
-    return corpora
+    return manifest.load_splits(args, paths, text.normalise, HELD_OUT, MOST_HELD_OUT)
 
 
 def make_tokenizer(args, corpus: manifest.Corpus, resumed: dict | None):
@@ -179,14 +166,14 @@ def seconds_in_epoch(corpus: manifest.Corpus, args, epoch: int) -> np.ndarray:
     return corpus.seconds / speed_factors(args.seed, epoch, len(corpus)) if args.speed_perturbation else corpus.seconds
 
 
-def read_utterance(corpus: manifest.Corpus, index: int) -> torch.Tensor:
+def read_utterance(corpus: manifest.Corpus, index: int, cache: str | None) -> torch.Tensor:
     duration = None if np.isnan(corpus.durations[index]) else float(corpus.durations[index])
-    return batches.read_audio(corpus.paths[index], SAMPLE_RATE, float(corpus.offsets[index]), duration)
+    return batches.read_cached(cache, corpus.paths[index], SAMPLE_RATE, float(corpus.offsets[index]), duration)
 
 
 def load_item(corpus: manifest.Corpus, tokenizer, args, training: bool, index: int, epoch: int) -> dict:
     """One utterance: waveform, tokens, and its augmentation, which depends on (seed, epoch, index) alone."""
-    waveform = read_utterance(corpus, index)
+    waveform = read_utterance(corpus, index, args.cache_audio)
     tokens = tokenizer.encode(corpus.texts[index])
     end = tokenizer.size  # one number past the text's: the decoder's start and end, and CTC's blank
     item = {
@@ -477,12 +464,15 @@ def rescored(model: Conformer, encoded: torch.Tensor, beam_size: int) -> list[in
 
 
 def attention_beam(model: Conformer, encoded: torch.Tensor, beam_size: int) -> list[int]:
-    """The decoder's own beam search for one utterance (1, T, D), without CTC; at most a token a frame."""
+    """The decoder's beam search for one utterance (1, T, D), with CTC's prefix probabilities mixed in as in the loss:
+    the decoder alone loops and stops too early. At most a token a frame."""
+    ctc = CTCPrefixScores(upcast(model.ctc_head(encoded[0])).log_softmax(-1).cpu().numpy(), model.end)
 
     def following(prefixes: torch.Tensor) -> torch.Tensor:
-        prefixes = prefixes.to(encoded.device)
-        logits = model.decode(prefixes, encoded.expand(len(prefixes), -1, -1), None)[:, -1]
-        return upcast(logits).log_softmax(-1)
+        logits = model.decode(prefixes.to(encoded.device), encoded.expand(len(prefixes), -1, -1), None)[:, -1]
+        attention = upcast(logits).log_softmax(-1).cpu()
+        added = torch.from_numpy(ctc.extend([tuple(row[1:]) for row in prefixes.tolist()])).to(attention.dtype)
+        return LOSS_WEIGHTS["attention"] * attention + LOSS_WEIGHTS["ctc"] * added
 
     return autoregressive_beam(following, model.end, model.end, beam_size, encoded.shape[1])[0][0]
 
@@ -573,12 +563,12 @@ def transcribe(args) -> None:
 # --- main ------------------------------------------------------------------------------------------------------------
 
 
-def measure_features(model: Conformer, corpus: manifest.Corpus, seed: int) -> None:
+def measure_features(model: Conformer, corpus: manifest.Corpus, args) -> None:
     """Statistics for --cmvn global, from a random part of the training set."""
     found = []
-    for index in np.random.default_rng(seed).permutation(len(corpus)):
+    for index in np.random.default_rng(args.seed).permutation(len(corpus)):
         try:
-            found.append(model.log_mel(read_utterance(corpus, index)[None])[0])
+            found.append(model.log_mel(read_utterance(corpus, index, args.cache_audio)[None])[0])
         except DataError:
             continue  # training itself says what to do about it
         if len(found) == NORM_UTTERANCES:
@@ -616,7 +606,7 @@ def main(args) -> None:
     model = Conformer(config, args.dropout, args.label_smoothing)
     print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {tokenizer.size} text tokens")
     if args.cmvn == "global" and not resumed:
-        measure_features(model, train_set, args.seed)
+        measure_features(model, train_set, args)
     if initial:
         checkpoint.initialise(model, initial, args.init_from)
     model.to(setup.device)

@@ -625,3 +625,26 @@ def test_evaluation_skips_names_and_says_so_once(tmp_path, capsys, no_ffmpeg):
     with pytest.raises(DataError) as error:
         list(strict)
     assert str(error.value) == f"{path} is empty; fix or remove it, or pass over such files with --skip_bad_audio"
+
+
+def test_cached_audio_is_the_same_to_the_bit_and_follows_changes(tmp_path, wav):
+    path, cache = wav(tmp_path / "a b.wav", 1.0, 22_050), str(tmp_path / "cache")
+    for part in ((0.0, None), (0.25, 0.5)):
+        expected = batches.read_audio(path, 16_000, *part)
+        for _ in range(2):
+            assert torch.equal(batches.read_cached(cache, path, 16_000, *part), expected)
+    kept = sorted(Path(cache).rglob("*.npy"))
+    assert len(kept) == 2
+    for file in kept:
+        os.truncate(file, 200)  # a kill in the middle of an older write
+    assert torch.equal(batches.read_cached(cache, path, 16_000), batches.read_audio(path, 16_000))
+    wav(tmp_path / "a b.wav", 0.5, 22_050)
+    assert len(batches.read_cached(cache, path, 16_000)) == 8000
+
+
+def test_a_cache_that_cannot_be_written_says_so(tmp_path, wav):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"--cache_audio .*file: Not a directory"):
+        batches.read_cached(str(tmp_path / "file"), wav(tmp_path / "a.wav"), 16_000)
+    with pytest.raises(DataError, match=r"gone\.wav cannot be read: No such file"):
+        batches.read_cached(str(tmp_path / "cache"), str(tmp_path / "gone.wav"), 16_000)

@@ -210,3 +210,20 @@ def test_optimizer_states_exist_from_the_start_and_survive_regrouping(tmp_path):
             assert torch.equal(fresh.state[p][key], value)
     name = dict(model.named_parameters())
     assert set(saved) == set(name)
+
+
+def test_averaging_the_last_and_the_best(tmp_path):
+    for step, value in ((1, 4.0), (2, 1.0), (3, 7.0), (4, 10.0)):
+        evaluations = [[1, 0.5], [2, 0.9], [3, 0.1]][:step]
+        content = {
+            "recipe": "r", "model": {"w": torch.full((3,), value), "n": torch.tensor(step)},
+            "progress": {"step": step, "evaluations": evaluations},
+        }  # fmt: skip
+        checkpoint.save(tmp_path, step, content, keep_last=9)
+    last, steps = checkpoint.average(tmp_path, 2, "last", "r")
+    assert steps == [4, 3] and torch.equal(last["w"], torch.full((3,), 8.5)) and last["w"].dtype == torch.float32
+    best, steps = checkpoint.average(tmp_path, 2, "best", "r")
+    assert steps == [3, 1] and torch.equal(best["w"], torch.full((3,), 5.5))
+    assert checkpoint.average(tmp_path, 100, "last", "r")[1] == [4, 3, 2, 1]
+    with pytest.raises(UsageError, match="keeps no checkpoint"):
+        checkpoint.average(tmp_path / "empty", 2, "last", "r")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.decoding import autoregressive_beam, ctc_prefix_beam
+from common.decoding import CTCPrefixScores, autoregressive_beam, ctc_prefix_beam
 
 
 def all_ctc(log_probs, blank):
@@ -63,3 +63,30 @@ def test_autoregressive_beam_is_exhaustive_with_a_wide_beam(seed):
     assert complete.keys() == expected.keys()
     assert all(math.isclose(complete[key], expected[key], abs_tol=1e-5) for key in expected)
     assert [score for _, score in found] == sorted((score for _, score in found), reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ctc_prefix_scores_are_sums_over_all_outputs_that_begin_so(seed):
+    random = np.random.default_rng(seed)
+    frames, size = int(random.integers(1, 6)), 3
+    log_probs = np.log(random.dirichlet(np.full(size, 0.5), frames))
+    blank = int(random.integers(size))
+    labels = [token for token in range(size) if token != blank]
+    whole = all_ctc(log_probs, blank)
+    scores, total = CTCPrefixScores(log_probs, blank), {(): 0.0}
+    for length in range(frames):
+        prefixes = list(itertools.product(labels, repeat=length))
+        prefixes = [prefix for prefix in prefixes if total[prefix] > -50]
+        for prefix, added in zip(prefixes, scores.extend(prefixes), strict=True):
+            for token in range(size):
+                if token == blank:
+                    expected = whole.get(prefix, -np.inf)
+                else:
+                    longer = (*prefix, token)
+                    expected = np.logaddexp.reduce(
+                        [-np.inf, *(v for k, v in whole.items() if k[: length + 1] == longer)]
+                    )
+                    total[longer] = expected
+                assert total[prefix] + added[token] == pytest.approx(expected, abs=1e-9)
+        if len(prefixes) < len(labels) ** length:
+            break

@@ -157,7 +157,7 @@ def test_ctc_feasibility_agrees_with_the_loss(tokens, samples, fits):
 
 
 def item_arguments(**changed):
-    base = {"seed": 1, "speed_perturbation": True, "spec_augment": True, "subsampling": 4}
+    base = {"seed": 1, "speed_perturbation": True, "spec_augment": True, "subsampling": 4, "cache_audio": None}
     return argparse.Namespace(**{**base, **changed})
 
 
@@ -210,3 +210,38 @@ def test_model_sizes_are_those_of_the_guide():
         }
         millions.append(sum(p.numel() for p in recipe.Conformer(config).parameters()) / 1e6)
     assert millions[0] == pytest.approx(24.7, abs=2) and 9 < millions[1] < 12 and 3 < millions[2] < 6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(3))
+def test_rescoring_picks_what_the_training_loss_likes_best(seed):
+    model = awake(tiny.make_model(seed=seed).eval(), seed)
+    model.label_smoothing = 0.0
+    item = tiny.make_items(1, seed=seed)[0]
+    encoded, _, lengths = model.encode(moved([item]))
+    hypotheses = recipe.ctc_prefix_beam(model.ctc_head(encoded[0]).log_softmax(-1).numpy(), 6, model.end)
+
+    def loss(tokens):
+        changed = {
+            **item,
+            "tokens": torch.tensor(tokens, dtype=torch.long),
+            "labels": torch.tensor([*tokens, model.end]),
+        }
+        terms = recipe.compute_loss(model, moved([changed]))
+        return sum(recipe.LOSS_WEIGHTS[name] * float(value) for name, value in terms.items())
+
+    expected = min((tokens for tokens, _ in hypotheses), key=loss)
+    assert recipe.decode(model, encoded, lengths, "rescore", 6) == [list(expected)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["greedy", "rescore", "beam"])
+def test_decoding_does_not_depend_on_the_batch(method):
+    model = awake(tiny.make_model().eval())
+    items = tiny.make_items(3, seed=2)
+    encoded, _, lengths = model.encode(moved(items))
+    together = recipe.decode(model, encoded, lengths, method, 3)
+    for item, tokens in zip(items, together, strict=True):
+        encoded, _, length = model.encode(moved([item]))
+        assert recipe.decode(model, encoded, length, method, 3) == [tokens]
+        assert all(0 <= token < model.end for token in tokens)
