@@ -60,6 +60,9 @@ def write_atomically(path: Path, write) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         write(temporary)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)  # safetensors makes files that only their owner can read
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

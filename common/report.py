@@ -48,7 +48,7 @@ class Report:
             self.events = writer(str(log_dir), purge_step=step + 1 if step else None)
         if sys.stderr.isatty():
             width = min(80, shutil.get_terminal_size().columns)
-            form = "{n_fmt}/{total_fmt} |{bar}| {postfix} {elapsed}<{remaining}"
+            form = "{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}"
             self.bar = tqdm(
                 total=total_steps, initial=step, ncols=width, bar_format=form, file=sys.stderr, mininterval=0.5
             )
@@ -92,7 +92,7 @@ class Report:
         if not self.enabled:
             return
         if self.bar is not None:
-            self.bar.set_postfix_str(
+            self.bar.set_description_str(
                 f"loss {loss:.3f} lr {rate:.1e} {speed:.1f}/s {memory / 2**30:.1f}G wait {waiting:.0%}", refresh=False
             )
             self.bar.update(step - self.bar.n)

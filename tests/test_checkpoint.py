@@ -165,6 +165,8 @@ def test_best_weights_are_one_file_that_rebuilds_the_model(tmp_path):
     }
     path = tmp_path / "best.safetensors"
     checkpoint.save_weights(path, model, metadata, {"cer": 0.5})
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode  # readable by whom the umask says
     tensors, read = checkpoint.read_weights(path, recipe.RECIPE)
     other.load_state_dict(tensors)
     assert read == metadata and torch.equal(tiny.weights(other), tiny.weights(model))
