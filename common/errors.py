@@ -40,6 +40,21 @@ class Stopped(Failure):
 def exit_with_one_line(main: Callable, *args) -> None:
     """Runs `main(*args)` and turns a `Failure` into one line on stderr and its exit status; anything else is a defect
     of ours and keeps its traceback."""
+    status = 0
+    try:
+        _run(main, *args)
+    except SystemExit as leaving:
+        status = leaving.code
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        # Unwinding torch.distributed's threads aborts one process in ten at exit, and torchrun would call it a failure.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    if status:
+        sys.exit(status)
+
+
+def _run(main: Callable, *args) -> None:
     for stream in (sys.stdout, sys.stderr):  # where the locale has no Devanagari, escapes are better than an error
         if hasattr(stream, "reconfigure"):  # a notebook's has none
             stream.reconfigure(errors="backslashreplace")
