@@ -232,6 +232,18 @@ def weights_to_use(args, recipe: str) -> tuple[dict[str, torch.Tensor], dict]:
     return read_weights(path, recipe)
 
 
+def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """`load_state_dict`, whose failure is one line: a recipe that was changed no longer reads what it saved before."""
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[1].strip()
+        raise UsageError(
+            f"the saved weights do not fit this model ({first[:150]}): the recipe was another version then; "
+            "--init_from takes what still fits"
+        ) from None
+
+
 def initialise(model: torch.nn.Module, tensors: dict[str, torch.Tensor], path: str) -> None:
     """Copies into `model` every tensor whose name and shape fit, and says what did not."""
     own = model.state_dict()

@@ -205,7 +205,7 @@ def train(
     scaler = torch.amp.GradScaler(device.type) if setup.dtype is torch.float16 else None
     progress = start_progress(resumed)
     if resumed:
-        model.load_state_dict(resumed["model"])
+        checkpoint.load_weights(model, resumed["model"])
         optim.load_optimizer_state(optimizer, model, resumed["optimizer"])
         schedule.load(resumed["schedule"])
         if scaler and resumed["scaler"]:

@@ -541,7 +541,7 @@ def transcribe(args) -> None:
     weights, metadata = checkpoint.weights_to_use(args, RECIPE)
     tokenizer = text.make_tokenizer(metadata["tokenizer"])
     model = Conformer(metadata["config"])
-    model.load_state_dict(weights)
+    checkpoint.load_weights(model, weights)
     model.to(setup.device).eval()
 
     def one(batch: dict) -> list[str]:

@@ -188,6 +188,9 @@ def test_init_from_takes_what_fits(tmp_path, capsys):
     assert "new: ctc_head" in capsys.readouterr().out
     with pytest.raises(UsageError, match="none of its"):
         checkpoint.initialise(torch.nn.Linear(2, 2), tensors, "a.safetensors")
+    with pytest.raises(UsageError, match=r"do not fit this model \(Missing key.*--init_from") as caught:
+        checkpoint.load_weights(larger, tensors)
+    assert "\n" not in str(caught.value)
 
 
 def test_optimizer_states_exist_from_the_start_and_survive_regrouping(tmp_path):

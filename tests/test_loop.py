@@ -197,19 +197,20 @@ def test_evaluation_survives_out_of_memory_and_names_what_never_fits():
 # --- non-finite losses and fp16 --------------------------------------------------------------------------------------
 
 
+class InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("inf")
+
+
 @pytest.mark.parametrize("where", ["audio", "loss", "gradient"])
 def test_a_bad_window_never_reaches_the_weights_and_is_listed(tmp_path, where):
     items = tiny.make_items(12)
     flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2")
-
-    class InfiniteGradient(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * float("inf")
 
     def poisoned(model, batch):
         terms = recipe.compute_loss(model, batch)
@@ -260,20 +261,11 @@ def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
     step count move only when the optimizer did."""
     calls = []
 
-    class Overflow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * float("inf")
-
     def overflowing(model, batch):
         terms = recipe.compute_loss(model, batch)
         calls.append(1)
         if len(calls) in (2, 3):
-            terms["ctc"] = Overflow.apply(terms["ctc"])
+            terms["ctc"] = InfiniteGradient.apply(terms["ctc"])
         return terms
 
     args = tiny.make_args(tmp_path, "--batch_size", "2", "--gradient_accumulation_steps", "1")
@@ -289,17 +281,8 @@ def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
 
 
 def test_a_scale_below_one_stops_the_run(tmp_path):
-    class Overflow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * float("inf")
-
     def overflowing(model, batch):
-        return {name: Overflow.apply(value) for name, value in recipe.compute_loss(model, batch).items()}
+        return {name: InfiniteGradient.apply(value) for name, value in recipe.compute_loss(model, batch).items()}
 
     args = tiny.make_args(tmp_path, "--batch_size", "1", "--gradient_accumulation_steps", "1", "--num_epochs", "3")
     with pytest.raises(RunError, match="loss scale fell below 1"):
@@ -378,3 +361,33 @@ def test_early_stopping_counts_evaluations_without_a_better_result(tmp_path):
     )
     _, progress = tiny.run(args, evaluate=lambda model, batches: {"cer": (next(results), 1.0)})
     assert progress["step"] == 8 and progress["best"] == 4.0 and progress["best_step"] == 4
+
+
+def test_a_signal_during_a_save_lets_it_finish(tmp_path, monkeypatch):
+    flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--save_every", "2")
+    write = checkpoint.write_atomically
+
+    def interrupted(path, save):
+        if path.suffix == ".pt":
+            os.kill(os.getpid(), signal.SIGTERM)
+        write(path, save)
+
+    args = tiny.make_args(tmp_path, *flags)
+    monkeypatch.setattr(checkpoint, "write_atomically", interrupted)
+    with pytest.raises(Stopped):
+        tiny.run(args)
+    monkeypatch.undo()
+    saved = checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE)
+    assert saved["progress"]["step"] == 2 and not list(args.checkpoint_dir.glob("*.tmp"))
+
+
+def test_other_processes_on_the_gpu_are_named_and_left_alone(tmp_path, monkeypatch):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(
+        f"#!/bin/sh\necho '75955, /usr/bin/python3, 14510'\necho '{os.getpid()}, python, 900'\necho '12, game, [N/A]'\n"
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert memory.gpu_processes() == "python3 (pid 75955) 14.2 GiB, game (pid 12) an unknown amount"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert memory.gpu_processes() == ""
