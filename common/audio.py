@@ -1,6 +1,8 @@
 """Waveforms to features on the training device, and what is done to either: log-mel, normalisation, SpecAugment,
 speed perturbation, cutting at silences."""
 
+import functools
+
 import numpy as np
 import torch
 import torchaudio
@@ -122,6 +124,7 @@ def cut_at_silences(waveform: torch.Tensor, sample_rate: int, longest: float) ->
     return [*pieces, (start, len(waveform))]
 
 
+@functools.lru_cache(maxsize=2)
 def speed_factors(seed: int, epoch: int, count: int, factors: tuple[float, ...]) -> np.ndarray:
     """(count,) one of `factors` for every utterance of an epoch."""
     return np.asarray(factors, dtype=np.float32)[

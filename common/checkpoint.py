@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common.errors import RunError, UsageError
+from common.errors import RunError, UsageError, cannot_write
 
 FORMAT = "speech-recipes checkpoint 1"
 
@@ -30,12 +30,7 @@ def lock_folder(folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+")  # noqa: SIM115  held as long as the process lives
     except OSError as error:
-        reason = (
-            "a part of that path is a file"
-            if isinstance(error, FileExistsError | NotADirectoryError)
-            else error.strerror
-        )
-        raise RunError(f"cannot write in {folder}: {reason}; choose another --checkpoint_dir") from None
+        raise cannot_write(folder, error, "--checkpoint_dir") from None
     try:
         # A record lock: data workers do not inherit it, so that it ends with a killed run and not seconds later.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,10 +164,15 @@ def resume(wanted: str | None, folder: Path, recipe: str) -> dict | None:
     return None
 
 
+def continues(resume: str | None, folder: Path) -> bool:
+    """Whether a run that `--resume` starts goes on in the folder that it was in; one from elsewhere is new there."""
+    return bool(resume) and (resume == "auto" or Path(resume).resolve().parent == folder.resolve())
+
+
 def make_room(folder: Path, log_dir: Path) -> None:
     """Moves an earlier run's checkpoints and logs aside when a new run starts in its folders, so that neither is lost
     nor mixed with the other's."""
-    earlier = [*list_checkpoints(folder), *folder.glob("best.*")]
+    earlier = [*list_checkpoints(folder), *folder.glob("best.*"), *folder.glob("averaged.*")]
     logs = [p for p in log_dir.glob("*") if p.name in ("metrics.jsonl", "training.png") or p.name.startswith("events.")]
     if not earlier and not logs:
         return

@@ -37,6 +37,13 @@ class Stopped(Failure):
         self.status = status
 
 
+def cannot_write(folder, error: OSError, flag: str) -> RunError:
+    """What to raise where `folder`, which `flag` names, cannot be made or written in."""
+    is_file = isinstance(error, FileExistsError | NotADirectoryError)
+    reason = "a part of that path is a file" if is_file else error.strerror
+    return RunError(f"cannot write in {folder}: {reason}; choose another {flag}")
+
+
 def exit_with_one_line(main: Callable, *args) -> None:
     """Runs `main(*args)` and turns a `Failure` into one line on stderr and its exit status; anything else is a defect
     of ours and keeps its traceback."""

@@ -78,7 +78,6 @@ def run_window(
     `totals`: the number of targets of each term in the whole window, on all ranks. `compute_loss(model, batch)` returns
     the sum of each term over the micro-batch. Running out of memory is caught around one micro-batch and returned in
     the outcome; whatever else is raised passes through."""
-    outcome = Outcome()
     sums = None
     batches = to_device(micro_batches, setup.device)
     for number in range(len(micro_batches)):
@@ -103,8 +102,7 @@ def run_window(
         if stop():
             batches.close()
             return Outcome(stopped=True)
-    outcome.sums = sums
-    return outcome
+    return Outcome(sums=sums)
 
 
 def length_bucket(batch: dict) -> int:
@@ -216,8 +214,11 @@ def train(
         set_rng_state(resumed["rng"][ranks.rank], device)
     elif ranks.size > 1:
         torch.manual_seed(args.seed + 1000 * ranks.rank + progress["step"])  # each rank its own dropout
-    if ranks.first and not resumed:
-        checkpoint.make_room(args.checkpoint_dir, args.log_dir)
+    if not (resumed and checkpoint.continues(args.resume, args.checkpoint_dir)):
+        # New in this folder: its best weights are still to be found here, at the latest when the run ends.
+        progress.update(best=None, last_evaluation=-1 if resumed else 0)
+        if ranks.first:
+            checkpoint.make_room(args.checkpoint_dir, args.log_dir)
     report = Report(args.log_dir, progress["step"], windows.total_steps(args), args.tensorboard, enabled=ranks.first)
     model.train()
     with SignalWatch() as watch:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.errors import RunError, require
+from common.errors import cannot_write, require
 
 PLAIN_SECONDS = 10  # between progress lines where stderr is no terminal
 
@@ -21,12 +21,7 @@ def check_folder(log_dir: Path) -> None:
         (log_dir / ".writable").touch()
         (log_dir / ".writable").unlink(missing_ok=True)
     except OSError as error:
-        reason = (
-            "a part of that path is a file"
-            if isinstance(error, FileExistsError | NotADirectoryError)
-            else error.strerror
-        )
-        raise RunError(f"cannot write in {log_dir}: {reason}; choose another --log_dir") from None
+        raise cannot_write(log_dir, error, "--log_dir") from None
 
 
 class Report:

@@ -156,14 +156,11 @@ def ctc_fits(samples: int, tokens: list[int], subsampling: int) -> bool:
     return encoder_frames(samples, subsampling) >= len(tokens) + repeats
 
 
-@functools.lru_cache(maxsize=2)
-def speed_factors(seed: int, epoch: int, count: int) -> np.ndarray:
-    return audio.speed_factors(seed, epoch, count, SPEEDS)
-
-
 def seconds_in_epoch(corpus: manifest.Corpus, args, epoch: int) -> np.ndarray:
     """(N,) lengths as they are trained on in an epoch."""
-    return corpus.seconds / speed_factors(args.seed, epoch, len(corpus)) if args.speed_perturbation else corpus.seconds
+    if not args.speed_perturbation:
+        return corpus.seconds
+    return corpus.seconds / audio.speed_factors(args.seed, epoch, len(corpus), SPEEDS)
 
 
 def read_utterance(corpus: manifest.Corpus, index: int, cache: str | None) -> torch.Tensor:
@@ -181,7 +178,8 @@ def load_item(corpus: manifest.Corpus, tokenizer, args, training: bool, index: i
         "text": corpus.texts[index], "name": corpus.where(index),
     }  # fmt: skip
     if training and args.speed_perturbation:
-        changed = batches.change_speed(waveform, float(speed_factors(args.seed, epoch, len(corpus))[index]))
+        factors = audio.speed_factors(args.seed, epoch, len(corpus), SPEEDS)
+        changed = batches.change_speed(waveform, float(factors[index]))
         if ctc_fits(len(changed), tokens, args.subsampling):  # a fast, dense utterance stays as it is
             item["audio"] = changed
     if training and args.spec_augment:
@@ -518,7 +516,11 @@ def use_best_weights(args, model: Conformer, tokenizer, val_batches, metadata: d
     model.eval()
     if not args.average_checkpoints:
         return "weights of the best evaluation"
-    score = lambda: (lambda pair: pair[0] / max(1, pair[1]))(evaluate(tokenizer, model, val_batches)["cer"])  # noqa: E731
+
+    def score() -> float:
+        errors, length = evaluate(tokenizer, model, val_batches)["cer"]
+        return errors / max(1, length)
+
     best = score()
     average, steps = checkpoint.average(args.checkpoint_dir, args.average_checkpoints, args.average_by, RECIPE)
     model.load_state_dict(average)
@@ -616,7 +618,7 @@ def main(args) -> None:
     load = functools.partial(load_item, train_set, tokenizer, args, True)
     windows = batches.Windows(args, functools.partial(seconds_in_epoch, train_set, args), load, collate, setup)
     evaluation = {}
-    for name in corpora.keys() - {"train"}:
+    for name in [name for name in corpora if name != "train"]:
         load = functools.partial(load_item, corpora[name], tokenizer, args, False)
         evaluation[name] = batches.EvalBatches(args, corpora[name].seconds, load, collate, setup)
     optimizer = optim.make_optimizer(model, args)

@@ -391,3 +391,18 @@ def test_other_processes_on_the_gpu_are_named_and_left_alone(tmp_path, monkeypat
     assert memory.gpu_processes() == "python3 (pid 75955) 14.2 GiB, game (pid 12) an unknown amount"
     monkeypatch.setenv("PATH", "/nowhere")
     assert memory.gpu_processes() == ""
+
+
+def test_resuming_into_another_folder_leaves_best_weights_there_and_another_run_alone(tmp_path):
+    old = tiny.make_args(tmp_path / "old")
+    tiny.run(old)
+    (newest,) = checkpoint.list_checkpoints(old.checkpoint_dir)
+    other = tiny.make_args(tmp_path / "new", "--batch_size", "1")
+    tiny.run(other)  # another run, in the folder that the resumed one goes to
+    stands = {p.name for p in other.checkpoint_dir.glob("checkpoint_*")}
+    for epochs in ("1", "2"):  # already finished, and going on with no better result than before
+        args = tiny.make_args(tmp_path / "new", "--resume", str(newest), "--num_epochs", epochs)
+        resumed = checkpoint.resume(args.resume, args.checkpoint_dir, recipe.RECIPE)
+        _, progress = tiny.run(args, resumed=resumed, evaluate=lambda model, batches: {"cer": (1e9, 1.0)})
+        assert progress["best"] == 1e9 and (args.checkpoint_dir / "best.safetensors").exists()
+    assert {p.name for p in (other.checkpoint_dir / "earlier-1").glob("checkpoint_*")} == stands
