@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -284,3 +285,28 @@ def average(folder: Path, count: int, by: str, recipe: str) -> tuple[dict[str, t
         for name, value in total.items()
     }
     return mean, chosen
+
+
+def use_best(
+    args, model: torch.nn.Module, recipe: str, metadata: dict, score: Callable[[], float], name: str = "CER"
+) -> str:
+    """Loads the weights of the best evaluation or, with --average_checkpoints, the average where `score()` of it, in
+    evaluation mode and without gradients, is not higher (kept as averaged.safetensors). Returns what was loaded, in
+    words."""
+    weights, _ = read_weights(args.checkpoint_dir / "best.safetensors", recipe)
+    model.load_state_dict(weights)
+    model.eval()
+    if not args.average_checkpoints:
+        return "weights of the best evaluation"
+    best = score()
+    mean, steps = average(args.checkpoint_dir, args.average_checkpoints, args.average_by, recipe)
+    model.load_state_dict(mean)
+    averaged = score()
+    shown = ", ".join(map(str, steps))
+    print(f"average of the checkpoints of steps {shown}: {name} {averaged:.2%}, best evaluation: {best:.2%}")
+    if averaged > best:
+        model.load_state_dict(weights)
+        return "weights of the best evaluation (the average was worse)"
+    summary = {"steps": steps, name.lower(): averaged}
+    save_weights(args.checkpoint_dir / "averaged.safetensors", model, metadata, summary)
+    return "averaged weights (averaged.safetensors)"

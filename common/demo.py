@@ -22,6 +22,19 @@ KONKANI_WORDS = (
 # espeak-ng's own Konkani voice spells vowel signs aloud; its Marathi voice reads Konkani's Devanagari well.
 KONKANI_VOICES = [f"mr+{variant}" for variant in ("m1", "m2", "m3", "m4", "m5", "m7", "f1", "f2", "f3", "f4", "f5")]
 
+# Syllables of all six tones, and pairs that differ in the tone alone.
+VIETNAMESE_WORDS = (
+    "tôi bạn anh chị em ông bà mẹ cha con nhà nước cơm bánh trà cà phê sữa cá thịt rau ngày đêm sáng chiều hôm nay mai "
+    "đi đến về ăn uống nói nghe đọc viết làm học chơi ngủ mua bán yêu thích biết lớn nhỏ mới cũ đẹp tốt xấu nhanh chậm "
+    "một hai ba bốn năm đường phố chợ trường sách hoa cây trời mưa nắng gió biển núi sông má mả mã mạ dưa dừa dứa"
+).split()
+# The northern voice and the two other dialects', each with several speakers.
+VIETNAMESE_VOICES = [
+    f"{voice}+{variant}"
+    for voice in ("vi", "vi-vn-x-central", "vi-vn-x-south")
+    for variant in ("m1", "m3", "m7", "f2", "f4")
+]
+
 
 class Espeak:
     """espeak-ng's library through ctypes. Made by `espeak()` only: the library has one global state."""

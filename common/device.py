@@ -201,6 +201,10 @@ class Setup:
         """The one place that says where autocast applies."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """Loss scaling, which fp16 needs: its gradients would vanish."""
+        return torch.amp.GradScaler(self.device.type) if self.dtype is torch.float16 else None
+
 
 def start_ranks(device: torch.device) -> Ranks:
     """Joins the job that torchrun describes in the environment; one rank without it."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common import checkpoint, memory, optim
+from common import checkpoint, compiling, memory, optim
 from common.batches import EvalBatches, Window, Windows, split_batch, to_device
 from common.device import Setup, rng_state, set_rng_state
 from common.errors import Failure, RunError, Stopped
@@ -165,8 +165,10 @@ class Run:
     report: Report
     watch: SignalWatch
     scaler: torch.amp.GradScaler | None
+    busy: memory.GpuUtilisation
     last_saved: int = -1
     skipped: set[str] = field(default_factory=set)  # files
+    said: set[str] = field(default_factory=set)  # what is said once
     # Since the last report: when it was, seconds spent waiting for data, utterances, micro-batches since empty_cache.
     since: float = field(default_factory=time.monotonic)
     waited: float = 0.0
@@ -200,7 +202,7 @@ def train(
     Raises `Stopped` after a signal, `DataError` for a bad file, `RunError` where the run cannot go on; what was
     reached until then is saved."""
     ranks, device = setup.ranks, setup.device
-    scaler = torch.amp.GradScaler(device.type) if setup.dtype is torch.float16 else None
+    scaler = setup.grad_scaler()
     progress = start_progress(resumed)
     if resumed:
         checkpoint.load_weights(model, resumed["model"])
@@ -220,10 +222,11 @@ def train(
         if ranks.first:
             checkpoint.make_room(args.checkpoint_dir, args.log_dir)
     report = Report(args.log_dir, progress["step"], windows.total_steps(args), args.tensorboard, enabled=ranks.first)
+    busy = memory.GpuUtilisation(device)
     model.train()
     with SignalWatch() as watch:
         run = Run(args, model, optimizer, schedule, compute_loss, loss_weights, evaluate, eval_batches, setup, metadata,
-                  metric, progress, report, watch, scaler, last_saved=progress["step"] if resumed else -1)  # fmt: skip
+                  metric, progress, report, watch, scaler, busy, last_saved=progress["step"] if resumed else -1)  # fmt: skip
         try:
             source = windows.iterate(progress["epoch"], progress["window"], progress["done"])
             while True:
@@ -248,6 +251,9 @@ def train(
                     raise saved_and_stopped(run, caught)
                 train_window(run, window)
         finally:
+            busy.close()
+            if compiling.graphs:
+                report.say(compiling.summary())
             report.close()
 
 
@@ -424,15 +430,30 @@ def note_update(run: Run, averages: dict[str, float], norm: float) -> None:
     loss = sum(run.loss_weights[name] * value for name, value in averages.items())
     rate = run.optimizer.param_groups[0]["lr"]
     used = memory.memory_used(run.setup.device)
-    speed, waiting = run.utterances / elapsed, run.waited / elapsed
-    run.report.progress(step, loss, rate, speed, used, waiting)
+    speed, waiting, busy = run.utterances / elapsed, run.waited / elapsed, run.busy.mean()
+    run.report.progress(step, loss, rate, speed, used, waiting, busy)
+    if run.setup.device.type == "cuda" and run.busy.problem:
+        say_once(run, f"no GPU utilisation in the reports ({run.busy.problem})")
+    for kind in compiling.full_kinds():
+        say_once(run, f"torch.compile keeps no more graphs of {kind}: inputs of other shapes run uncompiled")
     if step % args.log_every == 0:
         values = {"loss": loss, **{f"loss_{name}": value for name, value in averages.items()}, "learning_rate": rate,
                   "gradient_norm": norm, "utterances_per_second": speed, "memory_bytes": used, "data_wait_share": waiting}  # fmt: skip
+        if busy is not None:
+            values["gpu_utilisation"] = busy
+        if compiling.graphs:
+            values["compiled_graphs"] = compiling.graphs.total()
         run.report.write(
             step, epoch=run.progress["epoch"], **{f"train/{name}": value for name, value in values.items()}
         )
         run.since, run.waited, run.utterances = time.monotonic(), 0.0, 0
+        run.busy.reset()
+
+
+def say_once(run: Run, text: str) -> None:
+    if text not in run.said:
+        run.said.add(text)
+        run.report.say(text)
 
 
 def note_skipped(run: Run, window: Window, skipped: int) -> None:
@@ -479,7 +500,7 @@ def evaluate_now(run: Run) -> None:
     started = time.monotonic()
     model.eval()
     try:
-        with torch.no_grad(), run.setup.autocast():
+        with torch.no_grad(), run.setup.autocast(), run.busy.rest():
             results = run.evaluate(model, polled())
     except Interrupted:
         pass

@@ -33,6 +33,8 @@ UNKNOWN_LENGTH = 1 << 60  # frames: what libsndfile reports for a FLAC stream th
 UNCLOSED = 0x7FFF0000  # bytes: from here up a chunk's size means that its writer did not know it
 THREADS = 16  # for looking at files: they wait for the disk or the network, not for the processor
 MANY_FILES = 20_000  # looking at more of them is announced
+SEGMENT_OVERLAP = 1e-3  # seconds by which rounded times of a segment may reach back into the one before it
+MICROSECOND = 1e-6  # what differences of times may be off by
 
 
 class Strings:
@@ -164,6 +166,32 @@ class Corpus:
         return digest.hexdigest()[:16]
 
 
+class Segments:
+    """Segment times and texts of a manifest's rows in columns. `wanted` is what `--use_chunking` says; where it does not,
+    only which rows have segments is kept. Times are in seconds from the row's offset, `problems` says of each row why its
+    segments cannot be used ("" if they can)."""
+
+    def __init__(self, wanted: bool):
+        self.wanted = wanted
+        self.there = bytearray()  # one number a row
+        self.ends, self.problems = array("q", [0]), Codes()
+        self.starts, self.stops, self.texts = array("d"), array("d"), Strings()
+
+    def append(self, given: bool, found: list[tuple[float, float, str]], problem: str) -> None:
+        self.there.append(given)
+        if self.wanted:
+            for start, stop, text in found:
+                self.starts.append(start)
+                self.stops.append(stop)
+                self.texts.append(text)
+            self.ends.append(len(self.starts))
+            self.problems.append(problem)
+
+    def row(self, index: int) -> list[tuple[float, float, str]]:
+        """(start, stop, text) of a row's segments."""
+        return [(self.starts[i], self.stops[i], self.texts[i]) for i in range(self.ends[index], self.ends[index + 1])]
+
+
 # --- the families of manifests ---------------------------------------------------------------------------------------
 
 
@@ -288,15 +316,26 @@ def read_manifest(
     normalise: Callable[[str], str],
     audio_root: str | None = None,
     needs_text: bool = True,
+    segments: Segments | None = None,
 ) -> Corpus:
-    """A manifest's rows, texts normalised, audio not looked at yet (`seconds` is NaN). Raises `UsageError` where the
-    manifest is missing, `DataError` where it is none."""
+    """A manifest's rows, texts normalised, audio not looked at yet (`seconds` is NaN); their segments are added to
+    `segments`. Raises `UsageError` where the manifest is missing, `DataError` where it is none."""
     if audio_root and not os.path.isdir(audio_root):
         raise UsageError(f"--audio_root {audio_root}: no such folder")
     audio, texts, speakers, languages = Codes(), Strings(), Codes(), Codes()
     offsets, durations, lines = array("d"), array("d"), array("q")
     for number, row in parse(Path(path), rejected):
+        given, parts, problem = isinstance(row, dict) and bool(row.get("segments")), [], ""
+        if given and segments and segments.wanted:
+            try:
+                parts = [(*times, normalise(text)) for *times, text in _segments(row["segments"], needs_text)]
+            except ValueError as why:
+                problem = str(why)
         try:
+            if (parts or problem) and not any(key in row for key in TEXT_KEYS):
+                if problem:
+                    raise ValueError(problem)
+                row = {**row, "text": " ".join(text for *_, text in parts if text)}
             name, text, offset, duration, speaker, language = _fields(row, needs_text)
         except ValueError as why:
             rejected.add(str(why), f"{path}:{number}")
@@ -308,6 +347,8 @@ def read_manifest(
         offsets.append(offset)
         durations.append(duration)
         lines.append(number)
+        if segments:
+            segments.append(given, parts, problem)
     if not lines and not rejected.total:
         raise DataError(f"manifest {path} is empty")
     folder = os.path.dirname(path)
@@ -350,6 +391,45 @@ def _fields(row, needs_text: bool) -> tuple[str, str, float, float, str, str]:
     if offset < 0 or duration < 0:
         raise ValueError("offset or duration is negative")
     return strings[0], strings[1], offset, duration, strings[2], strings[3]
+
+
+def _segments(rows, needs_text: bool) -> list[tuple[float, float, str]]:
+    """(start, stop, text) of each of a row's "segments", in seconds from its beginning, to the microsecond: each begins
+    where the one before it has ended, or later. Raises `ValueError` saying what is wrong."""
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("segments are no list of objects")
+    found, before = [], 0.0
+    for row in rows:
+        text = _first(row, TEXT_KEYS)
+        if text is None:
+            text = ""
+            if needs_text and not any(key in row for key in TEXT_KEYS):
+                raise ValueError("a segment has no text field")
+        if not isinstance(text, str | int):
+            raise ValueError("a segment's text is no string")
+        try:
+            str(text).encode()
+        except UnicodeEncodeError:
+            raise ValueError("line is not UTF-8") from None
+        try:
+            start = float(row["start"] if "start" in row else row["offset"])
+            stop = float(row["end"]) if "end" in row else start + float(row["duration"])
+        except KeyError:
+            raise ValueError("a segment has no times (start and end, or offset and duration)") from None
+        except (TypeError, ValueError, OverflowError):
+            start = stop = math.nan
+        if not (math.isfinite(start) and math.isfinite(stop)):
+            raise ValueError("a segment's time is no number")
+        start, stop = round(start, 6), round(stop, 6)
+        if start < 0:
+            raise ValueError("a segment's time is negative")
+        if stop <= start:
+            raise ValueError("a segment ends before it begins")
+        if start < before - SEGMENT_OVERLAP or stop <= before:
+            raise ValueError("segments overlap, or are not in the order of time")
+        found.append((max(start, before), stop, str(text)))
+        before = stop
+    return found
 
 
 def _by_threads(look: Callable[[list], list | np.ndarray], items: list) -> Iterator:
@@ -477,11 +557,13 @@ def load_corpus(
     audio_root: str | None = None,
     cache_dir: Path | None = None,
     needs_text: bool = True,
+    use_chunking: bool | None = None,
 ) -> tuple[Corpus, Rejections]:
     """Reads and checks a manifest: what is returned can be read (by its headers), is neither too long nor too short and
-    has a text; the rest is in the rejections."""
-    rejected = Rejections()
-    corpus = read_manifest(path, rejected, normalise, audio_root, needs_text)
+    has a text; the rest is in the rejections. `use_chunking`: rows that are too long are cut by their segment times; None
+    for a recipe that has no such flag."""
+    rejected, segments = Rejections(), Segments(bool(use_chunking))
+    corpus = read_manifest(path, rejected, normalise, audio_root, needs_text, segments)
     name = f"headers-{hashlib.sha1(os.path.abspath(path).encode()).hexdigest()[:12]}.npz"
     files = Codes(corpus.paths)
     lengths, reasons = probe_all(files.names, cache_dir / name if cache_dir else None)
@@ -489,24 +571,90 @@ def load_corpus(
     left = lengths[file_of] - corpus.offsets
     corpus.seconds = np.where(np.isnan(corpus.durations), left, np.minimum(left, corpus.durations))
     short = corpus.durations - left
-    checks = [
-        (np.array([reason != "" for reason in reasons], dtype=bool)[file_of], None),
-        ((left <= 0) | ((corpus.offsets > 0) & (short > END_TOLERANCE)), "segment ends beyond the file"),
-        (short > FILE_TOLERANCE, "file is shorter than its duration in the manifest (truncated?)"),
-        (corpus.seconds > max_duration, f"longer than {max_duration:g} s (--max_duration)"),
-        (corpus.seconds < min_duration, f"shorter than {min_duration:g} s (--min_duration)"),
-        (corpus.texts.empty() & needs_text, "text is empty"),
-    ]
     keep = np.ones(len(corpus), dtype=bool)
-    for bad, reason in checks:
+
+    def reject(bad: np.ndarray, reason: str | None) -> None:
         for i in np.flatnonzero(bad & keep).tolist():
             length = "" if np.isnan(corpus.seconds[i]) else f" ({corpus.seconds[i]:.2f} s)"
             rejected.add(reason or reasons[file_of[i]], f"{path}:{corpus.lines[i]}: {corpus.where(i)}{length}")
-        keep &= ~bad
+        keep[bad] = False
+
+    reject(np.array([reason != "" for reason in reasons], dtype=bool)[file_of], None)
+    reject((left <= 0) | ((corpus.offsets > 0) & (short > END_TOLERANCE)), "segment ends beyond the file")
+    reject(short > FILE_TOLERANCE, "file is shorter than its duration in the manifest (truncated?)")
+    too_long, has_segments = f"longer than {max_duration:g} s (--max_duration)", np.array(segments.there, dtype=bool)
+    if use_chunking:
+        reject((corpus.seconds > max_duration) & ~has_segments, f"{too_long}, without segment times for --use_chunking")
+        if (keep & (corpus.seconds > max_duration)).any():
+            corpus, row_of = cut_by_segments(corpus, keep, segments, max_duration, rejected, path)
+            file_of, keep = file_of[row_of], np.ones(len(corpus), dtype=bool)
+    elif use_chunking is not None:
+        hint = f"{too_long}; its segment times would be used by --use_chunking"
+        reject((corpus.seconds > max_duration) & has_segments, hint)
+    reject(corpus.seconds > max_duration, too_long)
+    reject(corpus.seconds < min_duration, f"shorter than {min_duration:g} s (--min_duration)")
+    reject(corpus.texts.empty() & needs_text, "text is empty")
     if not keep.all():
         corpus, file_of = corpus.select(np.flatnonzero(keep)), file_of[keep]
     rejected.repeated = count_repeated(file_of, corpus)
     return corpus, rejected
+
+
+def cut_by_segments(
+    corpus: Corpus, keep: np.ndarray, segments: Segments, max_duration: float, rejected: Rejections, path: str
+) -> tuple[Corpus, np.ndarray]:
+    """The rows to `keep`, those longer than `max_duration` cut into pieces of whole segments, and the row that each came
+    from. A piece joins as many consecutive segments as fit, the gaps between them included. Segments that are too long
+    alone, and rows whose segments are not within them, are added to `rejected`."""
+    sources, offsets, durations, texts = array("q"), array("d"), array("d"), Strings()
+    is_long = keep & (corpus.seconds > max_duration)
+    for row in np.flatnonzero(is_long).tolist():
+        where = f"{path}:{corpus.lines[row]}: {corpus.where(row)}"
+        found, length = segments.row(row), float(corpus.seconds[row])
+        problem = segments.problems[row]
+        if not problem and found[-1][1] > length + END_TOLERANCE:
+            problem = "segment times reach beyond the audio"
+            where += f" ({found[-1][1]:.2f} of {length:.2f} s)"
+        if problem:
+            rejected.add(problem, where)
+            continue
+        for start, stop, text in join_segments(found, max_duration):
+            stop = min(stop, length)
+            if stop - start > max_duration + MICROSECOND:
+                reason = f"a segment is longer than {max_duration:g} s (--max_duration)"
+                rejected.add(reason, f"{where}, segment from {start:.2f} to {stop:.2f} s")
+                continue
+            sources.append(row)
+            offsets.append(corpus.offsets[row] + start)
+            durations.append(min(max(0.0, round(stop - start, 6)), max_duration))
+            texts.append(text)
+    whole = np.flatnonzero(keep & ~is_long)
+    row_of = np.concatenate([whole, np.array(sources, dtype=np.int64)])
+    order = np.argsort(row_of, kind="stable")
+    row_of = row_of[order]
+    all_texts = corpus.texts.select(whole)
+    for text in texts:
+        all_texts.append(text)
+    seconds, starts, lengths = (
+        np.concatenate([column[whole], pieces])[order]
+        for column, pieces in ((corpus.seconds, durations), (corpus.offsets, offsets), (corpus.durations, durations))
+    )
+    return Corpus(corpus.paths.select(row_of), all_texts.select(order), seconds, starts, lengths,
+                  corpus.speakers.select(row_of), corpus.languages.select(row_of), corpus.lines[row_of]), row_of  # fmt: skip
+
+
+def join_segments(found: list[tuple[float, float, str]], most: float) -> list[tuple[float, float, str]]:
+    """Consecutive (start, stop, text), ordered and without overlap, joined from the first on into pieces of at most
+    `most` seconds, as few as can be; a longer one stays alone, and nothing is joined across it."""
+    pieces: list[tuple[float, float, list[str]]] = []
+    for start, stop, text in found:
+        if pieces and stop - pieces[-1][0] <= most + MICROSECOND:
+            begin, _, texts = pieces.pop()
+            texts.append(text)
+            pieces.append((begin, stop, texts))
+        else:
+            pieces.append((start, stop, [text]))
+    return [(start, stop, " ".join(text for text in texts if text)) for start, stop, texts in pieces]
 
 
 def count_repeated(file_of: np.ndarray, corpus: Corpus) -> int:
@@ -555,8 +703,9 @@ def load_splits(
         if not path:
             continue
         corpus, rejected = load_corpus(
-            path, normalise, args.min_duration, args.max_duration, args.audio_root, args.log_dir / "cache"
-        )
+            path, normalise, args.min_duration, args.max_duration, args.audio_root, args.log_dir / "cache",
+            use_chunking=getattr(args, "use_chunking", None),
+        )  # fmt: skip
         if split == "train" and args.max_samples:
             corpus = corpus.select(np.arange(min(args.max_samples, len(corpus))))
         report_rejections(f"{split} set ({path})", corpus, rejected, args.strict_data)

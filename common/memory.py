@@ -1,11 +1,13 @@
-"""Memory: activation checkpointing, what counts as out of memory, statistics, who is using the GPU."""
+"""Memory: activation checkpointing, what counts as out of memory, statistics, how busy the GPU is and with whom."""
 
 import functools
 import gc
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -103,3 +105,98 @@ def gpu_processes() -> str:
             size = f"{int(used) / 1024:.1f} GiB" if used.isdigit() else "an unknown amount"
             found.append(f"{os.path.basename(name)} (pid {pid}) {size}")
     return ", ".join(found)
+
+
+def load_nvml():
+    """NVIDIA's management library, ready for questions. Raises `RuntimeError` saying why it is not."""
+    try:
+        import pynvml
+    except ImportError:
+        raise RuntimeError("the package nvidia-ml-py is not installed") from None
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError, OSError) as error:
+        raise RuntimeError(f"NVML does not start: {error}") from None
+    return pynvml
+
+
+class GpuUtilisation:
+    """The share of the time in which the GPU computed, as NVML samples it, asked for about once a second by a thread that
+    never touches CUDA. `problem` says why there are no figures; that is never an error.
+
+    The GPU is found by its UUID: NVML counts from 0 over all of the machine's, CUDA over those of CUDA_VISIBLE_DEVICES
+    in an order of its own. Forked data workers have this object but not its thread."""
+
+    def __init__(self, device: torch.device, seconds: float = 1.0):
+        self.problem, self.seconds = "", seconds
+        self.total, self.count, self.last = 0, 0, None
+        self.resting, self.ending, self.thread = False, threading.Event(), None
+        if device.type != "cuda" or torch.version.cuda is None:
+            self.problem = "no NVIDIA GPU"
+            return
+        try:
+            self.nvml = load_nvml()
+        except RuntimeError as error:
+            self.problem = str(error)
+            return
+        try:
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            self.handle = self._find(uuid)
+            self.nvml.nvmlDeviceGetUtilizationRates(self.handle)
+        except (self.nvml.NVMLError, AttributeError) as error:
+            self.problem = f"NVML has no figures for this GPU: {error}"
+            self._shut_down()
+            return
+        self.thread = threading.Thread(target=self._sample, name="gpu utilisation", daemon=True)
+        self.thread.start()
+
+    def _find(self, uuid: str):
+        """The handle of the GPU that CUDA calls `uuid`; torch leaves out the "GPU-" (or, of a slice, "MIG-")."""
+        for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
+            try:
+                return self.nvml.nvmlDeviceGetHandleByUUID(name)
+            except self.nvml.NVMLError as error:
+                found = error
+        raise found
+
+    def _sample(self) -> None:
+        while not self.ending.wait(self.seconds):
+            if self.resting:
+                continue
+            try:
+                share = self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu / 100
+            except self.nvml.NVMLError as error:
+                self.problem, self.last = f"NVML has no more figures for this GPU: {error}", None
+                return
+            self.total, self.count = self.total + share, self.count + 1
+
+    def mean(self) -> float | None:
+        """Mean since `reset`, or what it was before where nothing has been sampled since; None where nothing ever was."""
+        total, count = self.total, self.count
+        return total / count if count else self.last
+
+    def reset(self) -> None:
+        self.last = None if self.problem else self.mean()
+        self.total, self.count = 0, 0
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """Without samples: evaluation is no training."""
+        self.resting = True
+        try:
+            yield
+        finally:
+            self.resting = False
+
+    def close(self) -> None:
+        """Ends the thread. Safe to call twice."""
+        if self.thread is not None:
+            self.ending.set()
+            self.thread.join(timeout=10)  # NVML answers in milliseconds; one that hangs must not hang the run
+            if not self.thread.is_alive():
+                self._shut_down()
+            self.thread = None
+
+    def _shut_down(self) -> None:
+        with suppress(self.nvml.NVMLError):
+            self.nvml.nvmlShutdown()

@@ -1,5 +1,6 @@
 """Word and character error rates with their parts, and the table that shows them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import require
@@ -25,13 +26,15 @@ class Errors:
         return self.total / max(1, self.length)
 
 
-def count_errors(references: list[str], hypotheses: list[str], unit: str) -> Errors:
-    """Edit distance summed over pairs, in "words" or "characters" (spaces count as characters), after `for_scoring` on
+def count_errors(
+    references: list[str], hypotheses: list[str], unit: str, normalise: Callable[[str], str] = for_scoring
+) -> Errors:
+    """Edit distance summed over pairs, in "words" or "characters" (spaces count as characters), after `normalise` on
     both sides."""
     jiwer = require("jiwer", "WER and CER")
     errors, pairs = Errors(), []
     for reference, hypothesis in zip(references, hypotheses, strict=True):
-        reference, hypothesis = for_scoring(reference), for_scoring(hypothesis)
+        reference, hypothesis = normalise(reference), normalise(hypothesis)
         if reference:
             pairs.append((reference, hypothesis))
         else:  # jiwer refuses empty references
@@ -46,12 +49,26 @@ def count_errors(references: list[str], hypotheses: list[str], unit: str) -> Err
     return errors
 
 
-def error_table(references: list[str], hypotheses: list[str]) -> str:
+def error_table(references: list[str], hypotheses: list[str], normalise: Callable[[str], str] = for_scoring) -> str:
     """WER and CER with substitutions, deletions and insertions, as lines to print."""
     rows = [f"{'':4} {'%':>7} {'errors':>7} {'of':>7} {'subst.':>7} {'delet.':>7} {'insert.':>7}"]
     for name, unit in (("WER", "words"), ("CER", "characters")):
-        e = count_errors(references, hypotheses, unit)
+        e = count_errors(references, hypotheses, unit, normalise)
         rows.append(
             f"{name:4} {100 * e.rate:7.2f} {e.total:7} {e.length:7} {e.substitutions:7} {e.deletions:7} {e.insertions:7}"
         )
+    return "\n".join(rows)
+
+
+def improvement_table(before: list[dict], after: list[dict]) -> str:
+    """WER and CER of two models' rows ({"reference", "hypothesis"}) on the same set, and how much lower the second's
+    are, relative to the first's, as lines to print."""
+    rows = [f"{'':4} {'before':>8} {'after':>8} {'lower by':>9}"]
+    for name, unit in (("WER", "words"), ("CER", "characters")):
+        one, two = (
+            count_errors([row["reference"] for row in found], [row["hypothesis"] for row in found], unit).rate
+            for found in (before, after)
+        )
+        lower = f"{100 * (1 - two / one):8.1f}%" if one else f"{'-':>9}"
+        rows.append(f"{name:4} {100 * one:7.2f}% {100 * two:7.2f}% {lower}")
     return "\n".join(rows)

@@ -6,7 +6,7 @@ import math
 import torch
 from torch.optim.adamw import adamw
 
-from common.errors import RunError, require
+from common.errors import RunError, UsageError, require
 
 EPSILON = 1e-9  # Vaswani et al. 2017, section 5.3
 # 8-bit second moments below 1.6e-7 of the largest of their block are zero, so that epsilon alone may divide the first.
@@ -19,13 +19,23 @@ OFFLOAD_BUCKET = 2**24  # bytes of weights, and as many of gradients, on their w
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups: matrices and filters with weight decay; norms, biases and scalars (one dimension or none) without."""
+    """Two groups: matrices and filters with weight decay; norms, biases and scalars (one dimension or none) without.
+    Frozen parameters are in neither, and so have no states, are not reduced over ranks and not clipped. Raises
+    `UsageError` where all are frozen."""
     trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise UsageError(f"every parameter of {type(model).__name__} is frozen: there is nothing to train")
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """(all, trained) numbers in the parameters; what is tied counts once."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
 def make_optimizer(model: torch.nn.Module, args, betas: tuple[float, float] = (0.9, 0.98)) -> torch.optim.Optimizer:
@@ -191,11 +201,13 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, saved: dict) -> None:
     """Copies saved states into the optimizer's, whichever kind wrote them: exactly, but for 32 bits that become 8. Rates
-    and decay stay as the command line has them; a parameter that was not trained before, or had another shape, keeps
-    its fresh state, and how many do is printed."""
-    trained = fresh = 0
+    and decay stay as the command line has them. A parameter that was not trained before (frozen, or new), or had another
+    shape, keeps its fresh state; the saved state of one that is frozen now is left out, and so will be missing where a
+    later run trains it again. How many of both is printed."""
+    trained = fresh = left_out = 0
     for name, p in model.named_parameters():
         if p not in optimizer.state:
+            left_out += name in saved
             continue
         state, entry = optimizer.state[p], saved.get(name)
         trained += 1
@@ -220,6 +232,11 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Modul
         print(
             f"optimizer: {fresh} of {trained} parameters start with fresh states "
             "(the checkpoint has none for them, or of another shape)"
+        )
+    if left_out:
+        print(
+            f"optimizer: {left_out} parameters that the checkpoint trained are frozen now: their states are left out, and "
+            "start fresh if they are trained again"
         )
 
 

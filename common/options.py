@@ -88,7 +88,7 @@ def path(text: str) -> str:
 
 def add_shared_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     """Adds the shared flags in four groups. A recipe's own `defaults` replace the ones here, in the help too:
-    add_shared_arguments(parser, learning_rate=1e-4)."""
+    add_shared_arguments(parser, learning_rate=1e-4), or with what the help is to say: learning_rate=(None, "by size")."""
     # fmt: off
     data = parser.add_argument_group("data")
     data.add_argument("--train_manifest", type=path, metavar="FILE", help="JSON Lines, CSV/TSV or LJSpeech metadata.csv; without it a demo corpus is made")
@@ -124,6 +124,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     memory.add_argument("--no_mixed_precision", dest="mixed_precision", action="store_const", const="no", help="fp32 throughout")
     memory.add_argument("--bf16", dest="mixed_precision", action="store_const", const="bf16", help="the same as --mixed_precision bf16")
     memory.add_argument("--gradient_checkpointing", action=OnOff, default=False, help="recompute activations in backward: less memory, about a third more time (off)")
+    memory.add_argument("--torch_compile", action=OnOff, default=False, help="compile the layers: faster updates after a slow start; needs a compiler, on a GPU triton too (off)")
     memory.add_argument("--optimizer", choices=["adamw", "adamw_8bit"], default="adamw", help="adamw_8bit: states in 8 bits, embeddings' in 32: a quarter of the memory; needs bitsandbytes (adamw)")
     memory.add_argument("--use_cpu_offload", action=OnOff, default=False, help="AdamW's states in host memory, updates on the host: none of the GPU's memory, slower updates (off)")
     memory.add_argument("--max_batch_seconds", type=RATE, metavar="S", help="cap on a micro-batch's padded audio, seconds (no cap)")
@@ -147,8 +148,10 @@ def add_shared_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     # fmt: on
     shared = {action.dest: action for action in reversed(parser._actions)}
     for name, value in defaults.items():
+        value, shown = value if isinstance(value, tuple) else (value, None)
         shared[name].default = value
-        shown = ("on" if value else "off") if isinstance(value, bool) else value
+        if shown is None:
+            shown = ("on" if value else "off") if isinstance(value, bool) else value
         shared[name].help = re.sub(r"\([^()]*\)$", f"({shown})", shared[name].help)
 
 
@@ -171,6 +174,7 @@ def resolve(args: argparse.Namespace, demo_steps: int) -> None:
     args.checkpoint_dir = Path(args.checkpoint_dir or Path(args.output_dir) / "checkpoints")
     args.log_dir = Path(args.log_dir or Path(args.output_dir) / "logs")
     is_demo = not args.train_manifest
+    args.max_steps_given = bool(args.num_epochs or args.max_steps)
     if args.num_epochs is None and args.max_steps is None:
         if is_demo:
             args.max_steps = demo_steps
@@ -180,11 +184,16 @@ def resolve(args: argparse.Namespace, demo_steps: int) -> None:
         args.eval_every = demo_steps // 6 if is_demo else 0
 
 
+def auto_workers(on_cpu: bool) -> tuple[int, int]:
+    """The number of data workers that `auto` means, and of the cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (1 if on_cpu else max(1, min(4, cores))), cores
+
+
 def resolve_workers(args: argparse.Namespace, on_cpu: bool) -> None:
     """`--dataloader_num_workers auto`: one process beside the training where that runs on the CPU, else up to four."""
     if args.dataloader_num_workers == "auto":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        args.dataloader_num_workers = 1 if on_cpu else max(1, min(4, cores))
+        args.dataloader_num_workers, cores = auto_workers(on_cpu)
         print(
             f"data workers: {args.dataloader_num_workers} (auto: {cores} cores, training on {'the CPU' if on_cpu else 'the GPU'})"
         )

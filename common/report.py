@@ -81,22 +81,24 @@ class Report:
                 if isinstance(value, int | float):
                     self.events.add_scalar(name, value, step)
 
-    def progress(self, step: int, loss: float, rate: float, speed: float, memory: int, waiting: float) -> None:
+    def progress(
+        self, step: int, loss: float, rate: float, speed: float, memory: int, waiting: float, busy: float | None = None
+    ) -> None:
         """Moves the bar, or prints a plain line every few seconds. `speed`: utterances per second; `memory`: bytes;
-        `waiting`: share of the time spent waiting for data."""
+        `waiting`: share of the time spent waiting for data; `busy`: of the time in which the GPU computed, or None."""
         if not self.enabled:
             return
         if self.bar is not None:
-            self.bar.set_description_str(
-                f"loss {loss:.3f} lr {rate:.1e} {speed:.1f}/s {memory / 2**30:.1f}G wait {waiting:.0%}", refresh=False
-            )
+            text = f"loss {loss:.3f} lr {rate:.1e} {speed:.1f}/s {memory / 2**30:.1f}G wait {waiting:.0%}"
+            self.bar.set_description_str(text if busy is None else f"{text} GPU {busy:.0%}", refresh=False)
             self.bar.update(step - self.bar.n)
         elif time.monotonic() - self.last_line >= PLAIN_SECONDS or step == self.total:
             self.last_line = time.monotonic()
             left = (self.last_line - self.started) / max(1, step - self.first_step) * (self.total - step)
             print(
                 f"step {step}/{self.total}  loss {loss:.3f}  lr {rate:.1e}  {speed:.1f} utterances/s  "
-                f"{memory / 2**30:.1f} GiB  waiting {waiting:.0%}  {left / 60:.0f} min left",
+                f"{memory / 2**30:.1f} GiB  waiting {waiting:.0%}  "
+                f"{'' if busy is None else f'GPU {busy:.0%}  '}{left / 60:.0f} min left",
                 file=sys.stderr,
                 flush=True,
             )

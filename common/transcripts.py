@@ -12,27 +12,45 @@ from common import metrics
 from common.audio import cut_at_silences
 from common.batches import audio_files, read_audio
 from common.errors import DataError, UsageError
+from common.text import for_scoring
 
 EXAMPLES = 5
 
 
-def print_results(rows: list[dict], title: str, path: Path, seed: int = 0) -> None:
-    """Prints WER, CER and five of `rows` ({"file", "reference", "hypothesis"}); all of them go to `path`."""
+def print_results(
+    rows: list[dict], title: str, path: Path, seed: int = 0, normalise: Callable[[str], str] = for_scoring
+) -> None:
+    """Prints WER, CER and five of `rows` ({"file", "reference", "hypothesis"}); all of them go to `path`. `normalise`: of
+    both texts before they are compared."""
     print(f"\n{title}")
-    print(metrics.error_table([row["reference"] for row in rows], [row["hypothesis"] for row in rows]))
+    print(metrics.error_table([row["reference"] for row in rows], [row["hypothesis"] for row in rows], normalise))
     for index in np.random.default_rng(seed).permutation(len(rows))[:EXAMPLES]:
         print(f"  reference:  {rows[index]['reference']}\n  transcript: {rows[index]['hypothesis']}\n")
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+Piece = tuple[int, int]  # start and end, in samples
+
+
+def put_together(texts: list[str], pieces: list[Piece]) -> tuple[str, list[tuple[int, int, str]]]:
+    """The text of pieces that do not overlap, and (start, end, text) of each."""
+    return " ".join(filter(None, texts)), [(a, b, text) for (a, b), text in zip(pieces, texts, strict=True)]
+
+
 def transcribe_files(
-    args, decode: Callable[[list[torch.Tensor], str], list[str]], sample_rate: int, longest: float
+    args,
+    decode: Callable[[list[torch.Tensor], str], list[str]],
+    sample_rate: int,
+    longest: float,
+    pieces: Callable[[torch.Tensor, int, float], list[Piece]] = cut_at_silences,
+    join: Callable[[list[str], list[Piece]], tuple[str, list[tuple[int, int, str]]]] = put_together,
 ) -> None:
     """`args.transcribe` (files and folders) to stdout, with the name and a tab before the text where there are several
-    files, or as JSON Lines to `args.output`. Long files are cut at silences into pieces of at most `longest` seconds.
-    `decode(waveforms, name)` turns pieces into texts. A file that cannot be read is named on stderr and the others are
-    transcribed; then `DataError` is raised."""
+    files, or as JSON Lines to `args.output`. Long files are cut by `pieces(waveform, sample_rate, longest)`, at silences
+    by default, into pieces of at most `longest` seconds. `decode(waveforms, name)` turns pieces into texts, and
+    `join(texts, pieces)` those into one, beside the parts to be written to `args.output`. A file that cannot be read is
+    named on stderr and the others are transcribed; then `DataError` is raised."""
     files = audio_files(args.transcribe)
     try:
         output = open(args.output, "w", encoding="utf-8") if args.output else None  # noqa: SIM115
@@ -46,16 +64,13 @@ def transcribe_files(
             print(f"error: {error}", file=sys.stderr)
             failed += 1
             continue
-        pieces = cut_at_silences(waveform, sample_rate, longest)
+        cuts = pieces(waveform, sample_rate, longest)
         texts = []
-        for first in range(0, len(pieces), args.eval_batch_size):
-            texts += decode([waveform[a:b] for a, b in pieces[first : first + args.eval_batch_size]], str(file))
-        whole = " ".join(filter(None, texts))
+        for first in range(0, len(cuts), args.eval_batch_size):
+            texts += decode([waveform[a:b] for a, b in cuts[first : first + args.eval_batch_size]], str(file))
+        whole, parts = join(texts, cuts)
         if output:
-            times = [
-                {"start": a / sample_rate, "end": b / sample_rate, "text": text}
-                for (a, b), text in zip(pieces, texts, strict=True)
-            ]
+            times = [{"start": a / sample_rate, "end": b / sample_rate, "text": text} for a, b, text in parts]
             row = {"file": str(file), "text": whole, "seconds": len(waveform) / sample_rate, "pieces": times}
             output.write(json.dumps(row, ensure_ascii=False) + "\n")
             output.flush()

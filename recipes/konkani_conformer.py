@@ -31,6 +31,7 @@ from common import (
     audio,
     batches,
     checkpoint,
+    compiling,
     demo,
     device,
     manifest,
@@ -340,6 +341,7 @@ class Subsampling(nn.Module):
 
 
 CHECKPOINTED = (Subsampling, EncoderLayer, DecoderLayer)  # what --gradient_checkpointing recomputes
+COMPILED = (FeedForward, SelfAttention, CrossAttention, Convolution)  # what --torch_compile compiles
 BRANCH_OUTPUTS = (".out", ".leave", ".first.3", ".second.3", ".feed_forward.3")
 
 
@@ -507,34 +509,9 @@ def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float
     return values
 
 
-@torch.no_grad()
-def use_best_weights(args, model: Conformer, tokenizer, val_batches, metadata: dict) -> str:
-    """Loads the weights of the best evaluation or, with --average_checkpoints, the average where its CER on the
-    evaluation set is not higher (kept as averaged.safetensors). Returns what was loaded, in words."""
-    weights, _ = checkpoint.read_weights(args.checkpoint_dir / "best.safetensors", RECIPE)
-    model.load_state_dict(weights)
-    model.eval()
-    if not args.average_checkpoints:
-        return "weights of the best evaluation"
-
-    def score() -> float:
-        errors, length = evaluate(tokenizer, model, val_batches)["cer"]
-        return errors / max(1, length)
-
-    best = score()
-    average, steps = checkpoint.average(args.checkpoint_dir, args.average_checkpoints, args.average_by, RECIPE)
-    model.load_state_dict(average)
-    averaged = score()
-    print(
-        f"average of the checkpoints of steps {', '.join(map(str, steps))}: CER {averaged:.2%}, best evaluation: {best:.2%}"
-    )
-    if averaged > best:
-        model.load_state_dict(weights)
-        return "weights of the best evaluation (the average was worse)"
-    checkpoint.save_weights(
-        args.checkpoint_dir / "averaged.safetensors", model, metadata, {"steps": steps, "cer": averaged}
-    )
-    return "averaged weights (averaged.safetensors)"
+def cer(tokenizer, model: Conformer, eval_batches) -> float:
+    errors, length = evaluate(tokenizer, model, eval_batches)["cer"]
+    return errors / max(1, length)
 
 
 @torch.no_grad()
@@ -612,6 +589,8 @@ def main(args) -> None:
     if initial:
         checkpoint.initialise(model, initial, args.init_from)
     model.to(setup.device)
+    if args.torch_compile:
+        compiling.compile_layers(model, COMPILED)
     if args.gradient_checkpointing:
         memory.checkpoint_layers(model, CHECKPOINTED)
 
@@ -633,9 +612,9 @@ def main(args) -> None:
           functools.partial(evaluate, tokenizer), setup, metadata, resumed, train_set.fingerprint())  # fmt: skip
 
     if setup.ranks.first:
-        used = use_best_weights(args, model, tokenizer, evaluation["val"], metadata)
         name = "test" if "test" in evaluation else "val"
         with torch.no_grad():
+            used = checkpoint.use_best(args, model, RECIPE, metadata, lambda: cer(tokenizer, model, evaluation["val"]))
             rows, _ = decode_set(model, tokenizer, evaluation[name], args.decoding, args.beam_size)
         title = f"{name} set, {len(rows)} utterances, decoding: {args.decoding}, {used}"
         transcripts.print_results(rows, title, args.log_dir / "transcripts.jsonl", args.seed)

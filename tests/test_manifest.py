@@ -1,14 +1,18 @@
 """Manifests: the families, where paths lead, the header cache, and what hostile ones say."""
 
+import argparse
 import csv
 import io
+import itertools
 import json
+import math
 import os
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -535,3 +539,187 @@ def test_no_arrangement_of_syntax_ends_in_a_traceback(tmp_path_factory, parts):
         assert "\n" not in str(error)
     else:
         assert len(corpus) == 0 and rejected.total
+
+
+# --- rows with segment times -----------------------------------------------------------------------------------------
+
+TOO_LONG = "longer than 10 s (--max_duration)"
+
+
+def chunked(path, use_chunking=True, **options):
+    return manifest.load_corpus(str(path), normalise, 0.1, 10.0, use_chunking=use_chunking, **options)
+
+
+def timed(*times, text="t", **row):
+    parts = [{"start": a, "end": b, "text": f"{text}{i}"} for i, (a, b) in enumerate(times)]
+    return {"audio_filepath": "long.wav", "text": "all of it", "segments": parts, **row}
+
+
+@pytest.fixture
+def long_wav(tmp_path, wav):
+    return wav(tmp_path / "long.wav", 40.0, 8000)
+
+
+def pieces(corpus):
+    return [
+        (round(float(o), 3), round(float(d), 3), text)
+        for o, d, text in zip(corpus.offsets, corpus.durations, corpus.texts, strict=True)
+    ]
+
+
+def test_a_long_row_is_cut_into_pieces_of_whole_segments(tmp_path, long_wav, wav, json_lines):
+    wav(tmp_path / "good.wav", 3.0)
+    rows = [
+        GOOD,
+        timed((0, 4), (4.5, 10), (12, 14.5), (14.5, 20), (30, 40)),
+        {**GOOD, "segments": [{"start": 5, "end": 1}]},  # short: they are not needed
+        timed((1, 3), (3, 12), text="u", offset=20),
+        {"audio_filepath": "long.wav", "segments": [{"offset": 0.1, "duration": 0.2, "text": "v"}, {"offset": 35, "duration": 2, "text": " w "}]},
+    ]  # fmt: skip
+    corpus, rejected = chunked(json_lines(tmp_path / "m.json", rows))
+    assert not rejected.total
+    assert [(o, d, t) for o, d, t in pieces(corpus) if d == d] == [
+        (0, 10, "t0 t1"), (12, 8, "t2 t3"), (30, 10, "t4"), (21, 2, "u0"), (23, 9, "u1"), (0.1, 0.2, "v"), (35, 2, "w"),
+    ]  # fmt: skip
+    assert corpus.lines.tolist() == [1, 2, 2, 2, 3, 4, 4, 5, 5]
+    assert corpus.seconds.tolist() == pytest.approx([3, 10, 8, 10, 3, 2, 9, 0.2, 2])
+    assert corpus.paths[1] == long_wav and corpus.where(2) == f"{long_wav} at 12.00 s"
+
+
+@pytest.mark.parametrize("use_chunking", [None, False, True])
+def test_what_is_said_of_a_long_row(tmp_path, long_wav, json_lines, use_chunking):
+    """Of the flag, only where the recipe has it."""
+    path = json_lines(tmp_path / "m.json", [timed((0, 4)), timed(), {**timed(), "segments": None}])
+    corpus, rejected = chunked(path, use_chunking)
+    if use_chunking is None:
+        assert rejected.counts == {TOO_LONG: 3}
+    elif use_chunking:
+        assert rejected.counts == {f"{TOO_LONG}, without segment times for --use_chunking": 2}
+        assert pieces(corpus) == [(0, 4, "t0")]
+    else:
+        assert rejected.counts == {f"{TOO_LONG}; its segment times would be used by --use_chunking": 1, TOO_LONG: 2}
+
+
+BAD_SEGMENTS = {
+    "overlap": (timed((0, 4), (3, 6)), "segments overlap, or are not in the order of time"),
+    "backwards": (timed((5, 9), (0, 4)), "segments overlap, or are not in the order of time"),
+    "one twice": (timed((0, 4), (0, 4)), "segments overlap, or are not in the order of time"),
+    "ends first": (timed((0, 4), (6, 5)), "a segment ends before it begins"),
+    "of no length": (timed((4, 4)), "a segment ends before it begins"),
+    "negative": (timed((-1, 4)), "a segment's time is negative"),
+    "not a number": (timed((0, math.nan)), "a segment's time is no number"),
+    "infinite": (timed((0, math.inf)), "a segment's time is no number"),
+    "in words": (timed((0, "four")), "a segment's time is no number"),
+    "null": (timed((0, None)), "a segment's time is no number"),
+    "huge": (timed((0, 10**400)), "a segment's time is no number"),
+    "no times": (timed() | {"segments": [{"text": "a"}]}, "a segment has no times (start and end, or offset and duration)"),
+    "no end": (timed() | {"segments": [{"text": "a", "start": 1}]}, "a segment has no times (start and end, or offset and duration)"),
+    "no text": (timed() | {"segments": [{"start": 1, "end": 2}]}, "a segment has no text field"),
+    "a list as text": (timed() | {"segments": [{"start": 1, "end": 2, "text": []}]}, "a segment's text is no string"),
+    "a string": (timed() | {"segments": "0-4"}, "segments are no list of objects"),
+    "strings": (timed() | {"segments": ["0-4"]}, "segments are no list of objects"),
+    "beyond the file": (timed((0, 4), (38, 41)), "segment times reach beyond the audio"),
+    "beyond the row": (timed((0, 4), (13, 16), offset=5, duration=15), "segment times reach beyond the audio"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_SEGMENTS)
+@pytest.mark.parametrize("has_text", [True, False])
+def test_segments_that_cannot_be_are_rejected_by_file_and_line(tmp_path, long_wav, json_lines, name, has_text):
+    row, reason = BAD_SEGMENTS[name]
+    row = dict(row)
+    if not has_text:
+        del row["text"]
+    path = json_lines(tmp_path / "m.json", [timed((0, 4)), row, timed((6, 8))])
+    corpus, rejected = chunked(path)
+    assert rejected.counts == {reason: 1}
+    assert rejected.examples[reason][0].startswith(f"{path}:2")
+    assert pieces(corpus) == [(0, 4, "t0"), (6, 2, "t0")]
+
+
+def test_a_segment_that_is_too_long_alone_goes_and_nothing_is_joined_across_it(tmp_path, long_wav, json_lines):
+    path = json_lines(tmp_path / "m.json", [timed((0, 1), (1, 2), (2, 12.5), (12.5, 13), (13, 40))])
+    corpus, rejected = chunked(path)
+    assert pieces(corpus) == [(0, 2, "t0 t1"), (12.5, 0.5, "t3")]
+    (reason,) = rejected.counts
+    assert reason == "a segment is longer than 10 s (--max_duration)" and rejected.counts[reason] == 2
+    assert rejected.examples[reason][0] == f"{path}:1: {tmp_path}/long.wav, segment from 2.00 to 12.50 s"
+
+
+def test_rounded_times_are_no_overlap_and_no_excess(tmp_path, long_wav, json_lines):
+    row = timed((0, 1.1), (1.0995, 11.1), (30.05, 40.05))
+    row["segments"].insert(2, {"offset": 11.1, "duration": 10.000000001, "text": "x"})
+    corpus, rejected = chunked(json_lines(tmp_path / "m.json", [row]))
+    assert not rejected.total
+    assert pieces(corpus) == [(0, 1.1, "t0"), (1.1, 10, "t1"), (11.1, 10, "x"), (30.05, 9.95, "t2")]
+    assert corpus.seconds.max() <= 10.0
+
+
+def test_pieces_without_text_or_too_short_are_rejected_like_rows(tmp_path, long_wav, json_lines):
+    row = timed((0, 4), (10, 19), (20, 20.05), (39, 40))
+    row["segments"][1]["text"] = " "
+    path = json_lines(tmp_path / "m.json", [row])
+    corpus, rejected = chunked(path)
+    assert rejected.counts == {"text is empty": 1, "shorter than 0.1 s (--min_duration)": 1}
+    assert pieces(corpus) == [(0, 4, "t0"), (39, 1, "t3")]
+    assert len(chunked(path, needs_text=False)[0]) == 3
+
+
+def test_load_splits_takes_the_flag_where_a_recipe_has_it(tmp_path, long_wav, json_lines, capsys):
+    path = json_lines(tmp_path / "m.json", [timed((0, 4), (20, 24))])
+    args = argparse.Namespace(min_duration=0.1, max_duration=10.0, audio_root=None, log_dir=tmp_path, max_samples=None, strict_data=False)  # fmt: skip
+    with pytest.raises(DataError, match=r"longer than 10 s \(--max_duration\)$"):
+        manifest.load_splits(args, {"train": path, "val": path}, normalise, 0.05, 10)
+    args.use_chunking = True
+    assert len(manifest.load_splits(args, {"train": path, "val": path}, normalise, 0.05, 10)["train"]) == 2
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 12), st.sampled_from(["a", "b c", "", "d"])), max_size=40),
+    st.floats(0.5, 12),
+)
+def test_joined_segments_keep_every_text_in_order_within_the_limit(found, most):
+    segments, now = [], 0.0
+    for gap, length, text in found:
+        segments.append((now + gap, now + gap + length, text))
+        now = segments[-1][1]
+    joined = manifest.join_segments(segments, most)
+    assert " ".join(text for *_, text in joined if text) == " ".join(text for *_, text in segments if text)
+    for start, stop, _ in joined:
+        assert stop - start <= most + 2e-6 or (start, stop) in [pair[:2] for pair in segments]
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(joined))
+    assert {edge for piece in joined for edge in piece[:2]} <= {edge for segment in segments for edge in segment[:2]}
+    assert all(b[1] - a[0] > most for a, b in itertools.pairwise(joined))  # or they would be one
+
+
+@given(data=st.data())
+def test_whatever_the_segments_every_text_is_used_once_or_rejected(tmp_path_factory, data):
+    """Rows of random segments over one file of 40 s: by brute force over what comes out."""
+    folder = tmp_path_factory.getbasetemp() / "segments"
+    if not (folder / "long.wav").exists():
+        folder.mkdir(exist_ok=True)
+        soundfile.write(folder / "long.wav", np.zeros(40 * 8000), 8000)
+    rows, number = [], 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        times = sorted(data.draw(st.lists(st.integers(0, 400), min_size=2, max_size=14, unique=True)))
+        parts = []
+        for start, end in zip(times[::2], times[1::2], strict=False):
+            parts.append({"start": start / 10, "end": end / 10, "text": f"w{number}"})
+            number += 1
+        rows.append({"audio_filepath": "long.wav", "text": "x", "segments": parts})
+    path = folder / "m.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus, rejected = chunked(path)
+    kept = [part for row in rows for part in row["segments"] if part["end"] - part["start"] <= 10 + 1e-9]
+    assert rejected.total == number - len(kept)
+    assert " ".join(corpus.texts).split() == [part["text"] for part in kept]
+    assert corpus.seconds.max(initial=0) <= 10 and np.array_equal(corpus.seconds, corpus.durations)
+    times = {part["text"]: part for part in kept}
+    for line in set(corpus.lines.tolist()):
+        ends = corpus.offsets + corpus.durations
+        here = np.flatnonzero(corpus.lines == line)
+        assert (ends[here][:-1] <= corpus.offsets[here][1:] + 1e-9).all()
+        for i in here.tolist():
+            words = corpus.texts[i].split()
+            assert corpus.offsets[i] == pytest.approx(times[words[0]]["start"])
+            assert ends[i] == pytest.approx(times[words[-1]]["end"])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from common import checkpoint, optim, options
+from common.device import Ranks, Setup
 from common.errors import RunError, UsageError
 from recipes import konkani_conformer as recipe
 from tests import tiny
@@ -443,6 +444,83 @@ def test_what_a_checkpoint_lacks_starts_fresh_and_is_counted(kind, capsys):
     train(model, optimizer, range(1))
 
 
+# --- frozen and tied parameters ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_frozen_has_no_states_and_no_gradient_and_does_not_change(kind):
+    model = Model()
+    model.large.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = optim.make_optimizer(model, arguments(*KINDS[kind]))
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert not {id(p) for p in model.large.parameters()} & {id(p) for p in held}
+    assert not any(name.startswith(("large", "frozen")) for name in optim.optimizer_state(optimizer, model))
+    train(model, optimizer, range(2))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) == name.startswith(("large", "frozen", "unused")), name
+    assert optim.count_parameters(model) == (
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in held),
+    )
+
+
+def test_nothing_to_train_is_one_line():
+    for kind in KINDS.values():
+        with pytest.raises(UsageError, match="every parameter of Linear is frozen"):
+            optim.make_optimizer(nn.Linear(2, 2).requires_grad_(False), arguments(*kind))
+
+
+@pytest.mark.parametrize("before, after", [*itertools.product(KINDS, KINDS)])
+def test_freezing_and_thawing_between_runs(before, after, capsys):
+    """Frozen: the state is left out, and said so; thawed: a fresh one, and said so; the others keep theirs."""
+    model = Model()
+    first = optim.make_optimizer(model, arguments(*KINDS[before]))
+    train(model, first, range(2))
+    saved = optim.optimizer_state(first, model)
+    model.large.requires_grad_(False)
+    frozen = optim.make_optimizer(model, arguments(*KINDS[after]))
+    optim.load_optimizer_state(frozen, model, saved)
+    assert capsys.readouterr().out == (
+        "optimizer: 2 parameters that the checkpoint trained are frozen now: their states are left out, and start fresh "
+        "if they are trained again\n"
+    )
+    train(model, frozen, range(2, 4))
+    saved = optim.optimizer_state(frozen, model)
+    model.large.requires_grad_(True)
+    thawed = optim.make_optimizer(model, arguments(*KINDS[before]))
+    optim.load_optimizer_state(thawed, model, saved)
+    assert "optimizer: 2 of 9 parameters start with fresh states" in capsys.readouterr().out
+    assert float(thawed.state[model.large.weight]["step"]) == 0
+    assert float(thawed.state[model.embedding.weight]["step"]) == 4
+    train(model, thawed, range(4, 5))
+
+
+class Tied(nn.Module):
+    """As many language models have it: one weight, two names."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.out = nn.Embedding(12, 6), nn.Linear(6, 12, bias=False)
+        self.out.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tied_weight_is_one_parameter(kind):
+    model = Tied()
+    optimizer = optim.make_optimizer(model, arguments(*KINDS[kind]))
+    assert optim.count_parameters(model) == (72, 72) and len(optimizer.state) == 1
+    model.out(model.embedding(torch.arange(4))).sum().backward()
+    optimizer.step()
+    saved = optim.optimizer_state(optimizer, model)
+    assert list(saved) == ["embedding.weight"]
+    again = Tied()
+    second = optim.make_optimizer(again, arguments(*KINDS[kind]))
+    optim.load_optimizer_state(second, again, saved)
+    assert float(second.state[again.out.weight]["step"]) == 1
+
+
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 RUN = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--lr_schedule", "constant", "--eval_every", "100")
@@ -490,3 +568,64 @@ def test_the_two_ways_to_save_memory_exclude_each_other():
         options.resolve(args, demo_steps=10)
     for flags in KINDS.values():
         options.resolve(arguments(*flags), demo_steps=10)
+
+
+FROZEN = ("subsampling", "encoder", "ctc_head")
+
+
+def freezing_run(folder, epochs, frozen, resume=False, seed=0, **changes):
+    args = tiny.make_args(folder, *RUN, "--num_epochs", epochs, "--max_grad_norm", "0.01")
+    model = tiny.make_model(seed=seed)
+    for name in FROZEN if frozen else ():
+        getattr(model, name).requires_grad_(False)
+    resumed = checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE) if resume else None
+    tiny.run(args, model=model, resumed=resumed, **changes)
+    return model, checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE)
+
+
+def test_a_run_with_a_frozen_encoder_resumes_to_the_same_bits_and_may_thaw(tmp_path, capsys):
+    start = tiny.make_model().state_dict()
+    _, whole = freezing_run(tmp_path / "a", "2", True)
+    freezing_run(tmp_path / "b", "1", True)
+    _, parts = freezing_run(tmp_path / "b", "2", True, resume=True, seed=4)
+    for name, value in whole["model"].items():
+        assert torch.equal(value, parts["model"][name]), name
+        if name.startswith(FROZEN):
+            assert torch.equal(value, start[name]), name
+    assert not any(name.startswith(FROZEN) for name in whole["optimizer"])
+    assert "optimizer:" not in capsys.readouterr().out
+    _, thawed = freezing_run(tmp_path / "b", "3", False, resume=True)
+    assert "start with fresh states" in capsys.readouterr().out
+    assert any(name.startswith(FROZEN) for name in thawed["optimizer"])
+    _, again = freezing_run(tmp_path / "b", "4", True, resume=True)
+    assert "are frozen now" in capsys.readouterr().out
+    assert not any(name.startswith(FROZEN) for name in again["optimizer"])
+
+
+def test_frozen_parameters_are_neither_clipped_nor_reduced(tmp_path, monkeypatch):
+    """What is clipped is what the optimizer has; a stale gradient of a frozen weight counts for nothing."""
+    reduced = []
+
+    class TwoRanks(Ranks):
+        def __init__(self):
+            super().__init__(0, 2)
+
+        def reduce(self, values, op="sum"):
+            return list(values)
+
+        def gather(self, value):
+            return [value]
+
+        def sum_gradients(self, parameters, present):
+            reduced.extend(parameters)
+
+    def compute_loss(model, batch):
+        for name in FROZEN:  # as if something had left one there
+            for p in getattr(model, name).parameters():
+                p.grad = torch.full_like(p, 1e6)
+        return recipe.compute_loss(model, batch)
+
+    plain, _ = freezing_run(tmp_path / "a", "1", True, setup=Setup(ranks=TwoRanks()))
+    assert reduced and not {id(p) for name in FROZEN for p in getattr(plain, name).parameters()} & set(map(id, reduced))
+    stale, _ = freezing_run(tmp_path / "b", "1", True, setup=Setup(ranks=TwoRanks()), compute_loss=compute_loss)
+    assert torch.equal(tiny.weights(plain), tiny.weights(stale))
