@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 import soundfile
 import torch
-import torch.nn.functional as F
 import torchaudio
 from torch.nn.utils.rnn import pad_sequence
 
@@ -266,7 +265,7 @@ class _WindowDataset(torch.utils.data.Dataset):
             items = []
             for index in indices:
                 try:
-                    items.append({**self.load(index, epoch), "window": (epoch, number)})
+                    items.append(self.load(index, epoch))
                 except RunError as error:
                     window.error = str(error)
                     return window
@@ -316,9 +315,8 @@ def _loader(dataset, specs, workers: int, pin: bool, persistent: bool = False) -
 class Windows:
     """Training windows, endlessly, prepared ahead by worker processes.
 
-    `load(index, epoch)` returns one utterance (a dict), `collate(items)` a batch, `seconds(epoch)` the utterances'
-    lengths in that epoch (speed perturbation changes them). Each item that `collate` gets has its (epoch, number) of the
-    window under "window": what must be the same for a whole window, however it is cut, can be drawn from it."""
+    `load(index, epoch)` returns one utterance, `collate(items)` a batch, `seconds(epoch)` the utterances' lengths in
+    that epoch (speed perturbation changes them)."""
 
     def __init__(self, args, seconds: Callable[[int], np.ndarray], load, collate, setup):
         self.seconds, self.batch_size, self.cap, self.seed = seconds, args.batch_size, args.max_batch_seconds, args.seed
@@ -410,8 +408,7 @@ class EvalBatches:
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 # A batch is a dict. Tensors have the batch first; what is padded has its lengths under "<key>_lengths"; "names" and
-# "seconds" say which utterances these are; "counts" holds the number of targets of each loss term. "grids" may name, for
-# a padded key, the arguments (step, most[, shapes]) that `quantise` chose its padded length by.
+# "seconds" say which utterances these are; "counts" holds the number of targets of each loss term.
 
 
 def quantise(length: int, step: int, most: int, shapes: int = 12) -> int:
@@ -432,18 +429,14 @@ def _grid(step: int, most: int, shapes: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, math.ceil(most * share / step)) * step for share in shares}))
 
 
-def pad(tensors: list[torch.Tensor], value: float = 0, length: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensors of different length to (B, T, ...) and their lengths (B,); T is at least `length`."""
-    padded = pad_sequence(tensors, batch_first=True, padding_value=value)
-    if padded.shape[1] < length:
-        padded = F.pad(padded, (0, 0) * (padded.dim() - 2) + (0, length - padded.shape[1]), value=value)
-    return padded, torch.tensor([len(t) for t in tensors])
+def pad(tensors: list[torch.Tensor], value: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors of different length to (B, T, ...) and their lengths (B,)."""
+    return pad_sequence(tensors, batch_first=True, padding_value=value), torch.tensor([len(t) for t in tensors])
 
 
 def split_batch(batch: dict, size: int) -> list[dict]:
-    """A batch in pieces of at most `size` utterances, as equal as can be, each trimmed to its own longest, or what that
-    is padded to on the key's grid."""
-    total, grids = len(batch["names"]), batch.get("grids", {})
+    """A batch in pieces of at most `size` utterances, as equal as can be, each trimmed to its own longest."""
+    total = len(batch["names"])
     pieces = []
     for rows in np.array_split(np.arange(total), math.ceil(total / size)):
         first, last = int(rows[0]), int(rows[-1]) + 1
@@ -451,13 +444,9 @@ def split_batch(batch: dict, size: int) -> list[dict]:
         for key, value in batch.items():
             if key == "counts":
                 continue  # of the whole window: they stay what they were
-            if key == "grids":
-                piece[key] = value
-                continue
             value = value[first:last]
             if f"{key}_lengths" in batch:
-                longest = int(batch[f"{key}_lengths"][first:last].max())
-                value = value[:, : quantise(longest, *grids[key]) if key in grids else longest]
+                value = value[:, : int(batch[f"{key}_lengths"][first:last].max())]
             piece[key] = value
         pieces.append(piece)
     return pieces

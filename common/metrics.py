@@ -60,13 +60,15 @@ def error_table(references: list[str], hypotheses: list[str], normalise: Callabl
     return "\n".join(rows)
 
 
-def improvement_table(before: list[dict], after: list[dict]) -> str:
+def improvement_table(before: list[dict], after: list[dict], normalise: Callable[[str], str] = for_scoring) -> str:
     """WER and CER of two models' rows ({"reference", "hypothesis"}) on the same set, and how much lower the second's
     are, relative to the first's, as lines to print."""
     rows = [f"{'':4} {'before':>8} {'after':>8} {'lower by':>9}"]
     for name, unit in (("WER", "words"), ("CER", "characters")):
         one, two = (
-            count_errors([row["reference"] for row in found], [row["hypothesis"] for row in found], unit).rate
+            count_errors(
+                [row["reference"] for row in found], [row["hypothesis"] for row in found], unit, normalise
+            ).rate
             for found in (before, after)
         )
         lower = f"{100 * (1 - two / one):8.1f}%" if one else f"{'-':>9}"

@@ -11,13 +11,12 @@ import torchaudio
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common import audio
+from common import audio, batches
 from common.device import upcast
 
 SAMPLE_RATE = 16_000  # Hz
 N_FFT, HOP = 400, 160  # samples: 25 ms windows every 10 ms
 FRAME = 2 * HOP  # samples in an encoder frame, 20 ms
-GRID = 20_480  # samples, 1.28 s: lengths are padded to its multiples, so that there are at most 24 shapes
 LOGITS_AT_ONCE = 1 << 24  # elements: above it the output layer's loss is computed in pieces, recomputed in backward
 
 
@@ -269,10 +268,18 @@ class Whisper(nn.Module):
 
     def encode(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The batch's waveforms to (B, T, D) and the attention mask (B, 1, 1, T) over them (None where no utterance is
-        padded). Their common length is raised to a multiple of 1.28 s; with `pad_to_longest` to the longest window, and
-        nothing is masked."""
+        padded). On a GPU their common length is raised to one of twelve; with `pad_to_longest` to the longest window,
+        and nothing is masked."""
         waveforms, lengths, host = batch["audio"], batch["audio_lengths"], batch["audio_lengths_host"]
-        size = self.longest if self.pad_to_longest else min(-(-waveforms.shape[1] // GRID) * GRID, self.longest)
+        size = self.longest
+        if not self.pad_to_longest:
+            # On a GPU every new shape costs a search for kernels; a CPU has no such habit.
+            quantised = (
+                batches.quantise(waveforms.shape[1], FRAME, size)
+                if waveforms.is_cuda
+                else -(-waveforms.shape[1] // FRAME) * FRAME
+            )
+            size = min(quantised, size)
         features = self.log_mel(F.pad(waveforms, (0, size - waveforms.shape[1])))  # (B, M, F)
         frames = (lengths + HOP - 1) // HOP
         if "time_masks" in batch:

@@ -26,7 +26,7 @@ from common import (
 from common import whisper_decoding as decoding
 from common import whisper_files as files
 from common import whisper_text as text
-from common.errors import UsageError
+from common.errors import DataError, UsageError
 from common.text import for_scoring
 from common.whisper import CHECKPOINTED, FRAME, SAMPLE_RATE, Whisper, alignment_loss, ctc_loss, initialise, token_loss
 
@@ -171,12 +171,19 @@ def metadata_from_scratch(args, config: dict, tokenizer) -> dict:
     return {"config": config, "tokenizer": tokenizer.state(), "generation": {}, "ctc_tokens": ctc_tokens, "pretrained": False}  # fmt: skip
 
 
-def most_tokens(args, config: dict) -> int:
-    """Tokens that a decoder input may have. Raises `UsageError` where --max_target_tokens asks for more than there are."""
-    positions = config["max_target_positions"]
-    if args.max_target_tokens and args.max_target_tokens > positions:
+def check_limits(args, config: dict) -> float:
+    """The longest window, seconds. Fills in --max_target_tokens. Raises `UsageError` where it or --max_duration is more
+    than the model has room for."""
+    positions, longest = config["max_target_positions"], window_seconds(config)
+    args.max_target_tokens = args.max_target_tokens or positions
+    if args.max_target_tokens > positions:
         raise UsageError(f"--max_target_tokens {args.max_target_tokens}: the decoder has {positions} positions")
-    return args.max_target_tokens or positions
+    if args.max_duration > longest:
+        raise UsageError(
+            f"--max_duration {args.max_duration:g}: the model's window is {longest:g} s; longer recordings can be cut by "
+            "the manifest's segment times (--use_chunking)"
+        )
+    return longest
 
 
 def verify_gpu(args, sizes: dict[str, dict], vocabulary: int) -> int:
@@ -219,8 +226,7 @@ def start_model(args, metadata: dict, weights: dict | None, load: Callable[[int,
     if weights is not None:
         checkpoint.load_weights(model, weights)
     else:
-        some = np.random.default_rng(args.seed).permutation(count)[:START_UTTERANCES]
-        initialise(model, [load(int(index), 0)["audio"] for index in some])
+        initialise(model, _some_waveforms(args.seed, load, count))
     if args.init_from:
         checkpoint.initialise(model, checkpoint.read_weights(args.init_from, metadata["recipe"])[0], args.init_from)
     if args.freeze_encoder:
@@ -233,6 +239,20 @@ def start_model(args, metadata: dict, weights: dict | None, load: Callable[[int,
     total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
     print(f"model: {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M of them trained; {metadata['config']['vocab_size']} tokens")  # fmt: skip
     return model
+
+
+def _some_waveforms(seed: int, load: Callable[[int, int], dict], count: int) -> list[torch.Tensor]:
+    """A few training utterances without padding."""
+    found: list[torch.Tensor] = []
+    for index in np.random.default_rng(seed).permutation(count):
+        try:
+            item = load(int(index), 0)
+        except DataError:
+            continue  # training itself says what to do about it
+        found.append(item["audio"][: item["heard"]])
+        if len(found) == START_UTTERANCES:
+            break
+    return found or [torch.zeros(SAMPLE_RATE)]
 
 
 # --- utterances to batches -------------------------------------------------------------------------------------------
@@ -286,7 +306,10 @@ def make_item(
         changed = batches.change_speed(waveform, float(audio.speed_factors(args.seed, epoch, count, SPEEDS)[index]))
         waveform = changed if len(changed) <= limit else waveform
     waveform = waveform[:limit]
-    tokens = tokenizer.encode(transcript)
+    tokens, room = tokenizer.encode(transcript), args.max_target_tokens - len(tokenizer.prompt)
+    if len(tokens) > room and training:
+        raise DataError(f"{name}: its text has {len(tokens)} tokens, and --max_target_tokens leaves room for {room}")
+    tokens = tokens[:room]  # of an evaluation set's only the loss is cut short: the whole text is compared
     item = {
         "audio": waveform, "tokens": torch.tensor([*tokenizer.prompt, *tokens]),
         "labels": torch.tensor([*tokenizer.prompt[1:], *tokens, tokenizer.end]),

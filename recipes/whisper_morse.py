@@ -5,7 +5,8 @@
     python recipes/whisper_morse.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
 
 Data: made in the worker processes from (seed, number), see `synthesise`; or a folder of recordings, --data_dir DIR, with
-metadata.csv (id, audio_file, text, contest_type, ...), which --write_dataset DIR N writes. At the end the errors by
+metadata.csv (id, audio_file, text, contest_type, ...), which --write_dataset DIR N writes; or manifests, as in the other
+recipes. At the end the errors by
 condition, contest, speed and SNR are printed and kept in evaluation.json. Every SNR is stated in 2,500 Hz.
 
 --model_dir takes a Hugging Face folder, --model_file OpenAI's .pt with its tokenizer beside it; --from_scratch
@@ -21,14 +22,13 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import multiprocessing
 import os
 import re
 import shutil
 import sys
 import wave
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,16 +36,32 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import batches, checkpoint, device, manifest, metrics, optim, options, report, transcripts
+from common import batches, checkpoint, device, manifest, optim, options, report, transcripts
 from common import whisper_files as files
 from common import whisper_task as task
 from common import whisper_text as text
-from common.errors import DataError, RunError, UsageError, cannot_write, exit_with_one_line
+from common.errors import DataError, UsageError, cannot_write, exit_with_one_line
 from common.loop import train
+from common.morse import (
+    METADATA,
+    MORE_METADATA,
+    MORSE,
+    SYMBOLS,
+    Recordings,
+    evaluation_tables,
+    for_scoring,
+    from_corpus,
+    normalise,
+    print_tables,
+    read_dataset,
+    symbols,
+    write_evaluation,
+)  # fmt: skip
 from common.whisper import FRAME, SAMPLE_RATE, Whisper
 
 RECIPE = "whisper_morse"
 DEMO_STEPS = 1500
+HELD_OUT, MOST_HELD_OUT = 0.05, 200  # of a manifest, where no --val_manifest is given
 DEMO_CLIPS = 200  # for evaluation, and as many for the figures at the end
 SIZES = {"demo": files.shape(128, (4, 2), 4), **files.SIZES}
 BLOCK = 64  # samples: frequency, fading and gain are set every 4 ms
@@ -53,10 +69,7 @@ EDGE = 80  # samples of a raised-cosine edge: 5 ms
 SNR_BANDWIDTH = 2_500  # Hz
 CLIP_UNIT = 25 * BLOCK  # samples: clips are whole tenths of a second
 CHIRP_SECONDS = 0.02  # in which a chirping transmitter's frequency settles, to 1/e
-SPEED_BAND, SNR_BAND = 5, 4  # WPM, dB: of the tables
 DATASET_MIX = ("clean", "contest_good", "contest_moderate", "contest_poor", "dx_expedition", "wide")
-METADATA = "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only".split(",")
-MORE_METADATA = ["snr_db", "callsigns", "exchange"]  # columns that other writers' data sets may lack
 
 
 def add_arguments(parser) -> None:
@@ -71,6 +84,7 @@ def add_arguments(parser) -> None:
     own.add_argument("--clips_per_epoch", type=options.POSITIVE, default=4000, metavar="N", help="synthetic clips in an epoch; every epoch has new ones (4000)")
     own.add_argument("--eval_clips", type=options.POSITIVE, default=DEMO_CLIPS, metavar="N", help=f"synthetic clips in the evaluation set, and in the test set ({DEMO_CLIPS})")
     own.add_argument("--alignment_weight", type=options.SHARE, metavar="X", help="share of an auxiliary loss on the encoder, what is being sent in every frame, for synthetic clips from scratch (0.3 there)")
+    own.add_argument("--test_manifest", type=options.path, metavar="FILE", help="with --train_manifest, for the figures at the end (the evaluation set)")
     own.add_argument("--data_dir", type=options.path, metavar="DIR", help="train from and evaluate on a folder of recordings with metadata.csv or splits/")
     own.add_argument("--write_dataset", nargs=2, metavar=("DIR", "N"), help="write such a folder with N synthetic clips of --conditions, and end")
     # fmt: on
@@ -78,17 +92,6 @@ def add_arguments(parser) -> None:
 
 # --- Morse text ------------------------------------------------------------------------------------------------------
 
-# Prosigns that sound like a character have its label: AR is +, BT is =, KN is (, and the multiplication sign is X. The
-# others have a label that no text contains: <SK> end of work, <AS> wait, <HH> error (eight dits).
-MORSE = dict(
-    pair.split()
-    for pair in """A .-|B -...|C -.-.|D -..|E .|F ..-.|G --.|H ....|I ..|J .---|K -.-|L .-..|M --|N -.|O ---|P .--.|Q --.-
-    |R .-.|S ...|T -|U ..-|V ...-|W .--|X -..-|Y -.--|Z --..|É ..-..|0 -----|1 .----|2 ..---|3 ...--|4 ....-|5 .....
-    |6 -....|7 --...|8 ---..|9 ----.|. .-.-.-|, --..--|: ---...|? ..--..|' .----.|- -....-|/ -..-.|( -.--.|) -.--.-
-    |" .-..-.|= -...-|+ .-.-.|@ .--.-.|<SK> ...-.-|<AS> .-...|<HH> ........""".split("|")
-)
-SYMBOLS = (" ", *MORSE)  # the labels of everything that can be heard: each is one token
-PROSIGNS = {"<AR>": "+", "<BT>": "=", "<KN>": "(", "×": "X"}  # other names of the same sounds
 LETTERS, DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
 
 CONTESTS = {  # name: what follows CQ, the exchange's fields
@@ -169,24 +172,6 @@ SLOTS = {
 
 
 # What has the form of a callsign, and no grid square's.
-CALLSIGN = re.compile(
-    r"(?![A-R]{2}\d\d[A-X]{2}$)(?:[A-Z0-9]{1,4}/)?(?:[A-Z]{1,2}|[A-Z]\d|\d[A-Z])\d{1,3}[A-Z]{1,4}(?:/[A-Z0-9]{1,3})?"
-)
-
-
-def symbols(text: str) -> list[str]:
-    """The labels of a text, in order; what is no label comes as single characters."""
-    return re.findall(r"<(?:SK|AS|HH)>|.", text)
-
-
-def normalise(text: str) -> str:
-    """A text as this file writes it: upper case, single spaces, one label a sound."""
-    text = " ".join(text.upper().split())
-    for name, label in PROSIGNS.items():
-        text = text.replace(name, label)
-    return text
-
-
 def pick(random: np.random.Generator, options):
     return options[random.integers(len(options))]
 
@@ -570,42 +555,6 @@ def synthesise(seed: int, index: int, conditions: Conditions) -> Sample:
 # --- data set on disk ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Recordings:
-    """Clips on disk in columns. What a data set does not say is "" or NaN; `seconds` (N,) is by the files' headers."""
-
-    ids: list[str]
-    paths: list[str]
-    texts: list[str]
-    contest_types: list[str]
-    sample_types: list[str]
-    conditions: list[str]
-    callsigns: list[list[str]]
-    exchanges: list[str]
-    wpm: np.ndarray
-    snr_db: np.ndarray
-    is_noise_only: np.ndarray
-    seconds: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def select(self, indices: np.ndarray) -> "Recordings":
-        """Those of these numbers."""
-        columns = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return Recordings(*(c[indices] if isinstance(c, np.ndarray) else [c[i] for i in indices] for c in columns))
-
-    def row(self, index: int, hypothesis: str) -> dict:
-        """What `evaluation_tables` wants to know of a clip."""
-        return {
-            "file": self.paths[index], "reference": self.texts[index], "hypothesis": hypothesis,
-            "condition": self.conditions[index], "contest_type": self.contest_types[index],
-            "sample_type": self.sample_types[index], "wpm": float(self.wpm[index]), "snr_db": float(self.snr_db[index]),
-            "is_noise_only": bool(self.is_noise_only[index]), "callsigns": self.callsigns[index],
-            "exchange": self.exchanges[index],
-        }  # fmt: skip
-
-
 def write_dataset(folder: str | Path, count: int, seed: int, mix: Sequence[Conditions], workers: int = 1) -> None:
     """Writes `count` clips of conditions drawn from `mix`: audio/*.wav (16 bits), metadata.csv, and splits/ with eight
     of ten clips for training, one for validation, one for the test. What is written depends on `count`, `seed` and `mix`
@@ -679,198 +628,6 @@ def _write_table(path: Path, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
-def read_dataset(folder: str | Path, cache_dir: Path | None = None, strict: bool = False) -> dict[str, Recordings]:
-    """The clips of a folder as `write_dataset` makes it, by split: "train", "validation", "test", those that it has.
-    Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of the id. Only audio_file and text need be there.
-
-    Clips that cannot be used (missing or truncated files, no text, text beyond Morse) are left out and counted by
-    reason; raises `DataError` where nothing is left or, if `strict`, anything was left out, and where a table is damaged,
-    naming the line; `UsageError` where there is no such table. Headers that were read are kept in `cache_dir`."""
-    folder = Path(folder)
-    names = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
-    tables = {names[path.stem]: path for path in sorted(folder.glob("splits/*.csv")) if path.stem in names}
-    if tables:
-        rows = {split: _read_table(path) for split, path in tables.items()}
-    elif (folder / "metadata.csv").is_file():
-        rows = {"train": [], "validation": [], "test": []}
-        for row in _read_table(folder / "metadata.csv"):
-            share = int.from_bytes(hashlib.blake2b(row["id"].encode(), digest_size=4).digest(), "big") / 2**32
-            rows["train" if share < 0.8 else "validation" if share < 0.9 else "test"].append(row)
-    else:
-        raise UsageError(f"--data_dir {folder}: neither splits/train.csv nor metadata.csv is there")
-    name = f"headers-{hashlib.sha1(os.path.abspath(folder).encode()).hexdigest()[:12]}.npz"
-    order = [split for split in ("train", "validation", "test") if rows.get(split)]
-    paths = [manifest.find_audio(row["audio_file"], str(folder)) for split in order for row in rows[split]]
-    lengths, reasons = manifest.probe_all(paths, cache_dir / name if cache_dir else None)
-    files = iter(zip(paths, lengths.tolist(), reasons, strict=True))
-    recordings = {}
-    for split in order:
-        rejected, good = manifest.Rejections(), []
-        for row in rows[split]:
-            row["path"], row["seconds"], reason = next(files)
-            if reason := reason or _fault(row):
-                rejected.add(reason, f"{row['where']}: {row['audio_file']}")
-            else:
-                good.append(row)
-        recordings[split] = _in_columns(good)
-        manifest.report_rejections(f"{split} set ({folder})", recordings[split], rejected, strict)
-    if not recordings:
-        raise DataError(f"{folder}: its tables have no rows")
-    return recordings
-
-
-def _fault(row: dict) -> str:
-    """Why a clip whose audio is sound cannot be used, or ""."""
-    if row["duration"] - row["seconds"] > manifest.FILE_TOLERANCE:
-        return "file is shorter than its duration in the table (truncated?)"
-    if bool(row["text"]) == row["is_noise_only"]:
-        return "noise only, with a text" if row["text"] else "text is empty"
-    if not set(symbols(row["text"])).issubset(SYMBOLS):
-        return "text holds what Morse has no code for"
-    return ""
-
-
-def _read_table(path: Path) -> list[dict]:
-    """A table's rows with every column of ours, numbers as numbers, and "where" it stands. Raises `DataError` naming
-    the line of what is damaged."""
-    rows = []
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            for column in ("audio_file", "text"):
-                if column not in (reader.fieldnames or ()):
-                    raise DataError(f"{path}:1: no column {column}")
-            for row in reader:
-                where = f"{path}:{reader.line_num}"
-                if None in row or None in row.values():
-                    raise DataError(f"{where}: {'more' if None in row else 'fewer'} cells than the header has")
-                rows.append(_parse_row(row, where))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8") from None
-    except csv.Error as error:
-        raise DataError(f"{path}:{reader.reader.line_num}: {error}") from None
-    return rows
-
-
-def _parse_row(cells: dict[str, str], where: str) -> dict:
-    row = {**dict.fromkeys(METADATA + MORE_METADATA, ""), **cells, "where": where}
-    if not row["audio_file"].strip() or "\0" in row["audio_file"]:
-        raise DataError(f"{where}: audio_file is empty")
-    row["id"] = row["id"] or row["audio_file"]
-    for column, low in (("wpm", 0), ("duration", 0), ("snr_db", -math.inf)):
-        try:
-            row[column] = float(row[column]) if row[column].strip() else math.nan
-        except ValueError:
-            raise DataError(f"{where}: {column} is no number: {row[column][:40]!r}") from None
-        if row[column] < low or math.isinf(row[column]):
-            raise DataError(f"{where}: {column} is {row[column]:g}")
-    flag = row["is_noise_only"].strip().lower()
-    if flag not in ("", "true", "false", "1", "0", "yes", "no"):
-        raise DataError(f"{where}: is_noise_only is neither true nor false: {flag[:40]!r}")
-    row["is_noise_only"] = flag in ("true", "1", "yes")
-    row["text"] = normalise(row["text"])
-    words = row["callsigns"] if "callsigns" in cells else " ".join(filter(CALLSIGN.fullmatch, row["text"].split()))
-    row["callsigns"] = words.split()
-    return row
-
-
-def _in_columns(rows: list[dict]) -> Recordings:
-    names = "id path text contest_type sample_type condition callsigns exchange".split()
-    numbers = {"wpm": float, "snr_db": float, "is_noise_only": bool, "seconds": float}
-    columns = [[row[name] for row in rows] for name in names]
-    return Recordings(*columns, *(np.array([row[name] for row in rows], dtype=kind) for name, kind in numbers.items()))
-
-
-# --- evaluation ------------------------------------------------------------------------------------------------------
-
-_SCORED = {label: chr(0xE000 + number) for number, label in enumerate(MORSE) if len(label) > 1}
-
-
-def for_scoring(text: str) -> str:
-    """A text of one character a symbol, prosigns included; nothing is left out: in Morse ?, /, = and + are sent."""
-    return "".join(_SCORED.get(label, label) for label in symbols(normalise(text)))
-
-
-def measure(rows: list[dict]) -> dict:
-    """The figures of some clips; a share of nothing is None. A callsign is right where it is a word of the hypothesis,
-    an exchange where its words follow each other there."""
-    references, hypotheses = [row["reference"] for row in rows], [normalise(row["hypothesis"]) for row in rows]
-    words, characters = (metrics.count_errors(references, hypotheses, u, for_scoring) for u in ("words", "characters"))
-    both = list(zip(rows, hypotheses, strict=True))
-    right = {
-        "perfect": [normalise(row["reference"]) == text for row, text in both if not row["is_noise_only"]],
-        "callsigns": [f" {call} " in f" {text} " for row, text in both for call in row["callsigns"]],
-        "exchanges": [f" {row['exchange']} " in f" {text} " for row, text in both if row["exchange"]],
-        "noise_only": [not text for row, text in both if row["is_noise_only"]],
-    }
-    return {
-        "samples": len(rows), "wer": words.rate if words.length else None,
-        "cer": characters.rate if characters.length else None,
-        **{f"{name}_right": sum(found) / len(found) if found else None for name, found in right.items()},
-        **{f"{name}_count": len(found) for name, found in right.items()},
-    }  # fmt: skip
-
-
-def evaluation_tables(rows: list[dict]) -> dict[str, dict[str, dict]]:
-    """{table: {group: figures}} of evaluated clips (as `Recordings.row` has them): all of them, by condition, contest,
-    kind of sample, band of speed and band of SNR (in 2,500 Hz). Clips without a station are in no band."""
-
-    def band(name: str, width: int, unit: str) -> Callable[[dict], tuple]:
-        def key(row: dict) -> tuple:
-            if row["is_noise_only"] or math.isnan(row[name]):
-                return ()
-            low = math.floor(row[name] / width) * width
-            return low, f"{low} to {low + width} {unit}"
-
-        return key
-
-    keys = {
-        "all": lambda row: ("all",), "condition": lambda row: (row["condition"],),
-        "contest": lambda row: (row["contest_type"],), "sample type": lambda row: (row["sample_type"],),
-        "speed": band("wpm", SPEED_BAND, "WPM"), "SNR": band("snr_db", SNR_BAND, "dB"),
-    }  # fmt: skip
-    tables = {}
-    for table, key in keys.items():
-        groups: dict[tuple, list[dict]] = {}
-        for row in rows:
-            groups.setdefault(key(row), []).append(row)
-        tables[table] = {str(group[-1]): measure(groups[group]) for group in sorted(groups) if group and group[-1]}
-    return tables
-
-
-def print_tables(tables: dict[str, dict[str, dict]]) -> None:
-    """Prints the figures in per cent, aligned; "-" where there is nothing to count."""
-    columns = {
-        "WER": "wer", "CER": "cer", "perfect": "perfect_right", "callsigns": "callsigns_right",
-        "exchanges": "exchanges_right", "silent on noise": "noise_only_right",
-    }  # fmt: skip
-    width = max([12, *(len(group) for groups in tables.values() for group in groups)])
-    for table, groups in tables.items():
-        if not groups:
-            continue
-        print(
-            f"{table if table != 'all' else '%':{width}} {'samples':>7} " + " ".join(f"{name:>9}" for name in columns)
-        )
-        for group, figures in groups.items():
-            shares = [figures[key] for key in columns.values()]
-            cells = [
-                f"{'-' if share is None else f'{100 * share:.2f}':>{max(9, len(name))}}"
-                for name, share in zip(columns, shares, strict=True)
-            ]
-            print(f"{group:{width}} {figures['samples']:>7} " + " ".join(cells))
-        print()
-
-
-def write_evaluation(tables: dict[str, dict[str, dict]], path: Path) -> None:
-    """The tables as JSON, shares from 0 to 1."""
-    try:
-        path.write_text(json.dumps(tables, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from None
-
-
 # --- clips to batches --------------------------------------------------------------------------------------------------
 
 
@@ -907,6 +664,10 @@ class SyntheticClips:
         number = epoch * self.count + index
         return self.seed, number, self.mix[np.random.default_rng([self.seed, number, 1]).integers(len(self.mix))]
 
+    def fingerprint(self) -> str:
+        """Tells whether a position in the data means the same as before."""
+        return f"{self.seed} {self.count} {self.mix}"
+
     @functools.lru_cache(maxsize=2)  # noqa: B019  one or two of them live as long as the run
     def seconds(self, epoch: int) -> np.ndarray:
         return np.array([clip_seconds(*self.drawn(index, epoch)) for index in range(self.count)])
@@ -936,16 +697,32 @@ class RecordedClips:
     def __len__(self) -> int:
         return len(self.recordings)
 
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for row in zip(self.recordings.paths, self.recordings.texts, self.recordings.offsets.tolist(), strict=True):
+            digest.update(repr(row).encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
     def seconds(self, epoch: int) -> np.ndarray:
         return self.recordings.seconds
 
     def load(self, index: int, epoch: int) -> tuple[torch.Tensor, str, str, np.ndarray | None]:
-        path = self.recordings.paths[index]
-        return batches.read_cached(self.cache, path, SAMPLE_RATE), self.recordings.texts[index], path, None
+        found, duration = self.recordings, float(self.recordings.durations[index])
+        duration = None if np.isnan(duration) else duration
+        waveform = batches.read_cached(
+            self.cache, found.paths[index], SAMPLE_RATE, float(found.offsets[index]), duration
+        )
+        return waveform, found.texts[index], found.paths[index], None
 
 
 def read_clips(args) -> dict[str, SyntheticClips | RecordedClips]:
     """The clips to train on, to evaluate on and to test on."""
+    if args.train_manifest:
+        paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
+        corpora = manifest.load_splits(args, paths, normalise, HELD_OUT, MOST_HELD_OUT)
+        return {
+            name: RecordedClips(args, from_corpus(corpora[name], f"{name} set", args.strict_data)) for name in corpora
+        }
     if not args.data_dir:
         counts = (args.clips_per_epoch, args.eval_clips, args.eval_clips)
         return {name: SyntheticClips(args, stream, count) for stream, (name, count) in enumerate(zip(("train", "val", "test"), counts, strict=True))}  # fmt: skip
@@ -953,7 +730,7 @@ def read_clips(args) -> dict[str, SyntheticClips | RecordedClips]:
     for split, recordings in found.items():
         kept = np.flatnonzero((recordings.seconds >= args.min_duration) & (recordings.seconds <= args.max_duration))
         if len(kept) < len(recordings):
-            print(f"{split} set: {len(recordings) - len(kept)} clips are shorter than --min_duration or longer than --max_duration {args.max_duration:g} s and left out")  # fmt: skip
+            print(f"{split} set: {len(recordings) - len(kept)} clips are shorter than --min_duration or longer than --max_duration {args.max_duration:g} s and left out (a manifest with segment times could be cut: --train_manifest with --use_chunking)")  # fmt: skip
         found[split] = recordings.select(kept)
     if args.max_samples and "train" in found:
         found["train"] = found["train"].select(np.arange(min(args.max_samples, len(found["train"]))))
@@ -1028,17 +805,22 @@ def start(args, resumed: dict | None) -> tuple[dict, dict | None]:
 
 def resolve(args) -> None:
     """Fills in what depends on other flags, and refuses what contradicts."""
-    if args.train_manifest or args.val_manifest:
-        raise UsageError("--train_manifest and --val_manifest: Morse recordings are given as a folder, --data_dir DIR with metadata.csv")  # fmt: skip
-    is_demo = not (args.data_dir or args.from_scratch or args.model_dir or args.model_file or args.conditions)
+    if args.train_manifest and args.data_dir:
+        raise UsageError("--train_manifest and --data_dir both name recordings: give one of them")
+    if args.test_manifest and not args.train_manifest:
+        raise UsageError("--test_manifest was given without --train_manifest")
+    if args.use_chunking and not args.train_manifest:
+        raise UsageError("--use_chunking cuts recordings by a manifest's segment times: it goes with --train_manifest")
+    recorded = args.data_dir or args.train_manifest
+    is_demo = not (recorded or args.from_scratch or args.model_dir or args.model_file or args.conditions)
     given = (args.num_epochs, args.max_steps, args.eval_every)
     options.resolve(args, DEMO_STEPS)
     if not is_demo:
         args.num_epochs, args.max_steps, args.eval_every = given
         if args.num_epochs is None and args.max_steps is None:
-            args.max_steps, args.num_epochs = (None, 3) if args.data_dir else (20_000, None)
-        args.eval_every = (0 if args.data_dir else 1000) if args.eval_every is None else args.eval_every
-    if args.data_dir and args.alignment_weight:
+            args.max_steps, args.num_epochs = (None, 3) if recorded else (20_000, None)
+        args.eval_every = (0 if recorded else 1000) if args.eval_every is None else args.eval_every
+    if recorded and args.alignment_weight:
         raise UsageError(
             "--alignment_weight: recordings do not say when each symbol is sent; --ctc_weight needs no times"
         )
@@ -1046,17 +828,15 @@ def resolve(args) -> None:
         raise UsageError(
             "--alignment_weight and --ctc_weight train the same output layer of the encoder: give one of them"
         )
-    if args.data_dir and (args.conditions or args.wpm or args.tone or args.snr_db or args.clip_seconds):
-        raise UsageError("--conditions, --wpm, --tone, --snr_db and --clip_seconds are for synthetic clips, not for --data_dir")  # fmt: skip
-    aligned = not (args.data_dir or args.model_dir or args.model_file or args.ctc_weight)
+    if recorded and (args.conditions or args.wpm or args.tone or args.snr_db or args.clip_seconds):
+        raise UsageError("--conditions, --wpm, --tone, --snr_db and --clip_seconds are for synthetic clips, not for recordings")  # fmt: skip
+    aligned = not (recorded or args.model_dir or args.model_file or args.ctc_weight)
     if args.alignment_weight is None:
         args.alignment_weight = 0.3 if aligned else 0.0
     if aligned and args.alignment_weight:
         args.ctc_weight = 0.0
-    for flag in (
-        "spec_augment",
-        "speed_perturbation",
-    ):  # a masked span takes symbols away, another speed is drawn anyway
+    # Off unless asked for: a masked span takes symbols away, and another speed is drawn anyway.
+    for flag in ("spec_augment", "speed_perturbation"):
         setattr(args, flag, bool(getattr(args, flag)))
     task.check_arguments(args, is_demo)
     args.conditions = args.conditions or (["demo"] if is_demo else [name for name in CONDITIONS if name != "demo"])
@@ -1081,7 +861,7 @@ def main(args) -> None:
 
     clips = read_clips(args)
     metadata, weights = start(args, resumed)
-    tokenizer, longest = text.make(metadata["tokenizer"]), task.window_seconds(metadata["config"])
+    tokenizer, longest = text.make(metadata["tokenizer"]), task.check_limits(args, metadata["config"])
     metadata["longest"] = max(float(clips["train"].seconds(0).max()), metadata.get("longest", 0.0))
     blank = tokenizer.end if args.alignment_weight and metadata["ctc_tokens"] else 0
     load = functools.partial(load_item, clips["train"], tokenizer, args, longest, blank, True)
@@ -1100,7 +880,7 @@ def main(args) -> None:
     recogniser, weights = task.Recogniser(model, metadata, args), task.loss_weights(args, metadata)
     scored = functools.partial(evaluate, recogniser, list(weights))
     train(args, model, optimizer, schedule, windows, evaluation["val"], compute_loss, weights, scored, setup, metadata,
-          resumed, args.data_dir or f"{args.seed} {args.clips_per_epoch} {conditions_of(args)}")  # fmt: skip
+          resumed, clips["train"].fingerprint())  # fmt: skip
 
     if setup.ranks.first:
         with torch.no_grad(), setup.autocast():
@@ -1129,7 +909,7 @@ def use(args, setup) -> None:
         report.check_folder(args.log_dir)
         clips = read_clips(args)
         name = "test" if "test" in clips else "val"
-        longest = task.window_seconds(recogniser.metadata["config"])
+        longest = task.check_limits(args, recogniser.metadata["config"])
         found = eval_batches(args, clips[name], recogniser.tokenizer, longest, 0, setup)
         title = f"{name} set, {len(clips[name])} clips, decoding: {args.decoding}"
         final_figures(args, recogniser, clips[name], found, title, setup)

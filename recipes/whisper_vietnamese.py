@@ -50,6 +50,11 @@ def add_arguments(parser) -> None:
     # fmt: on
 
 
+def for_scoring(transcript: str) -> str:
+    """As PhoWhisper's figures are made: NFC, lower case, without punctuation; tones and numbers stay."""
+    return written.for_scoring(transcript).lower()
+
+
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -85,7 +90,7 @@ def evaluate(
 ) -> dict[str, tuple[float, float]]:
     """Losses, CER and WER of one greedy pass, as (numerator, denominator)."""
     rows, values = task.decode_set(model, eval_batches, names, recogniser.greedy_texts)
-    return {**values, **task.score(rows)}
+    return {**values, **task.score(rows, for_scoring)}
 
 
 @torch.no_grad()
@@ -94,7 +99,7 @@ def final_figures(args, recogniser: task.Recogniser, eval_batches, name: str, us
     with setup.autocast():
         rows, _ = task.decode_set(recogniser.model, eval_batches, [], recogniser.texts)
     title = f"{name} set, {len(rows)} utterances, decoding: {args.decoding}, {used}"
-    transcripts.print_results(rows, title, args.log_dir / "transcripts.jsonl", args.seed)
+    transcripts.print_results(rows, title, args.log_dir / "transcripts.jsonl", args.seed, for_scoring)
     if args.compare_to:
         print_improvement(args, rows, eval_batches, setup)
 
@@ -112,7 +117,7 @@ def print_improvement(args, rows: list[dict], eval_batches, setup) -> None:
     with setup.autocast():
         others, _ = task.decode_set(model, eval_batches, [], baseline.texts)
     print(
-        f"compared to {args.compare_to} on the same {len(rows)} utterances:\n{metrics.improvement_table(others, rows)}"
+        f"compared to {args.compare_to} on the same {len(rows)} utterances:\n{metrics.improvement_table(others, rows, for_scoring)}"
     )
 
 
@@ -152,10 +157,8 @@ def main(args) -> None:
 
     corpora = read_corpora(args)
     metadata, weights = start(args, corpora, resumed)
-    tokenizer, longest = text.make(metadata["tokenizer"]), task.window_seconds(metadata["config"])
-    train_set = task.drop_untrainable(
-        corpora["train"], tokenizer, task.most_tokens(args, metadata["config"]), args.strict_data
-    )
+    tokenizer, longest = text.make(metadata["tokenizer"]), task.check_limits(args, metadata["config"])
+    train_set = task.drop_untrainable(corpora["train"], tokenizer, args.max_target_tokens, args.strict_data)
     metadata["longest"] = max(float(train_set.seconds.max()), metadata.get("longest", 0.0))
     load = functools.partial(load_item, train_set, tokenizer, args, longest, True)
     model = task.start_model(args, metadata, weights, load, len(train_set)).to(setup.device)
@@ -194,7 +197,7 @@ def use(args, setup) -> None:
         report.check_folder(args.log_dir)
         corpora = read_corpora(args)
         name = "test" if "test" in corpora else "val"
-        longest = task.window_seconds(recogniser.metadata["config"])
+        longest = task.check_limits(args, recogniser.metadata["config"])
         load = functools.partial(load_item, corpora[name], recogniser.tokenizer, args, longest, False)
         eval_batches = batches.EvalBatches(args, corpora[name].seconds, load, task.collate, setup)
         final_figures(args, recogniser, eval_batches, name, "the weights named", setup)

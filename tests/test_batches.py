@@ -419,29 +419,6 @@ def test_quantise_on_the_grids_of_whisper():
     assert {batches.quantise(n, 480_000, 480_000) for n in (1, 480_000)} == {480_000}
 
 
-def test_pad_to_a_length():
-    for shape in ((), (3,), (3, 2)):
-        tensors = [torch.ones(n, *shape) for n in (2, 4)]
-        padded, lengths = batches.pad(tensors, -1, 7)
-        assert padded.shape == (2, 7, *shape) and lengths.tolist() == [2, 4]
-        assert (padded[0, 2:] == -1).all() and (padded[1, 4:] == -1).all() and (padded[1, :4] == 1).all()
-        assert torch.equal(batches.pad(tensors, -1, 3)[0], padded[:, :4])
-
-
-def test_split_batch_stays_on_the_grid():
-    items = [item(str(n), n) for n in (101, 90, 40, 10)]
-    batch = collate(items)
-    batch["audio"], _ = batches.pad([one["audio"] for one in items], 0, batches.quantise(101, 4, 160))
-    batch["grids"] = {"audio": (4, 160)}
-    pieces = batches.split_batch(batch, 2)
-    assert (
-        [piece["audio"].shape[1] for piece in pieces] == [batches.quantise(n, 4, 160) for n in (101, 40)] == [128, 48]
-    )
-    assert all(piece["grids"] == batch["grids"] for piece in pieces)
-    assert [piece["audio"].shape[1] for piece in batches.split_batch(pieces[1], 1)] == [48, 12]
-    assert next(batches.to_device([batch], torch.device("cpu")))["grids"] == batch["grids"]
-
-
 def test_to_device_keeps_the_lengths_on_the_host():
     made = [collate([item("a", 3), item("b", 5)]), collate([item("c", 2)])]
     moved = list(batches.to_device(made, torch.device("cpu")))
@@ -525,20 +502,6 @@ def test_windows_come_in_order_and_go_on_from_any_position(workers, no_hang):
     rest = take(smaller.iterate(0, 0, [[6, 2]]), count + 1)
     assert sorted(flat(map(names, found[:2] + rest[:-1]))) == sorted(f"{i}/0" for i in range(20))
     assert (rest[-2].last, rest[-1].epoch, rest[-1].number) == (True, 1, 0)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_collate_is_told_the_window_however_it_is_cut(workers, no_hang):
-    seconds, seen = np.linspace(0.1, 2, 13), []
-    for size in (1, 3):
-        made = windows(seconds, batch_size=size, gradient_accumulation_steps=6 // size, dataloader_num_workers=workers)
-        made.dataset.collate = lambda items: {**collate(items), "window": [item["window"] for item in items]}
-        seen.append([])
-        for window in take(made.iterate(), 5):
-            told = {pair for batch in window.micro_batches for pair in batch["window"]}
-            assert told == {(window.epoch, window.number)}
-            seen[-1].append((told, sorted(names(window))))
-    assert seen[0] == seen[1]
 
 
 def test_ranks_share_a_window():

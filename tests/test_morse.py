@@ -15,6 +15,7 @@ import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import morse as alphabet
 from common.errors import DataError, RunError, UsageError
 from common.metrics import Errors, count_errors
 from recipes import whisper_morse as morse
@@ -92,17 +93,17 @@ def test_every_text_can_be_sent_and_says_what_it_holds():
             assert f" {exchange} " in f" {text} "
         if number % 3 == 0:
             text, calls = morse.everyday_text(random)
-        assert all(CALL.fullmatch(call) and morse.CALLSIGN.fullmatch(call) for call in calls), calls
-        assert text == morse.normalise(text) and text, text
-        heard |= set(morse.symbols(text))
-    assert heard == set(morse.SYMBOLS)
+        assert all(CALL.fullmatch(call) and alphabet.CALLSIGN.fullmatch(call) for call in calls), calls
+        assert text == alphabet.normalise(text) and text, text
+        heard |= set(alphabet.symbols(text))
+    assert heard == set(alphabet.SYMBOLS)
 
 
 def test_callsigns_are_told_from_what_looks_like_them():
     assert all(
-        map(morse.CALLSIGN.fullmatch, "K1A W1AW KH6/W1AW DL50ABC 9A1AA/P 4X4ABC VP5/F6XYZ R1/G3A S57XX/QRP".split())
+        map(alphabet.CALLSIGN.fullmatch, "K1A W1AW KH6/W1AW DL50ABC 9A1AA/P 4X4ABC VP5/F6XYZ R1/G3A S57XX/QRP".split())
     )
-    assert not any(map(morse.CALLSIGN.fullmatch, "5NN FN31PR FN31 12A IC7300 K3 599 TEST 1TT K1? A/B R3 3A".split()))
+    assert not any(map(alphabet.CALLSIGN.fullmatch, "5NN FN31PR FN31 12A IC7300 K3 599 TEST 1TT K1? A/B R3 3A".split()))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_callsigns_are_told_from_what_looks_like_them():
     ],
 )
 def test_symbols(text, normal, labels):
-    assert morse.normalise(text) == normal and morse.symbols(normal) == labels
+    assert alphabet.normalise(text) == normal and alphabet.symbols(normal) == labels
 
 
 def test_characters():
@@ -124,21 +125,21 @@ def test_characters():
     counts = []
     for index in range(40):
         text = morse.synthesise(0, index, conditions).text
-        counts.append(len(morse.symbols(text.replace(" ", ""))))
-        assert set(morse.symbols(text)) <= {"A", "N", "<SK>", " "}
+        counts.append(len(alphabet.symbols(text.replace(" ", ""))))
+        assert set(alphabet.symbols(text)) <= {"A", "N", "<SK>", " "}
     assert min(counts) == 1 and max(counts) == 9
 
 
 # --- keying and channel ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", morse.MORSE)
+@pytest.mark.parametrize("label", alphabet.MORSE)
 def test_every_character_and_its_exact_timing(label):
-    assert character(morse.MORSE[label]) == label
+    assert character(alphabet.MORSE[label]) == label
     unit = 1.2 / 23
     runs = morse.keying(f"{label}{label} T") * unit
     lengths = marks_and_gaps(morse.envelope(runs, 0.1, int((runs.sum() + 0.2) * RATE))) / RATE / unit
-    marks = [1 if element == "." else 3 for element in morse.MORSE[label]]
+    marks = [1 if element == "." else 3 for element in alphabet.MORSE[label]]
     code = [length for mark in marks for length in (mark, 1)][:-1]
     np.testing.assert_allclose(lengths, [*code, 3, *code, 7, 3], atol=1.5 / RATE / unit)  # a sample at either end
 
@@ -222,7 +223,7 @@ def test_what_every_clip_keeps_to(name):
         assert audio.dtype == np.float32 and audio.ndim == 1 and np.isfinite(audio).all()
         assert 0.05 < np.abs(audio).max() < 1 and sample.seconds < 30
         assert sample.condition == name and sample.sample_type in conditions.sample_types
-        assert set(morse.symbols(sample.text)) <= set(morse.SYMBOLS)
+        assert set(alphabet.symbols(sample.text)) <= set(alphabet.SYMBOLS)
         assert (sample.contest_type == "NONE") == (sample.sample_type == "words")
         for call in sample.callsigns:
             assert call in sample.text.split() and CALL.fullmatch(call)
@@ -244,7 +245,7 @@ def test_texts_are_cut_to_the_length(seed, longest, wpm, farnsworth, sample_type
     )
     sample = morse.synthesise(seed, 0, conditions)
     assert 0 < sample.seconds <= longest + 0.1
-    assert sample.text and sample.text == morse.normalise(sample.text)
+    assert sample.text and sample.text == alphabet.normalise(sample.text)
     units = np.cumsum(morse.keying(sample.text, farnsworth))[-1]
     assert units * 1.2 / wpm + 0.2 < sample.seconds + 0.1
 
@@ -366,7 +367,7 @@ def test_a_data_set_is_read_as_it_was_made(tmp_path, capsys):
         "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only"
     )
     assert len(rows) == 30
-    found = morse.read_dataset(tmp_path / "a", tmp_path / "cache")
+    found = alphabet.read_dataset(tmp_path / "a", tmp_path / "cache")
     assert {split: len(part) for split, part in found.items()} == {"train": 24, "validation": 3, "test": 3}
     noise = set()
     for part in found.values():
@@ -442,8 +443,8 @@ def test_data_sets_of_others(other_set):
     folder = other_set(["a.wav,cq de k1abc <BT> ur 599", "audio/b.wav,"], "\ufeffaudio_file,text", "splits/train.csv")
     other_set(["1,audio/b.wav,,TRUE,99"], "id,audio_file,text,is_noise_only,mystery", "splits/val.csv")
     with pytest.raises(DataError, match=r"1 utterances rejected \(--strict_data\)"):
-        morse.read_dataset(folder, strict=True)
-    found = morse.read_dataset(folder)
+        alphabet.read_dataset(folder, strict=True)
+    found = alphabet.read_dataset(folder)
     assert list(found) == ["train", "validation"] and len(found["train"]) == 1  # b.wav has no text
     assert found["train"].texts == ["CQ DE K1ABC = UR 599"] and found["train"].callsigns == [["K1ABC"]]
     assert found["train"].seconds.tolist() == [0.5] and np.isnan(found["train"].snr_db).all()
@@ -453,10 +454,10 @@ def test_data_sets_of_others(other_set):
 
 def test_a_data_set_without_splits_is_divided_by_its_ids(other_set):
     ids = range(300)
-    found = morse.read_dataset(other_set([f"{i},a.wav,E" for i in ids]))
+    found = alphabet.read_dataset(other_set([f"{i},a.wav,E" for i in ids]))
     sizes = [len(found[split]) for split in ("train", "validation", "test")]
     assert sum(sizes) == 300 and 210 < sizes[0] < 270 and min(sizes) > 15
-    again = morse.read_dataset(other_set([f"{i},b.wav,T" for i in reversed(ids)]))
+    again = alphabet.read_dataset(other_set([f"{i},b.wav,T" for i in reversed(ids)]))
     assert all(sorted(again[split].ids) == sorted(found[split].ids) for split in found)
 
 
@@ -490,17 +491,17 @@ LONG = "id,audio_file,text,wpm,duration,is_noise_only,snr_db"
 )  # fmt: skip
 def test_damaged_tables_are_answered_in_one_line(other_set, header, rows, message):
     with pytest.raises(DataError, match=message) as caught:
-        morse.read_dataset(other_set(rows, header))
+        alphabet.read_dataset(other_set(rows, header))
     assert "\n" not in str(caught.value)
 
 
 def test_no_data_set(tmp_path):
     with pytest.raises(UsageError, match=r"neither splits/train.csv nor metadata.csv is there"):
-        morse.read_dataset(tmp_path)
+        alphabet.read_dataset(tmp_path)
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits" / "test.csv").mkdir()
     with pytest.raises(DataError, match="Is a directory"):
-        morse.read_dataset(tmp_path)
+        alphabet.read_dataset(tmp_path)
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------
@@ -532,7 +533,7 @@ ROWS = [
 
 
 def test_figures():
-    tables = morse.evaluation_tables(ROWS)
+    tables = alphabet.evaluation_tables(ROWS)
     whole = tables["all"]["all"]
     assert whole["samples"] == 7
     assert whole["wer"] == (1 + 3 + 0 + 1 + 0 + 1) / 11  # 1 4: a substitution and an insertion
@@ -551,22 +552,22 @@ def test_figures():
 
 
 def test_every_symbol_counts():
-    assert morse.measure([row("K1A/P?", "K1AP")])["cer"] == 2 / 6
+    assert alphabet.measure([row("K1A/P?", "K1AP")])["cer"] == 2 / 6
     assert count_errors(["K1A/P?"], ["K1A P"], "characters") == Errors(length=5)  # by itself it strips punctuation
     assert count_errors(["a"], ["A"], "words", str.lower) == Errors(length=1)
-    nothing = morse.measure([])
+    nothing = alphabet.measure([])
     assert nothing["samples"] == 0 and nothing["wer"] is None
 
 
 def test_the_tables_are_printed_and_written(tmp_path, capsys):
-    tables = morse.evaluation_tables(ROWS)
-    morse.print_tables(tables)
+    tables = alphabet.evaluation_tables(ROWS)
+    alphabet.print_tables(tables)
     blocks = capsys.readouterr().out.strip().split("\n\n")
     assert len(blocks) == 6 and blocks[0].split()[:4] == ["%", "samples", "WER", "CER"]
     assert all(len({len(line) for line in block.splitlines()}) == 1 for block in blocks)
     assert blocks[0].splitlines()[1].split() == ["all", "7", "54.55", "11.90", "25.00", "66.67", "50.00", "66.67"]
-    morse.write_evaluation(tables, tmp_path / "evaluation.json")
+    alphabet.write_evaluation(tables, tmp_path / "evaluation.json")
     assert json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail) == tables
     with pytest.raises(RunError, match="cannot write"):
-        morse.write_evaluation(tables, tmp_path)
-    morse.print_tables(morse.evaluation_tables([]))
+        alphabet.write_evaluation(tables, tmp_path)
+    alphabet.print_tables(alphabet.evaluation_tables([]))

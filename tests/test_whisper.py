@@ -9,7 +9,7 @@ import torch
 from common import batches, memory, whisper
 from common.device import Setup
 from common.loop import run_window
-from common.whisper import CHECKPOINTED, GRID, LogMel, Whisper, ctc_loss, token_loss
+from common.whisper import CHECKPOINTED, FRAME, LogMel, Whisper, ctc_loss, token_loss
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 CONFIG = {
@@ -144,7 +144,7 @@ def test_log_mel_is_the_feature_extractors(n_mels):
             found = ours(torch.from_numpy(waveform)[None])[0]
             assert found.shape == (n_mels, samples // 160)
             assert float((found - expected[:, : found.shape[1]]).abs().max()) < 1e-5
-        size = min(-(-samples // GRID) * GRID, 480_000)
+        size = min(-(-samples // FRAME) * FRAME, 480_000)
         padded = torch.nn.functional.pad(torch.from_numpy(waveform), (0, size - samples))
         found = ours(padded[None])[0]
         assert found.shape[1] == size // 160
@@ -180,7 +180,7 @@ def test_lengths_around_frames_and_the_grid(odd):
     """An odd number of feature frames ends in the middle of a stride; a length of the grid's has no mask alone."""
     model = make_model()
     items = make_items(3)
-    items[0]["audio"] = items[1]["audio"][: GRID - 160 + odd]
+    items[0]["audio"] = items[1]["audio"][: FRAME - 160 + odd]
     items[2]["audio"] = items[1]["audio"][: 3200 + odd]
     encoded, _ = model.encode(moved(collate(items)))
     for row in (0, 2):
@@ -191,10 +191,10 @@ def test_lengths_around_frames_and_the_grid(odd):
 
 def test_what_is_loudest_at_the_very_end_sets_the_floor_alone_too():
     """The window that holds most of it lies around the utterance's end, where only a longer neighbour would have it."""
-    ours, waveform = LogMel(80, 480_000), torch.zeros(GRID)
+    ours, waveform = LogMel(80, 480_000), torch.zeros(FRAME)
     waveform[-60:] = torch.sin(0.4 * torch.arange(60))
     found = ours(waveform[None])[0]
-    beside = ours(torch.nn.functional.pad(waveform, (0, GRID))[None])[0, :, : found.shape[1]]
+    beside = ours(torch.nn.functional.pad(waveform, (0, FRAME))[None])[0, :, : found.shape[1]]
     assert float((found - beside).abs().max()) < 1e-6
 
 
@@ -287,3 +287,51 @@ def test_positions_of_the_encoder_are_not_trained():
     model = make_model()
     loss_and_gradient(model, collate(make_items(2)))
     assert model.encoder.embed_positions.weight.grad is None
+
+
+# --- a start from nothing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d, heads, layers", [(128, 4, 4), (144, 4, 2), (192, 3, 1), (32, 1, 2), (512, 8, 6)])
+def test_initialised_heads_look_at_their_offsets(d, heads, layers):
+    """Without content, position i of each head attends most to i + offset; near neighbours share the rest."""
+    torch.manual_seed(0)
+    shape = {"d_model": d, "encoder_layers": layers, "decoder_layers": 1, "num_mel_bins": 80, "vocab_size": 50}
+    shape |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), heads)
+    shape |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 2 * d)
+    model = whisper.Whisper({**shape, "max_source_positions": 400, "max_target_positions": 20})
+    whisper.initialise(model, [0.1 * torch.randn(16_000), 0.1 * torch.randn(9_000)])
+    places = model.encoder.embed_positions.weight[100:300]
+    seen = set()
+    for layer in model.encoder.layers:
+        attention = layer.self_attn
+        x = layer.self_attn_layer_norm(places)
+        q, k = (attention.split(project(x)[None])[0] for project in (attention.q_proj, attention.k_proj))
+        weights = (q @ k.transpose(-1, -2) / (d // heads) ** 0.5).softmax(-1)  # (H, T, T)
+        for head in range(heads):
+            peaks = weights[head].argmax(-1) - torch.arange(200)
+            offset = int(peaks[50:150].median())
+            seen.add(offset)
+            assert offset != 0 and (peaks[50:150] - offset).abs().float().mean() < 1.5
+            near = sum(weights[head][torch.arange(60, 140), torch.arange(60, 140) + offset + i] for i in range(-6, 7))
+            assert near.mean() > 0.5
+    assert len(seen) >= min(2, heads) and min(seen) < 0  # of both signs, where there are two
+
+
+def test_an_initialised_model_listens_before_it_has_learned():
+    """The encoder's output differs between inputs, its values are moderate, and the loss begins near a uniform guess."""
+    torch.manual_seed(0)
+    model = whisper.Whisper({**CONFIG, "max_source_positions": 1500})
+    waveforms = [0.1 * torch.randn(16_000), 0.2 * torch.sin(torch.arange(16_000) * 0.3)]
+    whisper.initialise(model, waveforms)
+    with torch.no_grad():
+        a, b = (model.encoder(model.log_mel(w[None])) for w in waveforms)
+        assert float((a - b).abs().mean()) > 0.1 and float(a.abs().max()) < 20
+        logits = model.logits(model.decoder(torch.zeros(1, 3, dtype=torch.long), a, None))
+    assert float(logits.abs().max()) < 10
+
+
+def test_silence_alone_initialises_finitely():
+    model = whisper.Whisper({**CONFIG, "max_source_positions": 1500})
+    whisper.initialise(model, [torch.zeros(16_000)])
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
