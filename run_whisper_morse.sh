@@ -2,11 +2,12 @@
 # Whisper for Morse with a preset for the memory at hand; no argument and no data needed.
 #   ./run_whisper_morse.sh [TIER] [SIZE] [any flag of recipes/whisper_morse.py] [--print]
 # TIER: auto (default), 32gb, 24gb, 16gb, 8gb, cpu. SIZE: demo (default without any of the flags that follow), small
-# (default with --model_dir, --model_file, --data_dir, --conditions or --from_scratch), tiny, base, medium, large, turbo;
-# many: small for very large data sets. With --model_dir or --model_file, whose shape is their own, SIZE only picks the row
-# of memory options; without them it is the size of a model from scratch.
+# (default with --model_dir, --model_file, --data_dir, --train_manifest, --conditions or --from_scratch), tiny, base, medium,
+# large, turbo; many: small for very large data sets. With --model_dir or --model_file, whose shape is their own, SIZE only
+# picks the row of memory options; without them it is the size of a model from scratch.
 # An update is 96 clips in every tier (many: 256), 24 in the demo; a tier decides only how many are on the GPU at once.
 # --print shows the command instead of running it; python recipes/whisper_morse.py --help lists its flags.
+# Everything is written under runs/whisper_morse/, unless --output_dir says where.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_whisper_morse.sh
 set -euo pipefail
 . "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common/env.sh"
@@ -25,7 +26,9 @@ case "$tier" in
   *) fail "no tier '$tier': it is auto, 32gb, 24gb, 16gb, 8gb or cpu; a size comes after it" 2 ;;
 esac
 if given --model_dir "$@" || given --model_file "$@"; then model=yes; fi
-if given --data_dir "$@" || given --conditions "$@" || given --from_scratch "$@"; then task=yes; fi
+for flag in --data_dir --train_manifest --conditions --from_scratch; do
+  if given "$flag" "$@"; then task=yes; fi
+done
 if [ -n "$size$model$task" ]; then row=${size:-small}; fi
 
 # Micro-batch, accumulation, and what makes them fit. A parameter takes 4 bytes as a weight, 4 as its gradient, and 8 in
@@ -36,48 +39,43 @@ if given --optimizer "$@"; then host=''; fi
 # shellcheck disable=SC2206 # into words
 case "$tier:$row" in
   *:demo)      fit=(24 1) ;;
-  32gb:tiny)   fit=(96 1) ;;
-  32gb:base)   fit=(48 2) ;;
-  32gb:small)  fit=(48 2 $recompute) ;;
-  32gb:medium) fit=(24 4 $recompute) ;;
-  32gb:large)  fit=(12 8 $recompute $bits) ;;
-  32gb:turbo)  fit=(24 4 $recompute $bits) ;;
-  24gb:tiny)   fit=(96 1) ;;
-  24gb:base)   fit=(48 2) ;;
-  24gb:small)  fit=(48 2 $recompute) ;;
-  24gb:medium) fit=(24 4 $recompute $bits) ;;
-  24gb:large)  fit=(4 24 $recompute $bits) ;;
-  24gb:turbo)  fit=(16 6 $recompute $bits) ;;
-  32gb:many | 24gb:many) fit=(64 4 $recompute) ;;
-  16gb:tiny)   fit=(48 2) ;;
-  16gb:base)   fit=(32 3) ;;
-  16gb:small)  fit=(48 2 $recompute) ;;
-  16gb:medium) fit=(8 12 $recompute $bits) ;;
-  16gb:large)  fit=(4 24 $recompute $frozen $bits) ;;
-  16gb:turbo)  fit=(6 16 $recompute $bits) ;;
-  16gb:many)   fit=(32 8 $recompute) ;;
-  8gb:tiny)    fit=(24 4) ;;
+  32gb:tiny | 24gb:tiny) fit=(96 1) ;;
+  32gb:base | 24gb:base) fit=(48 2) ;;
+  32gb:small | 24gb:small | 16gb:small) fit=(48 2 $recompute) ;;
+  32gb:many | 24gb:many | 16gb:many)    fit=(64 4 $recompute) ;;
+  32gb:medium) fit=(32 3 $recompute) ;;
+  32gb:large)  fit=(16 6 $recompute $bits) ;;
+  32gb:turbo)  fit=(32 3 $recompute) ;;
+  24gb:medium) fit=(24 4 $recompute) ;;
+  24gb:large)  fit=(8 12 $recompute $bits) ;;
+  24gb:turbo)  fit=(16 6 $recompute) ;;
+  16gb:tiny | 16gb:base) fit=(48 2) ;;
+  16gb:medium) fit=(16 6 $recompute $bits) ;;
+  16gb:large)  fit=(16 6 $recompute $frozen $bits) ;;
+  16gb:turbo)  fit=(12 8 $recompute $bits) ;;
+  8gb:tiny)    fit=(32 3) ;;
   8gb:base)    fit=(16 6) ;;
-  8gb:small)   fit=(12 8 $recompute) ;;
-  8gb:medium)  fit=(4 24 $recompute $frozen $host) ;;
+  8gb:small)   fit=(16 6 $recompute) ;;
+  8gb:many)    fit=(16 16 $recompute) ;;
+  8gb:medium)  fit=(24 4 $recompute $frozen $host) ;;
   8gb:large)   fail "large does not fit in tier 8gb, even with its encoder frozen: take turbo, medium or small" 2 ;;
-  8gb:turbo)   fit=(6 16 $recompute $frozen $bits) ;;
-  8gb:many)    fit=(8 32 $recompute) ;;
+  8gb:turbo)   fit=(24 4 $recompute $frozen) ;;
   cpu:tiny | cpu:base) fit=(12 8) ;;
   cpu:small)   fit=(4 24) ;;
-  cpu:medium | cpu:large | cpu:turbo) fit=(2 48 $recompute) ;;
   cpu:many)    fit=(4 64) ;;
+  cpu:medium | cpu:large | cpu:turbo) fit=(2 48 $recompute) ;;
   *) fail "no size '$size': it is demo, tiny, base, small, many, medium, large or turbo" 2 ;;
 esac
 
-flags=(--mixed_precision)
+# A folder of its own: where it is started, another recipe's run may have its checkpoints.
+flags=(--output_dir runs/whisper_morse --mixed_precision)
 if [ "$tier" = cpu ]; then flags+=(--device "$device"); fi
 if given --transcribe "$@" || given --evaluate "$@" || given --write_dataset "$@"; then
   run "$ROOT/recipes/whisper_morse.py" "${flags[@]}" -- "$@" # they train nothing
   exit
 fi
 if [ "$row" = demo ] && [ -n "$model$task" ]; then
-  fail "size demo is a small model on its own conditions: with --model_dir, --model_file, --data_dir, --conditions or --from_scratch take small or another" 2
+  fail "size demo is a small model on its own conditions: with a model, recordings or conditions of your own take small or another" 2
 fi
 if [[ " ${fit[*]} " == *" $frozen "* ]] && [ -z "$model" ] && ! given --resume "$@"; then
   fail "$row fits in tier $tier with a frozen encoder only, and from scratch there is nothing to freeze: add --model_dir or --model_file, or take a smaller size" 2

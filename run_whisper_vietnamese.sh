@@ -6,6 +6,7 @@
 # the row of memory options; without them it is the size of a model from scratch.
 # An update is 24 utterances in every tier, 16 in the demo; a tier decides only how many of them are on the GPU at once.
 # --print shows the command instead of running it; python recipes/whisper_vietnamese.py --help lists its flags.
+# Everything is written under runs/whisper_vietnamese/, unless --output_dir says where.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_whisper_vietnamese.sh
 set -euo pipefail
 . "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common/env.sh"
@@ -34,32 +35,33 @@ if given --use_cpu_offload "$@"; then bits=''; fi # the two exclude each other, 
 if given --optimizer "$@"; then host=''; fi
 # shellcheck disable=SC2206 # into words
 case "$tier:$row" in
-  *:demo)                 fit=(16 1) ;;
-  a100:tiny | a100:base | a100:small)    fit=(24 1) ;;
-  a100:medium | a100:large | a100:turbo) fit=(24 1 $recompute) ;;
-  24gb:tiny | 24gb:base)  fit=(24 1) ;;
-  24gb:small)             fit=(24 1 $recompute) ;;
-  24gb:medium)            fit=(12 2 $recompute $bits) ;;
-  24gb:large)             fit=(3 8 $recompute $bits) ;;
-  24gb:turbo)             fit=(12 2 $recompute $bits) ;;
-  16gb:tiny | 16gb:base)  fit=(24 1) ;;
-  16gb:small)             fit=(12 2 $recompute) ;;
-  16gb:medium)            fit=(6 4 $recompute $bits) ;;
-  16gb:large)             fit=(2 12 $recompute $frozen $bits) ;;
-  16gb:turbo)             fit=(4 6 $recompute $bits) ;;
-  8gb:tiny)               fit=(12 2) ;;
-  8gb:base)               fit=(6 4) ;;
-  8gb:small)              fit=(6 4 $recompute) ;;
-  8gb:medium)             fit=(2 12 $recompute $frozen $host) ;;
-  8gb:large)              fail "large does not fit in tier 8gb, even with its encoder frozen: take turbo, medium or small" 2 ;;
-  8gb:turbo)              fit=(4 6 $recompute $frozen $bits) ;;
-  cpu:tiny | cpu:base)    fit=(8 3) ;;
-  cpu:small)              fit=(4 6) ;;
+  *:demo)      fit=(16 1) ;;
+  a100:tiny | a100:base | a100:small | a100:medium) fit=(24 1) ;;
+  a100:large | a100:turbo) fit=(12 2) ;;
+  24gb:tiny | 24gb:base)   fit=(24 1) ;;
+  24gb:small)  fit=(12 2) ;;
+  24gb:medium) fit=(24 1 $recompute) ;;
+  24gb:large)  fit=(8 3 $recompute $bits) ;;
+  24gb:turbo)  fit=(12 2 $recompute) ;;
+  16gb:tiny | 16gb:base)   fit=(24 1) ;;
+  16gb:small)  fit=(8 3) ;;
+  16gb:medium) fit=(12 2 $recompute $bits) ;;
+  16gb:large)  fit=(12 2 $recompute $frozen $bits) ;;
+  16gb:turbo)  fit=(12 2 $recompute $bits) ;;
+  8gb:tiny)    fit=(24 1) ;;
+  8gb:base)    fit=(12 2) ;; # the guide's 6 x 4 leaves more than half of the memory empty
+  8gb:small)   fit=(12 2 $recompute) ;;
+  8gb:medium)  fit=(12 2 $recompute $frozen $host) ;;
+  8gb:large)   fail "large does not fit in tier 8gb, even with its encoder frozen: take turbo, medium or small" 2 ;;
+  8gb:turbo)   fit=(12 2 $recompute $frozen) ;;
+  cpu:tiny | cpu:base) fit=(8 3) ;;
+  cpu:small)   fit=(4 6) ;;
   cpu:medium | cpu:large | cpu:turbo) fit=(2 12 $recompute) ;;
   *) fail "no size '$size': it is demo, tiny, base, small, medium, large or turbo" 2 ;;
 esac
 
-flags=(--mixed_precision)
+# A folder of its own: where it is started, another recipe's run may have its checkpoints.
+flags=(--output_dir runs/whisper_vietnamese --mixed_precision)
 if [ "$tier" = cpu ]; then flags+=(--device "$device"); fi
 if given --transcribe "$@" || given --evaluate "$@"; then
   run "$ROOT/recipes/whisper_vietnamese.py" "${flags[@]}" -- "$@" # they train nothing

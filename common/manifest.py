@@ -326,7 +326,7 @@ def read_manifest(
     offsets, durations, lines = array("d"), array("d"), array("q")
     for number, row in parse(Path(path), rejected):
         given, parts, problem = isinstance(row, dict) and bool(row.get("segments")), [], ""
-        if given and segments and segments.wanted:
+        if given and segments and (segments.wanted or not any(key in row for key in TEXT_KEYS)):
             try:
                 parts = [(*times, normalise(text)) for *times, text in _segments(row["segments"], needs_text)]
             except ValueError as why:
@@ -710,6 +710,6 @@ def load_splits(
             corpus = corpus.select(np.arange(min(args.max_samples, len(corpus))))
         report_rejections(f"{split} set ({path})", corpus, rejected, args.strict_data)
         corpora[split] = corpus
-    if "val" not in corpora:
+    if "val" not in corpora and "train" in corpora:
         corpora["train"], corpora["val"] = hold_out(corpora["train"], held_out, most_held_out, args.seed)
     return corpora

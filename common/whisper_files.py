@@ -323,7 +323,7 @@ def export(folder: str | Path, weights: dict[str, torch.Tensor], config: dict[st
         raise UsageError(f"{beyond[0]} has values that {dtype} cannot hold, or that are no numbers: it is not exported")
     tensors = {n: t.detach().to("cpu", dtype, copy=True).contiguous() for n, t in weights.items()}
     try:
-        replaced = _may_write(folder)
+        replaced = may_write(folder)
         aside, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
         for rest in (aside, old):
             shutil.rmtree(rest, ignore_errors=True)
@@ -345,8 +345,9 @@ def export(folder: str | Path, weights: dict[str, torch.Tensor], config: dict[st
     return sorted(path.name for path in folder.iterdir())
 
 
-def _may_write(folder: Path) -> bool:
-    """Whether something stands there that is to be replaced. Raises `UsageError` where it is not ours."""
+def may_write(folder: str | Path) -> bool:
+    """Whether something stands there that `export` would replace. Raises `UsageError` where it is not ours."""
+    folder = Path(folder)
     if not folder.exists():
         return False
     if not folder.is_dir() or (any(folder.iterdir()) and not _ours(folder)):

@@ -35,6 +35,7 @@ SPEEDS = (0.9, 1.0, 1.1)
 FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH = 2, 10 / 80
 TIME_MASKS, TIME_MASK_WIDTH = 2, 0.05
 START_UTTERANCES = 32  # that the initial weights of a model from scratch are fitted to
+BEAM_SIZE, PAD_SHARE = 5, 0.05
 FROM_SCRATCH_RATE = 2e-3
 FINE_TUNING_RATES = {
     384: 3.75e-5,
@@ -68,20 +69,20 @@ def add_arguments(parser, sizes: dict[str, dict], language: str | None) -> None:
     regularisation.add_argument("--ctc_weight", type=options.SHARE, metavar="X", help="share of an auxiliary CTC loss on the encoder, for models from scratch (0.3 from scratch)")
     regularisation.add_argument("--spec_augment", action=options.OnOff, help="mask bands and spans of the features (on; off for the demo)")
     regularisation.add_argument("--speed_perturbation", action=options.OnOff, help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)")
-    regularisation.add_argument("--pad_share", type=options.SHARE, default=0.05, metavar="X", help="share of utterances padded to 30 s without a mask, so that transformers, which always pads, decodes alike (0.05)")
+    regularisation.add_argument("--pad_share", type=options.SHARE, metavar="X", help="share of utterances padded to 30 s without a mask in the second half of training, so that transformers, which always pads, decodes alike (0.05)")
     regularisation.add_argument("--pad_to_30s", action=options.OnOff, help="pad all to 30 s, in training and decoding (off; on with --freeze_encoder)")
     regularisation.add_argument("--max_target_tokens", type=options.POSITIVE, metavar="N", help="reject longer transcripts, tokens with prompt and end (the decoder's positions)")
     regularisation.add_argument("--use_chunking", action=options.OnOff, default=False, help="cut recordings over --max_duration by the manifest's segment times (off)")
     use = parser.add_argument_group("decoding and use")
     use.add_argument("--decoding", choices=["greedy", "beam"], default="greedy", help="for the figures at the end, --evaluate and --transcribe (greedy)")
-    use.add_argument("--beam_size", type=options.POSITIVE, default=5, metavar="N", help="hypotheses of beam (5)")
+    use.add_argument("--beam_size", type=options.POSITIVE, metavar="N", help="hypotheses of --decoding beam (5)")
     use.add_argument("--average_checkpoints", type=options.POSITIVE, metavar="N", help="average the weights of N checkpoints at the end, and use them where they are not worse")
-    use.add_argument("--average_by", choices=["last", "best"], default="last", help="which checkpoints to average: the newest, or those that evaluated best (last)")
+    use.add_argument("--average_by", choices=["last", "best"], help="which checkpoints to average: the newest, or those that evaluated best (last)")
     use.add_argument("--transcribe", nargs="+", type=options.path, metavar="PATH", help="transcribe files and folders with the weights of --resume (CHECKPOINT_DIR/best.safetensors)")
     use.add_argument("--output", type=options.path, metavar="FILE", help="write transcripts there as JSON Lines")
     use.add_argument("--evaluate", action=options.OnOff, default=False, help="only print the figures of the test set, with the same weights")
     use.add_argument("--verify_gpu", action=options.OnOff, default=False, help="check GPU, driver, precision, attention, compiler, prefetching and disk for this run, and end")
-    use.add_argument("--export", type=options.path, metavar="DIR", help="write the weights as a folder for transformers, with OpenAI's model.pt; after training, or alone with --resume")
+    use.add_argument("--export", type=options.path, metavar="DIR", help="write the weights as a folder for transformers, with OpenAI's model.pt; after training, or alone with --resume PATH or --model_dir")
     # fmt: on
 
 
@@ -105,8 +106,18 @@ def check_arguments(args, is_demo: bool) -> None:
         raise UsageError("--no_pad_to_30s: a frozen encoder only knows 30 s windows; leave one of the two out")
     if sum((bool(args.transcribe), args.evaluate)) > 1:
         raise UsageError("--transcribe and --evaluate are two things: give one of them")
+    if args.transcribe and args.export:
+        raise UsageError("--transcribe and --export are two things: give one of them")
     if args.output and not args.transcribe:
         raise UsageError("--output goes with --transcribe")
+    if args.beam_size and args.decoding != "beam":
+        raise UsageError("--beam_size goes with --decoding beam")
+    if args.average_by and not args.average_checkpoints:
+        raise UsageError("--average_by goes with --average_checkpoints N")
+    if args.pad_share is not None and (args.pad_to_30s or args.freeze_encoder):
+        raise UsageError("--pad_share is for variable length: --pad_to_30s and --freeze_encoder pad every utterance")
+    if args.export:
+        files.may_write(args.export)  # not after hours of training
     using = args.transcribe or args.evaluate
     if not (using or is_demo or args.resume or args.pretrained or args.from_scratch):
         raise UsageError(
@@ -114,7 +125,10 @@ def check_arguments(args, is_demo: bool) -> None:
         )
     args.model_size_given = args.model_size is not None
     args.model_size = args.model_size or (None if args.pretrained else "demo" if is_demo else "base")
+    args.pad_from = 0  # the epoch, see pad_in_second_half
+    args.pad_share = PAD_SHARE if args.pad_share is None else args.pad_share
     args.pad_to_30s = args.freeze_encoder if args.pad_to_30s is None else args.pad_to_30s
+    args.beam_size, args.average_by = args.beam_size or BEAM_SIZE, args.average_by or "last"
     args.ctc_weight = (0.0 if args.pretrained else 0.3) if args.ctc_weight is None else args.ctc_weight
     for flag in ("spec_augment", "speed_perturbation"):  # the demo's voices hardly vary, and its run is short
         setattr(args, flag, not is_demo if getattr(args, flag) is None else getattr(args, flag))
@@ -156,6 +170,8 @@ def check_resumed(args, sizes: dict[str, dict], saved: dict) -> None:
 
 def read_pretrained(path: str, tokenizer_file: str | None, language: str | None) -> tuple[dict, dict]:
     """Weights and metadata of a Hugging Face folder or OpenAI's .pt: the metadata of this project's checkpoints."""
+    if not Path(path).exists():
+        raise UsageError(f"{path}: no such file or folder, and nothing is downloaded here; a model of the hub's first becomes one: hf download openai/whisper-base --local-dir whisper-base")  # fmt: skip
     weights, config, extras = files.read_model(path)
     tokenizer = text.read(tokenizer_file or extras["tokenizer"], language, vocab_size=config["vocab_size"])
     metadata = {
@@ -275,18 +291,30 @@ def drop_untrainable(corpus: manifest.Corpus, tokenizer, most: int, strict: bool
 
 
 @functools.lru_cache(maxsize=2)
-def padded_items(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
-    """(count,) whether an utterance is padded to the longest window in an epoch."""
+def _drawn_to_be_padded(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
     return np.random.default_rng([seed, epoch, 11]).random(count) < share
+
+
+def padded_items(args, epoch: int, count: int) -> np.ndarray:
+    """(count,) whether an utterance is padded to the longest window in an epoch."""
+    if args.pad_to_30s or epoch < args.pad_from:
+        return np.full(count, args.pad_to_30s)
+    return _drawn_to_be_padded(args.seed, epoch, count, args.pad_share)
+
+
+def pad_in_second_half(args, utterances: int, ranks: int) -> None:
+    """Sets the epoch from which on --pad_share applies. Before the model can read anything, 30 s of mostly silence teach
+    it little and cost as much as ten short utterances."""
+    per_epoch = math.ceil(utterances / (args.batch_size * args.gradient_accumulation_steps * ranks))
+    epochs = min(args.num_epochs or math.inf, (args.max_steps or math.inf) / per_epoch)
+    args.pad_from = int(epochs / 2)
 
 
 def trained_seconds(args, seconds: np.ndarray, longest: float, epoch: int) -> np.ndarray:
     """(N,) lengths as they are computed with in an epoch: after speed perturbation, and where padded, the window's."""
-    if args.pad_to_30s:
-        return np.full(len(seconds), longest)
     if args.speed_perturbation:
         seconds = np.minimum(seconds / audio.speed_factors(args.seed, epoch, len(seconds), SPEEDS), longest)
-    return np.where(padded_items(args.seed, epoch, len(seconds), args.pad_share), longest, seconds)
+    return np.where(padded_items(args, epoch, len(seconds)), longest, seconds)
 
 
 def make_item(
@@ -316,7 +344,7 @@ def make_item(
         "ctc_tokens": torch.tensor(tokens, dtype=torch.long), "heard": len(waveform), "text": transcript, "name": name, "index": index,
     }  # fmt: skip
     if training:
-        if args.pad_to_30s or padded_items(args.seed, epoch, count, args.pad_share)[index]:
+        if padded_items(args, epoch, count)[index]:
             item["audio"] = F.pad(waveform, (0, limit - len(waveform)))  # silence that is heard: it is not masked
         if args.spec_augment:
             random = np.random.default_rng([args.seed, epoch, index])
@@ -467,9 +495,12 @@ def export(args, recogniser: Recogniser) -> None:
 
 
 def only_exports(args) -> bool:
-    """Whether --export is asked for alone: with weights that are there, and nothing to train on or for."""
-    goal = args.train_manifest or getattr(args, "data_dir", None) or args.max_steps_given
-    return bool(args.export and (args.resume or args.pretrained) and not goal)
+    """Whether --export is asked for alone: of weights that are named, with nothing to train on or for. `--resume auto`
+    asks for a run to go on."""
+    goal = args.train_manifest or getattr(args, "data_dir", None) or args.max_steps_given or args.from_scratch
+    goal = goal or getattr(args, "conditions_given", None)
+    named = args.resume != "auto" if args.resume else args.pretrained
+    return bool(args.export and named and not goal)
 
 
 def score(rows: list[dict], normalise: Callable[[str], str] = for_scoring) -> dict[str, tuple[float, float]]:

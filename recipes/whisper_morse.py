@@ -62,6 +62,7 @@ from common.whisper import FRAME, SAMPLE_RATE, Whisper
 RECIPE = "whisper_morse"
 DEMO_STEPS = 1500
 HELD_OUT, MOST_HELD_OUT = 0.05, 200  # of a manifest, where no --val_manifest is given
+EPOCH_CLIPS = 4000
 DEMO_CLIPS = 200  # for evaluation, and as many for the figures at the end
 SIZES = {"demo": files.shape(128, (4, 2), 4), **files.SIZES}
 BLOCK = 64  # samples: frequency, fading and gain are set every 4 ms
@@ -69,6 +70,8 @@ EDGE = 80  # samples of a raised-cosine edge: 5 ms
 SNR_BANDWIDTH = 2_500  # Hz
 CLIP_UNIT = 25 * BLOCK  # samples: clips are whole tenths of a second
 CHIRP_SECONDS = 0.02  # in which a chirping transmitter's frequency settles, to 1/e
+OF_SYNTHESIS = ("conditions", "wpm", "tone", "snr_db", "clip_seconds", "clips_per_epoch", "eval_clips")  # flags
+OF_RECORDINGS = ("max_samples", "cache_audio", "audio_root")
 DATASET_MIX = ("clean", "contest_good", "contest_moderate", "contest_poor", "dx_expedition", "wide")
 
 
@@ -80,9 +83,9 @@ def add_arguments(parser) -> None:
     own.add_argument("--conditions", nargs="+", choices=list(CONDITIONS), metavar="NAME", help=f"what clips are drawn from, each equally likely: {', '.join(CONDITIONS)} (demo; with a model of its own or --from_scratch all but demo)")
     for name, what in (("wpm", "speed, words a minute"), ("tone", "tone, Hz"), ("snr_db", "SNR in 2,500 Hz, dB")):
         own.add_argument(f"--{name}", type=options.number(float, -40), nargs=2, metavar=("LOW", "HIGH"), help=f"{what}, in place of the conditions' own")
-    own.add_argument("--clip_seconds", type=options.number(float, 1.0, 29.0), metavar="S", help="longest clip (29; 4 in the demo)")
-    own.add_argument("--clips_per_epoch", type=options.POSITIVE, default=4000, metavar="N", help="synthetic clips in an epoch; every epoch has new ones (4000)")
-    own.add_argument("--eval_clips", type=options.POSITIVE, default=DEMO_CLIPS, metavar="N", help=f"synthetic clips in the evaluation set, and in the test set ({DEMO_CLIPS})")
+    own.add_argument("--clip_seconds", type=options.number(float, 1.0, 29.0), metavar="S", help="longest clip (29; 3 in the demo)")
+    own.add_argument("--clips_per_epoch", type=options.POSITIVE, metavar="N", help="synthetic clips in an epoch; every epoch has new ones (4000)")
+    own.add_argument("--eval_clips", type=options.POSITIVE, metavar="N", help=f"synthetic clips in the evaluation set, and in the test set ({DEMO_CLIPS})")
     own.add_argument("--alignment_weight", type=options.SHARE, metavar="X", help="share of an auxiliary loss on the encoder, what is being sent in every frame, for synthetic clips from scratch (0.3 there)")
     own.add_argument("--test_manifest", type=options.path, metavar="FILE", help="with --train_manifest, for the figures at the end (the evaluation set)")
     own.add_argument("--data_dir", type=options.path, metavar="DIR", help="train from and evaluate on a folder of recordings with metadata.csv or splits/")
@@ -322,7 +325,7 @@ CONDITIONS = {
         Conditions("dx_expedition", snr_db=(8, 18), interferers=(3, 5), interferer_db=(-15, -2), crashes=(0.0, 0.2), agc=0.7, filters=(250, 500), **_FADING),
         Conditions("wide", wpm=(10, 45), tone=(300, 1200), snr_db=(-12, 20), farnsworth=(1.0, 1.5), interferers=(0, 3), crashes=(0.0, 0.5),
                    agc=0.5, filters=(0, 0, 250, 500), **{**_FADING, "drift": (0.0, 100.0)}),
-        Conditions("demo", wpm=(15, 30), tone=(400, 1000), snr_db=(0, 20)),
+        Conditions("demo", wpm=(15, 28), tone=(450, 900), snr_db=(0, 20)),
     )
 }  # fmt: skip
 
@@ -717,8 +720,10 @@ class RecordedClips:
 
 def read_clips(args) -> dict[str, SyntheticClips | RecordedClips]:
     """The clips to train on, to evaluate on and to test on."""
-    if args.train_manifest:
+    if args.train_manifest or args.test_manifest:
         paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
+        if args.evaluate and args.test_manifest:
+            paths = {"test": args.test_manifest}
         corpora = manifest.load_splits(args, paths, normalise, HELD_OUT, MOST_HELD_OUT)
         return {
             name: RecordedClips(args, from_corpus(corpora[name], f"{name} set", args.strict_data)) for name in corpora
@@ -738,7 +743,7 @@ def read_clips(args) -> dict[str, SyntheticClips | RecordedClips]:
     clips = {named[split]: RecordedClips(args, recordings) for split, recordings in found.items() if len(recordings)}
     if "val" not in clips and "test" in clips:
         clips["val"] = clips["test"]
-    missing = [name for name in ("train", "val") if name not in clips]
+    missing = [name for name in ("train", "val") if name not in clips and not (args.evaluate and name == "train")]
     if missing:
         raise DataError(f"--data_dir {args.data_dir}: no usable clips in {' and '.join(missing)}")
     return clips
@@ -807,11 +812,13 @@ def resolve(args) -> None:
     """Fills in what depends on other flags, and refuses what contradicts."""
     if args.train_manifest and args.data_dir:
         raise UsageError("--train_manifest and --data_dir both name recordings: give one of them")
-    if args.test_manifest and not args.train_manifest:
-        raise UsageError("--test_manifest was given without --train_manifest")
+    if args.test_manifest and not (args.train_manifest or args.evaluate):
+        raise UsageError("--test_manifest was given without --train_manifest; alone it goes with --evaluate")
+    if args.test_manifest and args.data_dir:
+        raise UsageError("--test_manifest and --data_dir both name recordings to test on: give one of them")
     if args.use_chunking and not args.train_manifest:
         raise UsageError("--use_chunking cuts recordings by a manifest's segment times: it goes with --train_manifest")
-    recorded = args.data_dir or args.train_manifest
+    recorded = args.data_dir or args.train_manifest or args.test_manifest
     is_demo = not (recorded or args.from_scratch or args.model_dir or args.model_file or args.conditions)
     given = (args.num_epochs, args.max_steps, args.eval_every)
     options.resolve(args, DEMO_STEPS)
@@ -828,19 +835,27 @@ def resolve(args) -> None:
         raise UsageError(
             "--alignment_weight and --ctc_weight train the same output layer of the encoder: give one of them"
         )
-    if recorded and (args.conditions or args.wpm or args.tone or args.snr_db or args.clip_seconds):
-        raise UsageError("--conditions, --wpm, --tone, --snr_db and --clip_seconds are for synthetic clips, not for recordings")  # fmt: skip
+    if recorded and any(getattr(args, name) is not None for name in OF_SYNTHESIS):
+        raise UsageError(f"{', '.join(f'--{name}' for name in OF_SYNTHESIS)} are for synthetic clips, not for recordings")  # fmt: skip
+    if not recorded and any(getattr(args, name) for name in OF_RECORDINGS):
+        raise UsageError(f"{', '.join(f'--{name}' for name in OF_RECORDINGS)} are for recordings: --data_dir or --train_manifest")  # fmt: skip
+    if args.audio_root and args.data_dir:
+        raise UsageError("--audio_root is for --train_manifest: the paths in metadata.csv start at --data_dir")
     aligned = not (recorded or args.model_dir or args.model_file or args.ctc_weight)
     if args.alignment_weight is None:
         args.alignment_weight = 0.3 if aligned else 0.0
     if aligned and args.alignment_weight:
         args.ctc_weight = 0.0
+        if args.speed_perturbation:
+            raise UsageError("--speed_perturbation would move what --alignment_weight trains on; synthetic clips have speeds of their own: --wpm LOW HIGH")  # fmt: skip
     # Off unless asked for: a masked span takes symbols away, and another speed is drawn anyway.
     for flag in ("spec_augment", "speed_perturbation"):
         setattr(args, flag, bool(getattr(args, flag)))
     task.check_arguments(args, is_demo)
+    args.conditions_given = args.conditions
+    args.clips_per_epoch, args.eval_clips = args.clips_per_epoch or EPOCH_CLIPS, args.eval_clips or DEMO_CLIPS
     args.conditions = args.conditions or (["demo"] if is_demo else [name for name in CONDITIONS if name != "demo"])
-    args.clip_seconds = args.clip_seconds or (4.0 if is_demo else None)
+    args.clip_seconds = args.clip_seconds or (3.0 if is_demo else None)
 
 
 def main(args) -> None:
@@ -864,6 +879,7 @@ def main(args) -> None:
     tokenizer, longest = text.make(metadata["tokenizer"]), task.check_limits(args, metadata["config"])
     metadata["longest"] = max(float(clips["train"].seconds(0).max()), metadata.get("longest", 0.0))
     blank = tokenizer.end if args.alignment_weight and metadata["ctc_tokens"] else 0
+    task.pad_in_second_half(args, len(clips["train"]), setup.ranks.size)
     load = functools.partial(load_item, clips["train"], tokenizer, args, longest, blank, True)
     model = task.start_model(args, metadata, weights, load, len(clips["train"])).to(setup.device)
     task.compile_and_checkpoint(args, model)

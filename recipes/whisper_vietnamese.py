@@ -28,13 +28,13 @@ from common import text as written
 from common import whisper_files as files
 from common import whisper_task as task
 from common import whisper_text as text
-from common.errors import exit_with_one_line
+from common.errors import UsageError, exit_with_one_line
 from common.loop import train
 from common.whisper import SAMPLE_RATE, Whisper
 
 RECIPE = "whisper_vietnamese"
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
-DEMO_STEPS = 1000
+DEMO_STEPS = 1500
 HELD_OUT, MOST_HELD_OUT = 0.05, 200  # of the training data, where no --val_manifest is given
 SIZES = {"demo": files.shape(144, (4, 2), 4), **files.SIZES}
 
@@ -59,9 +59,12 @@ def for_scoring(transcript: str) -> str:
 
 
 def read_corpora(args) -> dict[str, manifest.Corpus]:
-    """The checked corpora "train", "val" and, where there is one, "test"; the demo's where no manifest is given."""
+    """The checked corpora "train", "val" and, where there is one, "test"; the demo's where no manifest is given. For
+    --evaluate the test set alone does."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-    if not args.train_manifest:
+    if args.evaluate and args.test_manifest:
+        paths = {"test": args.test_manifest}
+    elif not args.train_manifest:
         print("no --train_manifest: using the demo corpus (synthetic speech)")
         folder = task.folder_of(args, "vietnamese_demo")
         paths = demo.speech_corpus(folder, demo.VIETNAMESE_WORDS, demo.VIETNAMESE_VOICES, DEMO_SIZES)
@@ -104,13 +107,19 @@ def final_figures(args, recogniser: task.Recogniser, eval_batches, name: str, us
         print_improvement(args, rows, eval_batches, setup)
 
 
+def read_baseline(args) -> tuple[dict, dict]:
+    """Weights and metadata of --compare_to. Raises `UsageError`."""
+    path = Path(args.compare_to)
+    if not path.exists():
+        raise UsageError(f"--compare_to {path}: no such file or folder")
+    if path.is_file() and (path.suffix == ".safetensors" or path.name.startswith("checkpoint_step_")):
+        return checkpoint.read_weights(path, RECIPE)
+    return task.read_pretrained(args.compare_to, args.tokenizer_file if args.pretrained else None, args.language)
+
+
 def print_improvement(args, rows: list[dict], eval_batches, setup) -> None:
     """WER and CER of --compare_to on the same utterances, and by how much this model's are lower."""
-    path = Path(args.compare_to)
-    if path.suffix == ".safetensors" or path.name.startswith("checkpoint_step_"):
-        weights, metadata = checkpoint.read_weights(path, RECIPE)
-    else:
-        weights, metadata = task.read_pretrained(args.compare_to, args.tokenizer_file, args.language)
+    weights, metadata = read_baseline(args)
     model = task.make_model(metadata)
     checkpoint.load_weights(model, weights)
     baseline = task.Recogniser(model.to(setup.device).eval(), metadata, args)
@@ -141,6 +150,14 @@ def start(args, corpora: dict, resumed: dict | None) -> tuple[dict, dict | None]
 def main(args) -> None:
     options.resolve(args, DEMO_STEPS)
     task.check_arguments(args, is_demo=not args.train_manifest)
+    if args.test_manifest and not (args.train_manifest or args.evaluate):
+        raise UsageError("--test_manifest was given without --train_manifest; alone it goes with --evaluate")
+    if args.vocab_size and args.pretrained:
+        raise UsageError(f"--vocab_size is for models from scratch: {args.pretrained} has its own vocabulary")
+    if args.compare_to and args.transcribe:
+        raise UsageError("--compare_to goes with training and --evaluate: files to transcribe have no reference")
+    if args.compare_to:
+        read_baseline(args)  # what is wrong with it is said now, not after hours of training
     # Few, short pieces: with whole syllables as tokens the demo's CER was 62 % where it is 26 % with these.
     args.vocab_size = args.vocab_size or (500 if args.train_manifest else 320)
     if args.verify_gpu:
@@ -160,6 +177,7 @@ def main(args) -> None:
     tokenizer, longest = text.make(metadata["tokenizer"]), task.check_limits(args, metadata["config"])
     train_set = task.drop_untrainable(corpora["train"], tokenizer, args.max_target_tokens, args.strict_data)
     metadata["longest"] = max(float(train_set.seconds.max()), metadata.get("longest", 0.0))
+    task.pad_in_second_half(args, len(train_set), setup.ranks.size)
     load = functools.partial(load_item, train_set, tokenizer, args, longest, True)
     model = task.start_model(args, metadata, weights, load, len(train_set)).to(setup.device)
     task.compile_and_checkpoint(args, model)

@@ -477,7 +477,7 @@ LONG = "id,audio_file,text,wpm,duration,is_noise_only,snr_db"
         ("id,audio_file,text", ["1,a\0.wav,E"], r"metadata.csv:2: (audio_file is empty|line contains NUL)"),
         ("id,audio_file,text", ['1,a.wav,"E'], r"metadata.csv:2: unexpected end"),
         ("id,audio_file,text", ['1,"a"b.wav,E'], r"metadata.csv:2: "),
-        ("id,audio_file,text", ["1,a.wav," + "E" * 200_000], r"metadata.csv:2: field larger"),
+        ("id,audio_file,text", ["1,a.wav," + "E" * (1 << 24 | 1)], r"metadata.csv:2: field larger"),
         ("id,audio_file,text", [b"1,a.wav,\xff"], "is not UTF-8"),
         (LONG, ["1,a.wav,E,fast,1,0,3"], r"metadata.csv:2: wpm is no number: 'fast'"),
         (LONG, ["1,a.wav,E,20,1,0,inf"], r"metadata.csv:2: snr_db is inf"),

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from common import options
+from common import whisper_task as task
+from recipes import whisper_morse, whisper_vietnamese
+
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "run_training_memory_optimized.sh"
 BASE = getattr(sys, "_base_executable", sys.executable)
@@ -192,6 +196,182 @@ def test_a_users_flags_win_and_resume_is_added_only_where_nothing_is_loaded(proj
     for given in (["--resume", "a.pt"], ["--resume=a.pt"], ["--init_from", "a.pt"], ["--transcribe", "a.wav"]):
         words = printed(run(project, "t4", *given, path=path))
         assert words[-len(given) :] == given and "auto" not in words
+
+
+# --- Whisper's wrappers ------------------------------------------------------------------------------------------------
+
+MORSE, VIETNAMESE = "run_whisper_morse.sh", "run_whisper_vietnamese.sh"
+RECIPES = {MORSE: whisper_morse, VIETNAMESE: whisper_vietnamese}
+TIERS = {MORSE: "32gb 24gb 16gb 8gb cpu".split(), VIETNAMESE: "a100 24gb 16gb 8gb cpu".split()}
+PRODUCTS = {MORSE: 96, VIETNAMESE: 24}
+MODEL, DATA = ["--model_dir", "whisper"], ["--train_manifest", "train.json"]
+
+
+def command_of(wrapper: str, *arguments: str, status: int = 0) -> list[str]:
+    """The flags that a wrapper would start its recipe with, or the words of its error."""
+    command = [str(ROOT / wrapper), *arguments, "--print"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+    if status:
+        return error_line(result, status).split()
+    assert result.returncode == 0, result.stderr
+    words = result.stdout.split()
+    assert words[:2] == ["python", str(ROOT / "recipes" / Path(RECIPES[wrapper].__file__).name)]
+    return words[2:]
+
+
+def resolved(wrapper: str, words: list[str]):
+    """What the recipe makes of flags."""
+    recipe, parser = RECIPES[wrapper], options.Parser("test")
+    recipe.add_arguments(parser)
+    args = parser.parse_args(words)
+    if wrapper == MORSE:
+        recipe.resolve(args)
+    else:
+        options.resolve(args, recipe.DEMO_STEPS)
+        task.check_arguments(args, is_demo=not args.train_manifest)
+    return args
+
+
+def of_window(args) -> int:
+    return args.batch_size * args.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize("wrapper", RECIPES)
+def test_every_row_of_whisper_has_the_same_update_and_is_understood(wrapper):
+    for tier in TIERS[wrapper]:
+        for size in "tiny base small medium large turbo".split():
+            needs_model = (tier, size) in {("8gb", "medium"), ("8gb", "turbo"), ("16gb", "large")}
+            if (tier, size) == ("8gb", "large"):
+                assert "large does not fit in tier 8gb" in " ".join(command_of(wrapper, tier, size, *MODEL, status=2))
+                continue
+            args = resolved(wrapper, command_of(wrapper, tier, size, *MODEL))
+            assert of_window(args) == PRODUCTS[wrapper] and not args.from_scratch and args.model_size is None
+            assert args.freeze_encoder == needs_model and args.learning_rate is None
+            assert args.device == ("cpu" if tier == "cpu" else "auto")
+            if needs_model:
+                assert "frozen encoder only" in " ".join(command_of(wrapper, tier, size, status=2))
+            else:
+                args = resolved(wrapper, command_of(wrapper, tier, size, *DATA))
+                assert of_window(args) == PRODUCTS[wrapper] and args.from_scratch
+                assert args.model_size == {"large": "large-v3"}.get(size, size)
+
+
+@pytest.mark.parametrize(("wrapper", "window"), [(MORSE, 24), (VIETNAMESE, 16)])
+def test_with_nothing_prepared_whisper_runs_the_recipes_own_demo_in_every_tier(wrapper, window):
+    for words in [[], *([tier] for tier in TIERS[wrapper]), ["auto", "demo"], ["8gb", "demo"]]:
+        found = command_of(wrapper, *words)
+        args, plain = resolved(wrapper, found), resolved(wrapper, [])
+        assert (args.model_size, args.max_steps, of_window(args)) == ("demo", RECIPES[wrapper].DEMO_STEPS, window)
+        assert args.warmup_steps is args.max_target_tokens is args.learning_rate is None and not args.from_scratch
+        assert (args.eval_every, args.save_every) == (plain.eval_every, plain.save_every)
+        assert found[-2:] == ["--resume", "auto"]
+    for given in (MODEL, DATA):
+        assert "size demo" in " ".join(command_of(wrapper, "cpu", "demo", *given, status=2))
+
+
+@pytest.mark.parametrize(("wrapper", "title"), [(MORSE, "Morse"), (VIETNAMESE, "Vietnamese")])
+def test_the_readme_has_the_rows_as_they_are(wrapper, title):
+    letters = {"R": "gradient_checkpointing", "F": "freeze_encoder", "H": "use_cpu_offload"}
+    lines = iter((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
+    head = next(line for line in lines if line.startswith(f"| {title} | `tiny`"))
+    sizes = [cell.split("`")[1] for cell in head.split("|")[2:-1]]
+    next(lines)
+    tiers = set()
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        name, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        tier = name.split("`")[1]
+        tiers.add(tier)
+        for size, cell in zip(sizes, cells, strict=True):
+            if cell == "-":
+                command_of(wrapper, tier, size, *MODEL, status=2)
+                continue
+            args = resolved(wrapper, command_of(wrapper, tier, size, *MODEL))
+            found = f"{args.batch_size} x {args.gradient_accumulation_steps}"
+            found += "".join(f" {letter}" for letter, flag in letters.items() if getattr(args, flag))
+            assert sorted((found + " 8" * (args.optimizer == "adamw_8bit")).split()) == sorted(cell.split()), (
+                tier,
+                size,
+            )
+    assert tiers == set(TIERS[wrapper])
+
+
+def test_vietnamese_defaults_are_the_guides():
+    args = resolved(VIETNAMESE, command_of(VIETNAMESE, "8gb", *DATA))
+    assert (args.model_size, args.from_scratch, args.learning_rate) == ("base", True, 1e-4)
+    assert (args.warmup_steps, args.max_steps, args.save_every, args.keep_last) == (1000, 50_000, 1000, 5)
+    assert (args.max_target_tokens, args.lr_schedule, args.mixed_precision) == (256, "cosine", "auto")
+    args = resolved(VIETNAMESE, command_of(VIETNAMESE, "8gb", "tiny", *DATA, *MODEL, "--num_epochs", "3"))
+    assert (args.num_epochs, args.max_steps, args.learning_rate, args.warmup_steps) == (3, None, None, 1000)
+
+
+def test_morse_rows_are_the_guides():
+    for words, expected in {
+        ("16gb", "small"): (48, 2, 6), ("32gb", "small"): (48, 2, 6), ("32gb", "medium"): (32, 3, 6),
+        ("32gb", "large"): (16, 6, 6), ("32gb", "many"): (64, 4, 8),
+    }.items():  # fmt: skip
+        args = resolved(MORSE, command_of(MORSE, *words, *MODEL))
+        assert (args.batch_size, args.gradient_accumulation_steps, args.dataloader_num_workers) == expected
+    for tier in TIERS[MORSE]:
+        args = resolved(MORSE, command_of(MORSE, tier, "many", "--conditions", "wide"))
+        assert of_window(args) == 256 and args.model_size == "small" and args.conditions == ["wide"]
+    assert resolved(MORSE, command_of(MORSE, "24gb", "--conditions", "wide")).model_size == "small"
+
+
+@pytest.mark.parametrize("wrapper", RECIPES)
+def test_a_users_flags_win_over_whispers_rows(wrapper):
+    args = resolved(
+        wrapper, command_of(wrapper, "16gb", "medium", *MODEL, "--batch_size", "1", "--no_gradient_checkpointing")
+    )
+    assert args.batch_size == 1 and not args.gradient_checkpointing and args.optimizer == "adamw_8bit"
+    # What excludes an option of the row takes its place.
+    args = resolved(wrapper, command_of(wrapper, "16gb", "medium", *MODEL, "--use_cpu_offload"))
+    assert args.optimizer == "adamw" and args.use_cpu_offload
+    args = resolved(wrapper, command_of(wrapper, "8gb", "medium", *MODEL, "--optimizer", "adamw_8bit"))
+    assert args.optimizer == "adamw_8bit" and not args.use_cpu_offload
+    args = resolved(wrapper, command_of(wrapper, "cpu", *DATA, "--model_size=tiny", "--learning_rate=1e-3"))
+    assert (args.model_size, args.learning_rate) == ("tiny", 1e-3)
+    words = command_of(wrapper, "8gb", *DATA, "--resume", "a.pt")
+    assert words[-2:] == ["--resume", "a.pt"] and "auto" not in words and "--model_size" not in words
+    assert "auto" not in command_of(wrapper, "8gb", *DATA, "--init_from", "a.pt")
+
+
+@pytest.mark.parametrize("wrapper", RECIPES)
+def test_using_whisper_brings_nothing_of_training(wrapper):
+    uses = [["--transcribe", "a.wav"], ["--evaluate", *MODEL]]
+    if wrapper == MORSE:
+        uses.append(["--write_dataset", "d", "9"])
+    for use in uses:
+        plain = ["--output_dir", f"runs/{Path(RECIPES[wrapper].__file__).stem}", "--mixed_precision"]
+        assert command_of(wrapper, "cpu", *use) == [*plain, "--device", "cpu", *use]
+        assert command_of(wrapper, "8gb", "medium", *use) == [*plain, *use]
+    assert command_of(wrapper, "cpu", "--verify_gpu")[-1] == "--verify_gpu"
+
+
+@pytest.mark.parametrize("wrapper", RECIPES)
+def test_wrong_words_for_whisper_are_usage_errors(wrapper, tmp_path):
+    tier = " ".join(command_of(wrapper, "small", status=2))
+    assert "no tier 'small': it is auto, " in tier and tier.endswith("8gb or cpu; a size comes after it")
+    assert "no size 'huge': it is demo, tiny, base, small, " in " ".join(command_of(wrapper, "8gb", "huge", status=2))
+    link = tmp_path / "link.sh"
+    link.symlink_to(ROOT / wrapper)
+    for command in (["sh", wrapper], [str(link)]):
+        result = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        assert result.returncode == 0 and f"./{wrapper} [TIER] [SIZE]" in result.stdout and not result.stderr
+
+
+def test_whispers_tiers_follow_the_gpu(project, tmp_path):
+    script(tmp_path / "driver/nvidia-smi", FAKE_NVIDIA_SMI)
+    for wrapper in RECIPES:
+        shutil.copy(ROOT / wrapper, project / wrapper)
+    for memory, morse, vietnamese in (
+        ("81559", "32gb", "a100"), ("32607", "32gb", "24gb"), ("24564", "24gb", "24gb"), ("16376", "16gb", "16gb"),
+        ("15360", "8gb", "8gb"), ("8151", "8gb", "8gb"), ("", "cpu", "cpu"),
+    ):  # fmt: skip
+        for wrapper, tier in ((MORSE, morse), (VIETNAMESE, vietnamese)):
+            result = run(project, "--print", command=[str(project / wrapper)], path=[tmp_path / "driver"], GPUS=memory)
+            assert result.returncode == 0 and result.stderr == f"tier: {tier} (auto)\n"
 
 
 # --- the tier --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""Does an exported folder transcribe in transformers as the run that it is of does here? Both on the demo's test set.
+
+    python benchmarks/whisper_export.py vietnamese EXPORTED --against RUN [flags of the recipe]
+    python benchmarks/whisper_export.py morse EXPORTED --against RUN --eval_clips 100
+
+EXPORTED: what --export wrote. RUN: that run's --output_dir, with checkpoints/ and, Vietnamese, data/vietnamese_demo/. The
+recipe's flags choose other weights (--resume FILE) or other data, as with its --evaluate, which is what runs here.
+
+transformers: WhisperForConditionalGeneration.from_pretrained and WhisperProcessor, clips filled up to 30 s, greedy. Ours: the
+recipe's own decoding of clips as long as they are; then one greedy pass without its fallback to higher temperatures; then the
+same at 30 s. `generate` is held to one call and 200 tokens a clip: a model that has not learned to end would, with tokens that
+it takes for timestamps, be asked again for ever."""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import morse, options, text
+from common import whisper_task as task
+from common.errors import exit_with_one_line
+from common.whisper import SAMPLE_RATE
+from recipes import whisper_morse, whisper_vietnamese
+
+RECIPES = {"vietnamese": (whisper_vietnamese, text.for_scoring), "morse": (whisper_morse, morse.for_scoring)}
+MOST = 200  # new tokens
+THEIRS, EXAMPLES = "transformers, 30 s", 5
+
+
+class Exported:
+    """The folder as transformers loads it."""
+
+    def __init__(self, folder: str, where: torch.device):
+        from transformers import WhisperForConditionalGeneration, WhisperProcessor
+
+        self.model = WhisperForConditionalGeneration.from_pretrained(folder).to(where).eval()
+        self.processor = WhisperProcessor.from_pretrained(folder)
+
+    def texts(self, batch: dict) -> list[str]:
+        lengths = batch["audio_lengths"].tolist()
+        arrays = [waveform[:length].numpy() for waveform, length in zip(batch["audio"], lengths, strict=True)]
+        features = self.processor(arrays, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
+        tokens = self.model.generate(
+            features.to(self.model.device), do_sample=False, num_beams=1, max_new_tokens=MOST, return_timestamps=False,
+            force_unique_generate_call=True,
+        )  # fmt: skip
+        return [one.strip() for one in self.processor.batch_decode(tokens, skip_special_tokens=True)]
+
+
+def decode_by_all(folder: str, found: dict[str, list[dict]], seconds: dict[str, float]):
+    """`task.decode_set`, which the recipe calls for its test set, with every way of decoding; fills `found` and
+    `seconds` by way."""
+    decode_set = task.decode_set
+
+    def both(model, eval_batches, names, texts_of):
+        recogniser, kept, padded = texts_of.__self__, list(eval_batches), model.pad_to_longest
+        where = next(model.parameters()).device
+        for way, decoder, at_30s in (
+            (f"ours, {recogniser.method}, as the recipe decodes", recogniser.texts, padded),
+            ("ours, one greedy pass", recogniser.greedy_texts, padded),
+            ("ours, one greedy pass, 30 s", recogniser.greedy_texts, True),
+        ):
+            model.pad_to_longest, started = at_30s, time.perf_counter()
+            found[way] = decode_set(model, kept, [], decoder)[0]
+            seconds[way] = time.perf_counter() - started
+        model.pad_to_longest = padded
+        exported, started = Exported(folder, where), time.perf_counter()
+        texts = [one for batch in kept for one in exported.texts(batch)]
+        seconds[THEIRS] = time.perf_counter() - started
+        ours = next(iter(found.values()))
+        found[THEIRS] = [{**row, "hypothesis": theirs} for row, theirs in zip(ours, texts, strict=True)]
+        return ours, {}
+
+    return both
+
+
+def main(both) -> None:
+    args, rest = both
+    recipe, normalise = RECIPES[args.recipe]
+    parser, found, seconds = options.Parser("the recipe's flags"), {}, {}
+    recipe.add_arguments(parser)
+    with tempfile.TemporaryDirectory() as logs:
+        own = parser.parse_args(["--evaluate", "--output_dir", args.against, "--log_dir", logs, *rest])
+        with mock.patch.object(task, "decode_set", decode_by_all(args.exported, found, seconds)):
+            recipe.main(own)
+    theirs = found[THEIRS]
+    print(f"\n{len(theirs)} clips of the {args.recipe} test set, {args.exported}\n")
+    print("| | CER, % | WER, % | the same as transformers', % | s |\n|---|---|---|---|---|")
+    for way, rows in found.items():
+        scores = task.score(rows, normalise)
+        same = [row["hypothesis"] == other["hypothesis"] for row, other in zip(rows, theirs, strict=True)]
+        print(f"| {way} | {100 * task.rate(scores['cer']):.2f} | {100 * task.rate(scores['wer']):.2f} | "
+              f"{100 * sum(same) / len(same):.1f} | {seconds[way]:.1f} |")  # fmt: skip
+    pairs = [
+        pair
+        for pair in zip(next(iter(found.values())), theirs, strict=True)
+        if len({one["hypothesis"] for one in pair}) > 1
+    ]
+    for ours, other in pairs[:EXAMPLES]:
+        print(
+            f"\nreference     {ours['reference']}\nours          {ours['hypothesis']}\ntransformers  {other['hypothesis']}"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", choices=list(RECIPES))
+    parser.add_argument("exported", help="what --export wrote")
+    parser.add_argument("--against", default=".", metavar="RUN", help="the run's --output_dir (.)")
+    exit_with_one_line(main, parser.parse_known_args())
