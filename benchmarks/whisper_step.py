@@ -6,7 +6,8 @@ weights: time and peak memory on the same clips, with the same weights and the s
 
 transformers' step is what its training scripts do: WhisperFeatureExtractor on the clips (on the CPU), padded to 30 s,
 as its model asks, forward with labels whose padding is -100, backward, AdamW. Ours starts from the waveforms, too.
-Every measurement is a process of its own; the rows take turns, --runs times. The first step of a process is not timed:
+Every measurement is a process of its own; the rows take turns, --runs times. On a CPU that others use, too, mind the
+processor time (of all threads together, which sleep while they wait): the clock's is what the others leave. The first step of a process is not timed:
 its loss is the one in the table. Padded to 30 s both compute the same and have the same loss; at the clips' own length
 the loss differs, since the encoder does not see the padding. Two micro-batches, the longer half and the shorter half, are
 what the recipes make of --batch_size 4 --gradient_accumulation_steps 2: the same gradient, less padding."""
@@ -133,22 +134,23 @@ def child(who: str, args) -> None:
     theirs = who == next(iter(ROWS))
     step, (_, trained) = their_step(args, clips, where) if theirs else our_step(args, ROWS[who], clips, where)
 
-    def measured() -> tuple[float, float]:
+    def measured() -> tuple[float, float, float]:
+        """Seconds by the clock, by the processor, and the loss."""
         if cuda:
             torch.cuda.synchronize(where)
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         loss = step()
         if cuda:
             torch.cuda.synchronize(where)
-        return time.perf_counter() - started, float(loss)
+        return time.perf_counter() - started, time.process_time() - used, float(loss)
 
     # Optimizer states and, on a GPU, kernels and their workspaces are made in the first step, or the second.
-    (_, loss), *_ = [measured() for _ in range(3 if cuda else 1)]
+    (_, _, loss), *_ = [measured() for _ in range(3 if cuda else 1)]
     if cuda:
         torch.cuda.reset_peak_memory_stats(where)
-    seconds = [measured()[0] for _ in range(args.steps)]
+    seconds, used, _ = zip(*[measured() for _ in range(args.steps)], strict=True)
     peak = torch.cuda.max_memory_allocated(where) if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": seconds, "bytes": peak, "loss": loss, "trained": trained}))
+    print(json.dumps({"seconds": seconds, "processor": used, "bytes": peak, "loss": loss, "trained": trained}))
 
 
 def describe(args) -> None:
@@ -158,24 +160,27 @@ def describe(args) -> None:
     where = f"{torch.cuda.get_device_name(args.device)}, bf16 autocast" if gpu else f"fp32, {args.threads} threads"
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {where}; {args.size}, {args.clips} clips of "
           f"{args.shortest:g} to {args.longest:g} s, median of {args.runs} x {args.steps} steps")  # fmt: skip
-    print(f"| | trained | s a step | {'GPU memory' if gpu else 'whole process'}, GiB | times faster | of the memory | loss |\n"
-          "|---|---|---|---|---|---|---|")  # fmt: skip
+    print(f"| | trained | s a step | processor, s | {'GPU memory' if gpu else 'whole process'}, GiB | times faster: by the clock | "
+          "processor | of the memory | loss |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
 
 
 def main(args) -> None:
-    found = {who: [] for who in ROWS if not args.rows or any(row in who for row in (next(iter(ROWS)), *args.rows))}
+    found = {who: [] for who in ROWS if not args.rows or who in (next(iter(ROWS)), *args.rows)}
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # else waiting for a thread is work, too
     for _ in range(args.runs):
         for who in found:
             command = [sys.executable, *sys.argv, "--child", who]
-            found[who].append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+            ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+            found[who].append(json.loads(ran.stdout))
+            print(f"{who}: {found[who][-1]}", file=sys.stderr, flush=True)
     describe(args)
     reference = None
     for who, runs in found.items():
-        seconds = statistics.median(second for run in runs for second in run["seconds"])
+        seconds, used = (statistics.median(x for run in runs for x in run[key]) for key in ("seconds", "processor"))
         peak, loss = statistics.median(run["bytes"] for run in runs), runs[0]["loss"]
-        reference = reference or (seconds, peak, loss)
-        print(f"| {who} | {runs[0]['trained'] / 1e6:.1f} M | {seconds:.2f} | {peak / 2**30:.2f} | {reference[0] / seconds:.2f} | "
-              f"{peak / reference[1]:.2f} | {loss:.6f} |", flush=True)  # fmt: skip
+        reference = reference or (seconds, peak, loss, used)
+        print(f"| {who} | {runs[0]['trained'] / 1e6:.1f} M | {seconds:.2f} | {used:.2f} | {peak / 2**30:.2f} | {reference[0] / seconds:.2f} | "
+              f"{reference[3] / used:.2f} | {peak / reference[1]:.2f} | {loss:.6f} |", flush=True)  # fmt: skip
         if who == "ours, 30 s":
             difference = abs(loss / reference[2] - 1)
     if "ours, 30 s" in found:
@@ -193,9 +198,7 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3, help="processes of each row")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of each process")
-    parser.add_argument(
-        "--rows", nargs="+", metavar="PART", help="only rows whose names contain one of these, and the first"
-    )
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="NAME", help="only these rows, and the first")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()

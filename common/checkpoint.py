@@ -137,7 +137,9 @@ def read(path: Path, recipe: str) -> dict:
             f"{path} is no checkpoint of this project (it holds: {keys}); --resume takes what a run of recipes/{recipe}.py saved"
         )
     if content["recipe"] != recipe:
-        raise UsageError(f"{path} was saved by recipes/{content['recipe']}.py, not by recipes/{recipe}.py; a new run goes into another --output_dir")
+        raise UsageError(
+            f"{path} was saved by recipes/{content['recipe']}.py, not by recipes/{recipe}.py; a new run goes into another --output_dir"
+        )
     return content
 
 

@@ -36,7 +36,7 @@ FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH = 2, 10 / 80
 TIME_MASKS, TIME_MASK_WIDTH = 2, 0.05
 START_UTTERANCES = 32  # that the initial weights of a model from scratch are fitted to
 BEAM_SIZE, PAD_SHARE = 5, 0.05
-FROM_SCRATCH_RATE = 2e-3
+SMALL_RATE = 2e-3  # from scratch, for models narrower than the smallest released one
 FINE_TUNING_RATES = {
     384: 3.75e-5,
     512: 2.5e-5,
@@ -250,7 +250,9 @@ def start_model(args, metadata: dict, weights: dict | None, load: Callable[[int,
     if args.learning_rate is None:
         width = metadata["config"]["d_model"]
         nearest = min(FINE_TUNING_RATES, key=lambda known: abs(known - width))
-        args.learning_rate = FINE_TUNING_RATES[nearest] if metadata["pretrained"] else FROM_SCRATCH_RATE
+        args.learning_rate = FINE_TUNING_RATES[nearest]
+        if not metadata["pretrained"]:  # pre-training's own, and more below its smallest width
+            args.learning_rate = 40 * args.learning_rate if width >= min(FINE_TUNING_RATES) else SMALL_RATE
         print(f"learning rate: {args.learning_rate:g} ({'fine-tuning at this width' if metadata['pretrained'] else 'from scratch'})")  # fmt: skip
     total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
     print(f"model: {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M of them trained; {metadata['config']['vocab_size']} tokens")  # fmt: skip
@@ -302,12 +304,12 @@ def padded_items(args, epoch: int, count: int) -> np.ndarray:
     return _drawn_to_be_padded(args.seed, epoch, count, args.pad_share)
 
 
-def pad_in_second_half(args, utterances: int, ranks: int) -> None:
-    """Sets the epoch from which on --pad_share applies. Before the model can read anything, 30 s of mostly silence teach
-    it little and cost as much as ten short utterances."""
+def pad_in_second_half(args, metadata: dict, utterances: int, ranks: int) -> None:
+    """Sets the epoch from which on --pad_share applies; a resumed run keeps the one it began with. Before the model can
+    read anything, 30 s of mostly silence teach it little and cost as much as ten short utterances."""
     per_epoch = math.ceil(utterances / (args.batch_size * args.gradient_accumulation_steps * ranks))
     epochs = min(args.num_epochs or math.inf, (args.max_steps or math.inf) / per_epoch)
-    args.pad_from = int(epochs / 2)
+    args.pad_from = metadata.setdefault("pad_from", int(epochs / 2))
 
 
 def trained_seconds(args, seconds: np.ndarray, longest: float, epoch: int) -> np.ndarray:

@@ -257,7 +257,9 @@ def read(path: str | Path, language: str | None, task: str = "transcribe", vocab
     )
     file = next((f for f in inside if f.is_file()), None) if path.is_dir() else path
     if file is None:
-        raise UsageError(f"{path} holds no tokenizer: it needs tokenizer.json, vocab.json with merges.txt, or OpenAI's multilingual.tiktoken; --tokenizer_file names one elsewhere")
+        raise UsageError(
+            f"{path} holds no tokenizer: it needs tokenizer.json, vocab.json with merges.txt, or OpenAI's multilingual.tiktoken; --tokenizer_file names one elsewhere"
+        )
     try:
         if file.suffix == ".tiktoken":
             tokenizer = _from_tiktoken(file, language, task, vocab_size)

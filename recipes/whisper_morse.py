@@ -71,12 +71,13 @@ SNR_BANDWIDTH = 2_500  # Hz
 CLIP_UNIT = 25 * BLOCK  # samples: clips are whole tenths of a second
 CHIRP_SECONDS = 0.02  # in which a chirping transmitter's frequency settles, to 1/e
 OF_SYNTHESIS = ("conditions", "wpm", "tone", "snr_db", "clip_seconds", "clips_per_epoch", "eval_clips")  # flags
+DRAWN = ("conditions", "wpm", "tone", "snr_db", "clip_seconds")  # flags: kept with the weights, for --evaluate
 OF_RECORDINGS = ("max_samples", "cache_audio", "audio_root")
 DATASET_MIX = ("clean", "contest_good", "contest_moderate", "contest_poor", "dx_expedition", "wide")
 
 
 def add_arguments(parser) -> None:
-    options.add_shared_arguments(parser, learning_rate=(None, "for fine-tuning by the model's size, from scratch 2e-3"))
+    options.add_shared_arguments(parser, learning_rate=(None, "by the model's width, and whether it is fine-tuned"))
     task.add_arguments(parser, SIZES, language="en")
     # fmt: off
     own = parser.add_argument_group("Morse")
@@ -853,6 +854,7 @@ def resolve(args) -> None:
         setattr(args, flag, bool(getattr(args, flag)))
     task.check_arguments(args, is_demo)
     args.conditions_given = args.conditions
+    args.synthesis_given = any(getattr(args, name) for name in DRAWN)
     args.clips_per_epoch, args.eval_clips = args.clips_per_epoch or EPOCH_CLIPS, args.eval_clips or DEMO_CLIPS
     args.conditions = args.conditions or (["demo"] if is_demo else [name for name in CONDITIONS if name != "demo"])
     args.clip_seconds = args.clip_seconds or (3.0 if is_demo else None)
@@ -878,8 +880,10 @@ def main(args) -> None:
     metadata, weights = start(args, resumed)
     tokenizer, longest = text.make(metadata["tokenizer"]), task.check_limits(args, metadata["config"])
     metadata["longest"] = max(float(clips["train"].seconds(0).max()), metadata.get("longest", 0.0))
+    if not (args.data_dir or args.train_manifest):
+        metadata["synthesis"] = {name: getattr(args, name) for name in DRAWN}
     blank = tokenizer.end if args.alignment_weight and metadata["ctc_tokens"] else 0
-    task.pad_in_second_half(args, len(clips["train"]), setup.ranks.size)
+    task.pad_in_second_half(args, metadata, len(clips["train"]), setup.ranks.size)
     load = functools.partial(load_item, clips["train"], tokenizer, args, longest, blank, True)
     model = task.start_model(args, metadata, weights, load, len(clips["train"])).to(setup.device)
     task.compile_and_checkpoint(args, model)
@@ -923,6 +927,9 @@ def use(args, setup) -> None:
     if args.evaluate:
         options.resolve_workers(args, setup.device.type == "cpu")
         report.check_folder(args.log_dir)
+        if not args.synthesis_given:  # what it was trained on
+            for name, value in recogniser.metadata.get("synthesis", {}).items():
+                setattr(args, name, value)
         clips = read_clips(args)
         name = "test" if "test" in clips else "val"
         longest = task.check_limits(args, recogniser.metadata["config"])

@@ -40,7 +40,7 @@ SIZES = {"demo": files.shape(144, (4, 2), 4), **files.SIZES}
 
 
 def add_arguments(parser) -> None:
-    options.add_shared_arguments(parser, learning_rate=(None, "for fine-tuning by the model's size, from scratch 2e-3"))
+    options.add_shared_arguments(parser, learning_rate=(None, "by the model's width, and whether it is fine-tuned"))
     task.add_arguments(parser, SIZES, language="vi")
     # fmt: off
     own = parser.add_argument_group("Vietnamese")
@@ -177,7 +177,7 @@ def main(args) -> None:
     tokenizer, longest = text.make(metadata["tokenizer"]), task.check_limits(args, metadata["config"])
     train_set = task.drop_untrainable(corpora["train"], tokenizer, args.max_target_tokens, args.strict_data)
     metadata["longest"] = max(float(train_set.seconds.max()), metadata.get("longest", 0.0))
-    task.pad_in_second_half(args, len(train_set), setup.ranks.size)
+    task.pad_in_second_half(args, metadata, len(train_set), setup.ranks.size)
     load = functools.partial(load_item, train_set, tokenizer, args, longest, True)
     model = task.start_model(args, metadata, weights, load, len(train_set)).to(setup.device)
     task.compile_and_checkpoint(args, model)
