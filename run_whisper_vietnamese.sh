@@ -77,7 +77,7 @@ flags=(--batch_size "${fit[0]}" --gradient_accumulation_steps "${fit[1]}" "${fit
 # Without --model_dir or --model_file the size is the model's, unless --resume says it.
 if [ -z "$model" ] && [ "$row" != demo ] && { [ -n "$size" ] || ! given --resume "$@"; }; then
   flags+=(--from_scratch --model_size "${row/#large/large-v3}")
-  # The guide's rate, 20 times below the demo's: that one was found for a model a fifth as wide.
+  # The guide's rate; the recipe's own for this width is pre-training's.
   flags+=(--learning_rate 1e-4)
 fi
 if [ -n "$data" ]; then # the guide's run

@@ -8,6 +8,8 @@ import torch
 import torchaudio
 from torch import nn
 
+from common.device import full_fp32
+
 SILENCE_FRAME = 0.02  # seconds: the resolution at which long files are cut
 
 
@@ -43,7 +45,8 @@ class LogMel(nn.Module):
             waveforms = nn.functional.pad(waveforms, (0, max(0, self.window - waveforms.shape[1])))
             frames = waveforms.unfold(1, self.window, self.hop) * self.taper  # (B, F, window)
             power = torch.fft.rfft(frames, self.n_fft).abs().square()  # (B, F, n_fft / 2 + 1)
-            return (power @ self.filters + FLOOR).log()
+            with full_fp32(power.device):
+                return (power @ self.filters + FLOOR).log()
 
 
 class FeatureNorm(nn.Module):

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -383,6 +383,7 @@ class EvalBatches:
     that were passed over to the reason; each is said once."""
 
     def __init__(self, args, seconds: np.ndarray, load, collate, setup):
+        self.arguments, self.ranks = (args, seconds, load, collate, setup), setup.ranks
         order = np.argsort(-seconds, kind="stable")
         batches = cut_window(order, seconds, args.eval_batch_size, args.eval_batch_size * args.max_duration)
         batches = batches[setup.ranks.rank :: setup.ranks.size]
@@ -391,6 +392,13 @@ class EvalBatches:
         workers = min(args.dataloader_num_workers, len(specs))
         self.skipped: dict[str, str] = {}
         self.loader = _loader(dataset, specs, workers, setup.device.type == "cuda", args.persistent_workers)
+
+    def whole(self) -> "EvalBatches":
+        """All of the set, for what one rank does alone at the end."""
+        if self.ranks.size == 1:
+            return self
+        *arguments, setup = self.arguments
+        return EvalBatches(*arguments, replace(setup, ranks=type(setup.ranks)()))
 
     def __iter__(self) -> Iterator[dict]:
         for window in _guarded(self.loader):

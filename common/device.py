@@ -1,5 +1,6 @@
 """Where a run computes, and how: allocator environment, device, 16-bit type, backend switches, seeds, torchrun."""
 
+import contextlib
 import os
 import random
 import re
@@ -284,6 +285,25 @@ def set_rng_state(state: dict, device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextlib.contextmanager
+def full_fp32(device: torch.device):
+    """Without TF32, whose products have 10 bits: too few for the powers that a logarithm follows."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def downcast(x: torch.Tensor) -> torch.Tensor:
+    """In autocast's type, where that is on. Several layers with the same input would each make and keep a copy of it."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:

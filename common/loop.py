@@ -76,8 +76,8 @@ def run_window(
     run and the benchmarks call it too.
 
     `totals`: the number of targets of each term in the whole window, on all ranks. `compute_loss(model, batch)` returns
-    the sum of each term over the micro-batch. Running out of memory is caught around one micro-batch and returned in
-    the outcome; whatever else is raised passes through."""
+    the sum of each term over the micro-batch; a term without a weight is not trained. Running out of memory is caught
+    around one micro-batch and returned in the outcome; whatever else is raised passes through."""
     sums = None
     batches = to_device(micro_batches, setup.device)
     for number in range(len(micro_batches)):
@@ -86,7 +86,7 @@ def run_window(
             batch = next(batches)
             with setup.autocast():
                 terms = compute_loss(model, batch)
-                loss = sum(loss_weights[name] * term / totals[name] for name, term in terms.items() if totals[name])
+                loss = sum(loss_weights[name] * term / totals[name] for name, term in terms.items() if totals.get(name))
             (scaler.scale(loss) if scaler else loss).backward()
             detached = torch.stack([terms[name].detach() for name in loss_weights])
             sums = detached if sums is None else sums + detached

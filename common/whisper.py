@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common import audio, batches
-from common.device import upcast
+from common.device import downcast, full_fp32, upcast
 
 SAMPLE_RATE = 16_000  # Hz
 N_FFT, HOP = 400, 160  # samples: 25 ms windows every 10 ms
@@ -35,7 +35,12 @@ class LogMel(nn.Module):
             filters = torchaudio.functional.melscale_fbanks(N_FFT // 2 + 1, 0.0, 8000.0, n_mels, SAMPLE_RATE, "slaney", "slaney")  # fmt: skip
         finally:
             torch.set_default_dtype(before)
-        self.register_buffer("filters", filters.T.contiguous().to(before), persistent=False)
+        self.register_buffer("filters", filters.to(before), persistent=False)  # (N_FFT / 2 + 1, M)
+        # A band covers few bins: quarters of the bands, each with the bins that it needs, are a third of the work.
+        self.parts = []
+        for part in torch.arange(n_mels).chunk(4):
+            bins = self.filters[:, part].any(1).nonzero()
+            self.parts.append((slice(int(bins.min()), int(bins.max()) + 1), slice(int(part[0]), int(part[-1]) + 1)))
         self.register_buffer("taper", torch.hann_window(N_FFT), persistent=False)
 
     def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
@@ -43,15 +48,21 @@ class LogMel(nn.Module):
         with torch.autocast(waveforms.device.type, enabled=False):
             x = upcast(waveforms)
             # Zeros follow the end, but at the very end of the longest window the reference reflects.
-            missing, frames = self.longest - x.shape[1], x.shape[1] // HOP
-            x = F.pad(x, (0, min(missing, after)))
-            x = F.pad(x, (edge, edge if missing < after else 0), mode="reflect")
-            spectrum = torch.stft(x, N_FFT, HOP, window=self.taper, center=False, return_complex=True)
-            spectrum = spectrum[..., : self.longest // HOP]
-            power = spectrum.real.square() + spectrum.imag.square()  # (abs() would take a root first: five times slower)
-            log = (self.filters @ power).clamp_min(1e-10).log10()  # (B, M, F)
-            log = torch.maximum(log, log.amax((1, 2), keepdim=True) - 8.0)[..., :frames]
-            return (log + 4.0) / 4.0
+            missing, (rows, length) = self.longest - x.shape[1], x.shape
+            end = edge + length + min(missing, after)
+            padded = x.new_zeros(rows, end if missing >= after else end + edge)
+            padded[:, edge : edge + length] = x
+            padded[:, :edge] = x[:, 1 : edge + 1].flip(1)
+            if missing < after:
+                padded[:, end:] = padded[:, end - edge - 1 : end - 1].flip(1)
+            spectrum = torch.stft(padded, N_FFT, HOP, window=self.taper, center=False, return_complex=True)
+            real, imaginary = torch.view_as_real(spectrum.transpose(1, 2)[:, : self.longest // HOP]).unbind(-1)
+            power = real.square().addcmul_(imaginary, imaginary)  # (B, F, N_FFT / 2 + 1); abs() would draw roots
+            with full_fp32(power.device):
+                mel = torch.cat([power[..., bins] @ self.filters[bins, bands] for bins, bands in self.parts], dim=-1)
+            log = mel.clamp_(min=1e-10).log10_()  # (B, F, M)
+            log = torch.maximum(log, log.amax((1, 2), keepdim=True) - 8.0)[:, : length // HOP]
+            return log.add_(4.0).div_(4.0).transpose(1, 2)
 
 
 class KeyValues:
@@ -64,8 +75,8 @@ class KeyValues:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.keys is not None:
             keys, values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
-        self.keys, self.values = keys, values
-        return keys, values
+        self.keys, self.values = keys.contiguous(), values.contiguous()  # the encoder's are read at every step
+        return self.keys, self.values
 
 
 class Cache:
@@ -108,6 +119,7 @@ class Attention(nn.Module):
         self, x: torch.Tensor, source: torch.Tensor | None = None, mask: torch.Tensor | None = None,
         causal: bool = False, cache: KeyValues | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        x, source = downcast(x), None if source is None else downcast(source)
         q = self.split(self.q_proj(x))
         if cache is None:
             over = x if source is None else source
@@ -227,7 +239,7 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Tokens (B, U) over the encoder's (B, T, D), whose `mask` (B, 1, 1, T) is None where nothing is padded, to
         (B, U, D). With a cache `tokens` are those that follow what it holds, one a row after the first call."""
-        start = cache.length if cache else 0
+        start, encoded = cache.length if cache else 0, downcast(encoded)  # once for all layers
         positions = self.embed_positions.weight[start : start + tokens.shape[1]]
         x = self.dropout(self.embed_tokens(tokens) + positions)
         for number, layer in enumerate(self.layers):
@@ -309,7 +321,8 @@ def token_loss(model: Whisper, batch: dict, encoded: torch.Tensor, mask: torch.T
     x = model.decoder(batch["tokens"], encoded, mask).flatten(0, 1)
     width = batch["tokens"].shape[1]
     rows = [torch.arange(n) + row * width for row, n in enumerate(batch["labels_lengths_host"].tolist())]
-    kept = torch.cat(rows).to(x.device, non_blocking=True)
+    kept = torch.cat(rows)
+    kept = (kept.pin_memory() if x.is_cuda else kept).to(x.device, non_blocking=True)
     x, labels = x[kept], batch["labels"].flatten()[kept]  # (N, D), (N,)
     step = max(1, LOGITS_AT_ONCE // model.config["vocab_size"])
     if len(x) <= step:

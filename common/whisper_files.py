@@ -146,7 +146,7 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
     `whisper_text.read` may look: the folder). Nothing in the files is run. Raises `UsageError`."""
     path = Path(path)
     if path.is_dir():
-        config, generation = _read_config(path), {}
+        config, generation = read_config(path), {}
         if (path / "generation_config.json").is_file():
             generation = _read_json(path / "generation_config.json")
         weights = _join(_read_tensors(file) for file in _weight_files(path))
@@ -208,7 +208,8 @@ def _refuse_pointer(file: Path) -> None:
             raise UsageError(f"{file} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`")
 
 
-def _read_config(folder: Path) -> dict[str, int]:
+def read_config(folder: Path) -> dict[str, int]:
+    """The configuration of a Hugging Face folder. Raises `UsageError`."""
     file = folder / "config.json"
     if not file.is_file():
         raise UsageError(f"{folder} holds no config.json: it is no Hugging Face model folder")

@@ -19,6 +19,7 @@ from common import (
     manifest,
     memory,
     metrics,
+    optim,
     options,
     preflight,
     transcripts,
@@ -69,7 +70,7 @@ def add_arguments(parser, sizes: dict[str, dict], language: str | None) -> None:
     regularisation.add_argument("--ctc_weight", type=options.SHARE, metavar="X", help="share of an auxiliary CTC loss on the encoder, for models from scratch (0.3 from scratch)")
     regularisation.add_argument("--spec_augment", action=options.OnOff, help="mask bands and spans of the features (on; off for the demo)")
     regularisation.add_argument("--speed_perturbation", action=options.OnOff, help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)")
-    regularisation.add_argument("--pad_share", type=options.SHARE, metavar="X", help="share of utterances padded to 30 s without a mask in the second half of training, so that transformers, which always pads, decodes alike (0.05)")
+    regularisation.add_argument("--pad_share", type=options.SHARE, metavar="X", help="share of utterances padded to 30 s without a mask from the middle epoch on, so that transformers, which always pads, decodes alike (0.05)")
     regularisation.add_argument("--pad_to_30s", action=options.OnOff, help="pad all to 30 s, in training and decoding (off; on with --freeze_encoder)")
     regularisation.add_argument("--max_target_tokens", type=options.POSITIVE, metavar="N", help="reject longer transcripts, tokens with prompt and end (the decoder's positions)")
     regularisation.add_argument("--use_chunking", action=options.OnOff, default=False, help="cut recordings over --max_duration by the manifest's segment times (off)")
@@ -92,6 +93,7 @@ def check_arguments(args, is_demo: bool) -> None:
         raise UsageError("--model_dir and --model_file both say where the model starts: give one of them")
     args.pretrained = args.model_dir or args.model_file
     args.alignment_weight = getattr(args, "alignment_weight", 0.0)
+    args.suppress = getattr(args, "suppress", True)
     if args.pretrained and args.from_scratch:
         raise UsageError("--from_scratch starts without the weights of --model_dir or --model_file: leave one out")
     if args.pretrained and (args.model_size or any(getattr(args, name) for name in SHAPE)):
@@ -123,9 +125,11 @@ def check_arguments(args, is_demo: bool) -> None:
         raise UsageError(
             "where does the model start? --model_dir DIR (Hugging Face), --model_file base.pt (OpenAI), or --from_scratch"
         )
+    args.may_start_from_scratch = is_demo or args.from_scratch
+    args.ctc_asked = bool(args.ctc_weight)
     args.model_size_given = args.model_size is not None
     args.model_size = args.model_size or (None if args.pretrained else "demo" if is_demo else "base")
-    args.pad_from = 0  # the epoch, see pad_in_second_half
+    args.pad_from = 0  # the epoch, see pad_from_the_middle
     args.pad_share = PAD_SHARE if args.pad_share is None else args.pad_share
     args.pad_to_30s = args.freeze_encoder if args.pad_to_30s is None else args.pad_to_30s
     args.beam_size, args.average_by = args.beam_size or BEAM_SIZE, args.average_by or "last"
@@ -144,14 +148,16 @@ def shape_from_scratch(args, size: dict, vocabulary: int) -> dict:
     config["encoder_layers"] = args.encoder_layers or config["encoder_layers"]
     config["decoder_layers"] = args.decoder_layers or config["decoder_layers"]
     heads = args.attention_heads or (config["encoder_attention_heads"] if not args.d_model else max(1, width // 64))
-    if width % (2 * heads):
-        raise UsageError(f"--d_model {width} must be a multiple of twice --attention_heads {heads}")
+    if width % (2 * heads) or width < 4:
+        raise UsageError(f"--d_model {width} must be a multiple of twice --attention_heads {heads}, and at least 4")
     config |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), heads)
     return config | dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 4 * width)
 
 
-def check_resumed(args, sizes: dict[str, dict], saved: dict) -> None:
-    """Refuses shape flags that contradict the checkpoint's configuration."""
+def check_resumed(args, sizes: dict[str, dict], metadata: dict) -> None:
+    """Refuses flags that contradict the model of the checkpoint with this metadata: without that a wrapper's --resume auto
+    would go on with an earlier demo and leave out the model that was named."""
+    saved = metadata["config"]
     given = {name: getattr(args, name) for name in SHAPE if getattr(args, name)}
     own = {**saved, "attention_heads": saved["encoder_attention_heads"]}
     conflicts = [
@@ -161,6 +167,16 @@ def check_resumed(args, sizes: dict[str, dict], saved: dict) -> None:
         size = sizes[args.model_size]
         if any(size[name] != saved[name] for name in ("d_model", "encoder_layers", "decoder_layers")):
             conflicts.append(f"--model_size {args.model_size} (the checkpoint has {saved['d_model']} wide, {saved['encoder_layers']}+{saved['decoder_layers']} layers)")  # fmt: skip
+    if args.pretrained and not metadata["pretrained"]:
+        conflicts.append(f"{args.pretrained} (the checkpoint's model began from scratch)")
+    elif args.pretrained and Path(args.pretrained).is_dir():
+        config = files.read_config(Path(args.pretrained))
+        if any(config[name] != saved[name] for name in config):
+            conflicts.append(f"{args.pretrained} (the checkpoint's model has another shape)")
+    if args.from_scratch and metadata["pretrained"]:
+        conflicts.append("--from_scratch (the checkpoint's model began from released weights)")
+    if args.ctc_asked and not metadata["ctc_tokens"]:
+        conflicts.append(f"--ctc_weight {args.ctc_weight:g} (the checkpoint's encoder has no output layer)")
     if conflicts:
         raise UsageError(
             f"{', '.join(conflicts)} conflicts with the checkpoint: leave it out to continue, or start a new run with "
@@ -168,21 +184,33 @@ def check_resumed(args, sizes: dict[str, dict], saved: dict) -> None:
         )
 
 
-def read_pretrained(path: str, tokenizer_file: str | None, language: str | None) -> tuple[dict, dict]:
-    """Weights and metadata of a Hugging Face folder or OpenAI's .pt: the metadata of this project's checkpoints."""
+def read_pretrained(
+    path: str, tokenizer_file: str | None, language: str | None, suppress: bool = True
+) -> tuple[dict, dict]:
+    """Weights and metadata of a Hugging Face folder or OpenAI's .pt: the metadata of this project's checkpoints. Without
+    `suppress` the tokens that its generation config forbids are allowed."""
     if not Path(path).exists():
         raise UsageError(f"{path}: no such file or folder, and nothing is downloaded here; a model of the hub's first becomes one: hf download openai/whisper-base --local-dir whisper-base")  # fmt: skip
     weights, config, extras = files.read_model(path)
     tokenizer = text.read(tokenizer_file or extras["tokenizer"], language, vocab_size=config["vocab_size"])
+    generation = dict(extras["generation"])
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
+        ids = generation.get(name) or [] if suppress else []
+        if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < config["vocab_size"] for i in ids):
+            raise UsageError(f"{path}: {name} in generation_config.json are no token ids of this model")
+        generation[name] = ids
     metadata = {
-        "config": config, "tokenizer": tokenizer.state(), "generation": extras["generation"], "ctc_tokens": 0,
+        "config": config, "tokenizer": tokenizer.state(), "generation": generation, "ctc_tokens": 0,
         "pad_to_30s": True, "longest": window_seconds(config), "pretrained": True,
     }  # fmt: skip
     return weights, metadata
 
 
 def metadata_from_scratch(args, config: dict, tokenizer) -> dict:
-    """Of a model with random weights. The text's tokens are numbered before the special ones: these CTC knows."""
+    """Of a model with random weights. The text's tokens are numbered before the special ones: these CTC knows.
+    Raises `UsageError` where nobody asked for one."""
+    if not args.may_start_from_scratch:  # with --resume auto it is known only now
+        raise UsageError("there is no checkpoint to resume from, and nothing says where the model starts: --model_dir DIR, --model_file base.pt, or --from_scratch")  # fmt: skip
     ctc_tokens = tokenizer.end if args.ctc_weight or args.alignment_weight else 0
     return {"config": config, "tokenizer": tokenizer.state(), "generation": {}, "ctc_tokens": ctc_tokens, "pretrained": False}  # fmt: skip
 
@@ -241,6 +269,8 @@ def start_model(args, metadata: dict, weights: dict | None, load: Callable[[int,
     model = make_model(metadata, args.dropout, args.label_smoothing)
     if weights is not None:
         checkpoint.load_weights(model, weights)
+    elif args.freeze_encoder and not args.init_from:  # with --resume auto it is known only now
+        raise UsageError("--freeze_encoder: there is no checkpoint to resume, and a random encoder would stay random")
     else:
         initialise(model, _some_waveforms(args.seed, load, count))
     if args.init_from:
@@ -254,7 +284,7 @@ def start_model(args, metadata: dict, weights: dict | None, load: Callable[[int,
         if not metadata["pretrained"]:  # pre-training's own, and more below its smallest width
             args.learning_rate = 40 * args.learning_rate if width >= min(FINE_TUNING_RATES) else SMALL_RATE
         print(f"learning rate: {args.learning_rate:g} ({'fine-tuning at this width' if metadata['pretrained'] else 'from scratch'})")  # fmt: skip
-    total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
+    total, trained = optim.count_parameters(model)
     print(f"model: {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M of them trained; {metadata['config']['vocab_size']} tokens")  # fmt: skip
     return model
 
@@ -304,8 +334,8 @@ def padded_items(args, epoch: int, count: int) -> np.ndarray:
     return _drawn_to_be_padded(args.seed, epoch, count, args.pad_share)
 
 
-def pad_in_second_half(args, metadata: dict, utterances: int, ranks: int) -> None:
-    """Sets the epoch from which on --pad_share applies; a resumed run keeps the one it began with. Before the model can
+def pad_from_the_middle(args, metadata: dict, utterances: int, ranks: int) -> None:
+    """Sets the epoch from which on --pad_share applies, the middle one; a resumed run keeps the one it began with. Before the model can
     read anything, 30 s of mostly silence teach it little and cost as much as ten short utterances."""
     per_epoch = math.ceil(utterances / (args.batch_size * args.gradient_accumulation_steps * ranks))
     epochs = min(args.num_epochs or math.inf, (args.max_steps or math.inf) / per_epoch)
@@ -463,7 +493,7 @@ def decode_set(
 def recogniser_to_use(args, recipe: str, setup) -> Recogniser:
     """The model for --transcribe, --evaluate and --export: --model_dir's or --model_file's, else that of --resume."""
     if args.pretrained and not args.resume:
-        weights, metadata = read_pretrained(args.pretrained, args.tokenizer_file, args.language)
+        weights, metadata = read_pretrained(args.pretrained, args.tokenizer_file, args.language, args.suppress)
     else:
         weights, metadata = checkpoint.weights_to_use(args, recipe)
     model = make_model(metadata)

@@ -614,8 +614,10 @@ def main(args) -> None:
     if setup.ranks.first:
         name = "test" if "test" in evaluation else "val"
         with torch.no_grad():
-            used = checkpoint.use_best(args, model, RECIPE, metadata, lambda: cer(tokenizer, model, evaluation["val"]))
-            rows, _ = decode_set(model, tokenizer, evaluation[name], args.decoding, args.beam_size)
+            used = checkpoint.use_best(
+                args, model, RECIPE, metadata, lambda: cer(tokenizer, model, evaluation["val"].whole())
+            )
+            rows, _ = decode_set(model, tokenizer, evaluation[name].whole(), args.decoding, args.beam_size)
         title = f"{name} set, {len(rows)} utterances, decoding: {args.decoding}, {used}"
         transcripts.print_results(rows, title, args.log_dir / "transcripts.jsonl", args.seed)
         print(f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all transcripts: {args.log_dir}")

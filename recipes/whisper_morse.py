@@ -60,7 +60,7 @@ from common.morse import (
 from common.whisper import FRAME, SAMPLE_RATE, Whisper
 
 RECIPE = "whisper_morse"
-DEMO_STEPS = 1500
+DEMO_STEPS = 1100
 HELD_OUT, MOST_HELD_OUT = 0.05, 200  # of a manifest, where no --val_manifest is given
 EPOCH_CLIPS = 4000
 DEMO_CLIPS = 200  # for evaluation, and as many for the figures at the end
@@ -175,7 +175,6 @@ SLOTS = {
 }
 
 
-# What has the form of a callsign, and no grid square's.
 def pick(random: np.random.Generator, options):
     return options[random.integers(len(options))]
 
@@ -757,7 +756,8 @@ def load_item(clips, tokenizer, args, longest: float, blank: int, training: bool
     if spans is not None and blank:
         tokens = [token for token in item["ctc_tokens"].tolist() if token != tokenizer.encode(" ")[0]]
         item["alignment"] = torch.full((-(-len(waveform) // FRAME),), blank)
-        for token, (start, end) in zip(tokens, np.rint(spans * SAMPLE_RATE / FRAME).astype(int), strict=True):
+        # (Of an evaluation set's text --max_target_tokens may have cut the end.)
+        for token, (start, end) in zip(tokens, np.rint(spans * SAMPLE_RATE / FRAME).astype(int), strict=training):
             item["alignment"][start : max(end, start + 1)] = token
     return item
 
@@ -796,12 +796,10 @@ def final_figures(args, recogniser: task.Recogniser, clips, eval_batches, title:
 def start(args, resumed: dict | None) -> tuple[dict, dict | None]:
     """Metadata of the model to be trained, and the weights it starts with (None: random ones)."""
     if resumed:
-        task.check_resumed(args, SIZES, resumed["metadata"]["config"])
+        task.check_resumed(args, SIZES, resumed["metadata"])
         weights, metadata = resumed["model"], resumed["metadata"]
     elif args.pretrained:
-        weights, metadata = task.read_pretrained(args.pretrained, args.tokenizer_file, args.language)
-        # Released models forbid / = + - : in Morse these are sent.
-        metadata["generation"] |= {"suppress_tokens": [], "begin_suppress_tokens": []}
+        weights, metadata = task.read_pretrained(args.pretrained, args.tokenizer_file, args.language, args.suppress)
     else:
         tokenizer = text.train_symbols(SYMBOLS, args.language)
         config = task.shape_from_scratch(args, SIZES[args.model_size], tokenizer.size)
@@ -832,6 +830,8 @@ def resolve(args) -> None:
         raise UsageError(
             "--alignment_weight: recordings do not say when each symbol is sent; --ctc_weight needs no times"
         )
+    if args.alignment_weight and (args.model_dir or args.model_file):
+        raise UsageError("--alignment_weight is for models from scratch: a released encoder is aligned already")
     if args.alignment_weight and args.ctc_weight:
         raise UsageError(
             "--alignment_weight and --ctc_weight train the same output layer of the encoder: give one of them"
@@ -852,6 +852,7 @@ def resolve(args) -> None:
     # Off unless asked for: a masked span takes symbols away, and another speed is drawn anyway.
     for flag in ("spec_augment", "speed_perturbation"):
         setattr(args, flag, bool(getattr(args, flag)))
+    args.suppress = False  # released models forbid / = + - : in Morse these are sent
     task.check_arguments(args, is_demo)
     args.conditions_given = args.conditions
     args.synthesis_given = any(getattr(args, name) for name in DRAWN)
@@ -883,7 +884,7 @@ def main(args) -> None:
     if not (args.data_dir or args.train_manifest):
         metadata["synthesis"] = {name: getattr(args, name) for name in DRAWN}
     blank = tokenizer.end if args.alignment_weight and metadata["ctc_tokens"] else 0
-    task.pad_in_second_half(args, metadata, len(clips["train"]), setup.ranks.size)
+    task.pad_from_the_middle(args, metadata, len(clips["train"]), setup.ranks.size)
     load = functools.partial(load_item, clips["train"], tokenizer, args, longest, blank, True)
     model = task.start_model(args, metadata, weights, load, len(clips["train"])).to(setup.device)
     task.compile_and_checkpoint(args, model)
@@ -905,10 +906,10 @@ def main(args) -> None:
     if setup.ranks.first:
         with torch.no_grad(), setup.autocast():
             used = checkpoint.use_best(
-                args, model, RECIPE, metadata, lambda: task.rate(scored(model, evaluation["val"])["cer"])
+                args, model, RECIPE, metadata, lambda: task.rate(scored(model, evaluation["val"].whole())["cer"])
             )
         name = "test" if "test" in clips else "val"
-        final_figures(args, recogniser, clips[name], evaluation[name], f"{name} set, {len(clips[name])} clips, decoding: {args.decoding}, {used}", setup)  # fmt: skip
+        final_figures(args, recogniser, clips[name], evaluation[name].whole(), f"{name} set, {len(clips[name])} clips, decoding: {args.decoding}, {used}", setup)  # fmt: skip
         print(
             f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves, tables and all transcripts: {args.log_dir}"
         )
@@ -927,8 +928,10 @@ def use(args, setup) -> None:
     if args.evaluate:
         options.resolve_workers(args, setup.device.type == "cpu")
         report.check_folder(args.log_dir)
-        if not args.synthesis_given:  # what it was trained on
-            for name, value in recogniser.metadata.get("synthesis", {}).items():
+        if not (args.synthesis_given or args.data_dir or args.test_manifest or args.train_manifest):
+            if "synthesis" not in recogniser.metadata:
+                raise UsageError("--evaluate on what? These weights were not trained on synthetic clips: --data_dir, --test_manifest or --conditions")  # fmt: skip
+            for name, value in recogniser.metadata["synthesis"].items():  # what it was trained on
                 setattr(args, name, value)
         clips = read_clips(args)
         name = "test" if "test" in clips else "val"

@@ -136,7 +136,7 @@ def print_improvement(args, rows: list[dict], eval_batches, setup) -> None:
 def start(args, corpora: dict, resumed: dict | None) -> tuple[dict, dict | None]:
     """Metadata of the model to be trained, and the weights it starts with (None: random ones)."""
     if resumed:
-        task.check_resumed(args, SIZES, resumed["metadata"]["config"])
+        task.check_resumed(args, SIZES, resumed["metadata"])
         weights, metadata = resumed["model"], resumed["metadata"]
     elif args.pretrained:
         weights, metadata = task.read_pretrained(args.pretrained, args.tokenizer_file, args.language)
@@ -177,7 +177,7 @@ def main(args) -> None:
     tokenizer, longest = text.make(metadata["tokenizer"]), task.check_limits(args, metadata["config"])
     train_set = task.drop_untrainable(corpora["train"], tokenizer, args.max_target_tokens, args.strict_data)
     metadata["longest"] = max(float(train_set.seconds.max()), metadata.get("longest", 0.0))
-    task.pad_in_second_half(args, metadata, len(train_set), setup.ranks.size)
+    task.pad_from_the_middle(args, metadata, len(train_set), setup.ranks.size)
     load = functools.partial(load_item, train_set, tokenizer, args, longest, True)
     model = task.start_model(args, metadata, weights, load, len(train_set)).to(setup.device)
     task.compile_and_checkpoint(args, model)
@@ -198,10 +198,10 @@ def main(args) -> None:
     if setup.ranks.first:
         with torch.no_grad(), setup.autocast():
             used = checkpoint.use_best(
-                args, model, RECIPE, metadata, lambda: task.rate(scored(model, evaluation["val"])["cer"])
+                args, model, RECIPE, metadata, lambda: task.rate(scored(model, evaluation["val"].whole())["cer"])
             )
         name = "test" if "test" in evaluation else "val"
-        final_figures(args, recogniser, evaluation[name], name, used, setup)
+        final_figures(args, recogniser, evaluation[name].whole(), name, used, setup)
         print(f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all transcripts: {args.log_dir}")
         if args.export:
             task.export(args, recogniser)

@@ -149,6 +149,14 @@ def test_the_vietnamese_demo(tmp_path, monkeypatch):
     assert figures[0] == figures[1] and len(figures[0]) == 2
 
 
+def test_the_auxiliary_loss_may_end_before_the_run(tmp_path):
+    ran(morse, tmp_path, *SMALL, *SHORT, *CLIPS)
+    flags = ["--max_steps", "3", *SHORT[2:], *CLIPS, "--alignment_weight", "0", "--ctc_weight", "0"]
+    out = ran(morse, tmp_path, *flags, "--resume", "auto")
+    before, after = (checkpoint.read(path, morse.RECIPE)["model"] for path in reversed(checkpoint.list_checkpoints(tmp_path / "checkpoints")))  # fmt: skip
+    assert "(step 2)" in out and torch.equal(before["ctc_head.weight"], after["ctc_head.weight"])
+
+
 # --- stopped and resumed ---------------------------------------------------------------------------------------------
 
 
@@ -483,6 +491,9 @@ MISTAKES = {  # flags, and the status and what is said; {released}, {corpus} and
         ("--data_dir {here}/gone --from_scratch --eval_clips 9", 2, "are for synthetic clips"),
         ("--data_dir {here}/gone --from_scratch --alignment_weight 0.3", 2, "--ctc_weight needs no times"),
         ("--alignment_weight 0.3 --ctc_weight 0.3", 2, "give one of them"),
+        ("--alignment_weight 0.3 --model_dir {released}/hf", 2, "is for models from scratch"),
+        ("--conditions wide --clips_per_epoch 4 --eval_clips 2 --resume auto", 2, "nothing says where the model"),
+        ("--freeze_encoder --clips_per_epoch 4 --eval_clips 2 --resume auto", 2, "a random encoder would stay random"),
         ("--speed_perturbation", 2, "would move what --alignment_weight trains on"),
         ("--max_samples 9", 2, "are for recordings"),
         ("--data_dir {here} --audio_root {here} --from_scratch", 2, "--audio_root is for --train_manifest"),
@@ -536,7 +547,7 @@ def test_flags_that_cannot_be_read(recipe, line, message, capsys):
     assert leaving.value.code == 2 and message in err and err.count("\n") == 1
 
 
-def test_checkpoints_of_another_recipe_or_shape(tmp_path):
+def test_checkpoints_of_another_recipe_or_shape(released, tmp_path):
     ran(morse, tmp_path, *SMALL, *SHORT, *CLIPS)
     saved = checkpoint.list_checkpoints(tmp_path / "checkpoints")[0]
     for flags in (
@@ -547,5 +558,7 @@ def test_checkpoints_of_another_recipe_or_shape(tmp_path):
         assert status == 2 and "was saved by recipes/whisper_morse.py, not by recipes/whisper_vietnamese.py" in err
     status, _, err = run(morse, tmp_path / "other", "--resume", saved, "--model_size", "tiny", *CLIPS)
     assert status == 2 and "--model_size tiny (the checkpoint has 32 wide, 1+1 layers) conflicts" in err
+    status, _, err = run(morse, tmp_path, "--resume", "auto", "--model_dir", released / "hf", *CLIPS)
+    assert status == 2 and "(the checkpoint's model began from scratch) conflicts" in err and err.count("\n") == 1
     status, _, err = run(morse, tmp_path / "other", "--resume", tmp_path / "checkpoints" / "best.safetensors", *CLIPS)
     assert status == 2 and "holds weights only" in err and err.count("\n") == 1
