@@ -33,8 +33,8 @@ from common.loop import train
 from common.whisper import SAMPLE_RATE, Whisper
 
 RECIPE = "whisper_vietnamese"
-DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
-DEMO_STEPS = 1500
+DEMO_SIZES = {"train": 6000, "val": 100, "test": 200}  # utterances
+DEMO_STEPS = 1800
 HELD_OUT, MOST_HELD_OUT = 0.05, 200  # of the training data, where no --val_manifest is given
 SIZES = {"demo": files.shape(144, (4, 2), 4), **files.SIZES}
 

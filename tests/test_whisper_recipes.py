@@ -213,7 +213,8 @@ def test_items_are_the_same_in_another_process(corpus, tmp_path):
     clips, symbols = morse.read_clips(args)["train"], text.train_symbols(morse.SYMBOLS, "en")
     synthetic = functools.partial(morse.load_item, clips, symbols, args, 30.0, symbols.end, True)
     wanted = [(3, 0), (1, 2), (3, 2)]
-    with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
+    # One thread, as in data workers: with two the resampler rounds differently.
+    with torch.multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,)) as pool:
         for name, load in (("spoken", spoken_ones), ("synthetic", synthetic)):
             (tmp_path / name).write_bytes(pickle.dumps(load))
             theirs = pool.apply(tensors_of_pickled, (str(tmp_path / name), wanted))
