@@ -49,7 +49,7 @@ case "$tier:$row" in
   16gb:large)  fit=(12 2 $recompute $frozen $bits) ;;
   16gb:turbo)  fit=(12 2 $recompute $bits) ;;
   8gb:tiny)    fit=(24 1) ;;
-  8gb:base)    fit=(12 2) ;; # the guide's 6 x 4 leaves more than half of the memory empty
+  8gb:base)    fit=(6 4) ;; # as the guide has it; 22 clips of 30 s are predicted to fit
   8gb:small)   fit=(12 2 $recompute) ;;
   8gb:medium)  fit=(12 2 $recompute $frozen $host) ;;
   8gb:large)   fail "large does not fit in tier 8gb, even with its encoder frozen: take turbo, medium or small" 2 ;;
