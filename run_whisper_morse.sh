@@ -31,11 +31,8 @@ for flag in --data_dir --train_manifest --conditions --from_scratch; do
 done
 if [ -n "$size$model$task" ]; then row=${size:-small}; fi
 
-# Micro-batch, accumulation, and what makes them fit. A parameter takes 4 bytes as a weight, 4 as its gradient, and 8 in
-# AdamW's averages, 2 where they have 8 bits, none where they are on the host; of a frozen encoder there are weights only.
-recompute=--gradient_checkpointing frozen=--freeze_encoder bits='--optimizer adamw_8bit' host=--use_cpu_offload
-if given --use_cpu_offload "$@"; then bits=''; fi # the two exclude each other, and the user's wins
-if given --optimizer "$@"; then host=''; fi
+memory_options "$@"
+# Micro-batch, accumulation, and what makes them fit.
 # shellcheck disable=SC2206 # into words
 case "$tier:$row" in
   *:demo)      fit=(24 1) ;;
@@ -77,9 +74,7 @@ fi
 if [ "$row" = demo ] && [ -n "$model$task" ]; then
   fail "size demo is a small model on its own conditions: with a model, recordings or conditions of your own take small or another" 2
 fi
-if [[ " ${fit[*]} " == *" $frozen "* ]] && [ -z "$model" ] && ! given --resume "$@"; then
-  fail "$row fits in tier $tier with a frozen encoder only, and from scratch there is nothing to freeze: add --model_dir or --model_file, or take a smaller size" 2
-fi
+refuse_frozen "$tier" "$row" "$model" "${fit[*]}" "$@"
 flags=(--batch_size "${fit[0]}" --gradient_accumulation_steps "${fit[1]}" "${fit[@]:2}" "${flags[@]}")
 # Synthesis is work for several cores; the demo's is little, and the recipe's own choice does.
 case "$tier:$row" in

@@ -28,11 +28,8 @@ if given --model_dir "$@" || given --model_file "$@"; then model=yes; fi
 if given --train_manifest "$@"; then data=yes; fi
 if [ -n "$size$model$data" ]; then row=${size:-base}; fi
 
-# Micro-batch, accumulation, and what makes them fit. A parameter takes 4 bytes as a weight, 4 as its gradient, and 8 in
-# AdamW's averages, 2 where they have 8 bits, none where they are on the host; of a frozen encoder there are weights only.
-recompute=--gradient_checkpointing frozen=--freeze_encoder bits='--optimizer adamw_8bit' host=--use_cpu_offload
-if given --use_cpu_offload "$@"; then bits=''; fi # the two exclude each other, and the user's wins
-if given --optimizer "$@"; then host=''; fi
+memory_options "$@"
+# Micro-batch, accumulation, and what makes them fit.
 # shellcheck disable=SC2206 # into words
 case "$tier:$row" in
   *:demo)      fit=(16 1) ;;
@@ -70,9 +67,7 @@ fi
 if [ "$row" = demo ] && [ -n "$model$data" ]; then
   fail "size demo is a run on synthetic speech from scratch: with --model_dir, --model_file or --train_manifest take base or another" 2
 fi
-if [[ " ${fit[*]} " == *" $frozen "* ]] && [ -z "$model" ] && ! given --resume "$@"; then
-  fail "$row fits in tier $tier with a frozen encoder only, and from scratch there is nothing to freeze: add --model_dir or --model_file, or take a smaller size" 2
-fi
+refuse_frozen "$tier" "$row" "$model" "${fit[*]}" "$@"
 flags=(--batch_size "${fit[0]}" --gradient_accumulation_steps "${fit[1]}" "${fit[@]:2}" "${flags[@]}")
 # Without --model_dir or --model_file the size is the model's, unless --resume says it.
 if [ -z "$model" ] && [ "$row" != demo ] && { [ -n "$size" ] || ! given --resume "$@"; }; then

@@ -20,8 +20,8 @@ import soundfile
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import audio, batches
 from recipes import konkani_conformer as recipe
+from speech import audio, features
 
 FORMATS = {
     "wav, 16 kHz": ("wav", 16_000, 1),
@@ -41,20 +41,20 @@ def stages(folder: Path, name: str, minutes: float) -> dict[str, float]:
             samples = np.random.default_rng(number).normal(0, 0.1, (int(CLIP * rate), channels))
             soundfile.write(files[-1], samples, rate)
     spent = dict.fromkeys(("read", "resample", "speed perturbation", "log-mel and SpecAugment"), 0.0)
-    log_mel, norm = audio.LogMel(recipe.SAMPLE_RATE), audio.FeatureNorm(recipe.N_MELS, "utterance")
+    log_mel, norm = features.LogMel(recipe.SAMPLE_RATE), features.FeatureNorm(recipe.N_MELS, "utterance")
     random = np.random.default_rng(0)
     for file in files:
         times = [time.perf_counter()]
-        waveform = batches.read_audio(str(file), rate)
+        waveform = audio.read_audio(str(file), rate)
         times.append(time.perf_counter())
-        waveform = batches.resample(waveform, rate, recipe.SAMPLE_RATE)
+        waveform = audio.resample(waveform, rate, recipe.SAMPLE_RATE)
         times.append(time.perf_counter())
-        waveform = batches.change_speed(waveform, 1.1)
+        waveform = audio.change_speed(waveform, 1.1)
         times.append(time.perf_counter())
-        lengths = torch.tensor([audio.frames(len(waveform), recipe.SAMPLE_RATE)])
-        features = norm(log_mel(waveform[None]), lengths)
-        masks = audio.random_masks(random, 2, 0.3)[None], audio.random_masks(random, 5, 0.05)[None]
-        audio.spec_augment(features, lengths, *masks)
+        lengths = torch.tensor([features.frames(len(waveform), recipe.SAMPLE_RATE)])
+        x = norm(log_mel(waveform[None]), lengths)
+        masks = features.random_masks(random, 2, 0.3)[None], features.random_masks(random, 5, 0.05)[None]
+        features.spec_augment(x, lengths, *masks)
         times.append(time.perf_counter())
         for stage, before, after in zip(spent, times, times[1:], strict=False):
             spent[stage] += after - before

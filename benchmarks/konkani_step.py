@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import audio, optim
+from common import optim
 from common.device import Setup
 from common.loop import run_window
 from recipes import konkani_conformer as recipe
+from speech import features
 
 SIZES = {"optimized": (192, 8, 4), "original": (256, 12, 6)}
 VOCABULARY = 200
@@ -92,7 +93,7 @@ class PlainDecoderLayer(nn.Module):
 class PlainConformer(nn.Module):
     def __init__(self, d: int, encoder: int, decoder: int, heads: int = 4):
         super().__init__()
-        self.log_mel, self.enter = audio.LogMel(recipe.SAMPLE_RATE, recipe.N_MELS), nn.Linear(recipe.N_MELS, d)
+        self.log_mel, self.enter = features.LogMel(recipe.SAMPLE_RATE, recipe.N_MELS), nn.Linear(recipe.N_MELS, d)
         self.encoder = nn.ModuleList(PlainBlock(d, heads) for _ in range(encoder))
         self.decoder = nn.ModuleList(PlainDecoderLayer(d, heads) for _ in range(decoder))
         self.embedding = nn.Embedding(VOCABULARY + 1, d)

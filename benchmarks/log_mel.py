@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.whisper import SAMPLE_RATE, LogMel
+from speech.whisper.model import SAMPLE_RATE, LogMel
 
 LONGEST = 30 * SAMPLE_RATE
 CALLS = 5  # in a row: the first finds the caches full of the other's data

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from recipes.whisper_morse import CONDITIONS, Conditions, clip_seconds, synthesise
+from speech.morse.synthesis import CONDITIONS, Conditions, clip_seconds, synthesise
 
 
 def pick_clips(conditions: Conditions, seconds: float, count: int) -> list[tuple[int, float]]:

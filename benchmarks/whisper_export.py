@@ -24,13 +24,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import morse, options, text
-from common import whisper_task as task
+from common import options
 from common.errors import exit_with_one_line
-from common.whisper import SAMPLE_RATE
 from recipes import whisper_morse, whisper_vietnamese
+from speech import metrics, text
+from speech.morse import scores
+from speech.whisper import task
+from speech.whisper.model import SAMPLE_RATE
 
-RECIPES = {"vietnamese": (whisper_vietnamese, text.for_scoring), "morse": (whisper_morse, morse.for_scoring)}
+RECIPES = {"vietnamese": (whisper_vietnamese, text.for_scoring), "morse": (whisper_morse, scores.for_scoring)}
 MOST = 200  # new tokens
 THEIRS, EXAMPLES = "transformers, 30 s", 5
 
@@ -95,9 +97,9 @@ def main(both) -> None:
     print(f"\n{len(theirs)} clips of the {args.recipe} test set, {args.exported}\n")
     print("| | CER, % | WER, % | the same as transformers', % | s |\n|---|---|---|---|---|")
     for way, rows in found.items():
-        scores = task.score(rows, normalise)
+        scores = metrics.score(rows, normalise)
         same = [row["hypothesis"] == other["hypothesis"] for row, other in zip(rows, theirs, strict=True)]
-        print(f"| {way} | {100 * task.rate(scores['cer']):.2f} | {100 * task.rate(scores['wer']):.2f} | "
+        print(f"| {way} | {100 * metrics.rate(scores['cer']):.2f} | {100 * metrics.rate(scores['wer']):.2f} | "
               f"{100 * sum(same) / len(same):.1f} | {seconds[way]:.1f} |")  # fmt: skip
     pairs = [
         pair

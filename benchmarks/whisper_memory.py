@@ -23,10 +23,11 @@ from konkani_memory import LiveStorages
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import memory, whisper
+from common import memory
 from common.optim import BLOCK
-from common.whisper import CHECKPOINTED, SAMPLE_RATE, token_loss
-from common.whisper_files import SIZES
+from speech.whisper import model as whisper
+from speech.whisper.formats import SIZES
+from speech.whisper.model import CHECKPOINTED, SAMPLE_RATE, token_loss
 
 CONTEXT, USABLE = 0.6, 0.9  # GiB; share of the rest
 COUNTED = (1, 16, 64)  # clips

@@ -28,11 +28,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import memory, optim
-from common import whisper_task as task
 from common.device import Setup
 from common.loop import run_window
-from common.whisper import CHECKPOINTED, SAMPLE_RATE, Whisper, token_loss
-from common.whisper_files import SIZES
+from speech.whisper import task
+from speech.whisper.formats import SIZES
+from speech.whisper.model import CHECKPOINTED, SAMPLE_RATE, Whisper, token_loss
 
 PROMPT, END = (50258, 50278, 50359, 50363), 50257  # start, Vietnamese, transcribe, no timestamps
 TEXT_TOKENS = 50257  # numbered before the special ones

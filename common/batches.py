@@ -2,184 +2,28 @@
 splitting, copying to the device."""
 
 import atexit
-import contextlib
 import functools
-import hashlib
 import math
 import multiprocessing
-import os
 import re
 import resource
-import shutil
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
-import soundfile
 import torch
-import torchaudio
 from torch.nn.utils.rnn import pad_sequence
 
-from common.errors import DataError, RunError, UsageError
-from common.manifest import END_TOLERANCE, UNKNOWN_LENGTH, missing_seconds
+from common.errors import DataError, RunError
 
 POOL_WINDOWS = 64  # windows sorted by length together: more saves padding, fewer mixes lengths better
 WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)")  # torch's words
 MANY_FILES = 65_536  # open at once, where the system allows so many
-LARGEST_TERM = 1000  # of the ratio between two sample rates: the filter has its terms' product as its size
-AUDIO_SUFFIXES = {".mp3", ".m4a", ".aac", ".opus", ".wma", ".webm", ".mp4", ".oga", ".aif"}  # beside libsndfile's own
 
 
 # --- audio -----------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=32)
-def _resampler(source: int, target: int) -> torchaudio.transforms.Resample:
-    return torchaudio.transforms.Resample(source, target)
-
-
-def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """(T,) at `source` Hz to (T',) at `target` Hz; the filter of each pair of rates is computed once. Rates without a
-    simple ratio (7999 and 16000 would take gigabytes) are rounded to one, by at most 0.05 %."""
-    ratio = Fraction(source, target).limit_denominator(LARGEST_TERM)
-    return waveform if ratio == 1 else _resampler(ratio.numerator, ratio.denominator)(waveform)
-
-
-def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:
-    """Plays (T,) `factor` times faster, pitch included, as Kaldi's speed perturbation does: (T / factor,)."""
-    return resample(waveform, round(factor * 100), 100)
-
-
-class BadAudio(DataError):
-    """An audio file that cannot be used; `path` names it."""
-
-    def __init__(self, path: str, what: str):
-        super().__init__(f"{path} {what}")
-        self.path = path
-
-
-def read_audio(path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None) -> torch.Tensor:
-    """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz; channels are averaged. What
-    libsndfile does not know goes through ffmpeg, where that is installed. Raises `BadAudio` where the file is missing,
-    truncated, empty or not finite."""
-    try:
-        file = soundfile.SoundFile(path)
-        if file.frames >= UNKNOWN_LENGTH:
-            file.close()
-            raise OSError("its header states no length")
-    except (OSError, TypeError, soundfile.LibsndfileError) as error:  # TypeError: .raw, which has no header
-        rate, waveform = sample_rate, _read_with_ffmpeg(path, sample_rate, offset, duration, error)
-    else:
-        with file:
-            rate, waveform = file.samplerate, _read(file, path, offset, duration)
-    if len(waveform) == 0:
-        raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
-    if not torch.isfinite(waveform).all():
-        raise BadAudio(path, "holds samples that are not finite (NaN or infinity)")
-    return resample(waveform, rate, sample_rate)
-
-
-def _read(file: soundfile.SoundFile, path: str, offset: float, duration: float | None) -> torch.Tensor:
-    rate, there = file.samplerate, file.frames / file.samplerate
-    start = min(round(offset * rate), file.frames)
-    frames = file.frames - start if duration is None else min(round(duration * rate), file.frames - start)
-    try:
-        file.seek(start)
-        samples = file.read(frames, dtype="float32", always_2d=True)
-    except soundfile.LibsndfileError as error:
-        raise BadAudio(path, f"is truncated or damaged: {_reason(error)}") from None
-    except MemoryError:
-        raise BadAudio(path, f"does not fit into memory: its header states {there / 3600:.0f} h") from None
-    missing = missing_seconds(file)
-    if missing > END_TOLERANCE:
-        raise BadAudio(path, f"is truncated: {there:.2f} of {there + missing:.2f} s are there")
-    if len(samples) < frames - END_TOLERANCE * rate:  # an MP3's length may be an estimate
-        raise BadAudio(path, f"is truncated: {len(samples) / rate:.2f} of {frames / rate:.2f} s could be read")
-    return torch.from_numpy(samples.mean(axis=1) if samples.shape[1] > 1 else samples[:, 0])
-
-
-def _read_with_ffmpeg(
-    path: str, sample_rate: int, offset: float, duration: float | None, error: Exception
-) -> torch.Tensor:
-    try:
-        with open(path, "rb") as file:
-            is_empty = not file.read(1)
-    except (OSError, ValueError) as why:
-        raise BadAudio(path, f"cannot be read: {_reason(why)}") from None
-    if is_empty:
-        raise BadAudio(path, "is empty")
-    if not shutil.which("ffmpeg"):
-        raise BadAudio(path, f"cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)")
-    command = ["ffmpeg", "-v", "error", "-nostdin", "-ss", str(offset), "-i", f"file:{path}"]
-    command += ["-t", str(duration)] if duration is not None else []
-    result = subprocess.run([*command, "-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"], capture_output=True)
-    if result.returncode or result.stderr:  # of a truncated file it decodes what there is, complains, and returns 0
-        said = result.stderr.decode(errors="replace").strip().splitlines() or [_reason(error)]
-        said[0] = re.sub(r"^(\[[^\]]*\] *)+", "", said[0])  # which part of ffmpeg it was, at which address
-        raise BadAudio(path, f"cannot be read: {said[0]}")
-    return torch.from_numpy(np.frombuffer(result.stdout, dtype="<f4").copy())
-
-
-def read_cached(
-    folder: str | None, path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None
-) -> torch.Tensor:
-    """`read_audio` through a cache: what was decoded once is kept under `folder` as fp32 samples (230 MB an hour at 16
-    kHz), memory-mapped from then on, and the same to the bit. A file that changes is read anew."""
-    if not folder:
-        return read_audio(path, sample_rate, offset, duration)
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise BadAudio(path, f"cannot be read: {_reason(error)}") from None
-    key = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns, sample_rate, offset, duration))
-    name = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    kept = Path(folder) / name[:2] / f"{name}.npy"
-    try:
-        return torch.from_numpy(np.array(np.load(kept, mmap_mode="r")))
-    except (OSError, ValueError, EOFError):
-        pass  # not there yet, or cut short by a kill or a full disk
-    waveform = read_audio(path, sample_rate, offset, duration)
-    temporary = kept.with_name(f"{kept.name}.{os.getpid()}")
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            np.save(file, waveform.numpy())
-        os.replace(temporary, kept)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise RunError(
-            f"--cache_audio {folder}: {error.strerror}; leave the flag out, or name another folder"
-        ) from None
-    return waveform
-
-
-def audio_files(paths: list[str]) -> list[Path]:
-    """The files among `paths`, and below the folders among them every file with an audio suffix, sorted. Raises
-    `UsageError` where a path is missing or a folder holds none."""
-    known = {f".{name.lower()}" for name in soundfile.available_formats()} | AUDIO_SUFFIXES
-    found = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in known and p.is_file())
-            if not inside:
-                raise UsageError(f"no audio file in {path}")
-            found += inside
-        elif path.exists():
-            found.append(path)
-        else:
-            raise UsageError(f"{path}: no such file or folder")
-    return found
-
-
-def _reason(error: Exception) -> str:
-    said = getattr(error, "error_string", None) or getattr(error, "strerror", None) or str(error) or "unknown error"
-    return said.splitlines()[0].removeprefix("Error : ").rstrip(".")
 
 
 # --- which utterances when -------------------------------------------------------------------------------------------
@@ -440,6 +284,20 @@ def _grid(step: int, most: int, shapes: int) -> tuple[int, ...]:
 def pad(tensors: list[torch.Tensor], value: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Tensors of different length to (B, T, ...) and their lengths (B,)."""
     return pad_sequence(tensors, batch_first=True, padding_value=value), torch.tensor([len(t) for t in tensors])
+
+
+def gather(items: list[dict], padding: dict[str, float], sample_rate: int) -> dict:
+    """What collating is in every recipe: the tensors that `padding` names are padded with its values, masks are stacked,
+    names and texts listed, and "seconds" are those of "audio"."""
+    batch = {}
+    for key, value in padding.items():
+        batch[key], batch[f"{key}_lengths"] = pad([item[key] for item in items], value)
+    for key in ("frequency_masks", "time_masks"):
+        if key in items[0]:
+            batch[key] = torch.stack([item[key] for item in items])
+    batch["names"], batch["texts"] = [item["name"] for item in items], [item["text"] for item in items]
+    batch["seconds"] = [len(item["audio"]) / sample_rate for item in items]
+    return batch
 
 
 def split_batch(batch: dict, size: int) -> list[dict]:

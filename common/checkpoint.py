@@ -1,9 +1,7 @@
 """Checkpoints: written atomically, read without running anything in them, kept to the last N and the best."""
 
-import contextlib
 import json
 import os
-import shutil
 import sys
 import zipfile
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common.errors import RunError, UsageError, cannot_write
+from common.files import write_atomically
 
 FORMAT = "speech-recipes checkpoint 1"
 
@@ -48,34 +47,6 @@ def lock_folder(folder: Path):
     for stale in folder.glob("*.tmp"):  # of a run that was killed while saving
         stale.unlink(missing_ok=True)
     return lock
-
-
-def write_atomically(path: Path, write) -> None:
-    """Calls `write(temporary_path)`, flushes to disk and renames, so that `path` is never seen half-written. Raises
-    `RunError` with the free space where the disk is full; what stood at `path` still stands then."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        write(temporary)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # safetensors makes files that only their owner can read
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        with contextlib.suppress(OSError):  # some network file systems cannot flush a directory
-            directory = os.open(path.parent, os.O_RDONLY)
-            os.fsync(directory)
-            os.close(directory)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            written = temporary.stat().st_size
-            free = shutil.disk_usage(path.parent).free + written
-            temporary.unlink()
-            reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-            raise RunError(
-                f"cannot save {path}: {reason} ({free / 2**20:.0f} MiB free on that disk); the checkpoints before it are unharmed"
-            ) from None
-        raise RunError(f"cannot save {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def save(folder: Path, step: int, content: dict, keep_last: int) -> Path:

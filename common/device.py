@@ -5,7 +5,6 @@ import os
 import random
 import re
 import sys
-import warnings
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,13 +12,8 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UsageError
+from common.gpu import cuda_problem
 
-# PyPI's torch 2.11 is built for CUDA 13.0, compute capability 7.5 to 12.0; the CUDA 12.6 builds of 2.8 to 2.11 cover 5.0
-# to 9.0 (RELEASE.md of pytorch, "CUDA Support Matrix"). pip takes one for the other unless it is forced.
-PIP_TORCH = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.8,<2.12' 'torchaudio>=2.8,<2.12'"
-CUDA_126 = f"the CUDA 12.6 build: {PIP_TORCH} --index-url https://download.pytorch.org/whl/cu126"
-# The oldest driver for each major version of CUDA (NVIDIA's "Minor Version Compatibility").
-OLDEST_DRIVER = {"12": "525", "13": "580"}
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 REDUCE_BUCKET = 1 << 23  # elements in one all-reduce of gradients: 32 MiB of fp32
 
@@ -31,72 +25,6 @@ def set_allocator(conf: str) -> None:
     conf = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), conf)
     for name in ALLOCATOR_VARIABLES:
         os.environ.setdefault(name, conf)
-
-
-def cuda_problem(index: int = 0) -> str | None:
-    """Why CUDA device `index` cannot be used by the installed torch: one line with what would help; None if it can,
-    and then it is the current device."""
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"the installed torch {torch.__version__} is a CPU-only build; the CUDA one: {PIP_TORCH}"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ten lines about the GPU's architecture: kernel_problem needs one
-            torch.cuda.init()
-        count = torch.cuda.device_count()
-    except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:
-        reason = str(error).strip().split("\n")[0]
-        if "too old" in reason:
-            return driver_problem(reason)
-        if "no NVIDIA driver" in reason:
-            return "there is no NVIDIA driver on this machine (nvidia-smi should list the GPU)"
-        if "No CUDA GPUs" not in reason:
-            return f"CUDA does not start: {reason}"
-        count = 0
-    if index >= count:
-        missing = f"no cuda:{index}, only {count} GPU{'s' if count > 1 else ''}" if count else "no NVIDIA GPU"
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return f"there is {missing}" + (f" (CUDA_VISIBLE_DEVICES is {hidden!r})" if hidden is not None else "")
-    problem = kernel_problem(
-        torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
-    )
-    if problem:
-        return problem
-    try:  # a GPU that another process has filled, or holds for itself, shows it here
-        torch.cuda.set_device(index)
-        torch.ones(1, device="cuda").item()
-    except RuntimeError as error:
-        reason = str(error).strip().split("\n")[0]
-        return f"cuda:{index} cannot compute now ({reason}): nvidia-smi shows which processes use it"
-    return None
-
-
-def driver_problem(reason: str) -> str:
-    """What to do about "... driver on your system is too old (found version 12040)": that is CUDA 12.4's driver."""
-    found = int((re.search(r"found version (\d+)", reason) or ["", "0"])[1])
-    newest = f" supports CUDA {found // 1000}.{found % 1000 // 10} at most and" if found else ""
-    needed = OLDEST_DRIVER.get(torch.version.cuda.split(".")[0])
-    instead = f", or install {CUDA_126}" if found >= 12000 else ""
-    return (
-        f"the NVIDIA driver{newest} is too old for torch {torch.__version__}: "
-        f"update it{f' to {needed} or newer' if needed else ''}{instead}"
-    )
-
-
-def kernel_problem(name: str, capability: tuple[int, int], architectures: list[str]) -> str | None:
-    """Whether a torch built for `architectures` (["sm_75", ..., "compute_120"]) has kernels for a GPU of this compute
-    capability: binaries run on later minor versions of the same major one, PTX ("compute_") on everything later."""
-    binaries = [divmod(int(a.removeprefix("sm_").rstrip("af")), 10) for a in architectures if a.startswith("sm_")]
-    ptx = [divmod(int(a.removeprefix("compute_").rstrip("af")), 10) for a in architectures if a.startswith("compute_")]
-    if any(b[0] == capability[0] and b[1] <= capability[1] for b in binaries) or any(p <= capability for p in ptx):
-        return None
-    if not binaries and not ptx:  # unknown, or AMD's names
-        return None
-    have = f"{name} has compute capability {capability[0]}.{capability[1]}, for which torch {torch.__version__} has no kernels"
-    if capability < (5, 0):
-        return f"{have}, nor has any that requirements.txt allows"
-    if capability < min(binaries + ptx):
-        return f"{have}; install {CUDA_126}"
-    return f"{have}; install PyPI's build: {PIP_TORCH}"
 
 
 def pick_device(wanted: str, quiet: bool = False) -> torch.device:

@@ -121,6 +121,24 @@ given() {
   return 1
 }
 
+# memory_options ARGUMENT...: sets recompute, frozen, bits and host, what makes a Whisper fit, for the rows of its wrappers.
+# A parameter takes 4 bytes as a weight, 4 as its gradient, and 8 in AdamW's averages, 2 where they have 8 bits, none where
+# they are on the host; of a frozen encoder there are weights only.
+memory_options() {
+  recompute=--gradient_checkpointing frozen=--freeze_encoder bits='--optimizer adamw_8bit' host=--use_cpu_offload
+  if given --use_cpu_offload "$@"; then bits=''; fi # the two exclude each other, and the user's wins
+  if given --optimizer "$@"; then host=''; fi
+}
+
+# refuse_frozen TIER ROW MODEL FIT ARGUMENT...: ends where the row FIT freezes the encoder and there is no MODEL to start from.
+refuse_frozen() {
+  local tier=$1 row=$2 model=$3 fit=$4; shift 4
+  case " $fit " in *" --freeze_encoder "*) ;; *) return 0 ;; esac
+  if [ -z "$model" ] && ! given --resume "$@"; then
+    fail "$row fits in tier $tier with a frozen encoder only, and from scratch there is nothing to freeze: add --model_dir or --model_file, or take a smaller size" 2
+  fi
+}
+
 # help_if_asked ARGUMENT...: with --help among the arguments, shows the comment at the wrapper's top and ends. The recipe's
 # own --help would need the 5 GB installed first.
 help_if_asked() {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common import checkpoint, compiling, memory, optim
+from common import checkpoint, compiling, gpu, memory, optim
 from common.batches import EvalBatches, Window, Windows, split_batch, to_device
 from common.device import Setup, rng_state, set_rng_state
 from common.errors import Failure, RunError, Stopped
@@ -165,7 +165,7 @@ class Run:
     report: Report
     watch: SignalWatch
     scaler: torch.amp.GradScaler | None
-    busy: memory.GpuUtilisation
+    busy: gpu.GpuUtilisation
     last_saved: int = -1
     skipped: set[str] = field(default_factory=set)  # files
     said: set[str] = field(default_factory=set)  # what is said once
@@ -222,7 +222,7 @@ def train(
         if ranks.first:
             checkpoint.make_room(args.checkpoint_dir, args.log_dir)
     report = Report(args.log_dir, progress["step"], windows.total_steps(args), args.tensorboard, enabled=ranks.first)
-    busy = memory.GpuUtilisation(device)
+    busy = gpu.GpuUtilisation(device)
     model.train()
     with SignalWatch() as watch:
         run = Run(args, model, optimizer, schedule, compute_loss, loss_weights, evaluate, eval_batches, setup, metadata,
@@ -350,7 +350,7 @@ def pass_until_it_fits(run: Run, window: Window, totals: dict, buffers: list) ->
                 progress["limits"][bucket] = min(size, progress["limits"].get(bucket, size))
         if status == AGAIN:
             size, seconds = len(outcome.failed["names"]), max(outcome.failed["seconds"])
-            others = memory.gpu_processes() if device.type == "cuda" else ""
+            others = gpu.gpu_processes() if device.type == "cuda" else ""
             run.report.say(
                 f"out of memory with {size} x {seconds:.1f} s: the same window again in smaller micro-batches"
                 + (f"; also on this GPU: {others}" if others else "")
@@ -370,7 +370,7 @@ def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool
 
 def too_long(outcome: Outcome) -> str:
     name, seconds = outcome.failed["names"][0], outcome.failed["seconds"][0]
-    others = memory.gpu_processes()
+    others = gpu.gpu_processes()
     return (
         f"{name} ({seconds:.1f} s) does not fit into memory even alone ({outcome.reason}): --gradient_checkpointing and "
         f"--mixed_precision need less, --max_duration {0.9 * seconds:.1f} rejects such utterances, a smaller model is the last resort"

@@ -155,9 +155,12 @@ def add_shared_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
         shared[name].help = re.sub(r"\([^()]*\)$", f"({shown})", shared[name].help)
 
 
-def resolve(args: argparse.Namespace, demo_steps: int) -> None:
-    """Fills in what depends on other flags and refuses what contradicts. Without a manifest the demo's length is
-    `demo_steps` updates."""
+def resolve(
+    args: argparse.Namespace, demo_steps: int, is_demo: bool | None = None, usual: tuple[str, int] = ("num_epochs", 100),
+    usual_eval_every: int = 0,
+) -> None:  # fmt: skip
+    """Fills in what depends on other flags and refuses what contradicts. The demo, which a run without a manifest is
+    unless `is_demo` says otherwise, lasts `demo_steps` updates; another run as the flag and number in `usual` say."""
     if args.resume and args.init_from:
         raise UsageError("--resume continues a run and --init_from starts a new one: give one of them")
     if args.deterministic and args.cudnn_benchmark:
@@ -173,15 +176,12 @@ def resolve(args: argparse.Namespace, demo_steps: int) -> None:
         raise UsageError(f"--min_duration {args.min_duration:g} is not below --max_duration {args.max_duration:g}")
     args.checkpoint_dir = Path(args.checkpoint_dir or Path(args.output_dir) / "checkpoints")
     args.log_dir = Path(args.log_dir or Path(args.output_dir) / "logs")
-    is_demo = not args.train_manifest
-    args.max_steps_given = bool(args.num_epochs or args.max_steps)
-    if args.num_epochs is None and args.max_steps is None:
-        if is_demo:
-            args.max_steps = demo_steps
-        else:
-            args.num_epochs = 100
+    is_demo = not args.train_manifest if is_demo is None else is_demo
+    args.length_given = bool(args.num_epochs or args.max_steps)
+    if not args.length_given:
+        setattr(args, *(("max_steps", demo_steps) if is_demo else usual))
     if args.eval_every is None:
-        args.eval_every = demo_steps // 6 if is_demo else 0
+        args.eval_every = demo_steps // 6 if is_demo else usual_eval_every
 
 
 def auto_workers(on_cpu: bool) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import batches, checkpoint, compiling, device, memory, options
+from common import batches, checkpoint, compiling, device, gpu, options
 from common.device import Setup
 from common.errors import UsageError
 
@@ -34,7 +34,7 @@ def verify(args, parameters: int, trained: int | None = None) -> int:
     except UsageError as error:
         setup, problem = Setup(), str(error)
     if setup.device.type != "cuda" and args.device != "cpu":
-        problem = problem or device.cuda_problem()
+        problem = problem or gpu.cuda_problem()
     lines = {
         "GPU": check_gpu(setup, problem),
         "driver": check_driver(setup),
@@ -66,7 +66,7 @@ def check_driver(setup: Setup) -> tuple[str, str]:
         return SKIP, NO_GPU
     built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     try:
-        nvml = memory.load_nvml()
+        nvml = gpu.load_nvml()
         version = nvml.nvmlSystemGetDriverVersion()
         number = nvml.nvmlSystemGetCudaDriverVersion_v2()
         nvml.nvmlShutdown()
@@ -83,7 +83,7 @@ def check_memory(args, setup: Setup, parameters: int, trained: int) -> tuple[str
     states = 0.0 if args.use_cpu_offload else STATES[args.optimizer]
     needed = WEIGHT * parameters + (GRADIENT + states) * trained
     said = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free; weights, gradients and optimizer states take {size(needed)}"
-    others = memory.gpu_processes()
+    others = gpu.gpu_processes()
     said += f"; also on this GPU: {others}" if others else ""
     if free <= needed:
         return FAIL, f"{said}: a smaller model, --optimizer adamw_8bit or --use_cpu_offload need less"

@@ -27,26 +27,16 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import (
-    audio,
-    batches,
-    checkpoint,
-    compiling,
-    demo,
-    device,
-    manifest,
-    memory,
-    metrics,
-    optim,
-    options,
-    report,
-    text,
-    transcripts,
-)
-from common.decoding import CTCPrefixScores, autoregressive_beam, ctc_prefix_beam
+from common import batches, checkpoint, compiling, device, memory, optim, options, report
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import train
+from speech import audio, demo, metrics, text
+from speech import recogniser as results
+from speech.columns import Corpus
+from speech.corpus import drop, load_splits
+from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
+from speech.search import CTCPrefixScores, autoregressive_beam, ctc_prefix_beam
 
 RECIPE = "konkani_conformer"
 SAMPLE_RATE = 16_000  # Hz
@@ -100,17 +90,17 @@ def add_arguments(parser) -> None:
 # --- text and data ---------------------------------------------------------------------------------------------------
 
 
-def read_corpora(args) -> dict[str, manifest.Corpus]:
+def read_corpora(args) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, where there is one, "test"; the demo's where no manifest is given."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if not args.train_manifest:
         folder = Path(args.output_dir) / "data" / "konkani_demo"
         print("no --train_manifest: using the demo corpus (synthetic speech)")
         paths = demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
-    return manifest.load_splits(args, paths, text.normalise, HELD_OUT, MOST_HELD_OUT)
+    return load_splits(args, paths, text.normalise, HELD_OUT, MOST_HELD_OUT)
 
 
-def make_tokenizer(args, corpus: manifest.Corpus, resumed: dict | None):
+def make_tokenizer(args, corpus: Corpus, resumed: dict | None):
     if resumed:
         return text.make_tokenizer(resumed["metadata"]["tokenizer"])
     if args.vocab_file:
@@ -118,38 +108,35 @@ def make_tokenizer(args, corpus: manifest.Corpus, resumed: dict | None):
     return text.train_tokenizer(corpus.texts, args.tokenizer, args.vocab_size)
 
 
-def drop_untrainable(corpus: manifest.Corpus, tokenizer, subsampling: int, strict: bool) -> manifest.Corpus:
+def drop_untrainable(corpus: Corpus, tokenizer, subsampling: int, strict: bool) -> Corpus:
     """Without the utterances that no CTC alignment fits (fewer encoder frames than tokens and the blanks between equal
     ones), and those of unknown characters only. Characters unknown to the vocabulary become its unknown token."""
-    rejected, keep, unknown = manifest.Rejections(), [], 0
-    for index in range(len(corpus)):
+    unknown = 0
+
+    def fault(index: int) -> tuple[str, str] | None:
+        nonlocal unknown
         tokens = tokenizer.encode(corpus.texts[index])
         share = text.unknown_share(tokenizer, tokens)
         unknown += 0 < share < 1
-        samples = int(corpus.seconds[index] * SAMPLE_RATE)
         if share == 1:
-            rejected.add("text is outside the vocabulary", f"{corpus.where(index)}: {corpus.texts[index][:60]}")
-        elif not ctc_fits(samples, tokens, subsampling):
-            rejected.add(
-                "text is too long for its audio (CTC needs a frame a token)",
-                f"{corpus.where(index)}: {len(tokens)} tokens in {corpus.seconds[index]:.2f} s",
-            )
-        else:
-            keep.append(index)
+            return "text is outside the vocabulary", corpus.texts[index][:60]
+        if not ctc_fits(int(corpus.seconds[index] * SAMPLE_RATE), tokens, subsampling):
+            what = f"{len(tokens)} tokens in {corpus.seconds[index]:.2f} s"
+            return "text is too long for its audio (CTC needs a frame a token)", what
+        return None
+
+    kept = drop(corpus, "training set", fault, strict)
     if unknown:
         print(f"{unknown} training texts hold characters outside the vocabulary; they train its unknown token")
-    if rejected.total:
-        corpus = corpus.select(np.array(keep, dtype=int))
-        manifest.report_rejections("training set", corpus, rejected, strict)
-    return corpus
+    return kept
 
 
 def encoder_frames(samples: int, subsampling: int) -> int:
     """Encoder frames of so many samples at 16 kHz: 25 ms windows every 10 ms, then halved two or three times."""
-    frames = audio.frames(samples, SAMPLE_RATE)
+    count = frames(samples, SAMPLE_RATE)
     for _ in range(subsampling.bit_length() - 1):
-        frames = (frames - 1) // 2 + 1
-    return frames
+        count = (count - 1) // 2 + 1
+    return count
 
 
 def ctc_fits(samples: int, tokens: list[int], subsampling: int) -> bool:
@@ -157,21 +144,16 @@ def ctc_fits(samples: int, tokens: list[int], subsampling: int) -> bool:
     return encoder_frames(samples, subsampling) >= len(tokens) + repeats
 
 
-def seconds_in_epoch(corpus: manifest.Corpus, args, epoch: int) -> np.ndarray:
+def seconds_in_epoch(corpus: Corpus, args, epoch: int) -> np.ndarray:
     """(N,) lengths as they are trained on in an epoch."""
     if not args.speed_perturbation:
         return corpus.seconds
     return corpus.seconds / audio.speed_factors(args.seed, epoch, len(corpus), SPEEDS)
 
 
-def read_utterance(corpus: manifest.Corpus, index: int, cache: str | None) -> torch.Tensor:
-    duration = None if np.isnan(corpus.durations[index]) else float(corpus.durations[index])
-    return batches.read_cached(cache, corpus.paths[index], SAMPLE_RATE, float(corpus.offsets[index]), duration)
-
-
-def load_item(corpus: manifest.Corpus, tokenizer, args, training: bool, index: int, epoch: int) -> dict:
+def load_item(corpus: Corpus, tokenizer, args, training: bool, index: int, epoch: int) -> dict:
     """One utterance: waveform, tokens, and its augmentation, which depends on (seed, epoch, index) alone."""
-    waveform = read_utterance(corpus, index, args.cache_audio)
+    waveform = audio.read_utterance(corpus, index, SAMPLE_RATE, args.cache_audio)
     tokens = tokenizer.encode(corpus.texts[index])
     end = tokenizer.size  # one number past the text's: the decoder's start and end, and CTC's blank
     item = {
@@ -180,26 +162,19 @@ def load_item(corpus: manifest.Corpus, tokenizer, args, training: bool, index: i
     }  # fmt: skip
     if training and args.speed_perturbation:
         factors = audio.speed_factors(args.seed, epoch, len(corpus), SPEEDS)
-        changed = batches.change_speed(waveform, float(factors[index]))
+        changed = audio.change_speed(waveform, float(factors[index]))
         if ctc_fits(len(changed), tokens, args.subsampling):  # a fast, dense utterance stays as it is
             item["audio"] = changed
     if training and args.spec_augment:
         random = np.random.default_rng([args.seed, epoch, index])
-        item["frequency_masks"] = audio.random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
-        item["time_masks"] = audio.random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
+        item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
+        item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
     return item
 
 
 def collate(items: list[dict]) -> dict:
     """Items to a batch: audio (B, T), tokens (B, U), labels (B, U + 1) with -100 beyond their end."""
-    batch = {}
-    for key, padding in (("audio", 0.0), ("tokens", 0), ("labels", -100)):
-        batch[key], batch[f"{key}_lengths"] = batches.pad([item[key] for item in items], padding)
-    for key in ("frequency_masks", "time_masks"):
-        if key in items[0]:
-            batch[key] = torch.stack([item[key] for item in items])
-    batch["names"], batch["texts"] = [item["name"] for item in items], [item["text"] for item in items]
-    batch["seconds"] = [len(item["audio"]) / SAMPLE_RATE for item in items]
+    batch = batches.gather(items, {"audio": 0.0, "tokens": 0, "labels": -100}, SAMPLE_RATE)
     tokens = int(batch["tokens_lengths"].sum())
     batch["counts"] = {"ctc": tokens, "attention": tokens + len(items)}
     return batch
@@ -334,7 +309,7 @@ class Subsampling(nn.Module):
         lengths = (lengths - 1) // 2 + 1
         for depthwise, pointwise in zip(self.depthwise, self.pointwise, strict=True):
             # Masked before the ReLU: backward then keeps one tensor of this size, not two.
-            x = F.relu(x.masked_fill(~audio.valid_mask(lengths, x.shape[2])[:, None, :, None], 0.0))
+            x = F.relu(x.masked_fill(~valid_mask(lengths, x.shape[2])[:, None, :, None], 0.0))
             x = pointwise(depthwise(x))
             lengths = (lengths - 1) // 2 + 1
         return self.norm(self.out(F.relu(x).permute(0, 2, 3, 1).flatten(2))), lengths
@@ -366,8 +341,8 @@ class Conformer(nn.Module):
         self.config, self.label_smoothing, self.end = config, label_smoothing, config["vocabulary"]
         self.head_dim = d // heads
         kernel = 31 if config["subsampling"] == 4 else 15
-        self.log_mel = audio.LogMel(SAMPLE_RATE, N_MELS)
-        self.feature_norm = audio.FeatureNorm(N_MELS, config["cmvn"])
+        self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
+        self.feature_norm = FeatureNorm(N_MELS, config["cmvn"])
         self.subsampling = Subsampling(N_MELS, d, config["subsampling"])
         self.dropout = nn.Dropout(dropout)
         self.encoder = nn.ModuleList([EncoderLayer(d, heads, kernel, dropout) for _ in range(config["encoder_layers"])])
@@ -382,18 +357,18 @@ class Conformer(nn.Module):
     def encode(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """The batch's waveforms to (B, T, D), the attention mask over T (None where nothing is padded) and the lengths
         on the host."""
-        lengths = audio.frames(batch["audio_lengths"], SAMPLE_RATE)
-        features = self.feature_norm(self.log_mel(batch["audio"]), lengths)  # (B, F, M)
+        lengths = frames(batch["audio_lengths"], SAMPLE_RATE)
+        x = self.feature_norm(self.log_mel(batch["audio"]), lengths)  # (B, F, M)
         if "time_masks" in batch:
-            features = audio.spec_augment(features, lengths, batch["frequency_masks"], batch["time_masks"])
-        x, lengths = self.subsampling(features, lengths)
+            x = spec_augment(x, lengths, batch["frequency_masks"], batch["time_masks"])
+        x, lengths = self.subsampling(x, lengths)
         x = self.dropout(x)
         host = torch.tensor(
             [encoder_frames(n, self.config["subsampling"]) for n in batch["audio_lengths_host"].tolist()]
         )
         mask = padding = None
         if int(host.min()) < x.shape[1]:
-            valid = audio.valid_mask(lengths, x.shape[1])
+            valid = valid_mask(lengths, x.shape[1])
             mask, padding = valid[:, None, None, :], ~valid[:, :, None]
         angles = rotary_angles(x.shape[1], self.head_dim, x)
         for layer in self.encoder:
@@ -479,39 +454,20 @@ def attention_beam(model: Conformer, encoded: torch.Tensor, beam_size: int) -> l
 
 def decode_set(model: Conformer, tokenizer, eval_batches, method: str, beam_size: int = 1) -> tuple[list[dict], dict]:
     """Decodes batches: one {"file", "reference", "hypothesis"} an utterance, and {loss term: (sum, count)}."""
-    where = next(model.parameters()).device
-    rows, sums = [], {name: [0.0, 0] for name in LOSS_WEIGHTS}
 
-    def one(batch: dict) -> tuple[list[list[int]], dict]:
-        (batch,) = batches.to_device([batch], where)
+    def one(batch: dict) -> tuple[list[str], dict]:
         encoded, mask, lengths = model.encode(batch)
         terms = losses(model, batch, encoded, mask, lengths)
-        return decode(model, encoded, lengths, method, beam_size), {name: float(value) for name, value in terms.items()}
+        texts = [tokenizer.decode(tokens) for tokens in decode(model, encoded, lengths, method, beam_size)]
+        return texts, {name: float(value) for name, value in terms.items()}
 
-    for batch in eval_batches:
-        found = memory.split_on_oom(one, batch, where)
-        hypotheses = [tokenizer.decode(tokens) for piece, _ in found for tokens in piece]
-        for name, reference, hypothesis in zip(batch["names"], batch["texts"], hypotheses, strict=True):
-            rows.append({"file": name, "reference": reference, "hypothesis": hypothesis})
-        for name in LOSS_WEIGHTS:
-            sums[name][0] += sum(terms[name] for _, terms in found)
-            sums[name][1] += batch["counts"][name]
-    return rows, {name: tuple(pair) for name, pair in sums.items()}
+    return results.decode_set(one, eval_batches, LOSS_WEIGHTS, next(model.parameters()).device)
 
 
 def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float, float]]:
     """Losses, CER and WER of greedy CTC decoding, as (numerator, denominator)."""
     rows, values = decode_set(model, tokenizer, eval_batches, "greedy")
-    references, hypotheses = [row["reference"] for row in rows], [row["hypothesis"] for row in rows]
-    for name, unit in (("cer", "characters"), ("wer", "words")):
-        errors = metrics.count_errors(references, hypotheses, unit)
-        values[name] = (errors.total, errors.length)
-    return values
-
-
-def cer(tokenizer, model: Conformer, eval_batches) -> float:
-    errors, length = evaluate(tokenizer, model, eval_batches)["cer"]
-    return errors / max(1, length)
+    return {**values, **metrics.score(rows)}
 
 
 @torch.no_grad()
@@ -536,18 +492,18 @@ def transcribe(args) -> None:
         batch = {"audio": padded, "audio_lengths": lengths, "names": [name] * len(waveforms)}
         return [found for piece in memory.split_on_oom(one, batch, setup.device) for found in piece]
 
-    transcripts.transcribe_files(args, texts_of, SAMPLE_RATE, metadata["longest"])
+    results.transcribe_files(args, texts_of, SAMPLE_RATE, metadata["longest"])
 
 
 # --- main ------------------------------------------------------------------------------------------------------------
 
 
-def measure_features(model: Conformer, corpus: manifest.Corpus, args) -> None:
+def measure_features(model: Conformer, corpus: Corpus, args) -> None:
     """Statistics for --cmvn global, from a random part of the training set."""
     found = []
     for index in np.random.default_rng(args.seed).permutation(len(corpus)):
         try:
-            found.append(model.log_mel(read_utterance(corpus, index, args.cache_audio)[None])[0])
+            found.append(model.log_mel(audio.read_utterance(corpus, index, SAMPLE_RATE, args.cache_audio)[None])[0])
         except DataError:
             continue  # training itself says what to do about it
         if len(found) == NORM_UTTERANCES:
@@ -615,11 +571,15 @@ def main(args) -> None:
         name = "test" if "test" in evaluation else "val"
         with torch.no_grad():
             used = checkpoint.use_best(
-                args, model, RECIPE, metadata, lambda: cer(tokenizer, model, evaluation["val"].whole())
+                args,
+                model,
+                RECIPE,
+                metadata,
+                lambda: metrics.rate(evaluate(tokenizer, model, evaluation["val"].whole())["cer"]),
             )
             rows, _ = decode_set(model, tokenizer, evaluation[name].whole(), args.decoding, args.beam_size)
         title = f"{name} set, {len(rows)} utterances, decoding: {args.decoding}, {used}"
-        transcripts.print_results(rows, title, args.log_dir / "transcripts.jsonl", args.seed)
+        results.print_results(rows, title, args.log_dir / "transcripts.jsonl", args.seed)
         print(f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all transcripts: {args.log_dir}")
 
 

@@ -26,14 +26,18 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import batches, checkpoint, demo, device, manifest, metrics, optim, options, report, transcripts
-from common import text as written
-from common import whisper_files as files
-from common import whisper_task as task
-from common import whisper_text as text
+from common import batches, checkpoint, device, optim, options, report
 from common.errors import UsageError, exit_with_one_line
 from common.loop import train
-from common.whisper import SAMPLE_RATE, Whisper
+from speech import audio, demo, metrics
+from speech import recogniser as results
+from speech import text as written
+from speech.columns import Corpus
+from speech.corpus import load_splits
+from speech.whisper import formats as files
+from speech.whisper import task
+from speech.whisper import tokenizer as text
+from speech.whisper.model import SAMPLE_RATE, Whisper
 
 RECIPE = "whisper_vietnamese"
 DEMO_SIZES = {"train": 6000, "val": 100, "test": 200}  # utterances
@@ -61,7 +65,7 @@ def for_scoring(transcript: str) -> str:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def read_corpora(args) -> dict[str, manifest.Corpus]:
+def read_corpora(args) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, where there is one, "test"; the demo's where no manifest is given. For
     --evaluate the test set alone does."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
@@ -69,16 +73,14 @@ def read_corpora(args) -> dict[str, manifest.Corpus]:
         paths = {"test": args.test_manifest}
     elif not args.train_manifest:
         print("no --train_manifest: using the demo corpus (synthetic speech)")
-        folder = task.folder_of(args, "vietnamese_demo")
+        folder = Path(args.output_dir) / "data" / "vietnamese_demo"
         paths = demo.speech_corpus(folder, demo.VIETNAMESE_WORDS, demo.VIETNAMESE_VOICES, DEMO_SIZES)
-    return manifest.load_splits(args, paths, written.normalise, HELD_OUT, MOST_HELD_OUT)
+    return load_splits(args, paths, written.normalise, HELD_OUT, MOST_HELD_OUT)
 
 
-def load_item(corpus: manifest.Corpus, tokenizer, args, longest: float, training: bool, index: int, epoch: int) -> dict:
+def load_item(corpus: Corpus, tokenizer, args, longest: float, training: bool, index: int, epoch: int) -> dict:
     """One utterance, see `task.make_item`."""
-    duration = float(corpus.durations[index])
-    duration = None if duration != duration else duration
-    waveform = batches.read_cached(args.cache_audio, corpus.paths[index], SAMPLE_RATE, float(corpus.offsets[index]), duration)  # fmt: skip
+    waveform = audio.read_utterance(corpus, index, SAMPLE_RATE, args.cache_audio)
     place = (epoch, index, len(corpus))
     return task.make_item(args, tokenizer, waveform, corpus.texts[index], corpus.where(index), place, training, longest)
 
@@ -96,7 +98,7 @@ def evaluate(
 ) -> dict[str, tuple[float, float]]:
     """Losses, CER and WER of one greedy pass, as (numerator, denominator)."""
     rows, values = task.decode_set(model, eval_batches, names, recogniser.greedy_texts)
-    return {**values, **task.score(rows, for_scoring)}
+    return {**values, **metrics.score(rows, for_scoring)}
 
 
 @torch.no_grad()
@@ -105,7 +107,7 @@ def final_figures(args, recogniser: task.Recogniser, eval_batches, name: str, us
     with setup.autocast():
         rows, _ = task.decode_set(recogniser.model, eval_batches, [], recogniser.texts)
     title = f"{name} set, {len(rows)} utterances, decoding: {args.decoding}, {used}"
-    transcripts.print_results(rows, title, args.log_dir / "transcripts.jsonl", args.seed, for_scoring)
+    results.print_results(rows, title, args.log_dir / "transcripts.jsonl", args.seed, for_scoring)
     if args.compare_to:
         print_improvement(args, rows, eval_batches, setup)
 
@@ -201,7 +203,7 @@ def main(args) -> None:
     if setup.ranks.first:
         with torch.no_grad(), setup.autocast():
             used = checkpoint.use_best(
-                args, model, RECIPE, metadata, lambda: task.rate(scored(model, evaluation["val"].whole())["cer"])
+                args, model, RECIPE, metadata, lambda: metrics.rate(scored(model, evaluation["val"].whole())["cer"])
             )
         name = "test" if "test" in evaluation else "val"
         final_figures(args, recogniser, evaluation[name].whole(), name, used, setup)

@@ -10,6 +10,8 @@ import soundfile
 import torch
 from hypothesis import settings
 
+from speech import audio
+
 settings.register_profile("busy machine", deadline=None, max_examples=50, database=None)
 settings.load_profile("busy machine")
 torch.set_num_threads(1)  # the models are tiny: a second thread would only wait for the first
@@ -52,3 +54,8 @@ def no_hang():
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def no_ffmpeg(monkeypatch):
+    monkeypatch.setattr(audio.shutil, "which", lambda name: None)

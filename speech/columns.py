@@ -1,0 +1,165 @@
+"""A manifest's rows in columns: strings in one buffer, numbers in arrays."""
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+EXAMPLES = 3  # of each reason in the rejection table
+
+
+class Strings:
+    """A column of strings in one buffer: some 60 bytes a row less than Python objects, and nothing for worker
+    processes to copy when they only count references."""
+
+    def __init__(self, values: Iterable[str] = ()):
+        self.buffer, self.ends = bytearray(), array("q", [0])
+        for value in values:
+            self.append(value)
+
+    def append(self, value: str) -> None:
+        self.buffer += value.encode("utf-8", "surrogateescape")
+        self.ends.append(len(self.buffer))
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        index = range(len(self))[index]
+        return self.buffer[self.ends[index] : self.ends[index + 1]].decode("utf-8", "surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[i] for i in range(len(self)))
+
+    def empty(self) -> np.ndarray:
+        """(N,), True where the string is empty."""
+        return np.diff(self.ends) == 0
+
+    def select(self, indices: np.ndarray) -> "Strings":
+        chosen, ends = Strings(), np.array(self.ends)
+        for start, end in zip(ends[indices].tolist(), ends[indices + 1].tolist(), strict=True):
+            chosen.buffer += self.buffer[start:end]
+            chosen.ends.append(len(chosen.buffer))
+        return chosen
+
+
+class Codes:
+    """A column of few distinct strings: `names`, and one of their numbers a row."""
+
+    def __init__(self, values: Iterable[str] = ()):
+        self.numbers: dict[str, int] = {}
+        self.names: list[str] = []
+        self.codes = array("i")
+        for value in values:
+            self.append(value)
+
+    def append(self, value: str) -> None:
+        number = self.numbers.setdefault(value, len(self.names))
+        if number == len(self.names):
+            self.names.append(value)
+        self.codes.append(number)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, index: int) -> str:
+        return self.names[self.codes[index]]
+
+    def __iter__(self) -> Iterator[str]:
+        return (self.names[code] for code in self.codes)
+
+    def select(self, indices: np.ndarray) -> "Codes":
+        return Codes(self.names[code] for code in np.array(self.codes)[indices].tolist())
+
+
+@dataclass
+class Rejections:
+    """What was left out: a count and a few examples for every reason. `repeated` counts lines that were not: they name
+    the audio of an earlier one."""
+
+    repeated: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, reason: str, example: str) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        shown = self.examples.setdefault(reason, [])
+        if len(shown) < EXAMPLES:
+            shown.append(example)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def table(self) -> str:
+        rows = []
+        for reason, count in sorted(self.counts.items(), key=lambda pair: -pair[1]):
+            rows.append(f"  {count:7}  {reason}")
+            rows += [f"           {example}" for example in self.examples[reason]]
+        return "\n".join(rows)
+
+
+@dataclass
+class Corpus:
+    """Utterances in columns. `seconds`: the length that will be read; `offsets` and `durations` in seconds (duration
+    NaN: to the end of the file); `lines`: where in the manifest."""
+
+    paths: Strings
+    texts: Strings
+    seconds: np.ndarray
+    offsets: np.ndarray
+    durations: np.ndarray
+    speakers: Codes
+    languages: Codes
+    lines: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def where(self, index: int) -> str:
+        """An utterance in words, for messages."""
+        offset = self.offsets[index]
+        return self.paths[index] + (f" at {offset:.2f} s" if offset else "")
+
+    def select(self, indices: np.ndarray) -> "Corpus":
+        """The utterances at `indices`, in that order."""
+        indices = np.asarray(indices, dtype=np.int64)
+        return Corpus(self.paths.select(indices), self.texts.select(indices), self.seconds[indices], self.offsets[indices],
+                      self.durations[indices], self.speakers.select(indices), self.languages.select(indices),
+                      self.lines[indices])  # fmt: skip
+
+    def fingerprint(self) -> str:
+        """Changes when the utterances, their texts or their order do."""
+        digest = hashlib.sha1(self.seconds.tobytes() + self.offsets.tobytes())
+        for column in (self.paths, self.texts):
+            digest.update(column.buffer)
+            digest.update(column.ends)
+        return digest.hexdigest()[:16]
+
+
+class Segments:
+    """Segment times and texts of a manifest's rows in columns. `wanted` is what `--use_chunking` says; where it does not,
+    only which rows have segments is kept. Times are in seconds from the row's offset, `problems` says of each row why its
+    segments cannot be used ("" if they can)."""
+
+    def __init__(self, wanted: bool):
+        self.wanted = wanted
+        self.there = bytearray()  # one number a row
+        self.ends, self.problems = array("q", [0]), Codes()
+        self.starts, self.stops, self.texts = array("d"), array("d"), Strings()
+
+    def append(self, given: bool, found: list[tuple[float, float, str]], problem: str) -> None:
+        self.there.append(given)
+        if self.wanted:
+            for start, stop, text in found:
+                self.starts.append(start)
+                self.stops.append(stop)
+                self.texts.append(text)
+            self.ends.append(len(self.starts))
+            self.problems.append(problem)
+
+    def row(self, index: int) -> list[tuple[float, float, str]]:
+        """(start, stop, text) of a row's segments."""
+        return [(self.starts[i], self.stops[i], self.texts[i]) for i in range(self.ends[index], self.ends[index + 1])]

@@ -1,0 +1,104 @@
+"""Waveforms to features on the training device: log-mel, normalisation, SpecAugment."""
+
+import numpy as np
+import torch
+import torchaudio
+from torch import nn
+
+from common.device import full_fp32
+
+WINDOW, HOP = 0.025, 0.010  # seconds: one frame, and from one to the next
+FLOOR = (
+    1e-6  # added to a mel band's power: above 16-bit quantisation noise, or digital silence would dominate the scale
+)
+
+
+def frames(samples, sample_rate: int):
+    """Whole frames in so many samples (an int or a tensor of them); at least 1."""
+    window, hop = round(WINDOW * sample_rate), round(HOP * sample_rate)
+    count = (samples - window) // hop + 1
+    return count.clamp_min(1) if isinstance(count, torch.Tensor) else max(1, count)
+
+
+class LogMel(nn.Module):
+    """Waveforms (B, T) at `sample_rate` Hz to log-mel features (B, F, n_mels), F = frames(T).
+
+    Frames are not centred: a frame sees only samples of its own utterance, so padding a batch changes nothing. Always
+    computed in fp32 or better, whatever autocast says."""
+
+    def __init__(self, sample_rate: int, n_mels: int = 80):
+        super().__init__()
+        self.window, self.hop = round(WINDOW * sample_rate), round(HOP * sample_rate)
+        self.n_fft = 1 << (self.window - 1).bit_length()
+        filters = torchaudio.functional.melscale_fbanks(self.n_fft // 2 + 1, 0.0, sample_rate / 2, n_mels, sample_rate)
+        self.register_buffer("filters", filters, persistent=False)
+        self.register_buffer("taper", torch.hann_window(self.window, periodic=False), persistent=False)
+
+    def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(waveforms.device.type, enabled=False):
+            waveforms = nn.functional.pad(waveforms, (0, max(0, self.window - waveforms.shape[1])))
+            frames = waveforms.unfold(1, self.window, self.hop) * self.taper  # (B, F, window)
+            power = torch.fft.rfft(frames, self.n_fft).abs().square()  # (B, F, n_fft / 2 + 1)
+            with full_fp32(power.device):
+                return (power @ self.filters + FLOOR).log()
+
+
+class FeatureNorm(nn.Module):
+    """Mean and variance normalisation of (B, F, M) features: by statistics of the training set, kept in the weights
+    (`global`), or of each utterance's valid frames (`utterance`). Frames beyond the length become 0."""
+
+    def __init__(self, n_mels: int, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("mean", torch.zeros(n_mels))
+        self.register_buffer("std", torch.ones(n_mels))
+
+    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        valid = valid_mask(lengths, features.shape[1])[:, :, None]
+        if self.kind == "utterance":
+            count = lengths[:, None, None]
+            mean = (features * valid).sum(1, keepdim=True) / count
+            variance = ((features - mean).square() * valid).sum(1, keepdim=True) / count
+            features = (features - mean) * (variance + 1e-5).rsqrt()
+        else:
+            features = (features - self.mean) / self.std
+        return features.masked_fill(~valid, 0.0)
+
+    @torch.no_grad()
+    def measure(self, features: list[torch.Tensor]) -> None:
+        """Takes mean and standard deviation from (F, M) features of training utterances."""
+        frames = torch.cat(features).double()
+        self.mean.copy_(frames.mean(0))
+        self.std.copy_(frames.std(0, correction=0).clamp_min(1e-3))  # (a single frame has no other)
+
+
+def valid_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
+    """(B, size), True within each length."""
+    return torch.arange(size, device=lengths.device)[None, :] < lengths[:, None]
+
+
+def random_masks(random: np.random.Generator, count: int, widest: float) -> torch.Tensor:
+    """(count, 2) start and end of SpecAugment masks as shares of an axis, each at most `widest` wide."""
+    width = random.uniform(0, widest, count)
+    start = random.uniform(0, 1, count) * (1 - width)
+    return torch.from_numpy(np.stack([start, start + width], axis=1).astype(np.float32))
+
+
+def spec_augment(
+    features: torch.Tensor, lengths: torch.Tensor, frequency_masks: torch.Tensor, time_masks: torch.Tensor
+) -> torch.Tensor:
+    """Sets bands and spans of normalised features (B, F, M) to 0, their mean (Park et al. 2019). Masks (B, N, 2) are
+    shares of the number of bands and of each utterance's own length; they come with the batch, drawn from (seed, epoch,
+    utterance), so that an utterance is masked alike however its window is cut."""
+
+    def hit(masks: torch.Tensor, size: int, extent: torch.Tensor) -> torch.Tensor:
+        edges = (masks * extent[:, None, None]).round()  # (B, N, 2)
+        position = torch.arange(size, device=features.device)
+        return ((position >= edges[..., :1]) & (position < edges[..., 1:])).any(1)  # (B, size)
+
+    bands = torch.full_like(lengths, features.shape[2])
+    masked = (
+        hit(time_masks, features.shape[1], lengths)[:, :, None]
+        | hit(frequency_masks, features.shape[2], bands)[:, None, :]
+    )
+    return features.masked_fill(masked, 0.0)

@@ -1,0 +1,413 @@
+"""Devices and precisions on machines that are not here (torch.cuda is replaced), random states, and two real processes."""
+
+import argparse
+import io
+import os
+import random
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+
+from common import device, gpu
+from common.device import Ranks, Setup
+from common.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.11 on PyPI
+CUDA_126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from http://www.nvidia.com/Download/index.aspx"
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version {}). Please update your GPU driver by downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
+TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in (*TORCHRUN, "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """machine(capabilities, ...) replaces torch.cuda by that of a machine with these GPUs; returns which was chosen."""
+
+    def make(*capabilities, architectures=CUDA_13, cuda="13.0", starts=None, busy=None) -> list[int]:
+        chosen = []
+
+        def start():
+            warnings.warn("Found GPU0, which is ten lines of advice", stacklevel=2)
+            if starts:
+                raise starts
+
+        def ones(*_, **__):
+            if busy:
+                raise RuntimeError(busy)
+            return types.SimpleNamespace(item=lambda: 1.0)
+
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(device.torch, "ones", ones)
+        for name, replacement in {
+            "init": start, "device_count": lambda: len(capabilities), "set_device": chosen.append,
+            "get_device_name": lambda index: f"GPU {index}", "get_arch_list": lambda: architectures,
+            "get_device_capability": lambda where: capabilities[getattr(where, "index", where)],
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, replacement)
+        return chosen
+
+    return make
+
+
+def refusal(wanted: str) -> str:
+    """Why a device is refused: one line, exit status 2."""
+    with pytest.raises(UsageError) as failure:
+        device.pick_device(wanted)
+    message = str(failure.value)
+    assert "\n" not in message and message.startswith(f"--device {wanted}: ")
+    return message
+
+
+# --- the device ------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_works_is_used(machine, recwarn, capsys):
+    chosen = machine((7, 5), (8, 9))
+    assert device.pick_device("auto") == device.pick_device("cuda") == torch.device("cuda", 0)
+    assert device.pick_device("cuda:1") == torch.device("cuda", 1)
+    assert chosen == [0, 0, 1]
+    assert device.pick_device("cpu") == CPU
+    assert not recwarn.list and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("wanted", ["cudda", "mps", "CUDA", "cuda:", "cuda:x", "cuda:-1", "cuda:256", "", "gpu", "0"])
+def test_other_devices_are_refused(machine, wanted):
+    machine((8, 0))
+    assert refusal(wanted).endswith("it must be auto, cpu, cuda or cuda:N")
+
+
+PROBLEMS = {
+    "CPU-only build": (dict(cuda=None), "is a CPU-only build"),
+    "no driver": (dict(starts=RuntimeError(NO_DRIVER)), "there is no NVIDIA driver on this machine"),
+    "no GPU": (dict(starts=RuntimeError("No CUDA GPUs are available")), "there is no NVIDIA GPU"),
+    "another reason": (dict(starts=RuntimeError("CUDA unknown error\nten more lines")), "CUDA does not start: CUDA unknown error"),
+    "wrapped": (dict(starts=torch.cuda.DeferredCudaCallError("CUDA call failed lazily\nand more")), "CUDA call failed lazily"),
+    "no CUDA in it": (dict(starts=AssertionError("Torch not compiled with CUDA enabled")), "Torch not compiled with CUDA"),
+    "busy": (dict(busy="CUDA error: out of memory\nCUDA kernel errors might"), "cuda:0 cannot compute now (CUDA error: out of memory): nvidia-smi shows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_what_is_wrong_with_the_gpu(machine, capsys, case):
+    """`auto` says it and takes the CPU, `cuda` is an error."""
+    settings, words = PROBLEMS[case]
+    machine((8, 0), **settings)
+    assert words in refusal("cuda") and "--device cpu works everywhere" in refusal("cuda")
+    assert device.pick_device("auto") == CPU
+    out, err = capsys.readouterr()
+    assert out.startswith("device: cpu (auto: ") and words in out and out.count("\n") == 1 and not err
+    # Where stdout holds the results (--transcribe), it is said on stderr.
+    assert device.pick_device("auto", quiet=True) == CPU
+    assert capsys.readouterr() == ("", out)
+
+
+@pytest.mark.parametrize(
+    "cuda, found, words, build",
+    [
+        ("13.0", 11040, "supports CUDA 11.4 at most", False),
+        ("13.0", 12040, "supports CUDA 12.4 at most", True),
+        ("12.8", 11080, "supports CUDA 11.8 at most", False),
+    ],
+)
+def test_an_old_driver(machine, cuda, found, words, build):
+    """The CUDA 12.6 build helps only where the driver is one of CUDA 12."""
+    machine((7, 5), cuda=cuda, starts=RuntimeError(OLD_DRIVER.format(found)))
+    message = refusal("cuda")
+    assert words in message and f"update it to {580 if cuda == '13.0' else 525} or newer" in message
+    assert ("whl/cu126" in message) == build
+
+
+def test_an_index_that_is_not_there(machine, monkeypatch):
+    machine((8, 0), (8, 0))
+    assert "there is no cuda:7, only 2 GPUs;" in refusal("cuda:7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    machine((8, 0))
+    assert "there is no cuda:1, only 1 GPU (CUDA_VISIBLE_DEVICES is '1')" in refusal("cuda:1")
+
+
+@pytest.mark.parametrize(
+    "capability, architectures, words",
+    [
+        # Binaries run on later minor versions of the same major one.
+        ((7, 5), CUDA_13, None), ((8, 0), CUDA_13, None), ((8, 6), CUDA_13, None), ((8, 7), CUDA_13, None),
+        ((8, 9), CUDA_13, None), ((9, 0), CUDA_13, None), ((10, 0), CUDA_13, None), ((10, 3), CUDA_13, None),
+        ((12, 0), CUDA_13, None), ((12, 1), CUDA_13, None),
+        ((6, 1), CUDA_13, "whl/cu126"), ((5, 2), CUDA_13, "whl/cu126"), ((7, 0), CUDA_13, "whl/cu126"),
+        ((7, 2), CUDA_13, "whl/cu126"), ((3, 5), CUDA_13, "nor has any that requirements.txt allows"),
+        ((11, 0), CUDA_13, "PyPI's build"), ((6, 1), CUDA_126, None), ((12, 0), CUDA_126, "PyPI's build"),
+        ((8, 0), ["sm_86"], "whl/cu126"),
+        # PTX is compiled on the spot for everything later.
+        ((9, 0), ["compute_90"], None), ((12, 1), ["sm_75", "sm_90", "compute_90"], None), ((13, 0), [*CUDA_13, "compute_120"], None),
+        ((6, 1), ["sm_75", "compute_75"], "whl/cu126"),
+        ((10, 0), ["sm_90", "sm_100a"], None), ((10, 3), ["sm_100f"], None),
+        # AMD's names, or none: torch itself will say.
+        ((9, 0), ["gfx90a"], None), ((9, 0), [], None),
+    ],
+)  # fmt: skip
+def test_compute_capability_against_the_build(capability, architectures, words):
+    problem = gpu.kernel_problem("GTX", capability, architectures)
+    if words is None:
+        assert problem is None
+    else:
+        assert f"GTX has compute capability {capability[0]}.{capability[1]}" in problem and words in problem
+
+
+def test_advice_can_be_pasted(machine):
+    """The command for this interpreter, with the versions of requirements.txt, forced: pip takes torch 2.11.0 for
+    torch 2.11.0+cu126."""
+    machine((6, 1))
+    command = refusal("cuda").split("build: ")[1].split(";")[0]
+    assert command.startswith(f"{sys.executable} -m pip install --force-reinstall ")
+    assert command.endswith(" --index-url https://download.pytorch.org/whl/cu126")
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        if line.startswith("torch"):
+            assert f"'{line}'" in command
+
+
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_gives_each_rank_its_gpu(machine, monkeypatch):
+    machine((8, 0), (8, 0))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device.pick_device("auto") == device.pick_device("cuda") == torch.device("cuda", 1)
+    assert "--device cuda gives them" in refusal("cuda:0")
+
+
+def test_more_ranks_than_gpus_is_an_error_not_a_wait(machine, monkeypatch):
+    """Rank 0 is on its GPU; were rank 1 on the CPU, each would wait for the other."""
+    machine((8, 0))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert "there is no cuda:1, only 1 GPU" in refusal("auto")
+    machine(starts=RuntimeError(NO_DRIVER))  # without any, all are on the CPU
+    assert device.pick_device("auto") == CPU
+
+
+def test_a_world_size_that_is_not_torchruns(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"WORLD_SIZE is 2, but .*torchrun"):
+        device.start_ranks(CPU)
+
+
+def test_one_rank():
+    ranks = Ranks()
+    assert ranks.first
+    assert ranks.reduce([1, 2.5]) == [1, 2.5] and ranks.gather({"a": 1}) == [{"a": 1}]
+
+
+def work(rank: int, folder: str) -> None:
+    """One of two gloo processes: everything `Ranks` does, checked on both."""
+    os.environ.update(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    ranks = device.start_ranks(CPU)
+    assert (ranks.rank, ranks.size, ranks.first) == (rank, 2, rank == 0)
+
+    # Exact: counts beyond 2**53, and floats that fp32 would round.
+    assert ranks.reduce([2**53 + 1, rank]) == [2**54 + 2, 1]
+    assert ranks.reduce([0.1, 1 / 3]) == [0.2, 2 / 3]
+    assert ranks.reduce([2**24 + 1, 0.1]) == [2 * (2**24 + 1), 0.2]
+    assert ranks.reduce([rank, 5 - rank], "max") == [1, 5]
+    assert ranks.reduce([0.1 * rank, -rank], "max") == [0.1, 0.0]
+    assert ranks.gather({"rank": rank, "rng": torch.ones(2) * rank})[1]["rank"] == 1
+
+    # Buckets of 10 elements: one parameter is larger than that, two share one, types do not mix.
+    device.REDUCE_BUCKET = 10
+    shapes = [(3, 5), (4,), (5,), (2, 2), (), (7,), (3,)]
+    types = [torch.float32] * 4 + [torch.float64, torch.float64, torch.bfloat16]
+    parameters = [torch.nn.Parameter(torch.zeros(s, dtype=t)) for s, t in zip(shapes, types, strict=True)]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.arange(parameter.numel(), dtype=parameter.dtype).view_as(parameter) + number + 10 * rank
+    parameters[0].grad = parameters[0].grad.t().contiguous().t()  # as an operation may leave it
+    expected = [2 * p.grad + (10 if rank == 0 else -10) for p in parameters]
+    here = [(True, True), (True, False), (False, True), (True, True), (True, True), (False, False), (True, True)]
+    for parameter, presence in zip(parameters, here, strict=True):
+        if not presence[rank]:
+            parameter.grad = None
+    expected[1] = torch.arange(4.0) + 1  # of rank 0 alone
+    expected[2] = torch.arange(5.0) + 2 + 10  # of rank 1 alone
+    ranks.sum_gradients(parameters, [any(presence) for presence in here])
+    assert parameters[5].grad is None  # of no rank: the optimizer must pass it over
+    for number in (0, 1, 2, 3, 4, 6):
+        assert parameters[number].grad.dtype == types[number]
+        torch.testing.assert_close(parameters[number].grad, expected[number], rtol=0, atol=0)
+    Path(folder, f"done {rank}").touch()
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks(tmp_path):
+    multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
+    assert {path.name for path in tmp_path.glob("done *")} == {"done 0", "done 1"}
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "capability, wanted, dtype, reason",
+    [
+        ((7, 5), "auto", FP16, "7.5"), ((8, 0), "auto", BF16, "8.0"), ((8, 9), "auto", BF16, "8.9"),
+        ((7, 5), "fp16", FP16, "asked for"), ((8, 0), "fp16", FP16, "asked for"),
+        ((7, 5), "bf16", BF16, "fp16 is faster"), ((8, 9), "bf16", BF16, "asked for"),
+        ((7, 5), "no", None, "--no_mixed_precision"), ((8, 9), "no", None, "--no_mixed_precision"),
+        (None, "auto", None, "slower on a CPU"), (None, "fp16", FP16, "slow on a CPU"), (None, "bf16", BF16, "slow on a CPU"),
+        (None, "no", None, "--no_mixed_precision"),
+    ],
+)  # fmt: skip
+def test_pick_dtype(machine, capability, wanted, dtype, reason):
+    machine(capability)
+    found, why = device.pick_dtype(wanted, torch.device("cuda", 0) if capability else CPU)
+    assert found is dtype and reason in why
+
+
+def test_autocast_is_what_the_setup_says():
+    weights = torch.ones(2, 2)
+    for dtype, expected in ((None, torch.float32), (BF16, BF16)):
+        with Setup(CPU, dtype).autocast():
+            assert (weights @ weights).dtype is expected
+    with torch.autocast("cpu", dtype=BF16), Setup(CPU, None).autocast():  # None switches it off
+        assert (weights @ weights).dtype is torch.float32
+
+
+def test_upcast_raises_16_bit_types_only():
+    expected = {FP16: torch.float32, BF16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
+    assert {dtype: device.upcast(torch.ones(1, dtype=dtype)).dtype for dtype in expected} == expected
+
+
+# --- the allocator and the switches ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, ["x:1", "x:1"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, ["a:1", "a:1"]),
+        ({"PYTORCH_ALLOC_CONF": "b:1"}, ["b:1", "b:1"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "b:1"}, ["a:1", "b:1"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, ["", ""]),
+        ({"PYTORCH_ALLOC_CONF": ""}, ["", ""]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": ""}, ["a:1", ""]),
+    ],
+)
+def test_set_allocator(monkeypatch, given, expected):
+    for name in device.ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that what the test sets is taken back
+        monkeypatch.delenv(name)
+    for name, conf in given.items():
+        monkeypatch.setenv(name, conf)
+    device.set_allocator("x:1")
+    assert [os.environ[name] for name in device.ALLOCATOR_VARIABLES] == expected
+
+
+def arguments(**changed) -> argparse.Namespace:
+    usual = {"allocator_conf": "x:1", "device": "auto", "mixed_precision": "auto", "deterministic": False,
+             "tf32": True, "cudnn_benchmark": False, "seed": 1}  # fmt: skip
+    return argparse.Namespace(**{**usual, **changed})
+
+
+def test_variables_are_set_before_cuda_starts(machine, monkeypatch):
+    seen = []
+    machine(starts=RuntimeError(NO_DRIVER))
+    before = torch.cuda.init
+    for name in (*device.ALLOCATOR_VARIABLES, "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "init", lambda: seen.append(dict(os.environ)) or before())
+    try:
+        device.setup(arguments(deterministic=True))
+        assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+    assert seen[0]["PYTORCH_CUDA_ALLOC_CONF"] == seen[0]["PYTORCH_ALLOC_CONF"] == "x:1"
+    assert seen[0]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_setup_says_what_it_does(machine, capsys):
+    machine(starts=RuntimeError(NO_DRIVER))
+    setup = device.setup(arguments())
+    out, err = capsys.readouterr()
+    assert (setup.device, setup.dtype, setup.ranks.size) == (CPU, None, 1)
+    assert "device: cpu (auto: there is no NVIDIA driver" in out and "precision: fp32 (auto" in out and not err
+    device.setup(arguments(), quiet=True)
+    out, err = capsys.readouterr()
+    assert not out and "no NVIDIA driver" in err
+
+
+def test_setup_seeds_everything():
+    def drawn(seed):
+        device.setup(arguments(device="cpu", seed=seed), quiet=True)
+        return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+    first, again, other = drawn(1), drawn(1), drawn(2**31 - 1)
+    assert first == again and not set(first) & set(other)
+
+
+def test_other_ranks_are_silent(tmp_path):
+    """From the first line on: a rank that falls back to the CPU says so once for all."""
+    text = (
+        "import argparse, sys; from common import device\n"
+        "device.start_ranks = lambda where: device.Ranks(1, 2)\n"
+        "device.cuda_problem = lambda index=0: 'no GPU'\n"
+        f"device.setup(argparse.Namespace(**{vars(arguments())!r})); print('shown'); print('kept', file=sys.stderr)"
+    )
+    extra = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    result = subprocess.run([sys.executable, "-c", text], cwd=ROOT, env={**os.environ, **extra}, capture_output=True, text=True)  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "kept\n")
+
+
+# --- random states ---------------------------------------------------------------------------------------------------
+
+
+def draw() -> list:
+    return [random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(1).tolist(),
+            torch.rand(3).tolist(), torch.randn(1).tolist()]  # fmt: skip
+
+
+def test_random_states_survive_a_file(monkeypatch):
+    """Also in the middle of Gauss pairs, of which Python and NumPy keep the second for the next call."""
+    device.seed_everything(7)
+    random.gauss(0, 1), np.random.randn(1), torch.rand(5)
+    file = io.BytesIO()
+    torch.save({"rng": [device.rng_state(CPU)]}, file)
+    expected = draw()
+    device.seed_everything(8)
+    assert draw() != expected
+    file.seek(0)
+    state = torch.load(file, weights_only=True)["rng"][0]
+    device.set_rng_state(state, CPU)
+    assert draw() == expected
+    monkeypatch.delattr(torch.cuda, "set_rng_state")
+    device.set_rng_state({**state, "cuda": torch.zeros(16, dtype=torch.uint8)}, CPU)  # saved on a GPU
+    assert draw() == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_on_a_gpu():
+    where = device.pick_device("cuda")
+    assert gpu.cuda_problem(where.index) is None and torch.cuda.current_device() == where.index
+    assert f"no cuda:{torch.cuda.device_count()}" in gpu.cuda_problem(torch.cuda.device_count())
+    torch.rand(3, device=where)
+    state = device.rng_state(where)
+    expected = torch.rand(3, device=where)
+    device.set_rng_state(state, where)
+    assert torch.equal(torch.rand(3, device=where), expected)

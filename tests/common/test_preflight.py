@@ -1,0 +1,224 @@
+"""The pre-flight check: on this machine, and on GPUs that are made up."""
+
+import shutil
+import types
+
+import pytest
+import torch
+
+from common import checkpoint, compiling, device, optim, options, preflight
+from common import gpu as gpus
+from common.device import Setup
+from tests import tiny
+
+NAMES = ["GPU", "driver", "memory", "precision", "mixed precision", "attention", "torch.compile", "prefetching", "TF32", "disk"]  # fmt: skip
+MILLION = 1_000_000
+CUDA = torch.device("cuda", 0)
+
+
+def arguments(folder, *flags):
+    parser = options.Parser("test")
+    options.add_shared_arguments(parser)
+    args = parser.parse_args(["--output_dir", str(folder), *flags])
+    options.resolve(args, 10)
+    return args
+
+
+def verified(capsys, args, parameters=73 * MILLION, trained=None):
+    """(exit status, {name: (status, reason)})."""
+    status = preflight.verify(args, parameters, trained)
+    lines = capsys.readouterr().out.splitlines()
+    table = {line[6:].split(": ")[0]: (line[:4], line.split(": ", 1)[1]) for line in lines}
+    assert list(table) == NAMES and all(line[4:6] == "  " and line[:4] in ("pass", "FAIL", "skip") for line in lines)
+    return status, table
+
+
+@pytest.fixture(autouse=True)
+def as_it_was():
+    """verify sets switches and seeds, as the run that it speaks of does."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before[0]
+    torch.backends.cuda.enable_cudnn_sdp(before[1])
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(device, "cuda_problem", lambda index=0: "there is no NVIDIA driver on this machine")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_without_a_gpu_it_says_so(tmp_path, capsys, no_gpu, wanted):
+    status, table = verified(capsys, arguments(tmp_path, "--device", wanted))
+    assert status == 1
+    assert table["GPU"][0] == "FAIL" and "there is no NVIDIA driver on this machine" in table["GPU"][1]
+    for name in ("driver", "memory", "precision", "mixed precision", "attention", "torch.compile", "TF32"):
+        assert table[name][0] == "skip", name
+    assert table["disk"][0] == table["prefetching"][0] == "pass"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cpu_that_was_asked_for_is_no_failure(tmp_path, capsys):
+    status, table = verified(capsys, arguments(tmp_path, "--device", "cpu"))
+    assert status == 0 and table["GPU"] == ("skip", "--device cpu")
+    assert table["precision"] == ("pass", "fp32 (auto: 16-bit types are slower on a CPU)")
+    assert table["prefetching"] == ("pass", "1 data worker")
+    status, table = verified(capsys, arguments(tmp_path, "--device", "cpu", "--bf16", "--dataloader_num_workers", "0"))
+    assert status == 0 and table["prefetching"][0] == "skip"
+    assert table["mixed precision"] == (
+        "pass",
+        "a product of matrices under autocast is bfloat16, which needs no loss scaling",
+    )
+    table = verified(capsys, arguments(tmp_path, "--device", "cpu", "--mixed_precision", "fp16"))[1]
+    assert table["mixed precision"][1] == "a product of matrices under autocast is float16, loss scaling from 65536"
+
+
+def test_mixed_precision_that_is_not_on_fails(monkeypatch):
+    half = Setup(dtype=torch.float16)
+    monkeypatch.setattr(Setup, "grad_scaler", lambda self: None)
+    assert preflight.check_autocast(half) == ("FAIL", "float16 without loss scaling: the gradients would vanish")
+    monkeypatch.setattr(preflight, "product_dtype", lambda setup: torch.float32)
+    assert preflight.check_autocast(half) == (
+        "FAIL",
+        "a product of matrices under autocast is float32, not float16",
+    )
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(capability, ...): a GPU on which whatever would compute is answered here."""
+
+    def make(capability=(8, 9), free=7.5, total=8.0, kernels=("flash", "memory-efficient", "math"), compiles=True):
+        backends = {preflight.BACKENDS[name][0] for name in kernels}
+        nvml = types.SimpleNamespace(
+            nvmlSystemGetDriverVersion=lambda: "580.65.06",
+            nvmlSystemGetCudaDriverVersion_v2=lambda: 13010,
+            nvmlShutdown=lambda: None,
+        )
+        for module, name, replacement in (
+            (device, "cuda_problem", lambda index=0: None),
+            (torch.cuda, "get_device_name", lambda where: "NVIDIA GeForce RTX 5060"),
+            (torch.cuda, "get_device_capability", lambda where: capability),
+            (torch.cuda, "get_device_properties", lambda where: types.SimpleNamespace(total_memory=int(total * 2**30))),
+            (torch.cuda, "mem_get_info", lambda where: (int(free * 2**30), int(total * 2**30))),
+            (gpus, "load_nvml", lambda: nvml),
+            (gpus, "gpu_processes", lambda: ""),
+            (preflight, "product_dtype", lambda setup: setup.dtype),
+            # flash knows no masks
+            (preflight, "attention_works", lambda setup, kernel, masked: kernel in backends and not (masked and "FLASH" in str(kernel))),
+            (preflight, "copy_ahead", lambda setup: None),
+            (compiling, "compile_problem", lambda where: None if compiles else "torch.compile does not work on cuda:0 (no triton)"),
+        ):  # fmt: skip
+            monkeypatch.setattr(module, name, replacement)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(Setup, "grad_scaler", lambda self: types.SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 65536.0) if self.dtype is torch.float16 else None)  # fmt: skip
+
+    return make
+
+
+def test_a_gpu_with_everything(tmp_path, capsys, gpu):
+    gpu()
+    status, table = verified(capsys, arguments(tmp_path, "--torch_compile"))
+    assert status == 0 and {line[0] for line in table.values()} == {"pass"}
+    assert table["GPU"][1] == "NVIDIA GeForce RTX 5060, compute capability 8.9"
+    assert table["driver"][1].startswith("580.65.06, up to CUDA 13.1; torch 2.")
+    assert table["memory"][1] == (
+        "7.5 of 8.0 GiB free; weights, gradients and optimizer states take 1.1 GiB, the rest is for activations"
+    )
+    assert table["precision"][1] == "bf16 (auto: compute capability 8.9)"
+    assert table["attention"][1] == "flash, memory-efficient, math; with a padding mask: memory-efficient, math"
+
+
+def test_an_older_gpu(tmp_path, capsys, gpu):
+    gpu((7, 5), 14.5, 15.0, ("memory-efficient", "math"))
+    status, table = verified(capsys, arguments(tmp_path))
+    assert status == 0 and table["TF32"][0] == "skip"
+    assert table["precision"][1].startswith("fp16 with loss scaling")
+    assert table["mixed precision"][1].endswith("is float16, loss scaling from 65536")
+    assert table["torch.compile"][1].endswith("(--torch_compile would use it)")
+
+
+def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
+    gpu(free=0.5, kernels=(), compiles=False)
+    flags = ("--torch_compile", "--dataloader_num_workers", "0")
+    status, table = verified(capsys, arguments(tmp_path, *flags))
+    assert status == 1
+    for name in ("memory", "attention", "torch.compile", "prefetching"):
+        assert table[name][0] == "FAIL", name
+    assert verified(capsys, arguments(tmp_path))[1]["torch.compile"][0] == "skip"  # nobody needs it
+    for flag in ("--optimizer adamw_8bit", "--use_cpu_offload"):  # 73 M in 8 bits: 0.68 GiB; without states 0.54
+        assert verified(capsys, arguments(tmp_path, *flag.split()))[1]["memory"][0] == "FAIL"
+    frozen = verified(capsys, arguments(tmp_path, "--use_cpu_offload"), trained=52 * MILLION)[1]["memory"]
+    assert frozen[0] == "pass" and "take 477 MiB" in frozen[1]
+    gpu(kernels=("math",))
+    assert "math alone" in verified(capsys, arguments(tmp_path))[1]["attention"][1]
+
+    def no_copy(setup):
+        raise RuntimeError("cannot pin\nmore")
+
+    monkeypatch.setattr(preflight, "copy_ahead", no_copy)
+    assert (
+        verified(capsys, arguments(tmp_path))[1]["prefetching"]
+        == (
+            "FAIL",
+            "4 data workers, but copying from pinned memory does not work: cannot pin",
+        )
+        or len(__import__("os").sched_getaffinity(0)) < 4
+    )
+    monkeypatch.setattr(gpus, "load_nvml", lambda: (_ for _ in ()).throw(RuntimeError("no library")))
+    assert verified(capsys, arguments(tmp_path))[1]["driver"][1].endswith("version is not known (no library)")
+    assert verified(capsys, arguments(tmp_path, "--no_mixed_precision"))[1]["mixed precision"][0] == "skip"
+    assert verified(capsys, arguments(tmp_path, "--no_tf32"))[1]["TF32"] == ("skip", "--no_tf32")
+
+
+@pytest.mark.parametrize("kind", [(), ("--optimizer", "adamw_8bit"), ("--use_cpu_offload",)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_size_of_a_checkpoint_is_predicted(tmp_path, monkeypatch, kind, frozen):
+    monkeypatch.setitem(tiny.CONFIG, "d_model", 128)
+    args = tiny.make_args(tmp_path, "--max_steps", "1", "--eval_every", "9", *kind)
+    model = tiny.make_model(dtype=torch.float32)
+    if frozen:
+        model.encoder.requires_grad_(False)
+    tiny.run(args, model=model, items=tiny.make_items(4, dtype=torch.float32))
+    (file,) = checkpoint.list_checkpoints(args.checkpoint_dir)
+    predicted = preflight.checkpoint_bytes(args, *optim.count_parameters(model))
+    assert predicted == pytest.approx(file.stat().st_size, rel=0.15)
+
+
+def test_disk_space(tmp_path, monkeypatch):
+    args = arguments(tmp_path, "--keep_last", "2", "--resume", "auto")
+    free = 3 * 12 * MILLION + 2 * 4 * MILLION
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+    assert preflight.check_disk(args, MILLION, MILLION) == (
+        "pass",
+        "42 MiB free for 2 + 1 checkpoints of 11 MiB and the best weights, 42 MiB",
+    )
+    status, reason = preflight.check_disk(args, MILLION + 1, MILLION)
+    assert status == "FAIL" and reason.endswith("lower --keep_last, or choose another --checkpoint_dir")
+    args.checkpoint_dir.mkdir()
+    (args.checkpoint_dir / "checkpoint_step_00000001.pt").write_bytes(bytes(100))  # will be removed in time
+    assert preflight.check_disk(args, MILLION + 1, MILLION)[0] == "pass"
+    args.resume = None  # it will be kept, aside
+    assert preflight.check_disk(args, MILLION + 1, MILLION)[0] == "FAIL"
+    (tmp_path / "file").touch()
+    args.checkpoint_dir = tmp_path / "file" / "below"
+    assert preflight.check_disk(args, 1, 1)[0] == "FAIL"
+
+
+def test_the_trials_compute_here_too():
+    """What the GPU's lines run, on the CPU."""
+    assert preflight.product_dtype(Setup(dtype=torch.bfloat16)) is torch.bfloat16
+    assert preflight.attention_works(Setup(), preflight.SDPBackend.MATH, True)
+    assert not preflight.attention_works(Setup(), preflight.SDPBackend.CUDNN_ATTENTION, False)
+    if torch.cuda.is_available():
+        preflight.copy_ahead(Setup(CUDA))
+    else:
+        with pytest.raises(RuntimeError):
+            preflight.copy_ahead(Setup(CUDA))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_on_a_gpu(tmp_path, capsys):
+    status, table = verified(capsys, arguments(tmp_path, "--torch_compile"))
+    assert status == 0 and table["GPU"][0] == table["attention"][0] == "pass"

@@ -1,0 +1,578 @@
+"""The shell presets as a user runs them, in a copy of the project with a stub for the recipe, made-up requirements, and
+interpreters whose installed packages are made up too: no network, nothing large."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from common import options
+from recipes import whisper_morse, whisper_vietnamese
+from speech.whisper import task
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "run_training_memory_optimized.sh"
+BASE = getattr(sys, "_base_executable", sys.executable)
+TOOLS = "bash sh dirname readlink head rm sed flock sleep touch cat chmod".split()
+MET = {"torch": "2.11.0+cu130", "torchaudio": "2.11.0", "jiwer": "4.0.1"}
+FAKE_PIP = """
+import os, pathlib, re, subprocess, sys, sysconfig, time
+def main(arguments):
+    if arguments[0] == "--python":
+        return subprocess.call([arguments[1], __file__, *arguments[2:]])
+    with open(os.environ["PIP_LOG"], "a") as log:
+        print(sys.prefix, file=log)
+    if os.environ.get("PIP_FAILS"):
+        return "ERROR: no route to host"
+    time.sleep(float(os.environ.get("PIP_SECONDS", 0)))
+    for flag, file in zip(arguments, arguments[1:]):
+        for name, version in re.findall(r"(\\w+)>=([\\d.]+)", open(file).read()) if flag == "-r" else ():
+            folder = pathlib.Path(sysconfig.get_path("purelib"), f"{name}-{version}.dist-info")
+            folder.mkdir(exist_ok=True)
+            (folder / "METADATA").write_text(f"Name: {name}\\nVersion: {version}\\n")
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+FAKE_NVIDIA_SMI = """#!/bin/bash
+# One word of GPUS for each GPU's memory; a GPU is named by its number or by GPU-<number>.
+[ -n "$GPUS" ] || { echo "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."; exit 9; }
+[ "$GPUS" != none ] || { echo "No devices were found"; exit; }
+gpus=($GPUS)
+while [ $# -gt 0 ]; do
+  if [ "$1" = -i ]; then
+    number=${2#GPU-}
+    [[ $number =~ ^[0-9]+$ ]] && [ "$number" -lt ${#gpus[@]} ] || { echo "No devices were found"; exit 6; }
+    echo "${gpus[$number]}"; exit
+  fi
+  shift
+done
+printf '%s\\n' "${gpus[@]}"
+"""
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def add_packages(site: Path, packages: dict[str, str]) -> None:
+    for name, version in packages.items():
+        folder = site / f"{name}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+
+
+def make_venv(path: Path, packages: dict[str, str]) -> Path:
+    """A virtual environment that claims to have the packages; returns its bin folder."""
+    subprocess.run([BASE, "-m", "venv", "--without-pip", path], check=True)
+    add_packages(next(path.glob("lib/python3*/site-packages")), packages)
+    return path / "bin"
+
+
+def make_base(path: Path, *paths: Path) -> Path:
+    """An interpreter that is no virtual environment, without packages but those in `paths`; returns its folder."""
+    script(path / "python3", f'#!/bin/sh\nPYTHONPATH="{":".join(map(str, paths))}" exec "{BASE}" -S "$@"\n')
+    return path
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of what the wrappers need, in a folder with a space and Devanagari in its name."""
+    root = tmp_path / "a b हांव"
+    (root / "common").mkdir(parents=True)
+    for name in (NAME, "common/env.sh"):
+        shutil.copy(ROOT / name, root / name)
+    (root / "requirements.txt").write_text("# a comment\ntorch>=2.8,<2.12\ntorchaudio>=2.8,<2.12\njiwer>=4,<5\n")
+    stub = """
+    import json, os, sys
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    print(json.dumps({"arguments": sys.argv[1:], "prefix": sys.prefix, "environment": [os.environ.get(n) for n in names]}))
+    """
+    script(root / "recipes/konkani_conformer.py", textwrap.dedent(stub))
+    for tool in TOOLS:
+        (tmp_path / "tools").mkdir(exist_ok=True)
+        (tmp_path / "tools" / tool).symlink_to(shutil.which(tool))
+    script(tmp_path / "pip/pip/__main__.py", FAKE_PIP)
+    script(tmp_path / "pip/pip/__init__.py", "")
+    return root
+
+
+def environment(project: Path, *path: Path, **extra) -> dict[str, str]:
+    search = ":".join(map(str, [*path, project.parent / "tools"]))
+    log = project.parent / "pip.log"
+    return {"PATH": search, "HOME": str(project.parent), "LC_ALL": "C.UTF-8", "PIP_LOG": str(log), **extra}
+
+
+def run(project: Path, *arguments, path=(), command=None, cwd=None, **extra) -> subprocess.CompletedProcess:
+    command = command or [str(project / NAME)]
+    return subprocess.run([*command, *arguments], env=environment(project, *path, **extra), cwd=cwd or project.parent,
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+
+
+def printed(result: subprocess.CompletedProcess) -> list[str]:
+    """What the stub for the recipe was given."""
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)["arguments"]
+
+
+def value(arguments: list[str], flag: str) -> str:
+    """A flag's value as argparse would see it: the last one wins."""
+    return arguments[len(arguments) - arguments[::-1].index(flag)]
+
+
+def error_line(result: subprocess.CompletedProcess, status: int) -> str:
+    assert result.returncode == status, (result.stdout, result.stderr)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    assert result.stderr.rstrip().endswith(lines[0])
+    return lines[0]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_print_needs_no_python_and_can_be_pasted(project):
+    result = run(project, "t4", "minimal", "--print", "--train_manifest", "my data/गोंय.json", "--learning_rate", "1e-4")
+    assert result.returncode == 0, result.stderr
+    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {result.stdout.strip()}"], capture_output=True, text=True)
+    words = words.stdout.split("\0")[:-1]
+    assert words[:2] == ["python", str(project / "recipes/konkani_conformer.py")]
+    assert words[-4:] == ["--train_manifest", "my data/गोंय.json", "--learning_rate", "1e-4"]
+    assert value(words, "--batch_size") == "2" and value(words, "--d_model") == "128"
+    assert "--print" not in words
+
+
+def test_works_from_anywhere_through_links_and_with_sh(project, tmp_path):
+    path = [make_venv(tmp_path / "active", MET)]
+    link = tmp_path / "link.sh"
+    link.symlink_to(project / NAME)
+    expected = printed(run(project, "t4", path=path))
+    assert printed(run(project, "t4", command=[str(link)], path=path, cwd="/")) == expected
+    assert printed(run(project, "t4", command=["sh", NAME], path=path, cwd=project)) == expected
+    assert printed(run(project, "t4", command=["bash", f"{project.name}/{NAME}"], path=path)) == expected
+    # cd would look for the project in CDPATH, and print what it found.
+    (tmp_path / "elsewhere" / project.name / "common").mkdir(parents=True)
+    command = ["bash", "-euc", '. "$0/common/env.sh"; echo "$ROOT"', project.name]
+    assert run(project, command=command, CDPATH=str(tmp_path / "elsewhere")).stdout == f"{project}\n"
+
+
+def test_help_needs_no_python(project):
+    for arguments in (["--help"], ["t4", "-h"]):
+        result = run(project, *arguments)
+        assert result.returncode == 0 and "SIZE: optimized (default), minimal, original" in result.stdout
+        assert "BASH_VERSION" not in result.stdout and not result.stderr
+
+
+def test_every_tier_has_the_same_update(project):
+    updates = {}
+    for tier in "a100 24gb 16gb t4 8gb cpu".split():
+        for size, shape in {"optimized": "192 8 4", "minimal": "128 6 3", "original": "256 12 6"}.items():
+            words = run(project, tier, size, "--print").stdout.split()
+            updates[tier] = int(value(words, "--batch_size")) * int(value(words, "--gradient_accumulation_steps"))
+            assert [value(words, f"--{n}") for n in ("d_model", "encoder_layers", "decoder_layers")] == shape.split()
+            assert ("--device" in words) == (tier == "cpu")
+    assert set(updates.values()) == {8}
+
+
+def test_wrong_words_are_usage_errors(project):
+    assert "no tier 'minimal'" in error_line(run(project, "minimal"), 2)
+    assert "no size 'small'" in error_line(run(project, "auto", "small"), 2)
+    assert "no tier 'T4'" in error_line(run(project, "T4"), 2)
+
+
+def test_a_users_flags_win_and_resume_is_added_only_where_nothing_is_loaded(project, tmp_path):
+    path = [make_venv(tmp_path / "active", MET)]
+    words = printed(run(project, "t4", "--batch_size", "1", "--gradient_accumulation_steps", "8", path=path))
+    assert (value(words, "--batch_size"), value(words, "--gradient_accumulation_steps")) == ("1", "8")
+    assert words[-6:-4] == ["--resume", "auto"]
+    for given in (["--resume", "a.pt"], ["--resume=a.pt"], ["--init_from", "a.pt"], ["--transcribe", "a.wav"]):
+        words = printed(run(project, "t4", *given, path=path))
+        assert words[-len(given) :] == given and "auto" not in words
+
+
+# --- Whisper's wrappers ------------------------------------------------------------------------------------------------
+
+MORSE, VIETNAMESE = "run_whisper_morse.sh", "run_whisper_vietnamese.sh"
+RECIPES = {MORSE: whisper_morse, VIETNAMESE: whisper_vietnamese}
+TIERS = {MORSE: "32gb 24gb 16gb 8gb cpu".split(), VIETNAMESE: "a100 24gb 16gb 8gb cpu".split()}
+PRODUCTS = {MORSE: 96, VIETNAMESE: 24}
+MODEL, DATA = ["--model_dir", "whisper"], ["--train_manifest", "train.json"]
+
+
+def command_of(wrapper: str, *arguments: str, status: int = 0) -> list[str]:
+    """The flags that a wrapper would start its recipe with, or the words of its error."""
+    command = [str(ROOT / wrapper), *arguments, "--print"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+    if status:
+        return error_line(result, status).split()
+    assert result.returncode == 0, result.stderr
+    words = result.stdout.split()
+    assert words[:2] == ["python", str(ROOT / "recipes" / Path(RECIPES[wrapper].__file__).name)]
+    return words[2:]
+
+
+def resolved(wrapper: str, words: list[str]):
+    """What the recipe makes of flags."""
+    recipe, parser = RECIPES[wrapper], options.Parser("test")
+    recipe.add_arguments(parser)
+    args = parser.parse_args(words)
+    if wrapper == MORSE:
+        recipe.resolve(args)
+    else:
+        options.resolve(args, recipe.DEMO_STEPS)
+        task.check_arguments(args, is_demo=not args.train_manifest)
+    return args
+
+
+def of_window(args) -> int:
+    return args.batch_size * args.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize("wrapper", RECIPES)
+def test_every_row_of_whisper_has_the_same_update_and_is_understood(wrapper):
+    for tier in TIERS[wrapper]:
+        for size in "tiny base small medium large turbo".split():
+            needs_model = (tier, size) in {("8gb", "medium"), ("8gb", "turbo"), ("16gb", "large")}
+            if (tier, size) == ("8gb", "large"):
+                assert "large does not fit in tier 8gb" in " ".join(command_of(wrapper, tier, size, *MODEL, status=2))
+                continue
+            args = resolved(wrapper, command_of(wrapper, tier, size, *MODEL))
+            assert of_window(args) == PRODUCTS[wrapper] and not args.from_scratch and args.model_size is None
+            assert args.freeze_encoder == needs_model and args.learning_rate is None
+            assert args.device == ("cpu" if tier == "cpu" else "auto")
+            if needs_model:
+                assert "frozen encoder only" in " ".join(command_of(wrapper, tier, size, status=2))
+            else:
+                args = resolved(wrapper, command_of(wrapper, tier, size, *DATA))
+                assert of_window(args) == PRODUCTS[wrapper] and args.from_scratch
+                assert args.model_size == {"large": "large-v3"}.get(size, size)
+
+
+@pytest.mark.parametrize(("wrapper", "window"), [(MORSE, 24), (VIETNAMESE, 16)])
+def test_with_nothing_prepared_whisper_runs_the_recipes_own_demo_in_every_tier(wrapper, window):
+    for words in [[], *([tier] for tier in TIERS[wrapper]), ["auto", "demo"], ["8gb", "demo"]]:
+        found = command_of(wrapper, *words)
+        args, plain = resolved(wrapper, found), resolved(wrapper, [])
+        assert (args.model_size, args.max_steps, of_window(args)) == ("demo", RECIPES[wrapper].DEMO_STEPS, window)
+        assert args.warmup_steps is args.max_target_tokens is args.learning_rate is None and not args.from_scratch
+        assert (args.eval_every, args.save_every) == (plain.eval_every, plain.save_every)
+        assert found[-2:] == ["--resume", "auto"]
+    for given in (MODEL, DATA):
+        assert "size demo" in " ".join(command_of(wrapper, "cpu", "demo", *given, status=2))
+
+
+@pytest.mark.parametrize(("wrapper", "title"), [(MORSE, "Morse"), (VIETNAMESE, "Vietnamese")])
+def test_the_readme_has_the_rows_as_they_are(wrapper, title):
+    letters = {"R": "gradient_checkpointing", "F": "freeze_encoder", "H": "use_cpu_offload"}
+    lines = iter((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
+    head = next(line for line in lines if line.startswith(f"| {title} | `tiny`"))
+    sizes = [cell.split("`")[1] for cell in head.split("|")[2:-1]]
+    next(lines)
+    tiers = set()
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        name, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        tier = name.split("`")[1]
+        tiers.add(tier)
+        for size, cell in zip(sizes, cells, strict=True):
+            if cell == "-":
+                command_of(wrapper, tier, size, *MODEL, status=2)
+                continue
+            args = resolved(wrapper, command_of(wrapper, tier, size, *MODEL))
+            found = f"{args.batch_size} x {args.gradient_accumulation_steps}"
+            found += "".join(f" {letter}" for letter, flag in letters.items() if getattr(args, flag))
+            assert sorted((found + " 8" * (args.optimizer == "adamw_8bit")).split()) == sorted(cell.split()), (
+                tier,
+                size,
+            )
+    assert tiers == set(TIERS[wrapper])
+
+
+def test_vietnamese_defaults_are_the_guides():
+    args = resolved(VIETNAMESE, command_of(VIETNAMESE, "8gb", *DATA))
+    assert (args.model_size, args.from_scratch, args.learning_rate) == ("base", True, 1e-4)
+    assert (args.warmup_steps, args.max_steps, args.save_every, args.keep_last) == (1000, 50_000, 1000, 5)
+    assert (args.max_target_tokens, args.lr_schedule, args.mixed_precision) == (256, "cosine", "auto")
+    args = resolved(VIETNAMESE, command_of(VIETNAMESE, "8gb", "tiny", *DATA, *MODEL, "--num_epochs", "3"))
+    assert (args.num_epochs, args.max_steps, args.learning_rate, args.warmup_steps) == (3, None, None, 1000)
+
+
+def test_morse_rows_are_the_guides():
+    for words, expected in {
+        ("16gb", "small"): (48, 2, 6), ("32gb", "small"): (48, 2, 6), ("32gb", "medium"): (32, 3, 6),
+        ("32gb", "large"): (16, 6, 6), ("32gb", "many"): (64, 4, 8),
+    }.items():  # fmt: skip
+        args = resolved(MORSE, command_of(MORSE, *words, *MODEL))
+        assert (args.batch_size, args.gradient_accumulation_steps, args.dataloader_num_workers) == expected
+    for tier in TIERS[MORSE]:
+        args = resolved(MORSE, command_of(MORSE, tier, "many", "--conditions", "wide"))
+        assert of_window(args) == 256 and args.model_size == "small" and args.conditions == ["wide"]
+    assert resolved(MORSE, command_of(MORSE, "24gb", "--conditions", "wide")).model_size == "small"
+
+
+@pytest.mark.parametrize("wrapper", RECIPES)
+def test_a_users_flags_win_over_whispers_rows(wrapper):
+    args = resolved(
+        wrapper, command_of(wrapper, "16gb", "medium", *MODEL, "--batch_size", "1", "--no_gradient_checkpointing")
+    )
+    assert args.batch_size == 1 and not args.gradient_checkpointing and args.optimizer == "adamw_8bit"
+    # What excludes an option of the row takes its place.
+    args = resolved(wrapper, command_of(wrapper, "16gb", "medium", *MODEL, "--use_cpu_offload"))
+    assert args.optimizer == "adamw" and args.use_cpu_offload
+    args = resolved(wrapper, command_of(wrapper, "8gb", "medium", *MODEL, "--optimizer", "adamw_8bit"))
+    assert args.optimizer == "adamw_8bit" and not args.use_cpu_offload
+    args = resolved(wrapper, command_of(wrapper, "cpu", *DATA, "--model_size=tiny", "--learning_rate=1e-3"))
+    assert (args.model_size, args.learning_rate) == ("tiny", 1e-3)
+    words = command_of(wrapper, "8gb", *DATA, "--resume", "a.pt")
+    assert words[-2:] == ["--resume", "a.pt"] and "auto" not in words and "--model_size" not in words
+    assert "auto" not in command_of(wrapper, "8gb", *DATA, "--init_from", "a.pt")
+
+
+@pytest.mark.parametrize("wrapper", RECIPES)
+def test_using_whisper_brings_nothing_of_training(wrapper):
+    uses = [["--transcribe", "a.wav"], ["--evaluate", *MODEL]]
+    if wrapper == MORSE:
+        uses.append(["--write_dataset", "d", "9"])
+    for use in uses:
+        plain = ["--output_dir", f"runs/{Path(RECIPES[wrapper].__file__).stem}", "--mixed_precision"]
+        assert command_of(wrapper, "cpu", *use) == [*plain, "--device", "cpu", *use]
+        assert command_of(wrapper, "8gb", "medium", *use) == [*plain, *use]
+    assert command_of(wrapper, "cpu", "--verify_gpu")[-1] == "--verify_gpu"
+
+
+@pytest.mark.parametrize("wrapper", RECIPES)
+def test_wrong_words_for_whisper_are_usage_errors(wrapper, tmp_path):
+    tier = " ".join(command_of(wrapper, "small", status=2))
+    assert "no tier 'small': it is auto, " in tier and tier.endswith("8gb or cpu; a size comes after it")
+    assert "no size 'huge': it is demo, tiny, base, small, " in " ".join(command_of(wrapper, "8gb", "huge", status=2))
+    link = tmp_path / "link.sh"
+    link.symlink_to(ROOT / wrapper)
+    for command in (["sh", wrapper], [str(link)]):
+        result = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        assert result.returncode == 0 and f"./{wrapper} [TIER] [SIZE]" in result.stdout and not result.stderr
+
+
+def test_whispers_tiers_follow_the_gpu(project, tmp_path):
+    script(tmp_path / "driver/nvidia-smi", FAKE_NVIDIA_SMI)
+    for wrapper in RECIPES:
+        shutil.copy(ROOT / wrapper, project / wrapper)
+    for memory, morse, vietnamese in (
+        ("81559", "32gb", "a100"), ("32607", "32gb", "24gb"), ("24564", "24gb", "24gb"), ("16376", "16gb", "16gb"),
+        ("15360", "8gb", "8gb"), ("8151", "8gb", "8gb"), ("", "cpu", "cpu"),
+    ):  # fmt: skip
+        for wrapper, tier in ((MORSE, morse), (VIETNAMESE, vietnamese)):
+            result = run(project, "--print", command=[str(project / wrapper)], path=[tmp_path / "driver"], GPUS=memory)
+            assert result.returncode == 0 and result.stderr == f"tier: {tier} (auto)\n"
+
+
+# --- the tier --------------------------------------------------------------------------------------------------------
+
+NO_GPU = "-1 NoDevFiles 1 GPU-7".split()
+
+
+@pytest.mark.parametrize(
+    "gpus, visible, tier",
+    [
+        ("81559", None, "a100"), ("81920", None, "a100"), ("40960", None, "24gb"), ("24564", None, "24gb"),
+        ("23028", None, "24gb"), ("16376", None, "16gb"), ("16384", None, "16gb"), ("15360", None, "t4"),
+        ("15109", None, "t4"), ("12288", None, "t4"), ("8188", None, "8gb"), ("6144", None, "8gb"),
+        ("22000", None, "24gb"),
+        ("[N/A]", None, "8gb"), ("", None, "cpu"), ("none", None, "cpu"),
+        ("81559 6144", "1", "8gb"), ("81559 6144", "1,0", "8gb"), ("81559 6144", "GPU-1", "8gb"), ("6144 81559", "0", "8gb"),
+        ("81559", "", "cpu"), ("81559", "MIG-2f1a", "8gb"), ("", "MIG-2f1a", "cpu"),
+        *(("81559", name, "cpu") for name in NO_GPU),
+    ],
+)  # fmt: skip
+def test_the_tier_follows_the_first_visible_gpu(project, tmp_path, gpus, visible, tier):
+    script(tmp_path / "driver/nvidia-smi", FAKE_NVIDIA_SMI)
+    extra = {"GPUS": gpus} if visible is None else {"GPUS": gpus, "CUDA_VISIBLE_DEVICES": visible}
+    result = run(project, "--print", path=[tmp_path / "driver"], **extra)
+    assert result.returncode == 0 and result.stderr == f"tier: {tier} (auto)\n"
+    # Found to be there or not, torch has the last word on the GPU; a tier that was asked for is not argued with.
+    assert value(result.stdout.split(), "--device") == "auto" if tier == "cpu" else "--device" not in result.stdout
+
+
+def test_no_nvidia_smi_is_the_cpu(project):
+    assert run(project, "auto", "--print").stderr == "tier: cpu (auto)\n"
+    assert value(run(project, "cpu", "--print").stdout.split(), "--device") == "cpu"
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+
+def test_the_active_interpreter_is_used_where_it_has_everything(project, tmp_path):
+    result = run(project, "t4", path=[make_venv(tmp_path / "active", MET)])
+    assert result.returncode == 0 and not result.stderr
+    assert json.loads(result.stdout)["prefix"] == str(tmp_path / "active")
+    assert not (project / ".venv").exists() and not (project / ".venv.lock").exists()
+
+
+@pytest.mark.parametrize("lacking", ["jiwer", "torch"])
+def test_an_active_venv_that_lacks_something_is_left_alone(project, tmp_path, lacking):
+    active = make_venv(tmp_path / "active", {name: version for name, version in MET.items() if name != lacking})
+    before = sorted((tmp_path / "active").rglob("*"))
+    result = run(project, "t4", path=[active], PYTHONPATH=str(tmp_path / "pip"), VIRTUAL_ENV=str(tmp_path / "active"))
+    assert json.loads(result.stdout)["prefix"] == str(project / ".venv")
+    assert (tmp_path / "pip.log").read_text().splitlines() == [str(project / ".venv")]
+    assert "include-system-site-packages = false" in (project / ".venv/pyvenv.cfg").read_text()
+    assert sorted((tmp_path / "active").rglob("*")) == before
+    # The second run has nothing left to do.
+    result = run(project, "t4", path=[active], PYTHONPATH=str(tmp_path / "pip"))
+    assert result.returncode == 0 and not result.stderr
+    assert len((tmp_path / "pip.log").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "packages, shared",
+    [
+        ({"torch": "2.9.1+cu126", "torchaudio": "2.9.1+cu126"}, True),
+        ({"torch": "2.9.1", "torchaudio": "2.8.0"}, False),
+        ({"torch": "2.7.1", "torchaudio": "2.7.1"}, False),
+        ({"torch": "2.12.0", "torchaudio": "2.12.0"}, False),
+        ({}, False),
+    ],
+)
+def test_a_venv_stands_on_a_base_only_where_that_has_a_usable_torch(project, tmp_path, packages, shared):
+    """Colab and conda: their torch is used, their installation is not touched."""
+    add_packages(tmp_path / "base_packages", packages)
+    path = [make_base(tmp_path / "base", tmp_path / "base_packages", tmp_path / "pip")]
+    result = run(project, "t4", path=path, PYTHONPATH=str(tmp_path / "pip"))
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "pip.log").read_text().splitlines() == [str(project / ".venv")]
+    configuration = (project / ".venv/pyvenv.cfg").read_text()
+    assert f"include-system-site-packages = {str(shared).lower()}" in configuration
+
+
+def test_without_ensurepip_the_bases_own_pip_installs(project, tmp_path):
+    """Debian's and Colab's Python without the package python3-venv."""
+    script(tmp_path / "debian/ensurepip.py", "raise ImportError")
+    path = [make_base(tmp_path / "base", tmp_path / "pip", tmp_path / "debian")]
+    result = run(project, "t4", path=path, PYTHONPATH=str(tmp_path / "debian"))
+    assert json.loads(result.stdout)["prefix"] == str(project / ".venv"), result.stderr
+    assert (tmp_path / "pip.log").read_text().splitlines() == [str(project / ".venv")]
+
+    shutil.rmtree(project / ".venv")
+    path = [make_base(tmp_path / "base", tmp_path / "debian")]
+    line = error_line(run(project, "t4", path=path, PYTHONPATH=str(tmp_path / "debian")), 1)
+    assert "has no pip: sudo apt install python3-venv" in line
+
+
+def test_without_a_venv_module(project, tmp_path):
+    script(tmp_path / "debian/venv.py", "raise ImportError")
+    line = error_line(run(project, "t4", path=[make_base(tmp_path / "base", tmp_path / "debian")]), 1)
+    assert "sudo apt install python3-venv" in line
+
+
+def test_without_a_python(project):
+    assert "Python 3.10 to 3.14 is needed and none was found" in error_line(run(project, "t4"), 1)
+
+
+def test_with_an_old_python_only(project, tmp_path):
+    old = '#!/bin/sh\n[ "$1" = -V ] && echo "Python 3.8.18" && exit\nexit 1\n'
+    script(tmp_path / "old/python3", old)
+    line = error_line(run(project, "t4", path=[tmp_path / "old"]), 1)
+    assert "Python 3.10 to 3.14 is needed and" in line and "old/python3 is Python 3.8.18" in line
+    assert not (project / ".venv").exists()
+    # A newer one under another name is found.
+    make_base(tmp_path / "new", tmp_path / "pip")
+    (tmp_path / "new/python3").rename(tmp_path / "new/python3.10")
+    result = run(project, "t4", path=[tmp_path / "old", tmp_path / "new"], PYTHONPATH=str(tmp_path / "pip"))
+    assert json.loads(result.stdout)["prefix"] == str(project / ".venv"), result.stderr
+
+
+def test_a_broken_venv_is_made_anew_and_an_old_one_is_not_deleted(project, tmp_path):
+    path, extra = [make_base(tmp_path / "base", tmp_path / "pip")], {"PYTHONPATH": str(tmp_path / "pip")}
+    (project / ".venv/bin").mkdir(parents=True)
+    (project / ".venv/bin/python").symlink_to("/nonexistent/python3")  # the system's Python was upgraded
+    (project / ".venv/left_over").touch()
+    assert "--batch_size" in printed(run(project, "t4", path=path, **extra))
+    assert not (project / ".venv/left_over").exists()
+
+    (project / ".venv/bin/python").unlink()
+    script(project / ".venv/bin/python", '#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.1 && exit\ncase "$2" in *prefix*) exit 0;; esac\nexit 1\n')  # fmt: skip
+    assert ".venv has Python 3.9.1" in error_line(run(project, "t4", path=path, **extra), 1)
+    assert (project / ".venv/pyvenv.cfg").exists()
+
+
+def test_an_installation_that_was_interrupted_goes_on(project, tmp_path):
+    path, extra = [make_base(tmp_path / "base", tmp_path / "pip")], {"PYTHONPATH": str(tmp_path / "pip")}
+    line = error_line(run(project, "t4", path=path, PIP_FAILS="1", **extra), 1)
+    assert "pip could not install requirements.txt" in line
+    assert "--batch_size" in printed(run(project, "t4", path=path, **extra))
+
+
+def test_the_real_pip_without_a_network(project, tmp_path):
+    pytest.importorskip("ensurepip")
+    path = [make_base(tmp_path / "base")]
+    result = run(project, "t4", path=path, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path / "tools"))
+    assert "check the network and the disk, then run this again" in error_line(result, 1)
+    assert "No matching distribution found for torch" in result.stderr and not result.stdout
+
+
+def test_a_folder_that_cannot_be_written_to(project, tmp_path):
+    """A folder in the lock's place stands for a read-only file system, which a test that may run as root cannot make."""
+    (project / ".venv.lock").mkdir()
+    line = error_line(run(project, "t4", path=[make_base(tmp_path / "base", tmp_path / "pip")]), 1)
+    assert "cannot be written to" in line
+    # An environment that has everything needs no writing.
+    assert "--batch_size" in printed(run(project, "t4", path=[make_venv(tmp_path / "active", MET)]))
+
+
+def test_two_at_once_install_once(project, tmp_path):
+    extra = environment(
+        project, make_base(tmp_path / "base", tmp_path / "pip"), PYTHONPATH=str(tmp_path / "pip"), PIP_SECONDS="1.5"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    first = subprocess.Popen([str(project / NAME), "t4"], env=extra, **pipes)
+    while not (tmp_path / "pip.log").exists() and first.poll() is None:
+        time.sleep(0.02)
+    second = subprocess.Popen([str(project / NAME), "t4"], env=extra, **pipes)
+    outputs = [process.communicate(timeout=60) for process in (first, second)]
+    assert [json.loads(output)["prefix"] for output, _ in outputs] == [str(project / ".venv")] * 2
+    assert "waiting for it" in outputs[1][1] and "installing" not in outputs[1][1]
+    assert len((tmp_path / "pip.log").read_text().splitlines()) == 1
+
+
+# --- the allocator ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, ["expandable_segments:True"] * 2),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, ["a:1"] * 2),
+        ({"PYTORCH_ALLOC_CONF": "b:1"}, ["b:1"] * 2),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "b:1"}, ["a:1", "b:1"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, ["", ""]),
+        ({"PYTORCH_ALLOC_CONF": ""}, ["", ""]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": ""}, ["a:1", ""]),
+    ],
+)
+def test_allocator_variables(project, given, expected):
+    command = [
+        "bash", "-euc", '. "$0/common/env.sh"; printf "%s\\n" "$PYTORCH_CUDA_ALLOC_CONF" "$PYTORCH_ALLOC_CONF"', str(project)
+    ]  # fmt: skip
+    assert run(project, command=command, **given).stdout == "".join(f"{line}\n" for line in expected)
+
+
+def test_the_user_s_environment_reaches_the_recipe(project, tmp_path):
+    result = run(project, "t4", path=[make_venv(tmp_path / "active", MET)], PYTORCH_ALLOC_CONF="b:1")
+    assert json.loads(result.stdout)["environment"] == ["b:1", "b:1"]
+
+
+# --- the files themselves --------------------------------------------------------------------------------------------
+
+
+def test_scripts_parse_and_can_be_run():
+    for path in [*ROOT.glob("run_*.sh"), ROOT / ".ci/run"]:
+        assert os.access(path, os.X_OK), path
+        subprocess.run(["bash", "-n", path], check=True)

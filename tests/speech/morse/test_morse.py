@@ -1,0 +1,575 @@
+"""Morse: synthesis against a decoder and measurements written here, data sets on disk, and the evaluation."""
+
+import csv
+import dataclasses
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import DataError, RunError, UsageError
+from recipes import whisper_morse as morse
+from speech.metrics import Errors, count_errors
+from speech.morse import alphabet, recordings, scores, synthesis, texts
+
+RATE = 16_000
+# The code as a tree: a dit goes to 2 i, a dah to 2 i + 1, from 1 on; _ is no character.
+TREE = "__ETIANMSURWDKGOHVF_L_PJBXCYZQ__54_3É__2&_+____16=/___(_7___8_90"
+SIX = {
+    "..--..": "?", "-....-": "-", ".----.": "'", ".-..-.": '"', ".-.-.-": ".", ".--.-.": "@", "-.--.-": ")",
+    "--..--": ",", "---...": ":", "...-.-": "<SK>", "........": "<HH>",
+}  # fmt: skip
+CALL = re.compile(r"([A-Z0-9]{1,3}/)?([A-Z]{1,2}|[0-9][A-Z]|[A-Z][0-9])[0-9]{1,3}[A-Z]{1,3}(/(P|M|MM|QRP|[0-9]))?")
+CLEAN = dataclasses.replace(synthesis.CONDITIONS["clean"], noise_only=0.0)
+DRY = dataclasses.replace(CLEAN, snr_db=(90, 90), jitter=(0, 0))
+
+
+def character(code: str) -> str:
+    if code in SIX:
+        return SIX[code]
+    place = 1
+    for element in code:
+        place = 2 * place + (element == "-")
+    found = TREE[place] if place < len(TREE) else "_"
+    return "<AS>" if found == "&" else found
+
+
+def marks_and_gaps(amplitude: np.ndarray) -> np.ndarray:
+    """Lengths in samples of mark, gap, mark ... at half the amplitude, linearly interpolated."""
+    above = amplitude > 0.5
+    before = np.flatnonzero(above[1:] != above[:-1])
+    low, high = amplitude[before].astype(float), amplitude[before + 1]
+    return np.diff(before + (0.5 - low) / (high - low))
+
+
+def decode(lengths: np.ndarray) -> str:
+    """Mark, gap, mark ... in units, to text."""
+    text, code = "", ""
+    for mark, gap in zip(lengths[::2], np.append(lengths[1::2], 7), strict=True):
+        code += "." if mark < 2 else "-"
+        if gap > 2:
+            text, code = text + character(code) + (" " if gap > 5 else ""), ""
+    return text.strip()
+
+
+def loudness(audio: np.ndarray, samples: int = 96) -> np.ndarray:
+    """Amplitude of a tone, over its strongest, from the mean square over 6 ms."""
+    sums = np.cumsum(np.concatenate([[0], audio.astype(float) ** 2]))
+    power = np.concatenate([np.zeros(samples // 2), (sums[samples:] - sums[:-samples])])
+    return np.sqrt(power / power.max())
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+EXCHANGES = {
+    "CQWW": r"(5NN|599|ENN) [0-4TNA]?[0-9TNA]",
+    "CQWPX": r"(5NN|599|ENN) [0-9TNA]{1,4}",
+    "ARRLDX": r"(5NN|599|ENN) ([A-Z]{2}|KW|K|ATT|[15]TT|[0-9]+)",
+    "FIELD_DAY": r"([1-9]|1[0-5])[A-F] [A-Z]{2,3}",
+    "NAQP": r"[A-ZÉ]+ [A-Z]{2}",
+    "SWEEPSTAKES": rf"[0-9TNA]{{1,4}} [QABUMS] {CALL.pattern} [0-9TNA]{{2}} [A-Z]{{2,3}}",
+    "SPRINT": rf"{CALL.pattern} {CALL.pattern} [0-9TNA]{{1,4}} [A-ZÉ]+ [A-Z]{{2}}",
+    "IARU": r"(5NN|599|ENN) ([0-9TNA]{2}|[A-Z]+|R[123])",
+}
+
+
+def test_every_text_can_be_sent_and_says_what_it_holds():
+    random = np.random.default_rng(0)
+    heard = set()
+    for number in range(3000):
+        contest = tuple(texts.CONTESTS)[number % 8]
+        sample_type = texts.CONTEST_SAMPLES[number // 8 % 5]
+        text, calls, exchange = texts.contest_text(random, contest, sample_type)
+        assert re.fullmatch(EXCHANGES[contest], exchange), (contest, exchange)
+        if sample_type in ("full_qso", "exchange"):
+            assert f" {exchange} " in f" {text} "
+        if number % 3 == 0:
+            text, calls = texts.everyday_text(random)
+        assert all(CALL.fullmatch(call) and alphabet.CALLSIGN.fullmatch(call) for call in calls), calls
+        assert text == alphabet.normalise(text) and text, text
+        heard |= set(alphabet.symbols(text))
+    assert heard == set(alphabet.SYMBOLS)
+
+
+def test_callsigns_are_told_from_what_looks_like_them():
+    assert all(
+        map(alphabet.CALLSIGN.fullmatch, "K1A W1AW KH6/W1AW DL50ABC 9A1AA/P 4X4ABC VP5/F6XYZ R1/G3A S57XX/QRP".split())
+    )
+    assert not any(map(alphabet.CALLSIGN.fullmatch, "5NN FN31PR FN31 12A IC7300 K3 599 TEST 1TT K1? A/B R3 3A".split()))
+
+
+@pytest.mark.parametrize(
+    ("text", "normal", "labels"),
+    [
+        ("cq  de k1a\n", "CQ DE K1A", list("CQ DE K1A")),
+        ("73 <sk>", "73 <SK>", [*"73 ", "<SK>"]),
+        ("<BT> <KN>3×4<AR>", "= (3X4+", list("= (3X4+")),
+        ("<S", "<S", ["<", "S"]),
+        ("", "", []),
+    ],
+)
+def test_symbols(text, normal, labels):
+    assert alphabet.normalise(text) == normal and alphabet.symbols(normal) == labels
+
+
+def test_characters():
+    conditions = dataclasses.replace(DRY, sample_types=("characters",), characters=(1, 9), alphabet=("A", "N", "<SK>"))
+    counts = []
+    for index in range(40):
+        text = synthesis.synthesise(0, index, conditions).text
+        counts.append(len(alphabet.symbols(text.replace(" ", ""))))
+        assert set(alphabet.symbols(text)) <= {"A", "N", "<SK>", " "}
+    assert min(counts) == 1 and max(counts) == 9
+
+
+# --- keying and channel ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", alphabet.MORSE)
+def test_every_character_and_its_exact_timing(label):
+    assert character(alphabet.MORSE[label]) == label
+    unit = 1.2 / 23
+    runs = synthesis.keying(f"{label}{label} T") * unit
+    lengths = marks_and_gaps(synthesis.envelope(runs, 0.1, int((runs.sum() + 0.2) * RATE))) / RATE / unit
+    marks = [1 if element == "." else 3 for element in alphabet.MORSE[label]]
+    code = [length for mark in marks for length in (mark, 1)][:-1]
+    np.testing.assert_allclose(lengths, [*code, 3, *code, 7, 3], atol=1.5 / RATE / unit)  # a sample at either end
+
+
+def test_farnsworth_stretches_gaps_between_characters_only():
+    plain, slow = synthesis.keying("PARIS 73"), synthesis.keying("PARIS 73", 1.5)
+    np.testing.assert_array_equal(slow, [x * 1.5 if i % 2 and x > 1 else x for i, x in enumerate(plain)])
+    assert synthesis.keying("PARIS").sum() == 43  # 50 with the gap after it: the word that speeds are stated in
+
+
+def test_a_simple_decoder_reads_clean_clips():
+    read = 0
+    for index in range(60):
+        sample = synthesis.synthesise(2, index, CLEAN)
+        lengths = marks_and_gaps(loudness(sample.audio)) / RATE / (1.2 / sample.wpm)
+        assert decode(lengths) == sample.text
+        read += len(sample.text)
+    assert read > 500
+
+
+def test_the_jitter_is_as_stated_and_keeps_the_length():
+    conditions = dataclasses.replace(DRY, jitter=(0.08, 0.08), sample_types=("full_qso",), wpm=(25, 25))
+    errors = []
+    for index in range(12):
+        sample = synthesis.synthesise(3, index, conditions)
+        runs, plain = marks_and_gaps(loudness(sample.audio)) / RATE, synthesis.keying(sample.text) * 1.2 / 25
+        errors.append(runs / plain - 1)
+        assert abs(runs.sum() - plain.sum()) < 0.005
+    assert 0.07 < np.std(np.concatenate(errors)) < 0.09
+
+
+@pytest.mark.parametrize(
+    "fading",
+    [
+        {},
+        {"qsb_depth": (0.7, 0.7), "multipath": (0.005, 0.005)},
+        {"crashes": (0.0, 0.0), "chirp": (30, 30), "drift": (60, 60)},
+    ],
+)
+def test_the_measured_snr(fading):
+    """The noise's density from 3 to 8 kHz, the station's energy about its tone, the time of its marks by the text."""
+    for index, wanted in enumerate((-8.0, 0.0, 6.0, 15.0)):
+        conditions = dataclasses.replace(
+            CLEAN, snr_db=(wanted, wanted), jitter=(0, 0), sample_types=("full_qso",), wpm=(18, 25), **fading
+        )
+        sample = synthesis.synthesise(4, index, conditions)
+        energy = np.abs(np.fft.rfft(sample.audio.astype(float))) ** 2 * 2 / len(sample.audio) / RATE  # J per bin
+        frequencies = np.fft.rfftfreq(len(sample.audio), 1 / RATE)
+        bin_width = RATE / len(sample.audio)
+        noise = energy[frequencies > 3000].mean() / sample.seconds / bin_width  # W/Hz
+        near = np.abs(frequencies - sample.tone) < 150
+        station = energy[near].sum() - noise * near.sum() * bin_width * sample.seconds
+        marks = synthesis.keying(sample.text)[::2]
+        keyed = marks.sum() * 1.2 / sample.wpm - len(marks) * 2 * 0.005 / 8  # an edge's energy: 3/8 of 5 ms, not 1/2
+        measured = 10 * np.log10(station / keyed / (noise * 2500))
+        assert abs(measured - wanted) < 0.5 and sample.snr_db == wanted
+
+
+def test_keying_is_narrow():
+    """Of a 40 WPM station no more than five millionths are over 400 Hz away; without shaped edges it is some hundred times that."""
+    runs = synthesis.keying("5NN TEST K1ABC") * 1.2 / 40
+    samples = 64 * int((runs.sum() + 0.2) * RATE / 64)
+    amplitude = synthesis.envelope(runs, 0.1, samples)
+
+    def far(amplitude):
+        tone = synthesis.transmit(np.random.default_rng(0), amplitude, 2000.0, 0.0, 0.0)
+        spectrum = np.abs(np.fft.rfft(tone)) ** 2
+        return spectrum[np.abs(np.fft.rfftfreq(samples, 1 / RATE) - 2000) > 400].sum() / spectrum.sum()
+
+    assert far(amplitude) < 5e-6 and far((amplitude > 0.5).astype(np.float32)) > 1e-3
+    assert (np.diff(amplitude[int(0.1 * RATE) - 40 : int(0.1 * RATE) + 40]) > 0).all()
+
+
+@pytest.mark.parametrize("name", synthesis.CONDITIONS)
+def test_what_every_clip_keeps_to(name):
+    conditions = synthesis.CONDITIONS[name]
+    seen = set()
+    for index in range(40):
+        sample = synthesis.synthesise(5, index, conditions)
+        audio = sample.audio
+        assert audio.dtype == np.float32 and audio.ndim == 1 and np.isfinite(audio).all()
+        assert 0.05 < np.abs(audio).max() < 1 and sample.seconds < 30
+        assert sample.condition == name and sample.sample_type in conditions.sample_types
+        assert set(alphabet.symbols(sample.text)) <= set(alphabet.SYMBOLS)
+        assert (sample.contest_type == "NONE") == (sample.sample_type == "words")
+        for call in sample.callsigns:
+            assert call in sample.text.split() and CALL.fullmatch(call)
+        assert not sample.exchange or f" {sample.exchange} " in f" {sample.text} "
+        for value, (low, high) in ((sample.wpm, conditions.wpm), (sample.tone, conditions.tone)):
+            assert low <= value <= high
+        assert sample.is_noise_only == (not sample.text) == bool(np.isnan(sample.snr_db))
+        seen.add(sample.sample_type)
+    assert len(seen) > 3
+
+
+@given(
+    seed=st.integers(0, 2**40), longest=st.floats(6, 29), wpm=st.floats(8, 60), farnsworth=st.floats(1, 2),
+    sample_type=st.sampled_from(texts.SAMPLE_TYPES),
+)  # fmt: skip
+def test_texts_are_cut_to_the_length(seed, longest, wpm, farnsworth, sample_type):
+    conditions = dataclasses.replace(
+        DRY, longest=longest, wpm=(wpm, wpm), farnsworth=(farnsworth,) * 2, sample_types=(sample_type,)
+    )
+    sample = synthesis.synthesise(seed, 0, conditions)
+    assert 0 < sample.seconds <= longest + 0.1
+    assert sample.text and sample.text == alphabet.normalise(sample.text)
+    units = np.cumsum(synthesis.keying(sample.text, farnsworth))[-1]
+    assert units * 1.2 / wpm + 0.2 < sample.seconds + 0.1
+
+
+def digest(numbers) -> str:
+    found = hashlib.sha256()
+    for number in numbers:
+        sample = synthesis.synthesise(6, number, synthesis.CONDITIONS["wide"])
+        found.update(sample.audio.tobytes() + sample.text.encode() + repr(sample.snr_db).encode())
+    return found.hexdigest()
+
+
+def test_a_clip_depends_on_its_number_alone():
+    synthesis.synthesise(7, 3, CLEAN)
+    here = digest(range(8))
+    assert digest(range(8)) == here != digest(range(1, 9))
+    code = "from tests.speech.morse.test_morse import digest; print(digest(range(8)))"
+    root = Path(morse.__file__).resolve().parents[1]
+    there = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert there.stdout.strip() == here
+
+
+def test_noise_only():
+    samples = [
+        synthesis.synthesise(8, i, dataclasses.replace(CLEAN, noise_only=1.0, snr_db=(40, 40))) for i in range(10)
+    ]
+    for sample in samples:
+        assert sample.is_noise_only and (sample.text, sample.callsigns, sample.exchange) == ("", (), "")
+        spectrum = np.abs(np.fft.rfft(sample.audio)) ** 2
+        assert spectrum.max() < 30 * spectrum.mean()  # no tone stands out
+    share = np.mean([synthesis.synthesise(8, i, synthesis.CONDITIONS["demo"]).is_noise_only for i in range(200)])
+    assert 0.01 < share < 0.12
+
+
+def test_the_receiver():
+    random = np.random.default_rng(0)
+    noise = random.standard_normal(160_000, dtype=np.float32)
+    for width in (250, 500):
+        filtered = synthesis.receiver_filter(noise, 700.0, width)
+        power = np.abs(np.fft.rfft(filtered)) ** 2 / np.abs(np.fft.rfft(noise)) ** 2
+        away = np.abs(np.fft.rfftfreq(160_000, 1 / RATE) - 700)
+        assert np.median(power[away < width / 3]) == pytest.approx(1, abs=0.01)
+        assert np.median(power[(away > 0.7 * width)]) < 1e-4
+        assert filtered.dtype == np.float32 and len(filtered) == len(noise)
+    loud = np.concatenate([np.full(16_000, 1.0), np.full(16_000, 0.01)]).astype(np.float32)
+    levelled = synthesis.control_gain(loud, 10.0, 1.0)
+    assert levelled[8000] == pytest.approx(1, abs=0.01) and levelled[16_100] < 0.02 and levelled[-1] > 0.9
+    quiet = np.zeros(16_000, dtype=np.float32)
+    assert np.isfinite(synthesis.control_gain(quiet, 10.0, 1.0)).all()
+
+
+def frequency(audio: np.ndarray) -> float:
+    """Of a tone, by the first and last of its rising zeros."""
+    before = np.flatnonzero((audio[:-1] < 0) & (audio[1:] >= 0))
+    zeros = before + audio[before] / (audio[before] - audio[before + 1])
+    return (len(zeros) - 1) / (zeros[-1] - zeros[0]) * RATE
+
+
+def test_the_transmitter_drifts_and_chirps():
+    random, down = np.random.default_rng(0), np.ones(160_000, dtype=np.float32)
+    steady = synthesis.transmit(random, down, 1200.0, 0.0, 0.0)
+    assert frequency(steady) == pytest.approx(1200, abs=0.01) and np.abs(steady).max() == pytest.approx(1, abs=0.01)
+    drifting = synthesis.transmit(random, down, 700.0, -100.0, 0.0)
+    ends = [frequency(drifting[:1600]), frequency(drifting), frequency(drifting[-1600:])]
+    assert ends == pytest.approx([749.5, 700, 650.5], abs=0.5)
+    down[: RATE // 2] = 0
+    chirping = synthesis.transmit(random, down, 1000.0, 0.0, 40.0)[RATE // 2 :]
+    assert 1025 < frequency(chirping[:160]) < 1040 and frequency(chirping[3200:]) == pytest.approx(1000, abs=0.1)
+
+
+def test_fading_and_second_paths():
+    fades = dataclasses.replace(DRY, sample_types=("full_qso",), qsb_hz=(0.5, 0.5), qsb_depth=(0.6, 0.6))
+    for index in range(5):
+        sample = synthesis.synthesise(10, index, fades)
+        level = loudness(sample.audio)
+        runs = np.cumsum(np.concatenate([[0], synthesis.keying(sample.text)])) * 1.2 / sample.wpm * RATE
+        start = np.flatnonzero(level > 0.2)[0]
+        peaks = [level[start + int(a) : start + int(b)].max() for a, b in runs.reshape(-1, 2)]
+        assert min(peaks) / max(peaks) == pytest.approx(0.4, abs=0.08)
+    for milliseconds in (0.0, 5.0):
+        path = dataclasses.replace(DRY, multipath=(milliseconds / 1000,) * 2, sample_types=("full_qso",), wpm=(20, 20))
+        sample = synthesis.synthesise(11, 0, path)
+        sounding = np.convolve(np.abs(sample.audio) > 0.005, np.ones(16), "same") > 0
+        runs = np.diff(np.flatnonzero(np.diff(sounding.astype(int))))[::2] / RATE - 0.006
+        assert runs.min() == pytest.approx(0.06 + milliseconds / 1000, abs=0.002)
+
+
+def test_interferers_are_near_the_tone_but_not_on_it():
+    for seed in range(20):
+        other = synthesis.interferer(np.random.default_rng(seed), 64_000, 700.0)
+        assert len(other) == 64_000 and np.abs(other).max() <= 1.001
+        spectrum = np.abs(np.fft.rfft(other * np.hanning(64_000))) ** 2
+        peak = np.fft.rfftfreq(64_000, 1 / RATE)[spectrum.argmax()]
+        assert 50 < abs(peak - 700) < 410
+
+
+def test_static_crashes_add_to_the_noise():
+    quiet, loud = np.zeros(160_000, dtype=np.float32), np.zeros(160_000, dtype=np.float32)
+    synthesis.add_noise(np.random.default_rng(0), quiet, 0.0)
+    synthesis.add_noise(np.random.default_rng(0), loud, 0.5)
+    assert quiet.std() == pytest.approx(1, abs=0.02) and np.abs(quiet).max() < 6 < np.abs(loud).max()
+    assert 0.5 < (quiet == loud).mean() < 1
+
+
+# --- data set on disk ------------------------------------------------------------------------------------------------
+
+MIX = [dataclasses.replace(CLEAN, longest=4.0, wpm=(30, 40), noise_only=0.2), synthesis.CONDITIONS["contest_good"]]
+
+
+def content(folder: Path) -> dict:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_data_set_is_read_as_it_was_made(tmp_path, capsys):
+    recordings.write_dataset(tmp_path / "a", 30, 9, MIX, workers=2)
+    recordings.write_dataset(tmp_path / "b", 30, 9, MIX)
+    assert content(tmp_path / "a") == content(tmp_path / "b")
+    with open(tmp_path / "a" / "metadata.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert ",".join(header).startswith(
+        "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only"
+    )
+    assert len(rows) == 30
+    found = recordings.read_dataset(tmp_path / "a", tmp_path / "cache")
+    assert {split: len(part) for split, part in found.items()} == {"train": 24, "validation": 3, "test": 3}
+    noise = set()
+    for part in found.values():
+        for i in range(len(part)):
+            samples = [synthesis.synthesise(9, int(part.ids[i]), conditions) for conditions in MIX]
+            sample = next(sample for sample in samples if sample.condition == part.conditions[i])
+            audio, rate = soundfile.read(part.paths[i], dtype="float32")
+            assert rate == RATE and np.abs(audio - sample.audio).max() <= 0.5 / 32768
+            assert part.seconds[i] == pytest.approx(sample.seconds) and part.seconds.dtype == float
+            row = part.row(i, "x")
+            assert (row["reference"], row["hypothesis"], row["exchange"]) == (sample.text, "x", sample.exchange)
+            assert (row["callsigns"], row["contest_type"]) == (list(sample.callsigns), sample.contest_type)
+            assert row["sample_type"] == sample.sample_type and row["wpm"] == pytest.approx(sample.wpm, abs=0.01)
+            assert row["snr_db"] == pytest.approx(sample.snr_db, abs=0.01, nan_ok=True)
+            assert row["is_noise_only"] == sample.is_noise_only
+            noise.add(row["is_noise_only"])
+    assert noise == {True, False}
+    assert "train set" in capsys.readouterr().out and not list(tmp_path.glob("*.[0-9]*"))
+
+
+def test_another_data_set_replaces_its_own_but_nothing_else(tmp_path, capsys):
+    folder = tmp_path / "set"
+    folder.mkdir()  # empty
+    recordings.write_dataset(folder, 3, 1, MIX[:1])
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    recordings.write_dataset(folder, 3, 1, MIX[:1])
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert "already in" in capsys.readouterr().out
+    recordings.write_dataset(folder, 2, 1, MIX[:1])
+    assert len(list(folder.glob("audio/*"))) == 2
+    for foreign in ("made_from.json", "thesis.txt"):
+        other = tmp_path / foreign[0]
+        other.mkdir()
+        (other / foreign).write_text("{}")
+        with pytest.raises(UsageError, match="holds something else"):
+            recordings.write_dataset(other, 2, 1, MIX)
+        assert content(other) == {foreign: b"{}"}
+    with pytest.raises(RunError, match=r"cannot write in .*thesis.txt: a part of that path is a file"):
+        recordings.write_dataset(tmp_path / "t" / "thesis.txt", 2, 1, MIX)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "set", "t"]
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    recordings.write_dataset(tmp_path / "set", 2, 1, MIX)
+    before = content(tmp_path)
+
+    def full(path, mode):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("wave.open", full)
+    for folder in ("set", "new"):
+        with pytest.raises(RunError, match="No space left on device; choose another --write_dataset"):
+            recordings.write_dataset(tmp_path / folder, 3, 1, MIX)
+    assert content(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+@pytest.fixture
+def other_set(tmp_path, wav):
+    """other_set(rows, header, name): a folder as others write it: two good files, and a table."""
+
+    def write(rows, header="id,audio_file,text", name="metadata.csv"):
+        for file in ("a", "b"):
+            wav(tmp_path / "audio" / f"{file}.wav", 0.5)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        lines = [row if isinstance(row, bytes) else row.encode() for row in (header, *rows)]
+        (tmp_path / name).write_bytes(b"\n".join(lines) + b"\n")
+        return tmp_path
+
+    return write
+
+
+def test_data_sets_of_others(other_set):
+    folder = other_set(["a.wav,cq de k1abc <BT> ur 599", "audio/b.wav,"], "\ufeffaudio_file,text", "splits/train.csv")
+    other_set(["1,audio/b.wav,,TRUE,99"], "id,audio_file,text,is_noise_only,mystery", "splits/val.csv")
+    with pytest.raises(DataError, match=r"1 utterances rejected \(--strict_data\)"):
+        recordings.read_dataset(folder, strict=True)
+    found = recordings.read_dataset(folder)
+    assert list(found) == ["train", "validation"] and len(found["train"]) == 1  # b.wav has no text
+    assert found["train"].texts == ["CQ DE K1ABC = UR 599"] and found["train"].callsigns == [["K1ABC"]]
+    assert found["train"].seconds.tolist() == [0.5] and np.isnan(found["train"].snr_db).all()
+    assert found["train"].ids == ["a.wav"] and found["validation"].texts == [""]
+    assert found["validation"].is_noise_only.tolist() == [True]
+
+
+def test_a_data_set_without_splits_is_divided_by_its_ids(other_set):
+    ids = range(300)
+    found = recordings.read_dataset(other_set([f"{i},a.wav,E" for i in ids]))
+    sizes = [len(found[split]) for split in ("train", "validation", "test")]
+    assert sum(sizes) == 300 and 210 < sizes[0] < 270 and min(sizes) > 15
+    again = recordings.read_dataset(other_set([f"{i},b.wav,T" for i in reversed(ids)]))
+    assert all(sorted(again[split].ids) == sorted(found[split].ids) for split in found)
+
+
+LONG = "id,audio_file,text,wpm,duration,is_noise_only,snr_db"
+
+
+@pytest.mark.parametrize(
+    ("header", "rows", "message"),
+    [
+        ("id,text", ["1,E"], r"metadata.csv:1: no column audio_file"),
+        ("id,audio_file", ["1,a.wav"], r"metadata.csv:1: no column text"),
+        ("", [], r"metadata.csv:1: no column audio_file"),
+        ("id,audio_file,text", [], "its tables have no rows"),
+        ("id,audio_file,text", ["1,a.wav,E", "2,a.wav"], r"metadata.csv:3: fewer cells"),
+        ("id,audio_file,text", ["1,a.wav,E,5"], r"metadata.csv:2: more cells"),
+        ("id,audio_file,text", ["1,,E"], r"metadata.csv:2: audio_file is empty"),
+        ("id,audio_file,text", ["1,a\0.wav,E"], r"metadata.csv:2: (audio_file is empty|line contains NUL)"),
+        ("id,audio_file,text", ['1,a.wav,"E'], r"metadata.csv:2: unexpected end"),
+        ("id,audio_file,text", ['1,"a"b.wav,E'], r"metadata.csv:2: "),
+        ("id,audio_file,text", ["1,a.wav," + "E" * (1 << 24 | 1)], r"metadata.csv:2: field larger"),
+        ("id,audio_file,text", [b"1,a.wav,\xff"], "is not UTF-8"),
+        (LONG, ["1,a.wav,E,fast,1,0,3"], r"metadata.csv:2: wpm is no number: 'fast'"),
+        (LONG, ["1,a.wav,E,20,1,0,inf"], r"metadata.csv:2: snr_db is inf"),
+        (LONG, ["1,a.wav,E,20,-1,0,1"], r"metadata.csv:2: duration is -1"),
+        (LONG, ["1,a.wav,E,20,1,maybe,1"], r"metadata.csv:2: is_noise_only is neither true nor false: 'maybe'"),
+        (LONG, ["1,a.wav,E,20,9,0,1"], r"1 x file is shorter than its duration in the table"),
+        (LONG, ["1,a.wav,E,20,,yes,1"], "1 x noise only, with a text"),
+        (LONG, ["1,a.wav,A_B,20,,,1"], "1 x text holds what Morse has no code for"),
+        (LONG, ["1,c.wav,E,20,,,1", "1,d.wav,E,20,,,1", "1,../metadata.csv,E,,,,"], "2 x file is missing; 1 x audio is unreadable"),
+    ],
+)  # fmt: skip
+def test_damaged_tables_are_answered_in_one_line(other_set, header, rows, message):
+    with pytest.raises(DataError, match=message) as caught:
+        recordings.read_dataset(other_set(rows, header))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_data_set(tmp_path):
+    with pytest.raises(UsageError, match=r"neither splits/train.csv nor metadata.csv is there"):
+        recordings.read_dataset(tmp_path)
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "test.csv").mkdir()
+    with pytest.raises(DataError, match="Is a directory"):
+        recordings.read_dataset(tmp_path)
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def row(reference, hypothesis, **more):
+    return {
+        "file": "a.wav", "reference": reference, "hypothesis": hypothesis, "condition": "clean", "contest_type": "CQWW",
+        "sample_type": "call", "wpm": 20.0, "snr_db": 3.0, "is_noise_only": False, "callsigns": [], "exchange": "", **more,
+    }  # fmt: skip
+
+
+ROWS = [
+    row("TEST K1ABC K1ABC", "TEST K1ABC K1ABD", callsigns=["K1ABC"], snr_db=-0.1),
+    row(
+        "K1A W1AW 5NN 14",
+        "K1A W1AX 5NN 1 4",
+        callsigns=["K1A", "W1AW"],
+        exchange="5NN 14",
+        wpm=24.9,
+        contest_type="IARU",
+    ),
+    row("5NN 14?", "5nn 14?", exchange="5NN", wpm=25.0, condition="wide", snr_db=4.0),
+    row("73 <SK>", "73 <AS>", contest_type="NONE", sample_type="words", snr_db=float("nan")),
+    row("", "", is_noise_only=True, snr_db=float("nan")),
+    row("", "E", is_noise_only=True, snr_db=float("nan")),
+    row("", " ", is_noise_only=True, snr_db=float("nan")),
+]
+
+
+def test_figures():
+    tables = scores.evaluation_tables(ROWS)
+    whole = tables["all"]["all"]
+    assert whole["samples"] == 7
+    assert whole["wer"] == (1 + 3 + 0 + 1 + 0 + 1) / 11  # 1 4: a substitution and an insertion
+    assert whole["cer"] == (1 + 2 + 0 + 1 + 0 + 1) / (16 + 15 + 7 + 4)  # <SK> is one symbol
+    assert (whole["callsigns_right"], whole["callsigns_count"]) == (2 / 3, 3)
+    assert (whole["exchanges_right"], whole["exchanges_count"]) == (1 / 2, 2)
+    assert (whole["perfect_right"], whole["perfect_count"]) == (1 / 4, 4)
+    assert (whole["noise_only_right"], whole["noise_only_count"]) == (2 / 3, 3)
+    sizes = {table: {name: group["samples"] for name, group in groups.items()} for table, groups in tables.items()}
+    assert sizes == {
+        "all": {"all": 7}, "condition": {"clean": 6, "wide": 1}, "contest": {"CQWW": 5, "IARU": 1, "NONE": 1},
+        "sample type": {"call": 6, "words": 1}, "speed": {"20 to 25 WPM": 3, "25 to 30 WPM": 1},
+        "SNR": {"-4 to 0 dB": 1, "0 to 4 dB": 1, "4 to 8 dB": 1},
+    }  # fmt: skip
+    assert tables["contest"]["NONE"]["exchanges_right"] is None
+
+
+def test_every_symbol_counts():
+    assert scores.measure([row("K1A/P?", "K1AP")])["cer"] == 2 / 6
+    assert count_errors(["K1A/P?"], ["K1A P"], "characters") == Errors(length=5)  # by itself it strips punctuation
+    assert count_errors(["a"], ["A"], "words", str.lower) == Errors(length=1)
+    nothing = scores.measure([])
+    assert nothing["samples"] == 0 and nothing["wer"] is None
+
+
+def test_the_tables_are_printed_and_written(tmp_path, capsys):
+    tables = scores.evaluation_tables(ROWS)
+    scores.print_tables(tables)
+    blocks = capsys.readouterr().out.strip().split("\n\n")
+    assert len(blocks) == 6 and blocks[0].split()[:4] == ["%", "samples", "WER", "CER"]
+    assert all(len({len(line) for line in block.splitlines()}) == 1 for block in blocks)
+    assert blocks[0].splitlines()[1].split() == ["all", "7", "54.55", "11.90", "25.00", "66.67", "50.00", "66.67"]
+    scores.write_evaluation(tables, tmp_path / "evaluation.json")
+    assert json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail) == tables
+    with pytest.raises(RunError, match="cannot write"):
+        scores.write_evaluation(tables, tmp_path)
+    scores.print_tables(scores.evaluation_tables([]))

@@ -1,0 +1,278 @@
+"""Reading audio: rates, formats, segments, what is wrong with a file, ffmpeg, the cache."""
+
+import math
+import os
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import torchaudio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import DataError, RunError, UsageError
+from speech import audio
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# --- reading audio ---------------------------------------------------------------------------------------------------
+
+
+def sweep(seconds: float, rate: int, channels: int = 1) -> np.ndarray:
+    """(T, channels) of slowly rising tones below 3 kHz, each channel its own."""
+    time = np.arange(round(seconds * rate)) / rate
+    return np.stack([0.4 * np.sin(2 * np.pi * (300 + 200 * c + 400 * time) * time) for c in range(channels)], axis=1)
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 44_100, 48_000])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_rates_and_channels(tmp_path, rate, channels):
+    samples = sweep(0.7, rate, channels)
+    soundfile.write(tmp_path / "a.wav", samples, rate, subtype="FLOAT")
+    found = audio.read_audio(str(tmp_path / "a.wav"), 16_000)
+    mono = torch.from_numpy(samples.mean(axis=1))
+    assert found.dtype == torch.float32 and found.shape == (round(0.7 * 16_000),)
+    exact = torchaudio.functional.resample(mono, rate, 16_000)
+    torch.testing.assert_close(found.double(), exact, atol=2e-6, rtol=0)
+    # And against the same sweep sampled at the target rate, away from the ends.
+    direct = torch.from_numpy(sweep(0.7, 16_000, channels).mean(axis=1)).float()
+    torch.testing.assert_close(found[200:-200], direct[200:-200], atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tolerance"),
+    [
+        ("a.wav", {"subtype": "PCM_U8"}, 2 / 256), ("a.wav", {"subtype": "PCM_16"}, 1e-4), ("a.wav", {"subtype": "PCM_24"}, 1e-6),
+        ("a.wav", {"subtype": "PCM_32"}, 1e-6), ("a.wav", {"subtype": "FLOAT"}, 0), ("a.wav", {"subtype": "DOUBLE"}, 1e-7),
+        ("a.wav", {"subtype": "ULAW"}, 0.02), ("a.flac", {"subtype": "PCM_16"}, 1e-4), ("a.flac", {"subtype": "PCM_24"}, 1e-6),
+        ("a.ogg", {}, 0.05), ("a.mp3", {}, 0.05), ("a.aiff", {}, 1e-4), ("no_suffix", {"format": "WAV"}, 1e-4),
+    ],
+)  # fmt: skip
+def test_sample_formats(tmp_path, name, options, tolerance):
+    samples = sweep(0.5, 16_000)
+    soundfile.write(tmp_path / name, samples, 16_000, **options)
+    found = audio.read_audio(str(tmp_path / name), 16_000)
+    torch.testing.assert_close(found, torch.from_numpy(samples[:, 0]).float(), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac", "ogg"])
+@given(offset=st.floats(0, 1.9), duration=st.none() | st.floats(0.01, 3))
+def test_segments_are_parts_of_the_file(tmp_path_factory, suffix, offset, duration):
+    path = tmp_path_factory.getbasetemp() / f"segments.{suffix}"
+    if not path.exists():
+        soundfile.write(path, sweep(2.0, 16_000), 16_000)
+    whole = audio.read_audio(str(path), 16_000)
+    start = round(offset * 16_000)
+    end = len(whole) if duration is None else min(len(whole), start + round(duration * 16_000))
+    torch.testing.assert_close(
+        audio.read_audio(str(path), 16_000, offset, duration), whole[start:end], atol=1e-6, rtol=0
+    )
+
+
+def test_rates_without_a_simple_ratio_take_no_gigabytes(tmp_path):
+    """A filter from 7999 to 16000 Hz has 16000 phases, of 4.6 GB; 8000 Hz is near enough."""
+    samples = sweep(0.5, 7_999)
+    soundfile.write(tmp_path / "a.wav", samples, 7_999, subtype="FLOAT")
+    near = torchaudio.functional.resample(torch.from_numpy(samples[:, 0]), 8_000, 16_000)
+    torch.testing.assert_close(audio.read_audio(str(tmp_path / "a.wav"), 16_000).double(), near, atol=2e-6, rtol=0)
+    for rate in (8_000, 11_025, 12_000, 22_050, 24_000, 32_000, 44_100, 48_000, 88_200, 96_000, 192_000):
+        assert Fraction(rate, 16_000).limit_denominator(audio.LARGEST_TERM) == Fraction(rate, 16_000)
+    for rate in range(4_001, 200_000, 97):
+        used = Fraction(rate, 16_000).limit_denominator(audio.LARGEST_TERM)
+        assert abs(used * 16_000 / rate - 1) <= 5e-4
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
+def test_change_speed(factor):
+    """A tone of 1000 Hz becomes one of factor x 1000 Hz, and shorter by the factor."""
+    waveform = torch.sin(2 * math.pi * 1000 * torch.arange(16_000) / 16_000)
+    changed = audio.change_speed(waveform, np.float32(factor))
+    assert len(changed) == math.ceil(16_000 / factor)
+    spectrum = torch.fft.rfft(changed * torch.hann_window(len(changed))).abs()
+    assert spectrum.argmax() * 16_000 / len(changed) == pytest.approx(1000 * factor, abs=2)
+
+
+# --- bad audio -------------------------------------------------------------------------------------------------------
+
+
+def bad_file(folder: Path, kind: str) -> str:
+    """Writes a bad file and returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, rate = folder / f"हांव {kind}.wav", 16_000
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 4 * rate)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "empty":
+        path.touch()
+    elif kind == "text":
+        path.write_text("this is no audio")
+    elif kind == "not a number":
+        noise[1000] = np.nan
+        soundfile.write(path, noise, rate, subtype="FLOAT")
+    elif kind == "infinite":
+        noise[1000] = 1e300
+        soundfile.write(path, noise, rate, subtype="DOUBLE")
+    elif kind == "no samples":
+        soundfile.write(path, noise[:0], rate)
+    elif kind == "flac cut" or kind == "flac damaged":
+        path = path.with_suffix(".flac")
+        soundfile.write(path, noise, rate)
+        data = path.read_bytes()
+        middle = len(data) // 2
+        path.write_bytes(data[:middle] + (b"" if kind == "flac cut" else bytes(1000) + data[middle + 1000 :]))
+    elif kind == "flac of unknown length":
+        path = path.with_suffix(".flac")
+        soundfile.write(path, noise, rate)
+        data = bytearray(path.read_bytes())
+        data[21] &= 0xF0
+        data[22:26] = bytes(4)
+        path.write_bytes(data)
+    elif kind == "flac that claims days":
+        path = path.with_suffix(".flac")
+        soundfile.write(path, noise, rate)
+        data = bytearray(path.read_bytes())
+        data[21] |= 0x0F
+        data[22:26] = b"\xff" * 4
+        path.write_bytes(data)
+    elif kind == "raw":
+        path = path.with_suffix(".raw")
+        path.write_bytes(bytes(1000))
+    elif kind in ("wav cut", "aiff cut", "au cut", "mp3 cut"):
+        path = path.with_suffix("." + kind.split()[0])
+        soundfile.write(path, noise, rate)
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+    return str(path)
+
+
+NO_FFMPEG = " (and ffmpeg, which may know it, is not installed)"
+BAD_FILES = {
+    "missing": "cannot be read: No such file or directory",
+    "folder": "cannot be read: Is a directory",
+    "empty": "is empty",
+    "text": "cannot be read: Format not recognised" + NO_FFMPEG,
+    "not a number": "holds samples that are not finite (NaN or infinity)",
+    "infinite": "holds samples that are not finite (NaN or infinity)",
+    "no samples": "is empty",
+    "flac cut": "is truncated or damaged: flac decoder lost sync",
+    "flac damaged": "is truncated or damaged: unknown error in flac decoder",
+    "flac of unknown length": "cannot be read: its header states no length" + NO_FFMPEG,
+    "raw": "cannot be read: samplerate must be specified" + NO_FFMPEG,
+    "wav cut": "is truncated: 2.00 of 4.00 s are there",
+    "aiff cut": "is truncated: 2.00 of 4.00 s are there",
+    "au cut": "is truncated: 2.00 of 4.00 s are there",
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_bad_audio_is_one_line_that_names_the_file(tmp_path, no_ffmpeg, kind):
+    path = bad_file(tmp_path / "my audio", kind)
+    with pytest.raises(audio.BadAudio) as error:
+        audio.read_audio(path, 16_000)
+    assert str(error.value) == f"{path} {BAD_FILES[kind]}"
+    assert error.value.path == path
+
+
+def test_a_truncated_mp3(tmp_path, no_ffmpeg):
+    path = bad_file(tmp_path, "mp3 cut")
+    with pytest.raises(audio.BadAudio, match=r"is truncated: [12]\.\d\d of 4\.00 s could be read$"):
+        audio.read_audio(path, 16_000)
+
+
+def test_a_header_that_claims_days(tmp_path, no_ffmpeg):
+    """2^36 samples: 256 GiB are refused, or there is less to read. Never a traceback."""
+    path = bad_file(tmp_path, "flac that claims days")
+    with pytest.raises(audio.BadAudio) as error:
+        audio.read_audio(path, 16_000)
+    assert str(error.value).startswith(path + " ")
+
+
+def test_a_segment_beyond_the_end(tmp_path, wav):
+    path = wav(tmp_path / "a.wav")
+    with pytest.raises(audio.BadAudio) as error:
+        audio.read_audio(path, 16_000, 2.5, 1.0)
+    assert str(error.value) == f"{path} is empty from 2.5 s on"
+
+
+def test_a_millisecond_is_read(tmp_path, wav):
+    assert len(audio.read_audio(wav(tmp_path / "a.wav", 0.001), 16_000)) == 16
+
+
+@pytest.fixture
+def false_ffmpeg(tmp_path, monkeypatch):
+    """false_ffmpeg(script): an `ffmpeg` of that shell script, first in the path."""
+
+    def install(script: str) -> None:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "ffmpeg").write_text("#!/bin/sh\n" + script)
+        (tmp_path / "bin" / "ffmpeg").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+
+    return install
+
+
+def test_what_libsndfile_does_not_know_goes_through_ffmpeg(tmp_path, false_ffmpeg):
+    np.linspace(-1, 1, 800, dtype="<f4").tofile(tmp_path / "samples")
+    false_ffmpeg(f'printf "%s\\n" "$@" > {tmp_path}/arguments; cat {tmp_path}/samples')
+    path = tmp_path / "a b.m4a"
+    path.write_bytes(b"something")
+    found = audio.read_audio(str(path), 16_000, 1.5, 2.0)
+    torch.testing.assert_close(found, torch.linspace(-1, 1, 800))
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert arguments[arguments.index("-i") + 1] == f"file:{path}"
+    assert arguments[arguments.index("-ss") + 1] == "1.5" and arguments[arguments.index("-t") + 1] == "2.0"
+    assert arguments[arguments.index("-ar") + 1] == "16000" and arguments[arguments.index("-ac") + 1] == "1"
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_what_ffmpeg_complains_of_is_not_used(tmp_path, false_ffmpeg, status):
+    """Of a truncated file it decodes what there is and returns 0."""
+    false_ffmpeg(
+        f"echo '[in#0/mov @ 0x12] stream 0, offset 0x9cd4: partial file' >&2; echo more >&2; echo abcd; exit {status}"
+    )
+    path = tmp_path / "a.m4a"
+    path.write_bytes(b"something")
+    with pytest.raises(audio.BadAudio) as error:
+        audio.read_audio(str(path), 16_000)
+    assert str(error.value) == f"{path} cannot be read: stream 0, offset 0x9cd4: partial file"
+
+
+def test_audio_files(tmp_path, wav):
+    wanted = [wav(tmp_path / "b" / "x y.wav"), wav(tmp_path / "b" / "z" / "a.flac")]
+    (tmp_path / "b" / "c.M4A").write_bytes(b"")
+    (tmp_path / "b" / "notes.txt").write_text("")
+    (tmp_path / "b" / "folder.wav").mkdir()
+    found = audio.audio_files([str(tmp_path / "b"), str(tmp_path / "b" / "notes.txt")])
+    assert [str(path) for path in found] == [str(tmp_path / "b" / "c.M4A"), *wanted, str(tmp_path / "b" / "notes.txt")]
+    for path, message in (
+        (tmp_path / "none", "no such file or folder"),
+        (tmp_path / "b" / "folder.wav", "no audio file in"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            audio.audio_files([str(path)])
+
+
+def test_cached_audio_is_the_same_to_the_bit_and_follows_changes(tmp_path, wav):
+    path, cache = wav(tmp_path / "a b.wav", 1.0, 22_050), str(tmp_path / "cache")
+    for part in ((0.0, None), (0.25, 0.5)):
+        expected = audio.read_audio(path, 16_000, *part)
+        for _ in range(2):
+            assert torch.equal(audio.read_cached(cache, path, 16_000, *part), expected)
+    kept = sorted(Path(cache).rglob("*.npy"))
+    assert len(kept) == 2
+    for file in kept:
+        os.truncate(file, 200)  # a kill in the middle of an older write
+    assert torch.equal(audio.read_cached(cache, path, 16_000), audio.read_audio(path, 16_000))
+    wav(tmp_path / "a b.wav", 0.5, 22_050)
+    assert len(audio.read_cached(cache, path, 16_000)) == 8000
+
+
+def test_a_cache_that_cannot_be_written_says_so(tmp_path, wav):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"--cache_audio .*file: Not a directory"):
+        audio.read_cached(str(tmp_path / "file"), wav(tmp_path / "a.wav"), 16_000)
+    with pytest.raises(DataError, match=r"gone\.wav cannot be read: No such file"):
+        audio.read_cached(str(tmp_path / "cache"), str(tmp_path / "gone.wav"), 16_000)

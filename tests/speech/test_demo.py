@@ -1,0 +1,115 @@
+"""The demo corpus: the same every time, splits apart, and no silent change of voice."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from common.errors import RunError
+from speech import demo
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {"train": 12, "val": 4}
+MAKE = (
+    "import sys; from pathlib import Path; from speech import demo; "
+    f"demo.speech_corpus(Path(sys.argv[1]), demo.KONKANI_WORDS, demo.KONKANI_VOICES, {SIZES}, int(sys.argv[2]))"
+)
+
+
+def make(folder: Path, seed: int = 0) -> None:
+    subprocess.run([sys.executable, "-c", MAKE, str(folder), str(seed)], cwd=ROOT, check=True, timeout=60)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def rows(folder: Path, split: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{split}.json").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "new" / "corpus"
+    make(folder)
+    return folder
+
+
+def test_the_corpus_is_deterministic_and_its_seed_matters(corpus, tmp_path):
+    time.sleep(1.1)  # a new second, which must not seed anything
+    make(tmp_path / "again")
+    assert content(tmp_path / "again") == content(corpus)
+    make(tmp_path / "other", 1)
+    texts = [{row["text"] for row in rows(folder, "train")} for folder in (corpus, tmp_path / "other")]
+    assert texts[0] != texts[1]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["again", "other"]  # nothing is left beside them
+
+
+def test_manifests_describe_the_files_and_splits_are_disjoint(corpus):
+    texts: dict[str, set] = {}
+    for split, size in SIZES.items():
+        found = rows(corpus, split)
+        assert len(found) == size
+        for row in found:
+            info = soundfile.info(corpus / row["audio_filepath"])
+            assert info.duration == pytest.approx(row["duration"], abs=1e-3) and 0.4 < info.duration < 10
+            assert row["speaker"] in demo.KONKANI_VOICES
+            assert 2 <= len(row["text"].split()) <= 5 and set(row["text"].split()) <= set(demo.KONKANI_WORDS)
+            samples, _ = soundfile.read(corpus / row["audio_filepath"])
+            assert np.abs(samples).max() > 0.05  # somebody speaks
+        texts[split] = {row["text"] for row in found}
+        assert len(texts[split]) == size
+    assert not texts["train"] & texts["val"]
+    assert len({row["speaker"] for row in rows(corpus, "train")}) > 3
+
+
+def test_a_corpus_that_is_there_is_kept_and_one_that_was_cut_short_is_made_anew(corpus, tmp_path, capsys):
+    def ask(folder):
+        return demo.speech_corpus(folder, ["घर", "उदक", "वाट"], ["mr+f2"], {"train": 3}, 0)
+
+    assert ask(tmp_path / "c") == {"train": str(tmp_path / "c" / "train.json")}
+    assert "demo corpus: 3 utterances" in capsys.readouterr().out
+    marked = tmp_path / "c" / "audio" / "train_00000.wav"
+    marked.write_bytes(b"")
+    ask(tmp_path / "c")
+    assert marked.read_bytes() == b"" and capsys.readouterr().out == ""
+    (tmp_path / "c" / "made_from.json").write_text("{")
+    ask(tmp_path / "c")
+    assert marked.read_bytes() != b""
+    demo.speech_corpus(tmp_path / "c", ["घर", "उदक", "वाट"], ["mr+f2"], {"train": 2}, 0)
+    assert len(list((tmp_path / "c" / "audio").iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError) as error:
+        demo.speech_corpus(tmp_path / "file" / "corpus", ["घर"], ["mr"], {"train": 1})
+    assert str(error.value) == f"cannot write the demo corpus in {tmp_path}/file/corpus: Not a directory"
+
+
+@pytest.mark.parametrize("voice", ["xx", "mr+nobody", "mr+", "", "xx+f2"])
+def test_an_unknown_voice_raises(voice):
+    espeak = demo.espeak()
+    espeak.say("घर", "mr+f2")
+    with pytest.raises(RunError) as error:
+        espeak.say("घर", voice)
+    assert str(error.value) == f"espeak-ng has no voice {voice!r}"
+
+
+def test_every_voice_of_the_recipe_exists_and_differs():
+    espeak = demo.espeak()
+    assert len({espeak.say("हांव घर उदक", voice).tobytes() for voice in demo.KONKANI_VOICES}) == len(demo.KONKANI_VOICES)
+    slow, fast = (len(espeak.say("हांव घर उदक", "mr", rate)) for rate in (140, 220))
+    assert fast < 0.8 * slow
+
+
+def test_sentences_are_distinct_and_too_many_are_refused():
+    found = demo.sentences(["a", "b", "c"], 39, np.random.default_rng(0), 1, 3)
+    assert len(set(found)) == 39 and {len(sentence.split()) for sentence in found} == {1, 2, 3}
+    with pytest.raises(ValueError, match="3 words make no 40 distinct sentences of 1 to 3"):
+        demo.sentences(["a", "b", "c"], 40, np.random.default_rng(0), 1, 3)

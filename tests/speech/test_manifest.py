@@ -1,0 +1,724 @@
+"""Manifests: the families, where paths lead, the header cache, and what hostile ones say."""
+
+import argparse
+import csv
+import io
+import itertools
+import json
+import math
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import DataError, UsageError
+from speech import columns, headers, manifest
+from speech import corpus as splits
+from speech.text import normalise
+
+GOOD = {"audio_filepath": "good.wav", "text": "बरें"}
+
+
+def load(path, **options):
+    return splits.load_corpus(str(path), normalise, 0.1, 30.0, **options)
+
+
+def rows(corpus):
+    return [
+        (corpus.paths[i], corpus.texts[i], corpus.speakers[i], corpus.languages[i], float(corpus.seconds[i]))
+        for i in range(len(corpus))
+    ]
+
+
+# --- families --------------------------------------------------------------------------------------------------------
+
+TEXTS = ["हांव कोंकणी, उलयता", 'she said "no", twice', "plain"]
+JSON_ROWS = [
+    {"audio_filepath": f"{name}.wav", "text": text, "duration": 1.0, "speaker": f"s{i}", "lang": "kok"}
+    for i, (name, text) in enumerate(zip("abc", TEXTS, strict=True))
+]
+JSON_LINES = "".join(json.dumps(row) + "\n" for row in JSON_ROWS)
+
+
+def as_csv(header, table):
+    out = io.StringIO()
+    csv.writer(out).writerows([header, *table])
+    return out.getvalue()
+
+
+FAMILIES = {  # name: (file name, content, folder of the audio, speakers, languages)
+    "nemo": ("m.json", JSON_LINES, "", True, True),
+    "json list": ("m.json", json.dumps(JSON_ROWS, indent=1), "", True, True),
+    "json lines by content": ("m.txt", JSON_LINES, "", True, True),
+    "bars": (
+        "m.csv",
+        "audio_file|text|speaker_name\n" + "".join(f"{n}.wav|{t}|s{i}\n" for i, (n, t) in enumerate(zip("abc", TEXTS, strict=True))),
+        "", True, False,
+    ),
+    "audiofolder": (
+        "metadata.csv", as_csv(["file_name", "transcription"], [[f"{n}.wav", t] for n, t in zip("abc", TEXTS, strict=True)]),
+        "", False, False,
+    ),
+    "common voice": (
+        "train.tsv",
+        "client_id\tpath\tsentence\tup_votes\tlocale\n"
+        + "".join(f"s{i}\t{n}.wav\t{t}\t2\tkok\n" for i, (n, t) in enumerate(zip("abc", TEXTS, strict=True))),
+        "clips", True, True,
+    ),
+    "ljspeech": ("metadata.csv", "".join(f"{n}|raw|{t}\n" for n, t in zip("abc", TEXTS, strict=True)), "wavs", False, False),
+    "ljspeech of two columns": ("metadata.csv", "".join(f"{n}|{t}\n" for n, t in zip("abc", TEXTS, strict=True)), "wavs", False, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_read(tmp_path, wav, family, mark, ends):
+    name, content, folder, has_speakers, has_languages = FAMILIES[family]
+    paths = [wav(tmp_path / folder / f"{n}.wav", 1.5 if family == "nemo" else 1.0) for n in "abc"]
+    (tmp_path / name).write_bytes((mark + content.replace("\r\n", "\n").replace("\n", ends)).encode())
+    corpus, rejected = load(tmp_path / name)
+    assert rejected.counts == {} and rejected.repeated == 0
+    assert rows(corpus) == [
+        (path, text, f"s{i}" if has_speakers else "", "kok" if has_languages else "", 1.0)
+        for i, (path, text) in enumerate(zip(paths, TEXTS, strict=True))
+    ]
+
+
+def test_the_first_line_of_ljspeech_holds_more_commas_than_bars(tmp_path, wav):
+    wav(tmp_path / "wavs" / "LJ001-0001.wav")
+    text = "Printing, in the only sense with which we are at present concerned, differs from most if not from all"
+    (tmp_path / "metadata.csv").write_text(f"LJ001-0001|{text}|{text}\n")
+    corpus, rejected = load(tmp_path / "metadata.csv")
+    assert list(corpus.texts) == [text] and not rejected.total
+
+
+def test_a_quoted_field_may_hold_commas_quotes_and_line_breaks(tmp_path, wav):
+    wav(tmp_path / "a.wav")
+    (tmp_path / "m.csv").write_text('"file_name","transcription"\r\n"a.wav","one, ""two""\r\nthree"\r\na.wav,four\r\n')
+    corpus, rejected = load(tmp_path / "m.csv")
+    assert list(corpus.texts) == ['one, "two" three', "four"] and not rejected.total
+    assert corpus.lines.tolist() == [2, 4]
+
+
+def test_an_unclosed_quote_does_not_swallow_lines_unseen(tmp_path, wav):
+    wav(tmp_path / "a.wav")
+    (tmp_path / "m.csv").write_text('file_name,transcription\na.wav,one\na.wav,"two\na.wav,three\n')
+    corpus, rejected = load(tmp_path / "m.csv")
+    assert list(corpus.texts) == ["one"]
+    assert rejected.counts == {"line is not valid CSV": 1}
+    assert rejected.examples["line is not valid CSV"] == [f"{tmp_path}/m.csv:3: unexpected end of data"]
+
+
+def test_segments_speakers_and_numbers_as_text(tmp_path, wav, json_lines):
+    path = wav(tmp_path / "long.wav", 5.0)
+    row = {"audio_filepath": "long.wav", "speaker": 0, "offset": "1.5", "duration": 2, "text": 7}
+    corpus, _ = load(json_lines(tmp_path / "m.json", [row, {**row, "offset": 4, "duration": None}]))
+    assert rows(corpus) == [(path, "7", "0", "", 2.0), (path, "7", "0", "", 1.0)]
+    assert corpus.offsets.tolist() == [1.5, 4.0]
+    assert corpus.durations[0] == 2.0 and np.isnan(corpus.durations[1])
+    assert corpus.where(0) == f"{path} at 1.50 s"
+
+
+text_of_a_line = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+@given(texts=st.lists(text_of_a_line, min_size=1, max_size=8), family=st.sampled_from(["json", "csv"]))
+def test_any_text_survives(tmp_path_factory, texts, family):
+    """JSON and quoted CSV carry any text; what comes back is its normal form, what is empty then is rejected."""
+    folder = tmp_path_factory.getbasetemp()
+    if not (folder / "any.wav").exists():
+        samples = np.zeros(8000, dtype=np.int16).tobytes()
+        header = struct.pack("<4sI8sIHHIIHH4sI", b"RIFF", 36 + len(samples), b"WAVEfmt ", 16, 1, 1, 16_000, 32_000, 2, 16, b"data", len(samples))  # fmt: skip
+        (folder / "any.wav").write_bytes(header + samples)
+    if family == "json":
+        lines = (json.dumps({"audio_filepath": "any.wav", "text": text}, ensure_ascii=False) + "\n" for text in texts)
+        content = "".join(lines)
+    else:
+        texts = [text.replace("\0", "") for text in texts]
+        content = as_csv(["path", "sentence"], [["any.wav", text] for text in texts])
+    (folder / f"any.{family}").write_bytes(content.encode())
+    corpus, rejected = load(folder / f"any.{family}")
+    kept = [normalise(text) for text in texts]
+    assert list(corpus.texts) == [text for text in kept if text]
+    assert rejected.counts == ({"text is empty": kept.count("")} if "" in kept else {})
+    assert rejected.repeated == max(0, len(corpus) - 1)
+
+
+# --- where paths lead ------------------------------------------------------------------------------------------------
+
+
+def test_paths_with_spaces_and_devanagari(tmp_path, wav, json_lines):
+    path = wav(tmp_path / "my corpus" / "हांव तूं.wav")
+    corpus, _ = load(json_lines(tmp_path / "my corpus" / "m.json", [{"audio_filepath": "हांव तूं.wav", "text": "a"}]))
+    assert list(corpus.paths) == [path]
+
+
+def test_relative_paths_start_at_audio_root(tmp_path, wav, json_lines):
+    path = wav(tmp_path / "root" / "a.wav")
+    corpus, _ = load(
+        json_lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": "a"}]), audio_root=str(tmp_path / "root")
+    )
+    assert list(corpus.paths) == [path]
+
+
+@pytest.mark.parametrize("name", ["/data/me/set/x/a.wav", "C:\\me\\set\\x\\a.wav", "D:/set/x/a.wav", "\\\\host\\share\\x\\a.wav"])  # fmt: skip
+def test_absolute_paths_of_another_machine(tmp_path, wav, json_lines, name):
+    """Their last components are looked up below audio_root: of x/a.wav and a.wav the longer match."""
+    wav(tmp_path / "root" / "a.wav")
+    path = wav(tmp_path / "root" / "x" / "a.wav")
+    lines = json_lines(tmp_path / "m.json", [{"audio_filepath": name, "text": "a"}])
+    corpus, _ = load(lines, audio_root=str(tmp_path / "root"))
+    assert list(corpus.paths) == [path]
+    os.remove(path)
+    corpus, _ = load(lines, audio_root=str(tmp_path / "root"))
+    assert list(corpus.paths) == [str(tmp_path / "root" / "a.wav")]
+    corpus, rejected = load(lines)
+    assert not len(corpus) and rejected.examples == {"file is missing": [f"{lines}:1: {name}"]}
+
+
+def test_relative_paths_of_windows(tmp_path, wav, json_lines):
+    path = wav(tmp_path / "x" / "a.wav")
+    corpus, _ = load(json_lines(tmp_path / "m.json", [{"audio_filepath": "x\\a.wav", "text": "a"}]))
+    assert list(corpus.paths) == [path]
+
+
+def test_an_absolute_path_that_exists_is_kept(tmp_path, wav, json_lines):
+    path = wav(tmp_path / "here" / "a.wav")
+    wav(tmp_path / "root" / "a.wav")
+    lines = json_lines(tmp_path / "m.json", [{"audio_filepath": path, "text": "a"}])
+    assert list(load(lines, audio_root=str(tmp_path / "root"))[0].paths) == [path]
+
+
+def test_audio_root_must_be_a_folder(tmp_path, json_lines):
+    with pytest.raises(UsageError) as error:
+        load(json_lines(tmp_path / "m.json", [GOOD]), audio_root=str(tmp_path / "none"))
+    assert str(error.value) == f"--audio_root {tmp_path}/none: no such folder"
+
+
+@given(st.text(st.sampled_from("/\\.:aC़ "), max_size=12), st.booleans())
+def test_any_name_leads_somewhere(tmp_path_factory, name, has_root):
+    folder = str(tmp_path_factory.getbasetemp())
+    found = manifest.find_audio(name, folder, folder if has_root else None)
+    assert found.startswith(folder) or found == name
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.text(max_size=5), max_size=20), st.data())
+def test_columns_hold_and_select(values, data):
+    indices = np.array(
+        data.draw(st.lists(st.integers(0, len(values) - 1), max_size=20) if values else st.just([])), int
+    )
+    if any("\ud800" <= c <= "\udfff" for value in values for c in value):
+        return
+    for column in (columns.Strings(values), columns.Codes(values)):
+        assert list(column) == values and len(column) == len(values)
+        assert list(column.select(indices)) == [values[i] for i in indices]
+    assert columns.Strings(values).empty().tolist() == [not value for value in values]
+
+
+def test_fingerprint_sees_texts_their_borders_and_their_order(tmp_path, wav, json_lines):
+    for name in "ab":
+        wav(tmp_path / f"{name}.wav")
+
+    def fingerprint(*pairs):
+        lines = [{"audio_filepath": f"{name}.wav", "text": text} for name, text in pairs]
+        return load(json_lines(tmp_path / "m.json", lines))[0].fingerprint()
+
+    found = [
+        fingerprint(*pairs)
+        for pairs in [
+            [("a", "xy"), ("b", "z")], [("a", "x"), ("b", "yz")], [("b", "z"), ("a", "xy")], [("a", "xy")],
+            [("a", "xy"), ("b", "w")],
+        ]
+    ]  # fmt: skip
+    assert len(set(found)) == len(found)
+    assert fingerprint(("a", "xy"), ("b", "z")) == found[0]
+
+
+def test_a_file_of_many_segments_is_looked_at_once(tmp_path, wav, json_lines, monkeypatch):
+    wav(tmp_path / "a.wav", 2.0)
+    seen = []
+    monkeypatch.setattr(headers, "probe", lambda path, probe=headers.probe: seen.append(path) or probe(path))
+    monkeypatch.setattr(
+        manifest, "find_audio", lambda *args, find=manifest.find_audio: seen.append(args[0]) or find(*args)
+    )
+    lines = [{"audio_filepath": "a.wav", "text": "a", "offset": i / 100, "duration": 0.5} for i in range(100)]
+    corpus, rejected = load(json_lines(tmp_path / "m.json", lines))
+    assert len(corpus) == 100 and not rejected.total
+    assert seen == ["a.wav", str(tmp_path / "a.wav")]
+
+
+# --- the header cache ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    seen = []
+    monkeypatch.setattr(headers, "probe", lambda path, probe=headers.probe: seen.append(Path(path).name) or probe(path))
+    return seen
+
+
+def test_cache_is_used_for_what_did_not_change(tmp_path, wav, json_lines, looked_at):
+    for name in "abc":
+        wav(tmp_path / f"{name}.wav")
+    lines = json_lines(tmp_path / "m.json", [{"audio_filepath": f"{n}.wav", "text": "a"} for n in ("a", "b", "c", "missing")])  # fmt: skip
+    cache = tmp_path / "cache"
+
+    def again():
+        looked_at.clear()
+        corpus, rejected = load(lines, cache_dir=cache)
+        return sorted(looked_at), corpus.seconds.tolist(), rejected.counts
+
+    missing = {"file is missing": 1}
+    assert again() == (["a.wav", "b.wav", "c.wav", "missing.wav"], [1, 1, 1], missing)
+    assert again() == (["missing.wav"], [1, 1, 1], missing)
+    wav(tmp_path / "b.wav", 2.0)  # another size
+    assert again() == (["b.wav", "missing.wav"], [1, 2, 1], missing)
+    os.utime(tmp_path / "c.wav", ns=(0, 5))  # another time
+    assert again() == (["c.wav", "missing.wav"], [1, 2, 1], missing)
+    assert again() == (["missing.wav"], [1, 2, 1], missing)
+    os.remove(tmp_path / "a.wav")
+    assert again() == (["a.wav", "missing.wav"], [2, 1], {"file is missing": 2})
+    assert len(list(cache.iterdir())) == 1  # and no temporary file
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a zip", "half", "wrong shape"])
+def test_a_corrupt_cache_is_ignored(tmp_path, wav, json_lines, looked_at, damage):
+    wav(tmp_path / "a.wav")
+    lines = json_lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": "a"}])
+    load(lines, cache_dir=tmp_path / "cache")
+    (cache,) = (tmp_path / "cache").iterdir()
+    if damage == "half":
+        cache.write_bytes(cache.read_bytes()[: cache.stat().st_size // 2])
+    elif damage == "wrong shape":
+        np.savez(cache, stamps=np.zeros((2, 2), dtype=np.int64), seconds=np.zeros(2))
+    else:
+        cache.write_bytes(damage)
+    looked_at.clear()
+    assert load(lines, cache_dir=tmp_path / "cache")[0].seconds.tolist() == [1.0]
+    assert looked_at == ["a.wav"]
+    looked_at.clear()
+    load(lines, cache_dir=tmp_path / "cache")
+    assert looked_at == []
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_else(tmp_path, wav, json_lines):
+    wav(tmp_path / "a.wav")
+    (tmp_path / "file").write_text("")
+    lines = json_lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": "a"}])
+    assert len(load(lines, cache_dir=tmp_path / "file" / "cache")[0]) == 1
+
+
+# --- hostile lines ---------------------------------------------------------------------------------------------------
+
+DEEP = b'{"a":' * 100_000
+HOSTILE_LINES = {
+    "malformed": (b'{"audio_filepath": "good.wav", "text": ', "line is not valid JSON"),
+    "cut short": (b'{"audio_filepath": "good.wav", "te', "line is not valid JSON"),
+    "a list": (b"[1, 2]", "line is not an object"),
+    "a number": (b"5", "line is not an object"),
+    "too deep": (DEEP, "line is not valid JSON"),
+    "null byte": (b'{"audio_filepath": "good.wav", "text": "a\0b"}', "line is not valid JSON"),
+    "null byte in the path": (b'{"audio_filepath": "good.wav\\u0000", "text": "a"}', "no audio path"),
+    "path is a number": ({**GOOD, "audio_filepath": 5}, "no audio path"),
+    "path is empty": ({**GOOD, "audio_filepath": ""}, "no audio path"),
+    "no path": ({"text": "a"}, "no audio path"),
+    "no text": ({"audio_filepath": "good.wav"}, "no text field"),
+    "text is a list": ({**GOOD, "text": ["a"]}, "text is no string"),
+    "text is not a number": (b'{"audio_filepath": "good.wav", "text": NaN}', "text is no string"),
+    "empty text": ({**GOOD, "text": ""}, "text is empty"),
+    "blank text": ({**GOOD, "text": " \u200b\t "}, "text is empty"),
+    "text is null": ({**GOOD, "text": None}, "text is empty"),
+    "latin-1": ('{"audio_filepath": "good.wav", "text": "café"}'.encode("latin-1"), "line is not UTF-8"),
+    "latin-1 speaker": ('{"audio_filepath": "good.wav", "text": "a", "speaker": "é"}'.encode("latin-1"), "line is not UTF-8"),
+    "half a surrogate pair": (b'{"audio_filepath": "good.wav", "text": "\\ud83d"}', "line is not UTF-8"),
+    "negative offset": ({**GOOD, "offset": -1}, "offset or duration is negative"),
+    "negative duration": ({**GOOD, "duration": -1}, "offset or duration is negative"),
+    "duration in words": ({**GOOD, "duration": "long"}, "offset or duration is no number"),
+    "duration is a list": ({**GOOD, "duration": [1]}, "offset or duration is no number"),
+    "duration is huge": ({**GOOD, "duration": 10**400}, "offset or duration is no number"),
+    "duration is infinite": (b'{"audio_filepath": "good.wav", "text": "a", "duration": Infinity}', "offset or duration is no number"),
+    "offset is not a number": (b'{"audio_filepath": "good.wav", "text": "a", "offset": NaN}', "offset or duration is no number"),
+    "duration of zero": ({**GOOD, "duration": 0}, "shorter than 0.1 s (--min_duration)"),
+    "offset beyond the end": ({**GOOD, "offset": 7.0}, "segment ends beyond the file"),
+    "offset at the end": ({**GOOD, "offset": 1.0}, "segment ends beyond the file"),
+    "segment beyond the end": ({**GOOD, "offset": 0.5, "duration": 0.7}, "segment ends beyond the file"),
+    "duration beyond the end": ({**GOOD, "duration": 1.6}, "file is shorter than its duration in the manifest (truncated?)"),
+    "segment too short": ({**GOOD, "offset": 0.2, "duration": 0.05}, "shorter than 0.1 s (--min_duration)"),
+    "very long path": ({**GOOD, "audio_filepath": "a" * 100_000}, "file is missing"),
+    "missing": ({**GOOD, "audio_filepath": "none.wav"}, "file is missing"),
+    "below a file": ({**GOOD, "audio_filepath": "good.wav/a.wav"}, "file is missing"),
+    "a folder": ({**GOOD, "audio_filepath": "folder.wav"}, "not a file but a folder"),
+    "a pipe": ({**GOOD, "audio_filepath": "pipe.wav"}, "not a regular file"),
+    "empty file": ({**GOOD, "audio_filepath": "empty.wav"}, "file is empty"),
+    "no audio in it": ({**GOOD, "audio_filepath": "header.wav"}, "audio is empty"),
+    "a millisecond": ({**GOOD, "audio_filepath": "click.wav"}, "shorter than 0.1 s (--min_duration)"),
+    "forty minutes": ({**GOOD, "audio_filepath": "long.wav"}, "longer than 30 s (--max_duration)"),
+    "truncated wav": ({**GOOD, "audio_filepath": "cut.wav"}, "audio is truncated"),
+    "text called wav": ({**GOOD, "audio_filepath": "text.wav"}, "audio is unreadable (for libsndfile; ffmpeg with ffprobe is not installed)"),
+    "raw samples": ({**GOOD, "audio_filepath": "samples.raw"}, "audio is unreadable (for libsndfile; ffmpeg with ffprobe is not installed)"),
+    "stream of unstated length": ({**GOOD, "audio_filepath": "stream.flac"}, "audio is unreadable (for libsndfile; ffmpeg with ffprobe is not installed)"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def hostile_files(tmp_path, wav, monkeypatch):
+    """A folder of them, beside good.wav of one second; no ffmpeg."""
+    monkeypatch.setattr(headers.shutil, "which", lambda name: None)
+    good = Path(wav(tmp_path / "good.wav"))
+    (tmp_path / "folder.wav").mkdir()
+    os.mkfifo(tmp_path / "pipe.wav")
+    (tmp_path / "empty.wav").touch()
+    wav(tmp_path / "header.wav", 0.0)
+    wav(tmp_path / "click.wav", 0.001)
+    (tmp_path / "cut.wav").write_bytes(good.read_bytes()[:16_000])
+    (tmp_path / "text.wav").write_text("this is no audio")
+    (tmp_path / "samples.raw").write_bytes(bytes(8000))
+    flac = bytearray(Path(wav(tmp_path / "stream.flac")).read_bytes())
+    flac[21] &= (
+        0xF0  # STREAMINFO's 36 bits of total samples: 0 is "unknown", as an encoder that writes to a pipe has it
+    )
+    flac[22:26] = bytes(4)
+    (tmp_path / "stream.flac").write_bytes(flac)
+    with open(tmp_path / "long.wav", "wb") as file:  # 40 minutes of silence, sparse on disk
+        size = 40 * 60 * 8000
+        file.write(struct.pack("<4sI8sIHHIIHH4sI", b"RIFF", 36 + size, b"WAVEfmt ", 16, 1, 1, 8000, 8000, 1, 8, b"data", size))  # fmt: skip
+        file.truncate(44 + size)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", HOSTILE_LINES)
+def test_a_hostile_line_is_rejected_and_the_others_are_used(hostile_files, json_lines, no_hang, name):
+    line, reason = HOSTILE_LINES[name]
+    path = json_lines(hostile_files / "m.json", [GOOD, *[{**GOOD, "text": "x" * 5000}] * 2, line, GOOD])
+    corpus, rejected = load(path)
+    assert rejected.counts == {reason: 1}
+    assert rejected.examples[reason][0].startswith(f"{path}:4")
+    assert len(corpus) == 4 and rejected.repeated == 3
+
+
+def test_every_bad_line_is_counted_and_three_are_shown(hostile_files, json_lines, capsys):
+    bad = [{**GOOD, "audio_filepath": f"none {i}.wav"} for i in range(5)]
+    path = json_lines(hostile_files / "m.json", [GOOD, *bad, b"{", {**GOOD, "audio_filepath": "click.wav"}])
+    corpus, rejected = load(path)
+    splits.report_rejections("training set", corpus, rejected, strict=False)
+    click = f"{path}:8: {hostile_files}/click.wav (0.00 s)"
+    assert capsys.readouterr().out.splitlines() == [
+        "training set: 1 utterances, 0.0 min; 7 rejected:",
+        "        5  file is missing",
+        *[f"           {path}:{i + 2}: {hostile_files}/none {i}.wav" for i in range(3)],
+        "        1  line is not valid JSON",
+        f"           {path}:7: Expecting property name enclosed in double quotes",
+        "        1  shorter than 0.1 s (--min_duration)",
+        f"           {click}",
+    ]
+    with pytest.raises(DataError) as error:
+        splits.report_rejections("training set", corpus, rejected, strict=True)
+    assert str(error.value) == "training set: 7 utterances rejected (--strict_data)"
+
+
+def test_strict_accepts_a_clean_manifest_and_repeated_lines_are_counted(tmp_path, wav, json_lines, capsys):
+    wav(tmp_path / "good.wav", 3.0)
+    segment = {**GOOD, "offset": 1.0, "duration": 1.0}
+    corpus, rejected = load(json_lines(tmp_path / "m.json", [GOOD, segment, GOOD, GOOD, segment, {**GOOD, "duration": 1.0}]))  # fmt: skip
+    splits.report_rejections("set", corpus, rejected, strict=True)
+    assert len(corpus) == 6 and rejected.repeated == 3
+    assert capsys.readouterr().out == "set: 6 utterances, 0.2 min; 3 repeat the audio of another (all are used)\n"
+
+
+def test_nothing_usable_is_an_error(hostile_files, json_lines):
+    path = json_lines(hostile_files / "m.json", [{**GOOD, "audio_filepath": "empty.wav"}, b"{", b"{"])
+    corpus, rejected = load(path)
+    with pytest.raises(DataError) as error:
+        splits.report_rejections("set", corpus, rejected, strict=False)
+    assert str(error.value) == "set: no usable utterance: 2 x line is not valid JSON; 1 x file is empty"
+
+
+def test_text_is_not_asked_for_where_it_is_not_needed(tmp_path, wav, json_lines):
+    wav(tmp_path / "good.wav")
+    corpus, rejected = load(json_lines(tmp_path / "m.json", [{"audio_filepath": "good.wav"}]), needs_text=False)
+    assert list(corpus.texts) == [""] and not rejected.total
+
+
+def test_a_header_that_overstates_is_no_truncation_where_its_writer_could_not_know(tmp_path, wav, json_lines):
+    """Encoders that write to a pipe leave 0xFFFFFFFF as the size."""
+    data = Path(wav(tmp_path / "good.wav")).read_bytes()
+    (tmp_path / "good.wav").write_bytes(data[:40] + b"\xff" * 4 + data[44:])
+    corpus, rejected = load(json_lines(tmp_path / "m.json", [GOOD]))
+    assert corpus.seconds.tolist() == [1.0] and not rejected.total
+
+
+# --- hostile manifests -----------------------------------------------------------------------------------------------
+
+AUDIO_COLUMNS = "audio_filepath, audio_file, file_name, path, audio, wav, filename"
+NO_TEXT = "manifest {path} is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)"
+NO_HEADER = f"manifest {{path}}: its first line names no audio column (one of {AUDIO_COLUMNS}); it has: "
+HOSTILE_MANIFESTS = {  # name: (file name, content, message)
+    "of no bytes": ("m.json", b"", "manifest {path} is empty"),
+    "of no bytes, csv": ("m.csv", b"", "manifest {path} is empty"),
+    "of white space": ("m.json", b" \n\r\n\t\n", "manifest {path} is empty"),
+    "of white space, tsv": ("m.tsv", b" \n\r\n\t\n", "manifest {path} is empty"),
+    "a byte-order mark": ("m.json", b"\xef\xbb\xbf", "manifest {path} is empty"),
+    "an empty list": ("m.json", b"[]", "manifest {path} is empty"),
+    "only a header": ("m.csv", b"path,sentence\n", "manifest {path} is empty"),
+    "binary": ("m.json", bytes(range(256)), NO_TEXT),
+    "a zip": ("m.csv", b"PK\3\4" + b"x" * 100, NO_TEXT),
+    "UTF-16": ("m.json", ("\ufeff" + json.dumps(GOOD)).encode("utf-16-le"), "manifest {path} is UTF-16: save it as UTF-8"),
+    "a list cut short": (
+        "m.json", b'[{"audio_filepath": "a.wav"},',
+        "manifest {path} is not valid JSON: Expecting value: line 1 column 30 (char 29)",
+    ),
+    "without header": ("m.csv", b"a.wav,hello\nb.wav,world\n", NO_HEADER + "'a.wav,hello'"),
+    "without header, tabs": ("m.tsv", b"a.wav\thello\n", NO_HEADER + r"'a.wav\thello'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE_MANIFESTS)
+def test_a_hostile_manifest_is_one_line(tmp_path, name):
+    file_name, content, message = HOSTILE_MANIFESTS[name]
+    (tmp_path / file_name).write_bytes(content)
+    with pytest.raises(DataError) as error:
+        load(tmp_path / file_name)
+    assert str(error.value) == message.replace("{path}", str(tmp_path / file_name))
+
+
+def test_a_manifest_that_is_missing_or_a_folder(tmp_path):
+    for path, reason in ((tmp_path / "none.json", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(UsageError) as error:
+            load(path)
+        assert str(error.value) == f"manifest {path}: {reason}"
+
+
+def test_a_csv_that_nobody_can_parse_is_rejected_by_line(tmp_path, wav):
+    wav(tmp_path / "a.wav")
+    (tmp_path / "m.tsv").write_bytes(
+        b"path\tsentence\na.wav\tone\na.wav\t" + b"x" * (1 << 24) + b"x\na.wav\n\na.wav\tlast\n"
+    )
+    corpus, rejected = load(tmp_path / "m.tsv")
+    assert list(corpus.texts) == ["one", "last"]
+    assert rejected.examples == {
+        "line is not valid CSV": [f"{tmp_path}/m.tsv:3: field larger than field limit (16777216)"],
+        "no text field": [f"{tmp_path}/m.tsv:4"],
+    }
+
+
+def test_a_very_long_line_is_read(tmp_path, wav, json_lines):
+    wav(tmp_path / "good.wav")
+    corpus, _ = load(json_lines(tmp_path / "m.json", [{**GOOD, "text": "ए" * 2_000_000}, GOOD]))
+    assert [len(text) for text in corpus.texts] == [2_000_000, 4]
+
+
+@given(st.binary(max_size=200), st.sampled_from(["m.json", "m.csv", "m.tsv", "metadata.csv"]))
+def test_no_bytes_at_all_end_in_a_traceback(tmp_path_factory, content, name):
+    path = tmp_path_factory.getbasetemp() / name
+    path.write_bytes(content)
+    try:
+        corpus, rejected = load(path)
+    except DataError as error:
+        assert "\n" not in str(error)
+    else:
+        assert len(corpus) == 0 and rejected.total
+
+
+@given(st.lists(st.sampled_from(['{"', '":', '"', ",", "[", "]", "}", "audio_filepath", "text", "path", "|", "\t", "\n", "1e999", "NaN", "\\ud800", "\0"]), max_size=25))  # fmt: skip
+def test_no_arrangement_of_syntax_ends_in_a_traceback(tmp_path_factory, parts):
+    path = tmp_path_factory.getbasetemp() / "syntax.txt"
+    path.write_text("".join(parts))
+    try:
+        corpus, rejected = load(path)
+    except DataError as error:
+        assert "\n" not in str(error)
+    else:
+        assert len(corpus) == 0 and rejected.total
+
+
+# --- rows with segment times -----------------------------------------------------------------------------------------
+
+TOO_LONG = "longer than 10 s (--max_duration)"
+
+
+def chunked(path, use_chunking=True, **options):
+    return splits.load_corpus(str(path), normalise, 0.1, 10.0, use_chunking=use_chunking, **options)
+
+
+def timed(*times, text="t", **row):
+    parts = [{"start": a, "end": b, "text": f"{text}{i}"} for i, (a, b) in enumerate(times)]
+    return {"audio_filepath": "long.wav", "text": "all of it", "segments": parts, **row}
+
+
+@pytest.fixture
+def long_wav(tmp_path, wav):
+    return wav(tmp_path / "long.wav", 40.0, 8000)
+
+
+def pieces(corpus):
+    return [
+        (round(float(o), 3), round(float(d), 3), text)
+        for o, d, text in zip(corpus.offsets, corpus.durations, corpus.texts, strict=True)
+    ]
+
+
+def test_a_long_row_is_cut_into_pieces_of_whole_segments(tmp_path, long_wav, wav, json_lines):
+    wav(tmp_path / "good.wav", 3.0)
+    rows = [
+        GOOD,
+        timed((0, 4), (4.5, 10), (12, 14.5), (14.5, 20), (30, 40)),
+        {**GOOD, "segments": [{"start": 5, "end": 1}]},  # short: they are not needed
+        timed((1, 3), (3, 12), text="u", offset=20),
+        {"audio_filepath": "long.wav", "segments": [{"offset": 0.1, "duration": 0.2, "text": "v"}, {"offset": 35, "duration": 2, "text": " w "}]},
+    ]  # fmt: skip
+    corpus, rejected = chunked(json_lines(tmp_path / "m.json", rows))
+    assert not rejected.total
+    assert [(o, d, t) for o, d, t in pieces(corpus) if d == d] == [
+        (0, 10, "t0 t1"), (12, 8, "t2 t3"), (30, 10, "t4"), (21, 2, "u0"), (23, 9, "u1"), (0.1, 0.2, "v"), (35, 2, "w"),
+    ]  # fmt: skip
+    assert corpus.lines.tolist() == [1, 2, 2, 2, 3, 4, 4, 5, 5]
+    assert corpus.seconds.tolist() == pytest.approx([3, 10, 8, 10, 3, 2, 9, 0.2, 2])
+    assert corpus.paths[1] == long_wav and corpus.where(2) == f"{long_wav} at 12.00 s"
+
+
+@pytest.mark.parametrize("use_chunking", [None, False, True])
+def test_what_is_said_of_a_long_row(tmp_path, long_wav, json_lines, use_chunking):
+    """Of the flag, only where the recipe has it."""
+    path = json_lines(tmp_path / "m.json", [timed((0, 4)), timed(), {**timed(), "segments": None}])
+    corpus, rejected = chunked(path, use_chunking)
+    if use_chunking is None:
+        assert rejected.counts == {TOO_LONG: 3}
+    elif use_chunking:
+        assert rejected.counts == {f"{TOO_LONG}, without segment times for --use_chunking": 2}
+        assert pieces(corpus) == [(0, 4, "t0")]
+    else:
+        assert rejected.counts == {f"{TOO_LONG}; its segment times would be used by --use_chunking": 1, TOO_LONG: 2}
+
+
+BAD_SEGMENTS = {
+    "overlap": (timed((0, 4), (3, 6)), "segments overlap, or are not in the order of time"),
+    "backwards": (timed((5, 9), (0, 4)), "segments overlap, or are not in the order of time"),
+    "one twice": (timed((0, 4), (0, 4)), "segments overlap, or are not in the order of time"),
+    "ends first": (timed((0, 4), (6, 5)), "a segment ends before it begins"),
+    "of no length": (timed((4, 4)), "a segment ends before it begins"),
+    "negative": (timed((-1, 4)), "a segment's time is negative"),
+    "not a number": (timed((0, math.nan)), "a segment's time is no number"),
+    "infinite": (timed((0, math.inf)), "a segment's time is no number"),
+    "in words": (timed((0, "four")), "a segment's time is no number"),
+    "null": (timed((0, None)), "a segment's time is no number"),
+    "huge": (timed((0, 10**400)), "a segment's time is no number"),
+    "no times": (timed() | {"segments": [{"text": "a"}]}, "a segment has no times (start and end, or offset and duration)"),
+    "no end": (timed() | {"segments": [{"text": "a", "start": 1}]}, "a segment has no times (start and end, or offset and duration)"),
+    "no text": (timed() | {"segments": [{"start": 1, "end": 2}]}, "a segment has no text field"),
+    "a list as text": (timed() | {"segments": [{"start": 1, "end": 2, "text": []}]}, "a segment's text is no string"),
+    "a string": (timed() | {"segments": "0-4"}, "segments are no list of objects"),
+    "strings": (timed() | {"segments": ["0-4"]}, "segments are no list of objects"),
+    "beyond the file": (timed((0, 4), (38, 41)), "segment times reach beyond the audio"),
+    "beyond the row": (timed((0, 4), (13, 16), offset=5, duration=15), "segment times reach beyond the audio"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_SEGMENTS)
+@pytest.mark.parametrize("has_text", [True, False])
+def test_segments_that_cannot_be_are_rejected_by_file_and_line(tmp_path, long_wav, json_lines, name, has_text):
+    row, reason = BAD_SEGMENTS[name]
+    row = dict(row)
+    if not has_text:
+        del row["text"]
+    path = json_lines(tmp_path / "m.json", [timed((0, 4)), row, timed((6, 8))])
+    corpus, rejected = chunked(path)
+    assert rejected.counts == {reason: 1}
+    assert rejected.examples[reason][0].startswith(f"{path}:2")
+    assert pieces(corpus) == [(0, 4, "t0"), (6, 2, "t0")]
+
+
+def test_a_segment_that_is_too_long_alone_goes_and_nothing_is_joined_across_it(tmp_path, long_wav, json_lines):
+    path = json_lines(tmp_path / "m.json", [timed((0, 1), (1, 2), (2, 12.5), (12.5, 13), (13, 40))])
+    corpus, rejected = chunked(path)
+    assert pieces(corpus) == [(0, 2, "t0 t1"), (12.5, 0.5, "t3")]
+    (reason,) = rejected.counts
+    assert reason == "a segment is longer than 10 s (--max_duration)" and rejected.counts[reason] == 2
+    assert rejected.examples[reason][0] == f"{path}:1: {tmp_path}/long.wav, segment from 2.00 to 12.50 s"
+
+
+def test_rounded_times_are_no_overlap_and_no_excess(tmp_path, long_wav, json_lines):
+    row = timed((0, 1.1), (1.0995, 11.1), (30.05, 40.05))
+    row["segments"].insert(2, {"offset": 11.1, "duration": 10.000000001, "text": "x"})
+    corpus, rejected = chunked(json_lines(tmp_path / "m.json", [row]))
+    assert not rejected.total
+    assert pieces(corpus) == [(0, 1.1, "t0"), (1.1, 10, "t1"), (11.1, 10, "x"), (30.05, 9.95, "t2")]
+    assert corpus.seconds.max() <= 10.0
+
+
+def test_pieces_without_text_or_too_short_are_rejected_like_rows(tmp_path, long_wav, json_lines):
+    row = timed((0, 4), (10, 19), (20, 20.05), (39, 40))
+    row["segments"][1]["text"] = " "
+    path = json_lines(tmp_path / "m.json", [row])
+    corpus, rejected = chunked(path)
+    assert rejected.counts == {"text is empty": 1, "shorter than 0.1 s (--min_duration)": 1}
+    assert pieces(corpus) == [(0, 4, "t0"), (39, 1, "t3")]
+    assert len(chunked(path, needs_text=False)[0]) == 3
+
+
+def test_load_splits_takes_the_flag_where_a_recipe_has_it(tmp_path, long_wav, json_lines, capsys):
+    path = json_lines(tmp_path / "m.json", [timed((0, 4), (20, 24))])
+    args = argparse.Namespace(min_duration=0.1, max_duration=10.0, audio_root=None, log_dir=tmp_path, max_samples=None, strict_data=False)  # fmt: skip
+    with pytest.raises(DataError, match=r"longer than 10 s \(--max_duration\)$"):
+        splits.load_splits(args, {"train": path, "val": path}, normalise, 0.05, 10)
+    args.use_chunking = True
+    assert len(splits.load_splits(args, {"train": path, "val": path}, normalise, 0.05, 10)["train"]) == 2
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 12), st.sampled_from(["a", "b c", "", "d"])), max_size=40),
+    st.floats(0.5, 12),
+)
+def test_joined_segments_keep_every_text_in_order_within_the_limit(found, most):
+    segments, now = [], 0.0
+    for gap, length, text in found:
+        segments.append((now + gap, now + gap + length, text))
+        now = segments[-1][1]
+    joined = splits.join_segments(segments, most)
+    assert " ".join(text for *_, text in joined if text) == " ".join(text for *_, text in segments if text)
+    for start, stop, _ in joined:
+        assert stop - start <= most + 2e-6 or (start, stop) in [pair[:2] for pair in segments]
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(joined))
+    assert {edge for piece in joined for edge in piece[:2]} <= {edge for segment in segments for edge in segment[:2]}
+    assert all(b[1] - a[0] > most for a, b in itertools.pairwise(joined))  # or they would be one
+
+
+@given(data=st.data())
+def test_whatever_the_segments_every_text_is_used_once_or_rejected(tmp_path_factory, data):
+    """Rows of random segments over one file of 40 s: by brute force over what comes out."""
+    folder = tmp_path_factory.getbasetemp() / "segments"
+    if not (folder / "long.wav").exists():
+        folder.mkdir(exist_ok=True)
+        soundfile.write(folder / "long.wav", np.zeros(40 * 8000), 8000)
+    rows, number = [], 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        times = sorted(data.draw(st.lists(st.integers(0, 400), min_size=2, max_size=14, unique=True)))
+        parts = []
+        for start, end in zip(times[::2], times[1::2], strict=False):
+            parts.append({"start": start / 10, "end": end / 10, "text": f"w{number}"})
+            number += 1
+        rows.append({"audio_filepath": "long.wav", "text": "x", "segments": parts})
+    path = folder / "m.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus, rejected = chunked(path)
+    kept = [part for row in rows for part in row["segments"] if part["end"] - part["start"] <= 10 + 1e-9]
+    assert rejected.total == number - len(kept)
+    assert " ".join(corpus.texts).split() == [part["text"] for part in kept]
+    assert corpus.seconds.max(initial=0) <= 10 and np.array_equal(corpus.seconds, corpus.durations)
+    times = {part["text"]: part for part in kept}
+    for line in set(corpus.lines.tolist()):
+        ends = corpus.offsets + corpus.durations
+        here = np.flatnonzero(corpus.lines == line)
+        assert (ends[here][:-1] <= corpus.offsets[here][1:] + 1e-9).all()
+        for i in here.tolist():
+            words = corpus.texts[i].split()
+            assert corpus.offsets[i] == pytest.approx(times[words[0]]["start"])
+            assert ends[i] == pytest.approx(times[words[-1]]["end"])

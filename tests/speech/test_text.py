@@ -1,0 +1,195 @@
+"""Normalisation and tokenizers, over arbitrary text."""
+
+import json
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import DataError, UsageError
+from speech import text
+
+any_text = st.text(max_size=40)
+DEVANAGARI = "".join(chr(c) for c in range(0x0900, 0x0980)) + text.JOINERS
+LATIN = "abcdefghijklmnopqrstuvwxyzABCDEéñüßøł0123456789.,;:!?-'\"()"
+OTHER = "አማርኛ中文русскийالعربية"
+mixed = st.text(st.sampled_from(DEVANAGARI + LATIN + OTHER + "   "), max_size=60)
+KONKANI = "हांव कोंकणी उलयता, आनी तूं?"
+
+
+# --- normalisation ---------------------------------------------------------------------------------------------------
+
+
+@given(any_text | mixed)
+def test_normalise(value):
+    found = text.normalise(value)
+    assert text.normalise(found) == found
+    assert unicodedata.is_normalized("NFC", found)
+    assert found == found.strip() and "  " not in found
+    assert all(
+        c in text.JOINERS or c == " " or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+        for c in found
+    )
+    assert marks(found) == marks(value)
+
+
+def marks(value: str) -> list[str]:
+    """Combining marks, sorted: where what stood between two of them goes, they take their canonical order."""
+    return sorted(c for c in unicodedata.normalize("NFD", value) if unicodedata.category(c).startswith("M"))
+
+
+@given(any_text | mixed)
+def test_for_scoring(value):
+    found = text.for_scoring(value)
+    assert text.for_scoring(found) == found
+    assert text.for_scoring(text.normalise(value)) == found
+    assert unicodedata.is_normalized("NFC", found)
+    assert not any(unicodedata.category(c).startswith("P") or c in text.JOINERS for c in found)
+    kept = {"L", "M", "N", "S"}
+    before = [c for c in unicodedata.normalize("NFD", value) if unicodedata.category(c)[0] in kept]
+    after = [c for c in unicodedata.normalize("NFD", found) if unicodedata.category(c)[0] in kept]
+    assert sorted(before) == sorted(after)
+
+
+@pytest.mark.parametrize(
+    ("value", "normal", "scored"),
+    [
+        (KONKANI, KONKANI, "हांव कोंकणी उलयता आनी तूं"),
+        ("\ufeff a\u00a0b\u2028c\t\nd \u200b", "a b c d", "a b c d"),
+        ("e\u0301", "é", "é"),
+        ("e\u200b\u0301", "é", "é"),  # what normal form joins may be apart before
+        ("क\u095c", "क\u0921\u093c", "क\u0921\u093c"),  # composed nukta letters are taken apart by NFC
+        ("क्\u200dष", "क्\u200dष", "क्ष"),
+        ("«Hi», said—she…", "«Hi», said—she…", "Hi said she"),
+        ("राम।श्याम॥", "राम।श्याम॥", "राम श्याम"),
+        ("a\0b\x1bc\ue000\ud800", "abc", "abc"),
+        ("", "", ""), ("।", "।", ""),
+    ],
+)  # fmt: skip
+def test_examples(value, normal, scored):
+    assert text.normalise(value) == normal and text.for_scoring(value) == scored
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["char", "bpe", "vocab_file"])
+def tokenizer(request, tmp_path_factory):
+    characters = DEVANAGARI + LATIN + OTHER + " "
+    if request.param == "vocab_file":
+        path = tmp_path_factory.mktemp("vocab") / "vocab.json"
+        path.write_text(json.dumps({"char2idx": {c: i + 4 for i, c in enumerate(dict.fromkeys(characters))}}))
+        return text.load_vocab_file(str(path))
+    words = [characters[i : i + 6].strip() for i in range(len(characters))]
+    return text.train_tokenizer([" ".join(words[i : i + 5]) for i in range(len(words))] * 3, request.param, 400)
+
+
+@given(value=mixed)
+def test_round_trip(tokenizer, value):
+    tokens = tokenizer.encode(value)
+    assert tokenizer.decode(tokens) == value
+    assert all(0 <= token < tokenizer.size for token in tokens)
+    again = text.make_tokenizer(json.loads(json.dumps(tokenizer.state())))
+    assert again.encode(value) == tokens and again.decode(tokens) == value and again.size == tokenizer.size
+    if tokenizer.unknown not in tokens:
+        assert text.unknown_share(tokenizer, tokens) == (0 if value.strip() else 1)
+
+
+def test_state_is_plain(tokenizer):
+    """What a checkpoint with weights_only=True can hold."""
+    state = tokenizer.state()
+    assert set(map(type, state)) == {str}
+    assert all(isinstance(value, str) or all(isinstance(c, str) for c in value) for value in state.values())
+
+
+@given(value=st.text(st.sampled_from("ဝဟဥ한국  "), min_size=1, max_size=20))
+def test_text_of_unknown_characters_only(tokenizer, value):
+    """Spaces are known; a text of nothing else but unknown characters has the share 1 none the less."""
+    tokens = tokenizer.encode(value.strip())
+    assert text.unknown_share(tokenizer, tokens) == 1
+    if value.strip():
+        half = text.unknown_share(tokenizer, tokenizer.encode("a" + value))
+        assert 0 < half < 1
+
+
+@given(value=st.text(st.sampled_from("ab한국 "), max_size=20))
+def test_unknown_characters_decode_to_the_replacement_character(tokenizer, value):
+    found = tokenizer.decode(tokenizer.encode(value))
+    squeezed = found
+    expected = "".join("\ufffd" if c in "한국" else c for c in value)
+    while "\ufffd\ufffd" in expected:  # SentencePiece makes one token of neighbours
+        expected = expected.replace("\ufffd\ufffd", "\ufffd")
+    while "\ufffd\ufffd" in squeezed:
+        squeezed = squeezed.replace("\ufffd\ufffd", "\ufffd")
+    assert squeezed == expected
+
+
+def test_char_takes_every_character_and_bpe_makes_longer_pieces():
+    texts = ["हांव घर", "तूं घर", "हांव हांव घर"] * 10
+    char, bpe = (text.train_tokenizer(texts, kind, 24) for kind in ("char", "bpe"))
+    characters = set("".join(texts))
+    assert char.size == len(characters) + 1  # and the unknown token; the space is one of them
+    assert bpe.size <= 24 and len(bpe.encode("हांव घर")) < len(char.encode("हांव घर")) == 7
+
+
+def test_characters_beyond_the_sentences_that_are_kept_are_known(monkeypatch):
+    monkeypatch.setattr(text, "MOST_SENTENCES", 101)  # fewer SentencePiece does not take
+    for kind in ("char", "bpe"):
+        tokenizer = text.train_tokenizer(["ab ab"] * 150 + ["xyz"], kind, 30)
+        assert tokenizer.decode(tokenizer.encode("ax zb")) == "ax zb"
+
+
+@pytest.mark.parametrize("texts", [[], [""], [" ", ""]])
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_no_text_is_an_error(texts, kind):
+    with pytest.raises(DataError) as error:
+        text.train_tokenizer(texts, kind, 100)
+    assert str(error.value) == "no tokenizer can be trained: there is no text"
+
+
+def test_a_vocabulary_smaller_than_the_alphabet_is_an_error():
+    with pytest.raises(UsageError) as error:
+        text.train_tokenizer(["abcdefgh"], "bpe", 9)
+    assert str(error.value) == (
+        "--vocab_size 9 is too few for the 8 characters of the training texts: it must be at least 10"
+    )
+    assert text.train_tokenizer(["abcdefgh"], "bpe", 10).decode([0]) == "\ufffd"
+
+
+# --- vocab.json ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_vocab_file_leaves_special_tokens_out(tmp_path, wrapped):
+    mapping = {"<pad>": 0, "<unk>": 1, "<sos>": 2, "<eos>": 3, "<blank>": 4, " ": 5, "ह": 7, "ा": 6}
+    path = tmp_path / "vocab.json"
+    path.write_text(("\ufeff" if wrapped else "") + json.dumps({"char2idx": mapping} if wrapped else mapping), "utf-8")
+    tokenizer = text.load_vocab_file(str(path))
+    assert tokenizer.characters == [" ", "ा", "ह"] and tokenizer.size == 4
+    assert tokenizer.encode("हा ?") == [3, 2, 1, 0] and tokenizer.decode([3, 2, 1, 0]) == "हा \ufffd"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{", "not a JSON mapping of characters to numbers ("),
+        (b"[1]", "not a JSON mapping of characters to numbers ("),
+        (b'{"a": "x"}', "not a JSON mapping of characters to numbers ("),
+        (b'{"a": null}', "not a JSON mapping of characters to numbers ("),
+        (b"\xff\xfe{", "not a JSON mapping of characters to numbers ("),
+        (b'{"<pad>": 0}', "no single characters in it"),
+    ],
+)
+def test_a_bad_vocab_file_is_one_line(tmp_path, content, reason):
+    path = tmp_path / "vocab.json"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as error:
+        text.load_vocab_file(str(path))
+    assert str(error.value).startswith(f"--vocab_file {path}: {reason}") and "\n" not in str(error.value)
+
+
+def test_a_missing_vocab_file(tmp_path):
+    with pytest.raises(UsageError) as error:
+        text.load_vocab_file(str(tmp_path / "none"))
+    assert str(error.value) == f"--vocab_file {tmp_path}/none: No such file or directory"

@@ -1,0 +1,631 @@
+"""Whisper's decoding: against transformers, against searches that recompute everything, and by properties."""
+
+import itertools
+import os
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speech import long, recogniser
+from speech.features import valid_mask
+from speech.whisper import decoding
+from speech.whisper.model import Cache, Whisper
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+CONFIG = {
+    "vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8,
+    "max_source_positions": 50, "max_target_positions": 48,
+}  # fmt: skip
+NO_SPEECH, NO_TIMESTAMPS, TASK, END, START, LANGUAGE = range(34, 40)
+PROMPT = [START, LANGUAGE, TASK, NO_TIMESTAMPS]
+
+
+def make_model(seed=0, end=END, **changed):
+    """Weights large enough that the tokens depend on the audio, on what is before them, and sometimes end."""
+    torch.manual_seed(seed)
+    model = Whisper({**CONFIG, **changed}).double().eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.4)
+    with torch.no_grad():
+        model.decoder.embed_tokens.weight[end] *= 2
+    return model.requires_grad_(False)
+
+
+def inputs(model, count, seed=0, lengths=None):
+    """Encoded random features of `count` utterances and their mask."""
+    generator = torch.Generator().manual_seed(seed)
+    frames = 2 * model.config["max_source_positions"]
+    features = 2 * torch.randn(count, CONFIG["num_mel_bins"], frames, generator=generator, dtype=torch.float64)
+    if lengths is None:
+        return model.encoder(features), None
+    lengths = torch.tensor(lengths)
+    encoded = model.encoder(features, lengths)
+    return encoded, valid_mask((lengths + 1) // 2, encoded.shape[1])[:, None, None, :]
+
+
+def log_probs(model, encoded, mask, tokens):
+    """Of what follows the prompt and each of `tokens`, recomputed: (U + 1, V)."""
+    x = model.decoder(torch.tensor([PROMPT + list(tokens)]), encoded, mask)
+    return model.logits(x[0, len(PROMPT) - 1 :]).log_softmax(-1)
+
+
+# --- against transformers --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """The same weights in transformers and here, and 50 inputs for both."""
+    import transformers
+
+    names = {"pad_token_id": END, "bos_token_id": END, "eos_token_id": END, "decoder_start_token_id": START}
+    model = make_model(3)
+    theirs = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**CONFIG, **names)).double().eval()
+    missing = theirs.load_state_dict(
+        {f"model.{name}": value for name, value in model.state_dict().items()}, strict=False
+    )
+    assert missing.missing_keys == ["proj_out.weight"] and not missing.unexpected_keys
+    features = 2 * torch.randn(50, 8, 100, dtype=torch.float64)
+    return theirs, model, features, model.encoder(features)
+
+
+def generated(theirs, features, **options):
+    """The search itself: Whisper's own `generate` around it goes on for ever where the tokens make no sense."""
+    import transformers
+
+    config = transformers.GenerationConfig(
+        max_new_tokens=32, eos_token_id=END, pad_token_id=END, decoder_start_token_id=START, **options
+    )
+    prompts = torch.tensor([PROMPT]).expand(len(features), -1)
+    with torch.no_grad():
+        found = transformers.GenerationMixin.generate(theirs, features, config, decoder_input_ids=prompts)
+    rows = found[:, len(PROMPT) :].tolist()
+    return [row[: row.index(END)] if END in row else row for row in rows]
+
+
+@pytest.mark.parametrize("suppressed", ["nothing", "everywhere", "at first", "both"])
+def test_greedy_is_transformers_own(pair, suppressed):
+    """Suppressed is what it would take most often."""
+    theirs, model, features, encoded = pair
+    free = [one.tokens for one in decoding.greedy(model, encoded, None, PROMPT, END, 32)]
+    often = [token for token, _ in Counter(itertools.chain(*free)).most_common(4)]
+    begins = [token for token, _ in Counter(row[0] if row else END for row in free).most_common(6)]
+    suppress, first = often * (suppressed in ("everywhere", "both")), begins * (suppressed in ("at first", "both"))
+    expected = generated(theirs, features, suppress_tokens=suppress or None, begin_suppress_tokens=first or None)
+    found = [one.tokens for one in decoding.greedy(model, encoded, None, PROMPT, END, 32, suppress, first)]
+    assert found == expected and (found == free) == (suppressed == "nothing")
+    lengths = [len(row) for row in expected]
+    assert len(set(lengths)) > 5 and max(lengths) == 32 and len({tuple(row) for row in expected}) > 25
+    for row in decoding.beam(model, encoded[:10], None, PROMPT, END, 3, 32, 1.0, suppress, first):
+        assert not set(row.tokens) & set(suppress) and (row.tokens or [END])[0] not in first
+
+
+@pytest.mark.parametrize(("beam_size", "penalty"), [(2, 1.0), (3, 0.6), (5, 1.0), (25, 2.0)])
+def test_beam_is_transformers_own(pair, beam_size, penalty):
+    theirs, model, features, encoded = pair
+    options = {"num_beams": beam_size, "early_stopping": True, "length_penalty": penalty}
+    expected = generated(theirs, features[:20], **options)
+    found = decoding.beam(model, encoded[:20], None, PROMPT, END, beam_size, 32, penalty)
+    assert [one.tokens for one in found] == expected
+
+
+# --- the cache and the batch -----------------------------------------------------------------------------------------
+
+
+def test_cached_logits_are_those_computed_at_once():
+    """Through reordering into beams, beams that change places, and utterances that leave."""
+    model = make_model()
+    encoded, mask = inputs(model, 3, lengths=[100, 37, 64])
+    random = np.random.default_rng(0)
+    cache, logits, _ = decoding._start(model, encoded, mask, PROMPT, None)
+    utterances, beams = [0, 1, 2], 1
+    prefixes = [[] for _ in utterances]
+    for step in range(12):
+        for row, prefix in enumerate(prefixes):
+            place = utterances[row // beams]
+            alone = mask[place : place + 1]
+            expected = log_probs(model, encoded[place : place + 1], alone, prefix)[-1]
+            assert torch.allclose(logits[row].log_softmax(-1), expected, rtol=0, atol=1e-10)
+        kept = [0, 2] if step == 6 else range(len(utterances))
+        origin = [place * beams + int(random.integers(beams)) for place in kept for _ in range(3)]
+        tokens = random.integers(0, 40, len(origin)).tolist()
+        narrowed = None if mask is None else mask[torch.tensor(utterances)]
+        narrowed = decoding._narrow(cache, narrowed, torch.tensor(origin), list(kept) if step == 6 else None)
+        prefixes = [[*prefixes[row], token] for row, token in zip(origin, tokens, strict=True)]
+        utterances, beams = [utterances[place] for place in kept], 3
+        logits = model.logits(model.decoder(torch.tensor(tokens)[:, None], encoded, narrowed, cache)[:, -1])
+
+
+def test_select_keeps_utterances():
+    model = make_model()
+    encoded, mask = inputs(model, 4, lengths=[100, 37, 64, 90])
+    cache, _, _ = decoding._start(model, encoded, mask, PROMPT, None)
+    kept = torch.tensor([3, 1])
+    cache.reorder(kept)
+    cache.keep(kept)
+    assert cache.length == len(PROMPT) and isinstance(cache, Cache)
+    found = model.logits(model.decoder(torch.tensor([[5], [6]]), encoded[kept], mask[kept], cache))[:, -1]
+    for row, (place, token) in enumerate(((3, 5), (1, 6))):
+        expected = log_probs(model, encoded[place : place + 1], mask[place : place + 1], [token])[-1]
+        assert torch.allclose(found[row].log_softmax(-1), expected, rtol=0, atol=1e-10)
+
+
+SEARCHES = {
+    "greedy": lambda *given: decoding.greedy(*given, most=30, no_speech=NO_SPEECH),
+    "sample": lambda *given: decoding.sample(*given, 0.7, torch.Generator().manual_seed(5), 3, 30, no_speech=NO_SPEECH),
+    "beam": lambda *given: decoding.beam(*given, 4, 30, no_speech=NO_SPEECH),
+}
+
+
+@pytest.mark.parametrize("every", [1, 8])
+@pytest.mark.parametrize("search", SEARCHES)
+def test_an_utterance_is_decoded_alike_alone_and_in_a_padded_batch(monkeypatch, search, every):
+    monkeypatch.setattr(decoding, "CHECK_EVERY", {"cpu": every})  # as on CUDA
+    model = make_model(3)
+    lengths = [100, 9, 64, 90, 31, 2, 77, 50]
+    features = 2 * torch.randn(8, 8, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    frames = torch.tensor(lengths)
+    encoded = model.encoder(features, frames)
+    mask = valid_mask((frames + 1) // 2, 50)[:, None, None, :]
+    together = SEARCHES[search](model, encoded, mask, PROMPT, END)
+    assert len({len(one.tokens) for one in together}) > 3
+    for row, length in enumerate(lengths):
+        alone = model.encoder(features[row : row + 1, :, :length])
+        (one,) = SEARCHES[search](model, alone, None, PROMPT, END)
+        assert one.tokens == together[row].tokens and one.ended == together[row].ended
+        assert one.log_probability == pytest.approx(together[row].log_probability, abs=1e-9)
+        assert one.no_speech == pytest.approx(together[row].no_speech, abs=1e-10)
+
+
+@pytest.mark.parametrize(("suppress", "every"), [([], 1), ([3, 4, 5], 8)])
+@pytest.mark.parametrize("search", SEARCHES)
+def test_probabilities_are_those_of_the_tokens(monkeypatch, search, suppress, every):
+    monkeypatch.setattr(decoding, "CHECK_EVERY", {"cpu": every})
+    model = make_model(3)
+    encoded, _ = inputs(model, 20)
+    method = getattr(decoding, search)
+    more = {"sample": {"temperature": 0.9, "generator": torch.Generator().manual_seed(1)}}.get(search, {})
+    found = method(model, encoded, None, PROMPT, END, most=25, suppress=suppress, no_speech=NO_SPEECH, **more)
+    for row, one in enumerate(found):
+        x = model.decoder(torch.tensor([PROMPT + one.tokens]), encoded[row : row + 1], None)
+        logits = model.logits(x[0])
+        assert one.no_speech == pytest.approx(float(logits[0].softmax(-1)[NO_SPEECH]), abs=1e-10)
+        following = logits[len(PROMPT) - 1 :]
+        following[:, suppress] = -torch.inf
+        following = following.log_softmax(-1)
+        tokens = one.tokens + [END] * one.ended
+        assert one.ended or len(one.tokens) == 25
+        score = float(sum(following[i, token] for i, token in enumerate(tokens)))
+        assert one.log_probability == pytest.approx(score, abs=1e-9)
+        assert one.mean == pytest.approx(score / len(tokens), abs=1e-9)
+
+
+@pytest.mark.parametrize("search", ["greedy", "beam"])
+def test_what_has_ended_leaves_the_batch(monkeypatch, search):
+    model = make_model(3)
+    encoded, mask = inputs(model, 12, lengths=[100] * 11 + [60])
+    rows, forward = [], model.decoder.forward
+    monkeypatch.setattr(
+        model.decoder, "forward", lambda tokens, *rest: rows.append(len(tokens)) or forward(tokens, *rest)
+    )
+    found = getattr(decoding, search)(model, encoded, mask, PROMPT, END, most=30)
+    if search == "greedy":
+        lengths = [len(one.tokens) for one in found]
+        assert rows[1:] == [sum(length > step for length in lengths) for step in range(len(rows) - 1)]
+    assert rows[1] > rows[-1]
+
+
+def test_no_more_tokens_than_the_model_has_positions():
+    model = make_model(max_target_positions=11)
+    encoded, _ = inputs(model, 3)
+    for one in (decoding.greedy, decoding.beam):
+        found = one(model, encoded, None, PROMPT, END, most=100, suppress=[END])
+        assert [len(hypothesis.tokens) for hypothesis in found] == [7, 7, 7]
+        assert not any(hypothesis.ended for hypothesis in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype):
+    model = make_model().float()
+    features = torch.randn(3, 8, 100)
+    with torch.autocast("cpu", dtype=dtype):
+        encoded = model.encoder(features)
+        for search in SEARCHES.values():
+            for one in search(model, encoded, None, PROMPT, END):
+                assert one.log_probability < 0 and 0 < one.no_speech < 1
+
+
+# --- beam and sampling -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seed", "penalty"), [(0, 0.0), (1, 1.0), (2, 1.0), (3, 0.5)])
+def test_a_wide_beam_is_exhaustive(seed, penalty):
+    size, end, most, prompt = 5, 4, 4, [3]
+    model = make_model(seed, vocab_size=size, end=end)
+    encoded, _ = inputs(model, 2, seed)
+    found = decoding.beam(model, encoded, None, prompt, end, 700, most, penalty)
+    for row, one in enumerate(found):
+        best = (-np.inf, None)
+        sequences = [
+            [*tokens, last]
+            for length in range(most)
+            for tokens in itertools.product(range(end), repeat=length)
+            for last in (range(size) if length == most - 1 else [end])
+        ]
+        for length, group in itertools.groupby(sequences, len):
+            tokens = torch.tensor(list(group))
+            before = torch.cat([torch.tensor([prompt]).expand(len(tokens), 1), tokens[:, :-1]], 1)
+            x = model.decoder(before, encoded[row : row + 1].expand(len(tokens), -1, -1), None)
+            scores = model.logits(x).log_softmax(-1).gather(2, tokens[:, :, None]).sum((1, 2)) / length**penalty
+            best = max(best, (float(scores.max()), tokens[scores.argmax()].tolist()))
+        tokens = best[1][:-1] if best[1][-1] == end else best[1]
+        assert one.tokens == tokens and one.ended == (best[1][-1] == end)
+        assert one.log_probability / len(best[1]) ** penalty == pytest.approx(best[0], abs=1e-10)
+
+
+def reference_beam(model, encoded, prompt, end, beam_size, most, penalty):
+    """One utterance, everything recomputed at each step."""
+    prefixes, finished = [((), 0.0)], []
+    for step in range(most):
+        candidates = []
+        for prefix, score in prefixes:
+            following = log_probs(model, encoded, None, prefix)[-1]
+            candidates += [((*prefix, token), score + float(following[token])) for token in range(len(following))]
+        candidates.sort(key=lambda pair: -pair[1])
+        for tokens, score in candidates[:beam_size]:
+            if tokens[-1] == end or step == most - 1:
+                finished.append((score / (step + 1) ** penalty, tokens))
+        prefixes = [pair for pair in candidates if pair[0][-1] != end][:beam_size]
+        if len(finished) >= beam_size:
+            break
+    return [token for token in max(finished)[1] if token != end]
+
+
+def test_batched_beam_is_the_reference_without_cache():
+    model = make_model(3)
+    encoded, _ = inputs(model, 6, 7)
+    found = decoding.beam(model, encoded, None, PROMPT, END, 3, 12, 0.8)
+    for row, one in enumerate(found):
+        assert one.tokens == reference_beam(model, encoded[row : row + 1], PROMPT, END, 3, 12, 0.8)
+
+
+def test_a_beam_of_one_is_greedy():
+    model = make_model(3)
+    encoded, _ = inputs(model, 20)
+    beams = decoding.beam(model, encoded, None, PROMPT, END, 1, 30)
+    assert [one.tokens for one in beams] == [
+        one.tokens for one in decoding.greedy(model, encoded, None, PROMPT, END, 30)
+    ]
+
+
+def test_sampling_is_reproducible_and_cold_sampling_is_greedy():
+    model = make_model(3)
+    encoded, _ = inputs(model, 10)
+
+    def tokens(seed, temperature, best_of=1):
+        generator = torch.Generator().manual_seed(seed)
+        found = decoding.sample(model, encoded, None, PROMPT, END, temperature, generator, best_of, 20)
+        return [one.tokens for one in found]
+
+    assert tokens(1, 1.0) == tokens(1, 1.0) != tokens(2, 1.0)
+    assert tokens(1, 1.0, 4) == tokens(1, 1.0, 4)
+    assert tokens(1, 1e-6) == [one.tokens for one in decoding.greedy(model, encoded, None, PROMPT, END, 20)]
+
+
+def test_samples_follow_the_probabilities():
+    model = make_model(1)
+    encoded, _ = inputs(model, 1)
+    suppress, draws, generator = [0, 7, 39], 800, torch.Generator().manual_seed(0)
+    logits = model.logits(model.decoder(torch.tensor([PROMPT]), encoded, None)[0, -1])
+    logits[suppress] = -torch.inf
+    expected = (logits / 4).softmax(-1)  # flat enough to see the difference
+    counts = torch.zeros(40, dtype=torch.float64)
+    for _ in range(draws):
+        (one,) = decoding.sample(model, encoded, None, PROMPT, END, 4.0, generator, most=1, suppress=suppress)
+        counts[one.tokens[0] if one.tokens else END] += 1
+    assert counts[suppress].sum() == 0 and expected.max() < 0.5 and (expected > 0.02).sum() > 5
+    seen = expected > 0
+    chi_square = float(((counts - draws * expected).square() / (draws * expected))[seen].sum())
+    assert chi_square < 75  # of 36 degrees of freedom: one in 6,000
+
+
+# --- fallback --------------------------------------------------------------------------------------------------------
+
+TOKENIZER = SimpleNamespace(
+    prompt=PROMPT, end=END, no_speech=NO_SPEECH, decode=lambda tokens: "".join(chr(97 + token) for token in tokens)
+)
+GOOD, LOOP, SILENCE = list(range(20)), [1, 2] * 60, [4, 5]
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Replaces the searches: `script[row]` is a list of (tokens, mean log-probability, no_speech) for the tries. Rows
+    are told by their `encoded`. Returns what was called, as (search, temperature, rows)."""
+    calls = []
+
+    def install(script):
+        tried = dict.fromkeys(range(len(script)), 0)
+
+        def fake(name):
+            def search(model, encoded, mask, prompt, end, *rest, **options):
+                assert (prompt, end) == (PROMPT, END)
+                rows = [int(row) for row in encoded[:, 0, 0]]
+                assert mask is None or mask[:, 0, 0, 0].tolist() == rows
+                calls.append((name, rest[0] if name == "sample" else 0.0, rows))
+                found = []
+                for row in rows:
+                    tokens, mean, no_speech = script[row][tried[row]]
+                    tried[row] += 1
+                    found.append(decoding.Hypothesis(tokens, mean * (len(tokens) + 1), True, no_speech))
+                return found
+
+            return search
+
+        for name in ("greedy", "sample", "beam"):
+            monkeypatch.setattr(decoding, name, fake(name))
+        return torch.arange(len(script))[:, None, None].float(), torch.arange(len(script))[:, None, None, None]
+
+    return install, calls
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_only_what_failed_is_decoded_again(scripted, method):
+    install, calls = scripted
+    encoded, mask = install([
+        [(GOOD, -0.5, 0.1)],
+        [(LOOP, -0.1, 0.1), (LOOP, -0.1, 0.1), (GOOD, -0.9, 0.1)],  # compresses too well, twice
+        [(GOOD, -0.99, 0.9)],  # not silent: probable enough
+        [(GOOD, -1.5, 0.1), (GOOD, -0.7, 0.1)],  # improbable
+        [(SILENCE, -1.5, 0.7)],  # silent
+        [(SILENCE, -1.5, None), (GOOD, -0.3, None)],  # a vocabulary without a token for it
+        [([], -0.2, 0.1)],  # nothing said
+        [(LOOP, -0.5, 0.9), (LOOP, -1.5, 0.9)],  # silent at the second try
+    ])  # fmt: skip
+    found = decoding.decode(None, TOKENIZER, encoded, mask, method)
+    assert calls == [(method, 0.0, list(range(8))), ("sample", 0.2, [1, 3, 5, 7]), ("sample", 0.4, [1])]
+    good = TOKENIZER.decode(GOOD)
+    assert [one.text for one in found] == [good, good, good, good, "", good, "", ""]
+    assert [one.temperature for one in found] == [0.0, 0.4, 0.0, 0.2, 0.0, 0.2, 0.0, 0.2]
+    assert found[1].log_probability == pytest.approx(-0.9) and found[4].no_speech == 0.7
+
+
+def test_after_the_last_temperature_the_best_try_is_taken_without_its_loop(scripted):
+    install, calls = scripted
+    encoded, _ = install([
+        [(LOOP, -0.1, 0.1), (GOOD, -2.0, 0.1), (GOOD[:9], -1.7, 0.1)] + [(GOOD, -3.0, 0.1)] * 3,
+        [(LOOP, -0.3, 0.1)] * 3 + [([7] * 150, -0.2, 0.1)] + [(LOOP, -0.3, 0.1)] * 2,
+    ])  # fmt: skip
+    found = decoding.decode(None, TOKENIZER, encoded, None)
+    assert [call[1] for call in calls] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert (found[0].text, found[0].temperature) == (TOKENIZER.decode(GOOD[:9]), 0.4)
+    assert (found[1].text, found[1].temperature, found[1].tokens) == ("h", 0.6, [7] * 150)
+
+
+def test_thresholds_and_temperatures_are_arguments(scripted):
+    install, calls = scripted
+    encoded, mask = install([[(LOOP, -1.5, 0.5)], [(GOOD, -0.5, 0.5)]])
+    found = decoding.decode(None, TOKENIZER, encoded, mask, temperatures=(0.0,))
+    assert [one.text for one in found] == ["bc", TOKENIZER.decode(GOOD)] and len(calls) == 1
+    install([[(LOOP, -1.5, 0.5)], [(GOOD, -0.5, 0.5)]])
+    decoding.decode(None, TOKENIZER, encoded, mask, most_compression=100, least_log_probability=-2)
+    assert calls[1:] == [("greedy", 0.0, [0, 1])]
+    install([[(LOOP, -1.5, 0.5)], [(GOOD, -0.5, 0.5)]])
+    found = decoding.decode(None, TOKENIZER, encoded, mask, silence=0.4)
+    assert [one.text for one in found] == ["", TOKENIZER.decode(GOOD)] and len(calls) == 3
+
+
+def test_decode_with_a_model():
+    """The same again for the same seed; what is found for an utterance does not depend on its neighbours."""
+    model = make_model(3)
+    encoded, mask = inputs(model, 6, lengths=[100, 50, 70, 9, 33, 80])
+    more = {"least_log_probability": -0.3, "best_of": 2, "most": 20}
+    found = decoding.decode(model, TOKENIZER, encoded, mask, **more)
+    assert found == decoding.decode(model, TOKENIZER, encoded, mask, **more)
+    assert len({one.temperature for one in found}) > 1
+    for row in range(6):
+        (alone,) = decoding.decode(model, TOKENIZER, encoded[row : row + 1], mask[row : row + 1], **more)
+        assert (alone.text, alone.tokens, alone.temperature) == (
+            found[row].text,
+            found[row].tokens,
+            found[row].temperature,
+        )
+
+
+def test_compression_ratio():
+    assert decoding.compression_ratio("CQ TEST W1AW") < 1 and decoding.compression_ratio("") < 1
+    assert decoding.compression_ratio("the cat " * 40) > 2.4
+
+
+# --- loops -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [
+    "", "E", "CQ CQ CQ DE W1AW W1AW W1AW K", "TEST TEST", "73 73", "VVV VVV VVV DE DL1ABC", "599 599 5NN 5NN", "0" * 20,
+    "100000000 00000", "CQ DE W1AW CQ DE W1AW CQ DE W1AW K", "rất rất rất vui", "ha ha ha ha ha ha", "CQ " * 9 + "K", "QRL? DE W1AW/7 PSE K = " + "CQ TEST DE W1AW/7 " * 3 + "K",
+    "không, không, không, không", "W1AW W1AW W1AW W1AW 5NN 5NN TU", "EEEEEEEE",
+])  # fmt: skip
+def test_what_people_say_again_stays(text):
+    assert decoding.cut_loops(text) == text
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("the cat " * 20, "the cat"),
+    ("I saw that " + "the cat " * 20 + "the c", "I saw that the cat"),
+    ("CQ DE W1AW " + "5NN " * 50, "CQ DE W1AW 5NN"),
+    ("E " * 100, "E"),
+    ("T" * 60, "T"),
+    ("TU " + "E" * 99 + " K", "TU E K"),
+    ("xin chào " + "các bạn nhé " * 9 + "các dì", "xin chào các bạn nhé các dì"),
+    ("我" + "不知道" * 30, "我不知道"),
+    ("the cat " * 20 + "the dog", "the cat the dog"),
+])  # fmt: skip
+def test_loops_are_cut_to_one(text, expected):
+    assert decoding.cut_loops(text.strip()) == expected
+
+
+@given(
+    st.text("ab 0", max_size=12),
+    st.text("ab 0", min_size=1, max_size=12),
+    st.integers(1, 50),
+    st.text("ab 0", max_size=12),
+)
+def test_no_loop_survives(before, unit, count, after):
+    text = before + unit * count + after
+    found = decoding.cut_loops(text)
+    assert decoding.cut_loops(found) == found
+    loops = [
+        found[i : i + 4 * period]
+        for period in range(1, len(found) // 4 + 1)
+        for i in range(len(found) - max(40, 4 * period) + 1)
+        if all(found[k] == found[k + period] for k in range(i, i + max(40, 4 * period) - period))
+    ]
+    assert not loops
+    if len(text) < 40:
+        assert found == text
+    assert set(found.split()) <= set(text.split()) or " " not in unit.strip()
+
+
+# --- long recordings -------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 5000), st.integers(30, 400), st.integers(0, 200))
+def test_windows_cover_everything_and_share_the_overlap(total, longest, overlap):
+    windows = long.overlapping_windows(torch.zeros(total), 10, longest / 10, overlap / 10)
+    shared = min(overlap, longest // 3)
+    assert windows[0][0] == 0 and windows[-1][1] == total
+    assert all(0 <= b - a <= longest for a, b in windows)
+    assert all(left[1] - right[0] == shared for left, right in itertools.pairwise(windows))
+    if total <= longest:
+        assert windows == [(0, total)]
+    lengths = [b - a for a, b in windows]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def cut_text(words, times, windows, random, garbled):
+    """What a recogniser gives for each window: the words that are wholly inside; those cut by its edges, and up to
+    `garbled` more at each edge, are wrong or missing."""
+    texts = []
+    for a, b in windows:
+        inside = [i for i, (start, end) in enumerate(times) if start < b and end > a]
+        text = []
+        for place, i in enumerate(inside):
+            from_left = place if windows[0][0] != a else 99
+            from_right = len(inside) - 1 - place if windows[-1][1] != b else 99
+            cut = times[i][0] < a or times[i][1] > b
+            if cut or min(from_left, from_right) < int(random.integers(0, garbled + 1)):
+                text += [[], ["xx"], [words[i][: len(words[i]) // 2]]][random.integers(0, 3)]
+            else:
+                text.append(words[i])
+        texts.append(text)
+    return texts
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_stitched_text_is_the_text(seed):
+    """Random words, some of them after long pauses, of a small vocabulary: no word is lost and none doubled."""
+    random = np.random.default_rng(seed)
+    vocabulary = ["".join(chr(97 + c) for c in random.integers(0, 26, random.integers(1, 9))) for _ in range(60)]
+    words, times, now = [], [], 0.0
+    for _ in range(int(random.integers(1, 500))):
+        now += random.exponential(0.1) + (random.uniform(0.5, 2) if random.random() < 0.02 else 0)
+        length = random.uniform(0.15, 0.5)
+        words.append(vocabulary[random.integers(0, 60)])
+        times.append((now * 1000, (now + length) * 1000))
+        now += length
+    windows = long.overlapping_windows(torch.zeros(int(now * 1000) + 1), 1000, 30.0)
+    texts = [" ".join(text) for text in cut_text(words, times, windows, random, 2)]
+    whole, parts = long.stitch(texts, windows)
+    assert whole.split() == words
+    assert " ".join(text for _, _, text in parts).split() == words
+    assert parts[0][0] == 0 and parts[-1][1] == windows[-1][1]
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(parts))
+    for a, b, text in parts:  # times are known to within the overlap
+        place = [i for i in range(len(words)) if words[i : i + len(text.split())] == text.split()]
+        assert not text or any(a - 5000 < times[i][0] < b + 5000 for i in place)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_languages_without_spaces_are_stitched_by_characters(seed):
+    random = np.random.default_rng(seed)
+    words = [chr(0x4E00 + c) for c in random.integers(0, 300, 500)]
+    times = [(200 * i, 200 * i + 180) for i in range(500)]
+    windows = long.overlapping_windows(torch.zeros(100_000), 1000, 30.0)
+    texts = ["".join(text) for text in cut_text(words, times, windows, random, 1)]
+    whole, parts = long.stitch([text.replace("xx", "口") for text in texts], windows)
+    assert whole == "".join(words) == "".join(text for _, _, text in parts)
+
+
+def test_repeated_words_are_aligned_by_time():
+    """Ninety CQ, one a second: any alignment fits, and only time tells how many there are."""
+    windows = long.overlapping_windows(torch.zeros(90_000), 1000, 30.0)
+    texts = [" ".join(["CQ"] * ((b - a) // 1000)) for a, b in windows]
+    assert len(windows) == 4
+    assert 87 <= len(long.stitch(texts, windows)[0].split()) <= 93
+
+
+@pytest.mark.parametrize(("texts", "expected"), [
+    (["", "", ""], "" ),
+    (["hello there", "", "good bye"], "hello there good bye"),
+    (["", "one two", ""], "one two"),
+    (["he went into the", "the dog barked and then it was quiet again for a very long time until the morning came", ""],
+     "he went into the dog barked and then it was quiet again for a very long time until the morning came"),
+    (["we meet at noon, Tuesd", "at noon. Tuesday is fine", ""], "we meet at noon. Tuesday is fine"),
+])  # fmt: skip
+def test_stitching_odd_windows(texts, expected):
+    whole, parts = long.stitch(texts, [(0, 30), (25, 55), (50, 80)])
+    assert whole == expected and " ".join(filter(None, (text for _, _, text in parts))) == expected
+
+
+def test_nothing_is_dropped_where_the_overlap_is_silent():
+    left = "a long sentence that was said at the beginning of the first window and not in its end"
+    right = "another one that is said much later than the first of the two and fills the second window wholly"
+    assert long.stitch([left, right], [(0, 30), (25, 55)])[0] == f"{left} {right}"
+
+
+def transcribe_long(waveform, decode_windows, rate, longest, overlap=long.OVERLAP, batch_size=8):
+    """What `transcribe_files` does with a long recording, times in seconds."""
+    windows = long.overlapping_windows(waveform, rate, longest, overlap)
+    decode, texts = long.unless_silent(decode_windows), []
+    for first in range(0, len(windows), batch_size):
+        texts += decode([waveform[a:b] for a, b in windows[first : first + batch_size]])
+    text, parts = long.stitch(texts, windows)
+    return text, [(start / rate, end / rate, part) for start, end, part in parts]
+
+
+def test_transcribe_long():
+    """With windows decoded in batches; silence is not decoded."""
+    rate = 100
+    waveform = torch.zeros(100 * rate)
+    for second in range(100):
+        if not 40 <= second < 75:
+            waveform[second * rate : (second + 1) * rate] = second + 1.0
+    sizes = []
+
+    def decode(pieces):
+        sizes.append(len(pieces))
+        return [" ".join(f"w{int(v)}" for v in piece[rate // 2 :: rate].tolist() if v) for piece in pieces]
+
+    text, parts = transcribe_long(waveform, decode, rate, 10.0, 3.0, batch_size=4)
+    assert text.split() == [f"w{second + 1}" for second in range(100) if not 40 <= second < 75]
+    assert parts[0][0] == 0.0 and parts[-1][1] == 100.0 and max(sizes) == 4 and sum(sizes) < len(parts)
+    assert any(part == "" for _, _, part in parts)
+    assert transcribe_long(torch.zeros(10), decode, rate, 10.0)[0] == ""
+    assert transcribe_long(torch.zeros(0), decode, rate, 10.0) == ("", [(0.0, 0.0, "")])
+
+
+def test_files_in_overlapping_windows(tmp_path, wav, capsys):
+    file = wav(tmp_path / "a.wav", 25.0)
+    args = SimpleNamespace(transcribe=[file], output=None, eval_batch_size=2)
+
+    def decode(pieces, name):
+        assert name == file and len(pieces) <= 2
+        return ["one two three four five six" for _ in pieces]
+
+    recogniser.transcribe_files(args, long.unless_silent(decode), 16_000, 14.0, long.overlapping_windows, long.stitch)
+    assert set(capsys.readouterr().out.split()) == {"one", "two", "three", "four", "five", "six"}

@@ -1,0 +1,451 @@
+"""Whisper folders against transformers in the same run: read, export, load, generate; and files that are something else."""
+
+import json
+import os
+import pickle
+import shutil
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from common.errors import Failure, RunError, UsageError
+from speech.whisper import formats as whisper_files
+from speech.whisper import tokenizer as whisper_text
+
+SYMBOLS = whisper_text.train_symbols([*"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789É", "<SK>"], "en")
+BPE = whisper_text.train_bpe(["xin chào các bạn", "tôi là sinh viên"] * 20, 300, "vi")
+
+
+def timestamped() -> whisper_text.WhisperTokenizer:
+    """As the released models have it: all languages, and timestamps."""
+    specials = whisper_text.special_tokens(len(BPE.vocab), whisper_text.LANGUAGES[:99], timestamps=True)
+    return whisper_text.WhisperTokenizer(BPE.vocab, BPE.merges, specials, (), "vi")
+
+
+FULL = timestamped()
+
+
+def tiny(vocabulary: int, **changes) -> dict[str, int]:
+    return {
+        **whisper_files.shape(32, (1, 2), 2, vocabulary=vocabulary),
+        "max_source_positions": 50,
+        "max_target_positions": 24,
+        **changes,
+    }
+
+
+def peer(config: dict, tokenizer=SYMBOLS, seed: int = 0):
+    """transformers' own model with random weights."""
+    torch.manual_seed(seed)
+    ids = {"pad_token_id": tokenizer.end, "bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
+    described = transformers.WhisperConfig(**config, **ids, decoder_start_token_id=tokenizer.start)
+    return transformers.WhisperForConditionalGeneration(described).eval()
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
+    return {name: tensor for name, tensor in state.items() if name != "proj_out.weight"}
+
+
+def same(first: dict, second: dict) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def exported(folder, tokenizer=SYMBOLS, padding: int = 0, changes: dict | None = None, **options):
+    """An export of random weights and what generate starts with: (model, first decoder input)."""
+    config = tiny(tokenizer.size + padding, **(changes or {}))
+    whisper_files.export(folder, weights_of(peer(config, tokenizer)), config, tokenizer, **options)
+    return transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
+
+
+def generate(model, features: torch.Tensor, **options) -> tuple[list[list[int]], list[int]]:
+    """What `generate` returns, and what it gave the decoder first."""
+    seen, forward = [], model.forward
+
+    def spy(*args, **given):
+        if given.get("decoder_input_ids") is not None:
+            seen.append(given["decoder_input_ids"].tolist())
+        return forward(*args, **given)
+
+    model.forward = spy
+    try:
+        found = model.generate(features, **options).tolist()
+    finally:
+        model.forward = forward
+    return found, seen[0][0]
+
+
+def noise(folder, seconds: float = 1.0) -> torch.Tensor:
+    processor = transformers.WhisperProcessor.from_pretrained(folder)
+    samples = np.random.default_rng(0).normal(0, 0.1, round(seconds * 16_000)).astype("float32")
+    return processor(samples, sampling_rate=16_000, return_tensors="pt").input_features
+
+
+# --- the two forms ---------------------------------------------------------------------------------------------------
+
+
+def test_expected_shapes_are_those_of_transformers():
+    config = tiny(90, encoder_layers=2, decoder_layers=1, num_mel_bins=128, decoder_ffn_dim=48)
+    found = {name: tuple(tensor.shape) for name, tensor in weights_of(peer(config)).items()}
+    assert found == whisper_files.expected_shapes(config)
+
+
+@pytest.mark.parametrize(
+    "size,millions",
+    [("tiny", 37.8), ("base", 72.6), ("small", 241.7), ("medium", 763.9), ("large-v2", 1543.3), ("large-v3", 1543.5),
+     ("turbo", 808.9)],
+)  # fmt: skip
+def test_sizes_have_the_released_numbers_of_parameters(size, millions):
+    shapes = whisper_files.expected_shapes(whisper_files.SIZES[size])
+    positions = shapes["encoder.embed_positions.weight"]  # sinusoids: counted by transformers, not by OpenAI
+    count = sum(int(np.prod(shape)) for shape in shapes.values())
+    assert abs(count / 1e6 - millions) < 0.1 or abs((count - np.prod(positions)) / 1e6 - millions) < 0.1
+
+
+def test_conversions_are_each_others_inverse():
+    config = tiny(70)
+    weights = weights_of(peer(config))
+    theirs = whisper_files.hf_to_openai(weights)
+    assert "encoder.blocks.0.attn.query.weight" in theirs and "decoder.blocks.1.cross_attn_ln.bias" in theirs
+    assert not any("layers" in name or "proj" in name or "embed_" in name for name in theirs)
+    assert same(whisper_files.openai_to_hf(theirs), weights)
+    assert same(whisper_files.hf_to_openai(whisper_files.openai_to_hf(theirs)), theirs)
+    assert whisper_files.dims_to_config(whisper_files.config_to_dims(config)) == config
+    with pytest.raises(UsageError, match="feed-forward"):
+        whisper_files.config_to_dims({**config, "encoder_ffn_dim": 64})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_openai_file_is_read(dtype, tmp_path):
+    config = tiny(70)
+    weights = {name: tensor.to(dtype) for name, tensor in weights_of(peer(config)).items()}
+    content = {"dims": whisper_files.config_to_dims(config), "model_state_dict": whisper_files.hf_to_openai(weights)}
+    torch.save(content, tmp_path / "base.pt")
+    found, read_config, extras = whisper_files.read_model(tmp_path / "base.pt")
+    assert same(found, {name: tensor.float() for name, tensor in weights.items()})
+    assert read_config == config and extras["generation"] == {}
+
+
+@pytest.mark.parametrize("form", ["whole", "sharded", "bin", "sharded bin", "fp16", "untied name", "old bin"])
+def test_hugging_face_folder_is_read(form, tmp_path):
+    config = tiny(70)
+    model = peer(config)
+    wanted = weights_of(model)
+    if form == "fp16":
+        model, wanted = model.half(), {name: tensor.half().float() for name, tensor in wanted.items()}
+    model.save_pretrained(tmp_path, max_shard_size="50KB" if "sharded" in form else "50GB")
+    if form == "sharded":
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    if "bin" in form:  # transformers no longer writes it
+        for file in tmp_path.glob("*.safetensors"):
+            options = {"_use_new_zipfile_serialization": form != "old bin"}
+            name = file.name.replace("model", "pytorch_model").replace("safetensors", "bin")
+            torch.save(load_file(file), tmp_path / name, **options)
+            file.unlink()
+        for index in tmp_path.glob("*.index.json"):
+            text = index.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+            (tmp_path / "pytorch_model.bin.index.json").write_text(text)
+            index.unlink()
+    if form == "untied name":
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        assert "proj_out.weight" in model.state_dict()
+    found, read_config, extras = whisper_files.read_model(tmp_path)
+    assert same(found, wanted) and read_config == config
+    assert all(tensor.dtype == torch.float32 for tensor in found.values())
+    assert extras["generation"]["eos_token_id"] == SYMBOLS.end and extras["tokenizer"] == tmp_path
+
+
+# --- the export ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", [SYMBOLS, BPE, FULL], ids=["symbols", "bpe", "full"])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_transformers_uses_an_export_as_it_is(tokenizer, padding, tmp_path):
+    config = tiny(tokenizer.size + padding)
+    model = peer(config, tokenizer)
+    model.save_pretrained(tmp_path / "theirs")
+    weights, _, _ = whisper_files.read_model(tmp_path / "theirs")
+    folder = tmp_path / "ours"
+    whisper_files.export(folder, {**weights, "ctc_head.weight": torch.ones(2, 2)}, config, tokenizer)
+    loaded, report = transformers.WhisperForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert same(weights_of(loaded), weights_of(model))
+    assert same(whisper_files.read_model(folder / "model.pt")[0], weights)
+    assert same(whisper_files.read_model(folder)[0], weights)
+    features = noise(folder)
+    found, prompt = generate(loaded, features)
+    assert prompt == tokenizer.prompt
+    greedy = torch.tensor([prompt])
+    for token in found[0]:  # what it forbids is only what no tokenizer knows
+        logits = loaded(input_features=features, decoder_input_ids=greedy).logits[0, -1, : tokenizer.size]
+        assert logits.argmax() == token
+        greedy = torch.cat([greedy, torch.tensor([[token]])], dim=1)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    assert processor.batch_decode(found, skip_special_tokens=True)[0] == tokenizer.decode(found[0])
+    samples = np.random.default_rng(0).normal(0, 0.1, 16_000).astype("float32")
+    pipeline = transformers.pipeline("automatic-speech-recognition", model=str(folder), device="cpu")
+    assert isinstance(pipeline(samples)["text"], str)
+    loaded.save_pretrained(tmp_path / "again")  # nothing in it that transformers would not write back
+    assert same(whisper_files.read_model(tmp_path / "again")[0], weights)
+
+
+def test_an_empty_transcript_is_possible(tmp_path):
+    """config.json's defaults forbid the end as the first token; noise has to give empty text."""
+    config = tiny(SYMBOLS.size)
+    weights = weights_of(peer(config))
+    weights["decoder.embed_tokens.weight"][SYMBOLS.end] = 1.0  # transformers initialises the pad token's to zero
+    weights["decoder.layer_norm.weight"].zero_()
+    weights["decoder.layer_norm.bias"].fill_(1.0)
+    whisper_files.export(tmp_path / "ours", weights, config, SYMBOLS)
+    pipeline = transformers.pipeline("automatic-speech-recognition", model=str(tmp_path / "ours"), device="cpu")
+    assert pipeline(np.zeros(16_000, dtype="float32"))["text"] == ""
+
+
+def test_base_settings_are_carried_and_ours_go_before(tmp_path):
+    base = {"suppress_tokens": [1, 2, 7], "begin_suppress_tokens": [220], "alignment_heads": [[0, 1]],
+            "forced_decoder_ids": [[1, None]], "transformers_version": "4.30", "language": "en", "max_length": 448}  # fmt: skip
+    model = exported(tmp_path / "fine-tuned", FULL, base=base)
+    settings = model.generation_config
+    assert settings.suppress_tokens == [1, 2, 7] and settings.begin_suppress_tokens == [220]
+    assert settings.alignment_heads == [[0, 1]] and settings.language == "<|vi|>" and settings.max_length == 24
+    assert getattr(settings, "forced_decoder_ids", None) is None
+    assert len(settings.lang_to_id) == 99
+    assert generate(model, noise(tmp_path / "fine-tuned"))[1] == FULL.prompt
+    assert generate(model, noise(tmp_path / "fine-tuned"), language="hi")[1] == FULL.with_language("hi").prompt
+    morse = {"suppress_tokens": [], "begin_suppress_tokens": []}
+    model = exported(tmp_path / "morse", FULL, base=base, generation=morse)
+    assert model.generation_config.suppress_tokens == model.generation_config.begin_suppress_tokens == []
+
+
+def test_ids_beyond_the_tokenizer_are_never_generated(tmp_path, no_hang):  # which else it does, looking for an end
+    config = tiny(SYMBOLS.size + 3)
+    weights = weights_of(peer(config))
+    weights["decoder.layer_norm.bias"].fill_(1.0)
+    weights["decoder.embed_tokens.weight"][SYMBOLS.size :] = 10.0
+    whisper_files.export(tmp_path / "ours", weights, config, SYMBOLS, generation={"suppress_tokens": []})
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    assert max(generate(model, noise(tmp_path / "ours"))[0][0]) < SYMBOLS.size
+
+
+def test_an_english_only_model(tmp_path):
+    tokenizer = whisper_text.WhisperTokenizer(FULL.vocab, FULL.merges, FULL.specials, multilingual=False)
+    model = exported(tmp_path / "en", tokenizer, base={"language": "en", "task": "transcribe"})
+    assert generate(model, noise(tmp_path / "en"))[1] == [tokenizer.start, tokenizer.no_timestamps]
+
+
+def test_timestamps_work_where_the_vocabulary_has_them(tmp_path):
+    model = exported(tmp_path / "full", FULL)
+    found, prompt = generate(model, noise(tmp_path / "full"), return_timestamps=True)
+    assert prompt == FULL.prompt[:-1]
+    assert found[0][0] >= FULL.timestamp_begin
+
+
+@pytest.mark.parametrize("positions,seconds", [(50, 1), (500, 10), (1500, 30)])
+def test_the_window_follows_the_positions(positions, seconds, tmp_path):
+    changes = {"max_source_positions": positions, "num_mel_bins": 128}
+    model = exported(tmp_path / "ours", changes=changes)
+    features = noise(tmp_path / "ours", seconds=0.4)
+    assert features.shape == (1, 128, 100 * seconds)
+    assert generate(model, features)[1] == SYMBOLS.prompt
+
+
+def test_fp16_export(tmp_path):
+    config = tiny(SYMBOLS.size)
+    weights = weights_of(peer(config))
+    whisper_files.export(tmp_path / "ours", weights, config, SYMBOLS, dtype=torch.float16)
+    assert {t.dtype for t in load_file(tmp_path / "ours" / "model.safetensors").values()} == {torch.float16}
+    loaded = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert loaded.dtype == torch.float16
+    for path in (tmp_path / "ours", tmp_path / "ours" / "model.pt"):
+        assert same(whisper_files.read_model(path)[0], {n: t.half().float() for n, t in weights.items()})
+    weights["encoder.conv1.bias"][0] = 1e6
+    with pytest.raises(UsageError, match=r"encoder.conv1.bias"):
+        whisper_files.export(tmp_path / "ours", weights, config, SYMBOLS, dtype=torch.float16)
+
+
+def test_a_shape_that_openai_cannot_have(tmp_path, capsys):
+    exported(tmp_path / "ours", changes={"encoder_ffn_dim": 64})
+    assert not (tmp_path / "ours" / "model.pt").exists()
+    assert "model.pt" in capsys.readouterr().out
+
+
+def test_export_replaces_its_own_folder_and_no_other(tmp_path):
+    folder = tmp_path / "ours"
+    folder.mkdir()
+    for _ in range(2):
+        exported(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text('{"model_type": "whisper"}')
+    (tmp_path / "file").write_text("")
+    for foreign in (tmp_path / "theirs", tmp_path / "file"):
+        with pytest.raises(UsageError, match="no earlier export"):
+            exported(foreign)
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["config.json"]
+    with pytest.raises(RunError, match="a part of that path is a file"):
+        exported(tmp_path / "file" / "below")
+
+
+def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch):
+    exported(tmp_path / "ours")
+    before = (tmp_path / "ours" / "model.safetensors").read_bytes()
+
+    def full_disk(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(whisper_files, "save_file", full_disk)
+    with pytest.raises(RunError, match="No space left"):
+        exported(tmp_path / "ours", padding=2)
+    assert (tmp_path / "ours" / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_what_cannot_be_exported(tmp_path):
+    config = tiny(SYMBOLS.size)
+    weights = weights_of(peer(config))
+    with pytest.raises(UsageError, match="whole seconds"):
+        exported(tmp_path / "ours", changes={"max_source_positions": 60})
+    with pytest.raises(UsageError, match="tokenizer has"):
+        whisper_files.export(tmp_path / "ours", weights, config, FULL)
+    with pytest.raises(UsageError, match=r"encoder.conv1.bias"):
+        broken = {**weights, "encoder.conv1.bias": torch.full((32,), float("nan"))}
+        whisper_files.export(tmp_path / "ours", broken, config, SYMBOLS)
+    assert not list(tmp_path.iterdir())
+
+
+# --- hostile files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sound")
+    peer(tiny(70)).save_pretrained(folder)
+    return folder
+
+
+def rewrite(change):
+    def spoil(folder):
+        content = json.loads((folder / "config.json").read_text())
+        change(content)
+        (folder / "config.json").write_text(json.dumps(content))
+
+    return spoil
+
+
+def as_bin(content, **options):
+    def spoil(folder):
+        (folder / "model.safetensors").unlink()
+        torch.save(content(load_file_of(folder)), folder / "pytorch_model.bin", **options)
+
+    def load_file_of(folder):
+        return weights_of(peer(tiny(70)))
+
+    return spoil
+
+
+def write(name, content: bytes):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def cut(name):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-1000])
+
+
+def cut_bin(folder):
+    as_bin(lambda weights: weights)(folder)
+    cut("pytorch_model.bin")(folder)
+
+
+def shards(listed):
+    def spoil(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+
+    return spoil
+
+
+class Trap:
+    def __reduce__(self):
+        return (os.system, ("echo the file was run; exit 1",))
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+HOSTILE = {
+    "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
+    "another type": (rewrite(lambda c: c.update(model_type="wav2vec2")), "wav2vec2"),
+    "no width": (rewrite(lambda c: c.pop("d_model")), "d_model"),
+    "width in words": (rewrite(lambda c: c.update(d_model="wide")), "d_model"),
+    "heads": (rewrite(lambda c: c.update(decoder_attention_heads=5)), "does not divide"),
+    "activation": (rewrite(lambda c: c.update(activation_function="relu")), "activation"),
+    "larger vocabulary": (rewrite(lambda c: c.update(vocab_size=71)), "embed_tokens"),
+    "more layers": (rewrite(lambda c: c.update(encoder_layers=2)), "lacks"),
+    "fewer layers": (rewrite(lambda c: c.update(decoder_layers=1)), "unexpected"),
+    "config is a list": (write("config.json", b"[]"), "JSON object"),
+    "config is no JSON": (write("config.json", b"{"), "no JSON"),
+    "config is no text": (write("config.json", b"\xff\xfe"), "no JSON"),
+    "config is a pointer": (write("config.json", LFS), "git lfs pull"),
+    "weights are a pointer": (write("model.safetensors", LFS), "git lfs pull"),
+    "weights are cut": (cut("model.safetensors"), "cut short"),
+    "weights are empty": (write("model.safetensors", b""), "damaged"),
+    "bin is cut": (cut_bin, "damaged"),
+    "bin is a list": (as_bin(lambda weights: [1]), "list"),
+    "bin is an object": (as_bin(lambda weights: Trap()), "refused"),
+    "bin is numbers": (as_bin(lambda weights: {"a": 1}), "no tensor"),
+    "bin is quantised": (as_bin(lambda w: {n: t.to(torch.int8) for n, t in w.items()}), "quantised"),
+    "untied": (as_bin(lambda w: {**w, "proj_out.weight": torch.zeros(70, 32)}), "not its embedding"),
+    "a shard is missing": (shards({"a": "model-00001-of-00002.safetensors"}), "lacks model-00001"),
+    "a shard elsewhere": (shards({"a": "../other.safetensors"}), "lists no files"),
+    "no shards": (shards([]), "lists no files"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_spoiled_folders_are_refused_in_one_line(case, sound, tmp_path, capfd):
+    spoil, expected = HOSTILE[case]
+    folder = tmp_path / "model"
+    shutil.copytree(sound, folder)
+    spoil(folder)
+    with pytest.raises(Failure, match=expected) as caught:
+        whisper_files.read_model(folder)
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert "the file was run" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content,expected",
+    [
+        (LFS, "git lfs pull"),
+        (b"", "damaged|refused"),
+        (b"RIFFxxxxWAVE", "damaged|refused"),
+        (pickle.dumps(Trap(), protocol=2), "refused"),
+        ({"model": 1}, "dims and model_state_dict"),
+        ({"dims": {}, "model_state_dict": {}}, "dims are not"),
+        ({"dims": None, "model_state_dict": {}}, "dims are not"),
+        ({"dims": whisper_files.config_to_dims(tiny(70)), "model_state_dict": {}}, "lacks"),
+        ({"dims": whisper_files.config_to_dims(tiny(70)), "model_state_dict": None}, "dims are not"),
+        ({"dims": {**whisper_files.config_to_dims(tiny(70)), "n_mels": -1}, "model_state_dict": {}}, "num_mel_bins"),
+    ],
+)
+def test_spoiled_files_are_refused_in_one_line(content, expected, tmp_path, capfd):
+    if isinstance(content, bytes):
+        (tmp_path / "base.pt").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "base.pt")
+    with pytest.raises(UsageError, match=expected) as caught:
+        whisper_files.read_model(tmp_path / "base.pt")
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert "the file was run" not in capfd.readouterr().out
+
+
+def test_files_that_are_not_there(sound, tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        whisper_files.read_model(tmp_path / "nothing.pt")
+    with pytest.raises(UsageError, match="give the folder"):
+        whisper_files.read_model(sound / "model.safetensors")

@@ -1,0 +1,52 @@
+"""The walls of the house, read from the syntax trees: who may import whom."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ("common", "speech", "recipes", "benchmarks", "tests", "dry_run")
+SPEECH_MAY_USE = {"errors", "files", "device", "memory", "options", "batches", "checkpoint"}
+
+
+DRAWER = ROOT / "speech" / "whisper" / "task.py"  # to be dissolved
+
+
+def modules(folder: str) -> list[Path]:
+    return [path for path in sorted((ROOT / folder).rglob("*.py")) if path != DRAWER]
+
+
+def imported(path: Path) -> set[str]:
+    """The dotted names of the project's modules that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] in OURS}
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", modules("common"), ids=label)
+def test_common_knows_no_speech(path):
+    for name in imported(path):
+        assert name.split(".")[0] == "common", f"{label(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules("speech"), ids=label)
+def test_speech_knows_no_loop(path):
+    for name in imported(path):
+        package, module = name.split(".")[:2]
+        assert package in ("common", "speech"), f"{label(path)} imports {name}"
+        assert package == "speech" or module in SPEECH_MAY_USE, f"{label(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules("recipes"), ids=label)
+def test_a_recipe_imports_no_other_recipe(path):
+    for name in imported(path):
+        assert name.split(".")[0] in ("common", "speech"), f"{label(path)} imports {name}"
