@@ -1,21 +1,22 @@
-# For the run_*.sh wrappers, which source it: finds or makes the Python environment, sets the allocator, picks a tier.
+# Sourced by the run_*.sh scripts: finds or makes the Python environment, sets the allocator, picks a tier and a row of the
+# script's table, and starts the recipe.
 # shellcheck shell=bash
 ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
 fail() { printf 'error: %s\n' "$1" >&2; exit "${2:-1}"; }
 
-# Read before CUDA starts, under the old and the new name (common/device.py says why both). What is set already stays.
+# CUDA reads these when it starts, under the old or the new name (see common/device.py). A user's values stay.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-${PYTORCH_ALLOC_CONF-expandable_segments:True}}
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-$PYTORCH_CUDA_ALLOC_CONF}
-# How long a waiting CPU thread spins before it sleeps. By the default a training step on two cores took 3 s instead of
-# 0.4 s as soon as another process wanted one of them; this costs a tenth where none does.
+# How long a waiting CPU thread spins before it sleeps. With the default, a training step on two cores took 3 s instead of
+# 0.4 s as soon as another process needed one of them. On idle cores this setting costs a tenth.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT-1000}
 
-# is_supported PYTHON: whether it runs and has wheels of torch 2.8 to 2.11.
+# is_supported PYTHON: whether this interpreter runs, and torch 2.8 to 2.11 has wheels for it.
 is_supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null; }
 
-# requirement_status PYTHON FILE...: prints "all" where an interpreter has everything the files ask for, "torch" where it
-# has at least torch and torchaudio and a venv can stand on it, "none" otherwise (also where it does not run).
+# requirement_status PYTHON FILE...: prints "all" if an interpreter meets the requirement files, "torch" if it has at least
+# torch and torchaudio and can be the base of a venv, "none" otherwise (also if it does not run).
 requirement_status() {
   local python=$1; shift
   "$python" - "$@" 2>/dev/null <<'PY' || echo none
@@ -38,14 +39,14 @@ def met(line):
 lines = [line.strip() for path in sys.argv[1:] for line in open(path) if line.strip() and line[0] != "#"]
 torch = [line for line in lines if line.startswith("torch")]
 same = all(map(met, torch)) and len({numbers(metadata.version(n))[:2] for n in ("torch", "torchaudio")}) == 1
-# A venv on top of a venv would see the first one's Python, not its packages.
+# A venv that is made from another venv does not see the other's packages.
 base = same and sys.prefix == sys.base_prefix
 print("all" if same and all(map(met, lines)) else "torch" if base else "none")
 PY
 }
 
 # ensure_python FILE...: sets PYTHON to an interpreter that meets the requirement files: the active one if it does, else
-# ROOT/.venv, made on first use. Nothing is installed anywhere else, conda's base included.
+# that of ROOT/.venv, which is made on first use. Nothing is installed anywhere else, conda's base included.
 ensure_python() {
   local files=() file active status base='' options=() candidate found pip arguments=()
   for file in "$@"; do files+=("$ROOT/$file"); done
@@ -61,9 +62,9 @@ ensure_python() {
     flock 9 || true # a file system without locks
   fi
   if [ "$(requirement_status "$PYTHON" "${files[@]}")" = all ]; then exec 9>&-; return; fi
-  # A broken or half-made .venv is made anew; one whose prefix is the base's would have pip install into the base.
+  # A broken or half-made .venv is made again. If its prefix were the base's, pip would install into the base.
   if ! "$PYTHON" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2>/dev/null; then
-    # Colab and conda bring torch: a .venv on top of it needs only what is missing.
+    # Colab and conda bring torch: a .venv on top of them only needs the missing packages.
     if [ "$status" = torch ]; then base=$active; options=(--system-site-packages); fi
     for candidate in "$active" python3.12 python3.11 python3.13 python3.10 python3 python; do
       [ -n "$base" ] || ! is_supported "$candidate" || base=$candidate
@@ -79,12 +80,13 @@ ensure_python() {
     fi
   fi
   is_supported "$PYTHON" || fail "$ROOT/.venv has $("$PYTHON" -V 2>&1), and Python 3.10 to 3.14 is needed: remove that folder and run this again"
-  # Debian's Python has no ensurepip without python3-venv; its own pip, or Colab's, installs into the .venv as well. (A
-  # folder named pip, where the user is, can be imported but not run.)
+  # Debian's Python has no ensurepip without python3-venv, but its own pip, or Colab's, can install into the .venv. (A
+  # folder named pip in the current folder can be imported but not run.)
   pip=("$PYTHON" -m pip)
   if ! { "$PYTHON" -c 'import pip.__main__' || "$PYTHON" -m ensurepip --default-pip; } >/dev/null 2>&1; then
     pip=("${base:-$active}" -m pip --python "$PYTHON")
-    "${base:-$active}" -c 'import pip.__main__' 2>/dev/null || fail "${base:-$active} has no pip: sudo apt install python3-venv (Debian, Ubuntu), or activate an environment that has requirements.txt"
+    "${base:-$active}" -c 'import pip.__main__' 2>/dev/null ||
+      fail "${base:-$active} has no pip: sudo apt install python3-venv (Debian, Ubuntu), or activate an environment that has requirements.txt"
   fi
   for file in "${files[@]}"; do arguments+=(-r "$file"); done
   echo "installing $* into $ROOT/.venv (torch with CUDA is about 5 GB; once, a few minutes)" >&2
@@ -95,70 +97,176 @@ ensure_python() {
   exec 9>&-
 }
 
-# pick_tier NAME:MIB...: the first row, rows sorted from large to small, whose memory the first visible GPU has; cpu
-# without a GPU. nvidia-smi reports a T4 as 15,109 to 15,360 MiB and an RTX 4080 as 16,376. Where it cannot tell (a MIG
-# slice, memory shared with the CPU) it is the last row.
-pick_tier() {
-  local row memory='' first=${CUDA_VISIBLE_DEVICES-0} query=(nvidia-smi '--query-gpu=memory.total' '--format=csv,noheader,nounits')
-  first=${first%%,*}
-  case "$first" in
-    MIG-*) "${query[@]}" >/dev/null 2>&1 && memory='[slice]' ;; # nvidia-smi finds no slice by its name
-    ?*) memory=$("${query[@]}" -i "$first" 2>/dev/null) || memory='' ;;
-  esac
-  case "$memory" in [0-9]* | '['*) ;; *) echo cpu; return ;; esac
-  for row in "$@"; do
-    if [ "$memory" -ge "${row#*:}" ] 2>/dev/null; then break; fi
-  done
-  echo "${row%%:*}"
-}
-
-# given FLAG ARGUMENT...: whether a flag (or FLAG=value) is among the arguments.
+# given FLAGS ARGUMENT...: whether one of FLAGS, a text of flags, is among the arguments, as FLAG or FLAG=value.
 given() {
-  local flag=$1 argument; shift
+  local flags=" $1 " argument; shift
   for argument in "$@"; do
-    case "$argument" in "$flag" | "$flag"=*) return 0 ;; esac
+    case "$flags" in *" ${argument%%=*} "*) return 0 ;; esac
   done
   return 1
 }
 
-# memory_options ARGUMENT...: sets recompute, frozen, bits and host, what makes a Whisper fit, for the rows of its wrappers.
-# A parameter takes 4 bytes as a weight, 4 as its gradient, and 8 in AdamW's averages, 2 where they have 8 bits, none where
-# they are on the host; of a frozen encoder there are weights only.
-memory_options() {
-  recompute=--gradient_checkpointing frozen=--freeze_encoder bits='--optimizer adamw_8bit' host=--use_cpu_offload
-  if given --use_cpu_offload "$@"; then bits=''; fi # the two exclude each other, and the user's wins
-  if given --optimizer "$@"; then host=''; fi
+# trains ARGUMENT...: fails if the recipe only uses a model or writes a data set, for which it needs no row of the table.
+trains() { ! given '--transcribe --evaluate --write_dataset' "$@"; }
+
+# only_exports ARGUMENT...: whether the recipe exports the weights of --resume and does not train.
+only_exports() {
+  if ! given --export "$@" || ! given --resume "$@"; then return 1; fi
+  case " $* " in *' --resume auto '* | *' --resume=auto '*) return 1 ;; esac
+  ! given '--train_manifest --data_dir --conditions --from_scratch --max_steps --num_epochs' "$@"
 }
 
-# refuse_frozen TIER ROW MODEL FIT ARGUMENT...: ends where the row FIT freezes the encoder and there is no MODEL to start from.
-refuse_frozen() {
-  local tier=$1 row=$2 model=$3 fit=$4; shift 4
-  case " $fit " in *" --freeze_encoder "*) ;; *) return 0 ;; esac
-  if [ -z "$model" ] && ! given --resume "$@"; then
-    fail "$row fits in tier $tier with a frozen encoder only, and from scratch there is nothing to freeze: add --model_dir or --model_file, or take a smaller size" 2
+# listed WORD...: prints "a, b or c".
+listed() {
+  local text=$1; shift
+  while [ $# -gt 1 ]; do text+=", $1"; shift; done
+  echo "$text${1:+ or $1}"
+}
+
+# The least MiB of each tier, for tier auto. nvidia-smi reports 15,109 to 15,360 for a T4 and 16,376 for an RTX 4080.
+MEMORY='a100:70000 32gb:31000 24gb:22000 16gb:15900 t4:11000 8gb:0'
+
+# pick_tier TIER...: prints the largest of these tiers for which the first visible GPU has the memory, or cpu without a GPU.
+# It is the smallest if nvidia-smi cannot tell the memory (a MIG slice, memory shared with the CPU).
+pick_tier() {
+  local row tier='' memory='' first=${CUDA_VISIBLE_DEVICES-0}
+  local query=(nvidia-smi '--query-gpu=memory.total' '--format=csv,noheader,nounits')
+  first=${first%%,*}
+  case "$first" in
+    MIG-*) "${query[@]}" >/dev/null 2>&1 && memory='[slice]' ;; # nvidia-smi does not find a slice by its name
+    ?*) memory=$("${query[@]}" -i "$first" 2>/dev/null) || memory='' ;;
+  esac
+  case "$memory" in [0-9]* | '['*) ;; *) echo cpu; return ;; esac
+  for row in $MEMORY; do
+    case " $* " in *" ${row%:*} "*) tier=${row%:*} ;; *) continue ;; esac
+    if [ "$memory" -ge "${row#*:}" ] 2>/dev/null; then break; fi
+  done
+  echo "$tier"
+}
+
+# A preset script has a table, the text `rows`. The first row that matches TIER and SIZE counts; * matches any:
+#   TIER SIZE BATCH ACCUMULATION [R] [F] [8] [H] [FLAG...]
+#   TIER SIZE + FLAG...    adds flags to the rows below it
+#   TIER SIZE ! MESSAGE    says why this size does not run in this tier
+# R is --gradient_checkpointing, F --freeze_encoder, 8 --optimizer adamw_8bit, H --use_cpu_offload. A parameter takes 4
+# bytes as a weight, 4 as its gradient, and 8 in AdamW's states; 2 with 8-bit states, none on the GPU with offload. A
+# frozen parameter takes only the first 4.
+
+# tier_and_size ARGUMENT...: reads the words TIER and SIZE in front of the flags. Sets tier, size (empty if not given), words
+# (how many of the two are given), gpus and flags, the preset's. Answers --rows and --help: the recipe's own --help would
+# need the packages, 5 GB, first.
+tier_and_size() {
+  local row_tier row_size tiers=('*') sizes=('*') device=cpu
+  if given '--help -h' "$@"; then sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit; fi
+  # shellcheck disable=SC2154 # the script's table
+  if [ "${1-}" = --rows ]; then echo "$rows"; exit; fi
+  while read -r row_tier row_size _; do
+    case "$row_tier" in '' | '#'*) continue ;; esac
+    case " ${tiers[*]} " in *" $row_tier "*) ;; *) tiers+=("$row_tier") ;; esac
+    case " ${sizes[*]} " in *" $row_size "*) ;; *) sizes+=("$row_size") ;; esac
+  done <<<"$rows"
+  tier=auto size='' words=0 gpus=${GPUS:-1}
+  if [ $# -gt 0 ] && [[ $1 != -* ]]; then tier=$1 words=1; fi
+  # shellcheck disable=SC2034 # words is for the script
+  if [ $# -gt 1 ] && [[ $1 != -* && $2 != -* ]]; then size=$2 words=2; fi
+  if [ "$tier" = auto ]; then
+    tier=$(pick_tier "${tiers[@]:1}")
+    device=auto # nvidia-smi may be missing on a computer with a GPU; torch finds it, or says why it cannot be used
+    echo "tier: $tier (auto)" >&2
+  fi
+  case " ${tiers[*]:1} " in
+    *" $tier "*) ;;
+    *) fail "no tier '$tier': it is $(listed auto "${tiers[@]:1}"); a size comes after it" 2 ;;
+  esac
+  case " ${sizes[*]:1} " in
+    *" ${size:-${sizes[1]}} "*) ;;
+    *) fail "no size '$size': it is $(listed "${sizes[@]:1}")" 2 ;;
+  esac
+  case "$gpus" in *[!0-9]* | 0*) fail "GPUS=$gpus: it must be the number of GPUs to train on, such as 2" 2 ;; esac
+  if [ "$gpus" -gt 1 ] && { ! trains "$@" || only_exports "$@" || given --verify_gpu "$@"; }; then
+    echo "GPUS=$gpus is ignored: it is for training, and this command runs in one process" >&2
+    gpus=1
+  fi
+  flags=(--mixed_precision)
+  if [ "$tier" = cpu ]; then flags+=(--device "$device"); fi
+}
+
+# pick_row TIER SIZE ARGUMENT...: adds the row's flags to `flags`. On several GPUs each one takes its share of the row's
+# update, in micro-batches that are as large as the row allows and divide the share.
+pick_row() {
+  local tier=$1 size=$2 row_tier row_size batch accumulation what more='' letter update share; shift 2
+  while read -r row_tier row_size batch what; do
+    case "$row_tier:$row_size" in "$tier:$size" | "$tier:*" | "*:$size" | "*:*") ;; *) continue ;; esac
+    what=${what%%#*}
+    case "$batch" in
+      +) more+=" $what" ;;
+      !) fail "$what" 2 ;;
+      *) break ;;
+    esac
+  done <<<"$rows"
+  [ -n "$batch" ] || fail "size $size has no row in tier $tier: take another size" 2
+  accumulation=${what%% *} what=${what#"${what%% *}"}
+  update=$((batch * accumulation)) share=$((batch * accumulation / gpus))
+  if [ $((share * gpus)) = "$update" ]; then
+    while ((share % batch)); do batch=$((batch - 1)); done
+    accumulation=$((share / batch))
+  elif ! given --batch_size "$@" || ! given --gradient_accumulation_steps "$@"; then
+    fail "GPUS=$gpus does not divide an update of $update: take 2, 4 or 8, or give each GPU's --batch_size and --gradient_accumulation_steps" 2
+  fi
+  flags+=(--batch_size "$batch" --gradient_accumulation_steps "$accumulation")
+  for letter in ${what%%--*}; do
+    case "$letter" in
+      R) flags+=(--gradient_checkpointing) ;;
+      F) flags+=(--freeze_encoder)
+         given '--model_dir --model_file --resume' "$@" ||
+           fail "$size fits in tier $tier only with a frozen encoder of a given model: add --model_dir or --model_file, or take a smaller size" 2 ;;
+      # The next two exclude each other, and the user's choice wins.
+      8) given --use_cpu_offload "$@" || flags+=(--optimizer adamw_8bit) ;;
+      H) given --optimizer "$@" || flags+=(--use_cpu_offload) ;;
+      *) fail "the row of tier $tier and size $size has an unknown letter, $letter" ;;
+    esac
+  done
+  # shellcheck disable=SC2206 # into words
+  flags+=($more ${what#"${what%%--*}"})
+}
+
+# row_or_demo DEFAULT FLAGS ARGUMENT...: sets row, the size to take from the table: SIZE if it is given, else DEFAULT with one
+# of FLAGS, which bring a model or data, else demo.
+row_or_demo() {
+  local default=$1 flags_of_others=$2; shift 2
+  row=${size:-$default}
+  if ! given "$flags_of_others" "$@"; then
+    row=${size:-demo}
+  elif [ "$row" = demo ]; then
+    # shellcheck disable=SC2086 # into words
+    fail "size demo has its own model and data: with $(listed $flags_of_others) take $default or another size" 2
   fi
 }
 
-# help_if_asked ARGUMENT...: with --help among the arguments, shows the comment at the wrapper's top and ends. The recipe's
-# own --help would need the 5 GB installed first.
-help_if_asked() {
-  if given --help "$@" || given -h "$@"; then sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit; fi
+# is_new_model ROW ARGUMENT...: whether the row is the size of a model from scratch. The demo has its own size; so do a given
+# model and, without SIZE, the checkpoint of --resume.
+is_new_model() {
+  if [ "$1" = demo ] || given '--model_dir --model_file' "$@"; then return 1; fi
+  [ -n "$size" ] || ! given --resume "$@"
 }
 
-# run RECIPE PRESET... -- ARGUMENT...: runs a recipe with a preset's flags, then the user's, which win; with --print among
-# the user's it shows the command instead.
+# resume_unless_given ARGUMENT...: the same command, run again, continues; --resume and --init_from say what to load.
+resume_unless_given() { given '--resume --init_from' "$@" || flags+=(--resume auto); }
+
+# run RECIPE ARGUMENT...: ends by running a recipe with `flags` and then the user's, which win. With --print among these it
+# shows the command instead.
 run() {
-  local recipe=$1 preset=() arguments=() argument print=''; shift
-  while [ "$1" != -- ]; do preset+=("$1"); shift; done
-  shift
+  local recipe=$ROOT/recipes/$1.py arguments=() argument print='' launcher=python; shift
   for argument in "$@"; do
     if [ "$argument" = --print ]; then print=yes; else arguments+=("$argument"); fi
   done
-  set -- "$recipe" "${preset[@]}" ${arguments[@]+"${arguments[@]}"}
-  if [ -n "$print" ]; then
-    printf 'python'; printf ' %q' "$@"; printf '\n'
-    return
-  fi
+  set -- "$recipe" "${flags[@]}" ${arguments[@]+"${arguments[@]}"}
+  if [ "$gpus" -gt 1 ]; then launcher=torchrun; set -- --standalone --nproc_per_node "$gpus" "$@"; fi
+  if [ -n "$print" ]; then printf '%s' "$launcher"; printf ' %q' "$@"; printf '\n'; exit; fi
   ensure_python requirements.txt
+  if [ "$launcher" = torchrun ]; then
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS-1} # torchrun's own default, without its warning
+    set -- -m torch.distributed.run "$@"
+  fi
   exec "$PYTHON" "$@"
 }

@@ -1,8 +1,10 @@
-"""The shell presets as a user runs them, in a copy of the project with a stub for the recipe, made-up requirements, and
-interpreters whose installed packages are made up too: no network, nothing large."""
+"""The preset scripts as a user runs them. Their tables are read by `--print`. The Python environment is tested in a copy of
+the project with a stub for the recipe, made-up requirements and interpreters with made-up packages: no network."""
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from common import options
-from recipes import whisper_morse, whisper_vietnamese
-from speech.whisper import task
+from recipes import konkani_conformer, whisper_morse, whisper_vietnamese
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "run_training_memory_optimized.sh"
@@ -40,10 +41,10 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """
 FAKE_NVIDIA_SMI = """#!/bin/bash
-# One word of GPUS for each GPU's memory; a GPU is named by its number or by GPU-<number>.
-[ -n "$GPUS" ] || { echo "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."; exit 9; }
-[ "$GPUS" != none ] || { echo "No devices were found"; exit; }
-gpus=($GPUS)
+# One word of CARDS for each GPU's memory; a GPU is named by its number or by GPU-<number>.
+[ -n "$CARDS" ] || { echo "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."; exit 9; }
+[ "$CARDS" != none ] || { echo "No devices were found"; exit; }
+gpus=($CARDS)
 while [ $# -gt 0 ]; do
   if [ "$1" = -i ]; then
     number=${2#GPU-}
@@ -78,14 +79,14 @@ def make_venv(path: Path, packages: dict[str, str]) -> Path:
 
 
 def make_base(path: Path, *paths: Path) -> Path:
-    """An interpreter that is no virtual environment, without packages but those in `paths`; returns its folder."""
+    """An interpreter outside virtual environments whose only packages are those in `paths`; returns its folder."""
     script(path / "python3", f'#!/bin/sh\nPYTHONPATH="{":".join(map(str, paths))}" exec "{BASE}" -S "$@"\n')
     return path
 
 
 @pytest.fixture
 def project(tmp_path):
-    """A copy of what the wrappers need, in a folder with a space and Devanagari in its name."""
+    """A copy of what the scripts need, in a folder with a space and Devanagari in its name."""
     root = tmp_path / "a b हांव"
     (root / "common").mkdir(parents=True)
     for name in (NAME, "common/env.sh"):
@@ -118,7 +119,7 @@ def run(project: Path, *arguments, path=(), command=None, cwd=None, **extra) -> 
 
 
 def printed(result: subprocess.CompletedProcess) -> list[str]:
-    """What the stub for the recipe was given."""
+    """The arguments that the stub for the recipe was started with."""
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)["arguments"]
 
@@ -164,31 +165,16 @@ def test_works_from_anywhere_through_links_and_with_sh(project, tmp_path):
     assert run(project, command=command, CDPATH=str(tmp_path / "elsewhere")).stdout == f"{project}\n"
 
 
-def test_help_needs_no_python(project):
+def test_help_and_rows_need_no_python(project):
     for arguments in (["--help"], ["t4", "-h"]):
         result = run(project, *arguments)
         assert result.returncode == 0 and "SIZE: optimized (default), minimal, original" in result.stdout
         assert "BASH_VERSION" not in result.stdout and not result.stderr
+    result = run(project, "--rows")
+    assert result.returncode == 0 and "\nt4    *         2 4\n" in result.stdout and not result.stderr
 
 
-def test_every_tier_has_the_same_update(project):
-    updates = {}
-    for tier in "a100 24gb 16gb t4 8gb cpu".split():
-        for size, shape in {"optimized": "192 8 4", "minimal": "128 6 3", "original": "256 12 6"}.items():
-            words = run(project, tier, size, "--print").stdout.split()
-            updates[tier] = int(value(words, "--batch_size")) * int(value(words, "--gradient_accumulation_steps"))
-            assert [value(words, f"--{n}") for n in ("d_model", "encoder_layers", "decoder_layers")] == shape.split()
-            assert ("--device" in words) == (tier == "cpu")
-    assert set(updates.values()) == {8}
-
-
-def test_wrong_words_are_usage_errors(project):
-    assert "no tier 'minimal'" in error_line(run(project, "minimal"), 2)
-    assert "no size 'small'" in error_line(run(project, "auto", "small"), 2)
-    assert "no tier 'T4'" in error_line(run(project, "T4"), 2)
-
-
-def test_a_users_flags_win_and_resume_is_added_only_where_nothing_is_loaded(project, tmp_path):
+def test_a_users_flags_win_and_resume_is_added_only_if_nothing_is_loaded(project, tmp_path):
     path = [make_venv(tmp_path / "active", MET)]
     words = printed(run(project, "t4", "--batch_size", "1", "--gradient_accumulation_steps", "8", path=path))
     assert (value(words, "--batch_size"), value(words, "--gradient_accumulation_steps")) == ("1", "8")
@@ -198,45 +184,88 @@ def test_a_users_flags_win_and_resume_is_added_only_where_nothing_is_loaded(proj
         assert words[-len(given) :] == given and "auto" not in words
 
 
-# --- Whisper's wrappers ------------------------------------------------------------------------------------------------
+# --- the rows --------------------------------------------------------------------------------------------------------
 
-MORSE, VIETNAMESE = "run_whisper_morse.sh", "run_whisper_vietnamese.sh"
-RECIPES = {MORSE: whisper_morse, VIETNAMESE: whisper_vietnamese}
-TIERS = {MORSE: "32gb 24gb 16gb 8gb cpu".split(), VIETNAMESE: "a100 24gb 16gb 8gb cpu".split()}
-PRODUCTS = {MORSE: 96, VIETNAMESE: 24}
+KONKANI, VIETNAMESE, MORSE = NAME, "run_whisper_vietnamese.sh", "run_whisper_morse.sh"
+RECIPES = {KONKANI: konkani_conformer, VIETNAMESE: whisper_vietnamese, MORSE: whisper_morse}
+WHISPERS = [VIETNAMESE, MORSE]
+TIERS = {
+    KONKANI: "8gb t4 16gb 24gb a100 cpu".split(),
+    VIETNAMESE: "8gb 16gb 24gb a100 cpu".split(),
+    MORSE: "8gb 16gb 24gb 32gb cpu".split(),
+}
+SIZES = {
+    KONKANI: "minimal optimized original".split(),
+    VIETNAMESE: "demo tiny base small medium large turbo".split(),
+    MORSE: "demo tiny base small many medium large turbo".split(),
+}
+UPDATES = {KONKANI: 8, VIETNAMESE: 24, MORSE: 96}
 MODEL, DATA = ["--model_dir", "whisper"], ["--train_manifest", "train.json"]
 
 
-def command_of(wrapper: str, *arguments: str, status: int = 0) -> list[str]:
-    """The flags that a wrapper would start its recipe with, or the words of its error."""
+def answer_of(wrapper: str, *arguments: str, gpus: str = "") -> subprocess.CompletedProcess:
     command = [str(ROOT / wrapper), *arguments, "--print"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+    extra = {"env": {**os.environ, "GPUS": gpus}, "cwd": "/"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **extra)
+
+
+def command_of(wrapper: str, *arguments: str, status: int = 0, gpus: str = "") -> list[str]:
+    """The flags that a script would start its recipe with, or the words of its error."""
+    result = answer_of(wrapper, *arguments, gpus=gpus)
     if status:
         return error_line(result, status).split()
     assert result.returncode == 0, result.stderr
     words = result.stdout.split()
-    assert words[:2] == ["python", str(ROOT / "recipes" / Path(RECIPES[wrapper].__file__).name)]
-    return words[2:]
+    launcher = ["torchrun", "--standalone", "--nproc_per_node", gpus] if words[0] == "torchrun" else ["python"]
+    start = [*launcher, str(ROOT / "recipes" / Path(RECIPES[wrapper].__file__).name)]
+    assert words[: len(start)] == start
+    return words[len(start) :]
 
 
 def resolved(wrapper: str, words: list[str]):
-    """What the recipe makes of flags."""
+    """The recipe's namespace for these flags."""
     recipe, parser = RECIPES[wrapper], options.Parser("test")
     recipe.add_arguments(parser)
     args = parser.parse_args(words)
-    if wrapper == MORSE:
-        recipe.resolve(args)
-    else:
-        options.resolve(args, recipe.DEMO_STEPS)
-        task.check_arguments(args, is_demo=not args.train_manifest)
+    recipe.resolve(args)
     return args
 
 
-def of_window(args) -> int:
-    return args.batch_size * args.gradient_accumulation_steps
+def cut_of(words: list[str]) -> tuple[int, int]:
+    return int(value(words, "--batch_size")), int(value(words, "--gradient_accumulation_steps"))
+
+
+def of_update(words: list[str]) -> int:
+    batch, accumulation = cut_of(words)
+    return batch * accumulation
 
 
 @pytest.mark.parametrize("wrapper", RECIPES)
+def test_help_names_every_tier_and_size_of_the_table(wrapper):
+    rows = subprocess.run([ROOT / wrapper, "--rows"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in rows.splitlines() if line and not line.startswith("#")]
+    for column, names in ((0, TIERS[wrapper]), (1, SIZES[wrapper])):
+        assert {row[column] for row in rows} - {"*"} == set(names)
+    for command in ([str(ROOT / wrapper)], ["sh", wrapper]):
+        result = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        assert result.returncode == 0 and f"./{wrapper} [TIER] [SIZE]" in result.stdout and not result.stderr
+    words = re.findall(r"\w+", result.stdout.partition("TIER: ")[2])
+    assert {*TIERS[wrapper], *SIZES[wrapper]} <= set(words) and f"GPUS=2 ./{wrapper}" in result.stdout
+
+
+def test_konkanis_sizes_are_the_guides_in_every_tier():
+    for tier in TIERS[KONKANI]:
+        for size, shape in {"optimized": (192, 8, 4), "minimal": (128, 6, 3), "original": (256, 12, 6)}.items():
+            words = command_of(KONKANI, tier, size)
+            args = resolved(KONKANI, words)
+            assert (args.d_model, args.encoder_layers, args.decoder_layers) == shape and of_update(words) == 8
+            assert args.device == ("cpu" if tier == "cpu" else "auto")
+            assert (args.mixed_precision, args.empty_cache_every, args.resume) == ("auto", 50, "auto")
+    assert cut_of(command_of(KONKANI, "t4")) == (2, 4)
+    assert command_of(KONKANI, "t4") == command_of(KONKANI, "t4", "optimized")
+
+
+@pytest.mark.parametrize("wrapper", WHISPERS)
 def test_every_row_of_whisper_has_the_same_update_and_is_understood(wrapper):
     for tier in TIERS[wrapper]:
         for size in "tiny base small medium large turbo".split():
@@ -244,24 +273,27 @@ def test_every_row_of_whisper_has_the_same_update_and_is_understood(wrapper):
             if (tier, size) == ("8gb", "large"):
                 assert "large does not fit in tier 8gb" in " ".join(command_of(wrapper, tier, size, *MODEL, status=2))
                 continue
-            args = resolved(wrapper, command_of(wrapper, tier, size, *MODEL))
-            assert of_window(args) == PRODUCTS[wrapper] and not args.from_scratch and args.model_size is None
+            words = command_of(wrapper, tier, size, *MODEL)
+            args = resolved(wrapper, words)
+            assert of_update(words) == UPDATES[wrapper] and not args.from_scratch and args.model_size is None
             assert args.freeze_encoder == needs_model and args.learning_rate is None
             assert args.device == ("cpu" if tier == "cpu" else "auto")
             if needs_model:
-                assert "frozen encoder only" in " ".join(command_of(wrapper, tier, size, status=2))
+                message = " ".join(command_of(wrapper, tier, size, status=2))
+                assert f"{size} fits in tier {tier} only with a frozen encoder" in message
             else:
-                args = resolved(wrapper, command_of(wrapper, tier, size, *DATA))
-                assert of_window(args) == PRODUCTS[wrapper] and args.from_scratch
+                words = command_of(wrapper, tier, size, *DATA)
+                args = resolved(wrapper, words)
+                assert of_update(words) == UPDATES[wrapper] and args.from_scratch
                 assert args.model_size == {"large": "large-v3"}.get(size, size)
 
 
-@pytest.mark.parametrize(("wrapper", "window"), [(MORSE, 24), (VIETNAMESE, 16)])
-def test_with_nothing_prepared_whisper_runs_the_recipes_own_demo_in_every_tier(wrapper, window):
+@pytest.mark.parametrize(("wrapper", "update"), [(MORSE, 24), (VIETNAMESE, 16)])
+def test_without_model_and_data_whisper_runs_the_recipes_own_demo_in_every_tier(wrapper, update):
     for words in [[], *([tier] for tier in TIERS[wrapper]), ["auto", "demo"], ["8gb", "demo"]]:
         found = command_of(wrapper, *words)
         args, plain = resolved(wrapper, found), resolved(wrapper, [])
-        assert (args.model_size, args.max_steps, of_window(args)) == ("demo", RECIPES[wrapper].DEMO_STEPS, window)
+        assert (args.model_size, args.max_steps, of_update(found)) == ("demo", RECIPES[wrapper].DEMO_STEPS, update)
         assert args.warmup_steps is args.max_target_tokens is args.learning_rate is None and not args.from_scratch
         assert (args.eval_every, args.save_every) == (plain.eval_every, plain.save_every)
         assert found[-2:] == ["--resume", "auto"]
@@ -269,39 +301,12 @@ def test_with_nothing_prepared_whisper_runs_the_recipes_own_demo_in_every_tier(w
         assert "size demo" in " ".join(command_of(wrapper, "cpu", "demo", *given, status=2))
 
 
-@pytest.mark.parametrize(("wrapper", "title"), [(MORSE, "Morse"), (VIETNAMESE, "Vietnamese")])
-def test_the_readme_has_the_rows_as_they_are(wrapper, title):
-    letters = {"R": "gradient_checkpointing", "F": "freeze_encoder", "H": "use_cpu_offload"}
-    lines = iter((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
-    head = next(line for line in lines if line.startswith(f"| {title} | `tiny`"))
-    sizes = [cell.split("`")[1] for cell in head.split("|")[2:-1]]
-    next(lines)
-    tiers = set()
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        name, *cells = (cell.strip() for cell in line.split("|")[1:-1])
-        tier = name.split("`")[1]
-        tiers.add(tier)
-        for size, cell in zip(sizes, cells, strict=True):
-            if cell == "-":
-                command_of(wrapper, tier, size, *MODEL, status=2)
-                continue
-            args = resolved(wrapper, command_of(wrapper, tier, size, *MODEL))
-            found = f"{args.batch_size} x {args.gradient_accumulation_steps}"
-            found += "".join(f" {letter}" for letter, flag in letters.items() if getattr(args, flag))
-            assert sorted((found + " 8" * (args.optimizer == "adamw_8bit")).split()) == sorted(cell.split()), (
-                tier,
-                size,
-            )
-    assert tiers == set(TIERS[wrapper])
-
-
 def test_vietnamese_defaults_are_the_guides():
     args = resolved(VIETNAMESE, command_of(VIETNAMESE, "8gb", *DATA))
     assert (args.model_size, args.from_scratch, args.learning_rate) == ("base", True, 1e-4)
     assert (args.warmup_steps, args.max_steps, args.save_every, args.keep_last) == (1000, 50_000, 1000, 5)
     assert (args.max_target_tokens, args.lr_schedule, args.mixed_precision) == (256, "cosine", "auto")
+    assert (args.batch_size, args.gradient_accumulation_steps) == (6, 4)
     args = resolved(VIETNAMESE, command_of(VIETNAMESE, "8gb", "tiny", *DATA, *MODEL, "--num_epochs", "3"))
     assert (args.num_epochs, args.max_steps, args.learning_rate, args.warmup_steps) == (3, None, None, 1000)
 
@@ -309,23 +314,25 @@ def test_vietnamese_defaults_are_the_guides():
 def test_morse_rows_are_the_guides():
     for words, expected in {
         ("16gb", "small"): (48, 2, 6), ("32gb", "small"): (48, 2, 6), ("32gb", "medium"): (32, 3, 6),
-        ("32gb", "large"): (16, 6, 6), ("32gb", "many"): (64, 4, 8),
+        ("32gb", "large"): (16, 6, 6), ("32gb", "many"): (64, 4, 8), ("8gb", "small"): (16, 6, "auto"),
     }.items():  # fmt: skip
         args = resolved(MORSE, command_of(MORSE, *words, *MODEL))
         assert (args.batch_size, args.gradient_accumulation_steps, args.dataloader_num_workers) == expected
     for tier in TIERS[MORSE]:
-        args = resolved(MORSE, command_of(MORSE, tier, "many", "--conditions", "wide"))
-        assert of_window(args) == 256 and args.model_size == "small" and args.conditions == ["wide"]
+        words = command_of(MORSE, tier, "many", "--conditions", "wide")
+        args = resolved(MORSE, words)
+        assert of_update(words) == 256 and args.model_size == "small" and args.conditions == ["wide"]
+        assert words.count("--dataloader_num_workers") == (tier not in ("8gb", "cpu"))
     assert resolved(MORSE, command_of(MORSE, "24gb", "--conditions", "wide")).model_size == "small"
 
 
-@pytest.mark.parametrize("wrapper", RECIPES)
+@pytest.mark.parametrize("wrapper", WHISPERS)
 def test_a_users_flags_win_over_whispers_rows(wrapper):
     args = resolved(
         wrapper, command_of(wrapper, "16gb", "medium", *MODEL, "--batch_size", "1", "--no_gradient_checkpointing")
     )
     assert args.batch_size == 1 and not args.gradient_checkpointing and args.optimizer == "adamw_8bit"
-    # What excludes an option of the row takes its place.
+    # A user's option takes the place of the row's that it excludes.
     args = resolved(wrapper, command_of(wrapper, "16gb", "medium", *MODEL, "--use_cpu_offload"))
     assert args.optimizer == "adamw" and args.use_cpu_offload
     args = resolved(wrapper, command_of(wrapper, "8gb", "medium", *MODEL, "--optimizer", "adamw_8bit"))
@@ -338,40 +345,144 @@ def test_a_users_flags_win_over_whispers_rows(wrapper):
 
 
 @pytest.mark.parametrize("wrapper", RECIPES)
-def test_using_whisper_brings_nothing_of_training(wrapper):
-    uses = [["--transcribe", "a.wav"], ["--evaluate", *MODEL]]
+def test_using_a_model_brings_no_flags_of_training(wrapper):
+    uses = [["--transcribe", "a.wav"], ["--evaluate"], ["--evaluate", "--test_manifest", "test.json"]]
     if wrapper == MORSE:
         uses.append(["--write_dataset", "d", "9"])
+    plain = ["--mixed_precision"]
+    folder = [] if wrapper == KONKANI else ["--output_dir", f"runs/{Path(RECIPES[wrapper].__file__).stem}"]
     for use in uses:
-        plain = ["--output_dir", f"runs/{Path(RECIPES[wrapper].__file__).stem}", "--mixed_precision"]
-        assert command_of(wrapper, "cpu", *use) == [*plain, "--device", "cpu", *use]
-        assert command_of(wrapper, "8gb", "medium", *use) == [*plain, *use]
-    assert command_of(wrapper, "cpu", "--verify_gpu")[-1] == "--verify_gpu"
+        assert command_of(wrapper, "cpu", *use) == [*plain, "--device", "cpu", *folder, *use]
+        assert command_of(wrapper, "8gb", SIZES[wrapper][-2], *use) == [*plain, *folder, *use]
+        resolved(wrapper, command_of(wrapper, "cpu", *use))
+    # This checks the machine for a run, so it has the run's flags.
+    assert command_of(wrapper, "cpu", "--verify_gpu") == [*command_of(wrapper, "cpu"), "--verify_gpu"]
+    assert resolved(wrapper, command_of(wrapper, "cpu", "--verify_gpu")).verify_gpu
 
 
 @pytest.mark.parametrize("wrapper", RECIPES)
-def test_wrong_words_for_whisper_are_usage_errors(wrapper, tmp_path):
-    tier = " ".join(command_of(wrapper, "small", status=2))
-    assert "no tier 'small': it is auto, " in tier and tier.endswith("8gb or cpu; a size comes after it")
-    assert "no size 'huge': it is demo, tiny, base, small, " in " ".join(command_of(wrapper, "8gb", "huge", status=2))
-    link = tmp_path / "link.sh"
-    link.symlink_to(ROOT / wrapper)
-    for command in (["sh", wrapper], [str(link)]):
-        result = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT)
-        assert result.returncode == 0 and f"./{wrapper} [TIER] [SIZE]" in result.stdout and not result.stderr
+def test_wrong_words_are_usage_errors(wrapper):
+    for word in ("small", "T4", ""):
+        message = " ".join(command_of(wrapper, word, status=2))
+        assert f"no tier '{word}': it is auto, 8gb, " in message
+        assert message.endswith(f"{TIERS[wrapper][-2]} or cpu; a size comes after it")
+    message = " ".join(command_of(wrapper, "8gb", "huge", status=2))
+    first, second, *_, before, last = SIZES[wrapper] if wrapper != KONKANI else ["", *SIZES[wrapper]]
+    assert f"no size 'huge': it is {', '.join(filter(None, (first, second)))}, " in message
+    assert message.endswith(f"{before} or {last}")
 
 
-def test_whispers_tiers_follow_the_gpu(project, tmp_path):
-    script(tmp_path / "driver/nvidia-smi", FAKE_NVIDIA_SMI)
-    for wrapper in RECIPES:
-        shutil.copy(ROOT / wrapper, project / wrapper)
-    for memory, morse, vietnamese in (
-        ("81559", "32gb", "a100"), ("32607", "32gb", "24gb"), ("24564", "24gb", "24gb"), ("16376", "16gb", "16gb"),
-        ("15360", "8gb", "8gb"), ("8151", "8gb", "8gb"), ("", "cpu", "cpu"),
-    ):  # fmt: skip
-        for wrapper, tier in ((MORSE, morse), (VIETNAMESE, vietnamese)):
-            result = run(project, "--print", command=[str(project / wrapper)], path=[tmp_path / "driver"], GPUS=memory)
-            assert result.returncode == 0 and result.stderr == f"tier: {tier} (auto)\n"
+def test_the_first_row_that_matches_counts(project):
+    """The form of a table, as common/env.sh describes it."""
+    preset = """. "$0/common/env.sh"
+    rows='
+    #tier size  batch accumulation what
+    *     small + --keep_last 3
+    big   small 4 2 R H --eval_batch_size 8 # a comment; 8 is a number here
+    big   huge  ! huge is too big for big
+    *     *     2 4
+    '
+    tier_and_size "$@"; shift "$words"; pick_row "$tier" "${size:-small}" "$@"; run any "$@" --print"""
+    letters = "--gradient_checkpointing --use_cpu_offload --keep_last 3 --eval_batch_size 8"
+    for words, expected in {
+        "big": letters,
+        "big small": letters,
+        "big --optimizer adamw": letters.replace("--use_cpu_offload ", "") + " --optimizer adamw",
+    }.items():
+        result = run(project, *words.split(), command=["bash", "-euc", preset, str(project)])
+        cut = "--batch_size 4 --gradient_accumulation_steps 2"
+        assert shlex.split(result.stdout)[2:] == f"--mixed_precision {cut} {expected}".split()
+    command = ["bash", "-euc", preset.replace("*     *     2 4", "tiny  small 2 4"), str(project)]
+    assert error_line(run(project, "big", "huge", command=command), 2) == "error: huge is too big for big"
+    assert "huge has no row in tier tiny" in error_line(run(project, "tiny", "huge", command=command), 2)
+    assert value(run(project, "tiny", command=command).stdout.split(), "--keep_last") == "3"
+    command = ["bash", "-euc", preset.replace("4 2 R H", "4 2 R X"), str(project)]
+    assert error_line(run(project, "big", command=command), 1).endswith("size small has an unknown letter, X")
+
+
+# --- several GPUs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapper", RECIPES)
+def test_several_gpus_share_the_update_of_every_row(wrapper):
+    for tier in TIERS[wrapper]:
+        for size in SIZES[wrapper]:
+            model = [] if size == "demo" or wrapper == KONKANI else MODEL
+            if (tier, size) == ("8gb", "large"):
+                continue
+            one, eight = (command_of(wrapper, tier, size, *model, gpus=gpus) for gpus in ("", "8"))
+            assert of_update(eight) * 8 == of_update(one) and cut_of(eight)[0] <= cut_of(one)[0], (tier, size)
+            batch, accumulation = (f"--{name}" for name in ("batch_size", "gradient_accumulation_steps"))
+            for words in (one, eight):
+                words[words.index(batch) + 1] = words[words.index(accumulation) + 1] = ""
+            assert one == eight
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "words", "gpus", "cut"),
+    [
+        (KONKANI, "16gb", "2", (4, 1)), (KONKANI, "t4", "2", (2, 2)), (KONKANI, "t4", "8", (1, 1)),
+        (VIETNAMESE, "24gb tiny", "8", (3, 1)), (VIETNAMESE, "8gb small", "4", (6, 1)), (VIETNAMESE, "8gb base", "4", (6, 1)),
+        (VIETNAMESE, "16gb small", "2", (6, 2)), (VIETNAMESE, "16gb small", "3", (8, 1)), (VIETNAMESE, "cpu", "2", (8, 1)),
+        (MORSE, "32gb many", "8", (32, 1)), (MORSE, "24gb medium", "3", (16, 2)), (MORSE, "cpu", "4", (6, 1)),
+    ],
+)  # fmt: skip
+def test_a_gpus_share_is_in_the_largest_micro_batches_that_divide_it(wrapper, words, gpus, cut):
+    result = answer_of(wrapper, *words.split(), gpus=gpus)
+    assert result.stdout.startswith(f"torchrun --standalone --nproc_per_node {gpus} {ROOT}/recipes/")
+    assert cut_of(result.stdout.split()) == cut and not result.stderr
+
+
+def test_one_gpu_needs_no_torchrun():
+    assert command_of(KONKANI, "8gb", gpus="1") == command_of(KONKANI, "8gb", gpus="")
+    assert answer_of(KONKANI, "8gb", gpus="1").stdout.startswith("python ")
+
+
+@pytest.mark.parametrize("gpus", ["0", "-2", "two", "1.5", "08", "2 ", "81559 6144"])
+def test_gpus_is_a_number(gpus):
+    assert f"error: GPUS={gpus}: it must be the number" in error_line(answer_of(KONKANI, "8gb", gpus=gpus), 2)
+
+
+def test_an_update_that_gpus_does_not_divide_is_a_usage_error_unless_the_user_cuts_it():
+    message = error_line(answer_of(KONKANI, "8gb", gpus="3"), 2)
+    assert "GPUS=3 does not divide an update of 8: take 2, 4 or 8" in message
+    assert error_line(answer_of(KONKANI, "8gb", "--batch_size", "3", gpus="3"), 2) == message
+    words = command_of(KONKANI, "8gb", "--batch_size", "3", "--gradient_accumulation_steps=2", gpus="3")
+    assert value(words, "--batch_size") == "3" and words[-1] == "--gradient_accumulation_steps=2"
+    assert cut_of(command_of(KONKANI, "8gb", "--batch_size", "4", gpus="2")) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["--transcribe a.wav", "--evaluate", "--write_dataset d 9", "--verify_gpu", "--export d --resume best.safetensors"],
+)
+def test_what_does_not_train_runs_in_one_process(use):
+    result = answer_of(MORSE, "16gb", *use.split(), gpus="4")
+    assert result.returncode == 0 and result.stdout.startswith("python ")
+    assert result.stderr == "GPUS=4 is ignored: it is for training, and this command runs in one process\n"
+    assert command_of(MORSE, "16gb", *use.split(), gpus="4") == command_of(MORSE, "16gb", *use.split())
+
+
+@pytest.mark.parametrize("goal", ["--resume auto", "--resume best.pt --max_steps 9", "--resume=best.pt --data_dir d"])
+def test_an_export_after_training_runs_on_all_gpus(goal):
+    result = answer_of(MORSE, "16gb", "--export", "d", *goal.split(), gpus="4")
+    assert result.stdout.startswith("torchrun ") and not result.stderr
+
+
+def test_gpus_starts_that_many_ranks(project):
+    """By torch's own launcher, in this interpreter's environment."""
+    stub = """
+    import json, os, sys
+    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    open(f"rank{os.environ['RANK']}.json", "w").write(json.dumps([[os.environ[n] for n in names], sys.argv[1:]]))
+    """
+    script(project / "recipes/konkani_conformer.py", textwrap.dedent(stub))
+    words = ["t4", "--learning_rate", "1e-4"]
+    result = run(project, *words, path=[Path(sys.executable).parent], GPUS="2")
+    assert result.returncode == 0 and not result.stdout + result.stderr
+    for rank in range(2):
+        environ, arguments = json.loads((project.parent / f"rank{rank}.json").read_text())
+        assert environ == [str(rank), "2", "1"] and arguments == command_of(KONKANI, *words, gpus="2")
 
 
 # --- the tier --------------------------------------------------------------------------------------------------------
@@ -379,8 +490,21 @@ def test_whispers_tiers_follow_the_gpu(project, tmp_path):
 NO_GPU = "-1 NoDevFiles 1 GPU-7".split()
 
 
+def test_every_script_picks_from_the_tiers_of_its_table(project, tmp_path):
+    script(tmp_path / "driver/nvidia-smi", FAKE_NVIDIA_SMI)
+    for wrapper in WHISPERS:
+        shutil.copy(ROOT / wrapper, project / wrapper)
+    for memory, morse, vietnamese in (
+        ("81559", "32gb", "a100"), ("32607", "32gb", "24gb"), ("24564", "24gb", "24gb"), ("16376", "16gb", "16gb"),
+        ("15360", "8gb", "8gb"), ("8151", "8gb", "8gb"), ("", "cpu", "cpu"),
+    ):  # fmt: skip
+        for wrapper, tier in ((MORSE, morse), (VIETNAMESE, vietnamese)):
+            result = run(project, "--print", command=[str(project / wrapper)], path=[tmp_path / "driver"], CARDS=memory)
+            assert result.returncode == 0 and result.stderr == f"tier: {tier} (auto)\n"
+
+
 @pytest.mark.parametrize(
-    "gpus, visible, tier",
+    "cards, visible, tier",
     [
         ("81559", None, "a100"), ("81920", None, "a100"), ("40960", None, "24gb"), ("24564", None, "24gb"),
         ("23028", None, "24gb"), ("16376", None, "16gb"), ("16384", None, "16gb"), ("15360", None, "t4"),
@@ -392,12 +516,12 @@ NO_GPU = "-1 NoDevFiles 1 GPU-7".split()
         *(("81559", name, "cpu") for name in NO_GPU),
     ],
 )  # fmt: skip
-def test_the_tier_follows_the_first_visible_gpu(project, tmp_path, gpus, visible, tier):
+def test_the_tier_follows_the_first_visible_gpu(project, tmp_path, cards, visible, tier):
     script(tmp_path / "driver/nvidia-smi", FAKE_NVIDIA_SMI)
-    extra = {"GPUS": gpus} if visible is None else {"GPUS": gpus, "CUDA_VISIBLE_DEVICES": visible}
+    extra = {"CARDS": cards} if visible is None else {"CARDS": cards, "CUDA_VISIBLE_DEVICES": visible}
     result = run(project, "--print", path=[tmp_path / "driver"], **extra)
     assert result.returncode == 0 and result.stderr == f"tier: {tier} (auto)\n"
-    # Found to be there or not, torch has the last word on the GPU; a tier that was asked for is not argued with.
+    # If there is no tier to be found, torch has the last word on the GPU; a tier that was asked for is not argued with.
     assert value(result.stdout.split(), "--device") == "auto" if tier == "cpu" else "--device" not in result.stdout
 
 

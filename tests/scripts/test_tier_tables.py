@@ -1,0 +1,128 @@
+"""The tables in the recipes' pages are those of the preset scripts."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "benchmarks/tier_tables.py"
+SCRIPTS = {
+    "konkani_conformer": "run_training_memory_optimized.sh",
+    "whisper_vietnamese": "run_whisper_vietnamese.sh",
+    "whisper_morse": "run_whisper_morse.sh",
+}
+PAGE = "# Title\n\n<!-- tiers: begin -->\nold\n<!-- tiers: end -->\n\nThe end.\n"
+LETTERS = {
+    "R": ["--gradient_checkpointing"], "F": ["--freeze_encoder"], "8": ["--optimizer", "adamw_8bit"], "H": ["--use_cpu_offload"],
+}  # fmt: skip
+
+
+def tier_tables(root: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(root / COMMAND), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """A copy of the scripts and of three pages, with their tables written."""
+    root = tmp_path_factory.mktemp("project")
+    for name in [COMMAND, "common/env.sh", *SCRIPTS.values()]:
+        (root / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    (root / "recipes").mkdir()
+    for name in SCRIPTS:
+        (root / "recipes" / f"{name}.md").write_text(PAGE, encoding="utf-8")
+    result = tier_tables(root)
+    assert result.returncode == 0 and result.stdout.count(": written\n") == 3, result.stderr
+    return root
+
+
+def table_of(page: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """The cells of the header, and those of each tier without its name."""
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return header, {row[0].split("`")[1]: row[1:] for row in rows}
+
+
+def printed(script: str, *words: str) -> list[str] | None:
+    """The command of a preset, or None if it is refused."""
+    command = [ROOT / script, *words, "--print"]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "GPUS": ""}, timeout=60)
+    assert result.returncode == 0 or "does not fit" in result.stderr
+    return result.stdout.split() if result.returncode == 0 else None
+
+
+def cut_of(words: list[str]) -> str:
+    batch, accumulation = (
+        words[words.index(f"--{name}") + 1] for name in ("batch_size", "gradient_accumulation_steps")
+    )
+    return f"{batch} x {accumulation}"
+
+
+@pytest.mark.parametrize("recipe", ["whisper_vietnamese", "whisper_morse"])
+def test_every_cell_of_whisper_is_what_the_script_prints(written, recipe):
+    header, tiers = table_of(written / "recipes" / f"{recipe}.md")
+    sizes = [cell.split("`")[1] for cell in header[1:]]
+    assert [*sizes[:3], *sizes[-3:]] == "tiny base small medium large turbo".split()
+    assert list(tiers)[:3] == "8gb 16gb 24gb".split() and list(tiers)[-1] == "cpu" and len(tiers) == 5
+    for tier, cells in tiers.items():
+        for size, cell in zip(sizes, cells, strict=True):
+            words = printed(SCRIPTS[recipe], tier, size, "--model_dir", "whisper")
+            if words is None:
+                assert cell == "-"
+                continue
+            letters = cell.split()[3:]
+            assert cell == " ".join([cut_of(words), *letters])
+            for letter, flag in LETTERS.items():
+                assert (letter in letters) == (" ".join(flag) in " ".join(words)), (tier, size)
+
+
+def test_konkanis_table_has_cuts_and_predictions(written):
+    header, tiers = table_of(written / "recipes/konkani_conformer.md")
+    assert header[2:] == ["`minimal` (128, 6+3)", "`optimized` (192, 8+4)", "`original` (256, 12+6)"]
+    assert list(tiers) == "8gb t4 16gb 24gb a100 cpu".split()
+    for tier, (cut, *_) in tiers.items():
+        assert cut == cut_of(printed(SCRIPTS["konkani_conformer"], tier))
+    # Those of benchmarks/RESULTS.md.
+    results = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
+    for tier in ("8gb", "t4", "a100"):
+        for cell, size in zip(tiers[tier][1:], ("minimal", "optimized", "original"), strict=True):
+            assert f"| {size} | {tiers[tier][0].split()[0]} | {cell} |" in results
+    assert tiers["cpu"][1:] == ["fp32"] * 3
+
+
+def test_only_the_text_between_the_markers_changes_and_a_second_run_changes_nothing(written):
+    pages = [written / "recipes" / f"{name}.md" for name in SCRIPTS]
+    before = [page.read_text(encoding="utf-8") for page in pages]
+    for text in before:
+        assert text.startswith(PAGE.split("old")[0]) and text.endswith(PAGE.split("old")[1]) and "\nold\n" not in text
+    for arguments in ([], ["--check"]):
+        result = tier_tables(written, *arguments)
+        assert result.returncode == 0 and not result.stdout + result.stderr
+    assert [page.read_text(encoding="utf-8") for page in pages] == before
+
+
+def test_check_fails_if_a_page_differs_and_a_missing_page_is_named(written, tmp_path):
+    root = shutil.copytree(written, tmp_path / "copy")
+    page = root / "recipes/whisper_morse.md"
+    table = page.read_text(encoding="utf-8")
+    page.write_text(table.replace("48 x 2", "47 x 2", 1), encoding="utf-8")
+    (root / "recipes/konkani_conformer.md").unlink()
+    result = tier_tables(root, "--check")
+    assert result.returncode == 1 and "47 x 2" in page.read_text(encoding="utf-8")
+    assert result.stderr == "error: recipes/whisper_morse.md: its table differs from run_whisper_morse.sh: run python benchmarks/tier_tables.py\n"  # fmt: skip
+    assert result.stdout == "recipes/konkani_conformer.md: there is no such page, so its table is not written\n"
+    assert tier_tables(root).returncode == 0 and page.read_text(encoding="utf-8") == table
+    assert not (root / "recipes/konkani_conformer.md").exists()
+    page.write_text("# No markers\n", encoding="utf-8")
+    result = tier_tables(root)
+    assert result.returncode == 1 and result.stderr.startswith("error: recipes/whisper_morse.md: it needs one line")
+
+
+def test_the_recipes_pages_are_up_to_date():
+    result = tier_tables(ROOT, "--check")
+    assert result.returncode == 0, result.stderr
