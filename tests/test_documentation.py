@@ -1,0 +1,298 @@
+"""What the documentation says is true of the code: commands, flags, paths, links, messages, examples."""
+
+import argparse
+import ast
+import importlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from common import options
+from speech import corpus, text
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "__init__")
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "recipes").glob("*.md"))]
+FOLDERS = ("recipes", "common", "speech", "benchmarks", "tests")
+EXAMPLES = {"recipes/my_model.py"}  # paths that a reader creates
+# Messages of other programs in the README's table.
+FOREIGN = {"Process 75955 has 14.17 GiB memory in use", "Unable to register cuFFT/cuDNN/cuBLAS factory"}
+SPELLINGS = {"--x", "--no_x", "--print"}  # how on/off flags look; the preset scripts' own flag
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SMALL = (
+    "--d_model 16 --encoder_layers 1 --decoder_layers 1 --attention_heads 2 --no_tensorboard --dataloader_num_workers 0"
+)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """The fenced code blocks of a page in one language."""
+    return [body for kind, body in FENCE.findall(read(path)) if kind == language]
+
+
+def code(path: Path) -> list[str]:
+    """All code of a page: the lines of its blocks, without comments and with continued lines joined, and its spans."""
+    page = read(path)
+    lines = [line for _, body in FENCE.findall(page) for line in body.replace("\\\n", " ").splitlines()]
+    lines = [re.split(r"\s#\s", line)[0].strip().removeprefix("!") for line in lines]
+    return [line for line in lines if line] + re.findall(r"`([^`]+)`", FENCE.sub("", page))
+
+
+def commands(path: Path) -> list[str]:
+    """The commands of a page that train or use a model, if their arguments are written out."""
+    starts = re.compile(r"(GPUS=2 )?\./run_(training|whisper)|python recipes/")
+    return [line for line in code(path) if starts.match(line) and not re.search(r"\.\.\.|\[|--help", line)]
+
+
+def parser_of(recipe: str) -> options.Parser:
+    parser = options.Parser("")
+    importlib.import_module(f"recipes.{recipe}").add_arguments(parser)
+    return parser
+
+
+def flags_of(recipe: str) -> set[str]:
+    return set(parser_of(recipe)._option_string_actions)
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def source_texts() -> list[str]:
+    """The texts in the code that messages are made of; ... stands for what is filled in."""
+    texts = []
+    for folder in ("common", "speech", "recipes"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(read(path))):
+                if isinstance(node, ast.JoinedStr):
+                    texts.append(
+                        "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+                    )
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(node.value)
+    return texts
+
+
+# --- form ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short():
+    assert len(read(README).splitlines()) <= 160
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_are_wrapped(page):
+    prose = FENCE.sub("", read(page)).splitlines()
+    assert [line for line in prose if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_every_recipe_has_a_page_with_markers_for_its_table():
+    for recipe in RECIPES:
+        page = ROOT / "recipes" / f"{recipe}.md"
+        lines = read(page).splitlines()
+        assert lines.count("<!-- tiers: begin -->") == lines.count("<!-- tiers: end -->") == 1
+        assert f"recipes/{recipe}.md" in read(README)
+
+
+# --- flags and commands ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_flags_exist(page):
+    """In the recipe of a recipe's page, elsewhere in any recipe; flags of other programs in those programs' commands."""
+    recipes = [page.stem] if page.stem in RECIPES else RECIPES
+    known = set.union(*map(flags_of, recipes)) | SPELLINGS
+    outside = re.sub(r"`[^`]+`|<!--.*?-->", "", FENCE.sub("", read(page)))
+    assert FLAG.findall(outside) == [], "a flag is written without backticks"
+    for line in code(page):
+        if line.startswith("hf download "):
+            continue
+        if line.startswith("torchrun "):
+            line = line.replace("--nproc_per_node", "")
+        if line.startswith("python benchmarks/"):
+            script = read(ROOT / line.split()[1])
+            assert [flag for flag in FLAG.findall(line) if flag not in script] == [], line
+        else:
+            assert [flag for flag in FLAG.findall(line) if flag not in known] == [], line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_are_accepted(page, tmp_path):
+    """By the parsers of the recipes; the preset scripts print the recipe's command, which is then parsed."""
+    for line in commands(page):
+        if "./run_" in line:
+            environment = {**os.environ, "GPUS": "2" if line.startswith("GPUS=2 ") else ""}
+            words = shlex.split(line.removeprefix("GPUS=2 "))
+            printing = [str(ROOT / words[0]), *words[1:], "--print"]
+            script = subprocess.run(printing, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60)
+            assert script.returncode == 0, f"{line}: {script.stderr}"
+            words = shlex.split(script.stdout)
+        else:
+            words = shlex.split(line)
+        number = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        recipe = Path(words[number]).stem
+        if recipe == "my_model":
+            recipe = "konkani_conformer"
+        args = parser_of(recipe).parse_args(words[number + 1 :])
+        assert isinstance(args, argparse.Namespace)
+
+
+def test_the_first_commands_of_the_replaced_project_are_there():
+    lines = blocks(README, "bash")[0].splitlines()
+    assert lines[0].split("#")[0].strip() == "./run_training_memory_optimized.sh"
+    second = "./run_training_memory_optimized.sh auto original --train_manifest train.json --val_manifest val.json"
+    assert second in lines
+
+
+# --- paths and links -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_paths_exist(page):
+    pattern = rf"(?<![\w/-])(?:(?:{'|'.join(FOLDERS)})/[\w./*-]*|run_[\w*]+\.sh|requirements[\w-]*\.txt|[A-Z]+\.md)"
+    for line in code(page):
+        for name in re.findall(pattern, line.replace("./", "")):
+            base = page.parent if page.parent != ROOT and "/" not in name else ROOT
+            assert name in EXAMPLES or any([*base.glob(name), *ROOT.glob(name)]), f"{name} in {line!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", read(page))):
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.is_file(), target
+        headings = re.findall(r"^#+ (.+)$", FENCE.sub("", read(linked)), re.MULTILINE)
+        assert not anchor or anchor in map(slug, headings), target
+
+
+def test_the_maps_are_complete():
+    page = read(ROOT / "CONTRIBUTING.md")
+    for folder in ("common", "speech"):
+        table = page.split(f"| `{folder}/` | responsibility |")[1].split("\n\n")[0]
+        listed = set()
+        for row in table.splitlines():
+            cells = [re.findall(r"`([\w/]+\.?[a-z]*)`", cell) for cell in row.split("|")[1:-1]]
+            inside = [name for name in cells[0] if name.endswith("/")] if cells else []
+            listed |= {name for name in (cells[0] if cells else []) if not name.endswith("/")}
+            listed |= {f"{package}{name}" for package in inside for name in cells[1] if name.endswith(".py")}
+        files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")]
+        assert listed == {str(path.relative_to(ROOT / folder)) for path in files if path.name != "__init__.py"}
+
+
+def test_every_benchmark_is_described():
+    listed = set(re.findall(r"`(\w+\.py)`", read(ROOT / "benchmarks/README.md")))
+    assert listed == {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_the_messages_in_the_table_of_errors_exist():
+    rows = read(README).split("## Errors")[1].split("\n## ")[0]
+    first_cells = [row.split("|")[1] for row in rows.splitlines() if row.startswith("| `")]
+    messages = [message for cell in first_cells for message in re.findall(r"`([^`]+)`", cell)]
+    texts = source_texts()
+    assert len(messages) >= 8 and set(messages) >= FOREIGN
+    for message in set(messages) - FOREIGN:
+        pattern = re.compile(".*".join(map(re.escape, message.split("..."))))
+        assert any(map(pattern.search, texts)), message
+
+
+# --- examples --------------------------------------------------------------------------------------------------------
+
+
+def encoded(samples: np.ndarray, rate: int) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="FLAC")
+    return file.getvalue()
+
+
+def test_the_example_for_hugging_face_data_sets_writes_a_manifest(tmp_path, monkeypatch):
+    """With a stand-in for the package: audio comes as bytes, or as the path of a file."""
+    (example,) = [block for block in blocks(README, "python") if "load_dataset" in block]
+    random = np.random.default_rng(0)
+    noises = [(random.uniform(-0.5, 0.5, size), rate) for size, rate in ((22_050, 22_050), (8_000, 16_000))]
+    (tmp_path / "b.flac").write_bytes(encoded(*noises[1]))
+    rows = [
+        {"audio": {"bytes": encoded(*noises[0]), "path": "a.flac"}, "sentence": "हांव घर वचता"},
+        {"audio": {"bytes": None, "path": str(tmp_path / "b.flac")}, "sentence": 'उदक "बरें"'},
+    ]
+
+    class DataSet:
+        def cast_column(self, column, feature):
+            assert (column, feature) == ("audio", {"decode": False})
+            return rows
+
+    def load_dataset(kind, data_files, split):
+        assert (kind, split) == ("parquet", "train")
+        return DataSet()
+
+    package = types.SimpleNamespace(Audio=lambda **settings: settings, load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "README.md", "exec"), {})
+
+    lines = [json.loads(line) for line in (tmp_path / "data/train.json").read_text(encoding="utf-8").splitlines()]
+    assert [line["text"] for line in lines] == [row["sentence"] for row in rows]
+    usable, rejected = corpus.load_corpus(str(tmp_path / "data/train.json"), text.normalise, corpus.Checks())
+    assert rejected.total == 0 and usable.seconds.tolist() == [1.0, 0.5]
+    for line, (samples, rate) in zip(lines, noises, strict=True):
+        written, its_rate = soundfile.read(tmp_path / "data" / line["audio_filepath"])
+        assert its_rate == rate and np.abs(written - samples).max() < 2 / 32768
+
+
+@pytest.fixture
+def copied_project(tmp_path):
+    for folder in ("recipes", "common", "speech"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_a_copied_recipe_trains_and_resumes(copied_project):
+    """The steps in the README, with a smaller model and demo."""
+    section = read(README).split("## Copy a recipe")[1]
+    copy, first, second = FENCE.search(section)[2].splitlines()
+    line = re.search(r'change the line (RECIPE = "\w+") to "my_model"', copy)[1]
+    subprocess.run(shlex.split(copy, comments=True), cwd=copied_project, check=True)
+    recipe = copied_project / "recipes/my_model.py"
+    lines = read(recipe).splitlines()
+    assert lines.count(line) == 1
+    lines[lines.index(line)] = 'RECIPE = "my_model"'
+    (demo,) = [i for i, line in enumerate(lines) if line.startswith("DEMO_SIZES = ")]
+    lines[demo] = 'DEMO_SIZES = {"train": 160, "val": 4, "test": 4}'
+    recipe.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    for command, step in ((first, 20), (second, 40)):
+        words = shlex.split(f"{command.split('#')[0]} {SMALL}")
+        assert words[0] == "python" and words[1] == "recipes/my_model.py"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *words[1:]]
+        result = subprocess.run(
+            command, cwd=copied_project, capture_output=True, text=True, timeout=300, env=environment
+        )
+        assert result.returncode == 0, result.stderr
+        assert f"evaluation at step {step} " in result.stdout
+        assert ("resuming from" in result.stdout) == (step == 40)
+        assert (copied_project / f"checkpoints/checkpoint_step_{step:08d}.pt").exists()
