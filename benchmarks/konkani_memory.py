@@ -60,11 +60,9 @@ def predict(size: str, batch_size: int, seconds: float, characters: int, checkpo
     model = recipe.Conformer({**recipe.SHAPE, **config})
     if checkpointing:
         memory.checkpoint_layers(model, recipe.CHECKPOINTED)
-    optimizer = optim.make_optimizer(
-        model, argparse.Namespace(weight_decay=0.01, learning_rate=1e-3, optimizer="adamw", use_cpu_offload=False)
-    )
+    optimizer = optim.make_optimizer(model, learning_rate=1e-3)
     tokens = torch.arange(characters) % 50
-    item = {"audio": torch.randn(int(seconds * recipe.SAMPLE_RATE)) * 0.1, "tokens": tokens, "text": "", "name": "x",
+    item = {"audio": torch.randn(int(seconds * recipe.SAMPLE_RATE)) * 0.1, "tokens": tokens, "text": "", "name": "x", "index": 0,
             "labels": torch.cat([tokens, tokens[:1]])}  # fmt: skip
     batch = recipe.collate([item] * batch_size)
     live = LiveStorages()

@@ -133,11 +133,10 @@ def child(who: str, size: str, args) -> None:
     else:
         model, loss = PlainConformer(d, encoder, decoder), plain_loss
     tokens = torch.randint(0, VOCABULARY, (args.characters,))
-    item = {"audio": torch.randn(int(args.seconds * recipe.SAMPLE_RATE)) * 0.1, "tokens": tokens, "text": "", "name": "x",
+    item = {"audio": torch.randn(int(args.seconds * recipe.SAMPLE_RATE)) * 0.1, "tokens": tokens, "text": "", "name": "x", "index": 0,
             "labels": torch.cat([tokens, torch.tensor([VOCABULARY])])}  # fmt: skip
     batch = recipe.collate([item] * args.batch_size)
-    settings = argparse.Namespace(weight_decay=0.01, learning_rate=1e-4, optimizer="adamw", use_cpu_offload=False)
-    optimizer, times = optim.make_optimizer(model, settings), []
+    optimizer, times = optim.make_optimizer(model, learning_rate=1e-4), []
     for _ in range(args.runs + 1):
         started = time.perf_counter()
         run_window(model, [batch], batch["counts"], loss, recipe.LOSS_WEIGHTS, Setup())

@@ -15,7 +15,8 @@ import numpy as np
 import soundfile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from speech import corpus, text
+from speech import text
+from speech.corpus import Checks, load_corpus
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,7 +31,7 @@ if __name__ == "__main__":
                 row = {"audio_filepath": f"{number % args.files}.wav", "text": f"हांव घर वचता {number}", "duration": 1.0}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         started = time.perf_counter()
-        corpus, rejected = corpus.load_corpus(f"{folder}/train.json", text.normalise, 0.1, 30.0)
+        corpus, rejected = load_corpus(f"{folder}/train.json", text.normalise, Checks())
         seconds = time.perf_counter() - started
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(f"{len(corpus)} utterances, {rejected.total} rejected: {seconds:.0f} s, {peak:.2f} GiB")

@@ -17,19 +17,20 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import options
+from common import device, options
+from common.batches import EvalBatches
 from common.errors import exit_with_one_line
 from recipes import whisper_morse, whisper_vietnamese
 from speech import metrics, text
 from speech.morse import scores
-from speech.whisper import task
+from speech.recogniser import decode_set
+from speech.whisper import decoding
 from speech.whisper.model import SAMPLE_RATE
 
 RECIPES = {"vietnamese": (whisper_vietnamese, text.for_scoring), "morse": (whisper_morse, scores.for_scoring)}
@@ -40,10 +41,10 @@ THEIRS, EXAMPLES = "transformers, 30 s", 5
 class Exported:
     """The folder as transformers loads it."""
 
-    def __init__(self, folder: str, where: torch.device):
+    def __init__(self, folder: str, device_of_model: torch.device):
         from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
-        self.model = WhisperForConditionalGeneration.from_pretrained(folder).to(where).eval()
+        self.model = WhisperForConditionalGeneration.from_pretrained(folder).to(device_of_model).eval()
         self.processor = WhisperProcessor.from_pretrained(folder)
 
     def texts(self, batch: dict) -> list[str]:
@@ -57,42 +58,44 @@ class Exported:
         return [one.strip() for one in self.processor.batch_decode(tokens, skip_special_tokens=True)]
 
 
-def decode_by_all(folder: str, found: dict[str, list[dict]], seconds: dict[str, float]):
-    """`task.decode_set`, which the recipe calls for its test set, with every way of decoding; fills `found` and
-    `seconds` by way."""
-    decode_set = task.decode_set
+def decode_by_all(model, search: decoding.Search, tokenizer, batches: list[dict], exported: Exported) -> dict:
+    """{way of decoding: (rows, seconds)}: ours as the recipe decodes, by one greedy pass, by one at 30 s; theirs."""
+    padded, device_of_model, results = model.pad_to_longest, next(model.parameters()).device, {}
+    for way, texts_of, at_30s in (
+        (f"ours, {search.method}, as the recipe decodes", decoding.texts, padded),
+        ("ours, one greedy pass", decoding.greedy_texts, padded),
+        ("ours, one greedy pass, 30 s", decoding.greedy_texts, True),
+    ):
+        model.pad_to_longest, started = at_30s, time.perf_counter()
 
-    def both(model, eval_batches, names, texts_of):
-        recogniser, kept, padded = texts_of.__self__, list(eval_batches), model.pad_to_longest
-        where = next(model.parameters()).device
-        for way, decoder, at_30s in (
-            (f"ours, {recogniser.method}, as the recipe decodes", recogniser.texts, padded),
-            ("ours, one greedy pass", recogniser.greedy_texts, padded),
-            ("ours, one greedy pass, 30 s", recogniser.greedy_texts, True),
-        ):
-            model.pad_to_longest, started = at_30s, time.perf_counter()
-            found[way] = decode_set(model, kept, [], decoder)[0]
-            seconds[way] = time.perf_counter() - started
-        model.pad_to_longest = padded
-        exported, started = Exported(folder, where), time.perf_counter()
-        texts = [one for batch in kept for one in exported.texts(batch)]
-        seconds[THEIRS] = time.perf_counter() - started
-        ours = next(iter(found.values()))
-        found[THEIRS] = [{**row, "hypothesis": theirs} for row, theirs in zip(ours, texts, strict=True)]
-        return ours, {}
+        def decode(batch: dict, texts_of=texts_of) -> tuple[list[str], dict]:
+            return texts_of(model, tokenizer, *model.encode(batch), search), {}
 
-    return both
+        rows, _ = decode_set(decode, batches, device_of_model)
+        results[way] = rows, time.perf_counter() - started
+    model.pad_to_longest, started = padded, time.perf_counter()
+    texts = [text for batch in batches for text in exported.texts(batch)]
+    rows = [{**row, "hypothesis": text} for row, text in zip(rows, texts, strict=True)]
+    results[THEIRS] = rows, time.perf_counter() - started
+    return results
 
 
+@torch.no_grad()
 def main(both) -> None:
     args, rest = both
     recipe, normalise = RECIPES[args.recipe]
-    parser, found, seconds = options.Parser("the recipe's flags"), {}, {}
+    parser = options.Parser("the recipe's flags")
     recipe.add_arguments(parser)
     with tempfile.TemporaryDirectory() as logs:
         own = parser.parse_args(["--evaluate", "--output_dir", args.against, "--log_dir", logs, *rest])
-        with mock.patch.object(task, "decode_set", decode_by_all(args.exported, found, seconds)):
-            recipe.main(own)
+        start = recipe.resolve(own)
+        setup = device.setup(own)
+        model, metadata = recipe.trained(own, start, setup)
+        batches = list(EvalBatches(own, recipe.test_set(own, start, metadata)[1], recipe.collate, setup))
+    tokenizer, search = recipe.make_search(own, metadata)
+    results = decode_by_all(model, search, tokenizer, batches, Exported(args.exported, setup.device))
+    found = {way: rows for way, (rows, _) in results.items()}
+    seconds = {way: spent for way, (_, spent) in results.items()}
     theirs = found[THEIRS]
     print(f"\n{len(theirs)} clips of the {args.recipe} test set, {args.exported}\n")
     print("| | CER, % | WER, % | the same as transformers', % | s |\n|---|---|---|---|---|")

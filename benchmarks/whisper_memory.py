@@ -27,7 +27,7 @@ from common import memory
 from common.optim import BLOCK
 from speech.whisper import model as whisper
 from speech.whisper.formats import SIZES
-from speech.whisper.model import CHECKPOINTED, SAMPLE_RATE, token_loss
+from speech.whisper.model import LAYERS, SAMPLE_RATE, token_loss
 
 CONTEXT, USABLE = 0.6, 0.9  # GiB; share of the rest
 COUNTED = (1, 16, 64)  # clips
@@ -74,7 +74,7 @@ def predict(
         if frozen:
             model.freeze_encoder()
         if checkpointing:
-            memory.checkpoint_layers(model, CHECKPOINTED)
+            memory.checkpoint_layers(model, LAYERS)
         for p in model.parameters():
             live.add(p)
             if p.requires_grad:

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import memory, optim
 from common.device import Setup
 from common.loop import run_window
-from speech.whisper import task
+from recipes.whisper_vietnamese import collate
 from speech.whisper.formats import SIZES
-from speech.whisper.model import CHECKPOINTED, SAMPLE_RATE, Whisper, token_loss
+from speech.whisper.model import LAYERS, SAMPLE_RATE, Whisper, token_loss
 
 PROMPT, END = (50258, 50278, 50359, 50363), 50257  # start, Vietnamese, transcribe, no timestamps
 TEXT_TOKENS = 50257  # numbered before the special ones
@@ -69,9 +69,8 @@ def our_step(args, options: list[str], clips: list[dict], where: torch.device):
     if "freeze" in options:
         model.freeze_encoder()
     if "checkpoint" in options:
-        memory.checkpoint_layers(model, CHECKPOINTED)
-    optimizer = optim.make_optimizer(model, argparse.Namespace(weight_decay=0.01, learning_rate=args.learning_rate,
-                                                               optimizer="adamw", use_cpu_offload=False))  # fmt: skip
+        memory.checkpoint_layers(model, LAYERS)
+    optimizer = optim.make_optimizer(model, args.learning_rate)
     setup = Setup(where, torch.bfloat16 if where.type == "cuda" else None)
 
     def compute_loss(model: Whisper, batch: dict) -> dict[str, torch.Tensor]:
@@ -79,7 +78,7 @@ def our_step(args, options: list[str], clips: list[dict], where: torch.device):
 
     def step() -> torch.Tensor:
         pieces = [clips[len(clips) // 2 :], clips[: len(clips) // 2]] if "halves" in options else [clips]
-        batches = [task.collate(piece) for piece in pieces]
+        batches = [collate(piece) for piece in pieces]
         total = sum(batch["counts"]["attention"] for batch in batches)
         outcome = run_window(model, batches, {"attention": total}, compute_loss, {"attention": 1.0}, setup)
         if outcome.failed:

@@ -1,5 +1,4 @@
-"""From a corpus to batches: reading audio, windows of batches as a pure function of seed and epoch, collating,
-splitting, copying to the device."""
+"""From a data set to batches on the device: windows, worker processes, padding, splitting, copying."""
 
 import atexit
 import functools
@@ -18,22 +17,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError, RunError
 
-POOL_WINDOWS = 64  # windows sorted by length together: more saves padding, fewer mixes lengths better
-WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)")  # torch's words
-MANY_FILES = 65_536  # open at once, where the system allows so many
-
-
-# --- audio -----------------------------------------------------------------------------------------------------------
-
-
-# --- which utterances when -------------------------------------------------------------------------------------------
+POOL_WINDOWS = 64  # windows that are sorted by length together: more save padding, fewer mix lengths better
+WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)")  # torch's message
+MANY_FILES = 65_536  # limit of open files, if the system allows so many
 
 
 def plan_epoch(seconds: np.ndarray, window_size: int, seed: int, epoch: int, done: Iterable = ()) -> list[np.ndarray]:
-    """The windows of an epoch: every utterance once, in windows of `window_size` of similar length, in random order;
-    the last one may be partial. A pure function of its arguments. In the first epoch the window with the longest
-    utterance comes first, so that what cannot fit fails at once. `done` lists [window size, windows done] of earlier
-    runs of the same epoch with other window sizes: what those saw is left out."""
+    """The windows of an epoch, in random order: arrays of `window_size` indices of utterances of similar length (one
+    may be smaller). A pure function of its arguments. In the first epoch the window with the longest utterance comes
+    first, so that a run that does not fit into memory fails at once. `done` lists [window size, windows done] of
+    earlier runs of the same epoch with other window sizes; their utterances are left out."""
 
     def cut(indices: np.ndarray, size: int, part: int) -> list[np.ndarray]:
         random = np.random.default_rng([seed, epoch, part])
@@ -47,25 +40,18 @@ def plan_epoch(seconds: np.ndarray, window_size: int, seed: int, epoch: int, don
             windows.insert(0, windows.pop(longest))
         return windows
 
-    left, done = np.arange(len(seconds)), list(done)
+    remaining, done = np.arange(len(seconds)), list(done)
     for part, (size, count) in enumerate(done):
-        left = np.sort(np.concatenate([*cut(left, size, part)[count:], left[:0]]))
-    return cut(left, window_size, len(done))
+        remaining = np.sort(np.concatenate([*cut(remaining, size, part)[count:], remaining[:0]]))
+    return cut(remaining, window_size, len(done))
 
 
-def cut_window(
-    window: np.ndarray,
-    seconds: np.ndarray,
-    batch_size: int,
-    max_batch_seconds: float | None = None,
-    rank: int = 0,
-    ranks: int = 1,
-) -> list[list[int]]:
-    """This rank's micro-batches of a window, longest first: at most `batch_size` utterances and at most
-    `max_batch_seconds` of padded audio each (a single longer utterance still makes a batch)."""
-    order = window[np.argsort(-seconds[window], kind="stable")][rank::ranks].tolist()
+def cut_window(window: np.ndarray, seconds: np.ndarray, batch_size: int, max_batch_seconds: float | None = None,
+               rank: int = 0, ranks: int = 1) -> list[list[int]]:  # fmt: skip
+    """This rank's micro-batches of a window as lists of indices, longest utterance first: at most `batch_size`
+    utterances and at most `max_batch_seconds` of padded audio each. A longer utterance is a batch of its own."""
     batches: list[list[int]] = []
-    for index in order:
+    for index in window[np.argsort(-seconds[window], kind="stable")][rank::ranks].tolist():
         full = not batches or len(batches[-1]) >= batch_size
         if not full and max_batch_seconds:
             full = (len(batches[-1]) + 1) * seconds[batches[-1][0]] > max_batch_seconds
@@ -77,7 +63,8 @@ def cut_window(
 
 @dataclass
 class Window:
-    """What one update needs, on the host. `skipped` lists (file, reason) of samples passed over."""
+    """The micro-batches of one update, on the host. `last`: the last one of the epoch. `skipped` lists (file, reason)
+    of samples that cannot be read; `error` is the message of a failure."""
 
     epoch: int
     number: int
@@ -87,7 +74,7 @@ class Window:
     error: str | None = None
 
     def pin_memory(self) -> "Window":
-        """Called by the loader's pinning thread, which knows no dataclasses."""
+        """The loader's pinning thread calls this method."""
         for batch in self.micro_batches:
             for key, value in batch.items():
                 if isinstance(value, torch.Tensor):
@@ -96,11 +83,11 @@ class Window:
 
 
 class _WindowDataset(torch.utils.data.Dataset):
-    """Loads and collates the window that the sampler describes. Errors travel as text: a worker's traceback is no help
-    to somebody whose file is broken."""
+    """Loads and collates the window that the sampler describes. A failure is returned as text, because the traceback of
+    a worker does not help a user whose file is broken."""
 
-    def __init__(self, load: Callable[[int, int], dict], collate: Callable[[list[dict]], dict], skip_bad: bool):
-        self.load, self.collate, self.skip_bad = load, collate, skip_bad
+    def __init__(self, data, collate: Callable[[list[dict]], dict], skip_bad: bool):
+        self.data, self.collate, self.skip_bad = data, collate, skip_bad
 
     def __getitem__(self, spec: tuple[int, int, bool, list[list[int]]]) -> Window:
         epoch, number, last, batches = spec
@@ -109,13 +96,13 @@ class _WindowDataset(torch.utils.data.Dataset):
             items = []
             for index in indices:
                 try:
-                    items.append(self.load(index, epoch))
+                    items.append(self.data.item(index, epoch))
                 except RunError as error:
                     window.error = str(error)
                     return window
                 except DataError as error:
                     if not self.skip_bad:
-                        window.error = f"{error}; fix or remove it, or pass over such files with --skip_bad_audio"
+                        window.error = f"{error}; fix or remove it, or skip such files with --skip_bad_audio"
                         return window
                     window.skipped.append((getattr(error, "path", f"utterance {index}"), str(error)))
             if items:
@@ -124,7 +111,7 @@ class _WindowDataset(torch.utils.data.Dataset):
 
 
 def _start_worker(worker: int) -> None:
-    # Signals reach the whole process group; the main process decides, and a worker that dies would break its save.
+    # Signals reach the whole process group. Only the main process acts on them; it still needs its workers then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -132,14 +119,14 @@ def _start_worker(worker: int) -> None:
 
 @atexit.register
 def _end_workers() -> None:
-    """Before multiprocessing's own turn at exit: it would send SIGTERM, which they ignore, and wait for them for ever.
-    (Usually none is left; but an error that somebody holds on to also holds the loader.)"""
+    """Kills workers that are left at exit, before multiprocessing sends them SIGTERM, which they ignore, and waits
+    forever. A worker is left if a stored exception keeps its loader alive."""
     for process in multiprocessing.active_children():
         process.kill()
 
 
 def _allow_many_files() -> None:
-    """A tensor from a worker is an open file until it is freed: 64 micro-batches ahead of time exceed the usual 1024."""
+    """Raises the limit of open files. A worker's tensor is an open file, and 64 micro-batches exceed the usual 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -149,7 +136,7 @@ def _allow_many_files() -> None:
 def _loader(dataset, specs, workers: int, pin: bool, persistent: bool = False) -> torch.utils.data.DataLoader:
     if workers:
         _allow_many_files()
-    # A generator of its own: by default every iteration draws from the global one, and a resumed run draws once more.
+    # Without its own generator the loader would draw from the global one, once more in a run that was resumed.
     return torch.utils.data.DataLoader(
         dataset, batch_size=None, sampler=specs, num_workers=workers, pin_memory=pin,
         worker_init_fn=_start_worker, generator=torch.Generator().manual_seed(0), persistent_workers=persistent and workers > 0,
@@ -157,65 +144,56 @@ def _loader(dataset, specs, workers: int, pin: bool, persistent: bool = False) -
 
 
 class Windows:
-    """Training windows, endlessly, prepared ahead by worker processes.
+    """An endless sequence of training windows, which worker processes prepare ahead of time.
 
-    `load(index, epoch)` returns one utterance, `collate(items)` a batch, `seconds(epoch)` the utterances' lengths in
-    that epoch (speed perturbation changes them)."""
+    `data` is the training set: `len(data)` is the number N of utterances, `data.seconds(epoch)` (N,) their lengths in
+    that epoch, `data.item(index, epoch)` one of them, and `data.fingerprint()` a string that changes if the data
+    change. `collate(items)` returns a batch."""
 
-    def __init__(self, args, seconds: Callable[[int], np.ndarray], load, collate, setup):
-        self.seconds, self.batch_size, self.cap, self.seed = seconds, args.batch_size, args.max_batch_seconds, args.seed
-        self.ranks = setup.ranks
+    def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup):
+        self.data, self.setup = data, setup
+        self.batch_size, self.max_seconds, self.seed = args.batch_size, args.max_batch_seconds, args.seed
         self.window_size = args.batch_size * args.gradient_accumulation_steps * setup.ranks.size
-        self.per_epoch = math.ceil(len(seconds(0)) / self.window_size)
-        self.dataset = _WindowDataset(load, collate, args.skip_bad_audio)
-        self.workers, self.pin = args.dataloader_num_workers, setup.device.type == "cuda"
+        self.per_epoch = math.ceil(len(data) / self.window_size)
+        self.dataset = _WindowDataset(data, collate, args.skip_bad_audio)
 
     def specs(self, epoch: int, start: int, done: list) -> Iterator[tuple]:
-        """(epoch, number, last, micro-batches of indices) from window `start` of `epoch` on, without end."""
+        """Yields (epoch, number, last, micro-batches of indices), without end, from window `start` of `epoch`."""
+        rank, ranks = self.setup.ranks.rank, self.setup.ranks.size
         while True:
-            seconds = self.seconds(epoch)
+            seconds = self.data.seconds(epoch)
             plan = plan_epoch(seconds, self.window_size, self.seed, epoch, done)
             for number in range(start, len(plan)):
-                batches = cut_window(plan[number], seconds, self.batch_size, self.cap, self.ranks.rank, self.ranks.size)
+                batches = cut_window(plan[number], seconds, self.batch_size, self.max_seconds, rank, ranks)
                 yield epoch, number, number == len(plan) - 1, batches
             epoch, start, done = epoch + 1, 0, []
 
     def iterate(self, epoch: int = 0, start: int = 0, done: Iterable = ()) -> Iterator[Window]:
-        """Windows from a position on. Raises `DataError` where a file is bad and `RunError` where a worker dies."""
-        loader = _loader(self.dataset, self.specs(epoch, start, list(done)), self.workers, self.pin)
-        for window in _guarded(loader):
-            if window.error:
-                raise DataError(window.error)
-            yield window
+        """Windows from a position in the data. Raises `DataError` for a bad file and `RunError` if a worker dies."""
+        specs, pin = self.specs(epoch, start, list(done)), self.setup.device.type == "cuda"
+        yield from _loaded(_loader(self.dataset, specs, self.setup.workers, pin))
 
     def total_steps(self, args) -> int:
-        """Updates that --num_epochs and --max_steps allow."""
+        """The number of updates that --num_epochs and --max_steps allow."""
         by_epochs = args.num_epochs * self.per_epoch if args.num_epochs else math.inf
         return int(min(by_epochs, args.max_steps or math.inf))
 
-    def padding_share(self) -> float:
-        """The share of a training batch that is padding, by the plan of the first epoch."""
-        seconds = self.seconds(0)
-        real = padded = 0.0
-        for window in plan_epoch(seconds, self.window_size, self.seed, 0)[:1000]:
-            for batch in cut_window(window, seconds, self.batch_size, self.cap):
-                real += float(seconds[batch].sum())
-                padded += float(seconds[batch].max()) * len(batch)
-        return 1 - real / padded if padded else 0.0
 
-
-def _guarded(loader: torch.utils.data.DataLoader) -> Iterator:
-    """The loader's items; a worker's death becomes one line."""
+def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[Window]:
+    """The loader's windows. Raises `DataError` for a window with an error, and `RunError` if a worker has died."""
     try:
         items = iter(loader)
         if loader.num_workers and threading.current_thread() is threading.main_thread():
-            # torch's handler would raise in whatever the main process is at. Without it a worker's death is noticed
-            # where its data is waited for, within five seconds.
+            # torch's handler would raise at an arbitrary place in the main process. Without it, the loader notices
+            # within five seconds that a worker has died, while it waits for data.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        yield from items
+        for window in items:
+            if window.error:
+                raise DataError(window.error)
+            yield window
     except RuntimeError as error:
         if not WORKER_DIED.search(str(error)):
-            raise  # in a worker, but a defect of ours: its traceback is needed
+            raise  # a bug, whose traceback is needed
         raise RunError(
             "a data worker died (often: too little main memory or, in a container, too small a /dev/shm): "
             "try --dataloader_num_workers 0, or fewer workers"
@@ -223,31 +201,28 @@ def _guarded(loader: torch.utils.data.DataLoader) -> Iterator:
 
 
 class EvalBatches:
-    """The evaluation set in batches of similar length, longest first, this rank's share of them. `skipped` maps files
-    that were passed over to the reason; each is said once."""
+    """This rank's share of the evaluation set, in batches of similar length, longest first. `skipped` maps each file
+    that cannot be read to the reason, which is printed once."""
 
-    def __init__(self, args, seconds: np.ndarray, load, collate, setup):
-        self.arguments, self.ranks = (args, seconds, load, collate, setup), setup.ranks
-        order = np.argsort(-seconds, kind="stable")
-        batches = cut_window(order, seconds, args.eval_batch_size, args.eval_batch_size * args.max_duration)
+    def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup):
+        self.arguments, self.ranks = (args, data, collate, setup), setup.ranks
+        seconds = data.seconds(0)
+        batches = cut_window(np.argsort(-seconds, kind="stable"), seconds, args.eval_batch_size)
         batches = batches[setup.ranks.rank :: setup.ranks.size]
         specs = [(0, number, False, [batch]) for number, batch in enumerate(batches)]
-        dataset = _WindowDataset(load, collate, args.skip_bad_audio)
-        workers = min(args.dataloader_num_workers, len(specs))
         self.skipped: dict[str, str] = {}
+        dataset, workers = _WindowDataset(data, collate, args.skip_bad_audio), min(setup.workers, len(specs))
         self.loader = _loader(dataset, specs, workers, setup.device.type == "cuda", args.persistent_workers)
 
     def whole(self) -> "EvalBatches":
-        """All of the set, for what one rank does alone at the end."""
+        """The whole set, for the evaluation on the first rank alone at the end."""
         if self.ranks.size == 1:
             return self
         *arguments, setup = self.arguments
         return EvalBatches(*arguments, replace(setup, ranks=type(setup.ranks)()))
 
     def __iter__(self) -> Iterator[dict]:
-        for window in _guarded(self.loader):
-            if window.error:
-                raise DataError(window.error)
+        for window in _loaded(self.loader):
             for name, reason in window.skipped:
                 if name not in self.skipped:
                     print(f"skipped in evaluation: {reason}", flush=True)
@@ -258,20 +233,17 @@ class EvalBatches:
         return len(self.loader)
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
-# A batch is a dict. Tensors have the batch first; what is padded has its lengths under "<key>_lengths"; "names" and
-# "seconds" say which utterances these are; "counts" holds the number of targets of each loss term.
+# A batch is a dict of tensors and lists whose first dimension is the utterance. A padded tensor has its lengths under
+# "<key>_lengths". "names" and "seconds" describe the utterances; "counts" is the number of targets of each loss term.
 
 
 def quantise(length: int, step: int, most: int, shapes: int = 12) -> int:
-    """`length` rounded up to one of at most `shapes` lengths, multiples of `step` the last of which is the first at or
-    above `most`: what is padded to them has few shapes, and every new one costs a compilation or a search for kernels.
-    In any unit: samples, frames, tokens. A longer one is rounded up to a multiple of `step`: no grid knows it.
+    """`length` rounded up to one of at most `shapes` multiples of `step`, from about `most` / 16 to `most`, in any
+    unit. A length above `most` is rounded up to a multiple of `step`. Tensors padded to these lengths have few shapes;
+    each new shape costs a compilation or a search for kernels.
 
-    The lengths grow by one factor, from a 16th of `most` (30 s: 1.9, 2.4, 3.1, 4, 5.1, 6.6, 8.5, 11, 14.1, 18.1, 23.3,
-    30). So padding adds to whatever is longer than the first at most 29 % and a `step`, 14 % on average; as many steps
-    of equal size (2.5 s) would add 67 % to a clip of 3 s, and speech is mostly clips of a few seconds. Shorter than the
-    first is cheap however it is padded."""
+    The lengths grow by a constant factor (for 30 s: 1.9, 2.4, 3.1 ... 18.1, 23.3, 30), so padding adds at most 29 % and
+    one `step` to a length above the first, 14 % on average. Equal steps would add 67 % to a clip of 3 s."""
     return next((size for size in _grid(step, most, shapes) if size >= length), -(-length // step) * step)
 
 
@@ -282,34 +254,19 @@ def _grid(step: int, most: int, shapes: int) -> tuple[int, ...]:
 
 
 def pad(tensors: list[torch.Tensor], value: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensors of different length to (B, T, ...) and their lengths (B,)."""
+    """B tensors (T_i, ...) as one tensor (B, T, ...), padded with `value`, and their lengths (B,)."""
     return pad_sequence(tensors, batch_first=True, padding_value=value), torch.tensor([len(t) for t in tensors])
 
 
-def gather(items: list[dict], padding: dict[str, float], sample_rate: int) -> dict:
-    """What collating is in every recipe: the tensors that `padding` names are padded with its values, masks are stacked,
-    names and texts listed, and "seconds" are those of "audio"."""
-    batch = {}
-    for key, value in padding.items():
-        batch[key], batch[f"{key}_lengths"] = pad([item[key] for item in items], value)
-    for key in ("frequency_masks", "time_masks"):
-        if key in items[0]:
-            batch[key] = torch.stack([item[key] for item in items])
-    batch["names"], batch["texts"] = [item["name"] for item in items], [item["text"] for item in items]
-    batch["seconds"] = [len(item["audio"]) / sample_rate for item in items]
-    return batch
-
-
 def split_batch(batch: dict, size: int) -> list[dict]:
-    """A batch in pieces of at most `size` utterances, as equal as can be, each trimmed to its own longest."""
-    total = len(batch["names"])
-    pieces = []
+    """Cuts a batch into pieces of at most `size` utterances and nearly equal size, each trimmed to its longest one."""
+    total, pieces = len(batch["names"]), []
     for rows in np.array_split(np.arange(total), math.ceil(total / size)):
         first, last = int(rows[0]), int(rows[-1]) + 1
         piece = {}
         for key, value in batch.items():
             if key == "counts":
-                continue  # of the whole window: they stay what they were
+                continue  # counts belong to the whole window, so splitting a batch does not change them
             value = value[first:last]
             if f"{key}_lengths" in batch:
                 value = value[:, : int(batch[f"{key}_lengths"][first:last].max())]
@@ -319,11 +276,10 @@ def split_batch(batch: dict, size: int) -> list[dict]:
 
 
 def to_device(batches: list[dict], device: torch.device) -> Iterator[dict]:
-    """The batches on `device`, on CUDA each copied while the one before it computes. The host's copy of each
-    "<key>_lengths" is kept under "<key>_lengths_host": reading it back from the device would wait for the device."""
+    """Yields the batches on `device`; on CUDA each is copied while the one before it computes. The host's copy of each
+    "<key>_lengths" stays under "<key>_lengths_host": reading it from the device would wait for the device."""
     if device.type != "cuda":
-        for batch in batches:
-            yield _moved(batch, device)
+        yield from (_moved(batch, device) for batch in batches)
         return
     copying = torch.cuda.Stream(device)
 

@@ -1,4 +1,4 @@
-"""Where a run computes, and how: allocator environment, device, 16-bit type, backend switches, seeds, torchrun."""
+"""Device and precision of a run: allocator settings, device, 16-bit type, backend switches, seeds, torchrun's ranks."""
 
 import contextlib
 import os
@@ -15,34 +15,34 @@ from common.errors import UsageError
 from common.gpu import cuda_problem
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 REDUCE_BUCKET = 1 << 23  # elements in one all-reduce of gradients: 32 MiB of fp32
 
 
 def set_allocator(conf: str) -> None:
-    """Gives the CUDA allocator its settings under both names that torch versions read; must run before CUDA starts.
-    What the environment already sets stays, an empty value included. (torch 2.9's CUDA allocator ignores the new name,
-    pytorch#183387; 2.8 to 2.11 print one warning about the old one.)"""
+    """Configures the CUDA allocator, under both names that torch versions read. Call it before CUDA starts. A value in
+    the environment, even an empty one, takes precedence. (torch 2.9's allocator ignores the new name, pytorch#183387;
+    2.8 to 2.11 print one warning about the old name.)"""
     conf = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), conf)
     for name in ALLOCATOR_VARIABLES:
         os.environ.setdefault(name, conf)
 
 
 def pick_device(wanted: str, quiet: bool = False) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` to a device that works. `auto` falls back to the CPU and says why, on stderr if
-    `quiet`."""
+    """The device for `wanted`: auto, cpu, cuda or cuda:N. `auto` falls back to the CPU and prints why, to stderr if
+    `quiet`. Raises `UsageError` if the device cannot be used."""
     if wanted == "cpu":
         return torch.device("cpu")
-    # torch.device() itself takes "cuda:256" for "cuda:0".
-    numbered = re.fullmatch(r"cuda:(\d{1,2})", wanted)
+    numbered = re.fullmatch(r"cuda:(\d{1,2})", wanted)  # torch.device("cuda:256") would be cuda:0
     if wanted not in ("auto", "cuda") and not numbered:
         raise UsageError(f"--device {wanted}: it must be auto, cpu, cuda or cuda:N")
     if numbered and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
-        raise UsageError(f"--device {wanted}: torchrun's processes need a GPU each, which --device cuda gives them")
+        raise UsageError(f"--device {wanted}: each process of torchrun needs its own GPU; --device cuda gives them one")
     index = int(numbered[1]) if numbered else int(os.environ.get("LOCAL_RANK", 0))
     problem = cuda_problem(index)
     if problem is None:
         return torch.device("cuda", index)
-    # With torchrun, one rank on the CPU and the others on GPUs would wait for each other for ever.
+    # One rank on the CPU and the others on GPUs would wait for each other forever.
     if wanted != "auto" or (index and cuda_problem(0) is None):
         raise UsageError(f"--device {wanted}: {problem}; --device cpu works everywhere")
     print(f"device: cpu (auto: {problem})", file=sys.stderr if quiet else sys.stdout)
@@ -50,30 +50,25 @@ def pick_device(wanted: str, quiet: bool = False) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype | None, str]:
-    """`auto`, `fp16`, `bf16` or `no` to autocast's dtype (None: fp32) and the reason in words."""
+    """The autocast dtype (None: fp32) for `wanted` (auto, fp16, bf16 or no), and the reason as text."""
     if wanted == "no":
         return None, "fp32 (--no_mixed_precision)"
     if device.type != "cuda":
         if wanted == "auto":
             return None, "fp32 (auto: 16-bit types are slower on a CPU)"
-        return (torch.float16 if wanted == "fp16" else torch.bfloat16), f"{wanted} (asked for; slow on a CPU)"
+        return DTYPES[wanted], f"{wanted} (asked for; slow on a CPU)"
     major, minor = torch.cuda.get_device_capability(device)
     if wanted == "auto":
         if major >= 8:
             return torch.bfloat16, f"bf16 (auto: compute capability {major}.{minor})"
         return torch.float16, f"fp16 with loss scaling (auto: compute capability {major}.{minor} has no bf16 units)"
-    if wanted == "bf16" and major < 8:
-        return (
-            torch.bfloat16,
-            f"bf16 (asked for; compute capability {major}.{minor} emulates it slowly, fp16 is faster)",
-        )
-    return (torch.float16 if wanted == "fp16" else torch.bfloat16), f"{wanted} (asked for)"
+    slow = f"; compute capability {major}.{minor} emulates it slowly, fp16 is faster"
+    return DTYPES[wanted], f"{wanted} (asked for{slow if wanted == 'bf16' and major < 8 else ''})"
 
 
 @dataclass
 class Ranks:
-    """The processes of a torchrun job, or the only one. Small host values travel by gloo, gradients by the device's
-    own backend."""
+    """The ranks of a torchrun job, or the only process. gloo reduces numbers, the device's backend gradients."""
 
     rank: int = 0
     size: int = 1
@@ -84,16 +79,16 @@ class Ranks:
         return self.rank == 0
 
     def reduce(self, values, op: str = "sum") -> list:
-        """Sum or maximum over the ranks of a list of Python numbers (int64 or float64 on the host)."""
+        """Element-wise sum ("sum") or maximum ("max") over the ranks of a list of numbers, in int64 or float64."""
         if self.size == 1:
             return list(values)
-        exact = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
-        tensor = torch.tensor(values, dtype=exact)
+        dtype = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
+        tensor = torch.tensor(values, dtype=dtype)
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.host_group)
         return tensor.tolist()
 
     def gather(self, value) -> list:
-        """`value` of every rank, on every rank."""
+        """The `value` of every rank, on every rank. It must be picklable."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -101,9 +96,9 @@ class Ranks:
         return values
 
     def sum_gradients(self, parameters: list[torch.nn.Parameter], present: list[bool]) -> None:
-        """Sums the gradients over the ranks in flat buckets. `present[i]`: some rank has a gradient for parameter i;
-        a rank that has none adds zeros."""
-        used = [p for p, here in zip(parameters, present, strict=True) if here]
+        """Sums the gradients over the ranks in flat buckets. `present[i]` says whether any rank has a gradient for
+        parameter i; a rank without one adds zeros."""
+        used = [p for p, has_gradient in zip(parameters, present, strict=True) if has_gradient]
         for parameter in used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -112,76 +107,85 @@ class Ranks:
             while used and (not bucket or elements + used[0].numel() <= REDUCE_BUCKET):
                 elements += used[0].numel()
                 bucket.append(used.pop(0))
-            flat = torch.cat([p.grad.reshape(-1) for p in bucket])  # of several types, to one that holds them all
+            flat = torch.cat([p.grad.reshape(-1) for p in bucket])  # mixed types are promoted
             dist.all_reduce(flat)
             for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 parameter.grad.copy_(part.view_as(parameter))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Setup:
-    """What every computation of a run shares. `dtype` None means fp32 without autocast."""
+    """The device, precision and processes of a run. `dtype` is autocast's (None: fp32 without autocast), `workers` the
+    number of data worker processes."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype | None = None
     ranks: Ranks = field(default_factory=Ranks)
+    workers: int = 0
 
     def autocast(self):
-        """The one place that says where autocast applies."""
+        """The autocast context of a forward pass."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
     def grad_scaler(self) -> torch.amp.GradScaler | None:
-        """Loss scaling, which fp16 needs: its gradients would vanish."""
+        """Loss scaling for fp16, whose small gradients would vanish; None for other types."""
         return torch.amp.GradScaler(self.device.type) if self.dtype is torch.float16 else None
 
 
 def start_ranks(device: torch.device) -> Ranks:
-    """Joins the job that torchrun describes in the environment; one rank without it."""
+    """Joins the job that torchrun describes in the environment; one rank without torchrun. Raises `UsageError`."""
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size == 1:
         return Ranks()
     if not dist.is_initialized():
         try:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        except ValueError as error:  # a scheduler's WORLD_SIZE without the rest
-            raise UsageError(
-                f"WORLD_SIZE is {size}, but {error}: start several ranks with torchrun, or unset WORLD_SIZE"
-            ) from None
+        except ValueError as error:  # a scheduler sets WORLD_SIZE alone
+            raise UsageError(f"WORLD_SIZE is {size}, but {error}: use torchrun, or unset WORLD_SIZE") from None
     host_group = dist.new_group(backend="gloo") if device.type == "cuda" else None
     return Ranks(dist.get_rank(), size, host_group)
 
 
 def setup(args, quiet: bool = False) -> Setup:
-    """Device, precision, switches, seeds and ranks for a run, each printed with its reason; `quiet` leaves stdout to the
-    results. Raises `UsageError` where the device asked for cannot be used."""
+    """Chooses device, precision and data workers and prints why, starts the ranks, and sets backend switches and seeds.
+    `quiet` keeps stdout free for results. Raises `UsageError` if --device cannot be used."""
     set_allocator(args.allocator_conf)
     if args.deterministic:
-        # cuBLAS reads it when CUDA starts.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and int(os.environ.get("RANK", 0)) > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  one voice; errors still reach stderr
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  only the first rank prints; errors still reach stderr
     device = pick_device(args.device, quiet)
     ranks = start_ranks(device)
     dtype, reason = pick_dtype(args.mixed_precision, device)
-    name = (
-        f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
-        if device.type == "cuda"
-        else f"{torch.get_num_threads()} threads"
-    )
-    if not quiet:
-        print(f"device: {device} ({name}{f', {ranks.size} ranks' if ranks.size > 1 else ''}); precision: {reason}")
+    name = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        name = f"{torch.cuda.get_device_name(device)}, {memory / 2**30:.1f} GiB"
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.backends.cudnn.benchmark = args.cudnn_benchmark and not args.deterministic
-        # cuDNN's attention builds a plan for every new shape, and speech has a new shape in every batch.
+        # cuDNN's attention builds a plan for every new shape, and batches of different lengths have different shapes.
         torch.backends.cuda.enable_cudnn_sdp(False)
+    if not quiet:
+        several = f", {ranks.size} ranks" if ranks.size > 1 else ""
+        print(f"device: {device} ({name}{several}); precision: {reason}")
     if args.deterministic:
         torch.backends.cudnn.deterministic = True
-        # CTC's backward on CUDA has no deterministic kernel: a warning then, not an error.
+        # CTC's backward has no deterministic kernel on CUDA, so a warning has to be enough.
         torch.use_deterministic_algorithms(True, warn_only=True)
     seed_everything(args.seed)
-    return Setup(device, dtype, ranks)
+    return Setup(device, dtype, ranks, pick_workers(args.dataloader_num_workers, device, quiet))
+
+
+def pick_workers(wanted: int | str, device: torch.device, quiet: bool = False) -> int:
+    """The number of data workers. `auto`: one if the CPU trains, otherwise one per core and at most four."""
+    if wanted != "auto":
+        return wanted
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = 1 if device.type == "cpu" else min(4, cores)
+    if not quiet:
+        print(f"data workers: {workers} (auto: {cores} cores, training on {device.type})")
+    return workers
 
 
 def seed_everything(seed: int) -> None:
@@ -205,7 +209,7 @@ def rng_state(device: torch.device) -> dict:
 
 
 def set_rng_state(state: dict, device: torch.device) -> None:
-    """Puts back what `rng_state` returned. A state saved on another kind of device leaves this one's generator."""
+    """Restores what `rng_state` returned. A state that was saved on a CPU does not change CUDA's generator."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
@@ -217,7 +221,7 @@ def set_rng_state(state: dict, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def full_fp32(device: torch.device):
-    """Without TF32, whose products have 10 bits: too few for the powers that a logarithm follows."""
+    """Turns off TF32, whose 10-bit products are not exact enough for a power spectrum that goes through a logarithm."""
     before = torch.backends.cuda.matmul.allow_tf32
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -229,11 +233,11 @@ def full_fp32(device: torch.device):
 
 
 def downcast(x: torch.Tensor) -> torch.Tensor:
-    """In autocast's type, where that is on. Several layers with the same input would each make and keep a copy of it."""
+    """`x` in autocast's type if autocast is on. Done once, so that layers with the same input share one copy of it."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
-    """16-bit tensors to fp32; fp32 and float64 stay as they are (a bare `.float()` would spoil exactness tests)."""
+    """A 16-bit tensor in fp32. fp32 and float64 are returned unchanged, so that tests can run in float64."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -1,4 +1,4 @@
-"""The failures that are answered with one line and an exit status instead of a traceback."""
+"""Failures that end a command with one line on stderr and an exit status instead of a traceback."""
 
 import importlib
 import os
@@ -9,24 +9,23 @@ from collections.abc import Callable
 
 
 class Failure(Exception):
-    """Something the user can act on. `str(error)` says what happened, where, and what to do; `status` is the exit
-    status."""
+    """A failure that the user can act on. `str(error)` says what happened, where, and what to do."""
 
-    status = 1
+    status = 1  # the exit status
 
 
 class UsageError(Failure):
-    """A command that cannot be meant: contradicting flags, a missing checkpoint, a device that is not there."""
+    """A command that cannot be run: contradicting flags, a missing checkpoint, an unavailable device."""
 
     status = 2
 
 
 class DataError(Failure):
-    """Audio, text or a manifest that cannot be used."""
+    """Data that cannot be used."""
 
 
 class RunError(Failure):
-    """A run that cannot go on: an utterance that does not fit, a full disk, losses that stay non-finite."""
+    """A run that cannot continue: an utterance does not fit into memory, the disk is full, losses stay non-finite."""
 
 
 class Stopped(Failure):
@@ -38,22 +37,23 @@ class Stopped(Failure):
 
 
 def cannot_write(folder, error: OSError, flag: str) -> RunError:
-    """What to raise where `folder`, which `flag` names, cannot be made or written in."""
+    """The error for a folder that cannot be created or written to. `flag` is the one that chooses the folder."""
     is_file = isinstance(error, FileExistsError | NotADirectoryError)
     reason = "a part of that path is a file" if is_file else error.strerror
     return RunError(f"cannot write in {folder}: {reason}; choose another {flag}")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the error's type if the message is empty."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def exit_with_one_line(main: Callable, *args) -> None:
-    """Runs `main(*args)` and turns a `Failure` into one line on stderr and its exit status; anything else is a defect
-    of ours and keeps its traceback."""
-    status = 0
-    try:
-        _run(main, *args)
-    except SystemExit as leaving:
-        status = leaving.code
+    """Runs `main(*args)`. A `Failure` becomes one line on stderr and its exit status; other exceptions are bugs and
+    keep their tracebacks."""
+    status = _run(main, *args)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        # Unwinding torch.distributed's threads aborts one process in ten at exit, and torchrun would call it a failure.
+        # At exit torch.distributed's threads abort one process in ten, which torchrun would report as a failure.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -61,33 +61,36 @@ def exit_with_one_line(main: Callable, *args) -> None:
         sys.exit(status)
 
 
-def _run(main: Callable, *args) -> None:
-    for stream in (sys.stdout, sys.stderr):  # where the locale has no Devanagari, escapes are better than an error
-        if hasattr(stream, "reconfigure"):  # a notebook's has none
-            stream.reconfigure(errors="backslashreplace")
+def _run(main: Callable, *args) -> int | str:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a notebook's streams have no such method
+            stream.reconfigure(errors="backslashreplace")  # print characters that the locale lacks as escapes
     try:
         main(*args)
         sys.stdout.flush()
     except Failure as failure:
-        print(f"error: {failure}" if not isinstance(failure, Stopped) else str(failure), file=sys.stderr)
-        sys.exit(failure.status)
+        print(failure if isinstance(failure, Stopped) else f"error: {failure}", file=sys.stderr)
+        return failure.status
+    except SystemExit as leaving:
+        return leaving.code or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
         if not any(event & select.POLLERR for _, event in poll.poll(0)):
-            raise  # another pipe: a defect, or a worker process that died
-        # `... --transcribe folder | head`: what stdout still holds must not be tried again at exit.
+            raise  # another pipe broke: a bug, or a worker process that died
+        # The reader of stdout has gone (`... | head`). Python must not flush the rest into the pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        return 128 + signal.SIGPIPE
+    return 0
 
 
 def require(module: str, purpose: str):
-    """Imports and returns a library that only some runs need. Raises `RunError` naming what it is for."""
+    """Imports and returns a module that only some runs need. Raises `RunError` with the `purpose` if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = {"espeakng_loader": "espeakng-loader"}.get(module.split(".")[0], module.split(".")[0])
+        package = (error.name or module).split(".")[0].replace("_", "-")  # the module, or one that it imports
         raise RunError(f"{purpose} needs the package {package} ({error}): pip install {package}") from None

@@ -1,17 +1,19 @@
-"""Memory: activation checkpointing, what counts as out of memory, statistics, how busy the GPU is and with whom."""
+"""Activation checkpointing, out-of-memory errors, splitting of batches that do not fit, memory statistics."""
 
 import functools
 import gc
 import os
+import resource
+import sys
 from collections.abc import Callable
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from common.batches import split_batch
-from common.errors import RunError, UsageError
+from common.errors import RunError, UsageError, first_line
 
-# What cuDNN, cuBLAS and the CPU's allocator say when memory is short, instead of raising torch.OutOfMemoryError.
+# Messages of cuDNN, cuBLAS and the CPU's allocator when memory is short. They do not raise torch.OutOfMemoryError.
 OUT_OF_MEMORY_WORDS = (
     "out of memory",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -26,39 +28,38 @@ OUT_OF_MEMORY_WORDS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the device (or the host) has too little memory for what was asked."""
+    """Whether an error means that the device or the host has too little memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY_WORDS)
 
 
 def free_memory(device: torch.device) -> None:
-    """Gives back what a failed attempt left behind: reference cycles, then the allocator's cache."""
+    """Frees what a failed attempt left behind: reference cycles, then the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def split_on_oom(function: Callable[[dict], object], batch: dict, device: torch.device) -> list:
-    """`[function(batch)]`, or where that runs out of memory, the results for its halves. Raises `RunError` naming the
-    utterance where one alone does not fit. For evaluation: `function` must be repeatable."""
+    """`[function(batch)]` or, if that runs out of memory, the results for its halves. Raises `RunError` with the name
+    of an utterance that does not fit alone. For evaluation: `function` may be called several times for an utterance."""
     try:
         return [function(batch)]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        reason = str(error).strip().split("\n")[0]
-    free_memory(device)  # outside the handler, whose traceback keeps the tensors alive
+        reason = first_line(error)
+    free_memory(device)  # outside the handler, in which the traceback keeps the tensors alive
     size = len(batch["names"])
     if size == 1:
-        raise RunError(f"{batch['names'][0]} does not fit into memory, not even alone and without gradients ({reason})")
+        raise RunError(f"{batch['names'][0]} does not fit into memory even alone and without gradients ({reason})")
     return [result for piece in split_batch(batch, (size + 1) // 2) for result in split_on_oom(function, piece, device)]
 
 
 def checkpoint_layers(model: torch.nn.Module, kinds: tuple[type, ...]) -> None:
     """Recomputes the activations of every module of `kinds` in backward instead of keeping them. Loss and gradients
-    stay the same, dropout included (its generator is replayed). Raises `UsageError` where there is none: an option that
-    does nothing is worse than an error."""
+    stay the same, also with dropout, whose random state is replayed. Raises `UsageError` if there is no such module."""
     layers = [module for module in model.modules() if isinstance(module, kinds)]
     if not layers:
         raise UsageError(f"--gradient_checkpointing: {type(model).__name__} has no layer of the kinds it applies to")
@@ -73,8 +74,7 @@ def _recomputed(layer: torch.nn.Module, forward, *inputs):
 
 
 def memory_used(device: torch.device) -> int:
-    """Bytes: the allocator's peak on a GPU since the start, the resident memory of this process otherwise. Reads
-    counters on the host only."""
+    """Bytes: the allocator's peak on a GPU, otherwise this process's resident memory. Does not wait for the device."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -82,3 +82,16 @@ def memory_used(device: torch.device) -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def peak(device: torch.device) -> str:
+    """One line about the peak of memory (the allocator's on a GPU, resident memory on a CPU) and the device's total."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        peaks = f"{allocated / 2**30:.2f} GiB allocated, {reserved / 2**30:.2f} GiB reserved"
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        peaks = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB resident"
+    return f"memory: peak {peaks}, total {total / 2**30:.2f} GiB"

@@ -5,11 +5,12 @@
     python recipes/konkani_conformer.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
 
 Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वचता"}, CSV/TSV with a header, or LJSpeech's metadata.csv;
-any sample rate; utterances of up to 30 s. Any language: characters are taken from the training text.
+any sample rate; utterances of up to 30 s. Any language: the characters are taken from the training text.
 
 Memory: the T4's preset (micro-batch 2 x accumulation 4, d 192, 8+4 layers) is predicted to need 0.35 GiB beside CUDA's own
 at 30 s an utterance (benchmarks/konkani_memory.py). Expect a character error rate below 1 % on the demo's held-out
-sentences after its 600 updates (two CPU cores: three to four minutes); synthetic speech proves the mechanics, not a real-world error rate.
+sentences after its 600 updates (two CPU cores: three to four minutes). Synthetic speech proves the mechanics, not a
+real-world error rate.
 
 Sources: Conformer (Gulati et al. 2020); rotary positions in it (Li et al. 2021, "Conformer-based End-to-end Speech
 Recognition With Rotary Position Embedding"); joint CTC/attention (Watanabe et al. 2017); SpecAugment (Park et al. 2019).
@@ -27,39 +28,41 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import batches, checkpoint, compiling, device, memory, optim, options, report
+from common import checkpoint, device, optim, options, preflight
+from common.batches import EvalBatches, Windows, pad
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
-from common.loop import train
-from speech import audio, demo, metrics, text
-from speech import recogniser as results
+from common.loop import Task, begin, finish, train
+from common.report import check_folder
+from speech import corpus as splits
+from speech import demo, metrics, recogniser, text
+from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.columns import Corpus
-from speech.corpus import drop, load_splits
 from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
+from speech.recogniser import SPEEDS, decode_set
 from speech.search import CTCPrefixScores, autoregressive_beam, ctc_prefix_beam
 
 RECIPE = "konkani_conformer"
-SAMPLE_RATE = 16_000  # Hz
 N_MELS = 80
 LOSS_WEIGHTS = {"ctc": 0.3, "attention": 0.7}
-SPEEDS = (0.9, 1.0, 1.1)
+BEAM_SIZE = 10
 FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH = 2, 27 / 80  # share of the bands
 TIME_MASKS, TIME_MASK_WIDTH = 5, 0.05  # share of the utterance
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 600
-HELD_OUT, MOST_HELD_OUT = 0.05, 200  # of the training data, where no --val_manifest is given
 NORM_UTTERANCES = 500  # for the statistics of --cmvn global
-SHAPE = {
-    "d_model": 192,
-    "encoder_layers": 8,
-    "decoder_layers": 4,
-    "attention_heads": 4,
-    "subsampling": 4,
-    "cmvn": "global",
-}
+SHAPE = {  # what the checkpoint decides when resuming
+    "d_model": 192, "encoder_layers": 8, "decoder_layers": 4, "attention_heads": 4, "subsampling": 4, "cmvn": "global",
+}  # fmt: skip
+NEEDS = (
+    ("beam_size", ("decoding rescore", "decoding beam"), ""),
+    ("vocab_size", ("tokenizer bpe",), ""),
+)
 
 
 def add_arguments(parser) -> None:
+    splits.add_arguments(parser)
+    recogniser.add_arguments(parser, ("greedy", "rescore", "beam"), "rescore", BEAM_SIZE)
     # fmt: off
     model = parser.add_argument_group("model (its shape comes from the checkpoint when resuming)")
     model.add_argument("--d_model", type=options.POSITIVE, metavar="N", help="width (192)")
@@ -67,50 +70,57 @@ def add_arguments(parser) -> None:
     model.add_argument("--decoder_layers", type=options.POSITIVE, metavar="N", help="Transformer decoder layers (4)")
     model.add_argument("--attention_heads", type=options.POSITIVE, metavar="N", help="heads in every attention (4)")
     model.add_argument("--subsampling", type=int, choices=[4, 8], help="frames of 10 ms in an encoder frame (4)")
-    model.add_argument("--cmvn", choices=["global", "utterance"], help="feature normalisation: training-set statistics, or each utterance's own (global)")
+    model.add_argument("--cmvn", choices=["global", "utterance"], help="feature normalisation: by training-set statistics, or each utterance's own (global)")
     model.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
-    model.add_argument("--label_smoothing", type=options.SHARE, default=0.1, metavar="P", help="of the attention decoder's targets (0.1)")
-    data = parser.add_argument_group("text and augmentation")
-    data.add_argument("--test_manifest", type=options.path, metavar="FILE", help="for the figures at the end (the evaluation set)")
-    data.add_argument("--tokenizer", choices=["char", "bpe"], default="char", help="SentencePiece units, trained on the training text (char)")
-    data.add_argument("--vocab_size", type=options.POSITIVE, default=500, metavar="N", help="pieces of --tokenizer bpe (500)")
-    data.add_argument("--vocab_file", type=options.path, metavar="FILE", help="characters from a vocab.json with char2idx, instead of a trained tokenizer")
-    data.add_argument("--spec_augment", action=options.OnOff, help="mask bands and spans of the features (on; off for the demo)")
-    data.add_argument("--speed_perturbation", action=options.OnOff, help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)")
-    use = parser.add_argument_group("decoding and use")
-    use.add_argument("--decoding", choices=["greedy", "rescore", "beam"], default="rescore", help="for the figures at the end and --transcribe: CTC's best path, CTC's n-best rescored by the decoder, or the decoder's beam with CTC (rescore)")
-    use.add_argument("--beam_size", type=options.POSITIVE, default=10, metavar="N", help="hypotheses of rescore and beam (10)")
-    use.add_argument("--average_checkpoints", type=options.POSITIVE, metavar="N", help="average the weights of N checkpoints at the end, and use them where they are not worse")
-    use.add_argument("--average_by", choices=["last", "best"], default="last", help="which checkpoints to average: the newest, or those that evaluated best (last)")
-    use.add_argument("--transcribe", nargs="+", type=options.path, metavar="PATH", help="transcribe files and folders with the weights of --resume (CHECKPOINT_DIR/best.safetensors)")
-    use.add_argument("--output", type=options.path, metavar="FILE", help="write transcripts there as JSON Lines")
+    model.add_argument("--label_smoothing", type=options.SHARE, default=0.1, metavar="P", help="label smoothing of the attention decoder's targets (0.1)")
+    model.add_argument("--tokenizer", choices=["char", "bpe"], default="char", help="SentencePiece units, trained on the training text (char)")
+    model.add_argument("--vocab_size", type=options.POSITIVE, metavar="N", help="pieces of --tokenizer bpe (500)")
+    model.add_argument("--vocab_file", type=options.path, metavar="FILE", help="characters from a vocab.json with char2idx, instead of a trained tokenizer")
     # fmt: on
+    options.add_arguments(parser)
 
 
-# --- text and data ---------------------------------------------------------------------------------------------------
+def resolve(args) -> None:
+    is_demo = not args.train_manifest
+    excludes, needs = (*splits.EXCLUDES, *recogniser.EXCLUDES), (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
+    options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
+    recogniser.resolve(args, augment=not is_demo, beam_size=BEAM_SIZE)  # the demo's voices hardly vary
+
+
+def choose_shape(args, saved: dict | None) -> dict:
+    """The shape of the model: that of the checkpoint's configuration `saved`, or by the flags. Raises `UsageError`."""
+    shape = options.choose_shape(args, SHAPE, saved)
+    d, heads = shape["d_model"], shape["attention_heads"]
+    if d % (2 * heads):
+        raise UsageError(f"--d_model {d} must be a multiple of twice --attention_heads {heads}")
+    return shape
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
 
 
 def read_corpora(args) -> dict[str, Corpus]:
-    """The checked corpora "train", "val" and, where there is one, "test"; the demo's where no manifest is given."""
+    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given."""
+    checks = splits.resolve(args)
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-    if not args.train_manifest:
-        folder = Path(args.output_dir) / "data" / "konkani_demo"
+    if args.evaluate and args.test_manifest:
+        paths = {"test": args.test_manifest}
+    elif not args.train_manifest:
         print("no --train_manifest: using the demo corpus (synthetic speech)")
+        folder = Path(args.output_dir) / "data" / "konkani_demo"
         paths = demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
-    return load_splits(args, paths, text.normalise, HELD_OUT, MOST_HELD_OUT)
+    return splits.load_splits(paths, text.normalise, checks)
 
 
-def make_tokenizer(args, corpus: Corpus, resumed: dict | None):
-    if resumed:
-        return text.make_tokenizer(resumed["metadata"]["tokenizer"])
+def make_tokenizer(args, texts):
     if args.vocab_file:
         return text.load_vocab_file(args.vocab_file)
-    return text.train_tokenizer(corpus.texts, args.tokenizer, args.vocab_size)
+    return text.train_tokenizer(texts, args.tokenizer, args.vocab_size or 500)
 
 
 def drop_untrainable(corpus: Corpus, tokenizer, subsampling: int, strict: bool) -> Corpus:
-    """Without the utterances that no CTC alignment fits (fewer encoder frames than tokens and the blanks between equal
-    ones), and those of unknown characters only. Characters unknown to the vocabulary become its unknown token."""
+    """Without the utterances that no CTC alignment fits, and those of unknown characters only. Other characters outside
+    the vocabulary become its unknown token."""
     unknown = 0
 
     def fault(index: int) -> tuple[str, str] | None:
@@ -121,11 +131,11 @@ def drop_untrainable(corpus: Corpus, tokenizer, subsampling: int, strict: bool) 
         if share == 1:
             return "text is outside the vocabulary", corpus.texts[index][:60]
         if not ctc_fits(int(corpus.seconds[index] * SAMPLE_RATE), tokens, subsampling):
-            what = f"{len(tokens)} tokens in {corpus.seconds[index]:.2f} s"
-            return "text is too long for its audio (CTC needs a frame a token)", what
+            size = f"{len(tokens)} tokens in {corpus.seconds[index]:.2f} s"
+            return "text is too long for its audio (CTC needs a frame a token)", size
         return None
 
-    kept = drop(corpus, "training set", fault, strict)
+    kept = splits.drop(corpus, "training set", fault, strict)
     if unknown:
         print(f"{unknown} training texts hold characters outside the vocabulary; they train its unknown token")
     return kept
@@ -140,41 +150,72 @@ def encoder_frames(samples: int, subsampling: int) -> int:
 
 
 def ctc_fits(samples: int, tokens: list[int], subsampling: int) -> bool:
+    """Whether there is an encoder frame for every token, and for the blank between two equal ones."""
     repeats = sum(a == b for a, b in itertools.pairwise(tokens))
     return encoder_frames(samples, subsampling) >= len(tokens) + repeats
 
 
-def seconds_in_epoch(corpus: Corpus, args, epoch: int) -> np.ndarray:
-    """(N,) lengths as they are trained on in an epoch."""
-    if not args.speed_perturbation:
-        return corpus.seconds
-    return corpus.seconds / audio.speed_factors(args.seed, epoch, len(corpus), SPEEDS)
+class Utterances:
+    """A set of utterances as the model takes them. Only the training set is augmented, and augmentation depends on
+    (seed, epoch, index) alone."""
 
+    def __init__(self, args, corpus: Corpus, tokenizer, subsampling: int, training: bool):
+        self.args = args
+        self.corpus = corpus
+        self.tokenizer = tokenizer
+        self.subsampling = subsampling
+        self.training = training
 
-def load_item(corpus: Corpus, tokenizer, args, training: bool, index: int, epoch: int) -> dict:
-    """One utterance: waveform, tokens, and its augmentation, which depends on (seed, epoch, index) alone."""
-    waveform = audio.read_utterance(corpus, index, SAMPLE_RATE, args.cache_audio)
-    tokens = tokenizer.encode(corpus.texts[index])
-    end = tokenizer.size  # one number past the text's: the decoder's start and end, and CTC's blank
-    item = {
-        "audio": waveform, "tokens": torch.tensor(tokens, dtype=torch.long), "labels": torch.tensor([*tokens, end]),
-        "text": corpus.texts[index], "name": corpus.where(index),
-    }  # fmt: skip
-    if training and args.speed_perturbation:
-        factors = audio.speed_factors(args.seed, epoch, len(corpus), SPEEDS)
-        changed = audio.change_speed(waveform, float(factors[index]))
-        if ctc_fits(len(changed), tokens, args.subsampling):  # a fast, dense utterance stays as it is
-            item["audio"] = changed
-    if training and args.spec_augment:
-        random = np.random.default_rng([args.seed, epoch, index])
-        item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
-        item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
-    return item
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint()
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        """(N,) lengths in an epoch."""
+        if self.training and self.args.speed_perturbation:
+            return self.corpus.seconds / self.speeds(epoch)
+        return self.corpus.seconds
+
+    def speeds(self, epoch: int) -> np.ndarray:
+        return speed_factors(self.args.seed, epoch, len(self.corpus), SPEEDS)
+
+    def item(self, index: int, epoch: int) -> dict:
+        """One utterance: waveform (T,), tokens (U,), labels (U + 1,), and masks of SpecAugment."""
+        args, transcript = self.args, self.corpus.texts[index]
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE, args.cache_audio)
+        tokens = self.tokenizer.encode(transcript)
+        if self.training and args.speed_perturbation:
+            changed = change_speed(waveform, float(self.speeds(epoch)[index]))
+            if ctc_fits(len(changed), tokens, self.subsampling):  # a fast, dense utterance stays as it is
+                waveform = changed
+        eos = self.tokenizer.size  # one number past the text's: the decoder's start and end, and CTC's blank
+        item = {
+            "audio": waveform, "tokens": torch.tensor(tokens, dtype=torch.long), "labels": torch.tensor([*tokens, eos]),
+            "text": transcript, "name": self.corpus.where(index), "index": index,
+        }  # fmt: skip
+        if self.training and args.spec_augment:
+            random = np.random.default_rng([args.seed, epoch, index])
+            item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
+            item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
+        return item
 
 
 def collate(items: list[dict]) -> dict:
-    """Items to a batch: audio (B, T), tokens (B, U), labels (B, U + 1) with -100 beyond their end."""
-    batch = batches.gather(items, {"audio": 0.0, "tokens": 0, "labels": -100}, SAMPLE_RATE)
+    """Items to a batch: audio (B, T), tokens (B, U), labels (B, U + 1) with -100 beyond their end, each with its lengths;
+    counts are the numbers of targets of each loss term."""
+    batch = {
+        "names": [item["name"] for item in items],
+        "texts": [item["text"] for item in items],
+        "indices": [item["index"] for item in items],
+        "seconds": [len(item["audio"]) / SAMPLE_RATE for item in items],
+    }
+    for key, padding in (("audio", 0.0), ("tokens", 0), ("labels", -100)):
+        batch[key], batch[f"{key}_lengths"] = pad([item[key] for item in items], padding)
+    if "time_masks" in items[0]:
+        batch["frequency_masks"] = torch.stack([item["frequency_masks"] for item in items])
+        batch["time_masks"] = torch.stack([item["time_masks"] for item in items])
     tokens = int(batch["tokens_lengths"].sum())
     batch["counts"] = {"ctc": tokens, "attention": tokens + len(items)}
     return batch
@@ -212,7 +253,9 @@ class SelfAttention(nn.Module):
     def __init__(self, d: int, heads: int, dropout: float):
         super().__init__()
         self.heads = heads
-        self.norm, self.qkv, self.out = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.norm = nn.LayerNorm(d)
+        self.qkv = nn.Linear(d, 3 * d)
+        self.out = nn.Linear(d, d)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -229,7 +272,10 @@ class CrossAttention(nn.Module):
     def __init__(self, d: int, heads: int, dropout: float):
         super().__init__()
         self.heads = heads
-        self.norm, self.q, self.kv, self.out = nn.LayerNorm(d), nn.Linear(d, d), nn.Linear(d, 2 * d), nn.Linear(d, d)
+        self.norm = nn.LayerNorm(d)
+        self.q = nn.Linear(d, d)
+        self.kv = nn.Linear(d, 2 * d)
+        self.out = nn.Linear(d, d)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -245,9 +291,12 @@ class Convolution(nn.Module):
 
     def __init__(self, d: int, kernel: int, dropout: float):
         super().__init__()
-        self.norm, self.enter = nn.LayerNorm(d), nn.Linear(d, 2 * d)
+        self.norm = nn.LayerNorm(d)
+        self.enter = nn.Linear(d, 2 * d)
         self.depthwise = nn.Conv1d(d, d, kernel, padding=kernel // 2, groups=d)
-        self.middle_norm, self.leave, self.dropout = nn.LayerNorm(d), nn.Linear(d, d), nn.Dropout(dropout)
+        self.middle_norm = nn.LayerNorm(d)
+        self.leave = nn.Linear(d, d)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         x = F.glu(self.enter(self.norm(x)), dim=-1)
@@ -262,8 +311,10 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, d: int, heads: int, kernel: int, dropout: float):
         super().__init__()
-        self.first, self.second = FeedForward(d, dropout), FeedForward(d, dropout)
-        self.attention, self.convolution = SelfAttention(d, heads, dropout), Convolution(d, kernel, dropout)
+        self.first = FeedForward(d, dropout)
+        self.second = FeedForward(d, dropout)
+        self.attention = SelfAttention(d, heads, dropout)
+        self.convolution = Convolution(d, kernel, dropout)
         self.norm = nn.LayerNorm(d)
 
     def forward(
@@ -278,7 +329,8 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, d: int, heads: int, dropout: float):
         super().__init__()
-        self.attention, self.cross = SelfAttention(d, heads, dropout), CrossAttention(d, heads, dropout)
+        self.attention = SelfAttention(d, heads, dropout)
+        self.cross = CrossAttention(d, heads, dropout)
         self.feed_forward = FeedForward(d, dropout)
 
     def forward(self, x: torch.Tensor, encoded: torch.Tensor, angles: tuple, mask: torch.Tensor | None) -> torch.Tensor:
@@ -301,7 +353,8 @@ class Subsampling(nn.Module):
         self.pointwise = nn.ModuleList([nn.Conv2d(c, c, 1) for _ in range(stages - 1)])
         for _ in range(stages):
             n_mels = (n_mels - 1) // 2 + 1
-        self.out, self.norm = nn.Linear(c * n_mels, d), nn.LayerNorm(d)
+        self.out = nn.Linear(c * n_mels, d)
+        self.norm = nn.LayerNorm(d)
         self.to(memory_format=torch.channels_last)  # twice as fast as (B, C, F, M) in memory
 
     def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -315,8 +368,8 @@ class Subsampling(nn.Module):
         return self.norm(self.out(F.relu(x).permute(0, 2, 3, 1).flatten(2))), lengths
 
 
-CHECKPOINTED = (Subsampling, EncoderLayer, DecoderLayer)  # what --gradient_checkpointing recomputes
-COMPILED = (FeedForward, SelfAttention, CrossAttention, Convolution)  # what --torch_compile compiles
+CHECKPOINTED = (Subsampling, EncoderLayer, DecoderLayer)  # recomputed by --gradient_checkpointing
+COMPILED = (FeedForward, SelfAttention, CrossAttention, Convolution)  # compiled by --torch_compile
 BRANCH_OUTPUTS = (".out", ".leave", ".first.3", ".second.3", ".feed_forward.3")
 
 
@@ -338,7 +391,9 @@ class Conformer(nn.Module):
     def __init__(self, config: dict, dropout: float = 0.1, label_smoothing: float = 0.1):
         super().__init__()
         d, heads = config["d_model"], config["attention_heads"]
-        self.config, self.label_smoothing, self.end = config, label_smoothing, config["vocabulary"]
+        self.config = config
+        self.label_smoothing = label_smoothing
+        self.eos = config["vocabulary"]
         self.head_dim = d // heads
         kernel = 31 if config["subsampling"] == 4 else 15
         self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
@@ -346,8 +401,8 @@ class Conformer(nn.Module):
         self.subsampling = Subsampling(N_MELS, d, config["subsampling"])
         self.dropout = nn.Dropout(dropout)
         self.encoder = nn.ModuleList([EncoderLayer(d, heads, kernel, dropout) for _ in range(config["encoder_layers"])])
-        self.ctc_head = nn.Linear(d, self.end + 1)
-        self.embedding = nn.Embedding(self.end + 1, d)
+        self.ctc_head = nn.Linear(d, self.eos + 1)
+        self.embedding = nn.Embedding(self.eos + 1, d)
         nn.init.normal_(self.embedding.weight, std=d**-0.5)  # tied to the output: std 1 would make it diverge
         self.decoder = nn.ModuleList([DecoderLayer(d, heads, dropout) for _ in range(config["decoder_layers"])])
         self.decoder_norm = nn.LayerNorm(d)
@@ -376,7 +431,7 @@ class Conformer(nn.Module):
         return x, mask, host
 
     def decode(self, tokens: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Logits (B, U, V + 1) of the token after each of `tokens` (B, U), the first of which is `self.end`."""
+        """Logits (B, U, V + 1) of the token after each of `tokens` (B, U), the first of which is `self.eos`."""
         x = self.dropout(self.embedding(tokens) * math.sqrt(self.config["d_model"]))
         angles = rotary_angles(tokens.shape[1], self.head_dim, x)
         for layer in self.decoder:
@@ -384,33 +439,40 @@ class Conformer(nn.Module):
         return F.linear(self.decoder_norm(x), self.embedding.weight)
 
 
-def compute_loss(model: Conformer, batch: dict) -> dict[str, torch.Tensor]:
-    """Sums over the batch of CTC's and the decoder's loss, to be divided by the window's counts."""
-    return losses(model, batch, *model.encode(batch))
+# --- loss, decoding and evaluation -----------------------------------------------------------------------------------
 
 
 def losses(
     model: Conformer, batch: dict, encoded: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor
 ) -> dict[str, torch.Tensor]:
+    """Sums over the batch of the CTC loss and the decoder's cross-entropy."""
     log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1).transpose(0, 1)  # (T, B, V + 1), in fp32 or better
     # Lengths on the host spare CTC a wait for the device. What cannot be aligned was rejected before training; an
     # evaluation set is scored whole, so there it may occur.
-    ctc = F.ctc_loss(log_probs, batch["tokens"], lengths, batch["tokens_lengths_host"], blank=model.end, reduction="sum", zero_infinity=not model.training)  # fmt: skip
+    ctc = F.ctc_loss(
+        log_probs, batch["tokens"], lengths, batch["tokens_lengths_host"], blank=model.eos, reduction="sum",
+        zero_infinity=not model.training,
+    )  # fmt: skip
     labels = batch["labels"]  # (B, U + 1)
-    start = torch.full_like(labels[:, :1], model.end)
+    start = torch.full_like(labels[:, :1], model.eos)
     logits = model.decode(torch.cat([start, labels[:, :-1].clamp_min(0)], dim=1), encoded, mask)
-    attention = F.cross_entropy(upcast(logits).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum", label_smoothing=model.label_smoothing)  # fmt: skip
+    attention = F.cross_entropy(
+        upcast(logits).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum",
+        label_smoothing=model.label_smoothing,
+    )  # fmt: skip
     return {"ctc": ctc, "attention": attention}
 
 
-# --- decoding and evaluation -----------------------------------------------------------------------------------------
+def compute_loss(model: Conformer, batch: dict) -> dict[str, torch.Tensor]:
+    """Sums over the batch; the loop divides by the window's counts."""
+    return losses(model, batch, *model.encode(batch))
 
 
 def ctc_greedy(model: Conformer, encoded: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
     """The best label of every frame, repeats merged, blanks removed."""
     best = model.ctc_head(encoded).argmax(-1).cpu()
     paths = [row[:length].unique_consecutive() for row, length in zip(best, lengths.tolist(), strict=True)]
-    return [path[path != model.end].tolist() for path in paths]
+    return [path[path != model.eos].tolist() for path in paths]
 
 
 def decode(
@@ -427,10 +489,10 @@ def rescored(model: Conformer, encoded: torch.Tensor, beam_size: int) -> list[in
     """CTC's n best of one utterance (1, T, D), ordered by the loss's own mixture of CTC's and the decoder's
     log-probabilities."""
     log_probs = upcast(model.ctc_head(encoded[0])).log_softmax(-1).cpu().numpy()
-    hypotheses = ctc_prefix_beam(log_probs, beam_size, model.end)
-    labels, _ = batches.pad([torch.tensor([*tokens, model.end]) for tokens, _ in hypotheses], -100)
+    hypotheses = ctc_prefix_beam(log_probs, beam_size, model.eos)
+    labels, _ = pad([torch.tensor([*tokens, model.eos]) for tokens, _ in hypotheses], -100)
     labels = labels.to(encoded.device)  # (N, U + 1)
-    inputs = F.pad(labels[:, :-1].clamp_min(0), (1, 0), value=model.end)
+    inputs = F.pad(labels[:, :-1].clamp_min(0), (1, 0), value=model.eos)
     following = upcast(model.decode(inputs, encoded.expand(len(labels), -1, -1), None)).log_softmax(-1)
     attention = -F.nll_loss(following.transpose(1, 2), labels, ignore_index=-100, reduction="none").sum(1)
     ctc = torch.tensor([score for _, score in hypotheses], device=encoded.device)
@@ -441,7 +503,7 @@ def rescored(model: Conformer, encoded: torch.Tensor, beam_size: int) -> list[in
 def attention_beam(model: Conformer, encoded: torch.Tensor, beam_size: int) -> list[int]:
     """The decoder's beam search for one utterance (1, T, D), with CTC's prefix probabilities mixed in as in the loss:
     the decoder alone loops and stops too early. At most a token a frame."""
-    ctc = CTCPrefixScores(upcast(model.ctc_head(encoded[0])).log_softmax(-1).cpu().numpy(), model.end)
+    ctc = CTCPrefixScores(upcast(model.ctc_head(encoded[0])).log_softmax(-1).cpu().numpy(), model.eos)
 
     def following(prefixes: torch.Tensor) -> torch.Tensor:
         logits = model.decode(prefixes.to(encoded.device), encoded.expand(len(prefixes), -1, -1), None)[:, -1]
@@ -449,142 +511,129 @@ def attention_beam(model: Conformer, encoded: torch.Tensor, beam_size: int) -> l
         added = torch.from_numpy(ctc.extend([tuple(row[1:]) for row in prefixes.tolist()])).to(attention.dtype)
         return LOSS_WEIGHTS["attention"] * attention + LOSS_WEIGHTS["ctc"] * added
 
-    return autoregressive_beam(following, model.end, model.end, beam_size, encoded.shape[1])[0][0]
-
-
-def decode_set(model: Conformer, tokenizer, eval_batches, method: str, beam_size: int = 1) -> tuple[list[dict], dict]:
-    """Decodes batches: one {"file", "reference", "hypothesis"} an utterance, and {loss term: (sum, count)}."""
-
-    def one(batch: dict) -> tuple[list[str], dict]:
-        encoded, mask, lengths = model.encode(batch)
-        terms = losses(model, batch, encoded, mask, lengths)
-        texts = [tokenizer.decode(tokens) for tokens in decode(model, encoded, lengths, method, beam_size)]
-        return texts, {name: float(value) for name, value in terms.items()}
-
-    return results.decode_set(one, eval_batches, LOSS_WEIGHTS, next(model.parameters()).device)
+    return autoregressive_beam(following, model.eos, model.eos, beam_size, encoded.shape[1])[0][0]
 
 
 def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float, float]]:
     """Losses, CER and WER of greedy CTC decoding, as (numerator, denominator)."""
-    rows, values = decode_set(model, tokenizer, eval_batches, "greedy")
-    return {**values, **metrics.score(rows)}
+
+    def decode_batch(batch: dict) -> tuple[list[str], dict]:
+        encoded, mask, lengths = model.encode(batch)
+        texts = [tokenizer.decode(tokens) for tokens in ctc_greedy(model, encoded, lengths)]
+        return texts, losses(model, batch, encoded, mask, lengths)
+
+    rows, sums = decode_set(decode_batch, eval_batches, next(model.parameters()).device, LOSS_WEIGHTS)
+    return {**sums, **metrics.score(rows)}
 
 
-@torch.no_grad()
-def transcribe(args) -> None:
-    setup = device.setup(args, quiet=True)
-    weights, metadata = checkpoint.weights_to_use(args, RECIPE)
-    tokenizer = text.make_tokenizer(metadata["tokenizer"])
-    model = Conformer(metadata["config"])
-    checkpoint.load_weights(model, weights)
-    model.to(setup.device).eval()
+def final_texts(args, tokenizer, model: Conformer, batch: dict) -> list[str]:
+    """The texts of a batch by --decoding."""
+    encoded, _, lengths = model.encode(batch)
+    return [tokenizer.decode(tokens) for tokens in decode(model, encoded, lengths, args.decoding, args.beam_size)]
 
-    def one(batch: dict) -> list[str]:
-        (batch,) = batches.to_device([batch], setup.device)
-        with setup.autocast():
-            encoded, _, lengths = model.encode(batch)
-            return [
-                tokenizer.decode(tokens) for tokens in decode(model, encoded, lengths, args.decoding, args.beam_size)
-            ]
 
-    def texts_of(waveforms: list[torch.Tensor], name: str) -> list[str]:
-        padded, lengths = batches.pad(waveforms)
-        batch = {"audio": padded, "audio_lengths": lengths, "names": [name] * len(waveforms)}
-        return [found for piece in memory.split_on_oom(one, batch, setup.device) for found in piece]
-
-    results.transcribe_files(args, texts_of, SAMPLE_RATE, metadata["longest"])
+def report_results(args, tokenizer, model: Conformer, eval_batches, title: str) -> None:
+    """Prints the error rates and examples of a set, decoded by --decoding."""
+    device_of_model = next(model.parameters()).device
+    rows, _ = decode_set(lambda batch: (final_texts(args, tokenizer, model, batch), {}), eval_batches, device_of_model)
+    title = f"{title}, {len(rows)} utterances, decoding: {args.decoding}"
+    recogniser.print_results(rows, title, args.log_dir, args.seed)
 
 
 # --- main ------------------------------------------------------------------------------------------------------------
 
 
-def measure_features(model: Conformer, corpus: Corpus, args) -> None:
+def trained(args, setup: device.Setup) -> tuple[Conformer, object, dict]:
+    """The model, tokenizer and metadata of --resume, or of the best evaluation."""
+    weights, metadata = checkpoint.weights_to_use(args, RECIPE)
+    model = Conformer(metadata["config"])
+    checkpoint.load_weights(model, weights)
+    return model.to(setup.device).eval(), text.make_tokenizer(metadata["tokenizer"]), metadata
+
+
+def transcribe(args) -> None:
+    setup = device.setup(args, quiet=True)
+    model, tokenizer, metadata = trained(args, setup)
+    texts_of = functools.partial(final_texts, args, tokenizer, model)
+    recogniser.transcribe_files(
+        args.transcribe, texts_of, setup, metadata["longest"], args.output, args.eval_batch_size
+    )
+
+
+@torch.no_grad()
+def evaluate_only(args) -> None:
+    setup = device.setup(args)
+    check_folder(args.log_dir)
+    model, tokenizer, metadata = trained(args, setup)
+    corpora = read_corpora(args)
+    name = "test" if "test" in corpora else "val"
+    data = Utterances(args, corpora[name], tokenizer, metadata["config"]["subsampling"], training=False)
+    with setup.autocast():
+        report_results(args, tokenizer, model, EvalBatches(args, data, collate, setup), f"{name} set")
+
+
+def verify_gpu(args) -> int:
+    """The exit status of --verify_gpu, for a model with the vocabulary that is usual for characters."""
+    config = {**choose_shape(args, None), "vocabulary": args.vocab_size or 100}
+    return preflight.verify(args, *optim.count_parameters(Conformer(config)))
+
+
+def measure_features(model: Conformer, data: Utterances, seed: int) -> None:
     """Statistics for --cmvn global, from a random part of the training set."""
-    found = []
-    for index in np.random.default_rng(args.seed).permutation(len(corpus)):
+    measured = []
+    for index in np.random.default_rng(seed).permutation(len(data)):
         try:
-            found.append(model.log_mel(audio.read_utterance(corpus, index, SAMPLE_RATE, args.cache_audio)[None])[0])
+            waveform = read_utterance(data.corpus, index, SAMPLE_RATE, data.args.cache_audio)
         except DataError:
-            continue  # training itself says what to do about it
-        if len(found) == NORM_UTTERANCES:
+            continue  # training itself reports it
+        measured.append(model.log_mel(waveform[None])[0])
+        if len(measured) == NORM_UTTERANCES:
             break
-    if found:
-        model.feature_norm.measure(found)
+    if measured:
+        model.feature_norm.measure(measured)
 
 
 def main(args) -> None:
-    options.resolve(args, DEMO_STEPS)
+    resolve(args)
+    if args.verify_gpu:
+        sys.exit(verify_gpu(args))
     if args.transcribe:
         return transcribe(args)
-    if args.output or (args.test_manifest and not args.train_manifest):
-        raise UsageError(
-            "--output goes with --transcribe" if args.output else "--test_manifest was given without --train_manifest"
-        )
-    setup = device.setup(args)
-    lock = checkpoint.lock_folder(args.checkpoint_dir) if setup.ranks.first else None  # noqa: F841  held until the end
-    report.check_folder(args.log_dir)
-    resumed = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
-    initial = checkpoint.read_weights(args.init_from, RECIPE)[0] if args.init_from else None
-    options.resolve_shape(args, SHAPE, resumed["metadata"]["config"] if resumed else None)
-    if args.d_model % (2 * args.attention_heads):
-        raise UsageError(
-            f"--d_model {args.d_model} must be a multiple of twice --attention_heads {args.attention_heads}"
-        )
-    options.resolve_workers(args, setup.device.type == "cpu")
-    for flag in ("spec_augment", "speed_perturbation"):  # the demo's voices hardly vary, and its run is short
-        setattr(args, flag, bool(args.train_manifest) if getattr(args, flag) is None else getattr(args, flag))
+    if args.evaluate:
+        return evaluate_only(args)
+    run = begin(args, RECIPE)
+    saved = run.resumed["metadata"] if run.resumed else None
+    shape = choose_shape(args, saved and saved["config"])
 
     corpora = read_corpora(args)
-    tokenizer = make_tokenizer(args, corpora["train"], resumed)
-    train_set = drop_untrainable(corpora["train"], tokenizer, args.subsampling, args.strict_data)
-    config = {**{name: getattr(args, name) for name in SHAPE}, "vocabulary": tokenizer.size}
-    model = Conformer(config, args.dropout, args.label_smoothing)
-    print(f"model: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {tokenizer.size} text tokens")
-    if args.cmvn == "global" and not resumed:
-        measure_features(model, train_set, args)
-    if initial:
-        checkpoint.initialise(model, initial, args.init_from)
-    model.to(setup.device)
-    if args.torch_compile:
-        compiling.compile_layers(model, COMPILED)
-    if args.gradient_checkpointing:
-        memory.checkpoint_layers(model, CHECKPOINTED)
-
-    load = functools.partial(load_item, train_set, tokenizer, args, True)
-    windows = batches.Windows(args, functools.partial(seconds_in_epoch, train_set, args), load, collate, setup)
-    evaluation = {}
-    for name in [name for name in corpora if name != "train"]:
-        load = functools.partial(load_item, corpora[name], tokenizer, args, False)
-        evaluation[name] = batches.EvalBatches(args, corpora[name].seconds, load, collate, setup)
-    optimizer = optim.make_optimizer(model, args)
-    schedule = optim.Schedule(optimizer, args.lr_schedule, windows.total_steps(args), args.warmup_steps)
-    metadata = {
-        "recipe": RECIPE,
-        "config": config,
-        "tokenizer": tokenizer.state(),
-        "longest": float(train_set.seconds.max()),
+    tokenizer = text.make_tokenizer(saved["tokenizer"]) if saved else make_tokenizer(args, corpora["train"].texts)
+    corpora["train"] = drop_untrainable(corpora["train"], tokenizer, shape["subsampling"], args.strict_data)
+    data = {
+        name: Utterances(args, corpora[name], tokenizer, shape["subsampling"], training=name == "train")
+        for name in corpora
     }
-    train(args, model, optimizer, schedule, windows, evaluation["val"], compute_loss, LOSS_WEIGHTS,
-          functools.partial(evaluate, tokenizer), setup, metadata, resumed, train_set.fingerprint())  # fmt: skip
+    config = {**shape, "vocabulary": tokenizer.size}
+    model = Conformer(config, args.dropout, args.label_smoothing)
+    print(f"model: {optim.count_parameters(model)[0] / 1e6:.1f} M parameters, {tokenizer.size} text tokens")
+    if shape["cmvn"] == "global" and not run.resumed:
+        measure_features(model, data["train"], args.seed)
 
-    if setup.ranks.first:
-        name = "test" if "test" in evaluation else "val"
-        with torch.no_grad():
-            used = checkpoint.use_best(
-                args,
-                model,
-                RECIPE,
-                metadata,
-                lambda: metrics.rate(evaluate(tokenizer, model, evaluation["val"].whole())["cer"]),
-            )
-            rows, _ = decode_set(model, tokenizer, evaluation[name].whole(), args.decoding, args.beam_size)
-        title = f"{name} set, {len(rows)} utterances, decoding: {args.decoding}, {used}"
-        results.print_results(rows, title, args.log_dir / "transcripts.jsonl", args.seed)
-        print(f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all transcripts: {args.log_dir}")
+    windows = Windows(args, data["train"], collate, run.setup)
+    evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"}
+    longest = float(corpora["train"].seconds.max())
+    metadata = {"recipe": RECIPE, "config": config, "tokenizer": tokenizer.state(), "longest": longest}
+    task = Task(
+        RECIPE, compute_loss, LOSS_WEIGHTS, functools.partial(evaluate, tokenizer), metadata,
+        checkpointed=CHECKPOINTED, compiled=COMPILED,
+    )  # fmt: skip
+    train(args, run, model, task, windows, evaluation["val"])
+    name = "test" if "test" in evaluation else "val"
+    finish(args, run, model, task, evaluation["val"], lambda weights: report_results(
+        args, tokenizer, model, evaluation[name].whole(), f"{name} set, {weights}"
+    ))  # fmt: skip
 
 
 if __name__ == "__main__":
     parser = options.Parser(__doc__)
-    options.add_shared_arguments(parser)
     add_arguments(parser)
     exit_with_one_line(main, parser.parse_args())

@@ -5,69 +5,99 @@
     python recipes/whisper_vietnamese.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
 
 Data: JSON Lines {"audio_filepath": "a.wav", "text": "hôm nay trời đẹp"}, CSV/TSV with a header, or LJSpeech's metadata.csv;
-any sample rate; utterances of up to 30 s, longer ones with --use_chunking where the manifest has segment times. The text
-is trained on as it is written, in NFC: case, tones, punctuation and numbers stay. Any other language: --language.
+any sample rate; utterances of up to 30 s, longer ones with --use_chunking if the manifest has segment times. The text is
+trained on as it is written, in NFC: case, tones, punctuation and numbers stay. Any other language: --language.
 
 --model_dir takes a Hugging Face folder, --model_file OpenAI's .pt with its tokenizer beside it; --from_scratch
---model_size base trains one with a vocabulary of its own. --export DIR writes what transformers' WhisperForConditionalGeneration
-and pipeline load. --verify_gpu checks the machine before training.
+--model_size base trains a model with a vocabulary made from the text. --export DIR writes a folder that transformers'
+WhisperForConditionalGeneration and pipeline load. --verify_gpu checks the machine before training.
 
-Memory: benchmarks/RESULTS.md has what each size is predicted to need; base trains in 8 GB at 22 clips of 30 s. Expect a
+Memory: benchmarks/RESULTS.md has what each size is predicted to need; base trains in 8 GB with 22 clips of 30 s. Expect a
 character error rate of about 6 % on the demo's held-out sentences after its 1,800 updates (two CPU cores: seven minutes).
 
-Sources: Whisper (Radford et al. 2022); variable length as in icefall's Whisper recipes; learning rates and SpecAugment as
-in the references of common/whisper_task.py.
+Sources: Whisper (Radford et al. 2022); variable length as in icefall's Whisper recipes; SpecAugment (Park et al. 2019) with
+the masks of WeNet's Whisper recipe.
 """
 
+import dataclasses
 import functools
+import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import batches, checkpoint, device, optim, options, report
-from common.errors import UsageError, exit_with_one_line
-from common.loop import train
-from speech import audio, demo, metrics
-from speech import recogniser as results
-from speech import text as written
+from common import checkpoint, device, options, preflight
+from common.batches import EvalBatches, Windows, pad
+from common.errors import DataError, UsageError, exit_with_one_line
+from common.loop import Task, begin, finish, train
+from common.report import check_folder
+from speech import corpus as splits
+from speech import demo, metrics, recogniser, text
+from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.columns import Corpus
-from speech.corpus import load_splits
-from speech.whisper import formats as files
-from speech.whisper import task
-from speech.whisper import tokenizer as text
-from speech.whisper.model import SAMPLE_RATE, Whisper
+from speech.features import random_masks
+from speech.recogniser import SPEEDS, decode_set
+from speech.whisper import decoding, formats
+from speech.whisper import start as starts
+from speech.whisper.model import LAYERS, Whisper, ctc_loss, token_loss
+from speech.whisper.tokenizer import WhisperTokenizer, make_tokenizer, train_bpe
 
 RECIPE = "whisper_vietnamese"
+FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH = 2, 10 / 80  # share of the bands
+TIME_MASKS, TIME_MASK_WIDTH = 2, 0.05  # share of the utterance
 DEMO_SIZES = {"train": 6000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 1800
-HELD_OUT, MOST_HELD_OUT = 0.05, 200  # of the training data, where no --val_manifest is given
-SIZES = {"demo": files.shape(144, (4, 2), 4), **files.SIZES}
+SIZES = {"demo": formats.shape(144, (4, 2), 4), **formats.SIZES}
+EXCLUDES = (
+    *(
+        ("vocab_size", model, "a released model has its own vocabulary; leave the first out")
+        for model in ("model_dir", "model_file")
+    ),
+    ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
+)
 
 
 def add_arguments(parser) -> None:
-    options.add_shared_arguments(parser, learning_rate=(None, "by the model's width, and whether it is fine-tuned"))
-    task.add_arguments(parser, SIZES, language="vi")
+    starts.add_arguments(parser, SIZES, language="vi")
+    splits.add_arguments(parser)
+    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", starts.BEAM_SIZE)
     # fmt: off
     own = parser.add_argument_group("Vietnamese")
-    own.add_argument("--test_manifest", type=options.path, metavar="FILE", help="for the figures at the end (the evaluation set)")
     own.add_argument("--vocab_size", type=options.POSITIVE, metavar="N", help="tokens of a model from scratch: 256 bytes, 9 special tokens and pieces (500; 320 for the demo)")
-    own.add_argument("--compare_to", type=options.path, metavar="PATH", help="a baseline for the figures at the end: a Hugging Face folder, OpenAI's .pt, or weights of this recipe")
+    own.add_argument("--compare_to", type=options.path, metavar="PATH", help="a baseline for the results at the end: a Hugging Face folder, OpenAI's .pt, or weights of this recipe")
     # fmt: on
+    options.add_arguments(parser, learning_rate=(None, "by the model's width, and whether it is fine-tuned"))
+
+
+def resolve(args) -> starts.Start:
+    is_demo = not args.train_manifest
+    excludes = (*splits.EXCLUDES, *recogniser.EXCLUDES, *starts.EXCLUDES, *EXCLUDES)
+    options.resolve(args, is_demo, DEMO_STEPS, excludes, (*splits.NEEDS, *recogniser.NEEDS, *starts.NEEDS))
+    recogniser.resolve(args, augment=not is_demo, beam_size=starts.BEAM_SIZE)  # the demo's voices hardly vary
+    if args.vocab_size is None:
+        # Few, short pieces: with whole syllables as tokens the demo's CER was 62 % instead of 26 %.
+        args.vocab_size = 320 if is_demo else 500
+    start = starts.resolve(args, SIZES, is_demo)
+    if args.compare_to:
+        read_baseline(args, start)  # what is wrong with it is reported now, not after hours of training
+    return start
 
 
 def for_scoring(transcript: str) -> str:
-    """As PhoWhisper's figures are made: NFC, lower case, without punctuation; tones and numbers stay."""
-    return written.for_scoring(transcript).lower()
+    """As PhoWhisper's error rates are computed: NFC, lower case, without punctuation; tones and numbers stay."""
+    return text.for_scoring(transcript).lower()
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def read_corpora(args) -> dict[str, Corpus]:
-    """The checked corpora "train", "val" and, where there is one, "test"; the demo's where no manifest is given. For
-    --evaluate the test set alone does."""
+def read_sets(args) -> dict[str, Corpus]:
+    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given."""
+    checks = splits.resolve(args)
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.evaluate and args.test_manifest:
         paths = {"test": args.test_manifest}
@@ -75,157 +105,301 @@ def read_corpora(args) -> dict[str, Corpus]:
         print("no --train_manifest: using the demo corpus (synthetic speech)")
         folder = Path(args.output_dir) / "data" / "vietnamese_demo"
         paths = demo.speech_corpus(folder, demo.VIETNAMESE_WORDS, demo.VIETNAMESE_VOICES, DEMO_SIZES)
-    return load_splits(args, paths, written.normalise, HELD_OUT, MOST_HELD_OUT)
+    return splits.load_splits(paths, text.normalise, checks)
 
 
-def load_item(corpus: Corpus, tokenizer, args, longest: float, training: bool, index: int, epoch: int) -> dict:
-    """One utterance, see `task.make_item`."""
-    waveform = audio.read_utterance(corpus, index, SAMPLE_RATE, args.cache_audio)
-    place = (epoch, index, len(corpus))
-    return task.make_item(args, tokenizer, waveform, corpus.texts[index], corpus.where(index), place, training, longest)
+def drop_untrainable(corpus: Corpus, tokenizer, max_tokens: int, strict: bool) -> Corpus:
+    """Without the utterances whose decoder input would be longer than `max_tokens`."""
+
+    def fault(index: int) -> tuple[str, str] | None:
+        tokens = len(tokenizer.prompt) + len(tokenizer.encode(corpus.texts[index]))
+        if tokens <= max_tokens:
+            return None
+        return f"text is longer than {max_tokens} tokens (--max_target_tokens)", f"{tokens} tokens with the prompt"
+
+    return splits.drop(corpus, "training set", fault, strict)
+
+
+def about_run(args, corpus: Corpus, metadata: dict, ranks: int) -> dict:
+    """What is kept with the weights beside the model: how a resumed run pads, how long files are cut.
+
+    --pad_share applies from the middle epoch on. Before the model can read anything, 30 s of mostly silence teach it
+    little and cost as much as ten short utterances."""
+    per_epoch = math.ceil(len(corpus) / (args.batch_size * args.gradient_accumulation_steps * ranks))
+    middle = int(min(args.num_epochs or math.inf, (args.max_steps or math.inf) / per_epoch) / 2)
+    return {
+        "recipe": RECIPE,
+        "pad_to_30s": args.pad_to_30s,
+        "pad_from": metadata.get("pad_from", middle),
+        "longest": max(float(corpus.seconds.max()), metadata.get("longest", 0.0)),
+    }
+
+
+@functools.lru_cache(maxsize=2)
+def draw_padded(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
+    """(N,) which utterances are padded to the longest window in an epoch."""
+    return np.random.default_rng([seed, epoch, 11]).random(count) < share
+
+
+class Utterances:
+    """A set of utterances as the model takes them. Only the training set is augmented and padded, and both depend on
+    (seed, epoch, index) alone."""
+
+    def __init__(self, args, corpus: Corpus, tokenizer: WhisperTokenizer, metadata: dict, training: bool):
+        self.args = args
+        self.corpus = corpus
+        self.tokenizer = tokenizer
+        self.training = training
+        self.longest = starts.window_seconds(metadata["config"])
+        self.room = (args.max_target_tokens or metadata["config"]["max_target_positions"]) - len(tokenizer.prompt)
+        self.pad_from = metadata.get("pad_from", 0)
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint()
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        """(N,) lengths in an epoch: after speed perturbation, and the window's if an utterance is padded."""
+        seconds = self.corpus.seconds
+        if not self.training:
+            return seconds
+        if self.args.speed_perturbation:
+            seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
+        return np.where(self.padded(epoch), self.longest, seconds)
+
+    def speeds(self, epoch: int) -> np.ndarray:
+        return speed_factors(self.args.seed, epoch, len(self), SPEEDS)
+
+    def padded(self, epoch: int) -> np.ndarray:
+        if self.args.pad_to_30s or epoch < self.pad_from:
+            return np.full(len(self), self.args.pad_to_30s)
+        return draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
+
+    def item(self, index: int, epoch: int) -> dict:
+        """One utterance: waveform (T,), decoder input and labels (U,), CTC's targets (S,), masks of SpecAugment."""
+        args, limit = self.args, round(self.longest * SAMPLE_RATE)
+        transcript, name = self.corpus.texts[index], self.corpus.where(index)
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE, args.cache_audio)
+        if self.training and args.speed_perturbation:
+            changed = change_speed(waveform, float(self.speeds(epoch)[index]))
+            waveform = changed if len(changed) <= limit else waveform
+        waveform, tokens = waveform[:limit], self.tokenizer.encode(transcript)
+        if self.training and len(tokens) > self.room:
+            raise DataError(
+                f"{name}: its text has {len(tokens)} tokens, and --max_target_tokens leaves room for {self.room}"
+            )
+        tokens = tokens[: self.room]  # only the loss of an evaluation set is cut short: the whole text is scored
+        item = {
+            "audio": waveform, "tokens": torch.tensor([*self.tokenizer.prompt, *tokens]),
+            "labels": torch.tensor([*self.tokenizer.prompt[1:], *tokens, self.tokenizer.eos]),
+            "ctc_tokens": torch.tensor(tokens, dtype=torch.long), "heard": len(waveform), "text": transcript, "name": name,
+            "index": index,
+        }  # fmt: skip
+        if self.training and self.padded(epoch)[index]:
+            item["audio"] = F.pad(waveform, (0, limit - len(waveform)))  # this silence is heard: it is not masked
+        if self.training and args.spec_augment:
+            random = np.random.default_rng([args.seed, epoch, index])
+            item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
+            item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
+        return item
+
+
+def collate(items: list[dict]) -> dict:
+    """Items to a batch: audio (B, T), tokens and labels (B, U), ctc_tokens (B, S), each with its lengths; counts are the
+    numbers of targets of each loss term."""
+    batch = {
+        "names": [item["name"] for item in items],
+        "texts": [item["text"] for item in items],
+        "indices": [item["index"] for item in items],
+        "seconds": [len(item["audio"]) / SAMPLE_RATE for item in items],
+        "heard_lengths": torch.tensor([item["heard"] for item in items]),
+    }
+    for key in ("audio", "tokens", "labels", "ctc_tokens"):
+        batch[key], batch[f"{key}_lengths"] = pad([item[key] for item in items])
+    if "time_masks" in items[0]:
+        batch["frequency_masks"] = torch.stack([item["frequency_masks"] for item in items])
+        batch["time_masks"] = torch.stack([item["time_masks"] for item in items])
+    batch["counts"] = {"attention": int(batch["labels_lengths"].sum()), "ctc": int(batch["ctc_tokens_lengths"].sum())}
+    return batch
 
 
 # --- loss and evaluation ---------------------------------------------------------------------------------------------
 
 
+def losses(model: Whisper, batch: dict, encoded: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Sums over the batch of the decoder's cross-entropy and, for a model from scratch, of CTC on the encoder."""
+    terms = {"attention": token_loss(model, batch, encoded, mask)}
+    if model.ctc_head is not None:  # from scratch only: it helps the encoder to align
+        terms["ctc"] = ctc_loss(model, batch, encoded)
+    return terms
+
+
 def compute_loss(model: Whisper, batch: dict) -> dict[str, torch.Tensor]:
-    """Sums over the batch of each loss term, to be divided by the window's counts."""
-    return task.losses(model, batch, *model.encode(batch))
+    """Sums over the batch; the loop divides by the window's counts."""
+    return losses(model, batch, *model.encode(batch))
+
+
+def loss_weights(args, metadata: dict) -> dict[str, float]:
+    share = args.ctc_weight if metadata["ctc_tokens"] else 0.0
+    return {"attention": 1.0 - share, "ctc": share} if share else {"attention": 1.0}
 
 
 def evaluate(
-    recogniser: task.Recogniser, names: list[str], model: Whisper, eval_batches
+    tokenizer, search: decoding.Search, terms: dict[str, float], model: Whisper, eval_batches
 ) -> dict[str, tuple[float, float]]:
-    """Losses, CER and WER of one greedy pass, as (numerator, denominator)."""
-    rows, values = task.decode_set(model, eval_batches, names, recogniser.greedy_texts)
-    return {**values, **metrics.score(rows, for_scoring)}
+    """The losses named in `terms`, CER and WER of one greedy pass, as (numerator, denominator)."""
+
+    def decode_batch(batch: dict) -> tuple[list[str], dict]:
+        encoded, mask = model.encode(batch)
+        return decoding.greedy_texts(model, tokenizer, encoded, mask, search), losses(model, batch, encoded, mask)
+
+    rows, sums = decode_set(decode_batch, eval_batches, next(model.parameters()).device, terms)
+    return {**sums, **metrics.score(rows, for_scoring)}
 
 
-@torch.no_grad()
-def final_figures(args, recogniser: task.Recogniser, eval_batches, name: str, used: str, setup) -> None:
-    """The table and examples at the end; with --compare_to beside a baseline's."""
-    with setup.autocast():
-        rows, _ = task.decode_set(recogniser.model, eval_batches, [], recogniser.texts)
-    title = f"{name} set, {len(rows)} utterances, decoding: {args.decoding}, {used}"
-    results.print_results(rows, title, args.log_dir / "transcripts.jsonl", args.seed, for_scoring)
+def make_search(args, metadata: dict) -> tuple[WhisperTokenizer, decoding.Search]:
+    """The tokenizer of a model, and how --decoding searches."""
+    tokenizer = make_tokenizer(metadata["tokenizer"])
+    vocab_size = metadata["config"]["vocab_size"]
+    search = decoding.make_search(
+        tokenizer, metadata["generation"], vocab_size, args.decoding, args.beam_size, args.seed
+    )
+    return tokenizer, search
+
+
+def final_texts(model: Whisper, tokenizer, search: decoding.Search, batch: dict) -> list[str]:
+    """The texts of a batch by --decoding, with the fallback to higher temperatures."""
+    return decoding.texts(model, tokenizer, *model.encode(batch), search)
+
+
+def report_results(args, start: starts.Start, model: Whisper, metadata: dict, eval_batches, title: str) -> None:
+    """Prints error rates and examples of a set, decoded by --decoding; with --compare_to also a baseline's."""
+
+    def decode_all(model: Whisper, metadata: dict) -> list[dict]:
+        texts_of = functools.partial(final_texts, model, *make_search(args, metadata))
+        return decode_set(lambda batch: (texts_of(batch), {}), eval_batches, next(model.parameters()).device)[0]
+
+    rows = decode_all(model, metadata)
+    title = f"{title}, {len(rows)} utterances, decoding: {args.decoding}"
+    recogniser.print_results(rows, title, args.log_dir, args.seed, for_scoring)
     if args.compare_to:
-        print_improvement(args, rows, eval_batches, setup)
+        weights, theirs = read_baseline(args, start)
+        baseline = starts.make_model(theirs)
+        checkpoint.load_weights(baseline, weights)
+        before = decode_all(baseline.to(next(model.parameters()).device).eval(), theirs)
+        table = metrics.improvement_table(before, rows, for_scoring)
+        print(f"compared to {args.compare_to} on the same {len(rows)} utterances:\n{table}")
 
 
-def read_baseline(args) -> tuple[dict, dict]:
+def read_baseline(args, start: starts.Start) -> tuple[dict, dict]:
     """Weights and metadata of --compare_to. Raises `UsageError`."""
     path = Path(args.compare_to)
     if not path.exists():
         raise UsageError(f"--compare_to {path}: no such file or folder")
     if path.is_file() and (path.suffix == ".safetensors" or path.name.startswith("checkpoint_step_")):
         return checkpoint.read_weights(path, RECIPE)
-    return task.read_pretrained(args.compare_to, args.tokenizer_file if args.pretrained else None, args.language)
-
-
-def print_improvement(args, rows: list[dict], eval_batches, setup) -> None:
-    """WER and CER of --compare_to on the same utterances, and by how much this model's are lower."""
-    weights, metadata = read_baseline(args)
-    model = task.make_model(metadata)
-    checkpoint.load_weights(model, weights)
-    baseline = task.Recogniser(model.to(setup.device).eval(), metadata, args)
-    with setup.autocast():
-        others, _ = task.decode_set(model, eval_batches, [], baseline.texts)
-    print(
-        f"compared to {args.compare_to} on the same {len(rows)} utterances:\n{metrics.improvement_table(others, rows, for_scoring)}"
-    )
+    tokenizer = start.tokenizer_file if start.pretrained else None
+    return starts.read_pretrained(dataclasses.replace(start, pretrained=args.compare_to, tokenizer_file=tokenizer))
 
 
 # --- main ------------------------------------------------------------------------------------------------------------
 
 
-def start(args, corpora: dict, resumed: dict | None) -> tuple[dict, dict | None]:
-    """Metadata of the model to be trained, and the weights it starts with (None: random ones)."""
-    if resumed:
-        task.check_resumed(args, SIZES, resumed["metadata"])
-        weights, metadata = resumed["model"], resumed["metadata"]
-    elif args.pretrained:
-        weights, metadata = task.read_pretrained(args.pretrained, args.tokenizer_file, args.language)
+def trained(args, start: starts.Start, setup: device.Setup) -> tuple[Whisper, dict]:
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; and its metadata."""
+    if start.pretrained and not args.resume:
+        weights, metadata = starts.read_pretrained(start)
     else:
-        tokenizer = text.train_bpe(corpora["train"].texts, args.vocab_size, args.language)
-        config = task.shape_from_scratch(args, SIZES[args.model_size], tokenizer.size)
-        weights, metadata = None, task.metadata_from_scratch(args, config, tokenizer)
-    return {**metadata, "recipe": RECIPE, "pad_to_30s": args.pad_to_30s}, weights
+        weights, metadata = checkpoint.weights_to_use(args, RECIPE)
+    model = starts.make_model(metadata)
+    checkpoint.load_weights(model, weights)
+    return model.to(setup.device).eval(), metadata
+
+
+def transcribe(args, start: starts.Start) -> None:
+    setup = device.setup(args, quiet=True)
+    model, metadata = trained(args, start, setup)
+    longest, cutting = starts.long_recordings(metadata)
+    texts_of = functools.partial(final_texts, model, *make_search(args, metadata))
+    recogniser.transcribe_files(args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size, cutting)
+
+
+def export(args, model: Whisper, metadata: dict) -> None:
+    tokenizer = make_tokenizer(metadata["tokenizer"])
+    names = formats.export(args.export, model.state_dict(), metadata["config"], tokenizer, metadata["generation"])
+    print(f"exported to {args.export}: {', '.join(names)}")
+
+
+def test_set(args, start: starts.Start, metadata: dict) -> tuple[str, Utterances]:
+    """The set that --evaluate is about, and its name."""
+    starts.check_limits(start, metadata["config"])
+    sets = read_sets(args)
+    name = "test" if "test" in sets else "val"
+    return name, Utterances(args, sets[name], make_tokenizer(metadata["tokenizer"]), metadata, training=False)
+
+
+@torch.no_grad()
+def evaluate_only(args, start: starts.Start) -> None:
+    """--evaluate on the test set, --export, or both, without training."""
+    setup = device.setup(args)
+    model, metadata = trained(args, start, setup)
+    if args.evaluate:
+        check_folder(args.log_dir)
+        name, data = test_set(args, start, metadata)
+        with setup.autocast():
+            eval_batches = EvalBatches(args, data, collate, setup)
+            report_results(args, start, model, metadata, eval_batches, f"{name} set, the weights named")
+    if args.export:
+        export(args, model, metadata)
+
+
+def exports_only(args, start: starts.Start) -> bool:
+    """Whether --export is asked for alone: weights are named and there is nothing to train on or for. `--resume auto` asks
+    for a run to continue."""
+    goal = args.train_manifest or args.from_scratch or {"max_steps", "num_epochs"} & args.given
+    named = args.resume != "auto" if args.resume else start.pretrained
+    return bool(args.export and named and not goal)
 
 
 def main(args) -> None:
-    options.resolve(args, DEMO_STEPS)
-    task.check_arguments(args, is_demo=not args.train_manifest)
-    if args.test_manifest and not (args.train_manifest or args.evaluate):
-        raise UsageError("--test_manifest was given without --train_manifest; alone it goes with --evaluate")
-    if args.vocab_size and args.pretrained:
-        raise UsageError(f"--vocab_size is for models from scratch: {args.pretrained} has its own vocabulary")
-    if args.compare_to and args.transcribe:
-        raise UsageError("--compare_to goes with training and --evaluate: files to transcribe have no reference")
-    if args.compare_to:
-        read_baseline(args)  # what is wrong with it is said now, not after hours of training
-    # Few, short pieces: with whole syllables as tokens the demo's CER was 62 % where it is 26 % with these.
-    args.vocab_size = args.vocab_size or (500 if args.train_manifest else 320)
+    start = resolve(args)
     if args.verify_gpu:
-        sys.exit(task.verify_gpu(args, SIZES, args.vocab_size))
+        sys.exit(preflight.verify(args, *starts.count_parameters(start, args.vocab_size)))
     if args.transcribe:
-        return task.transcribe(args, RECIPE)
-    setup = device.setup(args)
-    if args.evaluate or task.only_exports(args):
-        return use(args, setup)
-    lock = checkpoint.lock_folder(args.checkpoint_dir) if setup.ranks.first else None  # noqa: F841  held until the end
-    report.check_folder(args.log_dir)
-    resumed = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
-    options.resolve_workers(args, setup.device.type == "cpu")
+        return transcribe(args, start)
+    if args.evaluate or exports_only(args, start):
+        return evaluate_only(args, start)
+    run = begin(args, RECIPE)
 
-    corpora = read_corpora(args)
-    metadata, weights = start(args, corpora, resumed)
-    tokenizer, longest = text.make(metadata["tokenizer"]), task.check_limits(args, metadata["config"])
-    train_set = task.drop_untrainable(corpora["train"], tokenizer, args.max_target_tokens, args.strict_data)
-    metadata["longest"] = max(float(train_set.seconds.max()), metadata.get("longest", 0.0))
-    task.pad_from_the_middle(args, metadata, len(train_set), setup.ranks.size)
-    load = functools.partial(load_item, train_set, tokenizer, args, longest, True)
-    model = task.start_model(args, metadata, weights, load, len(train_set)).to(setup.device)
-    task.compile_and_checkpoint(args, model)
+    sets = read_sets(args)
+    metadata, weights = starts.choose(
+        start, run.resumed, lambda: train_bpe(sets["train"].texts, args.vocab_size, args.language)
+    )
+    tokenizer, search = make_search(args, metadata)
+    max_tokens = args.max_target_tokens or metadata["config"]["max_target_positions"]
+    sets["train"] = drop_untrainable(sets["train"], tokenizer, max_tokens, args.strict_data)
+    metadata |= about_run(args, sets["train"], metadata, run.setup.ranks.size)
+    data = {name: Utterances(args, sets[name], tokenizer, metadata, training=name == "train") for name in sets}
+    model = starts.make_model(metadata, args.dropout, args.label_smoothing)
+    starts.fill(start, model, weights, data["train"])
+    starts.describe(start, model, metadata)
 
-    seconds = functools.partial(task.trained_seconds, args, train_set.seconds, longest)
-    windows = batches.Windows(args, seconds, load, task.collate, setup)
-    evaluation = {}
-    for name in [name for name in corpora if name != "train"]:
-        load = functools.partial(load_item, corpora[name], tokenizer, args, longest, False)
-        evaluation[name] = batches.EvalBatches(args, corpora[name].seconds, load, task.collate, setup)
-    optimizer = optim.make_optimizer(model, args)
-    schedule = optim.Schedule(optimizer, args.lr_schedule, windows.total_steps(args), args.warmup_steps)
-    recogniser, weights = task.Recogniser(model, metadata, args), task.loss_weights(args, metadata)
-    scored = functools.partial(evaluate, recogniser, list(weights))
-    train(args, model, optimizer, schedule, windows, evaluation["val"], compute_loss, weights, scored, setup, metadata,
-          resumed, train_set.fingerprint())  # fmt: skip
-
-    if setup.ranks.first:
-        with torch.no_grad(), setup.autocast():
-            used = checkpoint.use_best(
-                args, model, RECIPE, metadata, lambda: metrics.rate(scored(model, evaluation["val"].whole())["cer"])
-            )
-        name = "test" if "test" in evaluation else "val"
-        final_figures(args, recogniser, evaluation[name].whole(), name, used, setup)
-        print(f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all transcripts: {args.log_dir}")
-        if args.export:
-            task.export(args, recogniser)
-
-
-def use(args, setup) -> None:
-    """--evaluate on the test set, --export, or both, without training."""
-    recogniser = task.recogniser_to_use(args, RECIPE, setup)
-    if args.evaluate:
-        options.resolve_workers(args, setup.device.type == "cpu")
-        report.check_folder(args.log_dir)
-        corpora = read_corpora(args)
-        name = "test" if "test" in corpora else "val"
-        longest = task.check_limits(args, recogniser.metadata["config"])
-        load = functools.partial(load_item, corpora[name], recogniser.tokenizer, args, longest, False)
-        eval_batches = batches.EvalBatches(args, corpora[name].seconds, load, task.collate, setup)
-        final_figures(args, recogniser, eval_batches, name, "the weights named", setup)
-    if args.export:
-        task.export(args, recogniser)
+    windows = Windows(args, data["train"], collate, run.setup)
+    evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"}
+    terms = loss_weights(args, metadata)
+    task = Task(
+        RECIPE, compute_loss, terms, functools.partial(evaluate, tokenizer, search, terms), metadata,
+        learning_rate=starts.learning_rate(metadata), checkpointed=LAYERS, compiled=LAYERS,
+    )  # fmt: skip
+    train(args, run, model, task, windows, evaluation["val"])
+    name = "test" if "test" in evaluation else "val"
+    finish(args, run, model, task, evaluation["val"], lambda weights: report_results(
+        args, start, model, metadata, evaluation[name].whole(), f"{name} set, {weights}"
+    ))  # fmt: skip
+    if args.export and run.setup.ranks.first:
+        export(args, model, metadata)
 
 
 if __name__ == "__main__":

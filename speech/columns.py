@@ -1,4 +1,4 @@
-"""A manifest's rows in columns: strings in one buffer, numbers in arrays."""
+"""The rows of a manifest in columns: strings in one buffer, numbers in arrays."""
 
 import hashlib
 from array import array
@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-EXAMPLES = 3  # of each reason in the rejection table
+EXAMPLES = 3  # of each reason in the table of rejections
 
 
 class Strings:
-    """A column of strings in one buffer: some 60 bytes a row less than Python objects, and nothing for worker
-    processes to copy when they only count references."""
+    """A column of strings in one buffer. It takes about 60 bytes per row less than Python objects, and worker processes
+    do not copy it when they count references."""
 
     def __init__(self, values: Iterable[str] = ()):
-        self.buffer, self.ends = bytearray(), array("q", [0])
+        self.buffer = bytearray()
+        self.ends = array("q", [0])
         for value in values:
             self.append(value)
 
@@ -34,7 +35,7 @@ class Strings:
         return (self[i] for i in range(len(self)))
 
     def empty(self) -> np.ndarray:
-        """(N,), True where the string is empty."""
+        """(N,), True for empty strings."""
         return np.diff(self.ends) == 0
 
     def select(self, indices: np.ndarray) -> "Strings":
@@ -46,7 +47,7 @@ class Strings:
 
 
 class Codes:
-    """A column of few distinct strings: `names`, and one of their numbers a row."""
+    """A column with few distinct strings: `names`, and an index into them per row."""
 
     def __init__(self, values: Iterable[str] = ()):
         self.numbers: dict[str, int] = {}
@@ -76,8 +77,8 @@ class Codes:
 
 @dataclass
 class Rejections:
-    """What was left out: a count and a few examples for every reason. `repeated` counts lines that were not: they name
-    the audio of an earlier one."""
+    """How many rows were rejected for each reason, with a few examples. `repeated` counts rows that are used, but have
+    the same audio as an earlier one."""
 
     repeated: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -94,17 +95,17 @@ class Rejections:
         return sum(self.counts.values())
 
     def table(self) -> str:
-        rows = []
+        lines = []
         for reason, count in sorted(self.counts.items(), key=lambda pair: -pair[1]):
-            rows.append(f"  {count:7}  {reason}")
-            rows += [f"           {example}" for example in self.examples[reason]]
-        return "\n".join(rows)
+            lines.append(f"  {count:7}  {reason}")
+            lines += [f"           {example}" for example in self.examples[reason]]
+        return "\n".join(lines)
 
 
 @dataclass
 class Corpus:
-    """Utterances in columns. `seconds`: the length that will be read; `offsets` and `durations` in seconds (duration
-    NaN: to the end of the file); `lines`: where in the manifest."""
+    """Utterances in columns. `seconds`: their lengths; `offsets` and `durations`: their place in the file, in seconds
+    (duration NaN: to the end); `lines`: line numbers in the manifest."""
 
     paths: Strings
     texts: Strings
@@ -119,16 +120,23 @@ class Corpus:
         return len(self.paths)
 
     def where(self, index: int) -> str:
-        """An utterance in words, for messages."""
+        """File and offset of an utterance, for messages."""
         offset = self.offsets[index]
         return self.paths[index] + (f" at {offset:.2f} s" if offset else "")
 
     def select(self, indices: np.ndarray) -> "Corpus":
         """The utterances at `indices`, in that order."""
         indices = np.asarray(indices, dtype=np.int64)
-        return Corpus(self.paths.select(indices), self.texts.select(indices), self.seconds[indices], self.offsets[indices],
-                      self.durations[indices], self.speakers.select(indices), self.languages.select(indices),
-                      self.lines[indices])  # fmt: skip
+        return Corpus(
+            paths=self.paths.select(indices),
+            texts=self.texts.select(indices),
+            seconds=self.seconds[indices],
+            offsets=self.offsets[indices],
+            durations=self.durations[indices],
+            speakers=self.speakers.select(indices),
+            languages=self.languages.select(indices),
+            lines=self.lines[indices],
+        )
 
     def fingerprint(self) -> str:
         """Changes when the utterances, their texts or their order do."""
@@ -140,20 +148,22 @@ class Corpus:
 
 
 class Segments:
-    """Segment times and texts of a manifest's rows in columns. `wanted` is what `--use_chunking` says; where it does not,
-    only which rows have segments is kept. Times are in seconds from the row's offset, `problems` says of each row why its
-    segments cannot be used ("" if they can)."""
+    """Segment times and texts of a manifest's rows, in columns. Times are in seconds from the row's offset. `given`:
+    whether a row has segments; `problems`: why they cannot be used ("" if they can). Unless they are `wanted`
+    (--use_chunking), only `given` is kept."""
 
     def __init__(self, wanted: bool):
         self.wanted = wanted
-        self.there = bytearray()  # one number a row
-        self.ends, self.problems = array("q", [0]), Codes()
-        self.starts, self.stops, self.texts = array("d"), array("d"), Strings()
+        self.given = bytearray()
+        self.problems = Codes()
+        self.ends = array("q", [0])  # of each row in the columns below
+        self.starts, self.stops = array("d"), array("d")
+        self.texts = Strings()
 
-    def append(self, given: bool, found: list[tuple[float, float, str]], problem: str) -> None:
-        self.there.append(given)
+    def append(self, given: bool, parts: list[tuple[float, float, str]], problem: str) -> None:
+        self.given.append(given)
         if self.wanted:
-            for start, stop, text in found:
+            for start, stop, text in parts:
                 self.starts.append(start)
                 self.stops.append(stop)
                 self.texts.append(text)
@@ -161,5 +171,5 @@ class Segments:
             self.problems.append(problem)
 
     def row(self, index: int) -> list[tuple[float, float, str]]:
-        """(start, stop, text) of a row's segments."""
+        """(start, stop, text) of each segment of a row."""
         return [(self.starts[i], self.stops[i], self.texts[i]) for i in range(self.ends[index], self.ends[index + 1])]

@@ -1,44 +1,115 @@
-"""Checked splits: every utterance is looked at once before training, and what cannot be used is reported."""
+"""Checked splits: every utterance is checked once before training, and rejected ones are reported by reason."""
 
 import hashlib
 import os
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common.errors import DataError
+from common import options
+from common.errors import DataError, UsageError
 from speech.columns import Codes, Corpus, Rejections, Segments, Strings
 from speech.headers import END_TOLERANCE, probe_all
 from speech.manifest import read_manifest
 
-FILE_TOLERANCE = 0.5  # the same for a whole file, whose duration is often rounded to a second
-MICROSECOND = 1e-6  # what differences of times may be off by
+HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
+MOST_HELD_OUT = 200  # utterances, at most
+FILE_TOLERANCE = 0.5  # seconds: END_TOLERANCE for whole files, whose duration is often rounded to a second
+MICROSECOND = 1e-6  # rounding error of time differences, seconds
+
+# Contradictions between flags, as `common.options` refuses them: flags that exclude each other, and flags that need one
+# of others: (flag, flags of which one must be given, words to add to the message).
+EXCLUDES = ()
+NEEDS = (
+    ("val_manifest", ("train_manifest",), ""),
+    ("test_manifest", ("train_manifest", "evaluate"), ""),
+    ("use_chunking", ("train_manifest", "test_manifest"), ""),
+)
 
 
-def load_corpus(
-    path: str,
-    normalise: Callable[[str], str],
-    min_duration: float,
-    max_duration: float,
-    audio_root: str | None = None,
-    cache_dir: Path | None = None,
-    needs_text: bool = True,
-    use_chunking: bool | None = None,
-) -> tuple[Corpus, Rejections]:
-    """Reads and checks a manifest: what is returned can be read (by its headers), is neither too long nor too short and
-    has a text; the rest is in the rejections. `use_chunking`: rows that are too long are cut by their segment times; None
-    for a recipe that has no such flag."""
-    rejected, segments = Rejections(), Segments(bool(use_chunking))
-    corpus = read_manifest(path, rejected, normalise, audio_root, needs_text, segments)
-    name = f"headers-{hashlib.sha1(os.path.abspath(path).encode()).hexdigest()[:12]}.npz"
+@dataclass(frozen=True)
+class Checks:
+    """How manifests are read and checked: what the data flags say. Durations in seconds."""
+
+    min_duration: float = 0.1
+    max_duration: float = 30.0
+    audio_root: str | None = None
+    cache_dir: Path | None = None  # keeps what file headers say; None: they are read every time
+    use_chunking: bool = False
+    max_samples: int | None = None  # of the training set
+    strict: bool = False  # raise `DataError` if anything is rejected
+    seed: int = 1  # of the part that is held out
+
+
+def add_arguments(parser) -> None:
+    add = parser.add_argument_group("data").add_argument
+    # fmt: off
+    add("--train_manifest", type=options.path, metavar="FILE", help="JSON Lines, CSV/TSV with a header, or LJSpeech's metadata.csv (synthetic data)")
+    add("--val_manifest", type=options.path, metavar="FILE", help="for evaluation during training (a held-out part of the training data)")
+    add("--test_manifest", type=options.path, metavar="FILE", help="for the results at the end (the evaluation set)")
+    add("--audio_root", type=options.path, metavar="DIR", help="base of audio paths, also for absolute paths of another machine (the manifest's folder)")
+    add("--max_samples", type=options.POSITIVE, metavar="N", help="use only the first N training utterances (all)")
+    add("--min_duration", type=options.number(float, 0.0), default=0.1, metavar="S", help="reject shorter utterances, seconds (0.1)")
+    add("--max_duration", type=options.RATE, default=30.0, metavar="S", help="reject longer utterances, seconds (30)")
+    add("--strict_data", action=options.OnOff, default=False, help="stop if any utterance is rejected (off)")
+    add("--use_chunking", action=options.OnOff, default=False, help="cut recordings over --max_duration by the manifest's segment times (off)")
+    add("--cache_audio", type=options.path, metavar="DIR", help="for slow storage: keep decoded audio in this folder, 230 MB per hour at 16 kHz (no cache)")
+    # fmt: on
+
+
+def resolve(args) -> Checks:
+    """The checks that the flags ask for. Raises `UsageError`."""
+    if args.min_duration >= args.max_duration:
+        raise UsageError(f"--min_duration {args.min_duration:g} is not below --max_duration {args.max_duration:g}")
+    return Checks(
+        min_duration=args.min_duration,
+        max_duration=args.max_duration,
+        audio_root=args.audio_root,
+        cache_dir=Path(args.log_dir) / "cache",
+        use_chunking=args.use_chunking,
+        max_samples=args.max_samples,
+        strict=args.strict_data,
+        seed=args.seed,
+    )
+
+
+def load_splits(paths: dict[str, str | None], normalise: Callable[[str], str], checks: Checks) -> dict[str, Corpus]:
+    """The checked corpora of the splits that have a manifest in `paths`; prints their sizes and rejections.
+
+    `checks.max_samples` shortens "train". If there is a "train" but no "val", a part of "train" is held out. Raises
+    `DataError` and `UsageError`."""
+    corpora = {}
+    for split, path in paths.items():
+        if not path:
+            continue
+        corpus, rejected = load_corpus(path, normalise, checks)
+        if split == "train" and checks.max_samples:
+            corpus = corpus.select(np.arange(min(checks.max_samples, len(corpus))))
+        report_rejections(f"{split} set ({path})", corpus.seconds, rejected, checks.strict)
+        corpora[split] = corpus
+    if "val" not in corpora and "train" in corpora:
+        corpora["train"], corpora["val"] = hold_out(corpora["train"], HELD_OUT, MOST_HELD_OUT, checks.seed)
+    return corpora
+
+
+def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> tuple[Corpus, Rejections]:
+    """The usable utterances of a manifest, and what was rejected.
+
+    Usable: the file's header can be read, the duration is within the limits, and there is a text. Rows over the maximum
+    are cut by their segment times with `checks.use_chunking`, rejected without."""
+    rejected = Rejections()
+    segments = Segments(checks.use_chunking)
+    corpus = read_manifest(path, rejected, normalise, checks.audio_root, segments)
     files = Codes(corpus.paths)
-    lengths, reasons = probe_all(files.names, cache_dir / name if cache_dir else None)
     file_of = np.array(files.codes)
-    left = lengths[file_of] - corpus.offsets
-    corpus.seconds = np.where(np.isnan(corpus.durations), left, np.minimum(left, corpus.durations))
-    short = corpus.durations - left
+    cache = f"headers-{hashlib.sha1(os.path.abspath(path).encode()).hexdigest()[:12]}.npz"
+    file_seconds, reasons = probe_all(files.names, checks.cache_dir / cache if checks.cache_dir else None)
+    available = file_seconds[file_of] - corpus.offsets
+    missing = corpus.durations - available
+    corpus.seconds = np.where(np.isnan(corpus.durations), available, np.minimum(available, corpus.durations))
     keep = np.ones(len(corpus), dtype=bool)
 
     def reject(bad: np.ndarray, reason: str | None) -> None:
@@ -48,20 +119,22 @@ def load_corpus(
         keep[bad] = False
 
     reject(np.array([reason != "" for reason in reasons], dtype=bool)[file_of], None)
-    reject((left <= 0) | ((corpus.offsets > 0) & (short > END_TOLERANCE)), "segment ends beyond the file")
-    reject(short > FILE_TOLERANCE, "file is shorter than its duration in the manifest (truncated?)")
-    too_long, has_segments = f"longer than {max_duration:g} s (--max_duration)", np.array(segments.there, dtype=bool)
-    if use_chunking:
-        reject((corpus.seconds > max_duration) & ~has_segments, f"{too_long}, without segment times for --use_chunking")
-        if (keep & (corpus.seconds > max_duration)).any():
-            corpus, row_of = cut_by_segments(corpus, keep, segments, max_duration, rejected, path)
-            file_of, keep = file_of[row_of], np.ones(len(corpus), dtype=bool)
-    elif use_chunking is not None:
-        hint = f"{too_long}; its segment times would be used by --use_chunking"
-        reject((corpus.seconds > max_duration) & has_segments, hint)
-    reject(corpus.seconds > max_duration, too_long)
-    reject(corpus.seconds < min_duration, f"shorter than {min_duration:g} s (--min_duration)")
-    reject(corpus.texts.empty() & needs_text, "text is empty")
+    reject((available <= 0) | ((corpus.offsets > 0) & (missing > END_TOLERANCE)), "segment ends beyond the file")
+    reject(missing > FILE_TOLERANCE, "file is shorter than its duration in the manifest (truncated?)")
+    too_long = f"longer than {checks.max_duration:g} s (--max_duration)"
+    is_long = corpus.seconds > checks.max_duration
+    has_segments = np.array(segments.given, dtype=bool)
+    if checks.use_chunking:
+        reject(is_long & ~has_segments, f"{too_long}, without segment times for --use_chunking")
+        if (keep & is_long).any():
+            corpus, row_of = cut_by_segments(corpus, keep, segments, checks.max_duration, rejected, path)
+            file_of = file_of[row_of]
+            keep = np.ones(len(corpus), dtype=bool)
+    else:
+        reject(is_long & has_segments, f"{too_long}; --use_chunking would use its segment times")
+    reject(corpus.seconds > checks.max_duration, too_long)
+    reject(corpus.seconds < checks.min_duration, f"shorter than {checks.min_duration:g} s (--min_duration)")
+    reject(corpus.texts.empty(), "text is empty")
     if not keep.all():
         corpus, file_of = corpus.select(np.flatnonzero(keep)), file_of[keep]
     rejected.repeated = count_repeated(file_of, corpus)
@@ -71,26 +144,28 @@ def load_corpus(
 def cut_by_segments(
     corpus: Corpus, keep: np.ndarray, segments: Segments, max_duration: float, rejected: Rejections, path: str
 ) -> tuple[Corpus, np.ndarray]:
-    """The rows to `keep`, those longer than `max_duration` cut into pieces of whole segments, and the row that each came
-    from. A piece joins as many consecutive segments as fit, the gaps between them included. Segments that are too long
-    alone, and rows whose segments are not within them, are added to `rejected`."""
+    """The rows in `keep`, those over `max_duration` cut into pieces of whole segments; and the row of each piece.
+
+    A piece joins as many consecutive segments as fit, including the gaps between them. Segments over `max_duration`,
+    and rows whose segments reach beyond their audio, are added to `rejected`."""
     sources, offsets, durations, texts = array("q"), array("d"), array("d"), Strings()
     is_long = keep & (corpus.seconds > max_duration)
     for row in np.flatnonzero(is_long).tolist():
-        where = f"{path}:{corpus.lines[row]}: {corpus.where(row)}"
-        found, length = segments.row(row), float(corpus.seconds[row])
+        example = f"{path}:{corpus.lines[row]}: {corpus.where(row)}"
+        parts = segments.row(row)
+        length = float(corpus.seconds[row])
         problem = segments.problems[row]
-        if not problem and found[-1][1] > length + END_TOLERANCE:
+        if not problem and parts[-1][1] > length + END_TOLERANCE:
             problem = "segment times reach beyond the audio"
-            where += f" ({found[-1][1]:.2f} of {length:.2f} s)"
+            example += f" ({parts[-1][1]:.2f} of {length:.2f} s)"
         if problem:
-            rejected.add(problem, where)
+            rejected.add(problem, example)
             continue
-        for start, stop, text in join_segments(found, max_duration):
+        for start, stop, text in join_segments(parts, max_duration):
             stop = min(stop, length)
             if stop - start > max_duration + MICROSECOND:
                 reason = f"a segment is longer than {max_duration:g} s (--max_duration)"
-                rejected.add(reason, f"{where}, segment from {start:.2f} to {stop:.2f} s")
+                rejected.add(reason, f"{example}, segment from {start:.2f} to {stop:.2f} s")
                 continue
             sources.append(row)
             offsets.append(corpus.offsets[row] + start)
@@ -103,98 +178,79 @@ def cut_by_segments(
     all_texts = corpus.texts.select(whole)
     for text in texts:
         all_texts.append(text)
-    seconds, starts, lengths = (
-        np.concatenate([column[whole], pieces])[order]
-        for column, pieces in ((corpus.seconds, durations), (corpus.offsets, offsets), (corpus.durations, durations))
+    pieces = Corpus(
+        paths=corpus.paths.select(row_of),
+        texts=all_texts.select(order),
+        seconds=np.concatenate([corpus.seconds[whole], durations])[order],
+        offsets=np.concatenate([corpus.offsets[whole], offsets])[order],
+        durations=np.concatenate([corpus.durations[whole], durations])[order],
+        speakers=corpus.speakers.select(row_of),
+        languages=corpus.languages.select(row_of),
+        lines=corpus.lines[row_of],
     )
-    return Corpus(corpus.paths.select(row_of), all_texts.select(order), seconds, starts, lengths,
-                  corpus.speakers.select(row_of), corpus.languages.select(row_of), corpus.lines[row_of]), row_of  # fmt: skip
+    return pieces, row_of
 
 
-def join_segments(found: list[tuple[float, float, str]], most: float) -> list[tuple[float, float, str]]:
-    """Consecutive (start, stop, text), ordered and without overlap, joined from the first on into pieces of at most
-    `most` seconds, as few as can be; a longer one stays alone, and nothing is joined across it."""
+def join_segments(segments: list[tuple[float, float, str]], max_seconds: float) -> list[tuple[float, float, str]]:
+    """Joins consecutive (start, stop, text), sorted and without overlap, into as few pieces of at most `max_seconds` as
+    possible, from the first one on. A longer segment stays alone, and nothing is joined across it."""
     pieces: list[tuple[float, float, list[str]]] = []
-    for start, stop, text in found:
-        if pieces and stop - pieces[-1][0] <= most + MICROSECOND:
-            begin, _, texts = pieces.pop()
+    for start, stop, text in segments:
+        if pieces and stop - pieces[-1][0] <= max_seconds + MICROSECOND:
+            first, _, texts = pieces.pop()
             texts.append(text)
-            pieces.append((begin, stop, texts))
+            pieces.append((first, stop, texts))
         else:
             pieces.append((start, stop, [text]))
-    return [(start, stop, " ".join(text for text in texts if text)) for start, stop, texts in pieces]
+    return [(start, stop, " ".join(filter(None, texts))) for start, stop, texts in pieces]
 
 
 def count_repeated(file_of: np.ndarray, corpus: Corpus) -> int:
-    """Utterances whose file and times an earlier one has too."""
+    """The number of utterances with the same file and times as an earlier one."""
     keys = (file_of, corpus.offsets, np.nan_to_num(corpus.durations, nan=-1))
     order = np.lexsort(keys)
     return int(np.logical_and.reduce([key[order[1:]] == key[order[:-1]] for key in keys]).sum())
 
 
-def report_rejections(name: str, corpus: Corpus, rejected: Rejections, strict: bool) -> None:
-    """Prints how much is used and what is not. Raises `DataError` where nothing is left, or with `--strict_data` where
-    anything was rejected."""
-    hours = float(corpus.seconds.sum()) / 3600
-    amount = f"{hours:.2f} h" if hours >= 0.1 else f"{60 * hours:.1f} min"
-    print(
-        f"{name}: {len(corpus)} utterances, {amount}"
-        + (f"; {rejected.repeated} repeat the audio of another (all are used)" if rejected.repeated else "")
-        + (f"; {rejected.total} rejected:\n{rejected.table()}" if rejected.total else "")
-    )
-    if not len(corpus):
-        raise DataError(
-            f"{name}: no usable utterance: {'; '.join(f'{n} x {r}' for r, n in rejected.counts.items()) or 'the manifest is empty'}"
-        )
-    if strict and rejected.total:
-        raise DataError(f"{name}: {rejected.total} utterances rejected (--strict_data)")
-
-
-def drop(
-    corpus: Corpus, name: str, fault: Callable[[int], tuple[str, str] | None], strict: bool
-) -> Corpus:  # fmt: skip
-    """Without the utterances for which `fault(index)` returns a reason and what is wrong in particular; these are
-    reported as those of `name`, with where they stand."""
+def drop(corpus: Corpus, name: str, fault: Callable[[int], tuple[str, str] | None], strict: bool) -> Corpus:
+    """The corpus without the utterances for which `fault(index)` returns (reason, details), which are reported under
+    `name`."""
     rejected, keep = Rejections(), []
     for index in range(len(corpus)):
-        if found := fault(index):
-            rejected.add(found[0], f"{corpus.where(index)}: {found[1]}")
+        if problem := fault(index):
+            reason, details = problem
+            rejected.add(reason, f"{corpus.where(index)}: {details}")
         else:
             keep.append(index)
     if rejected.total:
         corpus = corpus.select(np.array(keep, dtype=int))
-        report_rejections(name, corpus, rejected, strict)
+        report_rejections(name, corpus.seconds, rejected, strict)
     return corpus
 
 
+def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, strict: bool) -> None:
+    """Prints the size of a set, whose utterances last `seconds` (N,), and what was rejected. Raises `DataError` if
+    nothing is left, or if `strict` and anything was rejected."""
+    hours = float(seconds.sum()) / 3600
+    summary = f"{name}: {len(seconds)} utterances, " + (f"{hours:.2f} h" if hours >= 0.1 else f"{60 * hours:.1f} min")
+    if rejected.repeated:
+        summary += f"; {rejected.repeated} repeat the audio of another (all are used)"
+    if rejected.total:
+        summary += f"; {rejected.total} rejected:\n{rejected.table()}"
+    print(summary)
+    if not len(seconds):
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in rejected.counts.items())
+        raise DataError(f"{name}: no usable utterance: {reasons or 'the manifest is empty'}")
+    if strict and rejected.total:
+        raise DataError(f"{name}: {rejected.total} utterances rejected (--strict_data)")
+
+
 def hold_out(corpus: Corpus, share: float, most: int, seed: int) -> tuple[Corpus, Corpus]:
-    """Splits off a random part for evaluation: `share` of the utterances, at least one and at most `most`. Raises
-    `DataError` where nothing would be left to train on."""
+    """(training part, evaluation part): a random `share` of the utterances, at least one and at most `most`, is held
+    out. Raises `DataError` if nothing would be left to train on."""
     count = min(most, max(1, round(share * len(corpus))))
     if count >= len(corpus):
-        raise DataError("one utterance is too few to hold one out for evaluation: give --val_manifest")
+        raise DataError("one utterance is too few to hold one out for evaluation: add --val_manifest")
     order = np.random.default_rng(seed).permutation(len(corpus))
     print(f"no --val_manifest: {count} of the {len(corpus)} training utterances are held out")
     return corpus.select(np.sort(order[count:])), corpus.select(np.sort(order[:count]))
-
-
-def load_splits(
-    args, paths: dict[str, str | None], normalise: Callable[[str], str], held_out: float, most_held_out: int
-) -> dict[str, Corpus]:
-    """The corpora of the splits that have a path, checked and reported as the shared flags ask; `--max_samples` cuts
-    "train", and without a "val" a part of "train" is held out."""
-    corpora = {}
-    for split, path in paths.items():
-        if not path:
-            continue
-        corpus, rejected = load_corpus(
-            path, normalise, args.min_duration, args.max_duration, args.audio_root, args.log_dir / "cache",
-            use_chunking=getattr(args, "use_chunking", None),
-        )  # fmt: skip
-        if split == "train" and args.max_samples:
-            corpus = corpus.select(np.arange(min(args.max_samples, len(corpus))))
-        report_rejections(f"{split} set ({path})", corpus, rejected, args.strict_data)
-        corpora[split] = corpus
-    if "val" not in corpora and "train" in corpora:
-        corpora["train"], corpora["val"] = hold_out(corpora["train"], held_out, most_held_out, args.seed)
-    return corpora

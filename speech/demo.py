@@ -1,16 +1,16 @@
-"""Synthetic corpora, so that every recipe runs with no data. Speech comes from espeak-ng (GPL-3, through the PyPI
-package espeakng-loader): it proves the mechanics, and says nothing of error rates on real speech."""
+"""Synthetic spoken corpora, so that every recipe runs without data. The speech is made by espeak-ng (GPL-3, through the
+PyPI package espeakng-loader): it shows that training works, not what error rates on real speech will be."""
 
 import ctypes
 import functools
 import json
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
 
 from common.errors import RunError, require
+from common.files import read_made_from, write_folder
 from speech.audio import write_wav
 
 # Everyday words, so that sentences are pronounceable; they are not grammatical.
@@ -19,16 +19,16 @@ KONKANI_WORDS = (
     "नवें पोरनें व्हड ल्हान बरें वायट नुस्तें शीत दूद चा रूख फूल पावस वत वारो दर्या न्हंय दोंगर वचता येता करता पळयता "
     "उलयता आयकता खाता वाचता बरयता जाय ना आसा खंय कोण कितें बाजार"
 ).split()
-# espeak-ng's own Konkani voice spells vowel signs aloud; its Marathi voice reads Konkani's Devanagari well.
+# espeak-ng's Konkani voice spells vowel signs aloud; its Marathi voice reads Konkani's Devanagari well.
 KONKANI_VOICES = [f"mr+{variant}" for variant in ("m1", "m2", "m3", "m4", "m5", "m7", "f1", "f2", "f3", "f4", "f5")]
 
-# Syllables of all six tones, and pairs that differ in the tone alone.
+# Syllables of all six tones, and pairs that differ only in the tone.
 VIETNAMESE_WORDS = (
     "tôi bạn anh chị em ông bà mẹ cha con nhà nước cơm bánh trà cà phê sữa cá thịt rau ngày đêm sáng chiều hôm nay mai "
     "đi đến về ăn uống nói nghe đọc viết làm học chơi ngủ mua bán yêu thích biết lớn nhỏ mới cũ đẹp tốt xấu nhanh chậm "
     "một hai ba bốn năm đường phố chợ trường sách hoa cây trời mưa nắng gió biển núi sông má mả mã mạ dưa dừa dứa"
 ).split()
-# The northern voice and the two other dialects', each with several speakers.
+# The northern, central and southern dialects, each with several speakers.
 VIETNAMESE_VOICES = [
     f"{voice}+{variant}"
     for voice in ("vi", "vi-vn-x-central", "vi-vn-x-south")
@@ -37,7 +37,7 @@ VIETNAMESE_VOICES = [
 
 
 class Espeak:
-    """espeak-ng's library through ctypes. Made by `espeak()` only: the library has one global state."""
+    """espeak-ng's library through ctypes. The library has one global state, so use `espeak()`."""
 
     SYNCHRONOUS, UTF8, CHARACTERS = 2, 1, 1
     RATE, PITCH = 1, 3  # espeak_SetParameter
@@ -52,7 +52,7 @@ class Espeak:
             raise RunError(f"espeak-ng does not start with its data in {data}")
         self.pieces: list[bytes] = []
         kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-        self.callback = kind(self._receive)  # kept: the library holds only its address
+        self.callback = kind(self._receive)  # an attribute, because the library holds only its address
         self.library.espeak_SetSynthCallback(self.callback)
 
     def _receive(self, samples, count, events) -> int:
@@ -61,14 +61,13 @@ class Espeak:
         return 0
 
     def say(self, text: str, voice: str, rate: int = 170, pitch: int = 50) -> np.ndarray:
-        """int16 samples (T,) at `sample_rate` Hz. `rate` in words per minute, `pitch` 0-99. Raises `RunError`: espeak-ng
-        would silently keep the voice before an unknown one, and leave out an unknown variant."""
+        """int16 samples (T,) at `sample_rate` Hz. `rate` in words per minute, `pitch` 0 to 99. Raises `RunError` for an
+        unknown voice or variant: espeak-ng would keep the last voice, or leave out the variant, without an error."""
         _, plus, variant = voice.partition("+")
-        if (plus and not (self.variants / variant).is_file()) or self.library.espeak_SetVoiceByName(
-            voice.encode()
-        ) != 0:
+        is_known = not plus or (self.variants / variant).is_file()
+        if not is_known or self.library.espeak_SetVoiceByName(voice.encode()) != 0:
             raise RunError(f"espeak-ng has no voice {voice!r}")
-        self.library.espeak_ng_SetRandSeed(1)  # of the breath in some voices; else the time of day
+        self.library.espeak_ng_SetRandSeed(1)  # of the breath in some voices; by default the time of day
         self.library.espeak_SetParameter(self.RATE, rate, 0)
         self.library.espeak_SetParameter(self.PITCH, pitch, 0)
         self.pieces.clear()
@@ -81,66 +80,63 @@ class Espeak:
 
 @functools.cache
 def espeak() -> Espeak:
-    """This process's. (Initialising the library again would leave pointers to what it frees: it crashes, sometimes.)"""
+    """The only `Espeak` of this process: initialising the library a second time can crash it."""
     return Espeak()
 
 
 def sentences(
     words: list[str], count: int, random: np.random.Generator, shortest: int = 2, longest: int = 5
 ) -> list[str]:
-    """`count` distinct sentences of `shortest` to `longest` words."""
+    """`count` distinct random sentences of `shortest` to `longest` words. Raises `ValueError` if there are not so
+    many."""
     if count > sum(len(set(words)) ** length for length in range(shortest, longest + 1)):
-        raise ValueError(f"{len(set(words))} words make no {count} distinct sentences of {shortest} to {longest}")
-    made: dict[str, None] = {}
-    while len(made) < count:
+        raise ValueError(f"{len(set(words))} words do not make {count} distinct sentences of {shortest} to {longest}")
+    distinct: dict[str, None] = {}
+    while len(distinct) < count:
         length = int(random.integers(shortest, longest + 1))
-        made[" ".join(words[i] for i in random.integers(0, len(words), length))] = None
-    return list(made)
+        distinct[" ".join(words[i] for i in random.integers(0, len(words), length))] = None
+    return list(distinct)
 
 
 def speech_corpus(
     folder: Path, words: list[str], voices: list[str], sizes: dict[str, int], seed: int = 0
 ) -> dict[str, str]:
-    """Writes (or finds) a corpus of spoken sentences: `sizes` maps a split to its number of utterances, and no sentence
-    occurs in two splits. Returns {split: manifest path}."""
+    """Writes a corpus of spoken sentences, unless `folder` already holds the same one. `sizes`: number of utterances
+    per split; no sentence is in two splits. Returns {split: manifest path}. Raises `RunError` if it cannot be
+    written."""
     manifests = {split: str(folder / f"{split}.json") for split in sizes}
     recipe = {"words": words, "voices": voices, "sizes": sizes, "seed": seed, "version": 2}
-    if _made_from(folder) == recipe:
+    if read_made_from(folder) == recipe:
         return manifests
-    try:
-        # Made aside and renamed: what a kill cut short is not taken for a corpus, and several ranks do not meet.
-        aside = folder.with_name(f"{folder.name}.{os.getpid()}")
-        shutil.rmtree(aside, ignore_errors=True)
+
+    def fill(aside: Path) -> float:
         seconds = _write_corpus(aside, recipe)
-        if _made_from(folder) != recipe:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(aside, folder)
+        if read_made_from(folder) == recipe:
+            raise FileExistsError("another rank was quicker")
+        return seconds
+
+    try:
+        seconds = write_folder(folder, fill, recipe)
     except OSError as error:
-        if _made_from(folder) != recipe:  # another rank may have been quicker
+        if read_made_from(folder) != recipe:
             raise RunError(f"cannot write the demo corpus in {folder}: {error.strerror}") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        return manifests
     print(f"demo corpus: {sum(sizes.values())} utterances, {seconds / 3600:.2f} h, {len(voices)} voices, in {folder}")
     return manifests
 
 
-def _made_from(folder: Path) -> dict | None:
-    try:
-        return json.loads((folder / "made_from.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 def _write_corpus(folder: Path, recipe: dict) -> float:
-    """Speaks the sentences of every split; returns how many seconds they are."""
-    (folder / "audio").mkdir(parents=True)
+    """Speaks the sentences of every split; returns their duration in seconds."""
+    (folder / "audio").mkdir()
     random = np.random.default_rng(recipe["seed"])
-    speaker, texts = espeak(), sentences(recipe["words"], sum(recipe["sizes"].values()), random)
+    speaker = espeak()
+    texts = sentences(recipe["words"], sum(recipe["sizes"].values()), random)
     seconds = 0.0
     for split, size in recipe["sizes"].items():
         lines = []
         for number in range(size):
-            text, voice = texts.pop(), recipe["voices"][int(random.integers(len(recipe["voices"])))]
+            text = texts.pop()
+            voice = recipe["voices"][int(random.integers(len(recipe["voices"])))]
             samples = speaker.say(text, voice, int(random.integers(140, 221)), int(random.integers(30, 71)))
             name = f"audio/{split}_{number:05d}.wav"
             write_wav(folder / name, samples, speaker.sample_rate)
@@ -149,5 +145,4 @@ def _write_corpus(folder: Path, recipe: dict) -> float:
             row = {"audio_filepath": name, "text": text, "duration": round(duration, 3), "speaker": voice}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         (folder / f"{split}.json").write_text("".join(lines), encoding="utf-8")
-    (folder / "made_from.json").write_text(json.dumps(recipe, ensure_ascii=False), encoding="utf-8")
     return seconds

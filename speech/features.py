@@ -1,4 +1,4 @@
-"""Waveforms to features on the training device: log-mel, normalisation, SpecAugment."""
+"""Waveforms to features, on the training device: log-mel, normalisation, SpecAugment."""
 
 import numpy as np
 import torch
@@ -7,24 +7,20 @@ from torch import nn
 
 from common.device import full_fp32
 
-WINDOW, HOP = 0.025, 0.010  # seconds: one frame, and from one to the next
-FLOOR = (
-    1e-6  # added to a mel band's power: above 16-bit quantisation noise, or digital silence would dominate the scale
-)
+WINDOW, HOP = 0.025, 0.010  # seconds: length of a frame, and distance between frames
+FLOOR = 1e-6  # power added to mel bands: above 16-bit quantisation noise, or digital silence would dominate the scale
 
 
 def frames(samples, sample_rate: int):
-    """Whole frames in so many samples (an int or a tensor of them); at least 1."""
+    """The number of whole frames in `samples`, an int or a tensor; at least 1."""
     window, hop = round(WINDOW * sample_rate), round(HOP * sample_rate)
     count = (samples - window) // hop + 1
     return count.clamp_min(1) if isinstance(count, torch.Tensor) else max(1, count)
 
 
 class LogMel(nn.Module):
-    """Waveforms (B, T) at `sample_rate` Hz to log-mel features (B, F, n_mels), F = frames(T).
-
-    Frames are not centred: a frame sees only samples of its own utterance, so padding a batch changes nothing. Always
-    computed in fp32 or better, whatever autocast says."""
+    """Waveforms (B, T) at `sample_rate` Hz to log-mel features (B, F, n_mels), F = frames(T), in fp32 or better also
+    under autocast. Frames are not centred: each sees only samples of its own utterance, so padding changes nothing."""
 
     def __init__(self, sample_rate: int, n_mels: int = 80):
         super().__init__()
@@ -37,15 +33,15 @@ class LogMel(nn.Module):
     def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
         with torch.autocast(waveforms.device.type, enabled=False):
             waveforms = nn.functional.pad(waveforms, (0, max(0, self.window - waveforms.shape[1])))
-            frames = waveforms.unfold(1, self.window, self.hop) * self.taper  # (B, F, window)
-            power = torch.fft.rfft(frames, self.n_fft).abs().square()  # (B, F, n_fft / 2 + 1)
+            windows = waveforms.unfold(1, self.window, self.hop) * self.taper  # (B, F, window)
+            power = torch.fft.rfft(windows, self.n_fft).abs().square()  # (B, F, n_fft / 2 + 1)
             with full_fp32(power.device):
                 return (power @ self.filters + FLOOR).log()
 
 
 class FeatureNorm(nn.Module):
-    """Mean and variance normalisation of (B, F, M) features: by statistics of the training set, kept in the weights
-    (`global`), or of each utterance's valid frames (`utterance`). Frames beyond the length become 0."""
+    """Mean and variance normalisation of (B, F, M) features. `kind`: "global" uses statistics of the training set,
+    which are part of the weights, "utterance" those of each utterance's valid frames. Padding becomes 0."""
 
     def __init__(self, n_mels: int, kind: str):
         super().__init__()
@@ -66,19 +62,19 @@ class FeatureNorm(nn.Module):
 
     @torch.no_grad()
     def measure(self, features: list[torch.Tensor]) -> None:
-        """Takes mean and standard deviation from (F, M) features of training utterances."""
-        frames = torch.cat(features).double()
-        self.mean.copy_(frames.mean(0))
-        self.std.copy_(frames.std(0, correction=0).clamp_min(1e-3))  # (a single frame has no other)
+        """Sets the "global" statistics from (F, M) features of training utterances."""
+        together = torch.cat(features).double()
+        self.mean.copy_(together.mean(0))
+        self.std.copy_(together.std(0, correction=0).clamp_min(1e-3))  # a single frame has no unbiased one
 
 
 def valid_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
-    """(B, size), True within each length."""
+    """(B, size), True at positions below each of `lengths` (B,)."""
     return torch.arange(size, device=lengths.device)[None, :] < lengths[:, None]
 
 
 def random_masks(random: np.random.Generator, count: int, widest: float) -> torch.Tensor:
-    """(count, 2) start and end of SpecAugment masks as shares of an axis, each at most `widest` wide."""
+    """(count, 2) start and end of SpecAugment masks as shares of an axis, with widths of 0 to `widest`."""
     width = random.uniform(0, widest, count)
     start = random.uniform(0, 1, count) * (1 - width)
     return torch.from_numpy(np.stack([start, start + width], axis=1).astype(np.float32))
@@ -87,18 +83,17 @@ def random_masks(random: np.random.Generator, count: int, widest: float) -> torc
 def spec_augment(
     features: torch.Tensor, lengths: torch.Tensor, frequency_masks: torch.Tensor, time_masks: torch.Tensor
 ) -> torch.Tensor:
-    """Sets bands and spans of normalised features (B, F, M) to 0, their mean (Park et al. 2019). Masks (B, N, 2) are
-    shares of the number of bands and of each utterance's own length; they come with the batch, drawn from (seed, epoch,
-    utterance), so that an utterance is masked alike however its window is cut."""
+    """SpecAugment (Park et al. 2019): sets mel bands and time spans of normalised features (B, F, M) to 0, their mean.
 
-    def hit(masks: torch.Tensor, size: int, extent: torch.Tensor) -> torch.Tensor:
+    Masks (B, N, 2) are shares of the number of bands and of each utterance's own length. They come with the batch,
+    drawn from (seed, epoch, utterance), so an utterance's mask does not depend on how its window is split."""
+
+    def covered(masks: torch.Tensor, size: int, extent: torch.Tensor) -> torch.Tensor:
         edges = (masks * extent[:, None, None]).round()  # (B, N, 2)
         position = torch.arange(size, device=features.device)
         return ((position >= edges[..., :1]) & (position < edges[..., 1:])).any(1)  # (B, size)
 
     bands = torch.full_like(lengths, features.shape[2])
-    masked = (
-        hit(time_masks, features.shape[1], lengths)[:, :, None]
-        | hit(frequency_masks, features.shape[2], bands)[:, None, :]
-    )
-    return features.masked_fill(masked, 0.0)
+    time = covered(time_masks, features.shape[1], lengths)[:, :, None]
+    frequency = covered(frequency_masks, features.shape[2], bands)[:, None, :]
+    return features.masked_fill(time | frequency, 0.0)

@@ -1,4 +1,4 @@
-"""What the headers of audio files say: length, and whether the file is whole."""
+"""What the headers of audio files say: their length, and whether the file is complete."""
 
 import contextlib
 import hashlib
@@ -14,16 +14,17 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
+from common.files import write_file
+
 END_TOLERANCE = 0.1  # seconds by which rounded times may miss a file's end
 UNKNOWN_LENGTH = 1 << 60  # frames: what libsndfile reports for a FLAC stream that was never closed
-UNCLOSED = 0x7FFF0000  # bytes: from here up a chunk's size means that its writer did not know it
-THREADS = 16  # for looking at files: they wait for the disk or the network, not for the processor
-MANY_FILES = 20_000  # looking at more of them is announced
+UNCLOSED = 0x7FFF0000  # bytes: from this size on, a chunk's writer did not know its size
+THREADS = 16  # they wait for the disk or the network, not for the processor
+MANY_FILES = 20_000  # reading more headers than this is announced
 
 
-def _by_threads(look: Callable[[list], list | np.ndarray], items: list) -> Iterator:
-    """`look(part)` for part after part of `items`, in order. In parts: a task for every file would cost more than the
-    look at it."""
+def in_threads(look: Callable[[list], list | np.ndarray], items: list) -> Iterator:
+    """`look(part)` for consecutive parts of `items`, in order. One task per file would cost more than reading it."""
     size = max(1, min(256, len(items) // (4 * THREADS)))
     parts = (items[i : i + size] for i in range(0, len(items), size))
     with ThreadPoolExecutor(THREADS) as pool:
@@ -31,13 +32,13 @@ def _by_threads(look: Callable[[list], list | np.ndarray], items: list) -> Itera
 
 
 def probe(path: str) -> tuple[float, str]:
-    """Length in seconds by the file's header, and why it cannot be used ("" if it can)."""
+    """A file's length in seconds by its header, and why it cannot be used ("" if it can)."""
     try:
         status = os.stat(path)
     except OSError:
         return np.nan, "file is missing"
     except ValueError:
-        return np.nan, "no valid path"
+        return np.nan, "path is not valid"
     if stat.S_ISDIR(status.st_mode):
         return np.nan, "not a file but a folder"
     if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
@@ -55,13 +56,13 @@ def probe(path: str) -> tuple[float, str]:
 
 
 def missing_seconds(header) -> float:
-    """By how much a WAV, AIFF or AU file is shorter than its header says, by libsndfile's log: it reads what is there
-    and says nothing. `header`: a `soundfile.SoundFile`, or what `soundfile.info` returns."""
-    found = re.search(r"^\s*(?:data|SSND|Data Size)\s*: (\d+) \(should be (\d+)\)", header.extra_info, re.M)
-    stated, there = map(int, found.groups()) if found else (0, 0)
-    if stated >= UNCLOSED or stated <= there or not there:
+    """By how much a WAV, AIFF or AU file is shorter than its header says. libsndfile reads what is left without an
+    error and only mentions it in its log. `header`: a `soundfile.SoundFile`, or what `soundfile.info` returns."""
+    sizes = re.search(r"^\s*(?:data|SSND|Data Size)\s*: (\d+) \(should be (\d+)\)", header.extra_info, re.M)
+    stated, actual = map(int, sizes.groups()) if sizes else (0, 0)
+    if stated >= UNCLOSED or stated <= actual or not actual:
         return 0.0
-    return header.frames / header.samplerate * (stated / there - 1)
+    return header.frames / header.samplerate * (stated / actual - 1)
 
 
 def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
@@ -75,22 +76,22 @@ def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
 
 
 def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[str]]:
-    """`probe` for every path, in parallel. What an earlier run found is kept in `cache` and used for files whose size
-    and time are the same."""
+    """`probe` for every path, in parallel. Results of an earlier run in the file `cache` are used for files of the same
+    size and time."""
     seconds, reasons = np.full(len(paths), np.nan), [""] * len(paths)
-    stamps = np.concatenate([np.zeros((0, 3), dtype=np.int64), *_by_threads(_stamps, paths)])
-    known, known_seconds = _read_cache(cache)
+    stamps = np.concatenate([np.zeros((0, 3), dtype=np.int64), *in_threads(_stamps, paths)])
+    known_stamps, known_seconds = _read_cache(cache)
     is_known = np.zeros(len(paths), dtype=bool)
-    if len(known):
-        nearest = np.searchsorted(known[:, 0], stamps[:, 0]).clip(max=len(known) - 1)
-        is_known = (known[nearest] == stamps).all(axis=1) & (stamps[:, 0] != 0)
+    if len(known_stamps):
+        nearest = np.searchsorted(known_stamps[:, 0], stamps[:, 0]).clip(max=len(known_stamps) - 1)
+        is_known = (known_stamps[nearest] == stamps).all(axis=1) & (stamps[:, 0] != 0)
         seconds[is_known] = known_seconds[nearest[is_known]]
     todo = np.flatnonzero(~is_known).tolist()
     if len(todo) > MANY_FILES:
-        print(f"looking at {len(todo)} audio files (the next run needs not)", flush=True)
-    found = _by_threads(lambda rows: [(row, *probe(paths[row])) for row in rows], todo)
-    for row, length, reason in (one for part in found for one in part):
-        seconds[row], reasons[row] = length, reason
+        print(f"reading the headers of {len(todo)} audio files (kept for the next run)", flush=True)
+    for part in in_threads(lambda rows: [(row, *probe(paths[row])) for row in rows], todo):
+        for row, length, reason in part:
+            seconds[row], reasons[row] = length, reason
     if cache and todo:
         good = np.flatnonzero(np.array([not reason for reason in reasons]) & (stamps[:, 0] != 0))
         good = good[np.argsort(stamps[good, 0], kind="stable")]
@@ -99,7 +100,7 @@ def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[st
 
 
 def _stamps(paths: list[str]) -> np.ndarray:
-    """(N, 3) hash of the path, size, time in nanoseconds; zeros where there is no such file."""
+    """(N, 3) hash of the path, size, time in nanoseconds; zeros if the file is missing."""
     stamps = np.zeros((len(paths), 3), dtype=np.int64)
     for row, path in enumerate(paths):
         try:
@@ -112,24 +113,22 @@ def _stamps(paths: list[str]) -> np.ndarray:
 
 
 def _read_cache(cache: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    """(stamps, seconds), sorted by their first column."""
+    """(stamps (N, 3), seconds (N,)), sorted by the stamps' first column."""
     try:
         with np.load(cache) as content:
             stamps, seconds = content["stamps"], content["seconds"]
         if stamps.shape == (len(seconds), 3):
             return stamps, seconds
-    except Exception:  # whatever is wrong with a cache: look again
+    except Exception:  # a damaged cache is made anew, whatever is wrong with it
         pass
     return np.zeros((0, 3), dtype=np.int64), np.zeros(0)
 
 
 def _write_cache(cache: Path, stamps: np.ndarray, seconds: np.ndarray) -> None:
-    temporary = Path(f"{cache}.{os.getpid()}")
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
+    def write(path: Path) -> None:
+        with open(path, "wb") as file:
             np.savez(file, stamps=stamps, seconds=seconds)
-        os.replace(temporary, cache)
-    except OSError:  # a cache that cannot be written costs time, nothing else
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+
+    with contextlib.suppress(OSError):  # without a cache the next run is only slower
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_file(cache, write, durable=False)

@@ -1,4 +1,4 @@
-"""What a recogniser's texts are used for: the table and examples at the end, and the transcripts of files."""
+"""What every recogniser does besides learning: its flags, decoding a set, the results at the end, transcripts of files."""
 
 import json
 import sys
@@ -8,88 +8,130 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import memory
-from common.batches import to_device
+from common import batches, files, memory, options
+from common.device import Setup
 from common.errors import DataError, UsageError
 from speech import metrics
-from speech.audio import audio_files, read_audio
-from speech.long import Piece, cut_at_silences, put_together
+from speech.audio import SAMPLE_RATE, audio_files, read_audio
+from speech.long import BY_SILENCES, Cutting, unless_silent
 from speech.text import for_scoring
 
-EXAMPLES = 5
+EXAMPLES = 5  # transcripts printed at the end
+SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
+
+# Rows for common.options: flags that exclude each other, and flags that need another one.
+EXCLUDES = (
+    ("transcribe", "evaluate", "give one of them"),
+    ("transcribe", "verify_gpu", "give one of them"),
+)
+NEEDS = (("output", ("transcribe",), ""),)
+
+
+def add_arguments(parser, methods: tuple[str, ...], method: str, beam_size: int) -> None:
+    """The flags of a recogniser that decodes by `methods`, `method` by default."""
+    # fmt: off
+    augmentation = parser.add_argument_group("augmentation")
+    augmentation.add_argument("--spec_augment", action=options.OnOff, help="mask bands and spans of the features (on; off for the demo)")
+    augmentation.add_argument("--speed_perturbation", action=options.OnOff, help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)")
+    decoding = parser.add_argument_group("decoding and transcribing")
+    decoding.add_argument("--decoding", choices=methods, default=method, help=f"method for the results at the end, --evaluate and --transcribe ({method})")
+    decoding.add_argument("--beam_size", type=options.POSITIVE, metavar="N", help=f"hypotheses of a beam search ({beam_size})")
+    decoding.add_argument("--transcribe", nargs="+", type=options.path, metavar="PATH", help="transcribe files and folders with the weights of --resume (CHECKPOINT_DIR/best.safetensors)")
+    decoding.add_argument("--output", type=options.path, metavar="FILE", help="write the transcripts to this file as JSON Lines")
+    # fmt: on
+
+
+def resolve(args, augment: bool, beam_size: int) -> None:
+    """Fills in the defaults: augmentation is on if `augment`, unless a flag says otherwise."""
+    if args.spec_augment is None:
+        args.spec_augment = augment
+    if args.speed_perturbation is None:
+        args.speed_perturbation = augment
+    if args.beam_size is None:
+        args.beam_size = beam_size
 
 
 def decode_set(
-    one: Callable[[dict], tuple[list[str], dict[str, float]]], eval_batches: Iterable[dict], names: Iterable[str],
-    device: torch.device,
+    decode: Callable[[dict], tuple[list[str], dict[str, torch.Tensor]]], eval_batches: Iterable[dict],
+    device: torch.device, terms: Iterable[str] = (),
 ) -> tuple[list[dict], dict[str, tuple[float, float]]]:  # fmt: skip
-    """Decodes batches by `one(batch on device)`, which returns the texts and the sums of the loss terms `names`, in halves
-    where memory is short: one {"file", "reference", "hypothesis"} an utterance, with the "index" that the batch gives, and
-    {loss term: (sum, count)}."""
-    rows, sums = [], {name: [0.0, 0] for name in names}
+    """Decodes batches with `decode(batch on device)`, which returns the texts and the sums of loss terms. A batch that does
+    not fit into memory is split. Returns a row {"file", "reference", "hypothesis", "index"} for each utterance, and {loss
+    term: (sum, count)} for each of `terms`, zeros if there are no batches: the ranks add these up."""
+    rows, sums = [], dict.fromkeys(terms, (0.0, 0))
     for batch in eval_batches:
-        found = memory.split_on_oom(lambda piece: one(next(to_device([piece], device))), batch, device)
-        for number, hypothesis in enumerate(text for texts, _ in found for text in texts):
-            row = {"file": batch["names"][number], "reference": batch["texts"][number], "hypothesis": hypothesis}
-            rows.append({**row, "index": batch["indices"][number]} if "indices" in batch else row)
-        for name in sums:
-            sums[name][0] += sum(terms[name] for _, terms in found)
-            sums[name][1] += batch["counts"][name]
-    return rows, {name: tuple(pair) for name, pair in sums.items()}
+        hypotheses, losses = [], dict.fromkeys(sums, 0.0)
+        for texts, values in memory.split_on_oom(lambda b: decode(next(batches.to_device([b], device))), batch, device):
+            hypotheses += texts
+            for name in losses:
+                losses[name] += float(values[name])
+        utterances = zip(batch["names"], batch["texts"], batch["indices"], hypotheses, strict=True)
+        for name, reference, index, hypothesis in utterances:
+            rows.append({"file": name, "reference": reference, "hypothesis": hypothesis, "index": index})
+        for name, value in losses.items():
+            total, count = sums[name]
+            sums[name] = (total + value, count + batch["counts"][name])
+    return rows, sums
 
 
 def print_results(
-    rows: list[dict], title: str, path: Path, seed: int = 0, normalise: Callable[[str], str] = for_scoring
+    rows: list[dict], title: str, log_dir: Path, seed: int = 0, normalise: Callable[[str], str] = for_scoring
 ) -> None:
-    """Prints WER, CER and five of `rows` ({"file", "reference", "hypothesis"}); all of them go to `path`. `normalise`: of
-    both texts before they are compared."""
+    """Prints WER, CER and a few of `rows` ({"file", "reference", "hypothesis"}), and writes all of them to
+    transcripts.jsonl. Both texts are compared after `normalise`."""
     print(f"\n{title}")
     print(metrics.error_table([row["reference"] for row in rows], [row["hypothesis"] for row in rows], normalise))
-    for index in np.random.default_rng(seed).permutation(len(rows))[:EXAMPLES]:
-        print(f"  reference:  {rows[index]['reference']}\n  transcript: {rows[index]['hypothesis']}\n")
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    for number in np.random.default_rng(seed).permutation(len(rows))[:EXAMPLES]:
+        print(f"  reference:  {rows[number]['reference']}\n  transcript: {rows[number]['hypothesis']}\n")
+    shown = ({key: value for key, value in row.items() if key != "index"} for row in rows)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in shown)
+    files.write_file(log_dir / "transcripts.jsonl", lambda path: path.write_text(text, encoding="utf-8"), durable=False)
 
 
+@torch.no_grad()
 def transcribe_files(
-    args,
-    decode: Callable[[list[torch.Tensor], str], list[str]],
-    sample_rate: int,
-    longest: float,
-    pieces: Callable[[torch.Tensor, int, float], list[Piece]] = cut_at_silences,
-    join: Callable[[list[str], list[Piece]], tuple[str, list[tuple[int, int, str]]]] = put_together,
-) -> None:
-    """`args.transcribe` (files and folders) to stdout, with the name and a tab before the text where there are several
-    files, or as JSON Lines to `args.output`. Long files are cut by `pieces(waveform, sample_rate, longest)`, at silences
-    by default, into pieces of at most `longest` seconds. `decode(waveforms, name)` turns pieces into texts, and
-    `join(texts, pieces)` those into one, beside the parts to be written to `args.output`. A file that cannot be read is
-    named on stderr and the others are transcribed; then `DataError` is raised."""
-    files = audio_files(args.transcribe)
+    paths: list[str], decode: Callable[[dict], list[str]], setup: Setup, longest: float,
+    output: str | None = None, batch_size: int = 8, cutting: Cutting = BY_SILENCES,
+) -> None:  # fmt: skip
+    """Prints the text of each file in `paths` (files and folders), after its name and a tab if there are several, or
+    writes JSON Lines to `output`. `decode(batch on device)` returns the texts of a batch of waveforms. Recordings over
+    `longest` seconds are cut, and their texts joined, by `cutting`. A file that cannot be read is named on stderr and the
+    others are transcribed; then `DataError` is raised."""
+    recordings = audio_files(paths)
     try:
-        output = open(args.output, "w", encoding="utf-8") if args.output else None  # noqa: SIM115
+        lines = open(output, "w", encoding="utf-8") if output else None  # noqa: SIM115
     except OSError as error:
-        raise UsageError(f"--output {args.output}: {error.strerror}") from None
-    failed = 0
-    for file in files:
+        raise UsageError(f"--output {output}: {error.strerror}") from None
+
+    def texts_of(waveforms: list[torch.Tensor], name: str) -> list[str]:
+        padded, lengths = batches.pad(waveforms)
+        batch = {"audio": padded, "audio_lengths": lengths, "names": [name] * len(waveforms)}
+        with setup.autocast():
+            pieces = memory.split_on_oom(
+                lambda b: decode(next(batches.to_device([b], setup.device))), batch, setup.device
+            )
+        return [text for texts in pieces for text in texts]
+
+    failed, audible_texts = 0, unless_silent(texts_of)
+    for path in recordings:
         try:
-            waveform = read_audio(str(file), sample_rate)
+            waveform = read_audio(str(path), SAMPLE_RATE)
         except DataError as error:
             print(f"error: {error}", file=sys.stderr)
             failed += 1
             continue
-        cuts = pieces(waveform, sample_rate, longest)
-        texts = []
-        for first in range(0, len(cuts), args.eval_batch_size):
-            texts += decode([waveform[a:b] for a, b in cuts[first : first + args.eval_batch_size]], str(file))
-        whole, parts = join(texts, cuts)
-        if output:
-            times = [{"start": a / sample_rate, "end": b / sample_rate, "text": text} for a, b, text in parts]
-            row = {"file": str(file), "text": whole, "seconds": len(waveform) / sample_rate, "pieces": times}
-            output.write(json.dumps(row, ensure_ascii=False) + "\n")
-            output.flush()
+        pieces, texts = cutting.cut(waveform, SAMPLE_RATE, longest), []
+        for first in range(0, len(pieces), batch_size):
+            texts += audible_texts([waveform[a:b] for a, b in pieces[first : first + batch_size]], str(path))
+        text, parts = cutting.join(texts, pieces)
+        if lines:
+            times = [{"start": a / SAMPLE_RATE, "end": b / SAMPLE_RATE, "text": part} for a, b, part in parts]
+            row = {"file": str(path), "text": text, "seconds": len(waveform) / SAMPLE_RATE, "pieces": times}
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+            lines.flush()
         else:
-            print(f"{file}\t{whole}" if len(files) > 1 else whole, flush=True)
-    if output:
-        output.close()
+            print(f"{path}\t{text}" if len(recordings) > 1 else text, flush=True)
+    if lines:
+        lines.close()
     if failed:
-        raise DataError(f"{failed} of {len(files)} files could not be transcribed")
+        raise DataError(f"{failed} of {len(recordings)} files could not be transcribed")

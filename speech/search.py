@@ -1,5 +1,5 @@
-"""Searches that turn a model's probabilities into token sequences: CTC prefix beam, autoregressive beam, and CTC's part
-in the latter."""
+"""Searches that turn a model's probabilities into token sequences: CTC prefix beam, autoregressive beam, and the CTC
+prefix scores that the latter can include."""
 
 import math
 from collections import defaultdict
@@ -10,54 +10,94 @@ import torch
 
 
 def ctc_prefix_beam(log_probs: np.ndarray, beam_size: int, blank: int) -> list[tuple[tuple[int, ...], float]]:
-    """The most probable label sequences of (T, V) log-probabilities with their log-probabilities, best first, at most
-    `beam_size`. A sequence's probability is summed over its alignments (Graves 2012; Hannun et al. 2014): each prefix
-    keeps what ends in a blank apart from what ends in its last label. Each frame extends by its `beam_size` best labels."""
+    """At most `beam_size` (label sequence, log-probability), best first, of (T, V) log-probabilities.
+
+    The probability of a sequence is summed over its alignments (Graves 2012; Hannun et al. 2014): every prefix has one
+    score for alignments that end in a blank, and one for those that end in its last label. A frame extends prefixes by
+    its `beam_size` best labels."""
     beam: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -math.inf)}
     candidates = np.argpartition(-log_probs, min(beam_size, log_probs.shape[1] - 1), axis=1)[:, :beam_size]
     for frame, labels in zip(log_probs, candidates, strict=True):
-        ends: dict[tuple[int, ...], list[float]] = defaultdict(lambda: [-math.inf, -math.inf])
+        scores: dict[tuple[int, ...], list[float]] = defaultdict(lambda: [-math.inf, -math.inf])  # blank, label
         for prefix, (in_blank, in_label) in beam.items():
-            either = _add(in_blank, in_label)
-            same = ends[prefix]
-            same[0] = _add(same[0], either + float(frame[blank]))
+            either = _log_add(in_blank, in_label)
+            same = scores[prefix]
+            same[0] = _log_add(same[0], either + float(frame[blank]))
             if prefix:
-                same[1] = _add(same[1], in_label + float(frame[prefix[-1]]))
+                same[1] = _log_add(same[1], in_label + float(frame[prefix[-1]]))
             for label in labels.tolist():
                 if label == blank:
                     continue
-                # A label again right after itself is the same one, unless a blank stood between.
+                # A label right after itself is the same one, unless there is a blank in between.
                 before = in_blank if prefix and label == prefix[-1] else either
-                longer = ends[(*prefix, label)]
-                longer[1] = _add(longer[1], before + float(frame[label]))
-        kept = sorted(ends.items(), key=lambda pair: -_add(*pair[1]))[:beam_size]
-        beam = {prefix: (scores[0], scores[1]) for prefix, scores in kept}
-    return [(prefix, _add(*scores)) for prefix, scores in beam.items()]
+                extended = scores[(*prefix, label)]
+                extended[1] = _log_add(extended[1], before + float(frame[label]))
+        best = sorted(scores.items(), key=lambda pair: -_log_add(*pair[1]))[:beam_size]
+        beam = {prefix: (in_blank, in_label) for prefix, (in_blank, in_label) in best}
+    return [(prefix, _log_add(*pair)) for prefix, pair in beam.items()]
+
+
+def _log_add(a: float, b: float) -> float:
+    """log(exp(a) + exp(b))"""
+    if a < b:
+        a, b = b, a
+    return a if b == -math.inf else a + math.log1p(math.exp(b - a))
+
+
+def autoregressive_beam(
+    next_log_probs: Callable[[torch.Tensor], torch.Tensor], bos: int, eos: int, beam_size: int, max_new_tokens: int
+) -> list[tuple[list[int], float]]:
+    """Beam search. `next_log_probs` maps prefixes (N, U), which start with `bos`, to log-probabilities (N, V) of the
+    next token. Returns (tokens without `bos` and `eos`, log-probability per token), best first.
+
+    The search ends when no unfinished hypothesis can become the best, or after `max_new_tokens`, when unfinished
+    hypotheses are returned too."""
+    prefixes, scores, finished = torch.tensor([[bos]]), torch.zeros(1), []
+    for length in range(1, max_new_tokens + 1):
+        totals = scores[:, None] + next_log_probs(prefixes).float().cpu()  # (N, V)
+        best, flat = totals.flatten().topk(min(2 * beam_size, totals.numel()))
+        rows, tokens = flat // totals.shape[1], flat % totals.shape[1]
+        unfinished = tokens != eos
+        for row, score in zip(rows[~unfinished].tolist(), best[~unfinished].tolist(), strict=True):
+            finished.append((prefixes[row, 1:].tolist(), score / length))
+        rows, tokens, scores = (values[unfinished][:beam_size] for values in (rows, tokens, best))
+        prefixes = torch.cat([prefixes[rows], tokens[:, None]], dim=1)
+        finished = sorted(finished, key=lambda pair: -pair[1])[:beam_size]
+        # A score can only fall, and is divided by at most `max_new_tokens`.
+        if len(finished) == beam_size and finished[0][1] >= float(scores[0]) / max_new_tokens:
+            return finished
+    for prefix, score in zip(prefixes, scores, strict=True):
+        finished.append((prefix[1:].tolist(), float(score) / max_new_tokens))
+    return sorted(finished, key=lambda pair: -pair[1])[:beam_size]
 
 
 class CTCPrefixScores:
-    """For a beam search token by token: log-probabilities under CTC that the output *begins* with a prefix, for every
+    """CTC's part in an autoregressive beam search: log-probabilities that the output *starts with* a prefix, for every
     extension of every prefix at once (Watanabe et al. 2017, "Hybrid CTC/Attention Architecture", algorithm 2)."""
 
     def __init__(self, log_probs: np.ndarray, blank: int):
-        self.log_probs, self.blank = log_probs.astype(np.float64), blank
+        self.log_probs = log_probs.astype(np.float64)  # (T, V)
+        self.blank = blank
         in_blank = np.cumsum(self.log_probs[:, blank])
-        # prefix -> (log-probability of the prefix, alignments that end in its last label (T,), in a blank (T,))
+        # prefix -> (log-probability; of alignments up to each frame that end in its last label (T,), in a blank (T,))
         self.states = {(): (0.0, np.full(len(log_probs), -np.inf), in_blank)}
 
     def extend(self, prefixes: list[tuple[int, ...]]) -> np.ndarray:
-        """(N, V) what each next label adds to the log-probability of each prefix; the blank's column stands for the
-        end. Prefixes must be empty or extensions of those of the last call."""
+        """(N, V) what each next label adds to the log-probability of each prefix; the blank's column is for the end of
+        the output. Prefixes must be empty or extensions of those of the last call."""
         log_probs, blank = self.log_probs, self.blank
         frames, size = log_probs.shape
-        before = np.array([self.states[prefix][0] for prefix in prefixes])
-        label, empty = (np.stack([self.states[prefix][i] for prefix in prefixes]) for i in (1, 2))  # (N, T)
-        either = np.logaddexp(label, empty)
-        start = np.repeat(either[:, :, None], size, axis=2)  # (N, T, V): from where a label may begin at t + 1
+        states = [self.states[prefix] for prefix in prefixes]
+        before = np.array([score for score, _, _ in states])
+        after_label = np.stack([in_label for _, in_label, _ in states])  # (N, T)
+        after_blank = np.stack([in_blank for _, _, in_blank in states])  # (N, T)
+        either = np.logaddexp(after_label, after_blank)
+        start = np.repeat(either[:, :, None], size, axis=2)  # (N, T, V): before a label that starts at t + 1
         for row, prefix in enumerate(prefixes):
             if prefix:
-                start[row, :, prefix[-1]] = empty[row]
-        in_label, in_blank = (np.full((len(prefixes), frames, size), -np.inf) for _ in range(2))
+                start[row, :, prefix[-1]] = after_blank[row]
+        in_label = np.full((len(prefixes), frames, size), -np.inf)
+        in_blank = np.full((len(prefixes), frames, size), -np.inf)
         in_label[:, 0] = np.where([[not prefix] for prefix in prefixes], log_probs[0], -np.inf)
         begins = in_label[:, 0].copy()
         for t in range(1, frames):
@@ -67,38 +107,8 @@ class CTCPrefixScores:
         begins[:, blank] = either[:, -1]
         self.states = {
             (*prefix, token): (begins[row, token], in_label[row, :, token], in_blank[row, :, token])
-            for row, prefix in enumerate(prefixes) for token in range(size) if token != blank
-        }  # fmt: skip
+            for row, prefix in enumerate(prefixes)
+            for token in range(size)
+            if token != blank
+        }
         return begins - before[:, None]
-
-
-def _add(a: float, b: float) -> float:
-    """log(exp(a) + exp(b))"""
-    if a < b:
-        a, b = b, a
-    return a if b == -math.inf else a + math.log1p(math.exp(b - a))
-
-
-def autoregressive_beam(
-    next_log_probs: Callable[[torch.Tensor], torch.Tensor], start: int, end: int, beam_size: int, longest: int
-) -> list[tuple[list[int], float]]:
-    """Beam search: `next_log_probs` maps prefixes (N, U), which begin with `start`, to the log-probabilities (N, V) of
-    what follows. Returns finished hypotheses (without `start` and `end`) and their log-probability per token, best
-    first. Stops when nothing unfinished can still overtake, or at `longest` tokens, where what is unfinished counts."""
-    prefixes, scores, finished = torch.tensor([[start]]), torch.zeros(1), []
-    for length in range(1, longest + 1):
-        following = next_log_probs(prefixes).float().cpu()  # (N, V)
-        total = scores[:, None] + following
-        best, flat = total.flatten().topk(min(2 * beam_size, total.numel()))
-        rows, tokens = flat // total.shape[1], flat % total.shape[1]
-        alive = tokens != end
-        for row, score in zip(rows[~alive].tolist(), best[~alive].tolist(), strict=True):
-            finished.append((prefixes[row, 1:].tolist(), score / length))
-        rows, tokens, scores = rows[alive][:beam_size], tokens[alive][:beam_size], best[alive][:beam_size]
-        prefixes = torch.cat([prefixes[rows], tokens[:, None]], dim=1)
-        finished = sorted(finished, key=lambda pair: -pair[1])[:beam_size]
-        # A score only falls, and is divided by at most `longest`.
-        if len(finished) == beam_size and finished[0][1] >= float(scores[0]) / longest:
-            return finished
-    finished += [(prefix[1:].tolist(), float(score) / longest) for prefix, score in zip(prefixes, scores, strict=True)]
-    return sorted(finished, key=lambda pair: -pair[1])[:beam_size]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from common.errors import DataError, UsageError, require
 
-MOST_SENTENCES = 1_000_000  # that SentencePiece holds in memory
-JOINERS = "\u200c\u200d"  # they shape glyphs, so normalisation keeps them; they are not heard, so scoring does not
+MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
+JOINERS = "\u200c\u200d"  # they shape glyphs, so they are kept for training, but are not heard, so scoring removes them
 
 
 def normalise(text: str) -> str:
-    """For training: NFC, no control characters or byte-order marks, single spaces. Case, punctuation and every
-    combining mark stay."""
-    if not text.isprintable():  # a test in C: what has to go is rare
+    """For training: NFC, no control characters or byte-order marks, single spaces. Keeps case, punctuation and all
+    combining marks."""
+    if not text.isprintable():  # a fast test, since characters to remove are rare
         text = "".join(
             c for c in text if c.isspace() or c in JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
         )
@@ -23,36 +23,33 @@ def normalise(text: str) -> str:
 
 
 def for_scoring(text: str) -> str:
-    """`normalise` without punctuation and joiners. Combining marks stay: without them हांव कोंकणी would become
-    ह व क कण."""
+    """`normalise` without punctuation and joiners. Keeps combining marks: हांव कोंकणी would become ह व क कण."""
     kept = (" " if unicodedata.category(c).startswith("P") else c for c in text if c not in JOINERS)
     return normalise("".join(kept))
 
 
 class CharTokenizer:
-    """One token a character, from a `vocab.json` as the seed project wrote it ({"char2idx": {...}} or the bare
-    mapping). Its special tokens (<pad>, <blank> ...) are left out: blank and end belong to the model."""
-
-    kind = "vocab_file"
+    """One token per character."""
 
     def __init__(self, characters: list[str]):
         self.characters = characters
-        self.index = {character: i + 1 for i, character in enumerate(characters)}  # 0: unknown
-        self.size, self.unknown = len(characters) + 1, 0
+        self.index = {character: i + 1 for i, character in enumerate(characters)}
+        self.size = len(characters) + 1
+        self.unknown = 0
         self.spaces = set(self.encode(" ")) - {self.unknown}
 
     def encode(self, text: str) -> list[int]:
-        return [self.index.get(character, 0) for character in text]
+        return [self.index.get(character, self.unknown) for character in text]
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(self.characters[token - 1] if token else "\ufffd" for token in tokens)
 
     def state(self) -> dict:
-        return {"kind": self.kind, "characters": self.characters}
+        return {"kind": "vocab_file", "characters": self.characters}
 
 
 class SentencePieceTokenizer:
-    """SentencePiece characters or BPE. `model`: the serialized model, which travels in checkpoints as hexadecimal."""
+    """SentencePiece characters or BPE. `model`: the serialised model, hexadecimal in checkpoints."""
 
     def __init__(self, model: bytes):
         self.model = model
@@ -72,13 +69,14 @@ class SentencePieceTokenizer:
 
 
 def unknown_share(tokenizer, tokens: list[int]) -> float:
-    """The share of a text's tokens that are unknown, spaces apart; 1 where there is nothing else."""
-    written = [token for token in tokens if token not in tokenizer.spaces]
-    return written.count(tokenizer.unknown) / len(written) if written else 1.0
+    """The share of unknown tokens among those that are not spaces; 1 if all are."""
+    visible = [token for token in tokens if token not in tokenizer.spaces]
+    return visible.count(tokenizer.unknown) / len(visible) if visible else 1.0
 
 
 def load_vocab_file(path: str) -> CharTokenizer:
-    """Reads the seed project's `vocab.json`. Raises `UsageError`."""
+    """The tokenizer of a vocab.json: {"char2idx": {character: number}}, or only the mapping. Its special tokens (<pad>,
+    <blank> ...) are left out, because blank and end belong to the model. Raises `UsageError`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         mapping = content.get("char2idx", content)
@@ -93,9 +91,9 @@ def load_vocab_file(path: str) -> CharTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> SentencePieceTokenizer:
-    """A SentencePiece model of `texts` (which are gone through twice): `char` takes every character that occurs, `bpe`
-    those and pieces of several up to `vocab_size`. Raises `UsageError` where that is too few, `DataError` where the
-    texts cannot support a tokenizer."""
+    """A SentencePiece model of `texts`, which are read twice. `kind`: "char", whose tokens are the characters of the
+    texts, or "bpe", which adds longer pieces up to `vocab_size`. Raises `UsageError` if `vocab_size` is less than the
+    characters, `DataError` if there is too little text."""
     sentencepiece = require("sentencepiece", "the tokenizer")
     characters: set[str] = set()
     for text in texts:
@@ -114,20 +112,19 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> Sentenc
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(texts), model_prefix=prefix, model_type=kind,
                 vocab_size=vocab_size if kind == "bpe" else 100_000, hard_vocab_limit=False, character_coverage=1.0,
-                required_chars="".join(sorted(characters)),  # those of the texts beyond the limit below, too
+                required_chars="".join(sorted(characters)),  # including those of texts beyond MOST_SENTENCES
                 unk_id=0, bos_id=-1, eos_id=-1, pad_id=-1, unk_surface="\ufffd", normalization_rule_name="identity",
                 remove_extra_whitespaces=False, add_dummy_prefix=kind == "bpe", max_sentence_length=100_000,
                 num_threads=1, minloglevel=2, input_sentence_size=MOST_SENTENCES, shuffle_input_sentence=False,
             )  # fmt: skip
         except RuntimeError as error:
-            raise DataError(
-                f"no tokenizer could be trained on these texts: {str(error).strip().splitlines()[-1]}"
-            ) from None
+            reason = str(error).strip().splitlines()[-1]
+            raise DataError(f"no tokenizer could be trained on these texts: {reason}") from None
         return SentencePieceTokenizer(Path(prefix + ".model").read_bytes())
 
 
 def make_tokenizer(state: dict):
-    """The tokenizer whose `state()` a checkpoint holds."""
+    """The tokenizer with this `state()`, from a checkpoint."""
     if state["kind"] == "sentencepiece":
         return SentencePieceTokenizer(bytes.fromhex(state["model"]))
     return CharTokenizer(state["characters"])

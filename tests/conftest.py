@@ -19,7 +19,7 @@ torch.set_num_threads(1)  # the models are tiny: a second thread would only wait
 
 @pytest.fixture
 def wav():
-    """wav(path, seconds=1.0, rate=16000): writes noise, and returns the path as text."""
+    """wav(path, seconds=1.0, rate=16000) writes noise and returns the path as text."""
 
     def write(path: Path, seconds: float = 1.0, rate: int = 16_000, **options) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def wav():
 
 @pytest.fixture
 def json_lines():
-    """json_lines(path, rows): writes a manifest; a row is a dict, or a line as it is. Returns the path as text."""
+    """json_lines(path, rows) writes a manifest and returns its path as text. A row is a dict, or a line of bytes."""
 
     def write(path: Path, rows: list) -> str:
         lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
@@ -44,7 +44,7 @@ def json_lines():
 
 @pytest.fixture
 def no_hang():
-    """Ends a test that waits for ever."""
+    """Fails a test that takes more than a minute."""
 
     def stop(number, frame):
         raise TimeoutError("the test hangs")

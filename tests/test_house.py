@@ -10,22 +10,19 @@ OURS = ("common", "speech", "recipes", "benchmarks", "tests", "dry_run")
 SPEECH_MAY_USE = {"errors", "files", "device", "memory", "options", "batches", "checkpoint"}
 
 
-DRAWER = ROOT / "speech" / "whisper" / "task.py"  # to be dissolved
-
-
 def modules(folder: str) -> list[Path]:
-    return [path for path in sorted((ROOT / folder).rglob("*.py")) if path != DRAWER]
+    return sorted((ROOT / folder).rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:
     """The dotted names of the project's modules that a file imports, at its top or inside a function."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.split(".")[0] in OURS}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.split(".")[0] in OURS}
 
 
 def label(path: Path) -> str:
@@ -50,3 +47,9 @@ def test_speech_knows_no_loop(path):
 def test_a_recipe_imports_no_other_recipe(path):
     for name in imported(path):
         assert name.split(".")[0] in ("common", "speech"), f"{label(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules("benchmarks"), ids=label)
+def test_a_benchmark_imports_no_test(path):
+    for name in imported(path):
+        assert name.split(".")[0] != "tests", f"{label(path)} imports {name}"

@@ -1,4 +1,4 @@
-"""Folders of Morse recordings with metadata.csv: written from the synthesis, read into columns."""
+"""Folders of Morse recordings with metadata.csv: written by the synthesis, read into columns."""
 
 import csv
 import dataclasses
@@ -7,30 +7,35 @@ import json
 import math
 import multiprocessing
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from common.errors import DataError, UsageError, cannot_write
-from speech.audio import SAMPLE_RATE, write_wav
+from common.files import read_made_from, write_folder
+from speech.audio import SAMPLE_RATE, read_utterance, write_wav
 from speech.columns import Corpus, Rejections
-from speech.corpus import FILE_TOLERANCE, drop, report_rejections
+from speech.corpus import FILE_TOLERANCE, Checks, drop, report_rejections
 from speech.headers import probe_all
 from speech.manifest import find_audio
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
-from speech.morse.synthesis import Conditions, one_of, synthesise
+from speech.morse.synthesis import Conditions, draw_conditions, synthesise
 
 METADATA = "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only".split(",")
-MORE_METADATA = ["snr_db", "callsigns", "exchange"]  # columns that other writers' data sets may lack
+MORE_METADATA = ["snr_db", "callsigns", "exchange"]  # columns that data sets of other origin may lack
+DATASET_MIX = ("clean", "contest_good", "contest_moderate", "contest_poor", "dx_expedition", "wide")  # to be written
+SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
+MADE_BY = "whisper_morse"  # in a folder's made_from.json: `write_dataset` may replace it
+NO_CODE = "text has characters without a Morse code"
 
 
 @dataclass
 class Recordings:
-    """Clips on disk in columns. What a data set does not say is "" or NaN; `seconds` (N,) is by the files' headers.
-    `durations` is NaN where a clip lasts to its file's end."""
+    """Clips on disk, in columns. Unknown values are "" or NaN. `lengths` (N,) in seconds is what the files' headers
+    say, `durations` is NaN for clips that end with their file. `cache`: folder for decoded audio."""
 
     ids: list[str]
     paths: list[str]
@@ -43,20 +48,25 @@ class Recordings:
     wpm: np.ndarray
     snr_db: np.ndarray
     is_noise_only: np.ndarray
-    seconds: np.ndarray
+    lengths: np.ndarray
     offsets: np.ndarray
     durations: np.ndarray
+    cache: str | None = None
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def select(self, indices: np.ndarray) -> "Recordings":
-        """Those of these numbers."""
-        columns = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return Recordings(*(c[indices] if isinstance(c, np.ndarray) else [c[i] for i in indices] for c in columns))
+    def seconds(self, epoch: int) -> np.ndarray:
+        """(N,) lengths of the clips, the same in every epoch."""
+        return self.lengths
+
+    def load(self, index: int, epoch: int) -> tuple[torch.Tensor, str, str, None]:
+        """(waveform (T,), text, name, None: recordings do not say when each symbol is sent). Raises `BadAudio`."""
+        waveform = read_utterance(self, index, SAMPLE_RATE, self.cache)
+        return waveform, self.texts[index], self.paths[index], None
 
     def row(self, index: int, hypothesis: str) -> dict:
-        """What `evaluation_tables` wants to know of a clip."""
+        """A row for `scores.evaluation_tables`."""
         return {
             "file": self.paths[index], "reference": self.texts[index], "hypothesis": hypothesis,
             "condition": self.conditions[index], "contest_type": self.contest_types[index],
@@ -65,61 +75,114 @@ class Recordings:
             "exchange": self.exchanges[index],
         }  # fmt: skip
 
+    def fingerprint(self) -> str:
+        """Changes when the clips, their texts or their order do."""
+        digest = hashlib.blake2b(digest_size=16)
+        for row in zip(self.paths, self.texts, self.offsets.tolist(), strict=True):
+            digest.update(repr(row).encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def select(self, indices: np.ndarray) -> "Recordings":
+        """The clips at `indices`, in that order."""
+        columns = {}
+        for field in dataclasses.fields(self):
+            column = getattr(self, field.name)
+            if isinstance(column, np.ndarray):
+                columns[field.name] = column[indices]
+            elif isinstance(column, list):
+                columns[field.name] = [column[i] for i in indices]
+        return dataclasses.replace(self, **columns)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_splits(folder: str | Path, checks: Checks, cache: str | None = None) -> dict[str, Recordings]:
+    """The clips of `read_dataset` that `checks` lets through, as "train", "val" and "test", those that exist; "val" is
+    "test" if there is no other. Raises as `read_dataset` does. `cache`: folder for decoded audio."""
+    names = {"train": "train", "validation": "val", "test": "test"}
+    splits = {}
+    for split, recordings in read_dataset(folder, checks.cache_dir, checks.strict).items():
+        lengths = recordings.lengths
+        kept = np.flatnonzero((lengths >= checks.min_duration) & (lengths <= checks.max_duration))
+        if len(kept) < len(recordings):
+            limits = f"--min_duration {checks.min_duration:g}, --max_duration {checks.max_duration:g}"
+            print(
+                f"{split} set: {len(recordings) - len(kept)} clips are too short or too long ({limits}) and left out; "
+                "--use_chunking cuts long recordings, with --train_manifest"
+            )
+        if split == "train" and checks.max_samples:
+            kept = kept[: checks.max_samples]
+        if len(kept):
+            splits[names[split]] = dataclasses.replace(recordings.select(kept), cache=cache)
+    if "val" not in splits and "test" in splits:
+        splits["val"] = splits["test"]
+    return splits
+
 
 def read_dataset(folder: str | Path, cache_dir: Path | None = None, strict: bool = False) -> dict[str, Recordings]:
-    """The clips of a folder as `write_dataset` makes it, by split: "train", "validation", "test", those that it has.
-    Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of the id. Only audio_file and text need be there.
+    """The usable clips of a folder as `write_dataset` writes it, by split: "train", "validation", "test", those that
+    exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of the id. The columns audio_file and text
+    are required. What file headers say is kept in `cache_dir`.
 
-    Clips that cannot be used (missing or truncated files, no text, text beyond Morse) are left out and counted by
-    reason; raises `DataError` where nothing is left or, if `strict`, anything was left out, and where a table is damaged,
-    naming the line; `UsageError` where there is no such table. Headers that were read are kept in `cache_dir`."""
+    Clips with missing or truncated files, without text, or with text beyond Morse are reported by reason. Raises
+    `DataError` if no clip is left, if `strict` and any was rejected, or for a damaged table, naming the line; and
+    `UsageError` if there is no table."""
     folder = Path(folder)
-    names = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
-    tables = {names[path.stem]: path for path in sorted(folder.glob("splits/*.csv")) if path.stem in names}
+    tables = {SPLITS[path.stem]: path for path in sorted(folder.glob("splits/*.csv")) if path.stem in SPLITS}
     if tables:
         rows = {split: _read_table(path) for split, path in tables.items()}
     elif (folder / "metadata.csv").is_file():
-        rows = {"train": [], "validation": [], "test": []}
-        for row in _read_table(folder / "metadata.csv"):
-            share = int.from_bytes(hashlib.blake2b(row["id"].encode(), digest_size=4).digest(), "big") / 2**32
-            rows["train" if share < 0.8 else "validation" if share < 0.9 else "test"].append(row)
+        rows = _divide(_read_table(folder / "metadata.csv"))
     else:
         raise UsageError(f"--data_dir {folder}: neither splits/train.csv nor metadata.csv is there")
-    name = f"headers-{hashlib.sha1(os.path.abspath(folder).encode()).hexdigest()[:12]}.npz"
+    cache = f"headers-{hashlib.sha1(os.path.abspath(folder).encode()).hexdigest()[:12]}.npz"
     order = [split for split in ("train", "validation", "test") if rows.get(split)]
     paths = [find_audio(row["audio_file"], str(folder)) for split in order for row in rows[split]]
-    lengths, reasons = probe_all(paths, cache_dir / name if cache_dir else None)
+    lengths, reasons = probe_all(paths, cache_dir / cache if cache_dir else None)
     files = iter(zip(paths, lengths.tolist(), reasons, strict=True))
     recordings = {}
     for split in order:
-        rejected, good = Rejections(), []
+        rejected, usable = Rejections(), []
         for row in rows[split]:
             row["path"], row["seconds"], reason = next(files)
             if reason := reason or _fault(row):
-                rejected.add(reason, f"{row['where']}: {row['audio_file']}")
+                rejected.add(reason, f"{row['place']}: {row['audio_file']}")
             else:
-                good.append(row)
-        recordings[split] = _in_columns(good)
-        report_rejections(f"{split} set ({folder})", recordings[split], rejected, strict)
+                usable.append(row)
+        recordings[split] = _in_columns(usable)
+        report_rejections(f"{split} set ({folder})", recordings[split].lengths, rejected, strict)
     if not recordings:
         raise DataError(f"{folder}: its tables have no rows")
     return recordings
 
 
+def _divide(rows: list[dict]) -> dict[str, list[dict]]:
+    splits = {"train": [], "validation": [], "test": []}
+    for row in rows:
+        share = int.from_bytes(hashlib.blake2b(row["id"].encode(), digest_size=4).digest(), "big") / 2**32
+        if share < 0.8:
+            splits["train"].append(row)
+        elif share < 0.9:
+            splits["validation"].append(row)
+        else:
+            splits["test"].append(row)
+    return splits
+
+
 def _fault(row: dict) -> str:
-    """Why a clip whose audio is sound cannot be used, or ""."""
+    """Why a clip with readable audio cannot be used, or ""."""
     if row["duration"] - row["seconds"] > FILE_TOLERANCE:
         return "file is shorter than its duration in the table (truncated?)"
     if bool(row["text"]) == row["is_noise_only"]:
         return "noise only, with a text" if row["text"] else "text is empty"
     if not set(symbols(row["text"])).issubset(SYMBOLS):
-        return "text holds what Morse has no code for"
+        return NO_CODE
     return ""
 
 
 def _read_table(path: Path) -> list[dict]:
-    """A table's rows with every column of ours, numbers as numbers, and "where" it stands. Raises `DataError` naming
-    the line of what is damaged."""
+    """The rows of a table as `_parse_row` returns them. Raises `DataError` that names the damaged line."""
     rows = []
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -128,10 +191,10 @@ def _read_table(path: Path) -> list[dict]:
                 if column not in (reader.fieldnames or ()):
                     raise DataError(f"{path}:1: no column {column}")
             for row in reader:
-                where = f"{path}:{reader.line_num}"
+                place = f"{path}:{reader.line_num}"
                 if None in row or None in row.values():
-                    raise DataError(f"{where}: {'more' if None in row else 'fewer'} cells than the header has")
-                rows.append(_parse_row(row, where))
+                    raise DataError(f"{place}: {'more' if None in row else 'fewer'} cells than the header has")
+                rows.append(_parse_row(row, place))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -141,106 +204,135 @@ def _read_table(path: Path) -> list[dict]:
     return rows
 
 
-def _parse_row(cells: dict[str, str], where: str) -> dict:
-    row = {**dict.fromkeys(METADATA + MORE_METADATA, ""), **cells, "where": where}
+def _parse_row(cells: dict[str, str], place: str) -> dict:
+    """All columns of METADATA and MORE_METADATA, numbers as floats; and "place", the row's file and line."""
+    row = {**dict.fromkeys(METADATA + MORE_METADATA, ""), **cells, "place": place}
     if not row["audio_file"].strip() or "\0" in row["audio_file"]:
-        raise DataError(f"{where}: audio_file is empty")
+        raise DataError(f"{place}: audio_file is empty")
     row["id"] = row["id"] or row["audio_file"]
     for column, low in (("wpm", 0), ("duration", 0), ("snr_db", -math.inf)):
         try:
             row[column] = float(row[column]) if row[column].strip() else math.nan
         except ValueError:
-            raise DataError(f"{where}: {column} is no number: {row[column][:40]!r}") from None
+            raise DataError(f"{place}: {column} is not a number: {row[column][:40]!r}") from None
         if row[column] < low or math.isinf(row[column]):
-            raise DataError(f"{where}: {column} is {row[column]:g}")
+            raise DataError(f"{place}: {column} is {row[column]:g}")
     flag = row["is_noise_only"].strip().lower()
     if flag not in ("", "true", "false", "1", "0", "yes", "no"):
-        raise DataError(f"{where}: is_noise_only is neither true nor false: {flag[:40]!r}")
+        raise DataError(f"{place}: is_noise_only is neither true nor false: {flag[:40]!r}")
     row["is_noise_only"] = flag in ("true", "1", "yes")
     row["text"] = normalise(row["text"])
-    words = row["callsigns"] if "callsigns" in cells else " ".join(filter(CALLSIGN.fullmatch, row["text"].split()))
-    row["callsigns"] = words.split()
+    row["callsigns"] = row["callsigns"].split() if "callsigns" in cells else find_callsigns(row["text"])
     return row
 
 
+def find_callsigns(text: str) -> list[str]:
+    """The words of a text that have the form of a callsign."""
+    return list(filter(CALLSIGN.fullmatch, text.split()))
+
+
 def _in_columns(rows: list[dict]) -> Recordings:
-    names = "id path text contest_type sample_type condition callsigns exchange".split()
-    numbers = {"wpm": float, "snr_db": float, "is_noise_only": bool, "seconds": float}
-    columns = [[row[name] for row in rows] for name in names]
-    columns += [np.array([row[name] for row in rows], dtype=kind) for name, kind in numbers.items()]
-    return Recordings(*columns, np.zeros(len(rows)), np.full(len(rows), np.nan))
+    def column(name: str) -> list:
+        return [row[name] for row in rows]
+
+    return Recordings(
+        ids=column("id"),
+        paths=column("path"),
+        texts=column("text"),
+        contest_types=column("contest_type"),
+        sample_types=column("sample_type"),
+        conditions=column("condition"),
+        callsigns=column("callsigns"),
+        exchanges=column("exchange"),
+        wpm=np.array(column("wpm"), dtype=float),
+        snr_db=np.array(column("snr_db"), dtype=float),
+        is_noise_only=np.array(column("is_noise_only"), dtype=bool),
+        lengths=np.array(column("seconds"), dtype=float),
+        offsets=np.zeros(len(rows)),
+        durations=np.full(len(rows), np.nan),
+    )
 
 
-def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
-    """The clips of a manifest, whose texts are Morse's symbols; others are rejected, and reported as those of `name`."""
+def from_corpus(corpus: Corpus, name: str, strict: bool, cache: str | None = None) -> Recordings:
+    """The clips of a manifest. Texts with other symbols than Morse's are rejected, and reported under `name`."""
 
     def fault(index: int) -> tuple[str, str] | None:
         if set(symbols(corpus.texts[index])).issubset(SYMBOLS):
             return None
-        return "text holds what Morse has no code for", corpus.texts[index][:60]
+        return NO_CODE, corpus.texts[index][:60]
 
     corpus = drop(corpus, name, fault, strict)
-    count, texts = len(corpus), [corpus.texts[index] for index in range(len(corpus))]
-    where = [corpus.where(index) for index in range(count)]
-    calls = [list(filter(CALLSIGN.fullmatch, text.split())) for text in texts]
-    unknown, nothing = [""] * count, np.full(count, np.nan)
+    count, texts = len(corpus), list(corpus.texts)
     return Recordings(
-        where, [corpus.paths[index] for index in range(count)], texts, unknown, unknown, unknown, calls, unknown, nothing,
-        nothing, np.zeros(count, dtype=bool), corpus.seconds, corpus.offsets, corpus.durations,
-    )  # fmt: skip
+        ids=[corpus.where(index) for index in range(count)],
+        paths=list(corpus.paths),
+        texts=texts,
+        contest_types=[""] * count,
+        sample_types=[""] * count,
+        conditions=[""] * count,
+        callsigns=list(map(find_callsigns, texts)),
+        exchanges=[""] * count,
+        wpm=np.full(count, np.nan),
+        snr_db=np.full(count, np.nan),
+        is_noise_only=np.zeros(count, dtype=bool),
+        lengths=corpus.seconds,
+        offsets=corpus.offsets,
+        durations=corpus.durations,
+        cache=cache,
+    )
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_dataset(folder: str | Path, count: int, seed: int, mix: Sequence[Conditions], workers: int = 1) -> None:
-    """Writes `count` clips of conditions drawn from `mix`: audio/*.wav (16 bits), metadata.csv, and splits/ with eight
-    of ten clips for training, one for validation, one for the test. What is written depends on `count`, `seed` and `mix`
-    alone, and is left as it is where it is already there; another data set that was written by this is replaced. Raises
-    `UsageError` where the folder holds something else, `RunError` where it cannot be written."""
+    """Writes `count` clips with conditions drawn from `mix`: audio/*.wav (16 bits), metadata.csv, and splits/ with 80 %
+    of them for training, 10 % for validation and 10 % for the test.
+
+    The content depends on `count`, `seed` and `mix` alone. The same data set is left as it is, another one written by
+    this function is replaced. Raises `UsageError` if the folder holds anything else, `RunError` if it cannot be
+    written."""
     folder = Path(folder).absolute()
-    made_from = {"made_by": "whisper_morse", "version": 1, "count": count, "seed": seed}
-    made_from = json.dumps({**made_from, "mix": [dataclasses.asdict(conditions) for conditions in mix]})
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}")
+    settings = {
+        "made_by": MADE_BY, "version": 1, "count": count, "seed": seed,
+        "mix": [dataclasses.asdict(conditions) for conditions in mix],
+    }  # fmt: skip
+    settings = json.loads(json.dumps(settings))  # tuples to lists, as they are read back
     try:
-        before = _made_from(folder)
-        if before == made_from:
+        before = read_made_from(folder)
+        if before == settings:
             print(f"data set: {count} clips are already in {folder}")
             return
-        if "whisper_morse" not in before and folder.exists() and any(folder.iterdir()):
+        is_ours = isinstance(before, dict) and before.get("made_by") == MADE_BY
+        if not is_ours and folder.exists() and any(folder.iterdir()):
             raise UsageError(f"--write_dataset {folder}: the folder holds something else; choose an empty or a new one")
-        (aside / "audio").mkdir(parents=True)
-        (aside / "splits").mkdir()
-        todo = ((aside, seed, index, mix) for index in range(count))
-        if workers > 1:
-            with multiprocessing.get_context("fork").Pool(workers) as pool:
-                rows = list(pool.imap(_write_clip, todo, chunksize=16))
-        else:
-            rows = [_write_clip(clip) for clip in todo]
-        _write_table(aside / "metadata.csv", rows)
-        _write_table(aside / "splits" / "train.csv", [row for i, row in enumerate(rows) if i % 10 < 8])
-        _write_table(aside / "splits" / "validation.csv", rows[8::10])
-        _write_table(aside / "splits" / "test.csv", rows[9::10])
-        (aside / "made_from.json").write_text(made_from, encoding="utf-8")
-        if before:
-            shutil.rmtree(folder)
-        os.replace(aside, folder)  # what a kill cut short is not taken for a data set
+        rows = write_folder(folder, lambda aside: _write_clips(aside, count, seed, mix, workers), settings)
     except OSError as error:
         raise cannot_write(folder, error, "--write_dataset") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    hours = sum(row["duration"] for row in rows) / 3600
-    print(f"data set: {count} clips, {hours:.2f} h, in {folder}")
+    print(f"data set: {count} clips, {sum(row['duration'] for row in rows) / 3600:.2f} h, in {folder}")
 
 
-def _made_from(folder: Path) -> str:
-    try:
-        return (folder / "made_from.json").read_text(encoding="utf-8")
-    except (FileNotFoundError, UnicodeDecodeError):
-        return ""
+def _write_clips(folder: Path, count: int, seed: int, mix: Sequence[Conditions], workers: int) -> list[dict]:
+    """Fills an empty folder with clips and tables; returns the rows."""
+    (folder / "audio").mkdir()
+    (folder / "splits").mkdir()
+    clips = ((folder, seed, index, mix) for index in range(count))
+    if workers > 1:
+        with multiprocessing.get_context("fork").Pool(workers) as pool:
+            rows = list(pool.imap(_write_clip, clips, chunksize=16))
+    else:
+        rows = list(map(_write_clip, clips))
+    _write_table(folder / "metadata.csv", rows)
+    _write_table(folder / "splits" / "train.csv", [row for i, row in enumerate(rows) if i % 10 < 8])
+    _write_table(folder / "splits" / "validation.csv", rows[8::10])
+    _write_table(folder / "splits" / "test.csv", rows[9::10])
+    return rows
 
 
 def _write_clip(clip: tuple[Path, int, int, Sequence[Conditions]]) -> dict:
     """Writes the wav of (folder, seed, index, mix); returns its row."""
     folder, seed, index, mix = clip
-    sample = synthesise(seed, index, one_of(mix, seed, index))
+    sample = synthesise(seed, index, draw_conditions(mix, seed, index))
     name = f"audio/{index:06d}.wav"
     write_wav(folder / name, np.rint(sample.audio * 32768).astype("<i2"), SAMPLE_RATE)
     return {

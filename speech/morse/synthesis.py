@@ -1,10 +1,14 @@
-"""Morse as it is heard: keying, channel and receiver, made from (seed, number) alone."""
+"""Synthetic Morse clips: keying, channel and receiver, a pure function of (seed, number, conditions)."""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from common.errors import UsageError
 from speech.audio import SAMPLE_RATE
 from speech.morse.alphabet import MORSE, symbols
 from speech.morse.texts import (
@@ -17,39 +21,39 @@ from speech.morse.texts import (
     random_groups,
 )
 
-BLOCK = 64  # samples: frequency, fading and gain are set every 4 ms
-EDGE = 80  # samples of a raised-cosine edge: 5 ms
+BLOCK = 64  # samples (4 ms): frequency, fading and gain change from block to block
+EDGE = 80  # samples (5 ms) of a raised-cosine edge
 SNR_BANDWIDTH = 2_500  # Hz
-CLIP_UNIT = 25 * BLOCK  # samples: clips are whole tenths of a second
-CHIRP_SECONDS = 0.02  # in which a chirping transmitter's frequency settles, to 1/e
+CLIP_UNIT = 25 * BLOCK  # samples (0.1 s): clip lengths are multiples of it
+CHIRP_SECONDS = 0.02  # time constant with which a chirping transmitter's frequency settles
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a clip is drawn from, evenly within each range. The station to be read is the loudest: the levels of
+    """The ranges from which a clip is drawn, uniformly. The station to be read is the loudest one: the levels of
     `interferers` are relative to it."""
 
     name: str
-    wpm: tuple[float, float] = (15, 40)  # words (PARIS) a minute, by the characters' own length
+    wpm: tuple[float, float] = (15, 40)  # speed of the characters, words (PARIS) per minute
     tone: tuple[float, float] = (600, 800)  # Hz
-    snr_db: tuple[float, float] = (20, 30)  # in 2,500 Hz; see `synthesise`
-    jitter: tuple[float, float] = (0.02, 0.08)  # standard deviation of an element's or gap's length, as a share of it
-    farnsworth: tuple[float, float] = (1.0, 1.0)  # gaps between characters and words, times the standard's
-    qsb_hz: tuple[float, float] = (0.1, 0.5)  # fading's frequency
+    snr_db: tuple[float, float] = (20, 30)  # in 2,500 Hz, see `synthesise`
+    jitter: tuple[float, float] = (0.02, 0.08)  # relative standard deviation of element and gap lengths
+    farnsworth: tuple[float, float] = (1.0, 1.0)  # factor on the gaps between characters and words
+    qsb_hz: tuple[float, float] = (0.1, 0.5)  # frequency of fading
     qsb_depth: tuple[float, float] = (0.0, 0.0)  # share of the amplitude that fading takes away
-    interferers: tuple[int, int] = (0, 0)  # other stations
+    interferers: tuple[int, int] = (0, 0)  # number of other stations
     interferer_db: tuple[float, float] = (-25, -6)
-    crashes: tuple[float, float] = (0.0, 0.0)  # of static, a second
+    crashes: tuple[float, float] = (0.0, 0.0)  # static crashes per second
     drift: tuple[float, float] = (0.0, 0.0)  # Hz over the clip, up or down
-    chirp: tuple[float, float] = (0.0, 0.0)  # Hz by which an element's start is high or low
+    chirp: tuple[float, float] = (0.0, 0.0)  # Hz by which an element starts too high or too low
     multipath: tuple[float, float] = (0.0, 0.0)  # seconds by which a second path is longer
-    agc: float = 0.0  # share of the clips whose receiver controls its gain
+    agc: float = 0.0  # share of clips with automatic gain control
     filters: tuple[int, ...] = (0,)  # Hz, widths of the receiver's filter; 0: none
-    noise_only: float = 0.05  # share of the clips without a station
-    longest: float = 29.0  # seconds; texts are cut to it, but for their first symbol
-    silence: tuple[float, float] = (0.1, 0.6)  # seconds before, and after
-    sample_types: tuple[str, ...] = (*CONTEST_SAMPLES, "words")  # equally likely; repeat one for more of it
-    characters: tuple[int, int] = (1, 20)  # symbols of the sample type "characters"
+    noise_only: float = 0.05  # share of clips without a station
+    longest: float = 29.0  # seconds; texts are shortened to it, to at least one symbol
+    silence: tuple[float, float] = (0.1, 0.6)  # seconds before and after the transmission
+    sample_types: tuple[str, ...] = (*CONTEST_SAMPLES, "words")  # equally likely; repeat one to make it more frequent
+    characters: tuple[int, int] = (1, 20)  # number of symbols of the sample type "characters"
     alphabet: tuple[str, ...] = tuple(MORSE)  # of the sample type "characters"
 
 
@@ -58,12 +62,25 @@ CONDITIONS = {
     conditions.name: conditions
     for conditions in (
         Conditions("clean", snr_db=(30, 40), jitter=(0.0, 0.02)),
-        Conditions("contest_good", snr_db=(18, 22), qsb_depth=(0.0, 0.3), interferers=(0, 1), agc=0.5, filters=(0, 500)),
-        Conditions("contest_moderate", snr_db=(13, 17), interferers=(0, 3), crashes=(0.0, 0.2), agc=0.5, filters=(0, 250, 500), **_FADING),
-        Conditions("contest_poor", snr_db=(8, 12), interferers=(2, 5), interferer_db=(-20, -3), crashes=(0.1, 0.5), agc=0.7, filters=(0, 250, 500), **_FADING),
-        Conditions("dx_expedition", snr_db=(8, 18), interferers=(3, 5), interferer_db=(-15, -2), crashes=(0.0, 0.2), agc=0.7, filters=(250, 500), **_FADING),
-        Conditions("wide", wpm=(10, 45), tone=(300, 1200), snr_db=(-12, 20), farnsworth=(1.0, 1.5), interferers=(0, 3), crashes=(0.0, 0.5),
-                   agc=0.5, filters=(0, 0, 250, 500), **{**_FADING, "drift": (0.0, 100.0)}),
+        Conditions(
+            "contest_good", snr_db=(18, 22), qsb_depth=(0.0, 0.3), interferers=(0, 1), agc=0.5, filters=(0, 500)
+        ),
+        Conditions(
+            "contest_moderate", snr_db=(13, 17), interferers=(0, 3), crashes=(0.0, 0.2), agc=0.5,
+            filters=(0, 250, 500), **_FADING,
+        ),
+        Conditions(
+            "contest_poor", snr_db=(8, 12), interferers=(2, 5), interferer_db=(-20, -3), crashes=(0.1, 0.5), agc=0.7,
+            filters=(0, 250, 500), **_FADING,
+        ),
+        Conditions(
+            "dx_expedition", snr_db=(8, 18), interferers=(3, 5), interferer_db=(-15, -2), crashes=(0.0, 0.2), agc=0.7,
+            filters=(250, 500), **_FADING,
+        ),
+        Conditions(
+            "wide", wpm=(10, 45), tone=(300, 1200), snr_db=(-12, 20), farnsworth=(1.0, 1.5), interferers=(0, 3),
+            crashes=(0.0, 0.5), agc=0.5, filters=(0, 0, 250, 500), **{**_FADING, "drift": (0.0, 100.0)},
+        ),
         Conditions("demo", wpm=(15, 28), tone=(450, 900), snr_db=(0, 20)),
     )
 }  # fmt: skip
@@ -71,8 +88,8 @@ CONDITIONS = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A clip: `audio` (T,) float32 at 16 kHz within -1 and 1; `text` as it is sent, with the callsigns and the exchange
-    among its words; `spans` (N, 2) seconds of its symbols, spaces apart; `snr_db` is NaN where there is no station."""
+    """A clip. `audio` (T,) float32 at 16 kHz within -1 and 1; `text` as sent, which contains the callsigns and the
+    exchange; `spans` (N, 2) start and end of its symbols other than spaces, seconds; `snr_db` NaN without a station."""
 
     audio: np.ndarray
     text: str
@@ -92,15 +109,64 @@ class Sample:
         return len(self.audio) / SAMPLE_RATE
 
 
-_ELEMENTS = {label: [units for mark in code for units in ("..-".index(mark) + 1, 1)] for label, code in MORSE.items()}
+@dataclass(frozen=True)
+class Plan:
+    """What a clip will contain: everything that decides its length, and what is drawn before that."""
+
+    text: str
+    callsigns: list[str]
+    exchange: str
+    contest_type: str
+    sample_type: str
+    wpm: float
+    tone: float
+    snr_db: float
+    start: float  # seconds before the first key-down
+    runs: np.ndarray  # as `keying` returns them, in seconds
+    samples: int
+
+
+_UNITS = {".": 1, "-": 3}  # key-down lengths
+_ELEMENTS = {label: [units for mark in code for units in (_UNITS[mark], 1)] for label, code in MORSE.items()}
 _RISE = (0.5 - 0.5 * np.cos(np.pi * (np.arange(EDGE) + 0.5) / EDGE)).astype(np.float32)
 _EDGES = np.stack([_RISE, _RISE[::-1]])  # key down, key up
 _STEPS = np.arange(BLOCK, dtype=np.float32)
 _FFT_SIZES = np.array(sorted(2**a * 3**b * 5**c for a in range(5, 20) for b in range(6) for c in range(6)))  # fast ones
 
 
+def choose_conditions(
+    names: Sequence[str],
+    wpm: Sequence[float] | None,
+    tone: Sequence[float] | None,
+    snr_db: Sequence[float] | None,
+    longest: float | None,
+) -> list[Conditions]:
+    """The named `CONDITIONS` with ranges (low, high) of speed, tone and SNR, and the longest clip in seconds, replaced.
+    None keeps the condition's own. Raises `UsageError` for a range from which no clip can be drawn."""
+    changes = {}
+    for name, limits in (("wpm", wpm), ("tone", tone), ("snr_db", snr_db)):
+        if not limits:
+            continue
+        low, high = limits
+        if low > high:
+            raise UsageError(f"--{name} {low:g} {high:g}: the first is to be the lower one")
+        changes[name] = (low, high)
+    if wpm and wpm[0] < 5:
+        raise UsageError(f"--wpm {wpm[0]:g}: below 5 words a minute a single character fills a clip")
+    if tone and not 100 <= tone[0] <= tone[1] <= 4000:
+        raise UsageError("--tone: tones of 100 to 4,000 Hz can be made")
+    if longest:
+        changes["longest"] = longest
+    return [dataclasses.replace(CONDITIONS[name], **changes) for name in names]
+
+
+def draw_conditions(mix: Sequence[Conditions], seed: int, index: int) -> Conditions:
+    """The conditions of clip number `index`, each of `mix` equally likely."""
+    return pick(np.random.default_rng([seed, index, 1]), mix)
+
+
 def keying(text: str, farnsworth: float = 1.0) -> np.ndarray:
-    """Lengths in units (a dit's) of key down, key up, key down ... for a text; begins and ends with the key down."""
+    """Lengths of key down, key up, key down ... for a text, in units (one dit); starts and ends with key down."""
     units: list[float] = []
     for word in text.split():
         for label in symbols(word):
@@ -111,15 +177,16 @@ def keying(text: str, farnsworth: float = 1.0) -> np.ndarray:
 
 
 def fit(random: np.random.Generator, text: str, room: float, farnsworth: float) -> str:
-    """The text, or where it takes more than `room` units, some words in the middle of it that do not; of a single word
-    that is too long, its beginning."""
+    """The text if it takes at most `room` units. Otherwise consecutive words that fit, from a random one on, or the
+    beginning of that word if it is too long by itself."""
     words = text.split()
-    ends = np.cumsum([keying(word, farnsworth).sum() + 7 * farnsworth for word in words])  # each with the gap after it
-    if not words or ends[-1] - 7 * farnsworth <= room:
+    gap = 7 * farnsworth
+    ends = np.cumsum([keying(word, farnsworth).sum() + gap for word in words])  # each with the gap after it
+    if not words or ends[-1] - gap <= room:
         return text
     begins = ends - np.diff(ends, prepend=0)
     first = int(random.integers(1 + np.count_nonzero(ends[-1] - begins > room)) % len(words))
-    count = np.count_nonzero(ends[first:] - begins[first] - 7 * farnsworth <= room)
+    count = np.count_nonzero(ends[first:] - begins[first] - gap <= room)
     if count:
         return " ".join(words[first : first + count])
     labels = symbols(words[first])
@@ -129,8 +196,9 @@ def fit(random: np.random.Generator, text: str, room: float, farnsworth: float) 
 
 
 def envelope(runs: np.ndarray, start: float, samples: int) -> np.ndarray:
-    """(samples,) float32 amplitude of keying: `runs` in seconds as `keying` has them, the first key-down at `start`.
-    Edges are raised cosines of 5 ms about the moment of keying, so that lengths are exact at half the amplitude."""
+    """(samples,) float32 amplitude of keying: `runs` in seconds as `keying` returns them, the first key-down at
+    `start`. Edges are raised cosines of 5 ms around the moment of keying, so lengths are exact at half the
+    amplitude."""
     edges = np.rint((start + np.concatenate([[0], np.cumsum(runs)])) * SAMPLE_RATE).astype(np.int64)
     state = np.arange(len(edges) + 1, dtype=np.float32) % 2
     amplitude = np.repeat(state, np.diff(edges, prepend=0, append=max(samples, edges[-1] + EDGE)))
@@ -140,14 +208,14 @@ def envelope(runs: np.ndarray, start: float, samples: int) -> np.ndarray:
 
 
 def interpolate(levels: np.ndarray) -> np.ndarray:
-    """(B + 1,) values at the bounds of blocks to (B * 64,) float32 samples between them, linearly."""
+    """Values at block boundaries (B + 1,) to float32 samples (B * 64,), linearly."""
     levels = levels.astype(np.float32)
     return (levels[:-1, None] + np.diff(levels)[:, None] * (_STEPS / BLOCK)).ravel()
 
 
 def oscillator(frequencies: np.ndarray, phase: float) -> np.ndarray:
-    """A sine of amplitude 1, (B * 64,) float32, from (B,) frequencies in Hz, one a block; `phase` in turns. The phase
-    is carried in float64 from block to block: float32 would lose it within seconds."""
+    """A sine of amplitude 1, (B * 64,) float32, from one frequency per block (B,) in Hz; `phase` in turns. The phase at
+    block boundaries is float64, because float32 would lose it within seconds."""
     turns = phase + np.cumsum(frequencies * (BLOCK / SAMPLE_RATE))
     starts = (np.concatenate([[phase], turns[:-1]]) % 1 * 2 * np.pi).astype(np.float32)
     steps = (frequencies * (2 * np.pi / SAMPLE_RATE)).astype(np.float32)
@@ -155,8 +223,8 @@ def oscillator(frequencies: np.ndarray, phase: float) -> np.ndarray:
 
 
 def transmit(random: np.random.Generator, amplitude: np.ndarray, tone: float, drift: float, chirp: float) -> np.ndarray:
-    """A keyed tone (T,) of `amplitude` (T,), whose frequency drifts evenly by `drift` Hz over the clip about `tone`, and
-    starts every element `chirp` Hz off."""
+    """A keyed tone (T,) of `amplitude` (T,). Its frequency drifts linearly by `drift` Hz over the clip, `tone` in the
+    middle, and every element starts `chirp` Hz off."""
     frequencies = tone + drift * np.linspace(-0.5, 0.5, len(amplitude) // BLOCK)
     if chirp:
         down = amplitude[::BLOCK] > 0.5
@@ -167,11 +235,11 @@ def transmit(random: np.random.Generator, amplitude: np.ndarray, tone: float, dr
 
 
 def interferer(random: np.random.Generator, samples: int, tone: float) -> np.ndarray:
-    """(samples,) of another station, which calls again and again near `tone`, but not on it. Amplitude 1."""
+    """(samples,) of amplitude 1: another station that repeats a call or exchange, 60 to 400 Hz away from `tone`."""
     text = contest_text(random, pick(random, tuple(CONTESTS)), pick(random, ("call", "exchange")))[0]
     runs = np.append(keying(text), random.uniform(7, 40)) * (1.2 / random.uniform(15, 40))
     runs = np.tile(runs, int(samples / SAMPLE_RATE / runs.sum()) + 2)[:-1]
-    offset = random.integers(EDGE, samples)  # of the clip's beginning in the station's transmission
+    offset = random.integers(EDGE, samples)  # the clip starts here in the station's transmission
     offset = min(offset, int(runs.sum() * SAMPLE_RATE) - samples)
     amplitude = envelope(runs, EDGE / SAMPLE_RATE, offset + samples)[offset:]
     away = random.uniform(60, 400) * pick(random, (-1, 1))
@@ -180,8 +248,8 @@ def interferer(random: np.random.Generator, samples: int, tone: float) -> np.nda
 
 
 def add_noise(random: np.random.Generator, signal: np.ndarray, crashes: float) -> None:
-    """Adds white noise of power 1 at 16 kHz, that is SNR_BANDWIDTH / 8000 in 2,500 Hz, louder by 10 to 30 dB for some
-    tens of milliseconds in each of `crashes` static crashes a second."""
+    """Adds white noise of power 1 at 16 kHz, that is SNR_BANDWIDTH / 8000 in 2,500 Hz. In each of `crashes` static
+    crashes per second it is 10 to 30 dB louder for some tens of milliseconds."""
     noise = random.standard_normal(len(signal), dtype=np.float32)
     for _ in range(random.poisson(crashes * len(signal) / SAMPLE_RATE)):
         first, decay = random.integers(len(signal)), random.uniform(0.01, 0.1) * SAMPLE_RATE
@@ -191,7 +259,7 @@ def add_noise(random: np.random.Generator, signal: np.ndarray, crashes: float) -
 
 
 def receiver_filter(audio: np.ndarray, centre: float, width: float) -> np.ndarray:
-    """Band-pass of `width` Hz at half the amplitude; skirts are cosines as wide as a third of that."""
+    """Band-pass of `width` Hz at half the amplitude, with cosine skirts a third as wide."""
     size = int(_FFT_SIZES[np.searchsorted(_FFT_SIZES, len(audio))])
     spectrum = np.fft.rfft(audio, size)
     away = np.abs(np.arange(len(spectrum), dtype=np.float32) * (SAMPLE_RATE / size) - centre)
@@ -200,25 +268,26 @@ def receiver_filter(audio: np.ndarray, centre: float, width: float) -> np.ndarra
 
 
 def control_gain(audio: np.ndarray, decay: float, strength: float) -> np.ndarray:
-    """Automatic gain control: the level follows the loudest at once and falls by `decay` nepers a second; the gain is
-    its power of -`strength`."""
+    """Automatic gain control: the level rises to a peak at once and falls by `decay` nepers per second; the gain is the
+    level to the power of -`strength`."""
     peaks = np.abs(audio.reshape(-1, BLOCK)).max(axis=1)
     fall = np.arange(len(peaks)) * (decay * BLOCK / SAMPLE_RATE)
     level = np.maximum.accumulate(np.log(np.maximum(peaks, 1e-6)) + fall) - fall
     return audio * interpolate(np.exp(-strength * np.append(level[0], level)))
 
 
-def plan(random: np.random.Generator, conditions: Conditions) -> dict:
-    """What a clip will hold, before any sound is made: text, speed, keying and length."""
-    sample_type, contest, exchange = pick(random, conditions.sample_types), NO_CONTEST, ""
+def plan_clip(random: np.random.Generator, conditions: Conditions) -> Plan:
+    """Draws text, speed, keying and length, before any sound is made."""
+    sample_type = pick(random, conditions.sample_types)
+    contest_type, exchange = NO_CONTEST, ""
     if sample_type == "characters":
         low, high = conditions.characters
         text, callsigns = random_groups(random, random.integers(low, high + 1), conditions.alphabet), []
     elif sample_type == "words":
         text, callsigns = everyday_text(random)
     else:
-        contest = pick(random, tuple(CONTESTS))
-        text, callsigns, exchange = contest_text(random, contest, sample_type)
+        contest_type = pick(random, tuple(CONTESTS))
+        text, callsigns, exchange = contest_text(random, contest_type, sample_type)
     wpm, tone, snr_db = (random.uniform(*limits) for limits in (conditions.wpm, conditions.tone, conditions.snr_db))
     jitter, farnsworth = random.uniform(*conditions.jitter), random.uniform(*conditions.farnsworth)
     before, after = random.uniform(*conditions.silence, size=2)
@@ -226,74 +295,126 @@ def plan(random: np.random.Generator, conditions: Conditions) -> dict:
     text = fit(random, text, (conditions.longest - before - after) / unit, farnsworth)
     runs = keying(text, farnsworth)
     varied = runs * (1 + jitter * random.standard_normal(len(runs)).clip(-3, 3))
-    runs = varied * (unit * runs.sum() / varied.sum())  # together they last what they would without jitter
+    runs = varied * (unit * runs.sum() / varied.sum())  # jitter does not change the duration of the whole
     samples = int((before + runs.sum() + after) * SAMPLE_RATE / CLIP_UNIT) * CLIP_UNIT
     samples = max(samples, int(np.ceil(((before + runs.sum()) * SAMPLE_RATE + EDGE) / CLIP_UNIT)) * CLIP_UNIT)
-    return {
-        "text": text, "callsigns": callsigns, "exchange": exchange, "contest": contest, "sample_type": sample_type, "wpm": wpm,
-        "tone": tone, "snr_db": snr_db, "before": before, "runs": runs, "samples": samples,
-    }  # fmt: skip
+    return Plan(text, callsigns, exchange, contest_type, sample_type, wpm, tone, snr_db, before, runs, samples)
 
 
-def symbol_spans(text: str, before: float, runs: np.ndarray) -> np.ndarray:
-    """(N, 2) seconds in which each symbol of `text`, spaces apart, is sent."""
-    edges = before + np.concatenate([[0], np.cumsum(runs)])
+def symbol_spans(text: str, start: float, runs: np.ndarray) -> np.ndarray:
+    """(N, 2) start and end in seconds of each symbol of `text` other than spaces; `start` and `runs` as in `Plan`."""
+    edges = start + np.concatenate([[0], np.cumsum(runs)])
     marks = np.array([len(_ELEMENTS[label]) // 2 for label in symbols(text) if label != " "])
     first = 2 * (np.cumsum(marks) - marks)
     return np.stack([edges[first], edges[first + 2 * marks - 1]], axis=1)
 
 
 def clip_seconds(seed: int, index: int, conditions: Conditions) -> float:
-    """How long the clip of a number is; a hundred times faster than making it."""
-    return plan(np.random.default_rng([seed, index]), conditions)["samples"] / SAMPLE_RATE
+    """The length of clip number `index`, a hundred times faster than synthesising it."""
+    return plan_clip(np.random.default_rng([seed, index]), conditions).samples / SAMPLE_RATE
+
+
+def stations(random: np.random.Generator, plan: Plan, conditions: Conditions) -> np.ndarray:
+    """(T,) float32: the planned station as it arrives, scaled to its SNR over noise of power 1, with interferers."""
+    sign = pick(random, (-1, 1))
+    drift, chirp = sign * random.uniform(*conditions.drift), sign * random.uniform(*conditions.chirp)
+    amplitude = envelope(plan.runs, plan.start, plan.samples)
+    audio = transmit(random, amplitude, plan.tone, drift, chirp)
+    if (depth := random.uniform(*conditions.qsb_depth)) > 0:
+        times = np.arange(plan.samples // BLOCK + 1) * (BLOCK / SAMPLE_RATE)
+        turns = random.uniform(*conditions.qsb_hz) * times + random.random()
+        audio *= interpolate(1 - depth * (0.5 + 0.5 * np.cos(2 * np.pi * turns)))
+    if (delay := int(random.uniform(*conditions.multipath) * SAMPLE_RATE)) > 0:
+        audio[delay:] += np.float32(random.uniform(0.1, 0.6)) * audio[:-delay]
+    power = np.vdot(audio, audio) / np.vdot(amplitude, amplitude)
+    wanted = 10 ** (plan.snr_db / 10) * SNR_BANDWIDTH / (SAMPLE_RATE / 2)
+    audio *= np.float32(np.sqrt(wanted / power))
+    low, high = conditions.interferers
+    for _ in range(random.integers(low, high + 1)):
+        level = np.sqrt(2 * wanted) * 10 ** (random.uniform(*conditions.interferer_db) / 20)
+        audio += np.float32(level) * interferer(random, plan.samples, plan.tone)
+    return audio
 
 
 def synthesise(seed: int, index: int, conditions: Conditions) -> Sample:
-    """The clip of a number: it depends on the arguments alone, not on what was made before it or where.
+    """Clip number `index`, which depends on the arguments alone.
 
     SNR: the station's mean power while its key is down, as it arrives (after fading and second path), over the power
     of the white noise in 2,500 Hz; before the receiver's filter and gain control, without interferers and crashes."""
     random = np.random.default_rng([seed, index])
-    planned = plan(random, conditions)
-    text, tone, snr_db, samples = (planned[name] for name in ("text", "tone", "snr_db", "samples"))
-    spans = symbol_spans(text, planned["before"], planned["runs"])
-
+    plan = plan_clip(random, conditions)
+    text, snr_db = plan.text, plan.snr_db
+    spans = symbol_spans(text, plan.start, plan.runs)
     is_noise_only = bool(random.random() < conditions.noise_only)
     if is_noise_only:
-        text, snr_db, audio, spans = "", np.nan, np.zeros(samples, dtype=np.float32), spans[:0]
+        text, snr_db, spans = "", np.nan, spans[:0]
+        audio = np.zeros(plan.samples, dtype=np.float32)
     else:
-        sign = pick(random, (-1, 1))
-        drift, chirp = sign * random.uniform(*conditions.drift), sign * random.uniform(*conditions.chirp)
-        amplitude = envelope(planned["runs"], planned["before"], samples)
-        audio = transmit(random, amplitude, tone, drift, chirp)
-        if (depth := random.uniform(*conditions.qsb_depth)) > 0:
-            times = np.arange(samples // BLOCK + 1) * (BLOCK / SAMPLE_RATE)
-            turns = random.uniform(*conditions.qsb_hz) * times + random.random()
-            audio *= interpolate(1 - depth * (0.5 + 0.5 * np.cos(2 * np.pi * turns)))
-        if (delay := int(random.uniform(*conditions.multipath) * SAMPLE_RATE)) > 0:
-            audio[delay:] += np.float32(random.uniform(0.1, 0.6)) * audio[:-delay]
-        power = np.vdot(audio, audio) / np.vdot(amplitude, amplitude)
-        wanted = 10 ** (snr_db / 10) * SNR_BANDWIDTH / (SAMPLE_RATE / 2)
-        audio *= np.float32(np.sqrt(wanted / power))
-        low, high = conditions.interferers
-        for _ in range(random.integers(low, high + 1)):
-            level = np.sqrt(2 * wanted) * 10 ** (random.uniform(*conditions.interferer_db) / 20)
-            audio += np.float32(level) * interferer(random, samples, tone)
+        audio = stations(random, plan, conditions)
     add_noise(random, audio, random.uniform(*conditions.crashes))
     if width := pick(random, conditions.filters):
-        audio = receiver_filter(audio, tone + random.uniform(-0.1, 0.1) * width, width)
+        audio = receiver_filter(audio, plan.tone + random.uniform(-0.1, 0.1) * width, width)
     if random.random() < conditions.agc:
         audio = control_gain(audio, random.uniform(1, 10), random.uniform(0.3, 1.0))
     audio *= np.float32(random.uniform(0.1, 0.95) / max(audio.max(), -audio.min()))
-
-    heard = f" {text} "
+    sent = f" {text} "  # `fit` may have removed callsigns or the exchange
     return Sample(
-        audio, text, spans, tuple(dict.fromkeys(call for call in planned["callsigns"] if f" {call} " in heard)),
-        planned["exchange"] if planned["exchange"] and f" {planned['exchange']} " in heard else "", planned["contest"],
-        planned["sample_type"], conditions.name, float(planned["wpm"]), float(tone), float(snr_db), is_noise_only,
-    )  # fmt: skip
+        audio=audio,
+        text=text,
+        spans=spans,
+        callsigns=tuple(dict.fromkeys(call for call in plan.callsigns if f" {call} " in sent)),
+        exchange=plan.exchange if plan.exchange and f" {plan.exchange} " in sent else "",
+        contest_type=plan.contest_type,
+        sample_type=plan.sample_type,
+        condition=conditions.name,
+        wpm=float(plan.wpm),
+        tone=float(plan.tone),
+        snr_db=float(snr_db),
+        is_noise_only=is_noise_only,
+    )
 
 
-def one_of(mix: Sequence[Conditions], seed: int, index: int) -> Conditions:
-    """The conditions of the clip of a number, each of `mix` equally likely."""
-    return pick(np.random.default_rng([seed, index, 1]), mix)
+@functools.lru_cache(maxsize=4)
+def _epoch_seconds(mix: tuple[Conditions, ...], count: int, seed: int, epoch: int) -> np.ndarray:
+    numbers = range(epoch * count, (epoch + 1) * count)
+    return np.array([clip_seconds(seed, number, draw_conditions(mix, seed, number)) for number in numbers])
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A data set that is synthesised as it is read: `count` clips per epoch, new ones in every epoch. Each clip has the
+    conditions of one entry of `mix`. Sets with different seeds share no clip."""
+
+    mix: Sequence[Conditions]
+    count: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        """(N,) lengths of an epoch's clips."""
+        return _epoch_seconds(tuple(self.mix), self.count, self.seed, epoch)
+
+    def load(self, index: int, epoch: int) -> tuple[torch.Tensor, str, str, np.ndarray]:
+        """(waveform (T,), text, name, spans (N, 2) of its symbols in seconds)."""
+        number = epoch * self.count + index
+        sample = self._synthesise(number)
+        return torch.from_numpy(sample.audio), sample.text, f"synthetic clip {self.seed}/{number}", sample.spans
+
+    def row(self, index: int, hypothesis: str) -> dict:
+        """A row for `scores.evaluation_tables`, of a clip of epoch 0."""
+        sample = self._synthesise(index)
+        return {
+            "file": f"synthetic clip {self.seed}/{index}", "reference": sample.text, "hypothesis": hypothesis,
+            "condition": sample.condition, "contest_type": sample.contest_type, "sample_type": sample.sample_type,
+            "wpm": sample.wpm, "snr_db": sample.snr_db, "is_noise_only": sample.is_noise_only,
+            "callsigns": list(sample.callsigns), "exchange": sample.exchange,
+        }  # fmt: skip
+
+    def fingerprint(self) -> str:
+        """Changes when the clips do: a resumed run checks that its position in the data still means the same."""
+        return f"{self.seed} {self.count} {list(self.mix)}"
+
+    def _synthesise(self, number: int) -> Sample:
+        return synthesise(self.seed, number, draw_conditions(self.mix, self.seed, number))

@@ -1,11 +1,11 @@
-"""What is sent in Morse: callsigns, contest exchanges, everyday contacts, random groups."""
+"""Random Morse texts: callsigns, contest exchanges, everyday contacts, random groups."""
 
 import re
 
 import numpy as np
 
 LETTERS, DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
-CONTESTS = {  # name: what follows CQ, the exchange's fields
+CONTESTS = {  # name: (what follows CQ, fields of the exchange)
     "CQWW": ("TEST WW", ("rst", "cq_zone")),
     "CQWPX": ("TEST WPX", ("rst", "serial")),
     "ARRLDX": ("TEST DX", ("rst", "state_or_power")),
@@ -15,13 +15,13 @@ CONTESTS = {  # name: what follows CQ, the exchange's fields
     "SPRINT": ("NA", ("other_call", "own_call", "serial", "name", "state")),
     "IARU": ("TEST IARU", ("rst", "itu_zone")),
 }
-AMERICAN = ("FIELD_DAY", "NAQP", "SWEEPSTAKES", "SPRINT")  # nearly everybody there is from the USA or Canada
-QUERIES = {  # how a field is asked for
+AMERICAN = ("FIELD_DAY", "NAQP", "SWEEPSTAKES", "SPRINT")  # nearly all participants are from the USA or Canada
+QUERIES = {  # field: how to ask for it
     "rst": "RST?", "cq_zone": "ZONE?", "serial": "NR?", "state_or_power": "NR?", "class": "CLASS?", "section": "SEC?",
     "name": "NAME?", "state": "ST?", "precedence": "PREC?", "own_call": "CALL?", "check": "CK?", "other_call": "CALL?",
     "itu_zone": "ZONE?",
 }  # fmt: skip
-FORMS = {  # of what is sent: {own} is the sender, {other} the station in contact with it
+FORMS = {  # sample type: what is sent by station {own} to station {other}
     "full_qso": (
         "CQ {cq} {own} {own} {other} {other} {sent} R {received} TU {own}",
         "CQ {test} {own} {own} {test} {other} {other} {sent} TU {received} R TU {own} {test}",
@@ -34,8 +34,8 @@ FORMS = {  # of what is sent: {own} is the sender, {other} the station in contac
         "{own} {own}", "{other} DE {own}", "DE {own} {own} (", "TU {own}", "QRZ {own}",
     ),
     "exchange": (
-        "{other} {sent}", "{other} {sent}", "TU {sent}", "R {sent}", "{sent}", "{sent} {sent}", "{other} {sent} {other}",
-        "{other} {sent} BK",
+        "{other} {sent}", "{other} {sent}", "TU {sent}", "R {sent}", "{sent}", "{sent} {sent}",
+        "{other} {sent} {other}", "{other} {sent} BK",
     ),
     "repeat_request": (
         "{query}", "{query} {query}", "AGN?", "AGN AGN?", "?", "PSE AGN {query}", "{other} AGN?", "{other}?", "{part}?",
@@ -55,26 +55,30 @@ SECTIONS = (
     "MO NE ND SD AB BC GH MB NB NL NS ONE ONN ONS PE QC SK TER"
 ).split()
 PREFIXES = (
-    "DL DJ DK DF G M GM GW GI F TM I IK IZ EA EC PA PE ON OT OK OL OM SP SQ SN HA YO LZ YU YT S5 9A E7 Z3 UA RA R UR US "
-    "LY YL ES OH OG SM SE LA OZ TF EI HB CT CR SV TA 4X 5B JA JH JR BY BG HL DS VU HS YB 9M 9V DU VK ZL KH PY PP LU LW "
-    "CE XQ CX HK YV XE TI HI CO KP V3 8P 9Y ZS 5H 5Z ST CN EL UN EX 4L EK OD A6 A7 9K HZ VP FK FO"
+    "DL DJ DK DF G M GM GW GI F TM I IK IZ EA EC PA PE ON OT OK OL OM SP SQ SN HA YO LZ YU YT S5 9A E7 Z3 UA RA R UR "
+    "US LY YL ES OH OG SM SE LA OZ TF EI HB CT CR SV TA 4X 5B JA JH JR BY BG HL DS VU HS YB 9M 9V DU VK ZL KH PY PP "
+    "LU LW CE XQ CX HK YV XE TI HI CO KP V3 8P 9Y ZS 5H 5Z ST CN EL UN EX 4L EK OD A6 A7 9K HZ VP FK FO"
 ).split()
+POWERS = ("KW", "K", "1TT", "100", "ATT", "5TT", "400", "5", "200")
 SOCIETIES = "ARRL RAC DARC RSGB REF ARI JARL URE SRR PZK CRC OEVSV USKA VERON MRASZ HRS LRMD CRSA AC R1 R2 R3".split()
 NAMES = (
     "BOB JIM JOHN BILL TOM DAN DAVE MIKE STEVE RICK ED JOE KEN AL DON RON PETE PAUL MARK JEFF GARY FRED JACK SAM HANS "
     "UWE KARL JAN PIET LARS OLE ANNA MARIA EVA IVAN YURI IGOR VLAD ZORAN LUIS JOSÉ JUAN PABLO TARO HIRO GIOVANNI"
 ).split()
-PHRASES = [  # of everyday contacts; {slots} are filled in
+PHRASES = [  # of everyday contacts, with {slots}
     "{a} DE {b} +", "{a} DE {b} {b} (", "CQ CQ DE {b} {b} K", "QRZ?", "GM OM", "GA DR {name}", "GE ES TNX FER CALL =",
     "UR RST {rst} {rst} =", "MY NAME IS {name} {name} =", "QTH {city}, {city} =", "LOC {grid} {grid}", "HW CPY?", "BK",
-    "WX {weather} ES TEMP {n} C", "RIG IS {rig} PWR {n} W", "ANT {antenna}", "AGE {n}", "R R FB {name}", "QRM HR", "QSB",
-    "PSE QSL VIA BURO", "TNX FER FB QSO =", "73 ES GL DR {name} +", "{a} DE {b} <SK>", "73 <SK> E E", "<AS>", "QRX 5 <AS>",
-    "{city} <HH> {city}", "QRL?", "SRI QRN", "PSE RPT UR NAME?", "NR {n}/{n}", "(EX {b})", "QSY {n}.{n}", "{n}:{n} UTC",
-    "MAIL: {name}@{city}.COM", "THE \"{city}\" CLUB", "IT'S {weather}, ISN'T IT?", "CAFÉ {city}", "{n}-{n} - OK",
+    "WX {weather} ES TEMP {n} C", "RIG IS {rig} PWR {n} W", "ANT {antenna}", "AGE {n}", "R R FB {name}", "QRM HR",
+    "QSB", "PSE QSL VIA BURO", "TNX FER FB QSO =", "73 ES GL DR {name} +", "{a} DE {b} <SK>", "73 <SK> E E", "<AS>",
+    "QRX 5 <AS>", "{city} <HH> {city}", "QRL?", "SRI QRN", "PSE RPT UR NAME?", "NR {n}/{n}", "(EX {b})",
+    "QSY {n}.{n}", "{n}:{n} UTC", "MAIL: {name}@{city}.COM", "THE \"{city}\" CLUB", "IT'S {weather}, ISN'T IT?",
+    "CAFÉ {city}", "{n}-{n} - OK",
 ]  # fmt: skip
 SLOTS = {
     "name": NAMES,
-    "city": "BOSTON BERLIN PARIS TOKYO OSAKA LONDON LEEDS DALLAS MIAMI OSLO ROMA PRAHA WIEN SPLIT KIEV LIMA QUITO".split(),
+    "city": (
+        "BOSTON BERLIN PARIS TOKYO OSAKA LONDON LEEDS DALLAS MIAMI OSLO ROMA PRAHA WIEN SPLIT KIEV LIMA QUITO"
+    ).split(),
     "weather": "SUNNY CLOUDY RAIN SNOW WINDY FOG COLD WARM HOT FINE".split(),
     "rig": "K3 K4 KX2 KX3 IC7300 IC705 FT8 FTDX10 TS590 TS850 QCX HOMEBREW".split(),
     "antenna": "DIPOLE VERTICAL YAGI LOOP G5RV EFHW LW GP QUAD BEAM".split(),
@@ -90,15 +94,15 @@ def letters(random: np.random.Generator, count: int, alphabet: str = LETTERS) ->
 
 
 def callsign(random: np.random.Generator, american: bool) -> str:
-    """A callsign as it could be issued: of the USA (its 1x2 to 2x3 forms), Canada or, unless `american`, elsewhere; now
-    and then a special event's, portable or in another district or country."""
+    """A plausible callsign: if `american`, of the USA (1x2 to 2x3) or Canada, sometimes of a special event, else of any
+    other country; sometimes portable, or in another district or country."""
     kind = random.random()
     if not american:
         digits, suffix = (pick(random, (2, 3)), 3) if kind < 0.04 else (1, pick(random, (1, 2, 2, 3, 3, 3)))
         call = pick(random, PREFIXES) + letters(random, digits, DIGITS) + letters(random, suffix)
     elif kind < 0.12:
         call = pick(random, ("VE", "VA", "VO", "VY")) + pick(random, DIGITS[1:]) + letters(random, pick(random, (2, 3)))
-    elif kind < 0.16:  # a special event's, 1x1
+    elif kind < 0.16:  # of a special event, 1x1
         call = pick(random, "KNW") + pick(random, DIGITS) + letters(random, 1, LETTERS.replace("X", ""))
     else:
         first, suffix = pick(random, ((1, 2), (1, 3), (1, 3), (2, 1), (2, 2), (2, 3)))
@@ -114,8 +118,8 @@ def callsign(random: np.random.Generator, american: bool) -> str:
 
 
 def exchange_fields(random: np.random.Generator, contest: str, own: str, other: str, american: bool) -> list[str]:
-    """What the station `own` sends to `other` in a contest, by field, its numbers cut (T for 0, N for 9, A for 1) as
-    some send them."""
+    """The fields of the exchange that `own` sends to `other` in a contest. Numbers may be cut: T for 0, N for 9, A for
+    1, as some operators send them."""
     cut = str.maketrans(pick(random, ({}, {"0": "T"}, {"0": "T", "9": "N"}, {"0": "T", "9": "N", "1": "A"})))
 
     def number(form: str, low: int, high: int) -> str:
@@ -126,13 +130,13 @@ def exchange_fields(random: np.random.Generator, contest: str, own: str, other: 
         "cq_zone": lambda: number(pick(random, ("d", "02d")), 1, 41),
         "itu_zone": lambda: pick(random, SOCIETIES) if random.random() < 0.15 else number("02d", 1, 91),
         "serial": lambda: number(pick(random, ("d", "03d")), 1, pick(random, (100, 1000, 3000))),
-        "state_or_power": lambda: pick(random, STATES) if american else pick(random, ("KW", "K", "1TT", "100", "ATT", "5TT", "400", "5", "200")),
+        "state_or_power": lambda: pick(random, STATES if american else POWERS),
         "class": lambda: f"{random.integers(1, 16)}{pick(random, 'AAABCDDEF')}",
         "section": lambda: pick(random, SECTIONS),
         "state": lambda: pick(random, STATES),
         "name": lambda: pick(random, NAMES),
         "precedence": lambda: pick(random, "QABUMS"),
-        "check": lambda: f"{random.integers(50, 125) % 100:02d}".translate(cut),  # the year of the first licence
+        "check": lambda: f"{random.integers(50, 125) % 100:02d}".translate(cut),  # year of the first licence
         "own_call": lambda: own,
         "other_call": lambda: other,
     }  # fmt: skip
@@ -140,7 +144,7 @@ def exchange_fields(random: np.random.Generator, contest: str, own: str, other: 
 
 
 def contest_text(random: np.random.Generator, contest: str, sample_type: str) -> tuple[str, list[str], str]:
-    """(text, the callsigns of it, the exchange) of a kind of transmission: of a whole contact, its first exchange."""
+    """(text, its callsigns, its exchange, the first one for a full contact) of a contest transmission."""
     first = contest in AMERICAN or bool(random.random() < 0.4)
     second = not first if contest == "ARRLDX" else contest in AMERICAN or bool(random.random() < 0.4)
     own, other = callsign(random, first), callsign(random, second)
@@ -161,25 +165,26 @@ def contest_text(random: np.random.Generator, contest: str, sample_type: str) ->
 
 
 def everyday_text(random: np.random.Generator) -> tuple[str, list[str]]:
-    """(text, its callsigns): one to four phrases of everyday contacts."""
+    """(text, its callsigns) of one to four phrases of everyday contacts."""
     a, b = (callsign(random, random.random() < 0.3) for _ in range(2))
     text = " ".join(pick(random, PHRASES) for _ in range(random.integers(1, 5)))
 
-    def fill(found: re.Match) -> str:
-        if found[1] == "n":
+    def fill(slot: re.Match) -> str:
+        name = slot[1]
+        if name == "n":
             return str(random.integers(1, 100))
-        if found[1] == "rst":
+        if name == "rst":
             return f"{random.integers(3, 6)}{random.integers(3, 10)}{pick(random, '999N8')}"
-        if found[1] == "grid":
+        if name == "grid":
             grid = letters(random, 2, LETTERS[:18]) + letters(random, 2, DIGITS)
             return grid + letters(random, pick(random, (0, 2)), LETTERS[:24])
-        return {"a": a, "b": b}.get(found[1]) or pick(random, SLOTS[found[1]])
+        return {"a": a, "b": b}.get(name) or pick(random, SLOTS[name])
 
     return re.sub(r"\{(\w+)\}", fill, text), [a, b]
 
 
 def random_groups(random: np.random.Generator, count: int, alphabet: tuple[str, ...]) -> str:
-    """`count` symbols of an alphabet, equally likely, in groups of one to six."""
+    """`count` symbols of `alphabet`, equally likely, in groups of one to six."""
     text, left = "", 0
     for number in random.integers(len(alphabet), size=count):
         if not left:

@@ -1,8 +1,8 @@
-"""Whisper's probabilities to text: greedy, sampling and beam search with the key/value cache; the fallback to higher
-temperatures; loops cut.
+"""Whisper's decoding: greedy search, sampling and beam search with a key/value cache, the fallback to higher
+temperatures, and the removal of repetition loops.
 
-The searches take the encoder's (B, T, D), its mask (B, 1, 1, T) or None, and the prompt from <|startoftranscript|> on.
-Log-probabilities are those after suppression, as in openai/whisper."""
+Every search takes the encoder's output (B, T, D) and its attention mask (B, 1, 1, T), None if nothing is padded.
+Log-probabilities are taken after suppression, as in openai/whisper."""
 
 import math
 import zlib
@@ -13,293 +13,345 @@ import numpy as np
 import torch
 
 from common.device import upcast
-from speech.whisper.model import Cache, Whisper
+from speech.whisper.model import KVCache, Whisper
+from speech.whisper.tokenizer import TIMESTAMPS, WhisperTokenizer
 
-MOST = 224  # tokens: what the released models were trained to give for 30 s
+# The fallback's settings, as in openai/whisper. 0 stands for the search's own method, the others are for sampling.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-CHECK_EVERY = {"cuda": 8}  # steps between two looks at which rows have ended (1 elsewhere): each waits for the device
-LOOP_REPEATS, LOOP_SPAN = 4, 40  # see cut_loops
+COMPRESSION_RATIO_THRESHOLD = 2.4  # a text that zlib makes smaller than that repeats itself: it is decoded again
+LOG_PROBABILITY_THRESHOLD = -1.0  # mean per token; a text below it is decoded again, unless the utterance is silent
+NO_SPEECH_THRESHOLD = 0.6  # probability; above it, and with a log-probability below its threshold, it is silent
+CHECK_EVERY = {"cuda": 8}  # steps between checks for ended rows (1 elsewhere), because each check waits for the GPU
+LOOP_REPEATS, LOOP_CHARACTERS = 4, 40  # see cut_loops
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search takes besides the encoder's output."""
+
+    prompt: Sequence[int]  # the decoder's first tokens, from <|startoftranscript|> on
+    eos: int
+    suppress: Sequence[int] = ()  # tokens that are never generated
+    suppress_first: Sequence[int] = ()  # tokens that are not generated directly after the prompt
+    no_speech: int | None = None  # the token whose probability after <|startoftranscript|> is that of silence
+    max_new_tokens: int = 224  # what the released models were trained to give for 30 s; cut to the model's positions
+    method: str = "greedy"  # or "beam"
+    beam_size: int = 5
+    seed: int = 0  # of the fallback's samples
 
 
 @dataclass
 class Hypothesis:
-    """`tokens` without prompt and end; `log_probability` of them and, where it is `ended`, of the end, summed;
-    `no_speech`: probability of silence, None where the vocabulary has no token for it."""
+    """The result of a search: `tokens` without prompt and eos, and the sum of their log-probabilities, which includes
+    that of eos if the hypothesis has `ended`. `no_speech_probability` is None if the vocabulary has no such token."""
 
     tokens: list[int]
     log_probability: float
     ended: bool
-    no_speech: float | None = None
+    no_speech_probability: float | None = None
 
     @property
-    def mean(self) -> float:
-        """Log-probability per token."""
+    def mean_log_probability(self) -> float:
+        """Log-probability per token, eos included."""
         return self.log_probability / max(1, len(self.tokens) + self.ended)
 
 
 @dataclass
 class Decoded:
-    """What `decode` found for one utterance. `text` is empty where it is silent, and has no loops; `tokens`,
-    `log_probability` (per token) and `compression_ratio` are of the search's own result."""
+    """The result of `decode` for one utterance. `text` has no loops and is empty for silence; the other fields describe
+    the hypothesis before that."""
 
     text: str
     tokens: list[int]
-    log_probability: float
+    mean_log_probability: float
     compression_ratio: float
     temperature: float
-    no_speech: float | None
+    no_speech_probability: float | None
+
+
+def make_search(
+    tokenizer: WhisperTokenizer, generation: dict, vocab_size: int,
+    method: str = "greedy", beam_size: int = 5, seed: int = 0,
+) -> Search:  # fmt: skip
+    """The search for a model with this tokenizer, generation config and vocabulary. It suppresses the config's tokens,
+    ids beyond the tokenizer, and timestamps: they are not trained here, and the prompt asks for none."""
+    suppress = {*(generation.get("suppress_tokens") or ()), *range(tokenizer.size, vocab_size)}
+    if tokenizer.timestamp_begin is not None:
+        suppress |= {*range(tokenizer.timestamp_begin, tokenizer.timestamp_begin + len(TIMESTAMPS))}
+    suppress_first = generation.get("begin_suppress_tokens") or ()
+    return Search(
+        tokenizer.prompt, tokenizer.eos, sorted(suppress), suppress_first, tokenizer.no_speech,
+        method=method, beam_size=beam_size, seed=seed,
+    )  # fmt: skip
+
+
+# --- searches --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def greedy(
-    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, prompt: Sequence[int], end: int,
-    most: int = MOST, suppress: Sequence[int] = (), suppress_first: Sequence[int] = (), no_speech: int | None = None,
-) -> list[Hypothesis]:  # fmt: skip
-    """The most probable token at each step, for each utterance. `most`: tokens, cut to the model's positions.
-    `suppress`: tokens never taken; `suppress_first`: not as the first one. `no_speech`: the token whose probability
-    after the prompt's first token tells silence."""
+def greedy(model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search) -> list[Hypothesis]:
+    """The most probable token at each step, for each utterance."""
 
     def pick(logits: torch.Tensor, step: int) -> torch.Tensor:
         return logits.argmax(-1)
 
-    return _extend(model, encoded, mask, prompt, end, most, suppress, suppress_first, no_speech, 1, pick)
+    return _extend(model, encoded, mask, search, pick)
 
 
 @torch.no_grad()
 def sample(
-    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, prompt: Sequence[int], end: int,
-    temperature: float, generator: torch.Generator, best_of: int = 1, most: int = MOST, suppress: Sequence[int] = (),
-    suppress_first: Sequence[int] = (), no_speech: int | None = None,
+    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search,
+    temperature: float, generator: torch.Generator,
 ) -> list[Hypothesis]:  # fmt: skip
-    """Tokens drawn from softmax(logits / temperature), the best by log-probability per token of `best_of` tries. The
-    log-probabilities are at temperature 1. `generator`, on the CPU, gives one number a step and try, the same for every
-    utterance: what one gets depends neither on its batch nor on the device."""
-    numbers = torch.rand(most, best_of, dtype=torch.float64, generator=generator).to(encoded.device)
+    """Tokens drawn from softmax(logits / temperature); log-probabilities are at temperature 1. The CPU `generator`
+    draws one number per step for all utterances, so a result depends neither on the batch nor on the device."""
+    numbers = torch.rand(search.max_new_tokens, dtype=torch.float64, generator=generator).to(encoded.device)
 
     def pick(logits: torch.Tensor, step: int) -> torch.Tensor:
-        below = (logits.double() / temperature).softmax(-1).cumsum(-1)
-        drawn = numbers[step].repeat(len(logits) // best_of)[:, None] * below[:, -1:]
-        return (below <= drawn).sum(-1).clamp_max(logits.shape[1] - 1)
+        cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
+        drawn = numbers[step] * cumulative[:, -1:]
+        return (cumulative <= drawn).sum(-1).clamp_max(logits.shape[1] - 1)
 
-    found = _extend(model, encoded, mask, prompt, end, most, suppress, suppress_first, no_speech, best_of, pick)
-    return [max(found[i : i + best_of], key=lambda one: one.mean) for i in range(0, len(found), best_of)]
+    return _extend(model, encoded, mask, search, pick)
 
 
 @torch.no_grad()
-def beam(
-    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, prompt: Sequence[int], end: int,
-    beam_size: int = 5, most: int = MOST, length_penalty: float = 1.0, suppress: Sequence[int] = (),
-    suppress_first: Sequence[int] = (), no_speech: int | None = None,
-) -> list[Hypothesis]:  # fmt: skip
-    """Beam search, the best hypothesis of each utterance by log-probability / length ** `length_penalty`, the end
-    included in both. At each step an end among an utterance's `beam_size` best continuations is a finished hypothesis,
-    and the `beam_size` best that do not end go on; at `beam_size` finished ones, or at `most` tokens, where what is
-    unfinished counts as it is, the utterance is done. That is transformers' beam search with early_stopping=True."""
-    cache, logits, silence = _start(model, encoded, mask, prompt, no_speech)
-    count, size, device = len(encoded), logits.shape[1], encoded.device
-    most = _most(model, prompt, most)
-    bias, bias_first = _bias(logits, suppress), _bias(logits, [*suppress, *suppress_first])
-    first = torch.arange(count, device=device).repeat_interleave(beam_size)
-    cache.reorder(first)
-    logits = logits[first]
-    # All beams of an utterance begin alike, so only one counts.
-    scores = torch.full((count, beam_size), -math.inf, dtype=logits.dtype, device=device)
+def beam(model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search) -> list[Hypothesis]:
+    """Beam search; returns each utterance's best hypothesis by log-probability per token.
+
+    At each step, continuations with eos among an utterance's `beam_size` best are finished hypotheses, and the
+    `beam_size` best without eos continue. An utterance is done with `beam_size` finished hypotheses, or at
+    `max_new_tokens`, where unfinished ones count, too. This is transformers' beam search with early_stopping=True and
+    length_penalty=1."""
+    kv_cache, logits, no_speech = _read_prompt(model, encoded, mask, search)
+    beam_size, vocab_size, device = search.beam_size, logits.shape[1], encoded.device
+    max_new_tokens = _token_limit(model, search)
+    bias, first_bias = _biases(logits, search)
+    rows = torch.arange(len(encoded), device=device).repeat_interleave(beam_size)
+    kv_cache.reorder(rows)
+    logits = logits[rows]
+    # All beams of an utterance start equal, so only the first one counts.
+    scores = torch.full((len(encoded), beam_size), -math.inf, dtype=logits.dtype, device=device)
     scores[:, 0] = 0
-    prefixes: list[list[int]] = [[] for _ in range(count * beam_size)]
-    finished: list[list[tuple[float, Hypothesis]]] = [[] for _ in range(count)]
-    going = list(range(count))
-    for step in range(most):
-        following = (logits + (bias if step else bias_first)).log_softmax(-1)
-        total = (scores.reshape(-1, 1) + following).view(len(going), -1)  # (N, K V)
-        best, flat = total.topk(2 * beam_size)  # enough: each beam has one end
-        best, flat = torch.stack([best.double(), flat.double()]).tolist()  # one wait for the device a step
-        kept, rows, values = [], [], []
-        for place, utterance in enumerate(going):
-            alive = []
-            for rank, (value, index) in enumerate(zip(best[place], flat[place], strict=True)):
-                row, token = divmod(int(index), size)
-                row += place * beam_size
-                ends = token == end
-                if (ends or step + 1 == most) and rank < beam_size and value > -math.inf:
-                    hypothesis = Hypothesis(prefixes[row] + [token] * (not ends), value, ends)
-                    finished[utterance].append((value / (step + 1) ** length_penalty, hypothesis))
+    prefixes: list[list[int]] = [[] for _ in range(len(rows))]
+    finished: list[list[Hypothesis]] = [[] for _ in range(len(encoded))]
+    active = list(range(len(encoded)))  # the utterances that are still in the batch
+    for step in range(max_new_tokens):
+        is_last = step + 1 == max_new_tokens
+        log_probs = (logits + (bias if step else first_bias)).log_softmax(-1)
+        totals = (scores.reshape(-1, 1) + log_probs).view(len(active), -1)  # (N, K V)
+        best, flat = totals.topk(2 * beam_size)  # enough, because each beam has one continuation with eos
+        best, flat = torch.stack([best.double(), flat.double()]).tolist()  # waits for the device once per step
+        kept, origins, kept_scores = [], [], []
+        for position, utterance in enumerate(active):
+            alive = []  # continuations without eos, best first
+            for rank, (score, index) in enumerate(zip(best[position], flat[position], strict=True)):
+                row, token = divmod(int(index), vocab_size)
+                row += position * beam_size
+                ends = token == search.eos
+                if (ends or is_last) and rank < beam_size and score > -math.inf:
+                    tokens = prefixes[row] if ends else [*prefixes[row], token]
+                    finished[utterance].append(Hypothesis(tokens, score, ends, no_speech[utterance]))
                 elif not ends:
-                    alive.append((value, row, token))
+                    alive.append((score, row, token))
             if len(finished[utterance]) < beam_size and alive and alive[0][0] > -math.inf:
-                kept.append(place)
-                rows += [(row, token) for _, row, token in alive[:beam_size]]
-                values.append([value for value, _, _ in alive[:beam_size]])
-        if not kept or step + 1 == most:
+                kept.append(position)
+                origins += [(row, token) for _, row, token in alive[:beam_size]]
+                kept_scores.append([score for score, _, _ in alive[:beam_size]])
+        if not kept or is_last:
             break
-        prefixes = [[*prefixes[row], token] for row, token in rows]
-        scores = torch.tensor(values, dtype=logits.dtype).to(device, non_blocking=True)
-        origin, tokens = torch.tensor(rows).T.to(device, non_blocking=True)
-        mask = _narrow(cache, mask, origin, kept if len(kept) < len(going) else None)
-        going = [going[place] for place in kept]
-        logits = upcast(model.logits(model.decoder(tokens[:, None], encoded, mask, cache)[:, -1]))
-    found = [max(ones, key=lambda pair: pair[0])[1] for ones in finished]
-    for hypothesis, probability in zip(found, silence, strict=True):
-        hypothesis.no_speech = probability
-    return found
+        prefixes = [[*prefixes[row], token] for row, token in origins]
+        scores = torch.tensor(kept_scores, dtype=logits.dtype).to(device, non_blocking=True)
+        rows, tokens = torch.tensor(origins).T.to(device, non_blocking=True)
+        mask = _select(kv_cache, mask, rows, kept if len(kept) < len(active) else None)
+        active = [active[position] for position in kept]
+        logits = _next_logits(model, tokens, encoded, mask, kv_cache)
+    return [max(hypotheses, key=lambda hypothesis: hypothesis.mean_log_probability) for hypotheses in finished]
 
 
-def _most(model: Whisper, prompt: Sequence[int], most: int) -> int:
-    return min(most, model.config["max_target_positions"] - len(prompt))
+def _token_limit(model: Whisper, search: Search) -> int:
+    return min(search.max_new_tokens, model.config["max_target_positions"] - len(search.prompt))
 
 
-def _bias(logits: torch.Tensor, suppress: Sequence[int]) -> torch.Tensor:
-    """(V,) of 0, and -inf for what is suppressed."""
+def _biases(logits: torch.Tensor, search: Search) -> tuple[torch.Tensor, torch.Tensor]:
+    """(V,) of 0, and -inf for suppressed tokens: at every step, and at the first one."""
     bias = torch.zeros(logits.shape[1], dtype=logits.dtype)
-    bias[list(suppress)] = -math.inf
-    return bias.to(logits.device)
+    bias[list(search.suppress)] = -math.inf
+    first_bias = bias.clone()
+    first_bias[list(search.suppress_first)] = -math.inf
+    return bias.to(logits.device), first_bias.to(logits.device)
 
 
-def _start(model: Whisper, encoded, mask, prompt, no_speech) -> tuple[Cache, torch.Tensor, list[float | None]]:
-    """The cache after the prompt, the logits (B, V) that follow it, and each utterance's probability of silence."""
-    cache = Cache(len(model.decoder.layers))
-    tokens = torch.tensor(list(prompt), device=encoded.device).expand(len(encoded), -1)
-    x = model.decoder(tokens, encoded, mask, cache)
-    silence = [None] * len(encoded)
-    if no_speech is not None:
-        silence = upcast(model.logits(x[:, 0])).softmax(-1)[:, no_speech].tolist()
-    return cache, upcast(model.logits(x[:, -1])), silence
+def _read_prompt(
+    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
+) -> tuple[KVCache, torch.Tensor, list[float | None]]:
+    """The cache after the prompt, the logits (B, V) of the next token, and each utterance's probability of silence."""
+    kv_cache = KVCache(len(model.decoder.layers))
+    tokens = torch.tensor(list(search.prompt), device=encoded.device).expand(len(encoded), -1)
+    x = model.decoder(tokens, encoded, mask, kv_cache)
+    no_speech = [None] * len(encoded)
+    if search.no_speech is not None:
+        no_speech = upcast(model.logits(x[:, 0])).softmax(-1)[:, search.no_speech].tolist()
+    return kv_cache, upcast(model.logits(x[:, -1])), no_speech
 
 
-def _narrow(cache: Cache, mask, rows: torch.Tensor, utterances: list[int] | None) -> torch.Tensor | None:
-    """Continues the cache from `rows` and, unless None, for these utterances alone; returns their mask."""
-    cache.reorder(rows)
+def _next_logits(
+    model: Whisper, tokens: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor | None, kv_cache: KVCache
+) -> torch.Tensor:
+    """Logits (N, V) after each row's next token (N,)."""
+    return upcast(model.logits(model.decoder(tokens[:, None], encoded, mask, kv_cache)[:, -1]))
+
+
+def _select(
+    kv_cache: KVCache, mask: torch.Tensor | None, rows: torch.Tensor, utterances: list[int] | None
+) -> torch.Tensor | None:
+    """Continues the cache from `rows` and, unless None, with these utterances only; returns their mask."""
+    kv_cache.reorder(rows)
     if utterances is None:
         return mask
     kept = torch.tensor(utterances).to(rows.device, non_blocking=True)
-    cache.keep(kept)
+    kv_cache.keep(kept)
     return None if mask is None else mask[kept]
 
 
 def _extend(
-    model: Whisper, encoded, mask, prompt, end: int, most: int, suppress, suppress_first, no_speech, copies: int,
+    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search,
     pick: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> list[Hypothesis]:  # fmt: skip
-    """`copies` hypotheses for each utterance, next to each other, token by token as `pick(logits (N, V), step)` says.
-    Utterances whose hypotheses have all ended leave the batch."""
-    cache, logits, silence = _start(model, encoded, mask, prompt, no_speech)
-    device, most = encoded.device, _most(model, prompt, most)
-    bias, bias_first = _bias(logits, suppress), _bias(logits, [*suppress, *suppress_first])
-    rows = torch.arange(len(encoded), device=device).repeat_interleave(copies)
-    if copies > 1:
-        cache.reorder(rows)
-        logits = logits[rows]
-    tokens = torch.full((len(rows), most), end, device=device)
-    sums = torch.zeros(len(rows), dtype=logits.dtype, device=device)
-    where = torch.arange(len(rows), device=device)  # the places in `tokens` of the batch's rows
-    done = torch.zeros_like(where, dtype=torch.bool)
-    every = CHECK_EVERY.get(device.type, 1)
-    for step in range(most):
-        logits = logits + (bias if step else bias_first)
-        following = pick(logits, step)  # what follows an end is cut off below
+    """One hypothesis per utterance, whose next tokens are `pick(logits (N, V), step)`. Ended ones leave the batch."""
+    kv_cache, logits, no_speech = _read_prompt(model, encoded, mask, search)
+    device, max_new_tokens = encoded.device, _token_limit(model, search)
+    bias, first_bias = _biases(logits, search)
+    tokens = torch.full((len(encoded), max_new_tokens), search.eos, device=device)
+    scores = torch.zeros(len(encoded), dtype=logits.dtype, device=device)
+    active = torch.arange(len(encoded), device=device)  # the utterances that are still in the batch
+    done = torch.zeros_like(active, dtype=torch.bool)
+    check_every = CHECK_EVERY.get(device.type, 1)
+    for step in range(max_new_tokens):
+        logits = logits + (bias if step else first_bias)
+        following = pick(logits, step)  # rows that are done continue until the next check; the rest is cut off below
         score = logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(-1)
-        sums[where] += score.masked_fill(done, 0.0)
-        tokens[where, step] = following
-        done = done | (following == end)
-        if step + 1 == most:
+        scores[active] += score.masked_fill(done, 0.0)
+        tokens[active, step] = following
+        done = done | (following == search.eos)
+        if step + 1 == max_new_tokens:
             break
-        if (step + 1) % every == 0:
-            alive = (~done).view(-1, copies).any(1).tolist()
-            if not any(alive):
+        if (step + 1) % check_every == 0:
+            kept = [position for position, is_done in enumerate(done.tolist()) if not is_done]
+            if not kept:
                 break
-            if not all(alive):
-                kept = [place for place, going in enumerate(alive) if going]
-                stay = torch.tensor([place * copies + copy for place in kept for copy in range(copies)]).to(device)
-                mask = _narrow(cache, mask, stay, kept)
-                following, done, where = following[stay], done[stay], where[stay]
-        logits = upcast(model.logits(model.decoder(following[:, None], encoded, mask, cache)[:, -1]))
-    found = []
-    for row, (line, score) in enumerate(zip(tokens.tolist(), sums.tolist(), strict=True)):
-        ended = end in line
-        found.append(Hypothesis(line[: line.index(end)] if ended else line, score, ended, silence[row // copies]))
-    return found
+            if len(kept) < len(done):
+                rows = torch.tensor(kept).to(device)
+                mask = _select(kv_cache, mask, rows, kept)
+                following, done, active = following[rows], done[rows], active[rows]
+        logits = _next_logits(model, following, encoded, mask, kv_cache)
+    hypotheses = []
+    for row, score, probability in zip(tokens.tolist(), scores.tolist(), no_speech, strict=True):
+        ended = search.eos in row
+        generated = row[: row.index(search.eos)] if ended else row
+        hypotheses.append(Hypothesis(generated, score, ended, probability))
+    return hypotheses
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def greedy_texts(
+    model: Whisper, tokenizer: WhisperTokenizer, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
+) -> list[str]:
+    """Texts of one greedy pass without fallback, which evaluations during training can afford."""
+    return [
+        cut_loops(tokenizer.decode(hypothesis.tokens).strip()) for hypothesis in greedy(model, encoded, mask, search)
+    ]
+
+
+def texts(
+    model: Whisper, tokenizer: WhisperTokenizer, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
+) -> list[str]:
+    """Texts of `decode`: by the search's method, with the fallback to higher temperatures."""
+    return [decoded.text for decoded in decode(model, tokenizer, encoded, mask, search)]
 
 
 @torch.no_grad()
 def decode(
-    model: Whisper, tokenizer, encoded: torch.Tensor, mask: torch.Tensor | None, method: str = "greedy",
-    beam_size: int = 5, length_penalty: float = 1.0, best_of: int = 1, most: int = MOST, suppress: Sequence[int] = (),
-    suppress_first: Sequence[int] = (), temperatures: Sequence[float] = TEMPERATURES, most_compression: float = 2.4,
-    least_log_probability: float = -1.0, silence: float = 0.6, seed: int = 0,
-) -> list[Decoded]:  # fmt: skip
-    """The text of each utterance, by `method` (`greedy` or `beam`) at temperature 0 and by sampling above.
+    model: Whisper, tokenizer: WhisperTokenizer, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
+) -> list[Decoded]:
+    """Decodes each utterance by `search.method`; utterances that fail are sampled at the next temperature, and so on.
 
-    A result fails where its text compresses by more than `most_compression` or its log-probability per token is below
-    `least_log_probability`; the utterances that failed are decoded again at the next temperature. Silence, which is a
-    probability of no speech above `silence` together with such a low log-probability, is accepted at once as empty
-    text. What fails at every temperature becomes its most probable try, those that do not compress too well first.
-    The model must be in evaluation mode."""
-    common = {"most": most, "suppress": suppress, "suppress_first": suppress_first, "no_speech": tokenizer.no_speech}
-    given = (tokenizer.prompt, tokenizer.end)
-
-    def search(encoded: torch.Tensor, mask: torch.Tensor | None, number: int) -> list[Hypothesis]:
-        temperature = temperatures[number]
-        if temperature > 0:
-            generator = torch.Generator().manual_seed(seed * len(TEMPERATURES) + number)
-            return sample(model, encoded, mask, *given, temperature, generator, best_of, **common)
-        if method == "beam":
-            return beam(model, encoded, mask, *given, beam_size, length_penalty=length_penalty, **common)
-        return greedy(model, encoded, mask, *given, **common)
-
-    def is_silent(one: Decoded) -> bool:
-        return one.no_speech is not None and one.no_speech > silence and one.log_probability < least_log_probability
-
-    def has_failed(one: Decoded) -> bool:
-        poor = one.compression_ratio > most_compression or one.log_probability < least_log_probability
-        return poor and not is_silent(one)
-
-    tries: list[list[Decoded]] = [[] for _ in range(len(encoded))]
+    A result fails if its text repeats itself or its log-probability is low (the thresholds are above). A silent
+    utterance does not fail; its text is empty. If every temperature fails, the result with the highest log-probability
+    is taken, and results that do not repeat themselves have priority. The model must be in evaluation mode."""
+    attempts: list[list[Decoded]] = [[] for _ in range(len(encoded))]
     failed = list(range(len(encoded)))
-    for number, temperature in enumerate(temperatures):
-        again = torch.tensor(failed, device=encoded.device)
-        found = search(encoded[again], None if mask is None else mask[again], number)
-        for row, one in zip(failed, found, strict=True):
-            text = tokenizer.decode(one.tokens).strip()
-            ratio = compression_ratio(text)
-            tries[row].append(Decoded(text, one.tokens, one.mean, ratio, temperature, one.no_speech))
-        failed = [row for row in failed if has_failed(tries[row][-1])]
+    for number, temperature in enumerate(TEMPERATURES):
+        rows = torch.tensor(failed, device=encoded.device)
+        inputs = model, encoded[rows], None if mask is None else mask[rows], search
+        if temperature > 0:
+            generator = torch.Generator().manual_seed(search.seed * len(TEMPERATURES) + number)
+            hypotheses = sample(*inputs, temperature, generator)
+        elif search.method == "beam":
+            hypotheses = beam(*inputs)
+        else:
+            hypotheses = greedy(*inputs)
+        for row, hypothesis in zip(failed, hypotheses, strict=True):
+            attempts[row].append(_decoded(tokenizer, hypothesis, temperature))
+        failed = [row for row in failed if _has_failed(attempts[row][-1])]
         if not failed:
             break
-
-    def preferred(one: Decoded) -> tuple:
-        return not has_failed(one), one.compression_ratio <= most_compression, one.log_probability
-
-    chosen = [max(ones, key=preferred) for ones in tries]
-    for one in chosen:
-        one.text = "" if is_silent(one) else cut_loops(one.text)
+    chosen = [max(results, key=_preference) for results in attempts]
+    for decoded in chosen:
+        decoded.text = "" if _is_silent(decoded) else cut_loops(decoded.text)
     return chosen
 
 
+def _decoded(tokenizer: WhisperTokenizer, hypothesis: Hypothesis, temperature: float) -> Decoded:
+    text = tokenizer.decode(hypothesis.tokens).strip()
+    mean, no_speech = hypothesis.mean_log_probability, hypothesis.no_speech_probability
+    return Decoded(text, hypothesis.tokens, mean, compression_ratio(text), temperature, no_speech)
+
+
+def _is_silent(decoded: Decoded) -> bool:
+    probability = decoded.no_speech_probability
+    is_quiet = probability is not None and probability > NO_SPEECH_THRESHOLD
+    return is_quiet and decoded.mean_log_probability < LOG_PROBABILITY_THRESHOLD
+
+
+def _has_failed(decoded: Decoded) -> bool:
+    repeats = decoded.compression_ratio > COMPRESSION_RATIO_THRESHOLD
+    return (repeats or decoded.mean_log_probability < LOG_PROBABILITY_THRESHOLD) and not _is_silent(decoded)
+
+
+def _preference(decoded: Decoded) -> tuple[bool, bool, float]:
+    repeats = decoded.compression_ratio > COMPRESSION_RATIO_THRESHOLD
+    return not _has_failed(decoded), not repeats, decoded.mean_log_probability
+
+
 def compression_ratio(text: str) -> float:
-    """How many times smaller zlib makes the text's UTF-8: above 2.4 it repeats itself. Short texts are below 1."""
+    """Bytes of the text in UTF-8 per byte after zlib. A text above 2.4 repeats itself; short texts are below 1."""
     raw = text.encode()
     return len(raw) / len(zlib.compress(raw))
 
 
-def cut_loops(text: str, repeats: int = LOOP_REPEATS, span: int = LOOP_SPAN) -> str:
-    """Cuts every loop to a single occurrence. A loop is a stretch of at least `span` characters that consists of one
-    unit of any length at least `repeats` times in a row (the last may be incomplete). So "CQ CQ CQ", "TEST TEST",
-    "5NN 5NN" and twenty zeros stay, and so does a phrase said three times. Words stay whole where the unit has a
-    space."""
+def cut_loops(text: str) -> str:
+    """Cuts every loop to a single occurrence. A loop has at least LOOP_CHARACTERS characters and repeats a unit of any
+    length at least LOOP_REPEATS times in a row (the last one may be incomplete). So "CQ CQ CQ", "TEST TEST", "5NN 5NN"
+    and twenty zeros stay, and so does a phrase said three times. If the unit has a space, words stay whole."""
     while True:
         characters = np.array([ord(character) for character in text])
-        for period in range(1, len(text) // repeats + 1):
-            differ = np.flatnonzero(characters[period:] != characters[:-period])
-            edges = np.concatenate([[-1], differ, [len(text) - period]])
-            stretches = np.diff(edges) - 1 + period  # lengths of those with this period
-            found = np.flatnonzero(stretches >= max(span, repeats * period))
-            if len(found):
+        for period in range(1, len(text) // LOOP_REPEATS + 1):
+            changes = np.flatnonzero(characters[period:] != characters[:-period])
+            edges = np.concatenate([[-1], changes, [len(text) - period]])
+            lengths = np.diff(edges) - 1 + period  # of the stretches with this period
+            loops = np.flatnonzero(lengths >= max(LOOP_CHARACTERS, LOOP_REPEATS * period))
+            if len(loops):
                 break
         else:
             return text
-        start = int(edges[found[0]]) + 1
-        after, cut = start + int(stretches[found[0]]), start + period
+        start = int(edges[loops[0]]) + 1
+        end = start + int(lengths[loops[0]])
+        cut = start + period
         space = text.find(" ", cut - 1, cut - 1 + period)
         cut = cut if space < 0 else space
         # What follows the last whole unit stays, unless the text breaks off in it.
-        whole = cut + (after - cut - (space >= 0)) // period * period
-        text = text[:cut] + (text[whole:] if after < len(text) else "")
+        whole = cut + (end - cut - (space >= 0)) // period * period
+        text = text[:cut] + (text[whole:] if end < len(text) else "")

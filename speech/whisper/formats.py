@@ -1,11 +1,9 @@
-"""Whisper's weights on disk: Hugging Face folders and OpenAI's `.pt`, read, converted into each other, and exported."""
+"""Whisper's weights on disk: reads Hugging Face folders and OpenAI's `.pt`, converts between them, and exports."""
 
 import json
 import math
 import re
-import shutil
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,42 +11,44 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common.errors import UsageError, cannot_write
+from common.files import write_folder
+from speech.audio import SAMPLE_RATE
+from speech.whisper.model import FRAME, HOP, N_FFT
 
-SAMPLE_RATE, N_FFT, HOP = 16_000, 400, 160  # Hz, samples, samples
-FRAMES_PER_POSITION = 2  # the second convolution's stride
 FFN = 4  # width of the feed-forward layers in units of d_model, in every released model
 EXPORTED = "speech-recipes"  # marks folders that `export` may replace
 POINTER = b"version https://git-lfs"
 
-# Hugging Face's name in config.json to OpenAI's in `dims`. Both widths are one in Hugging Face's, ffn is FFN * width.
+# Names in Hugging Face's config.json to those in OpenAI's `dims`, which imply feed-forward layers of FFN * d_model.
 DIMS = {
     "num_mel_bins": "n_mels", "max_source_positions": "n_audio_ctx", "d_model": "n_audio_state",
     "encoder_attention_heads": "n_audio_head", "encoder_layers": "n_audio_layer", "vocab_size": "n_vocab",
     "max_target_positions": "n_text_ctx", "decoder_attention_heads": "n_text_head", "decoder_layers": "n_text_layer",
 }  # fmt: skip
 CONFIG = (*DIMS, "encoder_ffn_dim", "decoder_ffn_dim")
-MODULES = {  # Hugging Face to OpenAI, inside a layer
+IN_LAYERS = {  # tensors inside a layer: Hugging Face's name to OpenAI's
     "self_attn.q_proj": "attn.query", "self_attn.k_proj": "attn.key", "self_attn.v_proj": "attn.value",
     "self_attn.out_proj": "attn.out", "self_attn_layer_norm": "attn_ln", "encoder_attn.q_proj": "cross_attn.query",
     "encoder_attn.k_proj": "cross_attn.key", "encoder_attn.v_proj": "cross_attn.value",
     "encoder_attn.out_proj": "cross_attn.out", "encoder_attn_layer_norm": "cross_attn_ln", "fc1": "mlp.0",
     "fc2": "mlp.2", "final_layer_norm": "mlp_ln",
 }  # fmt: skip
-OUTSIDE = {  # and outside the layers
+OUTSIDE = {  # the other tensors
     "encoder.embed_positions.weight": "encoder.positional_embedding",
     "decoder.embed_positions.weight": "decoder.positional_embedding",
-    "decoder.embed_tokens.weight": "decoder.token_embedding.weight", "encoder.layer_norm.weight": "encoder.ln_post.weight",
+    "decoder.embed_tokens.weight": "decoder.token_embedding.weight",
+    "encoder.layer_norm.weight": "encoder.ln_post.weight",
     "encoder.layer_norm.bias": "encoder.ln_post.bias", "decoder.layer_norm.weight": "decoder.ln.weight",
     "decoder.layer_norm.bias": "decoder.ln.bias",
 }  # fmt: skip
-MODULES_BACK = {theirs: ours for ours, theirs in MODULES.items()}
-OUTSIDE_BACK = {theirs: ours for ours, theirs in OUTSIDE.items()}
+IN_LAYERS_BACK = {openai: hf for hf, openai in IN_LAYERS.items()}
+OUTSIDE_BACK = {openai: hf for hf, openai in OUTSIDE.items()}
 
 
 def shape(
     d_model: int, layers: tuple[int, int], heads: int, mels: int = 80, vocabulary: int = 51_865
 ) -> dict[str, int]:
-    """A configuration with the proportions of the released models; `layers`: of the encoder and of the decoder."""
+    """A configuration with the proportions of the released models. `layers`: the encoder's and the decoder's."""
     return {
         "num_mel_bins": mels, "max_source_positions": 1500, "d_model": d_model, "encoder_attention_heads": heads,
         "encoder_layers": layers[0], "vocab_size": vocabulary, "max_target_positions": 448,
@@ -57,7 +57,7 @@ def shape(
     }  # fmt: skip
 
 
-SIZES = {  # the released multilingual models
+SIZES = {  # of the released multilingual models
     "tiny": shape(384, (4, 4), 6),
     "base": shape(512, (6, 6), 8),
     "small": shape(768, (12, 12), 12),
@@ -69,8 +69,9 @@ SIZES = {  # the released multilingual models
 
 
 def expected_shapes(config: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a model of this configuration, by its Hugging Face name without `model.`."""
-    d, shapes = config["d_model"], {}
+    """The shape of every tensor of a model, by its Hugging Face name without `model.`."""
+    d = config["d_model"]
+    shapes = {}
 
     def linear(name: str, rows: int, columns: int, bias: bool = True) -> None:
         shapes[f"{name}.weight"] = (rows, columns)
@@ -81,7 +82,8 @@ def expected_shapes(config: dict[str, int]) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (d,)
 
     for i, channels in ((1, config["num_mel_bins"]), (2, d)):
-        shapes[f"encoder.conv{i}.weight"], shapes[f"encoder.conv{i}.bias"] = (d, channels, 3), (d,)
+        shapes[f"encoder.conv{i}.weight"] = (d, channels, 3)
+        shapes[f"encoder.conv{i}.bias"] = (d,)
     shapes["encoder.embed_positions.weight"] = (config["max_source_positions"], d)
     shapes["decoder.embed_tokens.weight"] = (config["vocab_size"], d)
     shapes["decoder.embed_positions.weight"] = (config["max_target_positions"], d)
@@ -102,38 +104,38 @@ def expected_shapes(config: dict[str, int]) -> dict[str, tuple[int, ...]]:
 # --- between the two forms -------------------------------------------------------------------------------------------
 
 
-def _rename(name: str, outside: dict[str, str], layers: tuple[str, str], modules: dict[str, str]) -> str:
+def _rename(name: str, outside: dict[str, str], layers: tuple[str, str], in_layers: dict[str, str]) -> str:
     if name in outside:
         return outside[name]
-    found = re.fullmatch(rf"(encoder|decoder)\.{layers[0]}\.(\d+)\.(.+)\.(weight|bias)", name)
-    if not found or found[3] not in modules:
+    match = re.fullmatch(rf"(encoder|decoder)\.{layers[0]}\.(\d+)\.(.+)\.(weight|bias)", name)
+    if not match or match[3] not in in_layers:
         return name
-    return f"{found[1]}.{layers[1]}.{found[2]}.{modules[found[3]]}.{found[4]}"
+    return f"{match[1]}.{layers[1]}.{match[2]}.{in_layers[match[3]]}.{match[4]}"
 
 
 def hf_to_openai(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by OpenAI's names. Names without a counterpart stay as they are."""
-    return {_rename(name, OUTSIDE, ("layers", "blocks"), MODULES): tensor for name, tensor in state.items()}
+    """Renames tensors to OpenAI's names. Names without a counterpart are kept."""
+    return {_rename(name, OUTSIDE, ("layers", "blocks"), IN_LAYERS): tensor for name, tensor in state.items()}
 
 
 def openai_to_hf(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by Hugging Face's names without `model.`."""
-    return {_rename(name, OUTSIDE_BACK, ("blocks", "layers"), MODULES_BACK): tensor for name, tensor in state.items()}
+    """Renames tensors to Hugging Face's names without `model.`."""
+    return {_rename(name, OUTSIDE_BACK, ("blocks", "layers"), IN_LAYERS_BACK): tensor for name, tensor in state.items()}
 
 
 def config_to_dims(config: dict[str, int]) -> dict[str, int]:
-    """OpenAI's `dims`. Raises `UsageError` where OpenAI's model cannot have that shape."""
+    """OpenAI's `dims`. Raises `UsageError` if OpenAI's model cannot have that shape."""
     widths = {config["encoder_ffn_dim"], config["decoder_ffn_dim"]}
     if widths != {FFN * config["d_model"]}:
         raise UsageError(f"OpenAI's form of Whisper has feed-forward layers of {FFN} x d_model only")
-    return {**{theirs: config[ours] for ours, theirs in DIMS.items()}, "n_text_state": config["d_model"]}
+    return {**{openai: config[hf] for hf, openai in DIMS.items()}, "n_text_state": config["d_model"]}
 
 
 def dims_to_config(dims: dict[str, int]) -> dict[str, int]:
     """The configuration of OpenAI's `dims`. Raises `KeyError` and `ValueError` for anything else."""
     if dims["n_text_state"] != dims["n_audio_state"]:
-        raise ValueError("encoder and decoder of different width")
-    config = {ours: int(dims[theirs]) for ours, theirs in DIMS.items()}
+        raise ValueError("encoder and decoder differ in width")
+    config = {hf: int(dims[openai]) for hf, openai in DIMS.items()}
     return {**config, **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), FFN * config["d_model"])}
 
 
@@ -142,51 +144,57 @@ def dims_to_config(dims: dict[str, int]) -> dict[str, int]:
 
 def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int], dict]:
     """Weights (fp32, CPU, by Hugging Face's names without `model.`), configuration and extras of a Hugging Face folder
-    or of OpenAI's `.pt`. Extras: `generation` (generation_config.json, or empty), `tokenizer` (where
-    `whisper_text.read` may look: the folder). Nothing in the files is run. Raises `UsageError`."""
+    or of OpenAI's `.pt`. Extras: `generation` (generation_config.json, or empty), `tokenizer` (the folder for
+    `tokenizer.read`). Code in the files is never run. Raises `UsageError`."""
     path = Path(path)
+    generation = {}
     if path.is_dir():
-        config, generation = read_config(path), {}
+        config = read_config(path)
         if (path / "generation_config.json").is_file():
             generation = _read_json(path / "generation_config.json")
-        weights = _join(_read_tensors(file) for file in _weight_files(path))
+        weights = {}
+        for file in _weight_files(path):
+            weights |= _read_tensors(file)
         weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     else:
         content = _read_pickle(path)
         if not {"dims", "model_state_dict"} <= set(content):
             keys = ", ".join(list(map(str, content))[:5])
             raise UsageError(
-                f"{path} is not OpenAI's form of Whisper, which holds dims and model_state_dict (it holds: {keys}); "
-                "a Hugging Face model is given by its folder"
+                f"{path} is not OpenAI's form of Whisper, which has dims and model_state_dict (it has {keys}); "
+                "for a Hugging Face model give its folder"
             )
         try:
-            config, generation = _checked(dims_to_config(content["dims"]), path), {}
+            config = _checked(dims_to_config(content["dims"]), path)
             weights = openai_to_hf(content["model_state_dict"])
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}: its dims are not Whisper's ({type(error).__name__}: {error})") from None
     weights = _floats(weights, path)
-    tied, embedding = weights.pop("proj_out.weight", None), weights.get("decoder.embed_tokens.weight")
-    if tied is not None and (embedding is None or tied.shape != embedding.shape or not torch.equal(tied, embedding)):
-        raise UsageError(f"{path}: its output layer is not its embedding; Whisper's are one, and so are this project's")
+    output, embedding = weights.pop("proj_out.weight", None), weights.get("decoder.embed_tokens.weight")
+    if output is not None and (embedding is None or not torch.equal(output, embedding)):
+        raise UsageError(f"{path}: its output layer is not its embedding; Whisper has one matrix for both")
     check(weights, config, path)
     return weights, config, {"generation": generation, "tokenizer": path if path.is_dir() else path.parent}
 
 
 def check(weights: dict[str, torch.Tensor], config: dict[str, int], path: str | Path) -> None:
-    """Raises `UsageError` where tensors are missing, unexpected or of another shape."""
+    """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
     expected = expected_shapes(config)
-    missing, extra = [n for n in expected if n not in weights], [n for n in weights if n not in expected]
-    wrong = [n for n in expected if n in weights and tuple(weights[n].shape) != expected[n]]
+    missing = [name for name in expected if name not in weights]
+    unexpected = [name for name in weights if name not in expected]
+    wrong = [name for name in expected if name in weights and tuple(weights[name].shape) != expected[name]]
     if wrong:
         name = wrong[0]
         raise UsageError(
-            f"{path}: {name} is {tuple(weights[name].shape)} and its configuration asks for {expected[name]} "
-            f"({len(wrong)} such tensors): weights and configuration are of different models"
+            f"{path}: {name} is {tuple(weights[name].shape)}, but its configuration asks for {expected[name]} "
+            f"({len(wrong)} such tensors): weights and configuration belong to different models"
         )
-    for what, names in (("lacks", missing), ("has unexpected", extra)):
+    for problem, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UsageError(f"{path} {what} {', '.join(names[:3])}{more}: it is no whole, unchanged Whisper model")
+            raise UsageError(
+                f"{path} {problem} {', '.join(names[:3])}{more}: it is not a complete, unchanged Whisper model"
+            )
 
 
 def _read_json(file: Path) -> dict:
@@ -195,24 +203,25 @@ def _read_json(file: Path) -> dict:
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror or error}") from None
     except ValueError as error:
-        _refuse_pointer(file)
-        raise UsageError(f"{file} is no JSON ({error})") from None
+        refuse_pointer(file)
+        raise UsageError(f"{file} is not JSON ({error})") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{file} holds no JSON object")
+        raise UsageError(f"{file} is not a JSON object")
     return content
 
 
-def _refuse_pointer(file: Path) -> None:
+def refuse_pointer(file: Path) -> None:
+    """Raises `UsageError` for a Git LFS pointer, which a clone without Git LFS has in place of a large file."""
     with open(file, "rb") as opened:
         if opened.read(len(POINTER)) == POINTER:
-            raise UsageError(f"{file} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`")
+            raise UsageError(f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`")
 
 
 def read_config(folder: Path) -> dict[str, int]:
     """The configuration of a Hugging Face folder. Raises `UsageError`."""
     file = folder / "config.json"
     if not file.is_file():
-        raise UsageError(f"{folder} holds no config.json: it is no Hugging Face model folder")
+        raise UsageError(f"{folder} holds no config.json: it is not a Hugging Face model folder")
     content = _read_json(file)
     if content.get("model_type") != "whisper":
         raise UsageError(f"{file} describes a model of type {content.get('model_type')}; this recipe takes whisper")
@@ -225,7 +234,7 @@ def _checked(content: dict, file: Path) -> dict[str, int]:
     for name in CONFIG:
         value = content.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise UsageError(f"{file}: {name} is {value}; it must be a positive number")
+            raise UsageError(f"{file}: {name} is {value}; it must be a positive integer")
     config = {name: content[name] for name in CONFIG}
     for side in ("encoder", "decoder"):
         if config["d_model"] % config[f"{side}_attention_heads"]:
@@ -240,19 +249,23 @@ def _weight_files(folder: Path) -> list[Path]:
             return [folder / name]
         index = folder / f"{name}.index.json"
         if index.is_file():
-            listed = _read_json(index).get("weight_map")
-            shards = sorted(set(listed.values())) if isinstance(listed, dict) else []
-            if not shards or any(not isinstance(s, str) or Path(s).name != s for s in shards):
-                raise UsageError(f"{index} lists no files of that folder")
-            for shard in shards:
-                if not (folder / shard).is_file():
-                    raise UsageError(f"{folder} lacks {shard}, which {index.name} lists: fetch it, too")
-            return [folder / shard for shard in shards]
-    other = sorted(p.name for p in folder.glob("*") if p.suffix in (".h5", ".msgpack", ".onnx", ".gguf"))
-    there = f" (only {', '.join(other)})" if other else ""
+            return _shards(index)
+    others = sorted(p.name for p in folder.glob("*") if p.suffix in (".h5", ".msgpack", ".onnx", ".gguf"))
+    only = f" (only {', '.join(others)})" if others else ""
     raise UsageError(
-        f"{folder} holds no weights that can be read{there}: it needs model.safetensors or pytorch_model.bin"
+        f"{folder} holds no weights that can be read{only}: it needs model.safetensors or pytorch_model.bin"
     )
+
+
+def _shards(index: Path) -> list[Path]:
+    weight_map = _read_json(index).get("weight_map")
+    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+    if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+        raise UsageError(f"{index} lists no files of that folder")
+    for name in names:
+        if not (index.parent / name).is_file():
+            raise UsageError(f"{index.parent} lacks {name}, which {index.name} lists: fetch it, too")
+    return [index.parent / name for name in names]
 
 
 def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -260,9 +273,9 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         return _read_pickle(file)
     try:
         with safe_open(str(file), framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  safe_open is no dict
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  safe_open is not a dict
     except (OSError, SafetensorError) as error:
-        _refuse_pointer(file)
+        refuse_pointer(file)
         raise UsageError(f"{file} is damaged or cut short ({str(error).splitlines()[0]}): fetch it again") from None
 
 
@@ -272,91 +285,80 @@ def _read_pickle(file: Path) -> dict:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror or error}") from None
-    except Exception as error:  # torch.load wraps whatever it refuses in several types
-        _refuse_pointer(file)
+    except Exception as error:  # torch.load has several exception types for files that it refuses
+        refuse_pointer(file)
         if file.suffix == ".safetensors":
             raise UsageError(f"{file}: give the folder that holds it and config.json, not the file") from None
         with open(file, "rb") as opened:
-            cut = opened.read(2) == b"PK" and not zipfile.is_zipfile(file)
-        if not cut and ("Unsupported" in str(error) or "weights_only" in str(error)):
+            is_cut = opened.read(2) == b"PK" and not zipfile.is_zipfile(file)
+        if not is_cut and ("Unsupported" in str(error) or "weights_only" in str(error)):
             raise UsageError(
-                f"{file} is refused: it is no file of torch.save, or holds Python objects, which loading would run"
+                f"{file} is refused: torch.save did not write it, or it has Python objects, which loading would execute"
             ) from None
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        raise UsageError(f"{file} is damaged or no weights at all ({reason}): fetch it again") from None
+        raise UsageError(f"{file} is damaged or not a file of weights ({reason}): fetch it again") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{file} holds a {type(content).__name__}, no weights by name")
+        raise UsageError(f"{file} holds a {type(content).__name__}, not weights by name")
     return content
 
 
-def _join(parts: Iterable[dict]) -> dict:
-    return {name: tensor for part in parts for name, tensor in part.items()}
-
-
 def _floats(weights: dict, path: Path) -> dict[str, torch.Tensor]:
-    """fp32 copies; each tensor is given up before the next is copied."""
-    strange = [name for name, w in weights.items() if not isinstance(w, torch.Tensor) or not w.is_floating_point()]
-    if strange:
-        raise UsageError(f"{path}: {strange[0]} is no tensor of floating-point numbers; quantised weights are not read")
+    """fp32 copies; each tensor is released before the next is copied."""
+    refused = [name for name, w in weights.items() if not isinstance(w, torch.Tensor) or not w.is_floating_point()]
+    if refused:
+        raise UsageError(f"{path}: {refused[0]} is not a floating-point tensor; quantised weights cannot be read")
     return {name: weights.pop(name).to(torch.float32, copy=True).contiguous() for name in list(weights)}
 
 
 # --- exporting -------------------------------------------------------------------------------------------------------
 
 
-def export(folder: str | Path, weights: dict[str, torch.Tensor], config: dict[str, int], tokenizer,
-           base: dict | None = None, generation: dict | None = None, dtype: torch.dtype = torch.float32) -> list[str]:  # fmt: skip
-    """Writes a folder that `transformers` uses as it is, with OpenAI's form of the weights (`model.pt`) in it, and
-    returns the file names. `weights` by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a
-    `WhisperTokenizer`, whose prompt becomes the default of `generate`. `base`: the generation config of the model that
-    was fine-tuned, carried over; `generation`: settings that go before it, such as `{"suppress_tokens": [],
-    "begin_suppress_tokens": []}` for Morse. Written aside and renamed; replaces its own earlier export and nothing
-    else. No `model.pt` where OpenAI's model cannot have the shape. Raises `UsageError` and `RunError`."""
-    folder = Path(folder).resolve()  # what a link points to is replaced, not the link
+def export(
+    folder: str | Path, weights: dict[str, torch.Tensor], config: dict[str, int], tokenizer, base: dict | None = None
+) -> list[str]:
+    """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights (`model.pt`), and
+    returns the file names. `model.pt` is left out if OpenAI's model cannot have the shape.
+
+    `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a `WhisperTokenizer`,
+    whose prompt becomes the default of `generate`. `base`: the generation config of the model that was fine-tuned.
+    Replaces an earlier export or an empty folder, and refuses any other. Raises `UsageError` and `RunError`."""
+    folder = Path(folder).resolve()  # replaces the target of a link, not the link
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("ctc_head.")}
     check(weights, config, "the model to be exported")
     if tokenizer.size > config["vocab_size"]:
         raise UsageError(f"the tokenizer has {tokenizer.size} tokens and the model {config['vocab_size']}")
     features = feature_settings(config)
-    largest = torch.finfo(dtype).max
-    beyond = [name for name, tensor in weights.items() if not tensor.abs().max() <= largest]
-    if beyond:
-        raise UsageError(f"{beyond[0]} has values that {dtype} cannot hold, or that are no numbers: it is not exported")
-    tensors = {n: t.detach().to("cpu", dtype, copy=True).contiguous() for n, t in weights.items()}
+    generation = generation_settings(config, tokenizer, base)
+    tensors = {n: t.detach().to("cpu", torch.float32, copy=True).contiguous() for n, t in weights.items()}
+    broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if broken:
+        raise UsageError(f"{broken[0]} has values that are not finite in fp32: the model is not exported")
+
+    def fill(temporary: Path) -> None:
+        _write_settings(temporary, config, features, generation)
+        tokenizer.save(temporary)
+        _write_weights(temporary, tensors, config)
+
     try:
-        replaced = may_write(folder)
-        aside, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
-        for rest in (aside, old):
-            shutil.rmtree(rest, ignore_errors=True)
-        aside.mkdir(parents=True)
-        try:
-            _write(
-                aside, tensors, config, features, tokenizer, generation_settings(config, tokenizer, base, generation)
-            )
-            if replaced:
-                folder.rename(old)
-            aside.rename(folder)
-        finally:
-            for rest in (aside, old):
-                shutil.rmtree(rest, ignore_errors=True)
-    except (SafetensorError, RuntimeError) as error:  # both writers wrap the operating system's errors
+        may_write(folder)
+        write_folder(folder, fill)
+    except (SafetensorError, RuntimeError) as error:  # both libraries wrap the operating system's errors
         raise cannot_write(folder, OSError(0, str(error).splitlines()[0]), "--export") from None
     except OSError as error:
         raise cannot_write(folder, error, "--export") from None
     return sorted(path.name for path in folder.iterdir())
 
 
-def may_write(folder: str | Path) -> bool:
-    """Whether something stands there that `export` would replace. Raises `UsageError` where it is not ours."""
+def may_write(folder: str | Path) -> None:
+    """Raises `UsageError` if `folder` exists and is neither empty nor an earlier export."""
     folder = Path(folder)
     if not folder.exists():
-        return False
-    if not folder.is_dir() or (any(folder.iterdir()) and not _ours(folder)):
-        raise UsageError(f"--export {folder}: it exists and is no earlier export; choose another folder")
-    return True
+        return
+    if not folder.is_dir() or (any(folder.iterdir()) and not _is_export(folder)):
+        raise UsageError(f"--export {folder}: it exists and is not an earlier export; choose another folder")
 
 
-def _ours(folder: Path) -> bool:
+def _is_export(folder: Path) -> bool:
     try:
         return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("exported_by") == EXPORTED
     except (OSError, ValueError, AttributeError):
@@ -364,11 +366,11 @@ def _ours(folder: Path) -> bool:
 
 
 def feature_settings(config: dict[str, int]) -> dict:
-    """`preprocessor_config.json`. Raises `UsageError` where the encoder's positions are no whole seconds, which
-    `WhisperFeatureExtractor` cannot say."""
-    samples = config["max_source_positions"] * FRAMES_PER_POSITION * HOP
+    """`preprocessor_config.json`. Raises `UsageError` if the encoder's window is not a whole number of seconds, which
+    `WhisperFeatureExtractor` requires."""
+    samples = config["max_source_positions"] * FRAME
     if samples % SAMPLE_RATE:
-        step = SAMPLE_RATE // math.gcd(SAMPLE_RATE, FRAMES_PER_POSITION * HOP)
+        step = SAMPLE_RATE // math.gcd(SAMPLE_RATE, FRAME)
         raise UsageError(
             f"a model of {config['max_source_positions']} encoder positions cannot be exported: transformers needs "
             f"whole seconds, multiples of {step}"
@@ -381,15 +383,15 @@ def feature_settings(config: dict[str, int]) -> dict:
     }  # fmt: skip
 
 
-def generation_settings(config: dict[str, int], tokenizer, base: dict | None, given: dict | None) -> dict:
-    """`generation_config.json`: `base`, then this tokenizer's prompt, then `given`. Ids beyond the tokenizer, where the
-    model's vocabulary is padded, are suppressed: `transformers` takes them for timestamps, and then may never end."""
+def generation_settings(config: dict[str, int], tokenizer, base: dict | None) -> dict:
+    """`generation_config.json`: `base`, overridden by this tokenizer's prompt. If the model's vocabulary is padded, ids
+    beyond the tokenizer are suppressed: `transformers` takes them for timestamps, and generation may never end."""
     dropped = ("_from_model_config", "transformers_version", "forced_decoder_ids", "language", "task")
     kept = {name: value for name, value in (base or {}).items() if name not in dropped}
     settings = {"suppress_tokens": [], "begin_suppress_tokens": [], "max_initial_timestamp_index": 50, **kept}
     settings |= {
-        "decoder_start_token_id": tokenizer.start, "bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end,
-        "pad_token_id": tokenizer.end, "max_length": config["max_target_positions"], "return_timestamps": False,
+        "decoder_start_token_id": tokenizer.start, "bos_token_id": tokenizer.eos, "eos_token_id": tokenizer.eos,
+        "pad_token_id": tokenizer.eos, "max_length": config["max_target_positions"], "return_timestamps": False,
         "is_multilingual": tokenizer.multilingual,
     }  # fmt: skip
     if tokenizer.no_timestamps is not None:
@@ -399,22 +401,20 @@ def generation_settings(config: dict[str, int], tokenizer, base: dict | None, gi
     if tokenizer.multilingual:
         settings["lang_to_id"] = {f"<|{code}|>": tokenizer.specials[f"<|{code}|>"] for code in tokenizer.languages}
         settings["task_to_id"] = {task: tokenizer.specials[f"<|{task}|>"] for task in ("transcribe", "translate")}
-        # The token itself: the bare code is understood for OpenAI's languages only.
+        # The token, because `transformers` understands bare codes only for OpenAI's languages.
         settings |= {"language": f"<|{tokenizer.language}|>", "task": tokenizer.task}
-    settings |= given or {}
     padding = range(tokenizer.size, config["vocab_size"])
     settings["suppress_tokens"] = sorted({*(settings["suppress_tokens"] or ()), *padding})
     return settings
 
 
-def _write(folder: Path, tensors: dict, config: dict, features: dict, tokenizer, generation: dict) -> None:
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+def _write_settings(folder: Path, config: dict, features: dict, generation: dict) -> None:
     ids = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
     description = {
         "architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "exported_by": EXPORTED,
         **config, "num_hidden_layers": config["encoder_layers"], "is_encoder_decoder": True,
         "activation_function": "gelu", "scale_embedding": False, "tie_word_embeddings": True, "use_cache": True,
-        "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "torch_dtype": dtype,
+        "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "torch_dtype": "float32",
         **{name: generation[name] for name in ids},
         # Older versions of transformers read these here; their defaults would forbid two tokens at the start.
         "suppress_tokens": generation["suppress_tokens"], "forced_decoder_ids": None,
@@ -423,10 +423,12 @@ def _write(folder: Path, tensors: dict, config: dict, features: dict, tokenizer,
     files = {"config.json": description, "generation_config.json": generation, "preprocessor_config.json": features}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    tokenizer.save(folder)
-    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o666)  # its owner's only, else
+
+
+def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
+    save_file({f"model.{n}": t for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors makes files that only their owner can read
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o666)
     try:
         dims = config_to_dims(config)
     except UsageError as reason:

@@ -1,4 +1,4 @@
-"""The initial weights of a Whisper that is trained from scratch on little data."""
+"""Initial weights for training Whisper from scratch on little data."""
 
 import math
 
@@ -9,28 +9,29 @@ from torch import nn
 from speech.features import valid_mask
 from speech.whisper.model import HOP, Attention, Whisper, angular_speeds
 
-OFFSETS = (1.0, 3.0)  # encoder frames to which the first layer's heads look at first, before and after
-OFFSETS_GROW, OFFSETS_GROW_FOR = 1.8, 4  # from layer to layer, for so many layers
-LONGEST_PERIOD = 150  # encoder frames: slower sines say nothing about neighbours
-SHARPNESS = 1.7  # of what a head sees around its offset: a softmax over about five frames
-BAND_WIDTH = 1.0  # mel bands, standard deviation of what a filter of the first convolution sees
-CONTRAST = 8.0  # of those filters: a band's features vary by a few tenths
-THRESHOLD = 0.14  # above a band's mean, where its filter begins to answer: the spread of noise in a log-mel feature
+OFFSETS = (1.0, 3.0)  # encoder frames: the range of distances that the first layer's heads look at, on either side
+OFFSETS_GROWTH, GROWING_LAYERS = 1.8, 4  # the offsets grow by this factor from layer to layer, in the first layers
+LONGEST_PERIOD = 150  # encoder frames; slower sines do not distinguish neighbours
+SHARPNESS = 1.7  # of a head's attention around its offset: its softmax covers about five frames
+BAND_WIDTH = 1.0  # mel bands, standard deviation of the filters of the first convolution
+CONTRAST = 8.0  # gain of those filters, because a band's features vary by a few tenths
+THRESHOLD = 0.14  # a filter responds above its band's mean plus this, the spread of noise in a log-mel feature
 
 
 @torch.no_grad()
 def initialise(model: Whisper, waveforms: list[torch.Tensor]) -> None:
-    """Initial weights for training from scratch on little data; `waveforms`: some of it, each (T,).
+    """Initialises a model for training from scratch on little data. `waveforms`: some training utterances, each (T,).
 
-    Whisper has no convolutions after its stem and no relative positions; with random weights it needs many thousand
-    updates until its encoder sees its neighbourhood at all. All of that is reachable within its own architecture:
-    - The stem's filters each look at one place of the mel axis and answer to what stands out of the noise there.
-    - Attention heads look at given offsets: with queries and keys that read the positions' sines and cosines, the former
-      turned by an offset, q k is a sum of cosines of the distance to that offset. (The idea of starting attention from
-      what it is found to learn: Trockman and Kolter 2023, "Mimetic initialization of self-attention layers".) Nothing
-      else is written to the dimensions that carry those sines.
-    - Residual branches begin small, as many as there are (Zhang et al. 2019, "Fixup")."""
-    encoder, d = model.encoder, model.config["d_model"]
+    Whisper has no convolutions after its stem and no relative positions. With random weights its encoder needs many
+    thousand updates until it attends to neighbouring frames. These initial weights need no change of architecture:
+    - Each filter of the stem covers one place of the mel axis and responds to what exceeds the noise there.
+    - Attention heads look at given offsets: queries and keys read the sines and cosines of the positions, and the
+      queries are rotated by an offset, so q k is a sum of cosines of the distance to that offset. Nothing else is
+      written to the dimensions of those sines. (Initialising attention with a pattern that it usually learns is the
+      idea of Trockman and Kolter 2023, "Mimetic initialization of self-attention layers".)
+    - Residual branches start small, by their number (Zhang et al. 2019, "Fixup")."""
+    encoder = model.encoder
+    d = model.config["d_model"]
     for layers in (encoder.layers, model.decoder.layers):
         outputs = [m.out_proj for m in layers.modules() if isinstance(m, Attention)] + [layer.fc2 for layer in layers]
         for output in outputs:
@@ -39,33 +40,33 @@ def initialise(model: Whisper, waveforms: list[torch.Tensor]) -> None:
     for embedding in (model.decoder.embed_tokens, model.decoder.embed_positions):
         nn.init.normal_(embedding.weight, std=d**-0.5)
     _initialise_stem(model, waveforms)
-    half, heads = d // 2, encoder.layers[0].self_attn.heads if len(encoder.layers) else 1
-    scales = angular_speeds(d)
-    short = int((scales > 2 * math.pi / LONGEST_PERIOD).sum())
-    used = torch.linspace(0, short - 1, min(short, d // heads // 2)).round().long()
+    half = d // 2
+    heads = encoder.layers[0].self_attn.heads if len(encoder.layers) else 1
+    speeds = angular_speeds(d)
+    fast = int((speeds > 2 * math.pi / LONGEST_PERIOD).sum())
+    used = torch.linspace(0, fast - 1, min(fast, d // heads // 2)).round().long()
     reserved = torch.cat([used, half + used])
     encoder.conv2.weight[reserved] = 0.0
     encoder.conv2.bias[reserved] = 0.0
     for number, layer in enumerate(encoder.layers):
-        grown = OFFSETS_GROW ** min(number, OFFSETS_GROW_FOR - 1)
-        sizes = torch.logspace(math.log10(OFFSETS[0] * grown), math.log10(OFFSETS[1] * grown), max(1, heads // 2))
+        growth = OFFSETS_GROWTH ** min(number, GROWING_LAYERS - 1)
+        sizes = torch.logspace(math.log10(OFFSETS[0] * growth), math.log10(OFFSETS[1] * growth), max(1, heads // 2))
         offsets = [int(sizes[head // 2 % len(sizes)].round()) * (-1) ** (head + 1) for head in range(heads)]
-        _look_at(layer.self_attn, offsets, used, scales[used], half)
+        _look_at(layer.self_attn, offsets, used, speeds[used], half)
         layer.self_attn.out_proj.weight[reserved] = 0.0
         layer.fc2.weight[reserved] = 0.0
 
 
 def _initialise_stem(model: Whisper, waveforms: list[torch.Tensor]) -> None:
-    """The two convolutions, by what these waveforms' features are like."""
+    """Fits the two convolutions to the features of these waveforms."""
     first, second = model.encoder.conv1, model.encoder.conv2
     d, n_mels = first.out_channels, first.in_channels
     longest = max(map(len, waveforms))
-    features = torch.cat(
-        [model.log_mel(F.pad(w, (0, longest - len(w)))[None].to(first.weight.dtype)) for w in waveforms]
-    )
+    padded = [F.pad(waveform, (0, longest - len(waveform)))[None].to(first.weight.dtype) for waveform in waveforms]
+    features = torch.cat([model.log_mel(waveform) for waveform in padded])  # (B, M, F)
     frames = torch.tensor([-(-len(w) // HOP) for w in waveforms])
     valid = valid_mask(frames, features.shape[2])[:, None]  # (B, 1, F)
-    # Places on the mel axis, denser at its low end, where speech and Morse have their fundamentals.
+    # The filters' places are denser at the low end of the mel axis, which has the fundamentals of speech and Morse.
     centres = torch.linspace(0, 1, d) ** 1.5 * (n_mels - 1)
     bands = torch.exp(-0.5 * ((torch.arange(n_mels) - centres[:, None]) / BAND_WIDTH) ** 2)
     bands /= bands.sum(1, keepdim=True)
@@ -82,16 +83,17 @@ def _initialise_stem(model: Whisper, waveforms: list[torch.Tensor]) -> None:
     second.bias.copy_(-x.mean(0) / scale)
 
 
-def _look_at(attention: Attention, offsets: list[int], used: torch.Tensor, scales: torch.Tensor, half: int) -> None:
-    """Lets each head look at an offset, by the sines and cosines number `used` with angles `scales` a frame."""
-    width, pairs = attention.q_proj.out_features // len(offsets), len(used)
+def _look_at(attention: Attention, offsets: list[int], used: torch.Tensor, speeds: torch.Tensor, half: int) -> None:
+    """Makes each head attend to its offset, with the sines and cosines numbered `used` of these speeds (radians per
+    frame)."""
+    width = attention.q_proj.out_features // len(offsets)
+    pair = torch.arange(len(used))
     attention.q_proj.bias.zero_()
-    for projection, turned in ((attention.q_proj, True), (attention.k_proj, False)):
+    for projection, is_rotated in ((attention.q_proj, True), (attention.k_proj, False)):
         projection.weight *= 0.1
         for head, offset in enumerate(offsets):
-            angles = scales * (offset if turned else 0)
+            angles = speeds * (offset if is_rotated else 0)
             rows = projection.weight[head * width :]
-            pair = torch.arange(pairs)
             # sin(a + b) = sin a cos b + cos a sin b; cos(a + b) = cos a cos b - sin a sin b
             rows[2 * pair, used] += SHARPNESS * angles.cos()
             rows[2 * pair, half + used] += SHARPNESS * angles.sin()

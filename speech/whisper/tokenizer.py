@@ -1,4 +1,4 @@
-"""Whisper's tokenizer: byte-level BPE and its special tokens; reading, training, and writing for `transformers`."""
+"""Whisper's tokenizer: byte-level BPE with special tokens. Reading, training, and writing for `transformers`."""
 
 import base64
 import difflib
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import DataError, UsageError, require
+from speech.whisper.formats import refuse_pointer
 
 # In the order of the released vocabularies; yue came with large-v3.
 LANGUAGES = (
@@ -17,46 +18,53 @@ LANGUAGES = (
     "cy sk te fa lv bn sr az sl kn et mk br eu is hy ne mn bs kk sq sw gl mr pa si km sn yo so af oc ka be tg sd gu am "
     "yi lo uz fo ht ps tk nn mt sa lb my bo tl mg as tt haw ln ha ba jw su yue"
 ).split()
+# Languages without a token of their own, and related ones whose token can be fine-tuned instead.
 RELATED = {"kok": ("mr", "hi", "kn"), "gom": ("mr", "hi", "kn"), "bho": ("hi", "ne"), "or": ("bn", "hi")}
 TASKS = ("translate", "transcribe")
-END, START = "<|endoftext|>", "<|startoftranscript|>"
+EOS = "<|endoftext|>"
+START = "<|startoftranscript|>"
 NO_TIMESTAMPS = "<|notimestamps|>"
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")  # OpenAI's name, and that of older Hugging Face folders
 AFTER_LANGUAGES = (*(f"<|{t}|>" for t in TASKS), "<|startoflm|>", "<|startofprev|>", NO_SPEECH[0], NO_TIMESTAMPS)
 TIMESTAMPS = [f"<|{i * 0.02:.2f}|>" for i in range(1501)]
-ENGLISH_ONLY_SIZE = 51_864
 _TIMESTAMPS = frozenset(TIMESTAMPS)
-ENGLISH_ONLY_END = 50_256  # where GPT-2's own vocabulary, that of the English-only models, has its end
-LIBRARY = "Whisper's tokenizer"
+ENGLISH_ONLY_SIZE = 51_864
+ENGLISH_ONLY_EOS = 50_256  # the id of eos in GPT-2's vocabulary, which the English-only models use
 
 
 def _byte_characters() -> list[str]:
-    """GPT-2's printable stand-in for each of the 256 bytes: itself where it prints, else one from U+0100 on."""
-    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in prints]
-    return [chr(byte if byte in prints else 0x100 + others.index(byte)) for byte in range(256)]
+    """GPT-2's printable character for each of the 256 bytes: its own if that is printable, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 0x100 + others.index(byte)) for byte in range(256)]
 
 
 BYTES = _byte_characters()
 BYTE_OF = {character: byte for byte, character in enumerate(BYTES)}
 
 
-def _stand_in(raw: bytes) -> str:
+def _byte_level_token(raw: bytes) -> str:
     return "".join(BYTES[byte] for byte in raw)
 
 
 def _raw(token: str) -> bytes:
-    """The bytes that a token of the vocabulary stands for; one that is no stand-in is text as it is."""
+    """The bytes of a token of the vocabulary. A token with other characters than BYTES is plain text."""
     try:
         return bytes(BYTE_OF[character] for character in token)
     except KeyError:
         return token.encode("utf-8", "replace")
 
 
-def _byte_level(tokenizers, vocab: dict[str, int], merges: list[tuple[str, str]]):
+def _library():
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads conflict with forked data workers
+    return require("tokenizers", "Whisper's tokenizer")
+
+
+def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]]):
+    tokenizers = _library()
     try:
         model = tokenizers.models.BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
-    except Exception as error:  # the library has no type of its own
+    except Exception as error:  # the library has no exception type of its own
         raise ValueError(str(error)) from None
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -64,48 +72,54 @@ def _byte_level(tokenizers, vocab: dict[str, int], merges: list[tuple[str, str]]
     return tokenizer
 
 
-def _library():
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and forked data workers do not go together
-    return require("tokenizers", LIBRARY)
-
-
 class WhisperTokenizer:
     """Byte-level BPE with Whisper's special tokens.
 
-    `vocab`: text tokens (byte stand-ins) to ids. `merges`: pairs, first ones first. `specials`: special tokens and
-    timestamps to ids. `symbols`: text tokens that are looked for before anything is split, such as `<SK>`; they are in
-    `vocab`. `spelling`: a `normalizer.json`'s content, only kept. Members: `size`, `end`, `start`, `no_timestamps`,
-    `no_speech`, `timestamp_begin` (ids; None where there is none), `prompt` (what the decoder starts with),
-    `languages` (codes that `with_language` takes)."""
+    `vocab`: text tokens (in BYTES characters) to ids. `merges`: pairs of tokens, by priority. `specials`: special
+    tokens and timestamps to ids. `symbols`: tokens of `vocab` that are matched before the text is split, such as
+    `<SK>`. `spelling`: the content of a `normalizer.json`, which is only kept. Raises `UsageError` for a language or
+    task that the vocabulary lacks.
+
+    Attributes: the ids `eos`, `start`, `no_timestamps`, `no_speech` and `timestamp_begin` (the last three are None if
+    the vocabulary lacks them), `prompt` (the decoder's first tokens), `size` (of the vocabulary), `languages` (codes).
+    """
 
     kind = "whisper"
 
-    def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], specials: dict[str, int],
-                 symbols: Iterable[str] = (), language: str | None = None, task: str = "transcribe",
-                 multilingual: bool = True, spelling: dict | None = None):  # fmt: skip
-        tokenizers = _library()
-        self.vocab, self.merges, self.specials = vocab, merges, specials
-        self.symbols, self.multilingual, self.spelling = list(symbols), multilingual, spelling
+    def __init__(
+        self, vocab: dict[str, int], merges: list[tuple[str, str]], specials: dict[str, int],
+        symbols: Iterable[str] = (), language: str | None = None, task: str = "transcribe",
+        multilingual: bool = True, spelling: dict | None = None,
+    ):  # fmt: skip
+        self.vocab = vocab
+        self.merges = merges
+        self.specials = specials
+        self.symbols = list(symbols)
+        self.multilingual = multilingual
+        self.spelling = spelling
         self.size = 1 + max(*vocab.values(), *specials.values())
-        self.end, self.start = specials[END], specials[START]
+        self.eos = specials[EOS]
+        self.start = specials[START]
         self.no_timestamps = specials.get(NO_TIMESTAMPS)
         self.no_speech = next((specials[name] for name in NO_SPEECH if name in specials), None)
         self.timestamp_begin = specials.get(TIMESTAMPS[0])
         last = specials.get("<|translate|>", 0)
-        self.languages = [
-            name[2:-2] for name, i in sorted(specials.items(), key=lambda s: s[1]) if self.start < i < last
-        ]
+        ordered = sorted(specials.items(), key=lambda pair: pair[1])
+        self.languages = [name[2:-2] for name, i in ordered if self.start < i < last]
         self.raw = {i: _raw(token) for token, i in vocab.items()}
-        self.bpe = _byte_level(tokenizers, vocab, merges)
-        # No special token is known here, so that a transcript cannot spell one.
+        self.bpe = _byte_level(vocab, merges)
+        # The BPE does not know the special tokens, so a transcript cannot contain one.
+        tokenizers = _library()
         self.bpe.add_tokens([tokenizers.AddedToken(symbol, normalized=False) for symbol in self.symbols])
         if task not in TASKS:
             raise UsageError(f"task {task}: Whisper knows {' and '.join(TASKS)}")
-        self.language, self.task = self._checked(language), task
-        asked = (
-            [self.start, specials[f"<|{self.language}|>"], specials[f"<|{task}|>"]] if multilingual else [self.start]
-        )
-        self.prompt = asked + ([] if self.no_timestamps is None else [self.no_timestamps])
+        self.task = task
+        self.language = self._checked(language)
+        self.prompt = [self.start]
+        if multilingual:
+            self.prompt += [specials[f"<|{self.language}|>"], specials[f"<|{task}|>"]]
+        if self.no_timestamps is not None:
+            self.prompt.append(self.no_timestamps)
 
     def _checked(self, code: str | None) -> str:
         if not self.multilingual:
@@ -118,27 +132,23 @@ class WhisperTokenizer:
             return code
         if code is None:
             raise UsageError(f"the language is not given; Whisper knows {' '.join(self.languages)}")
-        near = [c for c in RELATED.get(code, ()) if c in self.languages]
+        near = [related for related in RELATED.get(code, ()) if related in self.languages]
         near = near or difflib.get_close_matches(code, self.languages, 5, 0.5) or self.languages
         raise UsageError(
-            f"language {code}: Whisper has no token for it; take a near one's, fine-tuning does the rest: {' '.join(near)}"
+            f"language {code}: Whisper has no token for it; fine-tune with that of a related language: {' '.join(near)}"
         )
 
-    def with_language(self, code: str, task: str | None = None) -> "WhisperTokenizer":
-        """The same vocabulary with another `prompt`. Raises `UsageError` where the vocabulary lacks the language."""
-        return make({**self.state(), "language": code, "task": task or self.task})
-
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text` without special ones, even where it spells one. With `train_symbols`' vocabulary the text has to
-        consist of its symbols: as in `transformers`, bytes that no token stands for are left out."""
+        """Tokens of `text`, in which the name of a special token is plain text. As in `transformers`, bytes without a
+        token, which only a vocabulary of `train_symbols` has, are dropped."""
         return self.bpe.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`, without special ones and ids beyond the vocabulary; U+FFFD for incomplete UTF-8."""
+        """The text of `tokens`, without special tokens and ids beyond the vocabulary; U+FFFD for incomplete UTF-8."""
         return b"".join(self.raw.get(int(token), b"") for token in tokens).decode("utf-8", "replace")
 
     def state(self) -> dict:
-        """What `make` needs: dicts, lists and strings, for a checkpoint."""
+        """Dicts, lists and strings for a checkpoint, from which `make_tokenizer` restores the tokenizer."""
         return {
             "kind": self.kind, "vocab": self.vocab, "merges": [" ".join(pair) for pair in self.merges],
             "specials": self.specials, "symbols": self.symbols, "language": self.language, "task": self.task,
@@ -146,46 +156,22 @@ class WhisperTokenizer:
         }  # fmt: skip
 
     def save(self, folder: Path) -> None:
-        """Writes the files that `transformers` reads (WhisperTokenizer, AutoTokenizer, WhisperProcessor) into `folder`:
-        the same ids and the same decoding there. Its class builds the tokenizer again from vocabulary, merges and added
-        tokens, so nothing else may carry meaning."""
-        tokenizers = _library()
+        """Writes the files that `transformers` reads (WhisperTokenizer, AutoTokenizer, WhisperProcessor) into `folder`,
+        with the same ids and the same decoding. Its class rebuilds the tokenizer from vocabulary, merges and added
+        tokens, so nothing else may carry information."""
         ordered = sorted(self.specials.items(), key=lambda pair: pair[1])
-        follows = [i for _, i in ordered] == list(range(len(self.vocab), len(self.vocab) + len(ordered)))
-        vocab = (
-            self.vocab if follows else {**self.vocab, **self.specials}
-        )  # added tokens are numbered on, or found there
-        whole = _byte_level(tokenizers, vocab, self.merges)
-        named = [name for name, _ in ordered if name not in _TIMESTAMPS]
-        added = [(i, self.vocab[name], name) for i, name in enumerate(self.symbols)]
-        added = [(name, i, False) for _, i, name in added] + [(name, i, name not in _TIMESTAMPS) for name, i in ordered]
-        # Timestamps are not special: so they stay when special tokens are skipped. Many at a time: each call is slow.
-        for special, group in itertools.groupby(added, key=lambda entry: entry[2]):
-            some = [tokenizers.AddedToken(name, normalized=False, special=special) for name, _, _ in group]
-            (whole.add_special_tokens if special else whole.add_tokens)(some)
-        prompt = [next(name for name, i in ordered if i == token) for token in self.prompt]
-        whole.post_processor = tokenizers.processors.TemplateProcessing(
-            single=[*prompt, "$A:0", END], pair=[*prompt, "$A:0", "$B:1", END],
-            special_tokens=[(name, self.specials[name]) for name in (*prompt, END)],
-        )  # fmt: skip
-        flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-        special = {**dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END),
-                   "additional_special_tokens": named}  # fmt: skip
-        # `transformers` finds a language by counting from <|startoftranscript|> along OpenAI's list.
-        counted = self.multilingual and self.language in LANGUAGES
-        counted = counted and self.prompt[1] == self.start + 1 + LANGUAGES.index(self.language)
-        config = {
-            "tokenizer_class": "WhisperTokenizer", "processor_class": "WhisperProcessor", **special,
-            "add_prefix_space": False, "clean_up_tokenization_spaces": False, "errors": "replace",
-            "model_max_length": 1_000_000_000, "language": self.language if counted else None,
-            "task": self.task if counted else None, "predict_timestamps": False,
-            "added_tokens_decoder": {
-                str(i): {"content": name, **flags, "special": special} for name, i, special in sorted(added, key=lambda a: a[1])
-            },
-        }  # fmt: skip
+        names = [name for name, _ in ordered if name not in _TIMESTAMPS]
+        # (name, id, is special): timestamps are not special, so that skip_special_tokens keeps them.
+        added = [(symbol, self.vocab[symbol], False) for symbol in self.symbols]
+        added += [(name, i, name not in _TIMESTAMPS) for name, i in ordered]
+        # The library numbers added tokens after the vocabulary. If that gives other ids, the vocabulary includes them.
+        is_appended = [i for _, i in ordered] == list(range(len(self.vocab), len(self.vocab) + len(ordered)))
+        vocab = self.vocab if is_appended else {**self.vocab, **self.specials}
+        special = {**dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), EOS),
+                   "additional_special_tokens": names}  # fmt: skip
         files = {
-            "tokenizer.json": json.loads(whole.to_str()), "tokenizer_config.json": config, "vocab.json": vocab,
-            "special_tokens_map.json": special,
+            "tokenizer.json": self._fast_tokenizer(vocab, added), "tokenizer_config.json": self._config(special, added),
+            "vocab.json": vocab, "special_tokens_map.json": special,
             "added_tokens.json": {name: i for name, i, _ in added},
             **({"normalizer.json": self.spelling} if self.spelling else {}),
         }  # fmt: skip
@@ -195,29 +181,63 @@ class WhisperTokenizer:
         lines = ["#version: 0.2", *(" ".join(pair) for pair in self.merges)]
         (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
+    def _fast_tokenizer(self, vocab: dict[str, int], added: list[tuple[str, int, bool]]) -> dict:
+        """The content of `tokenizer.json`."""
+        tokenizers = _library()
+        whole = _byte_level(vocab, self.merges)
+        for is_special, group in itertools.groupby(added, key=lambda entry: entry[2]):  # few calls, each is slow
+            tokens = [tokenizers.AddedToken(name, normalized=False, special=is_special) for name, _, _ in group]
+            (whole.add_special_tokens if is_special else whole.add_tokens)(tokens)
+        prompt = [next(name for name, i in self.specials.items() if i == token) for token in self.prompt]
+        whole.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[*prompt, "$A:0", EOS],
+            pair=[*prompt, "$A:0", "$B:1", EOS],
+            special_tokens=[(name, self.specials[name]) for name in (*prompt, EOS)],
+        )
+        return json.loads(whole.to_str())
 
-def make(state: dict) -> WhisperTokenizer:
-    """The tokenizer whose `state()` a checkpoint holds."""
+    def _config(self, special: dict, added: list[tuple[str, int, bool]]) -> dict:
+        """The content of `tokenizer_config.json`."""
+        # `transformers` finds a language by counting from <|startoftranscript|> along OpenAI's list.
+        is_listed = self.multilingual and self.language in LANGUAGES
+        is_listed = is_listed and self.prompt[1] == self.start + 1 + LANGUAGES.index(self.language)
+        flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+        by_id = sorted(added, key=lambda entry: entry[1])
+        return {
+            "tokenizer_class": "WhisperTokenizer", "processor_class": "WhisperProcessor", **special,
+            "add_prefix_space": False, "clean_up_tokenization_spaces": False, "errors": "replace",
+            "model_max_length": 1_000_000_000, "language": self.language if is_listed else None,
+            "task": self.task if is_listed else None, "predict_timestamps": False,
+            "added_tokens_decoder": {
+                str(i): {"content": name, **flags, "special": is_special} for name, i, is_special in by_id
+            },
+        }  # fmt: skip
+
+
+def make_tokenizer(state: dict) -> WhisperTokenizer:
+    """The tokenizer of a checkpoint, from its `state()`."""
     given = {name: value for name, value in state.items() if name != "kind"}
     return WhisperTokenizer(**{**given, "merges": [tuple(pair.split(" ")) for pair in state["merges"]]})
 
 
 def special_tokens(first: int, languages: Iterable[str], timestamps: bool) -> dict[str, int]:
     """Special tokens to ids from `first` on, in OpenAI's order."""
-    names = [END, START, *(f"<|{code}|>" for code in languages), *AFTER_LANGUAGES, *(TIMESTAMPS if timestamps else ())]
+    names = [EOS, START, *(f"<|{code}|>" for code in languages), *AFTER_LANGUAGES, *(TIMESTAMPS if timestamps else ())]
     return {name: first + i for i, name in enumerate(names)}
 
 
+# --- training --------------------------------------------------------------------------------------------------------
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int, language: str) -> WhisperTokenizer:
-    """A vocabulary from scratch of at most `vocab_size` tokens, special ones included: every byte, so that no text has
-    anything unknown, and merges learned from `texts` within GPT-2's pre-tokens. No timestamps: transcripts without
-    times could not train those 1501 rows, which would outweigh the whole vocabulary. Raises `UsageError`."""
-    tokenizers = _library()
+    """Trains a vocabulary of at most `vocab_size` tokens, special ones included. It has all 256 bytes, so that no text
+    is unknown, and merges learned from `texts` within GPT-2's pre-tokens. It has no timestamps: transcripts without
+    times could not train their 1501 embeddings, which would outnumber the other tokens. Raises `UsageError`."""
     least = len(BYTES) + len(special_tokens(0, [language], timestamps=False))
     if vocab_size < least:
         raise UsageError(f"--vocab_size {vocab_size} is too few: 256 bytes and the special tokens need {least}")
-    bpe = _byte_level(tokenizers, {}, [])
-    trainer = tokenizers.trainers.BpeTrainer(
+    bpe = _byte_level({}, [])
+    trainer = _library().trainers.BpeTrainer(
         vocab_size=vocab_size - least + len(BYTES), initial_alphabet=BYTES, show_progress=False, min_frequency=2
     )
     bpe.train_from_iterator(iter(texts), trainer)
@@ -227,9 +247,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, language: str) -> WhisperTo
 
 
 def train_symbols(symbols: Iterable[str], language: str) -> WhisperTokenizer:
-    """A vocabulary from scratch in which each of `symbols` is one token, and so is the space; nothing is trained. A
-    character of several bytes becomes one token by merging them; symbols of several characters must be ASCII, because
-    a byte-level decoder reads such a token as bytes. Text of anything else loses it in `encode`. No timestamps, as in `train_bpe`. Raises `UsageError`."""
+    """A vocabulary with one token for each of `symbols` and the space; nothing is trained. A character of several bytes
+    becomes one token by merges. Symbols of several characters must be ASCII, because a byte-level decoder reads such a
+    token as bytes. `encode` drops all other text. No timestamps, as in `train_bpe`. Raises `UsageError`."""
     symbols = list(dict.fromkeys([" ", *symbols]))
     longer = [symbol for symbol in symbols if len(symbol) > 1]
     for symbol in longer:
@@ -238,60 +258,64 @@ def train_symbols(symbols: Iterable[str], language: str) -> WhisperTokenizer:
     tokens, merges = [], []
     for symbol in symbols:
         raw = symbol.encode()
-        tokens.append(symbol if symbol in longer else _stand_in(raw))
+        tokens.append(symbol if symbol in longer else _byte_level_token(raw))
         if symbol not in longer:
-            merges += [(_stand_in(raw[:i]), _stand_in(raw[i : i + 1])) for i in range(1, len(raw))]
-    # What the merges begin with comes last: no text gives those tokens.
+            merges += [(_byte_level_token(raw[:i]), _byte_level_token(raw[i : i + 1])) for i in range(1, len(raw))]
+    # The parts of the merges come last: `encode` does not return them.
     tokens = dict.fromkeys([*tokens, *(part for pair in merges for part in (*pair, "".join(pair)))])
     vocab = {token: i for i, token in enumerate(tokens)}
     return WhisperTokenizer(vocab, list(dict.fromkeys(merges)), special_tokens(len(vocab), [language], False), longer)
 
 
-def read(path: str | Path, language: str | None, task: str = "transcribe", vocab_size: int | None = None):
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_tokenizer(path: str | Path, language: str | None, vocab_size: int | None = None) -> WhisperTokenizer:
     """The tokenizer of a released model: a Hugging Face folder (`tokenizer.json`, or `vocab.json` with `merges.txt`),
     one `tokenizer.json`, or OpenAI's `multilingual.tiktoken` or `gpt2.tiktoken`, whose special tokens follow from the
     model's `vocab_size`. Raises `UsageError`."""
     path = Path(path)
-    inside = [path / name for name in ("tokenizer.json", "vocab.json")] + sorted(
-        path.glob("*.tiktoken"), key=lambda f: (f.stem == "gpt2") != (vocab_size == ENGLISH_ONLY_SIZE)
-    )
-    file = next((f for f in inside if f.is_file()), None) if path.is_dir() else path
-    if file is None:
-        raise UsageError(
-            f"{path} holds no tokenizer: it needs tokenizer.json, vocab.json with merges.txt, or OpenAI's multilingual.tiktoken; --tokenizer_file names one elsewhere"
-        )
+    file = _tokenizer_file(path, vocab_size) if path.is_dir() else path
     try:
         if file.suffix == ".tiktoken":
-            tokenizer = _from_tiktoken(file, language, task, vocab_size)
+            tokenizer = _from_tiktoken(file, language, vocab_size)
         else:
-            tokenizer = _from_hugging_face(file, language, task)
+            tokenizer = _from_hugging_face(file, language)
     except OSError as error:
         raise UsageError(f"{error.filename or file}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if _is_pointer(file):
-            raise UsageError(f"{file} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`") from None
+        refuse_pointer(file)
         reason = str(error).split("\n")[0][:120]
-        raise UsageError(f"{file} is no tokenizer of Whisper ({type(error).__name__}: {reason})") from None
+        raise UsageError(f"{file} is not a Whisper tokenizer ({type(error).__name__}: {reason})") from None
     if vocab_size and tokenizer.size > vocab_size:
         raise UsageError(
-            f"{file} has {tokenizer.size} tokens and the model {vocab_size}: it belongs to another model; take that model's own"
+            f"{file} has {tokenizer.size} tokens and the model {vocab_size}: "
+            "it belongs to another model; give this model's"
         )
     return tokenizer
 
 
-def _is_pointer(file: Path) -> bool:
-    with open(file, "rb") as opened:
-        return opened.read(40).startswith(b"version https://git-lfs")
+def _tokenizer_file(folder: Path, vocab_size: int | None) -> Path:
+    is_english_only = vocab_size == ENGLISH_ONLY_SIZE
+    tiktoken = sorted(folder.glob("*.tiktoken"), key=lambda file: (file.stem == "gpt2") != is_english_only)
+    for file in (folder / "tokenizer.json", folder / "vocab.json", *tiktoken):
+        if file.is_file():
+            return file
+    raise UsageError(
+        f"{folder} has no tokenizer.json, no vocab.json with merges.txt and no multilingual.tiktoken: "
+        "give the tokenizer with --tokenizer_file"
+    )
 
 
 def _json(file: Path) -> dict:
     return json.loads(file.read_text(encoding="utf-8-sig")) if file.is_file() else {}
 
 
-def _from_hugging_face(file: Path, language: str | None, task: str) -> WhisperTokenizer:
-    content = _json(file) if file.is_file() else json.loads(file.read_text())  # the latter for its error
+def _from_hugging_face(file: Path, language: str | None) -> WhisperTokenizer:
+    content = json.loads(file.read_text(encoding="utf-8-sig"))
     if file.name == "vocab.json":
-        vocab, lines = content, (file.parent / "merges.txt").read_text(encoding="utf-8").split("\n")
+        vocab = content
+        lines = (file.parent / "merges.txt").read_text(encoding="utf-8").split("\n")
         merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
         described = _json(file.parent / "tokenizer_config.json").get("added_tokens_decoder", {})
         added = {entry["content"]: int(i) for i, entry in described.items()}
@@ -306,50 +330,43 @@ def _from_hugging_face(file: Path, language: str | None, task: str) -> WhisperTo
         added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
         special = {entry["content"] for entry in content.get("added_tokens", []) if entry.get("special")}
     if not all(isinstance(i, int) for i in (*vocab.values(), *added.values())) or any(len(p) != 2 for p in merges):
-        raise ValueError("ids that are no numbers, or merges that are no pairs")
-    shaped = re.compile(r"<\|[^|]+\|>")
-    every = vocab | added
-    specials = {t: i for t, i in every.items() if shaped.fullmatch(t) or t in special}
-    symbols = [t for t in sorted(added, key=added.get) if t not in specials]
-    vocab = {t: i for t, i in every.items() if t not in specials}
-    english_only = specials.get(END) == ENGLISH_ONLY_END and len(vocab) == ENGLISH_ONLY_END
+        raise ValueError("its ids are not integers, or its merges are not pairs")
+    tokens = vocab | added
+    pattern = re.compile(r"<\|[^|]+\|>")
+    specials = {token: i for token, i in tokens.items() if pattern.fullmatch(token) or token in special}
+    symbols = [token for token in sorted(added, key=added.get) if token not in specials]
+    vocab = {token: i for token, i in tokens.items() if token not in specials}
+    english_only = specials.get(EOS) == ENGLISH_ONLY_EOS and len(vocab) == ENGLISH_ONLY_EOS
+    spelling = _json(file.parent / "normalizer.json") or None
     return WhisperTokenizer(
-        vocab,
-        merges,
-        specials,
-        symbols,
-        language,
-        task,
-        not english_only,
-        _json(file.parent / "normalizer.json") or None,
+        vocab, merges, specials, symbols, language, multilingual=not english_only, spelling=spelling
     )
 
 
-def _from_tiktoken(file: Path, language: str | None, task: str, vocab_size: int | None) -> WhisperTokenizer:
+def _from_tiktoken(file: Path, language: str | None, vocab_size: int | None) -> WhisperTokenizer:
     rows = [line.split() for line in file.read_bytes().splitlines() if line.strip()]
     # OpenAI's multilingual file ends with a token of no bytes ("="), which some decoders refuse.
     ranks = {base64.b64decode(token) if token.strip(b"=") else b"": int(rank) for token, rank in rows}
     if sorted(ranks.values()) != list(range(len(rows))) or any(bytes([byte]) not in ranks for byte in range(256)):
         raise ValueError("its ranks are not 0, 1, 2 ..., or bytes are missing")
-    merges = [_halves(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+    merges = [_merge_of(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
     fixed = len(special_tokens(0, (), timestamps=True))
     count = (vocab_size or len(ranks) + fixed + 99) - len(ranks) - fixed
     if not 1 <= count <= len(LANGUAGES):
         raise UsageError(f"{file} has {len(ranks)} text tokens, which does not go with the model's {vocab_size} tokens")
-    vocab = {_stand_in(token): rank for token, rank in ranks.items()}
+    vocab = {_byte_level_token(token): rank for token, rank in ranks.items()}
     specials = special_tokens(len(vocab), LANGUAGES[:count], timestamps=True)
-    return WhisperTokenizer(vocab, merges, specials, (), language, task, multilingual=specials[END] != ENGLISH_ONLY_END)
+    return WhisperTokenizer(vocab, merges, specials, language=language, multilingual=specials[EOS] != ENGLISH_ONLY_EOS)
 
 
-def _halves(token: bytes, ranks: dict[bytes, int]) -> tuple[str, str]:
-    """The merge that made `token`: what BPE leaves of it with the tokens before it alone."""
+def _merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[str, str]:
+    """The merge that makes `token`: the two parts that BPE leaves of it with the tokens of lower rank."""
     parts, limit = [token[i : i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 2:
-        found = [(ranks.get(a + b, limit), i) for i, (a, b) in enumerate(itertools.pairwise(parts))]
-        rank, i = min(found)
+        rank, i = min((ranks.get(a + b, limit), i) for i, (a, b) in enumerate(itertools.pairwise(parts)))
         if rank >= limit:
             break
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     if len(parts) != 2:
         raise DataError(f"the token {token!r} cannot be made by merging two others")
-    return _stand_in(parts[0]), _stand_in(parts[1])
+    return _byte_level_token(parts[0]), _byte_level_token(parts[1])

@@ -1,163 +1,160 @@
-"""torch.compile of layers: what it must not change, how many graphs there are, and what is said without a compiler."""
+"""torch.compile of layers: equal results, few compilations, and one line if there is no compiler."""
 
+import functools
 import shutil
 
 import pytest
 import torch
-from torch import nn
 
-from common import checkpoint, compiling, memory
-from common.device import Setup
+from common import compiling, memory
 from common.errors import UsageError
-from recipes import konkani_conformer as recipe
-from tests import tiny
-from tests.recipes.test_konkani import awake, moved
+from tests import toy
 
 CPU = torch.device("cpu")
-EXACT = "aot_eager"  # traces and differentiates as the default backend does, and runs torch's own kernels
+COMPILE = torch.compile
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Counts, limits and what torch remembers, as in a new process."""
+    """Resets torch.compile's limits and caches, as in a new process."""
     from torch._dynamo import config
 
     before = config.recompile_limit, config.accumulated_recompile_limit
     torch._dynamo.reset()
-    compiling.graphs.clear()
-    compiling.limits.clear()
     yield
     config.recompile_limit, config.accumulated_recompile_limit = before
-    compiling.graphs.clear()
-    compiling.limits.clear()
     torch._dynamo.reset()
 
 
-def loss_and_gradients(model, items, setup=None):
+@pytest.fixture
+def exact(monkeypatch):
+    """torch.compile traces and differentiates as its default backend does, and runs torch's own kernels."""
+    monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend="aot_eager"))
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """torch.compile traces only. Returns the list of the graphs that are compiled; the trial's are not in it."""
+    compiled = []
+
+    def keep(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(compiling, "compile_problem", lambda device: None)
+    monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend=keep))
+    return compiled
+
+
+def network(dropout: float = 0.0, layers: int = 2, dtype: torch.dtype = torch.float64) -> toy.Network:
+    torch.manual_seed(0)
+    return toy.Network(dropout, layers=layers).to(dtype)
+
+
+def loss_and_gradients(model, items: list[dict], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     torch.manual_seed(1)
-    with (setup or Setup()).autocast():
-        loss = sum(recipe.compute_loss(model, moved(items)).values())
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        loss = sum(toy.compute_loss(model, toy.collate(items)).values())
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-@pytest.mark.parametrize("precision, checkpointed", [("float64", False), ("float64", True), ("bf16", True)])
-def test_compiled_layers_give_the_same_loss_and_gradients(precision, checkpointed):
-    dtype, setup = (torch.float64, Setup()) if precision == "float64" else (torch.float32, Setup(dtype=torch.bfloat16))
-    plain, compiled = awake(tiny.make_model(0.2, dtype)), awake(tiny.make_model(0.2, dtype))
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_layers_give_the_same_loss_and_gradients(exact, checkpointed):
+    plain, compiled = network(0.2), network(0.2)
     names = list(compiled.state_dict())
-    compiling.compile_layers(compiled, recipe.COMPILED, backend=EXACT)
+    compiling.compile_layers(compiled, (toy.Layer,))
     if checkpointed:
-        memory.checkpoint_layers(compiled, recipe.CHECKPOINTED)
-    assert list(compiled.state_dict()) == names == [*plain.state_dict()]
+        memory.checkpoint_layers(compiled, (toy.Layer,))
+    assert list(compiled.state_dict()) == names
     for count, seed in ((3, 0), (1, 2), (4, 3)):
-        items = tiny.make_items(count, seed, dtype)
-        for a, b in zip(*(loss_and_gradients(model, items, setup) for model in (plain, compiled)), strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-10 if precision == "float64" else 2e-2, atol=1e-12 if precision == "float64" else 1e-1)  # fmt: skip
-    assert set(compiling.graphs) == {kind.__name__ for kind in recipe.COMPILED}
-    assert max(compiling.graphs.values()) <= compiling.FEW
-    before = compiling.graphs.total()
-    with torch.no_grad():  # evaluation runs the layers as they were, whatever the lengths
-        plain.eval(), compiled.eval()
-        batch = moved(tiny.make_items(2, 7, dtype))
-        assert torch.equal(plain.encode(batch)[0], compiled.encode(batch)[0])
-    assert compiling.graphs.total() == before
+        items = toy.Sequences(count, seed)
+        for a, b in zip(*(loss_and_gradients(model, items) for model in (plain, compiled)), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
 
 
-class Layer(nn.Module):
-    def __init__(self, width=4):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x, scale=1.0):
-        return x + scale * self.linear(x).relu()
-
-
-class Stack(nn.Module):
-    def __init__(self, frozen=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([Layer() for _ in range(3)])
-        if frozen:
-            self.layers[0].requires_grad_(False).eval()
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x, scale=0.5)
-        return x
+def test_compiled_layers_compute_in_16_bits_under_autocast(exact):
+    plain, compiled = network(dtype=torch.float32), network(dtype=torch.float32)
+    compiling.compile_layers(compiled, (toy.Layer,))
+    items = toy.Sequences(3)
+    for a, b in zip(*(loss_and_gradients(model, items, torch.bfloat16) for model in (plain, compiled)), strict=True):
+        torch.testing.assert_close(b, a, rtol=2e-2, atol=1e-1)
 
 
-def test_each_length_has_one_graph_for_all_layers_and_more_than_were_announced_run_uncompiled():
-    model, plain = Stack(), Stack()
-    compiling.compile_layers(model, (Layer,), shapes=2, backend=EXACT)
-    assert compiling.summary() == ""
-    for length in [*range(1, 7), 1, 2]:
-        x = torch.randn(2, length, 4, requires_grad=True)
-        assert torch.allclose(model(x), plain(x))
-        assert compiling.graphs == {"Layer": length} or (length <= 2 and compiling.graphs == {"Layer": 6})
-    assert compiling.summary() == "torch.compile: 6 graphs (6 of Layer)" and compiling.full_kinds() == []
-    for length in range(7, 15):  # two lengths of four batch sizes were announced
-        x = torch.randn(2, length, 4, requires_grad=True)
-        assert torch.allclose(model(x), plain(x))
-    assert compiling.graphs == {"Layer": 8} and compiling.full_kinds() == ["Layer"]
-    assert compiling.summary().endswith("; no more are kept of Layer: other shapes run uncompiled")
+def test_all_layers_share_a_few_graphs_with_symbolic_lengths(graphs):
+    model = network(layers=3)
+    compiling.compile_layers(model, (toy.Layer,))
+    for number in range(29):
+        items = toy.Sequences(2 + number % 3, seed=number)
+        sum(toy.compute_loss(model, toy.collate(items)).values()).backward()
+    assert 0 < len(graphs) <= 2
+    loss_and_gradients(model, toy.Sequences(1))  # torch compiles again for a dimension of 1
+    assert len(graphs) <= 4
 
 
-def test_symbolic_lengths_need_few_graphs():
-    model = Stack()
-    compiling.compile_layers(model, (Layer,), backend=EXACT)
-    for length in range(1, 30):
-        model(torch.randn(1 + length % 3, length, 4, requires_grad=True)).sum().backward()
-    assert compiling.graphs["Layer"] <= 4
+def test_evaluation_runs_the_layers_uncompiled(graphs):
+    plain, compiled = network(), network()
+    compiling.compile_layers(compiled, (toy.Layer,))
+    plain.eval(), compiled.eval()
+    batch = toy.collate(toy.Sequences(3))
+    with torch.no_grad():
+        logits = [model(batch["values"], batch["values_lengths"]) for model in (plain, compiled)]
+    assert torch.equal(*logits) and not graphs
 
 
-def test_frozen_layers_in_evaluation_mode_are_compiled_too():
-    model, plain = Stack(frozen=True), Stack(frozen=True)
-    compiling.compile_layers(model, (Layer,), shapes=1, backend=EXACT)
-    x = torch.randn(2, 5, 4)
-    for one in (model, plain):
-        one(x).sum().backward()
-    assert compiling.graphs["Layer"] == 3  # gradients of nothing, of the weights, of the input too
+def test_frozen_layers_in_evaluation_mode_are_compiled_too(graphs):
+    model, plain = network(layers=3), network(layers=3)
+    for frozen in (model, plain):
+        frozen.input.requires_grad_(False)
+        frozen.layers[0].requires_grad_(False).eval()
+    compiling.compile_layers(model, (toy.Layer,))
+    for either in (model, plain):
+        sum(toy.compute_loss(either, toy.collate(toy.Sequences(2))).values()).backward()
+    assert len(graphs) == 3  # for gradients of nothing, of the weights, of the weights and the input
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None) and (a.grad is None or torch.allclose(a.grad, b.grad))
 
 
-def test_a_run_is_compiled_resumed_and_retried_after_out_of_memory(tmp_path, monkeypatch, capsys):
-    flags = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--num_epochs", "2", "--torch_compile")
-    reference, _ = tiny.run(tiny.make_args(tmp_path / "a", *flags))
+def test_more_kinds_of_input_than_the_limit_run_uncompiled(graphs, monkeypatch):
+    from torch._dynamo import config
+
+    monkeypatch.setattr(compiling, "GRAPHS", 3)
+    config.recompile_limit = config.accumulated_recompile_limit = 1  # lower than what the layers need
+    model, plain = network(), network()
+    compiling.compile_layers(model, (toy.Layer,))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        x, padding = torch.randn(2, 8, 5, dtype=dtype, requires_grad=True), torch.zeros(2, 1, 5, dtype=torch.bool)
+        assert torch.allclose(model.to(dtype).layers[0](x, padding), plain.to(dtype).layers[0](x, padding))
+    assert len(graphs) == 3
+
+
+def test_a_run_is_compiled_resumed_and_retried_after_out_of_memory(tmp_path, graphs):
+    flags = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--num_epochs", "2")
+    reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
+    flags = (*flags, "--torch_compile", "--gradient_checkpointing")
     failed = []
 
     def compute_loss(model, batch):
-        terms = recipe.compute_loss(model, batch)
+        terms = toy.compute_loss(model, batch)
         if len(failed) < 2 and len(batch["names"]) > 2:
             failed.append(1)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return terms
 
-    def compiled_model(seed=0):
-        model = tiny.make_model(seed=seed)
-        compiling.compile_layers(model, recipe.COMPILED, backend=EXACT)
-        return model
-
-    args = tiny.make_args(tmp_path / "b", *flags, "--max_steps", "3", "--dataloader_num_workers", "1")
-    capsys.readouterr()
-    tiny.run(args, model=compiled_model(), compute_loss=compute_loss)
-    assert f"torch.compile: {compiling.graphs.total()} graphs" in capsys.readouterr().out
-    lines = (args.log_dir / "metrics.jsonl").read_text()
-    assert f'"train/compiled_graphs": {compiling.graphs.total()}' in lines and len(failed) == 2
-    args = tiny.make_args(tmp_path / "b", *flags)
-    resumed = checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE)
-    model, progress = tiny.run(args, model=compiled_model(3), resumed=resumed)
+    first = toy.make_args(tmp_path / "b", *flags, "--max_steps", "3", "--dataloader_num_workers", "1")
+    toy.run(first, compute_loss=compute_loss)
+    assert len(failed) == 2 and graphs
+    model, progress = toy.run(toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=toy.Network().double())
     assert progress["step"] == 8
-    assert tiny.relative(tiny.weights(model), tiny.weights(reference)) < 1e-10
+    assert toy.relative(toy.weights(model), toy.weights(reference)) < 1e-10
 
 
 def test_what_cannot_be_compiled_is_one_line(monkeypatch):
     with pytest.raises(UsageError, match="--torch_compile: Linear has no layer of the kinds it applies to"):
-        compiling.compile_layers(nn.Linear(2, 2), (Layer,))
-    model = Stack()
-    memory.checkpoint_layers(model, (Layer,))
+        compiling.compile_layers(torch.nn.Linear(2, 2), (toy.Layer,))
+    model = toy.Network()
+    memory.checkpoint_layers(model, (toy.Layer,))
     with pytest.raises(ValueError, match="before checkpoint_layers"):
-        compiling.compile_layers(model, (Layer,), backend=EXACT)
+        compiling.compile_layers(model, (toy.Layer,))
 
     def failing(function, **options):
         def call(*inputs):
@@ -167,11 +164,15 @@ def test_what_cannot_be_compiled_is_one_line(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", failing)
     with pytest.raises(UsageError) as error:
-        compiling.compile_layers(Stack(), (Layer,))
+        compiling.compile_layers(toy.Network(), (toy.Layer,))
     assert str(error.value) == (
         "--torch_compile: torch.compile does not work on cpu (No working C++ compiler found: (None, 'g++')); it needs a C++ "
         "compiler: sudo apt install g++; or leave the flag out"
     )
+
+
+def test_the_trial_compiles_something(exact):
+    assert compiling.compile_problem(CPU) is None
 
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -187,19 +188,17 @@ def test_without_a_compiler_torch_itself_says_so():
         problem = compiling.compile_problem(CPU)
     cpp_builder.cpp_compiler_search.cache_clear()
     assert problem.startswith("torch.compile does not work on cpu (") and "g++" in problem and "\n" not in problem
-    print(problem)
 
 
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_default_backend_gives_the_same_loss_and_gradients(checkpointed):
-    dtype = torch.float32
-    plain, compiled = awake(tiny.make_model(0.0, dtype)), awake(tiny.make_model(0.0, dtype))
-    compiling.compile_layers(compiled, recipe.COMPILED)
+    plain, compiled = network(dtype=torch.float32), network(dtype=torch.float32)
+    compiling.compile_layers(compiled, (toy.Layer,))
     if checkpointed:
-        memory.checkpoint_layers(compiled, recipe.CHECKPOINTED)
+        memory.checkpoint_layers(compiled, (toy.Layer,))
     for count, seed in ((3, 0), (2, 1), (1, 2), (4, 3)):
-        items = tiny.make_items(count, seed, dtype)
+        items = toy.Sequences(count, seed)
         for a, b in zip(*(loss_and_gradients(model, items) for model in (plain, compiled)), strict=True):
             assert (a - b).norm() <= 1e-4 * a.norm() + 1e-5

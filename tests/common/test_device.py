@@ -1,6 +1,5 @@
-"""Devices and precisions on machines that are not here (torch.cuda is replaced), random states, and two real processes."""
+"""Devices and precisions on machines that are made up (torch.cuda is replaced), random states, and two real processes."""
 
-import argparse
 import io
 import os
 import random
@@ -13,18 +12,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 
 from common import device, gpu
 from common.device import Ranks, Setup
 from common.errors import UsageError
+from tests import toy
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.11 on PyPI
-CUDA_126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
-NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from http://www.nvidia.com/Download/index.aspx"
-OLD_DRIVER = "The NVIDIA driver on your system is too old (found version {}). Please update your GPU driver by downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
+# torch's messages.
+NO_DRIVER = (
+    "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from "
+    "http://www.nvidia.com/Download/index.aspx"
+)
+OLD_DRIVER = (
+    "The NVIDIA driver on your system is too old (found version {}). Please update your GPU driver by downloading and "
+    "installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
+    "https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
+)
 TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -36,7 +42,8 @@ def clean_environment(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(capabilities, ...) replaces torch.cuda by that of a machine with these GPUs; returns which was chosen."""
+    """machine(capabilities, ...) replaces torch.cuda by that of a machine with these GPUs. Returns the list of the indices
+    that are made the current device."""
 
     def make(*capabilities, architectures=CUDA_13, cuda="13.0", starts=None, busy=None) -> list[int]:
         chosen = []
@@ -56,7 +63,7 @@ def machine(monkeypatch):
         for name, replacement in {
             "init": start, "device_count": lambda: len(capabilities), "set_device": chosen.append,
             "get_device_name": lambda index: f"GPU {index}", "get_arch_list": lambda: architectures,
-            "get_device_capability": lambda where: capabilities[getattr(where, "index", where)],
+            "get_device_capability": lambda which: capabilities[getattr(which, "index", which)],
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, replacement)
         return chosen
@@ -104,14 +111,14 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("case", PROBLEMS)
 def test_what_is_wrong_with_the_gpu(machine, capsys, case):
-    """`auto` says it and takes the CPU, `cuda` is an error."""
+    """`auto` prints it and falls back to the CPU, `cuda` is an error."""
     settings, words = PROBLEMS[case]
     machine((8, 0), **settings)
     assert words in refusal("cuda") and "--device cpu works everywhere" in refusal("cuda")
     assert device.pick_device("auto") == CPU
     out, err = capsys.readouterr()
     assert out.startswith("device: cpu (auto: ") and words in out and out.count("\n") == 1 and not err
-    # Where stdout holds the results (--transcribe), it is said on stderr.
+    # If stdout holds the results (--transcribe), it is printed on stderr.
     assert device.pick_device("auto", quiet=True) == CPU
     assert capsys.readouterr() == ("", out)
 
@@ -125,7 +132,7 @@ def test_what_is_wrong_with_the_gpu(machine, capsys, case):
     ],
 )
 def test_an_old_driver(machine, cuda, found, words, build):
-    """The CUDA 12.6 build helps only where the driver is one of CUDA 12."""
+    """The CUDA 12.6 build helps only if the driver is one of CUDA 12."""
     machine((7, 5), cuda=cuda, starts=RuntimeError(OLD_DRIVER.format(found)))
     message = refusal("cuda")
     assert words in message and f"update it to {580 if cuda == '13.0' else 525} or newer" in message
@@ -140,36 +147,9 @@ def test_an_index_that_is_not_there(machine, monkeypatch):
     assert "there is no cuda:1, only 1 GPU (CUDA_VISIBLE_DEVICES is '1')" in refusal("cuda:1")
 
 
-@pytest.mark.parametrize(
-    "capability, architectures, words",
-    [
-        # Binaries run on later minor versions of the same major one.
-        ((7, 5), CUDA_13, None), ((8, 0), CUDA_13, None), ((8, 6), CUDA_13, None), ((8, 7), CUDA_13, None),
-        ((8, 9), CUDA_13, None), ((9, 0), CUDA_13, None), ((10, 0), CUDA_13, None), ((10, 3), CUDA_13, None),
-        ((12, 0), CUDA_13, None), ((12, 1), CUDA_13, None),
-        ((6, 1), CUDA_13, "whl/cu126"), ((5, 2), CUDA_13, "whl/cu126"), ((7, 0), CUDA_13, "whl/cu126"),
-        ((7, 2), CUDA_13, "whl/cu126"), ((3, 5), CUDA_13, "nor has any that requirements.txt allows"),
-        ((11, 0), CUDA_13, "PyPI's build"), ((6, 1), CUDA_126, None), ((12, 0), CUDA_126, "PyPI's build"),
-        ((8, 0), ["sm_86"], "whl/cu126"),
-        # PTX is compiled on the spot for everything later.
-        ((9, 0), ["compute_90"], None), ((12, 1), ["sm_75", "sm_90", "compute_90"], None), ((13, 0), [*CUDA_13, "compute_120"], None),
-        ((6, 1), ["sm_75", "compute_75"], "whl/cu126"),
-        ((10, 0), ["sm_90", "sm_100a"], None), ((10, 3), ["sm_100f"], None),
-        # AMD's names, or none: torch itself will say.
-        ((9, 0), ["gfx90a"], None), ((9, 0), [], None),
-    ],
-)  # fmt: skip
-def test_compute_capability_against_the_build(capability, architectures, words):
-    problem = gpu.kernel_problem("GTX", capability, architectures)
-    if words is None:
-        assert problem is None
-    else:
-        assert f"GTX has compute capability {capability[0]}.{capability[1]}" in problem and words in problem
-
-
 def test_advice_can_be_pasted(machine):
-    """The command for this interpreter, with the versions of requirements.txt, forced: pip takes torch 2.11.0 for
-    torch 2.11.0+cu126."""
+    """The command is for this interpreter and has the versions of requirements.txt. It is forced, because pip treats torch
+    2.11.0 and torch 2.11.0+cu126 as equal."""
     machine((6, 1))
     command = refusal("cuda").split("build: ")[1].split(";")[0]
     assert command.startswith(f"{sys.executable} -m pip install --force-reinstall ")
@@ -187,16 +167,16 @@ def test_torchrun_gives_each_rank_its_gpu(machine, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert device.pick_device("auto") == device.pick_device("cuda") == torch.device("cuda", 1)
-    assert "--device cuda gives them" in refusal("cuda:0")
+    assert "needs its own GPU; --device cuda gives them" in refusal("cuda:0")
 
 
 def test_more_ranks_than_gpus_is_an_error_not_a_wait(machine, monkeypatch):
-    """Rank 0 is on its GPU; were rank 1 on the CPU, each would wait for the other."""
+    """If rank 1 were on the CPU and rank 0 on its GPU, each would wait for the other."""
     machine((8, 0))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert "there is no cuda:1, only 1 GPU" in refusal("auto")
-    machine(starts=RuntimeError(NO_DRIVER))  # without any, all are on the CPU
+    machine(starts=RuntimeError(NO_DRIVER))  # without a GPU all ranks are on the CPU
     assert device.pick_device("auto") == CPU
 
 
@@ -240,10 +220,10 @@ def work(rank: int, folder: str) -> None:
     for parameter, presence in zip(parameters, here, strict=True):
         if not presence[rank]:
             parameter.grad = None
-    expected[1] = torch.arange(4.0) + 1  # of rank 0 alone
-    expected[2] = torch.arange(5.0) + 2 + 10  # of rank 1 alone
+    expected[1] = torch.arange(4.0) + 1  # only rank 0 has one
+    expected[2] = torch.arange(5.0) + 2 + 10  # only rank 1 has one
     ranks.sum_gradients(parameters, [any(presence) for presence in here])
-    assert parameters[5].grad is None  # of no rank: the optimizer must pass it over
+    assert parameters[5].grad is None  # no rank has one: the optimizer must skip it
     for number in (0, 1, 2, 3, 4, 6):
         assert parameters[number].grad.dtype == types[number]
         torch.testing.assert_close(parameters[number].grad, expected[number], rtol=0, atol=0)
@@ -251,8 +231,8 @@ def work(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks(tmp_path):
-    multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
+def test_two_ranks(tmp_path, in_processes):
+    in_processes(work, (str(tmp_path),), 2)
     assert {path.name for path in tmp_path.glob("done *")} == {"done 0", "done 1"}
 
 
@@ -274,8 +254,8 @@ FP16, BF16 = torch.float16, torch.bfloat16
 )  # fmt: skip
 def test_pick_dtype(machine, capability, wanted, dtype, reason):
     machine(capability)
-    found, why = device.pick_dtype(wanted, torch.device("cuda", 0) if capability else CPU)
-    assert found is dtype and reason in why
+    picked, why = device.pick_dtype(wanted, torch.device("cuda", 0) if capability else CPU)
+    assert picked is dtype and reason in why
 
 
 def test_autocast_is_what_the_setup_says():
@@ -309,7 +289,7 @@ def test_upcast_raises_16_bit_types_only():
 )
 def test_set_allocator(monkeypatch, given, expected):
     for name in device.ALLOCATOR_VARIABLES:
-        monkeypatch.setenv(name, "")  # so that what the test sets is taken back
+        monkeypatch.setenv(name, "")  # monkeypatch then restores it
         monkeypatch.delenv(name)
     for name, conf in given.items():
         monkeypatch.setenv(name, conf)
@@ -317,10 +297,8 @@ def test_set_allocator(monkeypatch, given, expected):
     assert [os.environ[name] for name in device.ALLOCATOR_VARIABLES] == expected
 
 
-def arguments(**changed) -> argparse.Namespace:
-    usual = {"allocator_conf": "x:1", "device": "auto", "mixed_precision": "auto", "deterministic": False,
-             "tf32": True, "cudnn_benchmark": False, "seed": 1}  # fmt: skip
-    return argparse.Namespace(**{**usual, **changed})
+def arguments(*flags: str):
+    return toy.make_args("unused", "--device", "auto", "--allocator_conf", "x:1", *flags)
 
 
 def test_variables_are_set_before_cuda_starts(machine, monkeypatch):
@@ -332,7 +310,7 @@ def test_variables_are_set_before_cuda_starts(machine, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "init", lambda: seen.append(dict(os.environ)) or before())
     try:
-        device.setup(arguments(deterministic=True))
+        device.setup(arguments("--deterministic"))
         assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
     finally:
         torch.use_deterministic_algorithms(False)
@@ -354,24 +332,59 @@ def test_setup_says_what_it_does(machine, capsys):
 
 def test_setup_seeds_everything():
     def drawn(seed):
-        device.setup(arguments(device="cpu", seed=seed), quiet=True)
+        device.setup(arguments("--device", "cpu", "--seed", str(seed)), quiet=True)
         return random.random(), float(np.random.rand()), float(torch.rand(1))
 
     first, again, other = drawn(1), drawn(1), drawn(2**31 - 1)
     assert first == again and not set(first) & set(other)
 
 
-def test_other_ranks_are_silent(tmp_path):
-    """From the first line on: a rank that falls back to the CPU says so once for all."""
-    text = (
-        "import argparse, sys; from common import device\n"
-        "device.start_ranks = lambda where: device.Ranks(1, 2)\n"
-        "device.cuda_problem = lambda index=0: 'no GPU'\n"
-        f"device.setup(argparse.Namespace(**{vars(arguments())!r})); print('shown'); print('kept', file=sys.stderr)"
-    )
+SILENT = """
+import sys
+from common import device
+from tests import toy
+device.start_ranks = lambda wanted: device.Ranks(1, 2)
+device.cuda_problem = lambda index=0: "no GPU"
+setup = device.setup(toy.make_args("unused", "--device", "auto", "--dataloader_num_workers", "auto"))
+print(setup)
+print("kept", file=sys.stderr)
+"""
+
+
+def test_the_other_ranks_print_nothing():
+    """Not even that they fall back to the CPU: the first rank prints it."""
     extra = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    result = subprocess.run([sys.executable, "-c", text], cwd=ROOT, env={**os.environ, **extra}, capture_output=True, text=True)  # fmt: skip
+    result = subprocess.run([sys.executable, "-c", SILENT], cwd=ROOT, env={**os.environ, **extra}, capture_output=True, text=True)  # fmt: skip
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "kept\n")
+
+
+# --- data workers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cores, wanted, kind, expected", [
+    (6, "auto", "cpu", 1), (6, "auto", "cuda", 4), (2, "auto", "cuda", 2), (1, "auto", "cuda", 1),
+    (6, 0, "cuda", 0), (6, 0, "cpu", 0), (6, 7, "cpu", 7),
+])  # fmt: skip
+def test_pick_workers(monkeypatch, capsys, cores, wanted, kind, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores), raising=False)
+    assert device.pick_workers(wanted, torch.device(kind)) == expected
+    out = capsys.readouterr().out
+    assert (
+        out.startswith(f"data workers: {expected} (auto: {cores} cores, training on ") if wanted == "auto" else not out
+    )
+    assert device.pick_workers(wanted, torch.device(kind), quiet=True) == expected and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("flags, expected", [((), 1), (("--dataloader_num_workers", "3"), 3)])
+def test_the_setup_has_the_number_of_workers(flags, expected):
+    args = arguments("--device", "cpu", "--dataloader_num_workers", "auto", *flags)
+    assert device.setup(args, quiet=True).workers == expected
+    assert args.dataloader_num_workers == (3 if flags else "auto")  # as it was given
+
+
+def test_a_setup_is_final():
+    with pytest.raises(AttributeError):
+        Setup().workers = 3
 
 
 # --- random states ---------------------------------------------------------------------------------------------------
@@ -383,7 +396,7 @@ def draw() -> list:
 
 
 def test_random_states_survive_a_file(monkeypatch):
-    """Also in the middle of Gauss pairs, of which Python and NumPy keep the second for the next call."""
+    """Python and NumPy draw Gaussian numbers in pairs; the second of a pair is part of the state."""
     device.seed_everything(7)
     random.gauss(0, 1), np.random.randn(1), torch.rand(5)
     file = io.BytesIO()
@@ -403,11 +416,11 @@ def test_random_states_survive_a_file(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_on_a_gpu():
-    where = device.pick_device("cuda")
-    assert gpu.cuda_problem(where.index) is None and torch.cuda.current_device() == where.index
+    cuda = device.pick_device("cuda")
+    assert gpu.cuda_problem(cuda.index) is None and torch.cuda.current_device() == cuda.index
     assert f"no cuda:{torch.cuda.device_count()}" in gpu.cuda_problem(torch.cuda.device_count())
-    torch.rand(3, device=where)
-    state = device.rng_state(where)
-    expected = torch.rand(3, device=where)
-    device.set_rng_state(state, where)
-    assert torch.equal(torch.rand(3, device=where), expected)
+    torch.rand(3, device=cuda)
+    state = device.rng_state(cuda)
+    expected = torch.rand(3, device=cuda)
+    device.set_rng_state(state, cuda)
+    assert torch.equal(torch.rand(3, device=cuda), expected)

@@ -1,24 +1,20 @@
-"""The loop's contract: exact accumulation, out of memory survived, bad windows kept out, fp16's scaler, signals."""
+"""The loop's contract: exact accumulation, recovery from out of memory, bad windows kept out, fp16's scaler, signals."""
 
 import json
 import os
 import random
 import re
 import signal
-import sys
-import threading
-import time
-import types
 
 import pytest
 import torch
 
-from common import checkpoint, files, gpu, memory, report
-from common.device import Setup
-from common.errors import RunError, Stopped
-from common.loop import cut_to_fit, length_bucket
-from recipes import konkani_conformer as recipe
-from tests import tiny
+from common import checkpoint, files
+from common.batches import to_device
+from common.device import Ranks, Setup
+from common.errors import DataError, RunError, Stopped, UsageError
+from common.loop import Run, begin, cut_to_fit, finish, length_bucket, run_window
+from tests import toy
 
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
@@ -27,46 +23,243 @@ OUT_OF_MEMORY = [
 ]
 
 
+def cut(batch_size: int, accumulation: int) -> tuple[str, ...]:
+    return "--batch_size", str(batch_size), "--gradient_accumulation_steps", str(accumulation)
+
+
+def network(dropout: float = 0.0, dtype: torch.dtype = torch.float64, seed: int = 0) -> toy.Network:
+    torch.manual_seed(seed)
+    return toy.Network(dropout).to(dtype)
+
+
+def window_gradient(model, items: list[dict], sizes: list[int], scaler=None, without: str = "") -> torch.Tensor:
+    """The gradient of one window in micro-batches of `sizes` items; the term `without` has no targets."""
+    model.zero_grad()
+    rest = iter(items)
+    micro_batches = [toy.collate([next(rest) for _ in range(size)]) for size in sizes]
+    totals = {
+        name: sum(batch["counts"][name] for batch in micro_batches) for name in toy.LOSS_WEIGHTS if name != without
+    }
+    outcome = run_window(
+        model, micro_batches, {without: 0} | totals, toy.compute_loss, toy.LOSS_WEIGHTS, Setup(), scaler
+    )
+    assert outcome.failed is None and not outcome.stopped
+    return torch.nn.utils.parameters_to_vector(p.grad for p in model.parameters())
+
+
+def metrics(args) -> list[dict]:
+    return [json.loads(line) for line in (args.log_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def newest(args) -> dict:
+    return checkpoint.resume("auto", args.checkpoint_dir, toy.RECIPE)
+
+
+# --- accumulation ----------------------------------------------------------------------------------------------------
+
+CUTS = ([4, 4], [2, 2, 2, 2], [1] * 8, [5, 3], [1, 7])
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-4)])
 def test_gradient_does_not_depend_on_how_a_window_is_cut(dtype, tolerance):
-    model, items = tiny.make_model(dtype=dtype), tiny.make_items(8, dtype=dtype)
-    whole = tiny.window_gradient(model, items, [8])
+    model, items = network(dtype=dtype), toy.Sequences(8)
+    whole = window_gradient(model, items, [8])
     assert whole.norm() > 0
-    for sizes in ([4, 4], [2, 2, 2, 2], [1] * 8, [5, 3], [1, 7]):
-        assert tiny.relative(tiny.window_gradient(model, items, sizes), whole) < tolerance
+    for sizes in CUTS:
+        assert toy.relative(window_gradient(model, items, sizes), whole) < tolerance
+
+
+def test_padding_would_be_seen_if_it_were_not_masked(monkeypatch):
+    monkeypatch.setattr(toy.Layer, "forward", lambda layer, x, padding: x + torch.nn.Sequential.forward(layer, x))
+    model, items = network(), toy.Sequences(8)
+    whole = window_gradient(model, items, [8])
+    assert all(toy.relative(window_gradient(model, items, sizes), whole) > 1e-4 for sizes in CUTS)
 
 
 def test_gradient_is_the_mean_over_targets_and_not_over_micro_batches():
-    model, items = tiny.make_model(), tiny.make_items(5)
-    counts = {"ctc": 0, "attention": 0}
-    sums = {"ctc": 0.0, "attention": 0.0}
-    for item in items:  # one by one, nothing padded, added up by hand
-        batch = recipe.collate([item])
-        moved = next(recipe.batches.to_device([batch], torch.device("cpu")))
-        for name, value in recipe.compute_loss(model, moved).items():
+    model, items = network(), toy.Sequences(5)
+    counts = dict.fromkeys(toy.LOSS_WEIGHTS, 0)
+    sums = dict.fromkeys(toy.LOSS_WEIGHTS, 0.0)
+    for item in items:  # one by one, without padding
+        batch = toy.collate([item])
+        for name, value in toy.compute_loss(model, next(to_device([batch], torch.device("cpu")))).items():
             sums[name] = sums[name] + value
             counts[name] += batch["counts"][name]
-    loss = sum(recipe.LOSS_WEIGHTS[name] * sums[name] / counts[name] for name in sums)
-    expected = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(model.parameters()))])
-    assert tiny.relative(tiny.window_gradient(model, items, [3, 2]), expected) < 1e-10
+    loss = sum(toy.LOSS_WEIGHTS[name] * sums[name] / counts[name] for name in sums)
+    expected = torch.nn.utils.parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
+    assert toy.relative(window_gradient(model, items, [3, 2]), expected) < 1e-10
 
 
-@pytest.mark.parametrize("flags", [("8", "1"), ("4", "2"), ("1", "8")])
-def test_training_ends_with_the_same_weights_however_windows_are_cut(tmp_path, flags):
-    reference, _ = tiny.run(tiny.make_args(tmp_path / "a", "--batch_size", "2", "--gradient_accumulation_steps", "4"))
-    args = tiny.make_args(tmp_path / "b", "--batch_size", flags[0], "--gradient_accumulation_steps", flags[1])
-    model, progress = tiny.run(args)
+def test_a_term_without_targets_in_a_window_adds_nothing():
+    model, items = network(), toy.Sequences(5)
+    parts = [window_gradient(model, items, [3, 2], without=name) for name in toy.LOSS_WEIGHTS]
+    assert all(torch.isfinite(part).all() and part.norm() > 0 for part in parts)
+    assert toy.relative(sum(parts), window_gradient(model, items, [3, 2])) < 1e-10
+
+
+def test_a_term_without_a_weight_is_not_trained(tmp_path):
+    def compute_loss(model, batch):
+        return toy.compute_loss(model, batch) | {"extra": 1e6 * model.output.weight.sum()}
+
+    reference, _ = toy.run(toy.make_args(tmp_path / "a"))
+    model, _ = toy.run(toy.make_args(tmp_path / "b"), compute_loss=compute_loss)
+    assert torch.equal(toy.weights(model), toy.weights(reference))
+
+
+@pytest.mark.parametrize("batch_size, accumulation", [(8, 1), (4, 2), (1, 8)])
+def test_training_ends_with_the_same_weights_however_windows_are_cut(tmp_path, batch_size, accumulation):
+    reference, _ = toy.run(toy.make_args(tmp_path / "a", *cut(2, 4)))
+    model, progress = toy.run(toy.make_args(tmp_path / "b", *cut(batch_size, accumulation)))
     assert progress["step"] == 2 and progress["utterances"] == 13  # 8 and the partial window of 5
-    assert tiny.relative(tiny.weights(model), tiny.weights(reference)) < 1e-10
+    assert toy.relative(toy.weights(model), toy.weights(reference)) < 1e-10
 
 
-def test_padded_cost_cap_changes_nothing_but_the_cut(tmp_path):
-    reference, _ = tiny.run(tiny.make_args(tmp_path / "a", "--batch_size", "8", "--gradient_accumulation_steps", "1"))
-    args = tiny.make_args(
-        tmp_path / "b", "--batch_size", "8", "--gradient_accumulation_steps", "1", "--max_batch_seconds", "2"
+def test_a_limit_of_padded_seconds_changes_only_the_cut(tmp_path):
+    sizes = []
+
+    def compute_loss(model, batch):
+        sizes.append(len(batch["names"]))
+        return toy.compute_loss(model, batch)
+
+    reference, _ = toy.run(toy.make_args(tmp_path / "a", *cut(8, 1)))
+    model, _ = toy.run(toy.make_args(tmp_path / "b", *cut(8, 1), "--max_batch_seconds", "4"), compute_loss=compute_loss)
+    assert max(sizes) < 8
+    assert toy.relative(toy.weights(model), toy.weights(reference)) < 1e-10
+
+
+def test_gradient_checkpointing_changes_no_bit(tmp_path):
+    reference, _ = toy.run(toy.make_args(tmp_path / "a", "--dropout", "0.3"))
+    model, _ = toy.run(toy.make_args(tmp_path / "b", "--dropout", "0.3", "--gradient_checkpointing"))
+    assert torch.equal(toy.weights(model), toy.weights(reference))
+    assert all("forward" in vars(layer) for layer in model.layers)
+
+
+def test_a_run_learns(tmp_path):
+    flags = ("--num_epochs", "40", "--learning_rate", "1e-2", "--eval_every", "20")
+    _, progress = toy.run(toy.make_args(tmp_path, *flags))
+    results = [result for _, result in progress["evaluations"]]
+    assert progress["step"] == 80 and len(results) == 4 and results[-1] < 0.08 < results[0]
+
+
+# --- the beginning and the end ---------------------------------------------------------------------------------------
+
+
+def test_args_are_read_only_once_a_run_has_begun(tmp_path):
+    args = toy.make_args(tmp_path)
+    args.batch_size = 3
+    run = begin(args, toy.RECIPE)
+    assert (run.resumed, run.initial, run.setup.device.type) == (None, None, "cpu")
+    with pytest.raises(AttributeError, match=r"args\.batch_size: the flags are read-only once a run has begun"):
+        args.batch_size = 4
+    with pytest.raises(AttributeError, match="read-only"):
+        args.invented = 1
+    assert args.batch_size == 3
+
+
+def test_a_run_holds_the_lock_of_its_folder(tmp_path):
+    args = toy.make_args(tmp_path)
+    run = begin(args, toy.RECIPE)
+    assert (args.checkpoint_dir / ".lock").read_text() == str(os.getpid()) and not run.lock.closed
+
+
+@pytest.mark.parametrize("flag", ["--checkpoint_dir", "--log_dir"])
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read(tmp_path, flag):
+    (tmp_path / "file").touch()
+    args = toy.make_args(tmp_path / "run", flag, str(tmp_path / "file" / "below"), "--resume", "no such file")
+    with pytest.raises(RunError, match=f"cannot write in .*choose another {flag}"):
+        begin(args, toy.RECIPE)
+
+
+def test_init_from_starts_a_new_run_from_saved_weights(tmp_path):
+    first = toy.make_args(tmp_path / "a")
+    toy.run(first)
+    best = first.checkpoint_dir / "best.safetensors"
+    saved, _ = checkpoint.read_weights(best, toy.RECIPE)
+    starts = []
+
+    def compute_loss(model, batch):
+        starts.append({name: value.clone() for name, value in model.state_dict().items()})
+        return toy.compute_loss(model, batch)
+
+    args = toy.make_args(tmp_path / "b", "--init_from", str(best))
+    _, progress = toy.run(args, model=network(seed=5), compute_loss=compute_loss)
+    assert all(torch.equal(value, starts[0][name]) for name, value in saved.items())
+    assert progress["step"] == 2 and len(progress["evaluations"]) == 1
+
+
+def test_the_peak_learning_rate_is_the_flags_or_else_the_tasks(tmp_path):
+    def rates(name, **changes):
+        args = toy.make_args(tmp_path / name, "--lr_schedule", "constant", "--warmup_steps", "0")
+        args.learning_rate = changes.pop("flag", None)
+        toy.run(args, **changes)
+        return {line["train/learning_rate"] for line in metrics(args) if "train/learning_rate" in line}
+
+    assert rates("a", flag=2e-3, learning_rate=5e-4) == {2e-3}
+    assert rates("b", learning_rate=5e-4) == {5e-4}
+
+
+class Reported:
+    """A `report_results` that keeps which weights it was told of. It must be called in evaluation, without gradients."""
+
+    def __init__(self, model):
+        self.model, self.weights = model, None
+
+    def __call__(self, weights: str) -> None:
+        assert not torch.is_grad_enabled() and not self.model.training
+        self.weights = weights
+
+
+def scripted(*values: float):
+    """An `evaluate` that returns these results one after the other."""
+    results = iter(values)
+    return lambda model, eval_batches: {"rising": (next(results), 1.0)}
+
+
+def test_finish_reports_the_best_weights_and_the_peak_of_memory(tmp_path, capsys):
+    model = network()
+    args = toy.make_args(tmp_path, *cut(2, 2), "--eval_every", "1", "--save_every", "1")
+    reported = Reported(model)
+    toy.run(args, model=model, evaluate=scripted(4.0, 2.0, 3.0, 5.0), report_results=reported)
+    assert reported.weights == "weights of the best evaluation"
+    second = checkpoint.read(args.checkpoint_dir / "checkpoint_step_00000002.pt", toy.RECIPE)["model"]
+    assert all(torch.equal(value, second[name]) for name, value in model.state_dict().items())
+    *_, places, memory = capsys.readouterr().out.splitlines()
+    assert places == f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all results: {args.log_dir}"
+    assert re.fullmatch(r"memory: peak \d+\.\d\d GiB resident, total \d+\.\d\d GiB", memory)
+
+
+@pytest.mark.parametrize("averaged", [0.5, 1.0, 1.5])
+def test_finish_takes_the_average_if_it_is_not_worse(tmp_path, capsys, averaged):
+    model = network()
+    flags = ("--eval_every", "1", "--save_every", "1", "--average_checkpoints", "2")
+    args = toy.make_args(tmp_path, *cut(2, 2), *flags)
+    reported = Reported(model)
+    results = scripted(3.0, 1.0, 2.0, 2.5, 1.0, averaged)  # four evaluations, the best weights again, the average
+    toy.run(args, model=model, evaluate=results, report_results=reported)
+    assert (
+        f"average of the checkpoints of steps 4, 3: {averaged:.2%}, best evaluation: 100.00%" in capsys.readouterr().out
     )
-    model, _ = tiny.run(args)
-    assert tiny.relative(tiny.weights(model), tiny.weights(reference)) < 1e-10
+    saved = {
+        path.stem: checkpoint.read(path, toy.RECIPE)["model"]
+        for path in checkpoint.list_checkpoints(args.checkpoint_dir)
+    }
+    if averaged <= 1:
+        assert reported.weights == "averaged weights (averaged.safetensors)"
+        mean = {name: (saved["checkpoint_step_00000003"][name] + value) / 2 for name, value in saved["checkpoint_step_00000004"].items()}  # fmt: skip
+        assert all(torch.equal(value, mean[name]) for name, value in model.state_dict().items())
+        kept, _ = checkpoint.read_weights(args.checkpoint_dir / "averaged.safetensors", toy.RECIPE)
+        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    else:
+        assert reported.weights == "weights of the best evaluation (the average was worse)"
+        best = saved["checkpoint_step_00000002"]
+        assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
+        assert not (args.checkpoint_dir / "averaged.safetensors").exists()
+
+
+def test_only_the_first_rank_reports(tmp_path, capsys):
+    run = Run(Setup(ranks=Ranks(1, 2)))
+    finish(toy.make_args(tmp_path), run, None, None, None, report_results=pytest.fail)
+    assert capsys.readouterr() == ("", "")
 
 
 # --- out of memory ---------------------------------------------------------------------------------------------------
@@ -88,13 +281,13 @@ def failing_loss(chance: float, seed: int, largest: int = 10**9):
     dice = random.Random(seed)
 
     def compute_loss(model, batch):
-        terms = recipe.compute_loss(model, batch)
+        terms = toy.compute_loss(model, batch)
         size = len(batch["names"])
         if size > largest or (size > 1 and dice.random() < chance):
             error = dice.choice(OUT_OF_MEMORY)
             if dice.random() < 0.5:
                 raise error
-            terms["ctc"] = FailingBackward.apply(terms["ctc"], error)
+            terms["first"] = FailingBackward.apply(terms["first"], error)
         return terms
 
     return compute_loss
@@ -102,66 +295,88 @@ def failing_loss(chance: float, seed: int, largest: int = 10**9):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_out_of_memory_at_random_moments_changes_no_weight_and_drops_nothing(tmp_path, seed):
-    flags = ("--batch_size", "4", "--gradient_accumulation_steps", "2", "--num_epochs", "4")
-    reference, _ = tiny.run(tiny.make_args(tmp_path / "a", *flags))
-    model, progress = tiny.run(tiny.make_args(tmp_path / "b", *flags), compute_loss=failing_loss(0.3, seed))
+    flags = (*cut(4, 2), "--num_epochs", "4")
+    reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
+    model, progress = toy.run(toy.make_args(tmp_path / "b", *flags), compute_loss=failing_loss(0.3, seed))
     assert progress["limits"], "nothing was injected"
     assert progress["utterances"] == 4 * 13 and progress["step"] == 8
-    assert tiny.relative(tiny.weights(model), tiny.weights(reference)) < 1e-10
+    assert toy.relative(toy.weights(model), toy.weights(reference)) < 1e-10
 
 
 def test_what_fits_is_learned_saved_and_used_after_resume(tmp_path):
-    flags = ("--batch_size", "8", "--gradient_accumulation_steps", "1")
     sizes = []
 
     def watched(model, batch):
         sizes.append(len(batch["names"]))
         return failing_loss(0, 0, largest=2)(model, batch)
 
-    args = tiny.make_args(tmp_path, *flags)
-    _, progress = tiny.run(args, compute_loss=watched)
+    args = toy.make_args(tmp_path, *cut(8, 1))
+    _, progress = toy.run(args, compute_loss=watched)
     assert min(progress["limits"].values()) == 2
-    resumed = checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE)
-    assert resumed["progress"]["limits"] == progress["limits"]
+    assert newest(args)["progress"]["limits"] == progress["limits"]
+    assert sizes.count(8) == 1
     sizes.clear()
-    tiny.run(tiny.make_args(tmp_path, *flags, "--num_epochs", "2"), resumed=resumed, compute_loss=watched)
-    assert sizes and max(s for s in sizes[:-10] or sizes) <= 8
-    assert sum(size > 2 for size in sizes) <= 2  # shorter buckets may still have to learn it
+    toy.run(toy.make_args(tmp_path, *cut(8, 1), "--num_epochs", "2", "--resume", "auto"), compute_loss=watched)
+    assert sizes and sum(size > 2 for size in sizes) <= 2  # shorter buckets may still have to learn it
 
 
 def test_an_utterance_that_never_fits_is_named_with_its_length(tmp_path):
-    items = tiny.make_items(9)
-    longest = max(range(9), key=lambda i: len(items[i]["audio"]))
+    data = toy.Sequences(9)
+    longest = max(range(9), key=lambda number: len(data[number]["values"]))
 
     def compute_loss(model, batch):
         if f"item {longest}" in batch["names"]:
             raise OUT_OF_MEMORY[0]
-        return recipe.compute_loss(model, batch)
+        return toy.compute_loss(model, batch)
 
-    args = tiny.make_args(tmp_path)
-    with pytest.raises(
-        RunError, match=rf"item {longest} \(0\.\d s\) does not fit.*--gradient_checkpointing.*--max_duration"
-    ):
-        tiny.run(args, items=items, compute_loss=compute_loss)
-    # It came first, and what was reached is saved.
-    assert checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE)["progress"]["step"] == 0
+    args = toy.make_args(tmp_path)
+    words = rf"item {longest} \(\d\.\d s\) does not fit.*--gradient_checkpointing.*--max_duration"
+    with pytest.raises(RunError, match=words):
+        toy.run(args, data=data, compute_loss=compute_loss)
+    # It came first, and the state before it is saved.
+    assert newest(args)["progress"]["step"] == 0
 
 
 def test_dropout_draws_the_same_again_when_a_window_is_repeated(tmp_path):
-    """With dropout the repeated window starts from the same generator: the same micro-batches give the same update."""
+    """The repeated window starts from the same generator: the same micro-batches give the same update."""
     calls = []
 
     def once(model, batch):
         calls.append(1)
-        terms = recipe.compute_loss(model, batch)
+        terms = toy.compute_loss(model, batch)
         if len(calls) == 3:
             raise OUT_OF_MEMORY[1]
         return terms
 
-    flags = ("--batch_size", "1", "--gradient_accumulation_steps", "8")
-    reference, _ = tiny.run(tiny.make_args(tmp_path / "a", *flags), model=tiny.make_model(0.3))
-    model, _ = tiny.run(tiny.make_args(tmp_path / "b", *flags), model=tiny.make_model(0.3), compute_loss=once)
-    assert torch.equal(tiny.weights(model), tiny.weights(reference))
+    flags = (*cut(1, 8), "--dropout", "0.3")
+    reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
+    model, _ = toy.run(toy.make_args(tmp_path / "b", *flags), compute_loss=once)
+    assert torch.equal(toy.weights(model), toy.weights(reference))
+    assert len(calls) == 13 + 3
+
+
+def counting(model: toy.Network) -> toy.Network:
+    model.register_buffer("seen", torch.zeros(()))
+    return model
+
+
+@pytest.mark.parametrize("trouble", ["out of memory", "not finite"])
+def test_buffers_are_as_if_a_failed_attempt_had_never_been(tmp_path, trouble):
+    calls = []
+
+    def compute_loss(model, batch):
+        calls.append(1)
+        model.seen += len(batch["names"])
+        terms = toy.compute_loss(model, batch)
+        if len(calls) == 2 and trouble == "out of memory":
+            raise OUT_OF_MEMORY[0]
+        if len(calls) == 2:
+            terms["first"] = terms["first"] * float("nan")
+        return terms
+
+    model, progress = toy.run(toy.make_args(tmp_path, *cut(2, 2)), model=counting(network()), compute_loss=compute_loss)
+    assert progress["step"] == (4 if trouble == "out of memory" else 3)
+    assert model.seen == progress["utterances"] == (13 if trouble == "out of memory" else 9)
 
 
 def test_other_errors_pass_through(tmp_path):
@@ -169,34 +384,14 @@ def test_other_errors_pass_through(tmp_path):
         raise RuntimeError("shape mismatch")
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        tiny.run(tiny.make_args(tmp_path), compute_loss=broken)
+        toy.run(toy.make_args(tmp_path), compute_loss=broken)
 
 
 def test_cut_to_fit_uses_what_shorter_utterances_have_taught():
-    batch = recipe.collate(sorted(tiny.make_items(8), key=lambda item: -len(item["audio"])))
+    batch = toy.collate(sorted(toy.Sequences(8), key=lambda item: -len(item["values"])))
     bucket = length_bucket(batch)
-    assert [len(b["names"]) for b in cut_to_fit([batch], {bucket - 3: 3})] == [3, 3, 2]
+    assert [len(piece["names"]) for piece in cut_to_fit([batch], {bucket - 3: 3})] == [3, 3, 2]
     assert cut_to_fit([batch], {bucket + 1: 1}) == [batch]
-
-
-def test_evaluation_survives_out_of_memory_and_names_what_never_fits():
-    batch = recipe.collate(tiny.make_items(6))
-    seen = []
-
-    def decode(piece):
-        if len(piece["names"]) > 2:
-            raise OUT_OF_MEMORY[2]
-        seen.extend(piece["names"])
-        return len(piece["names"])
-
-    assert sum(memory.split_on_oom(decode, batch, torch.device("cpu"))) == 6
-    assert seen == batch["names"]
-
-    def never(piece):
-        raise OUT_OF_MEMORY[0]
-
-    with pytest.raises(RunError, match="item 0 does not fit"):
-        memory.split_on_oom(never, batch, torch.device("cpu"))
 
 
 # --- non-finite losses and fp16 --------------------------------------------------------------------------------------
@@ -212,28 +407,26 @@ class InfiniteGradient(torch.autograd.Function):
         return gradient * float("inf")
 
 
-@pytest.mark.parametrize("where", ["audio", "loss", "gradient"])
-def test_a_bad_window_never_reaches_the_weights_and_is_listed(tmp_path, where):
-    items = tiny.make_items(12)
-    flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2")
+@pytest.mark.parametrize("place", ["data", "loss", "gradient"])
+def test_a_bad_window_never_reaches_the_weights_and_is_listed(tmp_path, place):
+    data = toy.Sequences(12)
 
     def poisoned(model, batch):
-        terms = recipe.compute_loss(model, batch)
+        terms = toy.compute_loss(model, batch)
         if "item 5" in batch["names"]:
-            if where == "loss":
-                terms["ctc"] = terms["ctc"] * float("nan")
-            elif where == "gradient":
-                terms["ctc"] = InfiniteGradient.apply(terms["ctc"])
+            if place == "loss":
+                terms["first"] = terms["first"] * float("nan")
+            elif place == "gradient":
+                terms["first"] = InfiniteGradient.apply(terms["first"])
         return terms
 
-    if where == "audio":
-        items[5]["audio"] = items[5]["audio"] * float("nan")
-    args = tiny.make_args(tmp_path, *flags)
-    model, progress = tiny.run(args, items=items, compute_loss=poisoned)
+    if place == "data":
+        data[5]["values"] = data[5]["values"] * float("nan")
+    args = toy.make_args(tmp_path, *cut(2, 2))
+    model, progress = toy.run(args, data=data, compute_loss=poisoned)
     assert progress["bad_windows"] == 1 and progress["step"] == 2  # of three windows
-    assert torch.isfinite(tiny.weights(model)).all()
-    lines = [json.loads(line) for line in (args.log_dir / "metrics.jsonl").read_text().splitlines()]
-    (listed,) = [line["files"] for line in lines if line.get("event") == "bad_window"]
+    assert torch.isfinite(toy.weights(model)).all()
+    (listed,) = [line["files"] for line in metrics(args) if line.get("event") == "bad_window"]
     assert "item 5" in listed and len(listed) == 4
 
 
@@ -241,24 +434,20 @@ def test_bad_windows_in_a_row_stop_the_run_and_leave_the_last_checkpoint(tmp_pat
     steps = []
 
     def later_nan(model, batch):
-        terms = recipe.compute_loss(model, batch)
+        terms = toy.compute_loss(model, batch)
         steps.append(1)
         return {name: value * float("nan") for name, value in terms.items()} if len(steps) > 4 else terms
 
-    args = tiny.make_args(
-        tmp_path,
-        "--batch_size",
-        "2",
-        "--gradient_accumulation_steps",
-        "1",
-        "--save_every",
-        "2",
-        "--max_bad_windows",
-        "3",
-    )
+    args = toy.make_args(tmp_path, *cut(2, 1), "--save_every", "2", "--max_bad_windows", "3")
     with pytest.raises(RunError, match="3 windows in a row"):
-        tiny.run(args, compute_loss=later_nan)
-    assert checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE)["progress"]["step"] == 4
+        toy.run(args, compute_loss=later_nan)
+    assert newest(args)["progress"]["step"] == 4
+
+
+def fp16_run(args, compute_loss):
+    return toy.run(
+        args, model=network(dtype=torch.float32), data=toy.Sequences(12), setup=Setup(dtype=torch.float16), compute_loss=compute_loss,
+    )  # fmt: skip
 
 
 def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
@@ -267,42 +456,35 @@ def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
     calls = []
 
     def overflowing(model, batch):
-        terms = recipe.compute_loss(model, batch)
+        terms = toy.compute_loss(model, batch)
         calls.append(1)
         if len(calls) in (2, 3):
-            terms["ctc"] = InfiniteGradient.apply(terms["ctc"])
+            terms["first"] = InfiniteGradient.apply(terms["first"])
         return terms
 
-    args = tiny.make_args(tmp_path, "--batch_size", "2", "--gradient_accumulation_steps", "1")
-    model, progress = tiny.run(
-        args, model=tiny.make_model(dtype=torch.float32), items=tiny.make_items(12, dtype=torch.float32),
-        compute_loss=overflowing, setup=Setup(dtype=torch.float16),
-    )  # fmt: skip
-    assert torch.isfinite(tiny.weights(model)).all() and progress["bad_windows"] == 0
-    saved = checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE)
+    args = toy.make_args(tmp_path, *cut(2, 1))
+    model, progress = fp16_run(args, overflowing)
+    assert torch.isfinite(toy.weights(model)).all() and progress["bad_windows"] == 0
     skipped = 6 - progress["step"]  # of six windows; fp16 itself may overflow once more at the initial scale
     assert 2 <= skipped <= 4
-    assert saved["scaler"]["scale"] == 65536 / 2**skipped
+    assert newest(args)["scaler"]["scale"] == 65536 / 2**skipped
+    assert [line["step"] for line in metrics(args) if "train/loss" in line] == list(range(1, progress["step"] + 1))
 
 
 def test_a_scale_below_one_stops_the_run(tmp_path):
     def overflowing(model, batch):
-        return {name: InfiniteGradient.apply(value) for name, value in recipe.compute_loss(model, batch).items()}
+        return {name: InfiniteGradient.apply(value) for name, value in toy.compute_loss(model, batch).items()}
 
-    args = tiny.make_args(tmp_path, "--batch_size", "1", "--gradient_accumulation_steps", "1", "--num_epochs", "3")
     with pytest.raises(RunError, match="loss scale fell below 1"):
-        tiny.run(
-            args, model=tiny.make_model(dtype=torch.float32), items=tiny.make_items(12, dtype=torch.float32),
-            compute_loss=overflowing, setup=Setup(dtype=torch.float16),
-        )  # fmt: skip
+        fp16_run(toy.make_args(tmp_path, *cut(1, 1), "--num_epochs", "3"), overflowing)
 
 
-def test_fp16_scaling_gives_the_fp32_gradient(tmp_path):
-    model, items = tiny.make_model(dtype=torch.float32), tiny.make_items(4, dtype=torch.float32)
-    plain = tiny.window_gradient(model, items, [2, 2])
+def test_fp16_scaling_gives_the_fp32_gradient():
+    model, items = network(dtype=torch.float32), toy.Sequences(4)
+    plain = window_gradient(model, items, [2, 2])
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaled = tiny.window_gradient(model, items, [2, 2], scaler=scaler) / 1024
-    assert tiny.relative(scaled, plain) < 1e-5
+    scaled = window_gradient(model, items, [2, 2], scaler=scaler) / 1024
+    assert toy.relative(scaled, plain) < 1e-5
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
@@ -311,277 +493,143 @@ def test_fp16_scaling_gives_the_fp32_gradient(tmp_path):
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("moment", ["window", "evaluation"])
 def test_a_signal_discards_the_window_saves_and_resumes_to_the_same_weights(tmp_path, number, status, moment):
-    flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--num_epochs", "2", "--eval_every", "2")
-    reference, _ = tiny.run(tiny.make_args(tmp_path / "a", *flags), model=tiny.make_model(0.2))
+    flags = (*cut(2, 2), "--num_epochs", "2", "--eval_every", "2", "--dropout", "0.2")
+    reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
     calls = []
 
     def interrupted_loss(model, batch):
         calls.append(1)
         if moment == "window" and len(calls) == 6:  # in the middle of the third window
             os.kill(os.getpid(), number)
-        return recipe.compute_loss(model, batch)
+        return toy.compute_loss(model, batch)
 
-    def interrupted_evaluate(model, batches):
+    def interrupted_evaluate(model, eval_batches):
         os.kill(os.getpid(), number)
-        return tiny.evaluate(model, batches)
+        return toy.evaluate(model, eval_batches)
 
-    args = tiny.make_args(tmp_path / "b", *flags)
-    evaluate = interrupted_evaluate if moment == "evaluation" else tiny.evaluate
-    with pytest.raises(Stopped) as stopped:
-        tiny.run(args, model=tiny.make_model(0.2), compute_loss=interrupted_loss, evaluate=evaluate)
+    args = toy.make_args(tmp_path / "b", *flags)
+    evaluate = interrupted_evaluate if moment == "evaluation" else toy.evaluate
+    with pytest.raises(Stopped, match=r"--resume auto") as stopped:
+        toy.run(args, compute_loss=interrupted_loss, evaluate=evaluate)
     assert stopped.value.status == status
-    saved = checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE)
-    assert saved["progress"]["step"] in ((2, 3) if moment == "window" else (2,))  # the partial window is shorter
-    assert saved["progress"]["last_evaluation"] == (2 if moment == "window" else 0)
-    model, _ = tiny.run(args, model=tiny.make_model(0.2, seed=9), resumed=saved)
-    assert torch.equal(tiny.weights(model), tiny.weights(reference))
+    progress = newest(args)["progress"]
+    assert progress["step"] in ((2, 3) if moment == "window" else (2,))  # the partial window is shorter
+    assert progress["last_evaluation"] == (2 if moment == "window" else 0)
+    model, _ = toy.run(toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=network(0.2, seed=9))
+    assert torch.equal(toy.weights(model), toy.weights(reference))
 
 
 def test_evaluation_leaves_generators_and_mode_alone(tmp_path):
-    flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2")
+    flags = (*cut(2, 2), "--dropout", "0.2")
 
-    def noisy_evaluate(model, batches):
+    def noisy_evaluate(model, eval_batches):
         assert not model.training and not torch.is_grad_enabled()
         torch.rand(100), random.random()
-        return tiny.evaluate(model, batches)
+        return toy.evaluate(model, eval_batches)
 
-    reference, _ = tiny.run(tiny.make_args(tmp_path / "a", *flags), model=tiny.make_model(0.2))
-    args = tiny.make_args(tmp_path / "b", *flags, "--eval_every", "1")
-    model, _ = tiny.run(args, model=tiny.make_model(0.2), evaluate=noisy_evaluate)
-    assert torch.equal(tiny.weights(model), tiny.weights(reference))
+    reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
+    model, _ = toy.run(toy.make_args(tmp_path / "b", *flags, "--eval_every", "1"), evaluate=noisy_evaluate)
+    assert torch.equal(toy.weights(model), toy.weights(reference)) and model.training
 
 
 def test_early_stopping_counts_evaluations_without_a_better_result(tmp_path):
-    results = iter([5.0, 4.0, 4.5, 4.2, 3.0, 2.0])
-    args = tiny.make_args(
-        tmp_path,
-        "--batch_size",
-        "1",
-        "--gradient_accumulation_steps",
-        "1",
-        "--eval_every",
-        "2",
-        "--early_stopping_patience",
-        "2",
-    )
-    _, progress = tiny.run(args, evaluate=lambda model, batches: {"cer": (next(results), 1.0)})
+    args = toy.make_args(tmp_path, *cut(1, 1), "--eval_every", "2", "--early_stopping_patience", "2")
+    _, progress = toy.run(args, evaluate=scripted(5.0, 4.0, 4.5, 4.2, 3.0, 2.0))
     assert progress["step"] == 8 and progress["best"] == 4.0 and progress["best_step"] == 4
 
 
 def test_a_signal_during_a_save_lets_it_finish(tmp_path, monkeypatch):
-    flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--save_every", "2")
-    write = files.write_atomically
+    write_file = files.write_file
 
-    def interrupted(path, save):
+    def interrupted(path, write):
         if path.suffix == ".pt":
             os.kill(os.getpid(), signal.SIGTERM)
-        write(path, save)
+        write_file(path, write)
 
-    args = tiny.make_args(tmp_path, *flags)
-    monkeypatch.setattr(checkpoint, "write_atomically", interrupted)
+    args = toy.make_args(tmp_path, *cut(2, 2), "--save_every", "2")
+    monkeypatch.setattr(files, "write_file", interrupted)
     with pytest.raises(Stopped):
-        tiny.run(args)
-    monkeypatch.undo()
-    saved = checkpoint.resume("auto", args.checkpoint_dir, recipe.RECIPE)
-    assert saved["progress"]["step"] == 2 and not list(args.checkpoint_dir.glob("*.tmp"))
+        toy.run(args)
+    assert newest(args)["progress"]["step"] == 2 and not list(args.checkpoint_dir.glob("*.tmp"))
 
 
-def test_other_processes_on_the_gpu_are_named_and_left_alone(tmp_path, monkeypatch):
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text(
-        f"#!/bin/sh\necho '75955, /usr/bin/python3, 14510'\necho '{os.getpid()}, python, 900'\necho '12, game, [N/A]'\n"
-    )
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert gpu.gpu_processes() == "python3 (pid 75955) 14.2 GiB, game (pid 12) an unknown amount"
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert gpu.gpu_processes() == ""
+# --- resuming --------------------------------------------------------------------------------------------------------
 
 
-# --- how busy the GPU is ---------------------------------------------------------------------------------------------
-
-UUID = "5a1c7e9e-0000-1111-2222-333344445555"
-CUDA = torch.device("cuda", 0)
-
-
-class FakeNvml(types.ModuleType):
-    """Two GPUs, of which CUDA sees the second; utilisation rises by a hundredth with every question."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, fails_after: int = 10**9, unsupported: bool = False, initialises: bool = True):
-        super().__init__("pynvml")
-        self.fails_after, self.unsupported, self.initialises = fails_after, unsupported, initialises
-        self.asked, self.started, self.threads = 0, 0, set()
-
-    def nvmlInit(self):
-        if not self.initialises:
-            raise self.NVMLError("Driver Not Loaded")
-        self.started += 1
-
-    def nvmlShutdown(self):
-        self.started -= 1
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        if uuid != f"GPU-{UUID}":
-            raise self.NVMLError("Not Found")
-        return "second"
-
-    def nvmlDeviceGetUtilizationRates(self, handle):
-        assert handle == "second"
-        if self.unsupported or self.asked >= self.fails_after:
-            raise self.NVMLError("Not Supported")
-        self.asked += 1
-        self.threads.add(threading.current_thread().name)
-        return types.SimpleNamespace(gpu=self.asked % 100, memory=0)
-
-
-@pytest.fixture
-def nvml(monkeypatch):
-    """nvml(...): puts a fake library there, and a GPU that CUDA knows by its UUID."""
-
-    def use(**options) -> FakeNvml:
-        fake = FakeNvml(**options)
-        monkeypatch.setitem(sys.modules, "pynvml", fake)
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=UUID))
-        return fake
-
-    return use
-
-
-def wait_for(condition) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
-
-
-def sampling() -> list:
-    return [thread for thread in threading.enumerate() if thread.name == "gpu utilisation"]
-
-
-def test_utilisation_is_the_mean_of_what_nvml_says_of_the_gpu_in_use(nvml):
-    fake = nvml()
-    busy = gpu.GpuUtilisation(CUDA, seconds=0.005)
-    assert busy.problem == "" and busy.mean() is None
-    wait_for(lambda: busy.count >= 5)
-    assert busy.mean() > 0.01
-    with busy.rest():
-        time.sleep(0.05)
-        before = busy.count
-        time.sleep(0.05)
-        assert busy.count == before
-    before = busy.mean()
-    busy.seconds = 60
-    time.sleep(0.05)
-    busy.reset()
-    assert busy.mean() >= before  # nothing since: what it was
-    busy.close()
-    busy.close()
-    assert not sampling() and fake.started == 0 and fake.threads == {"gpu utilisation", "MainThread"}
-
-
-@pytest.mark.parametrize(
-    "options, problem",
-    [
-        ({"initialises": False}, "NVML does not start: Driver Not Loaded"),
-        ({"unsupported": True}, "NVML has no figures for this GPU: Not Supported"),
-    ],
-)
-def test_utilisation_that_cannot_be_read_is_left_out(nvml, options, problem):
-    fake = nvml(**options)
-    busy = gpu.GpuUtilisation(CUDA)
-    assert busy.problem == problem and busy.mean() is None and not sampling() and fake.started == 0
-    busy.reset()
-    busy.close()
-
-
-def test_utilisation_without_the_library_another_gpu_or_a_cpu(nvml, monkeypatch):
-    nvml()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="another"))
-    assert gpu.GpuUtilisation(CUDA).problem == "NVML has no figures for this GPU: Not Found"
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace())
-    assert "NVML has no figures" in gpu.GpuUtilisation(CUDA).problem
-    assert gpu.GpuUtilisation(torch.device("cpu")).problem == "no NVIDIA GPU"
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu.GpuUtilisation(CUDA).problem == "the package nvidia-ml-py is not installed"
-    assert not sampling()
-
-
-def test_a_gpu_that_stops_answering_ends_the_samples_and_nothing_else(nvml):
-    nvml(fails_after=4)
-    busy = gpu.GpuUtilisation(CUDA, seconds=0.005)
-    wait_for(lambda: busy.problem)
-    assert busy.problem == "NVML has no more figures for this GPU: Not Supported"
-    busy.reset()
-    assert busy.mean() is None
-    busy.close()
-    assert not sampling()
-
-
-def test_forked_workers_have_no_thread_and_end(nvml, no_hang):
-    nvml()
-    busy = gpu.GpuUtilisation(CUDA, seconds=0.001)
-    for _ in range(20):
-        child = os.fork()
-        if child == 0:
-            os._exit(len(sampling()) + (0 if busy.problem == "" else 2))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert len(sampling()) == 1
-    busy.close()
-
-
-@pytest.mark.parametrize("ends", ["well", "with an error"])
-def test_utilisation_in_the_reports_of_a_run(tmp_path, nvml, monkeypatch, capsys, ends):
-    """The run is on the CPU; it believes that its utilisation can be read."""
-    nvml()
-    real = gpu.GpuUtilisation
-    monkeypatch.setattr(gpu, "GpuUtilisation", lambda device: real(CUDA, seconds=0.002))
+def watched(names: list[str]):
+    """compute_loss that notes the names of its utterances."""
 
     def compute_loss(model, batch):
-        time.sleep(0.02)
-        if ends == "with an error" and "item 5" in batch["names"]:
-            raise ValueError("a defect")
-        return recipe.compute_loss(model, batch)
+        names.extend(batch["names"])
+        return toy.compute_loss(model, batch)
 
-    args = tiny.make_args(tmp_path, "--batch_size", "1", "--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1")  # fmt: skip
-    try:
-        tiny.run(args, compute_loss=compute_loss)
-        assert ends == "well"
-    except ValueError:
-        assert ends == "with an error"
-    assert not sampling()
-    lines = [json.loads(line) for line in (args.log_dir / "metrics.jsonl").read_text().splitlines()]
-    values = [line["train/gpu_utilisation"] for line in lines if "train/gpu_utilisation" in line]
-    assert ends == "with an error" or (len(values) >= 10 and all(0 < value <= 1 for value in values))
-    if ends == "well":
-        assert re.search(r"waiting \d+%  GPU \d+%  ", capsys.readouterr().err)
+    return compute_loss
 
 
-def test_the_bar_shows_utilisation_where_there_is_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    shown = []
-    for busy in (0.97, None):
-        made = report.Report(tmp_path, 0, 10, tensorboard=False)
-        made.progress(1, 2.0, 1e-3, 5.0, 2**30, 0.02, busy)
-        shown.append(made.bar.desc)
-        made.close()
-    assert shown[0].endswith("wait 2% GPU 97%") and shown[1].endswith("wait 2%")
+def test_another_window_size_continues_the_epoch_with_what_is_left(tmp_path, capsys):
+    names = []
+    toy.run(toy.make_args(tmp_path, *cut(2, 2), "--max_steps", "2"), compute_loss=watched(names))
+    assert len(names) in (5, 8)
+    args = toy.make_args(tmp_path, *cut(1, 3), "--resume", "auto")
+    _, progress = toy.run(args, compute_loss=watched(names))
+    assert re.search(r"an update had 4 utterances .* 3: the rest of epoch 1 is cut anew", capsys.readouterr().out)
+    assert sorted(names) == sorted(item["name"] for item in toy.Sequences()) and progress["epoch"] == 1
+
+
+def test_other_data_start_the_epoch_anew(tmp_path, capsys):
+    toy.run(toy.make_args(tmp_path, "--max_steps", "1"))
+    names = []
+    args = toy.make_args(tmp_path, "--resume", "auto")
+    toy.run(args, data=toy.Sequences(15), compute_loss=watched(names))
+    assert re.search(r"training data .*changed.*: epoch 1 starts from its beginning", capsys.readouterr().out)
+    assert sorted(names) == sorted(item["name"] for item in toy.Sequences(15))
 
 
 def test_resuming_into_another_folder_leaves_best_weights_there_and_another_run_alone(tmp_path):
-    old = tiny.make_args(tmp_path / "old")
-    tiny.run(old)
-    (newest,) = checkpoint.list_checkpoints(old.checkpoint_dir)
-    other = tiny.make_args(tmp_path / "new", "--batch_size", "1")
-    tiny.run(other)  # another run, in the folder that the resumed one goes to
-    stands = {p.name for p in other.checkpoint_dir.glob("checkpoint_*")}
-    for epochs in ("1", "2"):  # already finished, and going on with no better result than before
-        args = tiny.make_args(tmp_path / "new", "--resume", str(newest), "--num_epochs", epochs)
-        resumed = checkpoint.resume(args.resume, args.checkpoint_dir, recipe.RECIPE)
-        _, progress = tiny.run(args, resumed=resumed, evaluate=lambda model, batches: {"cer": (1e9, 1.0)})
+    old = toy.make_args(tmp_path / "old")
+    toy.run(old)
+    (source,) = checkpoint.list_checkpoints(old.checkpoint_dir)
+    other = toy.make_args(tmp_path / "new", "--batch_size", "1")
+    toy.run(other)  # another run, in the folder that the resumed one goes to
+    before = {path.name for path in other.checkpoint_dir.glob("checkpoint_*")}
+    for epochs in ("1", "2"):  # already finished, and continued with no better result than before
+        args = toy.make_args(tmp_path / "new", "--resume", str(source), "--num_epochs", epochs)
+        _, progress = toy.run(args, evaluate=scripted(1e9, 1e9))
         assert progress["best"] == 1e9 and (args.checkpoint_dir / "best.safetensors").exists()
-    assert {p.name for p in (other.checkpoint_dir / "earlier-1").glob("checkpoint_*")} == stands
+    assert {path.name for path in (other.checkpoint_dir / "earlier-1").glob("checkpoint_*")} == before
+
+
+def test_a_model_that_no_longer_fits_its_checkpoint_is_one_line(tmp_path):
+    toy.run(toy.make_args(tmp_path))
+    args = toy.make_args(tmp_path, "--resume", "auto")
+    with pytest.raises(UsageError, match=r"the saved weights do not fit this model .*--init_from") as error:
+        toy.run(args, model=toy.Network(layers=3).double())
+    assert "\n" not in str(error.value)
+
+
+# --- data that cannot be read ----------------------------------------------------------------------------------------
+
+
+class WithBadFile(toy.Sequences):
+    def item(self, index: int, epoch: int) -> dict:
+        if index == 3:
+            error = DataError("three.wav is truncated")
+            error.path = "three.wav"
+            raise error
+        return super().item(index, epoch)
+
+
+def test_a_bad_file_stops_the_run_which_is_saved(tmp_path):
+    args = toy.make_args(tmp_path, *cut(1, 1))
+    with pytest.raises(DataError, match=r"three\.wav is truncated; fix or remove it, .* --skip_bad_audio"):
+        toy.run(args, data=WithBadFile())
+    assert 0 <= newest(args)["progress"]["step"] < 13
+
+
+def test_bad_files_are_skipped_counted_and_listed_once(tmp_path, capsys):
+    args = toy.make_args(tmp_path, *cut(1, 1), "--skip_bad_audio", "--num_epochs", "2")
+    _, progress = toy.run(args, data=WithBadFile())
+    assert progress["skipped_files"] == 2 and progress["step"] == progress["utterances"] == 24
+    assert capsys.readouterr().out.count("skipped: three.wav is truncated") == 1
+    (listed,) = [line for line in metrics(args) if line.get("event") == "skipped"]
+    assert (listed["file"], listed["reason"]) == ("three.wav", "three.wav is truncated")

@@ -1,27 +1,24 @@
-"""The pre-flight check: on this machine, and on GPUs that are made up."""
+"""The pre-flight check, on this machine and on GPUs that are made up."""
 
+import os
 import shutil
 import types
 
 import pytest
 import torch
 
-from common import checkpoint, compiling, device, optim, options, preflight
+from common import checkpoint, compiling, device, optim, preflight
 from common import gpu as gpus
 from common.device import Setup
-from tests import tiny
+from tests import toy
 
 NAMES = ["GPU", "driver", "memory", "precision", "mixed precision", "attention", "torch.compile", "prefetching", "TF32", "disk"]  # fmt: skip
 MILLION = 1_000_000
 CUDA = torch.device("cuda", 0)
 
 
-def arguments(folder, *flags):
-    parser = options.Parser("test")
-    options.add_shared_arguments(parser)
-    args = parser.parse_args(["--output_dir", str(folder), *flags])
-    options.resolve(args, 10)
-    return args
+def arguments(folder, *flags: str):
+    return toy.make_args(folder, "--device", "auto", "--dataloader_num_workers", "auto", *flags)
 
 
 def verified(capsys, args, parameters=73 * MILLION, trained=None):
@@ -35,7 +32,7 @@ def verified(capsys, args, parameters=73 * MILLION, trained=None):
 
 @pytest.fixture(autouse=True)
 def as_it_was():
-    """verify sets switches and seeds, as the run that it speaks of does."""
+    """verify sets switches, as the run that it checks does."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cuda.cudnn_sdp_enabled()
     yield
     torch.backends.cuda.matmul.allow_tf32 = before[0]
@@ -86,7 +83,7 @@ def test_mixed_precision_that_is_not_on_fails(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(capability, ...): a GPU on which whatever would compute is answered here."""
+    """gpu(capability, ...) makes up a GPU. Nothing is computed on it."""
 
     def make(capability=(8, 9), free=7.5, total=8.0, kernels=("flash", "memory-efficient", "math"), compiles=True):
         backends = {preflight.BACKENDS[name][0] for name in kernels}
@@ -97,21 +94,22 @@ def gpu(monkeypatch):
         )
         for module, name, replacement in (
             (device, "cuda_problem", lambda index=0: None),
-            (torch.cuda, "get_device_name", lambda where: "NVIDIA GeForce RTX 5060"),
-            (torch.cuda, "get_device_capability", lambda where: capability),
-            (torch.cuda, "get_device_properties", lambda where: types.SimpleNamespace(total_memory=int(total * 2**30))),
-            (torch.cuda, "mem_get_info", lambda where: (int(free * 2**30), int(total * 2**30))),
+            (torch.cuda, "get_device_name", lambda index: "NVIDIA GeForce RTX 5060"),
+            (torch.cuda, "get_device_capability", lambda index: capability),
+            (torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(total_memory=int(total * 2**30))),
+            (torch.cuda, "mem_get_info", lambda index: (int(free * 2**30), int(total * 2**30))),
             (gpus, "load_nvml", lambda: nvml),
             (gpus, "gpu_processes", lambda: ""),
             (preflight, "product_dtype", lambda setup: setup.dtype),
-            # flash knows no masks
+            # flash attention takes no masks
             (preflight, "attention_works", lambda setup, kernel, masked: kernel in backends and not (masked and "FLASH" in str(kernel))),
             (preflight, "copy_ahead", lambda setup: None),
-            (compiling, "compile_problem", lambda where: None if compiles else "torch.compile does not work on cuda:0 (no triton)"),
+            (compiling, "compile_problem", lambda device: None if compiles else "torch.compile does not work on cuda:0 (no triton)"),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, replacement)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(Setup, "grad_scaler", lambda self: types.SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 65536.0) if self.dtype is torch.float16 else None)  # fmt: skip
+        scaler = types.SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 65536.0)
+        monkeypatch.setattr(Setup, "grad_scaler", lambda self: scaler if self.dtype is torch.float16 else None)
 
     return make
 
@@ -145,7 +143,7 @@ def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
     assert status == 1
     for name in ("memory", "attention", "torch.compile", "prefetching"):
         assert table[name][0] == "FAIL", name
-    assert verified(capsys, arguments(tmp_path))[1]["torch.compile"][0] == "skip"  # nobody needs it
+    assert verified(capsys, arguments(tmp_path))[1]["torch.compile"][0] == "skip"  # it was not asked for
     for flag in ("--optimizer adamw_8bit", "--use_cpu_offload"):  # 73 M in 8 bits: 0.68 GiB; without states 0.54
         assert verified(capsys, arguments(tmp_path, *flag.split()))[1]["memory"][0] == "FAIL"
     frozen = verified(capsys, arguments(tmp_path, "--use_cpu_offload"), trained=52 * MILLION)[1]["memory"]
@@ -157,13 +155,10 @@ def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
         raise RuntimeError("cannot pin\nmore")
 
     monkeypatch.setattr(preflight, "copy_ahead", no_copy)
-    assert (
-        verified(capsys, arguments(tmp_path))[1]["prefetching"]
-        == (
-            "FAIL",
-            "4 data workers, but copying from pinned memory does not work: cannot pin",
-        )
-        or len(__import__("os").sched_getaffinity(0)) < 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
+    assert verified(capsys, arguments(tmp_path))[1]["prefetching"] == (
+        "FAIL",
+        "4 data workers, but copying from pinned memory does not work: cannot pin",
     )
     monkeypatch.setattr(gpus, "load_nvml", lambda: (_ for _ in ()).throw(RuntimeError("no library")))
     assert verified(capsys, arguments(tmp_path))[1]["driver"][1].endswith("version is not known (no library)")
@@ -173,13 +168,12 @@ def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
 
 @pytest.mark.parametrize("kind", [(), ("--optimizer", "adamw_8bit"), ("--use_cpu_offload",)])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_size_of_a_checkpoint_is_predicted(tmp_path, monkeypatch, kind, frozen):
-    monkeypatch.setitem(tiny.CONFIG, "d_model", 128)
-    args = tiny.make_args(tmp_path, "--max_steps", "1", "--eval_every", "9", *kind)
-    model = tiny.make_model(dtype=torch.float32)
+def test_the_size_of_a_checkpoint_is_predicted(tmp_path, kind, frozen):
+    args = toy.make_args(tmp_path, "--max_steps", "1", "--eval_every", "9", *kind)
+    model = toy.Network(width=128)
     if frozen:
-        model.encoder.requires_grad_(False)
-    tiny.run(args, model=model, items=tiny.make_items(4, dtype=torch.float32))
+        model.layers[0].requires_grad_(False)
+    toy.run(args, model=model, data=toy.Sequences(4))
     (file,) = checkpoint.list_checkpoints(args.checkpoint_dir)
     predicted = preflight.checkpoint_bytes(args, *optim.count_parameters(model))
     assert predicted == pytest.approx(file.stat().st_size, rel=0.15)
@@ -196,17 +190,18 @@ def test_disk_space(tmp_path, monkeypatch):
     status, reason = preflight.check_disk(args, MILLION + 1, MILLION)
     assert status == "FAIL" and reason.endswith("lower --keep_last, or choose another --checkpoint_dir")
     args.checkpoint_dir.mkdir()
-    (args.checkpoint_dir / "checkpoint_step_00000001.pt").write_bytes(bytes(100))  # will be removed in time
+    (args.checkpoint_dir / "checkpoint_step_00000001.pt").write_bytes(bytes(100))  # the run will remove it
     assert preflight.check_disk(args, MILLION + 1, MILLION)[0] == "pass"
-    args.resume = None  # it will be kept, aside
-    assert preflight.check_disk(args, MILLION + 1, MILLION)[0] == "FAIL"
+    new_run = arguments(tmp_path, "--keep_last", "2")  # a new run keeps it aside
+    assert preflight.check_disk(new_run, MILLION + 1, MILLION)[0] == "FAIL"
     (tmp_path / "file").touch()
-    args.checkpoint_dir = tmp_path / "file" / "below"
-    assert preflight.check_disk(args, 1, 1)[0] == "FAIL"
+    nowhere = arguments(tmp_path, "--checkpoint_dir", str(tmp_path / "file" / "below"))
+    status, reason = preflight.check_disk(nowhere, 1, 1)
+    assert status == "FAIL" and reason == f"cannot write in {tmp_path / 'file'}; choose another --checkpoint_dir"
 
 
 def test_the_trials_compute_here_too():
-    """What the GPU's lines run, on the CPU."""
+    """The functions that check a GPU, called on the CPU."""
     assert preflight.product_dtype(Setup(dtype=torch.bfloat16)) is torch.bfloat16
     assert preflight.attention_works(Setup(), preflight.SDPBackend.MATH, True)
     assert not preflight.attention_works(Setup(), preflight.SDPBackend.CUDNN_ATTENTION, False)

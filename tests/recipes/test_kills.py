@@ -1,64 +1,64 @@
-"""SIGKILL at random moments, the middle of a save among them: the end is the same to the bit. Run by hand:
-./run_tests.sh -m slow tests/test_kills.py"""
+"""SIGKILL at random moments, also in the middle of a save: the run ends with the same bits. Run by hand:
+./run_tests.sh -m slow tests/recipes/test_kills.py"""
 
-import os
 import random
-import signal
-import subprocess
 import time
 
 import pytest
 
-from tests.recipes import test_konkani_commands as base
+from recipes import konkani_conformer as recipe
+from tests.recipes.runs import TINY, assert_same_state, command, kill, newest, ran, start, wait_until
 
-corpus, reference = base.corpus, base.reference  # fixtures
 KILLS = 40
+LONG = "--batch_size 2 --gradient_accumulation_steps 2 --max_steps 16 --save_every 1 --eval_every 5".split()
+
+
+@pytest.fixture(scope="module")
+def flags(konkani):
+    return ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"], *TINY, *LONG, "--resume", "auto"]
+
+
+@pytest.fixture(scope="module")
+def reference(flags, tmp_path_factory):
+    """The last checkpoint of a run that nothing has stopped, and how many seconds it lasts as a process."""
+    folder = tmp_path_factory.mktemp("reference")
+    ran(recipe, *flags, "--output_dir", folder)
+    started = time.monotonic()
+    assert finished(flags, tmp_path_factory.mktemp("timing"))
+    return newest(folder, recipe), time.monotonic() - started
+
+
+def finished(flags, folder) -> dict:
+    """The last checkpoint of the run in `folder`, which continues to its end in a process of its own."""
+    process = start(command(recipe, *flags), folder)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return newest(folder, recipe)
 
 
 @pytest.mark.slow
-def test_forty_kills_at_random_moments_and_the_same_bits(reference, corpus, tmp_path):
-    """Ten runs, each killed four times at a random moment of a run's length (starting up, training, saving,
-    evaluating) and then let go on to its end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = base.command(corpus, *base.LONG, "--save_every", "1", "--resume", "auto")
+def test_forty_kills_at_random_moments_and_the_same_bits(reference, flags, tmp_path):
+    """Ten runs. Each is killed four times at a random moment of a run's length (while it starts, trains, saves or
+    evaluates), and then continues to its end."""
+    expected, length = reference
     dice, saving = random.Random(1), 0
-    started = time.monotonic()
-    first = base.run([*arguments, "--output_dir", str(tmp_path / "timing")], tmp_path)
-    assert first.returncode == 0, first.stderr
-    length = time.monotonic() - started
     for number in range(KILLS // 4):
         folder = tmp_path / str(number)
         folder.mkdir()
         for _ in range(4):
-            process = subprocess.Popen(
-                arguments, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
+            process = start(command(recipe, *flags), folder)
             time.sleep(dice.uniform(0.3, 1.0) * length)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+            kill(process)
             saving += bool(list((folder / "checkpoints").glob("*.tmp")))
-        result = base.run(arguments, folder)
-        assert result.returncode == 0, result.stderr
-        state = base.final_state(folder)
-        expected = base.final_state(reference[0])
-        base.assert_same_state(state, expected)
+        assert_same_state(finished(flags, folder), expected)
     print(f"{KILLS} kills, {saving} of them left a half-written file")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", range(1, 9))
-def test_killed_in_the_middle_of_a_save(reference, corpus, tmp_path, step):
+def test_killed_in_the_middle_of_a_save(reference, flags, tmp_path, step):
     """Kills as soon as the temporary file of a checkpoint appears."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = base.command(corpus, *base.LONG, "--save_every", "1", "--resume", "auto")
-    process = subprocess.Popen(
-        arguments, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    temporary = tmp_path / "checkpoints" / f"checkpoint_step_{step:08d}.pt.tmp"
-    final = temporary.with_suffix("")
-    while process.poll() is None and not (temporary.exists() or final.exists()):
-        pass
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert base.run(arguments, tmp_path).returncode == 0
-    base.assert_same_state(base.final_state(tmp_path), base.final_state(reference[0]))
+    process = start(command(recipe, *flags), tmp_path)
+    wait_until(process, lambda: list((tmp_path / "checkpoints").glob(f"checkpoint_step_{step:08d}.pt*")), pause=0)
+    kill(process)
+    assert_same_state(finished(flags, tmp_path), reference[0])

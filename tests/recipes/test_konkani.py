@@ -1,23 +1,46 @@
 """The Konkani recipe's model, loss, decoding and data, against references."""
 
-import argparse
+import functools
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from common import memory
+from common import batches, compiling, memory
+from common.device import Setup
 from common.errors import UsageError
+from common.loop import run_window
 from recipes import konkani_conformer as recipe
-from speech.corpus import load_corpus
-from tests import tiny
+from speech.audio import SAMPLE_RATE
+from speech.corpus import Checks, load_corpus
+from tests.recipes import runs
 
 CPU = torch.device("cpu")
+CONFIG = {
+    "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "attention_heads": 2, "subsampling": 4, "cmvn": "utterance",
+    "vocabulary": 7,
+}  # fmt: skip
+TOKENIZER = recipe.text.CharTokenizer(["a", "b", "c"])
 
 
-def moved(items):
-    return next(recipe.batches.to_device([recipe.collate(items)], CPU))
+def make_items(count: int, seed: int = 0, dtype=torch.float64) -> list[dict]:
+    """Utterances of 0.3 to 0.8 s with 1 to 4 tokens, each of which CTC can align."""
+    random = np.random.default_rng(seed)
+    items = []
+    for number in range(count):
+        tokens = random.integers(0, CONFIG["vocabulary"], random.integers(1, 5)).tolist()
+        audio = torch.from_numpy(random.normal(0, 0.1, random.integers(4800, 13000))).to(dtype)
+        items.append({
+            "audio": audio, "tokens": torch.tensor(tokens), "labels": torch.tensor([*tokens, CONFIG["vocabulary"]]),
+            "text": "x", "name": f"item {number}", "index": number,
+        })  # fmt: skip
+    return items
+
+
+def make_model(dropout: float = 0.0, dtype=torch.float64, seed: int = 0, **changes) -> recipe.Conformer:
+    torch.manual_seed(seed)
+    return recipe.Conformer({**CONFIG, **changes}, dropout).to(dtype)
 
 
 def awake(model, seed=3):
@@ -29,13 +52,18 @@ def awake(model, seed=3):
     return model
 
 
+def moved(items):
+    return next(batches.to_device([recipe.collate(items)], CPU))
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("subsampling", [4, 8])
 @pytest.mark.parametrize("cmvn", ["global", "utterance"])
 def test_padding_changes_nothing(subsampling, cmvn):
-    torch.manual_seed(0)
-    config = {**tiny.CONFIG, "subsampling": subsampling, "cmvn": cmvn}
-    model = awake(recipe.Conformer(config).double().eval())
-    items = tiny.make_items(4, seed=5)
+    model = awake(make_model(subsampling=subsampling, cmvn=cmvn).eval())
+    items = make_items(4, seed=5)
     together, _, lengths = model.encode(moved(items))
     for row, item in enumerate(items):
         alone, mask, length = model.encode(moved([item]))
@@ -46,16 +74,15 @@ def test_padding_changes_nothing(subsampling, cmvn):
 @pytest.mark.parametrize("samples", [1, 100, 399, 400, 401, 559, 560, 1040, 1041, 16000, 47_999])
 @pytest.mark.parametrize("subsampling", [4, 8])
 def test_encoder_frames_predicts_what_the_encoder_makes(samples, subsampling):
-    model = recipe.Conformer({**tiny.CONFIG, "subsampling": subsampling}).eval()
-    item = {**tiny.make_items(1, dtype=torch.float32)[0], "audio": torch.randn(samples)}
+    model = make_model(dtype=torch.float32, subsampling=subsampling).eval()
+    item = {**make_items(1, dtype=torch.float32)[0], "audio": torch.randn(samples)}
     encoded, _, lengths = model.encode(moved([item]))
     assert encoded.shape[1] == lengths[0] == recipe.encoder_frames(samples, subsampling)
 
 
 def test_the_decoder_sees_no_future_and_no_other_utterance():
-    model = awake(tiny.make_model().eval())
-    batch = moved(tiny.make_items(3))
-    encoded, mask, _ = model.encode(batch)
+    model = awake(make_model().eval())
+    encoded, mask, _ = model.encode(moved(make_items(3)))
     tokens = torch.randint(0, 7, (3, 6))
     logits = model.decode(tokens, encoded, mask)
     changed = tokens.clone()
@@ -71,25 +98,35 @@ def test_rotary_attention_depends_on_distances_only():
     for offset in (0, 1, 7):
         diagonal = scores[0, 0].diagonal(offset)
         assert torch.allclose(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4)
-    half = recipe.rotate(q.half(), angles)
-    assert half.dtype == torch.float16
+    assert recipe.rotate(q.half(), angles).dtype == torch.float16
+
+
+def test_model_sizes_are_those_of_the_guide():
+    millions = []
+    for d, encoder, decoder in ((256, 12, 6), (192, 8, 4), (128, 6, 3)):
+        shape = {"d_model": d, "encoder_layers": encoder, "decoder_layers": decoder, "attention_heads": 4}
+        model = make_model(dtype=torch.float32, vocabulary=200, **shape)
+        millions.append(sum(p.numel() for p in model.parameters()) / 1e6)
+    assert millions[0] == pytest.approx(24.7, abs=2) and 9 < millions[1] < 12 and 3 < millions[2] < 6
+
+
+# --- loss ------------------------------------------------------------------------------------------------------------
 
 
 def test_losses_match_a_plain_computation():
-    model = awake(tiny.make_model().eval())
-    items = tiny.make_items(3)
-    batch = moved(items)
-    found = recipe.compute_loss(model, batch)
+    model = awake(make_model().eval())
+    items = make_items(3)
+    losses = recipe.compute_loss(model, moved(items))
     ctc = attention = 0.0
     for item in items:
         encoded, _, _ = model.encode(moved([item]))
         log_probs = model.ctc_head(encoded[0]).log_softmax(-1).detach()
-        ctc += ctc_by_hand(log_probs, item["tokens"].tolist(), model.end)
-        logits = model.decode(torch.tensor([[model.end, *item["tokens"].tolist()]]), encoded, None)[0].log_softmax(-1)
-        target = F.one_hot(item["labels"], model.end + 1).double() * 0.9 + 0.1 / (model.end + 1)
+        ctc += ctc_by_hand(log_probs, item["tokens"].tolist(), model.eos)
+        logits = model.decode(torch.tensor([[model.eos, *item["tokens"].tolist()]]), encoded, None)[0].log_softmax(-1)
+        target = F.one_hot(item["labels"], model.eos + 1).double() * 0.9 + 0.1 / (model.eos + 1)
         attention -= (target * logits).sum().item()
-    assert found["ctc"].item() == pytest.approx(ctc, rel=1e-9)
-    assert found["attention"].item() == pytest.approx(attention, rel=1e-9)
+    assert losses["ctc"].item() == pytest.approx(ctc, rel=1e-9)
+    assert losses["attention"].item() == pytest.approx(attention, rel=1e-9)
 
 
 @torch.no_grad()
@@ -110,24 +147,42 @@ def ctc_by_hand(log_probs, tokens, blank):
     return -np.logaddexp(alpha[-1], alpha[-2])
 
 
+def window_gradient(model, items: list[dict], sizes: list[int]) -> torch.Tensor:
+    rest = iter(items)
+    micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
+    totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in recipe.LOSS_WEIGHTS}
+    model.zero_grad()
+    outcome = run_window(model, micro_batches, totals, recipe.compute_loss, recipe.LOSS_WEIGHTS, Setup())
+    assert outcome.failed is None
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+
+def test_however_a_window_is_cut_its_gradient_is_the_same():
+    model, items = awake(make_model()), make_items(8)
+    whole = window_gradient(model, items, [8])
+    assert whole.norm() > 0
+    for sizes in ([4, 4], [2, 2, 2, 2], [1] * 8, [5, 3]):
+        assert (window_gradient(model, items, sizes) - whole).norm() <= 1e-10 * whole.norm()
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradient_checkpointing_changes_neither_loss_nor_gradient(dropout):
-    items = tiny.make_items(3)
-    plain, checkpointed = awake(tiny.make_model(dropout)), awake(tiny.make_model(dropout))
-    memory.checkpoint_layers(checkpointed, (recipe.EncoderLayer, recipe.DecoderLayer, recipe.Subsampling))
+    items = make_items(3)
+    plain, checkpointed = awake(make_model(dropout)), awake(make_model(dropout))
+    memory.checkpoint_layers(checkpointed, recipe.CHECKPOINTED)
     kept, results = [], []
     for model in (plain, checkpointed):
         torch.manual_seed(1)
-        bytes_kept = 0
+        numbers_kept = 0
 
         def pack(tensor):
-            nonlocal bytes_kept
-            bytes_kept += tensor.numel()
+            nonlocal numbers_kept
+            numbers_kept += tensor.numel()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             terms = recipe.compute_loss(model, moved(items))
-        kept.append(bytes_kept)
+        kept.append(numbers_kept)
         loss = sum(terms.values())
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for a, b in zip(*results, strict=True):
@@ -137,98 +192,49 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradient(dropout):
 
 def test_checkpointing_a_model_without_layers_is_an_error():
     with pytest.raises(UsageError, match="--gradient_checkpointing: Linear has no layer"):
-        memory.checkpoint_layers(torch.nn.Linear(2, 2), (recipe.EncoderLayer,))
+        memory.checkpoint_layers(torch.nn.Linear(2, 2), recipe.CHECKPOINTED)
+
+
+@pytest.mark.slow
+def test_compiled_and_checkpointed_layers_give_the_same_loss_and_gradients(monkeypatch):
+    # This backend traces and differentiates as the default one does, and runs torch's own kernels.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    plain, compiled = awake(make_model(0.2)), awake(make_model(0.2))
+    compiling.compile_layers(compiled, recipe.COMPILED)
+    memory.checkpoint_layers(compiled, recipe.CHECKPOINTED)
+    for count, seed in ((3, 0), (1, 2)):
+        results = []
+        for model in (plain, compiled):
+            torch.manual_seed(1)
+            loss = sum(recipe.compute_loss(model, moved(make_items(count, seed))).values())
+            results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
+    torch._dynamo.reset()
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
 
 
 def test_ctc_greedy_merges_repeats_and_drops_blanks():
-    model = tiny.make_model()
+    model = make_model()
     paths = torch.tensor([[7, 1, 1, 7, 1, 2, 2, 7], [3, 3, 3, 7, 7, 0, 5, 5]])
     model.ctc_head = torch.nn.Identity()
     assert recipe.ctc_greedy(model, F.one_hot(paths, 8), torch.tensor([8, 5])) == [[1, 1, 2], [3]]
 
 
-@pytest.mark.parametrize(
-    "tokens, samples, fits", [([1, 2, 3], 2320, True), ([1, 1, 2, 3], 2320, False), ([1] * 9, 16000, True)]
-)
-def test_ctc_feasibility_agrees_with_the_loss(tokens, samples, fits):
-    frames = recipe.encoder_frames(samples, 4)
-    loss = F.ctc_loss(
-        torch.zeros(frames, 1, 8).log_softmax(-1), torch.tensor([tokens]), [frames], [len(tokens)], blank=7
-    )
-    assert recipe.ctc_fits(samples, tokens, 4) == fits == bool(torch.isfinite(loss))
-
-
-def item_arguments(**changed):
-    base = {"seed": 1, "speed_perturbation": True, "spec_augment": True, "subsampling": 4, "cache_audio": None}
-    return argparse.Namespace(**{**base, **changed})
-
-
-def one_file_corpus(tmp_path, seconds=1.0, text="abc"):
-    import soundfile
-
-    soundfile.write(tmp_path / "a.wav", np.random.default_rng(0).normal(0, 0.1, int(16000 * seconds)), 16000)
-    (tmp_path / "m.json").write_text(f'{{"audio_filepath": "a.wav", "text": "{text}"}}\n' * 40)
-    corpus, _ = load_corpus(str(tmp_path / "m.json"), recipe.text.normalise, 0.1, 30)
-    return corpus
-
-
-def test_augmentation_depends_on_seed_epoch_and_utterance_alone(tmp_path):
-    corpus = one_file_corpus(tmp_path)
-    tokenizer = recipe.text.CharTokenizer(["a", "b", "c"])
-
-    def load(index, epoch, **changed):
-        return recipe.load_item(corpus, tokenizer, item_arguments(**changed), True, index, epoch)
-
-    first, again = load(3, 1), load(3, 1)
-    for key in ("audio", "time_masks", "frequency_masks"):
-        assert torch.equal(first[key], again[key])
-    assert not torch.equal(first["time_masks"], load(3, 2)["time_masks"])
-    assert not torch.equal(first["time_masks"], load(4, 1)["time_masks"])
-    assert not torch.equal(first["time_masks"], load(3, 1, seed=2)["time_masks"])
-    lengths = {len(load(index, 0)["audio"]) for index in range(40)}
-    assert lengths == {16000, 17778, 14546} or len(lengths) == 3
-    planned = recipe.seconds_in_epoch(corpus, item_arguments(), 1)
-    assert len(first["audio"]) / 16000 == pytest.approx(planned[3], abs=0.001)
-
-
-def test_speed_perturbation_never_makes_an_utterance_infeasible(tmp_path):
-    corpus = one_file_corpus(tmp_path, seconds=0.3, text="abcabca")  # 7 frames for 7 tokens
-    tokenizer = recipe.text.CharTokenizer(["a", "b", "c"])
-    for index in range(40):
-        item = recipe.load_item(corpus, tokenizer, item_arguments(), True, index, 0)
-        assert recipe.ctc_fits(len(item["audio"]), item["tokens"].tolist(), 4)
-
-
-def test_model_sizes_are_those_of_the_guide():
-    millions = []
-    for d, encoder, decoder in ((256, 12, 6), (192, 8, 4), (128, 6, 3)):
-        config = {
-            **tiny.CONFIG,
-            "d_model": d,
-            "encoder_layers": encoder,
-            "decoder_layers": decoder,
-            "attention_heads": 4,
-            "vocabulary": 200,
-        }
-        millions.append(sum(p.numel() for p in recipe.Conformer(config).parameters()) / 1e6)
-    assert millions[0] == pytest.approx(24.7, abs=2) and 9 < millions[1] < 12 and 3 < millions[2] < 6
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(3))
 def test_rescoring_picks_what_the_training_loss_likes_best(seed):
-    model = awake(tiny.make_model(seed=seed).eval(), seed)
+    model = awake(make_model(seed=seed).eval(), seed)
     model.label_smoothing = 0.0
-    item = tiny.make_items(1, seed=seed)[0]
+    item = make_items(1, seed=seed)[0]
     encoded, _, lengths = model.encode(moved([item]))
-    hypotheses = recipe.ctc_prefix_beam(model.ctc_head(encoded[0]).log_softmax(-1).numpy(), 6, model.end)
+    hypotheses = recipe.ctc_prefix_beam(model.ctc_head(encoded[0]).log_softmax(-1).numpy(), 6, model.eos)
 
     def loss(tokens):
-        changed = {
-            **item,
-            "tokens": torch.tensor(tokens, dtype=torch.long),
-            "labels": torch.tensor([*tokens, model.end]),
-        }
+        labels = torch.tensor([*tokens, model.eos])
+        changed = {**item, "tokens": torch.tensor(tokens, dtype=torch.long), "labels": labels}
         terms = recipe.compute_loss(model, moved([changed]))
         return sum(recipe.LOSS_WEIGHTS[name] * float(value) for name, value in terms.items())
 
@@ -239,11 +245,79 @@ def test_rescoring_picks_what_the_training_loss_likes_best(seed):
 @torch.no_grad()
 @pytest.mark.parametrize("method", ["greedy", "rescore", "beam"])
 def test_decoding_does_not_depend_on_the_batch(method):
-    model = awake(tiny.make_model().eval())
-    items = tiny.make_items(3, seed=2)
+    model = awake(make_model().eval())
+    items = make_items(3, seed=2)
     encoded, _, lengths = model.encode(moved(items))
     together = recipe.decode(model, encoded, lengths, method, 3)
     for item, tokens in zip(items, together, strict=True):
         encoded, _, length = model.encode(moved([item]))
         assert recipe.decode(model, encoded, length, method, 3) == [tokens]
-        assert all(0 <= token < model.end for token in tokens)
+        assert all(0 <= token < model.eos for token in tokens)
+
+
+@torch.no_grad()
+def test_an_evaluation_adds_up_its_batches_and_ranks_without_any():
+    tokenizer = recipe.text.CharTokenizer(list("abcdef"))  # and the unknown character
+    model, items = awake(make_model().eval()), make_items(3)
+    together = recipe.evaluate(tokenizer, model, [recipe.collate(items)])
+    apart = recipe.evaluate(tokenizer, model, [recipe.collate([item]) for item in items])
+    nothing = recipe.evaluate(tokenizer, model, [])
+    assert together.keys() == apart.keys() == nothing.keys() == {"ctc", "attention", "cer", "wer"}
+    for name, (total, count) in together.items():
+        assert apart[name] == (pytest.approx(total, rel=1e-10), count) and count > 0 and nothing[name] == (0, 0)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tokens, samples, fits", [([1, 2, 3], 2320, True), ([1, 1, 2, 3], 2320, False), ([1] * 9, 16000, True)]
+)
+def test_ctc_feasibility_agrees_with_the_loss(tokens, samples, fits):
+    frames = recipe.encoder_frames(samples, 4)
+    log_probs = torch.zeros(frames, 1, 8).log_softmax(-1)
+    loss = F.ctc_loss(log_probs, torch.tensor([tokens]), [frames], [len(tokens)], blank=7)
+    assert recipe.ctc_fits(samples, tokens, 4) == fits == bool(torch.isfinite(loss))
+
+
+@pytest.fixture
+def utterances(tmp_path, wav, json_lines):
+    """utterances(*flags, seconds, text, training): forty times the same recording, as the recipe reads it."""
+
+    def make(*flags: str, seconds: float = 1.0, text: str = "abc", training: bool = True) -> recipe.Utterances:
+        wav(tmp_path / "a.wav", seconds)
+        manifest = json_lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": text}] * 40)
+        args = runs.parse(recipe, "--train_manifest", manifest, *flags)
+        recipe.resolve(args)
+        corpus, _ = load_corpus(manifest, recipe.text.normalise, Checks())
+        return recipe.Utterances(args, corpus, TOKENIZER, 4, training)
+
+    return make
+
+
+def test_augmentation_depends_on_seed_epoch_and_utterance_alone(utterances):
+    data = utterances()
+    first, again = data.item(3, 1), utterances().item(3, 1)
+    for key in ("audio", "time_masks", "frequency_masks"):
+        assert torch.equal(first[key], again[key])
+    assert not torch.equal(first["time_masks"], data.item(3, 2)["time_masks"])
+    assert not torch.equal(first["time_masks"], data.item(4, 1)["time_masks"])
+    assert not torch.equal(first["time_masks"], utterances("--seed", "2").item(3, 1)["time_masks"])
+    lengths = {len(data.item(index, 0)["audio"]) for index in range(40)}
+    assert len(lengths) == 3 and min(lengths) < 16_000 < max(lengths)
+    assert len(first["audio"]) / SAMPLE_RATE == pytest.approx(data.seconds(1)[3], abs=0.001)
+
+
+def test_an_evaluation_set_and_a_set_without_augmentation_are_read_as_they_are(utterances):
+    for data in (utterances(training=False), utterances("--no_spec_augment", "--no_speed_perturbation")):
+        items = [data.item(index, 1) for index in range(10)]
+        assert {len(item["audio"]) for item in items} == {16_000} and "time_masks" not in items[0]
+        assert (data.seconds(1) == 1.0).all() and len(data) == 40
+
+
+def test_speed_perturbation_never_makes_an_utterance_infeasible(utterances):
+    data = utterances(seconds=0.3, text="abcabca")  # 7 frames for 7 tokens
+    assert (data.speeds(0) > 1).any()
+    for index in range(40):
+        item = data.item(index, 0)
+        assert recipe.ctc_fits(len(item["audio"]), item["tokens"].tolist(), 4)

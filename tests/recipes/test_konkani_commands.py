@@ -1,227 +1,230 @@
-"""The user's commands as subprocesses, on a small spoken corpus: train, kill, resume, transcribe, torchrun."""
+"""The Konkani recipe's command lines on a small spoken corpus: train, kill, resume, evaluate, transcribe, torchrun."""
 
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
+import soundfile
 
 from common import checkpoint
 from recipes import konkani_conformer as recipe
-from speech import demo
+from tests.recipes import runs
+from tests.recipes.runs import SHORT, TINY, error_lines, newest, ran, refused, run
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = str(ROOT / "recipes" / "konkani_conformer.py")
-SMALL = [
-    "--d_model",
-    "16",
-    "--encoder_layers",
-    "1",
-    "--decoder_layers",
-    "1",
-    "--attention_heads",
-    "2",
-    "--device",
-    "cpu",
-    "--no_tensorboard",
-]
+LONG = "--max_steps 16 --save_every 3 --eval_every 5".split()  # two and a third epochs of seven windows
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES[:3], {"train": 26, "val": 4})
-
-
-def command(corpus, *flags):
-    return [sys.executable, RECIPE, "--train_manifest", corpus["train"], "--val_manifest", corpus["val"], *SMALL,
-            "--batch_size", "2", "--gradient_accumulation_steps", "2", "--dataloader_num_workers", "1", *flags]  # fmt: skip
-
-
-def run(arguments, folder, **options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        arguments, cwd=folder, capture_output=True, text=True, timeout=300, env=environment, **options
-    )
-
-
-def final_state(folder):
-    newest = checkpoint.list_checkpoints(folder / "checkpoints")[0]
-    return checkpoint.read(newest, recipe.RECIPE)
-
-
-def assert_same_state(a, b):
-    assert a["progress"] == b["progress"]
-    for name in a["model"]:
-        assert torch.equal(a["model"][name], b["model"][name]), name
-    for name, state in a["optimizer"].items():
-        for key, value in state.items():
-            assert torch.equal(value, b["optimizer"][name][key]), (name, key)
-
-
-LONG = ("--max_steps", "16", "--save_every", "3", "--eval_every", "5")  # two and a third epochs of seven windows
+def flags(konkani):
+    """The flags of a tiny model on the corpus."""
+    manifests = ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
+    return [*manifests, *TINY, "--batch_size", "2", "--gradient_accumulation_steps", "2"]
 
 
 @pytest.fixture(scope="module")
-def reference(corpus, tmp_path_factory):
+def reference(flags, tmp_path_factory):
+    """The folder and the stdout of a run that nothing has stopped."""
     folder = tmp_path_factory.mktemp("reference")
-    result = run(command(corpus, *LONG), folder)
-    assert result.returncode == 0, result.stderr
-    return folder, result
+    return folder, ran(recipe, *flags, *LONG, "--output_dir", folder)
+
+
+@pytest.fixture
+def best(reference):
+    return reference[0] / "checkpoints" / "best.safetensors"
+
+
+# --- trained, stopped and resumed ------------------------------------------------------------------------------------
 
 
 def test_a_run_leaves_what_it_promises(reference):
-    folder, result = reference
-    assert {"best.safetensors", "best.json"} <= {p.name for p in (folder / "checkpoints").iterdir()}
+    folder, out = reference
+    assert {"best.safetensors", "best.json"} <= {path.name for path in (folder / "checkpoints").iterdir()}
     assert len(checkpoint.list_checkpoints(folder / "checkpoints")) == 5
-    assert (folder / "logs" / "training.png").read_bytes()[:4] == b"\x89PNG"
     lines = [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "eval/cer" in line] == [5, 10, 15, 16]
     assert any("train/loss" in line and line["train/data_wait_share"] >= 0 for line in lines)
-    assert "WER" in result.stdout and "CER" in result.stdout and result.stdout.count("reference:") == 4
-    assert "\r" not in result.stderr  # plain lines where stderr is no terminal
-    assert len((folder / "logs" / "transcripts.jsonl").read_text().splitlines()) == 4
+    assert "WER" in out and "CER" in out and out.count("reference:") == 4
+    assert out.splitlines()[-1].startswith("memory: peak ")
+    rows = [json.loads(line) for line in (folder / "logs" / "transcripts.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and rows[0].keys() == {"file", "reference", "hypothesis"}
 
 
-def test_running_again_goes_on_or_says_it_is_done(reference, corpus, tmp_path):
-    folder, _ = reference
-    result = run(command(corpus, *LONG, "--resume", "auto", "--checkpoint_dir", str(folder / "checkpoints")), tmp_path)
-    assert result.returncode == 0 and "resuming from" in result.stdout and "WER" in result.stdout
+def test_a_finished_run_that_is_started_again_only_prints_its_results(reference, flags, tmp_path):
+    folder, out = reference
+    folders = ["--output_dir", tmp_path, "--checkpoint_dir", folder / "checkpoints"]
+    again = ran(recipe, *flags, *LONG, "--resume", "auto", *folders)
+    assert "resuming from" in again and "(step 16)" in again and "evaluation at step" not in again
+    assert error_lines(again) == error_lines(out) and len(error_lines(out)) == 2
 
 
-def test_conflicting_shape_flags_are_one_line_that_names_init_from(reference, corpus, tmp_path):
-    folder, _ = reference
-    newest = str(checkpoint.list_checkpoints(folder / "checkpoints")[0])
-    result = run([*command(corpus, *LONG, "--resume", newest), "--d_model", "32"], tmp_path)
-    assert result.returncode == 2 and "--d_model 32 conflicts" in result.stderr and "--init_from" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+def test_a_conflicting_shape_is_one_line_that_names_init_from(reference, flags, tmp_path):
+    path = checkpoint.list_checkpoints(reference[0] / "checkpoints")[0]
+    status, err = refused(recipe, *flags, *LONG, "--output_dir", tmp_path, "--resume", path, "--d_model", "32")
+    assert status == 2 and "--d_model 32 conflicts" in err and "--init_from" in err
 
 
-def kill_when(process, folder, ready, number=signal.SIGKILL):
-    deadline = time.monotonic() + 200
-    while not ready(folder) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(number)
-    return process.wait(60)
-
-
-def test_killed_twice_in_one_epoch_and_resumed_ends_with_the_same_bits(reference, corpus, tmp_path):
-    """SIGKILL once while a checkpoint is being written or just after, once between two; then on to the end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = command(corpus, *LONG, "--resume", "auto")
-    for step in (9, 12):
-        ready = lambda folder, step=step: list((folder / "checkpoints").glob(f"*{step:08d}.pt*"))  # noqa: E731
-        process = subprocess.Popen(
-            arguments, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        assert kill_when(process, tmp_path, ready) == -signal.SIGKILL
-    result = run(arguments, tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert_same_state(final_state(tmp_path), final_state(reference[0]))
-    evaluated = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()
-        if "eval/cer" in line
-    ]
-    assert evaluated == [5, 10, 15, 16]
-
-
-def test_sigterm_saves_exits_143_and_resumes_to_the_same_bits(reference, corpus, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = command(corpus, *LONG, "--resume", "auto")
-    process = subprocess.Popen(
-        arguments,
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 200
-    while (
-        not list((tmp_path / "checkpoints").glob("*00000003.pt"))
-        and process.poll() is None
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
+def test_killed_and_terminated_in_one_epoch_and_resumed_it_ends_with_the_same_bits(reference, flags, tmp_path):
+    """SIGKILL while a checkpoint is being written or just after, then SIGTERM between two, then on to the end."""
+    again = runs.command(recipe, *flags, *LONG, "--resume", "auto")
+    process = runs.start(again, tmp_path)
+    runs.wait_until(process, lambda: list((tmp_path / "checkpoints").glob("*00000009.pt*")))
+    runs.kill(process)
+    process = runs.start(again, tmp_path)
+    runs.wait_until(process, lambda: list((tmp_path / "checkpoints").glob("*00000012.pt")))
     os.killpg(process.pid, signal.SIGTERM)  # the workers get it too, as from a batch system
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 143, errors
-    assert "stopped by SIGTERM" in errors and "--resume auto" in errors
-    assert run(arguments, tmp_path).returncode == 0
-    assert_same_state(final_state(tmp_path), final_state(reference[0]))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and "stopped by SIGTERM" in err and "--resume auto" in err, err
+    assert 12 <= newest(tmp_path, recipe)["progress"]["step"] < 16
+    ran(recipe, *flags, *LONG, "--resume", "auto", "--output_dir", tmp_path)
+    runs.assert_same_state(newest(tmp_path, recipe), newest(reference[0], recipe))
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval/cer" in line] == [5, 10, 15, 16]
 
 
-def test_a_bad_file_is_named_and_with_skip_bad_audio_listed(corpus, tmp_path):
-    import soundfile
-
-    audio = tmp_path / "cut off.flac"
-    samples, rate = soundfile.read(Path(corpus["train"]).parent / "audio" / "train_00000.wav")
-    soundfile.write(audio, samples, rate)
-    os.truncate(audio, audio.stat().st_size // 2)
-    lines = Path(corpus["train"]).read_text().splitlines()
-    rows = [json.loads(line) for line in lines[:6]]
-    for row in rows:
-        row["audio_filepath"] = str(Path(corpus["train"]).parent / row["audio_filepath"])
-    rows.append({"audio_filepath": str(audio), "text": rows[0]["text"]})
-    manifest = tmp_path / "train.json"
-    manifest.write_text("\n".join(map(json.dumps, rows)))
-    arguments = command({**corpus, "train": str(manifest)}, "--num_epochs", "1")
-    result = run(arguments, tmp_path)
-    assert result.returncode == 1
-    assert result.stderr.strip().splitlines()[-1].startswith(f"error: {audio} ") and "--skip_bad_audio" in result.stderr
-    assert "Traceback" not in result.stderr
-    result = run([*arguments, "--skip_bad_audio"], tmp_path)
-    assert result.returncode == 0, result.stderr
-    listed = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["file"] for line in listed if line.get("event") == "skipped"] == [str(audio)]
-
-
-def test_transcribe_files_folders_and_long_recordings(reference, corpus, tmp_path):
-    import numpy as np
-    import soundfile
-
-    folder, _ = reference
-    audio = Path(corpus["val"]).parent / "audio"
-    pieces = [soundfile.read(path)[0] for path in sorted(audio.glob("val_*"))]
-    silence = np.zeros(8000)
-    long = np.concatenate([np.concatenate([piece, silence]) for piece in pieces * 4])
-    soundfile.write(tmp_path / "long.flac", long, 22050)
-    (tmp_path / "inside").mkdir()
-    soundfile.write(tmp_path / "inside" / "stereo.wav", np.stack([pieces[0]] * 2, 1), 22050)
-    (tmp_path / "notes.txt").write_text("no audio")
-    best = str(folder / "checkpoints" / "best.safetensors")
-    base = [sys.executable, RECIPE, "--device", "cpu", "--resume", best, "--transcribe"]
-    result = run([*base, "long.flac", "inside", "--output", "out.jsonl"], tmp_path)
-    assert result.returncode == 0, result.stderr
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [Path(row["file"]).name for row in rows] == ["long.flac", "stereo.wav"]
-    longest = recipe.checkpoint.read_weights(best, recipe.RECIPE)[1]["longest"]
-    assert len(rows[0]["pieces"]) > 4 and all(p["end"] - p["start"] <= longest + 1e-6 for p in rows[0]["pieces"])
-    assert rows[0]["pieces"][0]["start"] == 0 and rows[0]["pieces"][-1]["end"] == pytest.approx(rows[0]["seconds"])
-    result = run([*base, "notes.txt", "inside/stereo.wav"], tmp_path)
-    assert (
-        result.returncode == 1
-        and "notes.txt cannot be read" in result.stderr
-        and "inside/stereo.wav\t" in result.stdout
-    )
-    result = run([*base, "missing.wav"], tmp_path)
-    assert result.returncode == 2 and "missing.wav: no such file" in result.stderr
-
-
-def test_torchrun_trains_with_two_processes(corpus, tmp_path):
+def test_torchrun_trains_with_two_processes(flags, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    result = run([*launch, *command(corpus, "--max_steps", "4")[1:]], tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("evaluation at step 4") == 1 and result.stdout.count("WER") == 1
-    assert final_state(tmp_path)["progress"]["utterances"] in range(26, 33) and len(final_state(tmp_path)["rng"]) == 2
+    process = runs.start([*launch, *runs.command(recipe, *flags, "--max_steps", "4")[1:]], tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.count("evaluation at step 4") == 1 and out.count("WER") == 1
+    state = newest(tmp_path, recipe)
+    assert state["progress"]["utterances"] in range(26, 33) and len(state["rng"]) == 2
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_file_is_named_and_with_skip_bad_audio_listed(konkani, flags, tmp_path):
+    audio = tmp_path / "cut off.flac"
+    samples, rate = soundfile.read(Path(konkani["train"]).parent / "audio" / "train_00000.wav")
+    soundfile.write(audio, samples, rate)
+    os.truncate(audio, audio.stat().st_size // 2)
+    rows = [json.loads(line) for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines()[:6]]
+    for row in rows:
+        row["audio_filepath"] = str(Path(konkani["train"]).parent / row["audio_filepath"])
+    rows.append({"audio_filepath": str(audio), "text": rows[0]["text"]})
+    (tmp_path / "train.json").write_text("\n".join(map(json.dumps, rows)))
+    flags = [*flags, "--train_manifest", tmp_path / "train.json", "--num_epochs", "1", "--output_dir", tmp_path]
+    status, _, err = run(recipe, *flags)
+    assert status == 1 and err.splitlines()[-1].startswith(f"error: {audio} ") and "--skip_bad_audio" in err
+    assert "Traceback" not in err
+    ran(recipe, *flags, "--skip_bad_audio")
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["file"] for line in lines if line.get("event") == "skipped"] == [str(audio)]
+
+
+def test_long_recordings_are_cut_by_their_segments(konkani, flags, tmp_path):
+    folder, now = Path(konkani["train"]).parent, 0.0
+    rows = [json.loads(line) for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines()]
+    pieces, segments = [], []
+    for row in rows:
+        samples, rate = soundfile.read(folder / row["audio_filepath"])
+        segments.append({"start": now, "end": now + len(samples) / rate, "text": row["text"]})
+        pieces.append(samples)
+        now += len(samples) / rate
+    soundfile.write(tmp_path / "long.wav", np.concatenate(pieces), rate)
+    assert now > 30
+    (tmp_path / "long.json").write_text(json.dumps({"audio_filepath": "long.wav", "segments": segments}) + "\n")
+    flags = [*flags, *SHORT, "--train_manifest", tmp_path / "long.json", "--output_dir", tmp_path]
+    status, err = refused(recipe, *flags)
+    assert status == 1 and "--use_chunking" in err
+    ran(recipe, *flags, "--use_chunking", "--max_duration", "10")
+    assert 5 < newest(tmp_path, recipe)["metadata"]["longest"] <= 10
+
+
+# --- evaluated and transcribed ---------------------------------------------------------------------------------------
+
+
+def test_evaluate_prints_the_results_of_the_run_again(reference, best, flags, konkani, tmp_path):
+    _, out = reference
+    evaluate = ["--evaluate", "--resume", best]
+    again = ran(recipe, *flags, *evaluate, "--output_dir", tmp_path / "same")
+    assert "val set, 4 utterances" in again and "evaluation at step" not in again
+    alone = ran(recipe, *evaluate, "--test_manifest", konkani["val"], "--output_dir", tmp_path / "alone")
+    assert "test set, 4 utterances" in alone and "demo corpus" not in alone
+    assert error_lines(out) == error_lines(again) == error_lines(alone) and len(error_lines(out)) == 2
+    assert len((tmp_path / "alone" / "logs" / "transcripts.jsonl").read_text().splitlines()) == 4
+    assert not list((tmp_path / "alone").glob("checkpoints/*"))
+
+
+def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
+    pieces = [soundfile.read(path)[0] for path in sorted((Path(konkani["val"]).parent / "audio").glob("val_*"))]
+    long = np.concatenate([np.concatenate([piece, np.zeros(8000)]) for piece in pieces * 4])
+    soundfile.write(tmp_path / "long.flac", long, 22050)
+    (tmp_path / "inside").mkdir()
+    stereo = tmp_path / "inside" / "stereo.wav"
+    soundfile.write(stereo, np.stack([pieces[0]] * 2, 1), 22050)
+    (tmp_path / "notes.txt").write_text("not audio")
+    transcribe = ["--resume", best, "--transcribe"]
+    ran(recipe, *transcribe, tmp_path / "long.flac", stereo.parent, "--output", tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [Path(row["file"]).name for row in rows] == ["long.flac", "stereo.wav"]
+    longest = checkpoint.read_weights(best, recipe.RECIPE)[1]["longest"]
+    assert len(rows[0]["pieces"]) > 4 and all(p["end"] - p["start"] <= longest + 1e-6 for p in rows[0]["pieces"])
+    assert rows[0]["pieces"][0]["start"] == 0 and rows[0]["pieces"][-1]["end"] == pytest.approx(rows[0]["seconds"])
+    status, out, err = run(recipe, *transcribe, tmp_path / "notes.txt", stereo)
+    assert status == 1 and "notes.txt cannot be read" in err and out.startswith(f"{stereo}\t")
+    status, err = refused(recipe, *transcribe, tmp_path / "missing.wav")
+    assert status == 2 and "missing.wav: no such file" in err
+
+
+def test_silence_has_no_text(best, silence, monkeypatch):
+    monkeypatch.setattr(recipe, "final_texts", lambda *inputs: pytest.fail("silence was decoded"))
+    assert ran(recipe, "--transcribe", silence, "--resume", best) == "\n"
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_gpu_checks_the_machine_and_writes_nothing(tmp_path):
+    out = ran(recipe, *TINY, "--verify_gpu", "--output_dir", tmp_path)
+    assert {line.split(":")[0] for line in out.splitlines()} == {
+        "skip  GPU", "skip  driver", "skip  memory", "pass  precision", "skip  mixed precision", "skip  attention",
+        "skip  torch.compile", "skip  prefetching", "skip  TF32", "pass  disk",
+    }  # fmt: skip
+    assert not list(tmp_path.iterdir())
+    status, out, _ = run(recipe, *TINY, "--verify_gpu", "--device", "cuda", "--output_dir", tmp_path)
+    assert status == 1 and out.startswith("FAIL  GPU: ")
+
+
+MISTAKES = [  # flags, status, a part of the message
+    ("--train_manifest {here}/gone.json", 2, "manifest {here}/gone.json: No such file"),
+    ("--val_manifest {val}", 2, "--val_manifest goes with --train_manifest"),
+    ("--test_manifest {val}", 2, "--test_manifest goes with --train_manifest or --evaluate"),
+    ("--use_chunking", 2, "--use_chunking goes with --train_manifest or --test_manifest"),
+    ("--min_duration 9 --max_duration 3 --train_manifest {train}", 2, "--min_duration 9 is not below --max_duration 3"),
+    ("--min_duration 9 --max_duration 3", 2, "--min_duration 9 is not below --max_duration 3"),
+    ("--train_manifest {train} --min_duration 1 --strict_data", 1, "utterances rejected (--strict_data)"),
+    ("--train_manifest {train} --vocab_file {here}/gone.json", 2, "{here}/gone.json"),
+    ("--vocab_size 99", 2, "--vocab_size goes with --tokenizer bpe"),
+    ("--decoding greedy --beam_size 3", 2, "--beam_size goes with --decoding rescore or --decoding beam"),
+    ("--output x.jsonl", 2, "--output goes with --transcribe"),
+    ("--average_by best", 2, "--average_by goes with --average_checkpoints"),
+    ("--train_manifest {train} --d_model 30", 2, "--d_model 30 must be a multiple of twice --attention_heads 4"),
+    ("--verify_gpu --d_model 30", 2, "--d_model 30 must be a multiple of twice --attention_heads 4"),
+    ("--resume {here}/a.pt --init_from {here}/b.pt", 2, "--resume and --init_from: "),
+    ("--resume {here}/gone.pt", 2, "{here}/gone.pt: no such file"),
+    ("--evaluate", 2, "no weights at {here}/checkpoints/best.safetensors: train first, or name them with --resume"),
+    ("--transcribe {here}", 2, "no weights at {here}/checkpoints/best.safetensors: train first"),
+    ("--transcribe {here}/a.wav --evaluate", 2, "--transcribe and --evaluate: give one of them"),
+    ("--transcribe {here}/a.wav --verify_gpu", 2, "--transcribe and --verify_gpu: give one of them"),
+    ("--evaluate --verify_gpu", 2, "--verify_gpu and --evaluate: give one of them"),
+]
+
+
+@pytest.mark.parametrize("line, expected, message", MISTAKES)
+def test_mistakes_are_answered_in_one_line_before_anything_is_trained(line, expected, message, konkani, tmp_path):
+    for name, value in {"{here}": str(tmp_path), "{train}": konkani["train"], "{val}": konkani["val"]}.items():
+        line, message = line.replace(name, value), message.replace(name, value)
+    status, err = refused(recipe, *line.split(), "--output_dir", tmp_path)
+    assert status == expected and message in err, err
+    assert not checkpoint.list_checkpoints(tmp_path / "checkpoints")
+    assert not (tmp_path / "data").exists(), "a demo corpus was made for nothing"

@@ -1,4 +1,4 @@
-"""Reading audio: rates, formats, segments, what is wrong with a file, ffmpeg, the cache."""
+"""Reading audio: rates, formats, segments, bad files, ffmpeg, the cache."""
 
 import math
 import os
@@ -32,14 +32,14 @@ def sweep(seconds: float, rate: int, channels: int = 1) -> np.ndarray:
 def test_rates_and_channels(tmp_path, rate, channels):
     samples = sweep(0.7, rate, channels)
     soundfile.write(tmp_path / "a.wav", samples, rate, subtype="FLOAT")
-    found = audio.read_audio(str(tmp_path / "a.wav"), 16_000)
+    waveform = audio.read_audio(str(tmp_path / "a.wav"), 16_000)
     mono = torch.from_numpy(samples.mean(axis=1))
-    assert found.dtype == torch.float32 and found.shape == (round(0.7 * 16_000),)
+    assert waveform.dtype == torch.float32 and waveform.shape == (round(0.7 * 16_000),)
     exact = torchaudio.functional.resample(mono, rate, 16_000)
-    torch.testing.assert_close(found.double(), exact, atol=2e-6, rtol=0)
+    torch.testing.assert_close(waveform.double(), exact, atol=2e-6, rtol=0)
     # And against the same sweep sampled at the target rate, away from the ends.
     direct = torch.from_numpy(sweep(0.7, 16_000, channels).mean(axis=1)).float()
-    torch.testing.assert_close(found[200:-200], direct[200:-200], atol=2e-3, rtol=0)
+    torch.testing.assert_close(waveform[200:-200], direct[200:-200], atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_rates_and_channels(tmp_path, rate, channels):
 def test_sample_formats(tmp_path, name, options, tolerance):
     samples = sweep(0.5, 16_000)
     soundfile.write(tmp_path / name, samples, 16_000, **options)
-    found = audio.read_audio(str(tmp_path / name), 16_000)
-    torch.testing.assert_close(found, torch.from_numpy(samples[:, 0]).float(), atol=tolerance, rtol=0)
+    waveform = audio.read_audio(str(tmp_path / name), 16_000)
+    torch.testing.assert_close(waveform, torch.from_numpy(samples[:, 0]).float(), atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("suffix", ["wav", "flac", "ogg"])
@@ -72,8 +72,8 @@ def test_segments_are_parts_of_the_file(tmp_path_factory, suffix, offset, durati
     )
 
 
-def test_rates_without_a_simple_ratio_take_no_gigabytes(tmp_path):
-    """A filter from 7999 to 16000 Hz has 16000 phases, of 4.6 GB; 8000 Hz is near enough."""
+def test_rates_without_a_simple_ratio_are_rounded(tmp_path):
+    """A filter from 7999 to 16000 Hz has 16000 phases and takes 4.6 GB; 8000 Hz is close enough."""
     samples = sweep(0.5, 7_999)
     soundfile.write(tmp_path / "a.wav", samples, 7_999, subtype="FLOAT")
     near = torchaudio.functional.resample(torch.from_numpy(samples[:, 0]), 8_000, 16_000)
@@ -87,12 +87,22 @@ def test_rates_without_a_simple_ratio_take_no_gigabytes(tmp_path):
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
 def test_change_speed(factor):
-    """A tone of 1000 Hz becomes one of factor x 1000 Hz, and shorter by the factor."""
+    """A tone of 1000 Hz becomes one of 1000 x factor Hz, and its length is divided by the factor."""
     waveform = torch.sin(2 * math.pi * 1000 * torch.arange(16_000) / 16_000)
     changed = audio.change_speed(waveform, np.float32(factor))
     assert len(changed) == math.ceil(16_000 / factor)
     spectrum = torch.fft.rfft(changed * torch.hann_window(len(changed))).abs()
     assert spectrum.argmax() * 16_000 / len(changed) == pytest.approx(1000 * factor, abs=2)
+
+
+def test_speed_factors_depend_on_seed_and_epoch():
+    factors = (0.9, 1.0, 1.1)
+    drawn = audio.speed_factors(1, 2, 30_000, factors)
+    assert np.array_equal(drawn, audio.speed_factors(1, 2, 30_000, factors))
+    assert not np.array_equal(drawn, audio.speed_factors(1, 3, 30_000, factors))
+    assert not np.array_equal(drawn, audio.speed_factors(2, 2, 30_000, factors))
+    values, counts = np.unique(drawn, return_counts=True)
+    assert values.tolist() == pytest.approx(factors) and counts.min() > 9_500
 
 
 # --- bad audio -------------------------------------------------------------------------------------------------------
@@ -108,7 +118,7 @@ def bad_file(folder: Path, kind: str) -> str:
     elif kind == "empty":
         path.touch()
     elif kind == "text":
-        path.write_text("this is no audio")
+        path.write_text("not audio")
     elif kind == "not a number":
         noise[1000] = np.nan
         soundfile.write(path, noise, rate, subtype="FLOAT")
@@ -183,7 +193,7 @@ def test_a_truncated_mp3(tmp_path, no_ffmpeg):
 
 
 def test_a_header_that_claims_days(tmp_path, no_ffmpeg):
-    """2^36 samples: 256 GiB are refused, or there is less to read. Never a traceback."""
+    """2^36 samples, 256 GiB: either the memory is refused, or the file ends first."""
     path = bad_file(tmp_path, "flac that claims days")
     with pytest.raises(audio.BadAudio) as error:
         audio.read_audio(path, 16_000)
@@ -203,7 +213,7 @@ def test_a_millisecond_is_read(tmp_path, wav):
 
 @pytest.fixture
 def false_ffmpeg(tmp_path, monkeypatch):
-    """false_ffmpeg(script): an `ffmpeg` of that shell script, first in the path."""
+    """false_ffmpeg(script): puts a shell script called ffmpeg first in PATH."""
 
     def install(script: str) -> None:
         (tmp_path / "bin").mkdir()
@@ -214,13 +224,13 @@ def false_ffmpeg(tmp_path, monkeypatch):
     return install
 
 
-def test_what_libsndfile_does_not_know_goes_through_ffmpeg(tmp_path, false_ffmpeg):
+def test_formats_that_libsndfile_does_not_know_are_decoded_by_ffmpeg(tmp_path, false_ffmpeg):
     np.linspace(-1, 1, 800, dtype="<f4").tofile(tmp_path / "samples")
     false_ffmpeg(f'printf "%s\\n" "$@" > {tmp_path}/arguments; cat {tmp_path}/samples')
     path = tmp_path / "a b.m4a"
     path.write_bytes(b"something")
-    found = audio.read_audio(str(path), 16_000, 1.5, 2.0)
-    torch.testing.assert_close(found, torch.linspace(-1, 1, 800))
+    waveform = audio.read_audio(str(path), 16_000, 1.5, 2.0)
+    torch.testing.assert_close(waveform, torch.linspace(-1, 1, 800))
     arguments = (tmp_path / "arguments").read_text().splitlines()
     assert arguments[arguments.index("-i") + 1] == f"file:{path}"
     assert arguments[arguments.index("-ss") + 1] == "1.5" and arguments[arguments.index("-t") + 1] == "2.0"
@@ -228,8 +238,8 @@ def test_what_libsndfile_does_not_know_goes_through_ffmpeg(tmp_path, false_ffmpe
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_what_ffmpeg_complains_of_is_not_used(tmp_path, false_ffmpeg, status):
-    """Of a truncated file it decodes what there is and returns 0."""
+def test_audio_about_which_ffmpeg_complains_is_not_used(tmp_path, false_ffmpeg, status):
+    """It decodes the rest of a truncated file and returns 0."""
     false_ffmpeg(
         f"echo '[in#0/mov @ 0x12] stream 0, offset 0x9cd4: partial file' >&2; echo more >&2; echo abcd; exit {status}"
     )
@@ -245,8 +255,8 @@ def test_audio_files(tmp_path, wav):
     (tmp_path / "b" / "c.M4A").write_bytes(b"")
     (tmp_path / "b" / "notes.txt").write_text("")
     (tmp_path / "b" / "folder.wav").mkdir()
-    found = audio.audio_files([str(tmp_path / "b"), str(tmp_path / "b" / "notes.txt")])
-    assert [str(path) for path in found] == [str(tmp_path / "b" / "c.M4A"), *wanted, str(tmp_path / "b" / "notes.txt")]
+    files = audio.audio_files([str(tmp_path / "b"), str(tmp_path / "b" / "notes.txt")])
+    assert [str(path) for path in files] == [str(tmp_path / "b" / "c.M4A"), *wanted, str(tmp_path / "b" / "notes.txt")]
     for path, message in (
         (tmp_path / "none", "no such file or folder"),
         (tmp_path / "b" / "folder.wav", "no audio file in"),

@@ -1,15 +1,15 @@
-"""The demo corpus: the same every time, splits apart, and no silent change of voice."""
+"""The demo corpus: deterministic, with disjoint splits, and unknown voices raise."""
 
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 
+from common import files
 from common.errors import RunError
 from speech import demo
 
@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"train": 12, "val": 4}
 MAKE = (
     "import sys; from pathlib import Path; from speech import demo; "
-    f"demo.speech_corpus(Path(sys.argv[1]), demo.KONKANI_WORDS, demo.KONKANI_VOICES, {SIZES}, int(sys.argv[2]))"
+    f"demo.speech_corpus(Path(sys.argv[1]), demo.KONKANI_WORDS, demo.KONKANI_VOICES, {SIZES})"
 )
 
 
 def make(folder: Path, seed: int = 0) -> None:
-    subprocess.run([sys.executable, "-c", MAKE, str(folder), str(seed)], cwd=ROOT, check=True, timeout=60)
+    demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, SIZES, seed)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -41,8 +41,8 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def test_the_corpus_is_deterministic_and_its_seed_matters(corpus, tmp_path):
-    time.sleep(1.1)  # a new second, which must not seed anything
-    make(tmp_path / "again")
+    # Another process, in another second: neither must seed anything.
+    subprocess.run([sys.executable, "-c", MAKE, str(tmp_path / "again")], cwd=ROOT, check=True, timeout=60)
     assert content(tmp_path / "again") == content(corpus)
     make(tmp_path / "other", 1)
     texts = [{row["text"] for row in rows(folder, "train")} for folder in (corpus, tmp_path / "other")]
@@ -53,22 +53,22 @@ def test_the_corpus_is_deterministic_and_its_seed_matters(corpus, tmp_path):
 def test_manifests_describe_the_files_and_splits_are_disjoint(corpus):
     texts: dict[str, set] = {}
     for split, size in SIZES.items():
-        found = rows(corpus, split)
-        assert len(found) == size
-        for row in found:
+        lines = rows(corpus, split)
+        assert len(lines) == size
+        for row in lines:
             info = soundfile.info(corpus / row["audio_filepath"])
             assert info.duration == pytest.approx(row["duration"], abs=1e-3) and 0.4 < info.duration < 10
             assert row["speaker"] in demo.KONKANI_VOICES
             assert 2 <= len(row["text"].split()) <= 5 and set(row["text"].split()) <= set(demo.KONKANI_WORDS)
             samples, _ = soundfile.read(corpus / row["audio_filepath"])
             assert np.abs(samples).max() > 0.05  # somebody speaks
-        texts[split] = {row["text"] for row in found}
+        texts[split] = {row["text"] for row in lines}
         assert len(texts[split]) == size
     assert not texts["train"] & texts["val"]
     assert len({row["speaker"] for row in rows(corpus, "train")}) > 3
 
 
-def test_a_corpus_that_is_there_is_kept_and_one_that_was_cut_short_is_made_anew(corpus, tmp_path, capsys):
+def test_a_complete_corpus_is_kept_and_an_incomplete_one_is_made_anew(corpus, tmp_path, capsys):
     def ask(folder):
         return demo.speech_corpus(folder, ["घर", "उदक", "वाट"], ["mr+f2"], {"train": 3}, 0)
 
@@ -83,6 +83,20 @@ def test_a_corpus_that_is_there_is_kept_and_one_that_was_cut_short_is_made_anew(
     assert marked.read_bytes() != b""
     demo.speech_corpus(tmp_path / "c", ["घर", "उदक", "वाट"], ["mr+f2"], {"train": 2}, 0)
     assert len(list((tmp_path / "c" / "audio").iterdir())) == 2
+
+
+def test_a_corpus_that_another_rank_writes_in_the_meantime_is_kept(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "c"
+    write = demo._write_corpus
+
+    def overtaken(aside, recipe):
+        files.write_folder(folder, lambda other: (other / "first").touch(), recipe)
+        return write(aside, recipe)
+
+    monkeypatch.setattr(demo, "_write_corpus", overtaken)
+    assert demo.speech_corpus(folder, ["घर"], ["mr+f2"], {"train": 1}) == {"train": str(folder / "train.json")}
+    assert sorted(path.name for path in folder.iterdir()) == ["first", "made_from.json"]
+    assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
@@ -109,7 +123,7 @@ def test_every_voice_of_the_recipe_exists_and_differs():
 
 
 def test_sentences_are_distinct_and_too_many_are_refused():
-    found = demo.sentences(["a", "b", "c"], 39, np.random.default_rng(0), 1, 3)
-    assert len(set(found)) == 39 and {len(sentence.split()) for sentence in found} == {1, 2, 3}
-    with pytest.raises(ValueError, match="3 words make no 40 distinct sentences of 1 to 3"):
+    made = demo.sentences(["a", "b", "c"], 39, np.random.default_rng(0), 1, 3)
+    assert len(set(made)) == 39 and {len(sentence.split()) for sentence in made} == {1, 2, 3}
+    with pytest.raises(ValueError, match="3 words do not make 40 distinct sentences of 1 to 3"):
         demo.sentences(["a", "b", "c"], 40, np.random.default_rng(0), 1, 3)

@@ -1,6 +1,4 @@
-"""Features and augmentation: against torchaudio where it has the same, and by what must hold for any input."""
-
-import itertools
+"""Features and augmentation, against torchaudio and by properties that hold for any input."""
 
 import numpy as np
 import pytest
@@ -9,7 +7,6 @@ import torchaudio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speech import audio, long
 from speech import features as front_end
 
 
@@ -20,7 +17,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rate", [8_000, 16_000, 22_050])
 @pytest.mark.parametrize("n_mels", [40, 80])
 def test_log_mel_is_torchaudios(rate, n_mels):
-    """torchaudio centres the shorter window in the FFT's frame: it gets as much padding on either side."""
+    """torchaudio centres the window in the longer FFT frame, so its input is padded on both sides."""
     ours, waveforms = front_end.LogMel(rate, n_mels), noise(3, rate)
     reference = torchaudio.transforms.MelSpectrogram(
         rate, n_fft=ours.n_fft, win_length=round(0.025 * rate), hop_length=round(0.010 * rate), n_mels=n_mels, center=False,
@@ -29,16 +26,16 @@ def test_log_mel_is_torchaudios(rate, n_mels):
     left = (ours.n_fft - round(0.025 * rate)) // 2
     padded = torch.nn.functional.pad(waveforms, (left, ours.n_fft - round(0.025 * rate) - left))
     expected = (reference(padded) + front_end.FLOOR).log().transpose(1, 2)
-    found = ours(waveforms)
-    assert found.shape == (3, front_end.frames(rate, rate), n_mels)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    mel = ours(waveforms)
+    assert mel.shape == (3, front_end.frames(rate, rate), n_mels)
+    torch.testing.assert_close(mel, expected, atol=1e-4, rtol=1e-4)
 
 
 @given(samples=st.integers(1, 5000), rate=st.sampled_from([8_000, 16_000, 44_100]))
 def test_as_many_frames_as_stated(samples, rate):
-    found = front_end.LogMel(rate, 20)(torch.zeros(1, samples)).shape[1]
-    assert found == front_end.frames(samples, rate) == int(front_end.frames(torch.tensor([samples]), rate)[0])
-    assert found == max(1, 1 + (samples - round(0.025 * rate)) // round(0.010 * rate))
+    count = front_end.LogMel(rate, 20)(torch.zeros(1, samples)).shape[1]
+    assert count == front_end.frames(samples, rate) == int(front_end.frames(torch.tensor([samples]), rate)[0])
+    assert count == max(1, 1 + (samples - round(0.025 * rate)) // round(0.010 * rate))
 
 
 @given(st.lists(st.integers(1, 6000), min_size=2, max_size=5))
@@ -61,9 +58,9 @@ def test_log_mel_is_fp32_under_autocast_and_has_gradients():
     log_mel, waveform = front_end.LogMel(16_000), noise(1, 8000).requires_grad_()
     expected = log_mel(waveform)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = log_mel(waveform)
-    assert found.dtype == torch.float32 and torch.equal(found, expected)
-    found.sum().backward()
+        mel = log_mel(waveform)
+    assert mel.dtype == torch.float32 and torch.equal(mel, expected)
+    mel.sum().backward()
     assert waveform.grad.isfinite().all() and waveform.grad.abs().sum() > 0
 
 
@@ -77,25 +74,25 @@ def test_silence_is_the_floor():
 def test_utterance_norm_has_mean_0_and_variance_1():
     features = 3 * noise(4, 100, 10) + torch.arange(10.0)
     lengths = torch.tensor([100, 60, 2, 1])
-    found = front_end.FeatureNorm(10, "utterance")(features, lengths)
-    for row, length in zip(found, lengths, strict=True):
+    normal = front_end.FeatureNorm(10, "utterance")(features, lengths)
+    for row, length in zip(normal, lengths, strict=True):
         assert row[:length].mean(0).abs().max() < 1e-4
         if length > 2:
             torch.testing.assert_close(row[:length].var(0, correction=0), torch.ones(10), atol=1e-3, rtol=0)
         assert (row[length:] == 0).all()
-    assert found.isfinite().all()
+    assert normal.isfinite().all()
 
 
 def test_global_norm_takes_statistics_once_and_keeps_them_in_the_weights():
     norm, parts = front_end.FeatureNorm(10, "global"), [noise(n, 10, seed=n) * 5 + 2 for n in (50, 80)]
     norm.measure(parts)
     everything = torch.cat(parts)
-    found = norm(everything[None], torch.tensor([130]))[0]
-    assert found.mean(0).abs().max() < 1e-5
-    torch.testing.assert_close(found.std(0, correction=0), torch.ones(10), atol=1e-5, rtol=0)
+    normal = norm(everything[None], torch.tensor([130]))[0]
+    assert normal.mean(0).abs().max() < 1e-5
+    torch.testing.assert_close(normal.std(0, correction=0), torch.ones(10), atol=1e-5, rtol=0)
     other = front_end.FeatureNorm(10, "global")
     other.load_state_dict(norm.state_dict())
-    assert torch.equal(other(everything[None], torch.tensor([130]))[0], found)
+    assert torch.equal(other(everything[None], torch.tensor([130]))[0], normal)
     assert (norm(everything[None], torch.tensor([7]))[0, 7:] == 0).all()
 
 
@@ -120,22 +117,22 @@ def test_masks_depend_on_seed_epoch_and_item_alone():
 
 
 def test_masks_are_uniform_in_width_and_place():
-    found = masks(0, count=20_000, widest=0.3).double()
-    width = found[:, 1] - found[:, 0]
-    assert found.min() >= 0 and found.max() <= 1 and width.min() >= 0 and width.max() <= 0.3 + 1e-6
+    drawn = masks(0, count=20_000, widest=0.3).double()
+    width = drawn[:, 1] - drawn[:, 0]
+    assert drawn.min() >= 0 and drawn.max() <= 1 and width.min() >= 0 and width.max() <= 0.3 + 1e-6
     assert width.mean() == pytest.approx(0.15, abs=0.005) and width.std() == pytest.approx(0.3 / 12**0.5, abs=0.005)
-    assert found.mean() == pytest.approx(0.5, abs=0.01)
-    assert found[:, 0].min() < 0.01 and found[:, 1].max() > 0.99
+    assert drawn.mean() == pytest.approx(0.5, abs=0.01)
+    assert drawn[:, 0].min() < 0.01 and drawn[:, 1].max() > 0.99
 
 
 def test_the_stated_share_is_masked():
     features, lengths = torch.ones(2, 200, 80), torch.tensor([200, 100])
     time = torch.tensor([[[0.25, 0.5], [0.9, 1.0]], [[0.25, 0.5], [0.0, 0.0]]])
     bands = torch.tensor([[[0.0, 0.5]], [[0.5, 0.75]]])
-    found = front_end.spec_augment(features, lengths, bands, time)
-    assert (found[0, :, :40] == 0).all() and (found[1, :, 40:60] == 0).all()
-    assert (found[0, 50:100] == 0).all() and (found[0, 180:] == 0).all() and (found[1, 25:50] == 0).all()
-    assert found[0].sum() == (200 - 50 - 20) * 40 and found[1].sum() == (200 - 25) * 60
+    masked = front_end.spec_augment(features, lengths, bands, time)
+    assert (masked[0, :, :40] == 0).all() and (masked[1, :, 40:60] == 0).all()
+    assert (masked[0, 50:100] == 0).all() and (masked[0, 180:] == 0).all() and (masked[1, 25:50] == 0).all()
+    assert masked[0].sum() == (200 - 50 - 20) * 40 and masked[1].sum() == (200 - 25) * 60
 
 
 @given(seed=st.integers(0, 1000), lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4))
@@ -152,51 +149,6 @@ def test_an_utterance_is_masked_alike_in_any_batch(seed, lengths):
         kept = alone != 0
         assert torch.equal(alone[kept], features[i : i + 1, :length][kept])
     assert torch.equal(front_end.spec_augment(features, size, bands[:, :0], time[:, :0]), features)
-
-
-# --- cutting and speed -----------------------------------------------------------------------------------------------
-
-
-@given(samples=st.integers(1, 40_000), longest=st.floats(0.01, 2.0), seed=st.integers(0, 100))
-def test_pieces_cover_the_waveform_and_none_is_too_long(samples, longest, seed):
-    pieces = long.cut_at_silences(noise(samples, seed=seed), 8_000, longest)
-    assert pieces[0][0] == 0 and pieces[-1][1] == samples
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
-    assert all(0 < end - start <= int(longest * 8_000) for start, end in pieces)
-    assert all(end - start >= int(longest * 8_000) // 2 for start, end in pieces[:-1])
-
-
-def test_cuts_lie_in_silence():
-    """Words of 1 to 3 s with gaps of 0.4 s between them, over faint noise; within a word closures of 0.06 s, which are
-    quieter still but no place to cut."""
-    random, rate = np.random.default_rng(0), 16_000
-    parts, silent = [], []
-    for _ in range(25):
-        word = noise(int(random.uniform(1, 3) * rate), seed=int(random.integers(1000)))
-        closure = int(random.integers(2000, len(word) - 3000))
-        word[closure : closure + 960] = 0
-        gap = int(0.4 * rate)
-        silent.append((sum(map(len, parts)) + len(word), sum(map(len, parts)) + len(word) + gap))
-        parts += [word, 0.001 * noise(gap)]
-    waveform = torch.cat(parts)
-    pieces = long.cut_at_silences(waveform, rate, 10.0)
-    assert len(pieces) > len(waveform) / rate / 10
-    for _, cut in pieces[:-1]:
-        assert any(start < cut < end for start, end in silent), cut / rate
-
-
-def test_what_is_short_enough_stays_whole():
-    assert long.cut_at_silences(noise(16_000), 16_000, 1.0) == [(0, 16_000)]
-
-
-def test_speed_factors_depend_on_seed_and_epoch():
-    factors = (0.9, 1.0, 1.1)
-    found = audio.speed_factors(1, 2, 30_000, factors)
-    assert np.array_equal(found, audio.speed_factors(1, 2, 30_000, factors))
-    assert not np.array_equal(found, audio.speed_factors(1, 3, 30_000, factors))
-    assert not np.array_equal(found, audio.speed_factors(2, 2, 30_000, factors))
-    values, counts = np.unique(found, return_counts=True)
-    assert values.tolist() == pytest.approx(factors) and counts.min() > 9_500
 
 
 def test_valid_mask():

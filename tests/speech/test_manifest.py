@@ -1,31 +1,27 @@
-"""Manifests: the families, where paths lead, the header cache, and what hostile ones say."""
+"""Manifests: formats, audio paths, columns, the header cache, and hostile lines and files."""
 
-import argparse
 import csv
 import io
-import itertools
 import json
-import math
 import os
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, UsageError
 from speech import columns, headers, manifest
-from speech import corpus as splits
+from speech.corpus import Checks, load_corpus, report_rejections
 from speech.text import normalise
 
 GOOD = {"audio_filepath": "good.wav", "text": "बरें"}
 
 
-def load(path, **options):
-    return splits.load_corpus(str(path), normalise, 0.1, 30.0, **options)
+def load(path, **checks):
+    return load_corpus(str(path), normalise, Checks(**checks))
 
 
 def rows(corpus):
@@ -130,7 +126,7 @@ text_of_a_line = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 @given(texts=st.lists(text_of_a_line, min_size=1, max_size=8), family=st.sampled_from(["json", "csv"]))
 def test_any_text_survives(tmp_path_factory, texts, family):
-    """JSON and quoted CSV carry any text; what comes back is its normal form, what is empty then is rejected."""
+    """JSON and quoted CSV carry any text. It is read in its normal form, and rejected if that is empty."""
     folder = tmp_path_factory.getbasetemp()
     if not (folder / "any.wav").exists():
         samples = np.zeros(8000, dtype=np.int16).tobytes()
@@ -169,7 +165,7 @@ def test_relative_paths_start_at_audio_root(tmp_path, wav, json_lines):
 
 @pytest.mark.parametrize("name", ["/data/me/set/x/a.wav", "C:\\me\\set\\x\\a.wav", "D:/set/x/a.wav", "\\\\host\\share\\x\\a.wav"])  # fmt: skip
 def test_absolute_paths_of_another_machine(tmp_path, wav, json_lines, name):
-    """Their last components are looked up below audio_root: of x/a.wav and a.wav the longer match."""
+    """Their last components are looked up below audio_root; the longest match wins, here x/a.wav over a.wav."""
     wav(tmp_path / "root" / "a.wav")
     path = wav(tmp_path / "root" / "x" / "a.wav")
     lines = json_lines(tmp_path / "m.json", [{"audio_filepath": name, "text": "a"}])
@@ -202,10 +198,10 @@ def test_audio_root_must_be_a_folder(tmp_path, json_lines):
 
 
 @given(st.text(st.sampled_from("/\\.:aC़ "), max_size=12), st.booleans())
-def test_any_name_leads_somewhere(tmp_path_factory, name, has_root):
+def test_any_name_becomes_a_path(tmp_path_factory, name, has_root):
     folder = str(tmp_path_factory.getbasetemp())
-    found = manifest.find_audio(name, folder, folder if has_root else None)
-    assert found.startswith(folder) or found == name
+    path = manifest.find_audio(name, folder, folder if has_root else None)
+    assert path.startswith(folder) or path == name
 
 
 # --- columns ---------------------------------------------------------------------------------------------------------
@@ -232,15 +228,15 @@ def test_fingerprint_sees_texts_their_borders_and_their_order(tmp_path, wav, jso
         lines = [{"audio_filepath": f"{name}.wav", "text": text} for name, text in pairs]
         return load(json_lines(tmp_path / "m.json", lines))[0].fingerprint()
 
-    found = [
+    prints = [
         fingerprint(*pairs)
         for pairs in [
             [("a", "xy"), ("b", "z")], [("a", "x"), ("b", "yz")], [("b", "z"), ("a", "xy")], [("a", "xy")],
             [("a", "xy"), ("b", "w")],
         ]
     ]  # fmt: skip
-    assert len(set(found)) == len(found)
-    assert fingerprint(("a", "xy"), ("b", "z")) == found[0]
+    assert len(set(prints)) == len(prints)
+    assert fingerprint(("a", "xy"), ("b", "z")) == prints[0]
 
 
 def test_a_file_of_many_segments_is_looked_at_once(tmp_path, wav, json_lines, monkeypatch):
@@ -266,7 +262,7 @@ def looked_at(monkeypatch):
     return seen
 
 
-def test_cache_is_used_for_what_did_not_change(tmp_path, wav, json_lines, looked_at):
+def test_the_cache_is_used_for_unchanged_files(tmp_path, wav, json_lines, looked_at):
     for name in "abc":
         wav(tmp_path / f"{name}.wav")
     lines = json_lines(tmp_path / "m.json", [{"audio_filepath": f"{n}.wav", "text": "a"} for n in ("a", "b", "c", "missing")])  # fmt: skip
@@ -310,7 +306,7 @@ def test_a_corrupt_cache_is_ignored(tmp_path, wav, json_lines, looked_at, damage
     assert looked_at == []
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_else(tmp_path, wav, json_lines):
+def test_a_cache_that_cannot_be_written_is_left_out(tmp_path, wav, json_lines):
     wav(tmp_path / "a.wav")
     (tmp_path / "file").write_text("")
     lines = json_lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": "a"}])
@@ -332,8 +328,8 @@ HOSTILE_LINES = {
     "path is empty": ({**GOOD, "audio_filepath": ""}, "no audio path"),
     "no path": ({"text": "a"}, "no audio path"),
     "no text": ({"audio_filepath": "good.wav"}, "no text field"),
-    "text is a list": ({**GOOD, "text": ["a"]}, "text is no string"),
-    "text is not a number": (b'{"audio_filepath": "good.wav", "text": NaN}', "text is no string"),
+    "text is a list": ({**GOOD, "text": ["a"]}, "text is not a string"),
+    "text is not a number": (b'{"audio_filepath": "good.wav", "text": NaN}', "text is not a string"),
     "empty text": ({**GOOD, "text": ""}, "text is empty"),
     "blank text": ({**GOOD, "text": " \u200b\t "}, "text is empty"),
     "text is null": ({**GOOD, "text": None}, "text is empty"),
@@ -342,11 +338,11 @@ HOSTILE_LINES = {
     "half a surrogate pair": (b'{"audio_filepath": "good.wav", "text": "\\ud83d"}', "line is not UTF-8"),
     "negative offset": ({**GOOD, "offset": -1}, "offset or duration is negative"),
     "negative duration": ({**GOOD, "duration": -1}, "offset or duration is negative"),
-    "duration in words": ({**GOOD, "duration": "long"}, "offset or duration is no number"),
-    "duration is a list": ({**GOOD, "duration": [1]}, "offset or duration is no number"),
-    "duration is huge": ({**GOOD, "duration": 10**400}, "offset or duration is no number"),
-    "duration is infinite": (b'{"audio_filepath": "good.wav", "text": "a", "duration": Infinity}', "offset or duration is no number"),
-    "offset is not a number": (b'{"audio_filepath": "good.wav", "text": "a", "offset": NaN}', "offset or duration is no number"),
+    "duration in words": ({**GOOD, "duration": "long"}, "offset or duration is not a number"),
+    "duration is a list": ({**GOOD, "duration": [1]}, "offset or duration is not a number"),
+    "duration is huge": ({**GOOD, "duration": 10**400}, "offset or duration is not a number"),
+    "duration is infinite": (b'{"audio_filepath": "good.wav", "text": "a", "duration": Infinity}', "offset or duration is not a number"),
+    "offset is not a number": (b'{"audio_filepath": "good.wav", "text": "a", "offset": NaN}', "offset or duration is not a number"),
     "duration of zero": ({**GOOD, "duration": 0}, "shorter than 0.1 s (--min_duration)"),
     "offset beyond the end": ({**GOOD, "offset": 7.0}, "segment ends beyond the file"),
     "offset at the end": ({**GOOD, "offset": 1.0}, "segment ends beyond the file"),
@@ -371,7 +367,7 @@ HOSTILE_LINES = {
 
 @pytest.fixture
 def hostile_files(tmp_path, wav, monkeypatch):
-    """A folder of them, beside good.wav of one second; no ffmpeg."""
+    """A folder of hostile files, with good.wav of one second; no ffmpeg."""
     monkeypatch.setattr(headers.shutil, "which", lambda name: None)
     good = Path(wav(tmp_path / "good.wav"))
     (tmp_path / "folder.wav").mkdir()
@@ -380,12 +376,10 @@ def hostile_files(tmp_path, wav, monkeypatch):
     wav(tmp_path / "header.wav", 0.0)
     wav(tmp_path / "click.wav", 0.001)
     (tmp_path / "cut.wav").write_bytes(good.read_bytes()[:16_000])
-    (tmp_path / "text.wav").write_text("this is no audio")
+    (tmp_path / "text.wav").write_text("not audio")
     (tmp_path / "samples.raw").write_bytes(bytes(8000))
     flac = bytearray(Path(wav(tmp_path / "stream.flac")).read_bytes())
-    flac[21] &= (
-        0xF0  # STREAMINFO's 36 bits of total samples: 0 is "unknown", as an encoder that writes to a pipe has it
-    )
+    flac[21] &= 0xF0  # 36 bits of total samples in STREAMINFO: 0 is "unknown", which an encoder writes to a pipe
     flac[22:26] = bytes(4)
     (tmp_path / "stream.flac").write_bytes(flac)
     with open(tmp_path / "long.wav", "wb") as file:  # 40 minutes of silence, sparse on disk
@@ -409,7 +403,7 @@ def test_every_bad_line_is_counted_and_three_are_shown(hostile_files, json_lines
     bad = [{**GOOD, "audio_filepath": f"none {i}.wav"} for i in range(5)]
     path = json_lines(hostile_files / "m.json", [GOOD, *bad, b"{", {**GOOD, "audio_filepath": "click.wav"}])
     corpus, rejected = load(path)
-    splits.report_rejections("training set", corpus, rejected, strict=False)
+    report_rejections("training set", corpus.seconds, rejected, strict=False)
     click = f"{path}:8: {hostile_files}/click.wav (0.00 s)"
     assert capsys.readouterr().out.splitlines() == [
         "training set: 1 utterances, 0.0 min; 7 rejected:",
@@ -421,7 +415,7 @@ def test_every_bad_line_is_counted_and_three_are_shown(hostile_files, json_lines
         f"           {click}",
     ]
     with pytest.raises(DataError) as error:
-        splits.report_rejections("training set", corpus, rejected, strict=True)
+        report_rejections("training set", corpus.seconds, rejected, strict=True)
     assert str(error.value) == "training set: 7 utterances rejected (--strict_data)"
 
 
@@ -429,7 +423,7 @@ def test_strict_accepts_a_clean_manifest_and_repeated_lines_are_counted(tmp_path
     wav(tmp_path / "good.wav", 3.0)
     segment = {**GOOD, "offset": 1.0, "duration": 1.0}
     corpus, rejected = load(json_lines(tmp_path / "m.json", [GOOD, segment, GOOD, GOOD, segment, {**GOOD, "duration": 1.0}]))  # fmt: skip
-    splits.report_rejections("set", corpus, rejected, strict=True)
+    report_rejections("set", corpus.seconds, rejected, strict=True)
     assert len(corpus) == 6 and rejected.repeated == 3
     assert capsys.readouterr().out == "set: 6 utterances, 0.2 min; 3 repeat the audio of another (all are used)\n"
 
@@ -438,17 +432,11 @@ def test_nothing_usable_is_an_error(hostile_files, json_lines):
     path = json_lines(hostile_files / "m.json", [{**GOOD, "audio_filepath": "empty.wav"}, b"{", b"{"])
     corpus, rejected = load(path)
     with pytest.raises(DataError) as error:
-        splits.report_rejections("set", corpus, rejected, strict=False)
+        report_rejections("set", corpus.seconds, rejected, strict=False)
     assert str(error.value) == "set: no usable utterance: 2 x line is not valid JSON; 1 x file is empty"
 
 
-def test_text_is_not_asked_for_where_it_is_not_needed(tmp_path, wav, json_lines):
-    wav(tmp_path / "good.wav")
-    corpus, rejected = load(json_lines(tmp_path / "m.json", [{"audio_filepath": "good.wav"}]), needs_text=False)
-    assert list(corpus.texts) == [""] and not rejected.total
-
-
-def test_a_header_that_overstates_is_no_truncation_where_its_writer_could_not_know(tmp_path, wav, json_lines):
+def test_a_header_of_unknown_size_does_not_mean_truncation(tmp_path, wav, json_lines):
     """Encoders that write to a pipe leave 0xFFFFFFFF as the size."""
     data = Path(wav(tmp_path / "good.wav")).read_bytes()
     (tmp_path / "good.wav").write_bytes(data[:40] + b"\xff" * 4 + data[44:])
@@ -497,7 +485,7 @@ def test_a_manifest_that_is_missing_or_a_folder(tmp_path):
         assert str(error.value) == f"manifest {path}: {reason}"
 
 
-def test_a_csv_that_nobody_can_parse_is_rejected_by_line(tmp_path, wav):
+def test_csv_lines_that_cannot_be_parsed_are_rejected(tmp_path, wav):
     wav(tmp_path / "a.wav")
     (tmp_path / "m.tsv").write_bytes(
         b"path\tsentence\na.wav\tone\na.wav\t" + b"x" * (1 << 24) + b"x\na.wav\n\na.wav\tlast\n"
@@ -517,7 +505,7 @@ def test_a_very_long_line_is_read(tmp_path, wav, json_lines):
 
 
 @given(st.binary(max_size=200), st.sampled_from(["m.json", "m.csv", "m.tsv", "metadata.csv"]))
-def test_no_bytes_at_all_end_in_a_traceback(tmp_path_factory, content, name):
+def test_arbitrary_bytes_do_not_end_in_a_traceback(tmp_path_factory, content, name):
     path = tmp_path_factory.getbasetemp() / name
     path.write_bytes(content)
     try:
@@ -529,7 +517,7 @@ def test_no_bytes_at_all_end_in_a_traceback(tmp_path_factory, content, name):
 
 
 @given(st.lists(st.sampled_from(['{"', '":', '"', ",", "[", "]", "}", "audio_filepath", "text", "path", "|", "\t", "\n", "1e999", "NaN", "\\ud800", "\0"]), max_size=25))  # fmt: skip
-def test_no_arrangement_of_syntax_ends_in_a_traceback(tmp_path_factory, parts):
+def test_arbitrary_syntax_does_not_end_in_a_traceback(tmp_path_factory, parts):
     path = tmp_path_factory.getbasetemp() / "syntax.txt"
     path.write_text("".join(parts))
     try:
@@ -538,187 +526,3 @@ def test_no_arrangement_of_syntax_ends_in_a_traceback(tmp_path_factory, parts):
         assert "\n" not in str(error)
     else:
         assert len(corpus) == 0 and rejected.total
-
-
-# --- rows with segment times -----------------------------------------------------------------------------------------
-
-TOO_LONG = "longer than 10 s (--max_duration)"
-
-
-def chunked(path, use_chunking=True, **options):
-    return splits.load_corpus(str(path), normalise, 0.1, 10.0, use_chunking=use_chunking, **options)
-
-
-def timed(*times, text="t", **row):
-    parts = [{"start": a, "end": b, "text": f"{text}{i}"} for i, (a, b) in enumerate(times)]
-    return {"audio_filepath": "long.wav", "text": "all of it", "segments": parts, **row}
-
-
-@pytest.fixture
-def long_wav(tmp_path, wav):
-    return wav(tmp_path / "long.wav", 40.0, 8000)
-
-
-def pieces(corpus):
-    return [
-        (round(float(o), 3), round(float(d), 3), text)
-        for o, d, text in zip(corpus.offsets, corpus.durations, corpus.texts, strict=True)
-    ]
-
-
-def test_a_long_row_is_cut_into_pieces_of_whole_segments(tmp_path, long_wav, wav, json_lines):
-    wav(tmp_path / "good.wav", 3.0)
-    rows = [
-        GOOD,
-        timed((0, 4), (4.5, 10), (12, 14.5), (14.5, 20), (30, 40)),
-        {**GOOD, "segments": [{"start": 5, "end": 1}]},  # short: they are not needed
-        timed((1, 3), (3, 12), text="u", offset=20),
-        {"audio_filepath": "long.wav", "segments": [{"offset": 0.1, "duration": 0.2, "text": "v"}, {"offset": 35, "duration": 2, "text": " w "}]},
-    ]  # fmt: skip
-    corpus, rejected = chunked(json_lines(tmp_path / "m.json", rows))
-    assert not rejected.total
-    assert [(o, d, t) for o, d, t in pieces(corpus) if d == d] == [
-        (0, 10, "t0 t1"), (12, 8, "t2 t3"), (30, 10, "t4"), (21, 2, "u0"), (23, 9, "u1"), (0.1, 0.2, "v"), (35, 2, "w"),
-    ]  # fmt: skip
-    assert corpus.lines.tolist() == [1, 2, 2, 2, 3, 4, 4, 5, 5]
-    assert corpus.seconds.tolist() == pytest.approx([3, 10, 8, 10, 3, 2, 9, 0.2, 2])
-    assert corpus.paths[1] == long_wav and corpus.where(2) == f"{long_wav} at 12.00 s"
-
-
-@pytest.mark.parametrize("use_chunking", [None, False, True])
-def test_what_is_said_of_a_long_row(tmp_path, long_wav, json_lines, use_chunking):
-    """Of the flag, only where the recipe has it."""
-    path = json_lines(tmp_path / "m.json", [timed((0, 4)), timed(), {**timed(), "segments": None}])
-    corpus, rejected = chunked(path, use_chunking)
-    if use_chunking is None:
-        assert rejected.counts == {TOO_LONG: 3}
-    elif use_chunking:
-        assert rejected.counts == {f"{TOO_LONG}, without segment times for --use_chunking": 2}
-        assert pieces(corpus) == [(0, 4, "t0")]
-    else:
-        assert rejected.counts == {f"{TOO_LONG}; its segment times would be used by --use_chunking": 1, TOO_LONG: 2}
-
-
-BAD_SEGMENTS = {
-    "overlap": (timed((0, 4), (3, 6)), "segments overlap, or are not in the order of time"),
-    "backwards": (timed((5, 9), (0, 4)), "segments overlap, or are not in the order of time"),
-    "one twice": (timed((0, 4), (0, 4)), "segments overlap, or are not in the order of time"),
-    "ends first": (timed((0, 4), (6, 5)), "a segment ends before it begins"),
-    "of no length": (timed((4, 4)), "a segment ends before it begins"),
-    "negative": (timed((-1, 4)), "a segment's time is negative"),
-    "not a number": (timed((0, math.nan)), "a segment's time is no number"),
-    "infinite": (timed((0, math.inf)), "a segment's time is no number"),
-    "in words": (timed((0, "four")), "a segment's time is no number"),
-    "null": (timed((0, None)), "a segment's time is no number"),
-    "huge": (timed((0, 10**400)), "a segment's time is no number"),
-    "no times": (timed() | {"segments": [{"text": "a"}]}, "a segment has no times (start and end, or offset and duration)"),
-    "no end": (timed() | {"segments": [{"text": "a", "start": 1}]}, "a segment has no times (start and end, or offset and duration)"),
-    "no text": (timed() | {"segments": [{"start": 1, "end": 2}]}, "a segment has no text field"),
-    "a list as text": (timed() | {"segments": [{"start": 1, "end": 2, "text": []}]}, "a segment's text is no string"),
-    "a string": (timed() | {"segments": "0-4"}, "segments are no list of objects"),
-    "strings": (timed() | {"segments": ["0-4"]}, "segments are no list of objects"),
-    "beyond the file": (timed((0, 4), (38, 41)), "segment times reach beyond the audio"),
-    "beyond the row": (timed((0, 4), (13, 16), offset=5, duration=15), "segment times reach beyond the audio"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD_SEGMENTS)
-@pytest.mark.parametrize("has_text", [True, False])
-def test_segments_that_cannot_be_are_rejected_by_file_and_line(tmp_path, long_wav, json_lines, name, has_text):
-    row, reason = BAD_SEGMENTS[name]
-    row = dict(row)
-    if not has_text:
-        del row["text"]
-    path = json_lines(tmp_path / "m.json", [timed((0, 4)), row, timed((6, 8))])
-    corpus, rejected = chunked(path)
-    assert rejected.counts == {reason: 1}
-    assert rejected.examples[reason][0].startswith(f"{path}:2")
-    assert pieces(corpus) == [(0, 4, "t0"), (6, 2, "t0")]
-
-
-def test_a_segment_that_is_too_long_alone_goes_and_nothing_is_joined_across_it(tmp_path, long_wav, json_lines):
-    path = json_lines(tmp_path / "m.json", [timed((0, 1), (1, 2), (2, 12.5), (12.5, 13), (13, 40))])
-    corpus, rejected = chunked(path)
-    assert pieces(corpus) == [(0, 2, "t0 t1"), (12.5, 0.5, "t3")]
-    (reason,) = rejected.counts
-    assert reason == "a segment is longer than 10 s (--max_duration)" and rejected.counts[reason] == 2
-    assert rejected.examples[reason][0] == f"{path}:1: {tmp_path}/long.wav, segment from 2.00 to 12.50 s"
-
-
-def test_rounded_times_are_no_overlap_and_no_excess(tmp_path, long_wav, json_lines):
-    row = timed((0, 1.1), (1.0995, 11.1), (30.05, 40.05))
-    row["segments"].insert(2, {"offset": 11.1, "duration": 10.000000001, "text": "x"})
-    corpus, rejected = chunked(json_lines(tmp_path / "m.json", [row]))
-    assert not rejected.total
-    assert pieces(corpus) == [(0, 1.1, "t0"), (1.1, 10, "t1"), (11.1, 10, "x"), (30.05, 9.95, "t2")]
-    assert corpus.seconds.max() <= 10.0
-
-
-def test_pieces_without_text_or_too_short_are_rejected_like_rows(tmp_path, long_wav, json_lines):
-    row = timed((0, 4), (10, 19), (20, 20.05), (39, 40))
-    row["segments"][1]["text"] = " "
-    path = json_lines(tmp_path / "m.json", [row])
-    corpus, rejected = chunked(path)
-    assert rejected.counts == {"text is empty": 1, "shorter than 0.1 s (--min_duration)": 1}
-    assert pieces(corpus) == [(0, 4, "t0"), (39, 1, "t3")]
-    assert len(chunked(path, needs_text=False)[0]) == 3
-
-
-def test_load_splits_takes_the_flag_where_a_recipe_has_it(tmp_path, long_wav, json_lines, capsys):
-    path = json_lines(tmp_path / "m.json", [timed((0, 4), (20, 24))])
-    args = argparse.Namespace(min_duration=0.1, max_duration=10.0, audio_root=None, log_dir=tmp_path, max_samples=None, strict_data=False)  # fmt: skip
-    with pytest.raises(DataError, match=r"longer than 10 s \(--max_duration\)$"):
-        splits.load_splits(args, {"train": path, "val": path}, normalise, 0.05, 10)
-    args.use_chunking = True
-    assert len(splits.load_splits(args, {"train": path, "val": path}, normalise, 0.05, 10)["train"]) == 2
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 12), st.sampled_from(["a", "b c", "", "d"])), max_size=40),
-    st.floats(0.5, 12),
-)
-def test_joined_segments_keep_every_text_in_order_within_the_limit(found, most):
-    segments, now = [], 0.0
-    for gap, length, text in found:
-        segments.append((now + gap, now + gap + length, text))
-        now = segments[-1][1]
-    joined = splits.join_segments(segments, most)
-    assert " ".join(text for *_, text in joined if text) == " ".join(text for *_, text in segments if text)
-    for start, stop, _ in joined:
-        assert stop - start <= most + 2e-6 or (start, stop) in [pair[:2] for pair in segments]
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(joined))
-    assert {edge for piece in joined for edge in piece[:2]} <= {edge for segment in segments for edge in segment[:2]}
-    assert all(b[1] - a[0] > most for a, b in itertools.pairwise(joined))  # or they would be one
-
-
-@given(data=st.data())
-def test_whatever_the_segments_every_text_is_used_once_or_rejected(tmp_path_factory, data):
-    """Rows of random segments over one file of 40 s: by brute force over what comes out."""
-    folder = tmp_path_factory.getbasetemp() / "segments"
-    if not (folder / "long.wav").exists():
-        folder.mkdir(exist_ok=True)
-        soundfile.write(folder / "long.wav", np.zeros(40 * 8000), 8000)
-    rows, number = [], 0
-    for _ in range(data.draw(st.integers(1, 4))):
-        times = sorted(data.draw(st.lists(st.integers(0, 400), min_size=2, max_size=14, unique=True)))
-        parts = []
-        for start, end in zip(times[::2], times[1::2], strict=False):
-            parts.append({"start": start / 10, "end": end / 10, "text": f"w{number}"})
-            number += 1
-        rows.append({"audio_filepath": "long.wav", "text": "x", "segments": parts})
-    path = folder / "m.json"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    corpus, rejected = chunked(path)
-    kept = [part for row in rows for part in row["segments"] if part["end"] - part["start"] <= 10 + 1e-9]
-    assert rejected.total == number - len(kept)
-    assert " ".join(corpus.texts).split() == [part["text"] for part in kept]
-    assert corpus.seconds.max(initial=0) <= 10 and np.array_equal(corpus.seconds, corpus.durations)
-    times = {part["text"]: part for part in kept}
-    for line in set(corpus.lines.tolist()):
-        ends = corpus.offsets + corpus.durations
-        here = np.flatnonzero(corpus.lines == line)
-        assert (ends[here][:-1] <= corpus.offsets[here][1:] + 1e-9).all()
-        for i in here.tolist():
-            words = corpus.texts[i].split()
-            assert corpus.offsets[i] == pytest.approx(times[words[0]]["start"])
-            assert ends[i] == pytest.approx(times[words[-1]]["end"])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speech.metrics import Errors, count_errors, error_table
+from speech.metrics import Errors, cer_and_wer, count_errors, error_table, improvement_table, score
 from speech.text import for_scoring
 
 
@@ -27,11 +27,11 @@ def test_errors_are_the_edit_distance(pairs, unit):
     references, hypotheses = [r for r, _ in pairs], [h for _, h in pairs]
     cut = str.split if unit == "words" else list
     scored = [(cut(for_scoring(r)), cut(for_scoring(h))) for r, h in pairs]
-    found = count_errors(references, hypotheses, unit)
-    assert found.total == sum(distance(r, h) for r, h in scored)
-    assert found.length == sum(len(r) for r, _ in scored)
-    assert found.insertions - found.deletions == sum(len(h) - len(r) for r, h in scored)
-    assert found.rate == found.total / max(1, found.length)
+    errors = count_errors(references, hypotheses, unit)
+    assert errors.total == sum(distance(r, h) for r, h in scored)
+    assert errors.length == sum(len(r) for r, _ in scored)
+    assert errors.insertions - errors.deletions == sum(len(h) - len(r) for r, h in scored)
+    assert errors.rate == errors.total / max(1, errors.length)
 
 
 @pytest.mark.parametrize(
@@ -63,5 +63,29 @@ def test_error_table():
         ["%", "errors", "of", "subst.", "delet.", "insert."],
         ["WER", "75.00", "3", "4", "1", "1", "1"],
         ["CER", "57.14", "4", "7", "1", "2", "1"],
+    ]
+    assert len({len(line) for line in lines}) == 1
+
+
+def rows(*pairs):
+    return [{"reference": reference, "hypothesis": hypothesis} for reference, hypothesis in pairs]
+
+
+def test_scores_are_the_tables_numbers():
+    errors = cer_and_wer(["a b c d", ""], ["a x c", "y"])
+    assert score(rows(("a b c d", "a x c"), ("", "y"))) == {"cer": (4, 7), "wer": (3, 4)}
+    assert {name: (e.total, e.length) for name, e in errors.items()} == {"cer": (4, 7), "wer": (3, 4)}
+
+
+def test_improvement_table():
+    lines = improvement_table(rows(("a b", "x y")), rows(("a b", "a y"))).splitlines()
+    assert [line.split() for line in lines] == [
+        ["before", "after", "lower", "by"], ["WER", "100.00%", "50.00%", "50.0%"], ["CER", "66.67%", "33.33%", "50.0%"],
+    ]  # fmt: skip
+    assert improvement_table(rows(("a", "a")), rows(("a", "b"))).splitlines()[1].split() == [
+        "WER",
+        "0.00%",
+        "100.00%",
+        "-",
     ]
     assert len({len(line) for line in lines}) == 1

@@ -13,12 +13,12 @@ from speech.search import CTCPrefixScores, autoregressive_beam, ctc_prefix_beam
 def all_ctc(log_probs, blank):
     """Every label sequence's probability, by summing over all alignments."""
     frames, size = log_probs.shape
-    found = {}
+    totals = {}
     for path in itertools.product(range(size), repeat=frames):
         labels = tuple(label for label, _ in itertools.groupby(path) if label != blank)
         score = sum(log_probs[t, label] for t, label in enumerate(path))
-        found[labels] = np.logaddexp(found.get(labels, -np.inf), score)
-    return found
+        totals[labels] = np.logaddexp(totals.get(labels, -np.inf), score)
+    return totals
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -28,12 +28,12 @@ def test_ctc_prefix_beam_is_exact_with_a_wide_beam(seed):
     log_probs = np.log(random.dirichlet(np.full(size, 0.5), frames))
     blank = int(random.integers(size))
     expected = all_ctc(log_probs, blank)
-    found = ctc_prefix_beam(log_probs, 10_000, blank)
-    assert found[0][0] == max(expected, key=expected.get)
-    assert [score for _, score in found] == sorted((score for _, score in found), reverse=True)
-    for labels, score in found:
+    beam = ctc_prefix_beam(log_probs, 10_000, blank)
+    assert beam[0][0] == max(expected, key=expected.get)
+    assert [score for _, score in beam] == sorted((score for _, score in beam), reverse=True)
+    for labels, score in beam:
         assert score == pytest.approx(expected.get(labels, -np.inf), abs=1e-9)
-    assert np.logaddexp.reduce([score for _, score in found]) == pytest.approx(0, abs=1e-9)
+    assert np.logaddexp.reduce([score for _, score in beam]) == pytest.approx(0, abs=1e-9)
 
 
 def test_ctc_prefix_beam_finds_what_greedy_misses():
@@ -50,7 +50,7 @@ def test_autoregressive_beam_is_exhaustive_with_a_wide_beam(seed):
         previous = prefixes[:, -1].clamp_max(size - 1)
         return table[prefixes.shape[1] % 5, previous]
 
-    found = autoregressive_beam(following, 2, end, 400, longest)
+    hypotheses = autoregressive_beam(following, 2, end, 400, longest)
     expected = {}
     for length in range(longest):
         for tokens in itertools.product(range(3), repeat=length):
@@ -59,10 +59,10 @@ def test_autoregressive_beam_is_exhaustive_with_a_wide_beam(seed):
                 score += float(following(torch.tensor([prefix]))[0, token])
                 prefix.append(token)
             expected[tokens] = score / (length + 1)
-    complete = {tuple(tokens): score for tokens, score in found if len(tokens) < longest}
+    complete = {tuple(tokens): score for tokens, score in hypotheses if len(tokens) < longest}
     assert complete.keys() == expected.keys()
     assert all(math.isclose(complete[key], expected[key], abs_tol=1e-5) for key in expected)
-    assert [score for _, score in found] == sorted((score for _, score in found), reverse=True)
+    assert [score for _, score in hypotheses] == sorted((score for _, score in hypotheses), reverse=True)
 
 
 @pytest.mark.parametrize("seed", range(6))

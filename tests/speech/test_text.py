@@ -23,32 +23,32 @@ KONKANI = "हांव कोंकणी उलयता, आनी तूं?
 
 @given(any_text | mixed)
 def test_normalise(value):
-    found = text.normalise(value)
-    assert text.normalise(found) == found
-    assert unicodedata.is_normalized("NFC", found)
-    assert found == found.strip() and "  " not in found
+    normal = text.normalise(value)
+    assert text.normalise(normal) == normal
+    assert unicodedata.is_normalized("NFC", normal)
+    assert normal == normal.strip() and "  " not in normal
     assert all(
         c in text.JOINERS or c == " " or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
-        for c in found
+        for c in normal
     )
-    assert marks(found) == marks(value)
+    assert marks(normal) == marks(value)
 
 
 def marks(value: str) -> list[str]:
-    """Combining marks, sorted: where what stood between two of them goes, they take their canonical order."""
+    """Combining marks, sorted: if a character between two of them is removed, they take their canonical order."""
     return sorted(c for c in unicodedata.normalize("NFD", value) if unicodedata.category(c).startswith("M"))
 
 
 @given(any_text | mixed)
 def test_for_scoring(value):
-    found = text.for_scoring(value)
-    assert text.for_scoring(found) == found
-    assert text.for_scoring(text.normalise(value)) == found
-    assert unicodedata.is_normalized("NFC", found)
-    assert not any(unicodedata.category(c).startswith("P") or c in text.JOINERS for c in found)
+    scored = text.for_scoring(value)
+    assert text.for_scoring(scored) == scored
+    assert text.for_scoring(text.normalise(value)) == scored
+    assert unicodedata.is_normalized("NFC", scored)
+    assert not any(unicodedata.category(c).startswith("P") or c in text.JOINERS for c in scored)
     kept = {"L", "M", "N", "S"}
     before = [c for c in unicodedata.normalize("NFD", value) if unicodedata.category(c)[0] in kept]
-    after = [c for c in unicodedata.normalize("NFD", found) if unicodedata.category(c)[0] in kept]
+    after = [c for c in unicodedata.normalize("NFD", scored) if unicodedata.category(c)[0] in kept]
     assert sorted(before) == sorted(after)
 
 
@@ -58,7 +58,7 @@ def test_for_scoring(value):
         (KONKANI, KONKANI, "हांव कोंकणी उलयता आनी तूं"),
         ("\ufeff a\u00a0b\u2028c\t\nd \u200b", "a b c d", "a b c d"),
         ("e\u0301", "é", "é"),
-        ("e\u200b\u0301", "é", "é"),  # what normal form joins may be apart before
+        ("e\u200b\u0301", "é", "é"),  # removing a character joins what NFC composes
         ("क\u095c", "क\u0921\u093c", "क\u0921\u093c"),  # composed nukta letters are taken apart by NFC
         ("क्\u200dष", "क्\u200dष", "क्ष"),
         ("«Hi», said—she…", "«Hi», said—she…", "Hi said she"),
@@ -97,7 +97,7 @@ def test_round_trip(tokenizer, value):
 
 
 def test_state_is_plain(tokenizer):
-    """What a checkpoint with weights_only=True can hold."""
+    """A checkpoint can hold it with weights_only=True."""
     state = tokenizer.state()
     assert set(map(type, state)) == {str}
     assert all(isinstance(value, str) or all(isinstance(c, str) for c in value) for value in state.values())
@@ -105,7 +105,7 @@ def test_state_is_plain(tokenizer):
 
 @given(value=st.text(st.sampled_from("ဝဟဥ한국  "), min_size=1, max_size=20))
 def test_text_of_unknown_characters_only(tokenizer, value):
-    """Spaces are known; a text of nothing else but unknown characters has the share 1 none the less."""
+    """The share is 1, although spaces are known."""
     tokens = tokenizer.encode(value.strip())
     assert text.unknown_share(tokenizer, tokens) == 1
     if value.strip():
@@ -115,8 +115,8 @@ def test_text_of_unknown_characters_only(tokenizer, value):
 
 @given(value=st.text(st.sampled_from("ab한국 "), max_size=20))
 def test_unknown_characters_decode_to_the_replacement_character(tokenizer, value):
-    found = tokenizer.decode(tokenizer.encode(value))
-    squeezed = found
+    decoded = tokenizer.decode(tokenizer.encode(value))
+    squeezed = decoded
     expected = "".join("\ufffd" if c in "한국" else c for c in value)
     while "\ufffd\ufffd" in expected:  # SentencePiece makes one token of neighbours
         expected = expected.replace("\ufffd\ufffd", "\ufffd")
@@ -134,7 +134,7 @@ def test_char_takes_every_character_and_bpe_makes_longer_pieces():
 
 
 def test_characters_beyond_the_sentences_that_are_kept_are_known(monkeypatch):
-    monkeypatch.setattr(text, "MOST_SENTENCES", 101)  # fewer SentencePiece does not take
+    monkeypatch.setattr(text, "MOST_SENTENCES", 101)  # SentencePiece's minimum
     for kind in ("char", "bpe"):
         tokenizer = text.train_tokenizer(["ab ab"] * 150 + ["xyz"], kind, 30)
         assert tokenizer.decode(tokenizer.encode("ax zb")) == "ax zb"

@@ -1,4 +1,4 @@
-"""Morse: synthesis against a decoder and measurements written here, data sets on disk, and the evaluation."""
+"""Morse: synthesis against a decoder and measurements written here, data sets, and scores."""
 
 import csv
 import dataclasses
@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, RunError, UsageError
-from recipes import whisper_morse as morse
+from speech.corpus import Checks, load_corpus
 from speech.metrics import Errors, count_errors
 from speech.morse import alphabet, recordings, scores, synthesis, texts
 
+ROOT = Path(__file__).resolve().parents[3]
 RATE = 16_000
 # The code as a tree: a dit goes to 2 i, a dah to 2 i + 1, from 1 on; _ is no character.
 TREE = "__ETIANMSURWDKGOHVF_L_PJBXCYZQ__54_3É__2&_+____16=/___(_7___8_90"
@@ -38,8 +39,8 @@ def character(code: str) -> str:
     place = 1
     for element in code:
         place = 2 * place + (element == "-")
-    found = TREE[place] if place < len(TREE) else "_"
-    return "<AS>" if found == "&" else found
+    label = TREE[place] if place < len(TREE) else "_"
+    return "<AS>" if label == "&" else label
 
 
 def marks_and_gaps(amplitude: np.ndarray) -> np.ndarray:
@@ -61,7 +62,7 @@ def decode(lengths: np.ndarray) -> str:
 
 
 def loudness(audio: np.ndarray, samples: int = 96) -> np.ndarray:
-    """Amplitude of a tone, over its strongest, from the mean square over 6 ms."""
+    """Amplitude of a tone relative to its maximum, from the mean square over 6 ms."""
     sums = np.cumsum(np.concatenate([[0], audio.astype(float) ** 2]))
     power = np.concatenate([np.zeros(samples // 2), (sums[samples:] - sums[:-samples])])
     return np.sqrt(power / power.max())
@@ -81,7 +82,7 @@ EXCHANGES = {
 }
 
 
-def test_every_text_can_be_sent_and_says_what_it_holds():
+def test_every_text_can_be_sent_and_contains_its_exchange():
     random = np.random.default_rng(0)
     heard = set()
     for number in range(3000):
@@ -99,7 +100,7 @@ def test_every_text_can_be_sent_and_says_what_it_holds():
     assert heard == set(alphabet.SYMBOLS)
 
 
-def test_callsigns_are_told_from_what_looks_like_them():
+def test_callsigns_are_distinguished_from_similar_words():
     assert all(
         map(alphabet.CALLSIGN.fullmatch, "K1A W1AW KH6/W1AW DL50ABC 9A1AA/P 4X4ABC VP5/F6XYZ R1/G3A S57XX/QRP".split())
     )
@@ -180,7 +181,7 @@ def test_the_jitter_is_as_stated_and_keeps_the_length():
     ],
 )
 def test_the_measured_snr(fading):
-    """The noise's density from 3 to 8 kHz, the station's energy about its tone, the time of its marks by the text."""
+    """From the noise's density at 3 to 8 kHz, the station's energy around its tone, and the duration of the text's marks."""
     for index, wanted in enumerate((-8.0, 0.0, 6.0, 15.0)):
         conditions = dataclasses.replace(
             CLEAN, snr_db=(wanted, wanted), jitter=(0, 0), sample_types=("full_qso",), wpm=(18, 25), **fading
@@ -199,7 +200,7 @@ def test_the_measured_snr(fading):
 
 
 def test_keying_is_narrow():
-    """Of a 40 WPM station no more than five millionths are over 400 Hz away; without shaped edges it is some hundred times that."""
+    """At most five millionths of a 40 WPM station's power are over 400 Hz away; with hard edges hundreds of times more."""
     runs = synthesis.keying("5NN TEST K1ABC") * 1.2 / 40
     samples = 64 * int((runs.sum() + 0.2) * RATE / 64)
     amplitude = synthesis.envelope(runs, 0.1, samples)
@@ -214,7 +215,7 @@ def test_keying_is_narrow():
 
 
 @pytest.mark.parametrize("name", synthesis.CONDITIONS)
-def test_what_every_clip_keeps_to(name):
+def test_every_clip_keeps_to_its_conditions(name):
     conditions = synthesis.CONDITIONS[name]
     seen = set()
     for index in range(40):
@@ -251,11 +252,11 @@ def test_texts_are_cut_to_the_length(seed, longest, wpm, farnsworth, sample_type
 
 
 def digest(numbers) -> str:
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for number in numbers:
         sample = synthesis.synthesise(6, number, synthesis.CONDITIONS["wide"])
-        found.update(sample.audio.tobytes() + sample.text.encode() + repr(sample.snr_db).encode())
-    return found.hexdigest()
+        hashed.update(sample.audio.tobytes() + sample.text.encode() + repr(sample.snr_db).encode())
+    return hashed.hexdigest()
 
 
 def test_a_clip_depends_on_its_number_alone():
@@ -263,9 +264,8 @@ def test_a_clip_depends_on_its_number_alone():
     here = digest(range(8))
     assert digest(range(8)) == here != digest(range(1, 9))
     code = "from tests.speech.morse.test_morse import digest; print(digest(range(8)))"
-    root = Path(morse.__file__).resolve().parents[1]
-    there = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert there.stdout.strip() == here
+    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == here
 
 
 def test_noise_only():
@@ -298,7 +298,7 @@ def test_the_receiver():
 
 
 def frequency(audio: np.ndarray) -> float:
-    """Of a tone, by the first and last of its rising zeros."""
+    """The frequency of a tone, by its first and last rising zero."""
     before = np.flatnonzero((audio[:-1] < 0) & (audio[1:] >= 0))
     zeros = before + audio[before] / (audio[before] - audio[before + 1])
     return (len(zeros) - 1) / (zeros[-1] - zeros[0]) * RATE
@@ -350,6 +350,57 @@ def test_static_crashes_add_to_the_noise():
     assert 0.5 < (quiet == loud).mean() < 1
 
 
+# --- synthetic clips as a data set -----------------------------------------------------------------------------------
+
+
+def test_chosen_conditions_replace_single_ranges():
+    assert synthesis.choose_conditions(["wide", "demo"], None, None, None, None) == [
+        synthesis.CONDITIONS["wide"], synthesis.CONDITIONS["demo"],
+    ]  # fmt: skip
+    (chosen,) = synthesis.choose_conditions(["clean"], [10, 20], [300, 400], [-5, 5], 4.0)
+    expected = {"wpm": (10, 20), "tone": (300, 400), "snr_db": (-5, 5), "longest": 4.0}
+    assert chosen == dataclasses.replace(synthesis.CONDITIONS["clean"], **expected)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ({"wpm": [30, 20]}, "--wpm 30 20: the first is to be the lower one"),
+        ({"snr_db": [3, -4]}, "--snr_db 3 -4: the first is to be the lower one"),
+        ({"wpm": [4, 20]}, "--wpm 4: below 5 words a minute a single character fills a clip"),
+        ({"tone": [99, 500]}, "--tone: tones of 100 to 4,000 Hz can be made"),
+        ({"tone": [100, 4001]}, "--tone: tones of 100 to 4,000 Hz can be made"),
+    ],
+)
+def test_ranges_from_which_no_clip_can_be_drawn(ranges, message):
+    with pytest.raises(UsageError) as error:
+        synthesis.choose_conditions(["clean"], **{"wpm": None, "tone": None, "snr_db": None, "longest": None, **ranges})
+    assert str(error.value) == message
+
+
+def test_a_synthetic_set_has_new_clips_in_every_epoch():
+    mix = [dataclasses.replace(CLEAN, longest=3.0), dataclasses.replace(CLEAN, name="other", longest=4.0)]
+    clips = synthesis.Synthetic(mix, 6, 30)
+    assert len(clips) == 6
+    heard = set()
+    for epoch in (0, 2):
+        for index in range(6):
+            waveform, text, name, spans = clips.load(index, epoch)
+            number = 6 * epoch + index
+            sample = synthesis.synthesise(30, number, synthesis.draw_conditions(mix, 30, number))
+            assert waveform.numpy().tobytes() == sample.audio.tobytes() and text == sample.text
+            assert name == f"synthetic clip 30/{number}" and np.array_equal(spans, sample.spans)
+            assert clips.seconds(epoch)[index] == len(waveform) / RATE
+            heard.add(waveform.numpy().tobytes())
+    assert len(heard) == 12
+    assert {clips.row(index, "")["condition"] for index in range(6)} == {"clean", "other"}
+    row = clips.row(4, "x")
+    assert (row["reference"], row["hypothesis"], row["file"]) == (clips.load(4, 0)[1], "x", "synthetic clip 30/4")
+    others = [clips, *(synthesis.Synthetic(*other) for other in ((mix, 6, 31), (mix, 5, 30), (mix[:1], 6, 30)))]
+    assert len({other.fingerprint() for other in others}) == 4
+    assert clips.fingerprint() == synthesis.Synthetic(tuple(mix), 6, 30).fingerprint()
+
+
 # --- data set on disk ------------------------------------------------------------------------------------------------
 
 MIX = [dataclasses.replace(CLEAN, longest=4.0, wpm=(30, 40), noise_only=0.2), synthesis.CONDITIONS["contest_good"]]
@@ -369,16 +420,16 @@ def test_a_data_set_is_read_as_it_was_made(tmp_path, capsys):
         "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only"
     )
     assert len(rows) == 30
-    found = recordings.read_dataset(tmp_path / "a", tmp_path / "cache")
-    assert {split: len(part) for split, part in found.items()} == {"train": 24, "validation": 3, "test": 3}
+    parts = recordings.read_dataset(tmp_path / "a", tmp_path / "cache")
+    assert {split: len(part) for split, part in parts.items()} == {"train": 24, "validation": 3, "test": 3}
     noise = set()
-    for part in found.values():
+    for part in parts.values():
         for i in range(len(part)):
             samples = [synthesis.synthesise(9, int(part.ids[i]), conditions) for conditions in MIX]
             sample = next(sample for sample in samples if sample.condition == part.conditions[i])
             audio, rate = soundfile.read(part.paths[i], dtype="float32")
             assert rate == RATE and np.abs(audio - sample.audio).max() <= 0.5 / 32768
-            assert part.seconds[i] == pytest.approx(sample.seconds) and part.seconds.dtype == float
+            assert part.lengths[i] == pytest.approx(sample.seconds) and part.lengths.dtype == float
             row = part.row(i, "x")
             assert (row["reference"], row["hypothesis"], row["exchange"]) == (sample.text, "x", sample.exchange)
             assert (row["callsigns"], row["contest_type"]) == (list(sample.callsigns), sample.contest_type)
@@ -387,10 +438,11 @@ def test_a_data_set_is_read_as_it_was_made(tmp_path, capsys):
             assert row["is_noise_only"] == sample.is_noise_only
             noise.add(row["is_noise_only"])
     assert noise == {True, False}
-    assert "train set" in capsys.readouterr().out and not list(tmp_path.glob("*.[0-9]*"))
+    assert "train set" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "cache"]
 
 
-def test_another_data_set_replaces_its_own_but_nothing_else(tmp_path, capsys):
+def test_a_data_set_replaces_its_own_kind_only(tmp_path, capsys):
     folder = tmp_path / "set"
     folder.mkdir()  # empty
     recordings.write_dataset(folder, 3, 1, MIX[:1])
@@ -412,7 +464,7 @@ def test_another_data_set_replaces_its_own_but_nothing_else(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "set", "t"]
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch):
     recordings.write_dataset(tmp_path / "set", 2, 1, MIX)
     before = content(tmp_path)
 
@@ -426,9 +478,53 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     assert content(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
+def test_the_splits_that_a_recipe_reads(tmp_path, capsys):
+    recordings.write_dataset(tmp_path / "set", 30, 9, MIX)
+    whole = recordings.read_dataset(tmp_path / "set")
+    longest = float(np.median(whole["train"].lengths))
+    capsys.readouterr()
+    splits = recordings.read_splits(tmp_path / "set", Checks(0.1, longest, max_samples=4), str(tmp_path / "cache"))
+    fits = np.flatnonzero(whole["train"].lengths <= longest)
+    assert splits["train"].ids == [whole["train"].ids[i] for i in fits[:4]]
+    assert {"train", "val", "test"} >= set(splits) >= {"train"}
+    message = f"clips are too short or too long (--min_duration 0.1, --max_duration {longest:g}) and left out"
+    assert f"train set: {24 - len(fits)} {message}" in capsys.readouterr().out
+    train = splits["train"]
+    for _ in range(2):  # the second time from the cache
+        waveform, text, name, spans = train.load(1, 5)
+        assert (text, name, spans) == (train.texts[1], train.paths[1], None)
+        assert np.array_equal(waveform.numpy(), soundfile.read(train.paths[1], dtype="float32")[0])
+    assert len(list((tmp_path / "cache").rglob("*.npy"))) == 1
+    assert train.seconds(0) is train.seconds(7) is train.lengths
+    reversed_ = train.select(np.array([3, 2, 1, 0]))
+    assert reversed_.ids == train.ids[::-1] and reversed_.cache == train.cache
+    assert reversed_.fingerprint() != train.fingerprint() == train.select(np.arange(4)).fingerprint()
+
+
+def test_the_test_set_is_the_evaluation_set_if_there_is_no_other(other_set):
+    folder = other_set(["1,a.wav,E"], name="splits/test.csv")
+    splits = recordings.read_splits(folder, Checks())
+    assert list(splits) == ["test", "val"] and splits["val"] is splits["test"]
+    assert recordings.read_splits(folder, Checks(min_duration=1.0)) == {}
+
+
+def test_a_manifest_becomes_recordings(tmp_path, wav, json_lines, capsys):
+    wav(tmp_path / "a.wav", 2.0)
+    rows = [
+        {"audio_filepath": "a.wav", "text": "CQ DE K1ABC <SK>", "offset": 0.5, "duration": 1.0},
+        {"audio_filepath": "a.wav", "text": "A_B"},
+    ]
+    corpus = load_corpus(json_lines(tmp_path / "m.json", rows), alphabet.normalise, Checks())[0]
+    part = recordings.from_corpus(corpus, "train set", False)
+    assert "1  text has characters without a Morse code" in capsys.readouterr().out
+    assert len(part) == 1 and part.callsigns == [["K1ABC"]] and part.texts == ["CQ DE K1ABC <SK>"]
+    assert part.seconds(0).tolist() == [1.0] and len(part.load(0, 0)[0]) == RATE
+    assert np.isnan(part.row(0, "")["wpm"]) and not part.row(0, "")["is_noise_only"]
+
+
 @pytest.fixture
 def other_set(tmp_path, wav):
-    """other_set(rows, header, name): a folder as others write it: two good files, and a table."""
+    """other_set(rows, header, name): a folder of other origin, with two good files and a table."""
 
     def write(rows, header="id,audio_file,text", name="metadata.csv"):
         for file in ("a", "b"):
@@ -446,21 +542,21 @@ def test_data_sets_of_others(other_set):
     other_set(["1,audio/b.wav,,TRUE,99"], "id,audio_file,text,is_noise_only,mystery", "splits/val.csv")
     with pytest.raises(DataError, match=r"1 utterances rejected \(--strict_data\)"):
         recordings.read_dataset(folder, strict=True)
-    found = recordings.read_dataset(folder)
-    assert list(found) == ["train", "validation"] and len(found["train"]) == 1  # b.wav has no text
-    assert found["train"].texts == ["CQ DE K1ABC = UR 599"] and found["train"].callsigns == [["K1ABC"]]
-    assert found["train"].seconds.tolist() == [0.5] and np.isnan(found["train"].snr_db).all()
-    assert found["train"].ids == ["a.wav"] and found["validation"].texts == [""]
-    assert found["validation"].is_noise_only.tolist() == [True]
+    parts = recordings.read_dataset(folder)
+    assert list(parts) == ["train", "validation"] and len(parts["train"]) == 1  # b.wav has no text
+    assert parts["train"].texts == ["CQ DE K1ABC = UR 599"] and parts["train"].callsigns == [["K1ABC"]]
+    assert parts["train"].lengths.tolist() == [0.5] and np.isnan(parts["train"].snr_db).all()
+    assert parts["train"].ids == ["a.wav"] and parts["validation"].texts == [""]
+    assert parts["validation"].is_noise_only.tolist() == [True]
 
 
 def test_a_data_set_without_splits_is_divided_by_its_ids(other_set):
     ids = range(300)
-    found = recordings.read_dataset(other_set([f"{i},a.wav,E" for i in ids]))
-    sizes = [len(found[split]) for split in ("train", "validation", "test")]
+    parts = recordings.read_dataset(other_set([f"{i},a.wav,E" for i in ids]))
+    sizes = [len(parts[split]) for split in ("train", "validation", "test")]
     assert sum(sizes) == 300 and 210 < sizes[0] < 270 and min(sizes) > 15
     again = recordings.read_dataset(other_set([f"{i},b.wav,T" for i in reversed(ids)]))
-    assert all(sorted(again[split].ids) == sorted(found[split].ids) for split in found)
+    assert all(sorted(again[split].ids) == sorted(parts[split].ids) for split in parts)
 
 
 LONG = "id,audio_file,text,wpm,duration,is_noise_only,snr_db"
@@ -481,13 +577,13 @@ LONG = "id,audio_file,text,wpm,duration,is_noise_only,snr_db"
         ("id,audio_file,text", ['1,"a"b.wav,E'], r"metadata.csv:2: "),
         ("id,audio_file,text", ["1,a.wav," + "E" * (1 << 24 | 1)], r"metadata.csv:2: field larger"),
         ("id,audio_file,text", [b"1,a.wav,\xff"], "is not UTF-8"),
-        (LONG, ["1,a.wav,E,fast,1,0,3"], r"metadata.csv:2: wpm is no number: 'fast'"),
+        (LONG, ["1,a.wav,E,fast,1,0,3"], r"metadata.csv:2: wpm is not a number: 'fast'"),
         (LONG, ["1,a.wav,E,20,1,0,inf"], r"metadata.csv:2: snr_db is inf"),
         (LONG, ["1,a.wav,E,20,-1,0,1"], r"metadata.csv:2: duration is -1"),
         (LONG, ["1,a.wav,E,20,1,maybe,1"], r"metadata.csv:2: is_noise_only is neither true nor false: 'maybe'"),
         (LONG, ["1,a.wav,E,20,9,0,1"], r"1 x file is shorter than its duration in the table"),
         (LONG, ["1,a.wav,E,20,,yes,1"], "1 x noise only, with a text"),
-        (LONG, ["1,a.wav,A_B,20,,,1"], "1 x text holds what Morse has no code for"),
+        (LONG, ["1,a.wav,A_B,20,,,1"], "1 x text has characters without a Morse code"),
         (LONG, ["1,c.wav,E,20,,,1", "1,d.wav,E,20,,,1", "1,../metadata.csv,E,,,,"], "2 x file is missing; 1 x audio is unreadable"),
     ],
 )  # fmt: skip
@@ -534,7 +630,7 @@ ROWS = [
 ]
 
 
-def test_figures():
+def test_metrics_by_group():
     tables = scores.evaluation_tables(ROWS)
     whole = tables["all"]["all"]
     assert whole["samples"] == 7

@@ -1,40 +1,46 @@
-"""Whisper's decoding: against transformers, against searches that recompute everything, and by properties."""
+"""Whisper's decoding: against transformers, against searches that recompute everything, and by its properties."""
 
+import dataclasses
 import itertools
 import os
 from collections import Counter
 from types import SimpleNamespace
 
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.device import Setup
 from speech import long, recogniser
 from speech.features import valid_mask
 from speech.whisper import decoding
-from speech.whisper.model import Cache, Whisper
+from speech.whisper.decoding import Search
+from speech.whisper.model import KVCache, Whisper
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 CONFIG = {
     "vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8,
     "max_source_positions": 50, "max_target_positions": 48,
 }  # fmt: skip
-NO_SPEECH, NO_TIMESTAMPS, TASK, END, START, LANGUAGE = range(34, 40)
+NO_SPEECH, NO_TIMESTAMPS, TASK, EOS, START, LANGUAGE = range(34, 40)
 PROMPT = [START, LANGUAGE, TASK, NO_TIMESTAMPS]
+SEARCH = Search(PROMPT, EOS)
 
 
-def make_model(seed=0, end=END, **changed):
-    """Weights large enough that the tokens depend on the audio, on what is before them, and sometimes end."""
+def make_model(seed=0, eos=EOS, **changed):
+    """With weights so large that the tokens depend on the audio and on earlier tokens, and that eos sometimes follows."""
     torch.manual_seed(seed)
     model = Whisper({**CONFIG, **changed}).double().eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.4)
     with torch.no_grad():
-        model.decoder.embed_tokens.weight[end] *= 2
+        model.decoder.embed_tokens.weight[eos] *= 2
     return model.requires_grad_(False)
 
 
@@ -51,9 +57,13 @@ def inputs(model, count, seed=0, lengths=None):
 
 
 def log_probs(model, encoded, mask, tokens):
-    """Of what follows the prompt and each of `tokens`, recomputed: (U + 1, V)."""
+    """(U + 1, V) of the tokens after the prompt and after each of `tokens`, computed without a cache."""
     x = model.decoder(torch.tensor([PROMPT + list(tokens)]), encoded, mask)
     return model.logits(x[0, len(PROMPT) - 1 :]).log_softmax(-1)
+
+
+def tokens_of(hypotheses):
+    return [hypothesis.tokens for hypothesis in hypotheses]
 
 
 # --- against transformers --------------------------------------------------------------------------------------------
@@ -61,10 +71,8 @@ def log_probs(model, encoded, mask, tokens):
 
 @pytest.fixture(scope="module")
 def pair():
-    """The same weights in transformers and here, and 50 inputs for both."""
-    import transformers
-
-    names = {"pad_token_id": END, "bos_token_id": END, "eos_token_id": END, "decoder_start_token_id": START}
+    """The same weights in transformers and here, 50 inputs, and the search for both."""
+    names = {"pad_token_id": EOS, "bos_token_id": EOS, "eos_token_id": EOS, "decoder_start_token_id": START}
     model = make_model(3)
     theirs = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**CONFIG, **names)).double().eval()
     missing = theirs.load_state_dict(
@@ -72,58 +80,58 @@ def pair():
     )
     assert missing.missing_keys == ["proj_out.weight"] and not missing.unexpected_keys
     features = 2 * torch.randn(50, 8, 100, dtype=torch.float64)
-    return theirs, model, features, model.encoder(features)
+    return theirs, model, features, model.encoder(features), dataclasses.replace(SEARCH, max_new_tokens=32)
 
 
-def generated(theirs, features, **options):
-    """The search itself: Whisper's own `generate` around it goes on for ever where the tokens make no sense."""
-    import transformers
-
+def transformers_tokens(theirs, features, **options):
+    """The search alone, because Whisper's own `generate` never ends with random weights."""
     config = transformers.GenerationConfig(
-        max_new_tokens=32, eos_token_id=END, pad_token_id=END, decoder_start_token_id=START, **options
+        max_new_tokens=32, eos_token_id=EOS, pad_token_id=EOS, decoder_start_token_id=START, **options
     )
     prompts = torch.tensor([PROMPT]).expand(len(features), -1)
     with torch.no_grad():
-        found = transformers.GenerationMixin.generate(theirs, features, config, decoder_input_ids=prompts)
-    rows = found[:, len(PROMPT) :].tolist()
-    return [row[: row.index(END)] if END in row else row for row in rows]
+        generated = transformers.GenerationMixin.generate(theirs, features, config, decoder_input_ids=prompts)
+    rows = generated[:, len(PROMPT) :].tolist()
+    return [row[: row.index(EOS)] if EOS in row else row for row in rows]
 
 
 @pytest.mark.parametrize("suppressed", ["nothing", "everywhere", "at first", "both"])
 def test_greedy_is_transformers_own(pair, suppressed):
-    """Suppressed is what it would take most often."""
-    theirs, model, features, encoded = pair
-    free = [one.tokens for one in decoding.greedy(model, encoded, None, PROMPT, END, 32)]
+    """Suppresses the tokens that are generated most often."""
+    theirs, model, features, encoded, search = pair
+    free = tokens_of(decoding.greedy(model, encoded, None, search))
     often = [token for token, _ in Counter(itertools.chain(*free)).most_common(4)]
-    begins = [token for token, _ in Counter(row[0] if row else END for row in free).most_common(6)]
+    begins = [token for token, _ in Counter(row[0] if row else EOS for row in free).most_common(6)]
     suppress, first = often * (suppressed in ("everywhere", "both")), begins * (suppressed in ("at first", "both"))
-    expected = generated(theirs, features, suppress_tokens=suppress or None, begin_suppress_tokens=first or None)
-    found = [one.tokens for one in decoding.greedy(model, encoded, None, PROMPT, END, 32, suppress, first)]
-    assert found == expected and (found == free) == (suppressed == "nothing")
+    options = {"suppress_tokens": suppress or None, "begin_suppress_tokens": first or None}
+    expected = transformers_tokens(theirs, features, **options)
+    search = dataclasses.replace(search, suppress=suppress, suppress_first=first, beam_size=3)
+    tokens = tokens_of(decoding.greedy(model, encoded, None, search))
+    assert tokens == expected and (tokens == free) == (suppressed == "nothing")
     lengths = [len(row) for row in expected]
     assert len(set(lengths)) > 5 and max(lengths) == 32 and len({tuple(row) for row in expected}) > 25
-    for row in decoding.beam(model, encoded[:10], None, PROMPT, END, 3, 32, 1.0, suppress, first):
-        assert not set(row.tokens) & set(suppress) and (row.tokens or [END])[0] not in first
+    for row in tokens_of(decoding.beam(model, encoded[:10], None, search)):
+        assert not set(row) & set(suppress) and (row or [EOS])[0] not in first
 
 
-@pytest.mark.parametrize(("beam_size", "penalty"), [(2, 1.0), (3, 0.6), (5, 1.0), (25, 2.0)])
-def test_beam_is_transformers_own(pair, beam_size, penalty):
-    theirs, model, features, encoded = pair
-    options = {"num_beams": beam_size, "early_stopping": True, "length_penalty": penalty}
-    expected = generated(theirs, features[:20], **options)
-    found = decoding.beam(model, encoded[:20], None, PROMPT, END, beam_size, 32, penalty)
-    assert [one.tokens for one in found] == expected
+@pytest.mark.parametrize("beam_size", [2, 3, 5, 25])
+def test_beam_is_transformers_own(pair, beam_size):
+    theirs, model, features, encoded, search = pair
+    options = {"num_beams": beam_size, "early_stopping": True, "length_penalty": 1.0}
+    expected = transformers_tokens(theirs, features[:20], **options)
+    search = dataclasses.replace(search, beam_size=beam_size)
+    assert tokens_of(decoding.beam(model, encoded[:20], None, search)) == expected
 
 
 # --- the cache and the batch -----------------------------------------------------------------------------------------
 
 
 def test_cached_logits_are_those_computed_at_once():
-    """Through reordering into beams, beams that change places, and utterances that leave."""
+    """Also when rows become beams, beams change places, and utterances leave the batch."""
     model = make_model()
     encoded, mask = inputs(model, 3, lengths=[100, 37, 64])
     random = np.random.default_rng(0)
-    cache, logits, _ = decoding._start(model, encoded, mask, PROMPT, None)
+    kv_cache, logits, _ = decoding._read_prompt(model, encoded, mask, SEARCH)
     utterances, beams = [0, 1, 2], 1
     prefixes = [[] for _ in utterances]
     for step in range(12):
@@ -136,30 +144,30 @@ def test_cached_logits_are_those_computed_at_once():
         origin = [place * beams + int(random.integers(beams)) for place in kept for _ in range(3)]
         tokens = random.integers(0, 40, len(origin)).tolist()
         narrowed = None if mask is None else mask[torch.tensor(utterances)]
-        narrowed = decoding._narrow(cache, narrowed, torch.tensor(origin), list(kept) if step == 6 else None)
+        narrowed = decoding._select(kv_cache, narrowed, torch.tensor(origin), list(kept) if step == 6 else None)
         prefixes = [[*prefixes[row], token] for row, token in zip(origin, tokens, strict=True)]
         utterances, beams = [utterances[place] for place in kept], 3
-        logits = model.logits(model.decoder(torch.tensor(tokens)[:, None], encoded, narrowed, cache)[:, -1])
+        logits = model.logits(model.decoder(torch.tensor(tokens)[:, None], encoded, narrowed, kv_cache)[:, -1])
 
 
 def test_select_keeps_utterances():
     model = make_model()
     encoded, mask = inputs(model, 4, lengths=[100, 37, 64, 90])
-    cache, _, _ = decoding._start(model, encoded, mask, PROMPT, None)
+    kv_cache, _, _ = decoding._read_prompt(model, encoded, mask, SEARCH)
     kept = torch.tensor([3, 1])
-    cache.reorder(kept)
-    cache.keep(kept)
-    assert cache.length == len(PROMPT) and isinstance(cache, Cache)
-    found = model.logits(model.decoder(torch.tensor([[5], [6]]), encoded[kept], mask[kept], cache))[:, -1]
+    kv_cache.reorder(kept)
+    kv_cache.keep(kept)
+    assert kv_cache.length == len(PROMPT) and isinstance(kv_cache, KVCache)
+    logits = model.logits(model.decoder(torch.tensor([[5], [6]]), encoded[kept], mask[kept], kv_cache))[:, -1]
     for row, (place, token) in enumerate(((3, 5), (1, 6))):
         expected = log_probs(model, encoded[place : place + 1], mask[place : place + 1], [token])[-1]
-        assert torch.allclose(found[row].log_softmax(-1), expected, rtol=0, atol=1e-10)
+        assert torch.allclose(logits[row].log_softmax(-1), expected, rtol=0, atol=1e-10)
 
 
 SEARCHES = {
-    "greedy": lambda *given: decoding.greedy(*given, most=30, no_speech=NO_SPEECH),
-    "sample": lambda *given: decoding.sample(*given, 0.7, torch.Generator().manual_seed(5), 3, 30, no_speech=NO_SPEECH),
-    "beam": lambda *given: decoding.beam(*given, 4, 30, no_speech=NO_SPEECH),
+    "greedy": decoding.greedy,
+    "sample": lambda *given: decoding.sample(*given, 0.7, torch.Generator().manual_seed(5)),
+    "beam": decoding.beam,
 }
 
 
@@ -173,14 +181,15 @@ def test_an_utterance_is_decoded_alike_alone_and_in_a_padded_batch(monkeypatch, 
     frames = torch.tensor(lengths)
     encoded = model.encoder(features, frames)
     mask = valid_mask((frames + 1) // 2, 50)[:, None, None, :]
-    together = SEARCHES[search](model, encoded, mask, PROMPT, END)
-    assert len({len(one.tokens) for one in together}) > 3
+    options = Search(PROMPT, EOS, no_speech=NO_SPEECH, max_new_tokens=30, beam_size=4)
+    together = SEARCHES[search](model, encoded, mask, options)
+    assert len({len(hypothesis.tokens) for hypothesis in together}) > 3
     for row, length in enumerate(lengths):
-        alone = model.encoder(features[row : row + 1, :, :length])
-        (one,) = SEARCHES[search](model, alone, None, PROMPT, END)
-        assert one.tokens == together[row].tokens and one.ended == together[row].ended
-        assert one.log_probability == pytest.approx(together[row].log_probability, abs=1e-9)
-        assert one.no_speech == pytest.approx(together[row].no_speech, abs=1e-10)
+        features_alone = model.encoder(features[row : row + 1, :, :length])
+        (alone,) = SEARCHES[search](model, features_alone, None, options)
+        assert alone.tokens == together[row].tokens and alone.ended == together[row].ended
+        assert alone.log_probability == pytest.approx(together[row].log_probability, abs=1e-9)
+        assert alone.no_speech_probability == pytest.approx(together[row].no_speech_probability, abs=1e-10)
 
 
 @pytest.mark.parametrize(("suppress", "every"), [([], 1), ([3, 4, 5], 8)])
@@ -189,21 +198,19 @@ def test_probabilities_are_those_of_the_tokens(monkeypatch, search, suppress, ev
     monkeypatch.setattr(decoding, "CHECK_EVERY", {"cpu": every})
     model = make_model(3)
     encoded, _ = inputs(model, 20)
-    method = getattr(decoding, search)
-    more = {"sample": {"temperature": 0.9, "generator": torch.Generator().manual_seed(1)}}.get(search, {})
-    found = method(model, encoded, None, PROMPT, END, most=25, suppress=suppress, no_speech=NO_SPEECH, **more)
-    for row, one in enumerate(found):
-        x = model.decoder(torch.tensor([PROMPT + one.tokens]), encoded[row : row + 1], None)
+    options = Search(PROMPT, EOS, suppress, no_speech=NO_SPEECH, max_new_tokens=25)
+    for row, hypothesis in enumerate(SEARCHES[search](model, encoded, None, options)):
+        x = model.decoder(torch.tensor([PROMPT + hypothesis.tokens]), encoded[row : row + 1], None)
         logits = model.logits(x[0])
-        assert one.no_speech == pytest.approx(float(logits[0].softmax(-1)[NO_SPEECH]), abs=1e-10)
+        assert hypothesis.no_speech_probability == pytest.approx(float(logits[0].softmax(-1)[NO_SPEECH]), abs=1e-10)
         following = logits[len(PROMPT) - 1 :]
         following[:, suppress] = -torch.inf
         following = following.log_softmax(-1)
-        tokens = one.tokens + [END] * one.ended
-        assert one.ended or len(one.tokens) == 25
+        tokens = hypothesis.tokens + [EOS] * hypothesis.ended
+        assert hypothesis.ended or len(hypothesis.tokens) == 25
         score = float(sum(following[i, token] for i, token in enumerate(tokens)))
-        assert one.log_probability == pytest.approx(score, abs=1e-9)
-        assert one.mean == pytest.approx(score / len(tokens), abs=1e-9)
+        assert hypothesis.log_probability == pytest.approx(score, abs=1e-9)
+        assert hypothesis.mean_log_probability == pytest.approx(score / len(tokens), abs=1e-9)
 
 
 @pytest.mark.parametrize("search", ["greedy", "beam"])
@@ -214,9 +221,9 @@ def test_what_has_ended_leaves_the_batch(monkeypatch, search):
     monkeypatch.setattr(
         model.decoder, "forward", lambda tokens, *rest: rows.append(len(tokens)) or forward(tokens, *rest)
     )
-    found = getattr(decoding, search)(model, encoded, mask, PROMPT, END, most=30)
+    hypotheses = SEARCHES[search](model, encoded, mask, Search(PROMPT, EOS, max_new_tokens=30))
     if search == "greedy":
-        lengths = [len(one.tokens) for one in found]
+        lengths = [len(tokens) for tokens in tokens_of(hypotheses)]
         assert rows[1:] == [sum(length > step for length in lengths) for step in range(len(rows) - 1)]
     assert rows[1] > rows[-1]
 
@@ -224,10 +231,10 @@ def test_what_has_ended_leaves_the_batch(monkeypatch, search):
 def test_no_more_tokens_than_the_model_has_positions():
     model = make_model(max_target_positions=11)
     encoded, _ = inputs(model, 3)
-    for one in (decoding.greedy, decoding.beam):
-        found = one(model, encoded, None, PROMPT, END, most=100, suppress=[END])
-        assert [len(hypothesis.tokens) for hypothesis in found] == [7, 7, 7]
-        assert not any(hypothesis.ended for hypothesis in found)
+    for search in (decoding.greedy, decoding.beam):
+        hypotheses = search(model, encoded, None, Search(PROMPT, EOS, [EOS], max_new_tokens=100))
+        assert [len(hypothesis.tokens) for hypothesis in hypotheses] == [7, 7, 7]
+        assert not any(hypothesis.ended for hypothesis in hypotheses)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -237,98 +244,98 @@ def test_sixteen_bits(dtype):
     with torch.autocast("cpu", dtype=dtype):
         encoded = model.encoder(features)
         for search in SEARCHES.values():
-            for one in search(model, encoded, None, PROMPT, END):
-                assert one.log_probability < 0 and 0 < one.no_speech < 1
+            for hypothesis in search(model, encoded, None, dataclasses.replace(SEARCH, no_speech=NO_SPEECH)):
+                assert hypothesis.log_probability < 0 and 0 < hypothesis.no_speech_probability < 1
 
 
 # --- beam and sampling -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seed", "penalty"), [(0, 0.0), (1, 1.0), (2, 1.0), (3, 0.5)])
-def test_a_wide_beam_is_exhaustive(seed, penalty):
-    size, end, most, prompt = 5, 4, 4, [3]
-    model = make_model(seed, vocab_size=size, end=end)
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_a_wide_beam_is_exhaustive(seed):
+    size, eos, max_new_tokens, prompt = 5, 4, 4, [3]
+    model = make_model(seed, vocab_size=size, eos=eos)
     encoded, _ = inputs(model, 2, seed)
-    found = decoding.beam(model, encoded, None, prompt, end, 700, most, penalty)
-    for row, one in enumerate(found):
+    hypotheses = decoding.beam(model, encoded, None, Search(prompt, eos, max_new_tokens=max_new_tokens, beam_size=700))
+    sequences = [
+        [*tokens, last]
+        for length in range(max_new_tokens)
+        for tokens in itertools.product(range(eos), repeat=length)
+        for last in (range(size) if length == max_new_tokens - 1 else [eos])
+    ]
+    for row, hypothesis in enumerate(hypotheses):
         best = (-np.inf, None)
-        sequences = [
-            [*tokens, last]
-            for length in range(most)
-            for tokens in itertools.product(range(end), repeat=length)
-            for last in (range(size) if length == most - 1 else [end])
-        ]
         for length, group in itertools.groupby(sequences, len):
             tokens = torch.tensor(list(group))
             before = torch.cat([torch.tensor([prompt]).expand(len(tokens), 1), tokens[:, :-1]], 1)
             x = model.decoder(before, encoded[row : row + 1].expand(len(tokens), -1, -1), None)
-            scores = model.logits(x).log_softmax(-1).gather(2, tokens[:, :, None]).sum((1, 2)) / length**penalty
+            scores = model.logits(x).log_softmax(-1).gather(2, tokens[:, :, None]).sum((1, 2)) / length
             best = max(best, (float(scores.max()), tokens[scores.argmax()].tolist()))
-        tokens = best[1][:-1] if best[1][-1] == end else best[1]
-        assert one.tokens == tokens and one.ended == (best[1][-1] == end)
-        assert one.log_probability / len(best[1]) ** penalty == pytest.approx(best[0], abs=1e-10)
+        tokens = best[1][:-1] if best[1][-1] == eos else best[1]
+        assert hypothesis.tokens == tokens and hypothesis.ended == (best[1][-1] == eos)
+        assert hypothesis.mean_log_probability == pytest.approx(best[0], abs=1e-10)
 
 
-def reference_beam(model, encoded, prompt, end, beam_size, most, penalty):
+def reference_beam(model, encoded, search):
     """One utterance, everything recomputed at each step."""
     prefixes, finished = [((), 0.0)], []
-    for step in range(most):
+    for step in range(search.max_new_tokens):
         candidates = []
         for prefix, score in prefixes:
             following = log_probs(model, encoded, None, prefix)[-1]
             candidates += [((*prefix, token), score + float(following[token])) for token in range(len(following))]
         candidates.sort(key=lambda pair: -pair[1])
-        for tokens, score in candidates[:beam_size]:
-            if tokens[-1] == end or step == most - 1:
-                finished.append((score / (step + 1) ** penalty, tokens))
-        prefixes = [pair for pair in candidates if pair[0][-1] != end][:beam_size]
-        if len(finished) >= beam_size:
+        for tokens, score in candidates[: search.beam_size]:
+            if tokens[-1] == search.eos or step == search.max_new_tokens - 1:
+                finished.append((score / (step + 1), tokens))
+        prefixes = [pair for pair in candidates if pair[0][-1] != search.eos][: search.beam_size]
+        if len(finished) >= search.beam_size:
             break
-    return [token for token in max(finished)[1] if token != end]
+    return [token for token in max(finished)[1] if token != search.eos]
 
 
 def test_batched_beam_is_the_reference_without_cache():
     model = make_model(3)
     encoded, _ = inputs(model, 6, 7)
-    found = decoding.beam(model, encoded, None, PROMPT, END, 3, 12, 0.8)
-    for row, one in enumerate(found):
-        assert one.tokens == reference_beam(model, encoded[row : row + 1], PROMPT, END, 3, 12, 0.8)
+    search = Search(PROMPT, EOS, max_new_tokens=12, beam_size=3)
+    for row, tokens in enumerate(tokens_of(decoding.beam(model, encoded, None, search))):
+        assert tokens == reference_beam(model, encoded[row : row + 1], search)
 
 
 def test_a_beam_of_one_is_greedy():
     model = make_model(3)
     encoded, _ = inputs(model, 20)
-    beams = decoding.beam(model, encoded, None, PROMPT, END, 1, 30)
-    assert [one.tokens for one in beams] == [
-        one.tokens for one in decoding.greedy(model, encoded, None, PROMPT, END, 30)
-    ]
+    search = Search(PROMPT, EOS, max_new_tokens=30, beam_size=1)
+    beams = tokens_of(decoding.beam(model, encoded, None, search))
+    assert beams == tokens_of(decoding.greedy(model, encoded, None, search))
 
 
 def test_sampling_is_reproducible_and_cold_sampling_is_greedy():
     model = make_model(3)
     encoded, _ = inputs(model, 10)
+    search = Search(PROMPT, EOS, max_new_tokens=20)
 
-    def tokens(seed, temperature, best_of=1):
-        generator = torch.Generator().manual_seed(seed)
-        found = decoding.sample(model, encoded, None, PROMPT, END, temperature, generator, best_of, 20)
-        return [one.tokens for one in found]
+    def tokens(seed, temperature):
+        return tokens_of(
+            decoding.sample(model, encoded, None, search, temperature, torch.Generator().manual_seed(seed))
+        )
 
     assert tokens(1, 1.0) == tokens(1, 1.0) != tokens(2, 1.0)
-    assert tokens(1, 1.0, 4) == tokens(1, 1.0, 4)
-    assert tokens(1, 1e-6) == [one.tokens for one in decoding.greedy(model, encoded, None, PROMPT, END, 20)]
+    assert tokens(1, 1e-6) == tokens_of(decoding.greedy(model, encoded, None, search))
 
 
 def test_samples_follow_the_probabilities():
-    model = make_model(1)
+    model = make_model(1, decoder_layers=1)
     encoded, _ = inputs(model, 1)
-    suppress, draws, generator = [0, 7, 39], 800, torch.Generator().manual_seed(0)
+    suppress, draws, generator = [0, 7, 39], 500, torch.Generator().manual_seed(0)
+    search = Search(PROMPT, EOS, suppress, max_new_tokens=1)
     logits = model.logits(model.decoder(torch.tensor([PROMPT]), encoded, None)[0, -1])
     logits[suppress] = -torch.inf
     expected = (logits / 4).softmax(-1)  # flat enough to see the difference
     counts = torch.zeros(40, dtype=torch.float64)
     for _ in range(draws):
-        (one,) = decoding.sample(model, encoded, None, PROMPT, END, 4.0, generator, most=1, suppress=suppress)
-        counts[one.tokens[0] if one.tokens else END] += 1
+        (tokens,) = tokens_of(decoding.sample(model, encoded, None, search, 4.0, generator))
+        counts[tokens[0] if tokens else EOS] += 1
     assert counts[suppress].sum() == 0 and expected.max() < 0.5 and (expected > 0.02).sum() > 5
     seen = expected > 0
     chi_square = float(((counts - draws * expected).square() / (draws * expected))[seen].sum())
@@ -337,33 +344,31 @@ def test_samples_follow_the_probabilities():
 
 # --- fallback --------------------------------------------------------------------------------------------------------
 
-TOKENIZER = SimpleNamespace(
-    prompt=PROMPT, end=END, no_speech=NO_SPEECH, decode=lambda tokens: "".join(chr(97 + token) for token in tokens)
-)
+TOKENIZER = SimpleNamespace(decode=lambda tokens: "".join(chr(97 + token) for token in tokens))
 GOOD, LOOP, SILENCE = list(range(20)), [1, 2] * 60, [4, 5]
 
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Replaces the searches: `script[row]` is a list of (tokens, mean log-probability, no_speech) for the tries. Rows
-    are told by their `encoded`. Returns what was called, as (search, temperature, rows)."""
+    """Replaces the searches: `script[row]` lists (tokens, mean log-probability, probability of no speech) for each
+    attempt. `encoded` holds the row's number. Returns the calls as (search, temperature, rows)."""
     calls = []
 
     def install(script):
         tried = dict.fromkeys(range(len(script)), 0)
 
         def fake(name):
-            def search(model, encoded, mask, prompt, end, *rest, **options):
-                assert (prompt, end) == (PROMPT, END)
+            def search(model, encoded, mask, given, temperature=0.0, generator=None):
+                assert given.prompt == PROMPT
                 rows = [int(row) for row in encoded[:, 0, 0]]
                 assert mask is None or mask[:, 0, 0, 0].tolist() == rows
-                calls.append((name, rest[0] if name == "sample" else 0.0, rows))
-                found = []
+                calls.append((name, temperature, rows))
+                hypotheses = []
                 for row in rows:
                     tokens, mean, no_speech = script[row][tried[row]]
                     tried[row] += 1
-                    found.append(decoding.Hypothesis(tokens, mean * (len(tokens) + 1), True, no_speech))
-                return found
+                    hypotheses.append(decoding.Hypothesis(tokens, mean * (len(tokens) + 1), True, no_speech))
+                return hypotheses
 
             return search
 
@@ -380,61 +385,69 @@ def test_only_what_failed_is_decoded_again(scripted, method):
     encoded, mask = install([
         [(GOOD, -0.5, 0.1)],
         [(LOOP, -0.1, 0.1), (LOOP, -0.1, 0.1), (GOOD, -0.9, 0.1)],  # compresses too well, twice
-        [(GOOD, -0.99, 0.9)],  # not silent: probable enough
+        [(GOOD, -0.99, 0.9)],  # not silent, because it is probable enough
         [(GOOD, -1.5, 0.1), (GOOD, -0.7, 0.1)],  # improbable
         [(SILENCE, -1.5, 0.7)],  # silent
         [(SILENCE, -1.5, None), (GOOD, -0.3, None)],  # a vocabulary without a token for it
         [([], -0.2, 0.1)],  # nothing said
         [(LOOP, -0.5, 0.9), (LOOP, -1.5, 0.9)],  # silent at the second try
     ])  # fmt: skip
-    found = decoding.decode(None, TOKENIZER, encoded, mask, method)
+    decoded = decoding.decode(None, TOKENIZER, encoded, mask, Search(PROMPT, EOS, method=method))
     assert calls == [(method, 0.0, list(range(8))), ("sample", 0.2, [1, 3, 5, 7]), ("sample", 0.4, [1])]
     good = TOKENIZER.decode(GOOD)
-    assert [one.text for one in found] == [good, good, good, good, "", good, "", ""]
-    assert [one.temperature for one in found] == [0.0, 0.4, 0.0, 0.2, 0.0, 0.2, 0.0, 0.2]
-    assert found[1].log_probability == pytest.approx(-0.9) and found[4].no_speech == 0.7
+    assert [row.text for row in decoded] == [good, good, good, good, "", good, "", ""]
+    assert [row.temperature for row in decoded] == [0.0, 0.4, 0.0, 0.2, 0.0, 0.2, 0.0, 0.2]
+    assert decoded[1].mean_log_probability == pytest.approx(-0.9) and decoded[4].no_speech_probability == 0.7
 
 
-def test_after_the_last_temperature_the_best_try_is_taken_without_its_loop(scripted):
+def test_after_the_last_temperature_the_best_attempt_is_taken_without_its_loop(scripted):
     install, calls = scripted
     encoded, _ = install([
         [(LOOP, -0.1, 0.1), (GOOD, -2.0, 0.1), (GOOD[:9], -1.7, 0.1)] + [(GOOD, -3.0, 0.1)] * 3,
         [(LOOP, -0.3, 0.1)] * 3 + [([7] * 150, -0.2, 0.1)] + [(LOOP, -0.3, 0.1)] * 2,
     ])  # fmt: skip
-    found = decoding.decode(None, TOKENIZER, encoded, None)
+    first, second = decoding.decode(None, TOKENIZER, encoded, None, SEARCH)
     assert [call[1] for call in calls] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert (found[0].text, found[0].temperature) == (TOKENIZER.decode(GOOD[:9]), 0.4)
-    assert (found[1].text, found[1].temperature, found[1].tokens) == ("h", 0.6, [7] * 150)
+    assert (first.text, first.temperature) == (TOKENIZER.decode(GOOD[:9]), 0.4)
+    assert (second.text, second.temperature, second.tokens) == ("h", 0.6, [7] * 150)
+    install([[(LOOP, -0.5, 0.1), (GOOD, -0.5, 0.1)], [(SILENCE, -1.5, 0.7)]])
+    assert decoding.texts(None, TOKENIZER, encoded, None, SEARCH) == [TOKENIZER.decode(GOOD), ""]
 
 
-def test_thresholds_and_temperatures_are_arguments(scripted):
-    install, calls = scripted
-    encoded, mask = install([[(LOOP, -1.5, 0.5)], [(GOOD, -0.5, 0.5)]])
-    found = decoding.decode(None, TOKENIZER, encoded, mask, temperatures=(0.0,))
-    assert [one.text for one in found] == ["bc", TOKENIZER.decode(GOOD)] and len(calls) == 1
-    install([[(LOOP, -1.5, 0.5)], [(GOOD, -0.5, 0.5)]])
-    decoding.decode(None, TOKENIZER, encoded, mask, most_compression=100, least_log_probability=-2)
-    assert calls[1:] == [("greedy", 0.0, [0, 1])]
-    install([[(LOOP, -1.5, 0.5)], [(GOOD, -0.5, 0.5)]])
-    found = decoding.decode(None, TOKENIZER, encoded, mask, silence=0.4)
-    assert [one.text for one in found] == ["", TOKENIZER.decode(GOOD)] and len(calls) == 3
-
-
-def test_decode_with_a_model():
-    """The same again for the same seed; what is found for an utterance does not depend on its neighbours."""
+def test_decode_with_a_model(monkeypatch):
+    """The same seed gives the same results, and they do not depend on other utterances."""
+    monkeypatch.setattr(decoding, "LOG_PROBABILITY_THRESHOLD", -0.3)
     model = make_model(3)
-    encoded, mask = inputs(model, 6, lengths=[100, 50, 70, 9, 33, 80])
-    more = {"least_log_probability": -0.3, "best_of": 2, "most": 20}
-    found = decoding.decode(model, TOKENIZER, encoded, mask, **more)
-    assert found == decoding.decode(model, TOKENIZER, encoded, mask, **more)
-    assert len({one.temperature for one in found}) > 1
-    for row in range(6):
-        (alone,) = decoding.decode(model, TOKENIZER, encoded[row : row + 1], mask[row : row + 1], **more)
-        assert (alone.text, alone.tokens, alone.temperature) == (
-            found[row].text,
-            found[row].tokens,
-            found[row].temperature,
-        )
+    encoded, mask = inputs(model, 4, lengths=[100, 50, 9, 80])
+    search = Search(PROMPT, EOS, no_speech=NO_SPEECH, max_new_tokens=12)
+    together = decoding.decode(model, TOKENIZER, encoded, mask, search)
+    assert together == decoding.decode(model, TOKENIZER, encoded, mask, search)
+    assert together != decoding.decode(model, TOKENIZER, encoded, mask, dataclasses.replace(search, seed=1))
+    assert len({row.temperature for row in together}) > 1
+    for row, expected in enumerate(together):
+        (alone,) = decoding.decode(model, TOKENIZER, encoded[row : row + 1], mask[row : row + 1], search)
+        assert (alone.text, alone.tokens, alone.temperature) == (expected.text, expected.tokens, expected.temperature)
+
+
+def test_texts_of_a_greedy_pass(monkeypatch):
+    """They have no loops and are stripped, and there is no fallback."""
+    hypotheses = [decoding.Hypothesis(tokens, -9.0, True) for tokens in (GOOD, LOOP, [], [0, *SILENCE, 0])]
+    monkeypatch.setattr(decoding, "greedy", lambda *given: hypotheses)
+    spaced = SimpleNamespace(decode=lambda tokens: TOKENIZER.decode(tokens).replace("a", " "))
+    expected = [TOKENIZER.decode(GOOD)[1:], "bc", "", TOKENIZER.decode(SILENCE)]
+    assert decoding.greedy_texts(None, spaced, None, None, SEARCH) == expected
+
+
+def test_the_search_of_a_model():
+    """It suppresses the config's tokens, ids beyond the tokenizer, and timestamps."""
+    tokenizer = SimpleNamespace(prompt=PROMPT, eos=EOS, no_speech=NO_SPEECH, size=50, timestamp_begin=None)
+    assert decoding.make_search(tokenizer, {}, 50) == Search(PROMPT, EOS, [], (), NO_SPEECH)
+    generation = {"suppress_tokens": [7, 3], "begin_suppress_tokens": [220, EOS]}
+    search = decoding.make_search(tokenizer, generation, 52, "beam", 3, 9)
+    assert search == Search(PROMPT, EOS, [3, 7, 50, 51], [220, EOS], NO_SPEECH, method="beam", beam_size=3, seed=9)
+    tokenizer.timestamp_begin, tokenizer.size = 40, 1541
+    generation = {"suppress_tokens": None, "begin_suppress_tokens": None}
+    assert decoding.make_search(tokenizer, generation, 1541) == Search(PROMPT, EOS, [*range(40, 1541)], (), NO_SPEECH)
 
 
 def test_compression_ratio():
@@ -447,7 +460,8 @@ def test_compression_ratio():
 
 @pytest.mark.parametrize("text", [
     "", "E", "CQ CQ CQ DE W1AW W1AW W1AW K", "TEST TEST", "73 73", "VVV VVV VVV DE DL1ABC", "599 599 5NN 5NN", "0" * 20,
-    "100000000 00000", "CQ DE W1AW CQ DE W1AW CQ DE W1AW K", "rất rất rất vui", "ha ha ha ha ha ha", "CQ " * 9 + "K", "QRL? DE W1AW/7 PSE K = " + "CQ TEST DE W1AW/7 " * 3 + "K",
+    "100000000 00000", "CQ DE W1AW CQ DE W1AW CQ DE W1AW K", "rất rất rất vui", "ha ha ha ha ha ha", "CQ " * 9 + "K",
+    "QRL? DE W1AW/7 PSE K = " + "CQ TEST DE W1AW/7 " * 3 + "K",
     "không, không, không, không", "W1AW W1AW W1AW W1AW 5NN 5NN TU", "EEEEEEEE",
 ])  # fmt: skip
 def test_what_people_say_again_stays(text):
@@ -477,18 +491,18 @@ def test_loops_are_cut_to_one(text, expected):
 )
 def test_no_loop_survives(before, unit, count, after):
     text = before + unit * count + after
-    found = decoding.cut_loops(text)
-    assert decoding.cut_loops(found) == found
+    cut = decoding.cut_loops(text)
+    assert decoding.cut_loops(cut) == cut
     loops = [
-        found[i : i + 4 * period]
-        for period in range(1, len(found) // 4 + 1)
-        for i in range(len(found) - max(40, 4 * period) + 1)
-        if all(found[k] == found[k + period] for k in range(i, i + max(40, 4 * period) - period))
+        cut[i : i + 4 * period]
+        for period in range(1, len(cut) // 4 + 1)
+        for i in range(len(cut) - max(40, 4 * period) + 1)
+        if all(cut[k] == cut[k + period] for k in range(i, i + max(40, 4 * period) - period))
     ]
     assert not loops
     if len(text) < 40:
-        assert found == text
-    assert set(found.split()) <= set(text.split()) or " " not in unit.strip()
+        assert cut == text
+    assert set(cut.split()) <= set(text.split()) or " " not in unit.strip()
 
 
 # --- long recordings -------------------------------------------------------------------------------------------------
@@ -508,8 +522,8 @@ def test_windows_cover_everything_and_share_the_overlap(total, longest, overlap)
 
 
 def cut_text(words, times, windows, random, garbled):
-    """What a recogniser gives for each window: the words that are wholly inside; those cut by its edges, and up to
-    `garbled` more at each edge, are wrong or missing."""
+    """A recogniser's text of each window. Words cut by its edges, and up to `garbled` more at each edge, are wrong or
+    missing."""
     texts = []
     for a, b in windows:
         inside = [i for i, (start, end) in enumerate(times) if start < b and end > a]
@@ -562,7 +576,7 @@ def test_languages_without_spaces_are_stitched_by_characters(seed):
 
 
 def test_repeated_words_are_aligned_by_time():
-    """Ninety CQ, one a second: any alignment fits, and only time tells how many there are."""
+    """Ninety CQ, one per second: every alignment fits, so their number is known only from the times."""
     windows = long.overlapping_windows(torch.zeros(90_000), 1000, 30.0)
     texts = [" ".join(["CQ"] * ((b - a) // 1000)) for a, b in windows]
     assert len(windows) == 4
@@ -582,14 +596,14 @@ def test_stitching_odd_windows(texts, expected):
     assert whole == expected and " ".join(filter(None, (text for _, _, text in parts))) == expected
 
 
-def test_nothing_is_dropped_where_the_overlap_is_silent():
+def test_nothing_is_dropped_if_the_overlap_is_silent():
     left = "a long sentence that was said at the beginning of the first window and not in its end"
     right = "another one that is said much later than the first of the two and fills the second window wholly"
     assert long.stitch([left, right], [(0, 30), (25, 55)])[0] == f"{left} {right}"
 
 
 def transcribe_long(waveform, decode_windows, rate, longest, overlap=long.OVERLAP, batch_size=8):
-    """What `transcribe_files` does with a long recording, times in seconds."""
+    """As `transcribe_files` does it, with times in seconds."""
     windows = long.overlapping_windows(waveform, rate, longest, overlap)
     decode, texts = long.unless_silent(decode_windows), []
     for first in range(0, len(windows), batch_size):
@@ -599,7 +613,7 @@ def transcribe_long(waveform, decode_windows, rate, longest, overlap=long.OVERLA
 
 
 def test_transcribe_long():
-    """With windows decoded in batches; silence is not decoded."""
+    """Windows are decoded in batches, and silent ones are not decoded."""
     rate = 100
     waveform = torch.zeros(100 * rate)
     for second in range(100):
@@ -621,11 +635,10 @@ def test_transcribe_long():
 
 def test_files_in_overlapping_windows(tmp_path, wav, capsys):
     file = wav(tmp_path / "a.wav", 25.0)
-    args = SimpleNamespace(transcribe=[file], output=None, eval_batch_size=2)
 
-    def decode(pieces, name):
-        assert name == file and len(pieces) <= 2
-        return ["one two three four five six" for _ in pieces]
+    def decode(batch):
+        assert set(batch["names"]) == {file} and len(batch["audio"]) <= 2
+        return ["one two three four five six" for _ in batch["names"]]
 
-    recogniser.transcribe_files(args, long.unless_silent(decode), 16_000, 14.0, long.overlapping_windows, long.stitch)
+    recogniser.transcribe_files([file], decode, Setup(), 14.0, batch_size=2, cutting=long.BY_WINDOWS)
     assert set(capsys.readouterr().out.split()) == {"one", "two", "three", "four", "five", "six"}

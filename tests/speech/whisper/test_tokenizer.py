@@ -1,4 +1,4 @@
-"""Whisper's tokenizer against transformers', round trips of any text, and files that are something else."""
+"""Whisper's tokenizer against transformers', round trips of any text, and files that are refused."""
 
 import base64
 import json
@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UsageError
-from speech.whisper import tokenizer as whisper_text
+from speech.whisper import tokenizer as whisper_tokenizer
 
 MORSE = [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789É.,:?'-/()\"=+x@", "<SK>", "<AS>", "<HH>"]
 CORPUS = ["xin chào các bạn, tôi là sinh viên", "हांव घर वचता", "Dit is geen zin.", "12 máy bay, 3 tàu hỏa"] * 20
 ALPHABETS = ["abcdefgh ABC", "àảãáạăằđêếềởưữ ", "हिंदीकोंकणीांव ", "中文字符", "0123456789 .,!?'s't", "😀🎉\n\t\u200c "]
-SYMBOLS = whisper_text.train_symbols(MORSE, "en")
-BPE = whisper_text.train_bpe(CORPUS, 420, "vi")
+SYMBOLS = whisper_tokenizer.train_symbols(MORSE, "en")
+BPE = whisper_tokenizer.train_bpe(CORPUS, 420, "vi")
 
 
 def random_texts(count: int, seed: int = 0) -> list[str]:
@@ -71,7 +71,7 @@ def test_incomplete_utf8_is_marked():
 
 @pytest.mark.parametrize("text", ["<|endoftext|>", "a<|vi|>b", "<|notimestamps|> <|startoftranscript|>", "<|0.00|>"])
 def test_special_tokens_in_a_transcript_are_text(text, tmp_path):
-    tiktoken = whisper_text.read(tiktoken_file(tmp_path / "multilingual.tiktoken", BPE), "vi")
+    tiktoken = whisper_tokenizer.read_tokenizer(tiktoken_file(tmp_path / "multilingual.tiktoken", BPE), "vi")
     for tokenizer in (BPE, tiktoken):
         tokens = tokenizer.encode(text)
         assert not set(tokens) & set(tokenizer.specials.values())
@@ -85,29 +85,29 @@ def test_special_tokens_are_in_whispers_order():
         "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>",
     ]  # fmt: skip
     assert list(BPE.specials.values()) == list(range(first, first + 9))
-    assert (BPE.end, BPE.start, BPE.no_speech, BPE.no_timestamps) == (first, first + 1, first + 7, first + 8)
+    assert (BPE.eos, BPE.start, BPE.no_speech, BPE.no_timestamps) == (first, first + 1, first + 7, first + 8)
     assert BPE.prompt == [first + 1, first + 2, first + 4, first + 8]
     assert BPE.size == first + 9 <= 420 and BPE.timestamp_begin is None
-    assert BPE.decode([*BPE.prompt, *BPE.encode("xin"), BPE.end]) == "xin"
+    assert BPE.decode([*BPE.prompt, *BPE.encode("xin"), BPE.eos]) == "xin"
 
 
 @pytest.mark.parametrize("languages,size,transcribe", [(99, 51_865, 50_359), (100, 51_866, 50_360)])
 def test_the_released_vocabularies_ids(languages, size, transcribe):
-    specials = whisper_text.special_tokens(50_257, whisper_text.LANGUAGES[:languages], timestamps=True)
+    specials = whisper_tokenizer.special_tokens(50_257, whisper_tokenizer.LANGUAGES[:languages], timestamps=True)
     wanted = {"<|endoftext|>": 50_257, "<|startoftranscript|>": 50_258, "<|en|>": 50_259, "<|hi|>": 50_276,
               "<|vi|>": 50_278, "<|mr|>": 50_320, "<|am|>": 50_334, "<|transcribe|>": transcribe,
               "<|startofprev|>": transcribe + 2, "<|nospeech|>": transcribe + 3, "<|notimestamps|>": transcribe + 4,
               "<|0.00|>": transcribe + 5, "<|30.00|>": size - 1}  # fmt: skip
     assert wanted.items() <= specials.items()
-    assert len(set(whisper_text.LANGUAGES)) == 100
+    assert len(set(whisper_tokenizer.LANGUAGES)) == 100
     known = transformers.models.whisper.tokenization_whisper.LANGUAGES
-    assert list(known) == whisper_text.LANGUAGES
+    assert list(known) == whisper_tokenizer.LANGUAGES
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, SYMBOLS], ids=["bpe", "symbols"])
 def test_state_makes_the_same_tokenizer(tokenizer):
     for copy in (
-        whisper_text.make(json.loads(json.dumps(tokenizer.state()))),
+        whisper_tokenizer.make_tokenizer(json.loads(json.dumps(tokenizer.state()))),
         pickle.loads(pickle.dumps(tokenizer)),  # as a spawned data worker gets it
     ):
         assert copy.state() == tokenizer.state()
@@ -117,8 +117,12 @@ def test_state_makes_the_same_tokenizer(tokenizer):
         ]
 
 
-def three_forms(tmp_path) -> dict[str, whisper_text.WhisperTokenizer]:
-    full = whisper_text.read(tiktoken_file(tmp_path / "multilingual.tiktoken", BPE, empty=True), "vi")
+def with_language(tokenizer, code: str, task: str = "transcribe") -> whisper_tokenizer.WhisperTokenizer:
+    return whisper_tokenizer.make_tokenizer({**tokenizer.state(), "language": code, "task": task})
+
+
+def three_forms(tmp_path) -> dict[str, whisper_tokenizer.WhisperTokenizer]:
+    full = whisper_tokenizer.read_tokenizer(tiktoken_file(tmp_path / "multilingual.tiktoken", BPE, empty=True), "vi")
     return {"bpe": BPE, "symbols": SYMBOLS, "full": full}
 
 
@@ -137,12 +141,12 @@ def test_transformers_reads_what_save_writes(form, tmp_path):
         for text in texts:
             tokens = tokenizer.encode(text)
             assert theirs(text, add_special_tokens=False).input_ids == tokens
-            whole = [*tokenizer.prompt, *tokens, tokenizer.end]
+            whole = [*tokenizer.prompt, *tokens, tokenizer.eos]
             assert theirs.decode(whole, skip_special_tokens=True) == tokenizer.decode(whole)
     tokens = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
     assert {t["content"] for t in tokens if t["special"]} == {name for name in tokenizer.specials if "." not in name}
-    if form != "bpe":  # its single language is not where transformers counts it, and is left to generation_config
-        assert theirs("A").input_ids == [*tokenizer.prompt, *tokenizer.encode("A"), tokenizer.end]
+    if form != "bpe":  # its language is not at the place that transformers expects; generation_config.json has it
+        assert theirs("A").input_ids == [*tokenizer.prompt, *tokenizer.encode("A"), tokenizer.eos]
 
 
 @pytest.mark.parametrize("form", ["bpe", "symbols", "full"])
@@ -153,7 +157,7 @@ def test_read_gives_back_what_save_wrote(form, drop, tmp_path):
     tokenizer.save(tmp_path)
     for name in drop:
         (tmp_path / name).unlink()
-    again = whisper_text.read(tmp_path, tokenizer.language, vocab_size=tokenizer.size + 3)
+    again = whisper_tokenizer.read_tokenizer(tmp_path, tokenizer.language, vocab_size=tokenizer.size + 3)
     assert again.state() == tokenizer.state()
 
 
@@ -166,7 +170,7 @@ def test_ids_are_those_of_transformers_own_class():
 def test_a_folder_that_transformers_saved(tmp_path):
     three_forms(tmp_path)["full"].save(tmp_path)
     transformers.WhisperTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    tokenizer = whisper_text.read(tmp_path / "again", "vi")
+    tokenizer = whisper_tokenizer.read_tokenizer(tmp_path / "again", "vi")
     assert tokenizer.prompt == three_forms(tmp_path)["full"].prompt
     for text in random_texts(50, seed=2):
         assert tokenizer.encode(text) == BPE.encode(text)
@@ -178,7 +182,7 @@ def test_added_words_of_a_foreign_tokenizer(tmp_path):
     theirs.add_tokens(["covid"])
     theirs.save_pretrained(tmp_path / "again")
     theirs = transformers.WhisperTokenizer.from_pretrained(tmp_path / "again")
-    tokenizer = whisper_text.read(tmp_path / "again", "vi")
+    tokenizer = whisper_tokenizer.read_tokenizer(tmp_path / "again", "vi")
     text = "xin covid chào"
     assert tokenizer.encode(text) == theirs(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -191,49 +195,49 @@ def test_added_words_of_a_foreign_tokenizer(tmp_path):
 def test_tiktoken_gives_the_ids_of_the_bpe(languages, tmp_path):
     file = tiktoken_file(tmp_path / "multilingual.tiktoken", BPE, empty=True)
     size = len(BPE.vocab) + 1 + 8 + 1501 + languages
-    tokenizer = whisper_text.read(file, "vi", vocab_size=size)
+    tokenizer = whisper_tokenizer.read_tokenizer(file, "vi", vocab_size=size)
     assert (tokenizer.size, len(tokenizer.languages)) == (size, languages)
     assert tokenizer.merges == BPE.merges
     for text in random_texts(200, seed=3):
         assert tokenizer.encode(text) == BPE.encode(text)
     with pytest.raises(UsageError, match="does not go with"):
-        whisper_text.read(file, "vi", vocab_size=51_865)
+        whisper_tokenizer.read_tokenizer(file, "vi", vocab_size=51_865)
 
 
 def test_the_english_only_models(tmp_path, monkeypatch):
-    monkeypatch.setattr(whisper_text, "ENGLISH_ONLY_END", len(BPE.vocab))  # a small GPT-2, so to say
+    monkeypatch.setattr(whisper_tokenizer, "ENGLISH_ONLY_EOS", len(BPE.vocab))  # as in a small GPT-2
     file = tiktoken_file(tmp_path / "gpt2.tiktoken", BPE)
-    tokenizer = whisper_text.read(file, None)
+    tokenizer = whisper_tokenizer.read_tokenizer(file, None)
     assert tokenizer.prompt == [tokenizer.start, tokenizer.no_timestamps]
     tokenizer.save(tmp_path)
-    assert whisper_text.read(tmp_path, None).state() == tokenizer.state()
+    assert whisper_tokenizer.read_tokenizer(tmp_path, None).state() == tokenizer.state()
     assert transformers.WhisperTokenizer.from_pretrained(tmp_path)("a").input_ids[:2] == tokenizer.prompt
     with pytest.raises(UsageError, match="English-only"):
-        tokenizer.with_language("vi")
+        with_language(tokenizer, "vi")
 
 
 def test_a_language_that_is_not_there(tmp_path):
     tokenizer = three_forms(tmp_path)["full"]
-    assert tokenizer.with_language("hi").prompt[1] == tokenizer.specials["<|hi|>"]
-    assert tokenizer.with_language("hi", "translate").prompt[2] == tokenizer.specials["<|translate|>"]
+    assert with_language(tokenizer, "hi").prompt[1] == tokenizer.specials["<|hi|>"]
+    assert with_language(tokenizer, "hi", "translate").prompt[2] == tokenizer.specials["<|translate|>"]
     with pytest.raises(UsageError, match="mr hi kn") as caught:
-        tokenizer.with_language("kok")
+        with_language(tokenizer, "kok")
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="language xy"):
-        tokenizer.with_language("xy")
+        with_language(tokenizer, "xy")
     with pytest.raises(UsageError, match="is not given"):
-        whisper_text.read(tmp_path / "multilingual.tiktoken", None)
+        whisper_tokenizer.read_tokenizer(tmp_path / "multilingual.tiktoken", None)
     with pytest.raises(UsageError, match="task"):
-        tokenizer.with_language("hi", "guess")
+        with_language(tokenizer, "hi", "guess")
 
 
 def test_what_cannot_be_trained():
     with pytest.raises(UsageError, match="265"):
-        whisper_text.train_bpe(CORPUS, 264, "vi")
-    assert whisper_text.train_bpe([], 265, "vi").size == 265
+        whisper_tokenizer.train_bpe(CORPUS, 264, "vi")
+    assert whisper_tokenizer.train_bpe([], 265, "vi").size == 265
     for symbol in ("<É>", "A B"):
         with pytest.raises(UsageError, match="ASCII"):
-            whisper_text.train_symbols([symbol], "en")
+            whisper_tokenizer.train_symbols([symbol], "en")
 
 
 def unigram() -> str:
@@ -262,21 +266,21 @@ def test_hostile_files_are_refused_in_one_line(name, content, tmp_path):
     (tmp_path / name).write_text(content)
     for path in (tmp_path, tmp_path / name):
         with pytest.raises(UsageError) as caught:
-            whisper_text.read(path, "vi")
+            whisper_tokenizer.read_tokenizer(path, "vi")
         assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
         if "git-lfs" in content:
             assert "git lfs pull" in str(caught.value)
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_bytes_that_are_not_text(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError):
-        whisper_text.read(tmp_path, "vi")
+        whisper_tokenizer.read_tokenizer(tmp_path, "vi")
     with pytest.raises(UsageError, match="No such file"):
-        whisper_text.read(tmp_path / "nothing.json", "vi")
+        whisper_tokenizer.read_tokenizer(tmp_path / "nothing.json", "vi")
 
 
 def test_a_tokenizer_of_another_model(tmp_path):
     BPE.save(tmp_path)
     with pytest.raises(UsageError, match="belongs to another model"):
-        whisper_text.read(tmp_path, "vi", vocab_size=300)
+        whisper_tokenizer.read_tokenizer(tmp_path, "vi", vocab_size=300)

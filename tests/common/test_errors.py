@@ -1,0 +1,78 @@
+"""How a program ends: failures are one line and an exit status, bugs keep their traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import DataError, RunError, UsageError, first_line, require
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def program(body: str, *arguments, **extra) -> subprocess.CompletedProcess:
+    """Runs `body` as the `main` of a script."""
+    text = f"from common.errors import *\ndef main():\n    {body}\nexit_with_one_line(main)"
+    return subprocess.run([sys.executable, *arguments, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=60, **extra)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "body, status, line",
+    [
+        ("raise DataError('a.wav is empty')", 1, "error: a.wav is empty\n"),
+        ("raise RunError('the disk is full')", 1, "error: the disk is full\n"),
+        ("raise UsageError('give one of them')", 2, "error: give one of them\n"),
+        ("raise Stopped('stopped by SIGTERM', 143)", 143, "stopped by SIGTERM\n"),
+        ("raise KeyboardInterrupt", 130, "interrupted\n"),
+        ("require('not_there', 'the plot')", 1, "error: the plot needs the package not-there (No module named 'not_there'): pip install not-there\n"),
+    ],
+)  # fmt: skip
+def test_failures_are_one_line(body, status, line):
+    result = program(body)
+    assert (result.returncode, result.stdout, result.stderr) == (status, "", line)
+
+
+def test_a_bug_keeps_its_traceback():
+    result = program("{}['x']")
+    assert result.returncode == 1 and "Traceback" in result.stderr and "KeyError" in result.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]])
+def test_a_reader_that_has_gone_ends_the_program_quietly(flags):
+    """`... --transcribe folder | head -n 1`, buffered or not, whenever the reader closes the pipe."""
+    for count in (1, 100_000):
+        text = f"from common.errors import *\ndef main():\n    import sys; sys.stdin.read()\n    for i in range({count}): print(i)\nexit_with_one_line(main)"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-c", text], cwd=ROOT, env={"PYTHONUNBUFFERED": ""}, **pipes
+        )
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == b"" and process.wait(60) == 141
+        process.stderr.close()
+
+
+def test_another_broken_pipe_is_a_bug():
+    result = program("import os; a, b = os.pipe(); os.close(a); os.write(b, b'x')")
+    assert result.returncode == 1 and "BrokenPipeError" in result.stderr
+
+
+def test_a_locale_without_devanagari_escapes_it():
+    result = program("print('हांव')", env={"PYTHONIOENCODING": "latin-1", "PATH": ""})
+    assert result.returncode == 0 and result.stdout == "\\u0939\\u093e\\u0902\\u0935\n"
+
+
+def test_statuses():
+    assert [kind("").status for kind in (UsageError, DataError, RunError)] == [2, 1, 1]
+
+
+def test_the_first_line_of_an_error():
+    assert first_line(RuntimeError("\n  CUDA error \nmore")) == "CUDA error"
+    assert first_line(MemoryError()) == "MemoryError"
+
+
+def test_a_library_that_is_missing_is_named_with_its_package():
+    assert require("json", "nothing") is __import__("json")
+    with pytest.raises(RunError, match=r"the voice needs the package not-there .*pip install not-there$"):
+        require("not_there.below", "the voice")

@@ -1,0 +1,92 @@
+"""metrics.jsonl, the progress bar and its plain lines, TensorBoard, training.png."""
+
+import json
+import sys
+
+import pytest
+
+from common import report
+from common.errors import RunError
+
+DRAW = report.Report.draw  # before conftest.py replaces it
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_bar_shows_utilisation_if_it_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    shown = []
+    for busy in (0.97, None):
+        made = report.Report(tmp_path, 0, 10, tensorboard=False)
+        made.progress(1, 2.0, 1e-3, 5.0, 2**30, 0.02, busy)
+        made.say("above the bar")
+        shown.append(made.bar.desc)
+        made.close()
+    assert shown[0].endswith("wait 2% GPU 97%") and shown[1].endswith("wait 2%")
+
+
+def test_without_a_terminal_there_are_plain_lines_seconds_apart_and_a_last_one(tmp_path, capsys):
+    made = report.Report(tmp_path, 4, 10, tensorboard=False)
+    for step in range(5, 11):
+        made.progress(step, 2.0, 1e-3, 5.0, 2**30, 0.02)
+    made.last_line -= report.PLAIN_SECONDS
+    made.progress(7, 2.0, 1e-3, 5.0, 2**30, 0.02)
+    made.close()
+    out, err = capsys.readouterr()
+    assert out == "" and [line.split("  ")[:2] for line in err.splitlines()] == [
+        ["step 10/10", "loss 2.000"],
+        ["step 7/10", "loss 2.000"],
+    ]
+    assert "5.0 utterances/s  1.0 GiB  waiting 2%" in err
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
+    first = report.Report(tmp_path, 0, 10, tensorboard=False)
+    for step in (1, 2, 3):
+        first.write(step, event="हांव", value=step)
+    first.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1, "cut sho')
+    second = report.Report(tmp_path, 2, 10, tensorboard=False)
+    second.write(3, value=30)
+    second.close()
+    kept = [{"step": step, "event": "हांव", "value": step} for step in (1, 2)]
+    assert lines(tmp_path) == [*kept, {"step": 3, "value": 30}]
+
+
+def test_numbers_go_to_tensorboard(tmp_path):
+    made = report.Report(tmp_path, 0, 10, tensorboard=True)
+    made.write(1, note="text", **{"train/loss": 2.0})
+    made.close()
+    (events,) = tmp_path.glob("events.*")
+    assert b"train/loss" in events.read_bytes() and b"note" not in events.read_bytes()
+
+
+def test_training_png_is_drawn_from_the_metrics(tmp_path):
+    made = report.Report(tmp_path, 0, 10, tensorboard=False)
+    for step in (1, 2):
+        made.write(step, **{"train/loss": 3.0 / step, "train/learning_rate": 1e-3, "eval/loss": 2.0, "eval/error": 0.5})
+    DRAW(made, "error")
+    made.close()
+    assert (tmp_path / "training.png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "training.png"]
+
+
+def test_the_other_ranks_report_nothing(tmp_path, capsys):
+    made = report.Report(tmp_path / "logs", 0, 10, enabled=False)
+    made.progress(10, 2.0, 1e-3, 5.0, 2**30, 0.02)
+    made.say("hello")
+    made.write(1, loss=2.0)
+    DRAW(made, "cer")
+    made.close()
+    assert capsys.readouterr() == ("", "") and not (tmp_path / "logs").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"cannot write in .*file.*; choose another --log_dir"):
+        report.check_folder(tmp_path / "file" / "logs")
+    report.check_folder(tmp_path / "logs")
+    assert not list((tmp_path / "logs").iterdir())

@@ -1,0 +1,28 @@
+"""What the tests of recipes share: small spoken corpora."""
+
+import numpy as np
+import pytest
+import soundfile
+
+from speech import demo
+
+
+@pytest.fixture(scope="session")
+def konkani(tmp_path_factory):
+    """Manifests "train" and "val" of spoken Konkani."""
+    folder = tmp_path_factory.mktemp("konkani")
+    return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES[:3], {"train": 26, "val": 4})
+
+
+@pytest.fixture(scope="session")
+def spoken(tmp_path_factory):
+    """Manifests "train", "val" and "test" of spoken Vietnamese."""
+    folder, sizes = tmp_path_factory.mktemp("vietnamese"), {"train": 14, "val": 3, "test": 3}
+    return demo.speech_corpus(folder, demo.VIETNAMESE_WORDS, demo.VIETNAMESE_VOICES[:3], sizes)
+
+
+@pytest.fixture
+def silence(tmp_path):
+    """A file with a second of digital silence."""
+    soundfile.write(tmp_path / "silence.wav", np.zeros(16_000), 16_000)
+    return str(tmp_path / "silence.wav")

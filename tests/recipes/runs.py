@@ -1,0 +1,116 @@
+"""Runs of recipes: in this process, because importing torch takes seconds, or in one of their own, to be killed."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from common import checkpoint, options, report
+from common.errors import exit_with_one_line
+from speech.whisper import decoding
+
+PLAIN = "--device cpu --no_tensorboard --dataloader_num_workers 0".split()
+TINY = "--d_model 16 --encoder_layers 1 --decoder_layers 1 --attention_heads 2".split()
+SHORT = "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1".split()
+MAX_NEW_TOKENS = 32  # instead of 224: an untrained model never ends a text
+
+
+def parse(recipe, *flags):
+    """The flags of a command line, before `resolve`. Later flags replace earlier ones."""
+    parser = options.Parser(recipe.__doc__)
+    recipe.add_arguments(parser)
+    return parser.parse_args([*PLAIN, *map(str, flags)])
+
+
+def run(recipe, *flags) -> tuple[int, str, str]:
+    """The exit status, stdout and stderr of a recipe in this process, without the drawing of training.png and with short
+    texts of Whisper."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    make_search = decoding.make_search
+
+    def short_search(*inputs, **named):
+        return dataclasses.replace(make_search(*inputs, **named), max_new_tokens=MAX_NEW_TOKENS)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        stack.enter_context(mock.patch.object(report.Report, "draw", lambda self, metric: None))
+        stack.enter_context(mock.patch.object(decoding, "make_search", short_search))
+        try:
+            exit_with_one_line(recipe.main, parse(recipe, *flags))
+        except SystemExit as leaving:
+            status = leaving.code
+    return status or 0, out.getvalue(), err.getvalue()
+
+
+def ran(recipe, *flags) -> str:
+    """The stdout of a run that must succeed."""
+    status, out, err = run(recipe, *flags)
+    assert status == 0, err
+    return out
+
+
+def refused(recipe, *flags) -> tuple[int, str]:
+    """The exit status of a run that must fail, and its only line on stderr."""
+    status, _, err = run(recipe, *flags)
+    assert status and err.startswith("error: ") and err.count("\n") == 1, (status, err)
+    return status, err
+
+
+def command(recipe, *flags) -> list[str]:
+    """The command line that does the same in a process of its own, with one data worker."""
+    return [sys.executable, recipe.__file__, *PLAIN, "--dataloader_num_workers", "1", *map(str, flags)]
+
+
+def start(command: list[str], folder: Path) -> subprocess.Popen:
+    """Starts a command in `folder`, in a process group of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def wait_until(process: subprocess.Popen, ready: Callable[[], bool], pause: float = 0.005) -> None:
+    """Returns as soon as `ready()` or the process has ended, at the latest after a minute."""
+    deadline = time.monotonic() + 60
+    while not ready() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(pause)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Sends SIGKILL to a process that still runs, but not to its data workers, which notice within seconds."""
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    process.stdout.close()
+    process.stderr.close()
+
+
+def newest(folder: Path, recipe) -> dict:
+    """The content of the newest checkpoint of a run with --output_dir `folder`."""
+    return checkpoint.read(checkpoint.list_checkpoints(folder / "checkpoints")[0], recipe.RECIPE)
+
+
+def assert_same_state(a: dict, b: dict) -> None:
+    """That two checkpoints are equal to the bit: position, evaluations, weights, optimizer."""
+    assert a["progress"] == b["progress"]
+    assert a["model"].keys() == b["model"].keys() and a["optimizer"].keys() == b["optimizer"].keys()
+    for name, weight in a["model"].items():
+        assert torch.equal(weight, b["model"][name]), name
+    for name, state in a["optimizer"].items():
+        for key, value in state.items():
+            assert torch.equal(value, b["optimizer"][name][key]), (name, key)
+
+
+def error_lines(out: str) -> list[str]:
+    """The lines of stdout with WER and CER."""
+    return [line for line in out.splitlines() if line.startswith(("WER", "CER"))]

@@ -1,0 +1,127 @@
+"""The anatomy of the recipes and the house rules about parameters, read from the syntax trees."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from common import options
+from recipes import konkani_conformer, whisper_morse, whisper_vietnamese
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = [konkani_conformer, whisper_morse, whisper_vietnamese]
+ORDER = ("add_arguments", "resolve", "Utterances", "collate", "compute_loss", "evaluate", "transcribe", "main")
+METHODS = ("__len__", "fingerprint", "seconds", "item")
+MAIN_LINES, PARAMETERS = 40, 8
+FEWER_PARAMETERS = {"train": 6}
+FLAGS = ("--evaluate", "--verify_gpu", "--use_chunking", "--transcribe", "--decoding", "--beam_size")
+
+
+def name_of(recipe) -> str:
+    return recipe.RECIPE
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def modules(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def parameters(function) -> list[str]:
+    """The names of a function's parameters, without self."""
+    a = function.args
+    names = [arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if arg]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+def parser_of(recipe) -> options.Parser:
+    parser = options.Parser(recipe.__doc__)
+    recipe.add_arguments(parser)
+    return parser
+
+
+def test_every_recipe_is_examined():
+    assert [Path(recipe.__file__) for recipe in RECIPES] == modules("recipes")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_the_parts_of_a_recipe_have_the_same_names_and_order(recipe):
+    parts = {node.name: node for node in tree_of(Path(recipe.__file__)).body if hasattr(node, "name")}
+    assert [name for name in parts if name in ORDER] == list(ORDER)
+    methods = [node.name for node in parts["Utterances"].body if isinstance(node, ast.FunctionDef)]
+    assert [name for name in methods if name in METHODS] == list(METHODS)
+    assert parameters(parts["compute_loss"]) == ["model", "batch"]
+    assert parameters(parts["evaluate"])[-2:] == ["model", "eval_batches"]
+    assert parameters(parts["main"]) == ["args"]
+    body = parts["main"].body
+    assert body[-1].end_lineno - body[0].lineno + 1 <= MAIN_LINES
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_a_recipe_describes_itself(recipe):
+    lines = recipe.__doc__.splitlines()
+    commands = [line for line in lines if line.startswith("    ")]
+    assert len(commands) == 3 and all(f"python recipes/{recipe.RECIPE}.py" in line for line in commands)
+    assert commands[0].split("#")[0].strip() == f"python recipes/{recipe.RECIPE}.py"  # the demo needs no flags
+    assert "--resume" in commands[2] and "--transcribe" in commands[2]
+    assert re.findall(r"^(Data|Memory|Sources): ", recipe.__doc__, re.MULTILINE) == ["Data", "Memory", "Sources"]
+    assert Path(recipe.__file__).stem == recipe.RECIPE
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_what_holds_for_every_recogniser_exists_in_every_recogniser(recipe):
+    actions = parser_of(recipe)._actions
+    assert set(FLAGS) <= {flag for action in actions for flag in action.option_strings}
+    assert all(action.help for action in actions)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_only_resolve_sets_a_flag(recipe):
+    """After `begin` the namespace is read-only, and what is computed has a name of its own before, too."""
+
+    def sets_a_flag(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "vars"):
+            return bool(node.args) and getattr(node.args[0], "id", "") == "args"
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        return is_set and getattr(node.value, "id", "") == "args"
+
+    tree = tree_of(Path(recipe.__file__))
+    tree.body = [node for node in tree.body if getattr(node, "name", "") != "resolve"]
+    assert [node.lineno for node in ast.walk(tree) if sets_a_flag(node)] == []
+
+
+@pytest.mark.parametrize("path", modules("common", "speech", "recipes", "benchmarks"), ids=label)
+def test_no_function_has_many_parameters(path):
+    for function in functions(tree_of(path)):
+        names = parameters(function)
+        assert len(names) <= FEWER_PARAMETERS.get(function.name, PARAMETERS), (function.name, names)
+
+
+@pytest.mark.parametrize("path", modules("speech"), ids=label)
+def test_args_enter_speech_in_two_functions_only(path):
+    named = {function.name for function in functions(tree_of(path)) if "args" in parameters(function)}
+    assert named <= {"add_arguments", "resolve"}
+
+
+@pytest.mark.parametrize("path", modules("benchmarks", "tests"), ids=label)
+def test_args_come_from_a_parser(path):
+    """Benchmarks and tests parse command lines: a made-up namespace hides the flags that it lacks."""
+    flags = {action.dest for recipe in RECIPES for action in parser_of(recipe)._actions}
+
+    def is_made_up(node: ast.AST) -> bool:
+        name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+        named = {keyword.arg for keyword in node.keywords} if name == "SimpleNamespace" else set()
+        return name == "Namespace" or bool(named & {*flags, None})
+
+    assert [node.lineno for node in ast.walk(tree_of(path)) if is_made_up(node)] == []

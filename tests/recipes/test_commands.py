@@ -1,0 +1,185 @@
+"""Command lines of the recipes: the original guide's commands still work, contradictions are one line."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import options
+from common.errors import UsageError
+from recipes import konkani_conformer, whisper_morse, whisper_vietnamese
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = pytest.mark.parametrize(
+    "recipe", [konkani_conformer, whisper_morse, whisper_vietnamese], ids=lambda recipe: recipe.RECIPE
+)
+
+
+def make_parser(recipe) -> options.Parser:
+    parser = options.Parser(recipe.__doc__)
+    recipe.add_arguments(parser)
+    return parser
+
+
+# --- the original guide ----------------------------------------------------------------------------------------------
+
+RESUME = "--resume checkpoints/checkpoint_epoch_15.pt"
+GUIDE = {
+    f"--batch_size 1 --gradient_accumulation_steps 8 --mixed_precision --device cuda --d_model 192 --encoder_layers 8 --decoder_layers 4 {RESUME}":
+        {"batch_size": 1, "gradient_accumulation_steps": 8, "d_model": 192, "encoder_layers": 8, "decoder_layers": 4},
+    f"--batch_size 2 --gradient_accumulation_steps 4 --mixed_precision --device cuda --d_model 128 --encoder_layers 6 --decoder_layers 3 {RESUME}":
+        {"batch_size": 2, "gradient_accumulation_steps": 4, "d_model": 128, "encoder_layers": 6, "decoder_layers": 3},
+    f"--batch_size 1 --gradient_accumulation_steps 8 --mixed_precision --device cuda {RESUME}":
+        {"batch_size": 1, "gradient_accumulation_steps": 8, "d_model": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", GUIDE)
+def test_the_guides_commands(command):
+    args = make_parser(konkani_conformer).parse_args(shlex.split(command))
+    konkani_conformer.resolve(args)
+    expected = {
+        "mixed_precision": "auto", "device": "cuda", "resume": "checkpoints/checkpoint_epoch_15.pt", **GUIDE[command]
+    }  # fmt: skip
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_the_guides_defaults():
+    """Its optimized script: micro-batch 2, accumulation 4, 192 dimensions, 8 + 4 layers, cache cleared every 50."""
+    args = make_parser(konkani_conformer).parse_args([])
+    assert (args.batch_size, args.gradient_accumulation_steps, args.empty_cache_every) == (2, 4, 50)
+    shape = options.choose_shape(args, konkani_conformer.SHAPE, None)
+    assert (shape["d_model"], shape["encoder_layers"], shape["decoder_layers"]) == (192, 8, 4)
+
+
+# --- every recipe ----------------------------------------------------------------------------------------------------
+
+
+@RECIPES
+def test_help_shows_every_flag(recipe):
+    parser = make_parser(recipe)
+    text = parser.format_help()
+    for action in parser._actions:
+        assert action.option_strings[0] in text and action.help
+
+
+@RECIPES
+def test_a_recogniser_has_the_flags_of_all_recognisers(recipe):
+    flags = set(make_parser(recipe)._option_string_actions)
+    assert flags >= {
+        "--evaluate",
+        "--verify_gpu",
+        "--transcribe",
+        "--output",
+        "--decoding",
+        "--beam_size",
+        "--spec_augment",
+    }
+
+
+@RECIPES
+@pytest.mark.parametrize("flag", ["--resume", "--init_from", "--train_manifest", "--output_dir"])
+def test_an_empty_path_is_refused(recipe, capsys, flag):
+    parser = make_parser(recipe)
+    if flag in parser._option_string_actions:
+        with pytest.raises(SystemExit):
+            parser.parse_args([flag, ""])
+        assert "the path is empty" in capsys.readouterr().err
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """tables(recipe): the rows of flags that exclude each other and of flags that need another, as it passes them on."""
+
+    def collect(recipe) -> tuple[tuple, tuple]:
+        rows = []
+        with monkeypatch.context() as patched:
+            patched.setattr(options, "refuse", lambda args, excludes, needs: rows.append((excludes, needs)))
+            recipe.resolve(make_parser(recipe).parse_args([]))
+        return rows[0]
+
+    return collect
+
+
+def words(parser, flag: str) -> list[str]:
+    """The words of a command that turn on a flag of the tables: "flag", or "flag value"."""
+    name, _, value = flag.partition(" ")
+    action = parser._option_string_actions[f"--{name}"]
+    if isinstance(action, options.OnOff):
+        return [options.shown(flag)]
+    usual = action.choices[-1] if isinstance(action.choices, (list, tuple)) else "1"
+    return [f"--{name}", *[value or usual] * (action.nargs if isinstance(action.nargs, int) else 1)]
+
+
+def without(parser, flags: tuple[str, ...]) -> list[str]:
+    """The words that turn off those of `flags`, "flag value", that are on by default."""
+    for name, _, value in (flag.partition(" ") for flag in flags):
+        action = parser._option_string_actions[f"--{name}"]
+        if value and action.default == value:
+            return [f"--{name}", next(choice for choice in action.choices if f"{name} {choice}" not in flags)]
+    return []
+
+
+def refusal(recipe, command: list[str]) -> str:
+    args = make_parser(recipe).parse_args(command)
+    with pytest.raises(UsageError) as error:
+        recipe.resolve(args)
+    assert error.value.status == 2 and "\n" not in str(error.value)
+    return str(error.value)
+
+
+@RECIPES
+def test_flags_that_exclude_each_other(recipe, tables):
+    parser = make_parser(recipe)
+    excludes, _ = tables(recipe)
+    assert len(excludes) > len(options.EXCLUDES)
+    for flag, other, _ in excludes:
+        message = refusal(recipe, [*words(parser, flag), *words(parser, other)])
+        assert options.shown(flag) in message and options.shown(other) in message, (flag, other)
+
+
+@RECIPES
+def test_flags_that_need_another(recipe, tables):
+    parser = make_parser(recipe)
+    _, needs = tables(recipe)
+    assert len(needs) > len(options.NEEDS)
+    for flag, others, reason in needs:
+        message = refusal(recipe, [*words(parser, flag), *without(parser, others)])
+        assert options.shown(flag) in message and options.shown(others[0]) in message and message.endswith(reason), flag
+
+
+@pytest.mark.parametrize(
+    "command, expected",
+    [
+        ("--val_manifest val.json", ["--val_manifest", "--train_manifest"]),
+        ("--resume a.pt --init_from b.pt", ["--resume", "--init_from"]),
+        ("--transcribe a.wav --evaluate", ["--transcribe", "--evaluate"]),
+        ("--output a.jsonl", ["--output", "--transcribe"]),
+    ],
+)
+def test_contradictions_of_data_and_use(command, expected):
+    message = refusal(konkani_conformer, command.split())
+    assert all(flag in message for flag in expected)
+
+
+def test_the_demo_and_other_data_last_as_long_as_the_recipe_says():
+    def lengths(command: str) -> tuple:
+        args = make_parser(konkani_conformer).parse_args(command.split())
+        konkani_conformer.resolve(args)
+        return args.max_steps, args.num_epochs, args.eval_every, args.spec_augment
+
+    steps = konkani_conformer.DEMO_STEPS
+    assert lengths("") == (steps, None, steps // 6, False)
+    assert lengths("--train_manifest a.json") == (None, 100, 0, True)
+    assert lengths("--train_manifest a.json --max_steps 5 --eval_every 2 --no_spec_augment") == (5, None, 2, False)
+    assert lengths("--num_epochs 3")[:2] == (None, 3)
+
+
+def test_the_program_itself():
+    """The recipe as a user runs it, from another folder: one line, status 2, nothing on stdout."""
+    command = [sys.executable, str(ROOT / "recipes" / "konkani_conformer.py"), "--batchsize", "1"]
+    result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr == "error: unrecognized arguments: --batchsize 1; did you mean --batch_size? (--help lists every flag)\n"  # fmt: skip

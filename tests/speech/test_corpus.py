@@ -1,0 +1,263 @@
+"""Checked splits: the data flags, held-out data, and rows that are cut by their segment times."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import options
+from common.errors import DataError, UsageError
+from common.options import Parser
+from speech import corpus as splits
+from speech.corpus import Checks, join_segments, load_corpus, load_splits
+from speech.text import normalise
+
+GOOD = {"audio_filepath": "good.wav", "text": "बरें"}
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def parse(*flags):
+    parser = Parser("test")
+    splits.add_arguments(parser)
+    options.add_arguments(parser)
+    return parser.parse_args(["--log_dir", "logs", "--seed", "3", *flags])
+
+
+def test_the_flags_become_checks():
+    assert splits.resolve(parse()) == Checks(cache_dir=splits.Path("logs/cache"), seed=3)
+    flags = "--min_duration 0.5 --max_duration 9 --audio_root a --max_samples 4 --strict_data --use_chunking"
+    assert splits.resolve(parse(*flags.split())) == Checks(0.5, 9, "a", splits.Path("logs/cache"), True, 4, True, 3)
+    with pytest.raises(UsageError) as error:
+        splits.resolve(parse("--min_duration", "30"))
+    assert str(error.value) == "--min_duration 30 is not below --max_duration 30"
+
+
+def test_the_tables_of_contradictions_name_flags():
+    known = set(vars(parse()))
+    for flag, needed, extra in splits.NEEDS:
+        assert {flag, *needed} <= known and isinstance(extra, str)
+    assert splits.EXCLUDES == ()
+
+
+# --- splits ----------------------------------------------------------------------------------------------------------
+
+
+def manifest(folder, wav, json_lines, count, name="m.json"):
+    wav(folder / "good.wav")
+    return json_lines(folder / name, [{**GOOD, "text": f"t{i}"} for i in range(count)])
+
+
+def test_without_a_val_manifest_a_part_of_the_training_data_is_held_out(tmp_path, wav, json_lines, capsys):
+    paths = {"train": manifest(tmp_path, wav, json_lines, 60), "val": None}
+    corpora = load_splits(paths, normalise, Checks(seed=5))
+    assert [len(corpora[split]) for split in ("train", "val")] == [57, 3]
+    assert sorted([*corpora["train"].texts, *corpora["val"].texts]) == sorted(f"t{i}" for i in range(60))
+    assert "no --val_manifest: 3 of the 60 training utterances are held out" in capsys.readouterr().out
+    again, other = (load_splits(paths, normalise, Checks(seed=seed)) for seed in (5, 6))
+    assert list(again["val"].texts) == list(corpora["val"].texts) != list(other["val"].texts)
+
+
+def test_at_least_one_and_at_most_200_utterances_are_held_out(tmp_path, wav, json_lines):
+    for count, held_out in ((2, 1), (4100, 200)):
+        corpora = load_splits({"train": manifest(tmp_path, wav, json_lines, count)}, normalise, Checks())
+        assert (len(corpora["train"]), len(corpora["val"])) == (count - held_out, held_out)
+    with pytest.raises(DataError, match="one utterance is too few to hold one out for evaluation: add --val_manifest"):
+        load_splits({"train": manifest(tmp_path, wav, json_lines, 1)}, normalise, Checks())
+
+
+def test_max_samples_shortens_the_training_set_only(tmp_path, wav, json_lines):
+    path = manifest(tmp_path, wav, json_lines, 5)
+    corpora = load_splits(dict.fromkeys(("train", "val", "test"), path), normalise, Checks(max_samples=2))
+    assert {split: len(corpus) for split, corpus in corpora.items()} == {"train": 2, "val": 5, "test": 5}
+    assert list(corpora["train"].texts) == ["t0", "t1"]
+
+
+def test_dropped_utterances_are_reported_and_strict_refuses_them(tmp_path, wav, json_lines, capsys):
+    corpus = load_corpus(manifest(tmp_path, wav, json_lines, 3), normalise, Checks())[0]
+
+    def fault(index):
+        return ("too odd", "as it is") if index == 1 else None
+
+    kept = splits.drop(corpus, "training set", fault, False)
+    assert list(kept.texts) == ["t0", "t2"]
+    assert f"{tmp_path}/good.wav: as it is" in capsys.readouterr().out
+    assert splits.drop(corpus, "training set", lambda index: None, True) is corpus
+    with pytest.raises(DataError, match=r"training set: 1 utterances rejected \(--strict_data\)"):
+        splits.drop(corpus, "training set", fault, True)
+
+
+# --- rows with segment times -----------------------------------------------------------------------------------------
+
+TOO_LONG = "longer than 10 s (--max_duration)"
+
+
+def chunked(path, use_chunking=True):
+    return load_corpus(str(path), normalise, Checks(max_duration=10.0, use_chunking=use_chunking))
+
+
+def timed(*times, text="t", **row):
+    parts = [{"start": a, "end": b, "text": f"{text}{i}"} for i, (a, b) in enumerate(times)]
+    return {"audio_filepath": "long.wav", "text": "all of it", "segments": parts, **row}
+
+
+@pytest.fixture
+def long_wav(tmp_path, wav):
+    return wav(tmp_path / "long.wav", 40.0, 8000)
+
+
+def pieces(corpus):
+    return [
+        (round(float(o), 3), round(float(d), 3), text)
+        for o, d, text in zip(corpus.offsets, corpus.durations, corpus.texts, strict=True)
+    ]
+
+
+def test_a_long_row_is_cut_into_pieces_of_whole_segments(tmp_path, long_wav, wav, json_lines):
+    wav(tmp_path / "good.wav", 3.0)
+    rows = [
+        GOOD,
+        timed((0, 4), (4.5, 10), (12, 14.5), (14.5, 20), (30, 40)),
+        {**GOOD, "segments": [{"start": 5, "end": 1}]},  # not read, because the row is short
+        timed((1, 3), (3, 12), text="u", offset=20),
+        {"audio_filepath": "long.wav", "segments": [{"offset": 0.1, "duration": 0.2, "text": "v"}, {"offset": 35, "duration": 2, "text": " w "}]},
+    ]  # fmt: skip
+    corpus, rejected = chunked(json_lines(tmp_path / "m.json", rows))
+    assert not rejected.total
+    assert [(o, d, t) for o, d, t in pieces(corpus) if d == d] == [
+        (0, 10, "t0 t1"), (12, 8, "t2 t3"), (30, 10, "t4"), (21, 2, "u0"), (23, 9, "u1"), (0.1, 0.2, "v"), (35, 2, "w"),
+    ]  # fmt: skip
+    assert corpus.lines.tolist() == [1, 2, 2, 2, 3, 4, 4, 5, 5]
+    assert corpus.seconds.tolist() == pytest.approx([3, 10, 8, 10, 3, 2, 9, 0.2, 2])
+    assert corpus.paths[1] == long_wav and corpus.where(2) == f"{long_wav} at 12.00 s"
+
+
+@pytest.mark.parametrize("use_chunking", [False, True])
+def test_the_reasons_for_rejecting_a_long_row(tmp_path, long_wav, json_lines, use_chunking):
+    path = json_lines(tmp_path / "m.json", [timed((0, 4)), timed(), {**timed(), "segments": None}])
+    corpus, rejected = chunked(path, use_chunking)
+    if use_chunking:
+        assert rejected.counts == {f"{TOO_LONG}, without segment times for --use_chunking": 2}
+        assert pieces(corpus) == [(0, 4, "t0")]
+    else:
+        assert rejected.counts == {f"{TOO_LONG}; --use_chunking would use its segment times": 1, TOO_LONG: 2}
+
+
+BAD_SEGMENTS = {
+    "overlap": (timed((0, 4), (3, 6)), "segments overlap, or are not in the order of time"),
+    "backwards": (timed((5, 9), (0, 4)), "segments overlap, or are not in the order of time"),
+    "one twice": (timed((0, 4), (0, 4)), "segments overlap, or are not in the order of time"),
+    "ends first": (timed((0, 4), (6, 5)), "a segment ends before it begins"),
+    "of no length": (timed((4, 4)), "a segment ends before it begins"),
+    "negative": (timed((-1, 4)), "a segment's time is negative"),
+    "not a number": (timed((0, math.nan)), "a segment's time is not a number"),
+    "infinite": (timed((0, math.inf)), "a segment's time is not a number"),
+    "in words": (timed((0, "four")), "a segment's time is not a number"),
+    "null": (timed((0, None)), "a segment's time is not a number"),
+    "huge": (timed((0, 10**400)), "a segment's time is not a number"),
+    "no times": (timed() | {"segments": [{"text": "a"}]}, "a segment has no times (start and end, or offset and duration)"),
+    "no end": (timed() | {"segments": [{"text": "a", "start": 1}]}, "a segment has no times (start and end, or offset and duration)"),
+    "no text": (timed() | {"segments": [{"start": 1, "end": 2}]}, "a segment has no text field"),
+    "a list as text": (timed() | {"segments": [{"start": 1, "end": 2, "text": []}]}, "a segment's text is not a string"),
+    "a string": (timed() | {"segments": "0-4"}, "segments are not a list of objects"),
+    "strings": (timed() | {"segments": ["0-4"]}, "segments are not a list of objects"),
+    "beyond the file": (timed((0, 4), (38, 41)), "segment times reach beyond the audio"),
+    "beyond the row": (timed((0, 4), (13, 16), offset=5, duration=15), "segment times reach beyond the audio"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_SEGMENTS)
+@pytest.mark.parametrize("has_text", [True, False])
+def test_impossible_segments_are_rejected_by_file_and_line(tmp_path, long_wav, json_lines, name, has_text):
+    row, reason = BAD_SEGMENTS[name]
+    row = dict(row)
+    if not has_text:
+        del row["text"]
+    path = json_lines(tmp_path / "m.json", [timed((0, 4)), row, timed((6, 8))])
+    corpus, rejected = chunked(path)
+    assert rejected.counts == {reason: 1}
+    assert rejected.examples[reason][0].startswith(f"{path}:2")
+    assert pieces(corpus) == [(0, 4, "t0"), (6, 2, "t0")]
+
+
+def test_a_segment_that_is_too_long_is_rejected_and_nothing_is_joined_across_it(tmp_path, long_wav, json_lines):
+    path = json_lines(tmp_path / "m.json", [timed((0, 1), (1, 2), (2, 12.5), (12.5, 13), (13, 40))])
+    corpus, rejected = chunked(path)
+    assert pieces(corpus) == [(0, 2, "t0 t1"), (12.5, 0.5, "t3")]
+    (reason,) = rejected.counts
+    assert reason == "a segment is longer than 10 s (--max_duration)" and rejected.counts[reason] == 2
+    assert rejected.examples[reason][0] == f"{path}:1: {tmp_path}/long.wav, segment from 2.00 to 12.50 s"
+
+
+def test_rounding_of_times_is_tolerated(tmp_path, long_wav, json_lines):
+    row = timed((0, 1.1), (1.0995, 11.1), (30.05, 40.05))
+    row["segments"].insert(2, {"offset": 11.1, "duration": 10.000000001, "text": "x"})
+    corpus, rejected = chunked(json_lines(tmp_path / "m.json", [row]))
+    assert not rejected.total
+    assert pieces(corpus) == [(0, 1.1, "t0"), (1.1, 10, "t1"), (11.1, 10, "x"), (30.05, 9.95, "t2")]
+    assert corpus.seconds.max() <= 10.0
+
+
+def test_pieces_without_text_or_too_short_are_rejected_like_rows(tmp_path, long_wav, json_lines):
+    row = timed((0, 4), (10, 19), (20, 20.05), (39, 40))
+    row["segments"][1]["text"] = " "
+    path = json_lines(tmp_path / "m.json", [row])
+    corpus, rejected = chunked(path)
+    assert rejected.counts == {"text is empty": 1, "shorter than 0.1 s (--min_duration)": 1}
+    assert pieces(corpus) == [(0, 4, "t0"), (39, 1, "t3")]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 12), st.sampled_from(["a", "b c", "", "d"])), max_size=40),
+    st.floats(0.5, 12),
+)
+def test_joined_segments_keep_every_text_in_order_within_the_limit(gaps, most):
+    segments, now = [], 0.0
+    for gap, length, text in gaps:
+        segments.append((now + gap, now + gap + length, text))
+        now = segments[-1][1]
+    joined = join_segments(segments, most)
+    assert " ".join(text for *_, text in joined if text) == " ".join(text for *_, text in segments if text)
+    for start, stop, _ in joined:
+        assert stop - start <= most + 2e-6 or (start, stop) in [pair[:2] for pair in segments]
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(joined))
+    assert {edge for piece in joined for edge in piece[:2]} <= {edge for segment in segments for edge in segment[:2]}
+    assert all(b[1] - a[0] > most for a, b in itertools.pairwise(joined))  # or they would be one
+
+
+@given(data=st.data())
+def test_whatever_the_segments_every_text_is_used_once_or_rejected(tmp_path_factory, data):
+    """Rows of random segments over one file of 40 s, checked by brute force."""
+    folder = tmp_path_factory.getbasetemp() / "segments"
+    if not (folder / "long.wav").exists():
+        folder.mkdir(exist_ok=True)
+        soundfile.write(folder / "long.wav", np.zeros(40 * 8000), 8000)
+    rows, number = [], 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        times = sorted(data.draw(st.lists(st.integers(0, 400), min_size=2, max_size=14, unique=True)))
+        parts = []
+        for start, end in zip(times[::2], times[1::2], strict=False):
+            parts.append({"start": start / 10, "end": end / 10, "text": f"w{number}"})
+            number += 1
+        rows.append({"audio_filepath": "long.wav", "text": "x", "segments": parts})
+    path = folder / "m.json"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus, rejected = chunked(path)
+    kept = [part for row in rows for part in row["segments"] if part["end"] - part["start"] <= 10 + 1e-9]
+    assert rejected.total == number - len(kept)
+    assert " ".join(corpus.texts).split() == [part["text"] for part in kept]
+    assert corpus.seconds.max(initial=0) <= 10 and np.array_equal(corpus.seconds, corpus.durations)
+    times = {part["text"]: part for part in kept}
+    for line in set(corpus.lines.tolist()):
+        ends = corpus.offsets + corpus.durations
+        here = np.flatnonzero(corpus.lines == line)
+        assert (ends[here][:-1] <= corpus.offsets[here][1:] + 1e-9).all()
+        for i in here.tolist():
+            words = corpus.texts[i].split()
+            assert corpus.offsets[i] == pytest.approx(times[words[0]]["start"])
+            assert ends[i] == pytest.approx(times[words[-1]]["end"])
