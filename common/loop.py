@@ -604,12 +604,18 @@ def save(run: Training) -> None:
     run.last_saved = run.progress["step"]
     if run.setup.ranks.first:
         plain = (int, float, str, bool, type(None))
+        flags = {name: value for name, value in vars(run.args).items() if name != "given"}
         content = {
-            "recipe": run.task.name, "metadata": run.task.metadata, "model": run.model.state_dict(),
-            "optimizer": optim.optimizer_state(run.optimizer, run.model), "scaler": run.scaler.state_dict() if run.scaler else None, "rng": states, "progress": run.progress,
+            "recipe": run.task.name,
+            "metadata": run.task.metadata,
+            "model": run.model.state_dict(),
+            "optimizer": optim.optimizer_state(run.optimizer, run.model),
+            "scaler": run.scaler.state_dict() if run.scaler else None,
+            "rng": states,
+            "progress": run.progress,
             "torch": str(torch.__version__),
-            "args": {key: value if isinstance(value, plain) else str(value) for key, value in vars(run.args).items()},
-        }  # fmt: skip
+            "args": {name: value if isinstance(value, plain) else str(value) for name, value in flags.items()},
+        }
         checkpoint.save(run.args.checkpoint_dir, run.progress["step"], content, run.args.keep_last)
 
 

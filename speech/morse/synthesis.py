@@ -149,12 +149,12 @@ def choose_conditions(
             continue
         low, high = limits
         if low > high:
-            raise UsageError(f"--{name} {low:g} {high:g}: the first is to be the lower one")
+            raise UsageError(f"--{name} {low:g} {high:g}: the first number must be the lower one")
         changes[name] = (low, high)
     if wpm and wpm[0] < 5:
         raise UsageError(f"--wpm {wpm[0]:g}: below 5 words a minute a single character fills a clip")
     if tone and not 100 <= tone[0] <= tone[1] <= 4000:
-        raise UsageError("--tone: tones of 100 to 4,000 Hz can be made")
+        raise UsageError(f"--tone {tone[0]:g} {tone[1]:g}: a tone must be between 100 and 4,000 Hz")
     if longest:
         changes["longest"] = longest
     return [dataclasses.replace(CONDITIONS[name], **changes) for name in names]

@@ -1,5 +1,6 @@
 """What the tests of `common` share."""
 
+import gc
 import multiprocessing.forkserver
 
 import pytest
@@ -12,6 +13,14 @@ from common import report
 def no_plots(monkeypatch):
     """Drawing training.png takes longer than a run of the toy; test_report.py draws it."""
     monkeypatch.setattr(report.Report, "draw", lambda self, metric: None)
+
+
+@pytest.fixture(autouse=True)
+def small_heap():
+    """Recovery from out of memory collects garbage. Here it passes over the objects of the libraries."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items) -> None:

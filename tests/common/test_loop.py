@@ -170,6 +170,15 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read(tmp_pat
         begin(args, toy.RECIPE)
 
 
+def test_a_checkpoint_has_the_flags_of_its_run(tmp_path):
+    args = toy.make_args(tmp_path, "--max_steps", "1", "--bf16")
+    toy.run(args, setup=Setup())
+    saved = newest(args)["args"]
+    assert saved.keys() == vars(args).keys() - {"given"}
+    assert (saved["max_steps"], saved["mixed_precision"], saved["resume"]) == (1, "bf16", None)
+    assert saved["log_dir"] == str(args.log_dir)
+
+
 def test_init_from_starts_a_new_run_from_saved_weights(tmp_path):
     first = toy.make_args(tmp_path / "a")
     toy.run(first)

@@ -81,8 +81,8 @@ def start(command: list[str], folder: Path) -> subprocess.Popen:
 
 
 def wait_until(process: subprocess.Popen, ready: Callable[[], bool], pause: float = 0.005) -> None:
-    """Returns as soon as `ready()` or the process has ended, at the latest after a minute."""
-    deadline = time.monotonic() + 60
+    """Returns as soon as `ready()` or the process has ended, at the latest after two minutes."""
+    deadline = time.monotonic() + 120
     while not ready() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(pause)
 

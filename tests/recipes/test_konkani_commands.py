@@ -77,7 +77,7 @@ def test_killed_and_terminated_in_one_epoch_and_resumed_it_ends_with_the_same_bi
     process = runs.start(again, tmp_path)
     runs.wait_until(process, lambda: list((tmp_path / "checkpoints").glob("*00000012.pt")))
     os.killpg(process.pid, signal.SIGTERM)  # the workers get it too, as from a batch system
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 143 and "stopped by SIGTERM" in err and "--resume auto" in err, err
     assert 12 <= newest(tmp_path, recipe)["progress"]["step"] < 16
     ran(recipe, *flags, *LONG, "--resume", "auto", "--output_dir", tmp_path)

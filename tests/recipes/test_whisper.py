@@ -149,7 +149,7 @@ def test_stopped_by_a_signal_and_resumed_it_ends_with_the_same_bits(recipe, data
     process = runs.start(runs.command(recipe, *flags, "--resume", "auto", "--output_dir", stopped), tmp_path)
     runs.wait_until(process, lambda: log.exists() and log.read_text().count("\n") >= 3)
     os.killpg(process.pid, signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 143 and "--resume auto" in err, err
     step = newest(stopped, recipe)["progress"]["step"]
     assert 0 < step < 24
@@ -484,9 +484,9 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         ("--test_manifest {train_file} --data_dir {here} --evaluate", 2, "both name recordings to test on"),
         ("--test_manifest {train_file}", 2, "--test_manifest goes with --train_manifest or --evaluate"),
         ("--use_chunking", 2, "--use_chunking goes with --train_manifest or --test_manifest"),
-        ("--wpm 30 20", 2, "--wpm 30 20: the first is to be the lower one"),
+        ("--wpm 30 20", 2, "--wpm 30 20: the first number must be the lower one"),
         ("--wpm 1 2", 2, "below 5 words a minute"),
-        ("--tone 5000 6000", 2, "tones of 100 to 4,000 Hz"),
+        ("--tone 5000 6000", 2, "a tone must be between 100 and 4,000 Hz"),
         ("--conditions wide", 2, "where does the model start?"),
         ("--data_dir {here}/gone --from_scratch", 2, "neither splits/train.csv nor metadata.csv is there"),
         ("--data_dir {here} --from_scratch --clip_seconds 2", 2, "the first is for synthetic clips only"),
