@@ -368,8 +368,8 @@ def test_chosen_conditions_replace_single_ranges():
         ({"wpm": [30, 20]}, "--wpm 30 20: the first number must be the lower one"),
         ({"snr_db": [3, -4]}, "--snr_db 3 -4: the first number must be the lower one"),
         ({"wpm": [4, 20]}, "--wpm 4: below 5 words a minute a single character fills a clip"),
-        ({"tone": [99, 500]}, "--tone: a tone must be between 100 and 4,000 Hz can be made"),
-        ({"tone": [100, 4001]}, "--tone: a tone must be between 100 and 4,000 Hz can be made"),
+        ({"tone": [99, 500]}, "--tone 99 500: a tone must be between 100 and 4,000 Hz"),
+        ({"tone": [100, 4001]}, "--tone 100 4001: a tone must be between 100 and 4,000 Hz"),
     ],
 )
 def test_ranges_from_which_no_clip_can_be_drawn(ranges, message):
