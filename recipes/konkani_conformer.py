@@ -40,7 +40,7 @@ from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factor
 from speech.columns import Corpus
 from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
 from speech.recogniser import SPEEDS, decode_set
-from speech.search import CTCPrefixScores, autoregressive_beam, ctc_prefix_beam
+from speech.search import joint_beam, rescored_beam
 
 RECIPE = "konkani_conformer"
 N_MELS = 80
@@ -478,40 +478,20 @@ def ctc_greedy(model: Conformer, encoded: torch.Tensor, lengths: torch.Tensor) -
 def decode(
     model: Conformer, encoded: torch.Tensor, lengths: torch.Tensor, method: str, beam_size: int
 ) -> list[list[int]]:
-    """Tokens of every utterance of (B, T, D) by one of --decoding's methods."""
+    """Tokens of every utterance of (B, T, D) by one of --decoding's methods. Both searches mix the log-probabilities of CTC
+    and the decoder as the loss does."""
     if method == "greedy":
         return ctc_greedy(model, encoded, lengths)
-    search = rescored if method == "rescore" else attention_beam
-    return [search(model, encoded[row : row + 1, :length], beam_size) for row, length in enumerate(lengths.tolist())]
+    search, hypotheses = rescored_beam if method == "rescore" else joint_beam, []
+    for row, length in enumerate(lengths.tolist()):
+        utterance = encoded[row : row + 1, :length]
+        log_probs = upcast(model.ctc_head(utterance[0])).log_softmax(-1)
 
+        def decoder(tokens: torch.Tensor, utterance=utterance) -> torch.Tensor:
+            return model.decode(tokens.to(utterance.device), utterance.expand(len(tokens), -1, -1), None)
 
-def rescored(model: Conformer, encoded: torch.Tensor, beam_size: int) -> list[int]:
-    """CTC's n best of one utterance (1, T, D), ordered by the loss's own mixture of CTC's and the decoder's
-    log-probabilities."""
-    log_probs = upcast(model.ctc_head(encoded[0])).log_softmax(-1).cpu().numpy()
-    hypotheses = ctc_prefix_beam(log_probs, beam_size, model.eos)
-    labels, _ = pad([torch.tensor([*tokens, model.eos]) for tokens, _ in hypotheses], -100)
-    labels = labels.to(encoded.device)  # (N, U + 1)
-    inputs = F.pad(labels[:, :-1].clamp_min(0), (1, 0), value=model.eos)
-    following = upcast(model.decode(inputs, encoded.expand(len(labels), -1, -1), None)).log_softmax(-1)
-    attention = -F.nll_loss(following.transpose(1, 2), labels, ignore_index=-100, reduction="none").sum(1)
-    ctc = torch.tensor([score for _, score in hypotheses], device=encoded.device)
-    best = (LOSS_WEIGHTS["ctc"] * ctc + LOSS_WEIGHTS["attention"] * attention).argmax()
-    return list(hypotheses[int(best)][0])
-
-
-def attention_beam(model: Conformer, encoded: torch.Tensor, beam_size: int) -> list[int]:
-    """The decoder's beam search for one utterance (1, T, D), with CTC's prefix probabilities mixed in as in the loss:
-    the decoder alone loops and stops too early. At most a token a frame."""
-    ctc = CTCPrefixScores(upcast(model.ctc_head(encoded[0])).log_softmax(-1).cpu().numpy(), model.eos)
-
-    def following(prefixes: torch.Tensor) -> torch.Tensor:
-        logits = model.decode(prefixes.to(encoded.device), encoded.expand(len(prefixes), -1, -1), None)[:, -1]
-        attention = upcast(logits).log_softmax(-1).cpu()
-        added = torch.from_numpy(ctc.extend([tuple(row[1:]) for row in prefixes.tolist()])).to(attention.dtype)
-        return LOSS_WEIGHTS["attention"] * attention + LOSS_WEIGHTS["ctc"] * added
-
-    return autoregressive_beam(following, model.eos, model.eos, beam_size, encoded.shape[1])[0][0]
+        hypotheses.append(search(log_probs, decoder, model.eos, beam_size, LOSS_WEIGHTS))
+    return hypotheses
 
 
 def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float, float]]:

@@ -360,12 +360,6 @@ def transcribe(args, start: starts.Start) -> None:
     recogniser.transcribe_files(args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size, cutting)
 
 
-def export(args, model: Whisper, metadata: dict) -> None:
-    tokenizer = make_tokenizer(metadata["tokenizer"])
-    names = formats.export(args.export, model.state_dict(), metadata["config"], tokenizer, metadata["generation"])
-    print(f"exported to {args.export}: {', '.join(names)}")
-
-
 def test_set(args, start: starts.Start, metadata: dict) -> tuple[str, Utterances]:
     """The set that --evaluate is about, and its name: clips as the weights were trained on, unless flags name others."""
     starts.check_limits(start, metadata["config"])
@@ -391,7 +385,7 @@ def evaluate_only(args, start: starts.Start) -> None:
             eval_batches = EvalBatches(args, data, collate, setup)
             report_results(args, data.clips, model, metadata, eval_batches, f"{name} set, the weights named")
     if args.export:
-        export(args, model, metadata)
+        starts.export(args.export, model, metadata)
 
 
 def exports_only(args, start: starts.Start) -> bool:
@@ -451,7 +445,7 @@ def main(args) -> None:
         args, sets[name], model, metadata, evaluation[name].whole(), f"{name} set, {weights}"
     ))  # fmt: skip
     if args.export and run.setup.ranks.first:
-        export(args, model, metadata)
+        starts.export(args.export, model, metadata)
 
 
 if __name__ == "__main__":

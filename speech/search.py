@@ -1,5 +1,5 @@
-"""Searches that turn a model's probabilities into token sequences: CTC prefix beam, autoregressive beam, and the CTC
-prefix scores that the latter can include."""
+"""Searches that turn a model's probabilities into token sequences: CTC prefix beam, autoregressive beam, and both of them
+for a model with CTC and a decoder."""
 
 import math
 from collections import defaultdict
@@ -7,6 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.nn import functional as F
+
+from common.batches import pad
+from common.device import upcast
 
 
 def ctc_prefix_beam(log_probs: np.ndarray, beam_size: int, blank: int) -> list[tuple[tuple[int, ...], float]]:
@@ -112,3 +116,36 @@ class CTCPrefixScores:
             if token != blank
         }
         return begins - before[:, None]
+
+
+def rescored_beam(
+    log_probs: torch.Tensor, decoder: Callable[[torch.Tensor], torch.Tensor], eos: int, beam_size: int, weights: dict
+) -> list[int]:
+    """The best of CTC's `beam_size` hypotheses by a mixture of CTC's and the decoder's log-probabilities.
+
+    `log_probs`: (T, V) of CTC, whose blank is `eos`. `decoder` maps tokens (N, U), which begin with `eos`, to the logits
+    (N, U, V) of the token after each. `weights`: {"ctc": ..., "attention": ...}."""
+    hypotheses = ctc_prefix_beam(log_probs.cpu().numpy(), beam_size, eos)
+    labels, _ = pad([torch.tensor([*tokens, eos]) for tokens, _ in hypotheses], -100)
+    labels = labels.to(log_probs.device)  # (N, U + 1)
+    inputs = F.pad(labels[:, :-1].clamp_min(0), (1, 0), value=eos)
+    following = upcast(decoder(inputs)).log_softmax(-1)
+    attention = -F.nll_loss(following.transpose(1, 2), labels, ignore_index=-100, reduction="none").sum(1)
+    ctc = torch.tensor([score for _, score in hypotheses], device=log_probs.device)
+    best = (weights["ctc"] * ctc + weights["attention"] * attention).argmax()
+    return list(hypotheses[int(best)][0])
+
+
+def joint_beam(
+    log_probs: torch.Tensor, decoder: Callable[[torch.Tensor], torch.Tensor], eos: int, beam_size: int, weights: dict
+) -> list[int]:
+    """Beam search of the decoder with CTC's prefix scores, parameters as in `rescored_beam`: the decoder alone loops and
+    stops too early. The output has at most a token for each of the T frames."""
+    ctc = CTCPrefixScores(log_probs.cpu().numpy(), eos)
+
+    def following(prefixes: torch.Tensor) -> torch.Tensor:
+        attention = upcast(decoder(prefixes)[:, -1]).log_softmax(-1).cpu()
+        added = torch.from_numpy(ctc.extend([tuple(row[1:]) for row in prefixes.tolist()])).to(attention.dtype)
+        return weights["attention"] * attention + weights["ctc"] * added
+
+    return autoregressive_beam(following, eos, eos, beam_size, len(log_probs))[0][0]

@@ -1,4 +1,4 @@
-"""Where a Whisper starts: its flags, released or random weights, the metadata that rebuilds it, its learning rate."""
+"""What a Whisper starts from and ends as: its flags, released or random weights, metadata, learning rate, export."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from speech.audio import SAMPLE_RATE
 from speech.long import BY_SILENCES, BY_WINDOWS, Cutting
 from speech.whisper import formats, scratch
 from speech.whisper.model import FRAME, Whisper
-from speech.whisper.tokenizer import read_tokenizer
+from speech.whisper.tokenizer import make_tokenizer, read_tokenizer
 
 BEAM_SIZE, PAD_SHARE = 5, 0.05
 AUXILIARY_WEIGHT = 0.3  # share of the encoder's own loss, from scratch
@@ -235,21 +235,21 @@ def read_pretrained(start: Start) -> tuple[dict[str, torch.Tensor], dict]:
     return weights, metadata
 
 
-def choose(start: Start, resumed: dict | None, make_tokenizer: Callable) -> tuple[dict, dict | None]:
+def choose(start: Start, resumed: dict | None, train_tokenizer: Callable) -> tuple[dict, dict | None]:
     """The metadata of the model to be trained, and its weights (None: random ones). `resumed` is the content of a
-    checkpoint; `make_tokenizer()` is asked for the vocabulary of a model from scratch. Raises `UsageError`."""
+    checkpoint; `train_tokenizer()` is asked for the vocabulary of a model from scratch. Raises `UsageError`."""
     if resumed:
         check_resumed(start, resumed["metadata"])
         metadata, weights = dict(resumed["metadata"]), resumed["model"]
     elif start.pretrained:
         weights, metadata = read_pretrained(start)
     else:
-        weights, metadata = None, metadata_from_scratch(start, make_tokenizer)
+        weights, metadata = None, metadata_from_scratch(start, train_tokenizer)
     check_limits(start, metadata["config"])
     return metadata, weights
 
 
-def metadata_from_scratch(start: Start, make_tokenizer: Callable) -> dict:
+def metadata_from_scratch(start: Start, train_tokenizer: Callable) -> dict:
     """The metadata of a model with random weights. Raises `UsageError` if the flags do not ask for one, which is known
     only when `--resume auto` has found no checkpoint."""
     if not start.may_be_random:
@@ -259,7 +259,7 @@ def metadata_from_scratch(start: Start, make_tokenizer: Callable) -> dict:
         )
     if start.freeze_encoder and not start.initialised:
         raise UsageError("--freeze_encoder: there is no checkpoint to resume, and a random encoder would stay random")
-    tokenizer = make_tokenizer()
+    tokenizer = train_tokenizer()
     return {
         "config": config_from_scratch(start, tokenizer.size),
         "tokenizer": tokenizer.state(),
@@ -336,3 +336,10 @@ def count_parameters(start: Start, vocabulary: int) -> tuple[int, int]:
     fixed = "encoder." if start.freeze_encoder else "encoder.embed_positions"
     total = sum(sizes.values())
     return total, total - sum(size for name, size in sizes.items() if name.startswith(fixed))
+
+
+def export(folder: str, model: Whisper, metadata: dict) -> None:
+    """Writes a trained model as a folder for transformers, with OpenAI's model.pt."""
+    tokenizer = make_tokenizer(metadata["tokenizer"])
+    names = formats.export(folder, model.state_dict(), metadata["config"], tokenizer, metadata["generation"])
+    print(f"exported to {folder}: {', '.join(names)}")

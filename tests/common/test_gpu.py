@@ -121,20 +121,38 @@ def sampling() -> list:
     return [thread for thread in threading.enumerate() if thread.name == "gpu utilisation"]
 
 
-def test_utilisation_is_the_mean_of_the_samples_of_the_gpu_in_use(nvml):
+@pytest.fixture
+def utilisation():
+    """utilisation(...) starts to sample; the thread ends with the test, even if that fails."""
+    started = []
+
+    def start(**options) -> gpu.GpuUtilisation:
+        started.append(gpu.GpuUtilisation(CUDA, **options))
+        return started[-1]
+
+    yield start
+    for busy in started:
+        busy.close()
+
+
+def rests(busy: gpu.GpuUtilisation) -> bool:
+    before = busy.count
+    time.sleep(0.05)
+    return busy.count == before
+
+
+def test_utilisation_is_the_mean_of_the_samples_of_the_gpu_in_use(nvml, utilisation):
     fake = nvml()
-    busy = gpu.GpuUtilisation(CUDA, seconds=0.005)
+    busy = utilisation(seconds=0.005)
     assert busy.problem == "" and busy.mean() is None
     wait_for(lambda: busy.count >= 5)
     assert busy.mean() > 0.01
     with busy.rest():
-        time.sleep(0.05)
-        before = busy.count
-        time.sleep(0.05)
-        assert busy.count == before
+        wait_for(lambda: rests(busy))  # a sample may be under way
+        assert rests(busy)
     before = busy.mean()
     busy.seconds = 60
-    time.sleep(0.05)
+    wait_for(lambda: rests(busy))
     busy.reset()
     assert busy.mean() >= before  # there is no sample since: the previous mean
     busy.close()
@@ -149,9 +167,9 @@ def test_utilisation_is_the_mean_of_the_samples_of_the_gpu_in_use(nvml):
         ({"unsupported": True}, "NVML has no readings for this GPU: Not Supported"),
     ],
 )
-def test_utilisation_that_cannot_be_read_is_left_out(nvml, options, problem):
+def test_utilisation_that_cannot_be_read_is_left_out(nvml, utilisation, options, problem):
     fake = nvml(**options)
-    busy = gpu.GpuUtilisation(CUDA)
+    busy = utilisation()
     assert busy.problem == problem and busy.mean() is None and not sampling() and fake.started == 0
     busy.reset()
     busy.close()
@@ -169,9 +187,9 @@ def test_utilisation_without_the_library_another_gpu_or_a_cpu(nvml, monkeypatch)
     assert not sampling()
 
 
-def test_a_gpu_that_stops_answering_ends_the_samples_and_nothing_else(nvml):
+def test_a_gpu_that_stops_answering_ends_the_samples_and_nothing_else(nvml, utilisation):
     nvml(fails_after=4)
-    busy = gpu.GpuUtilisation(CUDA, seconds=0.005)
+    busy = utilisation(seconds=0.005)
     wait_for(lambda: busy.problem)
     assert busy.problem == "NVML has no more readings for this GPU: Not Supported"
     busy.reset()
@@ -180,9 +198,9 @@ def test_a_gpu_that_stops_answering_ends_the_samples_and_nothing_else(nvml):
     assert not sampling()
 
 
-def test_forked_workers_have_no_thread_and_end(nvml, no_hang):
+def test_forked_workers_have_no_thread_and_end(nvml, utilisation, no_hang):
     nvml()
-    busy = gpu.GpuUtilisation(CUDA, seconds=0.001)
+    busy = utilisation(seconds=0.001)
     for _ in range(20):
         child = os.fork()
         if child == 0:

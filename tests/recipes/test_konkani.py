@@ -14,6 +14,7 @@ from common.loop import run_window
 from recipes import konkani_conformer as recipe
 from speech.audio import SAMPLE_RATE
 from speech.corpus import Checks, load_corpus
+from speech.search import ctc_prefix_beam
 from tests.recipes import runs
 
 CPU = torch.device("cpu")
@@ -230,7 +231,7 @@ def test_rescoring_picks_what_the_training_loss_likes_best(seed):
     model.label_smoothing = 0.0
     item = make_items(1, seed=seed)[0]
     encoded, _, lengths = model.encode(moved([item]))
-    hypotheses = recipe.ctc_prefix_beam(model.ctc_head(encoded[0]).log_softmax(-1).numpy(), 6, model.eos)
+    hypotheses = ctc_prefix_beam(model.ctc_head(encoded[0]).log_softmax(-1).numpy(), 6, model.eos)
 
     def loss(tokens):
         labels = torch.tensor([*tokens, model.eos])
