@@ -316,8 +316,7 @@ def finish(
         return
 
     def score() -> float:
-        total, count = task.evaluate(model, eval_batches.whole())[task.metric]
-        return total / max(1, count)
+        return mean_values(task, task.evaluate(model, eval_batches.whole()))[task.metric]
 
     with torch.no_grad(), run.setup.autocast():
         weights = checkpoint.use_best(args, model, task.name, task.metadata, score)
@@ -575,10 +574,8 @@ def evaluate_now(run: Training) -> None:
     (caught,) = setup.ranks.reduce([run.watch.caught or 0], "max")
     if caught:
         raise saved_and_stopped(run, caught)
-    flat = setup.ranks.reduce([float(value) for pair in results.values() for value in pair])
-    values = {name: flat[2 * i] / max(1.0, flat[2 * i + 1]) for i, name in enumerate(results)}
-    if run.task.loss_weights.keys() <= values.keys():
-        values["loss"] = sum(weight * values[name] for name, weight in run.task.loss_weights.items())
+    sums = setup.ranks.reduce([float(value) for pair in results.values() for value in pair])
+    values = mean_values(run.task, dict(zip(results, zip(sums[::2], sums[1::2], strict=True), strict=True)))
     improved = progress["best"] is None or values[run.task.metric] < progress["best"]
     progress["last_evaluation"] = progress["step"]
     progress["evaluations"].append([progress["step"], values[run.task.metric]])
@@ -596,6 +593,14 @@ def evaluate_now(run: Training) -> None:
     run.report.write(progress["step"], **{f"eval/{name}": value for name, value in values.items()})
     run.report.draw(run.task.metric)
     run.since += time.monotonic() - started  # evaluation does not count as training time
+
+
+def mean_values(task: Task, results: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """The values of an evaluation's (numerator, denominator), and the weighted loss if all of its terms are there."""
+    values = {name: total / max(1.0, count) for name, (total, count) in results.items()}
+    if task.loss_weights.keys() <= values.keys():
+        values["loss"] = sum(weight * values[name] for name, weight in task.loss_weights.items())
+    return values
 
 
 def save(run: Training) -> None:

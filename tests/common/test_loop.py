@@ -170,6 +170,13 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read(tmp_pat
         begin(args, toy.RECIPE)
 
 
+def test_the_weighted_loss_may_be_the_metric(tmp_path):
+    args = toy.make_args(tmp_path, "--max_steps", "2", "--save_every", "1", "--average_checkpoints", "2")
+    reported = []
+    _, progress = toy.run(args, metric="loss", report_results=reported.append)
+    assert len(reported) == 1 and 0 < progress["best"] < 10
+
+
 def test_a_checkpoint_has_the_flags_of_its_run(tmp_path):
     args = toy.make_args(tmp_path, "--max_steps", "1", "--bf16")
     toy.run(args, setup=Setup())
