@@ -246,6 +246,8 @@ def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, 
         set_rng_state(resumed["rng"][ranks.rank], setup.device)
     elif ranks.size > 1:
         torch.manual_seed(args.seed + 1000 * ranks.rank + progress["step"])  # each rank has its own dropout
+    if resumed:
+        resumed.update(model=None, optimizer=None)  # loaded; they would take gigabytes of host memory until the end
     if not (resumed and checkpoint.continues(args.resume, args.checkpoint_dir)):
         # A new run in this folder: its best weights are found here, at the latest when it ends.
         progress.update(best=None, last_evaluation=-1 if resumed else 0)
