@@ -270,6 +270,7 @@ def copied_project(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow  # tests/recipes/test_copying.py does the same with fewer steps
 def test_a_copied_recipe_trains_and_resumes(copied_project):
     """The steps in the README, with a smaller model and demo."""
     section = read(README).split("## Copy a recipe")[1]
