@@ -13,7 +13,7 @@ trained on as it is written, in NFC: case, tones, punctuation and numbers stay. 
 WhisperForConditionalGeneration and pipeline load. --verify_gpu checks the machine before training.
 
 Memory: benchmarks/RESULTS.md has what each size is predicted to need; base trains in 8 GB with 22 clips of 30 s. Expect a
-character error rate of about 6 % on the demo's held-out sentences after its 1,800 updates (two CPU cores: seven minutes).
+character error rate of 6 to 9 % on the demo's held-out sentences after its 1,800 updates (two CPU cores: seven minutes).
 
 Sources: Whisper (Radford et al. 2022); variable length as in icefall's Whisper recipes; SpecAugment (Park et al. 2019) with
 the masks of WeNet's Whisper recipe.
