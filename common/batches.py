@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import hashlib
 import math
 import multiprocessing
 import re
@@ -112,8 +113,8 @@ class _WindowDataset(torch.utils.data.Dataset):
 
 def _start_worker(worker: int) -> None:
     # Signals reach the whole process group. Only the main process acts on them; it still needs its workers then.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 
 
@@ -172,6 +173,10 @@ class Windows:
         """Windows from a position in the data. Raises `DataError` for a bad file and `RunError` if a worker dies."""
         specs, pin = self.specs(epoch, start, list(done)), self.setup.device.type == "cuda"
         yield from _loaded(_loader(self.dataset, specs, self.setup.workers, pin))
+
+    def order(self, epoch: int) -> str:
+        """Changes with what decides in which window of an epoch an utterance is: the seed and the utterances' lengths."""
+        return hashlib.sha1(repr(self.seed).encode() + self.data.seconds(epoch).tobytes()).hexdigest()[:16]
 
     def total_steps(self, args) -> int:
         """The number of updates that --num_epochs and --max_steps allow."""

@@ -1,7 +1,10 @@
 """Checkpoints: atomic saving, reading without executing code, the last N and the best, averaging, the folder's lock."""
 
+import contextlib
 import json
 import os
+import re
+import shutil
 import sys
 import zipfile
 from collections.abc import Callable
@@ -15,41 +18,159 @@ from common import files
 from common.errors import RunError, UsageError, cannot_write, first_line
 
 FORMAT = "speech-recipes checkpoint 1"
+CHECKPOINT = re.compile(r"checkpoint_step_(\d{8,12})\.pt")
+WEIGHTS = ("best.safetensors", "best.json", "averaged.safetensors", "averaged.json")
+LOGS = ("metrics.jsonl", "training.png", "transcripts.jsonl", "evaluation.json", "events.out.tfevents.*")
 
 
 class Damaged(UsageError):
-    """A truncated or corrupted checkpoint file."""
+    """A truncated, corrupted or altered checkpoint file."""
 
 
-def lock_folder(folder: Path):
-    """Locks the folder for this process, so that two runs cannot delete each other's checkpoints. The lock holds as
-    long as the returned object exists. Raises `RunError` if another run has it."""
+# --- what a file must hold -------------------------------------------------------------------------------------------
+
+# A schema is a type, a tuple of schemas of which one must fit, a range, a set of values, a function that says whether a value
+# fits, [schema] for a list, or {key: schema}. A key with a question mark may be missing, and other keys may be there too.
+NUMBER = (float, int)
+COUNT = range(1 << 53)
+
+
+def within(value, allowed: range) -> bool:
+    """Whether a value is an integer in a range. (`in` alone would walk through the range for other types.)"""
+    return type(value) is int and value in allowed
+
+
+RANDOM_STATE = {
+    "python": lambda state: len(state) == 3 and len(state[1]) == 625 and all(within(n, range(1 << 32)) for n in state[1]),
+    "numpy": lambda state: len(state) == 5 and state[0] == "MT19937" and state[1].shape == (624,) and within(state[2], range(625)),
+    "torch": lambda state: state.dtype == torch.uint8 and state.shape == torch.get_rng_state().shape,
+    "cuda?": lambda state: state.dtype == torch.uint8 and state.shape == (16,),
+}  # fmt: skip
+PROGRESS = {
+    **dict.fromkeys(("step", "epoch", "window", "window_size", "utterances", "best_step", "evaluations_without_gain"), COUNT),
+    **dict.fromkeys(("bad_windows", "bad_in_a_row", "skipped_files"), COUNT),
+    "last_evaluation": range(-1, 1 << 53), "best": (NUMBER, type(None)), "data": str, "done": [[range(1 << 53)]],
+    "evaluations": [lambda pair: len(pair) == 2 and within(pair[0], COUNT) and isinstance(pair[1], NUMBER)],
+    "limits": lambda limits: all(isinstance(key, int) and within(size, COUNT[1:]) for key, size in limits.items()),
+}  # fmt: skip
+STATE = {"step": lambda step: step.numel() == 1, "exp_avg": torch.Tensor, "exp_avg_sq": torch.Tensor}
+CONTENT = {
+    "recipe": str, "metadata": dict, "model": dict, "optimizer": dict, "rng": [RANDOM_STATE], "progress": PROGRESS, "args": dict,
+    "scaler": (type(None), {"scale": lambda scale: scale > 0, "_growth_tracker": COUNT}),
+}  # fmt: skip
+
+
+def mismatch(value, schema, place: str) -> str | None:
+    """The first part of `value` that does not fit the schema, as text with its place; None if all fits."""
+    if isinstance(schema, tuple):
+        reasons = [mismatch(value, each, place) for each in schema]
+        return reasons[-1] if all(reasons) else None
+    if isinstance(schema, dict):
+        if not isinstance(value, dict):
+            return f"{place} is not a mapping"
+        for key, inner in schema.items():
+            name = key.removesuffix("?")
+            if name not in value:
+                if key == name:
+                    return f"{place} lacks {name}"
+            elif reason := mismatch(value[name], inner, f"{place}.{name}"):
+                return reason
+        return None
+    if isinstance(schema, list):
+        if not isinstance(value, list):
+            return f"{place} is not a list"
+        return next(filter(None, (mismatch(each, schema[0], f"{place}[{i}]") for i, each in enumerate(value))), None)
+    try:
+        if isinstance(schema, type):
+            fits = isinstance(value, schema) and (schema is bool or not isinstance(value, bool))
+        elif isinstance(schema, range):
+            fits = within(value, schema)
+        elif isinstance(schema, set):
+            fits = type(value) in (int, str) and value in schema
+        else:
+            fits = schema(value)
+    except Exception:  # whatever a value of the wrong type raises
+        fits = False
+    return None if fits else f"{place} is {str(value)[:40]!r}"
+
+
+def check_tensors(tensors: dict, path: str | Path) -> dict[str, torch.Tensor]:
+    """`tensors`, if they are dense tensors by name whose values are in the file and finite. Raises `Damaged`."""
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            raise Damaged(f"{path}: {str(name)[:60]!r} is not a dense tensor")
+        if tensor.is_quantized or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise Damaged(f"{path}: the tensor {name[:60]!r} is larger than its data")
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise Damaged(f"{path}: the tensor {name[:60]!r} has values that are not finite (NaN or infinity)")
+    return tensors
+
+
+def load(path: Path, mmap: bool = False):
+    """The content of a file that torch.save wrote. No code in it is executed, and what is decompressed is not larger than the
+    file. Raises `Damaged`, and `UsageError` for any other file."""
+    files.require_file(path)
+    try:
+        if not zipfile.is_zipfile(path):
+            with open(path, "rb") as file:
+                start = file.read(2)
+            if start == b"PK" or CHECKPOINT.fullmatch(path.name):
+                raise zipfile.BadZipFile
+            if start != b"\x80\x02":  # of the format before torch 1.6, which cannot be mapped
+                raise UsageError(f"{path} is not a file of torch.save")
+            mmap = False
+        else:
+            with zipfile.ZipFile(path) as archive:
+                size = sum(entry.file_size for entry in archive.infolist())
+                if size > path.stat().st_size or archive.testzip():  # torch.load does not compare the checksums
+                    raise zipfile.BadZipFile
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except (zipfile.BadZipFile, NotImplementedError):
+        raise Damaged(f"{path} is damaged (truncated or overwritten)") from None
+    except UsageError:
+        raise
+    except Exception as error:  # torch.load raises several types
+        if "weights_only" in str(error) or "Unsupported" in str(error):
+            reason = "torch.save did not write it, or it holds Python objects, and loading them could run code"
+            raise UsageError(f"{path} is refused: {reason}") from None
+        raise Damaged(f"{path} is damaged ({first_line(error)[:100]})") from None
+
+
+# --- saving and reading ----------------------------------------------------------------------------------------------
+
+
+def lock_folder(folder: Path, flag: str):
+    """Locks the folder for this process, so that two runs cannot delete each other's files. The lock holds as long as the
+    returned object exists. `flag` is the one that chooses the folder. Raises `RunError` if another run has it."""
     import fcntl
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a+")  # noqa: SIM115
+        lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
     except OSError as error:
-        raise cannot_write(folder, error, "--checkpoint_dir") from None
+        raise cannot_write(folder, error, flag) from None
     try:
         # Data workers do not inherit a record lock, so it ends together with a killed run and not seconds later.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        lock.seek(0)
-        user = f"another run (process {lock.read().strip() or 'unknown'})"
-        raise RunError(f"{folder} is in use by {user}: wait for it, or choose another --checkpoint_dir") from None
+        user = f"another run (process {lock.read(20).strip() or 'unknown'})"
+        raise RunError(f"{folder} is in use by {user}: wait for it, or choose another {flag}") from None
     except OSError:  # the file system has no locks
         return lock
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    for stale in folder.glob("*.tmp"):  # from a run that was killed while saving
-        stale.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the number is for a message only, and the disk may be full
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+    files.remove_stale(
+        folder, "|".join((CHECKPOINT.pattern, *WEIGHTS, *LOGS[:4]))
+    )  # of a run that was killed while saving
     return lock
 
 
 def save(folder: Path, step: int, content: dict, keep_last: int) -> Path:
-    """Writes `checkpoint_step_XXXXXXXX.pt` and removes all but the newest `keep_last` checkpoints. `content` consists
+    """Writes `checkpoint_step_XXXXXXXX.pt` and removes all but it and the newest `keep_last` - 1 others. `content` consists
     of tensors, lists, dicts, numbers and strings, so that `weights_only=True` can read it. Raises `RunError`."""
     path = folder / f"checkpoint_step_{step:08d}.pt"
 
@@ -58,63 +179,79 @@ def save(folder: Path, step: int, content: dict, keep_last: int) -> Path:
             torch.save({"format": FORMAT, **content}, file)
 
     files.save(path, write)
-    for old in list_checkpoints(folder)[keep_last:]:
+    for old in [other for other in list_checkpoints(folder) if other != path][keep_last - 1 :]:
         old.unlink(missing_ok=True)
     return path
 
 
+def step_of(path: Path) -> int:
+    """The update of a checkpoint, by its name; -1 for other names."""
+    match = CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """The folder's checkpoints, newest first."""
-    return sorted(folder.glob("checkpoint_step_????????.pt"), reverse=True)
+    own = [path for path in folder.glob("checkpoint_step_*.pt") if step_of(path) >= 0 and path.is_file()]
+    return sorted(own, key=step_of, reverse=True)
 
 
-def read(path: Path, recipe: str) -> dict:
-    """The content of a checkpoint, on the CPU. No code in the file is executed. Raises `Damaged` for a truncated or
-    corrupted file, `UsageError` for a file that is not a checkpoint of `recipe`."""
+def read(path: Path, recipe: str, metadata: dict | None = None, flag: str = "--resume") -> dict:
+    """The content of a checkpoint, on the CPU. `metadata` is the schema of the recipe's metadata. No code in the file is
+    executed. Raises `Damaged` for a truncated, corrupted or altered file, `UsageError` for one that is not a checkpoint of
+    `recipe`."""
     if path.suffix == ".safetensors":
         raise UsageError(f"{path} holds weights only, not the state of a run: start a new run from it with --init_from")
     if path.is_dir() or not path.exists():
         checkpoints = list_checkpoints(path if path.is_dir() else path.parent)
         hint = f"there is {checkpoints[0]}" if checkpoints else "there is no checkpoint in that folder"
-        raise UsageError(f"{path}: {'it is a folder' if path.is_dir() else 'no such file'}; {hint}")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip():  # torch.load does not compare the checksums that torch.save wrote
-                raise zipfile.BadZipFile
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError):
-        with open(path, "rb") as file:
-            is_damaged = file.read(2) == b"PK" or path.name.startswith("checkpoint_step_")
-        if is_damaged:
-            raise Damaged(f"{path} is damaged (truncated or overwritten)") from None
-        raise UsageError(f"{path} is not a checkpoint of this project (torch.save does not write such files)") from None
-    except Exception as error:  # torch.load raises several types
-        if "weights_only" in str(error) or "Unsupported" in str(error):
-            raise UsageError(f"{path} is refused: it holds Python objects, and loading them could run code") from None
-        raise Damaged(f"{path} is damaged ({first_line(error)})") from None
+        raise UsageError(f"{flag} {path}: {'it is a folder' if path.is_dir() else 'no such file'}; {hint}")
+    content = load(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         keys = ", ".join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
-        raise UsageError(f"{path} is not a checkpoint of this project (it holds: {keys})")
-    _check_recipe(path, content["recipe"], recipe)
+        raise UsageError(f"{path} is not a checkpoint of this project (it holds: {keys[:200]})")
+    if reason := mismatch(content, CONTENT, "it"):
+        raise Damaged(f"{path} is damaged: {reason}")
+    _check_metadata(path, content["metadata"], content["recipe"], recipe, metadata)
+    model = check_tensors(content["model"], path)
+    for name, state in content["optimizer"].items():
+        if reason := mismatch(name, str, "a name") or mismatch(state, STATE, f"the optimizer's {name[:60]}"):
+            raise Damaged(f"{path} is damaged: {reason}")
+        check_tensors(state, path)
+        if not _is_state_of(model.get(name), state):
+            raise Damaged(f"{path} is damaged: the optimizer's states of {name[:60]!r} do not fit its weights")
     return content
 
 
-def _check_recipe(path: Path, saved_by: str, recipe: str) -> None:
+def _is_state_of(weights: torch.Tensor | None, state: dict[str, torch.Tensor]) -> bool:
+    """Whether an optimizer's averages have the shape of the weights, and 8-bit ones their scales and table."""
+    for key in ("exp_avg", "exp_avg_sq"):
+        average = state[key]
+        if weights is not None and average.shape != weights.shape:
+            return False
+        if average.dtype == torch.uint8:
+            scales, table = state.get(f"{key}_scales"), state.get(f"{key}_table")
+            if scales is None or table is None or table.numel() != 256 or 256 * scales.numel() < average.numel():
+                return False
+    return True
+
+
+def _check_metadata(path: Path, content: dict, saved_by: str, recipe: str, schema: dict | None) -> None:
     if saved_by != recipe:
-        names = f"recipes/{saved_by}.py, not by recipes/{recipe}.py"
+        names = f"recipes/{saved_by[:60]}.py, not by recipes/{recipe}.py"
         raise UsageError(f"{path} was saved by {names}; each recipe needs its own --output_dir")
+    if reason := mismatch(content, schema or {}, "its metadata"):
+        raise Damaged(f"{path} is damaged: {reason}")
 
 
-def resume(wanted: str | None, folder: Path, recipe: str) -> dict | None:
+def resume(wanted: str | None, folder: Path, recipe: str, metadata: dict | None = None) -> dict | None:
     """The content of the checkpoint that `--resume` names; None for a new run. With `auto` it is the newest sound
     checkpoint in `folder`, and damaged ones are reported. Raises `UsageError`."""
     if not wanted:
         return None
     for path in list_checkpoints(folder) if wanted == "auto" else [Path(wanted)]:
         try:
-            content = read(path, recipe)
+            content = read(path, recipe, metadata)
         except Damaged as damage:
             if wanted != "auto":
                 raise UsageError(f"{damage}; --resume auto takes the newest sound checkpoint of {folder}") from None
@@ -133,55 +270,96 @@ def continues(resume: str | None, folder: Path) -> bool:
 
 def make_room(folder: Path, log_dir: Path) -> None:
     """Moves the checkpoints and logs of an earlier run into subfolders when a new run starts in its folders."""
-    earlier = [*list_checkpoints(folder), *folder.glob("best.*"), *folder.glob("averaged.*")]
-    logs = [path for name in ("metrics.jsonl", "training.png", "events.*") for path in log_dir.glob(name)]
-    number = 1
-    while (folder / f"earlier-{number}").exists() or (log_dir / f"earlier-{number}").exists():
-        number += 1
-    for path in (*earlier, *logs):
-        (path.parent / f"earlier-{number}").mkdir(exist_ok=True)
-        path.rename(path.parent / f"earlier-{number}" / path.name)
+    earlier = [*list_checkpoints(folder), *_existing(folder, WEIGHTS)]
+    name = _move(earlier, folder, _existing(log_dir, LOGS), log_dir, "earlier")
     if earlier:
-        print(f"{folder}: an earlier run was moved to earlier-{number}/ (--resume auto would have continued it)")
+        print(f"{folder}: an earlier run was moved to {name}/ (--resume auto would have continued it)")
+
+
+def branch(folder: Path, log_dir: Path, step: int) -> None:
+    """Moves what is newer than `step`, from which the run continues, into subfolders: checkpoints, the best weights if they
+    are newer, and a copy of the metrics."""
+    newer = [path for path in list_checkpoints(folder) if step_of(path) > step]
+    if not newer:
+        return
+    if best_step(folder) > step:
+        newer += _existing(folder, WEIGHTS[:2])
+    name = _move([*newer, *_existing(folder, WEIGHTS[2:])], folder, [], log_dir, "abandoned")
+    for path in _existing(log_dir, LOGS[:1]):
+        (log_dir / name).mkdir(exist_ok=True)
+        shutil.copy2(path, log_dir / name)
+    print(f"{folder}: the run continues from step {step}; what is newer was moved to {name}/")
+
+
+def best_step(folder: Path) -> int:
+    """The update of the best weights in the folder; -1 if there are none, or their best.json is damaged."""
+    try:
+        summary = files.read_json(folder / "best.json")
+    except UsageError:
+        return -1
+    is_sound = mismatch(summary, {"step": COUNT}, "it") is None and (folder / "best.safetensors").is_file()
+    return summary["step"] if is_sound else -1
+
+
+def _existing(folder: Path, names: tuple[str, ...]) -> list[Path]:
+    return [path for name in names for path in folder.glob(name) if path.is_file() or path.is_symlink()]
+
+
+def _move(paths: list[Path], folder: Path, logs: list[Path], log_dir: Path, prefix: str) -> str:
+    """Moves files into the first subfolder PREFIX-N that neither folder has, and returns its name."""
+    number = 1
+    while any((parent / f"{prefix}-{number}").exists() for parent in (folder, log_dir)):
+        number += 1
+    for path in (*paths, *logs):
+        (path.parent / f"{prefix}-{number}").mkdir(exist_ok=True)
+        path.rename(path.parent / f"{prefix}-{number}" / path.name)
+    return f"{prefix}-{number}"
 
 
 def save_weights(path: Path, model: torch.nn.Module, metadata: dict, summary: dict) -> None:
     """Writes the weights to `path` (.safetensors), with `metadata` as JSON in the header, so that this file is enough
     to rebuild the model. Writes `summary` beside it (.json). Raises `RunError`."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    header = {"format": FORMAT, "metadata": json.dumps(metadata, ensure_ascii=False)}
+    header = {"format": FORMAT, "metadata": json.dumps(metadata)}
     files.save(path, lambda temporary: save_file(tensors, temporary, metadata=header))
     text = json.dumps(summary, ensure_ascii=False, indent=1) + "\n"
     files.save(path.with_suffix(".json"), lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def read_weights(path: str | Path, recipe: str) -> tuple[dict[str, torch.Tensor], dict]:
-    """The weights and metadata in a checkpoint or in a `.safetensors` that a run saved. Raises `UsageError`."""
+def read_weights(
+    path: str | Path, recipe: str, schema: dict | None = None, flag: str = "--resume"
+) -> tuple[dict[str, torch.Tensor], dict]:
+    """The weights and metadata in a checkpoint or in a `.safetensors` that a run saved. `schema` is that of the metadata.
+    Raises `UsageError`."""
     path = Path(path)
     if path.suffix != ".safetensors":
-        content = read(path, recipe)
+        content = read(path, recipe, schema, flag)
         return content["model"], content["metadata"]
+    files.require_file(path, flag)
     try:
         with safe_open(str(path), framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
     if header.get("format") != FORMAT:
         raise UsageError(f"{path} was not saved by this project")
-    metadata = json.loads(header["metadata"])
-    _check_recipe(path, metadata["recipe"], recipe)
-    return tensors, metadata
+    try:
+        metadata = json.loads(header.get("metadata", ""))
+    except (ValueError, RecursionError):
+        metadata = None
+    if reason := mismatch(metadata, {"recipe": str}, "its metadata"):
+        raise Damaged(f"{path} is damaged: {reason}")
+    _check_metadata(path, metadata, metadata["recipe"], recipe, schema)
+    return check_tensors(tensors, path), metadata
 
 
-def weights_to_use(args, recipe: str) -> tuple[dict[str, torch.Tensor], dict]:
+def weights_to_use(args, recipe: str, schema: dict | None = None) -> tuple[dict[str, torch.Tensor], dict]:
     """The weights and metadata of `--resume` or, without a path, of the best evaluation. Raises `UsageError`."""
     path = Path(args.resume) if args.resume and args.resume != "auto" else args.checkpoint_dir / "best.safetensors"
     if not path.exists():
         raise UsageError(f"no weights at {path}: train first, or name them with --resume")
-    return read_weights(path, recipe)
+    return read_weights(path, recipe, schema)
 
 
 def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
@@ -209,7 +387,7 @@ def initialise(model: torch.nn.Module, tensors: dict[str, torch.Tensor], path: s
 def average(folder: Path, count: int, by: str, recipe: str) -> tuple[dict[str, torch.Tensor], list[int]]:
     """The mean weights of `count` checkpoints, and their steps: the newest (`by` "last") or, among those in the folder,
     the ones that evaluated best ("best"). Integers are those of the first. Raises `UsageError` if there is none."""
-    paths = {int(path.stem.rsplit("_", 1)[1]): path for path in list_checkpoints(folder)}
+    paths = {step_of(path): path for path in list_checkpoints(folder)}
     steps = list(paths)  # newest first
     if by == "best" and steps:
         errors = dict(map(tuple, read(paths[steps[0]], recipe)["progress"]["evaluations"]))
@@ -236,8 +414,13 @@ def use_best(args, model: torch.nn.Module, name: str, metadata: dict, score: Cal
     """Loads the weights of the best evaluation or, if --average_checkpoints is given and `score()` is not higher for
     it, the average, which is saved as averaged.safetensors. Puts the model into evaluation mode and returns a
     description of the weights. Call it under `torch.no_grad`."""
-    weights, _ = read_weights(args.checkpoint_dir / "best.safetensors", name)
-    model.load_state_dict(weights)
+    best_path, checkpoints = args.checkpoint_dir / "best.safetensors", list_checkpoints(args.checkpoint_dir)
+    if not best_path.exists() and checkpoints:
+        raise RunError(
+            f"{best_path} is gone: the last weights can be evaluated with --evaluate --resume {checkpoints[0]}"
+        )
+    weights, _ = read_weights(best_path, name)
+    load_weights(model, weights)
     model.eval()
     if not args.average_checkpoints:
         return "weights of the best evaluation"

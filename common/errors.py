@@ -1,8 +1,8 @@
 """Failures that end a command with one line on stderr and an exit status instead of a traceback."""
 
+import contextlib
 import importlib
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable
@@ -48,26 +48,79 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+class Output:
+    """A standard stream that may be closed, full or a broken pipe. The first failure is kept in `error`, and what follows
+    is dropped. It is raised as `BrokenPipeError` if nobody reads the pipe, unless `optional` is set."""
+
+    optional = False  # in training: a night's work must not end with its terminal or its pipe
+
+    def __init__(self, stream):
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  None if the stream was closed
+        self.error = None
+        if hasattr(self.stream, "reconfigure"):  # a notebook's streams have no such method
+            self.stream.reconfigure(errors="backslashreplace")  # print characters that the locale lacks as escapes
+
+    def write(self, text: str) -> int:
+        self._attempt(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self.stream.flush)
+
+    def _attempt(self, action: Callable, *values) -> None:
+        if self.error is not None:
+            return
+        try:
+            action(*values)
+        except OSError as error:
+            self.error = error
+            with contextlib.suppress(OSError):  # Python would flush the rest at exit and fail again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            if isinstance(error, BrokenPipeError) and not Output.optional:
+                raise
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+def keep_running() -> None:
+    """From here on, output that cannot be written does not end the command before its work is done."""
+    Output.optional = True
+
+
 def exit_with_one_line(main: Callable, *args) -> None:
-    """Runs `main(*args)`. A `Failure` becomes one line on stderr and its exit status; other exceptions are bugs and
-    keep their tracebacks."""
-    status = _run(main, *args)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    """Runs `main(*args)`. A `Failure` becomes one line on stderr and its exit status, as does a signal; other exceptions are
+    bugs and keep their tracebacks."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(Output, before)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        status = _run(main, *args)
+    finally:
+        sys.stdout, sys.stderr = before
+    if os.environ.get("WORLD_SIZE") not in (None, "", "1"):
         # At exit torch.distributed's threads abort one process in ten, which torchrun would report as a failure.
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)
     if status:
         sys.exit(status)
 
 
+def _stop(number: int, frame) -> None:
+    raise Stopped(f"stopped by {signal.Signals(number).name}", 128 + number)
+
+
 def _run(main: Callable, *args) -> int | str:
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a notebook's streams have no such method
-            stream.reconfigure(errors="backslashreplace")  # print characters that the locale lacks as escapes
+    stdout = sys.stdout
     try:
         main(*args)
-        sys.stdout.flush()
+        stdout.flush()
+        sys.stderr.flush()
+        if stdout.error:
+            print(f"error: standard output could not be written: {stdout.error.strerror}", file=sys.stderr)
+            return 1
     except Failure as failure:
         print(failure if isinstance(failure, Stopped) else f"error: {failure}", file=sys.stderr)
         return failure.status
@@ -77,13 +130,9 @@ def _run(main: Callable, *args) -> int | str:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), select.POLLOUT)
-        if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        if not isinstance(stdout.error, BrokenPipeError):
             raise  # another pipe broke: a bug, or a worker process that died
-        # The reader of stdout has gone (`... | head`). Python must not flush the rest into the pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 128 + signal.SIGPIPE  # the reader of stdout has gone (`... | head`)
     return 0
 
 

@@ -1,28 +1,77 @@
-"""Files and folders are written under another name and then renamed, so that none is ever seen half-written."""
+"""Files are written under another name and then renamed, so that none is ever seen half-written; and read only if they are
+regular and of a sensible size."""
 
 import contextlib
+import errno
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from common.errors import RunError, first_line
+from common.errors import RunError, UsageError, first_line
 
-MADE_FROM = "made_from.json"
+TEXT_BYTES = 1 << 26  # of a text file that is read whole: a vocabulary, a configuration, a table
+STALE = r"\.[a-z0-9_]{8}\.tmp"  # how the temporary names of `write_file` end
 
 
-def write_file(path: Path, write: Callable[[Path], object], durable: bool = True) -> None:
-    """Calls `write(temporary_path)` and renames the result to `path`. If anything fails, the earlier file is still
-    there. `durable`: flush to disk first. Raises `OSError`, and whatever `write` raises."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+def require_file(path: str | Path, name: str = "") -> Path:
+    """`path`, if it is a regular file: opening a pipe would wait for its writer. `name` is what the message calls the
+    file. Raises `UsageError`."""
+    path = Path(path)
     try:
-        write(temporary)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # safetensors creates files that only their owner can read
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{_label(name, path)}: {getattr(error, 'strerror', None) or error}") from None
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"{_label(name, path)}: it is {'a folder' if stat.S_ISDIR(mode) else 'not a regular file'}")
+    return path
+
+
+def read_text(path: str | Path, name: str = "") -> str:
+    """The text of a UTF-8 file of at most `TEXT_BYTES`. Raises `UsageError`."""
+    path = require_file(path, name)
+    if (size := path.stat().st_size) > TEXT_BYTES:
+        raise UsageError(f"{_label(name, path)}: its {size / 2**20:.0f} MiB are too much for such a file")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{_label(name, path)}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{_label(name, path)}: it is not UTF-8") from None
+
+
+def read_json(path: str | Path, name: str = "") -> dict:
+    """The object in a JSON file. Raises `UsageError`."""
+    text = read_text(path, name)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{_label(name, path)}: it is not valid JSON ({first_line(error)})") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{_label(name, path)}: it is not a JSON object")
+    return content
+
+
+@contextlib.contextmanager
+def written_aside(path: Path, durable: bool = True) -> Iterator[Path]:
+    """Gives the name of an empty file beside `path`, which is renamed to `path` at the end. If anything fails, the earlier
+    file is still there. A link at `path` is replaced, not followed. `durable`: flush to disk first. Raises `OSError`."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise FileExistsError(errno.EEXIST, "it exists and is not a file", str(path))
+    handle, name = tempfile.mkstemp(".tmp", f".{path.name[:200]}.", path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o666 & ~umask())  # mkstemp creates files that only their owner can read
         if durable:
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
@@ -32,10 +81,27 @@ def write_file(path: Path, write: Callable[[Path], object], durable: bool = True
                 directory = os.open(path.parent, os.O_RDONLY)
                 os.fsync(directory)
                 os.close(directory)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_file(path: Path, write: Callable[[Path], object], durable: bool = True) -> None:
+    """Calls `write(temporary_path)` and renames the result to `path`, as `written_aside` does. Raises `OSError`, and
+    whatever `write` raises."""
+    with written_aside(path, durable) as temporary:
+        write(temporary)
+
+
+def write_text(path: Path, text: str, durable: bool = False) -> None:
+    """Writes UTF-8 through `write_file`. A path that is not UTF-8 becomes escapes, which JSON understands."""
+    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="backslashreplace"), durable)
+
+
+def remove_stale(folder: Path, names: str) -> None:
+    """Removes what a killed run left of the files whose names match the pattern `names`, and nothing else."""
+    for path in folder.glob(".*.tmp"):
+        if re.fullmatch(rf"\.({names}){STALE}", path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def save(path: Path, write: Callable[[Path], object]) -> None:
@@ -50,35 +116,12 @@ def save(path: Path, write: Callable[[Path], object]) -> None:
         raise RunError(f"cannot save {path}: {reason}{free}; earlier checkpoints are unharmed") from None
 
 
-def write_folder(folder: Path, fill: Callable[[Path], object], made_from: dict | None = None):
-    """Calls `fill(temporary_folder)`, renames that folder to `folder` and returns the result of `fill`. An earlier
-    folder is replaced; the caller checks whether it may be. `made_from` is stored inside for `read_made_from`. Raises
-    `OSError`, and whatever `fill` raises; then the earlier folder is still there."""
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        result = fill(aside)
-        if made_from is not None:
-            (aside / MADE_FROM).write_text(json.dumps(made_from, ensure_ascii=False), encoding="utf-8")
-        if folder.exists():
-            folder.rename(old)
-        try:
-            aside.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)
-            raise
-        return result
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+def _label(name: str, path: str | Path) -> str:
+    return f"{name} {path}" if name else str(path)
 
 
-def read_made_from(folder: Path) -> dict | None:
-    """The `made_from` that `write_folder` stored in the folder; None if there is none."""
-    try:
-        return json.loads((folder / MADE_FROM).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def umask() -> int:
+    """The bits that new files do not get."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,16 +1,18 @@
 """Reports of a run: progress bar, metrics.jsonl, TensorBoard, training.png. They read numbers on the host only."""
 
+import contextlib
 import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from tqdm import tqdm
 
 from common.errors import cannot_write, require
-from common.files import write_file
+from common.files import write_file, write_text
 
 PLAIN_SECONDS = 10  # between progress lines if stderr is not a terminal
 
@@ -19,44 +21,51 @@ def check_folder(log_dir: Path) -> None:
     """Creates the folder. Raises `RunError` if nothing can be written in it."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        (log_dir / ".writable").touch()
-        (log_dir / ".writable").unlink(missing_ok=True)
+        tempfile.TemporaryFile(dir=log_dir).close()
     except OSError as error:
         raise cannot_write(log_dir, error, "--log_dir") from None
 
 
 class Report:
-    """The reports of one run, which starts at update `step`. Later metrics of an earlier attempt are removed."""
+    """The reports of one run, which starts at update `step`. Later metrics of an earlier attempt are removed. If a report
+    cannot be written, `problem` is the error, and nothing more is written: the run decides when to end."""
 
     def __init__(self, log_dir: Path, step: int, total_steps: int, tensorboard: bool = True, enabled: bool = True):
         self.log_dir, self.first_step, self.total, self.enabled = log_dir, step, total_steps, enabled
-        self.bar = self.events = self.metrics = None
+        self.bar = self.events = self.metrics = self.problem = None
         self.last_line = self.started = time.monotonic()
         if not enabled:
             return
         check_folder(log_dir)
-        self._drop_lines_after(step)
-        self.metrics = open(log_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        if tensorboard:
-            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-            writer = require("torch.utils.tensorboard", "--tensorboard (on by default)").SummaryWriter
-            self.events = writer(str(log_dir), purge_step=step + 1 if step else None)
+        with self._caught():
+            self._drop_lines_after(step)
+            self.metrics = open(log_dir / "metrics.jsonl", "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+            if tensorboard:
+                os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+                writer = require("torch.utils.tensorboard", "--tensorboard (on by default)").SummaryWriter
+                self.events = writer(str(log_dir), purge_step=step + 1 if step else None)
         if sys.stderr.isatty():
             width = min(80, shutil.get_terminal_size().columns)
             form = "{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}"
             self.bar = tqdm(total=total_steps, initial=step, ncols=width, bar_format=form, mininterval=0.5)
 
+    @contextlib.contextmanager
+    def _caught(self):
+        try:
+            yield
+        except OSError as error:
+            self.problem = self.problem or cannot_write(self.log_dir, error, "--log_dir")
+
     def _drop_lines_after(self, step: int) -> None:
-        path = self.log_dir / "metrics.jsonl"
-        if path.exists():
-            kept = []
+        path, kept = self.log_dir / "metrics.jsonl", []
+        if path.is_file():
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     if json.loads(line)["step"] <= step:
                         kept.append(line)
                 except (ValueError, KeyError, TypeError):
                     continue  # a line that is incomplete because the run was killed
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        write_text(path, "".join(line + "\n" for line in kept))  # replaces a link, too: nothing is written through it
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
@@ -70,14 +79,15 @@ class Report:
 
     def write(self, step: int, **values) -> None:
         """Writes a line of metrics.jsonl, and its numbers to TensorBoard."""
-        if not self.enabled:
+        if not self.enabled or self.problem:
             return
-        self.metrics.write(json.dumps({"step": step, **values}, ensure_ascii=False) + "\n")
-        self.metrics.flush()
-        if self.events is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self.events.add_scalar(name, value, step)
+        with self._caught():
+            self.metrics.write(json.dumps({"step": step, **values}, ensure_ascii=False) + "\n")
+            self.metrics.flush()
+            if self.events is not None:
+                for name, value in values.items():
+                    if isinstance(value, int | float):
+                        self.events.add_scalar(name, value, step)
 
     def progress(self, step: int, loss: float, learning_rate: float, speed: float, memory: int, waiting: float,
                  utilisation: float | None = None) -> None:  # fmt: skip
@@ -99,14 +109,18 @@ class Report:
 
     def close(self) -> None:
         for output in (self.bar, self.events, self.metrics):
-            if output is not None:
-                output.close()
+            with self._caught():
+                if output is not None:
+                    output.close()
         self.enabled = False
 
     def draw(self, metric: str) -> None:
         """Draws training.png: losses and learning rate, and the error rates or, if there are none, `metric`."""
-        if not self.enabled:
-            return
+        if self.enabled and not self.problem:
+            with self._caught():
+                self._draw(metric)
+
+    def _draw(self, metric: str) -> None:
         matplotlib = require("matplotlib", "training.png")
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt

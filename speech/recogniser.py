@@ -1,7 +1,9 @@
 """What every recogniser does besides learning: its flags, decoding a set, the results at the end, transcripts of files."""
 
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -10,19 +12,25 @@ import torch
 
 from common import batches, files, memory, options
 from common.device import Setup
-from common.errors import DataError, UsageError
+from common.errors import DataError, RunError, UsageError, cannot_write
 from speech import metrics
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.long import BY_SILENCES, Cutting, unless_silent
 from speech.text import for_scoring
 
+TRANSCRIPT = b'{"file": '  # how a line of --output begins
 EXAMPLES = 5  # transcripts printed at the end
+MOST_BEAMS = 500  # hypotheses
 SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
+
+AUGMENTATION = ("spec_augment", "speed_perturbation", "dropout", "label_smoothing")  # flags for training alone
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     ("transcribe", "evaluate", "give one of them"),
     ("transcribe", "verify_gpu", "give one of them"),
+    *((flag, "transcribe", options.TRAINS) for flag in (*options.TRAINING, *AUGMENTATION)),
+    *((flag, "evaluate", options.TRAINS) for flag in AUGMENTATION),
 )
 NEEDS = (("output", ("transcribe",), ""),)
 
@@ -35,14 +43,16 @@ def add_arguments(parser, methods: tuple[str, ...], method: str, beam_size: int)
     augmentation.add_argument("--speed_perturbation", action=options.OnOff, help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)")
     decoding = parser.add_argument_group("decoding and transcribing")
     decoding.add_argument("--decoding", choices=methods, default=method, help=f"method for the results at the end, --evaluate and --transcribe ({method})")
-    decoding.add_argument("--beam_size", type=options.POSITIVE, metavar="N", help=f"hypotheses of a beam search ({beam_size})")
+    decoding.add_argument("--beam_size", type=options.number(int, 1, MOST_BEAMS), metavar="N", help=f"hypotheses of a beam search ({beam_size})")
     decoding.add_argument("--transcribe", nargs="+", type=options.path, metavar="PATH", help="transcribe files and folders with the weights of --resume (CHECKPOINT_DIR/best.safetensors)")
     decoding.add_argument("--output", type=options.path, metavar="FILE", help="write the transcripts to this file as JSON Lines")
     # fmt: on
 
 
 def resolve(args, augment: bool, beam_size: int) -> None:
-    """Fills in the defaults: augmentation is on if `augment`, unless a flag says otherwise."""
+    """Fills in the defaults: augmentation is on if `augment`, unless a flag says otherwise. Raises `UsageError`."""
+    if args.output:
+        check_output(args.output)
     if args.spec_augment is None:
         args.spec_augment = augment
     if args.speed_perturbation is None:
@@ -85,7 +95,26 @@ def print_results(
         print(f"  reference:  {rows[number]['reference']}\n  transcript: {rows[number]['hypothesis']}\n")
     shown = ({key: value for key, value in row.items() if key != "index"} for row in rows)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in shown)
-    files.write_file(log_dir / "transcripts.jsonl", lambda path: path.write_text(text, encoding="utf-8"), durable=False)
+    try:
+        files.write_text(log_dir / "transcripts.jsonl", text)
+    except OSError as error:
+        raise cannot_write(log_dir, error, "--log_dir") from None
+
+
+def check_output(output: str) -> None:
+    """Raises `UsageError` if --output would replace anything but transcripts, or cannot be written."""
+    path = Path(output)
+    try:
+        if path.is_dir():
+            raise UsageError(f"--output {output}: it is a folder; name a file")
+        if path.exists() and not path.is_file():
+            return  # a device or a pipe
+        start = path.open("rb").read(len(TRANSCRIPT)) if path.exists() else b""
+        if start not in (b"", TRANSCRIPT):
+            raise UsageError(f"--output {output}: it exists and does not hold transcripts; choose another file")
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UsageError(f"--output {output}: {error.strerror}") from None
 
 
 @torch.no_grad()
@@ -98,10 +127,6 @@ def transcribe_files(
     `longest` seconds are cut, and their texts joined, by `cutting`. A file that cannot be read is named on stderr and the
     others are transcribed; then `DataError` is raised."""
     recordings = audio_files(paths)
-    try:
-        lines = open(output, "w", encoding="utf-8") if output else None  # noqa: SIM115
-    except OSError as error:
-        raise UsageError(f"--output {output}: {error.strerror}") from None
 
     def texts_of(waveforms: list[torch.Tensor], name: str) -> list[str]:
         padded, lengths = batches.pad(waveforms)
@@ -112,26 +137,56 @@ def transcribe_files(
             )
         return [text for texts in pieces for text in texts]
 
-    failed, audible_texts = 0, unless_silent(texts_of)
-    for path in recordings:
-        try:
-            waveform = read_audio(str(path), SAMPLE_RATE)
-        except DataError as error:
-            print(f"error: {error}", file=sys.stderr)
-            failed += 1
-            continue
-        pieces, texts = cutting.cut(waveform, SAMPLE_RATE, longest), []
-        for first in range(0, len(pieces), batch_size):
-            texts += audible_texts([waveform[a:b] for a, b in pieces[first : first + batch_size]], str(path))
-        text, parts = cutting.join(texts, pieces)
-        if lines:
+    def rows() -> Iterable[dict]:
+        audible_texts = unless_silent(texts_of)
+        for path in recordings:
+            try:
+                waveform = read_audio(str(path), SAMPLE_RATE)
+            except DataError as error:
+                print(f"error: {error}", file=sys.stderr)
+                continue
+            pieces, texts = cutting.cut(waveform, SAMPLE_RATE, longest), []
+            for first in range(0, len(pieces), batch_size):
+                texts += audible_texts([waveform[a:b] for a, b in pieces[first : first + batch_size]], str(path))
+            text, parts = cutting.join(texts, pieces)
             times = [{"start": a / SAMPLE_RATE, "end": b / SAMPLE_RATE, "text": part} for a, b, part in parts]
-            row = {"file": str(path), "text": text, "seconds": len(waveform) / SAMPLE_RATE, "pieces": times}
-            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
-            lines.flush()
+            yield {"file": str(path), "text": text, "seconds": len(waveform) / SAMPLE_RATE, "pieces": times}
+
+    done = 0
+    if output:
+        done = write_transcripts(Path(output), rows())
+    else:
+        for row in rows():
+            done += 1
+            print(f"{row['file']}\t{row['text']}" if len(recordings) > 1 else row["text"], flush=True)
+    if done < len(recordings):
+        raise DataError(f"{len(recordings) - done} of {len(recordings)} files could not be transcribed")
+
+
+def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
+    """Writes `rows` as JSON Lines and returns their number. What is there when a signal or an error ends the command is kept
+    in PATH.partial. A device or a pipe is written to directly."""
+    count = 0
+
+    def write(target: Path) -> None:
+        nonlocal count
+        with open(target, "w", encoding="utf-8", errors="backslashreplace") as file:
+            try:
+                for row in rows:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    file.flush()
+                    count += 1
+            except BaseException:
+                if count and target != path:
+                    files.write_file(path.with_name(f"{path.name}.partial"), lambda copy: shutil.copyfile(target, copy))
+                    print(f"the first {count} transcripts are in {path}.partial", file=sys.stderr)
+                raise
+
+    try:
+        if path.exists() and not path.is_file():
+            write(path)
         else:
-            print(f"{path}\t{text}" if len(recordings) > 1 else text, flush=True)
-    if lines:
-        lines.close()
-    if failed:
-        raise DataError(f"{failed} of {len(recordings)} files could not be transcribed")
+            files.write_file(path, write)
+    except OSError as error:
+        raise RunError(f"--output {path}: {error.strerror}") from None
+    return count

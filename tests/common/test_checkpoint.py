@@ -5,31 +5,63 @@ import os
 import pickle
 import shutil
 import subprocess
+import zipfile
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from common import checkpoint, optim
+from common.device import rng_state
 from common.errors import RunError, UsageError
+from common.loop import start_progress
 from tests import toy
 
-CONTENT = {"recipe": "r", "model": {"w": torch.arange(5000.0)}, "progress": {"step": 1}}
+WEIGHTS = {"w": torch.arange(5000.0)}
+
+
+def content(step=1, model=WEIGHTS, **progress):
+    """What the loop saves."""
+    return {
+        "recipe": "r", "metadata": {"recipe": "r"}, "model": dict(model), "optimizer": {}, "scaler": None, "args": {},
+        "rng": [rng_state(torch.device("cpu"))], "progress": {**start_progress(), "step": step, **progress},
+    }  # fmt: skip
 
 
 def save(folder, step):
-    return checkpoint.save(folder, step, {**CONTENT, "progress": {"step": step}}, keep_last=3)
+    return checkpoint.save(folder, step, content(step), keep_last=3)
 
 
 def test_round_trip_and_rotation(tmp_path):
     (tmp_path / "best.safetensors").write_bytes(b"kept")
     for step in (1, 20, 3, 100, 50):
         save(tmp_path, step)
-    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == [
-        f"checkpoint_step_{n:08d}.pt" for n in (100, 50, 20)
-    ]
+    assert [checkpoint.step_of(p) for p in checkpoint.list_checkpoints(tmp_path)] == [100, 50, 20]
+    save(tmp_path, 2)  # what was just saved is kept, whatever its number
+    assert [checkpoint.step_of(p) for p in checkpoint.list_checkpoints(tmp_path)] == [100, 50, 2]
     assert (tmp_path / "best.safetensors").exists() and not list(tmp_path.glob("*.tmp"))
-    content = checkpoint.read(tmp_path / "checkpoint_step_00000100.pt", "r")
-    assert torch.equal(content["model"]["w"], CONTENT["model"]["w"])
+    read = checkpoint.read(tmp_path / "checkpoint_step_00000100.pt", "r")
+    assert torch.equal(read["model"]["w"], WEIGHTS["w"])
+
+
+def test_other_names_in_the_folder_are_not_touched(tmp_path):
+    names = (
+        "checkpoint_step_keepthis.pt",
+        "checkpoint_step_1.pt",
+        "checkpoint_step_00000001.pt.bak",
+        "notes.tmp",
+        "best.txt",
+    )
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "x.tmp").mkdir()
+    (tmp_path / "checkpoint_step_00000099.pt").mkdir()  # newest, and a folder
+    checkpoint.lock_folder(tmp_path, "--checkpoint_dir").close()
+    for step in (1, 2, 3, 123_456_789):
+        save(tmp_path, step)
+    assert checkpoint.resume("auto", tmp_path, "r")["progress"]["step"] == 123_456_789
+    checkpoint.make_room(tmp_path, tmp_path / "logs")
+    assert all((tmp_path / name).read_text() == "mine" for name in names) and (tmp_path / "x.tmp").is_dir()
 
 
 def damage(path, how):
@@ -69,7 +101,7 @@ class Payload:
 def test_a_pickle_payload_is_refused_and_never_run(tmp_path, write):
     path = tmp_path / "evil.pt"
     write({"format": checkpoint.FORMAT, "recipe": "r", "x": Payload(tmp_path / "ran")}, path)
-    with pytest.raises(UsageError, match=r"refused|is not a checkpoint of this project"):
+    with pytest.raises(UsageError, match=r"is refused|is not a file of torch.save"):
         checkpoint.resume(str(path), tmp_path, "r")
     with pytest.raises(UsageError):
         checkpoint.read_weights(path, "r")
@@ -86,7 +118,7 @@ def test_what_is_not_a_checkpoint_is_answered_in_one_line(tmp_path):
         ("checkpoint_epoch_15.pt", "is not a checkpoint of this project .it holds: model_state_dict, epoch"),
         ("tensor.pt", "is not a checkpoint of this project .it holds: Tensor"),
         ("legacy.pt", "is not a checkpoint of this project"),
-        ("notes.txt", "is not a checkpoint of this project"),
+        ("notes.txt", "is not a file of torch.save"),
         ("missing.pt", r"no such file; there is .*checkpoint_step_00000007\.pt"),
         ("", "it is a folder"),
         ("best.safetensors", "--init_from"),
@@ -109,7 +141,7 @@ def lock_elsewhere(folder) -> str:
     child = os.fork()
     if child == 0:
         try:
-            checkpoint.lock_folder(folder)
+            checkpoint.lock_folder(folder, "--checkpoint_dir")
         except RunError as error:
             os.write(writing, str(error).encode())
         os._exit(0)
@@ -121,15 +153,16 @@ def lock_elsewhere(folder) -> str:
 
 
 def test_a_second_run_on_the_same_folder_is_told_so(tmp_path):
-    lock = checkpoint.lock_folder(tmp_path)
+    lock = checkpoint.lock_folder(tmp_path, "--checkpoint_dir")
     assert f"{tmp_path} is in use by another run (process {os.getpid()})" in lock_elsewhere(tmp_path)
     lock.close()
     assert lock_elsewhere(tmp_path) == ""
 
 
 def test_stale_temporary_files_of_a_killed_run_are_removed(tmp_path):
-    (tmp_path / "checkpoint_step_00000009.pt.tmp").write_bytes(b"half")
-    checkpoint.lock_folder(tmp_path).close()
+    (tmp_path / ".checkpoint_step_00000009.pt.ab12cd_9.tmp").write_bytes(b"half")
+    (tmp_path / ".best.safetensors.ab12cd_9.tmp").write_bytes(b"half")
+    checkpoint.lock_folder(tmp_path, "--checkpoint_dir").close()
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -156,9 +189,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_what_is_missing(tm
         pytest.skip("mounting is not allowed here")
     try:
         good = save(tmp_path, 1)
-        content = {**CONTENT, "model": {"w": torch.zeros(10**6)}}
         with pytest.raises(RunError, match=r"cannot save .*00000002\.pt: .*MiB free.*unharmed"):
-            checkpoint.save(tmp_path, 2, content, keep_last=3)
+            checkpoint.save(tmp_path, 2, content(2, {"w": torch.zeros(10**6)}), keep_last=3)
         with pytest.raises(RunError, match=r"cannot save .*best"):
             checkpoint.save_weights(tmp_path / "best.safetensors", torch.nn.Linear(1000, 1000), {"recipe": "r"}, {})
         assert [p.name for p in tmp_path.iterdir()] == [good.name]
@@ -170,7 +202,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_what_is_missing(tm
 def test_an_unwritable_folder_is_answered_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"cannot write in .*choose another --checkpoint_dir"):
-        checkpoint.lock_folder(tmp_path / "file" / "checkpoints")
+        checkpoint.lock_folder(tmp_path / "file" / "checkpoints", "--checkpoint_dir")
 
 
 def test_best_weights_are_one_file_that_rebuilds_the_model(tmp_path):
@@ -250,11 +282,8 @@ def test_optimizer_states_exist_from_the_start_and_survive_regrouping():
 def test_averaging_the_last_and_the_best(tmp_path):
     for step, value in ((1, 4.0), (2, 1.0), (3, 7.0), (4, 10.0)):
         evaluations = [[1, 0.5], [2, 0.9], [3, 0.1]][:step]
-        content = {
-            "recipe": "r", "model": {"w": torch.full((3,), value), "n": torch.tensor(step)},
-            "progress": {"step": step, "evaluations": evaluations},
-        }  # fmt: skip
-        checkpoint.save(tmp_path, step, content, keep_last=9)
+        model = {"w": torch.full((3,), value), "n": torch.tensor(step)}
+        checkpoint.save(tmp_path, step, content(step, model, evaluations=evaluations), keep_last=9)
     last, steps = checkpoint.average(tmp_path, 2, "last", "r")
     assert steps == [4, 3] and torch.equal(last["w"], torch.full((3,), 8.5)) and last["w"].dtype == torch.float32
     best, steps = checkpoint.average(tmp_path, 2, "best", "r")
@@ -262,3 +291,151 @@ def test_averaging_the_last_and_the_best(tmp_path):
     assert checkpoint.average(tmp_path, 100, "last", "r")[1] == [4, 3, 2, 1]
     with pytest.raises(UsageError, match="keeps no checkpoint"):
         checkpoint.average(tmp_path / "empty", 2, "last", "r")
+
+
+# --- files that were damaged or altered ------------------------------------------------------------------------------
+
+
+def put(place: tuple, value):
+    """A function that sets what is at `place` in a content; `...` removes it."""
+
+    def change(content: dict) -> None:
+        for key in place[:-1]:
+            content = content[key]
+        if value is ...:
+            del content[place[-1]]
+        else:
+            content[place[-1]] = value
+
+    return change
+
+
+NAN, ONE = torch.tensor([1.0, float("nan")]), torch.ones(1)
+STATE = {"step": torch.tensor(1.0), "exp_avg": torch.ones(5000), "exp_avg_sq": torch.ones(5000)}
+ALTERED = [
+    *(put((key,), ...) for key in ("recipe", "metadata", "model", "optimizer", "rng", "progress", "scaler")),
+    *(put((key,), 3) for key in ("recipe", "metadata", "model", "optimizer", "rng", "progress", "scaler")),
+    *(put(("progress", key), ...) for key in ("step", "epoch", "window", "done", "limits", "best", "evaluations")),
+    *(put(("progress", key), -1) for key in ("step", "epoch", "window", "window_size", "best_step", "bad_in_a_row")),
+    *(put(("progress", "step"), value) for value in (1.5, "1", True, None, 1 << 60, float("nan"))),
+    put(("progress", "done"), [[1, "x"]]), put(("progress", "done"), [[-1, 2]]), put(("progress", "limits"), {1: 0}),
+    put(("progress", "limits"), {"a": 1}), put(("progress", "evaluations"), [[1]]), put(("progress", "evaluations"), [["a", 1]]),
+    put(("progress", "best"), "low"), put(("progress", "data"), 3), put(("progress", "last_evaluation"), -2),
+    put(("rng",), [3]), put(("rng", 0, "torch"), ONE), put(("rng", 0, "torch"), ...), put(("rng", 0, "python"), [3, [1], None]),
+    put(("rng", 0, "numpy"), ["MT19937", ONE, 0, 0, 0.0]), put(("rng", 0, "numpy"), ["x"]), put(("rng", 0, "cuda"), 3),
+    put(("scaler",), {"scale": -1.0, "_growth_tracker": 0}), put(("scaler",), {}), put(("model", "w"), 3), put(("model", 3), ONE),
+    put(("model", "w"), NAN), put(("model", "w"), torch.ones(1).expand(10**12)), put(("model", "w"), torch.ones(2).to_sparse()),
+    put(("optimizer",), {"w": {**STATE, "exp_avg": NAN}}), put(("optimizer",), {"w": {**STATE, "exp_avg_sq": ONE}}),
+    put(("optimizer",), {"w": {**STATE, "step": torch.ones(2)}}), put(("optimizer",), {"w": {"step": ONE}}),
+    put(("optimizer",), {"w": 3}), put(("optimizer",), {3: STATE}),
+    put(("optimizer",), {"w": {**STATE, "exp_avg": torch.ones(5000, dtype=torch.uint8)}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("alter", ALTERED, ids=range(len(ALTERED)))
+def test_an_altered_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, capsys, alter):
+    save(tmp_path, 1)
+    altered = content(2)
+    altered["optimizer"] = {"w": dict(STATE)}
+    path = checkpoint.save(tmp_path, 2, altered, keep_last=3)
+    assert checkpoint.resume("auto", tmp_path, "r")["progress"]["step"] == 2
+    alter(altered)
+    checkpoint.save(tmp_path, 2, altered, keep_last=3)
+    for read in (lambda: checkpoint.resume(str(path), tmp_path, "r"), lambda: checkpoint.read_weights(path, "r")):
+        with pytest.raises(UsageError, match=r"00000002\.pt( is damaged)?: ") as refused:
+            read()
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    assert checkpoint.resume("auto", tmp_path, "r")["progress"]["step"] == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_zip_bomb_is_refused_before_it_is_decompressed(tmp_path):
+    path = save(tmp_path, 1)
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name) if "/data/" not in name else bytes(1 << 24))
+    with pytest.raises(UsageError, match="is damaged"):
+        checkpoint.resume(str(tmp_path / "bomb.pt"), tmp_path, "r")
+
+
+def test_a_pipe_is_refused_without_waiting(tmp_path, no_hang):
+    os.mkfifo(tmp_path / "checkpoint_step_00000001.pt")
+    os.mkfifo(tmp_path / "best.safetensors")
+    for name in ("checkpoint_step_00000001.pt", "best.safetensors"):
+        with pytest.raises(UsageError, match="not a regular file"):
+            checkpoint.read_weights(tmp_path / name, "r")
+    assert checkpoint.resume("auto", tmp_path, "r") is None
+
+
+@pytest.mark.parametrize("metadata", [
+    None, "", "{", "[]", "3", "null", '"x"', "[" * 100_000, "{}", '{"recipe": 3}', '{"recipe": "toy"}', '{"recipe": "toy", "size": "8"}',
+    '{"recipe": "toy", "size": -1}', '{"recipe": "toy", "size": true}', '{"recipe": "toy", "size": 1e999}',
+])  # fmt: skip
+def test_damaged_metadata_of_weights_are_named(tmp_path, metadata):
+    header = {"format": checkpoint.FORMAT} | ({} if metadata is None else {"metadata": metadata})
+    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors", metadata=header)
+    with pytest.raises(UsageError, match=r"a\.safetensors is damaged: its metadata") as refused:
+        checkpoint.read_weights(tmp_path / "a.safetensors", "toy", {"recipe": str, "size": range(1, 9)})
+    assert "\n" not in str(refused.value)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    model = toy.Network()
+    model.output.bias.data[0] = float("inf")
+    checkpoint.save_weights(tmp_path / "a.safetensors", model, {"recipe": "toy"}, {})
+    with pytest.raises(UsageError, match=r"a\.safetensors: the tensor 'output\.bias' has values that are not finite"):
+        checkpoint.read_weights(tmp_path / "a.safetensors", "toy")
+
+
+def test_best_json_is_believed_only_if_it_is_sound(tmp_path):
+    (tmp_path / "best.safetensors").touch()
+    for text, step in (
+        ('{"step": 7}', 7),
+        ('{"step": -7}', -1),
+        ('{"step": "7"}', -1),
+        ("[]", -1),
+        ("[" * 100_000, -1),
+        ("", -1),
+    ):
+        (tmp_path / "best.json").write_text(text)
+        assert checkpoint.best_step(tmp_path) == step
+    (tmp_path / "best.json").write_text('{"step": 7}')
+    (tmp_path / "best.safetensors").unlink()
+    assert checkpoint.best_step(tmp_path) == -1
+
+
+# --- branches --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_newer_than_the_resumed_checkpoint_is_moved_aside(tmp_path, capsys):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for number in (1, 2):
+        for step in (2, 4, 6):
+            save(tmp_path, step)
+        for name, text in (("best.safetensors", "x"), ("best.json", '{"step": 4}'), ("averaged.safetensors", "x")):
+            (tmp_path / name).write_text(text)
+        (logs / "metrics.jsonl").write_text("{}\n")
+        checkpoint.branch(tmp_path, logs, 2)
+        moved = sorted(path.name for path in (tmp_path / f"abandoned-{number}").iterdir())
+        assert moved == ["averaged.safetensors", "best.json", "best.safetensors", "checkpoint_step_00000004.pt", "checkpoint_step_00000006.pt"]  # fmt: skip
+        assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [2]
+        assert (logs / f"abandoned-{number}" / "metrics.jsonl").exists() and (logs / "metrics.jsonl").exists()
+        assert f"continues from step 2; what is newer was moved to abandoned-{number}/" in capsys.readouterr().out
+    (tmp_path / "best.json").write_text('{"step": 1}')
+    (tmp_path / "best.safetensors").touch()
+    save(tmp_path, 4)
+    checkpoint.branch(tmp_path, logs, 2)
+    assert (tmp_path / "best.safetensors").exists()  # it is older than the branch
+    checkpoint.branch(tmp_path, logs, 2)
+    assert not (tmp_path / "abandoned-4").exists()
+
+
+def test_links_in_the_folders_of_a_run_are_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".lock").symlink_to(precious)
+    with pytest.raises(RunError, match=r"cannot write in .*choose another --checkpoint_dir"):
+        checkpoint.lock_folder(tmp_path / "c", "--checkpoint_dir")
+    assert precious.read_text() == "mine"

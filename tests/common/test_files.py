@@ -1,7 +1,8 @@
-"""Files and folders are written aside and renamed: a failure leaves the old ones."""
+"""Files are written aside and renamed: a failure leaves the old ones. What is not a regular, sensible file is not read."""
 
 import errno
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 from common import files
-from common.errors import RunError
+from common.errors import RunError, UsageError
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)
@@ -129,84 +130,79 @@ def test_a_defect_in_a_save_keeps_its_type(tmp_path):
         files.save(tmp_path / "a.pt", write)
 
 
-# --- write_folder ----------------------------------------------------------------------------------------------------
+# --- links, pipes, names of others -----------------------------------------------------------------------------------
 
 
-def fill(text: str):
-    def write(folder: Path) -> str:
-        (folder / "a").write_text(text)
-        (folder / "below").mkdir()
-        (folder / "below" / "b").write_text(text)
-        return f"filled with {text}"
-
-    return write
+def test_a_link_is_replaced_and_not_followed(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "a").symlink_to(tmp_path / "mine")
+    files.write_text(tmp_path / "a", "new")
+    assert (tmp_path / "mine").read_text() == "precious" and not (tmp_path / "a").is_symlink()
+    assert (tmp_path / "a").read_text() == "new"
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.mkdir(path), lambda path: os.symlink("/dev/null", path)])
+def test_only_files_and_links_are_replaced(tmp_path, make):
+    make(tmp_path / "a")
+    kind = stat.S_IFMT((tmp_path / "a").lstat().st_mode)
+    if kind == stat.S_IFLNK:
+        files.write_text(tmp_path / "a", "x")  # the link, not the device behind it
+        assert (tmp_path / "a").read_text() == "x" and stat.S_ISCHR(os.stat("/dev/null").st_mode)
+        return
+    with pytest.raises(OSError, match="it exists and is not a file"):
+        files.write_text(tmp_path / "a", "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_folder_is_written_aside_and_replaced_as_a_whole(tmp_path):
-    folder = tmp_path / "parent" / "export"
-    assert files.write_folder(folder, fill("1")) == "filled with 1"
-    assert contents(folder) == {"a": "1", "below/b": "1"}
-    (folder / "extra").touch()
-
-    def watched(aside: Path) -> str:
-        assert contents(folder)["a"] == "1" and aside.parent == folder.parent
-        return fill("2")(aside)
-
-    assert files.write_folder(folder, watched) == "filled with 2"
-    assert contents(folder) == {"a": "2", "below/b": "2"} and list(folder.parent.iterdir()) == [folder]
+def test_temporary_names_of_others_are_not_touched(tmp_path):
+    for name in ("a.tmp", "a.1234.tmp", ".a.tmp", f"a.{os.getpid()}.tmp"):
+        (tmp_path / name).write_text("mine")
+    files.write_text(tmp_path / "a", "x")
+    files.remove_stale(tmp_path, "a")
+    assert all((tmp_path / name).read_text() == "mine" for name in ("a.tmp", "a.1234.tmp", ".a.tmp"))
 
 
-def test_a_folders_mode_follows_the_umask(tmp_path, umask):
-    files.write_folder(tmp_path / "export", fill("1"), made_from={})
-    assert mode(tmp_path / "export") == 0o777 & ~umask
-    assert mode(tmp_path / "export" / files.MADE_FROM) == 0o666 & ~umask
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    child = os.fork()
+    if child == 0:
+        files.write_file(tmp_path / "a", lambda path: os._exit(0))
+    os.waitpid(child, 0)
+    (left,) = tmp_path.iterdir()
+    (tmp_path / left.name.replace(".a.", ".b.")).mkdir()
+    files.remove_stale(tmp_path, "a|b")
+    assert [path.is_dir() for path in tmp_path.iterdir()] == [True]
 
 
-def failing_fill(error: BaseException):
-    def write(folder: Path) -> None:
-        (folder / "a").write_text("half")
-        raise error
-
-    return write
+def test_a_text_that_is_not_unicode_is_written_as_escapes(tmp_path):
+    files.write_text(tmp_path / "a", '{"path": "x\udcff"}')
+    assert (tmp_path / "a").read_bytes() == b'{"path": "x\\udcff"}'
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("x"), KeyboardInterrupt()], ids=repr)  # fmt: skip
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_folder_that_cannot_be_filled_leaves_the_old_one(tmp_path, error, exists):
-    folder = tmp_path / "export"
-    if exists:
-        files.write_folder(folder, fill("1"), {"seed": 1})
-    with pytest.raises(type(error)):
-        files.write_folder(folder, failing_fill(error), {"seed": 2})
-    assert list(tmp_path.iterdir()) == ([folder] if exists else [])
-    assert not exists or (contents(folder)["a"] == "1" and files.read_made_from(folder) == {"seed": 1})
+def test_pipes_devices_folders_and_missing_files_are_refused_without_waiting(tmp_path, no_hang):
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        for name, reason in [("pipe", "not a regular file"), ("s", "not a regular file"), (".", "it is a folder"),
+                             ("missing", "No such file"), ("x" * 5000, "too long"), ("a\0b", "null")]:  # fmt: skip
+            for read in (files.require_file, files.read_text, files.read_json):
+                with pytest.raises(UsageError, match=reason) as refused:
+                    read(tmp_path / name, "--flag")
+                assert str(refused.value).startswith("--flag ") and "\n" not in str(refused.value)
 
 
-def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path, monkeypatch):
-    folder, rename = tmp_path / "export", Path.rename
-    files.write_folder(folder, fill("1"))
-
-    def refuse(path: Path, target: Path) -> Path:
-        if path.suffix == ".tmp":
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(PermissionError):
-        files.write_folder(folder, fill("2"))
-    assert contents(folder) == {"a": "1", "below/b": "1"} and list(tmp_path.iterdir()) == [folder]
+@pytest.mark.parametrize("content, reason", [
+    (b"[" * 100_000, "it is not valid JSON"), (b'{"a":' * 100_000, "it is not valid JSON"), (b"[1]", "is not a JSON object"),
+    (b"{", "it is not valid JSON"), (b"\xff\xfe{", "it is not UTF-8"), (b"", "it is not valid JSON"),
+])  # fmt: skip
+def test_json_that_cannot_be_used_is_named(tmp_path, content, reason):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(UsageError, match=reason) as refused:
+        files.read_json(tmp_path / "a.json", "--vocab_file")
+    assert "a.json" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_folder_says_what_it_was_made_from(tmp_path):
-    made_from = {"manifest": "हांव.json", "seed": 1, "sizes": [3, 4]}
-    files.write_folder(tmp_path / "a", fill("1"), made_from)
-    assert files.read_made_from(tmp_path / "a") == made_from
-    files.write_folder(tmp_path / "a", fill("2"))
-    assert files.read_made_from(tmp_path / "a") is None
-    assert files.read_made_from(tmp_path / "missing") is None
-    (tmp_path / "a" / files.MADE_FROM).write_text("{half")
-    assert files.read_made_from(tmp_path / "a") is None
+def test_a_text_file_that_is_too_large_is_not_read(tmp_path):
+    with open(tmp_path / "a.json", "wb") as file:
+        file.truncate(files.TEXT_BYTES + 1)
+    with pytest.raises(UsageError, match=r"64 MiB are too much"):
+        files.read_text(tmp_path / "a.json")

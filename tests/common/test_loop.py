@@ -4,18 +4,22 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from common import checkpoint, files
+from common import checkpoint, files, report
 from common.batches import to_device
 from common.device import Ranks, Setup
 from common.errors import DataError, RunError, Stopped, UsageError
 from common.loop import Run, begin, cut_to_fit, finish, length_bucket, run_window
 from tests import toy
 
+DRAW = report.Report.draw  # before conftest.py replaces it
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
@@ -97,6 +101,13 @@ def test_a_term_without_targets_in_a_window_adds_nothing():
     assert toy.relative(sum(parts), window_gradient(model, items, [3, 2])) < 1e-10
 
 
+def test_a_window_without_any_target_changes_nothing_and_ends_nothing():
+    model = network()
+    batch = toy.collate(list(toy.Sequences(2)))
+    outcome = run_window(model, [batch], {"first": 0, "rising": 0}, toy.compute_loss, toy.LOSS_WEIGHTS, Setup())
+    assert outcome.failed is None and all(p.grad is None for p in model.parameters())
+
+
 def test_a_term_without_a_weight_is_not_trained(tmp_path):
     def compute_loss(model, batch):
         return toy.compute_loss(model, batch) | {"extra": 1e6 * model.output.weight.sum()}
@@ -159,7 +170,7 @@ def test_args_are_read_only_once_a_run_has_begun(tmp_path):
 def test_a_run_holds_the_lock_of_its_folder(tmp_path):
     args = toy.make_args(tmp_path)
     run = begin(args, toy.RECIPE)
-    assert (args.checkpoint_dir / ".lock").read_text() == str(os.getpid()) and not run.lock.closed
+    assert (args.checkpoint_dir / ".lock").read_text() == str(os.getpid()) and not run.locks[0].closed
 
 
 @pytest.mark.parametrize("flag", ["--checkpoint_dir", "--log_dir"])
@@ -506,7 +517,7 @@ def test_fp16_scaling_gives_the_fp32_gradient():
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("moment", ["window", "evaluation"])
 def test_a_signal_discards_the_window_saves_and_resumes_to_the_same_weights(tmp_path, number, status, moment):
     flags = (*cut(2, 2), "--num_epochs", "2", "--eval_every", "2", "--dropout", "0.2")
@@ -535,6 +546,49 @@ def test_a_signal_discards_the_window_saves_and_resumes_to_the_same_weights(tmp_
     assert torch.equal(toy.weights(model), toy.weights(reference))
 
 
+def test_nohup_keeps_a_run_alive(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def hung_up(model, batch):
+        os.kill(os.getpid(), signal.SIGHUP)
+        return toy.compute_loss(model, batch)
+
+    try:
+        _, progress = toy.run(toy.make_args(tmp_path, "--max_steps", "2"), compute_loss=hung_up)
+        assert progress["step"] == 2 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("save_every", ["0", "1"])
+def test_a_report_that_cannot_be_written_ends_the_run_after_it_was_saved(tmp_path, monkeypatch, save_every):
+    flags = (*cut(2, 1), "--num_epochs", "2", "--save_every", save_every)
+    reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
+    args = toy.make_args(tmp_path / "b", *flags)
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "open", lambda *_, **__: open("/dev/full", "w"), raising=False)  # noqa: SIM115
+        with pytest.raises(
+            RunError, match=r"cannot write in .*logs: No space left on device; choose another --log_dir"
+        ) as error:
+            toy.run(args)
+    assert "\n" not in str(error.value) and newest(args)["progress"]["step"] == 1
+    model, _ = toy.run(toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=network(seed=9))
+    assert torch.equal(toy.weights(model), toy.weights(reference))
+
+
+def test_a_log_folder_that_is_gone_ends_the_run_with_its_best_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(report.Report, "draw", DRAW)
+    args = toy.make_args(tmp_path)
+
+    def remove(model, batch):
+        shutil.rmtree(args.log_dir, ignore_errors=True)
+        return toy.compute_loss(model, batch)
+
+    with pytest.raises(RunError, match=r"cannot write in .*logs: No such file"):
+        toy.run(args, compute_loss=remove)
+    assert (args.checkpoint_dir / "best.safetensors").exists() and newest(args)["progress"]["epoch"] == 1
+
+
 def test_evaluation_leaves_generators_and_mode_alone(tmp_path):
     flags = (*cut(2, 2), "--dropout", "0.2")
 
@@ -557,10 +611,10 @@ def test_early_stopping_counts_evaluations_without_a_better_result(tmp_path):
 def test_a_signal_during_a_save_lets_it_finish(tmp_path, monkeypatch):
     write_file = files.write_file
 
-    def interrupted(path, write):
+    def interrupted(path, write, durable=True):
         if path.suffix == ".pt":
             os.kill(os.getpid(), signal.SIGTERM)
-        write_file(path, write)
+        write_file(path, write, durable)
 
     args = toy.make_args(tmp_path, *cut(2, 2), "--save_every", "2")
     monkeypatch.setattr(files, "write_file", interrupted)
@@ -615,6 +669,122 @@ def test_resuming_into_another_folder_leaves_best_weights_there_and_another_run_
     assert {path.name for path in (other.checkpoint_dir / "earlier-1").glob("checkpoint_*")} == before
 
 
+@pytest.mark.parametrize("change", ["seed", "lengths"])
+def test_another_order_starts_the_epoch_anew_and_says_so(tmp_path, capsys, change):
+    class Faster(toy.Sequences):
+        def seconds(self, epoch):
+            return super().seconds(epoch) * (np.arange(len(self)) % 3 + 1)
+
+    toy.run(toy.make_args(tmp_path, *cut(2, 2), "--max_steps", "2"))
+    names, other = [], change == "lengths"
+    args = toy.make_args(tmp_path, *cut(2, 2), "--resume", "auto", "--seed", "1" if other else "2")
+    _, progress = toy.run(args, data=Faster() if other else toy.Sequences(), compute_loss=watched(names))
+    assert re.search(r"the seed, or the length .* changed .*: epoch 1 starts from its beg", capsys.readouterr().out)
+    assert sorted(names) == sorted(item["name"] for item in toy.Sequences()) and progress["epoch"] == 1
+
+
+def test_the_same_order_continues_in_any_epoch(tmp_path, capsys):
+    class Perturbed(toy.Sequences):
+        def seconds(self, epoch):
+            return super().seconds(epoch) * np.random.default_rng(epoch).uniform(0.9, 1.1, len(self))
+
+    flags = (*cut(2, 2), "--num_epochs", "3", "--lr_schedule", "constant")
+    reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags), data=Perturbed())
+    for steps in range(1, 12, 3):
+        model, _ = toy.run(
+            toy.make_args(tmp_path / "b", *flags, "--max_steps", str(steps), "--resume", "auto"), data=Perturbed()
+        )
+    model, _ = toy.run(toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), data=Perturbed())
+    assert "changed since" not in capsys.readouterr().out and torch.equal(toy.weights(model), toy.weights(reference))
+
+
+def test_resuming_an_older_checkpoint_is_a_branch_that_auto_follows(tmp_path, capsys):
+    """What is newer is moved aside, the new steps survive --keep_last, and the better weights of the other branch stay."""
+    args = toy.make_args(
+        tmp_path, *cut(2, 2), "--num_epochs", "9", "--max_steps", "6", "--save_every", "2", "--eval_every", "2"
+    )
+    toy.run(args, evaluate=scripted(5.0, 1.0, 2.0))
+    (args.checkpoint_dir / "checkpoint_step_00090000.pt").write_bytes(b"of another run")
+    best = (args.checkpoint_dir / "best.safetensors").read_bytes()
+    older = str(args.checkpoint_dir / "checkpoint_step_00000002.pt")
+
+    def interrupted(model, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return toy.compute_loss(model, batch)
+
+    flags = (*cut(2, 2), "--num_epochs", "9", "--eval_every", "1", "--save_every", "1", "--keep_last", "1")
+    _, progress = toy.run(
+        toy.make_args(tmp_path, *flags, "--max_steps", "3", "--resume", older), evaluate=scripted(7.0, 8.0)
+    )
+    assert "what is newer was moved to abandoned-1/" in capsys.readouterr().out
+    aside = args.checkpoint_dir / "abandoned-1"
+    assert sorted(map(checkpoint.step_of, aside.glob("checkpoint*"))) == [4, 6, 90000]
+    assert (aside / "best.safetensors").read_bytes() == best and progress["best"] == 7.0 and progress["best_step"] == 2
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(args.checkpoint_dir)] == [3]
+    with pytest.raises(Stopped, match=r"step 3 is saved .*; --resume auto continues from there"):
+        toy.run(toy.make_args(tmp_path, *flags, "--max_steps", "6", "--resume", "auto"), compute_loss=interrupted)
+    assert newest(args)["progress"]["step"] == 3 and not (args.checkpoint_dir / "abandoned-2").exists()
+
+
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: path.write_text("{"), lambda path: path.write_text('{"step": -1}')]
+)
+def test_best_weights_that_are_gone_are_found_again(tmp_path, damage):
+    args = toy.make_args(tmp_path, "--max_steps", "2", "--eval_every", "1")
+    toy.run(args)
+    damage(args.checkpoint_dir / "best.json")
+    args = toy.make_args(tmp_path, "--max_steps", "3", "--eval_every", "9", "--resume", "auto")
+    _, progress = toy.run(args, evaluate=scripted(9.0, 10.0))
+    assert progress["best"] == 9.0 and checkpoint.best_step(args.checkpoint_dir) == 2
+
+
+def test_an_evaluation_just_before_a_kill_is_not_a_branch(tmp_path, capsys):
+    args = toy.make_args(tmp_path, "--max_steps", "2", "--eval_every", "1", "--save_every", "1")
+    toy.run(args)
+    checkpoint.list_checkpoints(args.checkpoint_dir)[0].unlink()  # killed after evaluating, before saving
+    toy.run(toy.make_args(tmp_path, "--max_steps", "2", "--eval_every", "1", "--resume", "auto"))
+    assert "abandoned" not in capsys.readouterr().out and checkpoint.best_step(args.checkpoint_dir) == 2
+
+
+def test_a_second_run_moves_what_the_first_left_aside(tmp_path):
+    args = toy.make_args(tmp_path, "--max_steps", "1")
+    for number in range(2):
+        toy.run(toy.make_args(tmp_path, "--max_steps", "1"))
+        for name in ("transcripts.jsonl", "evaluation.json", "notes.txt"):
+            (args.log_dir / name).write_text(str(number))
+    toy.run(toy.make_args(tmp_path, "--max_steps", "1"))
+    for number, folder in enumerate(("earlier-1", "earlier-2")):
+        for name in ("transcripts.jsonl", "evaluation.json"):
+            assert (args.log_dir / folder / name).read_text() == str(number)
+    assert (args.log_dir / "notes.txt").read_text() == "1" and not (args.log_dir / "transcripts.jsonl").exists()
+
+
+def test_logs_and_checkpoints_that_are_links_are_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    args = toy.make_args(tmp_path, "--max_steps", "1", "--resume", "auto")
+    for folder, names in (
+        (args.log_dir, ["metrics.jsonl", "training.png"]),
+        (args.checkpoint_dir, ["best.safetensors", "best.json", "checkpoint_step_00000001.pt"]),
+    ):
+        folder.mkdir()
+        for name in names:
+            (folder / name).symlink_to(tmp_path / "precious")
+    toy.run(args)
+    assert (tmp_path / "precious").read_text() == "mine" and newest(args)["progress"]["step"] == 1
+
+
+def test_weights_that_vanish_during_a_run_are_named_with_what_to_do(tmp_path, monkeypatch):
+    use_best = checkpoint.use_best
+
+    def vanished(args, *rest):
+        (args.checkpoint_dir / "best.safetensors").unlink()
+        return use_best(args, *rest)
+
+    monkeypatch.setattr(checkpoint, "use_best", vanished)
+    with pytest.raises(RunError, match=r"best\.safetensors is gone: .*--resume .*checkpoint_step_00000001\.pt"):
+        toy.run(toy.make_args(tmp_path, "--max_steps", "1"), report_results=print)
+
+
 def test_a_model_that_no_longer_fits_its_checkpoint_is_one_line(tmp_path):
     toy.run(toy.make_args(tmp_path))
     args = toy.make_args(tmp_path, "--resume", "auto")
@@ -623,7 +793,7 @@ def test_a_model_that_no_longer_fits_its_checkpoint_is_one_line(tmp_path):
     assert "\n" not in str(error.value)
 
 
-# --- data that cannot be read ----------------------------------------------------------------------------------------
+# --- data that cannot be used ----------------------------------------------------------------------------------------
 
 
 class WithBadFile(toy.Sequences):
@@ -640,6 +810,15 @@ def test_a_bad_file_stops_the_run_which_is_saved(tmp_path):
     with pytest.raises(DataError, match=r"three\.wav is truncated; fix or remove it, .* --skip_bad_audio"):
         toy.run(args, data=WithBadFile())
     assert 0 <= newest(args)["progress"]["step"] < 13
+
+
+@pytest.mark.parametrize("flags", [("--num_epochs", "1"), ("--num_epochs", "3", "--max_bad_windows", "1000")])
+def test_a_run_without_any_update_says_so(tmp_path, flags):
+    def never_finite(model, batch):
+        return {name: term * float("nan") for name, term in toy.compute_loss(model, batch).items()}
+
+    with pytest.raises(RunError, match=r"no update was made: \d+ windows had a non-finite loss, 0 files were skipped"):
+        toy.run(toy.make_args(tmp_path, *flags), compute_loss=never_finite)
 
 
 def test_bad_files_are_skipped_counted_and_listed_once(tmp_path, capsys):

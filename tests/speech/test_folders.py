@@ -1,0 +1,179 @@
+"""Folders are written aside and renamed: a failure leaves the old one, and what others put there is never replaced."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from common.errors import UsageError
+from speech import folders
+
+MADE = {"seed": 0}
+
+
+@pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def fill(text: str):
+    def write(folder: Path) -> str:
+        (folder / "a").write_text(text)
+        (folder / "below").mkdir()
+        (folder / "below" / "b").write_text(text)
+        return f"filled with {text}"
+
+    return write
+
+
+def contents(folder: Path) -> dict[str, str]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != folders.MADE_FROM]
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+
+
+def test_a_folder_is_written_aside_and_replaced_as_a_whole(tmp_path):
+    folder = tmp_path / "parent" / "export"
+    assert folders.write_folder(folder, fill("1"), MADE) == "filled with 1"
+    assert contents(folder) == {"a": "1", "below/b": "1"}
+
+    def watched(aside: Path) -> str:
+        assert contents(folder)["a"] == "1" and aside.parent == folder.parent
+        return fill("2")(aside)
+
+    assert folders.write_folder(folder, watched, MADE) == "filled with 2"
+    assert contents(folder) == {"a": "2", "below/b": "2"} and list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_folders_mode_follows_the_umask(tmp_path, umask):
+    folders.write_folder(tmp_path / "export", fill("1"), made_from={})
+    assert mode(tmp_path / "export") == 0o777 & ~umask
+    assert mode(tmp_path / "export" / folders.MADE_FROM) == 0o666 & ~umask
+
+
+def failing_fill(error: BaseException):
+    def write(folder: Path) -> None:
+        (folder / "a").write_text("half")
+        raise error
+
+    return write
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("x"), KeyboardInterrupt()], ids=repr)  # fmt: skip
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_folder_that_cannot_be_filled_leaves_the_old_one(tmp_path, error, exists):
+    folder = tmp_path / "export"
+    if exists:
+        folders.write_folder(folder, fill("1"), {"seed": 1})
+    with pytest.raises(type(error)):
+        folders.write_folder(folder, failing_fill(error), {"seed": 2})
+    assert list(tmp_path.iterdir()) == ([folder] if exists else [])
+    assert not exists or (contents(folder)["a"] == "1" and folders.read_made_from(folder) == {"seed": 1})
+
+
+def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path, monkeypatch):
+    folder, rename = tmp_path / "export", Path.rename
+    folders.write_folder(folder, fill("1"), MADE)
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.suffix == ".tmp":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError):
+        folders.write_folder(folder, fill("2"), MADE)
+    assert contents(folder) == {"a": "1", "below/b": "1"} and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_says_what_it_was_made_from(tmp_path):
+    made_from = {"manifest": "हांव.json", "seed": 1, "sizes": [3, 4]}
+    folders.write_folder(tmp_path / "a", fill("1"), made_from)
+    assert folders.read_made_from(tmp_path / "a") == made_from
+    folders.write_folder(tmp_path / "a", fill("2"), MADE)
+    assert folders.read_made_from(tmp_path / "a") == MADE
+    assert folders.read_made_from(tmp_path / "missing") is None
+    (tmp_path / "a" / folders.MADE_FROM).write_text("{half")
+    assert folders.read_made_from(tmp_path / "a") is None
+    folders.write_folder(tmp_path / "b", fill("1"), made_from)
+    (tmp_path / "b" / "a").write_text("longer")
+    assert folders.read_made_from(tmp_path / "b") is None  # it is not complete as it was written
+    folders.write_folder(tmp_path / "c", fill("1"), made_from)
+    (tmp_path / "c" / "below" / "b").unlink()
+    assert folders.read_made_from(tmp_path / "c") is None
+    folders.write_folder(tmp_path / "d", fill("1"), made_from)
+    (tmp_path / "d" / "notes.txt").touch()
+    assert folders.read_made_from(tmp_path / "d") == made_from  # a file more does no harm
+
+
+@pytest.mark.parametrize("change", [
+    lambda folder: (folder / "README.md").write_text("mine"), lambda folder: (folder / "below" / "new").mkdir(),
+    lambda folder: (folder / "a").write_text("2"), lambda folder: (folder / "a").write_text("longer"),
+    lambda folder: (folder / folders.MADE_FROM).unlink(), lambda folder: (folder / folders.MADE_FROM).write_text("{}"),
+    lambda folder: (folder / folders.MADE_FROM).write_text("[" * 100_000),
+    lambda folder: (folder / folders.MADE_FROM).write_text('{"made_from": {}, "files": [1]}'),
+], ids=["added", "folder", "edited", "longer", "unmarked", "empty mark", "deep mark", "wrong mark"])  # fmt: skip
+def test_a_folder_that_somebody_has_changed_is_not_replaced(tmp_path, change):
+    folder = tmp_path / "export"
+    folders.write_folder(folder, fill("1"), MADE)
+    os.utime(folder / folders.MADE_FROM, (0, 0))  # an edit in the same tick of the clock is told by its size alone
+    os.utime(folder / "a", (0, 0)), os.utime(folder / "below" / "b", (0, 0))
+    change(folder)
+    before = contents(folder)
+    with pytest.raises(UsageError, match="holds files that are not replaced .*choose a new folder"):
+        folders.write_folder(folder, fill("2"), MADE)
+    assert contents(folder) == before and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_change_while_the_new_folder_is_filled_is_kept(tmp_path):
+    folder = tmp_path / "export"
+    folders.write_folder(folder, fill("1"), MADE)
+    with pytest.raises(UsageError, match=r"notes\.txt"):
+        folders.write_folder(folder, lambda aside: (folder / "notes.txt").write_text("mine"), MADE)
+    assert (folder / "notes.txt").read_text() == "mine" and list(tmp_path.iterdir()) == [folder]
+
+
+def test_hidden_folders_of_others_are_not_touched(tmp_path):
+    for name in (".export.tmp", ".export.old", f".export.{os.getpid()}.tmp", f".export.{os.getpid()}.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    for text in ("1", "2"):
+        folders.write_folder(tmp_path / "export", fill(text), MADE)
+    assert len(list(tmp_path.glob(".export*/mine"))) == 4 and len(list(tmp_path.iterdir())) == 5
+
+
+def test_an_old_folder_that_cannot_be_put_back_is_not_deleted(tmp_path, monkeypatch):
+    folder, rename, renames = tmp_path / "export", Path.rename, []
+    folders.write_folder(folder, fill("1"), MADE)
+
+    def fail_after_the_first(path: Path, target: Path) -> Path:
+        renames.append(path)
+        if len(renames) > 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_after_the_first)
+    with pytest.raises(OSError):
+        folders.write_folder(folder, fill("2"), MADE)
+    (kept,) = tmp_path.iterdir()
+    assert contents(kept) == {"a": "1", "below/b": "1"}
+
+
+def test_files_links_and_the_current_folder_are_not_replaced(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for name, reason in (("file", "is not a folder"), ("empty", "the current folder"), (".", "the current folder")):
+        with pytest.raises(UsageError, match=reason):
+            folders.write_folder(tmp_path / name, fill("1"), MADE)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    folders.write_folder(tmp_path / "link", fill("1"), MADE)
+    assert (tmp_path / "link").is_symlink() and contents(tmp_path / "real")["a"] == "1"
