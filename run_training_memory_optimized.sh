@@ -1,21 +1,25 @@
-#!/usr/bin/env bash
+#!/bin/sh
+# shellcheck shell=bash
 # Trains the Konkani Conformer with a preset for the GPU's memory. Without any argument it trains on a synthetic corpus.
 #   ./run_training_memory_optimized.sh [TIER] [SIZE] [any flag of recipes/konkani_conformer.py] [--print]
 #   GPUS=2 ./run_training_memory_optimized.sh ...    trains on two GPUs, with the same update
-# TIER: auto (default), 8gb, t4, 16gb, 24gb, a100, cpu. SIZE: optimized (default), minimal, original.
+# TIER: auto (default), 4gb, 6gb, 8gb, t4, 16gb, 24gb, a100, cpu. SIZE: optimized (default), minimal, original.
 # An update is 8 utterances in every tier; the tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it; python recipes/konkani_conformer.py --help lists the flags.
 # The output is written in the current folder, unless --output_dir names another.
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_training_memory_optimized.sh
+[ -n "${BASH_VERSION:-}" ] || exec /bin/bash -p -- "$0" "$@" # not by PATH, without BASH_ENV: see common/env.sh
 set -euo pipefail
+script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
 # shellcheck source=common/env.sh
-. "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common/env.sh"
+. "${script%/*}/common/env.sh"
 
 rows='
 #tier size      batch accumulation, or flags
 *     minimal   + --d_model 128 --encoder_layers 6 --decoder_layers 3
 *     optimized + --d_model 192 --encoder_layers 8 --decoder_layers 4
 *     original  + --d_model 256 --encoder_layers 12 --decoder_layers 6
+4gb   *         4 2
+6gb   *         4 2
 8gb   *         4 2
 t4    *         2 4
 16gb  *         8 1

@@ -1,28 +1,38 @@
-#!/usr/bin/env bash
+#!/bin/sh
+# shellcheck shell=bash
 # Trains Whisper on Vietnamese with a preset for the GPU's memory. Without any argument it trains on a synthetic corpus.
 #   ./run_whisper_vietnamese.sh [TIER] [SIZE] [any flag of recipes/whisper_vietnamese.py] [--print]
 #   GPUS=2 ./run_whisper_vietnamese.sh ...    trains on two GPUs, with the same update
-# TIER: auto (default), 8gb, 16gb, 24gb, a100, cpu. SIZE: demo (default without data and model), base (default with
+# TIER: auto (default), 4gb, 6gb, 8gb, 16gb, 24gb, a100, cpu. SIZE: demo (default without data and model), base (default with
 # either), tiny, small, medium, large, turbo. A model from scratch has this size. A model from --model_dir or --model_file
 # has its own size, and SIZE only picks the row of the table.
 # An update is 24 utterances in every tier, 16 in the demo; the tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it; python recipes/whisper_vietnamese.py --help lists the flags.
 # The output is written in runs/whisper_vietnamese, unless --output_dir names another folder.
-[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_whisper_vietnamese.sh
+[ -n "${BASH_VERSION:-}" ] || exec /bin/bash -p -- "$0" "$@" # not by PATH, without BASH_ENV: see common/env.sh
 set -euo pipefail
+script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
 # shellcheck source=common/env.sh
-. "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common/env.sh"
+. "${script%/*}/common/env.sh"
 
 # R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload
 rows='
 #tier size   batch accumulation what
 *     demo   16 1
+4gb   tiny   12 2
+4gb   base   4 6
+4gb   small  2 12 R H
+4gb   *      ! small, base or tiny
+6gb   tiny   24 1
+6gb   base   6 4
+6gb   small  8 3 R 8
+6gb   *      ! small, base or tiny
 8gb   tiny   24 1
 8gb   base   6 4    # as in the guide; 22 clips of 30 s are predicted to fit
 8gb   small  12 2 R
 8gb   medium 12 2 R F H
-8gb   large  ! large does not fit in tier 8gb, even with its encoder frozen: take turbo, medium or small
-8gb   turbo  12 2 R F
+8gb   large  ! turbo, medium or small
+8gb   turbo  8 3 F
 16gb  tiny   24 1
 16gb  base   24 1
 16gb  small  8 3
@@ -31,7 +41,7 @@ rows='
 16gb  turbo  12 2 R 8
 24gb  tiny   24 1
 24gb  base   24 1
-24gb  small  12 2
+24gb  small  24 1
 24gb  medium 24 1 R
 24gb  large  8 3 R 8
 24gb  turbo  12 2 R

@@ -23,8 +23,9 @@ KONKANI_GIB = {
 KONKANI_NOTE = """\
 Every size has the same micro-batch x accumulation steps. The other cells are GiB of activations, weights, gradients and
 optimizer states, for utterances of 30 s and 200 characters: *predicted* by `python benchmarks/konkani_memory.py` (torch
-2.11, bf16 autocast on a CPU), not measured on these GPUs. The CUDA context, about 0.5 GiB, and the kernels' workspaces
-come on top."""
+2.11, bf16 autocast on a CPU), not measured on these GPUs. CUDA's allocator needs 11 to 26 % more than predicted, and
+speed perturbation makes 33.3 s of 30 s, which needs another 9 %. The CUDA context, about 0.5 GiB, and the kernels'
+workspaces come on top."""
 WHISPER_NOTE = """\
 Each cell gives micro-batch x accumulation steps. R: gradient checkpointing. 8: 8-bit AdamW. H: optimizer states in host
 memory. F: frozen encoder (needs pretrained weights). A dash: does not fit. All rows are *predicted* to fit with

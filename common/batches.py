@@ -1,7 +1,6 @@
 """From a data set to batches on the device: windows, worker processes, padding, splitting, copying."""
 
 import atexit
-import functools
 import hashlib
 import math
 import multiprocessing
@@ -52,11 +51,10 @@ def cut_window(window: np.ndarray, seconds: np.ndarray, batch_size: int, max_bat
     """This rank's micro-batches of a window as lists of indices, longest utterance first: at most `batch_size`
     utterances and at most `max_batch_seconds` of padded audio each. A longer utterance is a batch of its own."""
     batches: list[list[int]] = []
+    most = max_batch_seconds or math.inf
     for index in window[np.argsort(-seconds[window], kind="stable")][rank::ranks].tolist():
-        full = not batches or len(batches[-1]) >= batch_size
-        if not full and max_batch_seconds:
-            full = (len(batches[-1]) + 1) * seconds[batches[-1][0]] > max_batch_seconds
-        if full:
+        size = len(batches[-1]) if batches else batch_size
+        if size >= batch_size or (size + 1) * seconds[batches[-1][0]] > most:
             batches.append([])
         batches[-1].append(index)
     return batches
@@ -84,8 +82,7 @@ class Window:
 
 
 class _WindowDataset(torch.utils.data.Dataset):
-    """Loads and collates the window that the sampler describes. A failure is returned as text, because the traceback of
-    a worker does not help a user whose file is broken."""
+    """Loads and collates the window that the sampler describes. A failure is returned as text, without a traceback."""
 
     def __init__(self, data, collate: Callable[[list[dict]], dict], skip_bad: bool):
         self.data, self.collate, self.skip_bad = data, collate, skip_bad
@@ -120,23 +117,18 @@ def _start_worker(worker: int) -> None:
 
 @atexit.register
 def _end_workers() -> None:
-    """Kills workers that are left at exit, before multiprocessing sends them SIGTERM, which they ignore, and waits
-    forever. A worker is left if a stored exception keeps its loader alive."""
+    """Kills workers that are left at exit because a stored exception keeps their loader alive: multiprocessing would send
+    them SIGTERM, which they ignore, and wait forever."""
     for process in multiprocessing.active_children():
         process.kill()
 
 
-def _allow_many_files() -> None:
-    """Raises the limit of open files. A worker's tensor is an open file, and 64 micro-batches exceed the usual 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _loader(dataset, specs, workers: int, pin: bool, persistent: bool = False) -> torch.utils.data.DataLoader:
-    if workers:
-        _allow_many_files()
+    if workers:  # a worker's tensor is an open file, and 64 micro-batches exceed the usual limit of 1024
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     # Without its own generator the loader would draw from the global one, once more in a run that was resumed.
     return torch.utils.data.DataLoader(
         dataset, batch_size=None, sampler=specs, num_workers=workers, pin_memory=pin,
@@ -189,8 +181,7 @@ def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[Window]:
     try:
         items = iter(loader)
         if loader.num_workers and threading.current_thread() is threading.main_thread():
-            # torch's handler would raise at an arbitrary place in the main process. Without it, the loader notices
-            # within five seconds that a worker has died, while it waits for data.
+            # torch's handler would raise at an arbitrary place. Without it, the loader notices within five seconds.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for window in items:
             if window.error:
@@ -199,10 +190,8 @@ def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[Window]:
     except RuntimeError as error:
         if not WORKER_DIED.search(str(error)):
             raise  # a bug, whose traceback is needed
-        raise RunError(
-            "a data worker died (often: too little main memory or, in a container, too small a /dev/shm): "
-            "try --dataloader_num_workers 0, or fewer workers"
-        ) from None
+        reason = "often: too little main memory or, in a container, too small a /dev/shm"
+        raise RunError(f"a data worker died ({reason}): try --dataloader_num_workers 0, or fewer workers") from None
 
 
 class EvalBatches:
@@ -211,8 +200,7 @@ class EvalBatches:
 
     def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup):
         self.arguments, self.ranks = (args, data, collate, setup), setup.ranks
-        seconds = data.seconds(0)
-        batches = cut_window(np.argsort(-seconds, kind="stable"), seconds, args.eval_batch_size)
+        batches = cut_window(np.arange(len(data)), data.seconds(0), args.eval_batch_size)
         batches = batches[setup.ranks.rank :: setup.ranks.size]
         specs = [(0, number, False, [batch]) for number, batch in enumerate(batches)]
         self.skipped: dict[str, str] = {}
@@ -234,28 +222,9 @@ class EvalBatches:
                 self.skipped[name] = reason
             yield from window.micro_batches
 
-    def __len__(self) -> int:
-        return len(self.loader)
-
 
 # A batch is a dict of tensors and lists whose first dimension is the utterance. A padded tensor has its lengths under
 # "<key>_lengths". "names" and "seconds" describe the utterances; "counts" is the number of targets of each loss term.
-
-
-def quantise(length: int, step: int, most: int, shapes: int = 12) -> int:
-    """`length` rounded up to one of at most `shapes` multiples of `step`, from about `most` / 16 to `most`, in any
-    unit. A length above `most` is rounded up to a multiple of `step`. Tensors padded to these lengths have few shapes;
-    each new shape costs a compilation or a search for kernels.
-
-    The lengths grow by a constant factor (for 30 s: 1.9, 2.4, 3.1 ... 18.1, 23.3, 30), so padding adds at most 29 % and
-    one `step` to a length above the first, 14 % on average. Equal steps would add 67 % to a clip of 3 s."""
-    return next((size for size in _grid(step, most, shapes) if size >= length), -(-length // step) * step)
-
-
-@functools.lru_cache(maxsize=64)
-def _grid(step: int, most: int, shapes: int) -> tuple[int, ...]:
-    shares = [16 ** (number / max(1, shapes - 1) - 1) for number in range(shapes)] if shapes > 1 else [1]
-    return tuple(sorted({max(1, math.ceil(most * share / step)) * step for share in shares}))
 
 
 def pad(tensors: list[torch.Tensor], value: float = 0) -> tuple[torch.Tensor, torch.Tensor]:

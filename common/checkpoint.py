@@ -1,6 +1,7 @@
 """Checkpoints: atomic saving, reading without executing code, the last N and the best, averaging, the folder's lock."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -26,8 +27,6 @@ LOGS = ("metrics.jsonl", "training.png", "transcripts.jsonl", "evaluation.json",
 class Damaged(UsageError):
     """A truncated, corrupted or altered checkpoint file."""
 
-
-# --- what a file must hold -------------------------------------------------------------------------------------------
 
 # A schema is a type, a tuple of schemas of which one must fit, a range, a set of values, a function that says whether a value
 # fits, [schema] for a list, or {key: schema}. A key with a question mark may be missing, and other keys may be there too.
@@ -65,21 +64,13 @@ def mismatch(value, schema, place: str) -> str | None:
     if isinstance(schema, tuple):
         reasons = [mismatch(value, each, place) for each in schema]
         return reasons[-1] if all(reasons) else None
-    if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            return f"{place} is not a mapping"
-        for key, inner in schema.items():
-            name = key.removesuffix("?")
-            if name not in value:
-                if key == name:
-                    return f"{place} lacks {name}"
-            elif reason := mismatch(value[name], inner, f"{place}.{name}"):
-                return reason
-        return None
-    if isinstance(schema, list):
-        if not isinstance(value, list):
-            return f"{place} is not a list"
-        return next(filter(None, (mismatch(each, schema[0], f"{place}[{i}]") for i, each in enumerate(value))), None)
+    if isinstance(schema, list | dict) and isinstance(value, type(schema)):
+        parts = [(f"{place}[{number}]", each, schema[0]) for number, each in enumerate(value) if type(schema) is list]
+        if type(schema) is dict:
+            needed = {key: inner for key, inner in schema.items() if key[-1] != "?" or key[:-1] in value}
+            names = {key.removesuffix("?"): inner for key, inner in needed.items()}
+            parts = [(f"{place}.{name}", value.get(name, ...), inner) for name, inner in names.items()]
+        return next(filter(None, (mismatch(each, inner, part) for part, each, inner in parts)), None)
     try:
         if isinstance(schema, type):
             fits = isinstance(value, schema) and (schema is bool or not isinstance(value, bool))
@@ -89,9 +80,14 @@ def mismatch(value, schema, place: str) -> str | None:
             fits = type(value) in (int, str) and value in schema
         else:
             fits = schema(value)
-    except Exception:  # whatever a value of the wrong type raises
+    except Exception:  # whatever a value of the wrong type raises, and a list or mapping in place of another type
         fits = False
-    return None if fits else f"{place} is {str(value)[:40]!r}"
+    return None if fits else f"{place} is {'missing' if value is ... else repr(str(value)[:40])}"
+
+
+def _require(path: Path, value, schema, place: str) -> None:
+    if reason := mismatch(value, schema, place):
+        raise Damaged(f"{path} is damaged: {reason}")
 
 
 def check_tensors(tensors: dict, path: str | Path) -> dict[str, torch.Tensor]:
@@ -138,14 +134,9 @@ def load(path: Path, mmap: bool = False):
         raise Damaged(f"{path} is damaged ({first_line(error)[:100]})") from None
 
 
-# --- saving and reading ----------------------------------------------------------------------------------------------
-
-
 def lock_folder(folder: Path, flag: str):
     """Locks the folder for this process, so that two runs cannot delete each other's files. The lock holds as long as the
     returned object exists. `flag` is the one that chooses the folder. Raises `RunError` if another run has it."""
-    import fcntl
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
@@ -163,9 +154,7 @@ def lock_folder(folder: Path, flag: str):
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-    files.remove_stale(
-        folder, "|".join((CHECKPOINT.pattern, *WEIGHTS, *LOGS[:4]))
-    )  # of a run that was killed while saving
+    files.remove_stale(folder, "|".join((CHECKPOINT.pattern, *WEIGHTS, *LOGS[:4])))  # of a run that was killed
     return lock
 
 
@@ -186,8 +175,7 @@ def save(folder: Path, step: int, content: dict, keep_last: int) -> Path:
 
 def step_of(path: Path) -> int:
     """The update of a checkpoint, by its name; -1 for other names."""
-    match = CHECKPOINT.fullmatch(path.name)
-    return int(match[1]) if match else -1
+    return int(match[1]) if (match := CHECKPOINT.fullmatch(path.name)) else -1
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -210,13 +198,12 @@ def read(path: Path, recipe: str, metadata: dict | None = None, flag: str = "--r
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         keys = ", ".join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
         raise UsageError(f"{path} is not a checkpoint of this project (it holds: {keys[:200]})")
-    if reason := mismatch(content, CONTENT, "it"):
-        raise Damaged(f"{path} is damaged: {reason}")
+    _require(path, content, CONTENT, "it")
     _check_metadata(path, content["metadata"], content["recipe"], recipe, metadata)
     model = check_tensors(content["model"], path)
     for name, state in content["optimizer"].items():
-        if reason := mismatch(name, str, "a name") or mismatch(state, STATE, f"the optimizer's {name[:60]}"):
-            raise Damaged(f"{path} is damaged: {reason}")
+        _require(path, name, str, "a name")
+        _require(path, state, STATE, f"the optimizer's {name[:60]}")
         check_tensors(state, path)
         if not _is_state_of(model.get(name), state):
             raise Damaged(f"{path} is damaged: the optimizer's states of {name[:60]!r} do not fit its weights")
@@ -240,8 +227,7 @@ def _check_metadata(path: Path, content: dict, saved_by: str, recipe: str, schem
     if saved_by != recipe:
         names = f"recipes/{saved_by[:60]}.py, not by recipes/{recipe}.py"
         raise UsageError(f"{path} was saved by {names}; each recipe needs its own --output_dir")
-    if reason := mismatch(content, schema or {}, "its metadata"):
-        raise Damaged(f"{path} is damaged: {reason}")
+    _require(path, content, schema or {}, "its metadata")
 
 
 def resume(wanted: str | None, folder: Path, recipe: str, metadata: dict | None = None) -> dict | None:
@@ -279,8 +265,7 @@ def make_room(folder: Path, log_dir: Path) -> None:
 def branch(folder: Path, log_dir: Path, step: int) -> None:
     """Moves what is newer than `step`, from which the run continues, into subfolders: checkpoints, the best weights if they
     are newer, and a copy of the metrics."""
-    newer = [path for path in list_checkpoints(folder) if step_of(path) > step]
-    if not newer:
+    if not (newer := [path for path in list_checkpoints(folder) if step_of(path) > step]):
         return
     if best_step(folder) > step:
         newer += _existing(folder, WEIGHTS[:2])
@@ -344,12 +329,10 @@ def read_weights(
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
     if header.get("format") != FORMAT:
         raise UsageError(f"{path} was not saved by this project")
-    try:
+    metadata = None
+    with contextlib.suppress(ValueError, RecursionError):
         metadata = json.loads(header.get("metadata", ""))
-    except (ValueError, RecursionError):
-        metadata = None
-    if reason := mismatch(metadata, {"recipe": str}, "its metadata"):
-        raise Damaged(f"{path} is damaged: {reason}")
+    _require(path, metadata, {"recipe": str}, "its metadata")
     _check_metadata(path, metadata, metadata["recipe"], recipe, schema)
     return check_tensors(tensors, path), metadata
 
@@ -416,9 +399,8 @@ def use_best(args, model: torch.nn.Module, name: str, metadata: dict, score: Cal
     description of the weights. Call it under `torch.no_grad`."""
     best_path, checkpoints = args.checkpoint_dir / "best.safetensors", list_checkpoints(args.checkpoint_dir)
     if not best_path.exists() and checkpoints:
-        raise RunError(
-            f"{best_path} is gone: the last weights can be evaluated with --evaluate --resume {checkpoints[0]}"
-        )
+        advice = f"the last weights can be evaluated with --evaluate --resume {checkpoints[0]}"
+        raise RunError(f"{best_path} is gone: {advice}")
     weights, _ = read_weights(best_path, name)
     load_weights(model, weights)
     model.eval()

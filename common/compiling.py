@@ -5,38 +5,29 @@ import time
 
 import torch
 
-from common.errors import UsageError
+from common.errors import UsageError, first_line
 
-GRAPHS = (
-    8  # of a kind of layer: with and without a mask, of one utterance and of several; further shapes run uncompiled
-)
+GRAPHS = 8  # of a kind of layer: with and without a mask, of one utterance and of several; further ones run uncompiled
 
 
 def compile_problem(device: torch.device) -> str | None:
-    """Why torch.compile cannot be used on a device: one line with what would help. None if it can; a tiny function is
-    compiled to find out."""
+    """Why torch.compile does not work on a device, and what would help, in one line. None if a trial works."""
     factor = 1 + time.time_ns() % 10**9 / 1e9  # no cache holds this kernel, so the compiler must work here and now
-
-    def trial(x: torch.Tensor) -> torch.Tensor:
-        return (x * factor).sin().sum()
-
     try:
         x = torch.ones(64, device=device, requires_grad=True)
-        torch.compile(trial)(x).backward()
+        torch.compile(lambda x: (x * factor).sin().sum())(x).backward()
     except Exception as error:  # of many types: torch's, Triton's, the compiler's
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         tools = "a C++ compiler: sudo apt install g++"
         if device.type == "cuda":
-            tools = "triton (part of torch's Linux wheels) and a C compiler with Python's headers: sudo apt install gcc python3-dev"
-        return f"torch.compile does not work on {device} ({lines[0][:200]}); it needs {tools}"
+            tools = "triton (part of torch's Linux wheels), a C compiler, Python's headers: apt install gcc python3-dev"
+        return f"torch.compile does not work on {device} ({first_line(error)[:200]}); it needs {tools}"
     return None
 
 
 def compile_layers(model: torch.nn.Module, kinds: tuple[type, ...]) -> None:
-    """Compiles the forward of every module of `kinds`, once for all modules of a kind, with symbolic lengths. Call it on
-    the model as it will be trained (device, frozen parameters) and before `memory.checkpoint_layers`. Names of parameters
-    and buffers stay. In evaluation the layers run uncompiled, because decoding has a new length at every step. Only the
-    rounding differs. Raises `UsageError` if there is no such layer, or nothing to compile it with."""
+    """Compiles the forward of every module of `kinds`, once for all modules of a kind, with symbolic lengths. Call it
+    when device and frozen parameters are final, before `memory.checkpoint_layers`. Evaluation runs uncompiled, because
+    decoding has a new length at every step. Only the rounding differs. Raises `UsageError` if this cannot work."""
     layers = [module for module in model.modules() if isinstance(module, kinds)]
     if not layers:
         raise UsageError(f"--torch_compile: {type(model).__name__} has no layer of the kinds it applies to")

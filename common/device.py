@@ -16,7 +16,6 @@ from common.gpu import cuda_problem
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-REDUCE_BUCKET = 1 << 23  # elements in one all-reduce of gradients: 32 MiB of fp32
 
 
 def set_allocator(conf: str) -> None:
@@ -28,6 +27,14 @@ def set_allocator(conf: str) -> None:
         os.environ.setdefault(name, conf)
 
 
+def torchrun(name: str, default: int) -> int:
+    """A number that torchrun sets in the environment. Raises `UsageError`."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal():
+        raise UsageError(f"{name} is {text!r}: use torchrun, or unset it")
+    return int(text)
+
+
 def pick_device(wanted: str, quiet: bool = False) -> torch.device:
     """The device for `wanted`: auto, cpu, cuda or cuda:N. `auto` falls back to the CPU and prints why, to stderr if
     `quiet`. Raises `UsageError` if the device cannot be used."""
@@ -36,9 +43,9 @@ def pick_device(wanted: str, quiet: bool = False) -> torch.device:
     numbered = re.fullmatch(r"cuda:(\d{1,2})", wanted)  # torch.device("cuda:256") would be cuda:0
     if wanted not in ("auto", "cuda") and not numbered:
         raise UsageError(f"--device {wanted}: it must be auto, cpu, cuda or cuda:N")
-    if numbered and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+    if numbered and torchrun("LOCAL_WORLD_SIZE", 1) > 1:
         raise UsageError(f"--device {wanted}: each process of torchrun needs its own GPU; --device cuda gives them one")
-    index = int(numbered[1]) if numbered else int(os.environ.get("LOCAL_RANK", 0))
+    index = int(numbered[1]) if numbered else torchrun("LOCAL_RANK", 0)
     problem = cuda_problem(index)
     if problem is None:
         return torch.device("cuda", index)
@@ -96,21 +103,18 @@ class Ranks:
         return values
 
     def sum_gradients(self, parameters: list[torch.nn.Parameter], present: list[bool]) -> None:
-        """Sums the gradients over the ranks in flat buckets. `present[i]` says whether any rank has a gradient for
+        """Sums the gradients over the ranks. `present[i]` says whether any rank has a gradient for
         parameter i; a rank without one adds zeros."""
         used = [p for p, has_gradient in zip(parameters, present, strict=True) if has_gradient]
         for parameter in used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        while used:
-            bucket, elements = [], 0
-            while used and (not bucket or elements + used[0].numel() <= REDUCE_BUCKET):
-                elements += used[0].numel()
-                bucket.append(used.pop(0))
-            flat = torch.cat([p.grad.reshape(-1) for p in bucket])  # mixed types are promoted
-            dist.all_reduce(flat)
-            for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad.copy_(part.view_as(parameter))
+        sums = [parameter.grad.contiguous() for parameter in used]
+        for transfer in [dist.all_reduce(total, async_op=True) for total in sums]:
+            transfer.wait()
+        for parameter, total in zip(used, sums, strict=True):
+            if total is not parameter.grad:  # it was not contiguous, as the gradients of a channels_last convolution
+                parameter.grad.copy_(total)
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,10 @@ class Setup:
 
     def autocast(self):
         """The autocast context of a forward pass."""
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
+        # The cache would keep a 16-bit copy of every trained weight until the pass ends, also with --gradient_checkpointing,
+        # which casts them again. It serves decoding, which uses each weight at every step; training uses it once.
+        cached = not torch.is_grad_enabled()
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None, cache_enabled=cached)
 
     def grad_scaler(self) -> torch.amp.GradScaler | None:
         """Loss scaling for fp16, whose small gradients would vanish; None for other types."""
@@ -134,7 +141,7 @@ class Setup:
 
 def start_ranks(device: torch.device) -> Ranks:
     """Joins the job that torchrun describes in the environment; one rank without torchrun. Raises `UsageError`."""
-    size = int(os.environ.get("WORLD_SIZE", 1))
+    size = torchrun("WORLD_SIZE", 1)
     if size == 1:
         return Ranks()
     if not dist.is_initialized():
@@ -152,7 +159,7 @@ def setup(args, quiet: bool = False) -> Setup:
     set_allocator(args.allocator_conf)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and int(os.environ.get("RANK", 0)) > 0:
+    if torchrun("WORLD_SIZE", 1) > 1 and torchrun("RANK", 0) > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  only the first rank prints; errors still reach stderr
     device = pick_device(args.device, quiet)
     ranks = start_ranks(device)

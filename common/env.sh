@@ -1,9 +1,31 @@
 # Sourced by the run_*.sh scripts: finds or makes the Python environment, sets the allocator, picks a tier and a row of the
 # script's table, and starts the recipe.
-# shellcheck shell=bash
-ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck shell=bash disable=SC2034,SC2046,SC2086,SC2154,SC2206
+ROOT=$(CDPATH='' cd -- "${BASH_SOURCE[0]%/*}/.." && printf '%s/' "$PWD") # without the slash a last newline would be lost
+ROOT=${ROOT%/}
 
-fail() { printf 'error: %s\n' "$1" >&2; exit "${2:-1}"; }
+# Nothing in the current folder may run. Relative and empty entries of these variables stand for it, so they are dropped.
+for name in PATH PYTHONPATH PYTHONHOME PYTHONUSERBASE PYTHONPYCACHEPREFIX PYTHONINSPECT HOME LD_LIBRARY_PATH BASH_ENV; do
+  rest=${!name-}: kept=''
+  while [ -n "$rest" ]; do case "$rest" in /*) kept+=:${rest%%:*} ;; esac; rest=${rest#*:}; done
+  if [ -n "$kept" ]; then export "$name=${kept#:}"; else unset "$name"; fi
+done
+# Python puts it on the path of -c, -m and - as well: from 3.11 on unless this variable is set, in 3.10 until SAFELY ran.
+export PATH=${PATH-/usr/local/bin:/usr/bin:/bin} PYTHONSAFEPATH=1
+SAFELY=$'import sys; sys.path[:] = filter(None, sys.path)\n'
+MODULE="${SAFELY}import runpy; sys.argv.pop(0); runpy.run_module(sys.argv[0], None, '__main__', True)" # as -m does
+
+# The number of a closed stream would be given to the next file that is opened.
+for name in 0 2; do [ -e "/dev/fd/$name" ] || eval "exec $name<>/dev/null"; done
+say() { printf '%s\n' "$1" >&2 || true; }
+fail() { say "error: $1"; exit "${2:-1}"; }
+# answer TEXT: ends the script with this output.
+answer() { printf '%s\n' "$1" 2>/dev/null || fail "nothing was printed: standard output is closed or full"; exit; }
+
+# step COMMAND...: runs a slow command. A signal ends both at once; without `wait`, bash would first wait for the command.
+step() { "$@" <&0 & wait "$!"; }
+stop() { { kill $(jobs -pr) || true; wait; } 2>/dev/null; exit "$1"; }
+trap 'stop 129' HUP; trap 'stop 130' INT; trap 'stop 143' TERM
 
 # CUDA reads these when it starts, under the old or the new name (see common/device.py). A user's values stay.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-${PYTORCH_ALLOC_CONF-expandable_segments:True}}
@@ -13,16 +35,16 @@ export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-$PYTORCH_CUDA_ALLOC_CONF}
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT-1000}
 
 # is_supported PYTHON: whether this interpreter runs, and torch 2.8 to 2.11 has wheels for it.
-is_supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null; }
+is_supported() { "$1" -c "${SAFELY}sys.exit(not (3, 10) <= sys.version_info < (3, 15))" 2>/dev/null; }
 
 # requirement_status PYTHON FILE...: prints "all" if an interpreter meets the requirement files, "torch" if it has at least
-# torch and torchaudio and can be the base of a venv, "none" otherwise (also if it does not run).
+# torch and torchaudio and can be the base of a venv, "none" otherwise (also if it does not run). A venv cannot be: one that
+# is made from it does not see its packages.
 requirement_status() {
   local python=$1; shift
-  "$python" - "$@" 2>/dev/null <<'PY' || echo none
-import re, sys
-if sys.version_info < (3, 10):
-    sys.exit(1)
+  "$python" -c "$SAFELY"'
+sys.version_info < (3, 10) and sys.exit(1)
+import re
 from importlib import metadata
 def numbers(version):
     return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])
@@ -32,77 +54,73 @@ def met(line):
         have = numbers(metadata.version(name))
     except metadata.PackageNotFoundError:
         return False
-    for sign, bound in re.findall(r"(>=|<)([\d.]+)", bounds):
-        if (have < numbers(bound)) if sign == ">=" else (have >= numbers(bound)):
-            return False
-    return True
+    return all((have >= numbers(bound)) == (sign == ">=") for sign, bound in re.findall(r"(>=|<)([\d.]+)", bounds))
 lines = [line.strip() for path in sys.argv[1:] for line in open(path) if line.strip() and line[0] != "#"]
 torch = [line for line in lines if line.startswith("torch")]
 same = all(map(met, torch)) and len({numbers(metadata.version(n))[:2] for n in ("torch", "torchaudio")}) == 1
-# A venv that is made from another venv does not see the other's packages.
-base = same and sys.prefix == sys.base_prefix
-print("all" if same and all(map(met, lines)) else "torch" if base else "none")
-PY
+print("all" if same and all(map(met, lines)) else "torch" if same and sys.prefix == sys.base_prefix else "none")
+' "$@" 2>/dev/null || echo none
 }
+
+# is_complete FILE...: whether ROOT/.venv meets the requirement files. The lock file has text until a new .venv is complete.
+is_complete() { [ ! -s "$ROOT/.venv.lock" ] && [ "$(requirement_status "$PYTHON" "$@")" = all ]; }
+# ensure_pip: runs in a folder without modules, because ensurepip itself runs python -c.
+ensure_pip() { cd "$ROOT/.venv" && exec "$PYTHON" -c "$MODULE" ensurepip --default-pip; }
 
 # ensure_python FILE...: sets PYTHON to an interpreter that meets the requirement files: the active one if it does, else
 # that of ROOT/.venv, which is made on first use. Nothing is installed anywhere else, conda's base included.
 ensure_python() {
-  local files=() file active status base='' options=() candidate found pip arguments=()
-  for file in "$@"; do files+=("$ROOT/$file"); done
+  local files=() file active status base='' options=() candidate found='' pip arguments=() lock=$ROOT/.venv.lock
+  for file in "$@"; do files+=("$ROOT/$file") arguments+=(-r "$ROOT/$file"); done
   PYTHON=$ROOT/.venv/bin/python
-  active=$(command -v python3 || command -v python || true)
+  active=$(type -P python3 || type -P python || true)
   status=$(requirement_status "$active" "${files[@]}")
   if [ "$status" = all ]; then PYTHON=$active; return; fi
-  if [ "$(requirement_status "$PYTHON" "${files[@]}")" = all ]; then return; fi
-  { : >"$ROOT/.venv.lock"; } 2>/dev/null || fail "the packages of $* are missing and $ROOT cannot be written to: activate an environment that has them"
-  exec 9>"$ROOT/.venv.lock"
-  if command -v flock >/dev/null && ! flock -n 9; then
-    echo "another run is making $ROOT/.venv: waiting for it" >&2
-    flock 9 || true # a file system without locks
+  if is_complete "${files[@]}"; then return; fi
+  { true >>"$lock"; } 2>/dev/null || fail "the packages of $* are missing and $ROOT cannot be written to: activate an environment that has them"
+  exec 9>>"$lock"
+  if type -P flock >/dev/null && ! flock -n 9; then
+    say "another run is making $ROOT/.venv: waiting for it"
+    step flock 9 || true # a file system without locks
   fi
-  if [ "$(requirement_status "$PYTHON" "${files[@]}")" = all ]; then exec 9>&-; return; fi
+  if is_complete "${files[@]}"; then exec 9>&-; return; fi
   # A broken or half-made .venv is made again. If its prefix were the base's, pip would install into the base.
-  if ! "$PYTHON" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2>/dev/null; then
+  if [ -s "$lock" ] || ! "$PYTHON" -c "${SAFELY}sys.exit(sys.prefix == sys.base_prefix)" 2>/dev/null; then
     # Colab and conda bring torch: a .venv on top of them only needs the missing packages.
     if [ "$status" = torch ]; then base=$active; options=(--system-site-packages); fi
     for candidate in "$active" python3.12 python3.11 python3.13 python3.10 python3 python; do
       [ -n "$base" ] || ! is_supported "$candidate" || base=$candidate
     done
     if [ -z "$base" ]; then
-      found="none was found"
       [ -z "$active" ] || found="$active is $("$active" -V 2>&1 | head -n 1)"
-      fail "Python 3.10 to 3.14 is needed and $found: install one (Debian, Ubuntu: sudo apt install python3 python3-venv)"
+      fail "Python 3.10 to 3.14 is needed and ${found:-none was found}: install one (Debian, Ubuntu: sudo apt install python3 python3-venv)"
     fi
-    echo "making $ROOT/.venv with $("$base" -V 2>&1)" >&2
-    if ! { rm -rf "$ROOT/.venv" && "$base" -m venv --without-pip ${options[@]+"${options[@]}"} "$ROOT/.venv"; }; then
+    say "making $ROOT/.venv with $("$base" -V 2>&1)"
+    echo unfinished >&9
+    if ! { step rm -rf "$ROOT/.venv" && step "$base" -c "$MODULE" venv --without-pip ${options[@]+"${options[@]}"} "$ROOT/.venv"; }; then
       fail "cannot make $ROOT/.venv (the reason is above; where the venv module is missing: sudo apt install python3-venv)"
     fi
   fi
   is_supported "$PYTHON" || fail "$ROOT/.venv has $("$PYTHON" -V 2>&1), and Python 3.10 to 3.14 is needed: remove that folder and run this again"
-  # Debian's Python has no ensurepip without python3-venv, but its own pip, or Colab's, can install into the .venv. (A
-  # folder named pip in the current folder can be imported but not run.)
-  pip=("$PYTHON" -m pip)
-  if ! { "$PYTHON" -c 'import pip.__main__' || "$PYTHON" -m ensurepip --default-pip; } >/dev/null 2>&1; then
-    pip=("${base:-$active}" -m pip --python "$PYTHON")
-    "${base:-$active}" -c 'import pip.__main__' 2>/dev/null ||
+  # Debian's Python has no ensurepip without python3-venv, but its own pip, or Colab's, can install into the .venv.
+  pip=("$PYTHON" -c "$MODULE" pip)
+  if ! { "$PYTHON" -c "${SAFELY}import pip.__main__" || step ensure_pip; } >/dev/null 2>&1; then
+    pip=("${base:-$active}" -c "$MODULE" pip --python "$PYTHON")
+    "${base:-$active}" -c "${SAFELY}import pip.__main__" 2>/dev/null ||
       fail "${base:-$active} has no pip: sudo apt install python3-venv (Debian, Ubuntu), or activate an environment that has requirements.txt"
   fi
-  for file in "${files[@]}"; do arguments+=(-r "$file"); done
-  echo "installing $* into $ROOT/.venv (torch with CUDA is about 5 GB; once, a few minutes)" >&2
-  "${pip[@]}" install --quiet --disable-pip-version-check "${arguments[@]}" >&2 ||
-    fail "pip could not install $* into $ROOT/.venv (its message is above): check the network and the disk, then run this again"
-  [ "$(requirement_status "$PYTHON" "${files[@]}")" = all ] ||
-    fail "$ROOT/.venv still lacks something of $*: remove $ROOT/.venv and run this again"
+  say "installing $* into $ROOT/.venv (torch with CUDA is about 5 GB; once, a few minutes)"
+  status=0; step "${pip[@]}" install --quiet --disable-pip-version-check "${arguments[@]}" >&2 || status=$?
+  [ "$status" -gt 128 ] || true >"$lock" # no signal ended pip
+  [ "$status" = 0 ] || fail "pip could not install $* into $ROOT/.venv (its message is above): check the network and the disk, then run this again"
+  is_complete "${files[@]}" || fail "$ROOT/.venv still lacks something of $*: remove $ROOT/.venv and run this again"
   exec 9>&-
 }
 
 # given FLAGS ARGUMENT...: whether one of FLAGS, a text of flags, is among the arguments, as FLAG or FLAG=value.
 given() {
   local flags=" $1 " argument; shift
-  for argument in "$@"; do
-    case "$flags" in *" ${argument%%=*} "*) return 0 ;; esac
-  done
+  for argument in "$@"; do case "$flags" in *" ${argument%%=*} "*) return 0 ;; esac; done
   return 1
 }
 
@@ -124,7 +142,7 @@ listed() {
 }
 
 # The least MiB of each tier, for tier auto. nvidia-smi reports 15,109 to 15,360 for a T4 and 16,376 for an RTX 4080.
-MEMORY='a100:70000 32gb:31000 24gb:22000 16gb:15900 t4:11000 8gb:0'
+MEMORY='a100:70000 32gb:31000 24gb:22000 16gb:15900 t4:11000 8gb:7000 6gb:5600 4gb:0'
 
 # pick_tier TIER...: prints the largest of these tiers for which the first visible GPU has the memory, or cpu without a GPU.
 # It is the smallest if nvidia-smi cannot tell the memory (a MIG slice, memory shared with the CPU).
@@ -147,19 +165,16 @@ pick_tier() {
 # A preset script has a table, the text `rows`. The first row that matches TIER and SIZE counts; * matches any:
 #   TIER SIZE BATCH ACCUMULATION [R] [F] [8] [H] [FLAG...]
 #   TIER SIZE + FLAG...    adds flags to the rows below it
-#   TIER SIZE ! MESSAGE    says why this size does not run in this tier
-# R is --gradient_checkpointing, F --freeze_encoder, 8 --optimizer adamw_8bit, H --use_cpu_offload. A parameter takes 4
-# bytes as a weight, 4 as its gradient, and 8 in AdamW's states; 2 with 8-bit states, none on the GPU with offload. A
-# frozen parameter takes only the first 4.
+#   TIER SIZE ! SIZES      this size does not fit, SIZES do
+# R is --gradient_checkpointing, F --freeze_encoder, 8 --optimizer adamw_8bit, H --use_cpu_offload.
 
 # tier_and_size ARGUMENT...: reads the words TIER and SIZE in front of the flags. Sets tier, size (empty if not given), words
 # (how many of the two are given), gpus and flags, the preset's. Answers --rows and --help: the recipe's own --help would
 # need the packages, 5 GB, first.
 tier_and_size() {
   local row_tier row_size tiers=('*') sizes=('*') device=cpu
-  if given '--help -h' "$@"; then sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit; fi
-  # shellcheck disable=SC2154 # the script's table
-  if [ "${1-}" = --rows ]; then echo "$rows"; exit; fi
+  if given '--help -h' "$@"; then answer "$(sed -n '3,/^[^#]/s/^# \{0,1\}//p' -- "$0")"; fi
+  if [ "${1-}" = --rows ]; then answer "$rows"; fi
   while read -r row_tier row_size _; do
     case "$row_tier" in '' | '#'*) continue ;; esac
     case " ${tiers[*]} " in *" $row_tier "*) ;; *) tiers+=("$row_tier") ;; esac
@@ -167,12 +182,11 @@ tier_and_size() {
   done <<<"$rows"
   tier=auto size='' words=0 gpus=${GPUS:-1}
   if [ $# -gt 0 ] && [[ $1 != -* ]]; then tier=$1 words=1; fi
-  # shellcheck disable=SC2034 # words is for the script
   if [ $# -gt 1 ] && [[ $1 != -* && $2 != -* ]]; then size=$2 words=2; fi
   if [ "$tier" = auto ]; then
     tier=$(pick_tier "${tiers[@]:1}")
     device=auto # nvidia-smi may be missing on a computer with a GPU; torch finds it, or says why it cannot be used
-    echo "tier: $tier (auto)" >&2
+    say "tier: $tier (auto)"
   fi
   case " ${tiers[*]:1} " in
     *" $tier "*) ;;
@@ -182,9 +196,9 @@ tier_and_size() {
     *" ${size:-${sizes[1]}} "*) ;;
     *) fail "no size '$size': it is $(listed "${sizes[@]:1}")" 2 ;;
   esac
-  case "$gpus" in *[!0-9]* | 0*) fail "GPUS=$gpus: it must be the number of GPUs to train on, such as 2" 2 ;; esac
+  case "$gpus" in *[!0-9]* | 0* | ?????*) fail "GPUS=$gpus: it must be the number of GPUs to train on, such as 2" 2 ;; esac
   if [ "$gpus" -gt 1 ] && { ! trains "$@" || only_exports "$@" || given --verify_gpu "$@"; }; then
-    echo "GPUS=$gpus is ignored: it is for training, and this command runs in one process" >&2
+    say "GPUS=$gpus is ignored: it is for training, and this command runs in one process"
     gpus=1
   fi
   flags=(--mixed_precision)
@@ -200,7 +214,7 @@ pick_row() {
     what=${what%%#*}
     case "$batch" in
       +) more+=" $what" ;;
-      !) fail "$what" 2 ;;
+      !) fail "$size does not fit in tier $tier: take $what" 2 ;;
       *) break ;;
     esac
   done <<<"$rows"
@@ -226,7 +240,6 @@ pick_row() {
       *) fail "the row of tier $tier and size $size has an unknown letter, $letter" ;;
     esac
   done
-  # shellcheck disable=SC2206 # into words
   flags+=($more ${what#"${what%%--*}"})
 }
 
@@ -238,7 +251,6 @@ row_or_demo() {
   if ! given "$flags_of_others" "$@"; then
     row=${size:-demo}
   elif [ "$row" = demo ]; then
-    # shellcheck disable=SC2086 # into words
     fail "size demo has its own model and data: with $(listed $flags_of_others) take $default or another size" 2
   fi
 }
@@ -262,11 +274,11 @@ run() {
   done
   set -- "$recipe" "${flags[@]}" ${arguments[@]+"${arguments[@]}"}
   if [ "$gpus" -gt 1 ]; then launcher=torchrun; set -- --standalone --nproc_per_node "$gpus" "$@"; fi
-  if [ -n "$print" ]; then printf '%s' "$launcher"; printf ' %q' "$@"; printf '\n'; exit; fi
+  if [ -n "$print" ]; then answer "$launcher$(printf ' %q' "$@")"; fi
   ensure_python requirements.txt
   if [ "$launcher" = torchrun ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS-1} # torchrun's own default, without its warning
-    set -- -m torch.distributed.run "$@"
+    set -- -c "$MODULE" torch.distributed.run "$@"
   fi
   exec "$PYTHON" "$@"
 }

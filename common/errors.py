@@ -83,11 +83,6 @@ class Output:
         return getattr(self.stream, name)
 
 
-def keep_running() -> None:
-    """From here on, output that cannot be written does not end the command before its work is done."""
-    Output.optional = True
-
-
 def exit_with_one_line(main: Callable, *args) -> None:
     """Runs `main(*args)`. A `Failure` becomes one line on stderr and its exit status, as does a signal; other exceptions are
     bugs and keep their tracebacks."""

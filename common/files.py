@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -58,10 +58,9 @@ def read_json(path: str | Path, name: str = "") -> dict:
     return content
 
 
-@contextlib.contextmanager
-def written_aside(path: Path, durable: bool = True) -> Iterator[Path]:
-    """Gives the name of an empty file beside `path`, which is renamed to `path` at the end. If anything fails, the earlier
-    file is still there. A link at `path` is replaced, not followed. `durable`: flush to disk first. Raises `OSError`."""
+def write_file(path: Path, write: Callable[[Path], object], durable: bool = True) -> None:
+    """Calls `write` with the name of an empty file and renames this file to `path`. If anything fails, the earlier file is
+    still there. A link at `path` is replaced, not followed. `durable`: flush to disk first. Raises `OSError`."""
     with contextlib.suppress(FileNotFoundError):
         mode = path.lstat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
@@ -70,7 +69,7 @@ def written_aside(path: Path, durable: bool = True) -> Iterator[Path]:
     os.close(handle)
     temporary = Path(name)
     try:
-        yield temporary
+        write(temporary)
         os.chmod(temporary, 0o666 & ~umask())  # mkstemp creates files that only their owner can read
         if durable:
             with open(temporary, "rb") as file:
@@ -83,13 +82,6 @@ def written_aside(path: Path, durable: bool = True) -> Iterator[Path]:
                 os.close(directory)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def write_file(path: Path, write: Callable[[Path], object], durable: bool = True) -> None:
-    """Calls `write(temporary_path)` and renames the result to `path`, as `written_aside` does. Raises `OSError`, and
-    whatever `write` raises."""
-    with written_aside(path, durable) as temporary:
-        write(temporary)
 
 
 def write_text(path: Path, text: str, durable: bool = False) -> None:

@@ -1,13 +1,12 @@
 """Why a GPU cannot be used, which processes use it, and how busy it is."""
 
+import collections
 import os
 import re
 import subprocess
 import sys
-import threading
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 
 import torch
 
@@ -17,8 +16,6 @@ from common.errors import first_line
 # 5.0 to 9.0 (RELEASE.md of pytorch, "CUDA Support Matrix"). pip replaces one by the other only with --force-reinstall.
 PIP_TORCH = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.8,<2.12' 'torchaudio>=2.8,<2.12'"
 CUDA_126 = f"the CUDA 12.6 build: {PIP_TORCH} --index-url https://download.pytorch.org/whl/cu126"
-# The oldest driver for each major version of CUDA (NVIDIA's "Minor Version Compatibility").
-OLDEST_DRIVER = {"12": "525", "13": "580"}
 
 
 def cuda_problem(index: int = 0) -> str | None:
@@ -32,17 +29,19 @@ def cuda_problem(index: int = 0) -> str | None:
             torch.cuda.init()
         count = torch.cuda.device_count()
     except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:
-        reason = first_line(error)
-        if "too old" in reason:
-            return driver_problem(reason)
+        reason, count = first_line(error), 0
+        if driver := re.search(r"too old \(found version (\d+)\)", reason):
+            newest = int(driver[1])  # of the versions of CUDA that the driver supports: 12040 stands for 12.4
+            supports = f"the NVIDIA driver supports CUDA {newest // 1000}.{newest % 1000 // 10} at most and"
+            oldest = 525 if torch.version.cuda.startswith("12.") else 580  # NVIDIA's "Minor Version Compatibility"
+            instead = f", or install {CUDA_126}" if newest >= 12000 else ""
+            return f"{supports} is too old for torch {torch.__version__}: update it to {oldest} or newer{instead}"
         if "no NVIDIA driver" in reason:
             return "there is no NVIDIA driver on this machine (nvidia-smi should list the GPU)"
         if "No CUDA GPUs" not in reason:
             return f"CUDA does not start: {reason}"
-        count = 0
     if index >= count:
-        plural = "s" if count > 1 else ""
-        missing = f"no cuda:{index}, only {count} GPU{plural}" if count else "no NVIDIA GPU"
+        missing = f"no cuda:{index}, only {count} GPU{'s' if count > 1 else ''}" if count else "no NVIDIA GPU"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return f"there is {missing}" + (f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else "")
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
@@ -56,139 +55,59 @@ def cuda_problem(index: int = 0) -> str | None:
     return None
 
 
-def driver_problem(reason: str) -> str:
-    """Explains torch's "driver on your system is too old (found version 12040)", where 12040 stands for CUDA 12.4."""
-    version = int((re.search(r"found version (\d+)", reason) or ["", "0"])[1])
-    newest = f" supports CUDA {version // 1000}.{version % 1000 // 10} at most and" if version else ""
-    oldest = OLDEST_DRIVER.get(torch.version.cuda.split(".")[0])
-    update = f"update it to {oldest} or newer" if oldest else "update it"
-    instead = f", or install {CUDA_126}" if version >= 12000 else ""
-    return f"the NVIDIA driver{newest} is too old for torch {torch.__version__}: {update}{instead}"
-
-
 def kernel_problem(name: str, capability: tuple[int, int], architectures: list[str]) -> str | None:
     """Why a torch built for `architectures` (["sm_75", ..., "compute_120"]) has no kernels for this GPU, or None.
     Binaries ("sm_") run on later minor versions of the same major version, PTX ("compute_") on all later versions."""
-    binaries = [divmod(int(a.removeprefix("sm_").rstrip("af")), 10) for a in architectures if a.startswith("sm_")]
-    ptx = [divmod(int(a.removeprefix("compute_").rstrip("af")), 10) for a in architectures if a.startswith("compute_")]
-    if any(b[0] == capability[0] and b[1] <= capability[1] for b in binaries) or any(p <= capability for p in ptx):
+    built = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(architectures))  # AMD's architectures have other names
+    versions = [(kind, (int(major), int(minor))) for kind, major, minor in built]
+    if not versions or any(v <= capability and (kind == "compute" or v[0] == capability[0]) for kind, v in versions):
         return None
-    if not binaries and not ptx:  # a list that is empty or has AMD's names
-        return None
-    lack = f"{name} has compute capability {capability[0]}.{capability[1]}, for which torch {torch.__version__} has no kernels"
+    lack = f"torch {torch.__version__} has no kernels for {name} (compute capability {capability[0]}.{capability[1]})"
     if capability < (5, 0):
         return f"{lack}, nor has any version that requirements.txt allows"
-    if capability < min(binaries + ptx):
+    if capability < min(version for _, version in versions):
         return f"{lack}; install {CUDA_126}"
     return f"{lack}; install PyPI's build: {PIP_TORCH}"
 
 
 def gpu_processes() -> str:
-    """The other processes that hold GPU memory, as nvidia-smi reports them: "python3 (pid 75955) 14.2 GiB". Empty if
-    there are none or they cannot be read."""
+    """The other processes on the GPUs: "python3 (pid 75955) 14.2 GiB". Empty if nvidia-smi reports none."""
     query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
     try:
-        rows = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.strip().splitlines()
+        table = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
     processes = []
-    for row in rows:
-        pid, name, used = [cell.strip() for cell in row.split(",")][:3]
-        if pid != str(os.getpid()):
+    for pid, path, used in re.findall(r"^(\d+), (.*), (.*)$", table, re.MULTILINE):
+        if int(pid) != os.getpid():
             size = f"{int(used) / 1024:.1f} GiB" if used.isdigit() else "an unknown amount"
-            processes.append(f"{os.path.basename(name)} (pid {pid}) {size}")
+            processes.append(f"{os.path.basename(path)} (pid {pid}) {size}")
     return ", ".join(processes)
 
 
-def load_nvml():
-    """Initialises and returns NVIDIA's management library. Raises `RuntimeError` if it is missing or does not start."""
-    try:
-        import pynvml
-    except ImportError:
-        raise RuntimeError("the package nvidia-ml-py is not installed") from None
-    try:
-        pynvml.nvmlInit()
-    except (pynvml.NVMLError, OSError) as error:
-        raise RuntimeError(f"NVML does not start: {error}") from None
-    return pynvml
-
-
 class GpuUtilisation:
-    """The share of the time in which the GPU computes, read from NVML about once a second by a thread that never calls
-    CUDA. `problem` says why there are no readings, which is not an error.
-
-    The GPU is looked up by its UUID: NVML numbers all GPUs of the machine, CUDA those of CUDA_VISIBLE_DEVICES in its
-    own order. Forked data workers inherit this object but not its thread."""
+    """The share of the time in which the GPU computes. NVML and CUDA number GPUs differently, so the GPU is looked up
+    by its UUID. `problem` says why there are no readings, which is not an error."""
 
     def __init__(self, device: torch.device, seconds: float = 1.0):
-        self.problem, self.seconds = "", seconds
-        self.total, self.count, self.last = 0, 0, None
-        self.resting, self.ending, self.thread = False, threading.Event(), None
-        if device.type != "cuda" or torch.version.cuda is None:
-            self.problem = "no NVIDIA GPU"
-            return
-        try:
-            self.nvml = load_nvml()
-        except RuntimeError as error:
-            self.problem = str(error)
-            return
-        try:
-            self.handle = self._find(str(torch.cuda.get_device_properties(device).uuid))
-            self.nvml.nvmlDeviceGetUtilizationRates(self.handle)
-        except (self.nvml.NVMLError, AttributeError) as error:
-            self.problem = f"NVML has no readings for this GPU: {error}"
-            self._shut_down()
-            return
-        self.thread = threading.Thread(target=self._sample, name="gpu utilisation", daemon=True)
-        self.thread.start()
+        self.device, self.seconds, self.due = device, seconds, time.monotonic() + seconds
+        self.problem = "" if device.type == "cuda" else "no NVIDIA GPU"
+        self.readings = collections.deque(maxlen=30)
 
-    def _find(self, uuid: str):
-        """NVML's handle of a GPU. torch leaves out the UUID's prefix, "GPU-" or, for a slice, "MIG-"."""
-        for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
-            try:
-                return self.nvml.nvmlDeviceGetHandleByUUID(name)
-            except self.nvml.NVMLError as error:
-                failure = error
-        raise failure
+    def sample(self) -> None:
+        """Reads the share of the last second, at most once a second. Call it while the run trains."""
+        if self.problem or time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + self.seconds
+        try:
+            import pynvml
 
-    def _sample(self) -> None:
-        while not self.ending.wait(self.seconds):
-            if self.resting:
-                continue
-            try:
-                share = self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu / 100
-            except self.nvml.NVMLError as error:
-                self.problem, self.last = f"NVML has no more readings for this GPU: {error}", None
-                return
-            self.total, self.count = self.total + share, self.count + 1
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+            self.readings.append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+        except Exception as error:  # no library, no driver, or no readings for this GPU: a slice of one has none
+            self.problem, self.readings = f"NVML of the package nvidia-ml-py: {first_line(error)}", []
 
     def mean(self) -> float | None:
-        """Mean utilisation since `reset` or, without a sample since then, the previous mean; None if there is
-        neither."""
-        return self.total / self.count if self.count else self.last
-
-    def reset(self) -> None:
-        self.last = None if self.problem else self.mean()
-        self.total, self.count = 0, 0
-
-    @contextmanager
-    def rest(self) -> Iterator[None]:
-        """Takes no samples, because the evaluation is not part of the training."""
-        self.resting = True
-        try:
-            yield
-        finally:
-            self.resting = False
-
-    def close(self) -> None:
-        """Ends the thread. Safe to call twice."""
-        if self.thread is not None:
-            self.ending.set()
-            self.thread.join(timeout=10)  # NVML answers in milliseconds; if it hangs, the run must not
-            if not self.thread.is_alive():
-                self._shut_down()
-            self.thread = None
-
-    def _shut_down(self) -> None:
-        with suppress(self.nvml.NVMLError):
-            self.nvml.nvmlShutdown()
+        """The mean of the last half minute of training; None without a reading."""
+        return sum(self.readings) / len(self.readings) if self.readings else None

@@ -10,17 +10,18 @@ An update's batch is a window: batch_size x gradient_accumulation_steps x ranks 
 of every loss term are counted before the first forward, and the loop back-propagates the sum over terms of
 weight * (sum over the window) / (count in the window), so the gradient does not depend on how the window is cut."""
 
+import contextlib
 import itertools
 import math
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from common import checkpoint, compiling, device, gpu, memory, optim, options
+from common import checkpoint, compiling, device, errors, gpu, memory, optim, options
 from common.batches import EvalBatches, Window, Windows, split_batch, to_device
 from common.device import Setup, rng_state, set_rng_state
 from common.errors import Failure, RunError, Stopped
@@ -57,49 +58,28 @@ class Task:
 @dataclass(frozen=True)
 class Run:
     """A run that has begun: where it computes, the content of the checkpoint that it resumes (or None), and the weights
-    of --init_from (or None). `lock` holds the checkpoint folder as long as it exists."""
+    of --init_from (or None). `locks` hold the folders as long as they exist."""
 
     setup: Setup
     resumed: dict | None = None
     initial: dict | None = None
-    lock: object = None
+    locks: list = field(default_factory=list)
 
 
-def begin(args, name: str) -> Run:
-    """Starts a run: device, precision and ranks, the lock on its folder, the checkpoint to resume from. From here on
-    `args` is read-only. Raises `UsageError` and `RunError`."""
+def begin(args, name: str, metadata: dict | None = None) -> Run:
+    """Starts a run: device, precision and ranks, the locks on its folders, the checkpoint to resume from, whose metadata must
+    fit the schema `metadata`. From here on `args` is read-only. Raises `UsageError` and `RunError`."""
+    errors.Output.optional = True  # output that cannot be written does not end the run
     setup = device.setup(args)
-    lock = checkpoint.lock_folder(args.checkpoint_dir) if setup.ranks.first else None
-    check_folder(args.log_dir)
-    resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name)
-    initial = checkpoint.read_weights(args.init_from, name)[0] if args.init_from else None
+    locks = []
+    if setup.ranks.first:
+        check_folder(args.log_dir)
+        folders = {args.checkpoint_dir: "--checkpoint_dir", args.log_dir: "--log_dir"}
+        locks = [checkpoint.lock_folder(folder, flag) for folder, flag in folders.items()]
+    resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name, metadata)
+    initial = checkpoint.read_weights(args.init_from, name, flag="--init_from")[0] if args.init_from else None
     options.freeze(args)
-    return Run(setup, resumed, initial, lock)
-
-
-class SignalWatch:
-    """Records SIGTERM and SIGINT, so that the run can save itself. A second SIGINT interrupts at once."""
-
-    def __enter__(self):
-        self.caught: int | None = None
-        try:
-            self.before = {number: signal.signal(number, self._catch) for number in (signal.SIGTERM, signal.SIGINT)}
-        except ValueError:  # not in the main thread, where Python delivers no signals
-            self.before = {}
-        return self
-
-    def _catch(self, number, frame):
-        if self.caught is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.caught = number
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-
-class Interrupted(Exception):
-    """A signal arrived during an evaluation, whose results are discarded."""
+    return Run(setup, resumed, initial, locks)
 
 
 @dataclass
@@ -113,21 +93,14 @@ class Outcome:
 
 
 def run_window(
-    model: torch.nn.Module,
-    micro_batches: list[dict],
-    totals: dict[str, float],
-    compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]],
-    loss_weights: dict[str, float],
-    setup: Setup,
-    scaler: torch.amp.GradScaler | None = None,
-    stop: Callable[[], bool] = lambda: False,
-) -> Outcome:
-    """Forward and backward of a window. Gradients add up in the parameters. A pure function of its arguments, which the
-    benchmarks call too.
+    model: torch.nn.Module, micro_batches: list[dict], totals: dict[str, float],
+    compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]], loss_weights: dict[str, float],
+    setup: Setup, scaler: torch.amp.GradScaler | None = None, stop: Callable[[], bool] = lambda: False,
+) -> Outcome:  # fmt: skip
+    """Forward and backward of a window, a pure function of its arguments. Gradients add up in the parameters.
 
-    `totals`: the number of targets of each term in the whole window, on all ranks. `compute_loss(model, batch)` returns
-    the sum of each term over the micro-batch; a term without a weight is not trained. If a micro-batch runs out of
-    memory, the outcome says so; any other error passes through."""
+    `totals`: the number of targets of each term in the whole window, on all ranks. `compute_loss` and `loss_weights` are
+    those of a `Task`. If a micro-batch runs out of memory, the outcome says so; any other error passes through."""
     sums = None
     batches = to_device(micro_batches, setup.device)
     for number in range(len(micro_batches)):
@@ -137,20 +110,19 @@ def run_window(
             with setup.autocast():
                 terms = compute_loss(model, batch)
                 loss = sum(loss_weights[name] * term / totals[name] for name, term in terms.items() if totals.get(name))
-            (scaler.scale(loss) if scaler else loss).backward()
+            if isinstance(loss, torch.Tensor):  # or no term has a target in the whole window
+                (scaler.scale(loss) if scaler else loss).backward()
             detached = torch.stack([terms[name].detach() for name in loss_weights])
             sums = detached if sums is None else sums + detached
         except (RuntimeError, MemoryError) as error:
             if not memory.is_out_of_memory(error):
                 raise
-            failure = str(error).strip().split("\n")[0]
+            failure = errors.first_line(error)
         # Here, outside the handler, the traceback no longer keeps the failed step's tensors alive.
         batch = terms = loss = detached = None
         if failure is not None:
-            batches.close()
             return Outcome(failed=micro_batches[number], reason=failure)
         if stop():
-            batches.close()
             return Outcome(stopped=True)
     return Outcome(sums=sums)
 
@@ -165,35 +137,39 @@ def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
     limits longer utterances."""
     pieces = []
     for batch in micro_batches:
-        bucket = length_bucket(batch)
-        limit = min((size for known, size in limits.items() if known <= bucket), default=len(batch["names"]))
-        pieces += split_batch(batch, limit) if limit < len(batch["names"]) else [batch]
+        bucket, size = length_bucket(batch), len(batch["names"])
+        limit = min((limit for known, limit in limits.items() if known <= bucket), default=size)
+        pieces += split_batch(batch, limit) if limit < size else [batch]
     return pieces
 
 
 def start_progress(resumed: dict | None = None) -> dict:
     """The progress of a run: plain numbers and lists, saved with every checkpoint."""
     progress = {
-        "step": 0, "epoch": 0, "window": 0, "done": [], "window_size": 0, "data": "",
+        "step": 0, "epoch": 0, "window": 0, "done": [], "window_size": 0, "data": "", "order": "",
         "utterances": 0, "best": None, "best_step": 0, "last_evaluation": 0, "evaluations": [], "evaluations_without_gain": 0,
         "bad_windows": 0, "bad_in_a_row": 0, "skipped_files": 0, "limits": {},
     }  # fmt: skip
     return {**progress, **(resumed["progress"] if resumed else {})}
 
 
-def place_in_data(progress: dict, window_size: int, data: str) -> None:
-    """Sets the position for this run's data and window size. If the data have changed, the epoch starts from its
-    beginning. If the window size has changed, the rest of the epoch is cut into new windows; no utterance is repeated or
-    left out."""
-    epoch = f"epoch {progress['epoch'] + 1}"
+def place_in_data(progress: dict, windows: Windows) -> None:
+    """Sets the position for this run's data and window size. If the data or their order have changed, the epoch starts from
+    its beginning. If the window size has changed, the rest of the epoch is cut into new windows. No utterance is repeated
+    or left out unless that is said."""
+    epoch, data, window_size = f"epoch {progress['epoch'] + 1}", windows.data.fingerprint(), windows.window_size
+    changed = ""
     if progress["data"] not in ("", data):
-        print(f"the training data have changed since the checkpoint: {epoch} starts from its beginning")
+        changed = "the training data have"
+    elif progress["order"] not in ("", windows.order(progress["epoch"])):
+        changed = "the seed, or the length of the utterances (speed, padding), has"
+    if changed and (progress["window"] or progress["done"]):
+        print(f"{changed} changed since the checkpoint: {epoch} starts from its beginning")
         progress.update(window=0, done=[])
     elif progress["window"] and progress["window_size"] != window_size:
-        print(
-            f"an update had {progress['window_size']} utterances and now has {window_size}: the rest of {epoch} is cut anew"
-        )
-        progress.update(done=[*progress["done"], [progress["window_size"], progress["window"]]], window=0)
+        before = progress["window_size"]
+        print(f"an update had {before} utterances and now has {window_size}: the rest of {epoch} is cut anew")
+        progress.update(done=[*progress["done"], [before, progress["window"]]], window=0)
     progress.update(data=data, window_size=window_size)
 
 
@@ -208,14 +184,15 @@ class Training:
     optimizer: torch.optim.Optimizer
     schedule: optim.Schedule
     scaler: torch.amp.GradScaler | None
+    windows: Windows
     eval_batches: EvalBatches
     progress: dict
     report: Report
-    watch: SignalWatch
     utilisation: gpu.GpuUtilisation
     last_saved: int = -1
+    caught: int = 0  # a signal's number
     skipped: set[str] = field(default_factory=set)  # files
-    said: set[str] = field(default_factory=set)  # messages that are printed once
+    said: bool = False  # that there is no GPU utilisation
     # Since the last report: when it was, seconds spent waiting for data, utterances, micro-batches since empty_cache.
     since: float = field(default_factory=time.monotonic)
     waited: float = 0.0
@@ -231,16 +208,15 @@ def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, 
     until then is saved."""
     setup, ranks, resumed = run.setup, run.setup.ranks, run.resumed
     prepare(args, run, model, task)
-    optimizer = optim.make_optimizer(
-        model, args.learning_rate or task.learning_rate, args.weight_decay, args.optimizer, args.use_cpu_offload
-    )
+    rate = args.learning_rate or task.learning_rate
+    optimizer = optim.make_optimizer(model, rate, args.weight_decay, args.optimizer, args.use_cpu_offload)
     schedule = optim.Schedule(optimizer, args.lr_schedule, windows.total_steps(args), args.warmup_steps)
     scaler, progress = setup.grad_scaler(), start_progress(resumed)
     if resumed:
         optim.load_optimizer_state(optimizer, model, resumed["optimizer"])
         if scaler and resumed["scaler"]:
             scaler.load_state_dict(resumed["scaler"])
-    place_in_data(progress, windows.window_size, windows.data.fingerprint())
+    place_in_data(progress, windows)
     schedule.set(progress["step"])
     if resumed and len(resumed["rng"]) > ranks.rank:
         set_rng_state(resumed["rng"][ranks.rank], setup.device)
@@ -248,25 +224,40 @@ def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, 
         torch.manual_seed(args.seed + 1000 * ranks.rank + progress["step"])  # each rank has its own dropout
     if resumed:
         resumed.update(model=None, optimizer=None)  # loaded; they would take gigabytes of host memory until the end
-    if not (resumed and checkpoint.continues(args.resume, args.checkpoint_dir)):
-        # A new run in this folder: its best weights are found here, at the latest when it ends.
-        progress.update(best=None, last_evaluation=-1 if resumed else 0)
-        if ranks.first:
-            checkpoint.make_room(args.checkpoint_dir, args.log_dir)
+    prepare_folders(args, run, progress)
     report = Report(args.log_dir, progress["step"], windows.total_steps(args), args.tensorboard, enabled=ranks.first)
     utilisation = gpu.GpuUtilisation(setup.device)
     model.train()
-    with SignalWatch() as watch:
-        training = Training(
-            args=args, setup=setup, task=task, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler,
-            eval_batches=eval_batches, progress=progress, report=report, watch=watch, utilisation=utilisation,
-            last_saved=progress["step"] if resumed else -1,
-        )  # fmt: skip
-        try:
-            return train_windows(training, windows)
-        finally:
-            utilisation.close()
-            report.close()
+    training = Training(
+        args=args, setup=setup, task=task, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler,
+        windows=windows, eval_batches=eval_batches, progress=progress, report=report, utilisation=utilisation,
+        last_saved=progress["step"] if resumed else -1,
+    )  # fmt: skip
+    with watch_signals(training), contextlib.closing(report):
+        return train_windows(training)
+
+
+@contextlib.contextmanager
+def watch_signals(run: Training) -> Iterator[None]:
+    """Records SIGTERM, SIGINT and SIGHUP (a closed terminal) in `run.caught`, so that the run can save itself. A second
+    SIGINT interrupts at once. SIGHUP stays ignored under nohup."""
+
+    def catch(number: int, frame) -> None:
+        if run.caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        run.caught = number
+
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.pop()
+    before = {}
+    with contextlib.suppress(ValueError):  # not in the main thread, where Python delivers no signals
+        before = {number: signal.signal(number, catch) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def prepare(args, run: Run, model: torch.nn.Module, task: Task) -> None:
@@ -282,31 +273,59 @@ def prepare(args, run: Run, model: torch.nn.Module, task: Task) -> None:
         memory.checkpoint_layers(model, task.checkpointed)
 
 
-def train_windows(run: Training, windows: Windows) -> dict:
+def prepare_folders(args, run: Run, progress: dict) -> None:
+    """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint, what is newer. A run whose
+    best weights are not in the folder evaluates at once, so that they are."""
+    has_best = False
+    if run.setup.ranks.first:
+        try:
+            if run.resumed is not None and checkpoint.continues(args.resume, args.checkpoint_dir):
+                checkpoint.branch(args.checkpoint_dir, args.log_dir, progress["step"])
+                has_best = checkpoint.best_step(args.checkpoint_dir) >= progress["best_step"]
+            else:
+                checkpoint.make_room(args.checkpoint_dir, args.log_dir)
+        except OSError as error:
+            raise errors.cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
+    (has_best,) = run.setup.ranks.reduce([int(has_best)], "max")
+    if not has_best:
+        progress.update(best=None, last_evaluation=-1 if run.resumed else 0)
+
+
+def train_windows(run: Training) -> dict:
     """Window after window, with evaluations and checkpoints in between, until the run is finished."""
     progress, ranks = run.progress, run.setup.ranks
-    source = windows.iterate(progress["epoch"], progress["window"], progress["done"])
+    source = run.windows.iterate(progress["epoch"], progress["window"], progress["done"])
     while True:
+        if progress["step"] == 0 and is_finished(run.args, progress):
+            reasons = f"{progress['bad_windows']} windows had a non-finite loss, {progress['skipped_files']} files were skipped"
+            raise RunError(f"no update was made: {reasons}; the messages above name the files")
         if evaluation_is_due(run):
             evaluate_now(run)
-        finished = is_finished(run.args, progress)
-        if save_is_due(run, finished):
+        finished, step, every = is_finished(run.args, progress), progress["step"], run.args.save_every
+        if step != run.last_saved and (finished or (every and step and step % every == 0)):
             save(run)
+        if finished and run.report.problem:
+            raise run.report.problem
         if finished:
             return progress
-        started, window, error = time.monotonic(), None, None
+        started, error = time.monotonic(), run.report.problem
         try:
             window = next(source)
         except Failure as failure:
             error = failure
         run.waited += time.monotonic() - started
-        caught, failed = ranks.reduce([run.watch.caught or 0, int(error is not None)], "max")
+        run.utilisation.sample()
+        caught, failed = ranks.reduce([run.caught, int(error is not None)], "max")
         if failed:
             save(run)
             raise error or RunError("another rank could not continue: see its message")
         if caught:
             raise saved_and_stopped(run, caught)
-        train_window(run, window)
+        try:
+            train_window(run, window)
+        except RunError:
+            save(run)  # the weights are those from before the window
+            raise
 
 
 def finish(
@@ -321,8 +340,7 @@ def finish(
         return mean_values(task, task.evaluate(model, eval_batches.whole()))[task.metric]
 
     with torch.no_grad(), run.setup.autocast():
-        weights = checkpoint.use_best(args, model, task.name, task.metadata, score)
-        report_results(weights)
+        report_results(checkpoint.use_best(args, model, task.name, task.metadata, score))
     print(f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all results: {args.log_dir}")
     print(memory.peak(run.setup.device))
 
@@ -342,11 +360,6 @@ def evaluation_is_due(run: Training) -> bool:
         return False
     epoch_begins = progress["window"] == 0 and not progress["done"]
     return is_finished(run.args, progress) or (progress["step"] % every == 0 if every else epoch_begins)
-
-
-def save_is_due(run: Training, finished: bool) -> bool:
-    step, every = run.progress["step"], run.args.save_every
-    return run.last_saved != step and bool(finished or (every and step and step % every == 0))
 
 
 def train_window(run: Training, window: Window) -> None:
@@ -373,6 +386,7 @@ def train_window(run: Training, window: Window) -> None:
             run.utterances += utterances
             if made:
                 progress["step"] += 1
+                run.schedule.set(progress["step"])
                 averages = {name: value / max(1, totals[name]) for name, value in zip(names, terms, strict=True)}
                 note_update(run, averages, norm)
     progress["window"] = window.number + 1
@@ -389,16 +403,21 @@ def pass_until_it_fits(run: Training, window: Window, totals: dict, buffers: lis
     the sums of the loss terms. Every attempt starts from the same gradients, buffers and random state."""
     progress, setup, ranks = run.progress, run.setup, run.setup.ranks
     rng, failures = rng_state(setup.device), Counter()
+
+    def stop() -> bool:
+        run.utilisation.sample()
+        return run.caught != 0
+
     while True:
         micro_batches = cut_to_fit(window.micro_batches, progress["limits"])
         outcome = run_window(run.model, micro_batches, totals, run.task.compute_loss, run.task.loss_weights, run.setup,
-                             run.scaler, stop=lambda: run.watch.caught is not None)  # fmt: skip
+                             run.scaler, stop)  # fmt: skip
         status = DONE
         if outcome.stopped:
             status = STOP
         elif outcome.failed is not None:
             status = AGAIN if learn_limit(outcome.failed, progress["limits"], failures) else CANNOT_FIT
-        worst, caught = ranks.reduce([status, run.watch.caught or 0], "max")
+        worst, caught = ranks.reduce([status, run.caught], "max")
         if worst == DONE:
             zero = torch.zeros(len(run.task.loss_weights), device=setup.device)
             return zero if outcome.sums is None else outcome.sums
@@ -409,22 +428,16 @@ def pass_until_it_fits(run: Training, window: Window, totals: dict, buffers: lis
         if worst == STOP:
             raise saved_and_stopped(run, caught)
         if worst == CANNOT_FIT:
-            save(run)
-            raise RunError(
-                too_long(outcome)
-                if status == CANNOT_FIT
-                else "an utterance of another rank does not fit into memory: see its message"
-            )
+            other = "an utterance of another rank does not fit into memory: see its message"
+            raise RunError(too_long(outcome) if status == CANNOT_FIT else other)
         for other in ranks.gather(progress["limits"]):  # all ranks keep the same limits
             for bucket, size in other.items():
                 progress["limits"][bucket] = min(size, progress["limits"].get(bucket, size))
         if status == AGAIN:
             size, seconds = len(outcome.failed["names"]), max(outcome.failed["seconds"])
             others = gpu.gpu_processes() if setup.device.type == "cuda" else ""
-            run.report.say(
-                f"out of memory with {size} x {seconds:.1f} s: the window is repeated in smaller micro-batches"
-                + (f"; also on this GPU: {others}" if others else "")
-            )
+            text = f"out of memory with {size} x {seconds:.1f} s: the window is repeated in smaller micro-batches"
+            run.report.say(text + (f"; also on this GPU: {others}" if others else ""))
 
 
 def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool:
@@ -441,11 +454,11 @@ def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool
 def too_long(outcome: Outcome) -> str:
     name, seconds = outcome.failed["names"][0], outcome.failed["seconds"][0]
     others = gpu.gpu_processes()
-    return (
-        f"{name} ({seconds:.1f} s) does not fit into memory even alone ({outcome.reason}): use --gradient_checkpointing or "
-        f"--mixed_precision, reject such utterances with --max_duration {0.9 * seconds:.1f}, or take a smaller model"
-        + (f"; other processes on this GPU: {others}" if others else "")
-    )
+    advice = f"reject such utterances with --max_duration {0.9 * seconds:.1f}, or take a smaller model"
+    if others:
+        advice += f"; other processes on this GPU: {others}"
+    problem = f"{name} ({seconds:.1f} s) does not fit into memory even alone ({outcome.reason})"
+    return f"{problem}: use --gradient_checkpointing or --mixed_precision, {advice}"
 
 
 def restore(buffers: list) -> None:
@@ -468,8 +481,8 @@ def reduce_gradients(run: Training, sums: torch.Tensor) -> tuple[list[float], fl
 
 
 def apply_update(run: Training, norm: float) -> bool:
-    """Clips the gradient, updates the weights, and advances the schedule if there was an update. With fp16 the scaler
-    skips an update whose gradients overflow. Returns whether there was an update."""
+    """Clips the gradient and updates the weights. With fp16 the scaler skips an update whose gradients overflow. Returns
+    whether there was an update."""
     optimizer, scaler, limit = run.optimizer, run.scaler, run.args.max_grad_norm
     if scaler:
         scaler.unscale_(optimizer)
@@ -480,17 +493,12 @@ def apply_update(run: Training, norm: float) -> bool:
         scaler.step(optimizer)
         scaler.update()
         if scaler.get_scale() < 1:
-            raise RunError(
-                f"fp16's loss scale fell below 1 at step {run.progress['step']}: the gradients overflow at any scale; "
-                "use --bf16, --no_mixed_precision or a lower --learning_rate"
-            )
+            reason = "the gradients overflow at any scale; use --bf16, --no_mixed_precision or a lower --learning_rate"
+            raise RunError(f"fp16's loss scale fell below 1 at step {run.progress['step']}: {reason}")
     else:
         optimizer.step()
     optimizer.zero_grad()
-    made = scaler is None or math.isfinite(norm)
-    if made:
-        run.schedule.set(run.progress["step"] + 1)
-    return made
+    return scaler is None or math.isfinite(norm)
 
 
 def note_update(run: Training, averages: dict[str, float], norm: float) -> None:
@@ -498,40 +506,29 @@ def note_update(run: Training, averages: dict[str, float], norm: float) -> None:
     args, step = run.args, run.progress["step"]
     elapsed = max(1e-9, time.monotonic() - run.since)
     loss = sum(run.task.loss_weights[name] * value for name, value in averages.items())
-    rate = run.optimizer.param_groups[0]["lr"]
-    used = memory.memory_used(run.setup.device)
+    rate, used = run.optimizer.param_groups[0]["lr"], memory.memory_used(run.setup.device)
     speed, waiting, utilisation = run.utterances / elapsed, run.waited / elapsed, run.utilisation.mean()
     run.report.progress(step, loss, rate, speed, used, waiting, utilisation)
-    if run.setup.device.type == "cuda" and run.utilisation.problem:
-        say_once(run, f"no GPU utilisation in the reports ({run.utilisation.problem})")
+    if run.setup.device.type == "cuda" and run.utilisation.problem and not run.said:
+        run.said = True
+        run.report.say(f"no GPU utilisation in the reports ({run.utilisation.problem})")
     if step % args.log_every == 0:
         values = {"loss": loss, **{f"loss_{name}": value for name, value in averages.items()}, "learning_rate": rate,
                   "gradient_norm": norm, "utterances_per_second": speed, "memory_bytes": used, "data_wait_share": waiting}  # fmt: skip
         if utilisation is not None:
             values["gpu_utilisation"] = utilisation
-        run.report.write(
-            step, epoch=run.progress["epoch"], **{f"train/{name}": value for name, value in values.items()}
-        )
+        values = {f"train/{name}": value for name, value in values.items()}
+        run.report.write(step, epoch=run.progress["epoch"], **values)
         run.since, run.waited, run.utterances = time.monotonic(), 0.0, 0
-        run.utilisation.reset()
-
-
-def say_once(run: Training, text: str) -> None:
-    if text not in run.said:
-        run.said.add(text)
-        run.report.say(text)
 
 
 def note_skipped(run: Training, window: Window, skipped: int) -> None:
     run.progress["skipped_files"] += skipped
-    if not skipped:
-        return
-    for name, reason in itertools.chain(*run.setup.ranks.gather(window.skipped)):
-        if name in run.skipped:
-            continue  # reported in an earlier epoch
-        run.skipped.add(name)
-        run.report.say(f"skipped: {reason}")
-        run.report.write(run.progress["step"], event="skipped", file=name, reason=reason)
+    for name, reason in itertools.chain(*run.setup.ranks.gather(window.skipped)) if skipped else ():
+        if name not in run.skipped:  # or an earlier epoch has reported it
+            run.skipped.add(name)
+            run.report.say(f"skipped: {reason}")
+            run.report.write(run.progress["step"], event="skipped", file=name, reason=reason)
 
 
 def note_bad_window(run: Training, names: list[str], terms: list[float], norm: float) -> None:
@@ -541,15 +538,13 @@ def note_bad_window(run: Training, names: list[str], terms: list[float], norm: f
     progress["bad_in_a_row"] += 1
     names = list(itertools.chain(*run.setup.ranks.gather(names)))
     values = ", ".join(f"{name} {value:g}" for name, value in zip(run.task.loss_weights, terms, strict=True))
-    run.report.say(
-        f"bad window {progress['bad_windows']}: loss {values}, gradient norm {norm:g}: skipped; its files: {', '.join(names)}"
-    )
+    text = f"bad window {progress['bad_windows']}: loss {values}, gradient norm {norm:g}"
+    run.report.say(f"{text}: skipped; its files: {', '.join(names)}")
     run.report.write(progress["step"], event="bad_window", files=names, terms=[str(value) for value in terms])
     if progress["bad_in_a_row"] >= run.args.max_bad_windows:
-        raise RunError(
-            f"{progress['bad_in_a_row']} windows in a row had a non-finite loss; the last checkpoint in "
-            f"{run.args.checkpoint_dir} is from before them: try a lower --learning_rate, --bf16 or --no_mixed_precision"
-        )
+        count, progress["bad_in_a_row"] = progress["bad_in_a_row"], 0
+        reason = f"{count} windows in a row had a non-finite loss, and the weights from before them are saved"
+        raise RunError(f"{reason}: try a lower --learning_rate, --bf16 or --no_mixed_precision")
 
 
 def evaluate_now(run: Training) -> None:
@@ -558,22 +553,20 @@ def evaluate_now(run: Training) -> None:
 
     def polled() -> Iterable[dict]:
         for batch in run.eval_batches:
-            if run.watch.caught is not None:
-                raise Interrupted
+            if run.caught:
+                raise Stopped("during the evaluation, whose results are discarded", 128 + run.caught)
             yield batch
 
     state, was_training, results = rng_state(setup.device), model.training, {}
     started = time.monotonic()
     model.eval()
     try:
-        with torch.no_grad(), setup.autocast(), run.utilisation.rest():
+        with contextlib.suppress(Stopped), torch.no_grad(), setup.autocast():
             results = run.task.evaluate(model, polled())
-    except Interrupted:
-        pass
     finally:
         model.train(was_training)
         set_rng_state(state, setup.device)
-    (caught,) = setup.ranks.reduce([run.watch.caught or 0], "max")
+    (caught,) = setup.ranks.reduce([run.caught], "max")
     if caught:
         raise saved_and_stopped(run, caught)
     sums = setup.ranks.reduce([float(value) for pair in results.values() for value in pair])
@@ -587,11 +580,9 @@ def evaluate_now(run: Training) -> None:
         if setup.ranks.first:
             summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
             checkpoint.save_weights(args.checkpoint_dir / "best.safetensors", model, run.task.metadata, summary)
-    percent = ("cer", "wer")
-    shown = "  ".join(f"{n} {100 * v:.2f} %" if n in percent else f"{n} {v:.3f}" for n, v in values.items())
-    run.report.say(
-        f"evaluation at step {progress['step']} (epoch {progress['epoch'] + 1}): {shown}{'  best so far' if improved else ''}"
-    )
+    shown = [f"{n} {100 * v:.2f} %" if n in ("cer", "wer") else f"{n} {v:.3f}" for n, v in values.items()]
+    shown = "  ".join([*shown, "best so far"] if improved else shown)
+    run.report.say(f"evaluation at step {progress['step']} (epoch {progress['epoch'] + 1}): {shown}")
     run.report.write(progress["step"], **{f"eval/{name}": value for name, value in values.items()})
     run.report.draw(run.task.metric)
     run.since += time.monotonic() - started  # evaluation does not count as training time
@@ -609,6 +600,7 @@ def save(run: Training) -> None:
     """Writes a checkpoint of the run as it is now, with the random state of every rank."""
     states = run.setup.ranks.gather(rng_state(run.setup.device))
     run.last_saved = run.progress["step"]
+    run.progress["order"] = run.windows.order(run.progress["epoch"])
     if run.setup.ranks.first:
         plain = (int, float, str, bool, type(None))
         flags = {name: value for name, value in vars(run.args).items() if name != "given"}
@@ -629,7 +621,5 @@ def save(run: Training) -> None:
 def saved_and_stopped(run: Training, caught: int) -> Stopped:
     save(run)
     name, step = signal.Signals(caught).name, run.progress["step"]
-    return Stopped(
-        f"stopped by {name}: step {step} is saved in {run.args.checkpoint_dir}; --resume auto continues from there",
-        128 + caught,
-    )
+    text = f"stopped by {name}: step {step} is saved in {run.args.checkpoint_dir}; --resume auto continues from there"
+    return Stopped(text, 128 + caught)

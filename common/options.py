@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import functools
 import math
 import re
 import sys
@@ -12,12 +13,21 @@ from common.errors import UsageError
 # Names that other projects give to a flag, if the nearest spelling here would suggest the wrong one.
 OTHER_NAMES = {"--lr": "--learning_rate", "--fp16": "--mixed_precision fp16", "--fp32": "--no_mixed_precision"}
 
-# Rows (flag, other flag, reason). "flag value" stands for that value of the flag.
+# Flags that have no effect without training.
+TRAINING = (
+    "batch_size gradient_accumulation_steps num_epochs max_steps learning_rate weight_decay warmup_steps lr_schedule "
+    "max_grad_norm max_bad_windows early_stopping_patience gradient_checkpointing torch_compile optimizer use_cpu_offload "
+    "max_batch_seconds eval_every save_every keep_last average_checkpoints log_every init_from"
+).split()
+TRAINS = "the first is for training; leave it out"
+
+# Rows (flag, other flag, reason), for flags that were given. "flag value" stands for that value of the flag.
 EXCLUDES = (
     ("resume", "init_from", "the first continues a run, the second starts a new one; give one of them"),
     ("deterministic", "cudnn_benchmark", "the second chooses kernels by their speed, which may differ between runs"),
     ("use_cpu_offload", "optimizer adamw_8bit", "offloading leaves no optimizer states on the GPU; give the first alone for the least GPU memory, the second alone for faster updates"),
     ("verify_gpu", "evaluate", "give one of them"),
+    *((flag, "evaluate", TRAINS) for flag in TRAINING),
 )  # fmt: skip
 # Rows (flag, flags of which one must be given, reason).
 NEEDS = (("average_by", ("average_checkpoints",), ""),)
@@ -38,27 +48,16 @@ class Parser(argparse.ArgumentParser):
     `given`: the set of names that were on the command line."""
 
     def __init__(self, description: str):
-        super().__init__(
-            description=description,
-            allow_abbrev=False,
-            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118),
-        )
+        layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118)
+        super().__init__(description=description, allow_abbrev=False, formatter_class=layout)
 
     def parse_args(self, words=None, namespace=None) -> argparse.Namespace:
-        defaults = [(action, action.default) for action in self._actions]
-        try:
-            for action, _ in defaults:
-                action.default = argparse.SUPPRESS
-            given = vars(super().parse_args(words))
-        finally:
-            for action, default in defaults:
-                action.default = default
-        args = argparse.Namespace()
-        for action, default in reversed(defaults):  # of several flags for one name, the first has the default
-            if default is not argparse.SUPPRESS:
-                setattr(args, action.dest, default)
-        vars(args).update(given, given=frozenset(given))
-        return args
+        # Of several flags for one name, the first has the default. argparse keeps values that are set already.
+        actions = [action for action in reversed(self._actions) if action.default is not argparse.SUPPRESS]
+        defaults, unset = {action.dest: action.default for action in actions}, object()
+        parsed = vars(super().parse_args(words, argparse.Namespace(**dict.fromkeys(defaults, unset))))
+        given = {name: value for name, value in parsed.items() if value is not unset}
+        return argparse.Namespace(**{**defaults, **given, "given": frozenset(given)})
 
     def error(self, message: str):
         hint = ""
@@ -67,10 +66,8 @@ class Parser(argparse.ArgumentParser):
             unknown = next((word for word in words if word.startswith("-")), "").split("=")[0]
             longer = [flag for flag in self._option_string_actions if unknown and flag.startswith(unknown)]
             near = longer or difflib.get_close_matches(unknown, self._option_string_actions, n=1, cutoff=0.6)
-            if unknown in OTHER_NAMES:
-                hint = f"; did you mean {OTHER_NAMES[unknown]}?"
-            elif near:
-                hint = f"; did you mean {near[0]}?"
+            if unknown in OTHER_NAMES or near:
+                hint = f"; did you mean {OTHER_NAMES.get(unknown) or near[0]}?"
             elif not unknown:
                 hint = "; on/off flags take no value"
         print(f"error: {message}{hint} (--help lists every flag)", file=sys.stderr)
@@ -104,7 +101,7 @@ SHARE = number(float, 0.0, 1.0)
 
 
 def workers(text: str):
-    return text if text == "auto" else COUNT(text)
+    return text if text == "auto" else number(int, 0, 256)(text)
 
 
 def path(text: str) -> str:
@@ -196,18 +193,19 @@ def resolve(
 
 def refuse(args: argparse.Namespace, excludes, needs) -> None:
     """Raises `UsageError` for flags that exclude each other and for flags that need another one."""
+    given = {name: getattr(args, name) for name in args.given}
     for flag, other, reason in excludes:
-        if is_on(args, flag) and is_on(args, other):
+        if is_on(given, flag) and is_on(given, other):
             raise UsageError(f"{shown(flag)} and {shown(other)}: {reason}")
     for flag, others, reason in needs:
-        if flag.split()[0] in args.given and is_on(args, flag) and not any(is_on(args, other) for other in others):
+        if is_on(given, flag) and not any(is_on(vars(args), other) for other in others):
             raise UsageError(f"{shown(flag)} goes with {' or '.join(map(shown, others))}{reason and ': '}{reason}")
 
 
-def is_on(args: argparse.Namespace, flag: str) -> bool:
+def is_on(values: dict, flag: str) -> bool:
     """Whether a flag has the value that follows it in `flag` or, if none follows, any but None, False and 0."""
     name, _, value = flag.partition(" ")
-    current = getattr(args, name)
+    current = values.get(name)
     return str(current) == value if value else current not in (None, False)
 
 
@@ -235,10 +233,9 @@ def choose_shape(args: argparse.Namespace, defaults: dict, saved: dict | None) -
     for name, default in defaults.items():
         value = getattr(args, name)
         if saved and value is not None and value != saved[name]:
-            raise UsageError(
-                f"--{name} {value} conflicts with the checkpoint, which has {saved[name]}: leave the flag out to continue it, "
-                "or start a new run with another --output_dir, or from its weights with --init_from in place of --resume"
-            )
+            conflict = f"--{name} {value} conflicts with the checkpoint, which has {saved[name]}"
+            advice = "leave the flag out to continue it, or start a new run with another --output_dir"
+            raise UsageError(f"{conflict}: {advice}, or from its weights with --init_from in place of --resume")
         usual = saved[name] if saved else default
         shape[name] = usual if value is None else value
     return shape

@@ -1,9 +1,9 @@
 """`--verify_gpu`: checks in seconds what a run needs of this machine. Each check prints pass, FAIL or skip."""
 
+import contextlib
 import os
 import shutil
 import warnings
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,46 +16,46 @@ from common.errors import UsageError, first_line
 PASS, FAIL, SKIP = "pass", "FAIL", "skip"
 WEIGHT = GRADIENT = 4  # bytes: fp32
 STATES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}  # bytes of the two averages, including scales
-BACKENDS = {  # name: torch's back end, and whether it is enabled
-    "flash": (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.flash_sdp_enabled),
-    "memory-efficient": (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.mem_efficient_sdp_enabled),
-    "math": (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled),
-}
+BACKENDS = {"flash": "FLASH_ATTENTION", "memory-efficient": "EFFICIENT_ATTENTION", "math": "MATH"}  # of torch
 
 
-def verify(args, parameters: int, trained: int | None = None) -> int:
-    """Checks what a run with these flags needs, prints a line for each check, and returns the exit status: 1 if one has
-    failed. `parameters` is the size of the model, `trained` how many of them are not frozen (None: all). Nothing is
-    written or downloaded. Call it after `options.resolve`, in place of `device.setup`."""
-    trained = parameters if trained is None else trained
+def verify(args, parameters: int, trained: int) -> int:
+    """Prints a line for each check of what a run with these flags needs, and returns the exit status: 1 if one fails.
+    Of the model's `parameters`, `trained` are not frozen. Nothing is written. Call it in place of `device.setup`."""
+    args.device = args.device.replace("auto", "cuda")  # auto would fall back to the CPU
     try:
-        setup, problem = device.setup(args, quiet=True), None
+        setup = device.setup(args, quiet=True)
+        found = check_gpu(setup)
     except UsageError as error:
         setup = Setup(workers=device.pick_workers(args.dataloader_num_workers, torch.device("cpu"), quiet=True))
-        problem = str(error)
-    on_gpu, no_gpu = setup.device.type == "cuda", (SKIP, "there is no GPU to check")
-    if not on_gpu and args.device != "cpu":
-        problem = problem or gpu.cuda_problem()
-    results = {
-        "GPU": check_gpu(setup, problem),
-        "driver": check_driver() if on_gpu else no_gpu,
-        "memory": check_memory(args, setup, parameters, trained) if on_gpu else no_gpu,
-        "precision": no_gpu if problem else (PASS, device.pick_dtype(args.mixed_precision, setup.device)[1]),
-        "mixed precision": check_autocast(setup),
-        "attention": check_attention(setup) if on_gpu else no_gpu,
-        "torch.compile": check_compile(args, setup),
-        "prefetching": check_prefetching(setup),
-        "TF32": check_tf32(args, setup) if on_gpu else no_gpu,
-        "disk": check_disk(args, parameters, trained),
+        found = FAIL, str(error)
+    needs_gpu = {"driver", "memory", "attention", "TF32", "precision" if found[0] == FAIL else ""}
+    checks = {
+        "GPU": lambda: found,
+        "driver": check_driver,
+        "memory": lambda: check_memory(args, setup, parameters, trained),
+        "precision": lambda: (PASS, device.pick_dtype(args.mixed_precision, setup.device)[1]),
+        "mixed precision": lambda: check_autocast(setup),
+        "attention": lambda: check_attention(setup),
+        "torch.compile": lambda: check_compile(args, setup),
+        "prefetching": lambda: check_prefetching(setup),
+        "TF32": lambda: check_tf32(args, setup),
+        "disk": lambda: check_disk(args, parameters, trained),
     }
-    for name, (status, reason) in results.items():
+    failed = False
+    for name, check in checks.items():
+        status, reason = SKIP, "there is no GPU to check"
+        if setup.device.type == "cuda" or name not in needs_gpu:
+            try:
+                status, reason = check()
+            except (RuntimeError, OSError) as error:
+                status, reason = FAIL, f"it does not work here: {first_line(error)}"
         print(f"{status}  {name}: {reason}")
-    return int(any(status == FAIL for status, _ in results.values()))
+        failed |= status == FAIL
+    return int(failed)
 
 
-def check_gpu(setup: Setup, problem: str | None) -> tuple[str, str]:
-    if problem:
-        return FAIL, problem
+def check_gpu(setup: Setup) -> tuple[str, str]:
     if setup.device.type != "cuda":
         return SKIP, "--device cpu"
     major, minor = torch.cuda.get_device_capability(setup.device)
@@ -65,13 +65,13 @@ def check_gpu(setup: Setup, problem: str | None) -> tuple[str, str]:
 def check_driver() -> tuple[str, str]:
     built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     try:
-        nvml = gpu.load_nvml()
-        version = nvml.nvmlSystemGetDriverVersion()
-        number = nvml.nvmlSystemGetCudaDriverVersion_v2()
-        nvml.nvmlShutdown()
+        import pynvml
+
+        pynvml.nvmlInit()
+        version, newest = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
     except Exception as error:  # the driver works, because the GPU was found
-        return PASS, f"{built} and computes; the driver's version is not known ({error})"
-    return PASS, f"{version}, up to CUDA {number // 1000}.{number % 1000 // 10}; {built}"
+        return PASS, f"{built} and computes; the driver's version is not known ({first_line(error)})"
+    return PASS, f"{version}, up to CUDA {newest // 1000}.{newest % 1000 // 10}; {built}"
 
 
 def check_memory(args, setup: Setup, parameters: int, trained: int) -> tuple[str, str]:
@@ -79,8 +79,7 @@ def check_memory(args, setup: Setup, parameters: int, trained: int) -> tuple[str
     free, total = torch.cuda.mem_get_info(setup.device)
     states = 0.0 if args.use_cpu_offload else STATES[args.optimizer]
     needed = WEIGHT * parameters + (GRADIENT + states) * trained
-    space = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-    text = f"{space}; weights, gradients and optimizer states take {size(needed)}"
+    text = f"{size(free)} of {size(total)} free; weights, gradients and optimizer states take {size(needed)}"
     if others := gpu.gpu_processes():
         text += f"; also on this GPU: {others}"
     if free <= needed:
@@ -89,61 +88,40 @@ def check_memory(args, setup: Setup, parameters: int, trained: int) -> tuple[str
 
 
 def check_autocast(setup: Setup) -> tuple[str, str]:
-    """Whether a product under autocast has the 16-bit type, and whether fp16 has loss scaling."""
+    """Whether a product under autocast has the 16-bit type, and how the loss is scaled."""
     if setup.dtype is None:
         return SKIP, "fp32 throughout"
-    wanted = name_of(setup.dtype)
-    try:
-        dtype = product_dtype(setup)
-    except RuntimeError as error:
-        return FAIL, f"a product of matrices in {wanted} does not work: {first_line(error)}"
-    if dtype is not setup.dtype:
-        return FAIL, f"a product of matrices under autocast is {name_of(dtype)}, not {wanted}"
-    scaler = setup.grad_scaler()
-    if setup.dtype is torch.float16 and not (scaler and scaler.is_enabled()):
-        return FAIL, "float16 without loss scaling: the gradients would vanish"
-    scaling = f", loss scaling from {scaler.get_scale():g}" if scaler else ", which needs no loss scaling"
-    return PASS, f"a product of matrices under autocast is {wanted}{scaling}"
-
-
-def product_dtype(setup: Setup) -> torch.dtype:
-    a = torch.ones(16, 16, device=setup.device)
+    matrix, scaler = torch.ones(16, 16, device=setup.device), setup.grad_scaler()
     with setup.autocast():
-        return (a @ a).dtype
+        dtype = (matrix @ matrix).dtype
+    if dtype is not setup.dtype:
+        return FAIL, f"a product of matrices under autocast is {dtype}, not {setup.dtype}"
+    scaling = f"loss scaling from {scaler.get_scale():g}" if scaler else "which needs no loss scaling"
+    return PASS, f"a product of matrices under autocast is {str(dtype).removeprefix('torch.')}, {scaling}"
 
 
 def check_attention(setup: Setup) -> tuple[str, str]:
-    """Which back ends of scaled_dot_product_attention are enabled and work here, without and with a mask."""
-    enabled = {name: kernel for name, (kernel, is_enabled) in BACKENDS.items() if is_enabled()}
-    plain = [name for name, kernel in enabled.items() if attention_works(setup, kernel, masked=False)]
-    masked = [name for name, kernel in enabled.items() if attention_works(setup, kernel, masked=True)]
-    if not plain or not masked:
+    """Which back ends of scaled_dot_product_attention work here, forward and backward, without and with a mask."""
+    q = torch.ones(2, 2, 16, 64, device=setup.device, dtype=setup.dtype, requires_grad=True)
+    works = {}
+    for mask in (None, torch.ones(2, 1, 1, 16, device=setup.device, dtype=torch.bool)):
+        for name, kernel in BACKENDS.items():
+            with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, kernel)), contextlib.suppress(RuntimeError):
+                warnings.simplefilter("ignore")  # torch explains at length why it did not use the other back ends
+                F.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum().backward()
+                works.setdefault(mask is None, []).append(name)
+    if len(works) < 2:
         return FAIL, "no back end of scaled_dot_product_attention computes on this GPU"
-    only = " (math alone: memory grows with the square of the length)" if masked == ["math"] else ""
-    return PASS, f"{', '.join(plain)}; with a padding mask: {', '.join(masked)}{only}"
-
-
-def attention_works(setup: Setup, kernel: SDPBackend, masked: bool) -> bool:
-    """Tries forward and backward of a tiny attention."""
-    dtype = setup.dtype or torch.float32
-    q = torch.ones(2, 2, 16, 64, device=setup.device, dtype=dtype, requires_grad=True)
-    mask = torch.ones(2, 1, 1, 16, device=setup.device, dtype=torch.bool) if masked else None
-    with warnings.catch_warnings(), sdpa_kernel(kernel):
-        warnings.simplefilter("ignore")  # torch explains at length why it did not use the other back ends
-        try:
-            F.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum().backward()
-        except RuntimeError:
-            return False
-    return True
+    only = " (math alone: memory grows with the square of the length)" if works[False] == ["math"] else ""
+    return PASS, f"{', '.join(works[True])}; with a padding mask: {', '.join(works[False])}{only}"
 
 
 def check_compile(args, setup: Setup) -> tuple[str, str]:
     if not args.torch_compile and setup.device.type != "cuda":
         return SKIP, "not asked for (--torch_compile)"
     if problem := compiling.compile_problem(setup.device):
-        return (FAIL, problem) if args.torch_compile else (SKIP, f"not asked for, and {problem}")
-    hint = "" if args.torch_compile else " (--torch_compile would use it)"
-    return PASS, f"a tiny function was compiled for {setup.device}{hint}"
+        return FAIL if args.torch_compile else SKIP, problem
+    return PASS, f"a tiny function was compiled for {setup.device}"
 
 
 def check_prefetching(setup: Setup) -> tuple[str, str]:
@@ -151,21 +129,12 @@ def check_prefetching(setup: Setup) -> tuple[str, str]:
     on_gpu, workers = setup.device.type == "cuda", f"{setup.workers} data worker{'s' if setup.workers != 1 else ''}"
     if not setup.workers:
         return FAIL if on_gpu else SKIP, "--dataloader_num_workers 0: training waits while data are read; try auto"
-    if not on_gpu:
-        return PASS, workers
-    try:
-        copy_ahead(setup)
-    except RuntimeError as error:
-        return FAIL, f"{workers}, but copying from pinned memory does not work: {first_line(error)}"
-    return PASS, f"{workers}, pinned memory, and the next micro-batch is copied while one computes"
-
-
-def copy_ahead(setup: Setup) -> None:
-    """Copies two micro-batches to the device as training does."""
-    window = batches.Window(0, 0, False, [{"audio": torch.ones(2, 16)} for _ in range(2)]).pin_memory()
-    for batch in batches.to_device(window.micro_batches, setup.device):
-        if float(batch["audio"].sum()) != 32:
-            raise RuntimeError("the copy differs from its source")
+    if on_gpu:
+        window = batches.Window(0, 0, False, [{"audio": torch.ones(2, 16)} for _ in range(2)]).pin_memory()
+        if any(float(batch["audio"].sum()) != 32 for batch in batches.to_device(window.micro_batches, setup.device)):
+            return FAIL, "a copy from pinned memory differs from its source"
+        workers += ", pinned memory, and the next micro-batch is copied while one computes"
+    return PASS, workers
 
 
 def check_tf32(args, setup: Setup) -> tuple[str, str]:
@@ -173,19 +142,17 @@ def check_tf32(args, setup: Setup) -> tuple[str, str]:
         return SKIP, "--no_tf32"
     if torch.cuda.get_device_capability(setup.device)[0] < 8:
         return SKIP, "this GPU has no TF32 units (compute capability 8.0 and newer have)"
-    if not torch.backends.cuda.matmul.allow_tf32:
-        return FAIL, "it was asked for but is not on"
     return PASS, "on for operations in fp32"
 
 
 def check_disk(args, parameters: int, trained: int) -> tuple[str, str]:
     """Whether `--keep_last` checkpoints and one that is being written, the best weights and their replacement fit on
     the disk. Checkpoints that a resumed run will remove count as free."""
-    folder = Path(args.checkpoint_dir)
+    folder = args.checkpoint_dir
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return FAIL, f"cannot write in {existing}; choose another --checkpoint_dir"
-    each = checkpoint_bytes(args, parameters, trained)
+    each = WEIGHT * parameters + STATES[args.optimizer] * trained  # with the states, also if they are in host memory
     needed = (args.keep_last + 1) * each + 2 * WEIGHT * parameters
     own = checkpoint.list_checkpoints(folder) if checkpoint.continues(args.resume, folder) else []
     free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in own)
@@ -195,14 +162,5 @@ def check_disk(args, parameters: int, trained: int) -> tuple[str, str]:
     return PASS, f"{size(free)} free for {need}"
 
 
-def checkpoint_bytes(args, parameters: int, trained: int) -> int:
-    """The size of a checkpoint in bytes: weights and optimizer states, also if a run keeps these in host memory."""
-    return int(WEIGHT * parameters + STATES[args.optimizer] * trained)
-
-
 def size(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

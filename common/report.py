@@ -58,13 +58,10 @@ class Report:
 
     def _drop_lines_after(self, step: int) -> None:
         path, kept = self.log_dir / "metrics.jsonl", []
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                try:
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line)
-                except (ValueError, KeyError, TypeError):
-                    continue  # a line that is incomplete because the run was killed
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # incomplete, because the run was killed
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
         write_text(path, "".join(line + "\n" for line in kept))  # replaces a link, too: nothing is written through it
 
     def say(self, text: str) -> None:
@@ -136,8 +133,6 @@ class Report:
         plot(left, "train/loss", label="training")
         plot(left, "eval/loss", label="evaluation", marker=".")
         left.set(xlabel="updates", ylabel="loss", title="Loss")
-        if left.lines:
-            left.legend(loc="upper right")
         if any("train/learning_rate" in line for line in lines):
             axes = left.twinx()
             plot(axes, "train/learning_rate", color="0.75", linewidth=1)
@@ -147,8 +142,9 @@ class Report:
         for name in [name for name in ("cer", "wer") if any(f"eval/{name}" in line for line in lines)] or [metric]:
             plot(right, f"eval/{name}", 100, label=name.upper(), marker=".")
         right.set(xlabel="updates", ylabel="%", title="Error on the evaluation set", ylim=(0, None))
-        if right.lines:
-            right.legend(loc="upper right")
+        for axes in (left, right):
+            if axes.lines:
+                axes.legend(loc="upper right")
         path = self.log_dir / "training.png"
         write_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120), durable=False)
         plt.close(figure)

@@ -22,17 +22,21 @@ import math
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import common  # noqa: F401  first, because a signal while torch is imported would be a traceback
+
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import checkpoint, device, optim, options, preflight
+from common import checkpoint, device, memory, optim, options, preflight
 from common.batches import EvalBatches, Windows, pad
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
+from common.memory import lean_chain
 from common.report import check_folder
 from speech import corpus as splits
 from speech import demo, metrics, recogniser, text
@@ -54,6 +58,14 @@ NORM_UTTERANCES = 500  # for the statistics of --cmvn global
 SHAPE = {  # what the checkpoint decides when resuming
     "d_model": 192, "encoder_layers": 8, "decoder_layers": 4, "attention_heads": 4, "subsampling": 4, "cmvn": "global",
 }  # fmt: skip
+METADATA = {  # what a checkpoint says about the model
+    "config": {
+        "d_model": range(2, 8193), "encoder_layers": range(1, 129), "decoder_layers": range(1, 129), "attention_heads": range(1, 129),
+        "subsampling": {4, 8}, "cmvn": {"global", "utterance"}, "vocabulary": range(1, 1 << 20),
+    },
+    "tokenizer": ({"kind": {"sentencepiece"}, "model": str}, {"kind": {"vocab_file"}, "characters": [str]}),
+    "longest": lambda seconds: 0 < seconds < 1e6, "held_out?": [str], "asked?": dict,
+}  # fmt: skip
 NEEDS = (
     ("beam_size", ("decoding rescore", "decoding beam"), ""),
     ("vocab_size", ("tokenizer bpe",), ""),
@@ -65,16 +77,16 @@ def add_arguments(parser) -> None:
     recogniser.add_arguments(parser, ("greedy", "rescore", "beam"), "rescore", BEAM_SIZE)
     # fmt: off
     model = parser.add_argument_group("model (its shape comes from the checkpoint when resuming)")
-    model.add_argument("--d_model", type=options.POSITIVE, metavar="N", help="width (192)")
-    model.add_argument("--encoder_layers", type=options.POSITIVE, metavar="N", help="Conformer blocks (8)")
-    model.add_argument("--decoder_layers", type=options.POSITIVE, metavar="N", help="Transformer decoder layers (4)")
-    model.add_argument("--attention_heads", type=options.POSITIVE, metavar="N", help="heads in every attention (4)")
+    model.add_argument("--d_model", type=options.number(int, 1, 8192), metavar="N", help="width (192)")
+    model.add_argument("--encoder_layers", type=options.number(int, 1, 128), metavar="N", help="Conformer blocks (8)")
+    model.add_argument("--decoder_layers", type=options.number(int, 1, 128), metavar="N", help="Transformer decoder layers (4)")
+    model.add_argument("--attention_heads", type=options.number(int, 1, 128), metavar="N", help="heads in every attention (4)")
     model.add_argument("--subsampling", type=int, choices=[4, 8], help="frames of 10 ms in an encoder frame (4)")
     model.add_argument("--cmvn", choices=["global", "utterance"], help="feature normalisation: by training-set statistics, or each utterance's own (global)")
     model.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
     model.add_argument("--label_smoothing", type=options.SHARE, default=0.1, metavar="P", help="label smoothing of the attention decoder's targets (0.1)")
     model.add_argument("--tokenizer", choices=["char", "bpe"], default="char", help="SentencePiece units, trained on the training text (char)")
-    model.add_argument("--vocab_size", type=options.POSITIVE, metavar="N", help="pieces of --tokenizer bpe (500)")
+    model.add_argument("--vocab_size", type=options.number(int, 1, 200000), metavar="N", help="pieces of --tokenizer bpe (500)")
     model.add_argument("--vocab_file", type=options.path, metavar="FILE", help="characters from a vocab.json with char2idx, instead of a trained tokenizer")
     # fmt: on
     options.add_arguments(parser)
@@ -99,9 +111,10 @@ def choose_shape(args, saved: dict | None) -> dict:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def read_corpora(args) -> dict[str, Corpus]:
-    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given."""
-    checks = splits.resolve(args)
+def read_corpora(args, saved: dict | None) -> dict[str, Corpus]:
+    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given. What was held out
+    when the model with the metadata `saved` began is held out again."""
+    checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.evaluate and args.test_manifest:
         paths = {"test": args.test_manifest}
@@ -112,10 +125,22 @@ def read_corpora(args) -> dict[str, Corpus]:
     return splits.load_splits(paths, text.normalise, checks)
 
 
-def make_tokenizer(args, texts):
-    if args.vocab_file:
-        return text.load_vocab_file(args.vocab_file)
-    return text.train_tokenizer(texts, args.tokenizer, args.vocab_size or 500)
+def make_tokenizer(args, saved: dict | None, texts):
+    """The tokenizer of the checkpoint with the metadata `saved`, which flags must not contradict; or the flags'."""
+    own = text.load_vocab_file(args.vocab_file) if args.vocab_file else None
+    if saved:
+        asked = saved.get("asked", {})
+        differs = [
+            name
+            for name in ("tokenizer", "vocab_size")
+            if name in args.given and getattr(args, name) != asked.get(name)
+        ]
+        if differs or (own and own.state() != saved["tokenizer"]):
+            raise UsageError(
+                f"--{differs[0] if differs else 'vocab_file'} is not what the checkpoint's tokens were made from: leave it out"
+            )
+        return text.make_tokenizer(saved["tokenizer"], saved["config"]["vocabulary"])
+    return own or text.train_tokenizer(texts, args.tokenizer, args.vocab_size or 500)
 
 
 def drop_untrainable(corpus: Corpus, tokenizer, subsampling: int, strict: bool) -> Corpus:
@@ -245,6 +270,10 @@ class FeedForward(nn.Sequential):
     def __init__(self, d: int, dropout: float):
         super().__init__(nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.SiLU(), nn.Linear(4 * d, d), nn.Dropout(dropout))
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm, widen, _, narrow, dropout = self
+        return dropout(lean_chain(x, norm, widen, F.silu, narrow))
+
 
 class SelfAttention(nn.Module):
     """Pre-norm self-attention with rotary positions, (B, T, D) to (B, T, D). Attention weights have no dropout: with it
@@ -261,7 +290,9 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, angles: tuple, mask: torch.Tensor | None = None, causal: bool = False
     ) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, D/H)
+        qkv = lean_chain(x, self.norm, self.qkv).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, D / H)
+        v = v.contiguous()  # a view would keep q and k, too, which backward needs as rotated only
         y = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, attn_mask=mask, is_causal=causal)
         return self.dropout(self.out(y.transpose(1, 2).flatten(2)))
 
@@ -299,11 +330,11 @@ class Convolution(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        x = F.glu(self.enter(self.norm(x)), dim=-1)
+        x = F.glu(lean_chain(x, self.norm, self.enter), dim=-1)
         if padding is not None:
             x = x.masked_fill(padding, 0.0)  # or the kernel would see what follows the end
         x = self.depthwise(x.transpose(1, 2)).transpose(1, 2)
-        return self.dropout(self.leave(F.silu(self.middle_norm(x))))
+        return self.dropout(lean_chain(x, self.middle_norm, F.silu, self.leave))
 
 
 class EncoderLayer(nn.Module):
@@ -523,12 +554,29 @@ def report_results(args, tokenizer, model: Conformer, eval_batches, title: str) 
 # --- main ------------------------------------------------------------------------------------------------------------
 
 
+def make_model(config: dict, *settings: float, weights: dict | None = None) -> Conformer:
+    """A model of this configuration. Raises `UsageError` before it takes memory if it would have other tensors than the
+    `weights` that it will be given, or does not fit into memory at all."""
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in Conformer(config).state_dict().items()}
+    if weights and shapes != {name: tensor.shape for name, tensor in weights.items()}:
+        raise UsageError(
+            "the saved weights are not those of the model that their metadata describe; --init_from loads what fits"
+        )
+    memory.require_room(sum(map(math.prod, shapes.values())))
+    return Conformer(config, *settings)
+
+
 def trained(args, setup: device.Setup) -> tuple[Conformer, object, dict]:
     """The model, tokenizer and metadata of --resume, or of the best evaluation."""
-    weights, metadata = checkpoint.weights_to_use(args, RECIPE)
-    model = Conformer(metadata["config"])
+    weights, metadata = checkpoint.weights_to_use(args, RECIPE, METADATA)
+    model = make_model(metadata["config"], weights=weights)
     checkpoint.load_weights(model, weights)
-    return model.to(setup.device).eval(), text.make_tokenizer(metadata["tokenizer"]), metadata
+    return (
+        model.to(setup.device).eval(),
+        text.make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"]),
+        metadata,
+    )
 
 
 def transcribe(args) -> None:
@@ -545,7 +593,7 @@ def evaluate_only(args) -> None:
     setup = device.setup(args)
     check_folder(args.log_dir)
     model, tokenizer, metadata = trained(args, setup)
-    corpora = read_corpora(args)
+    corpora = read_corpora(args, metadata)
     name = "test" if "test" in corpora else "val"
     data = Utterances(args, corpora[name], tokenizer, metadata["config"]["subsampling"], training=False)
     with setup.autocast():
@@ -555,7 +603,7 @@ def evaluate_only(args) -> None:
 def verify_gpu(args) -> int:
     """The exit status of --verify_gpu, for a model with the vocabulary that is usual for characters."""
     config = {**choose_shape(args, None), "vocabulary": args.vocab_size or 100}
-    return preflight.verify(args, *optim.count_parameters(Conformer(config)))
+    return preflight.verify(args, *optim.count_parameters(make_model(config)))
 
 
 def measure_features(model: Conformer, data: Utterances, seed: int) -> None:
@@ -581,19 +629,19 @@ def main(args) -> None:
         return transcribe(args)
     if args.evaluate:
         return evaluate_only(args)
-    run = begin(args, RECIPE)
+    run = begin(args, RECIPE, METADATA)
     saved = run.resumed["metadata"] if run.resumed else None
     shape = choose_shape(args, saved and saved["config"])
 
-    corpora = read_corpora(args)
-    tokenizer = text.make_tokenizer(saved["tokenizer"]) if saved else make_tokenizer(args, corpora["train"].texts)
+    corpora = read_corpora(args, saved)
+    tokenizer = make_tokenizer(args, saved, corpora["train"].texts)
     corpora["train"] = drop_untrainable(corpora["train"], tokenizer, shape["subsampling"], args.strict_data)
     data = {
         name: Utterances(args, corpora[name], tokenizer, shape["subsampling"], training=name == "train")
         for name in corpora
     }
     config = {**shape, "vocabulary": tokenizer.size}
-    model = Conformer(config, args.dropout, args.label_smoothing)
+    model = make_model(config, args.dropout, args.label_smoothing, weights=run.resumed and run.resumed["model"])
     print(f"model: {optim.count_parameters(model)[0] / 1e6:.1f} M parameters, {tokenizer.size} text tokens")
     if shape["cmvn"] == "global" and not run.resumed:
         measure_features(model, data["train"], args.seed)
@@ -601,7 +649,9 @@ def main(args) -> None:
     windows = Windows(args, data["train"], collate, run.setup)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"}
     longest = float(corpora["train"].seconds.max())
-    metadata = {"recipe": RECIPE, "config": config, "tokenizer": tokenizer.state(), "longest": longest}
+    held_out = [] if args.val_manifest or not args.train_manifest else splits.held_out_keys(corpora["val"])
+    metadata = {"recipe": RECIPE, "config": config, "tokenizer": tokenizer.state(), "longest": longest, "held_out": held_out,
+                "asked": (saved or {}).get("asked", {"tokenizer": args.tokenizer, "vocab_size": args.vocab_size})}  # fmt: skip
     task = Task(
         RECIPE, compute_loss, LOSS_WEIGHTS, functools.partial(evaluate, tokenizer), metadata,
         checkpointed=CHECKPOINTED, compiled=COMPILED,
@@ -616,4 +666,4 @@ def main(args) -> None:
 if __name__ == "__main__":
     parser = options.Parser(__doc__)
     add_arguments(parser)
-    exit_with_one_line(main, parser.parse_args())
+    exit_with_one_line(lambda: main(parser.parse_args()))

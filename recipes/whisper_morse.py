@@ -26,11 +26,14 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import common  # noqa: F401  first, because a signal while torch is imported would be a traceback
+
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, device, options, preflight
 from common.batches import EvalBatches, Windows, pad
 from common.errors import DataError, UsageError, exit_with_one_line
@@ -42,9 +45,9 @@ from speech.audio import SAMPLE_RATE, change_speed, speed_factors
 from speech.features import random_masks
 from speech.morse import scores
 from speech.morse.alphabet import SYMBOLS, normalise
-from speech.morse.recordings import DATASET_MIX, Recordings, from_corpus, read_splits, write_dataset
+from speech.morse.recordings import DATASET_MIX, MOST_CLIPS, Recordings, from_corpus, read_splits, write_dataset
 from speech.morse.scores import for_scoring
-from speech.morse.synthesis import CONDITIONS, Synthetic, choose_conditions
+from speech.morse.synthesis import CHOICE, CONDITIONS, LIMITS, LONGEST, Synthetic, choose_conditions
 from speech.recogniser import SPEEDS, decode_set
 from speech.whisper import decoding, formats
 from speech.whisper import start as starts
@@ -55,10 +58,13 @@ RECIPE = "whisper_morse"
 FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH = 2, 10 / 80  # share of the bands
 TIME_MASKS, TIME_MASK_WIDTH = 2, 0.05  # share of the utterance
 DEMO_STEPS = 1100
-EPOCH_CLIPS, EVAL_CLIPS = 4000, 200
+EPOCH_CLIPS, EVAL_CLIPS, MOST_EVAL_CLIPS = 4000, 200, 1_000_000
 SIZES = {"demo": formats.shape(128, (4, 2), 4), **formats.SIZES}
 DRAWN = ("conditions", "wpm", "tone", "snr_db", "clip_seconds")  # flags: kept with the weights, for --evaluate
 SYNTHETIC_ONLY = (*DRAWN, "clips_per_epoch", "eval_clips")
+# Flags that go with --write_dataset: what the clips depend on, and what every command takes.
+WRITING = {"write_dataset", *DRAWN, "seed", "dataloader_num_workers", "output_dir", "log_dir", "checkpoint_dir", "device",
+           "mixed_precision", "tensorboard"}  # fmt: skip
 RECORDED = ("data_dir", "train_manifest", "test_manifest")  # flags that name recordings
 RELEASED = ("model_dir", "model_file")
 EXCLUDES = (
@@ -72,7 +78,11 @@ EXCLUDES = (
         ("alignment_weight", source, "recordings do not say when a symbol is sent; give --ctc_weight instead")
         for source in RECORDED
     ),
+    *((flag, "transcribe", "the first is for training and --evaluate") for flag in (*SYNTHETIC_ONLY, "data_dir")),
+    *(("alignment_weight", use, options.TRAINS) for use in starts.USES),
+    ("clips_per_epoch", "evaluate", options.TRAINS),
 )
+METADATA = {**starts.METADATA, "synthesis": (type(None), CHOICE)}
 NEEDS = tuple((flag, RECORDED, "") for flag in ("max_samples", "cache_audio", "audio_root"))
 
 
@@ -84,10 +94,10 @@ def add_arguments(parser) -> None:
     own = parser.add_argument_group("Morse")
     own.add_argument("--conditions", nargs="+", choices=list(CONDITIONS), metavar="NAME", help=f"conditions that clips are drawn from, each equally likely: {', '.join(CONDITIONS)} (demo; all but demo with a released model or --from_scratch)")
     for name, what in (("wpm", "speed, words a minute"), ("tone", "tone, Hz"), ("snr_db", "SNR in 2,500 Hz, dB")):
-        own.add_argument(f"--{name}", type=options.number(float, -40), nargs=2, metavar=("LOW", "HIGH"), help=f"{what} (the conditions' own)")
-    own.add_argument("--clip_seconds", type=options.number(float, 1.0, 29.0), metavar="S", help="longest clip (29; 3 in the demo)")
-    own.add_argument("--clips_per_epoch", type=options.POSITIVE, metavar="N", help=f"synthetic clips in an epoch; every epoch has new ones ({EPOCH_CLIPS})")
-    own.add_argument("--eval_clips", type=options.POSITIVE, metavar="N", help=f"synthetic clips in the evaluation set, and in the test set ({EVAL_CLIPS})")
+        own.add_argument(f"--{name}", type=options.number(float, *LIMITS[name]), nargs=2, metavar=("LOW", "HIGH"), help=f"{what} (the conditions' own)")
+    own.add_argument("--clip_seconds", type=options.number(float, 1.0, LONGEST), metavar="S", help="longest clip; a slow symbol is sent whole (29; 3 in the demo)")
+    own.add_argument("--clips_per_epoch", type=options.number(int, 1, MOST_CLIPS), metavar="N", help=f"synthetic clips in an epoch; every epoch has new ones ({EPOCH_CLIPS})")
+    own.add_argument("--eval_clips", type=options.number(int, 1, MOST_EVAL_CLIPS), metavar="N", help=f"synthetic clips in the evaluation set, and in the test set ({EVAL_CLIPS})")
     own.add_argument("--alignment_weight", type=options.SHARE, metavar="X", help="share of an auxiliary loss on the encoder (which symbol is sent in every frame), for synthetic clips from scratch (0.3 there)")
     own.add_argument("--data_dir", type=options.path, metavar="DIR", help="train and evaluate on a folder of recordings with metadata.csv or splits/")
     own.add_argument("--write_dataset", nargs=2, metavar=("DIR", "N"), help="write such a folder with N synthetic clips of --conditions, and exit")
@@ -120,6 +130,7 @@ def resolve(args) -> starts.Start:
         args.conditions = ["demo"] if is_demo else [name for name in CONDITIONS if name != "demo"]
     if args.clip_seconds is None and is_demo:
         args.clip_seconds = 3.0
+    choose_conditions(*(getattr(args, name) for name in DRAWN))  # what is wrong with them is reported now
     # Released models forbid / = + - : when they decode. In Morse these are sent.
     return starts.resolve(args, SIZES, is_demo, bool(args.alignment_weight) or None, suppress=False)
 
@@ -127,11 +138,13 @@ def resolve(args) -> starts.Start:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def read_sets(args, drawn: dict | None = None) -> dict[str, Synthetic | Recordings]:
-    """The clips "train", "val" and "test" to train and evaluate on; at least "val" or "test" for --evaluate. `drawn`:
-    values for the flags in DRAWN instead of the command line's."""
+def read_sets(args, saved: dict | None, drawn: dict | None = None) -> dict[str, Synthetic | Recordings]:
+    """The clips "train", "val" and "test" to train and evaluate on; at least "val" or "test" for --evaluate. What was
+    held out when the model with the metadata `saved` began is held out again. `drawn`: values for the flags in DRAWN instead
+    of the command line's."""
+    checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
     if args.data_dir:
-        sets = read_splits(args.data_dir, splits.resolve(args), args.cache_audio)
+        sets = read_splits(args.data_dir, checks, args.cache_audio)
         missing = [name for name in ("train", "val") if name not in sets and not (args.evaluate and name == "train")]
         if missing:
             raise DataError(f"--data_dir {args.data_dir}: no usable clips in {' and '.join(missing)}")
@@ -140,34 +153,28 @@ def read_sets(args, drawn: dict | None = None) -> dict[str, Synthetic | Recordin
         paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
         if args.evaluate and args.test_manifest:
             paths = {"test": args.test_manifest}
-        corpora = splits.load_splits(paths, normalise, splits.resolve(args))
+        corpora = splits.load_splits(paths, normalise, checks)
         return {name: from_corpus(corpora[name], f"{name} set", args.strict_data, args.cache_audio) for name in corpora}
     drawn = drawn or {name: getattr(args, name) for name in DRAWN}
-    mix = choose_conditions(*(drawn[name] for name in DRAWN))
+    longest = min(drawn["clip_seconds"] or LONGEST, args.max_duration)
+    mix = choose_conditions(*({**drawn, "clip_seconds": longest}[name] for name in DRAWN))
     counts = {"train": args.clips_per_epoch, "val": args.eval_clips, "test": args.eval_clips}
     return {name: Synthetic(mix, counts[name], 3 * args.seed + stream) for stream, name in enumerate(counts)}
 
 
-def about_run(args, clips: Synthetic | Recordings, metadata: dict, ranks: int) -> dict:
-    """What is kept with the weights beside the model: how a resumed run pads, how long files are cut.
-
-    --pad_share applies from the middle epoch on. Before the model can read anything, 30 s of mostly silence teach it
-    little and cost as much as ten short utterances."""
-    per_epoch = math.ceil(len(clips) / (args.batch_size * args.gradient_accumulation_steps * ranks))
-    middle = int(min(args.num_epochs or math.inf, (args.max_steps or math.inf) / per_epoch) / 2)
+def about_run(args, sets: dict[str, Synthetic | Recordings], metadata: dict, ranks: int) -> dict:
+    """What is kept with the weights beside the model: how a resumed run pads, what is held out, how clips are drawn and long
+    files are cut."""
+    clips = sets["train"]
+    windows = math.ceil(len(clips) / (args.batch_size * args.gradient_accumulation_steps * ranks))
     return {
         "recipe": RECIPE,
         "pad_to_30s": args.pad_to_30s,
-        "pad_from": metadata.get("pad_from", middle),
+        "pad_from": metadata.get("pad_from", starts.middle_epoch(windows, args.num_epochs, args.max_steps)),
+        "held_out": splits.held_out_keys(sets["val"]) if args.train_manifest and not args.val_manifest else [],
         "synthesis": {name: getattr(args, name) for name in DRAWN} if isinstance(clips, Synthetic) else None,
         "longest": max(float(clips.seconds(0).max()), metadata.get("longest", 0.0)),
     }
-
-
-@functools.lru_cache(maxsize=2)
-def draw_padded(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
-    """(N,) which utterances are padded to the longest window in an epoch."""
-    return np.random.default_rng([seed, epoch, 11]).random(count) < share
 
 
 class Utterances:
@@ -206,7 +213,7 @@ class Utterances:
     def padded(self, epoch: int) -> np.ndarray:
         if self.args.pad_to_30s or epoch < self.pad_from:
             return np.full(len(self), self.args.pad_to_30s)
-        return draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
+        return starts.draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
 
     def item(self, index: int, epoch: int) -> dict:
         """One clip: waveform (T,), decoder input and labels (U,), CTC's targets (S,), masks of SpecAugment; if the
@@ -310,25 +317,15 @@ def evaluate(
     return {**sums, **metrics.score(rows, for_scoring)}
 
 
-def make_search(args, metadata: dict) -> tuple[WhisperTokenizer, decoding.Search]:
-    """The tokenizer of a model, and how --decoding searches."""
-    tokenizer = make_tokenizer(metadata["tokenizer"])
-    vocab_size = metadata["config"]["vocab_size"]
-    search = decoding.make_search(
-        tokenizer, metadata["generation"], vocab_size, args.decoding, args.beam_size, args.seed
-    )
-    return tokenizer, search
-
-
 def final_texts(model: Whisper, tokenizer, search: decoding.Search, batch: dict) -> list[str]:
     """The texts of a batch by --decoding, with the fallback to higher temperatures."""
     return decoding.texts(model, tokenizer, *model.encode(batch), search)
 
 
-def report_results(args, clips, model: Whisper, metadata: dict, eval_batches, title: str) -> None:
+def report_results(args, start: starts.Start, clips, model: Whisper, metadata: dict, eval_batches, title: str) -> None:
     """Prints error rates and examples of a set, decoded by --decoding; then tables by condition, contest, speed and SNR,
     which are kept in evaluation.json."""
-    texts_of = functools.partial(final_texts, model, *make_search(args, metadata))
+    texts_of = functools.partial(final_texts, model, *starts.make_search(start, metadata))
     rows, _ = decode_set(lambda batch: (texts_of(batch), {}), eval_batches, next(model.parameters()).device)
     rows = [clips.row(row["index"], row["hypothesis"]) for row in rows]
     title = f"{title}, {len(rows)} clips, decoding: {args.decoding}"
@@ -346,17 +343,16 @@ def trained(args, start: starts.Start, setup: device.Setup) -> tuple[Whisper, di
     if start.pretrained and not args.resume:
         weights, metadata = starts.read_pretrained(start)
     else:
-        weights, metadata = checkpoint.weights_to_use(args, RECIPE)
-    model = starts.make_model(metadata)
-    checkpoint.load_weights(model, weights)
-    return model.to(setup.device).eval(), metadata
+        weights, metadata = checkpoint.weights_to_use(args, RECIPE, METADATA)
+        starts.check_resumed(start, metadata)
+    return starts.load_model(weights, metadata).to(setup.device), metadata
 
 
 def transcribe(args, start: starts.Start) -> None:
     setup = device.setup(args, quiet=True)
     model, metadata = trained(args, start, setup)
     longest, cutting = starts.long_recordings(metadata)
-    texts_of = functools.partial(final_texts, model, *make_search(args, metadata))
+    texts_of = functools.partial(final_texts, model, *starts.make_search(start, metadata))
     recogniser.transcribe_files(args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size, cutting)
 
 
@@ -368,7 +364,7 @@ def test_set(args, start: starts.Start, metadata: dict) -> tuple[str, Utterances
         raise UsageError(
             "--evaluate needs a test set, because these weights were not trained on synthetic clips: add --data_dir, --test_manifest or --conditions"
         )
-    sets = read_sets(args, drawn)
+    sets = read_sets(args, metadata, drawn)
     name = "test" if "test" in sets else "val"
     return name, Utterances(args, sets[name], make_tokenizer(metadata["tokenizer"]), metadata, training=False)
 
@@ -383,7 +379,7 @@ def evaluate_only(args, start: starts.Start) -> None:
         name, data = test_set(args, start, metadata)
         with setup.autocast():
             eval_batches = EvalBatches(args, data, collate, setup)
-            report_results(args, data.clips, model, metadata, eval_batches, f"{name} set, the weights named")
+            report_results(args, start, data.clips, model, metadata, eval_batches, f"{name} set, the weights named")
     if args.export:
         starts.export(args.export, model, metadata)
 
@@ -399,15 +395,15 @@ def exports_only(args, start: starts.Start) -> bool:
 
 def write_clips(args) -> None:
     """--write_dataset DIR N."""
-    folder, count = args.write_dataset
+    if others := sorted(args.given - WRITING):
+        raise UsageError(f"--write_dataset and --{others[0]}: the first trains nothing; leave the second out")
     try:
-        number = options.POSITIVE(count)
+        folder, count = options.path(args.write_dataset[0]), options.number(int, 1, MOST_CLIPS)(args.write_dataset[1])
     except options.argparse.ArgumentTypeError as error:
-        raise UsageError(f"--write_dataset {folder} {count}: {error}") from None
+        raise UsageError(f"--write_dataset {' '.join(args.write_dataset)}: {error}") from None
     mix = choose_conditions(args.conditions or DATASET_MIX, args.wpm, args.tone, args.snr_db, args.clip_seconds)
-    workers = args.dataloader_num_workers
-    workers = len(os.sched_getaffinity(0)) if workers == "auto" else workers
-    write_dataset(folder, number, args.seed, mix, max(1, workers))
+    workers, cores = args.dataloader_num_workers, os.cpu_count() or 1
+    write_dataset(folder, count, args.seed, mix, cores if workers == "auto" else min(workers, cores))
 
 
 def main(args) -> None:
@@ -421,12 +417,12 @@ def main(args) -> None:
         return transcribe(args, start)
     if args.evaluate or exports_only(args, start):
         return evaluate_only(args, start)
-    run = begin(args, RECIPE)
+    run = begin(args, RECIPE, METADATA)
 
-    sets = read_sets(args)
+    sets = read_sets(args, run.resumed and run.resumed["metadata"])
     metadata, weights = starts.choose(start, run.resumed, lambda: train_symbols(SYMBOLS, args.language))
-    tokenizer, search = make_search(args, metadata)
-    metadata |= about_run(args, sets["train"], metadata, run.setup.ranks.size)
+    tokenizer, search = starts.make_search(start, metadata)
+    metadata |= about_run(args, sets, metadata, run.setup.ranks.size)
     data = {name: Utterances(args, sets[name], tokenizer, metadata, training=name == "train") for name in sets}
     model = starts.make_model(metadata, args.dropout, args.label_smoothing)
     starts.fill(start, model, weights, data["train"])
@@ -442,7 +438,7 @@ def main(args) -> None:
     train(args, run, model, task, windows, evaluation["val"])
     name = "test" if "test" in evaluation else "val"
     finish(args, run, model, task, evaluation["val"], lambda weights: report_results(
-        args, sets[name], model, metadata, evaluation[name].whole(), f"{name} set, {weights}"
+        args, start, sets[name], model, metadata, evaluation[name].whole(), f"{name} set, {weights}"
     ))  # fmt: skip
     if args.export and run.setup.ranks.first:
         starts.export(args.export, model, metadata)
@@ -451,4 +447,4 @@ def main(args) -> None:
 if __name__ == "__main__":
     parser = options.Parser(__doc__)
     add_arguments(parser)
-    exit_with_one_line(main, parser.parse_args())
+    exit_with_one_line(lambda: main(parser.parse_args()))

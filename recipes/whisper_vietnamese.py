@@ -25,14 +25,17 @@ import math
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import common  # noqa: F401  first, because a signal while torch is imported would be a traceback
+
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, device, options, preflight
 from common.batches import EvalBatches, Windows, pad
-from common.errors import DataError, UsageError, exit_with_one_line
+from common.errors import DataError, exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
 from speech import corpus as splits
@@ -58,6 +61,7 @@ EXCLUDES = (
         for model in ("model_dir", "model_file")
     ),
     ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
+    *(("vocab_size", use, "trained weights have their own vocabulary; leave the first out") for use in starts.USES),
 )
 
 
@@ -67,7 +71,7 @@ def add_arguments(parser) -> None:
     recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", starts.BEAM_SIZE)
     # fmt: off
     own = parser.add_argument_group("Vietnamese")
-    own.add_argument("--vocab_size", type=options.POSITIVE, metavar="N", help="tokens of a model from scratch: 256 bytes, 9 special tokens and pieces (500; 320 for the demo)")
+    own.add_argument("--vocab_size", type=options.number(int, 1, formats.CONFIG["vocab_size"][-1]), metavar="N", help="tokens of a model from scratch: 256 bytes, 9 special tokens and pieces (500; 320 for the demo)")
     own.add_argument("--compare_to", type=options.path, metavar="PATH", help="a baseline for the results at the end: a Hugging Face folder, OpenAI's .pt, or weights of this recipe")
     # fmt: on
     options.add_arguments(parser, learning_rate=(None, "by the model's width, and whether it is fine-tuned"))
@@ -95,9 +99,10 @@ def for_scoring(transcript: str) -> str:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def read_sets(args) -> dict[str, Corpus]:
-    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given."""
-    checks = splits.resolve(args)
+def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
+    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given. What was held out
+    when the model with the metadata `saved` began is held out again."""
+    checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.evaluate and args.test_manifest:
         paths = {"test": args.test_manifest}
@@ -120,25 +125,16 @@ def drop_untrainable(corpus: Corpus, tokenizer, max_tokens: int, strict: bool) -
     return splits.drop(corpus, "training set", fault, strict)
 
 
-def about_run(args, corpus: Corpus, metadata: dict, ranks: int) -> dict:
-    """What is kept with the weights beside the model: how a resumed run pads, how long files are cut.
-
-    --pad_share applies from the middle epoch on. Before the model can read anything, 30 s of mostly silence teach it
-    little and cost as much as ten short utterances."""
-    per_epoch = math.ceil(len(corpus) / (args.batch_size * args.gradient_accumulation_steps * ranks))
-    middle = int(min(args.num_epochs or math.inf, (args.max_steps or math.inf) / per_epoch) / 2)
+def about_run(args, sets: dict[str, Corpus], metadata: dict, ranks: int) -> dict:
+    """What is kept with the weights beside the model: how a resumed run pads, what is held out, how long files are cut."""
+    windows = math.ceil(len(sets["train"]) / (args.batch_size * args.gradient_accumulation_steps * ranks))
     return {
         "recipe": RECIPE,
         "pad_to_30s": args.pad_to_30s,
-        "pad_from": metadata.get("pad_from", middle),
-        "longest": max(float(corpus.seconds.max()), metadata.get("longest", 0.0)),
+        "pad_from": metadata.get("pad_from", starts.middle_epoch(windows, args.num_epochs, args.max_steps)),
+        "held_out": splits.held_out_keys(sets["val"]) if args.train_manifest and not args.val_manifest else [],
+        "longest": max(float(sets["train"].seconds.max()), metadata.get("longest", 0.0)),
     }
-
-
-@functools.lru_cache(maxsize=2)
-def draw_padded(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
-    """(N,) which utterances are padded to the longest window in an epoch."""
-    return np.random.default_rng([seed, epoch, 11]).random(count) < share
 
 
 class Utterances:
@@ -175,7 +171,7 @@ class Utterances:
     def padded(self, epoch: int) -> np.ndarray:
         if self.args.pad_to_30s or epoch < self.pad_from:
             return np.full(len(self), self.args.pad_to_30s)
-        return draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
+        return starts.draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), decoder input and labels (U,), CTC's targets (S,), masks of SpecAugment."""
@@ -259,16 +255,6 @@ def evaluate(
     return {**sums, **metrics.score(rows, for_scoring)}
 
 
-def make_search(args, metadata: dict) -> tuple[WhisperTokenizer, decoding.Search]:
-    """The tokenizer of a model, and how --decoding searches."""
-    tokenizer = make_tokenizer(metadata["tokenizer"])
-    vocab_size = metadata["config"]["vocab_size"]
-    search = decoding.make_search(
-        tokenizer, metadata["generation"], vocab_size, args.decoding, args.beam_size, args.seed
-    )
-    return tokenizer, search
-
-
 def final_texts(model: Whisper, tokenizer, search: decoding.Search, batch: dict) -> list[str]:
     """The texts of a batch by --decoding, with the fallback to higher temperatures."""
     return decoding.texts(model, tokenizer, *model.encode(batch), search)
@@ -278,7 +264,7 @@ def report_results(args, start: starts.Start, model: Whisper, metadata: dict, ev
     """Prints error rates and examples of a set, decoded by --decoding; with --compare_to also a baseline's."""
 
     def decode_all(model: Whisper, metadata: dict) -> list[dict]:
-        texts_of = functools.partial(final_texts, model, *make_search(args, metadata))
+        texts_of = functools.partial(final_texts, model, *starts.make_search(start, metadata))
         return decode_set(lambda batch: (texts_of(batch), {}), eval_batches, next(model.parameters()).device)[0]
 
     rows = decode_all(model, metadata)
@@ -286,22 +272,21 @@ def report_results(args, start: starts.Start, model: Whisper, metadata: dict, ev
     recogniser.print_results(rows, title, args.log_dir, args.seed, for_scoring)
     if args.compare_to:
         weights, theirs = read_baseline(args, start)
-        baseline = starts.make_model(theirs)
-        checkpoint.load_weights(baseline, weights)
-        before = decode_all(baseline.to(next(model.parameters()).device).eval(), theirs)
+        before = decode_all(starts.load_model(weights, theirs).to(next(model.parameters()).device), theirs)
         table = metrics.improvement_table(before, rows, for_scoring)
         print(f"compared to {args.compare_to} on the same {len(rows)} utterances:\n{table}")
 
 
 def read_baseline(args, start: starts.Start) -> tuple[dict, dict]:
     """Weights and metadata of --compare_to. Raises `UsageError`."""
-    path = Path(args.compare_to)
-    if not path.exists():
-        raise UsageError(f"--compare_to {path}: no such file or folder")
-    if path.is_file() and (path.suffix == ".safetensors" or path.name.startswith("checkpoint_step_")):
-        return checkpoint.read_weights(path, RECIPE)
+    path, flag = Path(args.compare_to), "--compare_to"
+    if path.suffix == ".safetensors" or path.name.startswith("checkpoint_step_"):
+        weights, metadata = checkpoint.read_weights(path, RECIPE, starts.METADATA, flag)
+        starts.check_saved(metadata, weights)
+        return weights, metadata
     tokenizer = start.tokenizer_file if start.pretrained else None
-    return starts.read_pretrained(dataclasses.replace(start, pretrained=args.compare_to, tokenizer_file=tokenizer))
+    theirs = dataclasses.replace(start, pretrained=args.compare_to, source=flag, tokenizer_file=tokenizer)
+    return starts.read_pretrained(theirs)
 
 
 # --- main ------------------------------------------------------------------------------------------------------------
@@ -312,24 +297,23 @@ def trained(args, start: starts.Start, setup: device.Setup) -> tuple[Whisper, di
     if start.pretrained and not args.resume:
         weights, metadata = starts.read_pretrained(start)
     else:
-        weights, metadata = checkpoint.weights_to_use(args, RECIPE)
-    model = starts.make_model(metadata)
-    checkpoint.load_weights(model, weights)
-    return model.to(setup.device).eval(), metadata
+        weights, metadata = checkpoint.weights_to_use(args, RECIPE, starts.METADATA)
+        starts.check_resumed(start, metadata)
+    return starts.load_model(weights, metadata).to(setup.device), metadata
 
 
 def transcribe(args, start: starts.Start) -> None:
     setup = device.setup(args, quiet=True)
     model, metadata = trained(args, start, setup)
     longest, cutting = starts.long_recordings(metadata)
-    texts_of = functools.partial(final_texts, model, *make_search(args, metadata))
+    texts_of = functools.partial(final_texts, model, *starts.make_search(start, metadata))
     recogniser.transcribe_files(args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size, cutting)
 
 
 def test_set(args, start: starts.Start, metadata: dict) -> tuple[str, Utterances]:
     """The set that --evaluate is about, and its name."""
     starts.check_limits(start, metadata["config"])
-    sets = read_sets(args)
+    sets = read_sets(args, metadata)
     name = "test" if "test" in sets else "val"
     return name, Utterances(args, sets[name], make_tokenizer(metadata["tokenizer"]), metadata, training=False)
 
@@ -365,16 +349,16 @@ def main(args) -> None:
         return transcribe(args, start)
     if args.evaluate or exports_only(args, start):
         return evaluate_only(args, start)
-    run = begin(args, RECIPE)
+    run = begin(args, RECIPE, starts.METADATA)
 
-    sets = read_sets(args)
+    sets = read_sets(args, run.resumed and run.resumed["metadata"])
     metadata, weights = starts.choose(
         start, run.resumed, lambda: train_bpe(sets["train"].texts, args.vocab_size, args.language)
     )
-    tokenizer, search = make_search(args, metadata)
+    tokenizer, search = starts.make_search(start, metadata)
     max_tokens = args.max_target_tokens or metadata["config"]["max_target_positions"]
     sets["train"] = drop_untrainable(sets["train"], tokenizer, max_tokens, args.strict_data)
-    metadata |= about_run(args, sets["train"], metadata, run.setup.ranks.size)
+    metadata |= about_run(args, sets, metadata, run.setup.ranks.size)
     data = {name: Utterances(args, sets[name], tokenizer, metadata, training=name == "train") for name in sets}
     model = starts.make_model(metadata, args.dropout, args.label_smoothing)
     starts.fill(start, model, weights, data["train"])
@@ -399,4 +383,4 @@ def main(args) -> None:
 if __name__ == "__main__":
     parser = options.Parser(__doc__)
     add_arguments(parser)
-    exit_with_one_line(main, parser.parse_args())
+    exit_with_one_line(lambda: main(parser.parse_args()))

@@ -1,12 +1,16 @@
 """Audio files to waveforms: reading, resampling, speed perturbation, a cache of decoded audio."""
 
+import contextlib
 import functools
 import hashlib
+import math
 import os
 import re
 import shutil
 import subprocess
 import wave
+import zlib
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,11 +20,14 @@ import torch
 import torchaudio
 
 from common.errors import DataError, RunError, UsageError
-from common.files import write_file
-from speech.headers import END_TOLERANCE, UNKNOWN_LENGTH, missing_seconds
+from common.files import require_file, write_file
+from speech.columns import printable
+from speech.headers import END_TOLERANCE, UNKNOWN_LENGTH, file_fault, format_fault
 
 SAMPLE_RATE = 16_000  # Hz, of every recogniser
 LARGEST_TERM = 1000  # of the ratio of two sample rates: the size of the resampling filter is the product of its terms
+LOUDEST = 32_768.0  # amplitude: 16-bit integers stored as floats; statistics over a set would not survive much more
+FFMPEG_SECONDS = 600  # to decode a file
 AUDIO_SUFFIXES = {".mp3", ".m4a", ".aac", ".opus", ".wma", ".webm", ".mp4", ".oga", ".aif"}  # besides libsndfile's own
 
 
@@ -28,7 +35,7 @@ class BadAudio(DataError):
     """An audio file that cannot be used; `path` names it."""
 
     def __init__(self, path: str, problem: str):
-        super().__init__(f"{path} {problem}")
+        super().__init__(f"{printable(path)} {problem}")
         self.path = path
 
 
@@ -38,10 +45,13 @@ def _resampler(source: int, target: int) -> torchaudio.transforms.Resample:
 
 
 def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """(T,) at `source` Hz to (T',) at `target` Hz. The ratio of the rates is rounded to one with small terms, by at
-    most 0.05 %: the filter from 7999 to 16000 Hz would take gigabytes."""
-    ratio = Fraction(source, target).limit_denominator(LARGEST_TERM)
-    return waveform if ratio == 1 else _resampler(ratio.numerator, ratio.denominator)(waveform)
+    """(T,) at `source` Hz to (T',) at `target` Hz. The ratio of the rates is rounded to one with small terms, by less
+    than 0.06 %: the filter from 7999 to 16000 Hz would take gigabytes."""
+    ratio = Fraction(min(source, target), max(source, target)).limit_denominator(LARGEST_TERM)
+    if ratio == 1:
+        return waveform
+    terms = (ratio.numerator, ratio.denominator)
+    return _resampler(*(terms if source < target else terms[::-1]))(waveform)
 
 
 def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:
@@ -58,10 +68,12 @@ def speed_factors(seed: int, epoch: int, count: int, factors: tuple[float, ...])
 
 def read_audio(path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None) -> torch.Tensor:
     """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz; channels are averaged. Formats that
-    libsndfile does not know are decoded by ffmpeg if it is installed. Raises `BadAudio` if the file is missing,
-    truncated, empty or not finite."""
+    libsndfile does not know are decoded by ffmpeg if it is installed. Raises `BadAudio` if the file is missing, truncated
+    or empty, or if its format or its samples are beyond all measure."""
+    if fault := file_fault(path):
+        raise BadAudio(path, f"cannot be used: {fault}")
     try:
-        file = soundfile.SoundFile(path)
+        file = soundfile.SoundFile(os.fsencode(path))  # soundfile cannot encode names that are not UTF-8
         if file.frames >= UNKNOWN_LENGTH:
             file.close()
             raise OSError("its header states no length")
@@ -69,11 +81,16 @@ def read_audio(path: str, sample_rate: int, offset: float = 0.0, duration: float
         rate, waveform = sample_rate, _read_with_ffmpeg(path, sample_rate, offset, duration, error)
     else:
         with file:
+            if fault := format_fault(file):
+                raise BadAudio(path, f"cannot be used: {fault}")
             rate, waveform = file.samplerate, _read(file, path, offset, duration)
     if len(waveform) == 0:
         raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
-    if not torch.isfinite(waveform).all():
+    peak = float(waveform.abs().max())
+    if not math.isfinite(peak):
         raise BadAudio(path, "holds samples that are not finite (NaN or infinity)")
+    if peak > LOUDEST:
+        raise BadAudio(path, f"holds samples of up to {peak:.3g}, where 1 is full scale")
     return resample(waveform, rate, sample_rate)
 
 
@@ -88,9 +105,6 @@ def _read(file: soundfile.SoundFile, path: str, offset: float, duration: float |
         raise BadAudio(path, f"is truncated or damaged: {_reason(error)}") from None
     except MemoryError:
         raise BadAudio(path, f"does not fit into memory: its header states {seconds / 3600:.0f} h") from None
-    missing = missing_seconds(file)
-    if missing > END_TOLERANCE:
-        raise BadAudio(path, f"is truncated: {seconds:.2f} of {seconds + missing:.2f} s are there")
     if len(samples) < frames - END_TOLERANCE * rate:  # the length of an MP3 may be an estimate
         raise BadAudio(path, f"is truncated: {len(samples) / rate:.2f} of {frames / rate:.2f} s could be read")
     return torch.from_numpy(samples.mean(axis=1) if samples.shape[1] > 1 else samples[:, 0])
@@ -99,30 +113,28 @@ def _read(file: soundfile.SoundFile, path: str, offset: float, duration: float |
 def _read_with_ffmpeg(
     path: str, sample_rate: int, offset: float, duration: float | None, error: Exception
 ) -> torch.Tensor:
-    try:
-        with open(path, "rb") as file:
-            is_empty = not file.read(1)
-    except (OSError, ValueError) as failure:
-        raise BadAudio(path, f"cannot be read: {_reason(failure)}") from None
-    if is_empty:
-        raise BadAudio(path, "is empty")
     if not shutil.which("ffmpeg"):
         raise BadAudio(path, f"cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)")
-    command = ["ffmpeg", "-v", "error", "-nostdin", "-ss", str(offset), "-i", f"file:{path}"]
-    command += ["-t", str(duration)] if duration is not None else []
-    result = subprocess.run([*command, "-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"], capture_output=True)
+    command = ["ffmpeg", "-v", "error", "-nostdin", "-ss", f"{offset:f}", "-i", f"file:{path}"]
+    command += ["-t", f"{duration:f}"] if duration is not None else []
+    command += ["-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"]
+    try:
+        result = subprocess.run(command, capture_output=True, timeout=FFMPEG_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as failure:
+        raise BadAudio(path, f"cannot be read: ffmpeg failed: {_reason(failure)}") from None
     if result.returncode or result.stderr:  # for a truncated file: a complaint and status 0
         complaints = result.stderr.decode(errors="replace").strip().splitlines() or [_reason(error)]
         complaint = re.sub(r"^(\[[^\]]*\] *)+", "", complaints[0])  # without the part of ffmpeg and its address
         raise BadAudio(path, f"cannot be read: {complaint}")
-    return torch.from_numpy(np.frombuffer(result.stdout, dtype="<f4").copy())
+    return torch.from_numpy(np.frombuffer(result.stdout, "<f4", len(result.stdout) // 4).copy())
 
 
 def read_cached(
     folder: str | None, path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None
 ) -> torch.Tensor:
-    """`read_audio` through a cache of decoded audio below `folder` (fp32 samples, 230 MB per hour at 16 kHz), with
-    bit-identical results. A file that changes is decoded again. Raises `RunError` if the cache cannot be written."""
+    """`read_audio` through a cache of decoded audio below `folder` (fp32 samples and their checksum, 230 MB per hour at
+    16 kHz), with bit-identical results. A file that changes is decoded again, and so is one whose entry is damaged. Raises
+    `RunError` if the cache cannot be written."""
     if not folder:
         return read_audio(path, sample_rate, offset, duration)
     try:
@@ -131,20 +143,20 @@ def read_cached(
         raise BadAudio(path, f"cannot be read: {_reason(error)}") from None
     key = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns, sample_rate, offset, duration))
     name = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    cached = Path(folder) / name[:2] / f"{name}.npy"
-    try:
-        return torch.from_numpy(np.array(np.load(cached, mmap_mode="r")))
-    except (OSError, ValueError, EOFError):
-        pass  # not decoded yet, or truncated by a full disk
+    cached = Path(folder) / name[:2] / f"{name}.f32"
+    with contextlib.suppress(OSError, UsageError):  # not decoded yet, or not a regular file
+        content = np.fromfile(require_file(cached), np.float32)
+        samples, checksum = content[:-1], content[-1:].view(np.uint32)
+        if len(samples) and checksum == zlib.crc32(samples, zlib.crc32(name.encode())):
+            return torch.from_numpy(samples)
     waveform = read_audio(path, sample_rate, offset, duration)
-
-    def write(temporary: Path) -> None:
-        with open(temporary, "wb") as file:
-            np.save(file, waveform.numpy())
-
+    checksum = zlib.crc32(waveform.numpy(), zlib.crc32(name.encode()))
+    content = waveform.numpy().tobytes() + np.uint32(checksum).tobytes()
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        write_file(cached, write, durable=False)
+        write_file(cached, lambda temporary: temporary.write_bytes(content), durable=False)
+    except FileExistsError:
+        pass  # something that is not a file has that name, and stays
     except OSError as error:
         reason = f"{error.strerror}; leave the flag out, or name another folder"
         raise RunError(f"--cache_audio {folder}: {reason}") from None
@@ -163,17 +175,29 @@ def audio_files(paths: list[str]) -> list[Path]:
     `UsageError` if a path does not exist, or if there is no audio file in a folder."""
     suffixes = {f".{name.lower()}" for name in soundfile.available_formats()} | AUDIO_SUFFIXES
     files = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file())
+    for path in paths:
+        if os.path.isdir(path):
+            inside = sorted(file for file in _files_below(path) if file.suffix.lower() in suffixes)
             if not inside:
                 raise UsageError(f"no audio file in {path}")
             files += inside
-        elif path.exists():
-            files.append(path)
+        elif os.path.exists(path):
+            files.append(require_file(path))
         else:
             raise UsageError(f"{path}: no such file or folder")
     return files
+
+
+def _files_below(folder: str) -> Iterator[Path]:
+    """Links to folders are not followed: they may lead back. (`rglob` and `os.walk` fail in very deep folders.)"""
+    folders = [folder]
+    while folders:
+        try:
+            entries = list(os.scandir(folders.pop()))
+        except OSError as error:
+            raise UsageError(f"{error.filename}: {error.strerror}") from None
+        folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        yield from (Path(entry.path) for entry in entries if os.path.isfile(entry.path))
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """The rows of a manifest in columns: strings in one buffer, numbers in arrays."""
 
 import hashlib
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 EXAMPLES = 3  # of each reason in the table of rejections
+EXAMPLE_LENGTH = 1000  # characters
 
 
 class Strings:
@@ -37,6 +39,12 @@ class Strings:
     def empty(self) -> np.ndarray:
         """(N,), True for empty strings."""
         return np.diff(self.ends) == 0
+
+    def longer(self, length: int) -> np.ndarray:
+        """(N,), True for strings of more than `length` characters."""
+        candidates = np.diff(self.ends) > length  # bytes
+        candidates[candidates] = [len(self[i]) > length for i in np.flatnonzero(candidates).tolist()]
+        return candidates
 
     def select(self, indices: np.ndarray) -> "Strings":
         chosen, ends = Strings(), np.array(self.ends)
@@ -75,6 +83,12 @@ class Codes:
         return Codes(self.names[code] for code in np.array(self.codes)[indices].tolist())
 
 
+def printable(text: str) -> str:
+    """A text of a data set as a part of one line: line breaks and other control characters become escapes."""
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda match: repr(match[0])[1:-1], text[: EXAMPLE_LENGTH + 1])
+    return text if len(text) <= EXAMPLE_LENGTH else text[:EXAMPLE_LENGTH] + "..."
+
+
 @dataclass
 class Rejections:
     """How many rows were rejected for each reason, with a few examples. `repeated` counts rows that are used, but have
@@ -88,7 +102,7 @@ class Rejections:
         self.counts[reason] = self.counts.get(reason, 0) + 1
         shown = self.examples.setdefault(reason, [])
         if len(shown) < EXAMPLES:
-            shown.append(example)
+            shown.append(printable(example))
 
     @property
     def total(self) -> int:

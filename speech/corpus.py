@@ -3,7 +3,7 @@
 import hashlib
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --va
 MOST_HELD_OUT = 200  # utterances, at most
 FILE_TOLERANCE = 0.5  # seconds: END_TOLERANCE for whole files, whose duration is often rounded to a second
 MICROSECOND = 1e-6  # rounding error of time differences, seconds
+MOST_CHARACTERS = 10_000  # of a text; if --max_duration is over 100 s, FASTEST_SPEECH for so long
+FASTEST_SPEECH = 100  # characters per second, more than anyone says
 
 # Contradictions between flags, as `common.options` refuses them: flags that exclude each other, and flags that need one
 # of others: (flag, flags of which one must be given, words to add to the message).
@@ -42,6 +44,7 @@ class Checks:
     max_samples: int | None = None  # of the training set
     strict: bool = False  # raise `DataError` if anything is rejected
     seed: int = 1  # of the part that is held out
+    held_out: tuple[str, ...] = ()  # `held_out_keys` of the part that an earlier run held out
 
 
 def add_arguments(parser) -> None:
@@ -60,8 +63,8 @@ def add_arguments(parser) -> None:
     # fmt: on
 
 
-def resolve(args) -> Checks:
-    """The checks that the flags ask for. Raises `UsageError`."""
+def resolve(args, held_out: Iterable[str] = ()) -> Checks:
+    """The checks that the flags ask for. `held_out`: what the resumed run stored. Raises `UsageError`."""
     if args.min_duration >= args.max_duration:
         raise UsageError(f"--min_duration {args.min_duration:g} is not below --max_duration {args.max_duration:g}")
     return Checks(
@@ -73,25 +76,27 @@ def resolve(args) -> Checks:
         max_samples=args.max_samples,
         strict=args.strict_data,
         seed=args.seed,
+        held_out=tuple(map(str, held_out)),
     )
 
 
 def load_splits(paths: dict[str, str | None], normalise: Callable[[str], str], checks: Checks) -> dict[str, Corpus]:
     """The checked corpora of the splits that have a manifest in `paths`; prints their sizes and rejections.
 
-    `checks.max_samples` shortens "train". If there is a "train" but no "val", a part of "train" is held out. Raises
-    `DataError` and `UsageError`."""
+    `checks.max_samples` shortens "train". If there is a "train" but no "val", a part of "train" is held out: if possible
+    `checks.held_out`, whatever the seed and `max_samples` are now. Raises `DataError` and `UsageError`."""
     corpora = {}
     for split, path in paths.items():
         if not path:
             continue
         corpus, rejected = load_corpus(path, normalise, checks)
+        whole = corpus  # of the last split, which matters if it is "train"
         if split == "train" and checks.max_samples:
             corpus = corpus.select(np.arange(min(checks.max_samples, len(corpus))))
         report_rejections(f"{split} set ({path})", corpus.seconds, rejected, checks.strict)
         corpora[split] = corpus
     if "val" not in corpora and "train" in corpora:
-        corpora["train"], corpora["val"] = hold_out(corpora["train"], HELD_OUT, MOST_HELD_OUT, checks.seed)
+        corpora["train"], corpora["val"] = hold_out(whole, len(corpora["train"]), checks.seed, set(checks.held_out))
     return corpora
 
 
@@ -105,7 +110,7 @@ def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> t
     corpus = read_manifest(path, rejected, normalise, checks.audio_root, segments)
     files = Codes(corpus.paths)
     file_of = np.array(files.codes)
-    cache = f"headers-{hashlib.sha1(os.path.abspath(path).encode()).hexdigest()[:12]}.npz"
+    cache = f"headers-{hashlib.sha1(os.fsencode(os.path.abspath(path))).hexdigest()[:12]}.npz"
     file_seconds, reasons = probe_all(files.names, checks.cache_dir / cache if checks.cache_dir else None)
     available = file_seconds[file_of] - corpus.offsets
     missing = corpus.durations - available
@@ -135,6 +140,8 @@ def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> t
     reject(corpus.seconds > checks.max_duration, too_long)
     reject(corpus.seconds < checks.min_duration, f"shorter than {checks.min_duration:g} s (--min_duration)")
     reject(corpus.texts.empty(), "text is empty")
+    most = max(MOST_CHARACTERS, int(FASTEST_SPEECH * checks.max_duration))
+    reject(corpus.texts.longer(most), f"text is longer than {most} characters")
     if not keep.all():
         corpus, file_of = corpus.select(np.flatnonzero(keep)), file_of[keep]
     rejected.repeated = count_repeated(file_of, corpus)
@@ -245,12 +252,29 @@ def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, stri
         raise DataError(f"{name}: {rejected.total} utterances rejected (--strict_data)")
 
 
-def hold_out(corpus: Corpus, share: float, most: int, seed: int) -> tuple[Corpus, Corpus]:
-    """(training part, evaluation part): a random `share` of the utterances, at least one and at most `most`, is held
-    out. Raises `DataError` if nothing would be left to train on."""
-    count = min(most, max(1, round(share * len(corpus))))
-    if count >= len(corpus):
+def hold_out(whole: Corpus, size: int, seed: int, before: set[str]) -> tuple[Corpus, Corpus]:
+    """(training part, evaluation part) of the first `size` utterances of the training set: a random part is held out,
+    HELD_OUT of it, at least one utterance and at most MOST_HELD_OUT. If `before` has the keys of other utterances, these
+    are held out instead. Raises `DataError` if nothing would be left to train on."""
+    count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * size)))
+    chosen = np.sort(np.random.default_rng(seed).permutation(size)[:count])
+    if before and set(held_out_keys(whole.select(chosen))) != before:
+        kept = np.flatnonzero([key in before for key in held_out_keys(whole)])
+        if len(kept):
+            chosen = kept
+        else:
+            print("the utterances that were held out before are not in the training set any more: others are drawn")
+    rest = np.setdiff1d(np.arange(size), chosen)
+    if not len(rest):
         raise DataError("one utterance is too few to hold one out for evaluation: add --val_manifest")
-    order = np.random.default_rng(seed).permutation(len(corpus))
-    print(f"no --val_manifest: {count} of the {len(corpus)} training utterances are held out")
-    return corpus.select(np.sort(order[count:])), corpus.select(np.sort(order[:count]))
+    print(f"no --val_manifest: {len(chosen)} of the {len(chosen) + len(rest)} training utterances are held out")
+    return whole.select(rest), whole.select(chosen)
+
+
+def held_out_keys(corpus: Corpus) -> list[str]:
+    """A short key of each utterance, which stays the same if the data set moves or grows."""
+    keys = []
+    for path, offset, text in zip(corpus.paths, corpus.offsets.tolist(), corpus.texts, strict=True):
+        row = repr((path.split(os.sep)[-2:], offset, text))
+        keys.append(hashlib.blake2b(row.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest())
+    return keys

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import RunError, require
-from common.files import read_made_from, write_folder
 from speech.audio import write_wav
+from speech.folders import read_made_from, write_folder
 
 # Everyday words, so that sentences are pronounceable; they are not grammatical.
 KONKANI_WORDS = (

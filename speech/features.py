@@ -26,7 +26,10 @@ class LogMel(nn.Module):
         super().__init__()
         self.window, self.hop = round(WINDOW * sample_rate), round(HOP * sample_rate)
         self.n_fft = 1 << (self.window - 1).bit_length()
-        filters = torchaudio.functional.melscale_fbanks(self.n_fft // 2 + 1, 0.0, sample_rate / 2, n_mels, sample_rate)
+        with torch.device("cpu"):  # torchaudio reads its result, which a model without memory (device "meta") has not
+            filters = torchaudio.functional.melscale_fbanks(
+                self.n_fft // 2 + 1, 0.0, sample_rate / 2, n_mels, sample_rate
+            )
         self.register_buffer("filters", filters, persistent=False)
         self.register_buffer("taper", torch.hann_window(self.window, periodic=False), persistent=False)
 

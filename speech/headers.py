@@ -1,6 +1,7 @@
 """What the headers of audio files say: their length, and whether the file is complete."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -14,10 +15,13 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-from common.files import write_file
+from common.files import require_file, write_file
 
 END_TOLERANCE = 0.1  # seconds by which rounded times may miss a file's end
 UNKNOWN_LENGTH = 1 << 60  # frames: what libsndfile reports for a FLAC stream that was never closed
+RATES = (1_000, 768_000)  # Hz: speech needs more, and converters do not make more; resampling others takes gigabytes
+CHANNELS = 64  # more than arrays of microphones have
+UNENDED = "lacks an end-of-stream bit"  # what libsndfile says about the last page of an Ogg file that was cut
 UNCLOSED = 0x7FFF0000  # bytes: from this size on, a chunk's writer did not know its size
 THREADS = 16  # they wait for the disk or the network, not for the processor
 MANY_FILES = 20_000  # reading more headers than this is announced
@@ -31,28 +35,48 @@ def in_threads(look: Callable[[list], list | np.ndarray], items: list) -> Iterat
         yield from pool.map(look, parts)
 
 
-def probe(path: str) -> tuple[float, str]:
-    """A file's length in seconds by its header, and why it cannot be used ("" if it can)."""
+def file_fault(path: str) -> str:
+    """Why a path cannot be opened as an audio file, or ""."""
     try:
         status = os.stat(path)
+    except PermissionError as error:
+        return f"file cannot be read: {error.strerror}"
     except OSError:
-        return np.nan, "file is missing"
+        return "file is missing"
     except ValueError:
-        return np.nan, "path is not valid"
+        return "path is not valid"
     if stat.S_ISDIR(status.st_mode):
-        return np.nan, "not a file but a folder"
+        return "not a file but a folder"
     if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
-        return np.nan, "not a regular file"
+        return "not a regular file"
     if status.st_size == 0:
-        return np.nan, "file is empty"
+        return "file is empty"
+    return "" if os.access(path, os.R_OK) else f"file cannot be read: {os.strerror(errno.EACCES)}"
+
+
+def format_fault(header) -> str:
+    """Why audio with this header cannot be used, or "". `header`: a `soundfile.SoundFile`, or what `soundfile.info`
+    returns."""
+    if not RATES[0] <= header.samplerate <= RATES[1]:
+        return f"sample rate is not between {RATES[0]} and {RATES[1]} Hz"
+    if header.channels > CHANNELS:
+        return f"audio has more than {CHANNELS} channels"
+    if UNENDED in header.extra_info or missing_seconds(header) > END_TOLERANCE:
+        return "audio is truncated"
+    return "" if header.frames else "audio is empty"
+
+
+def probe(path: str) -> tuple[float, str]:
+    """A file's length in seconds by its header, and why it cannot be used ("" if it can)."""
+    if fault := file_fault(path):
+        return np.nan, fault
     try:
-        info = soundfile.info(path)
+        info = soundfile.info(os.fsencode(path))  # soundfile cannot encode names that are not UTF-8
     except (OSError, TypeError, soundfile.LibsndfileError):  # TypeError: .raw, which has no header
         info = None
     if info is None or info.frames >= UNKNOWN_LENGTH:
         return _probe_with_ffmpeg(path)
-    reason = "" if info.frames else "audio is empty"
-    return info.frames / info.samplerate, "audio is truncated" if missing_seconds(info) > END_TOLERANCE else reason
+    return info.frames / max(1, info.samplerate), format_fault(info)
 
 
 def missing_seconds(header) -> float:
@@ -70,9 +94,12 @@ def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
         return np.nan, "audio is unreadable (for libsndfile; ffmpeg with ffprobe is not installed)"
     command = ["ffprobe", "-v", "error", "-show_entries", "format=duration", "-of", "csv=p=0", f"file:{path}"]
     try:
-        return float(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout), ""
+        seconds = float(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout)
+        if 0 <= seconds < np.inf:
+            return seconds, ""
     except (OSError, ValueError, subprocess.TimeoutExpired):
-        return np.nan, "audio is unreadable (for libsndfile and ffmpeg)"
+        pass
+    return np.nan, "audio is unreadable (for libsndfile and ffmpeg)"
 
 
 def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[str]]:
@@ -115,9 +142,9 @@ def _stamps(paths: list[str]) -> np.ndarray:
 def _read_cache(cache: Path | None) -> tuple[np.ndarray, np.ndarray]:
     """(stamps (N, 3), seconds (N,)), sorted by the stamps' first column."""
     try:
-        with np.load(cache) as content:
+        with np.load(require_file(cache)) as content:
             stamps, seconds = content["stamps"], content["seconds"]
-        if stamps.shape == (len(seconds), 3):
+        if stamps.shape == (*seconds.shape, 3) and np.isfinite(seconds).all():
             return stamps, seconds
     except Exception:  # a damaged cache is made anew, whatever is wrong with it
         pass

@@ -1,11 +1,13 @@
 """Manifest formats, read into columns: JSON Lines, CSV and TSV with a header, LJSpeech."""
 
 import csv
+import functools
 import json
 import math
 import os
 import re
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path, PureWindowsPath
 from typing import NamedTuple, TextIO
@@ -13,6 +15,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from common.errors import DataError, UsageError
+from common.files import require_file
 from speech.columns import Codes, Corpus, Rejections, Segments, Strings
 from speech.headers import in_threads
 
@@ -21,6 +24,19 @@ TEXT_KEYS = ("text", "transcription", "sentence", "transcript", "normalized_text
 SPEAKER_KEYS = ("speaker", "speaker_name", "client_id", "speaker_id")
 LANGUAGE_KEYS = ("lang", "language", "locale")
 SEGMENT_OVERLAP = 1e-3  # seconds by which the rounded times of consecutive segments may overlap
+LINE_LENGTH = 1 << 22  # characters: six hours of speech with segment times, even if every letter is a JSON escape
+LIST_BYTES = 1 << 30  # of a JSON list, because it is read as a whole
+CELL_LINES = 50  # that a quoted cell may take
+AUDIO_SUFFIX = re.compile(r"\.[A-Za-z]\w{1,3}$")
+WORD = re.compile(r"\b[^\W\d_]+\b")  # without digits
+UNREADABLE = f"line is longer than {LINE_LENGTH} characters, or has NUL characters"
+NOT_NORMALISED = "third cell is not the second, normalised (if it is a speaker, add the line audio_file|text|speaker)"
+
+csv.field_size_limit(LINE_LENGTH)
+
+Line = tuple[int, str]  # number, and content with its line end; "" if the line is UNREADABLE
+END: Line = (0, "")
+Reject = Callable[..., None]  # (reason, line number, details)
 
 
 class Fields(NamedTuple):
@@ -34,83 +50,187 @@ class Fields(NamedTuple):
     language: str
 
 
-def parse(path: Path, rejected: Rejections) -> Iterator[tuple[int, dict]]:
-    """(line number, row) of a manifest in any format, which is recognised by extension and header. Lines that cannot be
-    parsed are added to `rejected`. Raises `UsageError` if the file cannot be read, `DataError` if it is not a
-    manifest."""
+def parse(path: Path, rejected: Rejections, only_tables: bool = False) -> Iterator[tuple[int, dict]]:
+    """(line number, row) of a manifest in any format, which is recognised by extension and header. Every line that is
+    not blank and cannot be parsed is added to `rejected`. Raises `UsageError` if the file cannot be read, `DataError` if
+    it is not a manifest."""
     try:
-        with open(path, "rb") as binary:
-            start = binary.read(4096)
+        with open(require_file(path, "manifest"), "rb") as binary:
+            start = binary.read(1 << 16)
     except OSError as error:
         raise UsageError(f"manifest {path}: {error.strerror}") from None
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(f"manifest {path} is UTF-16: save it as UTF-8")
-    if start[:4] == b"PK\3\4" or b"\0" in start:
+    if start[:4] == b"PK\3\4" or b"\0" in start[:4096]:
         raise DataError(f"manifest {path} is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)")
+
+    def reject(reason: str, number: int, details: str = "") -> None:
+        rejected.add(reason, f"{path}:{number}" + (details and f": {details}"))
+
+    # A lone carriage return ends lines only if nothing else does; otherwise it is white space in a text.
+    end = "\r" if b"\r" in start and b"\n" not in start else "\n"
     # Read line by line: as one string, a manifest of millions of lines would take gigabytes.
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        first = next((line for line in file if line.strip()), "").strip()
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline=end) as file:
+        first = next((line for line in _lines(file, end) if line[1]), END)
         file.seek(0)
-        if first.startswith("["):
-            try:
-                rows = json.load(file)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"manifest {path} is not valid JSON: {error}") from None
-            yield from enumerate(rows, 1)
-        elif first.startswith("{") or path.suffix in (".json", ".jsonl"):
-            yield from _parse_json_lines(path, file, rejected)
-        elif first:
-            yield from _parse_table(path, file, first, rejected)
-
-
-def _parse_json_lines(path: Path, file: TextIO, rejected: Rejections) -> Iterator[tuple[int, dict]]:
-    for number, line in enumerate(file, 1):
-        if line.isspace():
-            continue
-        try:
-            yield number, json.loads(line)
-        except (ValueError, RecursionError) as error:
-            rejected.add("line is not valid JSON", f"{path}:{number}: {getattr(error, 'msg', error)}")
-
-
-def _parse_table(path: Path, file: TextIO, first: str, rejected: Rejections) -> Iterator[tuple[int, dict]]:
-    csv.field_size_limit(1 << 24)
-    header, delimiter = _find_header(first)
-    if not header and "|" not in first:
-        names = ", ".join(AUDIO_KEYS)
-        raise DataError(
-            f"manifest {path}: its first line names no audio column (one of {names}); it has: {first[:100]!r}"
-        )
-    reader, is_first = csv.reader(file, **_dialect(delimiter)), True
-    while True:
-        number = reader.line_num + 1
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            rejected.add("line is not valid CSV", f"{path}:{number}: {error}")
-            continue
-        if not any(cell.strip() for cell in cells):
-            continue
-        if header and is_first:
-            is_first = False
-        elif header:
-            yield number, dict(zip(header, cells, strict=False))
-        elif len(cells) >= 2:  # LJSpeech: name | text | normalised text
-            name = cells[0] if re.search(r"\.[A-Za-z]\w{1,3}$", cells[0]) else cells[0] + ".wav"
-            yield number, {"audio_file": name, "text": cells[2] if len(cells) > 2 and cells[2].strip() else cells[1]}
+        is_json = first[1].lstrip()[:1] in ("[", "{", "") or path.suffix in (".json", ".jsonl")
+        if only_tables or not is_json:
+            yield from _parse_table(path, first, _lines(file, end), reject)
+        elif first[1].lstrip().startswith("["):
+            yield from enumerate(_parse_json_list(path, file), 1)
         else:
-            rejected.add("line has too few columns", f"{path}:{number}")
+            yield from _parse_json_lines(_lines(file, end), reject)
 
 
-def _dialect(delimiter: str) -> dict:
-    """Only commas come with quotes. `strict`: an unclosed quote must not swallow the following lines unnoticed."""
-    return {
-        "delimiter": delimiter,
-        "quoting": csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE,
-        "strict": True,
-    }
+def _lines(file: TextIO, end: str) -> Iterator[Line]:
+    """The lines that are not blank."""
+    for number, line in enumerate(iter(functools.partial(file.readline, LINE_LENGTH), ""), 1):
+        if len(line) == LINE_LENGTH or "\0" in line:
+            while len(line) == LINE_LENGTH and line[-1] != end:
+                line = file.readline(LINE_LENGTH)
+            yield number, ""
+        elif not (line := line.lstrip("\ufeff")).isspace():  # files that begin with byte-order marks may be joined
+            yield number, line
+
+
+def _parse_json_list(path: Path, file: TextIO) -> list:
+    if (size := os.fstat(file.fileno()).st_size) > LIST_BYTES:
+        raise DataError(f"manifest {path}: a JSON list of {size >> 20} MiB is not read; write one object per line")
+    try:
+        return _decode_json(file.read())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"manifest {path} is not valid JSON: {error}") from None
+
+
+def _parse_json_lines(lines: Iterator[Line], reject: Reject) -> Iterator[tuple[int, dict]]:
+    for number, line in lines:
+        try:
+            yield number, _decode_json(line)
+        except (ValueError, RecursionError) as error:
+            reject("line is not valid JSON" if line else UNREADABLE, number, getattr(error, "msg", str(error)))
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError("a key is given twice")  # otherwise the last of its values would win
+    return row
+
+
+_decode_json = json.JSONDecoder(object_pairs_hook=_unique).decode
+
+
+def _parse_table(path: Path, first: Line, lines: Iterator[Line], reject: Reject) -> Iterator[tuple[int, dict]]:
+    """The rows that have as many cells as the header, or LJSpeech's without a header. Another header, as in joined
+    files, holds for the lines that follow it."""
+    header, delimiter = _find_header(first[1])
+    if not header and "|" not in first[1]:
+        names, line = ", ".join(AUDIO_KEYS), first[1].strip()
+        raise DataError(
+            f"manifest {path}: its first line names no audio column (one of {names}); it has: {line[:100]!r}"
+        )
+    audio_names, header_line = set(AUDIO_KEYS), first[0] if header else 0
+    after = 0  # the column after the text's
+    for number, cells in _split(lines, delimiter, header, reject):
+        is_header = number == header_line
+        if is_header or not audio_names.isdisjoint(map(str.lower, cells)):
+            names = [cell.strip().lower() for cell in cells]
+            texts = [names.index(key) for key in TEXT_KEYS if key in names]
+            if is_header or texts:
+                if repeated := [name for name in names if name and names.count(name) > 1]:
+                    raise DataError(f"manifest {path}:{number}: its header has two columns called {repeated[0]}")
+                if not is_header:
+                    reject("line is another header", number)
+                header[:], after = names, min(texts, default=-1) + 1
+                continue
+        if not header:
+            try:
+                yield number, _ljspeech(cells)
+            except ValueError as error:
+                reject(str(error), number)
+        elif len(cells) != len(header):
+            reject(f"line has {'more' if len(cells) > len(header) else 'fewer'} cells than the header", number)
+        elif delimiter == "," and 0 < after < len(cells) and cells[after][:1] == " " != cells[after - 1][:1]:
+            reject("the cell after the text begins with a space (a text with commas needs quotes)", number)
+        else:
+            yield number, dict(zip(header, cells, strict=True))
+
+
+def _split(lines: Iterator[Line], delimiter: str, header: list[str], reject: Reject) -> Iterator[tuple[int, list[str]]]:
+    """(line number, cells) of each row. Only commas come with quotes."""
+    ahead: deque[Line] = deque()  # lines that were read in search of the end of a cell
+    while (line := ahead.popleft() if ahead else next(lines, END)) is not END:
+        number, content = line
+        if not content:
+            reject(UNREADABLE, number)
+        elif delimiter != "," or '"' not in content:
+            yield number, content.rstrip("\r\n").split(delimiter)
+        else:
+            try:
+                cells, more = _quoted_cells(content, lines, ahead, header)
+            except csv.Error as error:
+                reject("line is not valid CSV", number, str(error))
+                continue
+            for _ in range(more):
+                ahead.popleft()
+            yield number, cells
+
+
+def _quoted_cells(row: str, lines: Iterator[Line], ahead: deque[Line], header: list[str]) -> tuple[list[str], int]:
+    """The cells of the row that begins with this line, and how many of `ahead`, which is filled from `lines`, belong to it.
+    Raises `csv.Error`.
+
+    A line with an odd number of quotes opens a text that continues in the next lines, up to `CELL_LINES`. None of them may
+    look like a row, nor have a file name between commas: a forgotten quote would swallow all rows up to the next one."""
+    is_open, more = row.count('"') % 2, 0
+    while is_open and more < CELL_LINES and len(row) < LINE_LENGTH:
+        if more == len(ahead):
+            ahead.append(next(lines, END))
+        line = ahead[more][1]
+        closes = line.count('"') % 2
+        inside = line.split('"')[0] if closes else line
+        if not line or inside.count(",") >= len(header) - 1:
+            break
+        row += line
+        is_open ^= closes
+        more += 1
+    cells = next(csv.reader([row], strict=True))
+    if is_open or (more and not _is_whole(header, cells)):
+        raise csv.Error("a quote is not closed")
+    return cells, more
+
+
+def _is_whole(header: list[str], cells: list[str]) -> bool:
+    """Whether cells of several lines are one row: only texts have line breaks, and no parts that are file names."""
+    broken = [(name, cell) for name, cell in zip(header, cells, strict=False) if re.search(r"[\r\n]", cell)]
+    return len(cells) == len(header) and not any(
+        name not in TEXT_KEYS or AUDIO_SUFFIX.search(part.strip(' "'))
+        for name, cell in broken
+        for part in re.split(r"[,\r\n]", cell)
+    )
+
+
+def _ljspeech(cells: list[str]) -> dict:
+    """The row of a name, a text and, perhaps, the text normalised. Raises `ValueError` that says what is wrong."""
+    if not 2 <= len(cells) <= 3:
+        raise ValueError("line has neither two nor three cells, as LJSpeech's have")
+    name, text, normalised = (*cells, "")[:3]
+    has_suffix = AUDIO_SUFFIX.search(name)
+    if not normalised.strip():
+        normalised = text
+    elif not _is_normalised(normalised, text, numerals=not has_suffix):
+        raise ValueError(NOT_NORMALISED)
+    return {"audio_file": name if has_suffix else name + ".wav", "text": normalised}
+
+
+def _is_normalised(spoken: str, text: str, numerals: bool) -> bool:
+    """Whether `spoken` can be `text` with its numbers and abbreviations spelled out: it has half of the words and half of
+    the length. With `numerals`, a text of numbers alone may become any that is as long and has none."""
+    words = set(WORD.findall(text.casefold()))
+    if not words:
+        spelled_out = numerals and re.search(r"\d", text) and not re.search(r"\d", spoken)
+        return spoken.casefold().split() == text.casefold().split() or (bool(spelled_out) and len(spoken) >= len(text))
+    return 2 * len(words.intersection(WORD.findall(spoken.casefold()))) >= len(words) and 2 * len(spoken) >= len(text)
 
 
 def _find_header(first: str) -> tuple[list[str], str]:
@@ -119,10 +239,12 @@ def _find_header(first: str) -> tuple[list[str], str]:
     header: list[str] = []
     best = "|"
     for delimiter in "|\t,":
+        quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
         try:
-            names = [cell.strip().lower() for cell in next(csv.reader([first], **_dialect(delimiter)), [])]
+            cells = next(csv.reader([first], delimiter=delimiter, quoting=quoting, strict=True), [])
         except csv.Error:
             continue
+        names = [cell.strip().lower() for cell in cells]
         if len(names) > len(header) and any(key in names for key in AUDIO_KEYS):
             header, best = names, delimiter
     return header, best
@@ -219,12 +341,13 @@ def _fields(row) -> Fields:
     if not isinstance(audio, str) or "\0" in audio:
         raise ValueError("no audio path")
     text = _text(row, "no text field", "text is not a string")
-    speaker, language = (
-        "" if name is None else str(name) for name in (_first(row, SPEAKER_KEYS), _first(row, LANGUAGE_KEYS))
-    )
-    _check_encoding(audio + text + speaker + language)
+    speaker, language = _first(row, SPEAKER_KEYS), _first(row, LANGUAGE_KEYS)
+    speaker, language = "" if speaker is None else str(speaker), "" if language is None else str(language)
+    check_encoding(audio + text + speaker + language)
     offset, duration = row.get("offset"), row.get("duration")
     try:
+        if isinstance(offset, bool) or isinstance(duration, bool):
+            raise ValueError
         offset = float(offset) if offset not in (None, "") else 0.0
         duration = float(duration) if duration not in (None, "") else math.nan
     except (TypeError, ValueError, OverflowError):
@@ -244,12 +367,12 @@ def _text(row: dict, missing: str, wrong: str) -> str:
         if not _has_text(row):
             raise ValueError(missing)
         return ""
-    if not isinstance(text, str | int):
+    if not isinstance(text, (str, int)) or isinstance(text, bool):
         raise ValueError(wrong)
     return str(text)
 
 
-def _check_encoding(text: str) -> None:
+def check_encoding(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes that are not UTF-8 are read as lone surrogates
@@ -276,7 +399,7 @@ def _segments(rows) -> list[tuple[float, float, str]]:
     segments, before = [], 0.0
     for row in rows:
         text = _text(row, "a segment has no text field", "a segment's text is not a string")
-        _check_encoding(text)
+        check_encoding(text)
         try:
             start = float(row["start"] if "start" in row else row["offset"])
             stop = float(row["end"]) if "end" in row else start + float(row["duration"])

@@ -1,12 +1,11 @@
 """Text: normalisation for training and for scoring, and the tokenizers."""
 
-import json
-import tempfile
+import io
 import unicodedata
 from collections.abc import Iterable
-from pathlib import Path
 
 from common.errors import DataError, UsageError, require
+from common.files import read_json
 
 MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
 JOINERS = "\u200c\u200d"  # they shape glyphs, so they are kept for training, but are not heard, so scoring removes them
@@ -77,17 +76,16 @@ def unknown_share(tokenizer, tokens: list[int]) -> float:
 def load_vocab_file(path: str) -> CharTokenizer:
     """The tokenizer of a vocab.json: {"char2idx": {character: number}}, or only the mapping. Its special tokens (<pad>,
     <blank> ...) are left out, because blank and end belong to the model. Raises `UsageError`."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-        mapping = content.get("char2idx", content)
-        characters = [c for c, _ in sorted(mapping.items(), key=lambda pair: int(pair[1])) if len(c) == 1]
-    except OSError as error:
-        raise UsageError(f"--vocab_file {path}: {error.strerror}") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"--vocab_file {path}: not a JSON mapping of characters to numbers ({error})") from None
-    if not characters:
+    content = read_json(path, "--vocab_file")
+    mapping = content.get("char2idx", content)
+    if not isinstance(mapping, dict):
+        raise UsageError(f"--vocab_file {path}: char2idx is not a JSON object")
+    numbers = {c: i for c, i in mapping.items() if len(c) == 1 and unicodedata.category(c) != "Cs"}
+    if any(type(i) is not int or i < 0 for i in numbers.values()) or len(set(numbers.values())) < len(numbers):
+        raise UsageError(f"--vocab_file {path}: it does not map each character to a number of its own")
+    if not numbers:
         raise UsageError(f"--vocab_file {path}: no single characters in it")
-    return CharTokenizer(characters)
+    return CharTokenizer(sorted(numbers, key=numbers.get))
 
 
 def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> SentencePieceTokenizer:
@@ -106,25 +104,31 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> Sentenc
             f"--vocab_size {vocab_size} is too few for the {len(characters)} characters of the training texts: "
             f"it must be at least {len(characters) + 2}"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        prefix = str(Path(folder) / "tokenizer")
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(texts), model_prefix=prefix, model_type=kind,
-                vocab_size=vocab_size if kind == "bpe" else 100_000, hard_vocab_limit=False, character_coverage=1.0,
-                required_chars="".join(sorted(characters)),  # including those of texts beyond MOST_SENTENCES
-                unk_id=0, bos_id=-1, eos_id=-1, pad_id=-1, unk_surface="\ufffd", normalization_rule_name="identity",
-                remove_extra_whitespaces=False, add_dummy_prefix=kind == "bpe", max_sentence_length=100_000,
-                num_threads=1, minloglevel=2, input_sentence_size=MOST_SENTENCES, shuffle_input_sentence=False,
-            )  # fmt: skip
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise DataError(f"no tokenizer could be trained on these texts: {reason}") from None
-        return SentencePieceTokenizer(Path(prefix + ".model").read_bytes())
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=model, model_type=kind,
+            vocab_size=vocab_size if kind == "bpe" else 100_000, hard_vocab_limit=False, character_coverage=1.0,
+            required_chars="".join(sorted(characters)),  # including those of texts beyond MOST_SENTENCES
+            unk_id=0, bos_id=-1, eos_id=-1, pad_id=-1, unk_surface="\ufffd", normalization_rule_name="identity",
+            remove_extra_whitespaces=False, add_dummy_prefix=kind == "bpe", max_sentence_length=100_000,
+            num_threads=1, minloglevel=2, input_sentence_size=MOST_SENTENCES, shuffle_input_sentence=False,
+        )  # fmt: skip
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise DataError(f"no tokenizer could be trained on these texts: {reason}") from None
+    return SentencePieceTokenizer(model.getvalue())
 
 
-def make_tokenizer(state: dict):
-    """The tokenizer with this `state()`, from a checkpoint."""
-    if state["kind"] == "sentencepiece":
-        return SentencePieceTokenizer(bytes.fromhex(state["model"]))
-    return CharTokenizer(state["characters"])
+def make_tokenizer(state: dict, size: int):
+    """The tokenizer with this `state()` and `size`, from a checkpoint. Raises `UsageError` if it is damaged."""
+    try:
+        if state["kind"] == "sentencepiece":
+            tokenizer = SentencePieceTokenizer(bytes.fromhex(state["model"]))
+        else:
+            tokenizer = CharTokenizer(state["characters"])
+    except (ValueError, RuntimeError):
+        tokenizer = None
+    if tokenizer is None or tokenizer.size != size:
+        raise UsageError("the tokenizer in the checkpoint is damaged")
+    return tokenizer

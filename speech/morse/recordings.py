@@ -3,24 +3,30 @@
 import csv
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
 import os
-from collections.abc import Sequence
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common.errors import DataError, UsageError, cannot_write
-from common.files import read_made_from, write_folder
+from common.errors import DataError, RunError, UsageError, cannot_write
 from speech.audio import SAMPLE_RATE, read_utterance, write_wav
 from speech.columns import Corpus, Rejections
-from speech.corpus import FILE_TOLERANCE, Checks, drop, report_rejections
+from speech.corpus import FILE_TOLERANCE, MOST_CHARACTERS, Checks, drop, report_rejections
+from speech.folders import read_made_from, require_replaceable, write_folder
 from speech.headers import probe_all
-from speech.manifest import find_audio
+from speech.manifest import check_encoding, find_audio, parse
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
 from speech.morse.synthesis import Conditions, draw_conditions, synthesise
 
@@ -28,7 +34,9 @@ METADATA = "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,i
 MORE_METADATA = ["snr_db", "callsigns", "exchange"]  # columns that data sets of other origin may lack
 DATASET_MIX = ("clean", "contest_good", "contest_moderate", "contest_poor", "dx_expedition", "wide")  # to be written
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
-MADE_BY = "whisper_morse"  # in a folder's made_from.json: `write_dataset` may replace it
+MADE_BY = "whisper_morse"  # in a folder's made_from.json
+MOST_CLIPS = 10_000_000  # of a data set: 2 TB
+AT_ONCE = 4096  # clips that wait for the workers
 NO_CODE = "text has characters without a Morse code"
 
 
@@ -125,27 +133,28 @@ def read_dataset(folder: str | Path, cache_dir: Path | None = None, strict: bool
     exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of the id. The columns audio_file and text
     are required. What file headers say is kept in `cache_dir`.
 
-    Clips with missing or truncated files, without text, or with text beyond Morse are reported by reason. Raises
-    `DataError` if no clip is left, if `strict` and any was rejected, or for a damaged table, naming the line; and
-    `UsageError` if there is no table."""
-    folder = Path(folder)
-    tables = {SPLITS[path.stem]: path for path in sorted(folder.glob("splits/*.csv")) if path.stem in SPLITS}
+    Clips with missing or truncated files, without text, or with text beyond Morse are reported by reason, and so are
+    damaged lines (those of metadata.csv with the training set). Raises `DataError` if no clip is left, or if `strict` and
+    any was rejected; and `UsageError` if there is no table."""
+    folder, rejections = Path(folder), defaultdict(Rejections)
+    files = {name: folder / "splits" / f"{name}.csv" for name in sorted(SPLITS)}
+    tables = {SPLITS[name]: path for name, path in files.items() if os.path.exists(path)}
     if tables:
-        rows = {split: _read_table(path) for split, path in tables.items()}
-    elif (folder / "metadata.csv").is_file():
-        rows = _divide(_read_table(folder / "metadata.csv"))
+        rows = {split: _read_table(path, rejections[split]) for split, path in tables.items()}
+    elif os.path.exists(folder / "metadata.csv"):
+        rows = _divide(_read_table(folder / "metadata.csv", rejections["train"]))
     else:
         raise UsageError(f"--data_dir {folder}: neither splits/train.csv nor metadata.csv is there")
-    cache = f"headers-{hashlib.sha1(os.path.abspath(folder).encode()).hexdigest()[:12]}.npz"
-    order = [split for split in ("train", "validation", "test") if rows.get(split)]
+    cache = f"headers-{hashlib.sha1(os.fsencode(os.path.abspath(folder))).hexdigest()[:12]}.npz"
+    order = [split for split in ("train", "validation", "test") if rows.get(split) or rejections[split].total]
     paths = [find_audio(row["audio_file"], str(folder)) for split in order for row in rows[split]]
     lengths, reasons = probe_all(paths, cache_dir / cache if cache_dir else None)
-    files = iter(zip(paths, lengths.tolist(), reasons, strict=True))
+    probed = iter(zip(paths, lengths.tolist(), reasons, strict=True))
     recordings = {}
     for split in order:
-        rejected, usable = Rejections(), []
+        rejected, usable = rejections[split], []
         for row in rows[split]:
-            row["path"], row["seconds"], reason = next(files)
+            row["path"], row["seconds"], reason = next(probed)
             if reason := reason or _fault(row):
                 rejected.add(reason, f"{row['place']}: {row['audio_file']}")
             else:
@@ -176,50 +185,44 @@ def _fault(row: dict) -> str:
         return "file is shorter than its duration in the table (truncated?)"
     if bool(row["text"]) == row["is_noise_only"]:
         return "noise only, with a text" if row["text"] else "text is empty"
+    if len(row["text"]) > MOST_CHARACTERS:
+        return f"text is longer than {MOST_CHARACTERS} characters"
     if not set(symbols(row["text"])).issubset(SYMBOLS):
         return NO_CODE
     return ""
 
 
-def _read_table(path: Path) -> list[dict]:
-    """The rows of a table as `_parse_row` returns them. Raises `DataError` that names the damaged line."""
+def _read_table(path: Path, rejected: Rejections) -> list[dict]:
+    """The rows of a table as `_parse_row` returns them. Raises as `manifest.parse` does."""
     rows = []
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            for column in ("audio_file", "text"):
-                if column not in (reader.fieldnames or ()):
-                    raise DataError(f"{path}:1: no column {column}")
-            for row in reader:
-                place = f"{path}:{reader.line_num}"
-                if None in row or None in row.values():
-                    raise DataError(f"{place}: {'more' if None in row else 'fewer'} cells than the header has")
-                rows.append(_parse_row(row, place))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8") from None
-    except csv.Error as error:
-        raise DataError(f"{path}:{reader.reader.line_num}: {error}") from None
+    for number, cells in parse(path, rejected, only_tables=True):
+        try:
+            rows.append({**_parse_row(cells), "place": f"{path}:{number}"})
+        except ValueError as error:
+            rejected.add(str(error), f"{path}:{number}")
     return rows
 
 
-def _parse_row(cells: dict[str, str], place: str) -> dict:
-    """All columns of METADATA and MORE_METADATA, numbers as floats; and "place", the row's file and line."""
-    row = {**dict.fromkeys(METADATA + MORE_METADATA, ""), **cells, "place": place}
-    if not row["audio_file"].strip() or "\0" in row["audio_file"]:
-        raise DataError(f"{place}: audio_file is empty")
+def _parse_row(cells: dict[str, str]) -> dict:
+    """All columns of METADATA and MORE_METADATA, numbers as floats. Raises `ValueError` that says what is wrong."""
+    check_encoding("".join(cells.values()))
+    row = {**dict.fromkeys(METADATA + MORE_METADATA, ""), **cells}
+    for column in ("audio_file", "text"):
+        if column not in cells:
+            raise ValueError(f"no column {column}")
+    if not row["audio_file"].strip():
+        raise ValueError("audio_file is empty")
     row["id"] = row["id"] or row["audio_file"]
     for column, low in (("wpm", 0), ("duration", 0), ("snr_db", -math.inf)):
         try:
             row[column] = float(row[column]) if row[column].strip() else math.nan
         except ValueError:
-            raise DataError(f"{place}: {column} is not a number: {row[column][:40]!r}") from None
+            raise ValueError(f"{column} is not a number") from None
         if row[column] < low or math.isinf(row[column]):
-            raise DataError(f"{place}: {column} is {row[column]:g}")
+            raise ValueError(f"{column} is negative or infinite")
     flag = row["is_noise_only"].strip().lower()
     if flag not in ("", "true", "false", "1", "0", "yes", "no"):
-        raise DataError(f"{place}: is_noise_only is neither true nor false: {flag[:40]!r}")
+        raise ValueError("is_noise_only is neither true nor false")
     row["is_noise_only"] = flag in ("true", "1", "yes")
     row["text"] = normalise(row["text"])
     row["callsigns"] = row["callsigns"].split() if "callsigns" in cells else find_callsigns(row["text"])
@@ -289,9 +292,9 @@ def write_dataset(folder: str | Path, count: int, seed: int, mix: Sequence[Condi
     """Writes `count` clips with conditions drawn from `mix`: audio/*.wav (16 bits), metadata.csv, and splits/ with 80 %
     of them for training, 10 % for validation and 10 % for the test.
 
-    The content depends on `count`, `seed` and `mix` alone. The same data set is left as it is, another one written by
-    this function is replaced. Raises `UsageError` if the folder holds anything else, `RunError` if it cannot be
-    written."""
+    The content depends on `count`, `seed` and `mix` alone. The same data set is left as it is; another one that this
+    function wrote and nobody has changed is replaced. Raises `UsageError` if the folder holds anything else, `RunError` if
+    it cannot be written."""
     folder = Path(folder).absolute()
     settings = {
         "made_by": MADE_BY, "version": 1, "count": count, "seed": seed,
@@ -299,14 +302,13 @@ def write_dataset(folder: str | Path, count: int, seed: int, mix: Sequence[Condi
     }  # fmt: skip
     settings = json.loads(json.dumps(settings))  # tuples to lists, as they are read back
     try:
-        before = read_made_from(folder)
-        if before == settings:
+        require_replaceable(folder)
+        if read_made_from(folder) == settings:
             print(f"data set: {count} clips are already in {folder}")
             return
-        is_ours = isinstance(before, dict) and before.get("made_by") == MADE_BY
-        if not is_ours and folder.exists() and any(folder.iterdir()):
-            raise UsageError(f"--write_dataset {folder}: the folder holds something else; choose an empty or a new one")
         rows = write_folder(folder, lambda aside: _write_clips(aside, count, seed, mix, workers), settings)
+    except UsageError as error:
+        raise UsageError(f"--write_dataset {error}") from None
     except OSError as error:
         raise cannot_write(folder, error, "--write_dataset") from None
     print(f"data set: {count} clips, {sum(row['duration'] for row in rows) / 3600:.2f} h, in {folder}")
@@ -317,16 +319,39 @@ def _write_clips(folder: Path, count: int, seed: int, mix: Sequence[Conditions],
     (folder / "audio").mkdir()
     (folder / "splits").mkdir()
     clips = ((folder, seed, index, mix) for index in range(count))
-    if workers > 1:
-        with multiprocessing.get_context("fork").Pool(workers) as pool:
-            rows = list(pool.imap(_write_clip, clips, chunksize=16))
-    else:
-        rows = list(map(_write_clip, clips))
+    rows = _in_parallel(clips, workers) if workers > 1 else list(map(_write_clip, clips))
     _write_table(folder / "metadata.csv", rows)
     _write_table(folder / "splits" / "train.csv", [row for i, row in enumerate(rows) if i % 10 < 8])
     _write_table(folder / "splits" / "validation.csv", rows[8::10])
     _write_table(folder / "splits" / "test.csv", rows[9::10])
     return rows
+
+
+def _in_parallel(clips: Iterator[tuple], workers: int) -> list[dict]:
+    """`_write_clip` of all `clips`, in order. After it, also if it fails, no worker writes any more."""
+    # A signal reaches the whole process group, but only the main process acts on it: the workers inherit the mask.
+    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _end_with_parent)
+    try:
+        pool.submit(int)  # starts the workers
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        parts = iter(lambda: list(itertools.islice(clips, AT_ONCE)), [])
+        return [row for part in parts for row in pool.map(_write_clip, part, chunksize=16)]
+    except BrokenProcessPool:
+        raise RunError("a process that writes clips died (often: too little memory); nothing was written") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Makes a worker end when its parent has been killed."""
+
+    def follow() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _write_clip(clip: tuple[Path, int, int, Sequence[Conditions]]) -> dict:

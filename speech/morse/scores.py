@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from common import files
 from common.errors import RunError
 from speech import metrics
 from speech.morse.alphabet import MORSE, normalise, symbols
@@ -93,6 +94,6 @@ def print_tables(tables: dict[str, dict[str, dict]]) -> None:
 def write_evaluation(tables: dict[str, dict[str, dict]], path: Path) -> None:
     """Writes the tables as JSON, shares from 0 to 1. Raises `RunError`."""
     try:
-        path.write_text(json.dumps(tables, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        files.write_text(path, json.dumps(tables, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from None

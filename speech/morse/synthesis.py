@@ -26,6 +26,10 @@ EDGE = 80  # samples (5 ms) of a raised-cosine edge
 SNR_BANDWIDTH = 2_500  # Hz
 CLIP_UNIT = 25 * BLOCK  # samples (0.1 s): clip lengths are multiples of it
 CHIRP_SECONDS = 0.02  # time constant with which a chirping transmitter's frequency settles
+LONGEST = 29.0  # seconds of a clip, so that it fits into Whisper's window
+# What clips can be drawn from. Below 5 words a minute a single character fills a clip; at 150 a dit is 8 ms, of which the
+# edges are 5. Interferers are up to 400 Hz away from a tone. Beyond these SNRs there is only noise, or none.
+LIMITS = {"wpm": (5, 150), "tone": (100, 4000), "snr_db": (-40, 100)}
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Conditions:
     agc: float = 0.0  # share of clips with automatic gain control
     filters: tuple[int, ...] = (0,)  # Hz, widths of the receiver's filter; 0: none
     noise_only: float = 0.05  # share of clips without a station
-    longest: float = 29.0  # seconds; texts are shortened to it, to at least one symbol
+    longest: float = LONGEST  # seconds; texts are shortened to it, to at least one symbol
     silence: tuple[float, float] = (0.1, 0.6)  # seconds before and after the transmission
     sample_types: tuple[str, ...] = (*CONTEST_SAMPLES, "words")  # equally likely; repeat one to make it more frequent
     characters: tuple[int, int] = (1, 20)  # number of symbols of the sample type "characters"
@@ -134,6 +138,20 @@ _STEPS = np.arange(BLOCK, dtype=np.float32)
 _FFT_SIZES = np.array(sorted(2**a * 3**b * 5**c for a in range(5, 20) for b in range(6) for c in range(6)))  # fast ones
 
 
+def in_limits(name: str, limits: Sequence[float]) -> bool:
+    """Whether clips can be drawn from a range (low, high) of "wpm", "tone" or "snr_db"."""
+    (low, high), (least, most) = limits, LIMITS[name]
+    return least <= low <= high <= most
+
+
+# The schema of the arguments of `choose_conditions`, for `common.checkpoint.mismatch`.
+CHOICE = {
+    "conditions": lambda names: bool(names) and set(names) <= set(CONDITIONS),
+    "clip_seconds": lambda seconds: seconds is None or 1 <= seconds <= LONGEST,
+    **{name: lambda limits, name=name: limits is None or in_limits(name, limits) for name in LIMITS},
+}  # fmt: skip
+
+
 def choose_conditions(
     names: Sequence[str],
     wpm: Sequence[float] | None,
@@ -145,16 +163,11 @@ def choose_conditions(
     None keeps the condition's own. Raises `UsageError` for a range from which no clip can be drawn."""
     changes = {}
     for name, limits in (("wpm", wpm), ("tone", tone), ("snr_db", snr_db)):
-        if not limits:
-            continue
-        low, high = limits
-        if low > high:
-            raise UsageError(f"--{name} {low:g} {high:g}: the first number must be the lower one")
-        changes[name] = (low, high)
-    if wpm and wpm[0] < 5:
-        raise UsageError(f"--wpm {wpm[0]:g}: below 5 words a minute a single character fills a clip")
-    if tone and not 100 <= tone[0] <= tone[1] <= 4000:
-        raise UsageError(f"--tone {tone[0]:g} {tone[1]:g}: a tone must be between 100 and 4,000 Hz")
+        if limits and not in_limits(name, limits):
+            given, (least, most) = " ".join(f"{limit:g}" for limit in limits), LIMITS[name]
+            raise UsageError(f"--{name} {given}: give two numbers from {least} to {most}, the lower one first")
+        if limits:
+            changes[name] = tuple(limits)
     if longest:
         changes["longest"] = longest
     return [dataclasses.replace(CONDITIONS[name], **changes) for name in names]

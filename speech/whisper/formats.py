@@ -1,23 +1,26 @@
 """Whisper's weights on disk: reads Hugging Face folders and OpenAI's `.pt`, converts between them, and exports."""
 
+import errno
 import json
 import math
+import os
 import re
-import zipfile
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common.errors import UsageError, cannot_write
-from common.files import write_folder
+from common import checkpoint, files
+from common.errors import UsageError, cannot_write, first_line
 from speech.audio import SAMPLE_RATE
+from speech.folders import require_replaceable, write_folder
 from speech.whisper.model import FRAME, HOP, N_FFT
 
 FFN = 4  # width of the feed-forward layers in units of d_model, in every released model
-EXPORTED = "speech-recipes"  # marks folders that `export` may replace
+EXPORTED = "speech-recipes"  # in made_from.json and config.json of an export
 POINTER = b"version https://git-lfs"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Names in Hugging Face's config.json to those in OpenAI's `dims`, which imply feed-forward layers of FFN * d_model.
 DIMS = {
@@ -25,7 +28,14 @@ DIMS = {
     "encoder_attention_heads": "n_audio_head", "encoder_layers": "n_audio_layer", "vocab_size": "n_vocab",
     "max_target_positions": "n_text_ctx", "decoder_attention_heads": "n_text_head", "decoder_layers": "n_text_layer",
 }  # fmt: skip
-CONFIG = (*DIMS, "encoder_ffn_dim", "decoder_ffn_dim")
+# A schema for `checkpoint.mismatch`. The largest released model has 32 + 32 layers of 1280; damaged files ask for billions.
+CONFIG = {
+    "num_mel_bins": range(1, 513), "max_source_positions": range(1, 1 << 16), "d_model": range(4, 8193, 2),
+    "vocab_size": range(1, 200_001), "max_target_positions": range(8, 1 << 16),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), range(1, 129)),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), range(1, 129)),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), range(1, (1 << 16) + 1)),
+}  # fmt: skip
 IN_LAYERS = {  # tensors inside a layer: Hugging Face's name to OpenAI's
     "self_attn.q_proj": "attn.query", "self_attn.k_proj": "attn.key", "self_attn.v_proj": "attn.value",
     "self_attn.out_proj": "attn.out", "self_attn_layer_norm": "attn_ln", "encoder_attn.q_proj": "cross_attn.query",
@@ -68,8 +78,8 @@ SIZES = {  # of the released multilingual models
 }
 
 
-def expected_shapes(config: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a model, by its Hugging Face name without `model.`."""
+def expected_shapes(config: dict[str, int], ctc_tokens: int = 0) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a model, by its Hugging Face name without `model.`. `ctc_tokens` as in `Whisper`."""
     d = config["d_model"]
     shapes = {}
 
@@ -98,6 +108,8 @@ def expected_shapes(config: dict[str, int]) -> dict[str, tuple[int, ...]]:
             linear(f"{layer}.fc2", d, config[f"{side}_ffn_dim"])
             norm(f"{layer}.final_layer_norm")
         norm(f"{side}.layer_norm")
+    if ctc_tokens:
+        linear("ctc_head", ctc_tokens + 1, d)
     return shapes
 
 
@@ -132,11 +144,11 @@ def config_to_dims(config: dict[str, int]) -> dict[str, int]:
 
 
 def dims_to_config(dims: dict[str, int]) -> dict[str, int]:
-    """The configuration of OpenAI's `dims`. Raises `KeyError` and `ValueError` for anything else."""
-    if dims["n_text_state"] != dims["n_audio_state"]:
+    """The configuration of OpenAI's `dims`, to be checked. Raises `KeyError`, `TypeError` and `ValueError`."""
+    if type(dims["n_text_state"]) is not int or dims["n_text_state"] != dims["n_audio_state"]:
         raise ValueError("encoder and decoder differ in width")
-    config = {hf: int(dims[openai]) for hf, openai in DIMS.items()}
-    return {**config, **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), FFN * config["d_model"])}
+    config = {hf: dims[openai] for hf, openai in DIMS.items()}
+    return {**config, **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), FFN * dims["n_text_state"])}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -148,28 +160,28 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
     `tokenizer.read`). Code in the files is never run. Raises `UsageError`."""
     path = Path(path)
     generation = {}
-    if path.is_dir():
+    if os.path.isdir(path):
         config = read_config(path)
         if (path / "generation_config.json").is_file():
             generation = _read_json(path / "generation_config.json")
         weights = {}
         for file in _weight_files(path):
-            weights |= _read_tensors(file)
+            weights |= _floats(_read_tensors(file), file)
         weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     else:
         content = _read_pickle(path)
-        if not {"dims", "model_state_dict"} <= set(content):
-            keys = ", ".join(list(map(str, content))[:5])
+        if not isinstance(content, dict) or not {"dims", "model_state_dict"} <= set(content):
+            keys = list(map(str, content))[:5] if isinstance(content, dict) else type(content).__name__
             raise UsageError(
-                f"{path} is not OpenAI's form of Whisper, which has dims and model_state_dict (it has {keys}); "
+                f"{path} is not OpenAI's form of Whisper, which has dims and model_state_dict (it has {str(keys)[:200]}); "
                 "for a Hugging Face model give its folder"
             )
         try:
-            config = _checked(dims_to_config(content["dims"]), path)
-            weights = openai_to_hf(content["model_state_dict"])
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path}: its dims are not Whisper's ({type(error).__name__}: {error})") from None
-    weights = _floats(weights, path)
+            config = dims_to_config(content["dims"])
+        except (KeyError, ValueError, TypeError):
+            raise UsageError(f"{path}: its dims are not Whisper's") from None
+        check_config(config, path)
+        weights = openai_to_hf(_floats(content["model_state_dict"], path))
     output, embedding = weights.pop("proj_out.weight", None), weights.get("decoder.embed_tokens.weight")
     if output is not None and (embedding is None or not torch.equal(output, embedding)):
         raise UsageError(f"{path}: its output layer is not its embedding; Whisper has one matrix for both")
@@ -177,9 +189,10 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
     return weights, config, {"generation": generation, "tokenizer": path if path.is_dir() else path.parent}
 
 
-def check(weights: dict[str, torch.Tensor], config: dict[str, int], path: str | Path) -> None:
-    """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
-    expected = expected_shapes(config)
+def check(weights: dict[str, torch.Tensor], config: dict[str, int], path: str | Path, ctc_tokens: int = 0) -> None:
+    """Raises `UsageError` if tensors are missing, unexpected or of another shape. Nothing may be built before: the file's
+    tensors bound the memory that its configuration asks for."""
+    expected = expected_shapes(config, ctc_tokens)
     missing = [name for name in expected if name not in weights]
     unexpected = [name for name in weights if name not in expected]
     wrong = [name for name in expected if name in weights and tuple(weights[name].shape) != expected[name]]
@@ -192,29 +205,25 @@ def check(weights: dict[str, torch.Tensor], config: dict[str, int], path: str | 
     for problem, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UsageError(
-                f"{path} {problem} {', '.join(names[:3])}{more}: it is not a complete, unchanged Whisper model"
-            )
-
-
-def _read_json(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror or error}") from None
-    except ValueError as error:
-        refuse_pointer(file)
-        raise UsageError(f"{file} is not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{file} is not a JSON object")
-    return content
+            shown = ", ".join(repr(name[:60]) for name in names[:3])
+            raise UsageError(f"{path} {problem} {shown}{more}: it is not a complete, unchanged Whisper model")
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raises `UsageError` for a Git LFS pointer, which a clone without Git LFS has in place of a large file."""
-    with open(file, "rb") as opened:
-        if opened.read(len(POINTER)) == POINTER:
-            raise UsageError(f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`")
+    """Raises `UsageError` for a Git LFS pointer, which a clone without Git LFS has in place of a large file, and for anything
+    but a regular file."""
+    try:
+        with open(files.require_file(file), "rb") as opened:
+            is_pointer = opened.read(len(POINTER)) == POINTER
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from None
+    if is_pointer:
+        raise UsageError(f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`")
+
+
+def _read_json(file: Path) -> dict:
+    refuse_pointer(file)
+    return files.read_json(file)
 
 
 def read_config(folder: Path) -> dict[str, int]:
@@ -224,22 +233,21 @@ def read_config(folder: Path) -> dict[str, int]:
         raise UsageError(f"{folder} holds no config.json: it is not a Hugging Face model folder")
     content = _read_json(file)
     if content.get("model_type") != "whisper":
-        raise UsageError(f"{file} describes a model of type {content.get('model_type')}; this recipe takes whisper")
+        kind = str(content.get("model_type"))[:40]
+        raise UsageError(f"{file} describes a model of type {kind!r}; this recipe takes whisper")
     if content.get("activation_function", "gelu") != "gelu" or content.get("scale_embedding"):
         raise UsageError(f"{file} asks for another activation or for scaled embeddings, which no released Whisper has")
-    return _checked(content, file)
+    check_config(content, file)
+    return {name: content[name] for name in CONFIG}
 
 
-def _checked(content: dict, file: Path) -> dict[str, int]:
-    for name in CONFIG:
-        value = content.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise UsageError(f"{file}: {name} is {value}; it must be a positive integer")
-    config = {name: content[name] for name in CONFIG}
+def check_config(config: dict, path: str | Path) -> None:
+    """Raises `UsageError` for a configuration that no Whisper can have."""
+    if reason := checkpoint.mismatch(config, CONFIG, "its configuration"):
+        raise UsageError(f"{path}: {reason}, which is out of range for Whisper")
     for side in ("encoder", "decoder"):
         if config["d_model"] % config[f"{side}_attention_heads"]:
-            raise UsageError(f"{file}: {side}_attention_heads does not divide d_model")
-    return config
+            raise UsageError(f"{path}: {side}_attention_heads does not divide d_model")
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -259,55 +267,49 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     weight_map = _read_json(index).get("weight_map")
-    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise UsageError(f"{index} lists no files of that folder")
-    for name in names:
-        if not (index.parent / name).is_file():
-            raise UsageError(f"{index.parent} lacks {name}, which {index.name} lists: fetch it, too")
-    return [index.parent / name for name in names]
+    shards = [index.parent / name for name in dict.fromkeys(sorted(names))]
+    for shard in shards:
+        if not os.path.isfile(shard):
+            raise UsageError(f"{index.parent} lacks {shard.name[:60]!r}, which {index.name} lists: fetch it, too")
+    return shards
 
 
 def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix != ".safetensors":
         return _read_pickle(file)
+    refuse_pointer(file)
     try:
         with safe_open(str(file), framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  safe_open is not a dict
     except (OSError, SafetensorError) as error:
-        refuse_pointer(file)
-        raise UsageError(f"{file} is damaged or cut short ({str(error).splitlines()[0]}): fetch it again") from None
+        raise UsageError(f"{file} is damaged or cut short ({first_line(error)}): fetch it again") from None
 
 
-def _read_pickle(file: Path) -> dict:
-    try:
-        # Mapped, so that converting to fp32 does not hold the model twice; older files cannot be mapped.
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror or error}") from None
-    except Exception as error:  # torch.load has several exception types for files that it refuses
-        refuse_pointer(file)
-        if file.suffix == ".safetensors":
-            raise UsageError(f"{file}: give the folder that holds it and config.json, not the file") from None
-        with open(file, "rb") as opened:
-            is_cut = opened.read(2) == b"PK" and not zipfile.is_zipfile(file)
-        if not is_cut and ("Unsupported" in str(error) or "weights_only" in str(error)):
+def _read_pickle(file: Path):
+    refuse_pointer(file)
+    if file.suffix == ".safetensors":
+        raise UsageError(f"{file}: give the folder that holds it and config.json, not the file")
+    return checkpoint.load(file, mmap=True)  # mapped, so that converting to fp32 does not hold the model twice
+
+
+def _floats(weights, path: Path) -> dict[str, torch.Tensor]:
+    """fp32 copies; each tensor is released before the next is copied. Raises `UsageError` for anything but dense, finite
+    tensors by name."""
+    if not isinstance(weights, dict):
+        raise UsageError(f"{path} holds a {type(weights).__name__}, not weights by name")
+    for name, w in weights.items():
+        if not isinstance(w, torch.Tensor) or w.dtype not in FLOATS or w.is_meta or w.is_nested:
             raise UsageError(
-                f"{file} is refused: torch.save did not write it, or it has Python objects, which loading would execute"
-            ) from None
-        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        raise UsageError(f"{file} is damaged or not a file of weights ({reason}): fetch it again") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{file} holds a {type(content).__name__}, not weights by name")
-    return content
-
-
-def _floats(weights: dict, path: Path) -> dict[str, torch.Tensor]:
-    """fp32 copies; each tensor is released before the next is copied."""
-    refused = [name for name, w in weights.items() if not isinstance(w, torch.Tensor) or not w.is_floating_point()]
-    if refused:
-        raise UsageError(f"{path}: {refused[0]} is not a floating-point tensor; quantised weights cannot be read")
-    return {name: weights.pop(name).to(torch.float32, copy=True).contiguous() for name in list(weights)}
+                f"{path}: {str(name)[:60]!r} is not a floating-point tensor; quantised weights cannot be read"
+            )
+    checkpoint.check_tensors(weights, path)
+    wide = [name for name, w in weights.items() if w.dtype == torch.float64]
+    floats = {name: weights.pop(name).to(torch.float32, copy=True).contiguous() for name in list(weights)}
+    checkpoint.check_tensors({name: floats[name] for name in wide}, path)  # fp32 may be too narrow
+    return floats
 
 
 # --- exporting -------------------------------------------------------------------------------------------------------
@@ -321,8 +323,9 @@ def export(
 
     `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a `WhisperTokenizer`,
     whose prompt becomes the default of `generate`. `base`: the generation config of the model that was fine-tuned.
-    Replaces an earlier export or an empty folder, and refuses any other. Raises `UsageError` and `RunError`."""
-    folder = Path(folder).resolve()  # replaces the target of a link, not the link
+    Replaces an earlier export that nobody has changed or an empty folder, and refuses any other. Raises `UsageError` and
+    `RunError`."""
+    folder = Path(folder)
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("ctc_head.")}
     check(weights, config, "the model to be exported")
     if tokenizer.size > config["vocab_size"]:
@@ -330,39 +333,39 @@ def export(
     features = feature_settings(config)
     generation = generation_settings(config, tokenizer, base)
     tensors = {n: t.detach().to("cpu", torch.float32, copy=True).contiguous() for n, t in weights.items()}
-    broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    if broken:
-        raise UsageError(f"{broken[0]} has values that are not finite in fp32: the model is not exported")
+    checkpoint.check_tensors(tensors, "the model to be exported")
 
     def fill(temporary: Path) -> None:
         _write_settings(temporary, config, features, generation)
         tokenizer.save(temporary)
         _write_weights(temporary, tensors, config)
 
+    require_export(folder)
     try:
-        may_write(folder)
-        write_folder(folder, fill)
+        write_folder(folder, fill, {"exported_by": EXPORTED})
     except (SafetensorError, RuntimeError) as error:  # both libraries wrap the operating system's errors
-        raise cannot_write(folder, OSError(0, str(error).splitlines()[0]), "--export") from None
+        raise cannot_write(folder, OSError(0, first_line(error)), "--export") from None
     except OSError as error:
         raise cannot_write(folder, error, "--export") from None
     return sorted(path.name for path in folder.iterdir())
 
 
-def may_write(folder: str | Path) -> None:
-    """Raises `UsageError` if `folder` exists and is neither empty nor an earlier export."""
-    folder = Path(folder)
-    if not folder.exists():
-        return
-    if not folder.is_dir() or (any(folder.iterdir()) and not _is_export(folder)):
-        raise UsageError(f"--export {folder}: it exists and is not an earlier export; choose another folder")
-
-
-def _is_export(folder: Path) -> bool:
+def require_export(folder: str | Path) -> None:
+    """Raises `UsageError` if `folder` holds anything but an earlier export, `RunError` if it cannot be written."""
+    folder = Path(folder).absolute()
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("exported_by") == EXPORTED
-    except (OSError, ValueError, AttributeError):
-        return False
+        require_replaceable(folder)
+        parent = next(parent for parent in folder.parents if parent.exists())
+        if not os.access(parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if not parent.is_dir():
+            raise NotADirectoryError
+    except UsageError as error:
+        raise UsageError(f"--export {error}") from None
+    except RuntimeError as error:  # links in a circle
+        raise cannot_write(folder, OSError(errno.ELOOP, first_line(error)), "--export") from None
+    except OSError as error:
+        raise cannot_write(folder, error, "--export") from None
 
 
 def feature_settings(config: dict[str, int]) -> dict:
@@ -420,8 +423,8 @@ def _write_settings(folder: Path, config: dict, features: dict, generation: dict
         "suppress_tokens": generation["suppress_tokens"], "forced_decoder_ids": None,
         "begin_suppress_tokens": generation["begin_suppress_tokens"],
     }  # fmt: skip
-    files = {"config.json": description, "generation_config.json": generation, "preprocessor_config.json": features}
-    for name, content in files.items():
+    contents = {"config.json": description, "generation_config.json": generation, "preprocessor_config.json": features}
+    for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 

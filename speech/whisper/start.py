@@ -1,6 +1,10 @@
 """What a Whisper starts from and ends as: its flags, released or random weights, metadata, learning rate, export."""
 
+import argparse
+import functools
 import math
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checkpoint, options
+from common import checkpoint, memory, options
 from common.errors import DataError, UsageError
 from speech.audio import SAMPLE_RATE
 from speech.long import BY_SILENCES, BY_WINDOWS, Cutting
-from speech.whisper import formats, scratch
+from speech.whisper import decoding, formats, scratch
 from speech.whisper.model import FRAME, Whisper
-from speech.whisper.tokenizer import make_tokenizer, read_tokenizer
+from speech.whisper.tokenizer import NO_SPEECH, STATE, WhisperTokenizer, make_tokenizer, read_tokenizer, special_tokens
 
 BEAM_SIZE, PAD_SHARE = 5, 0.05
 AUXILIARY_WEIGHT = 0.3  # share of the encoder's own loss, from scratch
@@ -26,8 +30,21 @@ SMALL_RATE = 2e-3  # from scratch, for models narrower than the smallest release
 # CER 19 %, with windows 159 %).
 LEAST_OVERLAPPED = 10.0
 SHAPE = ("d_model", "encoder_layers", "decoder_layers", "attention_heads")
+SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")  # in a generation config: tokens that are not generated
 OWN_SHAPE = "a released model has its own shape; leave one of them out"
 ALIGNED = "a released encoder is aligned already, and its vocabulary of 50,257 would need 3 GB of CTC scores a batch"
+
+# The schema of the metadata that both recipes keep with their weights, for common.checkpoint.
+TOKENS = range(formats.CONFIG["vocab_size"][-1])
+METADATA = {
+    "recipe": str, "config": formats.CONFIG, "tokenizer": STATE, "ctc_tokens": TOKENS,
+    "generation": {f"{name}?": [TOKENS] for name in SUPPRESSED},
+    "pretrained": bool, "pad_to_30s": bool, "pad_from": checkpoint.COUNT, "held_out?": [str],
+    "longest": lambda seconds: type(seconds) in (int, float) and FRAME / SAMPLE_RATE <= seconds < math.inf,
+}  # fmt: skip
+
+TRAINING = ("from_scratch", "freeze_encoder", "ctc_weight", "pad_share", "pad_to_30s")
+USES = ("transcribe", "evaluate")  # of a trained model
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
@@ -39,6 +56,8 @@ EXCLUDES = (
     ("pad_share", "pad_to_30s", "the second pads every utterance; leave one of them out"),
     ("pad_share", "freeze_encoder", "the second pads every utterance; leave one of them out"),
     ("transcribe", "export", "give one of them"),
+    ("max_target_tokens", "transcribe", "the first is for texts that are given; leave it out"),
+    *((flag, use, options.TRAINS) for flag in TRAINING for use in USES),
 )
 NEEDS = (
     ("tokenizer_file", ("model_dir", "model_file"), "from scratch the tokenizer is made from the training text"),
@@ -49,12 +68,15 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class Start:
-    """Where the model starts, as the flags ask. `pretrained`: the folder or file of released weights, None from scratch;
-    `may_be_random`: whether the weights may be random if there is no checkpoint; `size`: the configuration of --model_size,
-    which the flags in `shape` change; `auxiliary`: whether a model from scratch gets an output layer on its encoder;
+    """Where the model starts and how it decodes, as the flags ask. `given`: the flags on the command line; `pretrained`: the
+    folder or file of released weights that the flag `source` names, None from scratch; `may_be_random`: whether the weights
+    may be random if there is no checkpoint; `size`: the configuration of --model_size, which the flags in `shape` change;
+    `auxiliary`: whether a model from scratch gets an output layer on its encoder, for which the flags in `asked` ask;
     `suppress`: whether the tokens that a released generation config forbids are forbidden here too."""
 
+    given: frozenset[str]
     pretrained: str | None
+    source: str
     tokenizer_file: str | None
     language: str | None
     from_scratch: bool
@@ -62,16 +84,27 @@ class Start:
     size_name: str | None
     size: dict | None
     shape: dict[str, int]
+    vocab_size: int | None
     initialised: bool
-    size_given: bool
-    ctc_given: float
     auxiliary: bool
+    asked: str
     freeze_encoder: bool
     suppress: bool
     max_target_tokens: int | None
     max_duration: float
     learning_rate: float | None
+    decoding: str
+    beam_size: int
     seed: int
+
+
+def language_code(text: str) -> str:
+    """An argparse type: a language code in lower case, as transformers looks it up: vi, kok, zh-tw."""
+    code = text.lower()
+    is_code = re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) and 2 <= len(code) <= 20
+    if not is_code or f"<|{code}|>" in (*special_tokens(0, (), timestamps=False), *NO_SPEECH):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a language code, such as vi, kok or zh-tw")
+    return code
 
 
 def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
@@ -84,8 +117,9 @@ def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
     start.add_argument("--from_scratch", action=options.OnOff, default=False, help="train all weights, with a vocabulary made from the training text (on for the demo)")
     start.add_argument("--model_size", choices=list(sizes), help="shape of a model from scratch (demo, without data; base with data)")
     for name, what in zip(SHAPE, ("width", "encoder layers", "decoder layers", "heads of every attention"), strict=True):
-        start.add_argument(f"--{name}", type=options.POSITIVE, metavar="N", help=f"{what} of a model from scratch (by --model_size)")
-    start.add_argument("--language", default=language, metavar="CODE", help=f"Whisper's language token ({language})")
+        most = formats.CONFIG[name if name in formats.CONFIG else f"encoder_{name}"][-1]
+        start.add_argument(f"--{name}", type=options.number(int, 1, most), metavar="N", help=f"{what} of a model from scratch (by --model_size)")
+    start.add_argument("--language", type=language_code, default=language, metavar="CODE", help=f"Whisper's language token ({language})")
     start.add_argument("--freeze_encoder", action=options.OnOff, default=False, help="train the decoder only, at 30 s windows (off)")
     start.add_argument("--export", type=options.path, metavar="DIR", help="write the weights as a folder for transformers, with OpenAI's model.pt; after training, or alone with --resume PATH or --model_dir")
     losses = parser.add_argument_group("losses and padding")
@@ -94,7 +128,7 @@ def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
     losses.add_argument("--ctc_weight", type=options.SHARE, metavar="X", help="share of an auxiliary CTC loss on the encoder, for models from scratch (0.3 from scratch)")
     losses.add_argument("--pad_share", type=options.SHARE, metavar="X", help="share of utterances padded to 30 s from the middle epoch on, because transformers always pads when it decodes (0.05)")
     losses.add_argument("--pad_to_30s", action=options.OnOff, help="pad all utterances to 30 s, in training and decoding (off; on with --freeze_encoder)")
-    losses.add_argument("--max_target_tokens", type=options.POSITIVE, metavar="N", help="reject longer transcripts, in tokens with prompt and end (the decoder's positions)")
+    losses.add_argument("--max_target_tokens", type=options.number(int, 8, formats.CONFIG["max_target_positions"][-1]), metavar="N", help="reject longer transcripts, in tokens with prompt and end (the decoder's positions)")
     # fmt: on
 
 
@@ -105,12 +139,14 @@ def resolve(args, sizes: dict[str, dict], is_demo: bool, auxiliary: bool | None 
     if pretrained and args.ctc_weight:
         raise UsageError(f"--ctc_weight is for models from scratch: {ALIGNED}")
     if args.export:
-        formats.may_write(args.export)  # now, not after hours of training
+        formats.require_export(args.export)  # now, not after hours of training
+    if args.tokenizer_file and not os.path.exists(args.tokenizer_file):
+        raise UsageError(f"--tokenizer_file {args.tokenizer_file}: no such file or folder")
     if not (args.transcribe or args.evaluate or is_demo or args.resume or pretrained or args.from_scratch):
         raise UsageError(
             "where does the model start? --model_dir DIR (Hugging Face), --model_file base.pt (OpenAI), or --from_scratch"
         )
-    size_given, ctc_given = args.model_size is not None, args.ctc_weight or 0.0
+    shares = {name: getattr(args, name, None) for name in ("ctc_weight", "alignment_weight") if name in args.given}
     if not pretrained and args.model_size is None:
         args.model_size = "demo" if is_demo else "base"
     if args.ctc_weight is None:
@@ -120,7 +156,9 @@ def resolve(args, sizes: dict[str, dict], is_demo: bool, auxiliary: bool | None 
     if args.pad_share is None:
         args.pad_share = PAD_SHARE
     return Start(
+        given=args.given,
         pretrained=pretrained,
+        source="--model_dir" if args.model_dir else "--model_file",
         tokenizer_file=args.tokenizer_file,
         language=args.language,
         from_scratch=args.from_scratch,
@@ -128,15 +166,17 @@ def resolve(args, sizes: dict[str, dict], is_demo: bool, auxiliary: bool | None 
         size_name=args.model_size,
         size=sizes.get(args.model_size),
         shape={name: getattr(args, name) for name in SHAPE if getattr(args, name)},
+        vocab_size=args.vocab_size if "vocab_size" in args.given else None,
         initialised=bool(args.init_from),
-        size_given=size_given,
-        ctc_given=ctc_given,
         auxiliary=args.ctc_weight > 0 if auxiliary is None else auxiliary,
+        asked=" ".join(f"--{name} {share:g}" for name, share in shares.items() if share),
         freeze_encoder=args.freeze_encoder,
         suppress=suppress,
         max_target_tokens=args.max_target_tokens,
         max_duration=args.max_duration,
         learning_rate=args.learning_rate,
+        decoding=args.decoding,
+        beam_size=args.beam_size,
         seed=args.seed,
     )
 
@@ -179,9 +219,10 @@ def config_from_scratch(start: Start, vocabulary: int) -> dict:
     }
 
 
-def check_resumed(start: Start, metadata: dict) -> None:
-    """Refuses flags that contradict the model of the checkpoint with this metadata. Without that check a script's
-    `--resume auto` would continue an earlier demo and ignore the model that was named."""
+def check_resumed(start: Start, metadata: dict, vocab_size: int | None = None) -> None:
+    """Refuses flags that contradict the model of the checkpoint with this metadata, which was made with --vocab_size
+    `vocab_size`. Without that check a script's `--resume auto` would continue an earlier demo and ignore the model that was
+    named."""
     saved = metadata["config"]
     values = {**saved, "attention_heads": saved["encoder_attention_heads"]}
     conflicts = [
@@ -190,19 +231,27 @@ def check_resumed(start: Start, metadata: dict) -> None:
         if value != values[name]
     ]
     sized = ("d_model", "encoder_layers", "decoder_layers")
-    if start.size_given and not start.shape and any(start.size[name] != saved[name] for name in sized):
+    if "model_size" in start.given and not start.shape and any(start.size[name] != saved[name] for name in sized):
         layers = f"{saved['encoder_layers']}+{saved['decoder_layers']} layers"
         conflicts.append(f"--model_size {start.size_name} (the checkpoint has {saved['d_model']} wide, {layers})")
     if start.pretrained and not metadata["pretrained"]:
-        conflicts.append(f"{start.pretrained} (the checkpoint's model began from scratch)")
-    elif start.pretrained and Path(start.pretrained).is_dir():
+        conflicts.append(f"{start.source} {start.pretrained} (the checkpoint's model began from scratch)")
+    elif start.pretrained and os.path.isdir(start.pretrained):
         config = formats.read_config(Path(start.pretrained))
         if any(config[name] != saved[name] for name in config):
-            conflicts.append(f"{start.pretrained} (the checkpoint's model has another shape)")
+            conflicts.append(f"{start.source} {start.pretrained} (the checkpoint's model has another shape)")
     if start.from_scratch and metadata["pretrained"]:
         conflicts.append("--from_scratch (the checkpoint's model began from released weights)")
-    if start.ctc_given and not metadata["ctc_tokens"]:
-        conflicts.append(f"--ctc_weight {start.ctc_given:g} (the checkpoint's encoder has no output layer)")
+    if start.asked and not metadata["ctc_tokens"]:
+        conflicts.append(f"{start.asked} (the checkpoint's encoder has no output layer)")
+    if start.vocab_size and start.vocab_size != (vocab_size or start.vocab_size):
+        conflicts.append(f"--vocab_size {start.vocab_size} (the checkpoint has {vocab_size})")
+    if "language" in start.given and start.language != metadata["tokenizer"]["language"]:
+        conflicts.append(f"--language {start.language} (the checkpoint has {metadata['tokenizer']['language']})")
+    if start.tokenizer_file:
+        tokenizer = read_tokenizer(start.tokenizer_file, metadata["tokenizer"]["language"], saved["vocab_size"])
+        if tokenizer.vocab != metadata["tokenizer"]["vocab"]:
+            conflicts.append(f"--tokenizer_file {start.tokenizer_file} (the checkpoint has another vocabulary)")
     if conflicts:
         raise UsageError(
             f"{', '.join(conflicts)} conflicts with the checkpoint: leave it out to continue, or start a new run with "
@@ -212,21 +261,15 @@ def check_resumed(start: Start, metadata: dict) -> None:
 
 def read_pretrained(start: Start) -> tuple[dict[str, torch.Tensor], dict]:
     """Weights and metadata of a Hugging Face folder or OpenAI's .pt: the metadata of this project's checkpoints."""
-    path = start.pretrained
-    if not Path(path).exists():
-        raise UsageError(
-            f"{path}: no such file or folder, and nothing is downloaded here; a model of the hub becomes a folder with: "
-            "hf download openai/whisper-base --local-dir whisper-base"
-        )
-    weights, config, extras = formats.read_model(path)
+    weights, config, extras = _read_released(start)
     tokenizer = read_tokenizer(
         start.tokenizer_file or extras["tokenizer"], start.language, vocab_size=config["vocab_size"]
     )
     generation = dict(extras["generation"])
-    for name in ("suppress_tokens", "begin_suppress_tokens"):
+    for name in SUPPRESSED:
         ids = generation.get(name) or []
-        if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < config["vocab_size"] for i in ids):
-            raise UsageError(f"{path}: {name} in generation_config.json are not token ids of this model")
+        if checkpoint.mismatch(ids, [range(config["vocab_size"])], name):
+            raise UsageError(f"{start.pretrained}: {name} in generation_config.json are not token ids of this model")
         generation[name] = ids if start.suppress else []
     metadata = {
         "config": config, "tokenizer": tokenizer.state(), "generation": generation, "ctc_tokens": 0, "pad_to_30s": True,
@@ -235,12 +278,22 @@ def read_pretrained(start: Start) -> tuple[dict[str, torch.Tensor], dict]:
     return weights, metadata
 
 
+def _read_released(start: Start) -> tuple[dict, dict, dict]:
+    if not os.path.exists(start.pretrained):
+        raise UsageError(
+            f"{start.source} {start.pretrained}: no such file or folder, and nothing is downloaded here; a model of the hub "
+            "becomes a folder with: hf download openai/whisper-base --local-dir whisper-base"
+        )
+    return formats.read_model(start.pretrained)
+
+
 def choose(start: Start, resumed: dict | None, train_tokenizer: Callable) -> tuple[dict, dict | None]:
     """The metadata of the model to be trained, and its weights (None: random ones). `resumed` is the content of a
     checkpoint; `train_tokenizer()` is asked for the vocabulary of a model from scratch. Raises `UsageError`."""
     if resumed:
-        check_resumed(start, resumed["metadata"])
         metadata, weights = dict(resumed["metadata"]), resumed["model"]
+        check_resumed(start, metadata, resumed["args"].get("vocab_size"))
+        check_saved(metadata, weights)
     elif start.pretrained:
         weights, metadata = read_pretrained(start)
     else:
@@ -260,13 +313,34 @@ def metadata_from_scratch(start: Start, train_tokenizer: Callable) -> dict:
     if start.freeze_encoder and not start.initialised:
         raise UsageError("--freeze_encoder: there is no checkpoint to resume, and a random encoder would stay random")
     tokenizer = train_tokenizer()
+    config = config_from_scratch(start, tokenizer.size)
+    memory.require_room(sum(_sizes(config).values()))
     return {
-        "config": config_from_scratch(start, tokenizer.size),
+        "config": config,
         "tokenizer": tokenizer.state(),
         "generation": {},
         "ctc_tokens": tokenizer.eos if start.auxiliary else 0,  # the text's tokens are numbered before the special ones
         "pretrained": False,
     }
+
+
+def check_saved(metadata: dict, weights: dict[str, torch.Tensor]) -> None:
+    """Raises `UsageError` if a checkpoint's metadata, which fit METADATA, and its weights are not those of one model. Without
+    that check, damaged metadata could ask for a model of any size."""
+    name, config, tokenizer = "the saved model", metadata["config"], make_tokenizer(metadata["tokenizer"])
+    formats.check_config(config, name)
+    formats.check(weights, config, name, metadata["ctc_tokens"])
+    tokens = [tokenizer.size - 1, *(token for ids in SUPPRESSED for token in metadata["generation"].get(ids, ()))]
+    if max(tokens) >= config["vocab_size"] or metadata["ctc_tokens"] not in (0, tokenizer.eos):
+        raise UsageError(f"{name} is damaged: its tokens are not those of its tokenizer")
+
+
+def load_model(weights: dict[str, torch.Tensor], metadata: dict) -> Whisper:
+    """A trained model, in evaluation mode. Raises `UsageError` if its file is damaged."""
+    check_saved(metadata, weights)
+    model = make_model(metadata)
+    checkpoint.load_weights(model, weights)
+    return model.eval()
 
 
 def make_model(metadata: dict, dropout: float = 0.0, label_smoothing: float = 0.0) -> Whisper:
@@ -312,6 +386,25 @@ def describe(start: Start, model: Whisper, metadata: dict) -> None:
     print(f"model: {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M of them trained; {tokens} tokens")
 
 
+@functools.lru_cache(maxsize=2)
+def draw_padded(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
+    """(N,) which utterances are padded to the longest window in an epoch."""
+    return np.random.default_rng([seed, epoch, 11]).random(count) < share
+
+
+def middle_epoch(windows: int, num_epochs: int | None, max_steps: int | None) -> int:
+    """The epoch from which --pad_share applies, with so many windows in an epoch. Before the model can read anything, 30 s of
+    mostly silence teach it little and cost as much as ten short utterances."""
+    return int(min(num_epochs or math.inf, (max_steps or math.inf) / windows) / 2)
+
+
+def make_search(start: Start, metadata: dict) -> tuple[WhisperTokenizer, decoding.Search]:
+    """The tokenizer of a model with this metadata, and how --decoding searches."""
+    tokenizer, vocab_size = make_tokenizer(metadata["tokenizer"]), metadata["config"]["vocab_size"]
+    method, beam_size = start.decoding, start.beam_size
+    return tokenizer, decoding.make_search(tokenizer, metadata["generation"], vocab_size, method, beam_size, start.seed)
+
+
 def long_recordings(metadata: dict) -> tuple[float, Cutting]:
     """The longest piece of a long recording, seconds, and how recordings are cut. A little more than what was trained on
     does no harm, and resampling may add a sample to the longest pieces."""
@@ -331,11 +424,15 @@ def learning_rate(metadata: dict) -> float:
 
 def count_parameters(start: Start, vocabulary: int) -> tuple[int, int]:
     """(all, trained) parameters of the model that the flags ask for, with `vocabulary` tokens if it is from scratch."""
-    config = formats.read_model(start.pretrained)[1] if start.pretrained else config_from_scratch(start, vocabulary)
-    sizes = {name: math.prod(shape) for name, shape in formats.expected_shapes(config).items()}
+    sizes = _sizes(_read_released(start)[1] if start.pretrained else config_from_scratch(start, vocabulary))
     fixed = "encoder." if start.freeze_encoder else "encoder.embed_positions"
     total = sum(sizes.values())
     return total, total - sum(size for name, size in sizes.items() if name.startswith(fixed))
+
+
+def _sizes(config: dict) -> dict[str, int]:
+    """The numbers of parameters of the tensors of a model, by their names."""
+    return {name: math.prod(shape) for name, shape in formats.expected_shapes(config).items()}
 
 
 def export(folder: str, model: Whisper, metadata: dict) -> None:

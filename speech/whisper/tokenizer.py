@@ -1,16 +1,18 @@
 """Whisper's tokenizer: byte-level BPE with special tokens. Reading, training, and writing for `transformers`."""
 
 import base64
+import contextlib
 import difflib
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from common.errors import DataError, UsageError, require
-from speech.whisper.formats import refuse_pointer
+from common import checkpoint, files
+from common.errors import DataError, UsageError, first_line, require
+from speech.whisper.formats import CONFIG, refuse_pointer
 
 # In the order of the released vocabularies; yue came with large-v3.
 LANGUAGES = (
@@ -30,6 +32,12 @@ TIMESTAMPS = [f"<|{i * 0.02:.2f}|>" for i in range(1501)]
 _TIMESTAMPS = frozenset(TIMESTAMPS)
 ENGLISH_ONLY_SIZE = 51_864
 ENGLISH_ONLY_EOS = 50_256  # the id of eos in GPT-2's vocabulary, which the English-only models use
+LONGEST_TOKEN = 256  # bytes of a token of a .tiktoken file; the released ones have up to 128
+# The schema of `WhisperTokenizer.state()`, for `checkpoint.mismatch`.
+STATE = {
+    "kind": {"whisper"}, "vocab": dict, "merges": [str], "specials": dict, "symbols": [str], "language": str,
+    "task": {*TASKS}, "multilingual": bool, "spelling": (type(None), dict),
+}  # fmt: skip
 
 
 def _byte_characters() -> list[str]:
@@ -78,7 +86,7 @@ class WhisperTokenizer:
     `vocab`: text tokens (in BYTES characters) to ids. `merges`: pairs of tokens, by priority. `specials`: special
     tokens and timestamps to ids. `symbols`: tokens of `vocab` that are matched before the text is split, such as
     `<SK>`. `spelling`: the content of a `normalizer.json`, which is only kept. Raises `UsageError` for a language or
-    task that the vocabulary lacks.
+    task that the vocabulary lacks, and `ValueError`, `KeyError` or `TypeError` for a vocabulary that is damaged.
 
     Attributes: the ids `eos`, `start`, `no_timestamps`, `no_speech` and `timestamp_begin` (the last three are None if
     the vocabulary lacks them), `prompt` (the decoder's first tokens), `size` (of the vocabulary), `languages` (codes).
@@ -91,6 +99,7 @@ class WhisperTokenizer:
         symbols: Iterable[str] = (), language: str | None = None, task: str = "transcribe",
         multilingual: bool = True, spelling: dict | None = None,
     ):  # fmt: skip
+        _require_sound(vocab, merges, specials, symbols)
         self.vocab = vocab
         self.merges = merges
         self.specials = specials
@@ -169,13 +178,13 @@ class WhisperTokenizer:
         vocab = self.vocab if is_appended else {**self.vocab, **self.specials}
         special = {**dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), EOS),
                    "additional_special_tokens": names}  # fmt: skip
-        files = {
+        contents = {
             "tokenizer.json": self._fast_tokenizer(vocab, added), "tokenizer_config.json": self._config(special, added),
             "vocab.json": vocab, "special_tokens_map.json": special,
             "added_tokens.json": {name: i for name, i, _ in added},
             **({"normalizer.json": self.spelling} if self.spelling else {}),
         }  # fmt: skip
-        for name, content in files.items():
+        for name, content in contents.items():
             text = json.dumps(content, ensure_ascii=False, indent=None if name == "vocab.json" else 1)
             (folder / name).write_text(text + "\n", encoding="utf-8")
         lines = ["#version: 0.2", *(" ".join(pair) for pair in self.merges)]
@@ -214,10 +223,42 @@ class WhisperTokenizer:
         }  # fmt: skip
 
 
+def _require_sound(vocab: dict, merges: list, specials: dict, symbols: Iterable) -> None:
+    """Raises `ValueError` or `TypeError` if these cannot be those of a `WhisperTokenizer`."""
+    ids, most = [*vocab.values(), *specials.values()], CONFIG["vocab_size"][-1]
+    if any(type(i) is not int or not 0 <= i < most for i in ids):
+        raise ValueError(f"its ids are not whole numbers below {most}")
+    if len(set(ids)) < len(ids):
+        raise ValueError("several tokens have the same id")
+    if any(len(pair) != 2 or not isinstance(part, str) for pair in merges for part in pair):
+        raise ValueError("its merges are not pairs")
+    if not vocab.keys() >= {*symbols} or not "".join(specials).isprintable():
+        raise ValueError("its added tokens are not sound")
+    "".join(vocab).encode()  # half of a surrogate pair could not be written
+
+
+@contextlib.contextmanager
+def _refused(name: str | Path) -> Iterator[None]:
+    """Whatever a damaged vocabulary raises becomes a `UsageError` that calls it `name`."""
+    try:
+        yield
+        return
+    except KeyError as error:
+        reason = f"it lacks {error}"
+    except ValueError as error:
+        reason = first_line(error)
+    except (TypeError, AttributeError, IndexError):
+        reason = "a part of it has another type"
+    raise UsageError(f"{name} is not a Whisper tokenizer ({reason[:120]})")
+
+
 def make_tokenizer(state: dict) -> WhisperTokenizer:
-    """The tokenizer of a checkpoint, from its `state()`."""
-    given = {name: value for name, value in state.items() if name != "kind"}
-    return WhisperTokenizer(**{**given, "merges": [tuple(pair.split(" ")) for pair in state["merges"]]})
+    """The tokenizer of a checkpoint, from its `state()`. Raises `UsageError` if the state is damaged."""
+    with _refused("the saved tokenizer"):
+        if reason := checkpoint.mismatch(state, STATE, "it"):
+            raise ValueError(reason)
+        given = {name: state[name] for name in STATE if name != "kind"}
+        return WhisperTokenizer(**{**given, "merges": [tuple(pair.split(" ")) for pair in state["merges"]]})
 
 
 def special_tokens(first: int, languages: Iterable[str], timestamps: bool) -> dict[str, int]:
@@ -275,18 +316,13 @@ def read_tokenizer(path: str | Path, language: str | None, vocab_size: int | Non
     one `tokenizer.json`, or OpenAI's `multilingual.tiktoken` or `gpt2.tiktoken`, whose special tokens follow from the
     model's `vocab_size`. Raises `UsageError`."""
     path = Path(path)
-    file = _tokenizer_file(path, vocab_size) if path.is_dir() else path
-    try:
+    file = _tokenizer_file(path, vocab_size) if os.path.isdir(path) else path
+    refuse_pointer(file)
+    with _refused(file):
         if file.suffix == ".tiktoken":
             tokenizer = _from_tiktoken(file, language, vocab_size)
         else:
             tokenizer = _from_hugging_face(file, language)
-    except OSError as error:
-        raise UsageError(f"{error.filename or file}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        refuse_pointer(file)
-        reason = str(error).split("\n")[0][:120]
-        raise UsageError(f"{file} is not a Whisper tokenizer ({type(error).__name__}: {reason})") from None
     if vocab_size and tokenizer.size > vocab_size:
         raise UsageError(
             f"{file} has {tokenizer.size} tokens and the model {vocab_size}: "
@@ -308,14 +344,14 @@ def _tokenizer_file(folder: Path, vocab_size: int | None) -> Path:
 
 
 def _json(file: Path) -> dict:
-    return json.loads(file.read_text(encoding="utf-8-sig")) if file.is_file() else {}
+    return files.read_json(file) if file.is_file() else {}
 
 
 def _from_hugging_face(file: Path, language: str | None) -> WhisperTokenizer:
-    content = json.loads(file.read_text(encoding="utf-8-sig"))
+    content = files.read_json(file)
     if file.name == "vocab.json":
         vocab = content
-        lines = (file.parent / "merges.txt").read_text(encoding="utf-8").split("\n")
+        lines = files.read_text(file.parent / "merges.txt").split("\n")
         merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
         described = _json(file.parent / "tokenizer_config.json").get("added_tokens_decoder", {})
         added = {entry["content"]: int(i) for i, entry in described.items()}
@@ -329,8 +365,6 @@ def _from_hugging_face(file: Path, language: str | None) -> WhisperTokenizer:
         merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
         added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
         special = {entry["content"] for entry in content.get("added_tokens", []) if entry.get("special")}
-    if not all(isinstance(i, int) for i in (*vocab.values(), *added.values())) or any(len(p) != 2 for p in merges):
-        raise ValueError("its ids are not integers, or its merges are not pairs")
     tokens = vocab | added
     pattern = re.compile(r"<\|[^|]+\|>")
     specials = {token: i for token, i in tokens.items() if pattern.fullmatch(token) or token in special}
@@ -344,16 +378,18 @@ def _from_hugging_face(file: Path, language: str | None) -> WhisperTokenizer:
 
 
 def _from_tiktoken(file: Path, language: str | None, vocab_size: int | None) -> WhisperTokenizer:
-    rows = [line.split() for line in file.read_bytes().splitlines() if line.strip()]
+    rows = [line.split() for line in files.read_text(file).encode().splitlines() if line.strip()]
     # OpenAI's multilingual file ends with a token of no bytes ("="), which some decoders refuse.
     ranks = {base64.b64decode(token) if token.strip(b"=") else b"": int(rank) for token, rank in rows}
     if sorted(ranks.values()) != list(range(len(rows))) or any(bytes([byte]) not in ranks for byte in range(256)):
         raise ValueError("its ranks are not 0, 1, 2 ..., or bytes are missing")
-    merges = [_merge_of(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+    if max(map(len, ranks)) > LONGEST_TOKEN:
+        raise ValueError(f"it has a token of more than {LONGEST_TOKEN} bytes")
     fixed = len(special_tokens(0, (), timestamps=True))
     count = (vocab_size or len(ranks) + fixed + 99) - len(ranks) - fixed
     if not 1 <= count <= len(LANGUAGES):
         raise UsageError(f"{file} has {len(ranks)} text tokens, which does not go with the model's {vocab_size} tokens")
+    merges = [_merge_of(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
     vocab = {_byte_level_token(token): rank for token, rank in ranks.items()}
     specials = special_tokens(len(vocab), LANGUAGES[:count], timestamps=True)
     return WhisperTokenizer(vocab, merges, specials, language=language, multilingual=specials[EOS] != ENGLISH_ONLY_EOS)

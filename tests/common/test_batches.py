@@ -7,8 +7,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from common import batches
 from common.device import Ranks, Setup
 from common.errors import DataError, RunError
-from tests import toy
+from tests import processes, toy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -139,34 +137,6 @@ def test_split_batch_keeps_every_row_and_trims(sizes, most):
                 assert (piece[key][i, length:] == (0 if key == "values" else -100)).all()
             assert torch.equal(piece["masks"][i], batch["masks"][row]) and piece["seconds"][i] == batch["seconds"][row]
             row += 1
-
-
-@given(
-    length=st.integers(0, 480_000),
-    step=st.sampled_from([1, 320, 1280]),
-    most=st.integers(16_000, 480_000),
-    shapes=st.integers(1, 20),
-)
-def test_quantise_gives_few_lengths_and_wastes_little(length, step, most, shapes):
-    grid = sorted({batches.quantise(n, step, most, shapes) for n in range(0, most + 1, max(1, most // 2000))})
-    assert len(grid) <= shapes and grid[-1] == -(-most // step) * step
-    size = batches.quantise(length, step, most, shapes)
-    assert size >= length and size % step == 0 and isinstance(size, int)
-    assert batches.quantise(size, step, most, shapes) == size
-    if length <= most:
-        assert size in grid
-    else:
-        assert size < length + step or size == grid[-1]
-    if shapes >= 12 and most / 16 <= length <= most:
-        assert size <= 1.29 * length + step
-
-
-def test_quantise_for_samples_and_for_tokens():
-    seconds = {batches.quantise(n, 320, 480_000) / 16_000 for n in range(1, 480_001, 100)}
-    assert len(seconds) == 12 and max(seconds) == 30
-    tokens = {batches.quantise(n, 8, 448) for n in range(1, 449)}
-    assert tokens == {32, 40, 48, 64, 80, 104, 128, 168, 216, 272, 352, 448}
-    assert {batches.quantise(n, 480_000, 480_000) for n in (1, 480_000)} == {480_000}
 
 
 def test_to_device_keeps_the_lengths_on_the_host():
@@ -362,7 +332,7 @@ def test_a_worker_that_dies_later_is_noticed_when_its_data_are_needed(no_hang, w
 HELD = """
 from common.batches import Windows
 from common.device import Setup
-from tests import toy
+from tests import processes, toy
 source = Windows(toy.make_args("unused"), toy.Sequences(50), toy.collate, Setup(workers=1)).iterate()
 next(source)
 try:
@@ -375,8 +345,9 @@ raise error
 
 def test_an_error_while_workers_run_ends_the_process():
     """Workers ignore SIGTERM, which multiprocessing sends to them at exit before it waits for them."""
-    result = subprocess.run([sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 1 and result.stderr.endswith("ValueError: the end\n")
+    process = processes.start(["-c", HELD], ROOT)
+    _, err = process.communicate()
+    assert process.returncode == 1 and err.endswith("ValueError: the end\n")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -387,14 +358,14 @@ def test_a_bug_keeps_its_traceback(no_hang, workers):
 
 
 def test_many_micro_batches_do_not_run_out_of_files(no_hang):
-    """48 micro-batches of 7 tensors, several windows ahead, against the usual limit of 1024 open files."""
+    """12 micro-batches of 7 tensors, several windows ahead, against a limit of 200 open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
     try:
-        made = windows(clips(288), "--batch_size", "1", "--gradient_accumulation_steps", "48", workers=2)
+        made = windows(clips(72), "--batch_size", "1", "--gradient_accumulation_steps", "12", workers=2)
         source = made.iterate()
         next(source)
-        time.sleep(0.5)  # meanwhile the workers fill their queues
+        time.sleep(0.3)  # meanwhile the workers fill their queues
         assert len(take(source, 5)) == 5
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -414,7 +385,7 @@ def test_evaluation_covers_everything_every_time(no_hang, workers):
     for rank in range(2):
         made = evaluation(data, workers=workers, rank=rank, ranks=2)
         first, second = ([batch["names"] for batch in made] for _ in range(2))
-        assert first == second and len(first) == len(made) and max(map(len, first)) <= 4
+        assert first == second and len(first) == 3 and max(map(len, first)) <= 4
         shares.append(flat(first))
     assert sorted(flat(shares)) == sorted(f"{i}/0" for i in range(23))
     assert shares[0][0] == f"{data.lengths.argmax()}/0"

@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 import torch
+import torch._dynamo  # the first update of an optimizer would import it, which takes two seconds
 from safetensors.torch import save_file
 
 from common import checkpoint, optim

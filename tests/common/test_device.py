@@ -206,8 +206,6 @@ def work(rank: int, folder: str) -> None:
     assert ranks.reduce([0.1 * rank, -rank], "max") == [0.1, 0.0]
     assert ranks.gather({"rank": rank, "rng": torch.ones(2) * rank})[1]["rank"] == 1
 
-    # Buckets of 10 elements: one parameter is larger than that, two share one, types do not mix.
-    device.REDUCE_BUCKET = 10
     shapes = [(3, 5), (4,), (5,), (2, 2), (), (7,), (3,)]
     types = [torch.float32] * 4 + [torch.float64, torch.float64, torch.bfloat16]
     parameters = [torch.nn.Parameter(torch.zeros(s, dtype=t)) for s, t in zip(shapes, types, strict=True)]
@@ -376,6 +374,16 @@ def test_the_setup_has_the_number_of_workers(flags, expected):
     args = arguments("--device", "cpu", "--dataloader_num_workers", "auto", *flags)
     assert device.setup(args, quiet=True).workers == expected
     assert args.dataloader_num_workers == (3 if flags else "auto")  # as it was given
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_only_evaluation_caches_weights_in_16_bits(dtype):
+    for training in (True, False):
+        with torch.set_grad_enabled(training), Setup(dtype=dtype).autocast():
+            assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is dtype
+            assert torch.is_autocast_cache_enabled() != training
+    with Setup().autocast():
+        assert not torch.is_autocast_enabled("cpu")
 
 
 def test_a_setup_is_final():

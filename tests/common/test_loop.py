@@ -457,7 +457,8 @@ def test_a_bad_window_never_reaches_the_weights_and_is_listed(tmp_path, place):
     assert "item 5" in listed and len(listed) == 4
 
 
-def test_bad_windows_in_a_row_stop_the_run_and_leave_the_last_checkpoint(tmp_path):
+@pytest.mark.parametrize("save_every", ["0", "2"])
+def test_bad_windows_in_a_row_stop_the_run_and_leave_what_was_trained(tmp_path, save_every):
     steps = []
 
     def later_nan(model, batch):
@@ -465,10 +466,12 @@ def test_bad_windows_in_a_row_stop_the_run_and_leave_the_last_checkpoint(tmp_pat
         steps.append(1)
         return {name: value * float("nan") for name, value in terms.items()} if len(steps) > 4 else terms
 
-    args = toy.make_args(tmp_path, *cut(2, 1), "--save_every", "2", "--max_bad_windows", "3")
+    args = toy.make_args(tmp_path, *cut(2, 1), "--save_every", save_every, "--max_bad_windows", "3")
     with pytest.raises(RunError, match="3 windows in a row"):
         toy.run(args, compute_loss=later_nan)
     assert newest(args)["progress"]["step"] == 4
+    _, progress = toy.run(toy.make_args(tmp_path, *cut(2, 1), "--resume", "auto"))  # the cause is mended
+    assert progress["epoch"] == 1 and progress["utterances"] == 13 - 2 * 2
 
 
 def fp16_run(args, compute_loss):
@@ -504,6 +507,7 @@ def test_a_scale_below_one_stops_the_run(tmp_path):
 
     with pytest.raises(RunError, match="loss scale fell below 1"):
         fp16_run(toy.make_args(tmp_path, *cut(1, 1), "--num_epochs", "3"), overflowing)
+    assert newest(toy.make_args(tmp_path))["progress"]["step"] == 0
 
 
 def test_fp16_scaling_gives_the_fp32_gradient():

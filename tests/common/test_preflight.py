@@ -1,13 +1,16 @@
 """The pre-flight check, on this machine and on GPUs that are made up."""
 
-import os
+import contextlib
+import re
 import shutil
+import sys
 import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from common import checkpoint, compiling, device, optim, preflight
+from common import batches, checkpoint, compiling, device, optim, preflight
 from common import gpu as gpus
 from common.device import Setup
 from tests import toy
@@ -21,7 +24,7 @@ def arguments(folder, *flags: str):
     return toy.make_args(folder, "--device", "auto", "--dataloader_num_workers", "auto", *flags)
 
 
-def verified(capsys, args, parameters=73 * MILLION, trained=None):
+def verified(capsys, args, parameters=73 * MILLION, trained=73 * MILLION):
     """(exit status, {name: (status, reason)})."""
     status = preflight.verify(args, parameters, trained)
     lines = capsys.readouterr().out.splitlines()
@@ -71,45 +74,53 @@ def test_a_cpu_that_was_asked_for_is_no_failure(tmp_path, capsys):
 
 
 def test_mixed_precision_that_is_not_on_fails(monkeypatch):
-    half = Setup(dtype=torch.float16)
-    monkeypatch.setattr(Setup, "grad_scaler", lambda self: None)
-    assert preflight.check_autocast(half) == ("FAIL", "float16 without loss scaling: the gradients would vanish")
-    monkeypatch.setattr(preflight, "product_dtype", lambda setup: torch.float32)
-    assert preflight.check_autocast(half) == (
+    monkeypatch.setattr(Setup, "autocast", lambda self: contextlib.nullcontext())
+    assert preflight.check_autocast(Setup(dtype=torch.float16)) == (
         "FAIL",
-        "a product of matrices under autocast is float32, not float16",
+        "a product of matrices under autocast is torch.float32, not torch.float16",
     )
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(capability, ...) makes up a GPU. Nothing is computed on it."""
+    """gpu(capability, ...) makes up a GPU. What is computed on it is computed on the CPU."""
+    ones, kernel = torch.ones, []
 
-    def make(capability=(8, 9), free=7.5, total=8.0, kernels=("flash", "memory-efficient", "math"), compiles=True):
-        backends = {preflight.BACKENDS[name][0] for name in kernels}
-        nvml = types.SimpleNamespace(
-            nvmlSystemGetDriverVersion=lambda: "580.65.06",
-            nvmlSystemGetCudaDriverVersion_v2=lambda: 13010,
-            nvmlShutdown=lambda: None,
-        )
+    @contextlib.contextmanager
+    def sdpa_kernel(chosen):
+        kernel[:] = [chosen.name]
+        yield
+
+    def make(capability=(8, 9), free=7.5, total=8.0, kernels=("FLASH", "EFFICIENT", "MATH"), compiles=True):
+        def attention(q, k, v, attn_mask):
+            name = kernel[0].removesuffix("_ATTENTION")
+            if name not in kernels or (name == "FLASH" and attn_mask is not None):  # which takes no masks
+                raise RuntimeError("No available kernel")
+            return q
+
+        nvml = types.ModuleType("pynvml")
+        nvml.nvmlInit = lambda: None
+        nvml.nvmlSystemGetDriverVersion = lambda: "580.65.06"
+        nvml.nvmlSystemGetCudaDriverVersion_v2 = lambda: 13010
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
         for module, name, replacement in (
             (device, "cuda_problem", lambda index=0: None),
             (torch.cuda, "get_device_name", lambda index: "NVIDIA GeForce RTX 5060"),
             (torch.cuda, "get_device_capability", lambda index: capability),
             (torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(total_memory=int(total * 2**30))),
             (torch.cuda, "mem_get_info", lambda index: (int(free * 2**30), int(total * 2**30))),
-            (gpus, "load_nvml", lambda: nvml),
+            (torch, "ones", lambda *shape, device=None, **options: ones(*shape, **options)),
+            (Setup, "autocast", lambda self: torch.autocast("cpu", self.dtype, enabled=self.dtype is not None)),
+            (Setup, "grad_scaler", lambda self: torch.amp.GradScaler("cpu") if self.dtype is torch.float16 else None),
             (gpus, "gpu_processes", lambda: ""),
-            (preflight, "product_dtype", lambda setup: setup.dtype),
-            # flash attention takes no masks
-            (preflight, "attention_works", lambda setup, kernel, masked: kernel in backends and not (masked and "FLASH" in str(kernel))),
-            (preflight, "copy_ahead", lambda setup: None),
+            (preflight, "sdpa_kernel", sdpa_kernel),
+            (F, "scaled_dot_product_attention", attention),
+            (batches.Window, "pin_memory", lambda self: self),
+            (batches, "to_device", lambda micro_batches, device: micro_batches),
             (compiling, "compile_problem", lambda device: None if compiles else "torch.compile does not work on cuda:0 (no triton)"),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, replacement)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        scaler = types.SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 65536.0)
-        monkeypatch.setattr(Setup, "grad_scaler", lambda self: scaler if self.dtype is torch.float16 else None)
 
     return make
 
@@ -121,19 +132,19 @@ def test_a_gpu_with_everything(tmp_path, capsys, gpu):
     assert table["GPU"][1] == "NVIDIA GeForce RTX 5060, compute capability 8.9"
     assert table["driver"][1].startswith("580.65.06, up to CUDA 13.1; torch 2.")
     assert table["memory"][1] == (
-        "7.5 of 8.0 GiB free; weights, gradients and optimizer states take 1.1 GiB, the rest is for activations"
+        "7.5 GiB of 8.0 GiB free; weights, gradients and optimizer states take 1.1 GiB, the rest is for activations"
     )
     assert table["precision"][1] == "bf16 (auto: compute capability 8.9)"
     assert table["attention"][1] == "flash, memory-efficient, math; with a padding mask: memory-efficient, math"
 
 
 def test_an_older_gpu(tmp_path, capsys, gpu):
-    gpu((7, 5), 14.5, 15.0, ("memory-efficient", "math"))
+    gpu((7, 5), 14.5, 15.0, ("EFFICIENT", "MATH"))
     status, table = verified(capsys, arguments(tmp_path))
     assert status == 0 and table["TF32"][0] == "skip"
     assert table["precision"][1].startswith("fp16 with loss scaling")
     assert table["mixed precision"][1].endswith("is float16, loss scaling from 65536")
-    assert table["torch.compile"][1].endswith("(--torch_compile would use it)")
+    assert table["torch.compile"] == ("pass", "a tiny function was compiled for cuda:0")
 
 
 def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
@@ -148,35 +159,36 @@ def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
         assert verified(capsys, arguments(tmp_path, *flag.split()))[1]["memory"][0] == "FAIL"
     frozen = verified(capsys, arguments(tmp_path, "--use_cpu_offload"), trained=52 * MILLION)[1]["memory"]
     assert frozen[0] == "pass" and "take 477 MiB" in frozen[1]
-    gpu(kernels=("math",))
+    gpu(kernels=("MATH",))
     assert "math alone" in verified(capsys, arguments(tmp_path))[1]["attention"][1]
 
-    def no_copy(setup):
+    def no_copy(micro_batches, device):
         raise RuntimeError("cannot pin\nmore")
 
-    monkeypatch.setattr(preflight, "copy_ahead", no_copy)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
-    assert verified(capsys, arguments(tmp_path))[1]["prefetching"] == (
-        "FAIL",
-        "4 data workers, but copying from pinned memory does not work: cannot pin",
-    )
-    monkeypatch.setattr(gpus, "load_nvml", lambda: (_ for _ in ()).throw(RuntimeError("no library")))
-    assert verified(capsys, arguments(tmp_path))[1]["driver"][1].endswith("version is not known (no library)")
+    monkeypatch.setattr(batches, "to_device", no_copy)
+    assert verified(capsys, arguments(tmp_path))[1]["prefetching"] == ("FAIL", "it does not work here: cannot pin")
+    monkeypatch.setattr(batches, "to_device", lambda micro_batches, device: [{"audio": torch.zeros(2, 16)}])
+    assert "differs from its source" in verified(capsys, arguments(tmp_path))[1]["prefetching"][1]
+    monkeypatch.setattr(gpus, "gpu_processes", lambda: "game (pid 12) 1.0 GiB")
+    assert "also on this GPU: game (pid 12) 1.0 GiB" in verified(capsys, arguments(tmp_path))[1]["memory"][1]
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "driver's version is not known (" in verified(capsys, arguments(tmp_path))[1]["driver"][1]
     assert verified(capsys, arguments(tmp_path, "--no_mixed_precision"))[1]["mixed precision"][0] == "skip"
     assert verified(capsys, arguments(tmp_path, "--no_tf32"))[1]["TF32"] == ("skip", "--no_tf32")
 
 
 @pytest.mark.parametrize("kind", [(), ("--optimizer", "adamw_8bit"), ("--use_cpu_offload",)])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_size_of_a_checkpoint_is_predicted(tmp_path, kind, frozen):
+def test_the_size_of_a_checkpoint_is_predicted(tmp_path, monkeypatch, kind, frozen):
+    monkeypatch.setattr(preflight, "size", lambda count: f"{count:.0f} bytes")
     args = toy.make_args(tmp_path, "--max_steps", "1", "--eval_every", "9", *kind)
     model = toy.Network(width=128)
     if frozen:
         model.layers[0].requires_grad_(False)
     toy.run(args, model=model, data=toy.Sequences(4))
     (file,) = checkpoint.list_checkpoints(args.checkpoint_dir)
-    predicted = preflight.checkpoint_bytes(args, *optim.count_parameters(model))
-    assert predicted == pytest.approx(file.stat().st_size, rel=0.15)
+    reason = preflight.check_disk(args, *optim.count_parameters(model))[1]
+    assert int(re.search(r"checkpoints of (\d+) bytes", reason)[1]) == pytest.approx(file.stat().st_size, rel=0.15)
 
 
 def test_disk_space(tmp_path, monkeypatch):
@@ -200,16 +212,25 @@ def test_disk_space(tmp_path, monkeypatch):
     assert status == "FAIL" and reason == f"cannot write in {tmp_path / 'file'}; choose another --checkpoint_dir"
 
 
+def test_a_check_that_fails_is_a_line(tmp_path, capsys, monkeypatch):
+    def fail(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(shutil, "disk_usage", fail)
+    status, table = verified(capsys, arguments(tmp_path, "--device", "cpu"))
+    assert status == 1 and table["disk"] == ("FAIL", "it does not work here: [Errno 5] Input/output error")
+
+
 def test_the_trials_compute_here_too():
-    """The functions that check a GPU, called on the CPU."""
-    assert preflight.product_dtype(Setup(dtype=torch.bfloat16)) is torch.bfloat16
-    assert preflight.attention_works(Setup(), preflight.SDPBackend.MATH, True)
-    assert not preflight.attention_works(Setup(), preflight.SDPBackend.CUDNN_ATTENTION, False)
+    """The checks of a GPU, called on the CPU."""
+    status, reason = preflight.check_attention(Setup())
+    assert status == "pass" and "math; with a padding mask: " in reason and "memory-efficient" not in reason
+    assert preflight.check_autocast(Setup(dtype=torch.bfloat16))[0] == "pass"
     if torch.cuda.is_available():
-        preflight.copy_ahead(Setup(CUDA))
+        assert preflight.check_prefetching(Setup(CUDA, workers=1))[0] == "pass"
     else:
         with pytest.raises(RuntimeError):
-            preflight.copy_ahead(Setup(CUDA))
+            preflight.check_prefetching(Setup(CUDA, workers=1))
 
 
 @pytest.mark.gpu

@@ -1,17 +1,29 @@
-"""What the tests of recipes share: small spoken corpora."""
+"""What the tests of recipes share: small spoken corpora, and the server that forks their processes."""
 
 import numpy as np
 import pytest
 import soundfile
 
 from speech import demo
+from tests import processes
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems() -> None:
+    processes.start_server()
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    yield
+    processes.end_all()
 
 
 @pytest.fixture(scope="session")
 def konkani(tmp_path_factory):
     """Manifests "train" and "val" of spoken Konkani."""
     folder = tmp_path_factory.mktemp("konkani")
-    return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES[:3], {"train": 26, "val": 4})
+    return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES[:3], {"train": 14, "val": 4})
 
 
 @pytest.fixture(scope="session")

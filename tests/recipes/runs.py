@@ -1,4 +1,4 @@
-"""Runs of recipes: in this process, because importing torch takes seconds, or in one of their own, to be killed."""
+"""Runs of recipes: in this process, in one that a server forks, or as a user starts them, which takes seconds."""
 
 import contextlib
 import dataclasses
@@ -7,19 +7,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
+import torch._dynamo  # the first update of an optimizer would import it, which takes two seconds
 
-from common import checkpoint, options, report
+from common import checkpoint, errors, options, report
 from common.errors import exit_with_one_line
 from speech.whisper import decoding
+from tests import processes
+from tests.processes import wait_until  # noqa: F401  tests say runs.wait_until
 
 PLAIN = "--device cpu --no_tensorboard --dataloader_num_workers 0".split()
 TINY = "--d_model 16 --encoder_layers 1 --decoder_layers 1 --attention_heads 2".split()
+NO_PLOT = "from common import report; report.Report.draw = lambda self, metric: None"  # it would take half a second
 SHORT = "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1".split()
 MAX_NEW_TOKENS = 32  # instead of 224: an untrained model never ends a text
 
@@ -45,6 +47,9 @@ def run(recipe, *flags) -> tuple[int, str, str]:
         stack.enter_context(contextlib.redirect_stderr(err))
         stack.enter_context(mock.patch.object(report.Report, "draw", lambda self, metric: None))
         stack.enter_context(mock.patch.object(decoding, "make_search", short_search))
+        stack.enter_context(mock.patch.object(errors.Output, "optional", False))  # a run in training sets it
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            stack.callback(signal.signal, number, signal.getsignal(number))
         try:
             exit_with_one_line(recipe.main, parse(recipe, *flags))
         except SystemExit as leaving:
@@ -71,8 +76,28 @@ def command(recipe, *flags) -> list[str]:
     return [sys.executable, recipe.__file__, *PLAIN, "--dataloader_num_workers", "1", *map(str, flags)]
 
 
-def start(command: list[str], folder: Path) -> subprocess.Popen:
-    """Starts a command in `folder`, in a process group of its own."""
+def start(command: list[str], folder: Path, prelude: str = "", **named) -> processes.Process:
+    """Starts a command in `folder`, forked by a server that has imported the libraries, without the drawing of
+    training.png."""
+    return processes.start(command[1:], folder, prelude=f"{NO_PLOT}\n{prelude}", **named)
+
+
+def signal_after(step: int, number: signal.Signals) -> str:
+    """A prelude that sends the run's process group a signal after an update, as a batch system does."""
+    return f"""
+import os
+from common import report
+show = report.Report.progress
+def progress(self, step, *values):
+    show(self, step, *values)
+    if step == {step}:
+        os.killpg(0, {number:d})
+report.Report.progress = progress
+"""
+
+
+def start_anew(command: list[str], folder: Path) -> subprocess.Popen:
+    """Starts a command in `folder` as a user does, in a process group of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, cwd=folder, env=environment, text=True, start_new_session=True,
@@ -80,20 +105,11 @@ def start(command: list[str], folder: Path) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def wait_until(process: subprocess.Popen, ready: Callable[[], bool], pause: float = 0.005) -> None:
-    """Returns as soon as `ready()` or the process has ended, at the latest after two minutes."""
-    deadline = time.monotonic() + 120
-    while not ready() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(pause)
-
-
-def kill(process: subprocess.Popen, may_have_ended: bool = False) -> None:
+def kill(process: processes.Process | subprocess.Popen, may_have_ended: bool = False) -> None:
     """Sends SIGKILL to a process that still runs, but not to its data workers, which notice within seconds."""
     process.kill()
     status = process.wait(60)
     assert status == -signal.SIGKILL or (may_have_ended and status == 0), status
-    process.stdout.close()
-    process.stderr.close()
 
 
 def newest(folder: Path, recipe) -> dict:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from recipes import konkani_conformer as recipe
-from tests.recipes.runs import TINY, assert_same_state, command, kill, newest, ran, start, wait_until
+from tests.recipes.runs import TINY, assert_same_state, command, kill, newest, ran, start_anew, wait_until
 
 KILLS = 40
 LONG = "--batch_size 2 --gradient_accumulation_steps 2 --max_steps 16 --save_every 1 --eval_every 5".split()
@@ -30,7 +30,7 @@ def reference(flags, tmp_path_factory):
 
 def finished(flags, folder) -> dict:
     """The last checkpoint of the run in `folder`, which continues to its end in a process of its own."""
-    process = start(command(recipe, *flags), folder)
+    process = start_anew(command(recipe, *flags), folder)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return newest(folder, recipe)
@@ -46,7 +46,7 @@ def test_forty_kills_at_random_moments_and_the_same_bits(reference, flags, tmp_p
         folder = tmp_path / str(number)
         folder.mkdir()
         for _ in range(4):
-            process = start(command(recipe, *flags), folder)
+            process = start_anew(command(recipe, *flags), folder)
             time.sleep(dice.uniform(0.3, 1.0) * length)
             kill(process, may_have_ended=True)
             saving += bool(list((folder / "checkpoints").glob("*.tmp")))
@@ -58,7 +58,7 @@ def test_forty_kills_at_random_moments_and_the_same_bits(reference, flags, tmp_p
 @pytest.mark.parametrize("step", range(1, 9))
 def test_killed_in_the_middle_of_a_save(reference, flags, tmp_path, step):
     """Kills as soon as the temporary file of a checkpoint appears."""
-    process = start(command(recipe, *flags), tmp_path)
+    process = start_anew(command(recipe, *flags), tmp_path)
     wait_until(process, lambda: list((tmp_path / "checkpoints").glob(f"checkpoint_step_{step:08d}.pt*")), pause=0)
     kill(process)
     assert_same_state(finished(flags, tmp_path), reference[0])

@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from common import checkpoint, compiling, memory
 from common.device import Setup
+from common.errors import UsageError
 from common.loop import run_window
 from recipes import whisper_morse as morse
 from recipes import whisper_vietnamese as vietnamese
+from speech import corpus as splits
 from speech.audio import SAMPLE_RATE, read_audio
 from speech.morse import synthesis
 from speech.whisper import decoding, formats
@@ -137,24 +141,32 @@ def test_the_vietnamese_demo_and_its_results_again(tmp_path, monkeypatch):
 # --- stopped and resumed ---------------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_stopped_by_a_signal_and_resumed_it_ends_with_the_same_bits(recipe, data, tmp_path):
-    """In another process and with a data worker, which has read ahead when the signal comes."""
-    short = "--max_steps 24 --batch_size 2 --gradient_accumulation_steps 2 --log_every 1 --eval_every 24 --save_every 0"
-    flags = [*(CLIPS if recipe is morse else data), *TINY, *short.split()]
-    flags += ["--from_scratch", "--spec_augment", "--dropout", "0.1"]
-    ran(recipe, *flags, "--output_dir", tmp_path / "whole")
-    stopped = tmp_path / "stopped"
-    log = stopped / "logs" / "metrics.jsonl"
-    process = runs.start(runs.command(recipe, *flags, "--resume", "auto", "--output_dir", stopped), tmp_path)
-    runs.wait_until(process, lambda: log.exists() and log.read_text().count("\n") >= 3)
-    os.killpg(process.pid, signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
+@pytest.fixture
+def long(recipe, data) -> list[str]:
+    """The flags of a run of four updates."""
+    steps = "--max_steps 4 --batch_size 2 --gradient_accumulation_steps 2 --log_every 1 --eval_every 4 --save_every 0"
+    source = CLIPS if recipe is morse else data
+    return [*source, *TINY, *steps.split(), "--from_scratch", "--spec_augment", "--dropout", "0.1"]
+
+
+@pytest.fixture
+def stopped(recipe, long, tmp_path) -> Path:
+    """The folder of such a run that got SIGTERM, as did its data worker, which had read ahead."""
+    folder = tmp_path / "stopped"
+    command = runs.command(recipe, *long, "--resume", "auto", "--output_dir", folder)
+    process = runs.start(command, tmp_path, runs.signal_after(3, signal.SIGTERM))
+    _, err = process.communicate()
     assert process.returncode == 143 and "--resume auto" in err, err
-    step = newest(stopped, recipe)["progress"]["step"]
-    assert 0 < step < 24
-    assert f"(step {step})" in ran(recipe, *flags, "--resume", "auto", "--output_dir", stopped)
-    assert newest(stopped, recipe)["progress"]["step"] == 24
+    assert newest(folder, recipe)["progress"]["step"] == 3
+    return folder
+
+
+@BOTH
+def test_stopped_by_a_signal_and_resumed_it_ends_with_the_same_bits(recipe, long, stopped, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)  # weights are compared, not texts
+    ran(recipe, *long, "--output_dir", tmp_path / "whole")
+    assert "(step 3)" in ran(recipe, *long, "--resume", "auto", "--output_dir", stopped)
+    assert newest(stopped, recipe)["progress"]["step"] == 4
     runs.assert_same_state(newest(tmp_path / "whole", recipe), newest(stopped, recipe))
 
 
@@ -165,13 +177,14 @@ def make_utterances(recipe, spoken, *flags, training: bool = True):
     """The training set as a recipe's main makes it, and the metadata of a tiny model."""
     source = CLIPS if recipe is morse else data_flags(spoken)
     args = runs.parse(recipe, *TINY, *source, "--from_scratch", "--spec_augment", "--pad_share", "0.3", *flags)
-    asked, clips = recipe.resolve(args), recipe.read_sets(args)["train"]
+    asked, sets = recipe.resolve(args), recipe.read_sets(args, None)
+    clips = sets["train"]
     if recipe is morse:
         tokenizer = train_symbols(morse.SYMBOLS, "en")
     else:
         tokenizer = train_bpe(clips.texts, 300, "vi")
     metadata, _ = starts.choose(asked, None, lambda: tokenizer)
-    metadata |= recipe.about_run(args, clips, metadata, 1) | {"pad_from": 0}
+    metadata |= recipe.about_run(args, sets, metadata, 1) | {"pad_from": 0}
     metadata["config"]["max_source_positions"] = 300  # 6 s: padding to 30 s would take long
     return recipe.Utterances(args, clips, tokenizer, metadata, training), metadata
 
@@ -352,7 +365,7 @@ def test_released_models_learn_morse_with_nothing_suppressed(released, tmp_path)
 
 @pytest.fixture(scope="module")
 def memorised(spoken, tmp_path_factory):
-    """A run that knows two sentences by heart, padded to 30 s: its folder, and [(file, sentence)]."""
+    """A run that knows two sentences by heart, padded to its longest window: its folder, and [(file, sentence)]."""
     folder = tmp_path_factory.mktemp("memorised")
     rows = [json.loads(line) for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()]
     rows = sorted(rows, key=lambda row: row["duration"])
@@ -363,11 +376,12 @@ def memorised(spoken, tmp_path_factory):
     manifest.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     files = ["--train_manifest", manifest, "--val_manifest", manifest, "--output_dir", folder]
     flags = (
-        "--from_scratch --d_model 32 --max_steps 50 --learning_rate 1e-2 --eval_every 50 --pad_to_30s --no_spec_augment"
+        "--from_scratch --d_model 32 --max_steps 50 --learning_rate 1e-2 --eval_every 50 --pad_to_30s --no_spec_augment "
+        "--no_speed_perturbation --max_duration 6"
     )
-    out = ran(
-        vietnamese, *files, *TINY, *SHORT, *flags.split(), "--no_speed_perturbation", "--export", folder / "exported"
-    )
+    with pytest.MonkeyPatch.context() as patch:  # a window of 6 s, in a fifth of the time
+        patch.setitem(vietnamese.SIZES, "base", {**vietnamese.SIZES["base"], "max_source_positions": 300})
+        out = ran(vietnamese, *files, *TINY, *SHORT, *flags.split(), "--export", folder / "exported")
     assert "cer 0.00 %" in out
     return folder, [(row["audio_filepath"], row["text"]) for row in rows]
 
@@ -406,7 +420,8 @@ def test_export_alone_and_in_the_end_are_the_same(memorised, tmp_path):
 def test_compared_to_a_baseline(memorised, released, tmp_path):
     folder, _ = memorised
     flags = ["--evaluate", "--resume", folder / "checkpoints" / "best.safetensors", "--output_dir", tmp_path]
-    out = ran(vietnamese, *flags, "--test_manifest", folder / "two.json", "--compare_to", released / "hf")
+    flags += ["--test_manifest", folder / "two.json", "--max_duration", "6"]
+    out = ran(vietnamese, *flags, "--compare_to", released / "hf")
     assert "test set, " in out and ", 2 utterances, decoding" in out and "demo corpus" not in out
     rows = {line.split()[0]: line.split()[1:] for line in error_lines(out)}
     assert "before    after  lower by" in out and rows["CER"][1:] == ["0.00%", "100.0%"] and rows["CER"][0] != "0.00%"
@@ -436,7 +451,7 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         ("--train_manifest {here}/gone.json --from_scratch", 2, "manifest {here}/gone.json: No such file"),
         ("--train_manifest {here}/mp3.json --from_scratch", 1, "no usable utterance: 2 x file is missing"),
         ("{train}", 2, "where does the model start? --model_dir DIR"),
-        ("{train} --model_dir {released}/hf/config.json", 2, "config.json is refused"),
+        ("{train} --model_dir {released}/hf/config.json", 2, "config.json is not a file of torch.save"),
         ("{train} --model_dir {released}/hf/model.safetensors", 2, "give the folder that holds it"),
         ("{train} --model_dir {here}/empty", 2, "holds no config.json"),
         ("{train} --model_dir openai/whisper-base", 2, "nothing is downloaded here"),
@@ -451,9 +466,30 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         ("{train} --model_dir {released}/hf --d_model 64", 2, "has its own shape"),
         ("{train} --model_dir {released}/hf --vocab_size 500", 2, "has its own vocabulary"),
         ("{train} --model_dir {released}/hf --ctc_weight 0.3", 2, "--ctc_weight is for models from scratch"),
-        ("{train} --model_dir {released}/hf --export {here}/foreign", 2, "it exists and is not an earlier export"),
+        ("{train} --model_dir {released}/hf --export {here}/foreign", 2, "--export {here}/foreign: it holds files that are not"),
+        ("{train} --model_dir {released}/hf --export {here}/a.wav/x", 1, "a part of that path is a file; choose another --export"),
         ("{train} --model_dir {released}/hf --compare_to {here}/gone", 2, "--compare_to {here}/gone: no such file"),
-        ("{train} --model_dir {released}/hf --compare_to {here}/a.wav", 2, "not a file of weights"),
+        ("{train} --model_dir {released}/hf --compare_to {here}/a.wav", 2, "a.wav is not a file of torch.save"),
+        ("{train} --model_dir {released}/hf --compare_to {here}/pipe", 2, "pipe: it is not a regular file"),
+        ("{train} --model_dir {released}/hf --compare_to {here}/gone.safetensors", 2, "--compare_to {here}/gone.safetensors"),
+        ("{train} --model_dir {here}/gone", 2, "--model_dir {here}/gone: no such file or folder"),
+        ("{train} --model_file {here}/gone.pt", 2, "--model_file {here}/gone.pt: no such file or folder"),
+        ("{train} --model_file {here}/pipe", 2, "pipe: it is not a regular file"),
+        ("{train} --model_dir {released}/hf --tokenizer_file {here}/gone", 2, "--tokenizer_file {here}/gone: no such"),
+        ("{train} --model_dir {released}/hf --tokenizer_file {here}/pipe", 2, "pipe: it is not a regular file"),
+        ("{train} --model_dir {long}", 2, "no such file or folder"),
+        ("{train} --from_scratch --d_model 2147483644", 2, "it must be at most 8192"),
+        ("{train} --from_scratch --encoder_layers 2147483647", 2, "it must be at most 128"),
+        ("{train} --from_scratch --attention_heads 129", 2, "it must be at most 128"),
+        ("{train} --from_scratch --vocab_size 2147483647", 2, "it must be at most 200000"),
+        ("{train} --from_scratch --max_target_tokens 3", 2, "it must be at least 8"),
+        ("{train} --from_scratch --max_target_tokens 2147483647", 2, "it must be at most 65535"),
+        ("{train} --from_scratch --d_model 8192 --encoder_layers 128 --decoder_layers 128", 2, "too large for this machine"),
+        ("--transcribe {here}/a.wav --model_dir {released}/hf --pad_to_30s", 2, "the first is for training"),
+        ("--transcribe {here}/a.wav --model_dir {released}/hf --max_target_tokens 20", 2, "for texts that are given"),
+        ("--transcribe {here}/a.wav --vocab_size 300", 2, "trained weights have their own vocabulary"),
+        ("--evaluate --ctc_weight 0.1", 2, "--ctc_weight and --evaluate: the first is for training"),
+        ("--evaluate --from_scratch", 2, "--from_scratch and --evaluate: the first is for training"),
         ("{train} --model_dir {released}/hf --output x.jsonl", 2, "--output goes with --transcribe"),
         ("{train} --model_dir {released}/hf --beam_size 3", 2, "--beam_size goes with --decoding beam"),
         ("{train} --model_dir {released}/hf --average_by best", 2, "--average_by goes with --average_checkpoints"),
@@ -484,9 +520,15 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         ("--test_manifest {train_file} --data_dir {here} --evaluate", 2, "both name recordings to test on"),
         ("--test_manifest {train_file}", 2, "--test_manifest goes with --train_manifest or --evaluate"),
         ("--use_chunking", 2, "--use_chunking goes with --train_manifest or --test_manifest"),
-        ("--wpm 30 20", 2, "--wpm 30 20: the first number must be the lower one"),
-        ("--wpm 1 2", 2, "below 5 words a minute"),
-        ("--tone 5000 6000", 2, "a tone must be between 100 and 4,000 Hz"),
+        ("--wpm 30 20", 2, "--wpm 30 20: give two numbers from 5 to 150, the lower one first"),
+        ("--verify_gpu --wpm 30 20", 2, "--wpm 30 20: give two numbers from 5 to 150, the lower one first"),
+        ("--wpm 1 2", 2, "argument --wpm: 1 is out of range: it must be at least 5"),
+        ("--wpm 100 1e12", 2, "argument --wpm: 1e12 is out of range: it must be at most 150"),
+        ("--tone 5000 6000", 2, "argument --tone: 5000 is out of range: it must be at most 4000"),
+        ("--snr_db 4000 5000", 2, "argument --snr_db: 4000 is out of range: it must be at most 100"),
+        ("--clips_per_epoch 2147483647", 2, "it must be at most 10000000"),
+        ("--eval_clips 2147483647", 2, "it must be at most 1000000"),
+        ("--from_scratch --d_model 8192 --encoder_layers 128 --decoder_layers 128", 2, "too large for this machine"),
         ("--conditions wide", 2, "where does the model start?"),
         ("--data_dir {here}/gone --from_scratch", 2, "neither splits/train.csv nor metadata.csv is there"),
         ("--data_dir {here} --from_scratch --clip_seconds 2", 2, "the first is for synthetic clips only"),
@@ -499,9 +541,19 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         ("--speed_perturbation", 2, "would move what --alignment_weight trains on"),
         ("--max_samples 9", 2, "--max_samples goes with --data_dir or --train_manifest or --test_manifest"),
         ("--data_dir {here} --audio_root {here} --from_scratch", 2, "the paths in metadata.csv start at --data_dir"),
-        ("--write_dataset {here}/foreign 9", 2, "the folder holds something else"),
+        ("--write_dataset {here}/foreign 9", 2, "--write_dataset {here}/foreign: it holds files that are not replaced (mine.txt)"),
         ("--write_dataset {here}/new many", 2, "'many' is not a whole number"),
-        ("--export {here}/foreign", 2, "it exists and is not an earlier export"),
+        ("--write_dataset {here}/new 0", 2, "0 is out of range: it must be at least 1"),
+        ("--write_dataset {here}/new 10000001", 2, "it must be at most 10000000"),
+        ("--write_dataset {empty} 5", 2, "the path is empty"),
+        ("--write_dataset . 5", 2, "it holds the current folder"),
+        ("--write_dataset {here}/new 5 --max_steps 3", 2, "--write_dataset and --max_steps: the first trains nothing"),
+        ("--write_dataset {here}/new 5 --wpm 30 20", 2, "--wpm 30 20: give two numbers"),
+        ("--export {here}/foreign", 2, "--export {here}/foreign: it holds files that are not replaced (mine.txt)"),
+        ("--transcribe {here}/a.wav --clip_seconds 3", 2, "--clip_seconds and --transcribe"),
+        ("--transcribe {here}/a.wav --data_dir {here}", 2, "--data_dir and --transcribe"),
+        ("--evaluate --alignment_weight 0.3", 2, "--alignment_weight and --evaluate: the first is for training"),
+        ("--evaluate --clips_per_epoch 9", 2, "--clips_per_epoch and --evaluate: the first is for training"),
         ("--output x.jsonl", 2, "--output goes with --transcribe"),
         ("--evaluate", 2, "train first, or name them with --resume"),
         ("--evaluate --model_dir {released}/hf --language vi", 2, "--evaluate needs a test set"),
@@ -514,19 +566,22 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
 
 @pytest.mark.parametrize("recipe", MISTAKES, ids=["vietnamese", "morse"])
 def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
-    recipe, released, spoken, tmp_path, wav, json_lines
+    recipe, released, spoken, tmp_path, wav, json_lines, no_hang
 ):
     wav(tmp_path / "a.wav")
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").mkdir()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "mine.txt").touch()
     json_lines(tmp_path / "mp3.json", [{"audio_filepath": f"{n}.mp3", "text": "xin chào"} for n in range(2)])
     names = {"{train}": f"--train_manifest {spoken['train']}", "{train_file}": spoken["train"],
-             "{released}": str(released), "{corpus}": str(Path(spoken["train"]).parent), "{here}": str(tmp_path)}  # fmt: skip
+             "{released}": str(released), "{corpus}": str(Path(spoken["train"]).parent), "{here}": str(tmp_path),
+             "{long}": "x" * 300}  # fmt: skip
     for line, expected, message in MISTAKES[recipe]:
         for name, value in names.items():
             line, message = line.replace(name, value), message.replace(name, value)
-        status, err = refused(recipe, "--output_dir", tmp_path, *line.split())
+        words = [word.replace("{empty}", "") for word in line.split()]
+        status, err = refused(recipe, "--output_dir", tmp_path, *words)
         assert status == expected and message in err, (line, err)
         assert not checkpoint.list_checkpoints(tmp_path / "checkpoints"), line
         assert not (tmp_path / "data").exists(), line
@@ -549,6 +604,23 @@ def test_flags_that_cannot_be_read(recipe, line, message):
     assert status == 2 and message in err
 
 
+@pytest.mark.parametrize(
+    "code",
+    ["", "v", "<|endoftext|>", "vi|en", "v i", "vi\n", "vi-", "--vi", "x" * 21, "x" * 10_000, "tiếng", "transcribe",
+     "nospeech", "nocaptions"],
+)  # fmt: skip
+@BOTH
+def test_what_is_not_a_language_code(recipe, code):
+    status, err = refused(recipe, f"--language={code}")
+    assert status == 2 and "is not a language code" in err and len(err) < 200
+
+
+@pytest.mark.parametrize(("code", "token"), [("kok", "kok"), ("zh-TW", "zh-tw"), ("sr-Latn", "sr-latn"), ("VI", "vi")])
+def test_languages_from_scratch(code, token):
+    args = runs.parse(morse, "--language", code)
+    assert args.language == token and train_symbols(morse.SYMBOLS, args.language).languages == [token]
+
+
 def test_checkpoints_of_another_recipe_or_shape(morse_demo, released, tmp_path):
     folder = morse_demo[0] / "checkpoints"
     saved, best = checkpoint.list_checkpoints(folder)[0], folder / "best.safetensors"
@@ -559,10 +631,110 @@ def test_checkpoints_of_another_recipe_or_shape(morse_demo, released, tmp_path):
         (["--resume", saved, "--model_size", "tiny"], "--model_size tiny (the checkpoint has 16 wide, 1+1 layers) conflicts"),
         (["--resume", saved, "--model_dir", released / "hf"], "(the checkpoint's model began from scratch) conflicts"),
         (["--resume", saved, "--d_model", "64"], "--d_model 64 (the checkpoint has 16) conflicts"),
+        (["--resume", saved, "--language", "vi"], "--language vi (the checkpoint has en) conflicts"),
         (["--resume", best], "holds weights only"),
     ):  # fmt: skip
         status, err = refused(morse, *flags, *CLIPS, "--output_dir", tmp_path)
         assert status == 2 and message in err
+
+
+CONTRADICTIONS = [  # what was saved, flags, and a part of the message
+    ("scratch", "--vocab_size 400", "--vocab_size 400 (the checkpoint has 500)"),
+    ("scratch", "--ctc_weight 0.3", "--ctc_weight 0.3 (the checkpoint's encoder has no output layer)"),
+    ("scratch", "--language en", "--language en (the checkpoint has vi)"),
+    ("tuned", "--from_scratch", "--from_scratch (the checkpoint's model began from released weights)"),
+    ("tuned", "--model_dir {released}/hf --tokenizer_file {other}", "{other} (the checkpoint has another vocabulary)"),
+    ("tuned", "--model_dir {released}/hf --tokenizer_file {released}/hf --language vi --resume auto", None),
+    ("scratch", "--vocab_size 500 --ctc_weight 0 --language vi", None),
+]
+
+
+@pytest.mark.parametrize(("saved", "line", "message"), CONTRADICTIONS)
+def test_flags_that_contradict_the_checkpoint(saved, line, message, released, tmp_path):
+    train_bpe(["anh em"], 265, "vi").save(tmp_path)
+    tuned = vietnamese.resolve(runs.parse(vietnamese, "--model_dir", released / "hf"))
+    metadata = starts.read_pretrained(tuned)[1] | {"pretrained": saved == "tuned"}
+    line, message = (text and text.format(released=released, other=tmp_path) for text in (line, message))
+    asked = vietnamese.resolve(runs.parse(vietnamese, *line.split()))
+    if message is None:
+        return starts.check_resumed(asked, metadata, 500)
+    with pytest.raises(UsageError) as caught:
+        starts.check_resumed(asked, metadata, 500)
+    assert message in str(caught.value) and "conflicts with the checkpoint" in str(caught.value)
+
+
+def test_flags_that_contradict_are_refused_in_every_use(memorised, data, tmp_path):
+    best = memorised[0] / "checkpoints" / "best.safetensors"
+    (saved,) = checkpoint.list_checkpoints(memorised[0] / "checkpoints")
+    for flags in (
+        [*data, "--resume", saved, "--vocab_size", "400"],
+        [*data, "--resume", saved, "--language", "en"],
+        ["--resume", best, "--language", "en", "--transcribe", memorised[1][0][0]],
+        ["--resume", best, "--language", "en", "--evaluate"],
+    ):
+        status, err = refused(vietnamese, *flags, "--max_duration", "6", "--output_dir", tmp_path)
+        assert status == 2 and "conflicts with the checkpoint" in err, err
+
+
+def test_what_was_held_out_is_held_out_again_whatever_the_seed(spoken, tmp_path):
+    def file_tested() -> str:
+        return json.loads((tmp_path / "logs" / "transcripts.jsonl").read_text())["file"]
+
+    flags = ["--train_manifest", spoken["train"], "--output_dir", tmp_path]
+    training = [*flags, *TINY, *SHORT, "--from_scratch"]
+    ran(vietnamese, *training)
+    first, before = file_tested(), newest(tmp_path, vietnamese)["metadata"]["held_out"]
+    ran(vietnamese, *training, "--seed", "2", "--max_steps", "3", "--resume", "auto")
+    assert newest(tmp_path, vietnamese)["metadata"]["held_out"] == before and len(before) == 1
+    assert file_tested() == first
+    ran(vietnamese, *flags, "--seed", "2", "--evaluate")
+    assert file_tested() == first
+    assert splits.load_splits({"train": spoken["train"]}, str, splits.Checks(seed=2))["val"].paths[0] != first
+
+
+def test_a_manifest_of_morse_keeps_what_it_holds_out(tmp_path, wav, json_lines):
+    rows = [{"audio_filepath": wav(tmp_path / f"{n}.wav"), "text": "CQ"} for n in range(4)]
+    manifest = json_lines(tmp_path / "m.json", rows)
+    flags = ["--train_manifest", manifest, *TINY, *SHORT, "--from_scratch", "--output_dir", tmp_path]
+    ran(morse, *flags)
+    assert len(newest(tmp_path, morse)["metadata"]["held_out"]) == 1
+
+
+DAMAGE = {  # what is changed in the metadata of best.safetensors, and a part of the message
+    "layers": (("config", "encoder_layers"), 10**9, "config.encoder_layers is '1000000000'"),
+    "more layers": (("config", "encoder_layers"), 128, "the saved model lacks 'encoder.layers.1."),
+    "width": (("config", "d_model"), 8192, "its configuration asks for"),
+    "heads": (("config", "decoder_attention_heads"), 3, "decoder_attention_heads does not divide"),
+    "boolean": (("config", "vocab_size"), True, "config.vocab_size is 'True'"),
+    "no config": (("config",), None, "config is 'None'"),
+    "vocabulary": (("tokenizer", "vocab"), {}, "the saved tokenizer is not a Whisper tokenizer"),
+    "merges": (("tokenizer", "merges"), [["a", "b"]], "tokenizer.merges[0] is"),
+    "language": (("tokenizer", "language"), "xx", "language xx: Whisper has no token for it"),
+    "text for a number": (("pad_from",), "0", "pad_from is '0'"),
+    "suppressed": (("generation",), {"suppress_tokens": [5000]}, "its tokens are not those of its tokenizer"),
+    "ctc": (("ctc_tokens",), 3, "ctc_head.weight is"),
+    "NaN": (("longest",), float("nan"), "longest is 'nan'"),
+    "no length": (("longest",), 1e-300, "longest is '1e-300'"),
+    "speed": (("synthesis", "wpm"), [4, 10**9], "synthesis.wpm is '[4, 1000000000]'"),
+    "conditions": (("synthesis", "conditions"), ["x"], "synthesis.conditions is"),
+    "held out": (("held_out",), [1], "held_out[0] is '1'"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_metadata_are_named_before_a_model_is_made(case, morse_demo, tmp_path, monkeypatch, no_hang):
+    place, value, message = DAMAGE[case]
+    best = morse_demo[0] / "checkpoints" / "best.safetensors"
+    with safe_open(best, framework="pt") as file:
+        header = file.metadata()
+    metadata = json.loads(header["metadata"])
+    *folders, name = place
+    functools.reduce(dict.__getitem__, folders, metadata)[name] = value
+    save_file(load_file(best), tmp_path / "best.safetensors", {**header, "metadata": json.dumps(metadata)})
+    monkeypatch.setattr(starts, "Whisper", lambda *inputs: pytest.fail("a model was made"))
+    for use in (["--evaluate"], ["--export", tmp_path / "x"]):
+        status, err = refused(morse, *use, "--resume", tmp_path / "best.safetensors", "--output_dir", tmp_path)
+        assert status == 2 and message in err, err
 
 
 @BOTH

@@ -68,7 +68,7 @@ def test_every_cell_of_whisper_is_what_the_script_prints(written, recipe):
     header, tiers = table_of(written / "recipes" / f"{recipe}.md")
     sizes = [cell.split("`")[1] for cell in header[1:]]
     assert [*sizes[:3], *sizes[-3:]] == "tiny base small medium large turbo".split()
-    assert list(tiers)[:3] == "8gb 16gb 24gb".split() and list(tiers)[-1] == "cpu" and len(tiers) == 5
+    assert list(tiers)[:5] == "4gb 6gb 8gb 16gb 24gb".split() and list(tiers)[-1] == "cpu" and len(tiers) == 7
     for tier, cells in tiers.items():
         for size, cell in zip(sizes, cells, strict=True):
             words = printed(SCRIPTS[recipe], tier, size, "--model_dir", "whisper")
@@ -84,7 +84,7 @@ def test_every_cell_of_whisper_is_what_the_script_prints(written, recipe):
 def test_konkanis_table_has_cuts_and_predictions(written):
     header, tiers = table_of(written / "recipes/konkani_conformer.md")
     assert header[2:] == ["`minimal` (128, 6+3)", "`optimized` (192, 8+4)", "`original` (256, 12+6)"]
-    assert list(tiers) == "8gb t4 16gb 24gb a100 cpu".split()
+    assert list(tiers) == "4gb 6gb 8gb t4 16gb 24gb a100 cpu".split()
     for tier, (cut, *_) in tiers.items():
         assert cut == cut_of(printed(SCRIPTS["konkani_conformer"], tier))
     # Those of benchmarks/RESULTS.md.

@@ -2,7 +2,8 @@
 
 import math
 import os
-from fractions import Fraction
+import struct
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, RunError, UsageError
-from speech import audio
+from speech import audio, headers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,11 +79,32 @@ def test_rates_without_a_simple_ratio_are_rounded(tmp_path):
     soundfile.write(tmp_path / "a.wav", samples, 7_999, subtype="FLOAT")
     near = torchaudio.functional.resample(torch.from_numpy(samples[:, 0]), 8_000, 16_000)
     torch.testing.assert_close(audio.read_audio(str(tmp_path / "a.wav"), 16_000).double(), near, atol=2e-6, rtol=0)
-    for rate in (8_000, 11_025, 12_000, 22_050, 24_000, 32_000, 44_100, 48_000, 88_200, 96_000, 192_000):
-        assert Fraction(rate, 16_000).limit_denominator(audio.LARGEST_TERM) == Fraction(rate, 16_000)
-    for rate in range(4_001, 200_000, 97):
-        used = Fraction(rate, 16_000).limit_denominator(audio.LARGEST_TERM)
-        assert abs(used * 16_000 / rate - 1) <= 5e-4
+
+
+def terms_of(source: int, target: int, monkeypatch) -> tuple[int, int]:
+    """The ratio that `resample` uses, without its filter."""
+    terms = []
+    monkeypatch.setattr(audio, "_resampler", lambda *pair: lambda waveform: terms.append(pair))
+    audio.resample(torch.zeros(1), source, target)
+    return terms[0] if terms else (1, 1)
+
+
+def test_the_filter_of_any_rate_is_small_and_exact_for_usual_rates(monkeypatch):
+    for rate in (1_000, 8_000, 11_025, 12_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000, 192_000, 768_000):
+        source, target = terms_of(rate, 16_000, monkeypatch)
+        assert source * 16_000 == target * rate
+    low, high = headers.RATES
+    for rate in (low, low + 1, 7_999, 15_999, 16_001, high - 1, high, *range(low, high, 4_999)):
+        source, target = terms_of(rate, 16_000, monkeypatch)
+        assert min(source, target) >= 1 and max(source, target) <= audio.LARGEST_TERM
+        assert abs(source / target * 16_000 / rate - 1) <= 6e-4
+
+
+def test_the_lowest_and_the_highest_rate_are_read(tmp_path):
+    for rate in (1_000, 1_001, 767_999, 768_000):
+        soundfile.write(tmp_path / "a.wav", np.full(rate // 4, 0.5), rate, subtype="FLOAT")
+        waveform = audio.read_audio(str(tmp_path / "a.wav"), 16_000)
+        assert len(waveform) == pytest.approx(4_000, abs=4) and float(waveform[2_000]) == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
@@ -150,40 +172,98 @@ def bad_file(folder: Path, kind: str) -> str:
     elif kind == "raw":
         path = path.with_suffix(".raw")
         path.write_bytes(bytes(1000))
-    elif kind in ("wav cut", "aiff cut", "au cut", "mp3 cut"):
+    elif kind == "too loud":
+        noise[1000] = -1e30
+        soundfile.write(path, noise, rate, subtype="FLOAT")
+    elif kind.startswith("rate of "):
+        write_header(path, int(kind.split()[2]), 1)
+    elif kind.endswith(" channels"):
+        write_header(path, rate, int(kind.split()[0]))
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind in ("wav cut", "aiff cut", "au cut", "mp3 cut", "ogg cut", "opus cut"):
         path = path.with_suffix("." + kind.split()[0])
-        soundfile.write(path, noise, rate)
+        soundfile.write(path, noise, rate, **({"format": "OGG", "subtype": "OPUS"} if kind == "opus cut" else {}))
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2])
     return str(path)
 
 
+def write_header(path: Path, rate: int, channels: int) -> None:
+    """A WAV of 6000 bytes that states this rate and this number of channels."""
+    head = struct.pack("<4sI8sIHHIIHH4sI", b"RIFF", 6036, b"WAVEfmt ", 16, 1, channels % 65_536, rate, min(rate * 2 * channels, 2**32 - 1),
+                       2 * channels % 65_536, 16, b"data", 6000)  # fmt: skip
+    path.write_bytes(head + bytes(6000))
+
+
 NO_FFMPEG = " (and ffmpeg, which may know it, is not installed)"
 BAD_FILES = {
-    "missing": "cannot be read: No such file or directory",
-    "folder": "cannot be read: Is a directory",
-    "empty": "is empty",
+    "missing": "cannot be used: file is missing",
+    "folder": "cannot be used: not a file but a folder",
+    "pipe": "cannot be used: not a regular file",
+    "empty": "cannot be used: file is empty",
     "text": "cannot be read: Format not recognised" + NO_FFMPEG,
     "not a number": "holds samples that are not finite (NaN or infinity)",
     "infinite": "holds samples that are not finite (NaN or infinity)",
-    "no samples": "is empty",
+    "too loud": "holds samples of up to 1e+30, where 1 is full scale",
+    "no samples": "cannot be used: audio is empty",
+    "rate of 1": "cannot be used: sample rate is not between 1000 and 768000 Hz",
+    "rate of 7": "cannot be used: sample rate is not between 1000 and 768000 Hz",
+    "rate of 999": "cannot be used: sample rate is not between 1000 and 768000 Hz",
+    "rate of 2147483647": "cannot be used: sample rate is not between 1000 and 768000 Hz",
+    "1000 channels": "cannot be used: audio has more than 64 channels",
+    "65535 channels": "cannot be read: Too many channels specified" + NO_FFMPEG,
     "flac cut": "is truncated or damaged: flac decoder lost sync",
     "flac damaged": "is truncated or damaged: unknown error in flac decoder",
     "flac of unknown length": "cannot be read: its header states no length" + NO_FFMPEG,
     "raw": "cannot be read: samplerate must be specified" + NO_FFMPEG,
-    "wav cut": "is truncated: 2.00 of 4.00 s are there",
-    "aiff cut": "is truncated: 2.00 of 4.00 s are there",
-    "au cut": "is truncated: 2.00 of 4.00 s are there",
+    "wav cut": "cannot be used: audio is truncated",
+    "aiff cut": "cannot be used: audio is truncated",
+    "au cut": "cannot be used: audio is truncated",
+    "ogg cut": "cannot be used: audio is truncated",
+    "opus cut": "cannot be used: audio is truncated",
 }
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
-def test_bad_audio_is_one_line_that_names_the_file(tmp_path, no_ffmpeg, kind):
+def test_bad_audio_is_one_line_that_names_the_file(tmp_path, no_ffmpeg, no_hang, kind):
     path = bad_file(tmp_path / "my audio", kind)
     with pytest.raises(audio.BadAudio) as error:
         audio.read_audio(path, 16_000)
     assert str(error.value) == f"{path} {BAD_FILES[kind]}"
     assert error.value.path == path
+
+
+def test_what_a_header_states_is_checked_before_training_too(tmp_path, no_ffmpeg):
+    for kind, reason in BAD_FILES.items():
+        if reason.startswith("cannot be used: "):
+            assert headers.probe(bad_file(tmp_path / kind, kind))[1] == reason.removeprefix("cannot be used: ")
+
+
+def test_audio_without_permission_to_read_says_so(tmp_path, wav, monkeypatch, no_ffmpeg):
+    path = wav(tmp_path / "a.wav")
+    monkeypatch.setattr(headers.os, "access", lambda *mode: False)  # root may read everything
+    assert headers.probe(path)[1] == "file cannot be read: Permission denied"
+    with pytest.raises(audio.BadAudio, match=r"a\.wav cannot be used: file cannot be read: Permission denied$"):
+        audio.read_audio(path, 16_000)
+
+
+def test_audio_of_sixteen_bit_integers_as_floats_is_read(tmp_path):
+    soundfile.write(tmp_path / "a.wav", np.full(1_600, 32_767.0), 16_000, subtype="FLOAT")
+    assert audio.read_audio(str(tmp_path / "a.wav"), 16_000).max() == 32_767
+
+
+def test_a_name_that_is_not_utf_8_is_read(tmp_path, wav):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.wav")
+    os.rename(wav(tmp_path / "a.wav"), path)
+    assert headers.probe(path) == (1.0, "")
+    for _ in range(2):
+        assert len(audio.read_cached(str(tmp_path / "cache"), path, 16_000)) == 16_000
+    assert audio.audio_files([str(tmp_path)]) == [Path(path)]
+
+
+def test_a_line_break_in_a_name_does_not_break_the_message(tmp_path):
+    assert str(audio.BadAudio("a\nb\x1b.wav", "is bad")) == "a\\nb\\x1b.wav is bad"
 
 
 def test_a_truncated_mp3(tmp_path, no_ffmpeg):
@@ -233,7 +313,7 @@ def test_formats_that_libsndfile_does_not_know_are_decoded_by_ffmpeg(tmp_path, f
     torch.testing.assert_close(waveform, torch.linspace(-1, 1, 800))
     arguments = (tmp_path / "arguments").read_text().splitlines()
     assert arguments[arguments.index("-i") + 1] == f"file:{path}"
-    assert arguments[arguments.index("-ss") + 1] == "1.5" and arguments[arguments.index("-t") + 1] == "2.0"
+    assert float(arguments[arguments.index("-ss") + 1]) == 1.5 and float(arguments[arguments.index("-t") + 1]) == 2.0
     assert arguments[arguments.index("-ar") + 1] == "16000" and arguments[arguments.index("-ac") + 1] == "1"
 
 
@@ -248,6 +328,59 @@ def test_audio_about_which_ffmpeg_complains_is_not_used(tmp_path, false_ffmpeg, 
     with pytest.raises(audio.BadAudio) as error:
         audio.read_audio(str(path), 16_000)
     assert str(error.value) == f"{path} cannot be read: stream 0, offset 0x9cd4: partial file"
+
+
+def test_ffmpeg_that_hangs_or_cannot_start_is_named(tmp_path, false_ffmpeg, monkeypatch, no_hang):
+    path = tmp_path / "a.m4a"
+    path.write_bytes(b"something")
+    monkeypatch.setattr(audio, "FFMPEG_SECONDS", 0.1)
+    false_ffmpeg("exec sleep 100")
+    with pytest.raises(audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: .*timed out"):
+        audio.read_audio(str(path), 16_000)
+    (tmp_path / "bin" / "ffmpeg").write_bytes(b"\x7fELF")
+    with pytest.raises(audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: Exec format error"):
+        audio.read_audio(str(path), 16_000)
+
+
+@pytest.mark.parametrize("answer", ["nan", "inf", "-1", "N/A", ""])
+def test_a_length_that_is_not_one_makes_audio_unreadable(tmp_path, monkeypatch, answer):
+    (tmp_path / "a.m4a").write_bytes(b"something")
+    monkeypatch.setattr(headers.shutil, "which", lambda name: name)
+    result = subprocess.CompletedProcess([], 0, answer + "\n", "")
+    monkeypatch.setattr(headers.subprocess, "run", lambda *_, **__: result)
+    assert headers.probe(str(tmp_path / "a.m4a"))[1] == "audio is unreadable (for libsndfile and ffmpeg)"
+
+
+@pytest.mark.parametrize("name", ["-v", "|true", "http:a.m4a", "concat:a|b", "file:a.m4a", "a b\n.m4a", "~", "$HOME"])
+def test_any_file_name_is_a_plain_name(tmp_path, false_ffmpeg, monkeypatch, name):
+    np.zeros(800, dtype="<f4").tofile(tmp_path / "samples")
+    false_ffmpeg(f'printf "%s\\n" "$@" > {tmp_path}/arguments; cat {tmp_path}/samples')
+    (tmp_path / name).write_bytes(b"something")
+    monkeypatch.chdir(tmp_path)
+    assert len(audio.read_audio(name, 16_000)) == 800
+    assert f"-i\nfile:{name}\n" in (tmp_path / "arguments").read_text()
+
+
+def test_audio_files_below_links_that_lead_back_and_in_deep_folders(tmp_path, wav, no_hang, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = wav(tmp_path / "b" / "a.wav")
+    (tmp_path / "b" / "again").symlink_to(tmp_path / "b")
+    (tmp_path / "b" / "itself.wav").symlink_to("itself.wav")
+    os.mkfifo(tmp_path / "b" / "pipe.wav")
+    assert audio.audio_files([str(tmp_path / "b")]) == [Path(wanted)]
+    os.chdir("b")
+    for _ in range(17):
+        os.mkdir("d" * 250)
+        os.chdir("d" * 250)
+    with pytest.raises(UsageError, match="File name too long"):
+        audio.audio_files([str(tmp_path / "b")])
+
+
+def test_only_regular_files_are_transcribed(tmp_path, no_hang):
+    os.mkfifo(tmp_path / "pipe.wav")
+    for path, message in (("pipe.wav", "it is not a regular file"), ("x" * 5000, "no such file or folder")):
+        with pytest.raises(UsageError, match=message):
+            audio.audio_files([str(tmp_path / path)])
 
 
 def test_audio_files(tmp_path, wav):
@@ -271,13 +404,46 @@ def test_cached_audio_is_the_same_to_the_bit_and_follows_changes(tmp_path, wav):
         expected = audio.read_audio(path, 16_000, *part)
         for _ in range(2):
             assert torch.equal(audio.read_cached(cache, path, 16_000, *part), expected)
-    kept = sorted(Path(cache).rglob("*.npy"))
-    assert len(kept) == 2
-    for file in kept:
-        os.truncate(file, 200)  # a kill in the middle of an older write
-    assert torch.equal(audio.read_cached(cache, path, 16_000), audio.read_audio(path, 16_000))
+    assert len(list(Path(cache).rglob("*.f32"))) == 2
     wav(tmp_path / "a b.wav", 0.5, 22_050)
     assert len(audio.read_cached(cache, path, 16_000)) == 8000
+
+
+BAD_ENTRIES = {
+    "truncated": lambda entry: os.truncate(entry, 200),
+    "empty": lambda entry: os.truncate(entry, 0),
+    "a checksum only": lambda entry: os.truncate(entry, 4),
+    "of odd length": lambda entry: os.truncate(entry, 201),
+    "longer": lambda entry: entry.write_bytes(entry.read_bytes() + bytes(4)),
+    "not a number": lambda entry: entry.write_bytes(np.full(100, np.nan, "f4").tobytes()),
+    "an array of objects": lambda entry: np.save(entry.open("wb"), np.array([None, "a"]), allow_pickle=True),
+    "an array of integers": lambda entry: np.save(entry.open("wb"), np.arange(100)),
+    "that of another file": lambda entry: entry.write_bytes(next(p for p in entry.parents[1].rglob("*.f32") if p != entry).read_bytes()),
+    "a broken link": lambda entry: (entry.unlink(), entry.symlink_to("gone")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_ENTRIES)
+def test_a_damaged_entry_of_the_cache_is_replaced(tmp_path, wav, kind):
+    path, cache = wav(tmp_path / "a.wav"), tmp_path / "cache"
+    expected = audio.read_cached(str(cache), path, 16_000)
+    (entry,) = cache.rglob("*.f32")
+    good = entry.read_bytes()
+    audio.read_cached(str(cache), wav(tmp_path / "b.wav", 2.0), 16_000)
+    BAD_ENTRIES[kind](entry)
+    assert torch.equal(audio.read_cached(str(cache), path, 16_000), expected)
+    assert entry.read_bytes() == good and not entry.is_symlink()
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_an_entry_of_the_cache_that_is_not_a_file_is_left_alone(tmp_path, wav, no_hang, make):
+    path, cache = wav(tmp_path / "a.wav"), tmp_path / "cache"
+    expected = audio.read_cached(str(cache), path, 16_000)
+    (entry,) = cache.rglob("*.f32")
+    entry.unlink()
+    make(entry)
+    assert torch.equal(audio.read_cached(str(cache), path, 16_000), expected)
+    assert not entry.is_file()
 
 
 def test_a_cache_that_cannot_be_written_says_so(tmp_path, wav):

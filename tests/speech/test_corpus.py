@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ def test_the_flags_become_checks():
     assert splits.resolve(parse()) == Checks(cache_dir=splits.Path("logs/cache"), seed=3)
     flags = "--min_duration 0.5 --max_duration 9 --audio_root a --max_samples 4 --strict_data --use_chunking"
     assert splits.resolve(parse(*flags.split())) == Checks(0.5, 9, "a", splits.Path("logs/cache"), True, 4, True, 3)
+    assert splits.resolve(parse(), ["a1", "b2"]).held_out == ("a1", "b2")
     with pytest.raises(UsageError) as error:
         splits.resolve(parse("--min_duration", "30"))
     assert str(error.value) == "--min_duration 30 is not below --max_duration 30"
@@ -61,6 +63,64 @@ def test_without_a_val_manifest_a_part_of_the_training_data_is_held_out(tmp_path
     assert "no --val_manifest: 3 of the 60 training utterances are held out" in capsys.readouterr().out
     again, other = (load_splits(paths, normalise, Checks(seed=seed)) for seed in (5, 6))
     assert list(again["val"].texts) == list(corpora["val"].texts) != list(other["val"].texts)
+
+
+def test_the_draw_depends_on_the_seed_alone(tmp_path, wav, json_lines):
+    """It is the one of earlier versions, whose checkpoints do not list what was held out."""
+    corpora = load_splits({"train": manifest(tmp_path, wav, json_lines, 60)}, normalise, Checks(seed=5))
+    drawn = np.sort(np.random.default_rng(5).permutation(60)[:3])
+    assert list(corpora["val"].texts) == [f"t{i}" for i in drawn]
+    assert list(corpora["train"].texts) == [f"t{i}" for i in range(60) if i not in drawn]
+
+
+def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
+    first = load_splits({"train": manifest(tmp_path / "a", wav, json_lines, 60)}, normalise, Checks(seed=5))
+    held_out, keys = set(first["val"].texts), splits.held_out_keys(first["val"])
+    assert len(keys) == 3 and len(set(splits.held_out_keys(first["train"])).union(keys)) == 60
+    moved = manifest(tmp_path / "b" / "a", wav, json_lines, 100)  # another place, and new rows
+    for checks in ({"seed": 5}, {"seed": 6}, {"seed": 6, "max_samples": 10}, {"seed": 5, "max_samples": 100}):
+        corpora = load_splits({"train": moved}, normalise, Checks(held_out=tuple(keys), **checks))
+        size = checks.get("max_samples", 100)
+        assert set(corpora["val"].texts) == held_out
+        assert set(corpora["train"].texts) == {f"t{i}" for i in range(size)} - held_out
+    assert "no --val_manifest: 3 of the 100 training utterances are held out" in capsys.readouterr().out
+    again = load_splits({"train": str(tmp_path / "a" / "m.json")}, normalise, Checks(seed=5, held_out=tuple(keys)))
+    for split in ("train", "val"):
+        assert again[split].fingerprint() == first[split].fingerprint()
+
+
+def test_a_part_that_is_gone_is_drawn_anew(tmp_path, wav, json_lines, capsys):
+    path = manifest(tmp_path, wav, json_lines, 60)
+    drawn = load_splits({"train": path}, normalise, Checks(seed=5))
+    other = load_splits({"train": path}, normalise, Checks(seed=5, held_out=("0" * 16,)))
+    assert list(other["val"].texts) == list(drawn["val"].texts)
+    assert "were held out before are not in the training set any more: others are drawn" in capsys.readouterr().out
+    partly = (splits.held_out_keys(drawn["val"])[0], "0" * 16)
+    assert len(load_splits({"train": path}, normalise, Checks(seed=6, held_out=partly))["val"]) == 1
+    corpora = load_splits({"train": path, "val": path}, normalise, Checks(held_out=partly))
+    assert len(corpora["train"]) == len(corpora["val"]) == 60
+
+
+def test_rows_that_are_there_twice_are_held_out_together_or_as_before(tmp_path, wav, json_lines):
+    wav(tmp_path / "good.wav")
+    path = json_lines(tmp_path / "m.json", [{**GOOD, "text": f"t{i % 30}"} for i in range(60)])
+    first = load_splits({"train": path}, normalise, Checks(seed=5))
+    keys = tuple(splits.held_out_keys(first["val"]))
+    again = load_splits({"train": path}, normalise, Checks(seed=5, held_out=keys))
+    assert again["train"].fingerprint() == first["train"].fingerprint()
+    other = load_splits({"train": path}, normalise, Checks(seed=6, held_out=keys))
+    assert not set(other["train"].texts) & set(other["val"].texts) and len(other["val"]) == 6
+
+
+def test_a_folder_that_is_not_utf_8(tmp_path, wav, json_lines):
+    folder = splits.Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    manifest(tmp_path / "a", wav, json_lines, 60)
+    os.rename(tmp_path / "a", folder)
+    path = str(folder / "m.json")
+    for _ in range(2):  # the second time from the cache of file headers
+        corpora = load_splits({"train": path}, normalise, Checks(cache_dir=folder / "cache"))
+        assert corpora["train"].fingerprint() and len(splits.held_out_keys(corpora["val"])) == 3
+    assert len(list((folder / "cache").iterdir())) == 1
 
 
 def test_at_least_one_and_at_most_200_utterances_are_held_out(tmp_path, wav, json_lines):
@@ -201,6 +261,15 @@ def test_rounding_of_times_is_tolerated(tmp_path, long_wav, json_lines):
     assert not rejected.total
     assert pieces(corpus) == [(0, 1.1, "t0"), (1.1, 10, "t1"), (11.1, 10, "x"), (30.05, 9.95, "t2")]
     assert corpus.seconds.max() <= 10.0
+
+
+def test_texts_of_whole_recordings_may_be_long_but_not_those_of_pieces(tmp_path, long_wav, json_lines):
+    row = timed((0, 4), (12, 16), (30, 40))
+    row["text"] = "a" * 30_000
+    row["segments"][1]["text"] = "b" * 10_001
+    corpus, rejected = chunked(json_lines(tmp_path / "m.json", [row]))
+    assert rejected.counts == {"text is longer than 10000 characters": 1}
+    assert [text for *_, text in pieces(corpus)] == ["t0", "t2"]
 
 
 def test_pieces_without_text_or_too_short_are_rejected_like_rows(tmp_path, long_wav, json_lines):

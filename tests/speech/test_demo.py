@@ -1,8 +1,6 @@
 """The demo corpus: deterministic, with disjoint splits, and unknown voices raise."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +8,9 @@ import pytest
 import soundfile
 
 from common import files
-from common.errors import RunError
+from common.errors import RunError, UsageError
 from speech import demo
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"train": 12, "val": 4}
@@ -26,7 +25,9 @@ def make(folder: Path, seed: int = 0) -> None:
 
 
 def make_in_a_new_process(folder: Path) -> None:
-    subprocess.run([sys.executable, "-c", MAKE, str(folder)], cwd=ROOT, check=True, timeout=60)
+    process = processes.start(["-c", MAKE, folder], ROOT)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -133,3 +134,11 @@ def test_sentences_are_distinct_and_too_many_are_refused():
     assert len(set(made)) == 39 and {len(sentence.split()) for sentence in made} == {1, 2, 3}
     with pytest.raises(ValueError, match="3 words do not make 40 distinct sentences of 1 to 3"):
         demo.sentences(["a", "b", "c"], 40, np.random.default_rng(0), 1, 3)
+
+
+def test_a_folder_with_files_of_the_user_is_not_replaced(tmp_path):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"holds files that are not replaced \(notes\.txt\)"):
+        demo.speech_corpus(tmp_path / "demo", demo.KONKANI_WORDS, demo.KONKANI_VOICES[:1], {"val": 1})
+    assert (tmp_path / "demo" / "notes.txt").read_text() == "mine" and len(list(tmp_path.rglob("*"))) == 2

@@ -79,8 +79,9 @@ def test_evaluation_skips_files_and_says_so_once(tmp_path, capsys, no_ffmpeg):
     made = batches.EvalBatches(toy.make_args("unused", "--skip_bad_audio"), Files({2: path}), collate, Setup())
     for _ in range(2):
         assert sum(len(batch["names"]) for batch in made) == 19
-    assert made.skipped == {path: f"{path} is empty"}
-    assert capsys.readouterr().out == f"skipped in evaluation: {path} is empty\n"
+    reason = f"{path} cannot be used: file is empty"
+    assert made.skipped == {path: reason}
+    assert capsys.readouterr().out == f"skipped in evaluation: {reason}\n"
     strict = batches.EvalBatches(toy.make_args("unused"), Files({2: path}), collate, Setup())
-    with pytest.raises(DataError, match=f"^{re.escape(f'{path} is empty{ADVICE}')}$"):
+    with pytest.raises(DataError, match=f"^{re.escape(f'{reason}{ADVICE}')}$"):
         list(strict)

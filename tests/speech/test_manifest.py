@@ -1,7 +1,9 @@
 """Manifests: formats, audio paths, columns, the header cache, and hostile lines and files."""
 
 import csv
+import gzip
 import io
+import itertools
 import json
 import os
 import struct
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import DataError, UsageError
@@ -66,7 +68,7 @@ FAMILIES = {  # name: (file name, content, folder of the audio, speakers, langua
         + "".join(f"s{i}\t{n}.wav\t{t}\t2\tkok\n" for i, (n, t) in enumerate(zip("abc", TEXTS, strict=True))),
         "clips", True, True,
     ),
-    "ljspeech": ("metadata.csv", "".join(f"{n}|raw|{t}\n" for n, t in zip("abc", TEXTS, strict=True)), "wavs", False, False),
+    "ljspeech": ("metadata.csv", "".join(f"{n}|{t.upper()}|{t}\n" for n, t in zip("abc", TEXTS, strict=True)), "wavs", False, False),
     "ljspeech of two columns": ("metadata.csv", "".join(f"{n}|{t}\n" for n, t in zip("abc", TEXTS, strict=True)), "wavs", False, False),
 }  # fmt: skip
 
@@ -102,13 +104,238 @@ def test_a_quoted_field_may_hold_commas_quotes_and_line_breaks(tmp_path, wav):
     assert corpus.lines.tolist() == [2, 4]
 
 
-def test_an_unclosed_quote_does_not_swallow_lines_unseen(tmp_path, wav):
+@pytest.mark.parametrize("last", ["a.wav,five", 'a.wav,five"', 'a.wav,"five'])
+def test_an_unclosed_quote_does_not_swallow_lines(tmp_path, wav, last):
     wav(tmp_path / "a.wav")
-    (tmp_path / "m.csv").write_text('file_name,transcription\na.wav,one\na.wav,"two\na.wav,three\n')
+    (tmp_path / "m.csv").write_text(f'file_name,transcription\na.wav,one\na.wav,"two\na.wav,three\n\na.wav,four\n{last}\n')
     corpus, rejected = load(tmp_path / "m.csv")
-    assert list(corpus.texts) == ["one"]
-    assert rejected.counts == {"line is not valid CSV": 1}
-    assert rejected.examples["line is not valid CSV"] == [f"{tmp_path}/m.csv:3: unexpected end of data"]
+    used = ["one", "three", "four"] + (["five"] if '"' not in last else [])
+    assert list(corpus.texts) == used
+    assert rejected.counts == {"line is not valid CSV": 5 - len(used)}
+    assert rejected.examples["line is not valid CSV"][0] == f"{tmp_path}/m.csv:3: unexpected end of data"
+
+
+def any_wav(tmp_path_factory) -> Path:
+    """A folder with any.wav of half a second."""
+    folder = tmp_path_factory.getbasetemp()
+    if not (folder / "any.wav").exists():
+        samples = np.zeros(8000, dtype=np.int16).tobytes()
+        header = struct.pack("<4sI8sIHHIIHH4sI", b"RIFF", 36 + len(samples), b"WAVEfmt ", 16, 1, 1, 16_000, 32_000, 2, 16, b"data", len(samples))  # fmt: skip
+        (folder / "any.wav").write_bytes(header + samples)
+    return folder
+
+
+TABLES = {  # name: (content, texts and speakers that are used, reasons for the rest)
+    "a comma in the text": (
+        "audio_file,text\na.wav,one\na.wav,ab, bab abba\n", [("one", "")], {"line has more cells than the header": 1},
+    ),
+    "a comma in the text before the speaker": (
+        "audio_file,text,speaker\na.wav,one,s\na.wav,ab, bab abba,s\n", [("one", "s")], {"line has more cells than the header": 1},
+    ),
+    "a comma in the text instead of the speaker": (
+        "audio_file,text,speaker\na.wav,one,s\na.wav,ab, bab abba\n", [("one", "s")],
+        {"the cell after the text begins with a space (a text with commas needs quotes)": 1},
+    ),
+    "spaces after every comma": ("audio_file, text, speaker\na.wav, one, s\na.wav, two,s\n", [("one", " s"), ("two", "s")], {}),
+    "bars, too many and too few": (
+        "audio_file|text|speaker\na.wav|one|s\na.wav|two\na.wav|three|s|\na.wav|fo|ur|s\n", [("one", "s")],
+        {"line has fewer cells than the header": 1, "line has more cells than the header": 2},
+    ),
+    "tabs, too many and too few": (
+        "path\tsentence\na.wav\tone\na.wav\na.wav\tthree\t\n", [("one", "")],
+        {"line has fewer cells than the header": 1, "line has more cells than the header": 1},
+    ),
+    "an index without a name": ("\tpath\tsentence\n0\ta.wav\tone\n", [("one", "")], {}),
+    "only separators": ("audio_file,text\n,\n,,\n \na.wav,one\n", [("one", "")], {"no audio path": 1, "line has more cells than the header": 1}),
+    "a text of several lines that is no row": ('audio_file,text,speaker\na.wav,"o\n\n""n"" \ne",s\na.wav,two,s\n', [('o "n" e', "s"), ("two", "s")], {}),
+    "text first": ('text,path\n"o\nne",a.wav\ntwo,a.wav\n', [("o ne", ""), ("two", "")], {}),
+    "a text of several lines of which one looks like a row": (
+        'audio_file,text\na.wav,"o\nn, e"\na.wav,two\n', [("two", "")], {"line is not valid CSV": 2},
+    ),
+    "a speaker of several lines": ('audio_file,text,speaker\na.wav,one,"s\nt"\n', [], {"line is not valid CSV": 2}),
+    "a file name in a text of several lines": ('text,n,path\n"one,a.wav\ntwo",0,a.wav\n', [], {"line is not valid CSV": 2}),
+    "two quotes that were forgotten": (
+        'text,n,path\n"one,1,a.wav\ntwo",2,a.wav\n"three",3,a.wav\n', [("three", "")], {"line is not valid CSV": 2},
+    ),
+    "the same header again": ("path,text\na.wav,one\npath,text\na.wav,two\n", [("one", ""), ("two", "")], {"line is another header": 1}),
+    "another header": (
+        "path,text,speaker\na.wav,one,s\n\ufeffpath,speaker,text\na.wav,t,two\n", [("one", "s"), ("two", "t")], {"line is another header": 1},
+    ),
+    "more columns from here on": ("path|text\na.wav|one\nspeaker|path|text\ns|a.wav|two\n", [("one", ""), ("two", "s")], {"line is another header": 1}),
+    "a header without a text": ("path,speaker\na.wav,s\n", [], {"no text field": 1}),
+    "unusual white space": (
+        "path,text\na.wav,o\u2028n\x0be\na.wav,t\x85w\x1co\na.wav,th\rree\n", [("o n e", ""), ("t w o", ""), ("th ree", "")], {},
+    ),
+    "only carriage returns": ('path,text\ra.wav,one\r\ra.wav,"t\rwo"\r', [("one", ""), ("t wo", "")], {}),
+    "carriage returns in JSON": ('{"path": "a.wav",\r "text": "one"}\n{"path": "a.wav", "text": "t\u2028w\x85o"}\n', [("one", ""), ("t w o", "")], {}),
+    "byte-order marks in JSON": ('{"path": "a.wav", "text": "one"}\n\ufeff{"path": "a.wav", "text": "two"}\n\ufeff\n', [("one", ""), ("two", "")], {}),
+    "LJSpeech, too many": ("a|one|one|\na|two|two\na\n", [("two", "")], {"line has neither two nor three cells, as LJSpeech's have": 2}),
+    "LJSpeech before a header": ("a|one\naudio_file|text|speaker\na.wav|two|s\n", [("one", ""), ("two", "s")], {"line is another header": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_are_used_as_written_or_counted(tmp_path, wav, name):
+    content, used, reasons = TABLES[name]
+    wav(tmp_path / "a.wav")
+    (tmp_path / "m.txt").write_bytes(content.encode())
+    corpus, rejected = load(tmp_path / "m.txt")
+    assert list(zip(corpus.texts, corpus.speakers, strict=True)) == used and rejected.counts == reasons
+
+
+@pytest.mark.parametrize("header", ["path,text,text", "text|audio_file|text", "path\tTEXT\ttext", "path,text\na.wav,one\npath,text,text"])
+def test_a_column_that_is_there_twice_is_an_error(tmp_path, header):
+    (tmp_path / "m.csv").write_text(header + "\n")
+    line = len(header.splitlines())
+    with pytest.raises(DataError) as error:
+        load(tmp_path / "m.csv")
+    assert str(error.value) == f"manifest {tmp_path}/m.csv:{line}: its header has two columns called text"
+
+
+LJSPEECH = [
+    'LJ001-0007|the Gutenberg, or "forty-two line Bible" of about 1455,|the Gutenberg, or "forty-two line Bible" of about fourteen fifty-five,',
+    "LJ001-0045|1469, 1470;|fourteen sixty-nine, fourteen seventy;",
+    "LJ001-0002|in being comparatively modern.|in being comparatively modern.",
+    "LJ006-0206|Mr. Smith|Mister Smith",
+    "LJ007-0001|£5 10s.|five pounds, ten shillings.",
+    "a.wav|Да!|да!",
+    "a|१४५५|१४५५",
+]  # fmt: skip
+SPEAKERS = ["a.wav|हांव घर वचता|asha", "a|one two|s1", "a.wav|1455|asha", "a|1455|s17", "a|asha speaks|asha", "a||asha", "a|asha|the text of another"]
+
+
+def test_ljspeech_is_told_from_a_table_with_speakers(tmp_path, wav):
+    wav(tmp_path / "a.wav")
+    names = [line.split("|")[0].removesuffix(".wav") for line in LJSPEECH]
+    for name in names:
+        wav(tmp_path / "wavs" / f"{name}.wav")
+    (tmp_path / "m.csv").write_text("\n".join([*LJSPEECH, *SPEAKERS]))
+    corpus, rejected = load(tmp_path / "m.csv")
+    assert list(corpus.texts) == [line.split("|")[2] for line in LJSPEECH]
+    assert rejected.counts == {manifest.NOT_NORMALISED: len(SPEAKERS)}
+    (tmp_path / "m.csv").write_text("\n".join(["audio_file|text|speaker_name", *SPEAKERS[:1]]))
+    assert [row[1:3] for row in rows(load(tmp_path / "m.csv")[0])] == [("हांव घर वचता", "asha")]
+
+
+words = st.text(st.sampled_from('ab"\', ए\r\u2028'), max_size=8)
+DAMAGE = ["more", "fewer", "quote first", "quote in the middle", "header", "separators", "blank", "blank", "latin-1", "other"]
+
+
+def written(family: str, text: str, speaker: str, damage: str) -> str:
+    """A row as a correct program writes it, or with this damage."""
+    if family == "json":
+        row = {"audio_file": "any.wav", "text": text, "speaker": speaker}
+        row.update({"latin-1": {"speaker": "\udce9"}, "quote first": {"text": True}, "header": {"text": [text]}}.get(damage, {}))
+        line = json.dumps(row, ensure_ascii=False)
+        return {
+            "more": line * 2, "fewer": line[:-2], "quote in the middle": line.replace(', "text"', ' "text"'), "separators": "{}",
+            "blank": " ", "other": line.replace("{", '{"text": "a", '),
+        }.get(damage, line)  # fmt: skip
+    delimiter = {"comma": ",", "tab": "\t", "bar": "|", "ljspeech": "|"}[family]
+    if family == "comma":
+        text = text if text.isalnum() else '"' + text.replace('"', '""') + '"'
+    cells = ["any.wav", text, text.upper() if family == "ljspeech" else speaker]
+    if damage == "more":
+        cells.append("x")
+    elif damage == "fewer":
+        cells = cells[:1]
+    elif damage == "header" and family != "ljspeech":
+        cells = ["audio_file", "text", "speaker"]
+    elif damage == "latin-1":
+        cells[1] = cells[2] = "\udce9"
+    elif damage == "other":
+        cells[1:] = [family, "\udce9"]
+    elif damage.startswith("quote") and family == "comma":
+        cells[1] = f'"{speaker}' if damage == "quote first" else f'{speaker}"x'
+    return {"separators": ",,,,|||||" + 4 * "\t|", "blank": " "}.get(damage) or delimiter.join(cells)
+
+
+@given(
+    texts=st.lists(st.tuples(words, st.sampled_from(["", "", "", *DAMAGE])), min_size=1, max_size=10),
+    family=st.sampled_from(["json", "comma", "tab", "bar", "ljspeech"]),
+)
+def test_every_line_is_used_as_written_or_counted(tmp_path_factory, texts, family):
+    folder = any_wav(tmp_path_factory)
+    header = [written(family, "text", "speaker", "header")] if family in ("comma", "tab", "bar") else []
+    lines, expected, harmless = list(header), {}, {"": True, "header": family == "ljspeech"}
+    if family != "comma":
+        harmless |= dict.fromkeys(("quote first", "quote in the middle"), family != "json")
+    for i, (text, damage) in enumerate([("", ""), *texts]):
+        text, speaker = f"w{i}" + text.replace("\r", "\n" if family in ("json", "comma") else "\r"), f"s{i}"
+        row = written(family, text, speaker, damage).split("\n")
+        if harmless.get(damage):
+            kept = (text.upper(), "") if family == "ljspeech" else (text, speaker)
+            expected[len(lines) + 1] = (normalise(kept[0]), kept[1], sum(bool(line.strip()) for line in row))
+        lines += row
+    path = folder / f"{family}.txt"
+    path.write_bytes("".join(line + "\n" for line in lines).encode("utf-8", "surrogateescape"))
+    corpus, rejected = load(path)
+    used = dict(zip(corpus.lines.tolist(), zip(corpus.texts, corpus.speakers, strict=True), strict=True))
+    assert {line: expected[line][:2] for line in used} == used
+    total = sum(bool(line.strip()) for line in lines) - len(header)
+    assert sum(expected[line][2] for line in used) + rejected.total == total
+    if family != "comma":  # of which a text of several lines may look like rows
+        assert len(used) == len(expected)
+
+
+def test_an_open_quote_reads_no_more_than_a_few_lines():
+    read = []
+
+    def endless():
+        for number in itertools.count(1):
+            read.append(number)
+            yield number, "a.wav,\"x\n" if number == 1 else "x\n"
+
+    rejected = []
+    rows_ = manifest._split(endless(), ",", ["path", "text"], lambda *reason: rejected.append(reason))
+    assert next(rows_) == (2, ["x"])
+    assert rejected == [("line is not valid CSV", 1, "unexpected end of data")] and len(read) <= manifest.CELL_LINES + 2
+
+
+@pytest.mark.parametrize("family", ["json", "comma", "bar"])
+def test_what_is_beyond_the_longest_line_is_skipped(tmp_path, wav, monkeypatch, family):
+    monkeypatch.setattr(manifest, "LINE_LENGTH", 100)
+    wav(tmp_path / "a.wav")
+    template = {"json": '{{"path": "a.wav", "text": "{}"}}', "comma": 'a.wav,"{}"', "bar": "a.wav|{}"}[family]
+    room = 100 - len(template.format("")) - 1  # and the line end, in a line of 100 characters
+    sizes = [5, room - 1, room, room + 1, 250, 1000, 7]
+    lines = {"json": [], "comma": ["path,text"], "bar": ["path|text"]}[family]
+    lines += [template.format("x" * size) for size in sizes]
+    for end, last in (("\n", ""), ("\r\n", "\r\n"), ("\n", "\n" + "y" * 999), ("\r", "\r")):
+        (tmp_path / "m.txt").write_bytes((end.join(lines) + last).encode())
+        corpus, rejected = load(tmp_path / "m.txt")
+        fits = [size for size in sizes if len(template.format("x" * size)) + len(end) < 100]
+        assert list(map(len, corpus.texts)) == [min(size, 10**9) for size in fits]
+        assert rejected.counts == {manifest.UNREADABLE: len(sizes) - len(fits) + ("y" in last)}
+    (tmp_path / "m.txt").write_bytes(b"x" * 1000)
+    corpus, rejected = load(tmp_path / "m.txt")
+    assert len(corpus) == 0 and rejected.counts == {manifest.UNREADABLE: 1}
+
+
+def test_a_line_that_is_too_long_may_be_the_first(tmp_path, wav, monkeypatch):
+    monkeypatch.setattr(manifest, "LINE_LENGTH", 100)
+    wav(tmp_path / "a.wav")
+    (tmp_path / "m.txt").write_text("x" * 1000 + "\npath,text\na.wav,one\n")
+    corpus, rejected = load(tmp_path / "m.txt")
+    assert list(corpus.texts) == ["one"] and rejected.counts == {manifest.UNREADABLE: 1}
+
+
+def test_a_json_list_is_read_as_a_whole_or_refused(tmp_path, wav, monkeypatch):
+    path = wav(tmp_path / "a.wav")
+    (tmp_path / "m.json").write_text(json.dumps([{"audio_file": path, "text": "one"}, 5, ["a"], None, "a.wav"]))
+    corpus, rejected = load(tmp_path / "m.json")
+    assert list(corpus.texts) == ["one"] and rejected.counts == {"line is not an object": 4}
+    monkeypatch.setattr(manifest, "LIST_BYTES", 10)
+    with pytest.raises(DataError, match=r"a JSON list of 0 MiB is not read; write one object per line$"):
+        load(tmp_path / "m.json")
+
+
+def test_an_example_is_one_line_of_limited_length(tmp_path, json_lines):
+    bad = [{"audio_filepath": name, "text": "a"} for name in ("a\n\x1b[2J\u2028b.wav", "x" * 100_000)]
+    _, rejected = load(json_lines(tmp_path / "m.json", bad))
+    shown = rejected.examples["file is missing"]
+    assert shown[0] == f"{tmp_path}/m.json:1: {tmp_path}/a\\n\\x1b[2J\\u2028b.wav"
+    assert len(shown[1]) == columns.EXAMPLE_LENGTH + 3 and len(rejected.table().splitlines()) == 3
 
 
 def test_segments_speakers_and_numbers_as_text(tmp_path, wav, json_lines):
@@ -127,11 +354,7 @@ text_of_a_line = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 @given(texts=st.lists(text_of_a_line, min_size=1, max_size=8), family=st.sampled_from(["json", "csv"]))
 def test_any_text_survives(tmp_path_factory, texts, family):
     """JSON and quoted CSV carry any text. It is read in its normal form, and rejected if that is empty."""
-    folder = tmp_path_factory.getbasetemp()
-    if not (folder / "any.wav").exists():
-        samples = np.zeros(8000, dtype=np.int16).tobytes()
-        header = struct.pack("<4sI8sIHHIIHH4sI", b"RIFF", 36 + len(samples), b"WAVEfmt ", 16, 1, 1, 16_000, 32_000, 2, 16, b"data", len(samples))  # fmt: skip
-        (folder / "any.wav").write_bytes(header + samples)
+    folder = any_wav(tmp_path_factory)
     if family == "json":
         lines = (json.dumps({"audio_filepath": "any.wav", "text": text}, ensure_ascii=False) + "\n" for text in texts)
         content = "".join(lines)
@@ -322,7 +545,19 @@ HOSTILE_LINES = {
     "a list": (b"[1, 2]", "line is not an object"),
     "a number": (b"5", "line is not an object"),
     "too deep": (DEEP, "line is not valid JSON"),
-    "null byte": (b'{"audio_filepath": "good.wav", "text": "a\0b"}', "line is not valid JSON"),
+    "null byte": (b'{"audio_filepath": "good.wav", "text": "a\0b"}', manifest.UNREADABLE),
+    "two objects": (b'{"audio_filepath": "good.wav", "text": "a"}{"audio_filepath": "good.wav", "text": "b"}', "line is not valid JSON"),
+    "a key twice": (b'{"audio_filepath": "good.wav", "text": "a", "text": "b"}', "line is not valid JSON"),
+    "a key twice inside": (b'{"audio_filepath": "good.wav", "text": "a", "more": [{"a": 1, "a": 2}]}', "line is not valid JSON"),
+    "text is true": ({**GOOD, "text": True}, "text is not a string"),
+    "text is a fraction": ({**GOOD, "text": 1.5}, "text is not a string"),
+    "text is infinite": (b'{"audio_filepath": "good.wav", "text": Infinity}', "text is not a string"),
+    "text is an object": ({**GOOD, "text": {"text": "a"}}, "text is not a string"),
+    "duration is true": ({**GOOD, "duration": True}, "offset or duration is not a number"),
+    "duration overflows": ({**GOOD, "duration": "1e999"}, "offset or duration is not a number"),
+    "an endless number": (b'{"audio_filepath": "good.wav", "text": ' + b"1" * 5000 + b"}", "line is not valid JSON"),
+    "text of 10,001 characters": ({**GOOD, "text": "ए" * 10_001}, "text is longer than 10000 characters"),
+    "text of 5 million characters": ({**GOOD, "text": "a" * 5_000_000}, manifest.UNREADABLE),
     "null byte in the path": (b'{"audio_filepath": "good.wav\\u0000", "text": "a"}', "no audio path"),
     "path is a number": ({**GOOD, "audio_filepath": 5}, "no audio path"),
     "path is empty": ({**GOOD, "audio_filepath": ""}, "no audio path"),
@@ -458,6 +693,16 @@ HOSTILE_MANIFESTS = {  # name: (file name, content, message)
     "an empty list": ("m.json", b"[]", "manifest {path} is empty"),
     "only a header": ("m.csv", b"path,sentence\n", "manifest {path} is empty"),
     "binary": ("m.json", bytes(range(256)), NO_TEXT),
+    "gzip": ("m.json.gz", gzip.compress(json.dumps(GOOD).encode() * 50, mtime=0), NO_TEXT),
+    "UTF-32": ("m.json", json.dumps(GOOD).encode("utf-32-be"), NO_TEXT),
+    "Kaldi's wav.scp": ("wav.scp", b"utt1 /data/a.wav\n", NO_HEADER + "'utt1 /data/a.wav'"),
+    "Kaldi's text": ("text", b"utt1 hello world\n", NO_HEADER + "'utt1 hello world'"),
+    "a subtitle file": ("a.srt", b"1\n00:00:01,000 --> 00:00:02,000\nhello\n", NO_HEADER + "'1'"),
+    "semicolons": ("m.csv", b"path;text\na.wav;hello\n", NO_HEADER + "'path;text'"),
+    "a key twice in a list": (
+        "m.json", b'[{"text": "a", "text": "b", "audio_filepath": "good.wav"}]',
+        "manifest {path} is not valid JSON: a key is given twice",
+    ),
     "a zip": ("m.csv", b"PK\3\4" + b"x" * 100, NO_TEXT),
     "UTF-16": ("m.json", ("\ufeff" + json.dumps(GOOD)).encode("utf-16-le"), "manifest {path} is UTF-16: save it as UTF-8"),
     "a list cut short": (
@@ -478,14 +723,24 @@ def test_a_hostile_manifest_is_one_line(tmp_path, name):
     assert str(error.value) == message.replace("{path}", str(tmp_path / file_name))
 
 
-def test_a_manifest_that_is_missing_or_a_folder(tmp_path):
-    for path, reason in ((tmp_path / "none.json", "No such file or directory"), (tmp_path, "Is a directory")):
+def test_a_deep_list_is_one_line(tmp_path, no_hang):
+    (tmp_path / "m.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(DataError, match=r"^manifest .*m\.json is not valid JSON: .*recursion"):
+        load(tmp_path / "m.json")
+
+
+def test_a_manifest_that_is_missing_or_not_a_file(tmp_path, no_hang):
+    os.mkfifo(tmp_path / "pipe.json")
+    for path, reason in (
+        (tmp_path / "none.json", "No such file or directory"), (tmp_path, "it is a folder"),
+        (tmp_path / "pipe.json", "it is not a regular file"), ("x" * 5000, "File name too long"), ("a\0b", "embedded null byte"),
+    ):  # fmt: skip
         with pytest.raises(UsageError) as error:
             load(path)
         assert str(error.value) == f"manifest {path}: {reason}"
 
 
-def test_csv_lines_that_cannot_be_parsed_are_rejected(tmp_path, wav):
+def test_lines_that_cannot_be_parsed_are_rejected(tmp_path, wav):
     wav(tmp_path / "a.wav")
     (tmp_path / "m.tsv").write_bytes(
         b"path\tsentence\na.wav\tone\na.wav\t" + b"x" * (1 << 24) + b"x\na.wav\n\na.wav\tlast\n"
@@ -493,15 +748,16 @@ def test_csv_lines_that_cannot_be_parsed_are_rejected(tmp_path, wav):
     corpus, rejected = load(tmp_path / "m.tsv")
     assert list(corpus.texts) == ["one", "last"]
     assert rejected.examples == {
-        "line is not valid CSV": [f"{tmp_path}/m.tsv:3: field larger than field limit (16777216)"],
-        "no text field": [f"{tmp_path}/m.tsv:4"],
+        manifest.UNREADABLE: [f"{tmp_path}/m.tsv:3"],
+        "line has fewer cells than the header": [f"{tmp_path}/m.tsv:4"],
     }
 
 
-def test_a_very_long_line_is_read(tmp_path, wav, json_lines):
+def test_a_text_as_long_as_the_longest_speech_is_used(tmp_path, wav, json_lines):
     wav(tmp_path / "good.wav")
-    corpus, _ = load(json_lines(tmp_path / "m.json", [{**GOOD, "text": "ए" * 2_000_000}, GOOD]))
-    assert [len(text) for text in corpus.texts] == [2_000_000, 4]
+    lines = json_lines(tmp_path / "m.json", [{**GOOD, "text": "ए" * 10_000}, {**GOOD, "text": "ए" * 30_000}])
+    assert [len(text) for text in load(lines)[0].texts] == [10_000]
+    assert [len(text) for text in load(lines, max_duration=300.0)[0].texts] == [10_000, 30_000]
 
 
 @given(st.binary(max_size=200), st.sampled_from(["m.json", "m.csv", "m.tsv", "metadata.csv"]))

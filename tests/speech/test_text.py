@@ -1,6 +1,7 @@
 """Normalisation and tokenizers, over arbitrary text."""
 
 import json
+import os
 import unicodedata
 
 import pytest
@@ -90,7 +91,7 @@ def test_round_trip(tokenizer, value):
     tokens = tokenizer.encode(value)
     assert tokenizer.decode(tokens) == value
     assert all(0 <= token < tokenizer.size for token in tokens)
-    again = text.make_tokenizer(json.loads(json.dumps(tokenizer.state())))
+    again = text.make_tokenizer(json.loads(json.dumps(tokenizer.state())), tokenizer.size)
     assert again.encode(value) == tokens and again.decode(tokens) == value and again.size == tokenizer.size
     if tokenizer.unknown not in tokens:
         assert text.unknown_share(tokenizer, tokens) == (0 if value.strip() else 1)
@@ -170,17 +171,18 @@ def test_vocab_file_leaves_special_tokens_out(tmp_path, wrapped):
     assert tokenizer.encode("हा ?") == [3, 2, 1, 0] and tokenizer.decode([3, 2, 1, 0]) == "हा \ufffd"
 
 
+NUMBERS = "it does not map each character to a number of its own"
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"{", "not a JSON mapping of characters to numbers ("),
-        (b"[1]", "not a JSON mapping of characters to numbers ("),
-        (b'{"a": "x"}', "not a JSON mapping of characters to numbers ("),
-        (b'{"a": null}', "not a JSON mapping of characters to numbers ("),
-        (b"\xff\xfe{", "not a JSON mapping of characters to numbers ("),
-        (b'{"<pad>": 0}', "no single characters in it"),
+        (b"{", "it is not valid JSON ("), (b"[1]", "it is not a JSON object"), (b"\xff\xfe{", "it is not UTF-8"),
+        (b'{"a":' * 100_000, "it is not valid JSON ("), (b'{"char2idx": [1]}', "char2idx is not a JSON object"),
+        *((b'{"b": 0, "a": %s}' % value, NUMBERS) for value in (b'"x"', b"null", b"1.5", b"NaN", b"-Infinity", b"1e999", b"-1", b"true", b"[1]", b"0")),
+        (b'{"<pad>": 0}', "no single characters in it"), (b'{"\\ud800": 0}', "no single characters in it"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_vocab_file_is_one_line(tmp_path, content, reason):
     path = tmp_path / "vocab.json"
     path.write_bytes(content)
@@ -189,7 +191,16 @@ def test_a_bad_vocab_file_is_one_line(tmp_path, content, reason):
     assert str(error.value).startswith(f"--vocab_file {path}: {reason}") and "\n" not in str(error.value)
 
 
-def test_a_missing_vocab_file(tmp_path):
-    with pytest.raises(UsageError) as error:
-        text.load_vocab_file(str(tmp_path / "none"))
-    assert str(error.value) == f"--vocab_file {tmp_path}/none: No such file or directory"
+def test_a_vocab_file_that_is_not_a_file(tmp_path, no_hang):
+    os.mkfifo(tmp_path / "pipe")
+    reasons = {"none": "No such file or directory", "pipe": "it is not a regular file", "": "it is a folder"}
+    for name, reason in reasons.items():
+        with pytest.raises(UsageError) as error:
+            text.load_vocab_file(str(tmp_path / name))
+        assert str(error.value) == f"--vocab_file {tmp_path / name}: {reason}"
+
+
+def test_equal_texts_give_equal_tokenizers():
+    for kind in ("char", "bpe"):
+        first, second = (text.train_tokenizer(["हांव घर", "तूं घर"] * 10, kind, 24) for _ in range(2))
+        assert first.state() == second.state() and b"/tmp" not in first.model

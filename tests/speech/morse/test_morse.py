@@ -3,10 +3,15 @@
 import csv
 import dataclasses
 import hashlib
+import inspect
 import json
+import multiprocessing
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +20,7 @@ import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import DataError, RunError, UsageError
+from common.errors import DataError, RunError, UsageError, exit_with_one_line
 from speech.corpus import Checks, load_corpus
 from speech.metrics import Errors, count_errors
 from speech.morse import alphabet, recordings, scores, synthesis, texts
@@ -261,10 +266,16 @@ def digest(numbers) -> str:
 
 def test_a_clip_depends_on_its_number_alone():
     synthesis.synthesise(7, 3, CLEAN)
-    here = digest(range(8))
-    assert digest(range(8)) == here != digest(range(1, 9))
-    code = "from tests.speech.morse.test_morse import digest; print(digest(range(8)))"
-    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    here = digest(range(4))
+    assert digest(range(4)) == here != digest(range(1, 5))
+    # Another process, with other hashes. It does without torch, which takes seconds to import.
+    lines = ("import hashlib, sys", "from unittest.mock import MagicMock",
+             "sys.modules.update(torch=MagicMock(), torchaudio=MagicMock())",
+             "from speech.morse import synthesis", inspect.getsource(digest), "print(digest(range(4)))")  # fmt: skip
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    other = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
     assert other.stdout.strip() == here
 
 
@@ -276,7 +287,8 @@ def test_noise_only():
         assert sample.is_noise_only and (sample.text, sample.callsigns, sample.exchange) == ("", (), "")
         spectrum = np.abs(np.fft.rfft(sample.audio)) ** 2
         assert spectrum.max() < 30 * spectrum.mean()  # no tone stands out
-    share = np.mean([synthesis.synthesise(8, i, synthesis.CONDITIONS["demo"]).is_noise_only for i in range(200)])
+    short = dataclasses.replace(synthesis.CONDITIONS["demo"], longest=1.0)
+    share = np.mean([synthesis.synthesise(8, i, short).is_noise_only for i in range(200)])
     assert 0.01 < share < 0.12
 
 
@@ -365,17 +377,30 @@ def test_chosen_conditions_replace_single_ranges():
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ({"wpm": [30, 20]}, "--wpm 30 20: the first number must be the lower one"),
-        ({"snr_db": [3, -4]}, "--snr_db 3 -4: the first number must be the lower one"),
-        ({"wpm": [4, 20]}, "--wpm 4: below 5 words a minute a single character fills a clip"),
-        ({"tone": [99, 500]}, "--tone 99 500: a tone must be between 100 and 4,000 Hz"),
-        ({"tone": [100, 4001]}, "--tone 100 4001: a tone must be between 100 and 4,000 Hz"),
+        ({"wpm": [30, 20]}, "--wpm 30 20: give two numbers from 5 to 150, the lower one first"),
+        ({"snr_db": [3, -4]}, "--snr_db 3 -4: give two numbers from -40 to 100, the lower one first"),
+        ({"wpm": [4, 20]}, "--wpm 4 20: give two numbers from 5 to 150, the lower one first"),
+        ({"wpm": [5, 1e12]}, "--wpm 5 1e+12: give two numbers from 5 to 150, the lower one first"),
+        ({"tone": [99, 500]}, "--tone 99 500: give two numbers from 100 to 4000, the lower one first"),
+        ({"tone": [100, 4001]}, "--tone 100 4001: give two numbers from 100 to 4000, the lower one first"),
+        ({"snr_db": [4000, 5000]}, "--snr_db 4000 5000: give two numbers from -40 to 100, the lower one first"),
+        ({"snr_db": [float("nan")] * 2}, "--snr_db nan nan: give two numbers from -40 to 100, the lower one first"),
     ],
 )
 def test_ranges_from_which_no_clip_can_be_drawn(ranges, message):
     with pytest.raises(UsageError) as error:
         synthesis.choose_conditions(["clean"], **{"wpm": None, "tone": None, "snr_db": None, "longest": None, **ranges})
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("wpm", synthesis.LIMITS["wpm"])
+@pytest.mark.parametrize("tone", synthesis.LIMITS["tone"])
+@pytest.mark.parametrize("snr_db", synthesis.LIMITS["snr_db"])
+def test_clips_at_the_limits_are_sound(wpm, tone, snr_db):
+    (wide,) = synthesis.choose_conditions(["wide"], [wpm] * 2, [tone] * 2, [snr_db] * 2, 1.0)
+    sample = synthesis.synthesise(0, 0, dataclasses.replace(wide, noise_only=0.0))
+    assert np.isfinite(sample.audio).all() and 0.05 < np.abs(sample.audio).max() < 1 and sample.text
+    assert sample.seconds < 7  # a symbol is sent whole, whatever the longest clip
 
 
 def test_a_synthetic_set_has_new_clips_in_every_epoch():
@@ -452,16 +477,56 @@ def test_a_data_set_replaces_its_own_kind_only(tmp_path, capsys):
     assert "already in" in capsys.readouterr().out
     recordings.write_dataset(folder, 2, 1, MIX[:1])
     assert len(list(folder.glob("audio/*"))) == 2
-    for foreign in ("made_from.json", "thesis.txt"):
+    for foreign in ("metadata.csv", "thesis.txt"):
         other = tmp_path / foreign[0]
         other.mkdir()
         (other / foreign).write_text("{}")
-        with pytest.raises(UsageError, match="holds something else"):
+        with pytest.raises(UsageError, match=f"--write_dataset {other}: it holds files that are not replaced"):
             recordings.write_dataset(other, 2, 1, MIX)
         assert content(other) == {foreign: b"{}"}
-    with pytest.raises(RunError, match=r"cannot write in .*thesis.txt: a part of that path is a file"):
+    with pytest.raises(UsageError, match=r"thesis.txt: it exists and is not a folder"):
         recordings.write_dataset(tmp_path / "t" / "thesis.txt", 2, 1, MIX)
+    with pytest.raises(RunError, match=r"cannot write in .*below: a part of that path is a file"):
+        recordings.write_dataset(tmp_path / "t" / "thesis.txt" / "below", 2, 1, MIX)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "set", "t"]
+
+
+@pytest.mark.parametrize("count", [2, 3], ids=["the same", "another"])
+@pytest.mark.parametrize("edit", ["audio/mine.wav", "metadata.csv", "audio/000001.wav"])
+def test_a_data_set_that_was_edited_is_not_replaced(edit, count, tmp_path):
+    recordings.write_dataset(tmp_path / "set", 2, 1, MIX[:1])
+    with open(tmp_path / "set" / edit, "ab") as file:
+        file.write(b"mine")
+    before = content(tmp_path)
+    with pytest.raises(UsageError, match=rf"it holds files that are not replaced \({edit}\)"):
+        recordings.write_dataset(tmp_path / "set", count, 1, MIX[:1])
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_clips_are_written_leaves_nothing(number, tmp_path):
+    """It goes to the whole process group, as from a terminal, and reaches the workers first."""
+
+    def write() -> None:
+        os.setpgid(0, 0)
+        recordings.write_dataset(tmp_path / "set", 4000, 1, MIX, workers=2)
+
+    process = multiprocessing.get_context("fork").Process(target=exit_with_one_line, args=(write,))
+    process.start()
+    while not list(tmp_path.glob(".set.*.tmp/audio/*.wav")):
+        time.sleep(0.005)
+    os.killpg(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 128 + number and not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_dies_ends_the_writing(tmp_path, monkeypatch, no_hang):
+    monkeypatch.setattr(recordings, "_write_clip", lambda clip: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(recordings._write_clip, "__qualname__", "_write_clip")  # so that it is found by a worker
+    monkeypatch.setattr(recordings._write_clip, "__module__", recordings.__name__)
+    with pytest.raises(RunError, match="a process that writes clips died"):
+        recordings.write_dataset(tmp_path / "set", 40, 1, MIX, workers=2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch):
@@ -494,7 +559,7 @@ def test_the_splits_that_a_recipe_reads(tmp_path, capsys):
         waveform, text, name, spans = train.load(1, 5)
         assert (text, name, spans) == (train.texts[1], train.paths[1], None)
         assert np.array_equal(waveform.numpy(), soundfile.read(train.paths[1], dtype="float32")[0])
-    assert len(list((tmp_path / "cache").rglob("*.npy"))) == 1
+    assert len(list((tmp_path / "cache").rglob("*.f32"))) == 1
     assert train.seconds(0) is train.seconds(7) is train.lengths
     reversed_ = train.select(np.array([3, 2, 1, 0]))
     assert reversed_.ids == train.ids[::-1] and reversed_.cache == train.cache
@@ -565,22 +630,25 @@ LONG = "id,audio_file,text,wpm,duration,is_noise_only,snr_db"
 @pytest.mark.parametrize(
     ("header", "rows", "message"),
     [
-        ("id,text", ["1,E"], r"metadata.csv:1: no column audio_file"),
-        ("id,audio_file", ["1,a.wav"], r"metadata.csv:1: no column text"),
-        ("", [], r"metadata.csv:1: no column audio_file"),
+        ("id,text", ["1,E"], r"metadata.csv: its first line names no audio column"),
+        ("id,path,text", ["1,a.wav,E"], "1 x no column audio_file"),
+        ("id,audio_file", ["1,a.wav"], "1 x no column text"),
+        ("", [], r"metadata.csv: its first line names no audio column"),
         ("id,audio_file,text", [], "its tables have no rows"),
-        ("id,audio_file,text", ["1,a.wav,E", "2,a.wav"], r"metadata.csv:3: fewer cells"),
-        ("id,audio_file,text", ["1,a.wav,E,5"], r"metadata.csv:2: more cells"),
-        ("id,audio_file,text", ["1,,E"], r"metadata.csv:2: audio_file is empty"),
-        ("id,audio_file,text", ["1,a\0.wav,E"], r"metadata.csv:2: (audio_file is empty|line contains NUL)"),
-        ("id,audio_file,text", ['1,a.wav,"E'], r"metadata.csv:2: unexpected end"),
-        ("id,audio_file,text", ['1,"a"b.wav,E'], r"metadata.csv:2: "),
-        ("id,audio_file,text", ["1,a.wav," + "E" * (1 << 24 | 1)], r"metadata.csv:2: field larger"),
-        ("id,audio_file,text", [b"1,a.wav,\xff"], "is not UTF-8"),
-        (LONG, ["1,a.wav,E,fast,1,0,3"], r"metadata.csv:2: wpm is not a number: 'fast'"),
-        (LONG, ["1,a.wav,E,20,1,0,inf"], r"metadata.csv:2: snr_db is inf"),
-        (LONG, ["1,a.wav,E,20,-1,0,1"], r"metadata.csv:2: duration is -1"),
-        (LONG, ["1,a.wav,E,20,1,maybe,1"], r"metadata.csv:2: is_noise_only is neither true nor false: 'maybe'"),
+        ("id,audio_file,text,text", ["1,a.wav,E,T"], r"metadata.csv:1: its header has two columns called text"),
+        ("id,audio_file,text", ["2,a.wav"], "1 x line has fewer cells than the header"),
+        ("id,audio_file,text", ["1,a.wav,E,5"], "1 x line has more cells than the header"),
+        ("id,audio_file,text", ["1,,E"], "1 x audio_file is empty"),
+        ("id,audio_file,text", ["1,a\0.wav,E"], r"metadata.csv is not a text file"),
+        ("id,audio_file,text", ['1,a.wav,"E'], "1 x line is not valid CSV"),
+        ("id,audio_file,text", ['1,"a"b.wav,E'], "1 x line is not valid CSV"),
+        ("id,audio_file,text", ["1,a.wav," + "E" * (1 << 24 | 1)], "1 x line is longer than 4194304 characters"),
+        ("id,audio_file,text", ["1,a.wav," + "E" * 10_001], "1 x text is longer than 10000 characters"),
+        ("id,audio_file,text", [b"1,a.wav,\xff"], "1 x line is not UTF-8"),
+        (LONG, ["1,a.wav,E,fast,1,0,3"], "1 x wpm is not a number"),
+        (LONG, ["1,a.wav,E,20,1,0,inf"], "1 x snr_db is negative or infinite"),
+        (LONG, ["1,a.wav,E,20,-1,0,1"], "1 x duration is negative or infinite"),
+        (LONG, ["1,a.wav,E,20,1,maybe,1"], "1 x is_noise_only is neither true nor false"),
         (LONG, ["1,a.wav,E,20,9,0,1"], r"1 x file is shorter than its duration in the table"),
         (LONG, ["1,a.wav,E,20,,yes,1"], "1 x noise only, with a text"),
         (LONG, ["1,a.wav,A_B,20,,,1"], "1 x text has characters without a Morse code"),
@@ -593,13 +661,36 @@ def test_damaged_tables_are_answered_in_one_line(other_set, header, rows, messag
     assert "\n" not in str(caught.value)
 
 
-def test_no_data_set(tmp_path):
+def test_damaged_lines_are_counted_and_the_others_used(other_set, capsys):
+    rows = ["1,a.wav,E", '2,b.wav,"T', "3,a.wav,I", "4,a.wav", "", "5,a.wav,N,5", '6,b.wav,M"', "7,b.wav,R"]
+    for name in ("metadata.csv", "splits/train.csv"):
+        folder = other_set(rows, name=name)
+        parts = recordings.read_dataset(folder)
+        used = sorted((clip, text) for part in parts.values() for clip, text in zip(part.ids, part.texts, strict=True))
+        assert used == [("1", "E"), ("3", "I"), ("7", "R")]
+        out = capsys.readouterr().out
+        assert "train set" in out and "4 rejected:\n        2  line is not valid CSV\n" in out
+        assert f"{folder / name}:3: unexpected end of data\n" in out
+        assert f"{folder / name}:8: a quote is not closed\n" in out
+        assert f"1  line has fewer cells than the header\n           {folder / name}:5\n" in out
+        with pytest.raises(DataError, match=r"4 utterances rejected \(--strict_data\)"):
+            recordings.read_dataset(folder, strict=True)
+
+
+def test_no_data_set(tmp_path, no_hang):
     with pytest.raises(UsageError, match=r"neither splits/train.csv nor metadata.csv is there"):
         recordings.read_dataset(tmp_path)
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits" / "test.csv").mkdir()
-    with pytest.raises(DataError, match="Is a directory"):
+    with pytest.raises(UsageError, match=r"test\.csv: it is a folder"):
         recordings.read_dataset(tmp_path)
+    (tmp_path / "splits" / "test.csv").rmdir()
+    for table in (tmp_path / "metadata.csv", tmp_path / "splits" / "train.csv"):
+        os.mkfifo(table)
+        with pytest.raises(UsageError, match=f"{table.name}: it is not a regular file"):
+            recordings.read_dataset(tmp_path)
+    with pytest.raises(UsageError, match=r"--data_dir x+: neither"):
+        recordings.read_dataset("x" * 5000)
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------
@@ -668,4 +759,8 @@ def test_the_tables_are_printed_and_written(tmp_path, capsys):
     assert json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail) == tables
     with pytest.raises(RunError, match="cannot write"):
         scores.write_evaluation(tables, tmp_path)
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "link.json").symlink_to(tmp_path / "mine.txt")
+    scores.write_evaluation(tables, tmp_path / "link.json")  # replaces the link
+    assert (tmp_path / "mine.txt").read_text() == "mine" and not (tmp_path / "link.json").is_symlink()
     scores.print_tables(scores.evaluation_tables([]))

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from common.errors import Failure, RunError, UsageError
 from speech.whisper import formats
@@ -43,8 +45,8 @@ def peer(config: dict, tokenizer=SYMBOLS, seed: int = 0):
     """transformers' own model with random weights."""
     torch.manual_seed(seed)
     ids = {"pad_token_id": tokenizer.eos, "bos_token_id": tokenizer.eos, "eos_token_id": tokenizer.eos}
-    described = transformers.WhisperConfig(**config, **ids, decoder_start_token_id=tokenizer.start)
-    return transformers.WhisperForConditionalGeneration(described).eval()
+    described = WhisperConfig(**config, **ids, decoder_start_token_id=tokenizer.start)
+    return WhisperForConditionalGeneration(described).eval()
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
@@ -60,7 +62,7 @@ def exported(folder, tokenizer=SYMBOLS, padding: int = 0, changes: dict | None =
     """Exports random weights and loads them with transformers."""
     config = tiny(tokenizer.size + padding, **(changes or {}))
     formats.export(folder, weights_of(peer(config, tokenizer)), config, tokenizer, base)
-    return transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
+    return WhisperForConditionalGeneration.from_pretrained(folder).eval()
 
 
 def generate(model, features: torch.Tensor, **options) -> tuple[list[list[int]], list[int]]:
@@ -173,7 +175,7 @@ def test_transformers_uses_an_export_as_it_is(tokenizer, padding, tmp_path):
     weights, _, _ = formats.read_model(tmp_path / "theirs")
     folder = tmp_path / "ours"
     formats.export(folder, {**weights, "ctc_head.weight": torch.ones(2, 2)}, config, tokenizer)
-    loaded, report = transformers.WhisperForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    loaded, report = WhisperForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert same(weights_of(loaded), weights_of(model))
     assert same(formats.read_model(folder / "model.pt")[0], weights)
@@ -227,7 +229,7 @@ def test_ids_beyond_the_tokenizer_are_never_generated(tmp_path, no_hang):
     weights["decoder.layer_norm.bias"].fill_(1.0)
     weights["decoder.embed_tokens.weight"][SYMBOLS.size :] = 10.0
     formats.export(tmp_path / "ours", weights, config, SYMBOLS)
-    model = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    model = WhisperForConditionalGeneration.from_pretrained(tmp_path / "ours")
     assert max(generate(model, noise(tmp_path / "ours"))[0][0]) < SYMBOLS.size
 
 
@@ -235,6 +237,12 @@ def test_an_english_only_model(tmp_path):
     tokenizer = whisper_tokenizer.WhisperTokenizer(FULL.vocab, FULL.merges, FULL.specials, multilingual=False)
     model = exported(tmp_path / "en", tokenizer, base={"language": "en", "task": "transcribe"})
     assert generate(model, noise(tmp_path / "en"))[1] == [tokenizer.start, tokenizer.no_timestamps]
+
+
+def test_a_language_of_its_own_is_the_default_of_generate(tmp_path):
+    tokenizer = whisper_tokenizer.train_bpe(["xin chào"], 265, "zh-tw")
+    model = exported(tmp_path / "ours", tokenizer)
+    assert generate(model, noise(tmp_path / "ours"))[1] == tokenizer.prompt
 
 
 def test_timestamps_work_if_the_vocabulary_has_them(tmp_path):
@@ -268,12 +276,30 @@ def test_export_replaces_its_own_folder_and_no_other(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text('{"model_type": "whisper"}')
     (tmp_path / "file").write_text("")
-    for foreign in (tmp_path / "theirs", tmp_path / "file"):
-        with pytest.raises(UsageError, match="not an earlier export"):
-            exported(foreign)
+    for foreign, reason in (("theirs", "holds files that are not replaced"), ("file", "exists and is not a folder")):
+        with pytest.raises(UsageError, match=f"--export {tmp_path / foreign}: it {reason}"):
+            exported(tmp_path / foreign)
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["config.json"]
     with pytest.raises(RunError, match="a part of that path is a file"):
         exported(tmp_path / "file" / "below")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for path in (tmp_path / "circle" / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(RunError, match="cannot write in"):
+            exported(path)
+
+
+@pytest.mark.parametrize("edit", ["README.md", "config.json", "made_from.json"])
+def test_an_export_that_was_edited_is_not_replaced(edit, tmp_path):
+    exported(tmp_path / "ours")
+    if edit == "made_from.json":  # an export of an earlier version of this project has none
+        (tmp_path / "ours" / edit).unlink()
+    else:
+        with open(tmp_path / "ours" / edit, "a") as file:
+            file.write(" ")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match="it holds files that are not replaced"):
+        exported(tmp_path / "ours")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch):
@@ -354,6 +380,43 @@ def shards(listed):
     return spoil
 
 
+def compressed(folder):
+    """As large as it claims to be only when it is decompressed."""
+    as_bin(lambda weights: {**weights, "x": torch.zeros(1 << 20)})(folder)
+    with zipfile.ZipFile(folder / "pytorch_model.bin") as archive:
+        content = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, raw in content.items():
+            archive.writestr(name, raw)
+
+
+def flipped(folder):
+    """With a changed byte, which only the archive's checksum shows."""
+    as_bin(lambda weights: weights)(folder)
+    raw = bytearray((folder / "pytorch_model.bin").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (folder / "pytorch_model.bin").write_bytes(raw)
+
+
+def spoiled(change):
+    """A pytorch_model.bin whose first convolution is `change(its bias)`."""
+    return as_bin(lambda weights: {**weights, "encoder.conv1.bias": change(weights["encoder.conv1.bias"])})
+
+
+def unlimited(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.encoder.conv1.bias"][3] = float("inf")
+    save_file(weights, folder / "model.safetensors")
+
+
+def pipe(name):
+    def spoil(folder):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return spoil
+
+
 class Trap:
     def __reduce__(self):
         return (os.system, ("echo the file was run; exit 1",))
@@ -372,29 +435,59 @@ HOSTILE = {
     "more layers": (rewrite(lambda c: c.update(encoder_layers=2)), "lacks"),
     "fewer layers": (rewrite(lambda c: c.update(decoder_layers=1)), "unexpected"),
     "config is a list": (write("config.json", b"[]"), "JSON object"),
-    "config is not JSON": (write("config.json", b"{"), "not JSON"),
-    "config is not text": (write("config.json", b"\xff\xfe"), "not JSON"),
+    "config is not JSON": (write("config.json", b"{"), "not valid JSON"),
+    "config is not text": (write("config.json", b"\xff\xfe"), "not UTF-8"),
+    "config is deep": (write("config.json", b"[" * 100_000), "not valid JSON"),
+    "config is a pipe": (pipe("config.json"), "no config.json"),
+    "a billion layers": (rewrite(lambda c: c.update(encoder_layers=10**9)), "encoder_layers is '1000000000'"),
+    "a wide model": (rewrite(lambda c: c.update(d_model=2**31)), "d_model is '2147483648'"),
+    "an odd width": (rewrite(lambda c: c.update(d_model=33)), "d_model is '33'"),
+    "a boolean": (rewrite(lambda c: c.update(decoder_layers=True)), "decoder_layers is 'True'"),
+    "a fraction": (rewrite(lambda c: c.update(num_mel_bins=80.0)), "num_mel_bins is '80.0'"),
+    "no positions": (rewrite(lambda c: c.update(max_target_positions=0)), "max_target_positions is '0'"),
+    "endless audio": (rewrite(lambda c: c.update(max_source_positions=10**9)), "max_source_positions is '1000000000'"),
+    "a huge vocabulary": (rewrite(lambda c: c.update(vocab_size=10**30)), "vocab_size is '1000000"),
+    "many layers": (rewrite(lambda c: c.update(encoder_layers=128)), "lacks 'encoder.layers.1."),
+    "generation is deep": (write("generation_config.json", b'{"a":' * 100_000), "not valid JSON"),
     "config is a pointer": (write("config.json", LFS), "git lfs pull"),
     "weights are a pointer": (write("model.safetensors", LFS), "git lfs pull"),
     "weights are cut": (cut("model.safetensors"), "cut short"),
     "weights are empty": (write("model.safetensors", b""), "damaged"),
     "bin is cut": (cut_bin, "damaged"),
     "bin is a list": (as_bin(lambda weights: [1]), "list"),
+    "bin is compressed": (compressed, "damaged"),
+    "bin is changed": (flipped, "damaged"),
+    "bin is a pipe": (pipe("model.safetensors"), "no weights"),
+    "larger than its data": (spoiled(lambda w: torch.zeros(1).expand(1 << 40)), "conv1.bias' is larger than its data"),
+    "sparse": (spoiled(lambda w: w.to_sparse()), "'encoder.conv1.bias' is not a dense tensor"),
+    "complex": (spoiled(lambda w: w.to(torch.complex64)), "'encoder.conv1.bias' is not a floating-point"),
+    "8-bit floats": (spoiled(lambda w: w.to(torch.float8_e4m3fn)), "'encoder.conv1.bias' is not a floating-point"),
+    "without data": (spoiled(lambda w: w.to("meta")), "'encoder.conv1.bias' is not a floating-point"),
+    "in place of a tensor": (spoiled(lambda w: "x" * 1000), "'encoder.conv1.bias' is not a floating-point"),
+    "a number as name": (as_bin(lambda weights: {**weights, 7: torch.ones(1)}), "'7' is not a dense tensor"),
+    "NaN": (spoiled(lambda w: w * float("nan")), "'encoder.conv1.bias' has values that are not finite"),
+    "beyond fp32": (spoiled(lambda w: w.double() + 1e300), "'encoder.conv1.bias' has values that are not finite"),
+    "infinity": (unlimited, "conv1.bias' has values that are not finite"),
     "bin is an object": (as_bin(lambda weights: Trap()), "refused"),
     "bin is numbers": (as_bin(lambda weights: {"a": 1}), "not a floating-point tensor"),
     "bin is quantised": (as_bin(lambda w: {n: t.to(torch.int8) for n, t in w.items()}), "quantised"),
     "untied": (as_bin(lambda w: {**w, "proj_out.weight": torch.zeros(70, 32)}), "not its embedding"),
-    "a shard is missing": (shards({"a": "model-00001-of-00002.safetensors"}), "lacks model-00001"),
+    "a shard is missing": (shards({"a": "model-00001-of-00002.safetensors"}), "lacks 'model-00001"),
+    "a shard's name is long": (shards({"a": "x" * 300}), "lacks 'xxx"),
+    "shards are lists": (shards({"a": ["model.safetensors"]}), "lists no files"),
+    "shards are deep": (write("model.safetensors.index.json", b'{"weight_map":' + b"[" * 100_000), "not valid JSON"),
     "a shard elsewhere": (shards({"a": "../other.safetensors"}), "lists no files"),
     "no shards": (shards([]), "lists no files"),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_spoiled_folders_are_refused_in_one_line(case, sound, tmp_path, capfd):
+def test_spoiled_folders_are_refused_in_one_line(case, sound, tmp_path, capfd, no_hang):
     spoil, expected = HOSTILE[case]
     folder = tmp_path / "model"
     shutil.copytree(sound, folder)
+    if case == "shards are deep":
+        (folder / "model.safetensors").unlink()
     spoil(folder)
     with pytest.raises(Failure, match=expected) as caught:
         formats.read_model(folder)
@@ -402,19 +495,31 @@ def test_spoiled_folders_are_refused_in_one_line(case, sound, tmp_path, capfd):
     assert "the file was run" not in capfd.readouterr().out
 
 
+def dims(**changes) -> dict:
+    return {"dims": {**formats.config_to_dims(tiny(70)), **changes}, "model_state_dict": {}}
+
+
 @pytest.mark.parametrize(
     "content,expected",
     [
         (LFS, "git lfs pull"),
-        (b"", "damaged|refused"),
-        (b"RIFFxxxxWAVE", "damaged|refused"),
+        (b"", "not a file of torch.save"),
+        (b"RIFFxxxxWAVE", "not a file of torch.save"),
         (pickle.dumps(Trap(), protocol=2), "refused"),
         ({"model": 1}, "dims and model_state_dict"),
         ({"dims": {}, "model_state_dict": {}}, "dims are not"),
         ({"dims": None, "model_state_dict": {}}, "dims are not"),
-        ({"dims": formats.config_to_dims(tiny(70)), "model_state_dict": {}}, "lacks"),
-        ({"dims": formats.config_to_dims(tiny(70)), "model_state_dict": None}, "dims are not"),
-        ({"dims": {**formats.config_to_dims(tiny(70)), "n_mels": -1}, "model_state_dict": {}}, "num_mel_bins"),
+        (dims(), "lacks"),
+        ({**dims(), "model_state_dict": None}, "not weights by name"),
+        ({**dims(), "model_state_dict": {3: torch.ones(1)}}, "'3' is not a dense tensor"),
+        (dims(n_mels=-1), "num_mel_bins is '-1'"),
+        (dims(n_mels=True), "num_mel_bins is 'True'"),
+        (dims(n_audio_layer=10**9), "encoder_layers is '1000000000'"),
+        (dims(n_text_layer="2"), "decoder_layers is '2'"),
+        (dims(n_text_layer=torch.tensor(2)), "decoder_layers is"),
+        (dims(n_audio_state=2**31, n_text_state=2**31), "d_model is '2147483648'"),
+        (dims(n_audio_state=32.0, n_text_state=32.0), "dims are not"),
+        (dims(n_text_state=[1] * 9), "dims are not"),
     ],
 )
 def test_spoiled_files_are_refused_in_one_line(content, expected, tmp_path, capfd):
@@ -428,7 +533,10 @@ def test_spoiled_files_are_refused_in_one_line(content, expected, tmp_path, capf
     assert "the file was run" not in capfd.readouterr().out
 
 
-def test_files_that_are_not_there(sound, tmp_path):
+def test_files_that_are_not_there(sound, tmp_path, no_hang):
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(UsageError, match="not a regular file"):
+        formats.read_model(tmp_path / "pipe.pt")
     with pytest.raises(UsageError, match="No such file"):
         formats.read_model(tmp_path / "nothing.pt")
     with pytest.raises(UsageError, match="give the folder"):

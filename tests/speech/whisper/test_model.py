@@ -1,5 +1,6 @@
 """The Whisper model: the same as transformers', and unchanged by padding and memory options."""
 
+import itertools
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,7 +15,7 @@ from common.device import Setup
 from common.loop import run_window
 from speech.whisper import model as whisper
 from speech.whisper import scratch
-from speech.whisper.model import FRAME, LAYERS, LogMel, Whisper, ctc_loss, token_loss
+from speech.whisper.model import FRAME, LAYERS, LogMel, Whisper, ctc_loss, gpu_lengths, token_loss
 
 CONFIG = {
     "vocab_size": 20, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
@@ -242,10 +243,18 @@ def test_the_output_layer_in_pieces_is_the_whole(monkeypatch, rows):
     model, batch = make_model(), collate(make_items(5))
     loss, gradient = loss_and_gradient(model, batch)
     calls = []
-    output_loss = whisper.output_loss
+    output_loss, weights = whisper.output_loss, set()
     monkeypatch.setattr(whisper, "LOGITS_AT_ONCE", rows * CONFIG["vocab_size"])
-    monkeypatch.setattr(whisper, "output_loss", lambda m, x, labels: calls.append(len(x)) or output_loss(m, x, labels))
+
+
+    def recorded(weight, x, *rest):
+        calls.append(len(x))
+        weights.add(id(weight))
+        return output_loss(weight, x, *rest)
+
+    monkeypatch.setattr(whisper, "output_loss", recorded)
     again, gradient_again = loss_and_gradient(model, batch)
+    assert len(weights) == 1  # cast once for all pieces, not once for each
     assert max(calls) <= rows and again == pytest.approx(loss, rel=1e-12) and relative(gradient_again, gradient) < 1e-12
     with torch.no_grad():
         terms = compute_loss(model, moved(batch))
@@ -262,6 +271,49 @@ def test_gradient_checkpointing_changes_nothing(dropout):
         torch.manual_seed(5)
         results.append(loss_and_gradient(model, batch))
     assert results[0][0] == results[1][0] and relative(results[1][1], results[0][1]) < 1e-12
+
+
+def plain_chain(x, *steps):
+    for step in steps:
+        x = step(x)
+    return x
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("count", [1, 4], ids=["whole", "ragged"])
+@pytest.mark.parametrize("option", ["plain", "checkpointed", "frozen encoder"])
+def test_recomputing_norms_and_gelu_changes_no_bit(monkeypatch, dropout, count, option):
+    monkeypatch.setattr(memory, "SMALL", 0)
+    items, results = make_items(4)[1:2] if count == 1 else make_items(count), []
+    for lean in (False, True):
+        model = make_model(dropout=dropout)
+        if option == "frozen encoder":
+            model.freeze_encoder()
+            model.train()
+        if option == "checkpointed":
+            memory.checkpoint_layers(model, LAYERS)
+        known, kept = {p.data_ptr() for p in model.parameters()}, {}
+
+        def pack(tensor, known=known, kept=kept):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                kept[storage.data_ptr()] = storage.nbytes() // 8
+            return tensor
+
+        monkeypatch.setattr(whisper, "lean_chain", memory.lean_chain if lean else plain_chain)
+        torch.manual_seed(5)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = sum(compute_loss(model, moved(collate(items))).values())
+        loss.backward()
+        results.append((loss.detach(), gradients(model), sum(kept.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*(result[:2] for result in results), strict=True))
+    if option == "checkpointed":
+        assert results[0][2] == results[1][2]
+    if option == "plain":
+        batch = collate(items)
+        frames, tokens = -(-batch["audio"].shape[1] // FRAME), batch["tokens"].shape[1]
+        a_frame = CONFIG["encoder_ffn_dim"] + CONFIG["d_model"] + 2  # GELU, the norm, its statistics
+        assert results[0][2] - results[1][2] == 2 * count * (frames + tokens) * a_frame
 
 
 def test_a_frozen_encoder_learns_nothing_and_has_no_dropout():
@@ -335,3 +387,11 @@ def test_silence_alone_initialises_finitely():
     model = whisper.Whisper({**CONFIG, "max_source_positions": 1500})
     scratch.initialise(model, [torch.zeros(16_000)])
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("longest", [480_000, 160_000, 320 * 20])
+def test_a_gpu_gets_few_lengths_that_waste_little(longest):
+    sizes = gpu_lengths(longest)
+    assert len(sizes) == 12 and sizes == sorted(sizes) and sizes[-1] == longest and sizes[0] < longest / 16 + FRAME
+    assert all(size % FRAME == 0 for size in sizes)
+    assert all(after <= 1.29 * before + FRAME for before, after in itertools.pairwise(sizes))

@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import tokenizers
+import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -255,9 +256,20 @@ def unigram() -> str:
         ("tokenizer.json", '{"model": {"vocab": {"<|endoftext|>": 0, "<|startoftranscript|>": 1}, "merges": ["a b"]}}'),
         ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
         ("tokenizer.json", unigram()),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 10**12}, "merges": []}})),
+        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": -1}, "merges": []}})),
+        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 1.0}, "merges": []}})),
+        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": True}, "merges": []}})),
+        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 3}, "merges": []}})),
+        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "\ud800": 400}, "merges": []}})),
+        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, **BPE.specials}, "merges": [["a"], 3]}})),
+        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, **BPE.specials}, "merges": [[1, 2]]}})),
+        ("vocab.json", "{" * 100_000),
         ("vocab.json", '{"a": 0}'),
         ("multilingual.tiktoken", "IQ== 0\nIg== 1\n"),
         ("multilingual.tiktoken", "IQ==\n"),
+        ("multilingual.tiktoken", f"IQ== {'9' * 5000}\n"),
         ("multilingual.tiktoken", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
         ("other.txt", ""),
     ],
@@ -270,6 +282,64 @@ def test_hostile_files_are_refused_in_one_line(name, content, tmp_path):
         assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
         if "git-lfs" in content:
             assert "git lfs pull" in str(caught.value)
+
+
+STATE = SYMBOLS.state()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab": None},
+        {"vocab": {}},
+        {"vocab": {**STATE["vocab"], 7: 3}},
+        {"vocab": {**STATE["vocab"], "x": 10**9}},
+        {"vocab": {**STATE["vocab"], "x": torch.tensor(1)}},
+        {"merges": ["a"]},
+        {"merges": ["a b c"]},
+        {"merges": [["a", "b"]]},
+        {"merges": ["qq ww"]},
+        {"specials": {}},
+        {"specials": {**STATE["specials"], "<|\n|>": 150}},
+        {"specials": {name: i for name, i in STATE["specials"].items() if name != "<|transcribe|>"}},
+        {"symbols": ["<none>"]},
+        {"symbols": [""]},
+        {"symbols": "AB"},
+        {"language": "xx"},
+        {"language": None},
+        {"task": "guess"},
+        {"multilingual": 1},
+        {"spelling": [1]},
+        {"kind": "other"},
+    ],
+)
+def test_a_damaged_state_is_refused_in_one_line(change, capfd):
+    for state in ({**STATE, **change}, {name: value for name, value in STATE.items() if name not in change}):
+        with pytest.raises(UsageError) as caught:
+            whisper_tokenizer.make_tokenizer(state)
+        assert "\n" not in str(caught.value)
+    assert not capfd.readouterr().err  # the library prints what it does not expect
+
+
+def test_a_token_of_thousands_of_bytes_is_refused(tmp_path, no_hang):
+    tiktoken_file(tmp_path / "multilingual.tiktoken", BPE)
+    with open(tmp_path / "multilingual.tiktoken", "a") as file:
+        file.write(f"{base64.b64encode(b'a' * 5000).decode()} {len(BPE.vocab)}\n")
+    with pytest.raises(UsageError, match="a token of more than 256 bytes"):
+        whisper_tokenizer.read_tokenizer(tmp_path, "vi")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "merges.txt", "multilingual.tiktoken"])
+def test_pipes_are_not_waited_for(name, tmp_path, no_hang):
+    BPE.save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    if name in ("merges.txt", "vocab.json"):
+        with pytest.raises(UsageError):
+            whisper_tokenizer.read_tokenizer(tmp_path, "vi")
+    with pytest.raises(UsageError, match="not a regular file"):
+        whisper_tokenizer.read_tokenizer(tmp_path / name, "vi")
 
 
 def test_bytes_that_are_not_text(tmp_path):

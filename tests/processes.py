@@ -1,0 +1,188 @@
+"""Commands in processes of their own. A server that has imported the libraries forks them, so that they start in a fraction
+of a second. Otherwise they do what `python WORDS ...` does."""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = [f"recipes.{path.stem}" for path in sorted((ROOT / "recipes").glob("*.py"))]
+LATER = ["torch._dynamo", "torch.utils.tensorboard", "matplotlib.pyplot", "espeakng_loader"]  # imported when a run needs them
+CLOSED = "closed"  # a standard stream that is closed before the command starts
+
+
+def start_server() -> None:
+    """Starts the server, which imports the libraries while other tests run."""
+    multiprocessing.set_forkserver_preload(["pytest", "tests.toy", *RECIPES, *LATER])
+    multiprocessing.forkserver.ensure_running()
+
+
+class Process:
+    """A started command, with the methods of `subprocess.Popen`. It has a session of its own."""
+
+    running: list["Process"] = []  # noqa: RUF012  all that may run
+
+    def __init__(self, words: list, folder: Path, environment: dict, streams: dict, prelude: str, ignored: tuple):
+        self.folder = tempfile.TemporaryDirectory()
+        kept = {number: os.path.join(self.folder.name, str(number)) for number in (1, 2)}
+        arguments = ([*map(str, words)], str(folder), environment, {0: os.devnull, **kept, **streams}, prelude, ignored)
+        self.process = CONTEXT.Process(target=_command, args=arguments)
+        self.process.start()
+        self.pid = self.process.pid
+        Process.running.append(self)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float = 60) -> int:
+        self.process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self.process), timeout)
+        return self.returncode
+
+    def communicate(self, timeout: float = 60) -> tuple[str, str]:
+        """What the command wrote to stdout and stderr, as soon as it has ended."""
+        self.wait(timeout)
+        return self.output(1), self.output(2)
+
+    def output(self, descriptor: int) -> str:
+        """What the command has written so far."""
+        path = Path(self.folder.name, str(descriptor))
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kills the command and its data workers, if they still run."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.join(60)
+
+
+def start(words: list, folder: Path, *, environment: dict[str, str] | None = None, streams: dict | None = None,
+          prelude: str = "", ignored: tuple[int, ...] = ()) -> Process:  # fmt: skip
+    """Starts `python WORDS ...` in `folder`: a script or -c, and its arguments. The `environment` is added to this one's.
+    stdout (1) and stderr (2) are kept for `communicate` unless `streams` maps them to a path, to `CLOSED` or to the writing
+    end of a `multiprocessing.Pipe`. `prelude` is code that runs first. The signals in `ignored` are ignored, as by nohup."""
+    return Process(words, folder, environment or {}, streams or {}, prelude, ignored)
+
+
+def end_all() -> None:
+    """Ends all commands that still run."""
+    while Process.running:
+        Process.running.pop().end()
+
+
+def wait_until(process: Process, ready: Callable[[], object], pause: float = 0.005) -> None:
+    """Returns as soon as `ready()` or the process has ended, at the latest after a minute."""
+    deadline = time.monotonic() + 60
+    while not ready() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(pause)
+
+
+# --- in the new process ----------------------------------------------------------------------------------------------
+
+
+def _command(words: list[str], folder: str, environment: dict, streams: dict, prelude: str, ignored: tuple) -> None:
+    import torch
+
+    multiprocessing.set_start_method(None, force=True)  # not the server's, for data workers
+    os.setsid()
+    os.chdir(folder)
+    os.environ.update(environment)
+    gc.freeze()  # or a collection would copy every page that this process shares with the server
+    torch.set_num_threads(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else default)
+    for descriptor, stream in streams.items():
+        _redirect(descriptor, stream)
+    sys.stdin, sys.stdout, sys.stderr = None, _text_stream(1, "strict"), _text_stream(2, "backslashreplace")
+    os._exit(_finish(_run(words, prelude)))
+
+
+def _redirect(descriptor: int, stream) -> None:
+    if stream == CLOSED:
+        os.close(descriptor)
+    elif isinstance(stream, str | Path):
+        file = os.open(stream, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+    else:
+        os.dup2(stream.fileno(), descriptor)
+        stream.close()
+
+
+def _text_stream(descriptor: int, errors: str):
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return None  # as Python does
+    return open(descriptor, "w", encoding="utf-8", errors=errors, closefd=False, buffering=1 if descriptor == 2 else -1)
+
+
+def _run(words: list[str], prelude: str) -> int:
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv = words if words[0] != "-c" else ["-c", *words[2:]]
+    try:
+        if words[0] == "-c":
+            sys.path.insert(0, "")
+            code = compile(words[1], "<string>", "exec")
+        else:
+            main.__file__ = words[0]
+            path = Path(words[0]).resolve()
+            sys.path.insert(0, str(path.parent))
+            code = compile(path.read_text(encoding="utf-8"), words[0], "exec")
+            _import_anew(path.parents[1])
+        exec(prelude, {})
+        exec(code, main.__dict__)
+    except SystemExit as leaving:
+        return leaving.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _import_anew(root: Path) -> None:
+    """Imports `common` as a recipe does, whose `__main__` is there now; from a copy of the project all modules."""
+    if root == ROOT:
+        importlib.reload(importlib.import_module("common"))
+    else:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("common", "speech", "recipes")]:
+            del sys.modules[name]
+
+
+def _finish(status: int) -> int:
+    """What an interpreter does at exit. Returns the exit status."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        return 120
+    return status

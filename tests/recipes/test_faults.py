@@ -1,0 +1,595 @@
+"""Faults as a user meets them, through the Konkani recipe: outputs that would destroy something, full disks, closed and
+broken streams, signals, damaged weights and checkpoints, flags that make no sense. Each is one line and an exit status, and
+nothing is lost. What needs standard streams or signals of its own runs in a process of its own."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from common import checkpoint, report
+from recipes import konkani_conformer as recipe
+from speech.corpus import held_out_keys
+from tests import processes
+from tests.recipes import runs
+from tests.recipes.runs import TINY, newest, ran, refused, run
+
+SHORT = "--max_steps 2 --save_every 1 --batch_size 2 --gradient_accumulation_steps 1 --decoding greedy".split()
+
+
+@pytest.fixture(scope="module")
+def manifests(konkani):
+    return ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
+
+
+@pytest.fixture(scope="module")
+def recordings(konkani):
+    """The paths of four recordings."""
+    return sorted(map(str, Path(konkani["val"]).parent.glob("audio/val_*")))
+
+
+@pytest.fixture(scope="module")
+def training(manifests):
+    """The flags of a run of two updates."""
+    return [*manifests, *TINY, *SHORT]
+
+
+@pytest.fixture(scope="module")
+def trained(training, tmp_path_factory):
+    """The folder of such a run."""
+    folder = tmp_path_factory.mktemp("trained")
+    ran(recipe, *training, "--output_dir", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def best(trained):
+    return trained / "checkpoints" / "best.safetensors"
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    """A copy of the folder, to continue in or to damage."""
+    return shutil.copytree(trained, tmp_path / "copied")
+
+
+def defect(reason: str):
+    return pytest.mark.xfail(reason=reason, strict=True)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def start(folder: Path, *flags, **named) -> processes.Process:
+    """Starts the recipe in `folder` without data workers."""
+    return runs.start([*runs.command(recipe, *flags), "--dataloader_num_workers", "0"], folder, **named)
+
+
+def ended(process: processes.Process) -> tuple[int, str, str]:
+    out, err = process.communicate()
+    assert "Traceback" not in err, err
+    return process.returncode, out, err
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# --- --output --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["recording", "link", "hard link", "weights", "manifest", "folder", "gone/out.jsonl"])
+def test_output_replaces_nothing_but_transcripts(target, best, recordings, konkani, tmp_path):
+    recording = tmp_path / "a.wav"
+    shutil.copy(recordings[0], recording)
+    (tmp_path / "link").symlink_to(recording)
+    (tmp_path / "hard link").hardlink_to(recording)
+    (tmp_path / "folder").mkdir()
+    places = {"recording": recording, "weights": best, "manifest": konkani["val"]}
+    before = contents(tmp_path), contents(best.parent), Path(konkani["val"]).read_bytes()
+    output = places.get(target, tmp_path / target)
+    status, err = refused(recipe, "--transcribe", recording, "--resume", best, "--output", output)
+    assert status == 2 and f"--output {output}: " in err
+    assert before == (contents(tmp_path), contents(best.parent), Path(konkani["val"]).read_bytes())
+
+
+def test_output_replaces_earlier_transcripts(best, recordings, tmp_path):
+    output = tmp_path / "out.jsonl"
+    for recording in recordings[:2]:
+        ran(recipe, "--transcribe", recording, "--resume", best, "--output", output)
+        assert [row["file"] for row in rows(output)] == [recording]
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_output_to_a_device_or_a_pipe(best, recordings, tmp_path):
+    transcribe = ["--transcribe", *recordings, "--resume", best, "--output"]
+    reading, writing = processes.CONTEXT.Pipe(duplex=False)
+    process = start(tmp_path, *transcribe, "/dev/stdout", streams={1: writing})
+    writing.close()
+    assert ended(process)[0] == 0
+    with open(reading.fileno(), "rb", closefd=False) as pipe:
+        assert [json.loads(line)["file"] for line in pipe.read().splitlines()] == recordings
+    assert ran(recipe, *transcribe, "/dev/null") == "" and Path("/dev/null").is_char_device()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_in_transcribing_keeps_what_was_done(best, recordings, tmp_path, number):
+    earlier = '{"file": "earlier"}\n'
+    (tmp_path / "out.jsonl").write_text(earlier)
+    killing = f"""
+import os
+from speech import recogniser
+read = recogniser.read_audio
+def read_audio(path, *rest):
+    if path == {recordings[2]!r}:
+        os.kill(os.getpid(), {number:d})
+    return read(path, *rest)
+recogniser.read_audio = read_audio
+"""
+    transcribe = ["--transcribe", *recordings, "--resume", best, "--output", "out.jsonl"]
+    status, out, err = ended(start(tmp_path, *transcribe, prelude=killing))
+    assert out == "" and (tmp_path / "out.jsonl").read_text() == earlier
+    partial = tmp_path / "out.jsonl.partial"
+    if number == signal.SIGKILL:
+        assert status == -number and not partial.exists()
+        return
+    assert status == 128 + number and len(err.splitlines()) == 2
+    assert err.splitlines()[0] == "the first 2 transcripts are in out.jsonl.partial"
+    assert [row["file"] for row in rows(partial)] == recordings[:2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.partial"]
+
+
+# --- files and folders -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_for_the_logs_that_fills_up_ends_the_run_with_what_was_trained(training, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(logs)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    show = report.Report.progress
+
+    def progress(self, step, *values):
+        show(self, step, *values)
+        with contextlib.suppress(OSError), open(logs / "other", "ab", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 12))
+
+    try:
+        flags = [*training, "--save_every", "0", "--log_every", "1", "--max_steps", "100", "--output_dir", tmp_path]
+        with mock.patch.object(report.Report, "progress", progress):
+            status, _, err = run(recipe, *flags, "--log_dir", logs)
+    finally:
+        subprocess.run(["umount", str(logs)])
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert lines == [f"error: cannot write in {logs}: No space left on device; choose another --log_dir"]
+    assert status == 1 and "Traceback" not in err and 0 < newest(tmp_path, recipe)["progress"]["step"] < 100
+
+
+@pytest.fixture
+def not_utf8(konkani, tmp_path):
+    """A copy of the corpus in a folder whose name is not UTF-8."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    try:
+        return shutil.copytree(Path(konkani["train"]).parent, folder)
+    except OSError:
+        pytest.skip("this file system has no such names")
+
+
+@defect("safetensors cannot open such a path")
+def test_training_in_a_folder_whose_name_is_not_utf8(not_utf8, training, tmp_path):
+    manifests = ["--train_manifest", not_utf8 / "train.json", "--val_manifest", not_utf8 / "val.json"]
+    status, out, err = ended(start(tmp_path, *training, *manifests, "--max_steps", "1", "--output_dir", not_utf8))
+    assert status == 0 and "caf\\udce9" in out, err
+    assert newest(not_utf8, recipe)["progress"]["step"] == 1
+
+
+def test_transcribing_in_a_folder_whose_name_is_not_utf8(not_utf8, best, tmp_path):
+    recordings = sorted(not_utf8.glob("audio/val_*"))
+    transcribe = ["--transcribe", not_utf8 / "audio", "--resume", best]
+    status, out, err = ended(start(tmp_path, *transcribe))
+    assert status == 0 and out.count("caf\\udce9") == len(out.splitlines()) == 18, err
+    ran(recipe, "--transcribe", *recordings, "--resume", best, "--output", not_utf8 / "out.jsonl")
+    assert [row["file"] for row in rows(not_utf8 / "out.jsonl")] == [str(path) for path in recordings]
+
+
+@defect("safetensors cannot open such a path")
+def test_weights_in_a_folder_whose_name_is_not_utf8(not_utf8, best, recordings):
+    shutil.copy(best, not_utf8)
+    assert ran(recipe, "--transcribe", recordings[0], "--resume", not_utf8 / best.name)
+
+
+def test_files_of_the_user_in_the_folder_of_a_run_stay(copied, training):
+    folder = copied / "checkpoints"
+    (folder / "notes.tmp").write_text("mine")
+    (folder / "checkpoint_step_keepthis.pt").write_text("mine")
+    (folder / "x.tmp").mkdir()
+    ran(recipe, *training, "--max_steps", "3", "--keep_last", "1", "--resume", "auto", "--output_dir", copied)
+    assert newest(copied, recipe)["progress"]["step"] == 3
+    names = {"notes.tmp", "checkpoint_step_keepthis.pt", "x.tmp", "checkpoint_step_00000003.pt"}
+    assert names < {path.name for path in folder.iterdir()}
+    assert {(folder / name).read_text() for name in ("notes.tmp", "checkpoint_step_keepthis.pt")} == {"mine"}
+
+
+def test_a_second_run_in_a_folder_moves_the_first_one_aside(copied, training):
+    before = {path.name: path.read_bytes() for path in (copied / "logs").glob("*.*") if path.name != ".lock"}
+    assert before.keys() == {"metrics.jsonl", "transcripts.jsonl"}
+    assert "an earlier run was moved to earlier-1/" in ran(recipe, *training, "--seed", "5", "--output_dir", copied)
+    moved = {path.name: path.read_bytes() for path in (copied / "logs" / "earlier-1").iterdir()}
+    assert moved == before
+    assert (copied / "checkpoints" / "earlier-1" / "best.safetensors").exists()
+
+
+# --- standard streams ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_closed_streams_do_not_hinder_training(closed, training, tmp_path):
+    """The files that the run opens must not become its stdout or stderr."""
+    process = start(tmp_path, *training, "--max_steps", "1", streams=dict.fromkeys(closed, processes.CLOSED))
+    status, _, err = ended(process)
+    assert status == 0 and "error" not in err, err
+    assert newest(tmp_path, recipe)["progress"]["step"] == 1
+    assert checkpoint.read_weights(tmp_path / "checkpoints" / "best.safetensors", recipe.RECIPE)
+
+
+FULL = "error: standard output could not be written: No space left on device"
+
+
+def test_training_with_a_full_stdout_saves_and_fails(training, tmp_path):
+    status, _, err = ended(start(tmp_path, *training, streams={1: "/dev/full"}))
+    assert status == 1 and err.splitlines()[-1] == FULL
+    assert newest(tmp_path, recipe)["progress"]["step"] == 2
+
+
+def broken_pipe():
+    """The writing end of a pipe whose reader has gone."""
+    reading, writing = processes.CONTEXT.Pipe(duplex=False)
+    reading.close()
+    return writing
+
+
+def test_training_whose_reader_has_gone_saves_and_fails(training, tmp_path):
+    """`... | head -n 1` must not end a night's work."""
+    status, _, err = ended(start(tmp_path, *training, streams={1: broken_pipe()}))
+    assert status == 1 and err.splitlines()[-1] == "error: standard output could not be written: Broken pipe"
+    assert newest(tmp_path, recipe)["progress"]["step"] == 2
+
+
+@pytest.mark.parametrize("stream", ["/dev/full", "broken pipe"])
+def test_training_without_a_stderr_saves(stream, training, tmp_path):
+    stream = broken_pipe() if stream == "broken pipe" else stream
+    status, out, _ = ended(start(tmp_path, *training, "--max_steps", "1", streams={2: stream}))
+    assert status == 0 and "evaluation at step 1" in out and newest(tmp_path, recipe)["progress"]["step"] == 1
+
+
+def test_transcribing_into_a_full_device_or_to_a_reader_that_has_gone(best, recordings, tmp_path):
+    transcribe = ["--transcribe", *recordings, "--resume", best]
+    status, _, err = ended(start(tmp_path, *transcribe, streams={1: "/dev/full"}))
+    assert (status, err) == (1, f"{FULL}\n")
+    status, _, err = ended(start(tmp_path, *transcribe, streams={1: broken_pipe()}))
+    assert (status, err) == (141, "")
+    status, _, err = ended(start(tmp_path, *transcribe, "--output", "/dev/full"))
+    assert (status, err) == (1, "error: --output /dev/full: No space left on device\n")
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_sigint_before_the_libraries_are_imported_is_one_line(tmp_path):
+    process = start(tmp_path, prelude="import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    assert ended(process) == (130, "", "stopped by SIGINT before it began\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.2, 1.6, 2.0])
+def test_sigint_while_torch_is_imported_is_one_line(tmp_path, seconds):
+    """In a new interpreter, so long after the first library has been loaded."""
+    process = runs.start_anew(runs.command(recipe, *TINY), tmp_path)
+    runs.wait_until(process, lambda: b"torch" in Path(f"/proc/{process.pid}/maps").read_bytes(), pause=0)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err.count("\n") == 1, err
+
+
+def test_a_closed_terminal_saves_the_run(training, tmp_path):
+    process = start(tmp_path, *training, "--save_every", "0", prelude=runs.signal_after(1, signal.SIGHUP))
+    status, _, err = ended(process)
+    assert status == 129 and err == "stopped by SIGHUP: step 1 is saved in checkpoints; --resume auto continues from there\n"
+    assert newest(tmp_path, recipe)["progress"]["step"] == 1
+
+
+def test_nohup_ignores_a_closed_terminal(training, tmp_path):
+    hangup = runs.signal_after(1, signal.SIGHUP)
+    status, _, err = ended(start(tmp_path, *training, prelude=hangup, ignored=(signal.SIGHUP,)))
+    assert status == 0 and newest(tmp_path, recipe)["progress"]["step"] == 2, err
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_world_size_is_one_rank(training, tmp_path):
+    status, _, err = ended(start(tmp_path, *training, "--max_steps", "1", environment={"WORLD_SIZE": ""}))
+    assert status == 0 and newest(tmp_path, recipe)["progress"]["step"] == 1, err
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "2"])
+def test_a_world_size_without_torchrun_is_one_line(value, training, tmp_path):
+    status, _, err = ended(start(tmp_path, *training, environment={"WORLD_SIZE": value}))
+    assert status == 2 and err.startswith("error: WORLD_SIZE is ") and err.count("\n") == 1
+
+
+# --- damaged weights -------------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, metadata: object = None, **tensors: torch.Tensor) -> None:
+    """Replaces metadata (a dict, or the text) and tensors of best.safetensors."""
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    if metadata is not None:
+        header["metadata"] = metadata if isinstance(metadata, str) else json.dumps(metadata)
+    save_file({**load_file(path), **tensors}, path, metadata=header)
+
+
+def uses(best: Path, manifests, recording: str, folder: Path) -> list[list]:
+    """The commands that read weights."""
+    return [
+        ["--transcribe", recording, "--resume", best],
+        ["--evaluate", "--resume", best, *manifests, "--output_dir", folder],
+        [*manifests, *TINY, "--init_from", best, "--output_dir", folder],
+    ]
+
+
+def test_weights_that_are_not_finite_are_named(copied, manifests, recordings, tmp_path):
+    path = copied / "checkpoints" / "best.safetensors"
+    damage(path, **{"ctc_head.bias": torch.full_like(load_file(path)["ctc_head.bias"], float("nan"))})
+    for flags in uses(path, manifests, recordings[0], tmp_path / "new"):
+        status, err = refused(recipe, *flags)
+        assert status == 2 and f"{path}: the tensor 'ctc_head.bias' has values that are not finite" in err
+    assert not checkpoint.list_checkpoints(tmp_path / "new" / "checkpoints")
+
+
+def changed(metadata: dict, *place_and_value) -> dict:
+    *place, key, value = place_and_value
+    metadata = json.loads(json.dumps(metadata))
+    inner = metadata
+    for name in place:
+        inner = inner[name]
+    if value is ...:
+        del inner[key]
+    else:
+        inner[key] = value
+    return metadata
+
+
+ALTERED = [  # places in the metadata and their values; ... removes
+    ("config", "encoder_layers", 10**9), ("config", "encoder_layers", 3), ("config", "encoder_layers", -1),
+    ("config", "encoder_layers", "1"), ("config", "encoder_layers", 1.0), ("config", "d_model", 1 << 40), ("config", "d_model", 32),
+    ("config", "attention_heads", 0), pytest.param(("config", "attention_heads", 3), marks=defect("a width that the heads do not divide")), ("config", "subsampling", 5), ("config", "subsampling", [4]),
+    ("config", "cmvn", "x"), ("config", "vocabulary", 7), ("config", "vocabulary", ...), ("config", ...), ("config", []),
+    ("tokenizer", ...), ("tokenizer", "kind", "x"), ("tokenizer", "model", "zz"), ("tokenizer", "model", "00"), ("tokenizer", "model", ...),
+    ("longest", -1), ("longest", "10"), ("longest", float("nan")), ("longest", ...), ("recipe", 7), ("recipe", "other"), ("recipe", ...),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def about(best):
+    return checkpoint.read_weights(best, recipe.RECIPE)[1]
+
+
+@pytest.mark.parametrize("alter", ALTERED, ids=lambda alter: " ".join(map(str, alter)))
+def test_altered_metadata_of_weights_are_one_line(alter, about, copied, recordings):
+    path = copied / "checkpoints" / "best.safetensors"
+    damage(path, changed(about, *alter))
+    status, err = refused(recipe, "--transcribe", recordings[0], "--resume", path)
+    assert status == 2 and len(err) < 500, err
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "[" * 100_000, '{"recipe": "konkani_conformer"}'])
+def test_metadata_that_are_none_are_one_line(text, copied, manifests, recordings, tmp_path):
+    path = copied / "checkpoints" / "best.safetensors"
+    damage(path, text)
+    for flags in uses(path, manifests, recordings[0], tmp_path / "new")[:2]:
+        status, err = refused(recipe, *flags)
+        assert status == 2 and f"{path} is damaged: its metadata" in err and len(err) < 500
+
+
+def test_weights_that_do_not_fit_their_metadata_are_one_line(copied, manifests, recordings, tmp_path):
+    path = copied / "checkpoints" / "best.safetensors"
+    damage(path, **{"ctc_head.bias": torch.zeros(3)})
+    for flags in uses(path, manifests, recordings[0], tmp_path / "new")[:2]:
+        status, err = refused(recipe, *flags)
+        assert status == 2 and "--init_from" in err
+
+
+@pytest.mark.parametrize("how", ["missing", "of another shape", "damaged"])
+def test_the_best_weights_are_lost_in_the_last_moment(how, training, tmp_path):
+    """The run is saved, and the message says what to do."""
+    path = tmp_path / "checkpoints" / "best.safetensors"
+
+    def finish(*inputs):
+        if how == "missing":
+            path.unlink()
+        elif how == "damaged":
+            os.truncate(path, 100)
+        else:
+            damage(path, **{"ctc_head.bias": torch.zeros(3)})
+        return original(*inputs)
+
+    original = recipe.finish
+    with mock.patch.object(recipe, "finish", finish):
+        status, _, err = run(recipe, *training, "--output_dir", tmp_path)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert status in (1, 2) and len(lines) == 1 and err.endswith(f"{lines[0]}\n") and "Traceback" not in err
+    if how == "missing":
+        assert "--evaluate --resume" in lines[0]
+    assert newest(tmp_path, recipe)["progress"]["step"] == 2
+
+
+@pytest.mark.parametrize("flag", ["--init_from", "--resume"])
+@pytest.mark.parametrize("name", ["gone.pt", "gone.safetensors", "folder"])
+def test_a_missing_file_is_named_with_its_flag(flag, name, training, tmp_path):
+    (tmp_path / "folder").mkdir()
+    status, err = refused(recipe, *training, flag, tmp_path / name, "--output_dir", tmp_path / "run")
+    other = "--resume" if flag == "--init_from" else "--init_from"
+    assert status == 2 and str(tmp_path / name) in err
+    assert flag in err and (other not in err or name == "gone.safetensors"), err
+
+
+# --- altered checkpoints ---------------------------------------------------------------------------------------------
+
+LAYERS, WIDTH = ("metadata", "config", "encoder_layers"), ("metadata", "config", "d_model")
+TAMPERED = [
+    ("progress", "step", -5), ("progress", "step", "2"), ("progress", "step", ...), ("progress", "window", -1),
+    ("progress", "epoch", 1.5), ("progress", "limits", {1: 0}), ("progress", "done", [["a"]]), ("progress", "best", "low"),
+    pytest.param(("rng", []), marks=defect("resumed with other random numbers")), ("rng", [3]), ("rng", ...), ("model", {}), ("model", ...), ("model", "ctc_head.bias", torch.zeros(3)),
+    ("model", "ctc_head.bias", torch.tensor(float("nan"))), ("model", "ctc_head.bias", "text"), pytest.param(("optimizer", {}), marks=defect("resumed without the optimizer's averages")), ("optimizer", 3),
+    ("optimizer", "ctc_head.bias", "exp_avg", torch.zeros(3)), ("optimizer", "ctc_head.bias", {}), ("scaler", 3), ("args", ...),
+    (*LAYERS, 10**9), (*LAYERS, 3), (*WIDTH, 1 << 40), (*WIDTH, 0), ("metadata", "tokenizer", "model", "00"), ("metadata", {}),
+    ("metadata", "longest", None), ("metadata", "held_out", "x"), ("metadata", "held_out", [3]), ("metadata", "asked", 3),
+    ("recipe", "other"), ("format", "x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("alter", TAMPERED, ids=lambda alter: " ".join(map(str, alter))[:60])
+def test_an_altered_checkpoint_is_one_line(alter, copied, training, tmp_path):
+    path = checkpoint.list_checkpoints(copied / "checkpoints")[0]
+    content = checkpoint.load(path)
+    *place, key, value = alter
+    inner = content
+    for name in place:
+        inner = inner[name]
+    if value is ...:
+        del inner[key]
+    else:
+        inner[key] = value
+    torch.save(content, path)
+    resume = [*training, "--max_steps", "3", "--resume"]
+    status, err = refused(recipe, *resume, path, "--output_dir", tmp_path / "new")
+    assert status == 2 and len(err) < 500, err
+
+
+def test_a_zip_bomb_is_refused(copied, training, recordings, tmp_path):
+    path = checkpoint.list_checkpoints(copied / "checkpoints")[0]
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name) if "/data/" not in name else bytes(1 << 16))
+    for flags in (training, ["--transcribe", recordings[0]]):
+        status, err = refused(recipe, *flags, "--resume", tmp_path / "bomb.pt", "--output_dir", tmp_path)
+        assert status == 2 and "bomb.pt is damaged" in err
+
+
+# --- what changes when a run is resumed --------------------------------------------------------------------------------
+
+
+def sets(*flags) -> tuple[str, dict]:
+    """The stdout of a run, and its corpora."""
+    kept = {}
+    read = recipe.read_corpora
+    with mock.patch.object(recipe, "read_corpora", lambda *inputs: kept.update(corpora=read(*inputs)) or kept["corpora"]):
+        out = ran(recipe, *flags)
+    return out, {name: held_out_keys(corpus) for name, corpus in kept["corpora"].items()}
+
+
+@pytest.fixture(scope="module")
+def in_mid_epoch(training, tmp_path_factory):
+    """The flags of a run of four windows an epoch, and its folder in the second epoch."""
+    flags, folder = [*training, "--gradient_accumulation_steps", "2", "--save_every", "0"], tmp_path_factory.mktemp("mid")
+    ran(recipe, *flags, "--max_steps", "5", "--output_dir", folder)
+    return flags, folder
+
+
+@pytest.mark.parametrize("change", ["--seed 2", "--no_speed_perturbation"])
+def test_another_order_in_mid_epoch_starts_the_epoch_anew_and_says_so(change, in_mid_epoch, tmp_path):
+    flags, folder = in_mid_epoch
+    used, load = [], recipe.Utterances.item
+
+    def item(self, index, epoch):
+        if self.training:
+            used.append((epoch, index))
+        return load(self, index, epoch)
+
+    shutil.copytree(folder, tmp_path / "run")
+    resume = ["--resume", "auto", "--max_steps", "9", "--output_dir", tmp_path / "run"]
+    with mock.patch.object(recipe.Utterances, "item", item):
+        out = ran(recipe, *flags, *resume, *change.split())
+    assert "changed since the checkpoint: epoch 2 starts from its beginning" in out
+    assert sorted(used) == [(1, index) for index in range(14)]  # each once, though some had been used before
+    progress = newest(tmp_path / "run", recipe)["progress"]
+    assert (progress["step"], progress["epoch"], progress["window"]) == (9, 2, 0)
+
+
+def test_what_was_held_out_is_held_out_again_whatever_the_seed(konkani, tmp_path):
+    flags = ["--train_manifest", konkani["train"], *TINY, *SHORT, "--output_dir", tmp_path, "--resume", "auto"]
+    _, first = sets(*flags, "--max_steps", "1")
+    _, second = sets(*flags, "--seed", "2")
+    assert first["val"] == second["val"] and len(first["val"]) == 1
+    assert not set(second["train"]) & set(first["val"]) and len(second["train"]) == 13
+    _, other = sets(*flags[:-2], "--seed", "3", "--output_dir", tmp_path / "other")
+    assert other["val"] != first["val"], "the seed matters in a new run"
+
+
+@pytest.fixture(scope="module")
+def with_pieces(training, tmp_path_factory):
+    """The flags that resume a run with --tokenizer bpe --vocab_size 60."""
+    flags = [*training, "--max_steps", "1", "--output_dir", tmp_path_factory.mktemp("pieces")]
+    ran(recipe, *flags, "--tokenizer", "bpe", "--vocab_size", "60")
+    return [*flags, "--resume", "auto"]
+
+
+@pytest.mark.parametrize("change", ["--tokenizer char", "--tokenizer bpe --vocab_size 70", "--vocab_size 70 --tokenizer bpe"])
+def test_another_tokenizer_than_the_checkpoints_is_refused(change, with_pieces):
+    status, err = refused(recipe, *with_pieces, *change.split())
+    flag = "--vocab_size" if "70" in change else "--tokenizer"
+    assert status == 2 and f"{flag} is not what the checkpoint's tokens were made from" in err
+
+
+@pytest.mark.parametrize("same", ["", "--tokenizer bpe", "--tokenizer bpe --vocab_size 60"])
+def test_the_checkpoints_tokenizer_may_be_named_again(same, with_pieces):
+    assert "resuming from" in ran(recipe, *with_pieces, *same.split())
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", ["--evaluate", "--transcribe a.wav"])
+@pytest.mark.parametrize(
+    "flag", ["--batch_size 4", "--learning_rate 1e-4", "--num_epochs 3", "--max_steps 9", "--spec_augment", "--dropout 0.2", "--save_every 3"]
+)  # fmt: skip
+def test_a_flag_of_training_has_no_place_in_other_uses(flag, use, best):
+    status, err = refused(recipe, *use.split(), "--resume", best, *flag.split())
+    assert status == 2 and flag.split()[0] in err and use.split()[0] in err
+
+
+SENSELESS = [
+    "--encoder_layers 2147483647", "--decoder_layers 2147483647", "--d_model 2147483644", "--attention_heads 2147483647",
+    "--beam_size 2147483647", "--tokenizer bpe --vocab_size 2147483647", "--encoder_layers 99999999999999999999",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", SENSELESS)
+def test_numbers_beyond_all_measure_are_one_line(line, tmp_path):
+    status, err = refused(recipe, *line.split(), "--output_dir", tmp_path)
+    assert status == 2 and line.split()[-2] in err and list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_no_machine_holds_is_one_line(manifests, tmp_path):
+    flags = "--d_model 8192 --encoder_layers 128 --decoder_layers 128".split()
+    status, err = refused(recipe, *manifests, *flags, "--output_dir", tmp_path)
+    assert status == 2 and "the model is too large for this machine" in err
