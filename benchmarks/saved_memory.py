@@ -26,6 +26,7 @@ from common import memory
 from common.batches import to_device
 from common.device import Setup
 from recipes import konkani_conformer as konkani
+from speech import layers
 from speech.whisper import formats
 from speech.whisper import model as whisper
 
@@ -80,9 +81,9 @@ def plain(stack: ExitStack, model: torch.nn.Module, module, used: set[str]) -> N
         parts = [steps[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         leans = [names[part[-1]].endswith(tuple(used)) for part in parts]
         if all(leans):
-            return memory.lean_chain(x, *steps)
+            return layers.lean_chain(x, *steps)
         for part, lean in zip(parts, leans, strict=True):
-            x = memory.lean_chain(x, *part) if lean else functools.reduce(lambda value, step: step(value), part, x)
+            x = layers.lean_chain(x, *part) if lean else functools.reduce(lambda value, step: step(value), part, x)
         return x
 
     def patch(target, name, value):
@@ -154,8 +155,8 @@ def main(args) -> None:
             plain(stack, model, module, used)
             return function(model, batch, compute_loss, setup)
 
-    precision, checkpointing = ("fp32" if args.fp32 else "bf16 autocast"), " checkpointing," if args.checkpointing else ""
-    print(f"torch {torch.__version__}, {args.model}, {args.batch_size} x {args.seconds:g} s,{checkpointing} {precision}\n")
+    options = ("fp32" if args.fp32 else "bf16 autocast") + (", checkpointing" if args.checkpointing else "")
+    print(f"torch {torch.__version__}, {args.model}, {args.batch_size} x {args.seconds:g} s, {options}\n")
     if args.steps:
         order, rounds = list(rows), []
         for _ in range(args.steps + 1):  # each round begins with another row; the first is not counted

@@ -1,6 +1,5 @@
 """Device and precision of a run: allocator settings, device, 16-bit type, backend switches, seeds, torchrun's ranks."""
 
-import contextlib
 import os
 import random
 import re
@@ -224,25 +223,6 @@ def set_rng_state(state: dict, device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-@contextlib.contextmanager
-def full_fp32(device: torch.device):
-    """Turns off TF32, whose 10-bit products are not exact enough for a power spectrum that goes through a logarithm."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def downcast(x: torch.Tensor) -> torch.Tensor:
-    """`x` in autocast's type if autocast is on. Done once, so that layers with the same input share one copy of it."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Activation checkpointing, lean chains of layers, out-of-memory errors, splitting of batches that do not fit, statistics."""
+"""Activation checkpointing, out-of-memory errors, splitting of batches that do not fit, memory statistics."""
 
 import functools
 import gc
@@ -8,12 +8,9 @@ import sys
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from common.batches import split_batch
-from common.device import downcast
 from common.errors import RunError, UsageError, first_line
 
 # Messages of cuDNN, cuBLAS and the CPU's allocator when memory is short. They do not raise torch.OutOfMemoryError.
@@ -28,10 +25,6 @@ OUT_OF_MEMORY_WORDS = (
     "unable to find an engine to execute this computation",
     "can't allocate memory",
 )
-SMALL = 1 << 19  # elements; less than that `lean_chain` does not recompute
-# The activations that it knows, with their gradients.
-ACTIVATIONS = {F.gelu: torch.ops.aten.gelu_backward.default, F.silu: torch.ops.aten.silu_backward.default}
-NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -78,69 +71,6 @@ def _recomputed(layer: torch.nn.Module, forward, *inputs):
     if layer.training and torch.is_grad_enabled():
         return checkpoint(forward, *inputs, use_reentrant=False)
     return forward(*inputs)
-
-
-def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
-    """The result of `steps` on `x` (..., D): linear layers, each after a LayerNorm, an activation, or both in this order.
-
-    Backward keeps `x` and what the linear layers return, and computes norms and activations again: these are cheap, but
-    their results are as large. Values and gradients stay the same to the bit; under autocast norms are in fp32, as CUDA has
-    them. The steps run as they are in evaluation, under torch.compile, which recomputes by itself, and on small inputs,
-    for which a Python function in backward would take longer than the GPU."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or x.numel() < SMALL:
-        for step in steps:
-            x = step(x)
-        return x
-    parts, tensors, norm, activation = [], [], None, None
-    for step in steps:
-        if isinstance(step, torch.nn.LayerNorm):
-            norm = step
-        elif isinstance(step, torch.nn.Linear):
-            parts.append((norm, activation))
-            tensors += downcast(step.weight), downcast(step.bias), norm and norm.weight, norm and norm.bias
-            norm = activation = None
-        else:
-            activation = step
-    return _LeanChain.apply(parts, x, *tensors)
-
-
-class _LeanChain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, parts, x, *tensors):
-        kept = []
-        for (norm, activation), weight, bias in zip(parts, tensors[::4], tensors[1::4], strict=True):
-            kept += x, weight
-            x = F.linear(_prepare(x, norm, activation)[0].to(weight.dtype), weight, bias)
-        ctx.save_for_backward(*kept)
-        ctx.parts = parts
-        return x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        kept, gradients = ctx.saved_tensors, []
-        for (norm, activation), x, weight in reversed(list(zip(ctx.parts, kept[::2], kept[1::2], strict=True))):
-            y, normed, *norm_inputs = _prepare(x, norm, activation)
-            gradient = gradient.flatten(0, -2)
-            of_weight = gradient.t() @ y.to(weight.dtype).flatten(0, -2)
-            of_bias, of_scale, of_shift = gradient.sum(0), None, None
-            del y  # before its gradient, which is as large
-            gradient = (gradient @ weight).view(x.shape).to(normed.dtype)
-            if activation:
-                gradient = ACTIVATIONS[activation](gradient, normed)
-            if norm:
-                gradient, of_scale, of_shift = NORM_BACKWARD(gradient, *norm_inputs, norm.weight, norm.bias, [True] * 3)
-            gradients[:0] = of_weight, of_bias, of_scale, of_shift
-        return None, gradient.to(x.dtype), *gradients
-
-
-def _prepare(x: torch.Tensor, norm: torch.nn.LayerNorm | None, activation: Callable | None) -> tuple:
-    """The input of a linear layer, that of the activation before it, and what the norm's gradient needs."""
-    normed, statistics = x, ()
-    if norm:
-        x = x.to(norm.weight.dtype)
-        normed, *statistics = torch.native_layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    return activation(normed) if activation else normed, normed, x, x.shape[-1:], *statistics
 
 
 def memory_used(device: torch.device) -> int:

@@ -36,13 +36,13 @@ from common.batches import EvalBatches, Windows, pad
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
-from common.memory import lean_chain
 from common.report import check_folder
 from speech import corpus as splits
 from speech import demo, metrics, recogniser, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.columns import Corpus
 from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
+from speech.layers import lean_chain
 from speech.recogniser import SPEEDS, decode_set
 from speech.search import joint_beam, rescored_beam
 
@@ -265,7 +265,8 @@ def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.
 
 class FeedForward(nn.Sequential):
     """Pre-norm feed-forward of 4 d, (B, T, D) to (B, T, D); the residual is the caller's. One dropout, on the output: a
-    second one on the wide hidden layer would be the largest tensor that backward keeps."""
+    second one on the wide hidden layer would be the largest tensor that backward keeps. The output of SiLU would be as
+    large, so `lean_chain` computes it again in backward."""
 
     def __init__(self, d: int, dropout: float):
         super().__init__(nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.SiLU(), nn.Linear(4 * d, d), nn.Dropout(dropout))

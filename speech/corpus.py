@@ -107,7 +107,13 @@ def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> t
     are cut by their segment times with `checks.use_chunking`, rejected without."""
     rejected = Rejections()
     segments = Segments(checks.use_chunking)
-    corpus = read_manifest(path, rejected, normalise, checks.audio_root, segments)
+    most = max(MOST_CHARACTERS, int(FASTEST_SPEECH * checks.max_duration))
+    too_long = "." * (most + 1)  # stands for texts that would take too long to normalise
+
+    def normalise_short(text: str) -> str:
+        return normalise(text) if len(text) <= most else too_long
+
+    corpus = read_manifest(path, rejected, normalise_short, checks.audio_root, segments)
     files = Codes(corpus.paths)
     file_of = np.array(files.codes)
     cache = f"headers-{hashlib.sha1(os.fsencode(os.path.abspath(path))).hexdigest()[:12]}.npz"
@@ -140,7 +146,6 @@ def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> t
     reject(corpus.seconds > checks.max_duration, too_long)
     reject(corpus.seconds < checks.min_duration, f"shorter than {checks.min_duration:g} s (--min_duration)")
     reject(corpus.texts.empty(), "text is empty")
-    most = max(MOST_CHARACTERS, int(FASTEST_SPEECH * checks.max_duration))
     reject(corpus.texts.longer(most), f"text is longer than {most} characters")
     if not keep.all():
         corpus, file_of = corpus.select(np.flatnonzero(keep)), file_of[keep]

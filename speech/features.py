@@ -5,7 +5,7 @@ import torch
 import torchaudio
 from torch import nn
 
-from common.device import full_fp32
+from speech.layers import full_fp32
 
 WINDOW, HOP = 0.025, 0.010  # seconds: length of a frame, and distance between frames
 FLOOR = 1e-6  # power added to mel bands: above 16-bit quantisation noise, or digital silence would dominate the scale

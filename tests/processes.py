@@ -22,7 +22,7 @@ from pathlib import Path
 CONTEXT = multiprocessing.get_context("forkserver")
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = [f"recipes.{path.stem}" for path in sorted((ROOT / "recipes").glob("*.py"))]
-LATER = ["torch._dynamo", "torch.utils.tensorboard", "matplotlib.pyplot", "espeakng_loader"]  # imported when a run needs them
+LATER = ["torch._dynamo", "torch.utils.tensorboard", "matplotlib.pyplot", "espeakng_loader"]  # imported in a run
 CLOSED = "closed"  # a standard stream that is closed before the command starts
 
 
@@ -87,6 +87,7 @@ def start(words: list, folder: Path, *, environment: dict[str, str] | None = Non
     """Starts `python WORDS ...` in `folder`: a script or -c, and its arguments. The `environment` is added to this one's.
     stdout (1) and stderr (2) are kept for `communicate` unless `streams` maps them to a path, to `CLOSED` or to the writing
     end of a `multiprocessing.Pipe`. `prelude` is code that runs first. The signals in `ignored` are ignored, as by nohup."""
+    start_server()
     return Process(words, folder, environment or {}, streams or {}, prelude, ignored)
 
 

@@ -3,17 +3,13 @@
 import csv
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +32,6 @@ DATASET_MIX = ("clean", "contest_good", "contest_moderate", "contest_poor", "dx_
 SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 MADE_BY = "whisper_morse"  # in a folder's made_from.json
 MOST_CLIPS = 10_000_000  # of a data set: 2 TB
-AT_ONCE = 4096  # clips that wait for the workers
 NO_CODE = "text has characters without a Morse code"
 
 
@@ -185,8 +180,6 @@ def _fault(row: dict) -> str:
         return "file is shorter than its duration in the table (truncated?)"
     if bool(row["text"]) == row["is_noise_only"]:
         return "noise only, with a text" if row["text"] else "text is empty"
-    if len(row["text"]) > MOST_CHARACTERS:
-        return f"text is longer than {MOST_CHARACTERS} characters"
     if not set(symbols(row["text"])).issubset(SYMBOLS):
         return NO_CODE
     return ""
@@ -212,6 +205,8 @@ def _parse_row(cells: dict[str, str]) -> dict:
             raise ValueError(f"no column {column}")
     if not row["audio_file"].strip():
         raise ValueError("audio_file is empty")
+    if len(row["text"]) > MOST_CHARACTERS:
+        raise ValueError(f"text is longer than {MOST_CHARACTERS} characters")
     row["id"] = row["id"] or row["audio_file"]
     for column, low in (("wpm", 0), ("duration", 0), ("snr_db", -math.inf)):
         try:
@@ -318,7 +313,7 @@ def _write_clips(folder: Path, count: int, seed: int, mix: Sequence[Conditions],
     """Fills an empty folder with clips and tables; returns the rows."""
     (folder / "audio").mkdir()
     (folder / "splits").mkdir()
-    clips = ((folder, seed, index, mix) for index in range(count))
+    clips = [(folder, seed, index, mix) for index in range(count)]
     rows = _in_parallel(clips, workers) if workers > 1 else list(map(_write_clip, clips))
     _write_table(folder / "metadata.csv", rows)
     _write_table(folder / "splits" / "train.csv", [row for i, row in enumerate(rows) if i % 10 < 8])
@@ -327,31 +322,49 @@ def _write_clips(folder: Path, count: int, seed: int, mix: Sequence[Conditions],
     return rows
 
 
-def _in_parallel(clips: Iterator[tuple], workers: int) -> list[dict]:
-    """`_write_clip` of all `clips`, in order. After it, also if it fails, no worker writes any more."""
+def _in_parallel(clips: list[tuple], workers: int) -> list[dict]:
+    """`_write_clip` of all `clips` in so many processes, none of which is left at the end, also if it fails. There are no
+    locks, which a signal could leave behind."""
     # A signal reaches the whole process group, but only the main process acts on it: the workers inherit the mask.
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _end_with_parent)
+    signals, context = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}, multiprocessing.get_context("fork")
+    rows, shares, processes = [{}] * len(clips), {}, []
     try:
-        pool.submit(int)  # starts the workers
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        for first in range(workers):
+            reader, writer = context.Pipe(duplex=False)
+            shares[reader] = slice(first, None, workers)
+            process = context.Process(target=_write_share, args=(writer, clips[shares[reader]], os.getpid()))
+            process.start()
+            processes.append(process)
+            writer.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        parts = iter(lambda: list(itertools.islice(clips, AT_ONCE)), [])
-        return [row for part in parts for row in pool.map(_write_clip, part, chunksize=16)]
-    except BrokenProcessPool:
+        while shares:
+            for reader in multiprocessing.connection.wait(list(shares)):
+                result = reader.recv()
+                if isinstance(result, OSError):
+                    raise result
+                rows[shares.pop(reader)] = result
+        return rows
+    except EOFError:
         raise RunError("a process that writes clips died (often: too little memory); nothing was written") from None
     finally:
-        pool.shutdown(cancel_futures=True)
+        for process in processes:
+            process.kill()
+            process.join()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
-def _end_with_parent() -> None:
-    """Makes a worker end when its parent has been killed."""
-
-    def follow() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+def _write_share(writer, clips: list[tuple], parent: int) -> None:
+    """Sends the rows of some clips, or the `OSError` that prevented them. Ends with its parent."""
+    rows = []
+    try:
+        for clip in clips:
+            if os.getppid() != parent:
+                return
+            rows.append(_write_clip(clip))
+        writer.send(rows)
+    except OSError as error:
+        writer.send(error)
 
 
 def _write_clip(clip: tuple[Path, int, int, Sequence[Conditions]]) -> dict:

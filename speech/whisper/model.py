@@ -12,10 +12,10 @@ import torchaudio
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.device import downcast, full_fp32, upcast
-from common.memory import lean_chain
+from common.device import upcast
 from speech.audio import SAMPLE_RATE
 from speech.features import spec_augment, valid_mask
+from speech.layers import downcast, full_fp32, lean_chain
 
 N_FFT = 400  # samples, 25 ms
 HOP = 160  # samples, 10 ms

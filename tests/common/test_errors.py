@@ -1,5 +1,7 @@
 """How a program ends: failures are one line and an exit status, bugs keep their traceback."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def program(body: str, *arguments, **extra) -> subprocess.CompletedProcess:
     """Runs `body` as the `main` of a script."""
     text = f"from common.errors import *\ndef main():\n    {body}\nexit_with_one_line(main)"
-    return subprocess.run([sys.executable, *arguments, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=60, **extra)  # fmt: skip
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **extra}
+    return subprocess.run([sys.executable, *arguments, "-c", text], cwd=ROOT, text=True, timeout=60, **streams)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,71 @@ def program(body: str, *arguments, **extra) -> subprocess.CompletedProcess:
 def test_failures_are_one_line(body, status, line):
     result = program(body)
     assert (result.returncode, result.stdout, result.stderr) == (status, "", line)
+
+
+@pytest.mark.parametrize("number, status", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_a_signal_is_one_line(number, status):
+    result = program(f"import os, signal; os.kill(os.getpid(), signal.{number}); print('on')")
+    line = "interrupted\n" if number == "SIGINT" else f"stopped by {number}\n"
+    assert (result.returncode, result.stdout, result.stderr) == (status, "", line)
+
+
+def test_nohup_ignores_a_closed_terminal():
+    body = "import os, signal; os.kill(os.getpid(), signal.SIGHUP); print('on')"
+    result = program(body, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert (result.returncode, result.stdout, result.stderr) == (0, "on\n", "")
+
+
+FULL = "error: standard output could not be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]])
+@pytest.mark.parametrize("start", ["", "Output.optional = True; "])
+def test_a_full_stdout_is_one_line_at_the_end(flags, start):
+    with open("/dev/full", "w") as full:
+        result = program(f"{start}print('x'); import sys; print('on', file=sys.stderr)", *flags, stdout=full)
+    assert (result.returncode, result.stderr) == (1, f"on\n{FULL}")
+
+
+def test_in_training_a_reader_that_has_gone_is_one_line_at_the_end():
+    reading, writing = os.pipe()
+    os.close(reading)
+    body = "Output.optional = True; print('x', flush=True); import sys; print('on', file=sys.stderr)"
+    result = program(body, stdout=writing)
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (1, f"on\n{FULL.replace('No space left on device', 'Broken pipe')}")
+
+
+def test_a_full_stderr_changes_nothing():
+    with open("/dev/full", "w") as full:
+        result = program("import sys; print('x', file=sys.stderr, flush=True); print('on')", stderr=full)
+    assert (result.returncode, result.stdout) == (0, "on\n")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_not_given_to_the_next_file(closed, tmp_path):
+    """As a recipe begins: with `common`, before any library opens a file."""
+    (tmp_path / "recipes").mkdir()
+    script = tmp_path / "recipes" / "any.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport common\nfrom common.errors import exit_with_one_line\n"
+        "def main():\n    print('lost?')\n    open('number', 'w').write(str(open('a', 'w').fileno()))\n"
+        "exit_with_one_line(main)\n"
+    )
+    command = f'exec "$0" recipes/any.py {closed}'
+    result = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, capture_output=True, timeout=60)
+    assert result.returncode == 0 and result.stderr == b""
+    assert int((tmp_path / "number").read_text()) > 2 and (tmp_path / "a").read_text() == ""
+
+
+def test_sigint_before_a_recipe_begins_is_one_line(tmp_path):
+    """While its libraries are imported."""
+    (tmp_path / "recipes").mkdir()
+    script = tmp_path / "recipes" / "any.py"
+    body = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nprint('on')\n"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport common\n{body}")
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped by SIGINT before it began\n")
 
 
 def test_a_bug_keeps_its_traceback():

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,18 @@ def progress(self, step, *values):
         os.killpg(0, {number:d})
 report.Report.progress = progress
 """
+
+
+def start_ranks(command: list[str], folder: Path) -> list[processes.Process]:
+    """Starts a command twice in `folder`, with the environment that torchrun makes for two ranks."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [start(command, folder, environment={**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def start_anew(command: list[str], folder: Path) -> subprocess.Popen:

@@ -12,6 +12,7 @@ from common.device import Setup
 from common.errors import UsageError
 from common.loop import run_window
 from recipes import konkani_conformer as recipe
+from speech import layers
 from speech.audio import SAMPLE_RATE
 from speech.corpus import Checks, load_corpus
 from speech.search import ctc_prefix_beam
@@ -208,7 +209,7 @@ def plain_attention(self, x, angles, mask=None, causal=False):
 @pytest.mark.parametrize("count", [1, 3], ids=["whole", "ragged"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_recomputing_norms_and_silu_changes_no_bit(monkeypatch, dropout, count, checkpointed):
-    monkeypatch.setattr(memory, "SMALL", 0)
+    monkeypatch.setattr(layers, "SMALL", 0)
     items, results = make_items(count), []
     for lean in (True, False):
         model = awake(make_model(dropout))
@@ -241,8 +242,8 @@ def test_recomputing_norms_and_silu_changes_no_bit(monkeypatch, dropout, count, 
         # norms and SiLU.
         feed_forward, attention, convolution = 5 * d + 2, 3 * d + 2, 3 * d + 4
         encoder_layer, decoder_layer = 2 * feed_forward + attention + convolution, feed_forward + attention
-        layers = (CONFIG["encoder_layers"] * encoder_layer, CONFIG["decoder_layers"] * decoder_layer)
-        assert plain[-1] - lean[-1] == count * (frames * layers[0] + tokens * layers[1])
+        sizes = (CONFIG["encoder_layers"] * encoder_layer, CONFIG["decoder_layers"] * decoder_layer)
+        assert plain[-1] - lean[-1] == count * (frames * sizes[0] + tokens * sizes[1])
 
 
 def test_checkpointing_a_model_without_layers_is_an_error():
@@ -254,7 +255,7 @@ def test_checkpointing_a_model_without_layers_is_an_error():
 def test_compiled_and_checkpointed_layers_give_the_same_loss_and_gradients(monkeypatch):
     # This backend traces and differentiates as the default one does, and runs torch's own kernels.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(memory, "SMALL", 0)
+    monkeypatch.setattr(layers, "SMALL", 0)
     plain, compiled = awake(make_model(0.2)), awake(make_model(0.2))
     compiling.compile_layers(compiled, recipe.COMPILED)
     memory.checkpoint_layers(compiled, recipe.CHECKPOINTED)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from unittest import mock
@@ -135,12 +134,6 @@ def test_terminated_with_a_worker_in_mid_epoch_and_resumed_it_ends_with_the_same
     assert_same_end(terminated, reference)
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def assert_trained_by_two(out: str, folder: Path) -> None:
     assert out.count("evaluation at step 2") == 1 and out.count("WER") == 1
     state = newest(folder, recipe)
@@ -148,12 +141,8 @@ def assert_trained_by_two(out: str, folder: Path) -> None:
 
 
 def test_two_ranks_train(flags, tmp_path):
-    """With the environment that torchrun makes."""
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = runs.command(recipe, *flags, "--num_epochs", "1", "--dataloader_num_workers", "0")
-    ranks = [
-        runs.start(command, tmp_path, environment={**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")
-    ]
+    ranks = runs.start_ranks(command, tmp_path)
     (out, err), (other, other_err) = (process.communicate() for process in ranks)
     assert [process.returncode for process in ranks] == [0, 0], err + other_err
     assert other == ""
@@ -162,7 +151,7 @@ def test_two_ranks_train(flags, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_trains_with_two_processes(flags, tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", runs.free_port()]
     process = runs.start_anew([*launch, *runs.command(recipe, *flags, "--num_epochs", "1")[1:]], tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

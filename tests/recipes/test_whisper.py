@@ -145,7 +145,7 @@ def test_the_vietnamese_demo_and_its_results_again(tmp_path, monkeypatch):
 def long(recipe, data) -> list[str]:
     """The flags of a run of four updates."""
     steps = "--max_steps 4 --batch_size 2 --gradient_accumulation_steps 2 --log_every 1 --eval_every 4 --save_every 0"
-    source = CLIPS if recipe is morse else data
+    source = [*CLIPS, "--eval_clips", "1"] if recipe is morse else data[:4]  # without a test set
     return [*source, *TINY, *steps.split(), "--from_scratch", "--spec_augment", "--dropout", "0.1"]
 
 
@@ -224,6 +224,17 @@ def test_a_written_data_set_is_trained_on_and_evaluated(tmp_path):
     shutil.move(path, tmp_path / "before.json")
     ran(morse, *flags, "--evaluate")
     assert path.read_text() == (tmp_path / "before.json").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_data_set_is_written_leaves_nothing(number, tmp_path):
+    """It goes to the whole process group, as from a terminal, but only the main process acts on it."""
+    made = ["--write_dataset", "set", 4000, "--clip_seconds", 1, "--dataloader_num_workers", 2]
+    process = runs.start(runs.command(morse, *made), tmp_path)
+    runs.wait_until(process, lambda: list(tmp_path.glob(".set.*.tmp/audio/*.wav")))
+    os.killpg(process.pid, number)
+    _, err = process.communicate()
+    assert process.returncode == 128 + number and err.count("\n") == 1 and not list(tmp_path.iterdir()), err
 
 
 def test_long_recordings_are_cut_by_their_segments_or_rejected(spoken, tmp_path):

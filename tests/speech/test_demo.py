@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from common import files
 from common.errors import RunError, UsageError
-from speech import demo
+from speech import demo, folders
 from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,21 +74,34 @@ def test_manifests_describe_the_files_and_splits_are_disjoint(corpus):
     assert len({row["speaker"] for row in rows(corpus, "train")}) > 3
 
 
-def test_a_complete_corpus_is_kept_and_an_incomplete_one_is_made_anew(corpus, tmp_path, capsys):
-    def ask(folder):
-        return demo.speech_corpus(folder, ["घर", "उदक", "वाट"], ["mr+f2"], {"train": 3}, 0)
+@pytest.fixture
+def ask(tmp_path):
+    """ask(size) asks for a training set of so many utterances in the folder "c"."""
 
-    assert ask(tmp_path / "c") == {"train": str(tmp_path / "c" / "train.json")}
+    def make(size: int) -> dict[str, str]:
+        return demo.speech_corpus(tmp_path / "c", ["घर", "उदक", "वाट"], ["mr+f2"], {"train": size})
+
+    return make
+
+
+def test_a_complete_corpus_is_kept_and_an_earlier_one_is_replaced(ask, tmp_path, capsys):
+    assert ask(3) == {"train": str(tmp_path / "c" / "train.json")}
     assert "demo corpus: 3 utterances" in capsys.readouterr().out
-    marked = tmp_path / "c" / "audio" / "train_00000.wav"
-    marked.write_bytes(b"")
-    ask(tmp_path / "c")
-    assert marked.read_bytes() == b"" and capsys.readouterr().out == ""
-    (tmp_path / "c" / "made_from.json").write_text("{")
-    ask(tmp_path / "c")
-    assert marked.read_bytes() != b""
-    demo.speech_corpus(tmp_path / "c", ["घर", "उदक", "वाट"], ["mr+f2"], {"train": 2}, 0)
-    assert len(list((tmp_path / "c" / "audio").iterdir())) == 2
+    number = (tmp_path / "c" / "train.json").stat().st_ino
+    ask(3)
+    assert (tmp_path / "c" / "train.json").stat().st_ino == number and capsys.readouterr().out == ""
+    ask(2)
+    assert len(list((tmp_path / "c" / "audio").iterdir())) == 2 and [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("name", ["audio/train_00000.wav", "made_from.json"])
+def test_a_corpus_that_somebody_has_changed_is_not_replaced(ask, tmp_path, name):
+    ask(1)
+    (tmp_path / "c" / name).write_text("{")
+    changed = content(tmp_path)
+    with pytest.raises(UsageError, match=r"/c: it holds files that are not replaced \(.*\); choose a new folder$"):
+        ask(1)
+    assert content(tmp_path) == changed
 
 
 def test_a_corpus_that_another_rank_writes_in_the_meantime_is_kept(tmp_path, capsys, monkeypatch):
@@ -97,7 +109,7 @@ def test_a_corpus_that_another_rank_writes_in_the_meantime_is_kept(tmp_path, cap
     write = demo._write_corpus
 
     def overtaken(aside, recipe):
-        files.write_folder(folder, lambda other: (other / "first").touch(), recipe)
+        folders.write_folder(folder, lambda other: (other / "first").touch(), recipe)
         return write(aside, recipe)
 
     monkeypatch.setattr(demo, "_write_corpus", overtaken)
@@ -108,9 +120,8 @@ def test_a_corpus_that_another_rank_writes_in_the_meantime_is_kept(tmp_path, cap
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError, match=r"^cannot write the demo corpus in .*/file/corpus: [\w ]+$"):
         demo.speech_corpus(tmp_path / "file" / "corpus", ["घर"], ["mr"], {"train": 1})
-    assert str(error.value) == f"cannot write the demo corpus in {tmp_path}/file/corpus: Not a directory"
 
 
 @pytest.mark.parametrize("voice", ["xx", "mr+nobody", "mr+", "", "xx+f2"])

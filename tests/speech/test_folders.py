@@ -127,7 +127,7 @@ def test_a_folder_that_somebody_has_changed_is_not_replaced(tmp_path, change):
     os.utime(folder / "a", (0, 0)), os.utime(folder / "below" / "b", (0, 0))
     change(folder)
     before = contents(folder)
-    with pytest.raises(UsageError, match="holds files that are not replaced .*choose a new folder"):
+    with pytest.raises(UsageError, match=r"holds files that are not replaced .*choose a new folder"):
         folders.write_folder(folder, fill("2"), MADE)
     assert contents(folder) == before and list(tmp_path.iterdir()) == [folder]
 

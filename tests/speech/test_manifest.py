@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, UsageError
@@ -107,7 +107,9 @@ def test_a_quoted_field_may_hold_commas_quotes_and_line_breaks(tmp_path, wav):
 @pytest.mark.parametrize("last", ["a.wav,five", 'a.wav,five"', 'a.wav,"five'])
 def test_an_unclosed_quote_does_not_swallow_lines(tmp_path, wav, last):
     wav(tmp_path / "a.wav")
-    (tmp_path / "m.csv").write_text(f'file_name,transcription\na.wav,one\na.wav,"two\na.wav,three\n\na.wav,four\n{last}\n')
+    (tmp_path / "m.csv").write_text(
+        f'file_name,transcription\na.wav,one\na.wav,"two\na.wav,three\n\na.wav,four\n{last}\n'
+    )
     corpus, rejected = load(tmp_path / "m.csv")
     used = ["one", "three", "four"] + (["five"] if '"' not in last else [])
     assert list(corpus.texts) == used
@@ -183,7 +185,9 @@ def test_rows_are_used_as_written_or_counted(tmp_path, wav, name):
     assert list(zip(corpus.texts, corpus.speakers, strict=True)) == used and rejected.counts == reasons
 
 
-@pytest.mark.parametrize("header", ["path,text,text", "text|audio_file|text", "path\tTEXT\ttext", "path,text\na.wav,one\npath,text,text"])
+@pytest.mark.parametrize(
+    "header", ["path,text,text", "text|audio_file|text", "path\tTEXT\ttext", "path,text\na.wav,one\npath,text,text"]
+)
 def test_a_column_that_is_there_twice_is_an_error(tmp_path, header):
     (tmp_path / "m.csv").write_text(header + "\n")
     line = len(header.splitlines())
@@ -201,7 +205,15 @@ LJSPEECH = [
     "a.wav|Да!|да!",
     "a|१४५५|१४५५",
 ]  # fmt: skip
-SPEAKERS = ["a.wav|हांव घर वचता|asha", "a|one two|s1", "a.wav|1455|asha", "a|1455|s17", "a|asha speaks|asha", "a||asha", "a|asha|the text of another"]
+SPEAKERS = [
+    "a.wav|हांव घर वचता|asha",
+    "a|one two|s1",
+    "a.wav|1455|asha",
+    "a|1455|s17",
+    "a|asha speaks|asha",
+    "a||asha",
+    "a|asha|the text of another",
+]
 
 
 def test_ljspeech_is_told_from_a_table_with_speakers(tmp_path, wav):
@@ -217,15 +229,30 @@ def test_ljspeech_is_told_from_a_table_with_speakers(tmp_path, wav):
     assert [row[1:3] for row in rows(load(tmp_path / "m.csv")[0])] == [("हांव घर वचता", "asha")]
 
 
-words = st.text(st.sampled_from('ab"\', ए\r\u2028'), max_size=8)
-DAMAGE = ["more", "fewer", "quote first", "quote in the middle", "header", "separators", "blank", "blank", "latin-1", "other"]
+words = st.text(st.sampled_from("ab\"', ए\r\u2028"), max_size=8)
+DAMAGE = [
+    "more",
+    "fewer",
+    "quote first",
+    "quote in the middle",
+    "header",
+    "separators",
+    "blank",
+    "blank",
+    "latin-1",
+    "other",
+]
 
 
 def written(family: str, text: str, speaker: str, damage: str) -> str:
     """A row as a correct program writes it, or with this damage."""
     if family == "json":
         row = {"audio_file": "any.wav", "text": text, "speaker": speaker}
-        row.update({"latin-1": {"speaker": "\udce9"}, "quote first": {"text": True}, "header": {"text": [text]}}.get(damage, {}))
+        row.update(
+            {"latin-1": {"speaker": "\udce9"}, "quote first": {"text": True}, "header": {"text": [text]}}.get(
+                damage, {}
+            )
+        )
         line = json.dumps(row, ensure_ascii=False)
         return {
             "more": line * 2, "fewer": line[:-2], "quote in the middle": line.replace(', "text"', ' "text"'), "separators": "{}",
@@ -284,7 +311,7 @@ def test_an_open_quote_reads_no_more_than_a_few_lines():
     def endless():
         for number in itertools.count(1):
             read.append(number)
-            yield number, "a.wav,\"x\n" if number == 1 else "x\n"
+            yield number, 'a.wav,"x\n' if number == 1 else "x\n"
 
     rejected = []
     rows_ = manifest._split(endless(), ",", ["path", "text"], lambda *reason: rejected.append(reason))
@@ -509,7 +536,7 @@ def test_the_cache_is_used_for_unchanged_files(tmp_path, wav, json_lines, looked
     assert len(list(cache.iterdir())) == 1  # and no temporary file
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a zip", "half", "wrong shape"])
+@pytest.mark.parametrize("damage", [b"", b"not a zip", "half", "wrong shape", "two columns", "not numbers", "infinite"])
 def test_a_corrupt_cache_is_ignored(tmp_path, wav, json_lines, looked_at, damage):
     wav(tmp_path / "a.wav")
     lines = json_lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": "a"}])
@@ -519,6 +546,10 @@ def test_a_corrupt_cache_is_ignored(tmp_path, wav, json_lines, looked_at, damage
         cache.write_bytes(cache.read_bytes()[: cache.stat().st_size // 2])
     elif damage == "wrong shape":
         np.savez(cache, stamps=np.zeros((2, 2), dtype=np.int64), seconds=np.zeros(2))
+    elif isinstance(damage, str):
+        stamps = np.load(cache)["stamps"]
+        values = {"two columns": np.ones((1, 2)), "not numbers": np.array(["one"]), "infinite": np.array([np.inf])}
+        np.savez(cache, stamps=stamps, seconds=values[damage])
     else:
         cache.write_bytes(damage)
     looked_at.clear()
@@ -527,6 +558,16 @@ def test_a_corrupt_cache_is_ignored(tmp_path, wav, json_lines, looked_at, damage
     looked_at.clear()
     load(lines, cache_dir=tmp_path / "cache")
     assert looked_at == []
+
+
+def test_a_pipe_in_place_of_the_cache_is_not_opened(tmp_path, wav, json_lines, no_hang):
+    wav(tmp_path / "a.wav")
+    lines = json_lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": "a"}])
+    load(lines, cache_dir=tmp_path / "cache")
+    (cache,) = (tmp_path / "cache").iterdir()
+    cache.unlink()
+    os.mkfifo(cache)
+    assert load(lines, cache_dir=tmp_path / "cache")[0].seconds.tolist() == [1.0]
 
 
 def test_a_cache_that_cannot_be_written_is_left_out(tmp_path, wav, json_lines):
@@ -751,6 +792,21 @@ def test_lines_that_cannot_be_parsed_are_rejected(tmp_path, wav):
         manifest.UNREADABLE: [f"{tmp_path}/m.tsv:3"],
         "line has fewer cells than the header": [f"{tmp_path}/m.tsv:4"],
     }
+
+
+def test_a_long_text_is_not_normalised(tmp_path, wav, json_lines, no_hang):
+    """The order of a million combining marks would take hours: it is sorted by insertion."""
+    wav(tmp_path / "good.wav")
+    marks = "a" + "\u0301" * 500_000 + "\u0316" * 500_000
+    parts = [{"start": 0, "end": 0.5, "text": marks}, {"start": 0.5, "end": 1, "text": "b"}]
+    lines = json_lines(tmp_path / "m.json", [{**GOOD, "text": marks}, {**GOOD, "text": marks, "segments": parts}])
+    assert load(lines)[1].counts == {"text is longer than 10000 characters": 2}
+    corpus, rejected = load(lines, use_chunking=True, max_duration=0.6)
+    assert list(corpus.texts) == ["b"]
+    assert sorted(rejected.counts) == [
+        "longer than 0.6 s (--max_duration), without segment times for --use_chunking",
+        "text is longer than 10000 characters",
+    ]
 
 
 def test_a_text_as_long_as_the_longest_speech_is_used(tmp_path, wav, json_lines):

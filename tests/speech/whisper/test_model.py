@@ -13,6 +13,7 @@ import transformers
 from common import batches, memory
 from common.device import Setup
 from common.loop import run_window
+from speech import layers
 from speech.whisper import model as whisper
 from speech.whisper import scratch
 from speech.whisper.model import FRAME, LAYERS, LogMel, Whisper, ctc_loss, gpu_lengths, token_loss
@@ -246,7 +247,6 @@ def test_the_output_layer_in_pieces_is_the_whole(monkeypatch, rows):
     output_loss, weights = whisper.output_loss, set()
     monkeypatch.setattr(whisper, "LOGITS_AT_ONCE", rows * CONFIG["vocab_size"])
 
-
     def recorded(weight, x, *rest):
         calls.append(len(x))
         weights.add(id(weight))
@@ -283,7 +283,7 @@ def plain_chain(x, *steps):
 @pytest.mark.parametrize("count", [1, 4], ids=["whole", "ragged"])
 @pytest.mark.parametrize("option", ["plain", "checkpointed", "frozen encoder"])
 def test_recomputing_norms_and_gelu_changes_no_bit(monkeypatch, dropout, count, option):
-    monkeypatch.setattr(memory, "SMALL", 0)
+    monkeypatch.setattr(layers, "SMALL", 0)
     items, results = make_items(4)[1:2] if count == 1 else make_items(count), []
     for lean in (False, True):
         model = make_model(dropout=dropout)
@@ -300,7 +300,7 @@ def test_recomputing_norms_and_gelu_changes_no_bit(monkeypatch, dropout, count, 
                 kept[storage.data_ptr()] = storage.nbytes() // 8
             return tensor
 
-        monkeypatch.setattr(whisper, "lean_chain", memory.lean_chain if lean else plain_chain)
+        monkeypatch.setattr(whisper, "lean_chain", layers.lean_chain if lean else plain_chain)
         torch.manual_seed(5)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = sum(compute_loss(model, moved(collate(items))).values())
