@@ -54,7 +54,9 @@ PROGRESS = {
 }  # fmt: skip
 STATE = {"step": lambda step: step.numel() == 1, "exp_avg": torch.Tensor, "exp_avg_sq": torch.Tensor}
 CONTENT = {
-    "recipe": str, "metadata": dict, "model": dict, "optimizer": dict, "rng": [RANDOM_STATE], "progress": PROGRESS, "args": dict,
+    "recipe": str, "metadata": dict, "model": dict, "progress": PROGRESS, "args": dict,
+    "optimizer": lambda states: isinstance(states, dict) and len(states) > 0,
+    "rng": lambda states: len(states) > 0 and mismatch(states, [RANDOM_STATE], "") is None,
     "scaler": (type(None), {"scale": lambda scale: scale > 0, "_growth_tracker": COUNT}),
 }  # fmt: skip
 
@@ -188,7 +190,7 @@ def read(path: Path, recipe: str, metadata: dict | None = None, flag: str = "--r
     """The content of a checkpoint, on the CPU. `metadata` is the schema of the recipe's metadata. No code in the file is
     executed. Raises `Damaged` for a truncated, corrupted or altered file, `UsageError` for one that is not a checkpoint of
     `recipe`."""
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" and path.exists():
         raise UsageError(f"{path} holds weights only, not the state of a run: start a new run from it with --init_from")
     if path.is_dir() or not path.exists():
         checkpoints = list_checkpoints(path if path.is_dir() else path.parent)
@@ -306,7 +308,12 @@ def save_weights(path: Path, model: torch.nn.Module, metadata: dict, summary: di
     to rebuild the model. Writes `summary` beside it (.json). Raises `RunError`."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     header = {"format": FORMAT, "metadata": json.dumps(metadata)}
-    files.save(path, lambda temporary: save_file(tensors, temporary, metadata=header))
+
+    def write(temporary: Path) -> None:
+        with files.utf8(temporary) as name:
+            save_file(tensors, name, metadata=header)
+
+    files.save(path, write)
     text = json.dumps(summary, ensure_ascii=False, indent=1) + "\n"
     files.save(path.with_suffix(".json"), lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
@@ -322,7 +329,7 @@ def read_weights(
         return content["model"], content["metadata"]
     files.require_file(path, flag)
     try:
-        with safe_open(str(path), framework="pt") as file:
+        with files.utf8(path) as name, safe_open(name, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
     except (OSError, SafetensorError) as error:

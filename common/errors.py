@@ -95,6 +95,9 @@ def exit_with_one_line(main: Callable, *args) -> None:
     try:
         status = _run(main, *args)
     finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BrokenPipeError):
+                stream.flush()
         sys.stdout, sys.stderr = before
     if os.environ.get("WORLD_SIZE") not in (None, "", "1"):
         # At exit torch.distributed's threads abort one process in ten, which torchrun would report as a failure.
@@ -108,19 +111,19 @@ def _stop(number: int, frame) -> None:
 
 
 def _run(main: Callable, *args) -> int | str:
-    stdout = sys.stdout
+    stdout, status = sys.stdout, 0
     try:
-        main(*args)
+        try:
+            main(*args)
+        except SystemExit as leaving:
+            status = leaving.code or 0
         stdout.flush()
-        sys.stderr.flush()
         if stdout.error:
             print(f"error: standard output could not be written: {stdout.error.strerror}", file=sys.stderr)
             return 1
     except Failure as failure:
         print(failure if isinstance(failure, Stopped) else f"error: {failure}", file=sys.stderr)
         return failure.status
-    except SystemExit as leaving:
-        return leaving.code or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -128,7 +131,7 @@ def _run(main: Callable, *args) -> int | str:
         if not isinstance(stdout.error, BrokenPipeError):
             raise  # another pipe broke: a bug, or a worker process that died
         return 128 + signal.SIGPIPE  # the reader of stdout has gone (`... | head`)
-    return 0
+    return status
 
 
 def require(module: str, purpose: str):

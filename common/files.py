@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -106,6 +106,19 @@ def save(path: Path, write: Callable[[Path], object]) -> None:
         with contextlib.suppress(OSError):
             free = f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free on that disk)"
         raise RunError(f"cannot save {path}: {reason}{free}; earlier checkpoints are unharmed") from None
+
+
+@contextlib.contextmanager
+def utf8(path: Path) -> Iterator[str]:
+    """A name of the path for libraries that take UTF-8 alone: a link, if its folder's name is anything else."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with tempfile.TemporaryDirectory() as folder:
+            os.symlink(path.parent.absolute(), Path(folder, "link"))
+            yield os.path.join(folder, "link", path.name)
+    else:
+        yield str(path)
 
 
 def _label(name: str, path: str | Path) -> str:

@@ -102,10 +102,14 @@ def resolve(args) -> None:
 def choose_shape(args, saved: dict | None) -> dict:
     """The shape of the model: that of the checkpoint's configuration `saved`, or by the flags. Raises `UsageError`."""
     shape = options.choose_shape(args, SHAPE, saved)
-    d, heads = shape["d_model"], shape["attention_heads"]
+    check_heads(shape)
+    return shape
+
+
+def check_heads(config: dict) -> None:
+    d, heads = config["d_model"], config["attention_heads"]
     if d % (2 * heads):
         raise UsageError(f"--d_model {d} must be a multiple of twice --attention_heads {heads}")
-    return shape
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -558,6 +562,7 @@ def report_results(args, tokenizer, model: Conformer, eval_batches, title: str) 
 def make_model(config: dict, *settings: float, weights: dict | None = None) -> Conformer:
     """A model of this configuration. Raises `UsageError` before it takes memory if it would have other tensors than the
     `weights` that it will be given, or does not fit into memory at all."""
+    check_heads(config)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Conformer(config).state_dict().items()}
     if weights and shapes != {name: tensor.shape for name, tensor in weights.items()}:

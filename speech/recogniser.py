@@ -101,17 +101,25 @@ def print_results(
         raise cannot_write(log_dir, error, "--log_dir") from None
 
 
+def is_stream(path: Path) -> bool:
+    """Whether a path is a device, a pipe or an open file, such as /dev/stdout: it is written to and not replaced."""
+    while path.is_symlink() and not str(path).startswith(("/dev/", "/proc/")):
+        path = path.parent / path.readlink()
+    return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file())
+
+
 def check_output(output: str) -> None:
     """Raises `UsageError` if --output would replace anything but transcripts, or cannot be written."""
     path = Path(output)
     try:
         if path.is_dir():
             raise UsageError(f"--output {output}: it is a folder; name a file")
-        if path.exists() and not path.is_file():
-            return  # a device or a pipe
-        start = path.open("rb").read(len(TRANSCRIPT)) if path.exists() else b""
-        if start not in (b"", TRANSCRIPT):
-            raise UsageError(f"--output {output}: it exists and does not hold transcripts; choose another file")
+        if is_stream(path):
+            return
+        for place in (path, Path(f"{output}.partial")):
+            start = place.open("rb").read(len(TRANSCRIPT)) if place.exists() else b""
+            if start not in (b"", TRANSCRIPT):
+                raise UsageError(f"--output {place}: it exists and does not hold transcripts; choose another file")
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UsageError(f"--output {output}: {error.strerror}") from None
@@ -183,7 +191,7 @@ def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
                 raise
 
     try:
-        if path.exists() and not path.is_file():
+        if is_stream(path):
             write(path)
         else:
             files.write_file(path, write)

@@ -282,7 +282,7 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         return _read_pickle(file)
     refuse_pointer(file)
     try:
-        with safe_open(str(file), framework="pt") as opened:
+        with files.utf8(file) as name, safe_open(name, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  safe_open is not a dict
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{file} is damaged or cut short ({first_line(error)}): fetch it again") from None
@@ -429,7 +429,8 @@ def _write_settings(folder: Path, config: dict, features: dict, generation: dict
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
-    save_file({f"model.{n}": t for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    with files.utf8(folder / "model.safetensors") as name:
+        save_file({f"model.{n}": t for n, t in tensors.items()}, name, metadata={"format": "pt"})
     # safetensors makes files that only their owner can read
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o666)
     try:

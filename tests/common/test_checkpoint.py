@@ -23,8 +23,10 @@ WEIGHTS = {"w": torch.arange(5000.0)}
 
 def content(step=1, model=WEIGHTS, **progress):
     """What the loop saves."""
+    zeros = torch.zeros_like(model["w"])
     return {
-        "recipe": "r", "metadata": {"recipe": "r"}, "model": dict(model), "optimizer": {}, "scaler": None, "args": {},
+        "recipe": "r", "metadata": {"recipe": "r"}, "model": dict(model),
+        "optimizer": {"w": {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros}}, "scaler": None, "args": {},
         "rng": [rng_state(torch.device("cpu"))], "progress": {**start_progress(), "step": step, **progress},
     }  # fmt: skip
 
