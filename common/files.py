@@ -1,5 +1,4 @@
-"""Files are written under another name and then renamed, so that none is ever seen half-written; and read only if they are
-regular and of a sensible size."""
+"""Files are written under another name and then renamed, and read only if they are regular and of a sensible size."""
 
 import contextlib
 import errno
@@ -21,8 +20,7 @@ STALE = r"\.[a-z0-9_]{8}\.tmp"  # how the temporary names of `write_file` end
 
 
 def require_file(path: str | Path, name: str = "") -> Path:
-    """`path`, if it is a regular file: opening a pipe would wait for its writer. `name` is what the message calls the
-    file. Raises `UsageError`."""
+    """`path`, if it is a regular file, not a pipe to wait for. `name` is for the message. Raises `UsageError`."""
     path = Path(path)
     try:
         mode = path.stat().st_mode
@@ -127,6 +125,5 @@ def _label(name: str, path: str | Path) -> str:
 
 def umask() -> int:
     """The bits that new files do not get."""
-    mask = os.umask(0)
-    os.umask(mask)
+    os.umask(mask := os.umask(0))
     return mask

@@ -230,7 +230,7 @@ def _require_sound(vocab: dict, merges: list, specials: dict, symbols: Iterable)
         raise ValueError(f"its ids are not whole numbers below {most}")
     if len(set(ids)) < len(ids):
         raise ValueError("several tokens have the same id")
-    if any(len(pair) != 2 or not isinstance(part, str) for pair in merges for part in pair):
+    if any(len(pair) != 2 or not all(isinstance(part, str) for part in pair) for pair in merges):
         raise ValueError("its merges are not pairs")
     if not vocab.keys() >= {*symbols} or not "".join(specials).isprintable():
         raise ValueError("its added tokens are not sound")

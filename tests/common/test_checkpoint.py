@@ -116,6 +116,7 @@ def test_what_is_not_a_checkpoint_is_answered_in_one_line(tmp_path):
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
     torch.save({"model_state_dict": {}}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "best.safetensors").touch()
     save(tmp_path, 7)
     for name, message in [
         ("checkpoint_epoch_15.pt", "is not a checkpoint of this project .it holds: model_state_dict, epoch"),

@@ -388,10 +388,10 @@ def memorised(spoken, tmp_path_factory):
     files = ["--train_manifest", manifest, "--val_manifest", manifest, "--output_dir", folder]
     flags = (
         "--from_scratch --d_model 32 --max_steps 50 --learning_rate 1e-2 --eval_every 50 --pad_to_30s --no_spec_augment "
-        "--no_speed_perturbation --max_duration 6"
+        "--no_speed_perturbation --max_duration 3"
     )
-    with pytest.MonkeyPatch.context() as patch:  # a window of 6 s, in a fifth of the time
-        patch.setitem(vietnamese.SIZES, "base", {**vietnamese.SIZES["base"], "max_source_positions": 300})
+    with pytest.MonkeyPatch.context() as patch:  # a window of 3 s takes a tenth of the time
+        patch.setitem(vietnamese.SIZES, "base", {**vietnamese.SIZES["base"], "max_source_positions": 150})
         out = ran(vietnamese, *files, *TINY, *SHORT, *flags.split(), "--export", folder / "exported")
     assert "cer 0.00 %" in out
     return folder, [(row["audio_filepath"], row["text"]) for row in rows]
@@ -431,7 +431,7 @@ def test_export_alone_and_in_the_end_are_the_same(memorised, tmp_path):
 def test_compared_to_a_baseline(memorised, released, tmp_path):
     folder, _ = memorised
     flags = ["--evaluate", "--resume", folder / "checkpoints" / "best.safetensors", "--output_dir", tmp_path]
-    flags += ["--test_manifest", folder / "two.json", "--max_duration", "6"]
+    flags += ["--test_manifest", folder / "two.json", "--max_duration", "3"]
     out = ran(vietnamese, *flags, "--compare_to", released / "hf")
     assert "test set, " in out and ", 2 utterances, decoding" in out and "demo corpus" not in out
     rows = {line.split()[0]: line.split()[1:] for line in error_lines(out)}
@@ -683,7 +683,7 @@ def test_flags_that_contradict_are_refused_in_every_use(memorised, data, tmp_pat
         ["--resume", best, "--language", "en", "--transcribe", memorised[1][0][0]],
         ["--resume", best, "--language", "en", "--evaluate"],
     ):
-        status, err = refused(vietnamese, *flags, "--max_duration", "6", "--output_dir", tmp_path)
+        status, err = refused(vietnamese, *flags, "--max_duration", "3", "--output_dir", tmp_path)
         assert status == 2 and "conflicts with the checkpoint" in err, err
 
 

@@ -296,6 +296,7 @@ STATE = SYMBOLS.state()
         {"vocab": {**STATE["vocab"], "x": 10**9}},
         {"vocab": {**STATE["vocab"], "x": torch.tensor(1)}},
         {"merges": ["a"]},
+        {"merges": [""]},
         {"merges": ["a b c"]},
         {"merges": [["a", "b"]]},
         {"merges": ["qq ww"]},
