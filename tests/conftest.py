@@ -14,6 +14,7 @@ from speech import audio
 
 settings.register_profile("busy machine", deadline=None, max_examples=50, database=None)
 settings.load_profile("busy machine")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which the program respects
 torch.set_num_threads(1)  # the models are tiny: a second thread would only wait for the first
 
 
