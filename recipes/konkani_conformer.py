@@ -132,19 +132,15 @@ def read_corpora(args, saved: dict | None) -> dict[str, Corpus]:
 def make_tokenizer(args, saved: dict | None, texts):
     """The tokenizer of the checkpoint with the metadata `saved`, which flags must not contradict; or the flags'."""
     own = text.load_vocab_file(args.vocab_file) if args.vocab_file else None
-    if saved:
-        asked = saved.get("asked", {})
-        differs = [
-            name
-            for name in ("tokenizer", "vocab_size")
-            if name in args.given and getattr(args, name) != asked.get(name)
-        ]
-        if differs or (own and own.state() != saved["tokenizer"]):
-            raise UsageError(
-                f"--{differs[0] if differs else 'vocab_file'} is not what the checkpoint's tokens were made from: leave it out"
-            )
-        return text.make_tokenizer(saved["tokenizer"], saved["config"]["vocabulary"])
-    return own or text.train_tokenizer(texts, args.tokenizer, args.vocab_size or 500)
+    if not saved:
+        return own or text.train_tokenizer(texts, args.tokenizer, args.vocab_size or 500)
+    asked = saved.get("asked", {})
+    conflicts = [name for name in args.given & {"tokenizer", "vocab_size"} if getattr(args, name) != asked.get(name)]
+    if own and own.state() != saved["tokenizer"]:
+        conflicts.append("vocab_file")
+    if conflicts:
+        raise UsageError(f"--{conflicts[0]} is not what the checkpoint's tokens were made from: leave it out")
+    return text.make_tokenizer(saved["tokenizer"], saved["config"]["vocabulary"])
 
 
 def drop_untrainable(corpus: Corpus, tokenizer, subsampling: int, strict: bool) -> Corpus:
@@ -576,13 +572,10 @@ def make_model(config: dict, *settings: float, weights: dict | None = None) -> C
 def trained(args, setup: device.Setup) -> tuple[Conformer, object, dict]:
     """The model, tokenizer and metadata of --resume, or of the best evaluation."""
     weights, metadata = checkpoint.weights_to_use(args, RECIPE, METADATA)
+    tokenizer = text.make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
     model = make_model(metadata["config"], weights=weights)
     checkpoint.load_weights(model, weights)
-    return (
-        model.to(setup.device).eval(),
-        text.make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"]),
-        metadata,
-    )
+    return model.to(setup.device).eval(), tokenizer, metadata
 
 
 def transcribe(args) -> None:

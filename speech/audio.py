@@ -69,7 +69,7 @@ def speed_factors(seed: int, epoch: int, count: int, factors: tuple[float, ...])
 def read_audio(path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None) -> torch.Tensor:
     """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz; channels are averaged. Formats that
     libsndfile does not know are decoded by ffmpeg if it is installed. Raises `BadAudio` if the file is missing, truncated
-    or empty, or if its format or its samples are beyond all measure."""
+    or empty, or if its sample rate, its channels or its samples are out of range."""
     if fault := file_fault(path):
         raise BadAudio(path, f"cannot be used: {fault}")
     try:
@@ -156,7 +156,7 @@ def read_cached(
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_file(cached, lambda temporary: temporary.write_bytes(content), durable=False)
     except FileExistsError:
-        pass  # something that is not a file has that name, and stays
+        pass  # a folder or a pipe has that name, and stays
     except OSError as error:
         reason = f"{error.strerror}; leave the flag out, or name another folder"
         raise RunError(f"--cache_audio {folder}: {reason}") from None
@@ -189,7 +189,8 @@ def audio_files(paths: list[str]) -> list[Path]:
 
 
 def _files_below(folder: str) -> Iterator[Path]:
-    """Links to folders are not followed: they may lead back. (`rglob` and `os.walk` fail in very deep folders.)"""
+    """Every file below a folder. Links to folders are not followed, because they may lead back. (`rglob` and `os.walk`
+    are recursive, and fail in very deep folders.)"""
     folders = [folder]
     while folders:
         try:

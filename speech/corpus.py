@@ -90,9 +90,10 @@ def load_splits(paths: dict[str, str | None], normalise: Callable[[str], str], c
         if not path:
             continue
         corpus, rejected = load_corpus(path, normalise, checks)
-        whole = corpus  # of the last split, which matters if it is "train"
-        if split == "train" and checks.max_samples:
-            corpus = corpus.select(np.arange(min(checks.max_samples, len(corpus))))
+        if split == "train":
+            whole = corpus
+            if checks.max_samples:
+                corpus = corpus.select(np.arange(min(checks.max_samples, len(corpus))))
         report_rejections(f"{split} set ({path})", corpus.seconds, rejected, checks.strict)
         corpora[split] = corpus
     if "val" not in corpora and "train" in corpora:
@@ -108,10 +109,10 @@ def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> t
     rejected = Rejections()
     segments = Segments(checks.use_chunking)
     most = max(MOST_CHARACTERS, int(FASTEST_SPEECH * checks.max_duration))
-    too_long = "." * (most + 1)  # stands for texts that would take too long to normalise
+    stand_in = "." * (most + 1)  # for texts that would take too long to normalise
 
     def normalise_short(text: str) -> str:
-        return normalise(text) if len(text) <= most else too_long
+        return normalise(text) if len(text) <= most else stand_in
 
     corpus = read_manifest(path, rejected, normalise_short, checks.audio_root, segments)
     files = Codes(corpus.paths)

@@ -73,6 +73,15 @@ def test_the_draw_depends_on_the_seed_alone(tmp_path, wav, json_lines):
     assert list(corpora["train"].texts) == [f"t{i}" for i in range(60) if i not in drawn]
 
 
+def test_the_held_out_part_comes_from_the_training_set_whatever_the_order(tmp_path, wav, json_lines):
+    train, test = manifest(tmp_path, wav, json_lines, 60), manifest(tmp_path / "test", wav, json_lines, 5)
+    drawn = load_splits({"train": train}, normalise, Checks(seed=5))
+    for paths in ({"train": train, "val": None, "test": test}, {"test": test, "train": train}):
+        corpora = load_splits(paths, normalise, Checks(seed=5))
+        assert {split: len(corpus) for split, corpus in corpora.items()} == {"train": 57, "val": 3, "test": 5}
+        assert corpora["val"].fingerprint() == drawn["val"].fingerprint()
+
+
 def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
     first = load_splits({"train": manifest(tmp_path / "a", wav, json_lines, 60)}, normalise, Checks(seed=5))
     held_out, keys = set(first["val"].texts), splits.held_out_keys(first["val"])
