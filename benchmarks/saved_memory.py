@@ -2,7 +2,7 @@
 
     python benchmarks/saved_memory.py konkani [--batch_size 8] [--checkpointing]    # original, 12+6 layers
     python benchmarks/saved_memory.py whisper [--batch_size 1] [--checkpointing]    # small, everything trained
-    python benchmarks/saved_memory.py konkani --batch_size 2 --steps 7 [--fp32]     # time in place of memory
+    python benchmarks/saved_memory.py konkani --batch_size 2 --steps 3 [--fp32]     # time in place of memory
 
 Memory: bytes kept for backward (storages, without parameters) and the peak of a step's live storages (weights, gradients
 and AdamW's states included), under bf16 autocast on the CPU, with LayerNorm in fp32 as CUDA's autocast has it. Time:

@@ -190,12 +190,13 @@ def read(path: Path, recipe: str, metadata: dict | None = None, flag: str = "--r
     """The content of a checkpoint, on the CPU. `metadata` is the schema of the recipe's metadata. No code in the file is
     executed. Raises `Damaged` for a truncated, corrupted or altered file, `UsageError` for one that is not a checkpoint of
     `recipe`."""
-    if path.suffix == ".safetensors" and path.exists():
+    exists = os.path.exists(path)  # (pathlib's own raises for a name that is too long)
+    if path.suffix == ".safetensors" and exists:
         raise UsageError(f"{path} holds weights only, not the state of a run: start a new run from it with --init_from")
-    if path.is_dir() or not path.exists():
-        checkpoints = list_checkpoints(path if path.is_dir() else path.parent)
+    if not exists or path.is_dir():
+        checkpoints = list_checkpoints(path if exists else path.parent)
         hint = f"there is {checkpoints[0]}" if checkpoints else "there is no checkpoint in that folder"
-        raise UsageError(f"{flag} {path}: {'it is a folder' if path.is_dir() else 'no such file'}; {hint}")
+        raise UsageError(f"{flag} {path}: {'it is a folder' if exists else 'no such file'}; {hint}")
     content = load(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         keys = ", ".join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
@@ -347,7 +348,7 @@ def read_weights(
 def weights_to_use(args, recipe: str, schema: dict | None = None) -> tuple[dict[str, torch.Tensor], dict]:
     """The weights and metadata of `--resume` or, without a path, of the best evaluation. Raises `UsageError`."""
     path = Path(args.resume) if args.resume and args.resume != "auto" else args.checkpoint_dir / "best.safetensors"
-    if not path.exists():
+    if not os.path.exists(path):
         raise UsageError(f"no weights at {path}: train first, or name them with --resume")
     return read_weights(path, recipe, schema)
 

@@ -485,6 +485,12 @@ def test_a_missing_file_is_named_with_its_flag(name, flag, message, training, tm
     assert status == 2 and message.format(path=tmp_path / name) in err
 
 
+@pytest.mark.parametrize("flags", ["--resume", "--init_from", "--transcribe a.wav --resume"])
+def test_a_name_that_is_too_long_is_one_line(flags, tmp_path):
+    status, err = refused(recipe, *flags.split(), tmp_path / f"{300 * 'x'}.pt", "--output_dir", tmp_path)
+    assert status == 2 and "xxx.pt" in err
+
+
 # --- altered checkpoints ---------------------------------------------------------------------------------------------
 
 LAYERS, WIDTH = ("metadata", "config", "encoder_layers"), ("metadata", "config", "d_model")
