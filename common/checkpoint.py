@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -93,13 +94,14 @@ def _require(path: Path, value, schema, place: str) -> None:
 
 
 def check_tensors(tensors: dict, path: str | Path) -> dict[str, torch.Tensor]:
-    """`tensors`, if they are dense tensors by name whose values are in the file and finite. Raises `Damaged`."""
+    """`tensors`, if they are dense tensors by name whose values are in the file and finite. Copies none. Raises `Damaged`."""
     for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            raise Damaged(f"{path}: {str(name)[:60]!r} is not a dense tensor")
-        if tensor.is_quantized or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        is_dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta
+        if not isinstance(name, str) or not is_dense or (tensor.is_floating_point() and tensor.itemsize == 1):
+            raise Damaged(f"{path}: {str(name)[:60]!r} is not a dense tensor, or is one of 8-bit floats")
+        if tensor.is_quantized or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise Damaged(f"{path}: the tensor {name[:60]!r} is larger than its data")
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, tensor.aminmax())):
             raise Damaged(f"{path}: the tensor {name[:60]!r} has values that are not finite (NaN or infinity)")
     return tensors
 
@@ -122,7 +124,8 @@ def load(path: Path, mmap: bool = False):
                 size = sum(entry.file_size for entry in archive.infolist())
                 if size > path.stat().st_size or archive.testzip():  # torch.load does not compare the checksums
                     raise zipfile.BadZipFile
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        with files.utf8(path) as name:
+            return torch.load(name, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
     except (zipfile.BadZipFile, NotImplementedError):
@@ -187,9 +190,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read(path: Path, recipe: str, metadata: dict | None = None, flag: str = "--resume") -> dict:
-    """The content of a checkpoint, on the CPU. `metadata` is the schema of the recipe's metadata. No code in the file is
-    executed. Raises `Damaged` for a truncated, corrupted or altered file, `UsageError` for one that is not a checkpoint of
-    `recipe`."""
+    """The content of a checkpoint; its tensors are views of the file, so copy what is kept. `metadata` is the schema of the
+    recipe's. No code in the file is executed. Raises `Damaged` for a truncated, corrupted or altered file, `UsageError`
+    for one that is not a checkpoint of `recipe`."""
     exists = os.path.exists(path)  # (pathlib's own raises for a name that is too long)
     if path.suffix == ".safetensors" and exists:
         raise UsageError(f"{path} holds weights only, not the state of a run: start a new run from it with --init_from")
@@ -197,7 +200,7 @@ def read(path: Path, recipe: str, metadata: dict | None = None, flag: str = "--r
         checkpoints = list_checkpoints(path if exists else path.parent)
         hint = f"there is {checkpoints[0]}" if checkpoints else "there is no checkpoint in that folder"
         raise UsageError(f"{flag} {path}: {'it is a folder' if exists else 'no such file'}; {hint}")
-    content = load(path)
+    content = load(path, mmap=True)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         keys = ", ".join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
         raise UsageError(f"{path} is not a checkpoint of this project (it holds: {keys[:200]})")
@@ -266,8 +269,7 @@ def make_room(folder: Path, log_dir: Path) -> None:
 
 
 def branch(folder: Path, log_dir: Path, step: int) -> None:
-    """Moves what is newer than `step`, from which the run continues, into subfolders: checkpoints, the best weights if they
-    are newer, and a copy of the metrics."""
+    """Moves what is newer than `step`, from which the run continues, into subfolders, with a copy of the metrics."""
     if not (newer := [path for path in list_checkpoints(folder) if step_of(path) > step]):
         return
     if best_step(folder) > step:
@@ -281,12 +283,11 @@ def branch(folder: Path, log_dir: Path, step: int) -> None:
 
 def best_step(folder: Path) -> int:
     """The update of the best weights in the folder; -1 if there are none, or their best.json is damaged."""
-    try:
+    with contextlib.suppress(UsageError):
         summary = files.read_json(folder / "best.json")
-    except UsageError:
-        return -1
-    is_sound = mismatch(summary, {"step": COUNT}, "it") is None and (folder / "best.safetensors").is_file()
-    return summary["step"] if is_sound else -1
+        if mismatch(summary, {"step": COUNT}, "it") is None and (folder / "best.safetensors").is_file():
+            return summary["step"]
+    return -1
 
 
 def _existing(folder: Path, names: tuple[str, ...]) -> list[Path]:
@@ -319,11 +320,10 @@ def save_weights(path: Path, model: torch.nn.Module, metadata: dict, summary: di
     files.save(path.with_suffix(".json"), lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def read_weights(
-    path: str | Path, recipe: str, schema: dict | None = None, flag: str = "--resume"
-) -> tuple[dict[str, torch.Tensor], dict]:
-    """The weights and metadata in a checkpoint or in a `.safetensors` that a run saved. `schema` is that of the metadata.
-    Raises `UsageError`."""
+def read_weights(path: str | Path, recipe: str, schema: dict | None = None,
+                 flag: str = "--resume") -> tuple[dict[str, torch.Tensor], dict]:  # fmt: skip
+    """Weights, which are views of the file, and metadata of a checkpoint or of a `.safetensors` that a run saved. `schema` is
+    that of the metadata. Raises `UsageError`."""
     path = Path(path)
     if path.suffix != ".safetensors":
         content = read(path, recipe, schema, flag)
@@ -383,8 +383,7 @@ def average(folder: Path, count: int, by: str, recipe: str) -> tuple[dict[str, t
     if by == "best" and steps:
         errors = dict(map(tuple, read(paths[steps[0]], recipe)["progress"]["evaluations"]))
         steps = sorted((step for step in steps if step in errors), key=errors.get)
-    steps = steps[:count]
-    if not steps:
+    if not (steps := steps[:count]):
         advice = "make --save_every a multiple of --eval_every"
         raise UsageError(f"--average_checkpoints: {folder} keeps no checkpoint that was evaluated; {advice}")
     total: dict[str, torch.Tensor] = {}
@@ -392,36 +391,42 @@ def average(folder: Path, count: int, by: str, recipe: str) -> tuple[dict[str, t
         weights = read(paths[step], recipe)["model"]
         for name, tensor in weights.items():
             if name not in total:
-                total[name] = tensor.double() if tensor.is_floating_point() else tensor
+                total[name] = tensor.to(torch.double if tensor.is_floating_point() else tensor.dtype, copy=True)
             elif tensor.is_floating_point():
-                total[name] += tensor.double()
+                total[name] += tensor
     for name, tensor in weights.items():
         if tensor.is_floating_point():
             total[name] = (total[name] / len(steps)).to(tensor.dtype)
     return total, steps
 
 
-def use_best(args, model: torch.nn.Module, name: str, metadata: dict, score: Callable[[], float]) -> str:
+def shown(metric: str, value: float) -> str:
+    """The value of a metric as text; error rates in per cent."""
+    return f"{100 * value:.2f} %" if metric in ("cer", "wer") else f"{value:.3f}"
+
+
+def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> str:
     """Loads the weights of the best evaluation or, if --average_checkpoints is given and `score()` is not higher for
-    it, the average, which is saved as averaged.safetensors. Puts the model into evaluation mode and returns a
-    description of the weights. Call it under `torch.no_grad`."""
-    best_path, checkpoints = args.checkpoint_dir / "best.safetensors", list_checkpoints(args.checkpoint_dir)
+    it, the average, which is saved as averaged.safetensors. `task` is the loop's. Puts the model into evaluation mode
+    and returns a description of the weights. Call it under `torch.no_grad`."""
+    folder = args.checkpoint_dir
+    best_path, checkpoints = folder / "best.safetensors", list_checkpoints(folder)
     if not best_path.exists() and checkpoints:
         advice = f"the last weights can be evaluated with --evaluate --resume {checkpoints[0]}"
         raise RunError(f"{best_path} is gone: {advice}")
-    weights, _ = read_weights(best_path, name)
+    weights, _ = read_weights(best_path, task.name)
     load_weights(model, weights)
     model.eval()
     if not args.average_checkpoints:
         return "weights of the best evaluation"
     best = score()
-    mean, steps = average(args.checkpoint_dir, args.average_checkpoints, args.average_by, name)
+    mean, steps = average(folder, args.average_checkpoints, args.average_by, task.name)
     model.load_state_dict(mean)
     averaged = score()
-    names = ", ".join(map(str, steps))
-    print(f"average of the checkpoints of steps {names}: {averaged:.2%}, best evaluation: {best:.2%}")
+    shown_best, shown_average = (shown(task.metric, value) for value in (best, averaged))
+    print(f"average of the checkpoints of steps {str(steps)[1:-1]}: {shown_average}, best evaluation: {shown_best}")
     if averaged > best:
         model.load_state_dict(weights)
         return "weights of the best evaluation (the average was worse)"
-    save_weights(args.checkpoint_dir / "averaged.safetensors", model, metadata, {"steps": steps, "error": averaged})
+    save_weights(folder / "averaged.safetensors", model, task.metadata, {"steps": steps, "error": averaged})
     return "averaged weights (averaged.safetensors)"

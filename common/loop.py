@@ -42,7 +42,8 @@ class Task:
     trained. `evaluate(model, batches)` returns {name: (numerator, denominator)}, so that the results of several ranks add
     up; the weights with the lowest `metric` are kept as best.safetensors. `metadata` is what it takes to rebuild the
     model; it is saved with all weights. `learning_rate` is the peak rate unless --learning_rate is given. `checkpointed`
-    and `compiled` are the layer types for --gradient_checkpointing and --torch_compile."""
+    and `compiled` are the layer types for --gradient_checkpointing and --torch_compile. With `evaluate_first`, a new run
+    evaluates the model before its first update. Without `decay_embeddings`, embeddings have no weight decay."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -53,12 +54,14 @@ class Task:
     learning_rate: float | None = None
     checkpointed: tuple[type, ...] = ()
     compiled: tuple[type, ...] = ()
+    evaluate_first: bool = False
+    decay_embeddings: bool = True
 
 
 @dataclass(frozen=True)
 class Run:
     """A run that has begun: where it computes, the content of the checkpoint that it resumes (or None), and the weights
-    of --init_from (or None). `locks` hold the folders as long as they exist."""
+    of --init_from (or None); `train` empties both. `locks` hold the folders as long as they exist."""
 
     setup: Setup
     resumed: dict | None = None
@@ -133,8 +136,7 @@ def length_bucket(batch: dict) -> int:
 
 
 def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
-    """Cuts micro-batches down to the sizes that are known to fit. `limits` maps a length bucket to a size, which also
-    limits longer utterances."""
+    """Cuts micro-batches down to the sizes that are known to fit: `limits`, by length bucket, also for longer ones."""
     pieces = []
     for batch in micro_batches:
         bucket, size = length_bucket(batch), len(batch["names"])
@@ -155,8 +157,7 @@ def start_progress(resumed: dict | None = None) -> dict:
 
 def place_in_data(progress: dict, windows: Windows) -> None:
     """Sets the position for this run's data and window size. If the data or their order have changed, the epoch starts from
-    its beginning. If the window size has changed, the rest of the epoch is cut into new windows. No utterance is repeated
-    or left out unless that is said."""
+    its beginning, which is said. If the window size has changed, the rest of the epoch is cut into new windows."""
     epoch, data, window_size = f"epoch {progress['epoch'] + 1}", windows.data.fingerprint(), windows.window_size
     changed = ""
     if progress["data"] not in ("", data):
@@ -201,15 +202,12 @@ class Training:
 
 
 def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, eval_batches: EvalBatches) -> dict:
-    """Trains until `args.max_steps`, `args.num_epochs` or early stopping, and returns the progress. Moves the model to
-    the device, and makes optimizer and schedule.
-
-    Raises `Stopped` after a signal, `DataError` for a bad file, `RunError` if the run cannot continue; what was reached
-    until then is saved."""
+    """Trains until `args.max_steps`, `args.num_epochs` or early stopping, and returns the progress. After a signal it raises
+    `Stopped`, for a bad file `DataError`, and `RunError` if the run cannot continue; what was reached until then is saved."""
     setup, ranks, resumed = run.setup, run.setup.ranks, run.resumed
     prepare(args, run, model, task)
-    rate = args.learning_rate or task.learning_rate
-    optimizer = optim.make_optimizer(model, rate, args.weight_decay, args.optimizer, args.use_cpu_offload)
+    optimizer = optim.make_optimizer(model, args.learning_rate or task.learning_rate, args.weight_decay, args.optimizer,
+                                     args.use_cpu_offload, task.decay_embeddings)  # fmt: skip
     schedule = optim.Schedule(optimizer, args.lr_schedule, windows.total_steps(args), args.warmup_steps)
     scaler, progress = setup.grad_scaler(), start_progress(resumed)
     if resumed:
@@ -222,17 +220,16 @@ def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, 
         set_rng_state(resumed["rng"][ranks.rank], setup.device)
     elif ranks.size > 1:
         torch.manual_seed(args.seed + 1000 * ranks.rank + progress["step"])  # each rank has its own dropout
-    if resumed:
-        resumed.update(model=None, optimizer=None)  # loaded; they would take gigabytes of host memory until the end
-    prepare_folders(args, run, progress)
+    prepare_folders(args, run, progress, task.evaluate_first)
     report = Report(args.log_dir, progress["step"], windows.total_steps(args), args.tensorboard, enabled=ranks.first)
-    utilisation = gpu.GpuUtilisation(setup.device)
     model.train()
     training = Training(
         args=args, setup=setup, task=task, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler,
-        windows=windows, eval_batches=eval_batches, progress=progress, report=report, utilisation=utilisation,
-        last_saved=progress["step"] if resumed else -1,
+        windows=windows, eval_batches=eval_batches, progress=progress, report=report,
+        utilisation=gpu.GpuUtilisation(setup.device), last_saved=progress["step"] if resumed else -1,
     )  # fmt: skip
+    for loaded in filter(None, (resumed and resumed["model"], resumed, run.initial)):
+        loaded.clear()  # all is copied; views of a file would keep its disk space after --keep_last has removed it
     with watch_signals(training), contextlib.closing(report):
         return train_windows(training)
 
@@ -273,9 +270,9 @@ def prepare(args, run: Run, model: torch.nn.Module, task: Task) -> None:
         memory.checkpoint_layers(model, task.checkpointed)
 
 
-def prepare_folders(args, run: Run, progress: dict) -> None:
-    """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint, what is newer. A run whose
-    best weights are not in the folder evaluates at once, so that they are."""
+def prepare_folders(args, run: Run, progress: dict, evaluate_first: bool) -> None:
+    """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint, what is newer. A resumed
+    run whose best weights are not in the folder evaluates at once, so that they are; a new run with `evaluate_first`."""
     has_best = False
     if run.setup.ranks.first:
         try:
@@ -288,7 +285,7 @@ def prepare_folders(args, run: Run, progress: dict) -> None:
             raise errors.cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
     (has_best,) = run.setup.ranks.reduce([int(has_best)], "max")
     if not has_best:
-        progress.update(best=None, last_evaluation=-1 if run.resumed else 0)
+        progress.update(best=None, last_evaluation=-1 if run.resumed or evaluate_first else 0)
 
 
 def train_windows(run: Training) -> dict:
@@ -328,9 +325,8 @@ def train_windows(run: Training) -> dict:
             raise
 
 
-def finish(
-    args, run: Run, model: torch.nn.Module, task: Task, eval_batches: EvalBatches, report_results: Callable[[str], None]
-) -> None:
+def finish(args, run: Run, model: torch.nn.Module, task: Task, eval_batches: EvalBatches,
+           report_results: Callable[[str], None]) -> None:  # fmt: skip
     """On the first rank: loads the best weights, or the average of checkpoints if that is not worse, calls
     `report_results(which weights these are)`, and prints where the results are and how much memory the run took."""
     if not run.setup.ranks.first:
@@ -340,18 +336,14 @@ def finish(
         return mean_values(task, task.evaluate(model, eval_batches.whole()))[task.metric]
 
     with torch.no_grad(), run.setup.autocast():
-        report_results(checkpoint.use_best(args, model, task.name, task.metadata, score))
+        report_results(checkpoint.use_best(args, model, task, score))
     print(f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all results: {args.log_dir}")
     print(memory.peak(run.setup.device))
 
 
 def is_finished(args, progress: dict) -> bool:
-    patience = args.early_stopping_patience
-    return bool(
-        (args.max_steps and progress["step"] >= args.max_steps)
-        or (args.num_epochs and progress["epoch"] >= args.num_epochs)
-        or (patience and progress["evaluations_without_gain"] >= patience)
-    )
+    ends = {"step": args.max_steps, "epoch": args.num_epochs, "evaluations_without_gain": args.early_stopping_patience}
+    return any(end and progress[name] >= end for name, end in ends.items())
 
 
 def evaluation_is_due(run: Training) -> bool:
@@ -441,8 +433,7 @@ def pass_until_it_fits(run: Training, window: Window, totals: dict, buffers: lis
 
 
 def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool:
-    """Sets the limit for a failed micro-batch's length to half its size. False if a single utterance has failed
-    `TRIES_OF_ONE` times."""
+    """Halves the limit for a failed micro-batch's length. False if a single utterance has failed `TRIES_OF_ONE` times."""
     size = len(failed["names"])
     if size > 1:
         limits[length_bucket(failed)] = size // 2
@@ -468,8 +459,7 @@ def restore(buffers: list) -> None:
 
 
 def reduce_gradients(run: Training, sums: torch.Tensor) -> tuple[list[float], float]:
-    """Sums gradients and loss terms over the ranks. Returns the terms and the gradient norm on the host: the only
-    transfer from the device in a window."""
+    """Sums gradients and loss terms over the ranks. Returns terms and gradient norm: a window's only transfer to the host."""
     ranks = run.setup.ranks
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     if ranks.size > 1:
@@ -481,8 +471,7 @@ def reduce_gradients(run: Training, sums: torch.Tensor) -> tuple[list[float], fl
 
 
 def apply_update(run: Training, norm: float) -> bool:
-    """Clips the gradient and updates the weights. With fp16 the scaler skips an update whose gradients overflow. Returns
-    whether there was an update."""
+    """Clips the gradient and updates the weights. Returns False if fp16's scaler skips the update: gradients overflow."""
     optimizer, scaler, limit = run.optimizer, run.scaler, run.args.max_grad_norm
     if scaler:
         scaler.unscale_(optimizer)
@@ -514,10 +503,9 @@ def note_update(run: Training, averages: dict[str, float], norm: float) -> None:
         run.report.say(f"no GPU utilisation in the reports ({run.utilisation.problem})")
     if step % args.log_every == 0:
         values = {"loss": loss, **{f"loss_{name}": value for name, value in averages.items()}, "learning_rate": rate,
-                  "gradient_norm": norm, "utterances_per_second": speed, "memory_bytes": used, "data_wait_share": waiting}  # fmt: skip
-        if utilisation is not None:
-            values["gpu_utilisation"] = utilisation
-        values = {f"train/{name}": value for name, value in values.items()}
+                  "gradient_norm": norm, "utterances_per_second": speed, "memory_bytes": used, "data_wait_share": waiting,
+                  "gpu_utilisation": utilisation}  # fmt: skip
+        values = {f"train/{name}": value for name, value in values.items() if value is not None}
         run.report.write(step, epoch=run.progress["epoch"], **values)
         run.since, run.waited, run.utterances = time.monotonic(), 0.0, 0
 
@@ -580,9 +568,8 @@ def evaluate_now(run: Training) -> None:
         if setup.ranks.first:
             summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
             checkpoint.save_weights(args.checkpoint_dir / "best.safetensors", model, run.task.metadata, summary)
-    shown = [f"{n} {100 * v:.2f} %" if n in ("cer", "wer") else f"{n} {v:.3f}" for n, v in values.items()]
-    shown = "  ".join([*shown, "best so far"] if improved else shown)
-    run.report.say(f"evaluation at step {progress['step']} (epoch {progress['epoch'] + 1}): {shown}")
+    shown = [f"{name} {checkpoint.shown(name, value)}" for name, value in values.items()] + ["best so far"] * improved
+    run.report.say(f"evaluation at step {progress['step']} (epoch {progress['epoch'] + 1}): {'  '.join(shown)}")
     run.report.write(progress["step"], **{f"eval/{name}": value for name, value in values.items()})
     run.report.draw(run.task.metric)
     run.since += time.monotonic() - started  # evaluation does not count as training time
@@ -602,19 +589,13 @@ def save(run: Training) -> None:
     run.last_saved = run.progress["step"]
     run.progress["order"] = run.windows.order(run.progress["epoch"])
     if run.setup.ranks.first:
-        plain = (int, float, str, bool, type(None))
         flags = {name: value for name, value in vars(run.args).items() if name != "given"}
         content = {
-            "recipe": run.task.name,
-            "metadata": run.task.metadata,
-            "model": run.model.state_dict(),
-            "optimizer": optim.optimizer_state(run.optimizer, run.model),
-            "scaler": run.scaler.state_dict() if run.scaler else None,
-            "rng": states,
-            "progress": run.progress,
-            "torch": str(torch.__version__),
-            "args": {name: value if isinstance(value, plain) else str(value) for name, value in flags.items()},
-        }
+            "recipe": run.task.name, "metadata": run.task.metadata, "progress": run.progress, "rng": states,
+            "model": run.model.state_dict(), "optimizer": optim.optimizer_state(run.optimizer, run.model),
+            "scaler": run.scaler.state_dict() if run.scaler else None, "torch": str(torch.__version__),
+            "args": {key: value if isinstance(value, int | float | str | None) else str(value) for key, value in flags.items()},
+        }  # fmt: skip
         checkpoint.save(run.args.checkpoint_dir, run.progress["step"], content, run.args.keep_last)
 
 

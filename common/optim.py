@@ -23,14 +23,19 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 SLOT = 2**24  # bytes of weights, and as many of gradients, that are copied to the host at a time
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups: matrices and filters have weight decay; norms, biases and scalars (at most one dimension) have none.
-    Frozen parameters are in neither. Raises `UsageError` if all are frozen."""
+def _embedding_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    return {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float, decay_embeddings: bool = True) -> list[dict]:
+    """Two groups: matrices and filters have weight decay; norms, biases and scalars (at most one dimension) have none,
+    nor have embeddings without `decay_embeddings`. Frozen parameters are in neither. Raises `UsageError` if all are."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UsageError(f"every parameter of {type(model).__name__} is frozen: there is nothing to train")
-    decayed = {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay}
-    others = {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}
+    spared = {p for p in trained if p.dim() <= 1} | (set() if decay_embeddings else _embedding_weights(model))
+    decayed = {"params": [p for p in trained if p not in spared], "weight_decay": weight_decay}
+    others = {"params": [p for p in trained if p in spared], "weight_decay": 0.0}
     return [group for group in (decayed, others) if group["params"]]
 
 
@@ -40,13 +45,12 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
-def make_optimizer(
-    model: torch.nn.Module, learning_rate: float, weight_decay: float = 0.01, kind: str = "adamw", offload: bool = False
-) -> torch.optim.Optimizer:
+def make_optimizer(model: torch.nn.Module, learning_rate: float, weight_decay: float = 0.01, kind: str = "adamw",
+                   offload: bool = False, decay_embeddings: bool = True) -> torch.optim.Optimizer:  # fmt: skip
     """AdamW: torch's fused kernel, bitsandbytes' 8-bit states (`kind` "adamw_8bit"), or states in host memory
     (`offload`). The states are allocated here, so the first update needs no additional memory. Raises `UsageError` if
     all parameters are frozen, `RunError` if bitsandbytes does not work."""
-    groups, settings = parameter_groups(model, weight_decay), {"lr": learning_rate, "betas": BETAS}
+    groups, settings = parameter_groups(model, weight_decay, decay_embeddings), {"lr": learning_rate, "betas": BETAS}
     if offload:
         optimizer = OffloadedAdamW(groups, **settings, eps=EPSILON)
     elif kind == "adamw_8bit":
@@ -70,16 +74,16 @@ def load_bitsandbytes(device: torch.device):
     try:
         library.optim.AdamW8bit([trial]).step()
     except RuntimeError as error:
-        failure = f"bitsandbytes {library.__version__} does not work on {device} ({first_line(error)})"
+        failure = f"--optimizer adamw_8bit: bitsandbytes {library.__version__} does not work on {device}"
         advice = "try `pip install -U bitsandbytes`, or use --use_cpu_offload"
-        raise RunError(f"--optimizer adamw_8bit: {failure}: {advice}") from None
+        raise RunError(f"{failure} ({first_line(error)}): {advice}") from None
     return library
 
 
 def make_states(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     """Allocates the states as the first step would. With 8-bit states, tensors below 4096 values stay in 32 bits, which
     is bitsandbytes' rule, and so do embeddings: github.com/huggingface/transformers/issues/14819, by its author."""
-    embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    embeddings = _embedding_weights(model)
     on_host = {"device": "cpu", "memory_format": torch.contiguous_format}
     placement = on_host if isinstance(optimizer, OffloadedAdamW) else {}
     for group_index, group in enumerate(optimizer.param_groups):

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import batches, checkpoint, compiling, device, gpu
 from common.device import Setup
-from common.errors import UsageError, first_line
+from common.errors import RunError, UsageError, cannot_write, first_line
 
 PASS, FAIL, SKIP = "pass", "FAIL", "skip"
 WEIGHT = GRADIENT = 4  # bytes: fp32
@@ -146,20 +146,30 @@ def check_tf32(args, setup: Setup) -> tuple[str, str]:
 
 
 def check_disk(args, parameters: int, trained: int) -> tuple[str, str]:
-    """Whether `--keep_last` checkpoints and one that is being written, the best weights and their replacement fit on
-    the disk. Checkpoints that a resumed run will remove count as free."""
+    """Whether `--keep_last` + 1 checkpoints, and the best weights twice, fit on the disk. What they replace counts as free."""
     folder = args.checkpoint_dir
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return FAIL, f"cannot write in {existing}; choose another --checkpoint_dir"
     each = WEIGHT * parameters + STATES[args.optimizer] * trained  # with the states, also if they are in host memory
     needed = (args.keep_last + 1) * each + 2 * WEIGHT * parameters
-    own = checkpoint.list_checkpoints(folder) if checkpoint.continues(args.resume, folder) else []
+    replaced = [*checkpoint.list_checkpoints(folder), *folder.glob("best.safetensors")]
+    own = replaced if checkpoint.continues(args.resume, folder) else []
     free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in own)
     need = f"{args.keep_last} + 1 checkpoints of {size(each)} and the best weights, {size(needed)}"
     if free < needed:
         return FAIL, f"{size(free)} free for {need}; lower --keep_last, or choose another --checkpoint_dir"
     return PASS, f"{size(free)} free for {need}"
+
+
+def require_disk(args, parameters: int, trained: int) -> None:
+    """Raises `RunError` if `check_disk` fails: for models whose checkpoints take gigabytes."""
+    try:
+        status, reason = check_disk(args, parameters, trained)
+    except OSError as error:
+        raise cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
+    if status == FAIL:
+        raise RunError(f"checkpoints in {args.checkpoint_dir}: {reason}")
 
 
 def size(count: float) -> str:

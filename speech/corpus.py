@@ -1,5 +1,6 @@
 """Checked splits: every utterance is checked once before training, and rejected ones are reported by reason."""
 
+import argparse
 import hashlib
 import os
 from array import array
@@ -21,6 +22,7 @@ FILE_TOLERANCE = 0.5  # seconds: END_TOLERANCE for whole files, whose duration i
 MICROSECOND = 1e-6  # rounding error of time differences, seconds
 MOST_CHARACTERS = 10_000  # of a text; if --max_duration is over 100 s, FASTEST_SPEECH for so long
 FASTEST_SPEECH = 100  # characters per second, more than anyone says
+DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
 
 # Contradictions between flags, as `common.options` refuses them: flags that exclude each other, and flags that need one
 # of others: (flag, flags of which one must be given, words to add to the message).
@@ -41,10 +43,20 @@ class Checks:
     audio_root: str | None = None
     cache_dir: Path | None = None  # keeps what file headers say; None: they are read every time
     use_chunking: bool = False
-    max_samples: int | None = None  # of the training set
+    max_samples: int | None = None  # of the training set; None: all
     strict: bool = False  # raise `DataError` if anything is rejected
-    seed: int = 1  # of the part that is held out
+    seed: int = 1  # of the part that is held out, and of `max_samples`
     held_out: tuple[str, ...] = ()  # `held_out_keys` of the part that an earlier run held out
+
+
+def sample_count(text: str) -> int | None:
+    """An argparse type: the value of --max_samples; None, which means all, for -1."""
+    if text == "-1":
+        return None
+    try:
+        return options.POSITIVE(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error} (-1 means all)") from None
 
 
 def add_arguments(parser) -> None:
@@ -54,7 +66,7 @@ def add_arguments(parser) -> None:
     add("--val_manifest", type=options.path, metavar="FILE", help="for evaluation during training (a held-out part of the training data)")
     add("--test_manifest", type=options.path, metavar="FILE", help="for the results at the end (the evaluation set)")
     add("--audio_root", type=options.path, metavar="DIR", help="base of audio paths, also for absolute paths of another machine (the manifest's folder)")
-    add("--max_samples", type=options.POSITIVE, metavar="N", help="use only the first N training utterances (all)")
+    add("--max_samples", type=sample_count, metavar="N", help="use only N training utterances, drawn by --seed so that a larger N adds to them; -1 = all (all)")
     add("--min_duration", type=options.number(float, 0.0), default=0.1, metavar="S", help="reject shorter utterances, seconds (0.1)")
     add("--max_duration", type=options.RATE, default=30.0, metavar="S", help="reject longer utterances, seconds (30)")
     add("--strict_data", action=options.OnOff, default=False, help="stop if any utterance is rejected (off)")
@@ -83,22 +95,30 @@ def resolve(args, held_out: Iterable[str] = ()) -> Checks:
 def load_splits(paths: dict[str, str | None], normalise: Callable[[str], str], checks: Checks) -> dict[str, Corpus]:
     """The checked corpora of the splits that have a manifest in `paths`; prints their sizes and rejections.
 
-    `checks.max_samples` shortens "train". If there is a "train" but no "val", a part of "train" is held out: if possible
-    `checks.held_out`, whatever the seed and `max_samples` are now. Raises `DataError` and `UsageError`."""
+    `checks.max_samples` shortens "train" to the rows of `draw`. If there is a "train" but no "val", a part of these rows is
+    held out: if possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises `DataError` and `UsageError`."""
     corpora = {}
     for split, path in paths.items():
         if not path:
             continue
         corpus, rejected = load_corpus(path, normalise, checks)
         if split == "train":
-            whole = corpus
-            if checks.max_samples:
-                corpus = corpus.select(np.arange(min(checks.max_samples, len(corpus))))
+            whole, rows = corpus, draw(len(corpus), checks)
+            if len(rows) < len(whole):
+                corpus = whole.select(rows)
         report_rejections(f"{split} set ({path})", corpus.seconds, rejected, checks.strict)
         corpora[split] = corpus
     if "val" not in corpora and "train" in corpora:
-        corpora["train"], corpora["val"] = hold_out(whole, len(corpora["train"]), checks.seed, set(checks.held_out))
+        corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, set(checks.held_out))
     return corpora
+
+
+def draw(count: int, checks: Checks) -> np.ndarray:
+    """The rows of a training set of `count` that `checks.max_samples` leaves, ascending: the first ones of an order that
+    depends on the seed and `count` alone, so that more rows contain every smaller choice."""
+    if checks.max_samples is None or checks.max_samples >= count:
+        return np.arange(count)
+    return np.sort(np.random.default_rng([checks.seed, DRAW]).permutation(count)[: checks.max_samples])
 
 
 def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> tuple[Corpus, Rejections]:
@@ -258,19 +278,19 @@ def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, stri
         raise DataError(f"{name}: {rejected.total} utterances rejected (--strict_data)")
 
 
-def hold_out(whole: Corpus, size: int, seed: int, before: set[str]) -> tuple[Corpus, Corpus]:
-    """(training part, evaluation part) of the first `size` utterances of the training set: a random part is held out,
-    HELD_OUT of it, at least one utterance and at most MOST_HELD_OUT. If `before` has the keys of other utterances, these
+def hold_out(whole: Corpus, rows: np.ndarray, seed: int, before: set[str]) -> tuple[Corpus, Corpus]:
+    """(training part, evaluation part) of the ascending `rows` of the training set: a random part is held out, HELD_OUT of
+    it, at least one utterance and at most MOST_HELD_OUT. If `before` has the keys of other utterances, of any row, these
     are held out instead. Raises `DataError` if nothing would be left to train on."""
-    count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * size)))
-    chosen = np.sort(np.random.default_rng(seed).permutation(size)[:count])
+    count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(rows))))
+    chosen = rows[np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])]
     if before and set(held_out_keys(whole.select(chosen))) != before:
         kept = np.flatnonzero([key in before for key in held_out_keys(whole)])
         if len(kept):
             chosen = kept
         else:
             print("the utterances that were held out before are not in the training set any more: others are drawn")
-    rest = np.setdiff1d(np.arange(size), chosen)
+    rest = np.setdiff1d(rows, chosen)
     if not len(rest):
         raise DataError("one utterance is too few to hold one out for evaluation: add --val_manifest")
     print(f"no --val_manifest: {len(chosen)} of the {len(chosen) + len(rest)} training utterances are held out")

@@ -19,7 +19,7 @@ import torch
 from common.errors import DataError, RunError, UsageError, cannot_write
 from speech.audio import SAMPLE_RATE, read_utterance, write_wav
 from speech.columns import Corpus, Rejections
-from speech.corpus import FILE_TOLERANCE, MOST_CHARACTERS, Checks, drop, report_rejections
+from speech.corpus import FILE_TOLERANCE, MOST_CHARACTERS, Checks, draw, drop, report_rejections
 from speech.folders import read_made_from, require_replaceable, write_folder
 from speech.headers import probe_all
 from speech.manifest import check_encoding, find_audio, parse
@@ -114,8 +114,8 @@ def read_splits(folder: str | Path, checks: Checks, cache: str | None = None) ->
                 f"{split} set: {len(recordings) - len(kept)} clips are too short or too long ({limits}) and left out; "
                 "--use_chunking cuts long recordings, with --train_manifest"
             )
-        if split == "train" and checks.max_samples:
-            kept = kept[: checks.max_samples]
+        if split == "train":
+            kept = kept[draw(len(kept), checks)]
         if len(kept):
             splits[names[split]] = dataclasses.replace(recordings.select(kept), cache=cache)
     if "val" not in splits and "test" in splits:

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -331,6 +332,8 @@ ALTERED = [
     put(("model", "w"), NAN), put(("model", "w"), torch.ones(1).expand(10**12)), put(("model", "w"), torch.ones(2).to_sparse()),
     put(("optimizer",), {"w": {**STATE, "exp_avg": NAN}}), put(("optimizer",), {"w": {**STATE, "exp_avg_sq": ONE}}),
     put(("optimizer",), {"w": {**STATE, "step": torch.ones(2)}}), put(("optimizer",), {"w": {"step": ONE}}),
+    put(("model", "w"), torch.ones(5000).to(torch.float8_e4m3fn)), put(("model", "w"), torch.ones(5000).to(torch.float8_e5m2)),
+    put(("model", "w"), torch.ones(5000, device="meta")), put(("model", "w"), torch.tensor([1.0, float("-inf")])),
     put(("optimizer",), {"w": 3}), put(("optimizer",), {3: STATE}),
     put(("optimizer",), {"w": {**STATE, "exp_avg": torch.ones(5000, dtype=torch.uint8)}}),
 ]  # fmt: skip
@@ -389,6 +392,62 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
     checkpoint.save_weights(tmp_path / "a.safetensors", model, {"recipe": "toy"}, {})
     with pytest.raises(UsageError, match=r"a\.safetensors: the tensor 'output\.bias' has values that are not finite"):
         checkpoint.read_weights(tmp_path / "a.safetensors", "toy")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_finite_values_are_told_from_others(dtype):
+    """However large they are, and without a temporary tensor."""
+    largest = torch.finfo(dtype).max
+    for values in ([], [0.0], [largest, -largest], [largest] * 4):
+        tensor = torch.tensor(values, dtype=dtype)
+        assert checkpoint.check_tensors({"w": tensor}, "file") == {"w": tensor}
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for place in (0, 40, 99):
+            tensor = torch.ones(10, 10, dtype=dtype).t()
+            tensor[place // 10, place % 10] = value
+            with pytest.raises(checkpoint.Damaged, match="'w' has values that are not finite"):
+                checkpoint.check_tensors({"w": tensor}, "file")
+
+
+def test_the_test_for_finite_values_makes_no_tensor_of_that_size():
+    """torch.isfinite makes two: of the same size, and of a quarter."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        checkpoint.check_tensors({"w": torch.ones(1 << 20)}, "file")
+    allocated = [
+        event.self_cpu_memory_usage for event in profile.key_averages() if event.self_cpu_memory_usage > 1 << 16
+    ]
+    assert allocated == [4 << 20]  # the tensor itself
+
+
+def is_mapped(path: Path) -> bool:
+    return os.fsencode(path.name) in Path("/proc/self/maps").read_bytes()
+
+
+def test_a_checkpoint_is_mapped_and_never_written_to(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))  # not UTF-8
+    folder.mkdir()
+    path = save(folder, 123456)
+    written, weights = path.read_bytes(), checkpoint.read_weights(path, "r")[0]
+    assert is_mapped(path)
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(5000))
+    for load in (checkpoint.load_weights, lambda *given: checkpoint.initialise(*given, "file")):
+        load(model, weights)
+        model.w.data += 1
+        assert torch.equal(weights["w"], WEIGHTS["w"]) and torch.equal(model.w, WEIGHTS["w"] + 1)
+    del weights
+    assert not is_mapped(path) and path.read_bytes() == written
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_average_has_no_view_of_a_file(tmp_path, dtype):
+    model = {"w": torch.arange(3.0, dtype=dtype), "n": torch.tensor(4)}
+    for step in (654321, 654322):
+        path = checkpoint.save(tmp_path, step, content(step, model), keep_last=9)
+    before = path.read_bytes()
+    mean, _ = checkpoint.average(tmp_path, 2, "last", "r")
+    assert not is_mapped(path) and path.read_bytes() == before
+    assert all(torch.equal(mean[name], value) and mean[name].dtype == value.dtype for name, value in model.items())
 
 
 def test_best_json_is_believed_only_if_it_is_sound(tmp_path):

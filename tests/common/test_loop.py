@@ -263,9 +263,8 @@ def test_finish_takes_the_average_if_it_is_not_worse(tmp_path, capsys, averaged)
     reported = Reported(model)
     results = scripted(3.0, 1.0, 2.0, 2.5, 1.0, averaged)  # four evaluations, the best weights again, the average
     toy.run(args, model=model, evaluate=results, report_results=reported)
-    assert (
-        f"average of the checkpoints of steps 4, 3: {averaged:.2%}, best evaluation: 100.00%" in capsys.readouterr().out
-    )
+    line = f"average of the checkpoints of steps 4, 3: {averaged:.3f}, best evaluation: 1.000\n"
+    assert line in capsys.readouterr().out
     saved = {
         path.stem: checkpoint.read(path, toy.RECIPE)["model"]
         for path in checkpoint.list_checkpoints(args.checkpoint_dir)
@@ -281,6 +280,21 @@ def test_finish_takes_the_average_if_it_is_not_worse(tmp_path, capsys, averaged)
         best = saved["checkpoint_step_00000002"]
         assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
         assert not (args.checkpoint_dir / "averaged.safetensors").exists()
+
+
+def test_only_error_rates_are_in_per_cent(tmp_path, capsys):
+    results = iter([0.25, 0.125, 0.5, 0.25, 0.25])  # two evaluations, the step of the second again, and its average
+
+    def evaluate(model, eval_batches):
+        share = next(results)
+        return {"cer": (share, 1.0), "rising": (share, 1.0)}
+
+    flags = ("--max_steps", "2", "--eval_every", "1", "--save_every", "1", "--average_checkpoints", "2")
+    args = toy.make_args(tmp_path, *cut(2, 2), *flags)
+    toy.run(args, evaluate=evaluate, metric="cer", report_results=lambda weights: None)
+    output = capsys.readouterr().out
+    assert "evaluation at step 2 (epoch 1): cer 12.50 %  rising 0.125  best so far\n" in output
+    assert "average of the checkpoints of steps 2, 1: 25.00 %, best evaluation: 50.00 %\n" in output
 
 
 def test_only_the_first_rank_reports(tmp_path, capsys):
@@ -610,6 +624,105 @@ def test_early_stopping_counts_evaluations_without_a_better_result(tmp_path):
     args = toy.make_args(tmp_path, *cut(1, 1), "--eval_every", "2", "--early_stopping_patience", "2")
     _, progress = toy.run(args, evaluate=scripted(5.0, 4.0, 4.5, 4.2, 3.0, 2.0))
     assert progress["step"] == 8 and progress["best"] == 4.0 and progress["best_step"] == 4
+
+
+def test_the_model_as_it_came_may_be_the_first_candidate(tmp_path):
+    flags = (*cut(2, 2), "--dropout", "0.2", "--eval_every", "2")
+    reference, usual = toy.run(toy.make_args(tmp_path / "a", *flags), evaluate=scripted(4.0, 3.0))
+    args = toy.make_args(tmp_path / "b", *flags)
+    start = network(0.2)
+    before = {name: value.clone() for name, value in start.state_dict().items()}
+    model, progress = toy.run(args, start, evaluate=scripted(2.0, 4.0, 3.0), evaluate_first=True)
+    assert usual["evaluations"] == [[2, 4.0], [4, 3.0]]
+    assert progress["evaluations"] == [[0, 2.0], *usual["evaluations"]]
+    assert (progress["best"], progress["best_step"], progress["evaluations_without_gain"]) == (2.0, 0, 2)
+    best, _ = checkpoint.read_weights(args.checkpoint_dir / "best.safetensors", toy.RECIPE)
+    assert all(torch.equal(value, before[name]) for name, value in best.items())
+    assert not torch.equal(toy.weights(model), torch.cat([value.reshape(-1) for value in before.values()]))
+    reference, _ = toy.run(toy.make_args(tmp_path / "c", *flags), network(0.2), evaluate=scripted(4.0, 3.0))
+    assert torch.equal(toy.weights(model), toy.weights(reference))  # the evaluation changes no update
+
+
+def test_a_task_may_leave_embeddings_without_decay(tmp_path):
+    class WithEmbedding(toy.Network):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(2, 8)
+
+        def forward(self, values, lengths):
+            return super().forward(values, lengths) + 0 * self.embedding.weight.sum()
+
+    for decays in (True, False):
+        model = WithEmbedding().double()
+        torch.nn.init.ones_(model.embedding.weight)
+        flags = ("--max_steps", "2", "--weight_decay", "0.5")
+        toy.run(toy.make_args(tmp_path, *flags), model=model, decay_embeddings=decays)
+        assert bool((model.embedding.weight == 1).all()) is not decays
+
+
+def test_the_first_evaluation_counts_for_early_stopping(tmp_path):
+    args = toy.make_args(tmp_path, *cut(1, 1), "--eval_every", "2", "--early_stopping_patience", "2")
+    _, progress = toy.run(args, evaluate=scripted(1.0, 5.0, 4.0, 0.5), evaluate_first=True)
+    assert progress["step"] == 4 and progress["best_step"] == 0
+
+
+def test_the_first_evaluation_is_made_once_unless_nothing_was_saved(tmp_path):
+    flags = (*cut(2, 2), "--max_steps", "2", "--eval_every", "2", "--resume", "auto")
+
+    def killed(model, batch):
+        raise SystemExit
+
+    for _ in range(2):  # killed before the first checkpoint, and started again
+        with pytest.raises(SystemExit):
+            toy.run(toy.make_args(tmp_path, *flags), evaluate=scripted(3.0), evaluate_first=True, compute_loss=killed)
+
+    def stopped(model, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return toy.compute_loss(model, batch)
+
+    with pytest.raises(Stopped):  # which saves step 0
+        toy.run(toy.make_args(tmp_path, *flags), evaluate=scripted(3.0), evaluate_first=True, compute_loss=stopped)
+    _, progress = toy.run(toy.make_args(tmp_path, *flags), evaluate=scripted(4.0), evaluate_first=True)
+    assert progress["evaluations"] == [[0, 3.0], [2, 4.0]] and progress["best_step"] == 0
+
+
+def mapped(folder: Path) -> list[bytes]:
+    """The files of a folder that this process maps, also deleted ones."""
+    return [line for line in Path("/proc/self/maps").read_bytes().splitlines() if os.fsencode(folder) in line]
+
+
+@pytest.mark.parametrize("flag, name", [
+    ("--resume", "checkpoint_step_00000004.pt"), ("--init_from", "checkpoint_step_00000004.pt"), ("--init_from", "best.safetensors"),
+])  # fmt: skip
+def test_a_run_lets_go_of_the_file_that_it_starts_from(tmp_path, monkeypatch, flag, name):
+    flags = (*cut(2, 2), "--num_epochs", "2", "--dropout", "0.2", "--keep_last", "1", "--lr_schedule", "constant")
+    reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
+    args = toy.make_args(tmp_path / "b", *flags, "--num_epochs", "1")
+    toy.run(args)
+    path = args.checkpoint_dir / name
+    content, held, during = path.read_bytes(), [], []
+
+    def hold(load):
+        def held_load(model, tensors, *rest):
+            held.append(tensors)  # as the recipes do
+            assert mapped(tmp_path)
+            load(model, tensors, *rest)
+
+        return held_load
+
+    def watched(model, batch):
+        during.append(mapped(tmp_path))
+        return toy.compute_loss(model, batch)
+
+    for function in ("load_weights", "initialise"):
+        monkeypatch.setattr(checkpoint, function, hold(getattr(checkpoint, function)))
+    folder = tmp_path / ("b" if flag == "--resume" else "c")
+    model, _ = toy.run(toy.make_args(folder, *flags, flag, str(path)), network(0.2, seed=9), compute_loss=watched)
+    assert held == [{}] and during and not any(during)
+    if flag == "--resume":
+        assert not path.exists() and torch.equal(toy.weights(model), toy.weights(reference))
+    else:
+        assert path.read_bytes() == content
 
 
 def test_a_signal_during_a_save_lets_it_finish(tmp_path, monkeypatch):

@@ -89,6 +89,26 @@ def reference_for(model: nn.Module, weight_decay: float) -> torch.optim.Optimize
     return optimizer
 
 
+@pytest.mark.parametrize("kind", ["adamw", "offload"])
+def test_embeddings_may_have_no_weight_decay(kind):
+    model = Model()
+    model.tied = nn.Linear(32, 150, bias=False)
+    model.tied.weight = model.embedding.weight
+    names = {p: name for name, p in model.named_parameters()}
+    groups = {}
+    for decays in (True, False):
+        optimizer = optim.make_optimizer(model, 1e-3, 0.5, **KINDS[kind], decay_embeddings=decays)
+        groups[decays] = [
+            ({names[p] for p in group["params"]}, group["weight_decay"]) for group in optimizer.param_groups
+        ]
+        assert set(optim.optimizer_state(optimizer, model)) == set(names.values()) - {"frozen"}
+    vectors = {"large.bias", "filters.bias", "norm.weight", "norm.bias", "scale"}
+    assert groups[True] == [({"embedding.weight", "large.weight", "filters.weight", "unused"}, 0.5), (vectors, 0.0)]
+    assert groups[False] == [({"large.weight", "filters.weight", "unused"}, 0.5), ({"embedding.weight", *vectors}, 0.0)]
+    only = nn.Embedding(2, 3)
+    assert [group["weight_decay"] for group in optim.parameter_groups(only, 0.5, decay_embeddings=False)] == [0.0]
+
+
 # --- offloaded states ------------------------------------------------------------------------------------------------
 
 

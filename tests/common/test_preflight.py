@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from common import batches, checkpoint, compiling, device, optim, preflight
 from common import gpu as gpus
 from common.device import Setup
+from common.errors import RunError
 from tests import toy
 
 NAMES = ["GPU", "driver", "memory", "precision", "mixed precision", "attention", "torch.compile", "prefetching", "TF32", "disk"]  # fmt: skip
@@ -210,6 +211,33 @@ def test_disk_space(tmp_path, monkeypatch):
     nowhere = arguments(tmp_path, "--checkpoint_dir", str(tmp_path / "file" / "below"))
     status, reason = preflight.check_disk(nowhere, 1, 1)
     assert status == "FAIL" and reason == f"cannot write in {tmp_path / 'file'}; choose another --checkpoint_dir"
+
+
+def test_a_resumed_run_counts_its_best_weights_once(tmp_path, monkeypatch):
+    args = arguments(tmp_path, "--keep_last", "2", "--resume", "auto")
+    args.checkpoint_dir.mkdir()
+    free = 3 * 12 * MILLION + 2 * 4 * MILLION
+    (args.checkpoint_dir / "best.safetensors").write_bytes(bytes(1000))  # which a better one will replace
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free - 1000))
+    assert preflight.check_disk(args, MILLION, MILLION)[0] == "pass"
+    assert preflight.check_disk(arguments(tmp_path, "--keep_last", "2"), MILLION, MILLION)[0] == "FAIL"
+
+
+def test_a_run_may_require_the_disk_space(tmp_path, monkeypatch):
+    args = arguments(tmp_path, "--keep_last", "2")
+    free = types.SimpleNamespace(free=3 * 12 * MILLION + 2 * 4 * MILLION)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    preflight.require_disk(args, MILLION, MILLION)
+    for problem, reason in (
+        (lambda: free, f"checkpoints in {args.checkpoint_dir}: 42 MiB free for 2 + 1 checkpoints of 11 MiB and the best "
+         "weights, 42 MiB; lower --keep_last, or choose another --checkpoint_dir"),
+        (lambda: (_ for _ in ()).throw(OSError(5, "Input/output error")),
+         f"cannot write in {args.checkpoint_dir}: Input/output error; choose another --checkpoint_dir"),
+    ):  # fmt: skip
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, problem=problem: problem())
+        with pytest.raises(RunError) as error:
+            preflight.require_disk(args, MILLION + 1, MILLION)
+        assert str(error.value) == reason
 
 
 def test_a_check_that_fails_is_a_line(tmp_path, capsys, monkeypatch):

@@ -89,9 +89,9 @@ def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
     moved = manifest(tmp_path / "b" / "a", wav, json_lines, 100)  # another place, and new rows
     for checks in ({"seed": 5}, {"seed": 6}, {"seed": 6, "max_samples": 10}, {"seed": 5, "max_samples": 100}):
         corpora = load_splits({"train": moved}, normalise, Checks(held_out=tuple(keys), **checks))
-        size = checks.get("max_samples", 100)
-        assert set(corpora["val"].texts) == held_out
-        assert set(corpora["train"].texts) == {f"t{i}" for i in range(size)} - held_out
+        rows = splits.draw(100, Checks(**checks))
+        assert set(corpora["val"].texts) == held_out and len(rows) == checks.get("max_samples", 100)
+        assert set(corpora["train"].texts) == {f"t{i}" for i in rows} - held_out
     assert "no --val_manifest: 3 of the 100 training utterances are held out" in capsys.readouterr().out
     again = load_splits({"train": str(tmp_path / "a" / "m.json")}, normalise, Checks(seed=5, held_out=tuple(keys)))
     for split in ("train", "val"):
@@ -140,11 +140,55 @@ def test_at_least_one_and_at_most_200_utterances_are_held_out(tmp_path, wav, jso
         load_splits({"train": manifest(tmp_path, wav, json_lines, 1)}, normalise, Checks())
 
 
-def test_max_samples_shortens_the_training_set_only(tmp_path, wav, json_lines):
-    path = manifest(tmp_path, wav, json_lines, 5)
-    corpora = load_splits(dict.fromkeys(("train", "val", "test"), path), normalise, Checks(max_samples=2))
-    assert {split: len(corpus) for split, corpus in corpora.items()} == {"train": 2, "val": 5, "test": 5}
-    assert list(corpora["train"].texts) == ["t0", "t1"]
+def test_max_samples_shortens_the_training_set_only(tmp_path, wav, json_lines, capsys):
+    path = manifest(tmp_path, wav, json_lines, 40)
+    paths, drawn = dict.fromkeys(("train", "val", "test"), path), {}
+    for seed in (1, 2):
+        corpora = load_splits(paths, normalise, Checks(max_samples=6, seed=seed))
+        assert {split: len(corpus) for split, corpus in corpora.items()} == {"train": 6, "val": 40, "test": 40}
+        numbers = [int(text[1:]) for text in corpora["train"].texts]
+        assert numbers == sorted(numbers) and numbers != list(range(6))
+        again = load_splits(paths, normalise, Checks(max_samples=6, seed=seed))
+        assert again["train"].fingerprint() == corpora["train"].fingerprint()
+        drawn[seed] = numbers
+    assert drawn[1] != drawn[2] and f"train set ({path}): 6 utterances, " in capsys.readouterr().out
+
+
+def test_more_samples_contain_every_smaller_choice(tmp_path, wav, json_lines):
+    path = manifest(tmp_path, wav, json_lines, 60)
+    sets = [
+        set(load_splits({"train": path, "val": path}, normalise, Checks(max_samples=count, seed=7))["train"].texts)
+        for count in (1, 9, 10, 30, 59, 60, 1000, None)
+    ]
+    assert [len(texts) for texts in sets] == [1, 9, 10, 30, 59, 60, 60, 60]
+    assert all(a < b for a, b in itertools.pairwise(sets[:6]))
+
+
+def test_what_the_first_stage_holds_out_is_never_trained_on(tmp_path, wav, json_lines):
+    """Stages of --max_samples with --resume, in both directions."""
+    path = manifest(tmp_path, wav, json_lines, 300)
+    first = load_splits({"train": path}, normalise, Checks(max_samples=40, seed=7))
+    held_out, keys = set(first["val"].texts), tuple(splits.held_out_keys(first["val"]))
+    assert len(held_out) == 2 and len(first["train"]) == 38
+    parts = {}
+    for count in (10, 40, 100, 200, None):
+        corpora = load_splits({"train": path}, normalise, Checks(max_samples=count, seed=7, held_out=keys))
+        assert set(corpora["val"].texts) == held_out and tuple(splits.held_out_keys(corpora["val"])) == keys
+        parts[count] = set(corpora["train"].texts)
+        assert not parts[count] & held_out
+    assert parts[40] == set(first["train"].texts) and len(parts[None]) == 298
+    assert all(a < b for a, b in itertools.pairwise(parts.values()))
+
+
+def test_the_values_of_max_samples(capsys):
+    assert [parse("--max_samples", text).max_samples for text in ("-1", "1", "500000")] == [None, 1, 500000]
+    assert splits.resolve(parse("--max_samples", "-1")).max_samples is None is parse().max_samples
+    for text, reason in (("0", "0 is out of range: it must be at least 1"), ("-2", "-2 is out of range: it must be at least 1"),
+                         ("some", "'some' is not a whole number"), ("1.5", "'1.5' is not a whole number")):  # fmt: skip
+        with pytest.raises(SystemExit) as error:
+            parse("--max_samples", text)
+        lines = f"error: argument --max_samples: {reason} (-1 means all) (--help lists every flag)\n"
+        assert error.value.code == 2 and capsys.readouterr().err == lines
 
 
 def test_dropped_utterances_are_reported_and_strict_refuses_them(tmp_path, wav, json_lines, capsys):
