@@ -384,15 +384,6 @@ def evaluate_only(args, start: starts.Start) -> None:
         starts.export(args.export, model, metadata)
 
 
-def exports_only(args, start: starts.Start) -> bool:
-    """Whether --export is asked for alone: weights are named and there is nothing to train on or for. `--resume auto` asks
-    for a run to continue."""
-    goals = {"max_steps", "num_epochs", "conditions", "data_dir", "train_manifest", "from_scratch"}
-    goal = goals & args.given
-    named = args.resume != "auto" if args.resume else start.pretrained
-    return bool(args.export and named and not goal)
-
-
 def write_clips(args) -> None:
     """--write_dataset DIR N."""
     if others := sorted(args.given - WRITING):
@@ -415,7 +406,10 @@ def main(args) -> None:
         sys.exit(preflight.verify(args, *starts.count_parameters(start, vocab_size)))
     if args.transcribe:
         return transcribe(args, start)
-    if args.evaluate or exports_only(args, start):
+    own_data = {"conditions", "data_dir"} & args.given
+    if args.evaluate or (
+        not own_data and recogniser.exports_only(args.export, args.resume, start.pretrained, args.given)
+    ):
         return evaluate_only(args, start)
     run = begin(args, RECIPE, METADATA)
 

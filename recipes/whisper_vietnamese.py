@@ -333,21 +333,13 @@ def evaluate_only(args, start: starts.Start) -> None:
         starts.export(args.export, model, metadata)
 
 
-def exports_only(args, start: starts.Start) -> bool:
-    """Whether --export is asked for alone: weights are named and there is nothing to train on or for. `--resume auto` asks
-    for a run to continue."""
-    goal = args.train_manifest or args.from_scratch or {"max_steps", "num_epochs"} & args.given
-    named = args.resume != "auto" if args.resume else start.pretrained
-    return bool(args.export and named and not goal)
-
-
 def main(args) -> None:
     start = resolve(args)
     if args.verify_gpu:
         sys.exit(preflight.verify(args, *starts.count_parameters(start, args.vocab_size)))
     if args.transcribe:
         return transcribe(args, start)
-    if args.evaluate or exports_only(args, start):
+    if args.evaluate or recogniser.exports_only(args.export, args.resume, start.pretrained, args.given):
         return evaluate_only(args, start)
     run = begin(args, RECIPE, starts.METADATA)
 

@@ -115,16 +115,16 @@ def _key(unit: str) -> str:
     return "".join(character for character in unit.casefold() if character.isalnum()) or unit
 
 
-def unless_silent(decode: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """`decode(waveforms, ...)` that returns "" for digital silence without decoding it."""
+def unless_silent(decode: Callable[..., list[dict]], nothing: dict) -> Callable[..., list[dict]]:
+    """`decode(waveforms, ...)` that returns a copy of `nothing` for digital silence without decoding it."""
 
-    def texts_of(waveforms: list[torch.Tensor], *rest) -> list[str]:
+    def records_of(waveforms: list[torch.Tensor], *rest) -> list[dict]:
         audible = [len(waveform) > 0 and float(waveform.abs().max()) > SILENT for waveform in waveforms]
         chosen = list(itertools.compress(waveforms, audible))
-        texts = iter(decode(chosen, *rest) if chosen else [])
-        return [next(texts) if is_audible else "" for is_audible in audible]
+        records = iter(decode(chosen, *rest) if chosen else [])
+        return [next(records) if is_audible else dict(nothing) for is_audible in audible]
 
-    return texts_of
+    return records_of
 
 
 @dataclass(frozen=True)

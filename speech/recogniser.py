@@ -15,7 +15,7 @@ from common.device import Setup
 from common.errors import DataError, RunError, UsageError, cannot_write
 from speech import metrics
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
-from speech.long import BY_SILENCES, Cutting, unless_silent
+from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
 from speech.text import for_scoring
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
@@ -34,22 +34,54 @@ EXCLUDES = (
 )
 NEEDS = (("output", ("transcribe",), ""),)
 
+# Of recognisers that start from released weights.
+MODELS = ("model_dir", "model_file")
+MODEL_EXCLUDES = (
+    ("model_dir", "model_file", "both say where the model starts; give one of them"),
+    *((model, "from_scratch", "the second starts without released weights; leave one of them out") for model in MODELS),
+    *((model, "model_size", "a released model has its own shape; leave one of them out") for model in MODELS),
+    ("transcribe", "export", "give one of them"),
+)
+GOALS = {"train_manifest", "from_scratch", "max_steps", "num_epochs"}  # flags that ask for training
 
-def add_arguments(parser, methods: tuple[str, ...], method: str, beam_size: int) -> None:
+
+def add_model_arguments(parser, sizes: list[str], family: str, file: str, exported: str):
+    """The flags of a recogniser that fine-tunes a released model or makes one of `sizes`, as a group to add others to. The
+    released models are a `family` in Hugging Face's form and a `file` in another; `exported` describes an export."""
+    # fmt: off
+    start = parser.add_argument_group("model: where it starts (its shape comes from the checkpoint when resuming)")
+    start.add_argument("--model_dir", type=options.path, metavar="DIR", help=f"fine-tune a Hugging Face {family} folder; with --transcribe, --evaluate or --export, use it")
+    start.add_argument("--model_file", type=options.path, metavar="FILE", help=f"the same for {file}")
+    start.add_argument("--from_scratch", action=options.OnOff, default=False, help="train all weights, with a vocabulary made from the training text (on for the demo)")
+    start.add_argument("--model_size", choices=sizes, help=f"shape of a model from scratch (demo, without data; {sizes[1]} with data)")
+    start.add_argument("--export", type=options.path, metavar="DIR", help=f"write the weights as a folder {exported}; after training, or alone with --resume PATH or --model_dir")
+    # fmt: on
+    return start
+
+
+def exports_only(export: str | None, resume: str | None, pretrained: str | None, given: Iterable[str]) -> bool:
+    """Whether --export is asked for alone: weights are named and no flag of `given` asks for training. `--resume auto` asks
+    for a run to continue."""
+    named = resume != "auto" if resume else pretrained
+    return bool(export and named and not GOALS & set(given))
+
+
+def add_arguments(parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0) -> None:
     """The flags of a recogniser that decodes by `methods`, `method` by default."""
     # fmt: off
     augmentation = parser.add_argument_group("augmentation")
     augmentation.add_argument("--spec_augment", action=options.OnOff, help="mask bands and spans of the features (on; off for the demo)")
     augmentation.add_argument("--speed_perturbation", action=options.OnOff, help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)")
     decoding = parser.add_argument_group("decoding and transcribing")
-    decoding.add_argument("--decoding", choices=methods, default=method, help=f"method for the results at the end, --evaluate and --transcribe ({method})")
-    decoding.add_argument("--beam_size", type=options.number(int, 1, MOST_BEAMS), metavar="N", help=f"hypotheses of a beam search ({beam_size})")
+    if methods:
+        decoding.add_argument("--decoding", choices=methods, default=method, help=f"method for the results at the end, --evaluate and --transcribe ({method})")
+        decoding.add_argument("--beam_size", type=options.number(int, 1, MOST_BEAMS), metavar="N", help=f"hypotheses of a beam search ({beam_size})")
     decoding.add_argument("--transcribe", nargs="+", type=options.path, metavar="PATH", help="transcribe files and folders with the weights of --resume (CHECKPOINT_DIR/best.safetensors)")
     decoding.add_argument("--output", type=options.path, metavar="FILE", help="write the transcripts to this file as JSON Lines")
     # fmt: on
 
 
-def resolve(args, augment: bool, beam_size: int) -> None:
+def resolve(args, augment: bool, beam_size: int = 0) -> None:
     """Fills in the defaults: augmentation is on if `augment`, unless a flag says otherwise. Raises `UsageError`."""
     if args.output:
         check_output(args.output)
@@ -57,7 +89,7 @@ def resolve(args, augment: bool, beam_size: int) -> None:
         args.spec_augment = augment
     if args.speed_perturbation is None:
         args.speed_perturbation = augment
-    if args.beam_size is None:
+    if beam_size and args.beam_size is None:
         args.beam_size = beam_size
 
 
@@ -125,40 +157,52 @@ def check_output(output: str) -> None:
         raise UsageError(f"--output {output}: {error.strerror}") from None
 
 
+def in_recording(records: list[dict], pieces: list[Piece]) -> dict[str, list[dict]]:
+    """The timed parts ("start" and "end", seconds) in the records of a recording's pieces, with times in the recording."""
+    whole: dict[str, list[dict]] = {}
+    for record, (begin, _) in zip(records, pieces, strict=True):
+        for name, parts in record.items():
+            shift = begin / SAMPLE_RATE
+            moved = [{**p, "start": round(p["start"] + shift, 3), "end": round(p["end"] + shift, 3)} for p in parts]
+            whole.setdefault(name, []).extend(moved)
+    return whole
+
+
 @torch.no_grad()
 def transcribe_files(
-    paths: list[str], decode: Callable[[dict], list[str]], setup: Setup, longest: float,
+    paths: list[str], decode: Callable[[dict], list[str | dict]], setup: Setup, longest: float,
     output: str | None = None, batch_size: int = 8, cutting: Cutting = BY_SILENCES,
 ) -> None:  # fmt: skip
     """Prints the text of each file in `paths` (files and folders), after its name and a tab if there are several, or
-    writes JSON Lines to `output`. `decode(batch on device)` returns the texts of a batch of waveforms. Recordings over
-    `longest` seconds are cut, and their texts joined, by `cutting`. A file that cannot be read is named on stderr and the
-    others are transcribed; then `DataError` is raised."""
+    writes JSON Lines to `output`. `decode(batch on device)` returns the texts of a batch of waveforms, or records: "text" and
+    lists of timed parts, such as "words". Recordings over `longest` seconds are cut, and their texts joined, by `cutting`. A
+    file that cannot be read is named on stderr and the others are transcribed; then `DataError` is raised."""
     recordings = audio_files(paths)
 
-    def texts_of(waveforms: list[torch.Tensor], name: str) -> list[str]:
+    def records_of(waveforms: list[torch.Tensor], name: str) -> list[dict]:
         padded, lengths = batches.pad(waveforms)
         batch = {"audio": padded, "audio_lengths": lengths, "names": [name] * len(waveforms)}
         with setup.autocast():
             pieces = memory.split_on_oom(
                 lambda b: decode(next(batches.to_device([b], setup.device))), batch, setup.device
             )
-        return [text for texts in pieces for text in texts]
+        return [text if isinstance(text, dict) else {"text": text} for texts in pieces for text in texts]
 
     def rows() -> Iterable[dict]:
-        audible_texts = unless_silent(texts_of)
+        audible_records = unless_silent(records_of, {"text": ""})
         for path in recordings:
             try:
                 waveform = read_audio(str(path), SAMPLE_RATE)
             except DataError as error:
                 print(f"error: {error}", file=sys.stderr)
                 continue
-            pieces, texts = cutting.cut(waveform, SAMPLE_RATE, longest), []
+            pieces, records = cutting.cut(waveform, SAMPLE_RATE, longest), []
             for first in range(0, len(pieces), batch_size):
-                texts += audible_texts([waveform[a:b] for a, b in pieces[first : first + batch_size]], str(path))
-            text, parts = cutting.join(texts, pieces)
+                records += audible_records([waveform[a:b] for a, b in pieces[first : first + batch_size]], str(path))
+            text, parts = cutting.join([record.pop("text") for record in records], pieces)
             times = [{"start": a / SAMPLE_RATE, "end": b / SAMPLE_RATE, "text": part} for a, b, part in parts]
-            yield {"file": str(path), "text": text, "seconds": len(waveform) / SAMPLE_RATE, "pieces": times}
+            row = {"file": str(path), "text": text, "seconds": len(waveform) / SAMPLE_RATE, "pieces": times}
+            yield {**row, **in_recording(records, pieces)}
 
     done = 0
     if output:

@@ -1,6 +1,5 @@
 """Whisper's weights on disk: reads Hugging Face folders and OpenAI's `.pt`, converts between them, and exports."""
 
-import errno
 import json
 import math
 import os
@@ -8,19 +7,25 @@ import re
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from common import checkpoint, files
-from common.errors import UsageError, cannot_write, first_line
+from common import checkpoint
+from common.errors import UsageError
 from speech.audio import SAMPLE_RATE
-from speech.folders import require_replaceable, write_folder
+from speech.weights import (
+    EXPORTED,
+    check_shapes,
+    floats,
+    read_description,
+    read_folder,
+    read_json,
+    read_pickle,
+    require_export,
+    save_tensors,
+    write_export,
+)
 from speech.whisper.model import FRAME, HOP, N_FFT
 
 FFN = 4  # width of the feed-forward layers in units of d_model, in every released model
-EXPORTED = "speech-recipes"  # in made_from.json and config.json of an export
-POINTER = b"version https://git-lfs"
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Names in Hugging Face's config.json to those in OpenAI's `dims`, which imply feed-forward layers of FFN * d_model.
 DIMS = {
@@ -163,13 +168,10 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
     if os.path.isdir(path):
         config = read_config(path)
         if (path / "generation_config.json").is_file():
-            generation = _read_json(path / "generation_config.json")
-        weights = {}
-        for file in _weight_files(path):
-            weights |= _floats(_read_tensors(file), file)
-        weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+            generation = read_json(path / "generation_config.json")
+        weights = {name.removeprefix("model."): tensor for name, tensor in read_folder(path).items()}
     else:
-        content = _read_pickle(path)
+        content = read_pickle(path)
         if not isinstance(content, dict) or not {"dims", "model_state_dict"} <= set(content):
             keys = list(map(str, content))[:5] if isinstance(content, dict) else type(content).__name__
             raise UsageError(
@@ -181,7 +183,7 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
         except (KeyError, ValueError, TypeError):
             raise UsageError(f"{path}: its dims are not Whisper's") from None
         check_config(config, path)
-        weights = openai_to_hf(_floats(content["model_state_dict"], path))
+        weights = openai_to_hf(floats(content["model_state_dict"], path))
     output, embedding = weights.pop("proj_out.weight", None), weights.get("decoder.embed_tokens.weight")
     if output is not None and (embedding is None or not torch.equal(output, embedding)):
         raise UsageError(f"{path}: its output layer is not its embedding; Whisper has one matrix for both")
@@ -190,51 +192,14 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
 
 
 def check(weights: dict[str, torch.Tensor], config: dict[str, int], path: str | Path, ctc_tokens: int = 0) -> None:
-    """Raises `UsageError` if tensors are missing, unexpected or of another shape. Nothing may be built before: the file's
-    tensors bound the memory that its configuration asks for."""
-    expected = expected_shapes(config, ctc_tokens)
-    missing = [name for name in expected if name not in weights]
-    unexpected = [name for name in weights if name not in expected]
-    wrong = [name for name in expected if name in weights and tuple(weights[name].shape) != expected[name]]
-    if wrong:
-        name = wrong[0]
-        raise UsageError(
-            f"{path}: {name} is {tuple(weights[name].shape)}, but its configuration asks for {expected[name]} "
-            f"({len(wrong)} such tensors): weights and configuration belong to different models"
-        )
-    for problem, names in (("lacks", missing), ("has unexpected", unexpected)):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            shown = ", ".join(repr(name[:60]) for name in names[:3])
-            raise UsageError(f"{path} {problem} {shown}{more}: it is not a complete, unchanged Whisper model")
-
-
-def refuse_pointer(file: Path) -> None:
-    """Raises `UsageError` for a Git LFS pointer, which a clone without Git LFS has in place of a large file, and for anything
-    but a regular file."""
-    try:
-        with open(files.require_file(file), "rb") as opened:
-            is_pointer = opened.read(len(POINTER)) == POINTER
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from None
-    if is_pointer:
-        raise UsageError(f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`")
-
-
-def _read_json(file: Path) -> dict:
-    refuse_pointer(file)
-    return files.read_json(file)
+    """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
+    check_shapes(weights, expected_shapes(config, ctc_tokens), path, "Whisper")
 
 
 def read_config(folder: Path) -> dict[str, int]:
     """The configuration of a Hugging Face folder. Raises `UsageError`."""
+    content = read_description(folder, "whisper")
     file = folder / "config.json"
-    if not file.is_file():
-        raise UsageError(f"{folder} holds no config.json: it is not a Hugging Face model folder")
-    content = _read_json(file)
-    if content.get("model_type") != "whisper":
-        kind = str(content.get("model_type"))[:40]
-        raise UsageError(f"{file} describes a model of type {kind!r}; this recipe takes whisper")
     if content.get("activation_function", "gelu") != "gelu" or content.get("scale_embedding"):
         raise UsageError(f"{file} asks for another activation or for scaled embeddings, which no released Whisper has")
     check_config(content, file)
@@ -248,68 +213,6 @@ def check_config(config: dict, path: str | Path) -> None:
     for side in ("encoder", "decoder"):
         if config["d_model"] % config[f"{side}_attention_heads"]:
             raise UsageError(f"{path}: {side}_attention_heads does not divide d_model")
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """A Hugging Face folder's weights, safetensors preferred."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _shards(index)
-    others = sorted(p.name for p in folder.glob("*") if p.suffix in (".h5", ".msgpack", ".onnx", ".gguf"))
-    only = f" (only {', '.join(others)})" if others else ""
-    raise UsageError(
-        f"{folder} holds no weights that can be read{only}: it needs model.safetensors or pytorch_model.bin"
-    )
-
-
-def _shards(index: Path) -> list[Path]:
-    weight_map = _read_json(index).get("weight_map")
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
-        raise UsageError(f"{index} lists no files of that folder")
-    shards = [index.parent / name for name in dict.fromkeys(sorted(names))]
-    for shard in shards:
-        if not os.path.isfile(shard):
-            raise UsageError(f"{index.parent} lacks {shard.name[:60]!r}, which {index.name} lists: fetch it, too")
-    return shards
-
-
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    if file.suffix != ".safetensors":
-        return _read_pickle(file)
-    refuse_pointer(file)
-    try:
-        with files.utf8(file) as name, safe_open(name, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  safe_open is not a dict
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"{file} is damaged or cut short ({first_line(error)}): fetch it again") from None
-
-
-def _read_pickle(file: Path):
-    refuse_pointer(file)
-    if file.suffix == ".safetensors":
-        raise UsageError(f"{file}: give the folder that holds it and config.json, not the file")
-    return checkpoint.load(file, mmap=True)  # mapped, so that converting to fp32 does not hold the model twice
-
-
-def _floats(weights, path: Path) -> dict[str, torch.Tensor]:
-    """fp32 copies; each tensor is released before the next is copied. Raises `UsageError` for anything but dense, finite
-    tensors by name."""
-    if not isinstance(weights, dict):
-        raise UsageError(f"{path} holds a {type(weights).__name__}, not weights by name")
-    for name, w in weights.items():
-        if not isinstance(w, torch.Tensor) or w.dtype not in FLOATS or w.is_meta or w.is_nested:
-            raise UsageError(
-                f"{path}: {str(name)[:60]!r} is not a floating-point tensor; quantised weights cannot be read"
-            )
-    checkpoint.check_tensors(weights, path)
-    wide = [name for name, w in weights.items() if w.dtype == torch.float64]
-    floats = {name: weights.pop(name).to(torch.float32, copy=True).contiguous() for name in list(weights)}
-    checkpoint.check_tensors({name: floats[name] for name in wide}, path)  # fp32 may be too narrow
-    return floats
 
 
 # --- exporting -------------------------------------------------------------------------------------------------------
@@ -341,31 +244,7 @@ def export(
         _write_weights(temporary, tensors, config)
 
     require_export(folder)
-    try:
-        write_folder(folder, fill, {"exported_by": EXPORTED})
-    except (SafetensorError, RuntimeError) as error:  # both libraries wrap the operating system's errors
-        raise cannot_write(folder, OSError(0, first_line(error)), "--export") from None
-    except OSError as error:
-        raise cannot_write(folder, error, "--export") from None
-    return sorted(path.name for path in folder.iterdir())
-
-
-def require_export(folder: str | Path) -> None:
-    """Raises `UsageError` if `folder` holds anything but an earlier export, `RunError` if it cannot be written."""
-    folder = Path(folder).absolute()
-    try:
-        require_replaceable(folder)
-        parent = next(parent for parent in folder.parents if parent.exists())
-        if not os.access(parent, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        if not parent.is_dir():
-            raise NotADirectoryError
-    except UsageError as error:
-        raise UsageError(f"--export {error}") from None
-    except RuntimeError as error:  # links in a circle
-        raise cannot_write(folder, OSError(errno.ELOOP, first_line(error)), "--export") from None
-    except OSError as error:
-        raise cannot_write(folder, error, "--export") from None
+    return write_export(folder, fill)
 
 
 def feature_settings(config: dict[str, int]) -> dict:
@@ -429,10 +308,7 @@ def _write_settings(folder: Path, config: dict, features: dict, generation: dict
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
-    with files.utf8(folder / "model.safetensors") as name:
-        save_file({f"model.{n}": t for n, t in tensors.items()}, name, metadata={"format": "pt"})
-    # safetensors makes files that only their owner can read
-    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode & 0o666)
+    save_tensors({f"model.{n}": t for n, t in tensors.items()}, folder)
     try:
         dims = config_to_dims(config)
     except UsageError as reason:

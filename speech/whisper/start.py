@@ -14,6 +14,7 @@ import torch
 
 from common import checkpoint, memory, options
 from common.errors import DataError, UsageError
+from speech import recogniser
 from speech.audio import SAMPLE_RATE
 from speech.long import BY_SILENCES, BY_WINDOWS, Cutting
 from speech.whisper import decoding, formats, scratch
@@ -48,14 +49,11 @@ USES = ("transcribe", "evaluate")  # of a trained model
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    ("model_dir", "model_file", "both say where the model starts; give one of them"),
-    ("model_dir", "from_scratch", "the second starts without released weights; leave one of them out"),
-    ("model_file", "from_scratch", "the second starts without released weights; leave one of them out"),
-    *((model, flag, OWN_SHAPE) for model in ("model_dir", "model_file") for flag in ("model_size", *SHAPE)),
+    *recogniser.MODEL_EXCLUDES,
+    *((model, flag, OWN_SHAPE) for model in recogniser.MODELS for flag in SHAPE),
     ("freeze_encoder", "pad_to_30s False", "a frozen encoder only knows 30 s windows; leave one of them out"),
     ("pad_share", "pad_to_30s", "the second pads every utterance; leave one of them out"),
     ("pad_share", "freeze_encoder", "the second pads every utterance; leave one of them out"),
-    ("transcribe", "export", "give one of them"),
     ("max_target_tokens", "transcribe", "the first is for texts that are given; leave it out"),
     *((flag, use, options.TRAINS) for flag in TRAINING for use in USES),
 )
@@ -110,18 +108,13 @@ def language_code(text: str) -> str:
 def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
     """`sizes`: names of model sizes to configurations; `language`: the default."""
     # fmt: off
-    start = parser.add_argument_group("model: where it starts (its shape comes from the checkpoint when resuming)")
-    start.add_argument("--model_dir", type=options.path, metavar="DIR", help="fine-tune a Hugging Face Whisper folder; with --transcribe, --evaluate or --export, use it")
-    start.add_argument("--model_file", type=options.path, metavar="FILE", help="the same for OpenAI's format: base.pt")
+    start = recogniser.add_model_arguments(parser, list(sizes), "Whisper", "OpenAI's format: base.pt", "for transformers, with OpenAI's model.pt")
     start.add_argument("--tokenizer_file", type=options.path, metavar="PATH", help="tokenizer.json, a folder or multilingual.tiktoken (next to the model)")
-    start.add_argument("--from_scratch", action=options.OnOff, default=False, help="train all weights, with a vocabulary made from the training text (on for the demo)")
-    start.add_argument("--model_size", choices=list(sizes), help="shape of a model from scratch (demo, without data; base with data)")
     for name, what in zip(SHAPE, ("width", "encoder layers", "decoder layers", "heads of every attention"), strict=True):
         most = formats.CONFIG[name if name in formats.CONFIG else f"encoder_{name}"][-1]
         start.add_argument(f"--{name}", type=options.number(int, 1, most), metavar="N", help=f"{what} of a model from scratch (by --model_size)")
     start.add_argument("--language", type=language_code, default=language, metavar="CODE", help=f"Whisper's language token ({language})")
     start.add_argument("--freeze_encoder", action=options.OnOff, default=False, help="train the decoder only, at 30 s windows (off)")
-    start.add_argument("--export", type=options.path, metavar="DIR", help="write the weights as a folder for transformers, with OpenAI's model.pt; after training, or alone with --resume PATH or --model_dir")
     losses = parser.add_argument_group("losses and padding")
     losses.add_argument("--dropout", type=options.SHARE, default=0.0, metavar="P", help="(0)")
     losses.add_argument("--label_smoothing", type=options.SHARE, default=0.0, metavar="P", help="label smoothing of the decoder's targets (0)")
