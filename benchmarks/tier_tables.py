@@ -6,6 +6,7 @@ The rows are what each script prints with --rows; common/env.sh describes their 
 a page is not up to date."""
 
 import argparse
+import functools
 import itertools
 import subprocess
 import sys
@@ -30,6 +31,11 @@ WHISPER_NOTE = """\
 Each cell gives micro-batch x accumulation steps. R: gradient checkpointing. 8: 8-bit AdamW. H: optimizer states in host
 memory. F: frozen encoder (needs pretrained weights). A dash: does not fit. All rows are *predicted* to fit with
 utterances of 30 s, a tenth of the memory and 0.6 GiB left free, by `python benchmarks/whisper_memory.py`, and not
+measured on these GPUs."""
+
+PARAKEET_NOTE = """\
+Each cell gives micro-batch x accumulation steps. R: gradient checkpointing. 8: 8-bit AdamW. H: optimizer states in host
+memory. All rows are *predicted* to fit with utterances of 20 s at 0.9 times the speed, by the arithmetic below, and not
 measured on these GPUs."""
 
 
@@ -77,17 +83,21 @@ def konkani_table(rows: list[list[str]]) -> str:
     return markdown(["tier", "micro-batch x accumulation", *sizes], lines, KONKANI_NOTE)
 
 
-def whisper_table(rows: list[list[str]]) -> str:
+def table_of_cells(rows: list[list[str]], note: str) -> str:
     sizes = names([row for row in rows if row[0] != "*"], 1)  # the demo is the same in every tier
     lines = [[label(tier), *(cell(row_of(rows, tier, size)) for size in sizes)] for tier in names(rows, 0)]
     header = ["`many` (small)" if size == "many" else f"`{size}`" for size in sizes]
-    return markdown(["tier", *header], lines, WHISPER_NOTE)
+    return markdown(["tier", *header], lines, note)
 
 
 PAGES = {
     "recipes/konkani_conformer.md": ("run_training_memory_optimized.sh", konkani_table),
-    "recipes/whisper_vietnamese.md": ("run_whisper_vietnamese.sh", whisper_table),
-    "recipes/whisper_morse.md": ("run_whisper_morse.sh", whisper_table),
+    "recipes/whisper_vietnamese.md": (
+        "run_whisper_vietnamese.sh",
+        functools.partial(table_of_cells, note=WHISPER_NOTE),
+    ),
+    "recipes/whisper_morse.md": ("run_whisper_morse.sh", functools.partial(table_of_cells, note=WHISPER_NOTE)),
+    "recipes/parakeet_tdt.md": ("run_parakeet_tdt.sh", functools.partial(table_of_cells, note=PARAKEET_NOTE)),
 }
 
 

@@ -49,7 +49,8 @@ def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
             norm = step
         elif isinstance(step, torch.nn.Linear):
             parts.append((norm, activation))
-            tensors += downcast(step.weight), downcast(step.bias), norm and norm.weight, norm and norm.bias
+            bias = None if step.bias is None else downcast(step.bias)
+            tensors += downcast(step.weight), bias, norm and norm.weight, norm and norm.bias
             norm = activation = None
         else:
             activation = step
@@ -64,18 +65,20 @@ class _LeanChain(torch.autograd.Function):
             kept += x, weight
             x = F.linear(_prepare(x, norm, activation)[0].to(weight.dtype), weight, bias)
         ctx.save_for_backward(*kept)
-        ctx.parts = parts
+        ctx.parts = [(*part, bias is not None) for part, bias in zip(parts, tensors[1::4], strict=True)]
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         kept, gradients = ctx.saved_tensors, []
-        for (norm, activation), x, weight in reversed(list(zip(ctx.parts, kept[::2], kept[1::2], strict=True))):
+        for (norm, activation, has_bias), x, weight in reversed(
+            list(zip(ctx.parts, kept[::2], kept[1::2], strict=True))
+        ):
             y, normed, *norm_inputs = _prepare(x, norm, activation)
             gradient = gradient.flatten(0, -2)
             of_weight = gradient.t() @ y.to(weight.dtype).flatten(0, -2)
-            of_bias, of_scale, of_shift = gradient.sum(0), None, None
+            of_bias, of_scale, of_shift = gradient.sum(0) if has_bias else None, None, None
             del y  # before its gradient, which is as large
             gradient = (gradient @ weight).view(x.shape).to(normed.dtype)
             if activation:

@@ -2,7 +2,7 @@
 
 import io
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from common.errors import DataError, UsageError, require
 from common.files import read_json
@@ -25,6 +25,23 @@ def for_scoring(text: str) -> str:
     """`normalise` without punctuation and joiners. Keeps combining marks: हांव कोंकणी would become ह व क कण."""
     kept = (" " if unicodedata.category(c).startswith("P") else c for c in text if c not in JOINERS)
     return normalise("".join(kept))
+
+
+# What `style` looks for, in words.
+STYLE = {"case": "capitals are", "punctuation": "punctuation is", "digits": "digits are"}
+
+
+def style(texts: list[str]) -> dict[str, float]:
+    """The shares of `texts` that have capitals, punctuation and digits."""
+
+    def share(has: Callable[[str], bool]) -> float:
+        return sum(any(map(has, text)) for text in texts) / max(1, len(texts))
+
+    return {
+        "case": share(str.isupper),
+        "punctuation": share(lambda c: unicodedata.category(c).startswith("P")),
+        "digits": share(str.isdigit),
+    }
 
 
 class CharTokenizer:
@@ -56,6 +73,11 @@ class SentencePieceTokenizer:
         self.size = self.processor.vocab_size()
         self.unknown = self.processor.unk_id()
         self.spaces = set(self.encode(" ")) - {self.unknown}
+
+    @property
+    def pieces(self) -> list[str]:
+        """By id, with U+2581 for a space."""
+        return [self.processor.id_to_piece(i) for i in range(self.size)]
 
     def encode(self, text: str) -> list[int]:
         return self.processor.encode(text)

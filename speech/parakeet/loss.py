@@ -120,7 +120,7 @@ class _Cells:
             yield from ((piece, None) for piece in everything.split(self.rows))
             return
         generator = torch.Generator(self.device).manual_seed(self.seed)
-        starts = list(range(0, total, self.rows)) + [total]
+        starts = [*range(0, total, self.rows), total]
         bounds = torch.searchsorted(everything, torch.tensor(starts, device=self.device)).tolist()
         waiting, count = [], 0
         for (start, stop), (first, last) in zip(itertools.pairwise(starts), itertools.pairwise(bounds), strict=True):

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from common import options
-from recipes import konkani_conformer, whisper_morse, whisper_vietnamese
+from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = [konkani_conformer, whisper_morse, whisper_vietnamese]
+RECIPES = [konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese]
 ORDER = ("add_arguments", "resolve", "Utterances", "collate", "compute_loss", "evaluate", "transcribe", "main")
 METHODS = ("__len__", "fingerprint", "seconds", "item")
 MAIN_LINES, PARAMETERS = 40, 8
 FEWER_PARAMETERS = {"train": 6}
-FLAGS = ("--evaluate", "--verify_gpu", "--use_chunking", "--transcribe", "--decoding", "--beam_size")
+FLAGS = ("--evaluate", "--verify_gpu", "--use_chunking", "--transcribe", "--output")
 
 
 def name_of(recipe) -> str:

@@ -30,7 +30,8 @@ def chain(kind: str, dtype: torch.dtype = torch.float64) -> list:
     torch.manual_seed(0)
     norm, square = Fp32Norm(16), torch.nn.Linear(16, 16)
     widen, narrow = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
-    for module in (norm, widen, narrow, square):
+    unbiased, narrowed = torch.nn.Linear(16, 64, bias=False), torch.nn.Linear(64, 16, bias=False)
+    for module in (norm, widen, narrow, square, unbiased, narrowed):
         torch.nn.init.normal_(module.weight.data, std=0.5)
         module.to(dtype)
     return {
@@ -40,10 +41,15 @@ def chain(kind: str, dtype: torch.dtype = torch.float64) -> list:
         "activation": [F.gelu, square],
         "norm and activation": [norm, F.silu, square],
         "norm between": [widen, F.silu, narrow, norm, square],
+        "without biases": [norm, unbiased, F.silu, narrowed],
+        "one bias": [norm, unbiased, F.silu, narrow],
     }[kind]
 
 
-CHAINS = ["feed-forward, GELU", "feed-forward, SiLU", "norm", "activation", "norm and activation", "norm between"]
+CHAINS = [
+    "feed-forward, GELU", "feed-forward, SiLU", "norm", "activation", "norm and activation", "norm between", "without biases",
+    "one bias",
+]  # fmt: skip
 
 
 def parameters(steps: list) -> list[torch.nn.Parameter]:
@@ -100,13 +106,16 @@ def test_a_lean_chain_keeps_its_input_and_what_its_linear_layers_return(everywhe
         [(x, torch.float32), (wide, half), (weight, half), (weight, half)], key=str
     )
     assert storages_kept(plain_chain, steps, half).count((wide, half)) == 2
+    steps = chain("without biases", torch.float32)
+    assert storages_kept(layers.lean_chain, steps, None) == [(wide, torch.float32), (x, torch.float32)]
     steps = chain("norm and activation", torch.float32)
     assert storages_kept(layers.lean_chain, steps, None) == [(x, torch.float32)]
 
 
+@pytest.mark.parametrize("kind", ["feed-forward, SiLU", "without biases"])
 @pytest.mark.parametrize("frozen", ["the input", "the norm", "linear layers", "everything"])
-def test_what_is_frozen_in_a_lean_chain_has_no_gradient(everywhere, frozen):
-    steps = chain("feed-forward, SiLU")
+def test_what_is_frozen_in_a_lean_chain_has_no_gradient(everywhere, kind, frozen):
+    steps = chain(kind)
     norm, widen, _, narrow = steps
     norm.requires_grad_(frozen not in ("the norm", "everything"))
     for linear in (widen, narrow):

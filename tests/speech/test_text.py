@@ -204,3 +204,17 @@ def test_equal_texts_give_equal_tokenizers():
     for kind in ("char", "bpe"):
         first, second = (text.train_tokenizer(["हांव घर", "तूं घर"] * 10, kind, 24) for _ in range(2))
         assert first.state() == second.state() and b"/tmp" not in first.model
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ([], (0, 0, 0)), (["", " "], (0, 0, 0)), (["how are you"], (0, 0, 0)), (["How are you?", "fine", "I AM", "7 o'clock"], (0.5, 0.5, 0.25)),
+        (["Ça va", "Ελλάδα", "ǅ", "ß"], (0.5, 0, 0)), (["हांव घरा वता।", "तूं"], (0, 0.5, 0)), (["१२ दीस", "m²", "x+1=2"], (0, 0, 1)),
+        (["«oui»", "a-b", "“a”", "a + b", "$5"], (0, 0.6, 0.2)),
+    ],
+)  # fmt: skip
+def test_style_is_the_share_of_texts_with_capitals_punctuation_and_digits(texts, expected):
+    shares = text.style(texts)
+    assert tuple(shares.values()) == expected
+    assert shares.keys() == text.STYLE.keys() == {"case", "punctuation", "digits"}

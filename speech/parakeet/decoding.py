@@ -1,0 +1,105 @@
+"""Greedy decoding of a token-and-duration transducer in batches, and the times of words and segments."""
+
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+SPACE = "\u2581"  # begins a word in SentencePiece's pieces
+# Latin, Armenian, Arabic, Urdu, Devanagari, Myanmar, Ethiopic, Khmer, Chinese and full-width.
+SENTENCE_ENDS = (*".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61",)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A piece, its first encoder frame, and how many frames the model says it lasts."""
+
+    piece: int
+    frame: int
+    duration: int
+
+
+@torch.no_grad()
+def greedy(
+    step: Callable, joint: Callable, encoded: torch.Tensor, lengths: list[int], durations: tuple[int, ...], max_symbols: int
+) -> list[list[Token]]:  # fmt: skip
+    """The likeliest token at every frame, and the likeliest duration to the next one, for each of (B, T, J).
+
+    `joint(encoded (B, J), predicted (B, J))` returns logits (B, V + 1 + D): tokens, blank, durations. `step(tokens (B,), state)`
+    returns the prediction network's output (B, J) and state, a tuple of (L, B, H); tokens and state are None at the start. Only
+    labels move the prediction network. A blank lasts at least a frame. After `max_symbols` labels in a frame, the next frame
+    follows."""
+    device, batch = encoded.device, len(lengths)
+    ends, steps = torch.tensor(lengths, device=device), torch.tensor(durations, device=device)
+    rows = torch.arange(batch, device=device)
+    frame, symbols = torch.zeros_like(rows), torch.zeros_like(rows)
+    predicted, state = step(None, None)
+    history = []
+    while bool((active := frame < ends).any()):
+        logits = joint(encoded[rows, frame.clamp_max(encoded.shape[1] - 1)], predicted)
+        blank = logits.shape[1] - len(durations) - 1
+        token = logits[:, : blank + 1].argmax(1)
+        duration = steps[logits[:, blank + 1 :].argmax(1)]
+        is_label = active & (token != blank)
+        history.append(torch.stack([torch.where(is_label, token, -1), frame, duration]))
+        symbols = torch.where(is_label, symbols + 1, symbols)
+        stuck = (token == blank) | (symbols >= max_symbols)
+        duration = torch.where(stuck, duration.clamp_min(1), duration)
+        symbols = torch.where(duration > 0, 0, symbols)
+        frame = frame + duration
+        if len(chosen := is_label.nonzero()[:, 0]):
+            moved, new = step(token[chosen], tuple(part[:, chosen] for part in state))
+            predicted = predicted.index_copy(0, chosen, moved)
+            state = tuple(part.index_copy(1, chosen, value) for part, value in zip(state, new, strict=True))
+    hypotheses: list[list[Token]] = [[] for _ in lengths]
+    for moment in torch.stack(history).tolist() if history else ():
+        for hypothesis, values in zip(hypotheses, zip(*moment, strict=True), strict=True):
+            if values[0] >= 0:
+                hypothesis.append(Token(*values))
+    return hypotheses
+
+
+def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int) -> dict:
+    """The text of an utterance of `frames` encoder frames, and its `words` and `segments` as lists of {"start", "end", "text"} in
+    seconds.
+
+    Words, segments and times are those of NVIDIA's NeMo: punctuation takes no time, although the model predicts a duration for
+    it; it ends when the token before it ends. A segment ends with a sentence. Unlike in NeMo, nothing ends after the utterance,
+    punctuation at the start of a word belongs to that word, and punctuation between spaces belongs to the word before it."""
+    words: list[dict] = []
+    end = 0
+    for token in tokens:
+        piece = tokenizer.pieces[token.piece]
+        if not _is_mark(piece.removeprefix(SPACE)) or not words:
+            end = min(token.frame + token.duration, frames)
+        if not words or piece.startswith(SPACE) or token.piece == tokenizer.unknown:  # it is decoded with spaces
+            words.append({"start": token.frame, "pieces": []})
+        words[-1]["pieces"].append(token.piece)
+        words[-1]["end"] = end
+    timed: list[dict] = []
+    for word in words:
+        start, end = word["start"] * frame_seconds, word["end"] * frame_seconds
+        text = tokenizer.decode(word["pieces"]).strip()
+        if timed and _is_mark("".join(text.split())) and tokenizer.unknown not in word["pieces"]:
+            timed[-1] |= {"end": round(end, 3), "text": f"{timed[-1]['text']} {text}"}
+        elif text:
+            timed.append({"start": round(start, 3), "end": round(max(start, end), 3), "text": text})
+    text = tokenizer.decode([token.piece for token in tokens]).strip()
+    return {"text": text, "words": timed, "segments": segments(timed)}
+
+
+def _is_mark(text: str) -> bool:
+    return bool(text) and all(unicodedata.category(character)[0] == "P" for character in text)
+
+
+def segments(words: list[dict]) -> list[dict]:
+    """Joins words to sentences."""
+    result, begun = [], []
+    for number, word in enumerate(words):
+        begun.append(word)
+        if number + 1 == len(words) or word["text"].endswith(SENTENCE_ENDS):
+            text = " ".join(each["text"] for each in begun)
+            result.append({"start": begun[0]["start"], "end": begun[-1]["end"], "text": text})
+            begun = []
+    return result
