@@ -99,19 +99,14 @@ def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
     return splits.load_splits(paths, text.normalise, checks)
 
 
-def sample_texts(corpus: Corpus, seed: int) -> list[str]:
-    """A random part of the texts: millions of them would take minutes to look at."""
-    rows = np.random.default_rng(seed).permutation(len(corpus))[: starts.SAMPLE]
-    return [corpus.texts[int(row)] for row in rows]
-
-
-def report_unknown(texts: list[str], tokenizer: ParakeetTokenizer) -> None:
-    """Says how many texts hold characters that the model cannot write."""
-    share = sum(tokenizer.unknown in tokenizer.encode(each) for each in texts) / len(texts)
-    if share:
-        print(
-            f"{100 * share:.1f} % of the training texts hold characters outside the vocabulary; they become its unknown token"
-        )
+def sample_texts(corpus: Corpus, tokenizer: ParakeetTokenizer, seed: int) -> list[str]:
+    """A random part of the texts, because millions would take minutes. Says how many hold characters that the model cannot
+    write."""
+    texts = [corpus.texts[int(row)] for row in np.random.default_rng(seed).permutation(len(corpus))[: starts.SAMPLE]]
+    if unknown := sum(tokenizer.unknown in tokenizer.encode(each) for each in texts):
+        share = f"{100 * unknown / len(texts):.1f} % of the training texts"
+        print(f"{share} hold characters outside the vocabulary; they become its unknown token")
+    return texts
 
 
 def about_run(args, sets: dict[str, Corpus], metadata: dict) -> dict:
@@ -554,26 +549,11 @@ def records(tokenizer: ParakeetTokenizer, model: Parakeet, batch: dict) -> list[
     return [decoding.transcript(tokens, tokenizer, seconds, count) for tokens, count in hypotheses]
 
 
-def warn_of_style(texts: list[str], rows: list[dict]) -> None:
-    """Says once if the training texts and what the model writes differ in style: error rates rise while it learns another one.
-    `texts` is emptied."""
-    if texts and rows:
-        ours, its = (text.style(each) for each in (texts, [row["hypothesis"] for row in rows]))
-        for name, limit in STYLES.items():
-            if abs(ours[name] - its[name]) > limit:
-                shares = f"in {100 * its[name]:.0f} % of the model's texts, and in {100 * ours[name]:.0f} % of the training texts"
-                print(
-                    f"warning: {text.STYLE[name]} {shares}: error rates rise while the model learns another style",
-                    flush=True,
-                )
-    texts.clear()
-
-
 def evaluate(
     tokenizer: ParakeetTokenizer, terms: dict[str, float], texts: list[str], model: Parakeet, eval_batches
 ) -> dict[str, tuple[float, float]]:
     """The losses named in `terms`, CER and WER of greedy decoding, as (numerator, denominator). `texts`: as in
-    `warn_of_style`."""
+    `recogniser.warn_of_style`."""
 
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, frames = model.encode(batch)
@@ -583,7 +563,7 @@ def evaluate(
         )
 
     rows, sums = decode_set(decode_batch, eval_batches, next(model.parameters()).device, terms)
-    warn_of_style(texts, rows)
+    recogniser.warn_of_style(texts, rows)
     return {**sums, **metrics.score(rows)}
 
 
@@ -682,8 +662,7 @@ def main(args) -> None:
     sets = read_sets(args, run.resumed and run.resumed["metadata"])
     metadata, weights = starts.choose(start, run.resumed, lambda: sets["train"].texts)
     tokenizer = make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
-    sample = sample_texts(sets["train"], args.seed)
-    report_unknown(sample, tokenizer)
+    sample = sample_texts(sets["train"], tokenizer, args.seed)
     metadata |= about_run(args, sets, metadata)
     data = {name: Utterances(args, sets[name], tokenizer, metadata, training=name == "train") for name in sets}
     is_new, weights = not run.resumed, None if run.resumed else weights  # the loop loads those of a checkpoint

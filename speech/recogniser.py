@@ -16,12 +16,16 @@ from common.errors import DataError, RunError, UsageError, cannot_write
 from speech import metrics
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
-from speech.text import for_scoring
+from speech.text import for_scoring, style
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
 EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
 SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
+
+STYLES = {  # what a warning says, and the difference between shares of texts that is worth it
+    "case": ("capitals are", 0.3), "punctuation": ("punctuation is", 0.3), "digits": ("digits are", 0.05),
+}  # fmt: skip
 
 AUGMENTATION = ("spec_augment", "speed_perturbation", "dropout", "label_smoothing")  # flags for training alone
 
@@ -131,6 +135,20 @@ def print_results(
         files.write_text(log_dir / "transcripts.jsonl", text)
     except OSError as error:
         raise cannot_write(log_dir, error, "--log_dir") from None
+
+
+def warn_of_style(texts: list[str], rows: list[dict]) -> None:
+    """Says once if the training `texts` and the hypotheses in `rows` differ in style: error rates rise while a model learns
+    another one. `texts` is emptied."""
+    if texts and rows:
+        ours, its = (style(each) for each in (texts, [row["hypothesis"] for row in rows]))
+        for name, (words, limit) in STYLES.items():
+            if abs(ours[name] - its[name]) > limit:
+                shares = f"{100 * its[name]:.0f} % of the model's texts and in {100 * ours[name]:.0f} % of the training texts"
+                print(
+                    f"warning: {words} in {shares}: error rates rise while the model learns another style", flush=True
+                )
+    texts.clear()
 
 
 def is_stream(path: Path) -> bool:

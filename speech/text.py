@@ -27,10 +27,6 @@ def for_scoring(text: str) -> str:
     return normalise("".join(kept))
 
 
-# What `style` looks for, in words.
-STYLE = {"case": "capitals are", "punctuation": "punctuation is", "digits": "digits are"}
-
-
 def style(texts: list[str]) -> dict[str, float]:
     """The shares of `texts` that have capitals, punctuation and digits."""
 

@@ -71,7 +71,10 @@ class _TDT(torch.autograd.Function):
             grid = grid.index_copy_(0, cells.index, values.double()).view(*cells.shape, -1)
             losses, posteriors = _sum_paths(grid, cells, trains)
             if trains:
-                kept = [values[:, 0], *(tensor.flatten(0, 2)[cells.index].to(values.dtype) for tensor in posteriors)]
+                kept = [
+                    values[:, 0].clone(),
+                    *(tensor.flatten(0, 2)[cells.index].to(values.dtype) for tensor in posteriors),
+                ]
                 ctx.save_for_backward(encoded, predicted, weight, bias, *kept)
                 ctx.settings = lattice, dtype, seed
         return losses.to(values.dtype)
@@ -105,9 +108,8 @@ class _Cells:
             for b, (t, u) in enumerate(zip(lattice.frames.tolist(), lattice.labels.tolist(), strict=True))
         ]
         self.index = torch.cat(index).to(self.device, non_blocking=True)
-        targets = F.pad(lattice.targets, (0, columns))[
-            :, :columns
-        ]  # after the last label: any token, its arc is left out
+        # After the last label any token will do, because its arc is left out.
+        targets = F.pad(lattice.targets, (0, columns))[:, :columns]
         self.targets = targets.to(self.device, non_blocking=True).flatten()
         self.rows = max(1, GPU_LOGITS // len(bias)) if self.device.type == "cuda" else CPU_ROWS
 
@@ -120,8 +122,9 @@ class _Cells:
             yield from ((piece, None) for piece in everything.split(self.rows))
             return
         generator = torch.Generator(self.device).manual_seed(self.seed)
-        starts = [*range(0, total, self.rows), total]
-        bounds = torch.searchsorted(everything, torch.tensor(starts, device=self.device)).tolist()
+        starts = bounds = [*range(0, total, self.rows), total]
+        if chosen is not None:
+            bounds = torch.searchsorted(chosen, torch.tensor(starts).to(self.device, non_blocking=True)).tolist()
         waiting, count = [], 0
         for (start, stop), (first, last) in zip(itertools.pairwise(starts), itertools.pairwise(bounds), strict=True):
             drawn = torch.rand(stop - start, self.encoded.shape[1], device=self.device, generator=generator) >= dropout
@@ -170,7 +173,7 @@ def _sum_paths(grid: torch.Tensor, cells: _Cells, trains: bool) -> tuple[torch.T
     if lattice.plain is not None:
         plain = lattice.plain.to(device, non_blocking=True)[:, None, None]
     minus_sigma = torch.zeros_like(frames, dtype=torch.float64).masked_fill(~plain, -lattice.sigma)
-    nothing = torch.tensor(-torch.inf, dtype=torch.float64, device=device)
+    nothing = torch.full((), -torch.inf, dtype=torch.float64, device=device)
 
     def arc(token: torch.Tensor, k: int, of_plain: int, allowed: torch.Tensor) -> torch.Tensor:
         """Log-probability of a token with the duration k, -inf if it is not allowed. RNN-T's arcs have one duration."""
@@ -195,7 +198,7 @@ def _sum_paths(grid: torch.Tensor, cells: _Cells, trains: bool) -> tuple[torch.T
     def within_frame(base: torch.Tensor) -> torch.Tensor:
         return base.logcumsumexp(1) if has_stay else base
 
-    longest, steps = max(durations), torch.tensor([d for _, d in moves], device=device)
+    longest, steps = max(durations), torch.tensor([d for _, d in moves]).to(device, non_blocking=True)
     beta = nothing.expand(len(grid), t_size + longest, u_size + 1).clone()
     last = ends.logsumexp(2)
     for i in range(t_size - 1, -1, -1):

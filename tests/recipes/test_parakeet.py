@@ -660,7 +660,7 @@ def test_another_style_of_the_training_texts_is_a_warning(released, konkani, jso
         tmp_path,
     ]
     out = ran(recipe, *flags, "--model_dir", released / "hf")
-    rest = "0 % of the model's texts, and in 50 % of the training texts: error rates rise while the model learns another style"
+    rest = "0 % of the model's texts and in 50 % of the training texts: error rates rise while the model learns another style"
     assert [line for line in out.splitlines() if line.startswith("warning")] == [
         f"warning: capitals are in {rest}", f"warning: punctuation is in {rest}",
     ]  # fmt: skip
