@@ -3,9 +3,9 @@
 # Fine-tunes Parakeet-TDT with a preset for the GPU's memory. Without any argument it trains a small model on a synthetic corpus.
 #   ./run_parakeet_tdt.sh [TIER] [SIZE] [any flag of recipes/parakeet_tdt.py] [--print]
 #   GPUS=2 ./run_parakeet_tdt.sh ...    trains on two GPUs, with the same update; also 4 and 8
-# TIER: auto (default), 8gb, 16gb, 24gb, a100, cpu. SIZE: demo (default without data and model), 0.6b (default with either),
-# 110m. A model from scratch has this size. A model from --model_dir or --model_file has its own size, and SIZE only picks the
-# row of the table.
+# TIER: auto (default), 8gb, 16gb, 24gb, a100, cpu. SIZE: demo (default without any of the flags that follow), 0.6b (default
+# with --model_dir, --model_file, --train_manifest or --from_scratch), 110m. A model from scratch has this size. A model from
+# --model_dir or --model_file has its own size, and SIZE only picks the row of the table.
 # An update is 120 utterances in every tier, 8 in the demo; the tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it; python recipes/parakeet_tdt.py --help lists the flags.
 # The output is written in runs/parakeet_tdt, unless --output_dir names another folder.
@@ -19,13 +19,13 @@ script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
 rows='
 #tier size batch accumulation what
 *     demo 8 1
-a100  *    20 6 --eval_batch_size 10    # as in the guide, which adds R and 8 there: this needs neither
-24gb  110m 20 6
-24gb  0.6b 12 10 8 --eval_batch_size 10
-16gb  110m 20 6
-16gb  0.6b 20 6 R 8 --eval_batch_size 8
 8gb   110m 20 6 R
 8gb   0.6b 10 12 R H --eval_batch_size 4
+16gb  110m 20 6
+16gb  0.6b 20 6 R 8
+24gb  110m 20 6
+24gb  0.6b 12 10 8 --eval_batch_size 10
+a100  *    20 6 --eval_batch_size 10    # as in the guide, which adds R and 8 there: this needs neither
 cpu   *    4 30 R
 '
 tier_and_size "$@"; shift "$words"

@@ -125,11 +125,11 @@ given() {
 }
 
 # trains ARGUMENT...: fails if the recipe only uses a model or writes a data set, for which it needs no row of the table.
-trains() { ! given '--transcribe --evaluate --write_dataset' "$@"; }
+trains() { ! given '--transcribe --evaluate --write_dataset' "$@" && ! only_exports "$@"; }
 
-# only_exports ARGUMENT...: whether the recipe exports the weights of --resume and does not train.
+# only_exports ARGUMENT...: whether the recipe exports the weights of --resume or of a released model and does not train.
 only_exports() {
-  if ! given --export "$@" || ! given --resume "$@"; then return 1; fi
+  if ! given --export "$@" || ! given '--resume --model_dir --model_file' "$@"; then return 1; fi
   case " $* " in *' --resume auto '* | *' --resume=auto '*) return 1 ;; esac
   ! given '--train_manifest --data_dir --conditions --from_scratch --max_steps --num_epochs' "$@"
 }
@@ -197,7 +197,7 @@ tier_and_size() {
     *) fail "no size '$size': it is $(listed "${sizes[@]:1}")" 2 ;;
   esac
   case "$gpus" in *[!0-9]* | 0* | ?????*) fail "GPUS=$gpus: it must be the number of GPUs to train on, such as 2" 2 ;; esac
-  if [ "$gpus" -gt 1 ] && { ! trains "$@" || only_exports "$@" || given --verify_gpu "$@"; }; then
+  if [ "$gpus" -gt 1 ] && { ! trains "$@" || given --verify_gpu "$@"; }; then
     say "GPUS=$gpus is ignored: it is for training, and this command runs in one process"
     gpus=1
   fi

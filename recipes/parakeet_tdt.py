@@ -415,6 +415,7 @@ class Parakeet(nn.Module):
         self.decoder = Prediction(config, joint_dropout)
         self.joint = Joint(config, joint_dropout)
         self.ctc_head = nn.Conv1d(config["d_model"], self.blank + 1, 1) if config["ctc"] else None
+        self.trains_ctc = config["ctc"]
 
     def mel(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """The batch's waveforms to features (B, F, M), their lengths, and those of the encoder's output on the host."""
@@ -502,7 +503,7 @@ def fit_to_data(model: Parakeet, data: Utterances, seed: int) -> None:
 
 
 def losses(model: Parakeet, batch: dict, encoded: torch.Tensor, frames: list[int]) -> dict[str, torch.Tensor]:
-    """Sums over the batch of the TDT loss and, if the model has a CTC head, of the CTC loss."""
+    """Sums over the batch of the TDT loss and, if the model has a CTC head that is trained, of the CTC loss."""
     joint, lengths = model.joint, batch["tokens_lengths_host"]
     lattice = Lattice(
         batch["tokens"], torch.tensor(frames), lengths, joint.durations, model.sigma, torch.tensor(batch["plain"]),
@@ -510,7 +511,7 @@ def losses(model: Parakeet, batch: dict, encoded: torch.Tensor, frames: list[int
     )  # fmt: skip
     tdt = joint(model.encoder_projector(encoded), model.predict(batch["tokens"]), lattice)
     terms = {"tdt": (tdt * batch["factors"].to(tdt.dtype)).sum()}
-    if model.ctc_head is not None:
+    if model.trains_ctc:
         log_probs = upcast(model.ctc_head(encoded.transpose(1, 2))).log_softmax(1).permute(2, 0, 1)  # (T, B, V + 1)
         terms["ctc"] = F.ctc_loss(
             log_probs, batch["tokens"], torch.tensor(frames), lengths, blank=model.blank, reduction="sum", zero_infinity=True
@@ -618,7 +619,9 @@ def transcribe(args, start: starts.Start) -> None:
     model, tokenizer, metadata = trained(args, start, setup)
     records_of = functools.partial(records, tokenizer, model)
     longest = metadata.get("longest", MAX_SECONDS)
-    recogniser.transcribe_files(args.transcribe, records_of, setup, longest, args.output, args.eval_batch_size)
+    recogniser.transcribe_files(
+        args.transcribe, records_of, setup, longest, args.output, args.eval_batch_size, parts=("words", "segments")
+    )
 
 
 @torch.no_grad()
@@ -673,6 +676,7 @@ def main(args) -> None:
     windows = Windows(args, data["train"], collate, run.setup)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"}
     terms, released = loss_weights(start, metadata), metadata["pretrained"]
+    model.trains_ctc = "ctc" in terms
     sample = sample if released and is_new else []
     task = Task(
         RECIPE, compute_loss, terms, functools.partial(evaluate, tokenizer, terms, sample), metadata, "wer" if released else "cer",

@@ -189,11 +189,11 @@ def in_recording(records: list[dict], pieces: list[Piece]) -> dict[str, list[dic
 @torch.no_grad()
 def transcribe_files(
     paths: list[str], decode: Callable[[dict], list[str | dict]], setup: Setup, longest: float,
-    output: str | None = None, batch_size: int = 8, cutting: Cutting = BY_SILENCES,
+    output: str | None = None, batch_size: int = 8, cutting: Cutting = BY_SILENCES, parts: tuple[str, ...] = (),
 ) -> None:  # fmt: skip
     """Prints the text of each file in `paths` (files and folders), after its name and a tab if there are several, or
     writes JSON Lines to `output`. `decode(batch on device)` returns the texts of a batch of waveforms, or records: "text" and
-    lists of timed parts, such as "words". Recordings over `longest` seconds are cut, and their texts joined, by `cutting`. A
+    lists of timed `parts`, such as "words". Recordings over `longest` seconds are cut, and their texts joined, by `cutting`. A
     file that cannot be read is named on stderr and the others are transcribed; then `DataError` is raised."""
     recordings = audio_files(paths)
 
@@ -207,7 +207,7 @@ def transcribe_files(
         return [text if isinstance(text, dict) else {"text": text} for texts in pieces for text in texts]
 
     def rows() -> Iterable[dict]:
-        audible_records = unless_silent(records_of, {"text": ""})
+        audible_records = unless_silent(records_of, {"text": "", **{part: [] for part in parts}})
         for path in recordings:
             try:
                 waveform = read_audio(str(path), SAMPLE_RATE)
@@ -217,8 +217,8 @@ def transcribe_files(
             pieces, records = cutting.cut(waveform, SAMPLE_RATE, longest), []
             for first in range(0, len(pieces), batch_size):
                 records += audible_records([waveform[a:b] for a, b in pieces[first : first + batch_size]], str(path))
-            text, parts = cutting.join([record.pop("text") for record in records], pieces)
-            times = [{"start": a / SAMPLE_RATE, "end": b / SAMPLE_RATE, "text": part} for a, b, part in parts]
+            text, spans = cutting.join([record.pop("text") for record in records], pieces)
+            times = [{"start": a / SAMPLE_RATE, "end": b / SAMPLE_RATE, "text": part} for a, b, part in spans]
             row = {"file": str(path), "text": text, "seconds": len(waveform) / SAMPLE_RATE, "pieces": times}
             yield {**row, **in_recording(records, pieces)}
 

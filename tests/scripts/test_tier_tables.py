@@ -14,6 +14,7 @@ SCRIPTS = {
     "konkani_conformer": "run_training_memory_optimized.sh",
     "whisper_vietnamese": "run_whisper_vietnamese.sh",
     "whisper_morse": "run_whisper_morse.sh",
+    "parakeet_tdt": "run_parakeet_tdt.sh",
 }
 PAGE = "# Title\n\n<!-- tiers: begin -->\nold\n<!-- tiers: end -->\n\nThe end.\n"
 LETTERS = {
@@ -28,7 +29,7 @@ def tier_tables(root: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """A copy of the scripts and of three pages, with their tables written."""
+    """A copy of the scripts and made-up pages, with their tables written."""
     root = tmp_path_factory.mktemp("project")
     for name in [COMMAND, "common/env.sh", *SCRIPTS.values()]:
         (root / name).parent.mkdir(exist_ok=True)
@@ -37,7 +38,7 @@ def written(tmp_path_factory) -> Path:
     for name in SCRIPTS:
         (root / "recipes" / f"{name}.md").write_text(PAGE, encoding="utf-8")
     result = tier_tables(root)
-    assert result.returncode == 0 and result.stdout.count(": written\n") == 3, result.stderr
+    assert result.returncode == 0 and result.stdout.count(": written\n") == len(SCRIPTS), result.stderr
     return root
 
 
@@ -63,15 +64,20 @@ def cut_of(words: list[str]) -> str:
     return f"{batch} x {accumulation}"
 
 
-@pytest.mark.parametrize("recipe", ["whisper_vietnamese", "whisper_morse"])
-def test_every_cell_of_whisper_is_what_the_script_prints(written, recipe):
-    header, tiers = table_of(written / "recipes" / f"{recipe}.md")
-    sizes = [cell.split("`")[1] for cell in header[1:]]
-    assert [*sizes[:3], *sizes[-3:]] == "tiny base small medium large turbo".split()
-    assert list(tiers)[:5] == "4gb 6gb 8gb 16gb 24gb".split() and list(tiers)[-1] == "cpu" and len(tiers) == 7
-    for tier, cells in tiers.items():
-        for size, cell in zip(sizes, cells, strict=True):
-            words = printed(SCRIPTS[recipe], tier, size, "--model_dir", "whisper")
+@pytest.mark.parametrize(
+    ("recipe", "tiers", "sizes"),
+    [
+        ("whisper_vietnamese", "4gb 6gb 8gb 16gb 24gb a100 cpu", "tiny base small medium large turbo"),
+        ("whisper_morse", "4gb 6gb 8gb 16gb 24gb 32gb cpu", "tiny base small many medium large turbo"),
+        ("parakeet_tdt", "8gb 16gb 24gb a100 cpu", "110m 0.6b"),
+    ],
+)
+def test_every_cell_is_what_the_script_prints(written, recipe, tiers, sizes):
+    header, rows = table_of(written / "recipes" / f"{recipe}.md")
+    assert [cell.split("`")[1] for cell in header[1:]] == sizes.split() and list(rows) == tiers.split()
+    for tier, cells in rows.items():
+        for size, cell in zip(sizes.split(), cells, strict=True):
+            words = printed(SCRIPTS[recipe], tier, size, "--model_dir", "model")
             if words is None:
                 assert cell == "-"
                 continue

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from common import options
-from recipes import konkani_conformer, whisper_morse, whisper_vietnamese
+from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese
+from speech import recogniser
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "run_training_memory_optimized.sh"
@@ -206,22 +207,31 @@ def test_a_users_flags_win_and_resume_is_added_only_if_nothing_is_loaded(project
 
 # --- the rows --------------------------------------------------------------------------------------------------------
 
-KONKANI, VIETNAMESE, MORSE = NAME, "run_whisper_vietnamese.sh", "run_whisper_morse.sh"
-RECIPES = {KONKANI: konkani_conformer, VIETNAMESE: whisper_vietnamese, MORSE: whisper_morse}
+KONKANI, VIETNAMESE, MORSE, PARAKEET = NAME, "run_whisper_vietnamese.sh", "run_whisper_morse.sh", "run_parakeet_tdt.sh"
+RECIPES = {
+    KONKANI: konkani_conformer, VIETNAMESE: whisper_vietnamese, MORSE: whisper_morse, PARAKEET: parakeet_tdt,
+}  # fmt: skip
 WHISPERS = [VIETNAMESE, MORSE]
+WITH_DEMO = [*WHISPERS, PARAKEET]
+# In the tables' order.
 TIERS = {
     KONKANI: "4gb 6gb 8gb t4 16gb 24gb a100 cpu".split(),
     VIETNAMESE: "4gb 6gb 8gb 16gb 24gb a100 cpu".split(),
     MORSE: "4gb 6gb 8gb 16gb 24gb 32gb cpu".split(),
+    PARAKEET: "8gb 16gb 24gb a100 cpu".split(),
 }
 SIZES = {
     KONKANI: "minimal optimized original".split(),
     VIETNAMESE: "demo tiny base small medium large turbo".split(),
     MORSE: "demo tiny base small many medium large turbo".split(),
+    PARAKEET: "demo 110m 0.6b".split(),
 }
 TOO_LARGE = {("8gb", "large"), *((tier, size) for tier in ("4gb", "6gb") for size in ("medium", "large", "turbo"))}
-UPDATES = {KONKANI: 8, VIETNAMESE: 24, MORSE: 96}
-MODEL, DATA = ["--model_dir", "whisper"], ["--train_manifest", "train.json"]
+UPDATES = {KONKANI: 8, VIETNAMESE: 24, MORSE: 96, PARAKEET: 120}
+DEMO_UPDATES = {VIETNAMESE: 16, MORSE: 24, PARAKEET: 8}
+# A size whose row has 8 in tier 16gb and H in 8gb, and another size.
+LETTERED = {VIETNAMESE: ("medium", "tiny"), MORSE: ("medium", "tiny"), PARAKEET: ("0.6b", "110m")}
+MODEL, DATA = ["--model_dir", str(ROOT)], ["--train_manifest", "train.json"]  # resolving looks for the folder
 
 
 @functools.cache
@@ -271,7 +281,7 @@ def test_help_names_every_tier_and_size_of_the_table(wrapper):
     for command in ([str(ROOT / wrapper)], ["sh", wrapper]):
         result = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT)
         assert result.returncode == 0 and f"./{wrapper} [TIER] [SIZE]" in result.stdout and not result.stderr
-    words = re.findall(r"\w+", result.stdout.partition("TIER: ")[2])
+    words = re.findall(r"\w[\w.]*\b", result.stdout.partition("TIER: ")[2])
     assert {*TIERS[wrapper], *SIZES[wrapper]} <= set(words) and f"GPUS=2 ./{wrapper}" in result.stdout
 
 
@@ -311,13 +321,14 @@ def test_every_row_of_whisper_has_the_same_update_and_is_understood(wrapper, tie
             assert args.model_size == {"large": "large-v3"}.get(size, size)
 
 
-@pytest.mark.parametrize(("wrapper", "update"), [(MORSE, 24), (VIETNAMESE, 16)])
-def test_without_model_and_data_whisper_runs_the_recipes_own_demo_in_every_tier(wrapper, update):
+@pytest.mark.parametrize("wrapper", WITH_DEMO)
+def test_without_model_and_data_a_script_runs_the_recipes_own_demo_in_every_tier(wrapper):
     for words in [[], *([tier] for tier in TIERS[wrapper]), ["auto", "demo"], ["8gb", "demo"]]:
         found = command_of(wrapper, *words)
         args, plain = resolved(wrapper, found), resolved(wrapper, [])
-        assert (args.model_size, args.max_steps, of_update(found)) == ("demo", RECIPES[wrapper].DEMO_STEPS, update)
-        assert args.warmup_steps is args.max_target_tokens is args.learning_rate is None and not args.from_scratch
+        assert (args.model_size, args.max_steps) == ("demo", RECIPES[wrapper].DEMO_STEPS)
+        assert of_update(found) == DEMO_UPDATES[wrapper] and not args.from_scratch
+        assert args.warmup_steps is args.learning_rate is None and "--max_target_tokens" not in found
         assert (args.eval_every, args.save_every) == (plain.eval_every, plain.save_every)
         assert found[-2:] == ["--resume", "auto"]
     for given in (MODEL, DATA):
@@ -350,19 +361,49 @@ def test_morse_rows_are_the_guides():
     assert resolved(MORSE, command_of(MORSE, "24gb", "--conditions", "wide")).model_size == "small"
 
 
-@pytest.mark.parametrize("wrapper", WHISPERS)
-def test_a_users_flags_win_over_whispers_rows(wrapper):
-    args = resolved(
-        wrapper, command_of(wrapper, "16gb", "medium", *MODEL, "--batch_size", "1", "--no_gradient_checkpointing")
-    )
+@pytest.mark.parametrize("tier", TIERS[PARAKEET])
+def test_every_row_of_parakeet_has_the_same_update_and_is_understood(tier):
+    rows = {  # (batch, accumulation), the flags of R, 8 and H, utterances of an evaluation
+        ("a100", "110m"): (20, 6, "", 10), ("a100", "0.6b"): (20, 6, "", 10), ("24gb", "110m"): (20, 6, "", 8),
+        ("24gb", "0.6b"): (12, 10, "8", 10), ("16gb", "110m"): (20, 6, "", 8), ("16gb", "0.6b"): (20, 6, "R8", 8),
+        ("8gb", "110m"): (20, 6, "R", 8), ("8gb", "0.6b"): (10, 12, "RH", 4), ("cpu", "110m"): (4, 30, "R", 8),
+        ("cpu", "0.6b"): (4, 30, "R", 8),
+    }  # fmt: skip
+    for size in SIZES[PARAKEET][1:]:
+        batch, accumulation, letters, evaluated = rows[tier, size]
+        for given in ([], MODEL, ["--model_file", __file__], DATA, ["--from_scratch"], [*MODEL, *DATA]):
+            words = command_of(PARAKEET, tier, size, *given)
+            args = resolved(PARAKEET, words)
+            assert cut_of(words) == (args.batch_size, args.gradient_accumulation_steps) == (batch, accumulation)
+            assert of_update(words) == UPDATES[PARAKEET]
+            assert args.gradient_checkpointing == ("R" in letters) and args.use_cpu_offload == ("H" in letters)
+            assert args.optimizer == ("adamw_8bit" if "8" in letters else "adamw")
+            assert args.eval_batch_size == evaluated
+            assert args.device == ("cpu" if tier == "cpu" else "auto") and args.mixed_precision == "auto"
+            assert (args.output_dir, args.resume, args.learning_rate) == ("runs/parakeet_tdt", "auto", None)
+            start = ["--from_scratch", "--model_size", size]
+            has_model = bool({"--model_dir", "--model_file"} & set(given))
+            assert (" ".join(start) in " ".join(words)) != has_model
+            assert (args.from_scratch, args.model_size) == ((False, None) if has_model else (True, size))
+            if given and size == "0.6b":
+                assert command_of(PARAKEET, tier, *given) == words
+    folder = ["--output_dir", "elsewhere"]
+    assert resolved(PARAKEET, command_of(PARAKEET, tier, *MODEL, *folder)).output_dir == "elsewhere"
+
+
+@pytest.mark.parametrize("wrapper", WITH_DEMO)
+def test_a_users_flags_win_over_the_rows(wrapper):
+    size, other = LETTERED[wrapper]
+    words = command_of(wrapper, "16gb", size, *MODEL, "--batch_size", "1", "--no_gradient_checkpointing")
+    args = resolved(wrapper, words)
     assert args.batch_size == 1 and not args.gradient_checkpointing and args.optimizer == "adamw_8bit"
     # A user's option takes the place of the row's that it excludes.
-    args = resolved(wrapper, command_of(wrapper, "16gb", "medium", *MODEL, "--use_cpu_offload"))
+    args = resolved(wrapper, command_of(wrapper, "16gb", size, *MODEL, "--use_cpu_offload"))
     assert args.optimizer == "adamw" and args.use_cpu_offload
-    args = resolved(wrapper, command_of(wrapper, "8gb", "medium", *MODEL, "--optimizer", "adamw_8bit"))
+    args = resolved(wrapper, command_of(wrapper, "8gb", size, *MODEL, "--optimizer", "adamw_8bit"))
     assert args.optimizer == "adamw_8bit" and not args.use_cpu_offload
-    args = resolved(wrapper, command_of(wrapper, "cpu", *DATA, "--model_size=tiny", "--learning_rate=1e-3"))
-    assert (args.model_size, args.learning_rate) == ("tiny", 1e-3)
+    args = resolved(wrapper, command_of(wrapper, "cpu", *DATA, f"--model_size={other}", "--learning_rate=1e-3"))
+    assert (args.model_size, args.learning_rate) == (other, 1e-3)
     words = command_of(wrapper, "8gb", *DATA, "--resume", "a.pt")
     assert words[-2:] == ["--resume", "a.pt"] and "auto" not in words and "--model_size" not in words
     assert "auto" not in command_of(wrapper, "8gb", *DATA, "--init_from", "a.pt")
@@ -388,12 +429,11 @@ def test_using_a_model_brings_no_flags_of_training(wrapper):
 def test_wrong_words_are_usage_errors(wrapper):
     for word in ("small", "T4", ""):
         message = " ".join(command_of(wrapper, word, status=2))
-        assert f"no tier '{word}': it is auto, 4gb, 6gb, 8gb, " in message
-        assert message.endswith(f"{TIERS[wrapper][-2]} or cpu; a size comes after it")
+        assert message.endswith(
+            f"no tier '{word}': it is auto, {', '.join(TIERS[wrapper][:-1])} or cpu; a size comes after it"
+        )
     message = " ".join(command_of(wrapper, "8gb", "huge", status=2))
-    first, second, *_, before, last = SIZES[wrapper] if wrapper != KONKANI else ["", *SIZES[wrapper]]
-    assert f"no size 'huge': it is {', '.join(filter(None, (first, second)))}, " in message
-    assert message.endswith(f"{before} or {last}")
+    assert message.endswith(f"no size 'huge': it is {', '.join(SIZES[wrapper][:-1])} or {SIZES[wrapper][-1]}")
 
 
 def test_the_first_row_that_matches_counts(project):
@@ -434,12 +474,13 @@ def test_several_gpus_share_the_update_of_every_row(wrapper, tier):
         model = [] if size == "demo" or wrapper == KONKANI else MODEL
         if (tier, size) in TOO_LARGE:
             continue
-        one, eight = (command_of(wrapper, tier, size, *model, gpus=gpus) for gpus in ("", "8"))
-        assert of_update(eight) * 8 == of_update(one) and cut_of(eight)[0] <= cut_of(one)[0], (tier, size)
-        batch, accumulation = (f"--{name}" for name in ("batch_size", "gradient_accumulation_steps"))
-        for words in (one, eight):
-            words[words.index(batch) + 1] = words[words.index(accumulation) + 1] = ""
-        assert one == eight
+        one = command_of(wrapper, tier, size, *model)
+        batch, accumulation = (one.index(f"--{name}") + 1 for name in ("batch_size", "gradient_accumulation_steps"))
+        for gpus in (2, 4, 8) if wrapper == PARAKEET else (8,):
+            words = command_of(wrapper, tier, size, *model, gpus=str(gpus))
+            assert of_update(words) * gpus == of_update(one) and cut_of(words)[0] <= cut_of(one)[0], (tier, size)
+            words[batch], words[accumulation] = one[batch], one[accumulation]
+            assert words == one
 
 
 @pytest.mark.parametrize(
@@ -449,6 +490,10 @@ def test_several_gpus_share_the_update_of_every_row(wrapper, tier):
         (VIETNAMESE, "24gb tiny", "8", (3, 1)), (VIETNAMESE, "8gb small", "4", (6, 1)), (VIETNAMESE, "8gb base", "4", (6, 1)),
         (VIETNAMESE, "16gb small", "2", (6, 2)), (VIETNAMESE, "16gb small", "3", (8, 1)), (VIETNAMESE, "cpu", "2", (8, 1)),
         (MORSE, "32gb many", "8", (32, 1)), (MORSE, "24gb medium", "3", (16, 2)), (MORSE, "cpu", "4", (6, 1)),
+        *((PARAKEET, "a100 0.6b", gpus, cut) for gpus, cut in {"2": (20, 3), "4": (15, 2), "8": (15, 1)}.items()),
+        *((PARAKEET, "24gb 0.6b", gpus, cut) for gpus, cut in {"2": (12, 5), "4": (10, 3), "8": (5, 3)}.items()),
+        *((PARAKEET, "8gb 0.6b", gpus, cut) for gpus, cut in {"2": (10, 6), "4": (10, 3), "8": (5, 3)}.items()),
+        (PARAKEET, "16gb --from_scratch", "4", (15, 2)), (PARAKEET, "cpu 0.6b", "8", (3, 5)), (PARAKEET, "8gb", "8", (1, 1)),
     ],
 )  # fmt: skip
 def test_a_gpus_share_is_in_the_largest_micro_batches_that_divide_it(wrapper, words, gpus, cut):
@@ -476,20 +521,41 @@ def test_an_update_that_gpus_does_not_divide_is_a_usage_error_unless_the_user_cu
     assert cut_of(command_of(KONKANI, "8gb", "--batch_size", "4", gpus="2")) == (4, 1)
 
 
+EXPORT = "--export d --resume best.safetensors"
+
+
 @pytest.mark.parametrize(
-    "use",
-    ["--transcribe a.wav", "--evaluate", "--write_dataset d 9", "--verify_gpu", "--export d --resume best.safetensors"],
-)
-def test_what_does_not_train_runs_in_one_process(use):
-    result = answer_of(MORSE, "16gb", *use.split(), gpus="4")
+    ("wrapper", "use"),
+    [
+        *((w, use) for w in (MORSE, PARAKEET) for use in ("--transcribe a.wav", "--evaluate", "--verify_gpu", EXPORT)),
+        (MORSE, "--write_dataset d 9"), (PARAKEET, f"{EXPORT} --export_format nemo"),
+    ],
+)  # fmt: skip
+def test_what_does_not_train_runs_in_one_process(wrapper, use):
+    result = answer_of(wrapper, "16gb", *use.split(), gpus="4")
     assert result.returncode == 0 and result.stdout.startswith("python ")
     assert result.stderr == "GPUS=4 is ignored: it is for training, and this command runs in one process\n"
-    assert command_of(MORSE, "16gb", *use.split(), gpus="4") == command_of(MORSE, "16gb", *use.split())
+    assert command_of(wrapper, "16gb", *use.split(), gpus="4") == command_of(wrapper, "16gb", *use.split())
 
 
-@pytest.mark.parametrize("goal", ["--resume auto", "--resume best.pt --max_steps 9", "--resume=best.pt --data_dir d"])
-def test_an_export_after_training_runs_on_all_gpus(goal):
-    result = answer_of(MORSE, "16gb", "--export", "d", *goal.split(), gpus="4")
+@pytest.mark.parametrize("tier", TIERS[PARAKEET])
+def test_parakeets_export_alone_does_not_train(tier):
+    start = [*(["--device", "cpu"] if tier == "cpu" else []), "--output_dir", "runs/parakeet_tdt"]
+    for use in (EXPORT.split(), [*EXPORT.split(), "--export_format", "nemo"]):
+        for size in ([], ["0.6b"]):
+            words = command_of(PARAKEET, tier, *size, *use)
+            args = resolved(PARAKEET, words)
+            assert words == ["--mixed_precision", *start, *use]
+            assert recogniser.exports_only(args.export, args.resume, None, args.given)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "goal"),
+    [(MORSE, "--resume=best.pt --data_dir d"), (PARAKEET, "--resume=best.pt --train_manifest train.json"),
+     *((w, goal) for w in (MORSE, PARAKEET) for goal in ("--resume auto", "--resume best.pt --max_steps 9"))],
+)  # fmt: skip
+def test_an_export_after_training_runs_on_all_gpus(wrapper, goal):
+    result = answer_of(wrapper, "16gb", "--export", "d", *goal.split(), gpus="4")
     assert result.stdout.startswith("torchrun ") and not result.stderr
 
 
@@ -511,13 +577,14 @@ NO_GPU = "-1 NoDevFiles 1 GPU-7".split()
 
 def test_every_script_picks_from_the_tiers_of_its_table(project, tmp_path):
     script(tmp_path / "driver/nvidia-smi", FAKE_NVIDIA_SMI)
-    for wrapper in WHISPERS:
+    for wrapper in WITH_DEMO:
         shutil.copy(ROOT / wrapper, project / wrapper)
-    for memory, morse, vietnamese in (
-        ("81559", "32gb", "a100"), ("32607", "32gb", "24gb"), ("24564", "24gb", "24gb"), ("16376", "16gb", "16gb"),
-        ("15360", "8gb", "8gb"), ("8151", "8gb", "8gb"), ("6144", "6gb", "6gb"), ("4096", "4gb", "4gb"), ("", "cpu", "cpu"),
+    for memory, *tiers in (
+        ("81559", "32gb", "a100", "a100"), ("32607", "32gb", "24gb", "24gb"), ("24564", "24gb", "24gb", "24gb"),
+        ("16376", "16gb", "16gb", "16gb"), ("15360", "8gb", "8gb", "8gb"), ("8151", "8gb", "8gb", "8gb"),
+        ("6144", "6gb", "6gb", "8gb"), ("4096", "4gb", "4gb", "8gb"), ("", "cpu", "cpu", "cpu"),
     ):  # fmt: skip
-        for wrapper, tier in ((MORSE, morse), (VIETNAMESE, vietnamese)):
+        for wrapper, tier in zip((MORSE, VIETNAMESE, PARAKEET), tiers, strict=True):
             result = run(project, "--print", command=[str(project / wrapper)], path=[tmp_path / "driver"], CARDS=memory)
             assert result.returncode == 0 and result.stderr == f"tier: {tier} (auto)\n"
 

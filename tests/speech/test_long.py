@@ -1,4 +1,4 @@
-"""Cutting long recordings at silences; windows and stitching are tested with Whisper's decoding."""
+"""Cutting long recordings at silences, and silent pieces; windows and stitching are tested with Whisper's decoding."""
 
 import itertools
 
@@ -59,3 +59,20 @@ def test_windows_and_stitching_go_together():
     windows = long.BY_WINDOWS.cut(noise(50_000), 16_000, 2.0)
     assert windows[0][1] > windows[1][0]
     assert long.BY_WINDOWS.join(["one two three four", "three four five"], windows[:2])[0] == "one two three four five"
+
+
+def test_silent_pieces_are_not_decoded_and_have_a_record_of_their_own():
+    nothing, decoded = {"text": ""}, []
+
+    def decode(waveforms, name):
+        decoded.append([len(waveform) for waveform in waveforms])
+        return [{"text": f"{name} {len(waveform)}", "words": []} for waveform in waveforms]
+
+    records_of = long.unless_silent(decode, nothing)
+    silence, faint = torch.zeros(5), torch.full((6,), -2 * long.SILENT)
+    records = records_of([silence, noise(3), torch.zeros(0), silence + long.SILENT, faint], "a")
+    audible = [{"text": "a 3", "words": []}, {"text": "a 6", "words": []}]
+    assert records == [nothing, audible[0], nothing, nothing, audible[1]] and decoded == [[3, 6]]
+    records[0].pop("text")  # of this record alone
+    assert records[2:4] == [{"text": ""}] * 2 and nothing == {"text": ""}
+    assert records_of([silence, torch.zeros(0)], "b") == [nothing] * 2 and len(decoded) == 1

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, UsageError
-from speech import text
+from speech import recogniser, text
 
 any_text = st.text(max_size=40)
 DEVANAGARI = "".join(chr(c) for c in range(0x0900, 0x0980)) + text.JOINERS
@@ -217,4 +217,4 @@ def test_equal_texts_give_equal_tokenizers():
 def test_style_is_the_share_of_texts_with_capitals_punctuation_and_digits(texts, expected):
     shares = text.style(texts)
     assert tuple(shares.values()) == expected
-    assert shares.keys() == text.STYLE.keys() == {"case", "punctuation", "digits"}
+    assert shares.keys() == recogniser.STYLES.keys() == {"case", "punctuation", "digits"}

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,6 +80,15 @@ def materialised(tensors, targets, frames, labels, durations, sigma, plain) -> t
     return torch.stack(result)
 
 
+class Float64Torch:
+    """torch, but `full` makes float64 tensors."""
+
+    full = staticmethod(functools.partial(torch.full, dtype=torch.float64))
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-4)])
 def test_equals_the_peer(dtype, tolerance, monkeypatch):
     """Losses and all gradients of 200 random ragged cases against transformers' loss on the materialised joint."""
@@ -89,9 +97,7 @@ def test_equals_the_peer(dtype, tolerance, monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "float", lambda tensor: tensor
     )  # the peer casts to fp32: here it computes in float64
-    loss_torch = SimpleNamespace(**vars(torch))
-    loss_torch.full = functools.partial(torch.full, dtype=torch.float64)
-    monkeypatch.setattr(loss_tdt, "torch", loss_torch)
+    monkeypatch.setattr(loss_tdt, "torch", Float64Torch())
     for seed in range(200):
         durations = ((0, 1, 2, 3, 4), (0, 1, 2))[seed % 2]
         sizes = {"frames": int(random.integers(1, 21)), "labels": int(random.integers(0, 13))}

@@ -605,9 +605,11 @@ def test_nothing_is_dropped_if_the_overlap_is_silent():
 def transcribe_long(waveform, decode_windows, rate, longest, overlap=long.OVERLAP, batch_size=8):
     """As `transcribe_files` does it, with times in seconds."""
     windows = long.overlapping_windows(waveform, rate, longest, overlap)
-    decode, texts = long.unless_silent(decode_windows), []
+    decode = long.unless_silent(lambda pieces: [{"text": text} for text in decode_windows(pieces)], {"text": ""})
+    texts = []
     for first in range(0, len(windows), batch_size):
-        texts += decode([waveform[a:b] for a, b in windows[first : first + batch_size]])
+        records = decode([waveform[a:b] for a, b in windows[first : first + batch_size]])
+        texts += [record["text"] for record in records]
     text, parts = long.stitch(texts, windows)
     return text, [(start / rate, end / rate, part) for start, end, part in parts]
 

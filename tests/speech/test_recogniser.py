@@ -1,0 +1,115 @@
+"""Transcripts of files whose decoder returns records with timed parts, or plain texts."""
+
+import json
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from common.device import Setup
+from speech import recogniser
+from speech.audio import SAMPLE_RATE
+
+LONGEST = 4.0  # seconds of a piece
+# The words of a recording, (start, end) in seconds. The silence in the middle is longer than two pieces.
+WORDS = [(0.5, 1.25), (1.5, 2.0), (2.5, 3.5), (4.0, 5.0), (15.125, 16.0), (16.5, 17.75), (18.0, 19.5), (20.0, 20.25)]
+SECONDS = 20.5
+
+
+@pytest.fixture
+def spoken(tmp_path):
+    """A recording with word `i` at the amplitude (i + 1) / 16."""
+    waveform = np.zeros(int(SECONDS * SAMPLE_RATE), dtype=np.float32)
+    for i, (start, end) in enumerate(WORDS):
+        waveform[int(start * SAMPLE_RATE) : int(end * SAMPLE_RATE)] = (i + 1) / 16
+    soundfile.write(tmp_path / "spoken.wav", waveform, SAMPLE_RATE)
+    return str(tmp_path / "spoken.wav")
+
+
+def heard(waveform: torch.Tensor) -> list[dict]:
+    """The words of a piece, with their times in it."""
+    words = []
+    for number in sorted({round(16 * value) for value in waveform.unique().tolist()} - {0}):
+        samples = (waveform * 16).round().eq(number).nonzero()
+        start, end = int(samples[0]) / SAMPLE_RATE, (int(samples[-1]) + 1) / SAMPLE_RATE
+        words.append({"start": start, "end": end, "text": f"w{number}"})
+    return words
+
+
+class Decoder:
+    """Decodes to records, or with `plain` to texts. Remembers the number of pieces of each batch."""
+
+    def __init__(self, plain: bool = False):
+        self.plain = plain
+        self.sizes = []
+
+    def __call__(self, batch: dict) -> list[str | dict]:
+        self.sizes.append(len(batch["audio"]))
+        records = []
+        for waveform, length in zip(batch["audio"], batch["audio_lengths"], strict=True):
+            assert length <= LONGEST * SAMPLE_RATE
+            words = heard(waveform[:length])
+            text = " ".join(word["text"] for word in words)
+            segment = {"start": words[0]["start"], "end": words[-1]["end"], "text": text}
+            records.append(text if self.plain else {"text": text, "words": words, "segments": [segment]})
+        return records
+
+
+def rows_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def transcribe(paths: list[str], decode: Decoder, output=None) -> None:
+    recogniser.transcribe_files(paths, decode, Setup(), LONGEST, output and str(output), batch_size=2)
+
+
+def test_words_and_segments_have_times_in_the_recording(spoken, tmp_path):
+    decode = Decoder()
+    transcribe([spoken], decode, tmp_path / "out.jsonl")
+    (row,) = rows_of(tmp_path / "out.jsonl")
+    assert list(row) == ["file", "text", "seconds", "pieces", "words", "segments"]
+    assert (row["file"], row["seconds"]) == (spoken, SECONDS)
+    expected = [{"start": start, "end": end, "text": f"w{i + 1}"} for i, (start, end) in enumerate(WORDS)]
+    assert row["words"] == expected and row["text"] == "w1 w2 w3 w4 w5 w6 w7 w8"
+    # Pieces without a sound are not decoded, and have no parts.
+    pieces = row["pieces"]
+    audible = [piece for piece in pieces if piece["text"]]
+    assert len(pieces) - len(audible) >= 2 and sum(decode.sizes) == len(audible) >= 4 and max(decode.sizes) == 2
+    assert [segment["text"] for segment in row["segments"]] == [piece["text"] for piece in audible]
+    for piece, segment in zip(audible, row["segments"], strict=True):
+        words = [word for word in expected if piece["start"] <= word["start"] and word["end"] <= piece["end"]]
+        times = {"start": words[0]["start"], "end": words[-1]["end"]}
+        assert segment == {**times, "text": " ".join(word["text"] for word in words)}
+
+
+def test_times_are_rounded_to_milliseconds_and_other_keys_stay():
+    records = [{"words": [{"start": 0.1, "end": 0.25, "text": "a", "share": 0.5}]}, {}, {"words": []},
+               {"words": [{"start": 0.2, "end": 0.3, "text": "b"}, {"start": 0.3, "end": 0.5, "text": "c"}]}]  # fmt: skip
+    pieces = [(0, 16_001), (16_001, 20_000), (20_000, 40_000), (40_007, 50_000)]
+    assert recogniser.in_recording(records, pieces) == {"words": [
+        {"start": 0.1, "end": 0.25, "text": "a", "share": 0.5},
+        {"start": 2.7, "end": 2.8, "text": "b"}, {"start": 2.8, "end": 3.0, "text": "c"},
+    ]}  # fmt: skip
+    assert recogniser.in_recording([{}, {}], pieces[:2]) == {}
+
+
+def test_plain_texts_have_no_parts(spoken, tmp_path):
+    transcribe([spoken], Decoder(), tmp_path / "records.jsonl")
+    transcribe([spoken], Decoder(plain=True), tmp_path / "plain.jsonl")
+    (record,), (plain,) = rows_of(tmp_path / "records.jsonl"), rows_of(tmp_path / "plain.jsonl")
+    assert list(plain) == ["file", "text", "seconds", "pieces"] and plain.items() <= record.items()
+
+
+def test_without_output_only_the_texts_are_printed(spoken, tmp_path, capsys):
+    silent = str(tmp_path / "silent.wav")
+    soundfile.write(silent, np.zeros(int(9.5 * SAMPLE_RATE)), SAMPLE_RATE)
+    decode = Decoder()
+    transcribe([spoken], decode)
+    assert capsys.readouterr().out == "w1 w2 w3 w4 w5 w6 w7 w8\n"
+    decoded = len(decode.sizes)
+    transcribe([silent], decode, tmp_path / "out.jsonl")
+    (row,) = rows_of(tmp_path / "out.jsonl")
+    assert (row["text"], row.get("words", []), len(decode.sizes)) == ("", [], decoded) and len(row["pieces"]) > 2
+    transcribe([spoken, silent], decode)
+    assert capsys.readouterr().out == f"{spoken}\tw1 w2 w3 w4 w5 w6 w7 w8\n{silent}\t\n"
