@@ -25,14 +25,14 @@ rows='
 16gb  0.6b 20 6 R 8
 24gb  110m 20 6
 24gb  0.6b 12 10 8 --eval_batch_size 10
-a100  *    20 6 --eval_batch_size 10    # as in the guide, which adds R and 8 there: this needs neither
+a100  *    20 6 --eval_batch_size 10    # the guide of the replaced project adds R and 8, which this does not need
 cpu   *    4 30 R
 '
 tier_and_size "$@"; shift "$words"
 flags+=(--output_dir runs/parakeet_tdt) # the current folder may have another recipe's checkpoints
 trains "$@" || run parakeet_tdt "$@"
-row_or_demo 0.6b '--model_dir --model_file --train_manifest --from_scratch' "$@"
+row_or_demo 0.6b '--model_dir --model_file --train_manifest --from_scratch --init_from' "$@"
 pick_row "$tier" "$row" "$@"
-if is_new_model "$row" "$@"; then flags+=(--from_scratch --model_size "$row"); fi
+if ! given --init_from "$@" && is_new_model "$row" "$@"; then flags+=(--from_scratch --model_size "$row"); fi
 resume_unless_given "$@"
 run parakeet_tdt "$@"

@@ -170,9 +170,9 @@ class Windows:
         """Changes with what decides in which window of an epoch an utterance is: the seed and the utterances' lengths."""
         return hashlib.sha1(repr(self.seed).encode() + self.data.seconds(epoch).tobytes()).hexdigest()[:16]
 
-    def total_steps(self, args) -> int:
-        """The number of updates that --num_epochs and --max_steps allow."""
-        by_epochs = args.num_epochs * self.per_epoch if args.num_epochs else math.inf
+    def total_steps(self, args, origin: tuple[int, int] = (0, 0)) -> int:
+        """The updates that --num_epochs and --max_steps allow; `origin`: update and epoch at which these data came."""
+        by_epochs = origin[0] + (args.num_epochs - origin[1]) * self.per_epoch if args.num_epochs else math.inf
         return int(min(by_epochs, args.max_steps or math.inf))
 
 

@@ -49,7 +49,7 @@ RANDOM_STATE = {
 PROGRESS = {
     **dict.fromkeys(("step", "epoch", "window", "window_size", "utterances", "best_step", "evaluations_without_gain"), COUNT),
     **dict.fromkeys(("bad_windows", "bad_in_a_row", "skipped_files"), COUNT),
-    "last_evaluation": range(-1, 1 << 53), "best": (NUMBER, type(None)), "data": str, "done": [[range(1 << 53)]],
+    "last_evaluation": range(-1, 1 << 53), "best": (NUMBER, type(None)), "data": str, "done": [[range(1 << 53)]], "origin?": lambda pair: len(pair) == 2 and all(within(each, COUNT) for each in pair),
     "evaluations": [lambda pair: len(pair) == 2 and within(pair[0], COUNT) and isinstance(pair[1], NUMBER)],
     "limits": lambda limits: all(isinstance(key, int) and within(size, COUNT[1:]) for key, size in limits.items()),
 }  # fmt: skip
@@ -106,26 +106,25 @@ def check_tensors(tensors: dict, path: str | Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def load(path: Path, mmap: bool = False):
-    """The content of a file that torch.save wrote. No code in it is executed, and what is decompressed is not larger than the
-    file. Raises `Damaged`, and `UsageError` for any other file."""
+def load(path: Path):
+    """The content of a file that torch.save wrote, mapped if its form allows. No code in it is executed, and what is
+    decompressed is not larger than the file. Raises `Damaged`, and `UsageError` for any other file."""
     files.require_file(path)
     try:
-        if not zipfile.is_zipfile(path):
-            with open(path, "rb") as file:
-                start = file.read(2)
+        with open(path, "rb") as file:
+            start = file.read(2)
+        if start != b"PK" or not zipfile.is_zipfile(path):  # a tar with a zip inside passes for a zip
             if start == b"PK" or CHECKPOINT.fullmatch(path.name):
                 raise zipfile.BadZipFile
             if start != b"\x80\x02":  # of the format before torch 1.6, which cannot be mapped
                 raise UsageError(f"{path} is not a file of torch.save")
-            mmap = False
         else:
             with zipfile.ZipFile(path) as archive:
                 size = sum(entry.file_size for entry in archive.infolist())
                 if size > path.stat().st_size or archive.testzip():  # torch.load does not compare the checksums
                     raise zipfile.BadZipFile
         with files.utf8(path) as name:
-            return torch.load(name, map_location="cpu", weights_only=True, mmap=mmap)
+            return torch.load(name, map_location="cpu", weights_only=True, mmap=start == b"PK")
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
     except (zipfile.BadZipFile, NotImplementedError):
@@ -200,7 +199,7 @@ def read(path: Path, recipe: str, metadata: dict | None = None, flag: str = "--r
         checkpoints = list_checkpoints(path if exists else path.parent)
         hint = f"there is {checkpoints[0]}" if checkpoints else "there is no checkpoint in that folder"
         raise UsageError(f"{flag} {path}: {'it is a folder' if exists else 'no such file'}; {hint}")
-    content = load(path, mmap=True)
+    content = load(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         keys = ", ".join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
         raise UsageError(f"{path} is not a checkpoint of this project (it holds: {keys[:200]})")

@@ -6,9 +6,8 @@ SIGINT or SIGTERM.
     train(args, run, model, task, windows, eval_batches)
     finish(args, run, model, task, eval_batches, report_results)
 
-An update's batch is a window: batch_size x gradient_accumulation_steps x ranks utterances, in micro-batches. The targets
-of every loss term are counted before the first forward, and the loop back-propagates the sum over terms of
-weight * (sum over the window) / (count in the window), so the gradient does not depend on how the window is cut."""
+An update's batch is a window: batch_size x gradient_accumulation_steps x ranks utterances, in micro-batches. Every loss term
+is divided by its count in the whole window, so the gradient does not depend on how the window is cut."""
 
 import contextlib
 import itertools
@@ -149,7 +148,7 @@ def start_progress(resumed: dict | None = None) -> dict:
     """The progress of a run: plain numbers and lists, saved with every checkpoint."""
     progress = {
         "step": 0, "epoch": 0, "window": 0, "done": [], "window_size": 0, "data": "", "order": "",
-        "utterances": 0, "best": None, "best_step": 0, "last_evaluation": 0, "evaluations": [], "evaluations_without_gain": 0,
+        "origin": [0, 0], "utterances": 0, "best": None, "best_step": 0, "last_evaluation": 0, "evaluations": [], "evaluations_without_gain": 0,
         "bad_windows": 0, "bad_in_a_row": 0, "skipped_files": 0, "limits": {},
     }  # fmt: skip
     return {**progress, **(resumed["progress"] if resumed else {})}
@@ -164,9 +163,10 @@ def place_in_data(progress: dict, windows: Windows) -> None:
         changed = "the training data have"
     elif progress["order"] not in ("", windows.order(progress["epoch"])):
         changed = "the seed, or the length of the utterances (speed, padding), has"
-    if changed and (progress["window"] or progress["done"]):
-        print(f"{changed} changed since the checkpoint: {epoch} starts from its beginning")
-        progress.update(window=0, done=[])
+    if changed:
+        if progress["window"] or progress["done"]:
+            print(f"{changed} changed since the checkpoint: {epoch} starts from its beginning")
+        progress.update(window=0, done=[], origin=[progress["step"], progress["epoch"]])
     elif progress["window"] and progress["window_size"] != window_size:
         before = progress["window_size"]
         print(f"an update had {before} utterances and now has {window_size}: the rest of {epoch} is cut anew")
@@ -208,20 +208,21 @@ def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, 
     prepare(args, run, model, task)
     optimizer = optim.make_optimizer(model, args.learning_rate or task.learning_rate, args.weight_decay, args.optimizer,
                                      args.use_cpu_offload, task.decay_embeddings)  # fmt: skip
-    schedule = optim.Schedule(optimizer, args.lr_schedule, windows.total_steps(args), args.warmup_steps)
     scaler, progress = setup.grad_scaler(), start_progress(resumed)
     if resumed:
         optim.load_optimizer_state(optimizer, model, resumed["optimizer"])
         if scaler and resumed["scaler"]:
             scaler.load_state_dict(resumed["scaler"])
     place_in_data(progress, windows)
+    steps = windows.total_steps(args, progress["origin"])
+    schedule = optim.Schedule(optimizer, args.lr_schedule, steps, args.warmup_steps)
     schedule.set(progress["step"])
     if resumed and len(resumed["rng"]) > ranks.rank:
         set_rng_state(resumed["rng"][ranks.rank], setup.device)
     elif ranks.size > 1:
         torch.manual_seed(args.seed + 1000 * ranks.rank + progress["step"])  # each rank has its own dropout
     prepare_folders(args, run, progress, task.evaluate_first)
-    report = Report(args.log_dir, progress["step"], windows.total_steps(args), args.tensorboard, enabled=ranks.first)
+    report = Report(args.log_dir, progress["step"], steps, args.tensorboard, enabled=ranks.first)
     model.train()
     training = Training(
         args=args, setup=setup, task=task, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler,
@@ -236,8 +237,8 @@ def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, 
 
 @contextlib.contextmanager
 def watch_signals(run: Training) -> Iterator[None]:
-    """Records SIGTERM, SIGINT and SIGHUP (a closed terminal) in `run.caught`, so that the run can save itself. A second
-    SIGINT interrupts at once. SIGHUP stays ignored under nohup."""
+    """Records SIGTERM, SIGINT and SIGHUP (a closed terminal; ignored under nohup) in `run.caught`, so that the run can save
+    itself. A second SIGINT interrupts at once."""
 
     def catch(number: int, frame) -> None:
         if run.caught and number == signal.SIGINT:

@@ -11,8 +11,8 @@ trained on as it is written: give it the case and punctuation that the model sha
 --model_file takes NVIDIA's .nemo archive, --model_dir a Hugging Face folder; --from_scratch --model_size 110m makes a model
 with a vocabulary of its own. --export DIR --export_format hf|nemo writes what transformers' ParakeetForTDT and NeMo load.
 
-Memory: weights and gradients of 0.6 billion parameters take 4.7 GiB; 8-bit optimizer states 1.2 GiB more, states on the host
-nothing. run_parakeet_tdt.sh has presets from 8 GB. Expect a character error rate below 5 % on the demo's held-out sentences.
+Memory: weights and gradients of 0.6 billion parameters take 4.7 GiB of the GPU, optimizer states 4.7, in 8 bits 1.2, and on
+the host none. run_parakeet_tdt.sh has presets from 8 GB. Expect a character error rate below 5 % on the demo's held-out sentences.
 
 Sources: FastConformer (Rekesh et al. 2023); TDT (Xu et al. 2023); relative positions (Dai et al. 2019, "Transformer-XL");
 SpecAugment (Park et al. 2019). NVIDIA's NeMo defines the model; nothing of it is needed here.
@@ -43,11 +43,11 @@ from speech import demo, metrics, recogniser, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.columns import Corpus
 from speech.features import random_masks, spec_augment, valid_mask
-from speech.layers import lean_chain
+from speech.layers import downcast, lean_chain
 from speech.parakeet import decoding, features
 from speech.parakeet import start as starts
 from speech.parakeet.loss import Lattice, tdt_losses
-from speech.parakeet.tokenizer import ParakeetTokenizer, make_tokenizer
+from speech.parakeet.tokenizer import ParakeetTokenizer
 from speech.recogniser import SPEEDS, decode_set
 
 RECIPE = "parakeet_tdt"
@@ -93,6 +93,7 @@ def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
     if args.evaluate and args.test_manifest:
         paths = {"test": args.test_manifest}
     elif not args.train_manifest:
+        starts.check_demo(saved)
         print("no --train_manifest: using the demo corpus (synthetic speech)")
         folder = Path(args.output_dir) / "data" / "konkani_demo"
         paths = demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
@@ -114,7 +115,10 @@ def about_run(args, sets: dict[str, Corpus], metadata: dict) -> dict:
     return {
         "recipe": RECIPE,
         "held_out": splits.held_out_keys(sets["val"]) if args.train_manifest and not args.val_manifest else [],
-        "longest": max(float(sets["train"].seconds.max()), metadata.get("longest", 0.0)),
+        "longest": max(
+            float(sets["train"].seconds.max()), metadata.get("longest", MAX_SECONDS * metadata["pretrained"])
+        ),
+        "demo": not args.train_manifest,
     }
 
 
@@ -250,10 +254,11 @@ class Attention(nn.Module):
         def split(y: torch.Tensor) -> torch.Tensor:
             return y.unflatten(-1, (self.heads, -1)).transpose(-2, -3)  # (..., H, T, D / H)
 
+        x = downcast(x)  # once for three products
         q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
         u, w = (bias[:, None].to(q.dtype) for bias in (self.bias_u, self.bias_v))
         distances = split(self.relative_k_proj(positions))  # (H, 2 T - 1, D / H), once for the batch
-        scores = (q + w) @ distances.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T, 2 T - 1)
+        scores = (q + w) / math.sqrt(q.shape[-1]) @ distances.transpose(-1, -2)  # (B, H, T, 2 T - 1)
         # Row i begins with the distance T - 1; that of key j is i - j. Shifting each row by one more gives (B, H, T, T).
         b, h, t, wide = scores.shape
         scores = F.pad(scores, (1, 0)).view(b, h, wide + 1, t)[:, :, 1:].reshape(b, h, t, wide)[..., :t]
@@ -271,13 +276,12 @@ class FrozenBatchNorm(nn.BatchNorm1d):
     measures = False  # whether the next input sets the statistics
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        x = upcast(x)
         if self.measures:
             frames = x.flatten(0, 1) if padding is None else x[~padding[..., 0]]
             self.running_mean.copy_(frames.mean(0))
             self.running_var.copy_(frames.var(0))
         scale = self.weight * (self.running_var + self.eps).rsqrt()
-        return (x - self.running_mean) * scale + self.bias
+        return ((upcast(x) - self.running_mean) * scale + self.bias).to(x.dtype)
 
 
 class Convolution(nn.Module):
@@ -524,8 +528,8 @@ def compute_loss(model: Parakeet, batch: dict) -> dict[str, torch.Tensor]:
     return losses(model, batch, *model.encode(batch))
 
 
-def loss_weights(start: starts.Start, metadata: dict) -> dict[str, float]:
-    share = starts.ctc_weight(start, metadata)
+def loss_weights(metadata: dict) -> dict[str, float]:
+    share = starts.ctc_weight(metadata)
     return {"tdt": 1.0 - share, "ctc": share} if share else {"tdt": 1.0}
 
 
@@ -559,44 +563,38 @@ def evaluate(
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, frames = model.encode(batch)
         hypotheses = greedy(model, encoded, frames)
-        return [tokenizer.decode(t.piece for t in tokens).strip() for tokens in hypotheses], losses(
-            model, batch, encoded, frames
-        )
+        texts = [decoding.text_of(tokens, tokenizer) for tokens in hypotheses]
+        return texts, losses(model, batch, encoded, frames)
 
     rows, sums = decode_set(decode_batch, eval_batches, next(model.parameters()).device, terms)
     recogniser.warn_of_style(texts, rows)
     return {**sums, **metrics.score(rows)}
 
 
+def decode_words(tokenizer: ParakeetTokenizer, model: Parakeet, eval_batches) -> list[dict]:
+    """The rows of a decoded set, with the times of their words."""
+    words: list[list[dict]] = []
+
+    def decode_batch(batch: dict) -> tuple[list[str], dict]:
+        decoded = records(tokenizer, model, batch)
+        words.extend(record["words"] for record in decoded)
+        return [record["text"] for record in decoded], {}
+
+    rows, _ = decode_set(decode_batch, eval_batches, next(model.parameters()).device)
+    return [{**row, "words": parts} for row, parts in zip(rows, words, strict=True)]
+
+
 def report_results(args, start: starts.Start, model: Parakeet, metadata: dict, eval_batches, title: str) -> None:
-    """Prints the error rates of a set, examples, and the words of some with their times; after fine-tuning also the error
-    rates of the model as it came."""
-    tokenizer = make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
-    timed: list[dict] = []
-
-    def decode_all(model: Parakeet) -> list[dict]:
-        timed.clear()
-
-        def decode_batch(batch: dict) -> tuple[list[str], dict]:
-            timed.extend(found := records(tokenizer, model, batch))
-            return [record["text"] for record in found], {}
-
-        return decode_set(decode_batch, eval_batches, next(model.parameters()).device)[0]
-
-    before = []
-    if start.pretrained and "longest" in metadata:  # it has been trained since
-        weights, theirs = starts.read_pretrained(start)
-        before = decode_all(
-            make_model({**metadata, "config": theirs["config"]}, weights).to(next(model.parameters()).device).eval()
-        )
-    rows = decode_all(model)
+    """Prints the error rates of a set and examples with the times of their words; after fine-tuning also the error rates of
+    the released model."""
+    rows = decode_words(starts.tokenizer_of(metadata), model, eval_batches)
     recogniser.print_results(rows, f"{title}, {len(rows)} utterances", args.log_dir, args.seed)
-    for record in timed[: recogniser.EXAMPLES]:
-        print("  " + "  ".join(f"{word['start']:.2f}-{word['end']:.2f} {word['text']}" for word in record["words"]))
-    if before:
-        print(
-            f"the model as it came, and now, on the same {len(rows)} utterances:\n{metrics.improvement_table(before, rows)}"
-        )
+    if start.pretrained and "longest" in metadata:  # the model has been trained since it was released
+        weights, theirs = starts.read_pretrained(start)
+        released = make_model(theirs, weights).to(next(model.parameters()).device).eval()
+        del weights
+        before = decode_words(starts.tokenizer_of(theirs), released, eval_batches)
+        print(f"released model, and trained model, on these utterances:\n{metrics.improvement_table(before, rows)}")
 
 
 # --- main ------------------------------------------------------------------------------------------------------------
@@ -610,8 +608,7 @@ def trained(args, start: starts.Start, setup: device.Setup) -> tuple[Parakeet, P
         weights, metadata = checkpoint.weights_to_use(args, RECIPE, starts.METADATA)
         starts.check_resumed(start, metadata)
         starts.check_saved(metadata, weights)
-    tokenizer = make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
-    return make_model(metadata, weights).to(setup.device).eval(), tokenizer, metadata
+    return make_model(metadata, weights).to(setup.device).eval(), starts.tokenizer_of(metadata), metadata
 
 
 def transcribe(args, start: starts.Start) -> None:
@@ -641,10 +638,10 @@ def evaluate_only(args, start: starts.Start) -> None:
 
 
 def first_model(args, metadata: dict, weights: dict | None, data: Utterances | None) -> Parakeet:
-    """The model that training starts with: with `weights`, or random ones that are fitted to `data`. Raises `RunError` if the
-    disk is too small for its checkpoints."""
+    """The model that training starts with: with `weights`, or random ones, which are fitted to `data` if that is given. Raises
+    `RunError` if the disk is too small for its checkpoints."""
     model = make_model(metadata, weights, args.dropout, args.joint_dropout)
-    if weights is None and data is not None:
+    if data is not None:
         fit_to_data(model, data, args.seed)
     parameters, trainable = optim.count_parameters(model)
     preflight.require_disk(args, parameters, trainable)
@@ -662,20 +659,21 @@ def main(args) -> None:
         return evaluate_only(args, start)
     run = begin(args, RECIPE, starts.METADATA)
 
-    sets = read_sets(args, run.resumed and run.resumed["metadata"])
-    metadata, weights = starts.choose(start, run.resumed, lambda: sets["train"].texts)
-    tokenizer = make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
+    read = functools.cache(lambda: read_sets(args, run.resumed and run.resumed["metadata"]))
+    metadata, weights = starts.choose(start, run.resumed, lambda: read()["train"].texts, RECIPE)
+    sets, tokenizer = read(), starts.tokenizer_of(metadata)  # after the model, whose faults are found faster
     sample = sample_texts(sets["train"], tokenizer, args.seed)
     metadata |= about_run(args, sets, metadata)
     data = {name: Utterances(args, sets[name], tokenizer, metadata, training=name == "train") for name in sets}
-    is_new, weights = not run.resumed, None if run.resumed else weights  # the loop loads those of a checkpoint
-    model = first_model(args, metadata, weights, data["train"] if is_new else None)
+    is_new, released = not run.resumed, metadata["pretrained"]
+    model = first_model(args, metadata, weights if is_new else None, data["train"] if is_new and not released else None)
+    del weights  # they are the model's, or the loop loads them
     rate = starts.learning_rate(metadata, float(sets["train"].seconds.sum()) / 3600)
     print(f"{tokenizer.size} pieces; learning rate {args.learning_rate or rate:g}")
 
     windows = Windows(args, data["train"], collate, run.setup)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"}
-    terms, released = loss_weights(start, metadata), metadata["pretrained"]
+    terms = loss_weights(metadata)
     model.trains_ctc = "ctc" in terms
     sample = sample if released and is_new else []
     task = Task(

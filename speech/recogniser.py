@@ -123,12 +123,14 @@ def decode_set(
 def print_results(
     rows: list[dict], title: str, log_dir: Path, seed: int = 0, normalise: Callable[[str], str] = for_scoring
 ) -> None:
-    """Prints WER, CER and a few of `rows` ({"file", "reference", "hypothesis"}), and writes all of them to
-    transcripts.jsonl. Both texts are compared after `normalise`."""
+    """Prints WER, CER and a few of `rows` ({"file", "reference", "hypothesis"}, and perhaps timed "words"), and writes all of
+    them to transcripts.jsonl. Both texts are compared after `normalise`."""
     print(f"\n{title}")
     print(metrics.error_table([row["reference"] for row in rows], [row["hypothesis"] for row in rows], normalise))
     for number in np.random.default_rng(seed).permutation(len(rows))[:EXAMPLES]:
-        print(f"  reference:  {rows[number]['reference']}\n  transcript: {rows[number]['hypothesis']}\n")
+        print(f"  reference:  {rows[number]['reference']}\n  transcript: {rows[number]['hypothesis']}")
+        times = [f"{word['start']:.2f}-{word['end']:.2f} {word['text']}" for word in rows[number].get("words", ())]
+        print(f"  times:      {'  '.join(times)}\n" if times else "")
     shown = ({key: value for key, value in row.items() if key != "index"} for row in rows)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in shown)
     try:

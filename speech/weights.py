@@ -101,7 +101,7 @@ def read_pickle(file: Path):
     refuse_pointer(file)
     if file.suffix == ".safetensors":
         raise UsageError(f"{file}: give the folder that holds it and config.json, not the file")
-    return checkpoint.load(file, mmap=True)
+    return checkpoint.load(file)
 
 
 def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
@@ -114,6 +114,7 @@ def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
         if not isinstance(w, torch.Tensor) or w.dtype not in kinds or w.is_meta or w.is_nested:
             kind = "an int64 tensor" if kinds != FLOATS else "a floating-point tensor; quantised weights cannot be read"
             raise UsageError(f"{path}: {str(name)[:60]!r} is not {kind}")
+        weights[name] = w.detach()  # some files hold parameters
     checkpoint.check_tensors(weights, path)
     wide = [name for name, w in weights.items() if w.dtype == torch.float64]
     copies = {}

@@ -60,6 +60,11 @@ def greedy(
     return hypotheses
 
 
+def text_of(tokens: list[Token], tokenizer) -> str:
+    """The text of an utterance, with single spaces."""
+    return " ".join(tokenizer.decode([token.piece for token in tokens]).split())
+
+
 def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int) -> dict:
     """The text of an utterance of `frames` encoder frames, and its `words` and `segments` as lists of {"start", "end", "text"} in
     seconds.
@@ -85,8 +90,7 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
             timed[-1] |= {"end": round(end, 3), "text": f"{timed[-1]['text']} {text}"}
         elif text:
             timed.append({"start": round(start, 3), "end": round(max(start, end), 3), "text": text})
-    text = tokenizer.decode([token.piece for token in tokens]).strip()
-    return {"text": text, "words": timed, "segments": segments(timed)}
+    return {"text": text_of(tokens, tokenizer), "words": timed, "segments": segments(timed)}
 
 
 def _is_mark(text: str) -> bool:

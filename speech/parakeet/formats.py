@@ -1,7 +1,8 @@
-"""Parakeet-TDT's weights on disk: reads and writes NVIDIA's `.nemo` archives and Hugging Face folders (`parakeet_tdt`)."""
+"""Parakeet-TDT's weights on disk: NVIDIA's `.nemo` archives and Hugging Face folders (`parakeet_tdt`)."""
 
 import gzip
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -17,22 +18,10 @@ import yaml
 
 from common import checkpoint, files
 from common.errors import UsageError, first_line
+from speech import weights as released
 from speech.audio import SAMPLE_RATE
 from speech.parakeet import tokenizer
 from speech.parakeet.features import FLOOR, HOP, N_FFT, PRE_EMPHASIS, WINDOW, MelFeatures
-from speech.weights import (
-    EXPORTED,
-    check_shapes,
-    floats,
-    read_description,
-    read_folder,
-    read_json,
-    read_pickle,
-    refuse_pointer,
-    require_export,
-    save_tensors,
-    write_export,
-)
 
 YAML, CKPT = "model_config.yaml", "model_weights.ckpt"
 TOKENIZER = r"(?:.+_)?tokenizer\.model"
@@ -45,20 +34,17 @@ DIGITS = 1000  # Python does not print numbers of more than 4,300
 COUNTER = "num_batches_tracked"
 LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean"}  # of the released models; Hugging Face's form has none
 REDUCTIONS = ("mean", "mean_batch", "mean_volume", "sum")
-
-
-def _are_durations(values: list) -> bool:
-    is_sound = 0 < len(values) <= 64 and all(type(value) is int and 0 <= value <= 1000 for value in values)
-    return type(values) is list and is_sound and len(set(values)) == len(values) and max(values) > 0
-
-
 # A schema for `checkpoint.mismatch`. `vocabulary` is without the blank; `ctc`: a CTC head beside the transducer.
 CONFIG = {
     "num_mel_bins": range(1, 513), "d_model": range(4, 8193, 2), "layers": range(1, 129), "heads": range(1, 129),
     "ffn": range(1, (1 << 16) + 1), "kernel": range(1, 256, 2), "subsampling": {2, 4, 8}, "channels": range(1, 4097),
     "biases": bool, "scale_input": bool, "prediction_width": range(1, 8193), "prediction_layers": range(1, 17),
-    "joint_width": range(1, 8193), "vocabulary": range(1, 200_001), "durations": _are_durations,
-    "max_symbols": range(1, 1001), "ctc": bool,
+    "joint_width": range(1, 8193), "vocabulary": range(1, 200_001), "max_symbols": range(1, 1001),
+    "durations": lambda values: (
+        type(values) is list and len(values) <= 64 and all(checkpoint.within(value, range(1001)) for value in values)
+        and len(set(values)) == len(values) and max(values) > 0
+    ),
+    "ctc": bool,
 }  # fmt: skip
 # Where the forms say it, and the value that counts if they do not; None: they must.
 NEMO = {
@@ -100,11 +86,10 @@ NEMO_FIXED = {
     "encoder.conv_context_size": (None, ...), "encoder.conv_context_style": ("regular", ...),
     "decoder.normalization_mode": (None, ...), "decoder.blank_as_pad": (True, ...),
     "joint.jointnet.activation": ("relu",), "tokenizer.type": ("bpe", "BPE"),
-    "preprocessor._target_": ("nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor", ...),
-    "encoder._target_": ("nemo.collections.asr.modules.ConformerEncoder", ...),
-    "decoder._target_": ("nemo.collections.asr.modules.RNNTDecoder", ...),
-    "joint._target_": ("nemo.collections.asr.modules.RNNTJoint", ...),
-    "aux_ctc.decoder._target_": ("nemo.collections.asr.modules.ConvASRDecoder", ...),
+    **{f"{part}._target_": (f"nemo.collections.asr.modules.{name}", ...) for part, name in {
+        "preprocessor": "AudioToMelSpectrogramPreprocessor", "encoder": "ConformerEncoder", "decoder": "RNNTDecoder",
+        "joint": "RNNTJoint", "aux_ctc.decoder": "ConvASRDecoder",
+    }.items()},
 }  # fmt: skip
 HF_FIXED = {
     "hidden_act": ("relu", ...), "encoder_config.hidden_act": ("silu", ...),
@@ -130,8 +115,8 @@ HEADS = ("joint.joint_net.1.", "joint.joint_net.2.")  # NeMo's joint without and
 
 
 def shape(d_model: int, layers: int, heads: int, prediction: tuple[int, int], vocabulary: int = 1024, **others) -> dict:
-    """A configuration with the proportions of the released models. `prediction`: width and layers of the prediction network.
-    `others` replace further values."""
+    """A configuration with the proportions of the released models. `prediction`: width and layers of the prediction
+    network. `others` replace further values."""
     config = {
         "num_mel_bins": 128, "d_model": d_model, "layers": layers, "heads": heads, "ffn": 4 * d_model, "kernel": 9,
         "subsampling": 8, "channels": 256, "biases": False, "scale_input": False, "prediction_width": prediction[0],
@@ -151,6 +136,7 @@ SIZES = {
 def expected_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a model, by its Hugging Face name."""
     d, width, joint, channels = (config[name] for name in ("d_model", "prediction_width", "joint_width", "channels"))
+    ffn, heads, classes = config["ffn"], config["heads"], config["vocabulary"] + 1
     shapes = {}
 
     def tensor(name: str, *size: int, bias: bool = True) -> None:
@@ -158,42 +144,42 @@ def expected_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         if bias:
             shapes[f"{name}.bias"] = size[:1]
 
-    subsampling, bins, index = "encoder.subsampling", config["num_mel_bins"], 0
+    bins, index = config["num_mel_bins"], 0
     for stage in range(config["subsampling"].bit_length() - 1):
-        tensor(f"{subsampling}.layers.{index}", channels, 1, 3, 3)
+        tensor(f"encoder.subsampling.layers.{index}", channels, 1, 3, 3)
         if stage:
-            tensor(f"{subsampling}.layers.{index + 1}", channels, channels, 1, 1)
+            tensor(f"encoder.subsampling.layers.{index + 1}", channels, channels, 1, 1)
         index += 3 if stage else 2
         bins = (bins + 1) // 2
-    tensor(f"{subsampling}.linear", d, channels * bins)
-    for i in range(config["layers"]):
-        layer, biases = f"encoder.layers.{i}", config["biases"]
-        for part in ("feed_forward1", "feed_forward2"):
-            tensor(f"{layer}.{part}.linear1", config["ffn"], d, bias=biases)
-            tensor(f"{layer}.{part}.linear2", d, config["ffn"], bias=biases)
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            tensor(f"{layer}.self_attn.{part}", d, d, bias=biases)
-        tensor(f"{layer}.self_attn.relative_k_proj", d, d, bias=False)
-        for part in ("bias_u", "bias_v"):
-            shapes[f"{layer}.self_attn.{part}"] = (config["heads"], d // config["heads"])
-        tensor(f"{layer}.conv.pointwise_conv1", 2 * d, d, 1, bias=biases)
-        tensor(f"{layer}.conv.depthwise_conv", d, 1, config["kernel"], bias=biases)
-        tensor(f"{layer}.conv.pointwise_conv2", d, d, 1, bias=biases)
-        tensor(f"{layer}.conv.norm", d)
-        shapes |= {f"{layer}.conv.norm.running_mean": (d,), f"{layer}.conv.norm.running_var": (d,)}
-        shapes[f"{layer}.conv.norm.{COUNTER}"] = ()
-        for part in ("feed_forward1", "self_att", "conv", "feed_forward2", "out"):
-            tensor(f"{layer}.norm_{part}", d)
+    tensor("encoder.subsampling.linear", d, channels * bins)
+    vectors = ("conv.norm", *(f"norm_{part}" for part in ("feed_forward1", "self_att", "conv", "feed_forward2", "out")))
+    linear = {
+        **{f"feed_forward{i}.linear1": (ffn, d) for i in (1, 2)}, **{f"feed_forward{i}.linear2": (d, ffn) for i in (1, 2)},
+        **{f"self_attn.{part}_proj": (d, d) for part in "qkvo"}, "conv.pointwise_conv1": (2 * d, d, 1),
+        "conv.depthwise_conv": (d, 1, config["kernel"]), "conv.pointwise_conv2": (d, d, 1),
+    }  # fmt: skip
+    others = {
+        "self_attn.relative_k_proj.weight": (d, d), "self_attn.bias_u": (heads, d // heads),
+        "self_attn.bias_v": (heads, d // heads), "conv.norm.running_mean": (d,), "conv.norm.running_var": (d,),
+        f"conv.norm.{COUNTER}": (),
+    }  # fmt: skip
+    for layer in (f"encoder.layers.{i}." for i in range(config["layers"])):
+        for part, size in linear.items():
+            tensor(layer + part, *size, bias=config["biases"])
+        for part in vectors:
+            tensor(layer + part, d)
+        shapes |= {layer + name: size for name, size in others.items()}
     tensor("encoder_projector", joint, d)
-    tensor("decoder.embedding", config["vocabulary"] + 1, width, bias=False)
-    for i in range(config["prediction_layers"]):
-        for part in ("ih", "hh"):
-            shapes[f"decoder.lstm.weight_{part}_l{i}"] = (4 * width, width)
-            shapes[f"decoder.lstm.bias_{part}_l{i}"] = (4 * width,)
+    tensor("decoder.embedding", classes, width, bias=False)
+    for i, part in itertools.product(range(config["prediction_layers"]), ("ih", "hh")):
+        shapes |= {
+            f"decoder.lstm.weight_{part}_l{i}": (4 * width, width),
+            f"decoder.lstm.bias_{part}_l{i}": (4 * width,),
+        }
     tensor("decoder.decoder_projector", joint, width)
-    tensor("joint.head", config["vocabulary"] + 1 + len(config["durations"]), joint)
+    tensor("joint.head", classes + len(config["durations"]), joint)
     if config["ctc"]:
-        tensor("ctc_head", config["vocabulary"] + 1, d, 1)
+        tensor("ctc_head", classes, d, 1)
     return shapes
 
 
@@ -227,12 +213,17 @@ def _value(content, key: str, default=...):
     return content
 
 
+def _number(value) -> float:
+    """NaN for anything but a number. yaml takes 1e-05 for text."""
+    try:
+        return float(value) if type(value) in (int, float, str) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
+
+
 def _is(value, accepted) -> bool:
-    if type(accepted) is float and type(value) in (int, float, str):
-        try:  # yaml takes 1e-05 for text
-            return math.isclose(float(value), accepted, rel_tol=1e-6)
-        except (ValueError, OverflowError):
-            return False
+    if type(accepted) is float:
+        return math.isclose(_number(value), accepted, rel_tol=1e-6)
     return type(value) in (type(accepted), float) and value == accepted
 
 
@@ -259,8 +250,8 @@ def check_config(config: dict, path: str | Path) -> None:
 
 def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     """Weights (fp32, CPU, by Hugging Face's names; a hybrid's CTC head is `ctc_head`), configuration and extras of a
-    Hugging Face folder, a `.nemo`, or a folder that holds one. Extras: `tokenizer` (see tokenizer.py), `source` (the settings
-    that an export keeps), `loss` (sigma, omega, reduction). Code in the files is never run. Raises `UsageError`."""
+    Hugging Face folder, a `.nemo`, or a folder that holds one. Extras: `tokenizer` (see tokenizer.py), `source` (the
+    settings that an export keeps), `loss` (sigma, omega, reduction). Runs no code in the files. Raises `UsageError`."""
     path = Path(path)
     if os.path.isdir(path) and not (path / "config.json").is_file():
         archives = sorted(path.glob("*.nemo"))
@@ -268,62 +259,59 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
             raise UsageError(f"{path} holds {len(archives)} .nemo archives and no config.json: name one of them")
         path = archives[0] if archives else path
     weights, config, extras = _read_folder(path) if os.path.isdir(path) else _read_nemo(path)
-    check_shapes(weights, expected_shapes(config), path, "Parakeet-TDT")
+    released.check_shapes(weights, expected_shapes(config), path, "Parakeet-TDT")
     if (size := len(tokenizer.pieces(extras["tokenizer"]))) != config["vocabulary"]:
         raise UsageError(f"{path}: its tokenizer has {size} pieces, but its weights are for {config['vocabulary']}")
     return weights, config, extras
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
-    content = read_description(folder, "parakeet_tdt")
+    content = released.read_description(folder, "parakeet_tdt")
     file = folder / "config.json"
     _require(content, HF_FIXED, file)
     config = {name: _value(content, key, default) for name, (key, default) in HF.items()}
-    biases = _value(content, "encoder_config.convolution_bias", True)
-    if biases is not config["biases"]:
-        raise UsageError(f"{file}: encoder_config.convolution_bias is {str(biases)[:20]!r}, unlike attention_bias")
+    biases = (True, ...) if config["biases"] else (False,)
+    _require(content, {"encoder_config.convolution_bias": biases}, file)
     size = content.get("vocab_size", 8193)
     config |= {"joint_width": config["prediction_width"], "vocabulary": size - 1 if type(size) is int else size}
     config["ctc"] = False
     check_config(config, file)
     _require(content, {"blank_token_id": (config["vocabulary"], *([...] if size == 8193 else []))}, file)
-    processor = {
-        name: read_json(folder / name)
-        for name in ("processor_config.json", "preprocessor_config.json")
+    others = {
+        name: released.read_json(folder / name)
+        for name in ("generation_config.json", "processor_config.json", "preprocessor_config.json")
         if (folder / name).is_file()
     }
+    generation = others.pop("generation_config.json", None)
     fixed = {key: (value, ...) for key, value in {**FEATURES, "feature_size": config["num_mel_bins"]}.items()}
-    for name, settings in processor.items():
+    for name, settings in others.items():
         _require(settings.get("feature_extractor", settings), fixed, folder / name)
-    generation = folder / "generation_config.json"
-    source = {
-        "config": content, "generation": read_json(generation) if generation.is_file() else None,
-        "processor": processor,
-    }  # fmt: skip
+    source = {"config": content, "generation": generation, "processor": others}
     extras = {"tokenizer": _read_tokenizer(folder), "source": source, "loss": dict(LOSS)}
-    return read_folder(folder, COUNTER), config, extras
+    return released.read_folder(folder, COUNTER), config, extras
 
 
 def _read_tokenizer(folder: Path) -> dict:
-    names = [name for name in ("tokenizer.json", "tokenizer.model", *tokenizer.FILES) if (folder / name).is_file()]
-    for name in names:
-        refuse_pointer(folder / name)
-    texts = {name: files.read_text(folder / name) for name in names if name != "tokenizer.model"}
-    state = {}
-    if "tokenizer.model" in names:
-        if (folder / "tokenizer.model").stat().st_size > TEXT_BYTES:
-            raise UsageError(f"{folder / 'tokenizer.model'} is too large for a SentencePiece model")
-        state["sentencepiece"] = (folder / "tokenizer.model").read_bytes().hex()
-    if "tokenizer.json" in names:
-        state["json"] = texts.pop("tokenizer.json")
-        state["files"] = texts
+    state, texts = {}, {}
+    for file in (folder / name for name in ("tokenizer.model", "tokenizer.json", *tokenizer.FILES)):
+        if not file.is_file():
+            continue
+        released.refuse_pointer(file)
+        if file.name != "tokenizer.model":
+            texts[file.name] = files.read_text(file)
+        elif file.stat().st_size > TEXT_BYTES:
+            raise UsageError(f"{file} is too large for a SentencePiece model")
+        else:
+            state["sentencepiece"] = file.read_bytes().hex()
+    if "tokenizer.json" in texts:
+        state |= {"json": texts.pop("tokenizer.json"), "files": texts}
     if not state:
         raise UsageError(f"{folder} holds no tokenizer: it needs tokenizer.json or tokenizer.model")
     return state
 
 
 class _Stream:
-    """An archive that is read forwards up to a size. tarfile trusts the sizes in headers, negative and huge ones included."""
+    """An archive that is read forwards up to a size. tarfile trusts sizes in headers, even negative and huge ones."""
 
     def __init__(self, file, limit: int):
         self.file, self.limit = file, limit
@@ -343,16 +331,15 @@ class _Stream:
 
 
 def _unpack(path: Path, folder: Path) -> dict[str, bytes]:
-    """Copies the weights of an archive into `folder` and returns the yaml and the SentencePiece models by name. Nothing else
-    is kept or written. Raises `UsageError`."""
-    refuse_pointer(path)
+    """Copies the weights of an archive into `folder` and returns the yaml and the SentencePiece models by name. Nothing
+    else is kept or written. Raises `UsageError`."""
+    released.refuse_pointer(path)
     try:
-        with open(path, "rb") as opened:
-            is_gzip = opened.read(2) == b"\x1f\x8b"
-            opened.seek(0)
-            size = path.stat().st_size
-            limit = (INFLATED * size if is_gzip else size) + (1 << 20)
-            stream = _Stream(gzip.GzipFile(fileobj=opened) if is_gzip else opened, limit)
+        with open(path, "rb") as file:
+            is_gzip = file.read(2) == b"\x1f\x8b"  # as before NeMo 1.7
+            file.seek(0)
+            limit = (INFLATED if is_gzip else 1) * path.stat().st_size + (1 << 20)
+            stream = _Stream(gzip.GzipFile(fileobj=file) if is_gzip else file, limit)
             with tarfile.open(fileobj=stream, mode="r:") as archive:
                 return _read_members(archive, path, folder)
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError, ValueError) as error:
@@ -380,15 +367,14 @@ def _read_members(archive: tarfile.TarFile, path: Path, folder: Path) -> dict[st
         names.add(name)
         if "/" in name or not member.isreg() or not (is_text or name == CKPT):
             continue
-        with archive.extractfile(member) as content:
-            if is_text:
-                members[name] = content.read()
-            else:
-                with open(folder / CKPT, "wb") as file:
-                    shutil.copyfileobj(content, file, 1 << 20)
-    for name, is_there in ((YAML, YAML in members), (CKPT, (folder / CKPT).is_file())):
-        if not is_there:
-            raise UsageError(f"{path} is not a .nemo archive: it lacks {name}")
+        content = archive.extractfile(member)
+        if is_text:
+            members[name] = content.read()
+        else:
+            with open(folder / CKPT, "wb") as file:
+                shutil.copyfileobj(content, file, 1 << 20)
+    if YAML not in members or not (folder / CKPT).is_file():
+        raise UsageError(f"{path} is not a .nemo archive: it lacks {CKPT if YAML in members else YAML}")
     return members
 
 
@@ -426,40 +412,30 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
         config["channels"] = d if config["channels"] == -1 else config["channels"]
         config["max_symbols"] = 10 if config["max_symbols"] is None else config["max_symbols"]
         check_config(config, path)
-        _require(content, {"preprocessor.features": (config["num_mel_bins"],)}, path)
-        loss = _read_loss(content, path)
+        fixed = {"joint.num_extra_outputs": (len(config["durations"]),), "rnnt_reduction": (*REDUCTIONS, ...)}
+        _require(content, {**fixed, "preprocessor.features": (config["num_mel_bins"],)}, path)
+        # What is not given has NeMo's default, not the released models' value.
+        loss = {name: _number(_value(content, f"loss.tdt_kwargs.{name}", 0.0)) for name in ("sigma", "omega")}
+        if name := next((name for name, value in loss.items() if not 0 <= value <= 1), None):
+            raise UsageError(f"{path}: loss.tdt_kwargs.{name} must be a number from 0 to 1")
+        loss["reduction"] = content.get("rnnt_reduction", "mean_batch")
         state = _sentencepiece(content, members, path)
         try:
-            weights = nemo_to_hf(floats(read_pickle(Path(folder, CKPT)), Path(folder, CKPT), COUNTER))
+            file = Path(folder, CKPT)
+            weights = nemo_to_hf(released.floats(released.read_pickle(file), file, COUNTER))
         except UsageError as error:
             raise UsageError(str(error).replace(f"{folder}{os.sep}", f"{path}: ")) from None
     embedding = weights.get("decoder.embedding.weight")
-    if embedding is not None and embedding.dim() == 2:
-        config["vocabulary"] = size = len(embedding) - 1
-        check_config(config, path)
-        stated = {"labels": content.get("labels"), "joint.vocabulary": _value(content, "joint.vocabulary", None)}
-        for key, labels in stated.items():
-            if isinstance(labels, list) and len(labels) != size:
-                raise UsageError(f"{path}: {key} has {len(labels)} entries, but its weights are for {size}")
-        counts = {key: (size, -1, ...) for key in ("decoder.vocab_size", "joint.num_classes")}
-        _require(content, {**counts, "joint.num_extra_outputs": (len(config["durations"]),)}, path)
+    if embedding is None or embedding.dim() != 2:
+        raise UsageError(f"{path} lacks the embedding of a prediction network: it is not a complete Parakeet-TDT model")
+    config["vocabulary"] = size = len(embedding) - 1
+    check_config(config, path)
+    for key in ("labels", "joint.vocabulary"):
+        labels = _value(content, key)
+        if isinstance(labels, list) and len(labels) != size:
+            raise UsageError(f"{path}: {key} has {len(labels)} entries, but its weights are for {size}")
+    _require(content, {key: (size, -1, ...) for key in ("decoder.vocab_size", "joint.num_classes")}, path)
     return weights, config, {"tokenizer": state, "source": {"yaml": members[YAML].decode()}, "loss": loss}
-
-
-def _read_loss(content: dict, path: Path) -> dict:
-    """Sigma, omega and reduction; those that are not given are NeMo's defaults, not the released models'."""
-    loss = {"reduction": content.get("rnnt_reduction", "mean_batch")}
-    for name in ("sigma", "omega"):
-        value = _value(content, f"loss.tdt_kwargs.{name}", 0.0)
-        try:
-            loss[name] = float(value)
-            is_sound = 0 <= loss[name] <= 1
-        except (TypeError, ValueError, OverflowError):
-            is_sound = False
-        if not is_sound:
-            raise UsageError(f"{path}: loss.tdt_kwargs.{name} is {str(value)[:40]!r}; it must be from 0 to 1")
-    _require({"rnnt_reduction": loss["reduction"]}, {"rnnt_reduction": REDUCTIONS}, path)
-    return loss
 
 
 def _sentencepiece(content: dict, members: dict[str, bytes], path: Path) -> dict[str, str]:
@@ -476,38 +452,38 @@ def _sentencepiece(content: dict, members: dict[str, bytes], path: Path) -> dict
 
 
 def export(folder: str | Path, form: str, weights: dict[str, torch.Tensor], config: dict, extras: dict) -> list[str]:
-    """Writes a folder that `transformers` can load (`form` "hf") or that holds NVIDIA's model.nemo ("nemo"), in fp32, and
-    returns the file names. Settings of the model that was fine-tuned are kept. Replaces an earlier export that nobody has
-    changed or an empty folder, and refuses any other. Raises `UsageError` and `RunError`.
+    """Writes a folder that `transformers` can load (`form` "hf") or that holds NVIDIA's model.nemo ("nemo"), in fp32,
+    and returns the file names. Settings of the fine-tuned model are kept. Replaces an empty folder or an earlier export
+    that nobody has changed, and refuses any other. Raises `UsageError` and `RunError`.
 
     `weights`: by Hugging Face's names. `extras`: as `read_model` returns them; `source` may be empty."""
     folder = Path(folder)
     check_config(config, "the model to be exported")
-    check_shapes(weights, expected_shapes(config), "the model to be exported", "Parakeet-TDT")
+    released.check_shapes(weights, expected_shapes(config), "the model to be exported", "Parakeet-TDT")
     pieces = tokenizer.pieces(extras["tokenizer"])
     if len(pieces) != config["vocabulary"]:
         raise UsageError(f"the tokenizer has {len(pieces)} pieces and the model {config['vocabulary']}")
-    require_export(folder)
+    released.require_export(folder)
     kinds = {name: torch.float32 if w.is_floating_point() else w.dtype for name, w in weights.items()}
     tensors = {name: w.detach().to("cpu", kinds[name]).contiguous() for name, w in weights.items()}
     checkpoint.check_tensors(tensors, "the model to be exported")
     if form == "nemo":
         model, settings = tokenizer.sentencepiece_model(extras["tokenizer"]), nemo_settings(config, pieces, extras)
-        return write_export(folder, lambda aside: _write_nemo(aside, tensors, settings, model))
-    contents = hf_settings(config, pieces, extras)
-    texts = {name: json.dumps(c, indent=1) + "\n" for name, c in contents.items()}
+        return released.write_export(folder, lambda aside: _write_nemo(aside, tensors, settings, model))
+    texts = {name: json.dumps(c, indent=1) + "\n" for name, c in hf_settings(config, pieces, extras).items()}
     texts |= tokenizer.hf_files(extras["tokenizer"])
     if config["ctc"]:
         print("no CTC head in the export: Hugging Face's form of Parakeet-TDT has none")
+        tensors = {name: w for name, w in tensors.items() if not name.startswith("ctc_head.")}
 
     def fill(aside: Path) -> None:
         for name, text in texts.items():
             (aside / name).write_text(text, encoding="utf-8")
         if model := extras["tokenizer"].get("sentencepiece"):
             (aside / "tokenizer.model").write_bytes(bytes.fromhex(model))
-        save_tensors({name: w for name, w in tensors.items() if not name.startswith("ctc_head.")}, aside)
+        released.save_tensors(tensors, aside)
 
-    return write_export(folder, fill)
+    return released.write_export(folder, fill)
 
 
 def _merge(content: dict, changes: dict) -> dict:
@@ -530,49 +506,45 @@ def _nest(values: dict) -> dict:
 
 
 def hf_settings(config: dict, pieces: list[str], extras: dict) -> dict[str, dict]:
-    """config.json, generation_config.json and processor_config.json. Raises `UsageError` if Hugging Face's model cannot have
-    that shape."""
-    for name, other in (("joint_width", "prediction_width"), ("num_mel_bins", None)):
-        wrong = config[name] != config[other] if other else config[name] % config["subsampling"]
-        if wrong:
-            must = f"be {other} ({config[other]})" if other else f"be a multiple of {config['subsampling']}"
-            raise UsageError(f"no export to Hugging Face's form: {name} is {config[name]} and must {must} there")
+    """config.json, generation_config.json and processor_config.json. Raises `UsageError` if Hugging Face's model cannot
+    have that shape."""
+    width, factor = config["prediction_width"], config["subsampling"]
+    if config["joint_width"] != width or config["num_mel_bins"] % factor:
+        sizes = f"joint_width is {config['joint_width']} and num_mel_bins is {config['num_mel_bins']}"
+        must = f"they must be prediction_width ({width}) and a multiple of {factor} there"
+        raise UsageError(f"no export to Hugging Face's form: {sizes}; {must}")
     source, blank = extras["source"], config["vocabulary"]
     pad = pieces.index("<pad>") if "<pad>" in pieces else blank  # labels end at the padding
-    encoder = {"activation_dropout": 0.1, "attention_dropout": 0.1, "dropout": 0.1, "dropout_positions": 0.0}
-    known = _nest({key: config[name] for name, (key, _) in HF.items()} | {key: v[0] for key, v in HF_FIXED.items()})
-    known["encoder_config"] |= {
-        "model_type": "parakeet_encoder", "convolution_bias": config["biases"], "layerdrop": 0.0,
-        "num_key_value_heads": config["heads"],
-    }  # fmt: skip
-    description = {
-        **known, "architectures": ["ParakeetForTDT"], "model_type": "parakeet_tdt", "exported_by": EXPORTED,
+    defaults = {"activation_dropout": 0.1, "attention_dropout": 0.1, "dropout": 0.1, "dropout_positions": 0.0}
+    known = {key: config[name] for name, (key, _) in HF.items()} | {key: values[0] for key, values in HF_FIXED.items()}
+    description = _nest(known | {
+        "architectures": ["ParakeetForTDT"], "model_type": "parakeet_tdt", "exported_by": released.EXPORTED,
         "dtype": "float32", "is_encoder_decoder": True, "vocab_size": blank + 1, "blank_token_id": blank,
-        "pad_token_id": pad,
-    }  # fmt: skip
+        "pad_token_id": pad, "encoder_config.model_type": "parakeet_encoder", "encoder_config.layerdrop": 0.0,
+        "encoder_config.convolution_bias": config["biases"], "encoder_config.num_key_value_heads": config["heads"],
+    })  # fmt: skip
     kept = {n: v for n, v in source.get("config", {}).items() if n not in ("auto_map", "torch_dtype", "_name_or_path")}
+    before = {n: v for n, v in (source.get("generation") or {}).items() if n != "_from_model_config"}
     generation = {
         "decoder_start_token_id": blank, "pad_token_id": pad,
         "suppress_tokens": [blank + 1 + i for i in range(len(config["durations"]))],
     }  # fmt: skip
-    features = {
-        **FEATURES, "feature_extractor_type": "ParakeetFeatureExtractor", "feature_size": config["num_mel_bins"],
-        "padding_side": "right", "return_attention_mask": True,
-    }  # fmt: skip
     processor = {
         "blank_token": "<blank>", "decoder_type": "tdt", "processor_class": "ParakeetProcessor",
-        "feature_extractor": features,
+        "feature_extractor": {
+            **FEATURES, "feature_extractor_type": "ParakeetFeatureExtractor", "feature_size": config["num_mel_bins"],
+            "padding_side": "right", "return_attention_mask": True,
+        },
     }  # fmt: skip
-    before = {n: v for n, v in (source.get("generation") or {}).items() if n != "_from_model_config"}
     return {
-        "config.json": _merge(_merge({"encoder_config": encoder}, kept), description),
+        "config.json": _merge(_merge({"encoder_config": defaults}, kept), description),
         "generation_config.json": {**before, **generation},
         "processor_config.json": _merge(source.get("processor", {}).get("processor_config.json", {}), processor),
     }
 
 
 def nemo_settings(config: dict, pieces: list[str], extras: dict) -> dict:
-    """model_config.yaml without the tokenizer's files: the source's with what this model changes, or one that is complete.
+    """model_config.yaml without the tokenizer's files: the source's with what this model changes, or a complete one.
     Raises `UsageError` if NeMo's model cannot have that shape."""
     factor, rest = divmod(config["ffn"], config["d_model"])
     if rest:
@@ -588,21 +560,24 @@ def nemo_settings(config: dict, pieces: list[str], extras: dict) -> dict:
         "model_defaults.joint_hidden": config["joint_width"], "loss.tdt_kwargs.sigma": loss["sigma"],
         "loss.tdt_kwargs.omega": loss["omega"], "rnnt_reduction": loss["reduction"],
     }  # fmt: skip
-    ctc = {
-        "aux_ctc.decoder.feat_in": config["d_model"], "aux_ctc.decoder.num_classes": size,
-        "aux_ctc.decoder.vocabulary": [*pieces],
-    }  # fmt: skip
+    if config["ctc"]:
+        changes |= {
+            "aux_ctc.decoder.feat_in": config["d_model"], "aux_ctc.decoder.num_classes": size,
+            "aux_ctc.decoder.vocabulary": [*pieces],
+        }  # fmt: skip
     source = extras["source"].get("yaml")
     content = _load_yaml(source, Path("the model's source")) if source else _complete_settings()
-    if config["ctc"] != isinstance(content.get("aux_ctc"), dict) or not source:
-        name = "hybrid_rnnt_ctc_bpe_models.EncDecHybridRNNTCTCBPEModel" if config["ctc"] else None
-        content["target"] = f"nemo.collections.asr.models.{name or 'rnnt_bpe_models.EncDecRNNTBPEModel'}"
+    if not source or config["ctc"] != isinstance(content.get("aux_ctc"), dict):
         content.pop("aux_ctc", None)
-        ctc |= {
-            "aux_ctc.decoder._target_": NEMO_FIXED["aux_ctc.decoder._target_"][0], "aux_ctc.ctc_loss_weight": 0.3,
-            "aux_ctc.ctc_reduction": "mean_batch", "aux_ctc.use_cer": False, "aux_ctc.decoding.strategy": "greedy",
-        }  # fmt: skip
-    return _merge(content, _nest(changes | (ctc if config["ctc"] else {})))
+        changes["target"] = "nemo.collections.asr.models.rnnt_bpe_models.EncDecRNNTBPEModel"
+        if config["ctc"]:
+            changes |= {
+                "target": "nemo.collections.asr.models.hybrid_rnnt_ctc_bpe_models.EncDecHybridRNNTCTCBPEModel",
+                "aux_ctc.decoder._target_": NEMO_FIXED["aux_ctc.decoder._target_"][0], "aux_ctc.use_cer": False,
+                "aux_ctc.ctc_loss_weight": 0.3, "aux_ctc.ctc_reduction": "mean_batch",
+                "aux_ctc.decoding.strategy": "greedy",
+            }  # fmt: skip
+    return _merge(content, _nest(changes))
 
 
 def _complete_settings() -> dict:

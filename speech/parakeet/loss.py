@@ -24,9 +24,9 @@ FP16_SCALE = 1024.0  # for gradients, of which many are too small for fp16; thei
 
 @dataclass(frozen=True)
 class Lattice:
-    """What the loss is computed of. `targets` (B, U) and the lengths `frames` (B,) and `labels` (B,) are on the host; `plain`
-    (B,) marks utterances with the RNN-T loss: token logits alone, no durations, no `sigma`. `durations` are in frames; blank
-    is the token before the durations. `dropout` is that of the joint's hidden layer."""
+    """Inputs of the loss besides the network's outputs. `targets` (B, U); on the host their lengths `labels` (B,), the numbers of
+    `frames` (B,), and `plain` (B,), which marks utterances with the RNN-T loss: token logits alone, no durations, no `sigma`.
+    `durations` are in frames; blank is the token before the durations. `dropout` is that of the joint's hidden layer."""
 
     targets: torch.Tensor
     frames: torch.Tensor
@@ -103,15 +103,18 @@ class _Cells:
         self.blank = len(bias) - len(lattice.durations) - 1
         self.seed = seed
         columns = predicted.shape[1]
-        index = [  # made on the host, which knows the lengths, so that nobody waits for the device
-            (b * self.size + torch.arange(t)[:, None] * columns + torch.arange(u + 1)).flatten()
-            for b, (t, u) in enumerate(zip(lattice.frames.tolist(), lattice.labels.tolist(), strict=True))
-        ]
-        self.index = torch.cat(index).to(self.device, non_blocking=True)
+        counts = lattice.frames * (lattice.labels + 1)
+        # The host knows the lengths, so that it need not wait for the device to find the cells.
+        table = torch.stack([counts.cumsum(0) - counts, lattice.labels + 1, counts]).to(self.device, non_blocking=True)
+        starts, widths, counts = table
+        rows = torch.arange(len(counts), device=self.device)
+        rows = rows.repeat_interleave(counts, output_size=int((lattice.frames * (lattice.labels + 1)).sum()))
+        place = torch.arange(len(rows), device=self.device) - starts[rows]
+        self.index = rows * self.size + place // widths[rows] * columns + place % widths[rows]
         # After the last label any token will do, because its arc is left out.
         targets = F.pad(lattice.targets, (0, columns))[:, :columns]
         self.targets = targets.to(self.device, non_blocking=True).flatten()
-        self.rows = max(1, GPU_LOGITS // len(bias)) if self.device.type == "cuda" else CPU_ROWS
+        self.rows = max(1, GPU_LOGITS // max(len(bias), encoded.shape[-1])) if self.device.type == "cuda" else CPU_ROWS
 
     def pieces(self, chosen: torch.Tensor | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Yields positions in `index` and their dropout masks, for all cells or for the `chosen`, in ascending order. A cell
@@ -202,7 +205,7 @@ def _sum_paths(grid: torch.Tensor, cells: _Cells, trains: bool) -> tuple[torch.T
     beta = nothing.expand(len(grid), t_size + longest, u_size + 1).clone()
     last = ends.logsumexp(2)
     for i in range(t_size - 1, -1, -1):
-        ahead = beta[:, i + steps].unfold(2, u_size, 1)  # (B, P, U + 1, 2): at the same u, at u + 1
+        ahead = beta[:, i + steps].unfold(2, u_size, 1)  # (B, P, 2, U + 1): at the same u, at u + 1
         base = torch.logaddexp(
             (ahead[:, :, 0] + blanks[:, i]).logsumexp(1), (ahead[:, :, 1] + jumps[:, i]).logsumexp(1)
         )

@@ -1,4 +1,4 @@
-"""What a Parakeet starts from and ends as: its flags, released weights or a configuration from scratch, learning rate, export."""
+"""The start of a Parakeet's training and its export: flags, released weights or a configuration from scratch, learning rate."""
 
 import math
 import os
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from common import memory, options
+from common import checkpoint, memory, options
 from common.errors import UsageError
 from speech import recogniser, text, weights
 from speech.parakeet import formats
-from speech.parakeet.tokenizer import STATE, make_tokenizer, pad_pieces
+from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pad_pieces
 
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
 SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
@@ -24,7 +24,10 @@ SAMPLE = 1000  # training texts that are looked at for the style and for unknown
 # The schema of the metadata that are kept with the weights, for common.checkpoint.
 METADATA = {
     "recipe": str, "config": formats.CONFIG, "tokenizer": STATE, "source": dict, "pretrained": bool, "held_out?": [str],
-    "loss": {"sigma": lambda s: 0 <= s < 10, "omega": lambda o: 0 <= o <= 1, "reduction": set(REDUCTIONS)},
+    "loss": {
+        "sigma": lambda s: 0 <= s < 10, "omega": lambda o: 0 <= o <= 1, "reduction": set(REDUCTIONS), "ctc?": lambda c: 0 <= c <= 1,
+    },
+    "demo?": bool,
     "longest": lambda seconds: type(seconds) in (int, float) and 0 < seconds < math.inf,
 }  # fmt: skip
 
@@ -43,7 +46,8 @@ class Start:
     """Where the model starts, as the flags ask. `given`: the flags on the command line; `pretrained`: the folder or file of
     released weights that the flag `source` names, None from scratch; `may_be_random`: whether the weights may be random if
     there is no checkpoint; `size`: the configuration of --model_size; `characters`: whether the tokens of a model from scratch
-    are characters; `loss`: settings that replace the model's own."""
+    are characters; `init_from`: weights of an earlier run, whose model is taken if nothing else names one; `loss`: settings that
+    replace the model's own."""
 
     given: frozenset[str]
     pretrained: str | None
@@ -55,6 +59,7 @@ class Start:
     characters: bool
     vocab_size: int | None
     ctc_weight: float | None
+    init_from: str | None
     loss: dict
 
 
@@ -67,7 +72,7 @@ def add_arguments(parser) -> None:
     loss = parser.add_argument_group("loss")
     loss.add_argument("--tdt_sigma", type=options.number(float, 0.0, 1.0), metavar="X", help="taken from every token's log-probability, which favours longer durations (the model's own, 0.02)")
     loss.add_argument("--tdt_omega", type=options.SHARE, metavar="P", help="chance that an utterance has the plain RNN-T loss (the model's own, 0.1)")
-    loss.add_argument("--loss_reduction", choices=REDUCTIONS, help="a window's loss: the mean of each utterance's loss per label, of utterances, or of labels (the model's own)")
+    loss.add_argument("--loss_reduction", choices=REDUCTIONS, help="the mean over utterances of the loss per label (mean), of the loss (mean_batch), or over labels (mean_volume) (the model's own)")
     loss.add_argument("--ctc_weight", type=options.SHARE, metavar="X", help=f"share of a CTC head's loss; from scratch it adds the head ({CTC_WEIGHT} for a model with a CTC head, else 0)")
     loss.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="in the encoder (0.1)")
     loss.add_argument("--joint_dropout", type=options.SHARE, default=0.2, metavar="P", help="in the prediction and joint networks (0.2)")
@@ -80,16 +85,18 @@ def resolve(args, is_demo: bool) -> Start:
     if args.export:
         weights.require_export(args.export)  # now, not after hours of training
     args.export_format = args.export_format or "hf"
-    if not (args.transcribe or args.evaluate or is_demo or args.resume or pretrained or args.from_scratch):
-        advice = "--model_dir DIR (Hugging Face), --model_file model.nemo (NVIDIA), or --from_scratch"
-        raise UsageError(f"where does the model start? {advice}")
+    if not (
+        args.transcribe or args.evaluate or is_demo or args.resume or pretrained or args.from_scratch or args.init_from
+    ):
+        advice = "add --model_dir DIR (Hugging Face), --model_file model.nemo (NVIDIA), or --from_scratch"
+        raise UsageError(f"training needs a model to start from: {advice}")
     source = "--model_dir" if args.model_dir else "--model_file"
     if pretrained:
         check_place(pretrained, source)  # now, not after all data have been checked
-    may_be_random = args.from_scratch or (is_demo and not pretrained)
+    may_be_random = args.from_scratch or (is_demo and not (pretrained or args.init_from))
     if not pretrained and args.model_size is None:
         args.model_size = "demo" if is_demo else "110m"
-    asked = {"sigma": args.tdt_sigma, "omega": args.tdt_omega, "reduction": args.loss_reduction}
+    asked = {"sigma": args.tdt_sigma, "omega": args.tdt_omega, "reduction": args.loss_reduction, "ctc": args.ctc_weight}
     return Start(
         given=args.given,
         pretrained=pretrained,
@@ -101,6 +108,7 @@ def resolve(args, is_demo: bool) -> Start:
         characters=args.model_size == "demo" and args.vocab_size is None,
         vocab_size=args.vocab_size,
         ctc_weight=args.ctc_weight,
+        init_from=args.init_from,
         loss={name: value for name, value in asked.items() if value is not None},
     )
 
@@ -115,15 +123,25 @@ def check_place(pretrained: str, source: str) -> None:
         raise UsageError(f"{source} {pretrained}: it is {other}")
 
 
-def choose(start: Start, resumed: dict | None, texts: Callable[[], Iterable[str]]) -> tuple[dict, dict | None]:
+def choose(
+    start: Start, resumed: dict | None, texts: Callable[[], Iterable[str]], recipe: str
+) -> tuple[dict, dict | None]:
     """The metadata of the model to be trained, and its weights (None: random ones). `resumed` is the content of a checkpoint;
-    `texts()` is asked for the training texts if a vocabulary has to be made. Raises `UsageError`."""
+    `texts()` is asked for the training texts if a vocabulary has to be made; `recipe` is the name of the recipe, whose weights
+    --init_from takes. Raises `UsageError`."""
     if resumed:
         metadata, tensors = dict(resumed["metadata"]), resumed["model"]
         check_resumed(start, metadata)
         check_saved(metadata, tensors)
     elif start.pretrained:
         tensors, metadata = read_pretrained(start)
+    elif start.init_from and not start.may_be_random:
+        tensors, saved = checkpoint.read_weights(start.init_from, recipe, METADATA, "--init_from")
+        check_saved(saved, tensors)
+        tensors, metadata = (
+            None,
+            {name: saved[name] for name in ("config", "tokenizer", "loss", "source", "pretrained")},
+        )
     else:
         tensors, metadata = None, from_scratch(start, texts)
     metadata["loss"] = {**metadata["loss"], **start.loss}
@@ -177,10 +195,16 @@ def check_resumed(start: Start, metadata: dict) -> None:
         )
     if start.vocab_size and start.vocab_size != saved["vocabulary"]:
         conflicts.append(f"--vocab_size {start.vocab_size} (the checkpoint has {saved['vocabulary']})")
-    if start.pretrained and not metadata["pretrained"]:
-        conflicts.append(f"{start.source} {start.pretrained} (the checkpoint's model began from scratch)")
     if start.from_scratch and metadata["pretrained"]:
         conflicts.append("--from_scratch (the checkpoint's model began from released weights)")
+    if start.pretrained and not metadata["pretrained"]:
+        conflicts.append(f"{start.source} {start.pretrained} (the checkpoint's model began from scratch)")
+    elif start.pretrained:
+        theirs = read_pretrained(start)[1]
+        if theirs["config"] != saved or tokenizer_of(theirs).pieces != tokenizer_of(metadata).pieces:
+            conflicts.append(
+                f"{start.source} {start.pretrained} (the checkpoint's model has another shape or vocabulary)"
+            )
     if conflicts:
         raise UsageError(
             f"{', '.join(conflicts)} conflicts with the checkpoint: leave it out to continue, or start a new run with "
@@ -193,14 +217,25 @@ def check_saved(metadata: dict, tensors: dict[str, torch.Tensor]) -> None:
     that check, damaged metadata could ask for a model of any size."""
     formats.check_config(metadata["config"], "the saved model")
     weights.check_shapes(tensors, formats.expected_shapes(metadata["config"]), "the saved model", "Parakeet")
-    make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
+    tokenizer_of(metadata)
 
 
-def ctc_weight(start: Start, metadata: dict) -> float:
+def ctc_weight(metadata: dict) -> float:
     """The share of the CTC head's loss."""
-    if not metadata["config"]["ctc"]:
-        return 0.0
-    return CTC_WEIGHT if start.ctc_weight is None else start.ctc_weight
+    return metadata["loss"].get("ctc", CTC_WEIGHT) if metadata["config"]["ctc"] else 0.0
+
+
+def tokenizer_of(metadata: dict) -> ParakeetTokenizer:
+    return make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
+
+
+def check_demo(saved: dict | None) -> None:
+    """Raises `UsageError` if the weights with these metadata (None: there are none) were not trained on the demo corpus."""
+    if saved is not None and not saved.get("demo"):
+        advice = "add --train_manifest or, with --evaluate, --test_manifest"
+        raise UsageError(
+            f"these weights were trained on other data than the demo corpus, which is used without a manifest: {advice}"
+        )
 
 
 def learning_rate(metadata: dict, hours: float) -> float:
@@ -212,7 +247,10 @@ def learning_rate(metadata: dict, hours: float) -> float:
 
 def count_parameters(start: Start) -> int:
     """The number of parameters of the model that the flags ask for."""
-    config = formats.read_model(start.pretrained)[1] if start.pretrained else start.size
+    if start.pretrained:
+        config = formats.read_model(start.pretrained)[1]
+    else:
+        config = {**start.size, "vocabulary": start.vocab_size or start.size["vocabulary"]}
     shapes = formats.expected_shapes(config)
     return sum(math.prod(shape) for name, shape in shapes.items() if not name.endswith(BUFFERS))
 

@@ -1,26 +1,25 @@
-"""The tokenizer of a Parakeet model: a SentencePiece model (`.nemo`) or a tokenizer.json (Hugging Face), and both conversions.
+"""The tokenizer of a Parakeet model: a SentencePiece model (of a `.nemo`) or a tokenizer.json (of Hugging Face).
 
-A tokenizer is kept in checkpoints as its state, a dict that fits `STATE`:
+A tokenizer is kept in checkpoints as its state, a dict that fits `STATE` and has at least one of the first two keys:
 {"sentencepiece": hexadecimal bytes of the .model, "json": text of tokenizer.json, "files": {name: text} of FILES}.
-It has at least one of the first two. V is the number of pieces; the model's blank is V and not one of them.
+V is the number of pieces; the model's blank is V and not one of them.
 
 Both forms give the same ids for a text, unless
-- it spells out a special token, the unknown token or a byte (<0x41>), which are plain text for SentencePiece and tokens for
-  transformers, or it consists of one user-defined symbol, which then has no prefix;
-- the model has a normalisation table and changes a character that a combining mark follows: `tokenizers` drops the mark;
+- it spells out a special token, the unknown token or a byte (<0x41>), which are plain text for SentencePiece and tokens
+  for transformers, or it consists of one user-defined symbol, which then has no prefix;
+- the model has a normalisation table and changes a character before a combining mark: `tokenizers` drops the mark;
 - two ways of building the same piece overlap, such as ab+a and a+ba in ababa: SentencePiece prefers the left one.
-If transformers' own converter made the tokenizer.json, it also strips other white space at the end, keeps one leading space
-if the model keeps spaces, and puts a space between a user-defined symbol and the text after it. A decoded text differs only
-if the text has U+2581 itself.
+A tokenizer.json of transformers' own converter also strips other white space at the end, keeps one leading space if the
+model keeps spaces, and puts a space after a user-defined symbol. A decoded text differs only if it has U+2581 itself.
 """
 
 import base64
+import importlib
 import itertools
 import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,6 +32,7 @@ BLANK, PAD = "<blank>", "<pad>"
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of SentencePiece's pieces
 UNIGRAM, BPE, WORD, CHAR = range(1, 5)  # types of its models
+SURFACE = " \u2047 "  # what SentencePiece decodes the unknown token to, unless the model says otherwise
 LONGEST_PIECE = 512  # characters of a piece that merges make
 MOST_STEPS = 32  # of a normalizer or decoder
 # Patterns of normalizers. A tokenizer.json with other ones is refused, because a pattern can take exponential time.
@@ -50,16 +50,16 @@ _ADDED = {
     **dict.fromkeys(("lstrip?", "rstrip?", "single_word?"), _ABSENT),
 }  # fmt: skip
 _BPE = {
-    "type": {"BPE"}, "unk_token?": (type(None), str), **dict.fromkeys(("byte_fallback?", "fuse_unk?"), _FLAG),
+    "type": {"BPE"}, "unk_token": str, **dict.fromkeys(("byte_fallback?", "fuse_unk?"), _FLAG),
     **dict.fromkeys(("dropout?", "continuing_subword_prefix?", "end_of_word_suffix?", "ignore_merges?"), _ABSENT),
     "vocab": lambda vocab: all(type(i) is int and i >= 0 for i in vocab.values()),
     "merges": [lambda pair: len(pair.split(" ") if isinstance(pair, str) else pair) == 2 and "".join(pair)],
 }  # fmt: skip
 _UNIGRAM = {
-    "type": {"Unigram"}, "unk_id?": (type(None), COUNT), "byte_fallback?": _FLAG,
-    "vocab": [lambda pair: len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], NUMBER) and math.isfinite(pair[1])],
+    "type": {"Unigram"}, "unk_id": COUNT, "byte_fallback?": _FLAG,
+    "vocab": [lambda p: len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], NUMBER) and math.isfinite(p[1])],
 }  # fmt: skip
-_JSON = {"model": (_BPE, _UNIGRAM), "added_tokens?": [_ADDED]}
+_JSON = {"model": (_BPE, _UNIGRAM), "added_tokens?": (type(None), [_ADDED])}
 _METASPACE = {
     "type": {"Metaspace"}, "replacement": {SPACE}, "prepend_scheme?": {"always", "first", "never"},
     "add_prefix_space?": bool, "split?": bool,
@@ -67,7 +67,6 @@ _METASPACE = {
 _NORMALIZERS = (
     {"type": {"Precompiled"}, "precompiled_charsmap": str},
     {"type": {"Strip"}, "strip_left": bool, "strip_right": bool},
-    {"type": {"Prepend"}, "prepend": {SPACE}},
     {"type": {"Replace"}, "pattern": {"String": {" "}}, "content": {SPACE}},
     {"type": {"Replace"}, "pattern": {"Regex": {RUN_OF_SPACES}}, "content": {SPACE, " "}},
     {"type": {"Replace"}, "pattern": {"Regex": {OUTER_SPACES}}, "content": {""}},
@@ -80,28 +79,8 @@ _DECODERS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Description:
-    """A tokenizer independent of its form. `merges` (pairs, by priority) are those of a BPE, and `scores` those of Unigram."""
-
-    model_type: int
-    pieces: list[str]
-    types: list[int]
-    scores: list[float]
-    merges: list[tuple[str, str]]
-    unknown: int
-    unk_surface: str = " \u2047 "  # what SentencePiece decodes the unknown token to
-    charsmap: bytes = b""
-    dummy_prefix: bool = True
-    remove_extra_whitespaces: bool = True
-
-    @property
-    def byte_fallback(self) -> bool:
-        return BYTE in self.types
-
-
 class ParakeetTokenizer:
-    """Attributes: `size` (V), `unknown` (an id, or None), `pieces` (V strings, with U+2581 for a space), `spaces` (ids of the
+    """Attributes: `size` (V), `unknown` (an id), `pieces` (V strings, with U+2581 for a space), `spaces` (ids of the
     pieces of spaces alone)."""
 
     def __init__(self, state: dict, backend):
@@ -117,7 +96,7 @@ class ParakeetTokenizer:
         return self._backend.encode(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of ids below V, without special tokens; U+2047 or what the model has instead for the unknown token."""
+        """The text of ids below V, without special tokens; U+2047, or the model's own text, for unknown tokens."""
         return self._backend.decode([int(token) for token in tokens])
 
     def state(self) -> dict:
@@ -125,44 +104,55 @@ class ParakeetTokenizer:
 
 
 class _TokenizerJson:
-    """A tokenizer.json in the library `tokenizers`, of which only the checked parts that concern plain text are kept.
-
-    `pieces`: neither `<blank>` nor what follows it, nor a `<pad>` that was added after the last piece, are among them."""
+    """A tokenizer.json in the library `tokenizers`. `content`: only its checked parts and its V pieces, which are
+    without `<blank>`, what follows it, and a `<pad>` that was added after the last piece. `ids` has all tokens."""
 
     def __init__(self, text: str):
         tokenizers = require("tokenizers", "the tokenizer")
         try:
             self._read(json.loads(text))
+            "".join(self.pieces).encode()  # half of a surrogate pair is a ValueError
         except (ValueError, RecursionError):
-            raise _refused("its tokenizer.json is not valid JSON") from None
-        size, unknown = len(self.pieces), self.unknown_piece
-        added = [{**token, "special": token["special"] or token["id"] >= size} for token in self.added]
+            raise _refused("its tokenizer.json is damaged") from None
+        # What the decoder of transformers' converter lacks. A second replacement has no effect.
+        unknown = self.pieces[self.unknown]
+        decoder = [*self.decoder, _replace({"String": unknown}, SURFACE)]
+        if self.content["model"].get("byte_fallback") and {"type": "ByteFallback"} not in decoder:
+            decoder.append({"type": "ByteFallback"})
+        content = {**self.content, "decoder": _sequence("decoders", decoder)}
         try:
-            self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**self.content, "added_tokens": added}))
+            self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         except Exception as error:  # the library has no exception type of its own
             raise _refused(first_line(error)[:100]) from None
         ids = self.tokenizer.get_vocab()
         if any(ids.get(piece) != i for i, piece in enumerate(self.pieces)):
             raise _refused("the ids of its tokenizer.json are not in order")
         self.tokenizer.encode_special_tokens = True  # as plain text
-        self.special = {token["id"] for token in added if token["special"] and token["content"] != unknown}
-        self.unknown = None if unknown is None else self.pieces.index(unknown)
-        # What the decoder of transformers' converter lacks. A second replacement has no effect.
-        steps = [self.tokenizer.decoder] if self.decoder else []
-        if unknown is not None:
-            steps.append(tokenizers.decoders.Replace(unknown, Description.unk_surface))
-        if self.content["model"].get("byte_fallback") and {"type": "ByteFallback"} not in self.decoder:
-            steps.append(tokenizers.decoders.ByteFallback())
-        self.tokenizer.decoder = tokenizers.decoders.Sequence(steps)
+        self.special = {token["id"] for token in self.added if token["special"]} - {self.unknown}
 
     def _read(self, content) -> None:
         if reason := mismatch(content, _JSON, "tokenizer.json"):
             raise _refused(reason)
         model = content["model"]
         self.is_bpe = model["type"] == "BPE"
-        self.added = [{"special": False, "normalized": False, **token} for token in content.get("added_tokens") or []]
-        symbols = [token["content"] for token in self.added if token["normalized"]]
-        prefix = {"type": {"Replace"}, "pattern": {"Regex": {_prefix_pattern(symbols)}}, "content": {SPACE}}
+        vocab = model["vocab"] if self.is_bpe else {piece: i for i, (piece, _) in enumerate(model["vocab"])}
+        added = [{"special": False, "normalized": False, **token} for token in content.get("added_tokens") or []]
+        self.ids = dict(vocab)
+        if any(self.ids.setdefault(token["content"], token["id"]) != token["id"] for token in added):
+            raise _refused("a token of its tokenizer.json has two ids")
+        own = {piece: i for piece, i in self.ids.items() if i < self.ids.get(BLANK, math.inf)}
+        self.pieces = sorted(own, key=own.get)
+        if self.pieces[-1:] == [PAD] and PAD not in vocab:
+            self.pieces.pop()
+        size = len(self.pieces)
+        is_whole = [own[piece] for piece in self.pieces] == [*range(size)] and vocab.keys() <= {*self.pieces, BLANK}
+        if not is_whole or "" in own or len(vocab) < len(model["vocab"]):
+            raise _refused("the ids of its tokenizer.json have gaps, or repeat")
+        self.unknown = own.get(model["unk_token"], size) if self.is_bpe else model["unk_id"]
+        if self.unknown >= size:
+            raise _refused("its tokenizer.json lacks the unknown token")
+        self.added = [token for token in added if token["id"] < size]
+        prefix = {"type": {"Replace"}, "pattern": {"Regex": {_prefix_pattern(self.added)}}, "content": {SPACE}}
         self.normalizer = _steps(content.get("normalizer"), "normalizers", (*_NORMALIZERS, prefix))
         self.splitter = _steps(content.get("pre_tokenizer"), "pretokenizers", (_METASPACE,))
         self.decoder = _steps(content.get("decoder"), "decoders", _DECODERS)
@@ -170,48 +160,18 @@ class _TokenizerJson:
         if len(tables) > 1:
             raise _refused("its tokenizer.json has several normalisation tables")
         self.charsmap = _checked_table(base64.b64decode(tables[0], validate=True)) if tables else b""
-        self.content = {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": self.added,
-            "normalizer": _sequence("normalizers", self.normalizer), "post_processor": None,
-            "pre_tokenizer": _sequence("pretokenizers", self.splitter), "decoder": _sequence("decoders", self.decoder),
-            "model": model,
-        }  # fmt: skip
-        vocab = model["vocab"] if self.is_bpe else {piece: i for i, (piece, _) in enumerate(model["vocab"])}
-        self.ids = dict(vocab)
-        if any(self.ids.setdefault(token["content"], token["id"]) != token["id"] for token in self.added):
-            raise _refused("a token of its tokenizer.json has two ids")
-        own = {piece: i for piece, i in self.ids.items() if i < self.ids.get(BLANK, math.inf)}
-        self.pieces = sorted(own, key=own.get)
-        if self.pieces[-1:] == [PAD] and PAD not in vocab:
-            self.pieces.pop()
-        size = len(self.pieces)
-        repeats = not self.is_bpe and len(vocab) < len(model["vocab"])
-        if (
-            not size
-            or "" in own
-            or repeats
-            or [*map(own.get, self.pieces)] != [*range(size)]
-            or not vocab.keys() <= {*self.pieces, BLANK}
-        ):
-            raise _refused("the ids of its tokenizer.json have gaps, or repeat")
-        unknown = model.get("unk_token" if self.is_bpe else "unk_id")
-        if not self.is_bpe and unknown is not None:
-            unknown = self.pieces[unknown] if unknown < size else ""
-        if unknown not in ((None, *self.pieces) if self.is_bpe else self.pieces):
-            raise _refused("its tokenizer.json lacks the unknown token")
-        self.unknown_piece = unknown
-        "".join(self.pieces).encode()  # half of a surrogate pair is a ValueError
+        kept = {piece: i for piece, i in vocab.items() if i < size} if self.is_bpe else model["vocab"][:size]
+        self.content = _content({**model, "vocab": kept}, self.added, self.normalizer, self.splitter, self.decoder)
 
     def encode(self, text: str) -> list[int]:
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return [i for i in ids if i < len(self.pieces)]
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode([i for i in tokens if i not in self.special], skip_special_tokens=False)
 
 
 def make_tokenizer(state: dict, vocabulary: int) -> ParakeetTokenizer:
-    """The tokenizer of a state. Raises `UsageError` if it is damaged or has not as many pieces as the model, `vocabulary`."""
+    """The tokenizer of a state. Raises `UsageError` if it is damaged or its size is not the model's `vocabulary`."""
     model, content = _open(state)
     if model and content and model.pieces != content.pieces:
         raise _refused("its SentencePiece model and its tokenizer.json have different pieces")
@@ -228,10 +188,10 @@ def pieces(state: dict) -> list[str]:
 
 
 def sentencepiece_model(state: dict) -> bytes:
-    """The SentencePiece .model of a state, converted from tokenizer.json if it has none. Raises `UsageError` if a .model
-    cannot express that tokenizer."""
+    """The SentencePiece .model of a state, converted from tokenizer.json if it has none. Raises `UsageError` if a
+    .model cannot express that tokenizer."""
     model, content = _open(state)
-    return model.model if model else _load_model(_to_model(_from_json(content))).model
+    return model.model if model else _load_model(_to_model(content)).model
 
 
 def pad_pieces(model: bytes, count: int) -> bytes:
@@ -245,24 +205,22 @@ def pad_pieces(model: bytes, count: int) -> bytes:
 
 
 def hf_files(state: dict) -> dict[str, str]:
-    """The tokenizer files of a Hugging Face folder, name to text, for ParakeetTokenizer and AutoTokenizer of transformers.
-    A tokenizer.json of the state is unchanged if `<blank>` has the id V in it. The pad token is a piece `<pad>`, or `<blank>`
-    if there is none. Raises `UsageError`."""
+    """The tokenizer files of a Hugging Face folder, name to text, for transformers' ParakeetTokenizer and AutoTokenizer.
+    A tokenizer.json of the state is unchanged if `<blank>` has the id V in it. The pad token is a piece `<pad>`, or
+    `<blank>` if there is none. Raises `UsageError`."""
     model, content = _open(state)
+    names, unknown = (content or model).pieces, (content or model).unknown
     others = {}
     if content is None:
-        description = _from_model(model.model)
-        names, unknown = description.pieces, description.pieces[description.unknown]
-        text = _text(_to_json(description))
+        text = _text(_to_json(model))
+    elif content.ids.get(BLANK) == len(names):
+        text, others = state["json"], state.get("files", {})
     else:
-        names, unknown, text = content.pieces, content.unknown_piece, state["json"]
-        if content.ids.get(BLANK) == len(names):
-            others = state.get("files", {})
-        else:
-            text = _text(_with_blank(content))
+        text = _text({**content.content, "added_tokens": [*content.added, _added(len(names), BLANK)]})
     config = {
-        "tokenizer_class": "ParakeetTokenizer", "processor_class": "ParakeetProcessor", "clean_up_tokenization_spaces": False,
-        "model_max_length": 1_000_000_000, "unk_token": unknown, "pad_token": PAD if PAD in names else BLANK,
+        "tokenizer_class": "ParakeetTokenizer", "processor_class": "ParakeetProcessor",
+        "clean_up_tokenization_spaces": False, "model_max_length": 1_000_000_000, "unk_token": names[unknown],
+        "pad_token": PAD if PAD in names else BLANK,
     }  # fmt: skip
     return {"tokenizer.json": text, "tokenizer_config.json": _text(config), **others}
 
@@ -297,100 +255,99 @@ def _load_model(model: str | bytes) -> SentencePieceTokenizer:
         raise _refused(first_line(error)[:100]) from None
 
 
-def _checked_table(table: bytes) -> bytes:
-    """`table`, if all references within this normalisation table are sound; `tokenizers` follows them unchecked. It is
-    the size of a trie, the trie (darts-clone: 32-bit units), and the texts, each ending in a zero, that its leaves point at."""
-    size, start = int.from_bytes(table[:4], "little"), 4
-    texts = table[start + size :]
-    try:
-        texts.decode()
-        units = np.frombuffer(table[start : start + size], "<u4").astype(np.int64)
-    except ValueError:
-        size = 0
-    if size == 0 or len(table) <= start + size or size % 1024 or texts[-1]:
-        raise _refused("its normalisation table is damaged")
-    inner = np.flatnonzero(units < 1 << 31)
-    children = inner ^ ((units[inner] >> 10) << ((units[inner] & 0x200) >> 6))
-    leaves = children[(units[inner] >> 8 & 1).astype(bool) & (children < len(units))]
-    targets = units[leaves] & ((1 << 31) - 1)
-    is_start = np.frombuffer(texts, np.uint8) & 0xC0 != 0x80
-    if children.max(initial=0) >= len(units) or targets.max(initial=0) >= len(texts) or not is_start[targets].all():
-        raise _refused("its normalisation table is damaged")
-    return table
-
-
 def _messages():
-    require("sentencepiece", "the tokenizer")
     try:
-        return require("sentencepiece.sentencepiece_model_pb2", "the tokenizer's conversion")
-    except RunError as error:
-        if "google" not in str(error):
-            raise
-        raise RunError("the tokenizer's conversion needs the package protobuf: pip install protobuf") from None
+        return importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    except ImportError:
+        needed = "the tokenizer's conversion needs the packages sentencepiece and protobuf"
+        raise RunError(f"{needed}: pip install sentencepiece protobuf") from None
 
 
-def _from_model(model: bytes) -> Description:
-    messages = _messages()
-    try:
-        proto = messages.ModelProto.FromString(model)
-        surface = proto.trainer_spec.unk_surface
-    except Exception as error:  # protobuf has several, and text can be something else than UTF-8
-        raise _refused(first_line(error)[:100]) from None
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
-    types, scores = [piece.type for piece in proto.pieces], [piece.score for piece in proto.pieces]
-    unsupported = {
-        "pieces of words": trainer.model_type == WORD, "unused pieces": UNUSED in types,
-        "spaces at the ends of words": trainer.treat_whitespace_as_suffix, "plain spaces": not normalizer.escape_whitespaces,
-        "a denormalizer": proto.denormalizer_spec.precompiled_charsmap,
-        "scores that are not finite": not all(map(math.isfinite, scores)),
-    }  # fmt: skip
-    if reason := next((name for name, is_present in unsupported.items() if is_present), None):
-        raise _refused(f"a tokenizer.json cannot express {reason}")
-    names = [piece.piece for piece in proto.pieces]
-    return Description(
-        trainer.model_type, names, types, scores, _merges(names, types, scores) if trainer.model_type == BPE else [],
-        types.index(UNKNOWN), surface, normalizer.precompiled_charsmap, normalizer.add_dummy_prefix,
-        normalizer.remove_extra_whitespaces,
-    )  # fmt: skip
-
-
-def _merges(names: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+def _merges(model_pieces) -> list[tuple[str, str]]:
     """All pairs of pieces that make another one, in the order in which SentencePiece prefers them."""
-    normal = {name for name, kind in zip(names, types, strict=True) if kind == NORMAL}
-    if max(map(len, normal), default=0) > LONGEST_PIECE:
+    products = sorted((p for p in model_pieces if p.type == NORMAL), key=lambda p: -p.score)
+    names = [p.piece for p in products]
+    if max(map(len, names), default=0) > LONGEST_PIECE:
         raise _refused(f"it has a piece of more than {LONGEST_PIECE} characters")
-    order = sorted(range(len(names)), key=lambda i: -scores[i])
-    products = [names[i] for i in order if types[i] == NORMAL]
-    pairs = ((name[:cut], name[cut:]) for name in products for cut in range(len(name) - 1, 0, -1))
-    return [pair for pair in pairs if normal.issuperset(pair)]
+    pairs = ((name[:cut], name[cut:]) for name in names for cut in range(len(name) - 1, 0, -1))
+    return [*filter({*names}.issuperset, pairs)]
 
 
-def _to_model(description: Description) -> bytes:
-    proto = _messages().ModelProto()
-    for name, kind, score in zip(description.pieces, description.types, description.scores, strict=True):
-        proto.pieces.add(piece=name, type=kind, score=score)
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
-    trainer.model_type = description.model_type
-    trainer.vocab_size = len(description.pieces)
-    trainer.unk_id = description.unknown
-    trainer.unk_piece = description.pieces[description.unknown]
-    trainer.unk_surface = description.unk_surface
-    trainer.byte_fallback = description.byte_fallback
-    trainer.bos_id = trainer.eos_id = trainer.pad_id = -1
-    normalizer.name = "precompiled" if description.charsmap else "identity"
-    normalizer.precompiled_charsmap = description.charsmap
-    normalizer.add_dummy_prefix = description.dummy_prefix
-    normalizer.remove_extra_whitespaces = description.remove_extra_whitespaces
+def _to_model(source: _TokenizerJson) -> bytes:
+    model, names, unknown = source.content["model"], source.pieces, source.pieces[source.unknown]
+    if source.is_bpe and not model.get("fuse_unk"):
+        raise _refused("a SentencePiece model takes several unknown tokens in a row for one")
+    patterns = [step["pattern"] for step in source.normalizer if step["type"] == "Replace"]
+    if not source.splitter and {"String": " "} not in patterns:
+        raise _refused("its tokenizer.json does not replace spaces")
+    trims = {"Regex": RUN_OF_SPACES} in patterns
+    has_prefix = {"Regex": _prefix_pattern(source.added)} in patterns
+    for step in source.splitter:
+        has_prefix |= step.get("prepend_scheme", step.get("add_prefix_space", True)) not in ("never", False)
+    kinds = {token["content"]: CONTROL if token["special"] else USER_DEFINED for token in source.added}
+    all_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
+    if model.get("byte_fallback") and all_bytes.issubset(names):
+        kinds |= dict.fromkeys(all_bytes, BYTE)
+    kinds[unknown] = UNKNOWN
+    normal = {name for name in names if name not in kinds}
+    joins = any(SPACE in piece[1:] and (piece.strip(SPACE) or not trims) for piece in normal)
+    if joins and any(step.get("split", True) for step in source.splitter):
+        raise _refused("a SentencePiece model would join words that its tokenizer.json keeps apart")
+    if source.is_bpe:
+        pairs = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+        merges = [(left, right) for left, right in pairs if {left, right, left + right} <= normal]
+        products = [product for product, _ in itertools.groupby(map("".join, merges))]
+        scores = {product: -float(rank) for rank, product in enumerate(products)}  # one, however a piece is made
+        scores |= {name: -float(len(scores) + i) for i, name in enumerate(names) if name not in scores}
+        model_type = BPE if merges else CHAR
+    else:
+        merges, model_type, scores = [], UNIGRAM, dict.fromkeys(names, 0.0) | dict(model["vocab"])
+    messages = _messages()
+    model_pieces = [
+        messages.ModelProto.SentencePiece(piece=name, type=kinds.get(name, NORMAL), score=scores[name])
+        for name in names
+    ]
+    if merges and (len({*products}) < len(products) or {*merges} != {*_merges(model_pieces)}):
+        raise _refused("a SentencePiece model cannot express its merges")
+    surfaces = [step["content"] for step in source.decoder if step.get("pattern") == {"String": unknown}]
+    trainer = messages.TrainerSpec(
+        model_type=model_type, vocab_size=len(names), unk_id=source.unknown, unk_piece=unknown, bos_id=-1, eos_id=-1,
+        pad_id=-1, unk_surface=[*surfaces, SURFACE][0], byte_fallback=BYTE in kinds.values(),
+    )  # fmt: skip
+    normalizer = messages.NormalizerSpec(
+        name="precompiled" if source.charsmap else "identity", precompiled_charsmap=source.charsmap,
+        add_dummy_prefix=has_prefix, remove_extra_whitespaces=trims,
+    )  # fmt: skip
+    proto = messages.ModelProto(pieces=model_pieces, trainer_spec=trainer, normalizer_spec=normalizer)
     return proto.SerializeToString(deterministic=True)
 
 
 # --- tokenizer.json --------------------------------------------------------------------------------------------------
 
 
-def _prefix_pattern(symbols: Iterable[str]) -> str:
-    """The start of every text except the empty one and `symbols`, which the library normalises by themselves, too, to look for
-    them in normalised text."""
-    return rf"\A(?!(?:{'|'.join(map(re.escape, symbols))})?\z)"
+def _checked_table(table: bytes) -> bytes:
+    """`table`, if all references in this normalisation table are sound, else a ValueError; `tokenizers` follows them
+    unchecked. It is the size of a trie, the trie (darts-clone: 32-bit units), and the texts, each ending in a zero,
+    that its leaves point at."""
+    size = int.from_bytes(table[:4], "little")
+    trie, texts = table[4 : 4 + size], table[4 + size :]
+    texts.decode()
+    units = np.frombuffer(trie, "<u4").astype(np.int64)
+    inner = np.flatnonzero(units < 1 << 31)
+    children = inner ^ ((units[inner] >> 10) << ((units[inner] & 0x200) >> 6))
+    leaves = children[(units[inner] >> 8 & 1).astype(bool) & (children < len(units))]
+    starts = np.flatnonzero(np.frombuffer(texts, np.uint8) & 0xC0 != 0x80)  # of characters
+    are_inside = children.max(initial=0) < len(units) and np.isin(units[leaves] & ((1 << 31) - 1), starts).all()
+    if not size or size % 1024 or texts[-1:] != b"\0" or not are_inside:
+        raise ValueError("the normalisation table is damaged")
+    return table
+
+
+def _prefix_pattern(added: list[dict]) -> str:
+    """The start of every text except the empty one and user-defined symbols, which the library also normalises by
+    themselves, to look for them in normalised text."""
+    symbols = "|".join(re.escape(token["content"]) for token in added if token["normalized"])
+    return rf"\A(?!(?:{symbols})?\z)"
 
 
 def _steps(component, plural: str, allowed: tuple) -> list[dict]:
@@ -402,110 +359,66 @@ def _steps(component, plural: str, allowed: tuple) -> list[dict]:
             waiting += reversed(step[plural])
         elif step is not None:
             steps.append(step)
-    for step in steps:
-        if mismatch(step, allowed, ""):
-            raise _refused(f"its tokenizer.json has a step that Parakeet's do not have: {str(step)[:80]!r}")
-    if len(steps) > MOST_STEPS:
-        raise _refused("its tokenizer.json has too many steps")
+    if wrong := [step for step in steps if mismatch(step, allowed, "")] or steps[MOST_STEPS:]:
+        raise _refused(f"its tokenizer.json has a step that Parakeet's do not have: {str(wrong[0])[:80]!r}")
     return steps
+
+
+def _to_json(tokenizer: SentencePieceTokenizer) -> dict:
+    """The content of a tokenizer.json with `<blank>` after the pieces."""
+    try:
+        proto = _messages().ModelProto.FromString(tokenizer.model)
+        surface = proto.trainer_spec.unk_surface
+    except Exception as error:  # protobuf has several, and text can be something else than UTF-8
+        raise _refused(first_line(error)[:100]) from None
+    trainer, spec, names = proto.trainer_spec, proto.normalizer_spec, tokenizer.pieces
+    kinds = {piece.type for piece in proto.pieces}
+    unsupported = {
+        "pieces of words": trainer.model_type == WORD, "unused pieces": UNUSED in kinds,
+        "spaces at the ends of words": trainer.treat_whitespace_as_suffix, "plain spaces": not spec.escape_whitespaces,
+        "a denormalizer": proto.denormalizer_spec.precompiled_charsmap, f"a piece {BLANK} of its own": BLANK in names,
+        "scores that are not finite": not all(math.isfinite(piece.score) for piece in proto.pieces),
+    }  # fmt: skip
+    if reason := next((name for name, is_present in unsupported.items() if is_present), None):
+        raise _refused(f"a tokenizer.json cannot express {reason}")
+    tokens = [(i, p.piece, p.type == USER_DEFINED) for i, p in enumerate(proto.pieces) if p.type not in (NORMAL, BYTE)]
+    added = [_added(i, name, not is_symbol or name == PAD, is_symbol) for i, name, is_symbol in tokens]
+    normalizer, unknown = [], names[tokenizer.unknown]
+    if spec.precompiled_charsmap:
+        table = base64.b64encode(spec.precompiled_charsmap).decode()
+        normalizer.append({"type": "Precompiled", "precompiled_charsmap": table})
+    if spec.remove_extra_whitespaces:
+        normalizer += [_replace({"Regex": OUTER_SPACES}, ""), _replace({"Regex": RUN_OF_SPACES}, " ")]
+    if spec.add_dummy_prefix:
+        normalizer.append(_replace({"Regex": _prefix_pattern(added)}, SPACE))
+    normalizer.append(_replace({"String": " "}, SPACE))
+    decoder = [_replace({"String": SPACE}, " "), _replace({"String": unknown}, surface)]
+    decoder += [{"type": "ByteFallback"}] * (BYTE in kinds) + [{"type": "Fuse"}]
+    if spec.add_dummy_prefix:
+        decoder.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    if trainer.model_type == UNIGRAM:
+        vocab = [[piece.piece, piece.score] for piece in proto.pieces]
+        model = {"type": "Unigram", "unk_id": tokenizer.unknown, "vocab": vocab, "byte_fallback": BYTE in kinds}
+    else:
+        model = {
+            "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": BYTE in kinds, "ignore_merges": False,
+            "vocab": {name: i for i, name in enumerate(names)},
+            "merges": [list(pair) for pair in _merges(proto.pieces)] if trainer.model_type == BPE else [],
+        }  # fmt: skip
+    return _content(model, [*added, _added(len(names), BLANK)], normalizer, [], decoder)
+
+
+def _content(model: dict, added: list[dict], normalizer: list[dict], splitter: list[dict], decoder: list[dict]) -> dict:
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": _sequence("normalizers", normalizer), "pre_tokenizer": _sequence("pretokenizers", splitter),
+        "post_processor": None, "decoder": _sequence("decoders", decoder), "model": model,
+    }  # fmt: skip
 
 
 def _sequence(plural: str, steps: list[dict]) -> dict | None:
     return {"type": "Sequence", plural: steps} if steps else None
-
-
-def _from_json(source: _TokenizerJson) -> Description:
-    model, names = source.content["model"], source.pieces
-    if source.unknown is None or (source.is_bpe and not model.get("fuse_unk")):
-        raise _refused("a SentencePiece model needs an unknown token, and takes several in a row for one")
-    patterns = [step["pattern"] for step in source.normalizer if step["type"] == "Replace"]
-    if not source.splitter and {"String": " "} not in patterns:
-        raise _refused("its tokenizer.json does not replace spaces")
-    trims = {"Regex": RUN_OF_SPACES} in patterns
-    prefix = any(pattern.get("Regex") not in (None, RUN_OF_SPACES, OUTER_SPACES) for pattern in patterns)
-    prefix |= any(step["type"] == "Prepend" for step in source.normalizer)
-    for step in source.splitter:
-        scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
-        prefix |= scheme != "never"
-    types = _types(source)
-    normal = {piece for piece, kind in zip(names, types, strict=True) if kind == NORMAL}
-    joins = any(SPACE in piece[1:] and (piece.strip(SPACE) or not trims) for piece in normal)
-    if joins and any(step.get("split", True) for step in source.splitter):
-        raise _refused("a SentencePiece model would join words that its tokenizer.json keeps apart")
-    if source.is_bpe:
-        pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
-        merges = [(left, right) for left, right in pairs if {left, right, left + right} <= normal]
-        scores, kind = _scores(names, types, merges), BPE if merges else CHAR
-    else:
-        kind, merges = UNIGRAM, []
-        given = {piece: float(score) for piece, score in model["vocab"]}
-        scores = [given.get(piece, 0.0) for piece in names]
-    surfaces = [step["content"] for step in source.decoder if step.get("pattern") == {"String": source.unknown_piece}]
-    surface = surfaces[0] if surfaces else Description.unk_surface
-    return Description(kind, names, types, scores, merges, source.unknown, surface, source.charsmap, prefix, trims)
-
-
-def _types(source: _TokenizerJson) -> list[int]:
-    types = {token["content"]: CONTROL if token["special"] else USER_DEFINED for token in source.added}
-    all_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
-    if source.content["model"].get("byte_fallback") and all_bytes.issubset(source.pieces):
-        types |= dict.fromkeys(all_bytes, BYTE)
-    types[source.unknown_piece] = UNKNOWN
-    return [types.get(piece, NORMAL) for piece in source.pieces]
-
-
-def _scores(names: list[str], types: list[int], merges: list[tuple[str, str]]) -> list[float]:
-    """Scores that make SentencePiece merge in this order. Its pieces have one score, however they are made."""
-    products = [product for product, _ in itertools.groupby(left + right for left, right in merges)]
-    ranks = {product: -float(rank) for rank, product in enumerate(products)}
-    scores = [ranks.get(name, -float(len(ranks) + i)) for i, name in enumerate(names)]
-    if len(ranks) < len(products) or (merges and {*merges} != {*_merges(names, types, scores)}):
-        raise _refused("a SentencePiece model cannot express its merges")
-    return scores
-
-
-def _to_json(description: Description) -> dict:
-    """The content of a tokenizer.json with `<blank>` after the pieces."""
-    names, unknown = description.pieces, description.pieces[description.unknown]
-    if BLANK in names:
-        raise _refused(f"it has a piece {BLANK} of its own")
-    added = [
-        _added(i, name, special=kind != USER_DEFINED or name == PAD, normalized=kind == USER_DEFINED)
-        for i, (name, kind) in enumerate(zip(names, description.types, strict=True))
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-    ]
-    symbols = [token["content"] for token in added if token["normalized"]]
-    replacements = []
-    if description.remove_extra_whitespaces:
-        replacements += [({"Regex": OUTER_SPACES}, ""), ({"Regex": RUN_OF_SPACES}, " ")]
-    if description.dummy_prefix:
-        replacements.append(({"Regex": _prefix_pattern(symbols)}, SPACE))
-    normalizer = [_replace(*pair) for pair in [*replacements, ({"String": " "}, SPACE)]]
-    if description.charsmap:
-        charsmap = base64.b64encode(description.charsmap).decode()
-        normalizer.insert(0, {"type": "Precompiled", "precompiled_charsmap": charsmap})
-    decoder = [_replace({"String": SPACE}, " "), _replace({"String": unknown}, description.unk_surface)]
-    decoder += [{"type": "ByteFallback"}] * description.byte_fallback + [{"type": "Fuse"}]
-    if description.dummy_prefix:
-        decoder.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [*added, _added(len(names), BLANK)],
-        "normalizer": _sequence("normalizers", normalizer), "pre_tokenizer": None, "post_processor": None,
-        "decoder": _sequence("decoders", decoder), "model": _json_model(description),
-    }  # fmt: skip
-
-
-def _json_model(description: Description) -> dict:
-    names = description.pieces
-    if description.model_type == UNIGRAM:
-        vocab = [list(pair) for pair in zip(names, description.scores, strict=True)]
-        is_bytes = description.byte_fallback
-        return {"type": "Unigram", "unk_id": description.unknown, "vocab": vocab, "byte_fallback": is_bytes}
-    return {
-        "type": "BPE", "dropout": None, "unk_token": names[description.unknown], "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": description.byte_fallback, "ignore_merges": False,
-        "vocab": {name: i for i, name in enumerate(names)}, "merges": [list(pair) for pair in description.merges],
-    }  # fmt: skip
 
 
 def _added(number: int, name: str, special: bool = True, normalized: bool = False) -> dict:
@@ -515,12 +428,3 @@ def _added(number: int, name: str, special: bool = True, normalized: bool = Fals
 
 def _replace(pattern: dict, content: str) -> dict:
     return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-def _with_blank(source: _TokenizerJson) -> dict:
-    """The content of a tokenizer.json, with `<blank>` in place of all tokens after the pieces."""
-    size, model = len(source.pieces), dict(source.content["model"])
-    if source.is_bpe:
-        model["vocab"] = {piece: i for piece, i in model["vocab"].items() if piece != BLANK}
-    added = [token for token in source.added if token["id"] < size]
-    return {**source.content, "added_tokens": [*added, _added(size, BLANK)], "model": model}

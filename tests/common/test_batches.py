@@ -277,6 +277,7 @@ def test_total_steps():
     assert made.total_steps(toy.make_args("unused", "--num_epochs", "3")) == 3 * 17
     assert made.total_steps(toy.make_args("unused", "--num_epochs", "3", "--max_steps", "20")) == 20
     assert made.total_steps(toy.make_args("unused", "--num_epochs", "3", "--max_steps", "2000")) == 3 * 17
+    assert made.total_steps(toy.make_args("unused", "--num_epochs", "3"), (5, 1)) == 5 + 2 * 17  # other data before
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -29,7 +29,8 @@ from speech.corpus import Checks, load_corpus
 from speech.features import valid_mask
 from speech.parakeet import formats
 from speech.parakeet import start as starts
-from speech.parakeet.tokenizer import make_tokenizer
+from speech.parakeet.tokenizer import make_tokenizer, pad_pieces
+from speech.text import train_tokenizer
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, error_lines, newest, ran, refused, run
 
@@ -64,7 +65,7 @@ def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True, **
     """The corpus as main reads it, and the metadata of a small model."""
     path, corpus = noise
     args = runs.parse(recipe, "--train_manifest", path, "--from_scratch", "--model_size", "demo", *flags)
-    metadata, _ = starts.choose(recipe.resolve(args), None, lambda: corpus.texts)
+    metadata, _ = starts.choose(recipe.resolve(args), None, lambda: corpus.texts, recipe.RECIPE)
     metadata["config"] |= config
     tokenizer = make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
     return recipe.Utterances(args, corpus, tokenizer, metadata, training), metadata
@@ -368,7 +369,7 @@ def test_the_frozen_norm_is_batch_norm_in_evaluation():
     expected = theirs(x.transpose(1, 2)).transpose(1, 2)
     for training in (True, False):
         assert torch.allclose(ours.train(training)(x, None), expected, rtol=0, atol=1e-12)
-    assert ours(x.bfloat16(), None).dtype == torch.float64
+    assert ours(x.bfloat16(), None).dtype == torch.bfloat16  # the statistics are in float64
 
 
 @torch.no_grad()
@@ -569,7 +570,9 @@ def test_a_run_from_scratch_leaves_what_it_promises(scratch):
         assert line["train/loss"] == pytest.approx(expected) and math.isfinite(expected)
     assert "val set, weights of the best evaluation, 4 utterances" in out and out.count("reference:") == 4
     assert "exported to" in out.splitlines()[-1] and "no CTC head in the export" in out
-    assert "the model as it came" not in out and "warning" not in out and "outside the vocabulary" not in out
+    assert (
+        "released model, and trained model" not in out and "warning" not in out and "outside the vocabulary" not in out
+    )
     paths = checkpoint.list_checkpoints(folder / "checkpoints")
     after, before = (checkpoint.read(path, recipe.RECIPE)["model"] for path in paths)
     for name, value in statistics_of(after).items():
@@ -602,7 +605,7 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
     out = ran(recipe, *manifests, *flags)
     assert [line["step"] for line in read_metrics(tmp_path) if "eval/wer" in line] == [0, 1]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text())["step"] in (0, 1)
-    assert "the model as it came, and now, on the same 4 utterances" in out and "learning rate 3e-05" in out
+    assert "released model, and trained model, on these utterances" in out and "learning rate 3e-05" in out
     assert "warning" not in out  # neither writes capitals
     state, before = newest(tmp_path, recipe), formats.read_model(path[1])[0]
     assert state["metadata"]["pretrained"] and state["metadata"]["config"]["ctc"] == (form == "nemo")
@@ -726,7 +729,7 @@ def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
     ranks = runs.start_ranks(runs.command(recipe, *flags, "--dataloader_num_workers", "0"), tmp_path / "two")
     (out, err), (other, other_err) = (process.communicate() for process in ranks)
     assert [process.returncode for process in ranks] == [0, 0], err + other_err
-    assert other == "" and out.count("evaluation at step") == 2 and out.count("the model as it came") == 1
+    assert other == "" and out.count("evaluation at step") == 2 and out.count("released model, and trained model") == 1
     one, two = (newest(tmp_path / name, recipe) for name in ("one", "two"))
     assert two["progress"]["utterances"] == one["progress"]["utterances"] == 6 and len(two["rng"]) == 2
     start = formats.read_model(released / "hf")[0]
@@ -751,8 +754,47 @@ def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
 def test_the_share_of_the_ctc_head(noise, line, expected):
     args = runs.parse(recipe, "--train_manifest", noise[0], *DEMO, *line.split())
     start = recipe.resolve(args)
-    metadata, _ = starts.choose(start, None, lambda: TEXTS)
-    assert recipe.loss_weights(start, metadata) == expected and metadata["config"]["ctc"] == ("ctc" in expected)
+    metadata, _ = starts.choose(start, None, lambda: TEXTS, recipe.RECIPE)
+    assert recipe.loss_weights(metadata) == expected and metadata["config"]["ctc"] == ("ctc" in expected)
+
+
+def test_a_run_that_names_another_model_than_its_checkpoint_is_refused(released, manifests, tmp_path):
+    """Also if the shapes are equal and the vocabularies are not, and before the data are read."""
+    flags = [*manifests, *SHORT, "--output_dir", tmp_path]
+    ran(recipe, *flags, "--model_dir", released / "hf", "--max_steps", "1")
+    weights, config, extras = formats.read_model(released / "hf")
+    other = {**extras, "source": {}, "tokenizer": {"sentencepiece": other_vocabulary(config["vocabulary"]).hex()}}
+    formats.export(tmp_path / "other", "hf", weights, config, other)
+    _, line = refused(recipe, *flags, "--model_dir", tmp_path / "other", "--resume", "auto")
+    assert "another shape or vocabulary" in line
+    status, out, _ = run(
+        recipe, *flags, "--resume", "auto", "--model_file", released / "nemo" / "model.nemo", "--from_scratch"
+    )
+    assert status == 2 and "train set" not in out
+
+
+def other_vocabulary(size: int) -> bytes:
+    texts = ["".join(chr(97 + i * k % 9) for k in range(1, 9)) for i in range(200)]
+    return pad_pieces(train_tokenizer(texts, "bpe", min(size, 20)).model, size)
+
+
+def test_a_run_starts_from_the_weights_and_the_vocabulary_of_an_earlier_one(scratch, manifests, tmp_path):
+    best = scratch[0] / "checkpoints" / "best.safetensors"
+    out = ran(recipe, *manifests, *SHORT, "--init_from", best, "--output_dir", tmp_path)
+    assert "initialised" in out and "; new: " not in out
+    before, after = (
+        checkpoint.read_weights(path, recipe.RECIPE)[1]
+        for path in (best, tmp_path / "checkpoints" / "best.safetensors")
+    )
+    assert before["tokenizer"] == after["tokenizer"] and before["config"] == after["config"]
+
+
+def test_weights_of_other_data_are_not_used_with_the_demo_corpus(scratch, released, tmp_path):
+    _, line = refused(recipe, "--evaluate", "--model_dir", released / "hf", "--output_dir", tmp_path)
+    assert "trained on other data than the demo corpus" in line
+    newest_of = checkpoint.list_checkpoints(scratch[0] / "checkpoints")[0]
+    _, line = refused(recipe, "--resume", newest_of, "--output_dir", tmp_path)
+    assert "trained on other data than the demo corpus" in line
 
 
 # --- evaluated and transcribed ---------------------------------------------------------------------------------------
@@ -772,7 +814,7 @@ def test_the_results_again_from_the_weights_alone(scratch, manifests, konkani, t
 
 def test_a_released_model_is_evaluated_without_training(released, manifests, tmp_path):
     out = ran(recipe, *manifests, "--evaluate", "--model_dir", released / "hf", "--output_dir", tmp_path)
-    assert "val set, the weights named, 4 utterances" in out and "the model as it came" not in out
+    assert "val set, the weights named, 4 utterances" in out and "released model, and trained model" not in out
 
 
 def test_transcripts_have_words_and_segments_and_long_files_are_cut(best, konkani, silence, tmp_path):
@@ -828,7 +870,7 @@ MISTAKES = [  # flags, a part of the message
     ("--export {both} --model_dir {hf}", "--export {both}: it holds files that are not replaced"),
     (
         "",
-        "where does the model start? --model_dir DIR (Hugging Face), --model_file model.nemo (NVIDIA), or --from_scratch",
+        "training needs a model to start from: add --model_dir DIR (Hugging Face), --model_file model.nemo (NVIDIA), or --from_scratch",
     ),
     ("--resume auto", "there is no checkpoint to resume from, and nothing says where the model starts"),
 ]

@@ -17,7 +17,7 @@ from sentencepiece import sentencepiece_model_pb2
 from transformers.convert_slow_tokenizer import ParakeetConverter
 
 from common.errors import UsageError
-from speech.parakeet.tokenizer import BLANK, PAD, hf_files, make_tokenizer, pieces, sentencepiece_model
+from speech.parakeet.tokenizer import BLANK, PAD, hf_files, make_tokenizer, pad_pieces, pieces, sentencepiece_model
 
 ALPHABETS = ["abcdefgh", "ABC", "àảãäñßÉ", "हिंदीकोंकणीांव", "0123456789", " .,!?'", "中文é☃Ω", " "]
 KINDS = {
@@ -245,8 +245,10 @@ HOSTILE = {
     "slow pattern": lambda c: c["normalizer"]["normalizers"].append(
         {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
     ),
+    "a prefix by itself": lambda c: c.update(normalizer={"type": "Prepend", "prepend": "\u2581"}),
+    "no unknown at all": lambda c: c["model"].update(unk_token=None),
     "step": lambda c: c.update(normalizer={"type": "Lowercase"}),
-    "steps": lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}] * 40}),
+    "steps": lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}] * 40}),
     "splitter": lambda c: c.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "a"}}),
     "two tables": lambda c: c["normalizer"]["normalizers"].extend([{"type": "Precompiled", "precompiled_charsmap": ""}] * 2),
     "table": lambda c: c.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "@@@"}),
@@ -300,6 +302,27 @@ def test_merges_that_sentencepiece_cannot_express():
     assert make_tokenizer(state, 200).size == 200
     with pytest.raises(UsageError, match="cannot express its merges"):
         sentencepiece_model(state)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes", "symbols"])
+def test_padding_adds_pieces_that_no_text_has(kind):
+    processor = sentencepiece.SentencePieceProcessor(model_proto=train(kind))
+    before = processor.vocab_size()
+    state = {"sentencepiece": pad_pieces(train(kind), before + 30).hex()}
+    files = hf_files(state)
+    forms = [state, {"json": files["tokenizer.json"]}]
+    forms.append({"sentencepiece": sentencepiece_model(forms[1]).hex()})
+    assert hf_files(forms[1]) == files
+    for form in forms:
+        tokenizer = make_tokenizer(form, before + 30)
+        assert tokenizer.pieces[:before] == make_tokenizer(state_of(kind), before).pieces
+        assert len({*tokenizer.pieces}) == before + 30
+        for text in [*random_texts(30, symbols_of(kind)), "<unused_0>", "<unused_29>"]:
+            assert tokenizer.encode(text) == processor.encode(text)
+            assert tokenizer.decode(processor.encode(text)) == processor.decode(processor.encode(text))
+        for i in range(before, before + 30):
+            assert tokenizer.decode([i]) == tokenizer.pieces[i]
+    assert pad_pieces(bytes.fromhex(state["sentencepiece"]), before + 30).hex() == state["sentencepiece"]
 
 
 def test_normalisation_tables_are_checked():
