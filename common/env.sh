@@ -125,24 +125,23 @@ given() {
 }
 
 # trains ARGUMENT...: fails if the recipe only uses a model or writes a data set, for which it needs no row of the table.
-trains() { ! given '--transcribe --evaluate --write_dataset' "$@" && ! only_exports "$@"; }
+trains() { ! given '--transcribe --evaluate --write_dataset --synthesize' "$@" && ! only_exports "$@"; }
 
 # only_exports ARGUMENT...: whether the recipe exports the weights of --resume or of a released model and does not train.
 only_exports() {
   if ! given --export "$@" || ! given '--resume --model_dir --model_file' "$@"; then return 1; fi
   case " $* " in *' --resume auto '* | *' --resume=auto '*) return 1 ;; esac
-  ! given '--train_manifest --data_dir --conditions --from_scratch --max_steps --num_epochs' "$@"
+  ! given '--train_manifest --train_csv --data_dir --conditions --from_scratch --max_steps --num_epochs' "$@"
 }
 
-# listed WORD...: prints "a, b or c".
-listed() {
+listed() { # WORD...: prints "a, b or c".
   local text=$1; shift
   while [ $# -gt 1 ]; do text+=", $1"; shift; done
   echo "$text${1:+ or $1}"
 }
 
 # The least MiB of each tier, for tier auto. nvidia-smi reports 15,109 to 15,360 for a T4 and 16,376 for an RTX 4080.
-MEMORY='a100:70000 32gb:31000 24gb:22000 16gb:15900 t4:11000 8gb:7000 6gb:5600 4gb:0'
+MEMORY='a100:70000 32gb:31000 24gb:22000 16gb:15900 12gb:11500 t4:11000 8gb:7000 6gb:5600 4gb:0'
 
 # pick_tier TIER...: prints the largest of these tiers for which the first visible GPU has the memory, or cpu without a GPU.
 # It is the smallest if nvidia-smi cannot tell the memory (a MIG slice, memory shared with the CPU).
@@ -234,8 +233,7 @@ pick_row() {
       F) flags+=(--freeze_encoder)
          given '--model_dir --model_file --resume' "$@" ||
            fail "$size fits in tier $tier only with a frozen encoder of a given model: add --model_dir or --model_file, or take a smaller size" 2 ;;
-      # The next two exclude each other, and the user's choice wins.
-      8) given --use_cpu_offload "$@" || flags+=(--optimizer adamw_8bit) ;;
+      8) given --use_cpu_offload "$@" || flags+=(--optimizer adamw_8bit) ;; # excludes H; the user's choice wins
       H) given --optimizer "$@" || flags+=(--use_cpu_offload) ;;
       *) fail "the row of tier $tier and size $size has an unknown letter, $letter" ;;
     esac

@@ -55,6 +55,7 @@ class Task:
     compiled: tuple[type, ...] = ()
     evaluate_first: bool = False
     decay_embeddings: bool = True
+    betas: tuple[float, float] = optim.BETAS  # of AdamW
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class Run:
 
 
 def begin(args, name: str, metadata: dict | None = None) -> Run:
-    """Starts a run: device, precision and ranks, the locks on its folders, the checkpoint to resume from, whose metadata must
-    fit the schema `metadata`. From here on `args` is read-only. Raises `UsageError` and `RunError`."""
+    """Starts a run: device and ranks, the locks on its folders, the checkpoint to resume from, whose metadata must fit the
+    schema `metadata`. From here on `args` is read-only. Raises `UsageError` and `RunError`."""
     errors.Output.optional = True  # output that cannot be written does not end the run
     setup = device.setup(args)
     locks = []
@@ -207,7 +208,7 @@ def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, 
     setup, ranks, resumed = run.setup, run.setup.ranks, run.resumed
     prepare(args, run, model, task)
     optimizer = optim.make_optimizer(model, args.learning_rate or task.learning_rate, args.weight_decay, args.optimizer,
-                                     args.use_cpu_offload, task.decay_embeddings)  # fmt: skip
+                                     args.use_cpu_offload, task.decay_embeddings, task.betas)  # fmt: skip
     scaler, progress = setup.grad_scaler(), start_progress(resumed)
     if resumed:
         optim.load_optimizer_state(optimizer, model, resumed["optimizer"])

@@ -46,11 +46,11 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def make_optimizer(model: torch.nn.Module, learning_rate: float, weight_decay: float = 0.01, kind: str = "adamw",
-                   offload: bool = False, decay_embeddings: bool = True) -> torch.optim.Optimizer:  # fmt: skip
+                   offload: bool = False, decay_embeddings: bool = True, betas: tuple = BETAS) -> torch.optim.Optimizer:  # fmt: skip
     """AdamW: torch's fused kernel, bitsandbytes' 8-bit states (`kind` "adamw_8bit"), or states in host memory
     (`offload`). The states are allocated here, so the first update needs no additional memory. Raises `UsageError` if
     all parameters are frozen, `RunError` if bitsandbytes does not work."""
-    groups, settings = parameter_groups(model, weight_decay, decay_embeddings), {"lr": learning_rate, "betas": BETAS}
+    groups, settings = parameter_groups(model, weight_decay, decay_embeddings), {"lr": learning_rate, "betas": betas}
     if offload:
         optimizer = OffloadedAdamW(groups, **settings, eps=EPSILON)
     elif kind == "adamw_8bit":

@@ -139,9 +139,12 @@ class Report:
             axes.set_ylabel("learning rate", color="0.5")
             left.set_zorder(axes.get_zorder() + 1)
             left.patch.set_visible(False)
-        for name in [name for name in ("cer", "wer") if any(f"eval/{name}" in line for line in lines)] or [metric]:
-            plot(right, f"eval/{name}", 100, label=name.upper(), marker=".")
-        right.set(xlabel="updates", ylabel="%", title="Error on the evaluation set", ylim=(0, None))
+        rates = [name for name in ("cer", "wer") if any(f"eval/{name}" in line for line in lines)]
+        for name in rates or [metric]:
+            plot(right, f"eval/{name}", 100 if rates else 1, label=name.upper() if rates else name, marker=".")
+        right.set(
+            xlabel="updates", ylabel="%" if rates else metric, title="Results on the evaluation set", ylim=(0, None)
+        )
         for axes in (left, right):
             if axes.lines:
                 axes.legend(loc="upper right")

@@ -36,6 +36,15 @@ VIETNAMESE_VOICES = [
 ]
 
 
+# Everyday Amharic.
+AMHARIC_WORDS = (
+    "ሰላም ቤት ውሃ ዳቦ ቡና ወተት ሥጋ መንገድ ከተማ ሰው ሴት ልጅ አባት እናት ወንድም እህት ትምህርት መጽሐፍ ሥራ ቀን ሌሊት ጠዋት ማታ ዛሬ ነገ ትናንት "
+    "አዲስ አሮጌ ትልቅ ትንሽ ጥሩ መጥፎ ቀይ ነጭ ጥቁር ሰማይ ፀሐይ ዝናብ ነፋስ ተራራ ባሕር ዛፍ አበባ ወፍ ውሻ ድመት ላም በግ ፈረስ እኔ አንተ "
+    "እሱ እሷ እኛ መጣ ሄደ በላ ጠጣ ተኛ አየ ሰማ ጻፈ"
+).split()
+AMHARIC_VOICES = ["am+m1", "am+f2"]
+
+
 class Espeak:
     """espeak-ng's library through ctypes. The library has one global state, so use `espeak()`."""
 

@@ -15,15 +15,17 @@ NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 @contextlib.contextmanager
 def full_fp32(device: torch.device):
-    """Turns off TF32, whose 10-bit products are not exact enough for a power spectrum that goes through a logarithm."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = False
+    """Turns off TF32, whose 10-bit products are not exact enough for a power spectrum that goes through a logarithm, and for
+    the nearest code of a codebook."""
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn) if device.type == "cuda" else ()
+    before = [switch.allow_tf32 for switch in switches]
+    for switch in switches:
+        switch.allow_tf32 = False
     try:
         yield
     finally:
-        if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = before
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value
 
 
 def downcast(x: torch.Tensor) -> torch.Tensor:

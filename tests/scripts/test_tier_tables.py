@@ -15,6 +15,7 @@ SCRIPTS = {
     "whisper_vietnamese": "run_whisper_vietnamese.sh",
     "whisper_morse": "run_whisper_morse.sh",
     "parakeet_tdt": "run_parakeet_tdt.sh",
+    "xtts_amharic": "run_xtts_amharic.sh",
 }
 PAGE = "# Title\n\n<!-- tiers: begin -->\nold\n<!-- tiers: end -->\n\nThe end.\n"
 LETTERS = {
@@ -70,6 +71,7 @@ def cut_of(words: list[str]) -> str:
         ("whisper_vietnamese", "4gb 6gb 8gb 16gb 24gb a100 cpu", "tiny base small medium large turbo"),
         ("whisper_morse", "4gb 6gb 8gb 16gb 24gb 32gb cpu", "tiny base small many medium large turbo"),
         ("parakeet_tdt", "8gb 16gb 24gb a100 cpu", "110m 0.6b"),
+        ("xtts_amharic", "8gb 12gb 16gb 24gb a100 cpu", "full small_data"),
     ],
 )
 def test_every_cell_is_what_the_script_prints(written, recipe, tiers, sizes):

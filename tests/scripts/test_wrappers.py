@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from common import options
-from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese
+from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
 from speech import recogniser
+from speech.xtts import start as xtts_start
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "run_training_memory_optimized.sh"
@@ -208,27 +209,32 @@ def test_a_users_flags_win_and_resume_is_added_only_if_nothing_is_loaded(project
 # --- the rows --------------------------------------------------------------------------------------------------------
 
 KONKANI, VIETNAMESE, MORSE, PARAKEET = NAME, "run_whisper_vietnamese.sh", "run_whisper_morse.sh", "run_parakeet_tdt.sh"
+XTTS = "run_xtts_amharic.sh"
 RECIPES = {
     KONKANI: konkani_conformer, VIETNAMESE: whisper_vietnamese, MORSE: whisper_morse, PARAKEET: parakeet_tdt,
+    XTTS: xtts_amharic,
 }  # fmt: skip
 WHISPERS = [VIETNAMESE, MORSE]
-WITH_DEMO = [*WHISPERS, PARAKEET]
+RECOGNISERS = [*WHISPERS, PARAKEET]
+WITH_DEMO = [*RECOGNISERS, XTTS]
 # In the tables' order.
 TIERS = {
     KONKANI: "4gb 6gb 8gb t4 16gb 24gb a100 cpu".split(),
     VIETNAMESE: "4gb 6gb 8gb 16gb 24gb a100 cpu".split(),
     MORSE: "4gb 6gb 8gb 16gb 24gb 32gb cpu".split(),
     PARAKEET: "8gb 16gb 24gb a100 cpu".split(),
+    XTTS: "8gb 12gb 16gb 24gb a100 cpu".split(),
 }
 SIZES = {
     KONKANI: "minimal optimized original".split(),
     VIETNAMESE: "demo tiny base small medium large turbo".split(),
     MORSE: "demo tiny base small many medium large turbo".split(),
     PARAKEET: "demo 110m 0.6b".split(),
+    XTTS: "demo full small_data".split(),
 }
 TOO_LARGE = {("8gb", "large"), *((tier, size) for tier in ("4gb", "6gb") for size in ("medium", "large", "turbo"))}
 UPDATES = {KONKANI: 8, VIETNAMESE: 24, MORSE: 96, PARAKEET: 120}
-DEMO_UPDATES = {VIETNAMESE: 16, MORSE: 24, PARAKEET: 8}
+DEMO_UPDATES = {VIETNAMESE: 16, MORSE: 24, PARAKEET: 8, XTTS: 16}
 # A size whose row has 8 in tier 16gb and H in 8gb, and another size.
 LETTERED = {VIETNAMESE: ("medium", "tiny"), MORSE: ("medium", "tiny"), PARAKEET: ("0.6b", "110m")}
 MODEL, DATA = ["--model_dir", str(ROOT)], ["--train_manifest", "train.json"]  # resolving looks for the folder
@@ -325,9 +331,9 @@ def test_every_row_of_whisper_has_the_same_update_and_is_understood(wrapper, tie
 def test_without_model_and_data_a_script_runs_the_recipes_own_demo_in_every_tier(wrapper):
     for words in [[], *([tier] for tier in TIERS[wrapper]), ["auto", "demo"], ["8gb", "demo"]]:
         found = command_of(wrapper, *words)
-        args, plain = resolved(wrapper, found), resolved(wrapper, [])
+        args, plain = resolved(wrapper, found), resolved(wrapper, ["--from_scratch"] if wrapper == XTTS else [])
         assert (args.model_size, args.max_steps) == ("demo", RECIPES[wrapper].DEMO_STEPS)
-        assert of_update(found) == DEMO_UPDATES[wrapper] and not args.from_scratch
+        assert of_update(found) == DEMO_UPDATES[wrapper] and args.from_scratch == (wrapper == XTTS)
         assert args.warmup_steps is args.learning_rate is None and "--max_target_tokens" not in found
         assert (args.eval_every, args.save_every) == (plain.eval_every, plain.save_every)
         assert found[-2:] == ["--resume", "auto"]
@@ -391,7 +397,66 @@ def test_every_row_of_parakeet_has_the_same_update_and_is_understood(tier):
     assert resolved(PARAKEET, command_of(PARAKEET, tier, *MODEL, *folder)).output_dir == "elsewhere"
 
 
-@pytest.mark.parametrize("wrapper", WITH_DEMO)
+XTTS_ROWS = {  # (batch, accumulation), the flags of R and 8
+    ("8gb", "full"): (16, 15, "R8"), ("12gb", "full"): (24, 10, "R"), ("16gb", "full"): (5, 48, ""),
+    ("24gb", "full"): (10, 24, ""), ("a100", "full"): (40, 6, ""), ("cpu", "full"): (4, 60, "R"),
+    ("8gb", "small_data"): (8, 1, "R8"), ("12gb", "small_data"): (8, 1, "R"), ("16gb", "small_data"): (4, 2, ""),
+    ("24gb", "small_data"): (8, 1, ""), ("a100", "small_data"): (8, 1, ""), ("cpu", "small_data"): (4, 2, "R"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tier", "size"), XTTS_ROWS)
+def test_every_row_of_xtts_has_the_same_update_and_is_understood(tier, size):
+    batch, accumulation, letters = XTTS_ROWS[tier, size]
+    csv = ["--train_csv", "train.csv", "--eval_csv", "val.csv"]
+    for given in ([], MODEL, [*MODEL, *DATA], [*MODEL, *csv], ["--from_scratch"], ["--from_scratch", *DATA], csv):
+        words = command_of(XTTS, tier, size, *given)
+        args = resolved(XTTS, words)
+        assert cut_of(words) == (args.batch_size, args.gradient_accumulation_steps) == (batch, accumulation)
+        assert of_update(words) == {"full": 240, "small_data": 8}[size]
+        assert args.gradient_checkpointing == ("R" in letters) and not args.use_cpu_offload and args.sdpa
+        assert args.optimizer == ("adamw_8bit" if "8" in letters else "adamw")
+        assert args.device == ("cpu" if tier == "cpu" else "auto") and args.mixed_precision == "auto"
+        assert (args.output_dir, args.resume, args.learning_rate) == ("runs/xtts_amharic", "auto", None)
+        # Random weights are for tests, so nothing but their flag asks for them.
+        is_new = "--from_scratch" in given
+        assert (args.from_scratch, args.model_size) == ((True, "full") if is_new else (False, None))
+        if size == "full":
+            assert args.early_stopping_patience == (5 if MODEL[0] in given else 0) and args.warmup_steps is None
+            assert (args.num_epochs, args.max_steps) == ((100, None) if {DATA[0], csv[0]} & set(given) else (None, 200))
+            assert not given or command_of(XTTS, tier, *given) == words
+        else:
+            assert (args.num_epochs, args.max_steps, args.warmup_steps) == (20, None, 50)
+            assert args.early_stopping_patience == 3
+        assert (args.eval_every == 0) == (args.train_manifest is not None)  # 0: each epoch
+
+
+def test_xttss_flags_of_the_replaced_project_win_over_the_rows():
+    names = "--output_path there --grad_acumm 2 --batch_size 8 --num_epochs 10 --enable_grad_checkpoint --enable_sdpa"
+    words = command_of(
+        XTTS, "16gb", "small_data", *MODEL, "--train_csv", "t.csv", *names.split(), "--enable_mixed_precision"
+    )
+    args = resolved(XTTS, words)
+    assert (args.output_dir, args.gradient_accumulation_steps, args.batch_size) == ("there", 2, 8)
+    assert (args.num_epochs, args.warmup_steps, args.mixed_precision) == (10, 50, "auto")
+    assert args.gradient_checkpointing and args.sdpa
+    args = resolved(XTTS, command_of(XTTS, "8gb", *MODEL, "--use_cpu_offload", "--no_gradient_checkpointing"))
+    assert args.optimizer == "adamw" and args.use_cpu_offload and not args.gradient_checkpointing
+    args = resolved(
+        XTTS, command_of(XTTS, "16gb", *MODEL, "--optimizer", "adamw_8bit", "--no_sdpa", "--no_mixed_precision")
+    )
+    assert args.optimizer == "adamw_8bit" and not args.sdpa and args.mixed_precision == "no"
+    # A model that is resumed has its own shape and start.
+    for given in (["--resume", "a.pt"], ["--from_scratch", "--resume", "a.pt"]):
+        words = command_of(XTTS, "8gb", *given)
+        assert words[-len(given) :] == given and words.count("--from_scratch") == given.count("--from_scratch")
+        assert "--model_size" not in words and "auto" not in words
+    words = command_of(XTTS, "8gb", *MODEL, *DATA, "--init_from", "a.pt")
+    assert "auto" not in words and of_update(words) == 240 and not resolved(XTTS, words).from_scratch
+    assert resolved(XTTS, command_of(XTTS, "8gb", "--from_scratch", "--model_size", "demo")).model_size == "demo"
+
+
+@pytest.mark.parametrize("wrapper", RECOGNISERS)
 def test_a_users_flags_win_over_the_rows(wrapper):
     size, other = LETTERED[wrapper]
     words = command_of(wrapper, "16gb", size, *MODEL, "--batch_size", "1", "--no_gradient_checkpointing")
@@ -414,6 +479,11 @@ def test_using_a_model_brings_no_flags_of_training(wrapper):
     uses = [["--transcribe", "a.wav"], ["--evaluate"], ["--evaluate", "--test_manifest", "test.json"]]
     if wrapper == MORSE:
         uses.append(["--write_dataset", "d", "9"])
+    if wrapper == XTTS:
+        uses = [
+            ["--synthesize", "selam", "--speaker_wav", __file__, __file__, "--output", "c.wav", *more]
+            for more in ([], MODEL)
+        ]
     plain = ["--mixed_precision"]
     folder = [] if wrapper == KONKANI else ["--output_dir", f"runs/{Path(RECIPES[wrapper].__file__).stem}"]
     for use in uses:
@@ -476,7 +546,7 @@ def test_several_gpus_share_the_update_of_every_row(wrapper, tier):
             continue
         one = command_of(wrapper, tier, size, *model)
         batch, accumulation = (one.index(f"--{name}") + 1 for name in ("batch_size", "gradient_accumulation_steps"))
-        for gpus in (2, 4, 8) if wrapper == PARAKEET else (8,):
+        for gpus in (2, 4, 8) if wrapper in (PARAKEET, XTTS) else (8,):
             words = command_of(wrapper, tier, size, *model, gpus=str(gpus))
             assert of_update(words) * gpus == of_update(one) and cut_of(words)[0] <= cut_of(one)[0], (tier, size)
             words[batch], words[accumulation] = one[batch], one[accumulation]
@@ -494,6 +564,10 @@ def test_several_gpus_share_the_update_of_every_row(wrapper, tier):
         *((PARAKEET, "24gb 0.6b", gpus, cut) for gpus, cut in {"2": (12, 5), "4": (10, 3), "8": (5, 3)}.items()),
         *((PARAKEET, "8gb 0.6b", gpus, cut) for gpus, cut in {"2": (10, 6), "4": (10, 3), "8": (5, 3)}.items()),
         (PARAKEET, "16gb --from_scratch", "4", (15, 2)), (PARAKEET, "cpu 0.6b", "8", (3, 5)), (PARAKEET, "8gb", "8", (1, 1)),
+        *((XTTS, "8gb full", gpus, cut) for gpus, cut in {"2": (15, 8), "4": (15, 4), "8": (15, 2)}.items()),
+        *((XTTS, "12gb full", gpus, cut) for gpus, cut in {"2": (24, 5), "4": (20, 3), "8": (15, 2)}.items()),
+        *((XTTS, "a100 --from_scratch", gpus, cut) for gpus, cut in {"2": (40, 3), "4": (30, 2), "8": (30, 1)}.items()),
+        (XTTS, "16gb full", "3", (5, 16)), (XTTS, "16gb small_data", "4", (2, 1)), (XTTS, "cpu", "8", (2, 1)),
     ],
 )  # fmt: skip
 def test_a_gpus_share_is_in_the_largest_micro_batches_that_divide_it(wrapper, words, gpus, cut):
@@ -528,7 +602,8 @@ EXPORT = "--export d --resume best.safetensors"
     ("wrapper", "use"),
     [
         *((w, use) for w in (MORSE, PARAKEET) for use in ("--transcribe a.wav", "--evaluate", "--verify_gpu", EXPORT)),
-        (MORSE, "--write_dataset d 9"), (PARAKEET, f"{EXPORT} --export_format nemo"),
+        (MORSE, "--write_dataset d 9"), (PARAKEET, f"{EXPORT} --export_format nemo"), (XTTS, EXPORT), (XTTS, "--verify_gpu"),
+        (XTTS, f"--export d --model_dir {ROOT}"), (XTTS, "--synthesize selam --speaker_wav a.wav"),
     ],
 )  # fmt: skip
 def test_what_does_not_train_runs_in_one_process(wrapper, use):
@@ -549,9 +624,22 @@ def test_parakeets_export_alone_does_not_train(tier):
             assert recogniser.exports_only(args.export, args.resume, None, args.given)
 
 
+@pytest.mark.parametrize("tier", TIERS[XTTS])
+def test_xttss_export_alone_does_not_train(tier):
+    start = [*(["--device", "cpu"] if tier == "cpu" else []), "--output_dir", "runs/xtts_amharic"]
+    for goal in ([], DATA, ["--train_csv", "train.csv"], ["--max_steps", "9"], ["--from_scratch"]):
+        use = [*EXPORT.split(), *goal]
+        words = command_of(XTTS, tier, *use)
+        parser = options.Parser("test")
+        xtts_amharic.add_arguments(parser)
+        is_alone = xtts_start.exports_only(xtts_amharic.resolve(parser.parse_args(words)))
+        assert is_alone == (not goal) == (words == ["--mixed_precision", *start, *use])
+
+
 @pytest.mark.parametrize(
     ("wrapper", "goal"),
     [(MORSE, "--resume=best.pt --data_dir d"), (PARAKEET, "--resume=best.pt --train_manifest train.json"),
+     (XTTS, "--model_dir m --train_csv=t.csv"), (XTTS, "--model_dir m --resume auto"),
      *((w, goal) for w in (MORSE, PARAKEET) for goal in ("--resume auto", "--resume best.pt --max_steps 9"))],
 )  # fmt: skip
 def test_an_export_after_training_runs_on_all_gpus(wrapper, goal):
@@ -580,11 +668,14 @@ def test_every_script_picks_from_the_tiers_of_its_table(project, tmp_path):
     for wrapper in WITH_DEMO:
         shutil.copy(ROOT / wrapper, project / wrapper)
     for memory, *tiers in (
-        ("81559", "32gb", "a100", "a100"), ("32607", "32gb", "24gb", "24gb"), ("24564", "24gb", "24gb", "24gb"),
-        ("16376", "16gb", "16gb", "16gb"), ("15360", "8gb", "8gb", "8gb"), ("8151", "8gb", "8gb", "8gb"),
-        ("6144", "6gb", "6gb", "8gb"), ("4096", "4gb", "4gb", "8gb"), ("", "cpu", "cpu", "cpu"),
+        ("81559", "32gb", "a100", "a100", "a100"), ("40960", "32gb", "24gb", "24gb", "24gb"),
+        ("32607", "32gb", "24gb", "24gb", "24gb"),
+        ("24564", "24gb", "24gb", "24gb", "24gb"), ("16376", "16gb", "16gb", "16gb", "16gb"),
+        ("15360", "8gb", "8gb", "8gb", "12gb"), ("12282", "8gb", "8gb", "8gb", "12gb"),
+        ("11264", "8gb", "8gb", "8gb", "8gb"), ("8151", "8gb", "8gb", "8gb", "8gb"), ("6144", "6gb", "6gb", "8gb", "8gb"),
+        ("4096", "4gb", "4gb", "8gb", "8gb"), ("", "cpu", "cpu", "cpu", "cpu"),
     ):  # fmt: skip
-        for wrapper, tier in zip((MORSE, VIETNAMESE, PARAKEET), tiers, strict=True):
+        for wrapper, tier in zip((MORSE, VIETNAMESE, PARAKEET, XTTS), tiers, strict=True):
             result = run(project, "--print", command=[str(project / wrapper)], path=[tmp_path / "driver"], CARDS=memory)
             assert result.returncode == 0 and result.stderr == f"tier: {tier} (auto)\n"
 

@@ -1,0 +1,49 @@
+#!/bin/sh
+# shellcheck shell=bash
+# Fine-tunes XTTS-v2 with a preset for the GPU's memory. Without any argument it trains a small model from random weights on
+# synthetic speech, which tests the installation only.
+#   ./run_xtts_amharic.sh [TIER] [SIZE] [any flag of recipes/xtts_amharic.py] [--print]
+#   GPUS=2 ./run_xtts_amharic.sh ...    trains on two GPUs, with the same update; also 4 and 8
+# TIER: auto (default), 8gb, 12gb, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb. SIZE: demo (default without any of
+# the flags that follow), full (default with --model_dir, --train_manifest, --train_csv, --from_scratch or --init_from),
+# small_data: full for about ten minutes of speech. With --from_scratch, full and small_data have random weights of full size.
+# An update is 240 utterances in every tier, 8 in small_data, 16 in the demo; the tier decides how many of them are on the
+# GPU at once.
+# --print shows the command instead of running it; python recipes/xtts_amharic.py --help lists the flags.
+# The output is written in runs/xtts_amharic, unless --output_dir names another folder.
+[ -n "${BASH_VERSION:-}" ] || exec /bin/bash -p -- "$0" "$@" # not by PATH, without BASH_ENV: see common/env.sh
+set -euo pipefail
+script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
+# shellcheck source=common/env.sh
+. "${script%/*}/common/env.sh"
+
+# R: --gradient_checkpointing, 8: --optimizer adamw_8bit
+rows='
+#tier size       batch accumulation what
+*     demo       16 1
+8gb   full       16 15 R 8
+12gb  full       24 10 R
+16gb  full       5 48
+24gb  full       10 24
+a100  full       40 6
+cpu   full       4 60 R
+*     small_data + --num_epochs 20 --warmup_steps 50 --early_stopping_patience 3
+8gb   small_data 8 1 R 8
+12gb  small_data 8 1 R
+16gb  small_data 4 2
+24gb  small_data 8 1
+a100  small_data 8 1
+cpu   small_data 4 2 R
+'
+tier_and_size "$@"; shift "$words"
+flags+=(--output_dir runs/xtts_amharic) # the current folder may have another recipe's checkpoints
+trains "$@" || run xtts_amharic "$@"
+row_or_demo full '--model_dir --train_manifest --train_csv --from_scratch --init_from' "$@"
+pick_row "$tier" "$row" "$@"
+if [ "$row" = demo ]; then
+  given --resume "$@" || flags+=(--from_scratch --model_size demo)
+elif given --from_scratch "$@" && is_new_model "$row" "$@"; then
+  flags+=(--model_size full)
+fi
+resume_unless_given "$@"
+run xtts_amharic "$@"

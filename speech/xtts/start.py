@@ -1,0 +1,351 @@
+"""The start of an XTTS's training and its export: flags, the parts that are frozen, languages, learning rate."""
+
+import hashlib
+import math
+import os
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchaudio
+
+from common import files, memory, options
+from common.errors import UsageError
+from speech import weights
+from speech.audio import read_utterance
+from speech.columns import Corpus
+from speech.text import normalise
+from speech.xtts import formats
+from speech.xtts.codec import DVAE, SAMPLE_RATE, Mel
+from speech.xtts.vocabulary import LANGUAGE, Vocabulary, add_tokens, new_rows, new_vocabulary
+from speech.xtts.vocoder import OUTPUT_RATE, SPEAKER_RATE, HifiDecoder
+
+VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}  # rows of the text embedding
+OTHER_NAMES = {"amh": "am", "amharic": "am"}  # of languages
+CARRIER = "en"  # Coqui speaks a language that it does not know as English text that begins with the new token
+FINE_TUNING_RATE, SCRATCH_RATE = 5e-6, 2e-3
+REFERENCE_SECONDS = 10.0  # of the clip of a speaker that an export holds
+ETHIOPIC = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-"
+SEED = 0  # of the frozen parts of a model from scratch, which every run has to make again
+TRAINING = ("from_scratch", "freeze_layers", "dropout", "sdpa")
+SPEAKING = ("speaker_wav", "output", "temperature", "top_k", "top_p", "repetition_penalty")
+
+METADATA = {
+    "recipe": str, "config": formats.CONFIG, "vocab": str, "language": str, "settings": dict, "licence": bool, "pretrained": bool,
+    "dvae": str, "carried": bool, "model_dir": (str, type(None)), "held_out?": [str],
+}  # fmt: skip
+EXCLUDES = (
+    ("model_dir", "from_scratch", "the second starts without released weights; leave one of them out"),
+    ("model_dir", "model_size", "a released model has its own shape; leave one of them out"),
+    ("custom_model", "from_scratch", "the first is an already tuned model; leave one of them out"),
+    ("synthesize", "export", "give one of them"),
+    ("synthesize", "verify_gpu", "give one of them"),
+    *((flag, "synthesize", options.TRAINS) for flag in (*options.TRAINING, *TRAINING)),
+)
+NEEDS = (
+    ("custom_model", ("model_dir",), "it holds the GPT only"),
+    ("synthesize", ("speaker_wav",), "a reference clip of the voice"),
+    *((flag, ("synthesize",), "") for flag in SPEAKING),
+    ("model_size", ("from_scratch",), ""),
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the model starts, as the flags ask. `given`: the flags on the command line."""
+
+    given: frozenset[str]
+    model_dir: str | None
+    custom_model: str | None
+    from_scratch: bool
+    size: str
+    language: str
+    version: str | None
+    resume: str | None
+    export: str | None
+
+
+@dataclass
+class Frozen:
+    """The parts that are not trained: waveforms to features and codes, and codes to waveforms."""
+
+    dvae_mel: Mel
+    conditioning_mel: Mel
+    dvae: DVAE
+    vocoder: HifiDecoder | None
+
+    @property
+    def rate(self) -> int:
+        """Hz of the speech."""
+        return OUTPUT_RATE if self.vocoder else SAMPLE_RATE
+
+    def to(self, device: torch.device) -> "Frozen":
+        for part in (self.dvae_mel, self.conditioning_mel, self.dvae, self.vocoder):
+            if part is not None:
+                part.to(device).eval().requires_grad_(False)
+        return self
+
+    def speaker(self, waveforms: list[torch.Tensor]) -> torch.Tensor:
+        """The mean speaker vector (1, 512) of waveforms (T,) at 22.05 kHz, of 30 s of each."""
+        clips = [torchaudio.functional.resample(w[: 30 * SAMPLE_RATE], SAMPLE_RATE, SPEAKER_RATE) for w in waveforms]
+        return torch.stack([self.vocoder.speaker_vector(clip[None]) for clip in clips]).mean(0)
+
+
+def add_arguments(parser) -> None:
+    # fmt: off
+    start = parser.add_argument_group("model: where it starts (its shape comes from the checkpoint when resuming)")
+    start.add_argument("--model_dir", type=options.path, metavar="DIR", help="fine-tune XTTS-v2 in Coqui's form: model.pth, config.json, vocab.json, dvae.pth, mel_stats.pth; with --synthesize or --export, use it")
+    start.add_argument("--custom_model", type=options.path, metavar="FILE", help="take the GPT from an already tuned .pth, and the rest from --model_dir")
+    start.add_argument("--from_scratch", action=options.OnOff, default=False, help="random weights")
+    start.add_argument("--model_size", choices=list(formats.SIZES), help="shape of a model from scratch (demo)")
+    start.add_argument("--language", default="am", metavar="CODE", help="language of the texts; one that the vocabulary lacks gets a token (am)")
+    start.add_argument("--version", choices=list(VERSIONS), help="the version that the weights should have; another is an error")
+    start.add_argument("--export", type=options.path, metavar="DIR", help="write a folder that Coqui's XTTS loads; after training, or alone with --resume PATH or --model_dir")
+    speaking = parser.add_argument_group("speaking")
+    speaking.add_argument("--synthesize", nargs="+", metavar="TEXT", help="speak texts, or a file with a text in each line, with the weights of --resume (CHECKPOINT_DIR/best.safetensors)")
+    speaking.add_argument("--speaker_wav", nargs="+", type=options.path, metavar="FILE", help="reference clips of the voice")
+    speaking.add_argument("--output", type=options.path, default="speech.wav", metavar="FILE", help="the wav; several texts get numbers (speech.wav)")
+    speaking.add_argument("--temperature", type=options.number(float, 0.0, 10.0, open_low=True), default=0.75, metavar="X", help="(0.75)")
+    speaking.add_argument("--top_k", type=options.COUNT, default=50, metavar="N", help="draw among the N likeliest codes; 0 = all (50)")
+    speaking.add_argument("--top_p", type=options.number(float, 0.0, 1.0, open_low=True), default=0.85, metavar="P", help="draw among the likeliest codes with this probability in all (0.85)")
+    speaking.add_argument("--repetition_penalty", type=options.number(float, 1.0, 100.0), default=5.0, metavar="X", help="divides the scores of codes that have been spoken (5)")
+    # fmt: on
+
+
+def resolve(args) -> Start:
+    """Checks these flags and returns what they ask for. Raises `UsageError`."""
+    language = OTHER_NAMES.get(args.language.lower(), args.language.lower())
+    if not LANGUAGE.fullmatch(f"[{language}]"):
+        raise UsageError(f"--language {args.language[:40]}: it must be a code such as am or en")
+    if args.model_dir and not os.path.isdir(args.model_dir):
+        hub = "hf download coqui/XTTS-v2 --local-dir XTTS-v2"
+        raise UsageError(
+            f"--model_dir {args.model_dir}: no such folder, and nothing is downloaded here; fetch it with: {hub}"
+        )
+    if args.export:
+        weights.require_export(args.export)
+    if missing := [path for path in args.speaker_wav or () if not os.path.isfile(path)]:
+        raise UsageError(f"--speaker_wav {missing[0]}: no such file")
+    if args.synthesize and (os.path.isdir(args.output) or not os.access(Path(args.output).parent, os.W_OK)):
+        raise UsageError(f"--output {args.output}: it must be a file in a folder that exists and can be written")
+    if not (args.model_dir or args.from_scratch or args.resume or args.synthesize):
+        raise UsageError("training needs a model to start from: add --model_dir DIR (Coqui's files) or --from_scratch")
+    return Start(
+        given=args.given,
+        model_dir=args.model_dir,
+        custom_model=args.custom_model,
+        from_scratch=args.from_scratch,
+        size=args.model_size or "demo",
+        language=language,
+        version=args.version,
+        resume=args.resume,
+        export=args.export,
+    )
+
+
+def exports_only(start: Start) -> bool:
+    """Whether --export is asked for alone: weights are named and no flag asks for training."""
+    named = start.resume != "auto" if start.resume else start.model_dir
+    return bool(
+        start.export and named and not {"train_manifest", "from_scratch", "max_steps", "num_epochs"} & start.given
+    )
+
+
+def choose(start: Start, resumed: dict | None) -> tuple[dict, dict | None, Frozen]:
+    """The metadata of the model, the GPT's weights (None: random ones), and the frozen parts. `resumed` is the content of a
+    checkpoint. Raises `UsageError`."""
+    if resumed:
+        metadata = dict(resumed["metadata"])
+        check_resumed(start, metadata, resumed["model"])
+        model_dir = start.model_dir or metadata["model_dir"]
+        groups = released(model_dir)[0] if metadata["pretrained"] else random_parts(metadata["config"])
+        tensors = resumed["model"]
+    elif start.model_dir:
+        groups, config, extras = released(start.model_dir)
+        check_version(start, config)
+        tensors = formats.read_custom(start.custom_model, config) if start.custom_model else groups["gpt"]
+        metadata = {
+            "config": config, "vocab": extras["vocab"], "language": start.language, "settings": extras["config"],
+            "licence": extras["licence"], "pretrained": True, "dvae": digest(groups["dvae"]),
+            "model_dir": os.path.abspath(start.model_dir), "carried": False,
+        }  # fmt: skip
+        add_language(metadata, tensors)
+    elif start.from_scratch:
+        config = formats.SIZES[start.size]
+        memory.require_room(
+            sum(math.prod(s) for part in formats.expected_shapes(config).values() for s in part.values())
+        )
+        groups, tensors = random_parts(config), None
+        vocab = new_vocabulary(ETHIOPIC, [CARRIER, start.language], config["text_tokens"])
+        metadata = {
+            "config": {**config, "start_text": Vocabulary(vocab).start}, "vocab": vocab, "language": start.language,
+            "settings": {}, "licence": False, "pretrained": False, "dvae": digest(groups["dvae"]), "model_dir": None,
+            "carried": start.language != CARRIER,
+        }  # fmt: skip
+    else:
+        raise UsageError(
+            "there is no checkpoint to resume, and nothing says where the model starts: --model_dir DIR or --from_scratch"
+        )
+    if digest(groups["dvae"]) != metadata["dvae"]:
+        raise UsageError(
+            "the DVAE is not the one that this GPT learned the codes of: name the same --model_dir as before"
+        )
+    frozen = frozen_parts(metadata["config"], groups)
+    if start.export and not frozen.vocoder:
+        raise UsageError("--export: the model has no vocoder, which Coqui's XTTS needs; a released model has one")
+    return metadata, tensors, frozen
+
+
+def released(model_dir: str | None) -> tuple[dict, dict, dict]:
+    if not model_dir or not os.path.isdir(model_dir):
+        raise UsageError(
+            f"the frozen parts come from {model_dir}, which is not there: name the folder with --model_dir"
+        )
+    return formats.read_model(model_dir)
+
+
+def random_parts(config: dict) -> dict:
+    """The frozen parts of a model from scratch: always the same random weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        dvae, vocoder = DVAE(config), HifiDecoder(config["d_model"]) if config["hifigan"] else None
+    return {
+        "dvae": dvae.state_dict(), "hifigan_decoder": vocoder.state_dict() if vocoder else {}, "mel_stats": torch.ones(config["mel_channels"]),
+    }  # fmt: skip
+
+
+def frozen_parts(config: dict, groups: dict) -> Frozen:
+    dvae, vocoder = DVAE(config), None
+    dvae.load_state_dict(groups["dvae"])
+    if groups["hifigan_decoder"]:
+        vocoder = HifiDecoder(config["d_model"])
+        vocoder.load_state_dict(groups["hifigan_decoder"])
+    stats = groups["mel_stats"]
+    frozen = Frozen(Mel("dvae", stats), Mel("conditioning", stats), dvae, vocoder)
+    return frozen.to(torch.device("cpu"))
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """A hash of the values of tensors."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode() + tensors[name].detach().cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()[:32]
+
+
+def add_language(metadata: dict, tensors: dict[str, torch.Tensor]) -> None:
+    """Gives a language that the vocabulary lacks a token, and the text embedding and head a row, like those that are there."""
+    vocabulary, config = Vocabulary(metadata["vocab"]), metadata["config"]
+    known, listed = metadata["language"] in vocabulary.languages, metadata["settings"].get("languages")
+    metadata["carried"] = not known or (isinstance(listed, list) and metadata["language"] not in listed)
+    if known:  # an export has the token, and its config.json the languages that Coqui speaks by their names
+        return
+    metadata["vocab"] = add_tokens(metadata["vocab"], [f"[{metadata['language']}]"])
+    count = Vocabulary(metadata["vocab"]).size - config["text_tokens"]
+    generator = torch.Generator().manual_seed(SEED)
+    for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
+        tensors[name] = torch.cat([tensors[name], new_rows(tensors[name], count, generator)])
+    metadata["config"] = {**config, "text_tokens": config["text_tokens"] + count}
+    print(
+        f"language {metadata['language']}: a new token; Coqui speaks it as language {CARRIER!r} with texts that begin with [{metadata['language']}]"
+    )
+
+
+class Texts:
+    """Texts to tokens: a known language has its prefix, another one its own after English's."""
+
+    def __init__(self, metadata: dict):
+        self.vocabulary = Vocabulary(metadata["vocab"])
+        self.language = metadata["language"]
+        self.unknown = self.vocabulary.unknown
+        self.is_carried = metadata["carried"]
+
+    def encode(self, text: str, language: str | None = None) -> list[int]:
+        language = language if language in self.vocabulary.languages else self.language
+        if self.is_carried and language == self.language:
+            return self.vocabulary.encode(f"[{language}]{text}", CARRIER)
+        return self.vocabulary.encode(text, language)
+
+
+def romanise(text: str) -> str:
+    """Amharic in Latin letters by the names of its syllables, for synthetic data: ሰላም becomes salaame. Not a transliteration."""
+    names = (unicodedata.name(character, "") for character in normalise(text))
+    letters = (name.split()[-1].lower() if name.startswith("ETHIOPIC SYLLABLE") else None for name in names)
+    return "".join(letter or character for letter, character in zip(letters, normalise(text), strict=True))
+
+
+def check_version(start: Start, config: dict) -> None:
+    if start.version and VERSIONS[start.version] != config["text_tokens"]:
+        rows = f"its vocabulary has {VERSIONS[start.version]} tokens, and these weights have {config['text_tokens']}"
+        raise UsageError(f"--version {start.version}: {rows}")
+
+
+def check_resumed(start: Start, metadata: dict, tensors: dict) -> None:
+    """Raises `UsageError` for flags that contradict a checkpoint, and if its metadata and weights are not those of one model."""
+    config = metadata["config"]
+    formats.check_config(config, "the saved model")
+    weights.check_shapes(tensors, formats.expected_shapes(config)["gpt"], "the saved model", "XTTS")
+    if Vocabulary(metadata["vocab"]).size != config["text_tokens"]:
+        raise UsageError(
+            f"the saved model has {config['text_tokens']} text tokens, and its vocabulary {Vocabulary(metadata['vocab']).size}"
+        )
+    conflicts = []
+    if "language" in start.given and start.language != metadata["language"]:
+        conflicts.append(f"--language {start.language} (the checkpoint has {metadata['language']})")
+    if start.model_dir and not metadata["pretrained"]:
+        conflicts.append(f"--model_dir {start.model_dir} (the checkpoint's model began from scratch)")
+    if start.from_scratch and metadata["pretrained"]:
+        conflicts.append("--from_scratch (the checkpoint's model began from released weights)")
+    if "model_size" in start.given and formats.SIZES[start.size]["d_model"] != config["d_model"]:
+        conflicts.append(f"--model_size {start.size} (the checkpoint's model is {config['d_model']} wide)")
+    if conflicts:
+        raise UsageError(
+            f"{', '.join(conflicts)} conflicts with the checkpoint: leave it out to continue, or choose another --output_dir"
+        )
+
+
+def learning_rate(metadata: dict) -> float:
+    return FINE_TUNING_RATE if metadata["pretrained"] else SCRATCH_RATE
+
+
+def count_parameters(start: Start) -> int:
+    config = released(start.model_dir)[1] if start.model_dir else formats.SIZES[start.size]
+    return sum(map(math.prod, formats.expected_shapes(config)["gpt"].values()))
+
+
+def texts_of(wanted: list[str]) -> list[str]:
+    """The texts of --synthesize: a name of a file stands for its lines. Raises `UsageError`."""
+    lines = [files.read_text(wanted[0]).splitlines()] if len(wanted) == 1 and os.path.isfile(wanted[0]) else [wanted]
+    texts = [line.strip() for line in lines[0] if line.strip()]
+    if not texts:
+        raise UsageError("--synthesize: there is no text")
+    return texts
+
+
+def numbered(output: str, number: int, count: int) -> Path:
+    path = Path(output)
+    return path if count == 1 else path.with_name(f"{path.stem}_{number + 1:03d}{path.suffix or '.wav'}")
+
+
+def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
+    """A reference clip of each speaker, the one that is nearest to 10 s: int16 samples (T,) and Hz."""
+    best: dict[str, int] = {}
+    for index, speaker in enumerate(corpus.speakers):
+        name, off = speaker or "speaker", abs(corpus.seconds[index] - REFERENCE_SECONDS)
+        if name not in best or off < abs(corpus.seconds[best[name]] - REFERENCE_SECONDS):
+            best[name] = index
+    clips = {name: read_utterance(corpus, index, SAMPLE_RATE, None) for name, index in best.items()}
+    return {name: ((clip.clamp(-1, 1) * 32767).round().short().numpy(), SAMPLE_RATE) for name, clip in clips.items()}
+
+
+def export(folder: str, tensors: dict, frozen: Frozen, metadata: dict, speakers: dict) -> None:
+    """Writes a trained model as a folder for Coqui."""
+    groups = {
+        "gpt": tensors, "dvae": frozen.dvae.state_dict(), "mel_stats": frozen.dvae_mel.mel_stats,
+        "hifigan_decoder": frozen.vocoder.state_dict() if frozen.vocoder else {},
+    }  # fmt: skip
+    extras = {"config": metadata["settings"], "vocab": metadata["vocab"], "licence": metadata["licence"]}
+    config = {**metadata["config"], "hifigan": bool(frozen.vocoder)}
+    print(f"exported to {folder}: {', '.join(formats.export(folder, groups, config, extras, speakers))}")

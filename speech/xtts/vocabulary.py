@@ -1,0 +1,162 @@
+"""XTTS's vocabulary: Coqui's vocab.json, a byte-pair encoding in the format of the library `tokenizers`.
+
+Special tokens stand for the language, which comes first, and for spaces: "[en]how[SPACE]are[SPACE]you". V is the number of
+rows that the model's embedding needs: the largest id plus one."""
+
+import json
+import re
+
+import torch
+
+from common.checkpoint import mismatch
+from common.errors import UsageError, first_line, require
+
+START, STOP, UNKNOWN, SPACE = "[START]", "[STOP]", "[UNK]", "[SPACE]"
+LANGUAGE = re.compile(r"\[([a-z]{2,3}(?:-[a-z]{2,4})?)\]")
+MOST_TOKENS = 1 << 17
+_ABSENT = (type(None), lambda value: value in ("", False))
+_TEXT = (lambda text: isinstance(text, str) and text,)
+_FLAGS = dict.fromkeys(("special?", "normalized?", "lstrip?", "rstrip?", "single_word?"), bool)
+_ADDED = {"id": range(MOST_TOKENS), "content": _TEXT, **_FLAGS}
+# Anything else, such as a normaliser, changes what the model was trained on. A pattern can take exponential time.
+_CONTENT = {
+    **dict.fromkeys(("truncation?", "padding?", "normalizer?", "post_processor?"), type(None)),
+    "added_tokens?": (type(None), [_ADDED]), "pre_tokenizer": {"type": {"Whitespace"}},
+    "model": {
+        "type?": {"BPE"}, "unk_token": {UNKNOWN}, "fuse_unk?": (type(None), bool),
+        **dict.fromkeys(("dropout?", "continuing_subword_prefix?", "end_of_word_suffix?"), _ABSENT),
+        **dict.fromkeys(("byte_fallback?", "ignore_merges?"), _ABSENT),
+        "vocab": lambda vocab: all(text and type(i) is int and 0 <= i < MOST_TOKENS for text, i in vocab.items()),
+        "merges": [lambda pair: len(pair.split(" ") if isinstance(pair, str) else pair) == 2 and "".join(pair)],
+    },
+}  # fmt: skip
+
+
+class Vocabulary:
+    """Attributes: `size` (V), the ids `start`, `stop` and `unknown`, and `languages`, the codes that have a token. `text`:
+    of vocab.json. `language`: the default of `encode`. Raises `UsageError`."""
+
+    def __init__(self, text: str, language: str | None = None):
+        tokenizers = require("tokenizers", "the vocabulary")
+        self._text = text
+        content = _parse(text)
+        model = content["model"]
+        settings = {
+            key: model[key] for key in ("unk_token", "fuse_unk", "vocab", "merges") if model.get(key) is not None
+        }
+        added = [{**dict.fromkeys(_plain(_FLAGS), False), **token} for token in content.get("added_tokens") or []]
+        checked = {
+            "version": "1.0", "added_tokens": [{key: token[key] for key in _plain(_ADDED)} for token in added],
+            "pre_tokenizer": {"type": "Whitespace"}, "model": {"type": "BPE", **settings},
+        }  # fmt: skip
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(checked))
+        except Exception as error:  # the library has no exception type of its own
+            raise _refused(first_line(error)[:100]) from None
+        ids = self._tokenizer.get_vocab()
+        self._special = {token["content"] for token in added}
+        for token, names in {START: ids, STOP: ids, SPACE: ids, UNKNOWN: model["vocab"]}.items():
+            if token not in names:
+                raise _refused(f"it has no {token}")
+        self.size = max(ids.values()) + 1
+        self.start, self.stop, self.unknown = ids[START], ids[STOP], ids[UNKNOWN]
+        self.languages = sorted(match[1] for token in self._special if (match := LANGUAGE.fullmatch(token)))
+        self._language = self._require_language(language) if language else None
+
+    def encode(self, text: str, language: str | None = None) -> list[int]:
+        """The ids of a text, below V, which begin with the language's and are without START and STOP. Special tokens in the
+        text are tokens, so "[am]..." in English begins with two languages. Raises `UsageError` for an unknown language."""
+        code = self._require_language(language) if language else self._language
+        if code is None:
+            raise UsageError(f"a text has no language: give one of {', '.join(self.languages)}")
+        return self._tokenizer.encode(f"[{code}]{text}".replace(" ", SPACE)).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of ids below V, without START and STOP. Languages and the unknown token are written out."""
+        names = [self._tokenizer.id_to_token(int(token)) or UNKNOWN for token in tokens]
+        return "".join(name for name in names if name not in (START, STOP)).replace(SPACE, " ")
+
+    def text(self) -> str:
+        """The text of vocab.json as it was read."""
+        return self._text
+
+    def _require_language(self, language: str) -> str:
+        if language not in self.languages:
+            known = ", ".join(self.languages) or "none"
+            raise UsageError(
+                f"vocab.json has no language {language[:20]!r} (it has {known}): add the token [{language[:20]}]"
+            )
+        return language
+
+
+def _plain(schema: dict) -> list[str]:
+    return [key.removesuffix("?") for key in schema]
+
+
+def _refused(reason: str) -> UsageError:
+    return UsageError(f"vocab.json is refused: {reason}; take the one that came with the weights")
+
+
+def _parse(text: str) -> dict:
+    try:
+        content = json.loads(text)
+        json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is a ValueError
+    except (ValueError, RecursionError):
+        raise _refused("it is damaged or not JSON") from None
+    if reason := mismatch(content, _CONTENT, "its content"):
+        raise _refused(reason)
+    return content
+
+
+def add_tokens(text: str, tokens: list[str]) -> str:
+    """The text of a vocab.json in which `tokens` are special added tokens, which are never split. Those that are in the
+    vocabulary keep their ids, the others get V, V + 1, ... in order. Raises `UsageError`."""
+    before = Vocabulary(text)
+    content, size = _parse(text), before.size
+    added = content["added_tokens"] = content.get("added_tokens") or []
+    special = {token["content"] for token in added}
+    ids = content["model"]["vocab"]
+    # Special tokens that are not in `vocab` are numbered after it, and would move.
+    ids |= {token: before._tokenizer.token_to_id(token) for token in special}
+    if len({*ids.values()}) < len(ids):
+        raise _refused("two of its tokens have one id")
+    for token in dict.fromkeys(tokens):
+        if token in special:
+            continue
+        if token not in ids:
+            ids[token] = size
+            size += 1
+        added.append({"id": ids[token], "content": token, **dict.fromkeys(_plain(_FLAGS), False), "special": True})
+    changed = json.dumps(content, ensure_ascii=False)
+    Vocabulary(changed)
+    return changed
+
+
+def new_vocabulary(characters: str, languages: list[str], size: int) -> str:
+    """The text of a vocab.json of `size` rows for a model that starts from random weights: special tokens as in the released
+    one, a token a character, and unused tokens that no text becomes. Raises `UsageError` if `size` is too small."""
+    names = [STOP, UNKNOWN, SPACE, *dict.fromkeys(characters.replace(" ", ""))]
+    special = [STOP, UNKNOWN, SPACE, START, *(f"[{language}]" for language in languages)]
+    names += [name for name in special if name not in names]
+    if len(names) > size:
+        raise UsageError(f"a vocabulary of {size} rows is too small for {len(names)} tokens")
+    names += [f"[unused {i}]" for i in range(len(names), size)]
+    start, usual = names.index(START), min(261, size - 1)
+    names[start], names[usual] = names[usual], START
+    ids = {name: i for i, name in enumerate(names)}
+    flags = {**dict.fromkeys(_plain(_FLAGS), False), "special": True}
+    content = {
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [{"id": ids[name], "content": name, **flags} for name in special],
+        "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+        "model": {"type": "BPE", "dropout": None, "unk_token": UNKNOWN, "fuse_unk": False, "vocab": ids, "merges": []},
+    }  # fmt: skip
+    return json.dumps(content, ensure_ascii=False)
+
+
+def new_rows(weight: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+    """`count` rows for an embedding or head (V, D), or for its bias (V,): drawn from a normal distribution with the mean and
+    the standard deviation that each column has over the existing rows."""
+    deviation = weight.std(0, correction=0)
+    noise = torch.randn(count, *weight.shape[1:], generator=generator, dtype=weight.dtype)
+    return weight.mean(0) + deviation * noise.to(weight.device)

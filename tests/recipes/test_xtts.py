@@ -1,0 +1,1009 @@
+"""The XTTS recipe: its GPT against Coqui's, exactness of training, data, memory options, and its command line on tiny models."""
+
+import functools
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import load_file
+
+from common import checkpoint, memory, optim
+from common.batches import split_batch, to_device
+from common.device import Setup
+from common.loop import run_window
+from recipes import xtts_amharic as recipe
+from speech.columns import Corpus
+from speech.corpus import Checks, load_corpus
+from speech.xtts import formats, inference
+from speech.xtts import start as starts
+from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, code_count
+from speech.xtts.vocabulary import Vocabulary
+from speech.xtts.vocoder import HifiDecoder
+from tests.recipes import runs
+from tests.recipes.runs import newest, ran, refused
+
+CPU = torch.device("cpu")
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "xtts"
+COQUI = json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"] | {"hifigan": False}
+SMALL = formats.shape(
+    16, 2, 2, 400, 32, latents=8, perceiver_heads=2, perceiver_head_dim=8, code_dim=16, dvae_hidden=16, hifigan=False
+)
+TEXTS = ("ሰላም", "ቤት ውሃ", "ዳቦ", "ቡና ወተት ሥጋ", "መንገድ", "ከተማ ሰው", "ሴት ልጅ አባት", "እናት")
+SECONDS = (0.9, 0.5, 3.4, 0.7, 1.0, 0.6, 2.0, 1.1)
+WEIGHTS = recipe.LOSS_WEIGHTS
+
+
+def small_vocoder(d_model: int) -> HifiDecoder:
+    return HifiDecoder(d_model, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny():
+    """The demo's shape with two layers of 16, and a small vocoder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(formats.SIZES, "demo", SMALL)
+        patch.setattr(formats, "HifiDecoder", small_vocoder)
+        patch.setattr(starts, "HifiDecoder", small_vocoder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory) -> tuple[str, Corpus]:
+    """The manifest and the corpus of eight clips of noise with the texts TEXTS."""
+    folder, random, rows = tmp_path_factory.mktemp("noise"), np.random.default_rng(0), ["audio_file|text|speaker_name"]
+    for number, (seconds, text) in enumerate(zip(SECONDS, TEXTS, strict=True)):
+        samples = random.normal(size=round(seconds * SAMPLE_RATE)) * (0.02 + 0.1 * random.random())
+        samples *= 1 + np.sin(np.arange(len(samples)) / (300 + 400 * number))
+        soundfile.write(folder / f"{number}.wav", samples.clip(-1, 1), SAMPLE_RATE)
+        rows.append(f"{number}.wav|{text}|voice {number % 2}")
+    (folder / "train.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    corpus, _ = load_corpus(str(folder / "train.csv"), recipe.text.normalise, Checks(max_duration=11.6))
+    assert len(corpus) == 8
+    return str(folder / "train.csv"), corpus
+
+
+@functools.cache
+def coquis(name: str) -> dict[str, torch.Tensor]:
+    """The tensors of a file of the fixtures; weights in fp32."""
+    return {
+        key: t.float() if t.is_floating_point() else t for key, t in load_file(FIXTURES / f"{name}.safetensors").items()
+    }
+
+
+def make_frozen(dtype=torch.float64) -> starts.Frozen:
+    """Real mels and the DVAE of the fixtures, whose codes differ between frames."""
+    dvae, stats = DVAE(SMALL), torch.full((80,), 4.0)
+    weights = {name: w for name, w in coquis("dvae").items() if not name.startswith("discrete_loss.")}
+    dvae.load_state_dict(weights)
+    frozen = starts.Frozen(Mel("dvae", stats), Mel("conditioning", stats), dvae, None)
+    for part in (frozen.dvae_mel, frozen.conditioning_mel, dvae):
+        part.to(dtype)
+    return frozen.to(CPU)
+
+
+def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True) -> recipe.Utterances:
+    path, corpus = noise
+    args = runs.parse(recipe, "--train_manifest", path, "--from_scratch", *flags)
+    metadata, weights, _ = starts.choose(recipe.resolve(args), None)
+    assert weights is None
+    return recipe.Utterances(args, corpus, starts.Texts(metadata), training)
+
+
+def make_items(noise, dtype=torch.float64) -> list[dict]:
+    """The eight utterances with slices of a tenth of the usual length, which take a tenth of the time."""
+    data = make_utterances(noise)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "SLICE", tuple(length // 10 for length in recipe.SLICE))
+        items = [data.item(index, 1) for index in range(len(data))]
+    return [{**item, "audio": item["audio"].to(dtype), "slice": item["slice"].to(dtype)} for item in items]
+
+
+def awake(model, seed: int = 3):
+    """A model of which no parameter is zero or one, so that a test sees every part."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return model
+
+
+def make_model(dropout: float = 0.0, dtype=torch.float64, config: dict = SMALL) -> recipe.GPT:
+    torch.manual_seed(0)
+    return awake(recipe.GPT(config, dropout).to(dtype))
+
+
+def moved(items: list[dict]) -> dict:
+    return next(to_device([recipe.collate(items)], CPU))
+
+
+def gradient_of(loss: torch.Tensor, model) -> torch.Tensor:
+    return torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
+    )
+
+
+# --- parity with Coqui -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def theirs() -> recipe.GPT:
+    """Our GPT with Coqui's random weights, in evaluation. The names must be the same."""
+    weights = {name.removeprefix("gpt."): w for name, w in coquis("gpt").items()}
+    assert {name: tuple(w.shape) for name, w in weights.items()} == formats.expected_shapes(COQUI)["gpt"]
+    return recipe.make_model(COQUI, weights).eval()
+
+
+def stub(codes: torch.Tensor, mels: torch.Tensor) -> SimpleNamespace:
+    """Frozen parts that give these codes (B, n) and conditioning mels (B, 80, F), whatever the waveforms are."""
+    dvae = SimpleNamespace(codes=lambda mel: codes)
+    return SimpleNamespace(dvae_mel=lambda waveforms: waveforms, dvae=dvae, conditioning_mel=lambda waveforms: mels)
+
+
+def coqui_batch(cases: dict, rows: list[int]) -> tuple[dict, SimpleNamespace]:
+    items = [
+        {
+            "audio": torch.zeros(int(cases["wav_lengths"][row])), "tokens": cases["text"][row, : cases["text_lengths"][row]],
+            "slice": torch.zeros(1), "heard": (0, 0), "codes": code_count(int(cases["wav_lengths"][row])),
+            "name": str(row), "index": row,
+        }
+        for row in rows
+    ]  # fmt: skip
+    return moved(items), stub(cases["codes"][rows], cases["mels"][rows])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [[0, 1, 2], [0], [1], [2]], ids=["ragged", "row 0", "row 1", "row 2"])
+def test_losses_and_logits_are_coquis(theirs, rows):
+    cases, logits = coquis("gpt_cases"), {}
+    hooks = [
+        getattr(theirs, f"{name}_head").register_forward_hook(lambda _, __, out, name=name: logits.update({name: out}))
+        for name in WEIGHTS
+    ]
+    batch, frozen = coqui_batch(cases, rows)
+    terms = recipe.compute_loss(theirs, batch, frozen)
+    for hook in hooks:
+        hook.remove()
+    lengths = {"text": cases["text_lengths"] + 1, "mel": torch.tensor([8, 20, 15]) + 4}
+    assert list(terms) == list(WEIGHTS) == list(logits)
+    for name, total in terms.items():
+        ours = total / batch["counts"][name]
+        expected = cases[f"loss_{name}" if len(rows) == 3 else f"row{rows[0]}.loss_{name}"]
+        assert ours.item() == pytest.approx(expected.item(), abs=1e-5)
+        assert batch["counts"][name] == sum(int(lengths[name][row]) for row in rows)
+        wanted = torch.cat([cases[f"{name}_logits"][row, : lengths[name][row]] for row in rows])
+        assert (logits[name] - wanted).abs().max() < 1e-5 and wanted.std() > 0.3
+
+
+def test_gradients_are_coquis(theirs):
+    cases = coquis("gpt_cases")
+    batch, frozen = coqui_batch(cases, [0, 1, 2])
+    terms = recipe.compute_loss(theirs, batch, frozen)
+    loss = sum(WEIGHTS[name] * total / batch["counts"][name] for name, total in terms.items())
+    assert loss.item() == pytest.approx(cases["loss"].item(), abs=1e-5)
+    names, parameters = zip(*theirs.named_parameters(), strict=True)
+    gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+    norms = {name.removeprefix("grad_norm."): g.item() for name, g in cases.items() if name.startswith("grad_norm.")}
+    assert gradients.keys() == norms.keys()
+    for name, norm in norms.items():
+        assert gradients[name].norm().item() == pytest.approx(norm, rel=1e-4) and norm > 0, name
+    full = [name for name in cases if name.startswith("grad.")]
+    assert len(full) == 3
+    for name in full:
+        assert (gradients[name.removeprefix("grad.")] - cases[name]).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_conditioning_latents_are_coquis(theirs):
+    cases = coquis("gpt_cases")
+    assert (theirs.condition(cases["mels"]) - cases["style"]).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_conditioning_latents_of_a_waveform_are_coquis(theirs, monkeypatch):
+    cases = coquis("mel_cases")
+    mel = Mel("conditioning", cases["mel_stats"])
+    monkeypatch.setattr(inference, "CHUNK_SECONDS", 1)
+    waveform = load_file(FIXTURES / "mel_cases.safetensors")["waveform"].float() / 32768
+    assert (inference.latents(theirs, mel, [waveform]) - cases["chunked_latents"]).abs().max() < 2e-5
+
+
+@torch.no_grad()
+def test_greedy_codes_and_latents_are_coquis(theirs, capsys):
+    cases = coquis("gpt_cases")
+    settings = inference.Sampling(temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=1.0, max_codes=20)
+    (speech,) = inference.sample(theirs, COQUI, cases["style"][1:2], [cases["text"][1].tolist()], settings)
+    assert torch.equal(speech.codes, cases["greedy"][0]) and len(speech.codes.unique()) > 3
+    assert (speech.latents - cases["greedy_latents"][0]).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_the_stop_of_the_text_is_seen_by_the_codes(theirs, capsys):
+    cases = coquis("gpt_cases")
+    settings = inference.Sampling(temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=1.0, max_codes=2)
+    sample = functools.partial(
+        inference.sample, theirs, COQUI, cases["style"][1:2], [cases["text"][1].tolist()], settings
+    )
+    before = sample()[0].latents
+    row = theirs.text_embedding.weight[COQUI["stop_text"]]
+    kept = row.clone()
+    row *= -1
+    after = sample()[0].latents
+    row.copy_(kept)
+    assert (after[0] - before[0]).abs().max() > 1e-3
+
+
+def test_names_shapes_and_parameters_of_the_full_model():
+    config = formats.SIZES["full"]
+    with torch.device("meta"):
+        model = recipe.GPT(config)
+    assert {name: tuple(w.shape) for name, w in model.state_dict().items()} == formats._gpt_shapes(config)
+    assert optim.count_parameters(model) == (441_018_563, 441_018_563)
+
+
+# --- exactness -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(noise):
+    items, model, frozen = make_items(noise), make_model(), make_frozen()
+    together = recipe.compute_loss(model, moved(items), frozen)
+    alone = dict.fromkeys(together, 0.0)
+    codes = recipe.codes_of(frozen, moved(items))
+    for row, item in enumerate(items):
+        own = recipe.codes_of(frozen, moved([item]))[0, : item["codes"]]
+        assert torch.equal(own, codes[row, : item["codes"]]) and len(own.unique()) > 3
+        alone = {name: alone[name] + value for name, value in recipe.compute_loss(model, moved([item]), frozen).items()}
+    for name, value in together.items():
+        assert value > 1 and alone[name].item() == pytest.approx(value.item(), rel=1e-10)
+
+
+def window_gradient(model, items: list[dict], sizes: list[int], frozen, setup=None, scaler=None) -> tuple:
+    """The sums of the terms, and the gradient, of a window that is cut into micro-batches of these sizes."""
+    rest = iter(items)
+    micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
+    totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in WEIGHTS}
+    model.zero_grad()
+    compute_loss = functools.partial(recipe.compute_loss, frozen=frozen)
+    outcome = run_window(model, micro_batches, totals, compute_loss, WEIGHTS, setup or Setup(), scaler)
+    assert outcome.failed is None
+    return outcome.sums, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_however_a_window_is_cut_its_gradient_is_the_same(noise):
+    items, model, frozen = make_items(noise), make_model().train(), make_frozen()
+    sums, whole = window_gradient(model, items, [8], frozen)
+    assert whole.norm() > 0.01 and bool(sums.isfinite().all())
+    for sizes in ([4, 4], [2, 2, 2, 2], [1] * 8, [5, 3]):
+        others, gradient = window_gradient(model, items, sizes, frozen)
+        assert (others - sums).abs().max() <= 1e-10 * sums.abs().max()
+        assert (gradient - whole).norm() <= 1e-10 * whole.norm()
+
+
+def test_longer_clips_in_the_batch_change_no_gradient(noise):
+    items, model, frozen = make_items(noise), make_model().train(), make_frozen()
+    each = [gradient_of(sum(recipe.compute_loss(model, moved([item]), frozen).values()), model) for item in items]
+    whole = gradient_of(sum(recipe.compute_loss(model, moved(items), frozen).values()), model)
+    assert (sum(each) - whole).norm() <= 1e-10 * whole.norm()
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sdpa", [True, False], ids=["sdpa", "explicit"])
+def test_gradient_checkpointing_changes_neither_loss_nor_gradient(noise, autocast, sdpa):
+    items, frozen = make_items(noise, torch.float32)[:4], make_frozen(torch.float32)
+    results, kept = [], []
+    for checkpointed in (False, True):
+        model = make_model(0.1, torch.float32).train()
+        for block in model.gpt.h:
+            block.attn.sdpa = sdpa
+        if checkpointed:
+            memory.checkpoint_layers(model, recipe.CHECKPOINTED)
+        calls, size = dict.fromkeys(("gpt", "encoder", "perceiver"), 0), 0
+
+        def count(name, calls=calls):
+            return lambda *_: calls.update({name: calls[name] + 1})
+
+        model.gpt.h[0].ln_2.register_forward_hook(count("gpt"))
+        model.conditioning_encoder.attn[0].norm.register_forward_hook(count("encoder"))
+        model.conditioning_perceiver.layers[0][0].register_forward_hook(count("perceiver"))
+
+        def pack(tensor):
+            nonlocal size
+            size += tensor.numel()
+            return tensor
+
+        torch.manual_seed(1)
+        casting = torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), casting:
+            terms = recipe.compute_loss(model, moved(items), frozen)
+        kept.append(size)
+        results.append([*terms.values(), gradient_of(sum(terms.values()), model)])
+        assert calls == dict.fromkeys(calls, 1 + checkpointed)
+    for plain, recomputed in zip(*results, strict=True):
+        assert torch.equal(plain, recomputed)
+    assert kept[1] < kept[0] / 2, "nothing was recomputed"
+
+
+def test_dropout_is_drawn_in_training_alone(noise):
+    items, model, frozen = make_items(noise)[:2], make_model(0.1), make_frozen()
+    with torch.no_grad():
+        trained = [recipe.compute_loss(model.train(), moved(items), frozen)["mel"] for _ in range(2)]
+        evaluated = [recipe.compute_loss(model.eval(), moved(items), frozen)["mel"] for _ in range(2)]
+    assert trained[0] != trained[1] and evaluated[0] == evaluated[1]
+
+
+def test_the_explicit_product_is_the_fused_attention(noise, monkeypatch):
+    items, model, frozen = make_items(noise)[:4], make_model().train(), make_frozen()
+    explicit, calls, results = recipe.explicit_attention, [], []
+    monkeypatch.setattr(recipe, "explicit_attention", lambda *inputs: calls.append(1) or explicit(*inputs))
+    for sdpa, expected in ((True, 0), (False, 2)):
+        args = runs.parse(recipe, "--from_scratch", *([] if sdpa else ["--no_sdpa"]))
+        recipe.set_up(args, model, Setup())
+        terms = recipe.compute_loss(model, moved(items), frozen)
+        results.append([*terms.values(), gradient_of(sum(terms.values()), model)])
+        assert len(calls) == expected
+    for fused, product in zip(*results, strict=True):
+        assert (fused - product).norm() <= 1e-10 * fused.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sdpa", [True, False], ids=["sdpa", "explicit"])
+def test_positions_one_after_the_other_are_a_full_forward(sdpa):
+    model = make_model().eval()
+    for block in model.gpt.h:
+        block.attn.sdpa = sdpa
+    x = torch.randn(3, 12, 16, dtype=torch.float64)
+    whole, cache, parts, first = model.hidden(x), None, [], 0
+    for size in (5, 1, 1, 3, 2):
+        hidden, cache = model.run(x[:, first : first + size], cache)
+        parts.append(hidden)
+        first += size
+    assert (torch.cat(parts, dim=1) - whole).abs().max() < 1e-10
+    later = x.clone()
+    later[:, 7:] += 1
+    assert torch.equal(model.hidden(later)[:, :7], whole[:, :7]), "attention is not causal"
+
+
+@torch.no_grad()
+def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(noise):
+    items, model, frozen = make_items(noise), make_model().eval(), make_frozen()
+    together = recipe.evaluate(frozen, model, [recipe.collate(items)])
+    apart = recipe.evaluate(frozen, model, [recipe.collate([item]) for item in items])
+    nothing = recipe.evaluate(frozen, model, [])
+    assert together.keys() == apart.keys() == nothing.keys() == set(WEIGHTS)
+    for name, (total, count) in together.items():
+        assert apart[name] == (pytest.approx(total, rel=1e-10), count) and count > 0 and nothing[name] == (0, 0)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 3.0, 6.0, 11.6])
+def test_ten_thousand_slices(noise, monkeypatch, seconds):
+    data, samples = make_utterances(noise), round(seconds * SAMPLE_RATE)
+    waveform, codes = torch.arange(1.0, samples + 1), code_count(samples)
+    monkeypatch.setattr(recipe, "read_utterance", lambda *_: waveform)
+    monkeypatch.setattr(recipe.F, "pad", lambda x, _: x)  # it would copy 5 GB
+    firsts, lengths = [], []
+    for epoch in range(2000):
+        item = data.item(epoch % 8, epoch)
+        begin, length = int(item["slice"][0]) - 1, len(item["slice"])
+        first, last = item["heard"]
+        assert 0 <= begin <= begin + length <= samples and int(item["slice"][-1]) == begin + length
+        assert item["codes"] == codes and 0 <= first <= last <= codes
+        assert 0 <= begin - first * SAMPLES_PER_CODE < SAMPLES_PER_CODE
+        assert last == codes or 0 <= begin + length - last * SAMPLES_PER_CODE < SAMPLES_PER_CODE
+        firsts.append(begin)
+        lengths.append(length)
+    assert len(set(firsts)) > 1000
+    if seconds < 3:
+        assert set(lengths) == {samples // 2}
+    else:
+        assert all(recipe.SLICE[0] <= length <= recipe.SLICE[1] or length == samples // 2 for length in lengths)
+
+
+def test_the_slice_depends_on_seed_epoch_and_clip_alone(noise):
+    data, again, other = make_utterances(noise), make_utterances(noise), make_utterances(noise, "--seed", "2")
+    items = [data.item(2, 0), data.item(2, 1), other.item(2, 0)]
+    assert torch.equal(again.item(2, 1)["slice"], items[1]["slice"])
+    assert len({item["heard"] for item in items}) > 1 and not torch.equal(items[0]["slice"], items[1]["slice"])
+    evaluated = make_utterances(noise, training=False)
+    for epoch in (0, 3):
+        item = evaluated.item(2, epoch)
+        samples = len(item["audio"])
+        length = 99_225 if samples >= 99_225 else samples // 2
+        assert item["heard"] == (0, length // SAMPLES_PER_CODE) and item["slice"].shape == (132_300,)
+        assert torch.equal(item["slice"][:length], item["audio"][:length]) and not item["slice"][length:].any()
+
+
+@torch.no_grad()
+def test_the_counts_are_those_of_the_targets_and_no_stop_is_lost(noise, monkeypatch):
+    items, model, frozen = make_items(noise), make_model(), make_frozen()
+    codes, batch, targets = recipe.codes_of(frozen, moved(items)), moved(items), {}
+    cross_entropy = recipe.F.cross_entropy
+
+    def spy(logits, wanted, reduction):
+        targets["text" if logits.shape[1] == SMALL["text_tokens"] else "mel"] = wanted.tolist()
+        return cross_entropy(logits, wanted, reduction=reduction)
+
+    monkeypatch.setattr(recipe.F, "cross_entropy", spy)
+    recipe.compute_loss(model, batch, frozen)
+    expected = {"text": [], "mel": []}
+    for row, item in enumerate(items):
+        first, last = item["heard"]
+        kept = codes[row, : item["codes"]].tolist()
+        expected["text"] += [*item["tokens"].tolist(), SMALL["stop_text"]]
+        expected["mel"] += [*kept[:first], *kept[last:], *[SMALL["stop_audio"]] * 4]
+        assert last > first or len(item["audio"]) < 4096
+    assert targets == expected and {name: len(values) for name, values in targets.items()} == batch["counts"]
+
+
+@torch.no_grad()
+def test_pieces_of_a_batch_that_is_too_large_have_the_same_loss(noise):
+    items, model, frozen = make_items(noise), make_model(), make_frozen()
+    whole, terms = recipe.collate(items), dict.fromkeys(WEIGHTS, 0.0)
+    for piece in split_batch(whole, 3):
+        pieces = recipe.compute_loss(model, next(to_device([piece], CPU)), frozen)
+        terms = {name: terms[name] + value.item() for name, value in pieces.items()}
+    expected = recipe.compute_loss(model, moved(items), frozen)
+    assert terms == {name: pytest.approx(value.item(), rel=1e-10) for name, value in expected.items()}
+
+
+def test_a_clip_of_two_seconds_alone_has_a_finite_loss(noise):
+    data, model, frozen = make_utterances(noise), make_model(dtype=torch.float32).train(), make_frozen(torch.float32)
+    for epoch in range(5):
+        batch = moved([data.item(6, epoch)])
+        terms = recipe.compute_loss(model, batch, frozen)
+        assert all(bool(value.isfinite()) for value in terms.values()) and batch["counts"]["mel"] >= 4
+        assert bool(gradient_of(sum(terms.values()), model).isfinite().all())
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_sixteen_bits_give_finite_losses_near_those_of_fp32(noise, dtype):
+    items, model, frozen = (
+        make_items(noise, torch.float32),
+        make_model(0.0, torch.float32).train(),
+        make_frozen(torch.float32),
+    )
+    sums, gradient = window_gradient(model, items, [4, 4], frozen)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if dtype is torch.float16 else None
+    ours, scaled = window_gradient(model, items, [4, 4], frozen, Setup(dtype=dtype), scaler)
+    scaled = scaled / 256 if scaler else scaled
+    assert sums.dtype == ours.dtype == torch.float32 and bool(scaled.isfinite().all())
+    assert ((ours - sums) / sums).abs().max() < 0.01
+    assert (scaled - gradient).norm() < 0.1 * gradient.norm() and not torch.equal(scaled, gradient)
+
+
+# --- memory options --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_frozen_layers_have_no_gradient_and_do_not_change(noise, layers):
+    model = make_model(dtype=torch.float32).train()
+    recipe.set_up(runs.parse(recipe, "--from_scratch", "--freeze_layers", layers), model, Setup())
+    frozen_names = {name for name, p in model.named_parameters() if not p.requires_grad}
+    expected = {
+        name for name, _ in model.named_parameters() if name.startswith(tuple(f"gpt.h.{i}." for i in range(layers)))
+    }
+    assert frozen_names == expected and len(expected) == 12 * layers
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = optim.make_optimizer(model, 1e-2, weight_decay=0.1, decay_embeddings=False)
+    memory.checkpoint_layers(model, recipe.CHECKPOINTED)
+    terms = recipe.compute_loss(model, moved(make_items(noise, torch.float32)[:2]), make_frozen(torch.float32))
+    sum(terms.values()).backward()
+    optimizer.step()
+    assert {name for name, p in model.named_parameters() if torch.equal(p, before[name])} == expected
+
+
+ALIASES = {
+    "--enable_grad_checkpoint": "--gradient_checkpointing",
+    "--no_enable_grad_checkpoint": "--no_gradient_checkpointing",
+    "--enable_sdpa": "--sdpa",
+    "--enable_mixed_precision": "--mixed_precision",
+    "--train_csv a": "--train_manifest a",
+    "--eval_csv a": "--val_manifest a",
+    "--output_path a": "--output_dir a",
+    "--grad_acumm 7": "--gradient_accumulation_steps 7",
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_other_names_set_the_same_values(alias):
+    ours, usual = (vars(runs.parse(recipe, *line.split())) for line in (alias, ALIASES[alias]))
+    assert ours == usual and len(ours["given"]) >= 3
+    if alias not in ("--enable_sdpa", "--no_enable_grad_checkpoint", "--enable_mixed_precision"):  # the defaults
+        assert ours != vars(runs.parse(recipe))
+
+
+def test_other_names_leave_the_defaults_alone():
+    args = runs.parse(recipe)
+    assert (args.gradient_checkpointing, args.sdpa, args.mixed_precision) == (False, True, "auto")
+    assert (args.train_manifest, args.val_manifest, args.output_dir, args.gradient_accumulation_steps) == (
+        None,
+        None,
+        ".",
+        4,
+    )
+
+
+def test_the_longest_clip_in_samples():
+    args = runs.parse(recipe, "--from_scratch", "--train_csv", "a", "--max_audio_length", "220500")
+    recipe.resolve(args)
+    assert args.max_duration == 10.0
+    assert runs.parse(recipe).max_duration == pytest.approx(255_995 / 22_050)
+
+
+# --- trained, stopped and resumed ------------------------------------------------------------------------------------
+
+VOCAB = json.loads((FIXTURES / "vocab.json").read_text(encoding="utf-8"))
+VOCAB["added_tokens"] = [token for token in VOCAB["added_tokens"] if token["content"] != "[am]"]
+VOCAB["model"]["vocab"].pop("[am]")  # the last one
+ROWS = len(VOCAB["model"]["vocab"])
+RELEASED = formats.shape(
+    16, 2, 2, ROWS, 32, mel_positions=80, text_positions=60, code_dim=16, dvae_hidden=16,
+    start_text=VOCAB["model"]["vocab"]["[START]"],
+)  # fmt: skip
+SPOKEN = ("hello", "the end", "ሀለመ ረሰ", "and then", "it's on", "sand", "ለመ", "shell, no")
+SMALL_VOCODER = """
+from speech.xtts import formats, start, vocoder
+def small(d_model):
+    return vocoder.HifiDecoder(d_model, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
+formats.HifiDecoder = start.HifiDecoder = small
+"""
+PLAIN = (
+    "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1 --save_every 1 --log_every 1 --eval_every 1".split()
+)
+LONG = "--max_steps 4 --save_every 1 --eval_every 2 --log_every 1 --keep_last 9 --batch_size 1 --gradient_accumulation_steps 2 --learning_rate 1e-3".split()
+
+
+def write_released(folder: Path, seed: int = 0, vocab: dict = VOCAB) -> Path:
+    """A folder in Coqui's form, with a vocoder, random weights and the licence of released ones."""
+    torch.manual_seed(seed)
+    config = {**RELEASED, "text_tokens": len(vocab["model"]["vocab"])}
+    dvae = {name: w for name, w in coquis("dvae").items() if not name.startswith("discrete_loss.")}
+    groups = {
+        "gpt": awake(recipe.GPT(config), seed).state_dict(), "dvae": {n: w + 0.1 * seed for n, w in dvae.items()},
+        "hifigan_decoder": small_vocoder(16).state_dict(), "mel_stats": torch.full((80,), 4.0),
+    }  # fmt: skip
+    extras = {"config": {"languages": ["en", "de"]}, "vocab": json.dumps(vocab, ensure_ascii=False), "licence": True}
+    formats.export(folder, groups, config, extras, {})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, tiny) -> SimpleNamespace:
+    """Released folders `model` and `other` (another DVAE), and manifests `train` and `val` in Coqui's form."""
+    folder, random = tmp_path_factory.mktemp("coqui"), np.random.default_rng(1)
+    rows = []
+    for number, text in enumerate(SPOKEN):
+        samples = random.normal(size=round((0.6 + 0.2 * number) * SAMPLE_RATE)) * 0.1
+        soundfile.write(folder / f"{number}.wav", samples.clip(-1, 1), SAMPLE_RATE)
+        rows.append(f"{number}.wav|{text}|{'abc'[number % 3]}")
+    for name, part in (("train", rows[:6]), ("val", rows[6:])):
+        (folder / f"{name}.csv").write_text("\n".join(["audio_file|text|speaker_name", *part]), encoding="utf-8")
+    return SimpleNamespace(
+        model=write_released(folder / "model"), other=write_released(folder / "other", seed=1),
+        train=folder / "train.csv", val=folder / "val.csv", wav=folder / "5.wav", folder=folder,
+    )  # fmt: skip
+
+
+def tuning(places, *flags) -> list:
+    return ["--train_csv", places.train, "--eval_csv", places.val, "--model_dir", places.model, *flags]
+
+
+@pytest.fixture(scope="module")
+def tuned(places, tmp_path_factory) -> tuple[Path, str]:
+    """The folder and the stdout of two updates from released weights, exported to "coqui"."""
+    folder = tmp_path_factory.mktemp("tuned")
+    flags = [*PLAIN, "--learning_rate", "1e-3", "--export", folder / "coqui", "--output_path", folder]
+    return folder, ran(recipe, *tuning(places, *flags))
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
+def best_of(folder: Path) -> tuple[dict, dict]:
+    return checkpoint.read_weights(folder / "checkpoints" / "best.safetensors", recipe.RECIPE)
+
+
+def test_released_weights_are_evaluated_first_and_their_export_is_read_again(tuned, places):
+    folder, out = tuned
+    lines = read_metrics(folder)
+    assert [line["step"] for line in lines if "eval/mel" in line] == [0, 1, 2]
+    losses = [line for line in lines if "train/loss" in line]
+    for line in losses:
+        expected = 0.01 * line["train/loss_text"] + line["train/loss_mel"]
+        assert math.isfinite(expected) and line["train/loss"] == pytest.approx(expected)
+    assert len(losses) == 2 and out.count(formats.LICENCE) == 1 and "attention: " in out
+    groups, config, extras = formats.read_model(folder / "coqui")
+    before = formats.read_model(places.model)[0]
+    best, metadata = best_of(folder)
+    assert config == metadata["config"] and extras["vocab"] == metadata["vocab"] and extras["licence"]
+    assert groups["gpt"].keys() == best.keys() and all(torch.equal(groups["gpt"][name], w) for name, w in best.items())
+    for group in ("dvae", "hifigan_decoder"):
+        assert groups[group].keys() == before[group].keys()
+        assert all(torch.equal(w, before[group][name]) for name, w in groups[group].items())
+    state = newest(folder, recipe)["model"]
+    same = [name for name, w in before["gpt"].items() if torch.equal(w, state[name])]
+    assert len(same) < 5 and not any(name.startswith(("dvae", "hifigan")) for name in state)
+    clips = {path.name: soundfile.read(path, dtype="int16") for path in (folder / "coqui" / "speakers").iterdir()}
+    assert clips.keys() == {"a.wav", "b.wav", "c.wav"} and all(rate == SAMPLE_RATE for _, rate in clips.values())
+    for name, number in (("a.wav", 3), ("b.wav", 4), ("c.wav", 5)):  # the longest of each is nearest to 10 s
+        source = soundfile.read(places.folder / f"{number}.wav", dtype="int16")[0]
+        assert len(clips[name][0]) == len(source) and abs(clips[name][0].astype(int) - source).max() <= 1
+
+
+def test_a_language_that_the_vocabulary_lacks_gets_a_token(tuned, places):
+    folder, out = tuned
+    best, metadata = best_of(folder)
+    vocabulary, before = Vocabulary(metadata["vocab"]), formats.read_model(places.model)[0]["gpt"]
+    assert "language am: a new token" in out and metadata["carried"] and metadata["config"]["text_tokens"] == ROWS + 1
+    for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
+        assert len(best[name]) == len(before[name]) + 1
+    texts = starts.Texts(metadata)
+    ids = VOCAB["model"]["vocab"]
+    assert vocabulary.encode("[am]no", "en") == [ids["[en]"], ROWS, ids["n"], ids["o"]] == texts.encode("no")
+    assert texts.encode("no", "de") == [ids["[de]"], ids["n"], ids["o"]]
+
+
+def test_new_rows_are_drawn_like_the_old_ones(places, capsys):
+    start = recipe.resolve(runs.parse(recipe, *tuning(places)))
+    metadata, weights, _ = starts.choose(start, None)
+    again = starts.choose(start, None)[1]
+    before = formats.read_model(places.model)[0]["gpt"]
+    for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
+        assert torch.equal(weights[name][:-1], before[name]) and torch.equal(weights[name], again[name])
+        assert ((weights[name][-1] - before[name].mean(0)).abs() < 5 * before[name].std(0)).all()
+    model = recipe.make_model(metadata["config"], weights)
+    assert model.text_embedding.weight.shape == (ROWS + 1, 16) == model.text_head.weight.shape
+
+
+def test_a_language_that_the_vocabulary_has_gets_none(places, tmp_path):
+    ran(recipe, *tuning(places, *PLAIN), "--max_steps", "1", "--language", "de", "--output_dir", tmp_path)
+    metadata = newest(tmp_path, recipe)["metadata"]
+    assert not metadata["carried"] and metadata["config"]["text_tokens"] == ROWS
+    assert starts.Texts(metadata).encode("no")[0] == VOCAB["model"]["vocab"]["[de]"]
+
+
+def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, tmp_path):
+    rows = [
+        {
+            "audio_filepath": str(places.folder / f"{number}.wav"),
+            "text": "no",
+            **({"lang": language} if language else {}),
+        }
+        for number, language in enumerate(("de", "", "am", "xx"))
+    ]
+    corpus, _ = load_corpus(json_lines(tmp_path / "m.json", rows), recipe.text.normalise, Checks())
+    args = runs.parse(recipe, *tuning(places))
+    metadata, _, _ = starts.choose(recipe.resolve(args), None)
+    texts = starts.Texts(metadata)
+    assert len(recipe.drop_untrainable(corpus, "train set", texts, metadata["config"], True)) == 4
+    german, *others = recipe.Utterances(args, corpus, texts, training=True).tokens
+    assert german == texts.encode("no", "de") and others == [texts.encode("no")] * 3
+    assert german[0] == VOCAB["model"]["vocab"]["[de]"] and german[1:] == others[0][2:]
+
+
+@pytest.mark.parametrize("language", ["amh", "Amharic", "am"])
+def test_names_of_amharic(places, language):
+    start = recipe.resolve(runs.parse(recipe, *tuning(places), "--language", language))
+    assert start.language == "am"
+
+
+def test_the_version_is_that_of_the_vocabulary(places, monkeypatch, capsys):
+    monkeypatch.setitem(starts.VERSIONS, "v2.0.3", ROWS)
+    for version in ("v2.0.3", "v2.0.2"):
+        start = recipe.resolve(runs.parse(recipe, *tuning(places), "--version", version))
+        if version == "v2.0.3":
+            assert starts.choose(start, None)[0]["config"]["text_tokens"] == ROWS + 1
+            continue
+        with pytest.raises(recipe.UsageError, match=f"vocabulary has 6681 tokens, and these weights have {ROWS}"):
+            starts.choose(start, None)
+
+
+@pytest.mark.parametrize("form", ["xtts. and an optimizer", "plain"])
+def test_the_gpt_of_an_already_tuned_file(tuned, places, tmp_path, form):
+    source = formats.read_model(write_released(tmp_path / "source", seed=2))[0]
+    prefix = "" if form == "plain" else "xtts."
+    weights = {f"{prefix}gpt.{name}": w for name, w in source["gpt"].items()}
+    torch.save(weights if form == "plain" else {"model": weights, "optimizer": {"state": {}}}, tmp_path / "tuned.pth")
+    flags = ["--custom_model", tmp_path / "tuned.pth", "--language", "en", "--output_dir", tmp_path]
+    ran(recipe, *tuning(places, *PLAIN, *flags), "--max_steps", "1", "--freeze_layers", "2")
+    state = newest(tmp_path, recipe)["model"]
+    kept = {name for name, w in source["gpt"].items() if torch.equal(w, state[name])}
+    assert {name for name in source["gpt"] if name.startswith("gpt.h.")} <= kept and len(kept) < len(state) - 20
+
+
+@pytest.fixture(scope="module")
+def unstopped(places, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("unstopped")
+    ran(recipe, *tuning(places, *LONG, "--gradient_checkpointing", "--resume", "auto", "--output_dir", folder))
+    return folder
+
+
+@pytest.mark.parametrize("how", ["killed", "terminated"])
+def test_stopped_and_resumed_it_ends_with_the_same_bits(unstopped, places, tmp_path, how):
+    killing = """
+import os, signal
+replace = os.replace
+def killed(source, target):
+    if str(target).endswith("00000002.pt"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+os.replace = killed
+"""
+    flags = tuning(places, *LONG, "--gradient_checkpointing", "--resume", "auto")
+    prelude = killing if how == "killed" else runs.signal_after(1, signal.SIGTERM)
+    process = runs.start(runs.command(recipe, *flags), tmp_path, SMALL_VOCODER + prelude)
+    _, err = process.communicate()
+    assert process.returncode == (-signal.SIGKILL if how == "killed" else 143), err
+    assert "(step 1)" in ran(recipe, *flags, "--output_dir", tmp_path)
+    runs.assert_same_state(newest(tmp_path, recipe), newest(unstopped, recipe))
+    assert [line["step"] for line in read_metrics(tmp_path) if "eval/mel" in line] == [0, 2, 4]
+
+
+def test_another_dvae_on_resume_is_refused(tuned, places, tmp_path):
+    folder = shutil.copytree(tuned[0], tmp_path / "copy")
+    flags = ["--train_csv", places.train, "--eval_csv", places.val, *PLAIN, "--resume", "auto", "--output_dir", folder]
+    status, err = refused(recipe, *flags, "--max_steps", "3", "--model_dir", places.other)
+    assert status == 2 and "the DVAE is not the one that this GPT learned the codes of" in err
+    assert "(step 2)" in ran(recipe, *flags, "--max_steps", "3") and newest(folder, recipe)["progress"]["step"] == 3
+
+
+def test_a_run_from_scratch_and_its_frozen_parts(noise, tmp_path):
+    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *PLAIN, "--output_dir", tmp_path]
+    out = ran(recipe, *flags, "--from_scratch")
+    assert [line["step"] for line in read_metrics(tmp_path) if "eval/mel" in line] == [
+        1,
+        2,
+    ] and formats.LICENCE not in out
+    assert "(step 2)" in ran(recipe, *flags, "--max_steps", "3", "--resume", "auto")
+    metadata = newest(tmp_path, recipe)["metadata"]
+    assert not metadata["licence"] and not metadata["pretrained"] and metadata["config"]["text_tokens"] == 400
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_window_that_overflows_is_skipped_and_training_recovers(places, tmp_path, monkeypatch, precision):
+    compute_loss, calls = recipe.compute_loss, []
+
+    def overflowing(model, batch, frozen):
+        if not torch.is_grad_enabled():
+            return compute_loss(model, batch, frozen)
+        calls.append(1)
+        scale = 1e6 if len(calls) in (2, 3) else 1.0  # as if the weights of a layer were so large
+        hook = model.gpt.h[1].mlp.register_forward_pre_hook(lambda _, given: (given[0] * scale,))
+        terms = compute_loss(model, batch, frozen)
+        hook.remove()
+        if scale > 1 and precision == "fp16":
+            assert not all(bool(value.isfinite()) for value in terms.values())
+        return terms
+
+    monkeypatch.setattr(recipe, "SLICE", (6_615, 13_230))  # convolutions in fp16 are slow on a CPU
+    monkeypatch.setattr(recipe, "compute_loss", overflowing)
+    flags = ["--mixed_precision", precision, "--max_steps", "5", "--eval_every", "5", "--output_dir", tmp_path]
+    ran(recipe, *tuning(places, *PLAIN, *flags))
+    state = newest(tmp_path, recipe)
+    assert state["progress"]["step"] == 5 and all(bool(w.isfinite().all()) for w in state["model"].values())
+    assert state["progress"]["bad_windows"] == (2 if precision == "fp16" else 0)
+    assert all(math.isfinite(line["eval/mel"]) for line in read_metrics(tmp_path) if "eval/mel" in line)
+
+
+# --- exported and spoken ---------------------------------------------------------------------------------------------
+
+
+def same_folders(a: Path, b: Path) -> bool:
+    (first, config, extras), (second, other, more) = formats.read_model(a), formats.read_model(b)
+    pairs = [(first[group], second[group]) for group in ("gpt", "dvae", "hifigan_decoder")]
+    return (config, extras) == (other, more) and all(
+        one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one) for one, two in pairs
+    )
+
+
+def test_an_export_alone(tuned, places, tmp_path):
+    best = tuned[0] / "checkpoints" / "best.safetensors"
+    out = ran(recipe, "--resume", best, "--export", tmp_path / "a", "--output_dir", tmp_path)
+    assert f"exported to {tmp_path / 'a'}: " in out and same_folders(tmp_path / "a", tuned[0] / "coqui")
+    ran(recipe, "--model_dir", places.model, "--export", tmp_path / "b", "--language", "en", "--output_dir", tmp_path)
+    assert same_folders(tmp_path / "b", places.model)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_the_export_has_the_weights_of_the_best_evaluation_not_the_last(places, tmp_path, monkeypatch):
+    evaluate, calls = recipe.evaluate, []
+
+    def worse(*inputs) -> dict:
+        calls.append(1)
+        return {name: (total * len(calls), count) for name, (total, count) in evaluate(*inputs).items()}
+
+    monkeypatch.setattr(recipe, "evaluate", worse)
+    ran(recipe, *tuning(places, *PLAIN, "--export", tmp_path / "out", "--output_dir", tmp_path), "--language", "en")
+    losses = [line["eval/mel"] for line in read_metrics(tmp_path) if "eval/mel" in line]
+    assert len(losses) == 3 and losses == sorted(losses)
+    assert same_folders(tmp_path / "out", places.model)
+    trained = newest(tmp_path, recipe)["model"]
+    assert not all(torch.equal(w, trained[name]) for name, w in formats.read_model(places.model)[0]["gpt"].items())
+
+
+def test_training_of_released_weights_stops_early_unless_a_flag_says_otherwise(places):
+    for flags, expected in (
+        (tuning(places), 5),
+        (tuning(places, "--early_stopping_patience", 2), 2),
+        (tuning(places, "--early_stopping_patience", 0), 0),
+        (["--from_scratch"], 0),
+    ):
+        args = runs.parse(recipe, *flags)
+        recipe.resolve(args)
+        assert args.early_stopping_patience == expected
+
+
+def test_an_export_without_a_vocoder_is_refused_in_one_line(noise, tmp_path):
+    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *PLAIN, "--output_dir", tmp_path]
+    status, err = refused(recipe, *flags, "--from_scratch", "--export", tmp_path / "x")
+    assert status == 2 and "no vocoder" in err
+    assert not list(tmp_path.glob("checkpoints/*.pt")), "it was refused after the training"
+
+
+def test_an_export_is_fine_tuned_again(tuned, places, tmp_path):
+    flags = [
+        "--train_csv",
+        places.train,
+        "--eval_csv",
+        places.val,
+        *PLAIN,
+        "--max_steps",
+        "1",
+        "--output_dir",
+        tmp_path,
+    ]
+    ran(recipe, *flags, "--model_dir", tuned[0] / "coqui")
+    metadata, before = newest(tmp_path, recipe)["metadata"], newest(tuned[0], recipe)["metadata"]
+    assert metadata["config"] == before["config"] and metadata["vocab"] == before["vocab"]
+    assert starts.Texts(metadata).encode("no") == starts.Texts(before).encode("no"), "another prefix than before"
+
+
+def test_texts_are_spoken_with_the_vocoder(tuned, places, tmp_path):
+    best = tuned[0] / "checkpoints" / "best.safetensors"
+    flags = ["--speaker_wav", places.wav, places.folder / "4.wav", "--top_k", "3"]
+    spoken = {}
+    for name, more in (("one", []), ("again", []), ("export", ["--model_dir", tuned[0] / "coqui"])):
+        source = more or ["--resume", best]
+        path = tmp_path / f"{name}.wav"
+        out = ran(recipe, "--synthesize", "hello. the end", *flags, *source, "--output", path)
+        samples, rate = soundfile.read(path, dtype="int16")
+        assert rate == 24_000 and len(samples) > 1000 and samples.any() and f"{path}: " in out
+        spoken[name] = samples
+    assert np.array_equal(spoken["one"], spoken["again"])
+    assert np.array_equal(spoken["one"], spoken["export"]), "the export speaks in another way"
+    (tmp_path / "lines.txt").write_text("hello\n\nthe end\n", encoding="utf-8")
+    ran(recipe, "--synthesize", tmp_path / "lines.txt", *flags, "--resume", best, "--output", tmp_path / "n.wav")
+    assert {path.name for path in tmp_path.glob("n*.wav")} == {"n_001.wav", "n_002.wav"}
+
+
+def test_texts_are_spoken_without_a_vocoder(noise, places, tmp_path, monkeypatch):
+    monkeypatch.setitem(formats.SIZES, "demo", {**SMALL, "mel_positions": 90})
+    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *PLAIN, "--max_steps", "1"]
+    ran(recipe, *flags, "--from_scratch", "--output_dir", tmp_path)
+    out = ran(
+        recipe,
+        "--synthesize",
+        "ሰላም",
+        "--speaker_wav",
+        places.wav,
+        "--output_dir",
+        tmp_path,
+        "--output",
+        tmp_path / "o.wav",
+    )
+    samples, rate = soundfile.read(tmp_path / "o.wav")
+    assert rate == 22_050 and 500 < len(samples) <= 90 * SAMPLES_PER_CODE and "o.wav: " in out
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+MISTAKES = [  # flags, a part of the message
+    ("", "training needs a model to start from: add --model_dir DIR (Coqui's files) or --from_scratch"),
+    ("--model_dir {here}/gone", "--model_dir {here}/gone: no such folder, and nothing is downloaded here"),
+    ("--model_dir {here}", "{here} lacks model.pth: a Coqui XTTS-v2 folder has"),
+    ("--model_dir {cut}", "model.pth is damaged"),
+    (
+        "--model_dir {model} --from_scratch",
+        "--model_dir and --from_scratch: the second starts without released weights",
+    ),
+    ("--model_dir {model} --model_size full", "--model_dir and --model_size: a released model has its own shape"),
+    ("--custom_model {model}/model.pth", "--custom_model goes with --model_dir"),
+    ("--model_dir {model} --custom_model {here}/gone.pth", "gone.pth"),
+    (
+        "--model_dir {model} --version v2.0.3",
+        "--version v2.0.3: its vocabulary has 6681 tokens, and these weights have",
+    ),
+    ("--model_dir {model} --version v3", "argument --version: invalid choice: 'v3'"),
+    ("--model_dir {model} --language አማርኛ", "--language አማርኛ: it must be a code such as am or en"),
+    ("--model_dir {model} --freeze_layers 3", "--freeze_layers 3: the GPT has 2 layers"),
+    ("--model_dir {model} --export {folder}", "--export {folder}: it holds files that are not replaced"),
+    ("--model_dir {model} --max_audio_length 9 --max_duration 3", "argument --max_audio_length: 9 is out of range"),
+    ("--model_dir {model} --max_audio_length 99999 --max_duration 3", "both limit clips; give one"),
+    (
+        "--from_scratch --resume {tuned}",
+        "--from_scratch (the checkpoint's model began from released weights) conflicts",
+    ),
+    ("--language de --resume {tuned}", "--language de (the checkpoint has am) conflicts"),
+    ("--speaker_wav {model} --model_dir {model}", "--speaker_wav goes with --synthesize"),
+    ("--resume auto", "there is no checkpoint to resume"),
+    ("--model_dir {model} --train_csv {here}/gone.csv", "gone.csv"),
+]
+SPEAKING_MISTAKES = [
+    ("--synthesize hello --model_dir {model}", "--synthesize goes with --speaker_wav"),
+    ("--synthesize hello --model_dir {model} --speaker_wav {here}/gone.wav", "gone.wav"),
+    ("--synthesize hello --model_dir {model} --speaker_wav {model}/config.json", "config.json cannot be read"),
+    ("--synthesize hello --speaker_wav {wav}", "no weights at "),
+    ("--synthesize hello --speaker_wav {wav} --model_dir {model} --top_p 0", "argument --top_p: 0 is out of range"),
+    ("--synthesize hello --speaker_wav {wav} --model_dir {model} --batch_size 3", "--batch_size and --synthesize"),
+    ("--synthesize {empty} --speaker_wav {wav} --model_dir {model}", "--synthesize: there is no text"),
+    ("--synthesize hello --speaker_wav {wav} --model_dir {model} --export {here}/x", "--synthesize and --export"),
+    (
+        "--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}/no/such/o.wav",
+        "o.wav: it must be a file",
+    ),
+    ("--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}", "{here}: it must be a file"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES + SPEAKING_MISTAKES)
+def test_mistakes_are_answered_in_one_line_before_anything_is_trained(line, message, places, tuned, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(places.model, cut)
+    (cut / "model.pth").write_bytes((cut / "model.pth").read_bytes()[:-500])
+    (tmp_path / "empty.txt").write_text("\n \n")
+    saved = checkpoint.list_checkpoints(tuned[0] / "checkpoints")[0]
+    names = {"here": tmp_path, "cut": cut, "empty": tmp_path / "empty.txt", "tuned": saved, **vars(places)}
+    line, message = (text.format(**names) for text in (line, message))
+    data = (
+        []
+        if "--synthesize" in line or "--evaluate" in line
+        else ["--train_csv", places.train, "--eval_csv", places.val, *PLAIN]
+    )
+    status, err = refused(recipe, *data, *line.split(), "--output_dir", tmp_path)
+    assert status == (1 if message.endswith("cannot be read") else 2) and message in err, err
+    assert not list(tmp_path.glob("checkpoints/*.pt"))
+
+
+def test_what_has_no_positions_or_no_letters_is_rejected(places, tmp_path):
+    texts = ("a" * 57, "a" * 56, "ኩኩ።", "on", "on")  # the texts have 60 positions, 4 of them for other tokens
+    rows = [f"{places.folder}/{number}.wav|{text}|a" for number, text in enumerate(texts)]
+    soundfile.write(tmp_path / "long.wav", np.full(76 * 1024 + 1, 0.1), SAMPLE_RATE)
+    rows.append(f"{tmp_path}/long.wav|no|a")
+    (tmp_path / "m.csv").write_text("\n".join(["audio_file|text|speaker_name", *rows]), encoding="utf-8")
+    flags = [*PLAIN, "--max_steps", "1", "--output_dir", tmp_path]
+    out = ran(recipe, *tuning(places), "--train_csv", tmp_path / "m.csv", "--eval_csv", tmp_path / "m.csv", *flags)
+    for reason in (
+        "text is longer than 56 tokens",
+        "clip is longer than 76 codes",
+        "the vocabulary has none of the text's letters",
+    ):
+        assert out.count(reason) == 2, reason
+    assert out.count(" set: 3 utterances") == 2
+    status, _, err = runs.run(recipe, *tuning(places), "--train_csv", tmp_path / "m.csv", "--strict_data", *flags)
+    assert status == 1 and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("with_vocoder", [True, False])
+def test_a_model_that_says_nothing(places, with_vocoder, capsys):
+    start = recipe.resolve(runs.parse(recipe, *tuning(places)))
+    metadata, weights, frozen = starts.choose(start, None)
+    weights["mel_head.bias"][metadata["config"]["stop_audio"]] = 1e4
+    model = recipe.make_model(metadata["config"], weights).eval()
+    if not with_vocoder:
+        frozen.vocoder = None
+    voice = [torch.randn(SAMPLE_RATE) * 0.1]
+    waveform, rate = recipe.speak(model, frozen, starts.Texts(metadata), "hello. no", voice, inference.Sampling())
+    assert rate == frozen.rate and waveform.ndim == 1 and bool(waveform.isfinite().all())
