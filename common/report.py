@@ -142,9 +142,7 @@ class Report:
         rates = [name for name in ("cer", "wer") if any(f"eval/{name}" in line for line in lines)]
         for name in rates or [metric]:
             plot(right, f"eval/{name}", 100 if rates else 1, label=name.upper() if rates else name, marker=".")
-        right.set(
-            xlabel="updates", ylabel="%" if rates else metric, title="Results on the evaluation set", ylim=(0, None)
-        )
+        right.set(xlabel="updates", ylabel="%" if rates else metric, title="Evaluation set", ylim=(0, None))
         for axes in (left, right):
             if axes.lines:
                 axes.legend(loc="upper right")
