@@ -422,7 +422,7 @@ def test_every_row_of_xtts_has_the_same_update_and_is_understood(tier, size):
         is_new = "--from_scratch" in given
         assert (args.from_scratch, args.model_size) == ((True, "full") if is_new else (False, None))
         if size == "full":
-            assert args.early_stopping_patience == (5 if MODEL[0] in given else 0) and args.warmup_steps is None
+            assert args.early_stopping_patience == (0 if "--from_scratch" in words else 5) and args.warmup_steps is None
             assert (args.num_epochs, args.max_steps) == ((100, None) if {DATA[0], csv[0]} & set(given) else (None, 200))
             assert not given or command_of(XTTS, tier, *given) == words
         else:
