@@ -2,7 +2,7 @@
 
     python recipes/xtts_amharic.py --from_scratch --model_size demo   # random weights, synthetic speech
     python recipes/xtts_amharic.py --model_dir XTTS-v2 --train_manifest train.csv --val_manifest val.csv --resume auto
-    python recipes/xtts_amharic.py --synthesize "ሰላም ለዓለም" --speaker_wav voice.wav --output out.wav --resume checkpoints/best.safetensors
+    python recipes/xtts_amharic.py --synthesize "selam le'alem" --speaker_wav voice.wav --output out.wav --resume checkpoints/best.safetensors
 
 Data: CSV with the header audio_file|text|speaker_name, JSON Lines, or LJSpeech's metadata.csv; any sample rate; clips of 0.5 to
 11.6 s and texts of up to 200 tokens. The vocabulary that comes with the weights must have the text's characters.
@@ -248,7 +248,7 @@ class Attention(nn.Module):
 
 def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
     """Causal attention with all scores in memory, (B, H, T, S)."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)
     t, s = scores.shape[-2:]
     future = torch.ones(t, s, dtype=torch.bool, device=q.device).triu(1 + s - t)
     shares = upcast(scores.masked_fill(future, -torch.inf)).softmax(-1).to(v.dtype)
@@ -577,13 +577,30 @@ def speak(model: GPT, frozen: starts.Frozen, vocabulary: starts.Texts, transcrip
     return inference.join(parts, rate), rate
 
 
+def check_text(transcript: str, vocabulary: starts.Texts) -> None:
+    """Raises `UsageError` if the model cannot read a text, and warns if there are characters that it cannot read."""
+    tokens = vocabulary.encode(transcript)
+    written = vocabulary.vocabulary.decode(
+        [token for token in tokens[len(vocabulary.encode("")) :] if token != vocabulary.unknown]
+    )
+    if not any(character.isalnum() for character in written):
+        raise UsageError(f"--synthesize: the vocabulary has none of the letters in {transcript[:40]!r}")
+    if vocabulary.unknown in tokens:
+        print(f"warning: {transcript[:40]!r} has characters that the vocabulary lacks", file=sys.stderr)
+
+
 def synthesise(args, start: starts.Start) -> None:
     """--synthesize: a wav for each text."""
     setup = device.setup(args, quiet=True)
     model, frozen, vocabulary, _ = trained(args, start, setup)
     voice = [read_audio(path, SAMPLE_RATE).to(setup.device) for path in args.speaker_wav]
+    for path, waveform in zip(args.speaker_wav, voice, strict=True):
+        if len(waveform) < inference.SHORTEST_SECONDS * SAMPLE_RATE:
+            raise UsageError(f"--speaker_wav {path}: it is shorter than {inference.SHORTEST_SECONDS} s")
     settings = inference.Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
     texts = starts.texts_of(args.synthesize)
+    for transcript in texts:
+        check_text(transcript, vocabulary)
     for number, transcript in enumerate(texts):
         with setup.autocast():
             waveform, rate = speak(model, frozen, vocabulary, transcript, voice, settings)
@@ -626,7 +643,8 @@ def evaluate_only(args, start: starts.Start) -> None:
     model, frozen, vocabulary, metadata = trained(args, start, setup)
     sets = read_sets(args, metadata)
     name = "test" if "test" in sets else "val"
-    eval_batches = EvalBatches(args, Utterances(args, sets[name], vocabulary, training=False), collate, setup)
+    corpus = drop_untrainable(sets[name], f"{name} set", vocabulary, metadata["config"], args.strict_data)
+    eval_batches = EvalBatches(args, Utterances(args, corpus, vocabulary, training=False), collate, setup)
     with setup.autocast():
         report_results(frozen, model, eval_batches, f"{name} set, the weights named")
 

@@ -205,7 +205,7 @@ def _extend(
         if any(stops):
             active = (~ends).nonzero()[:, 0]
             seen, drawn = seen[active], drawn[active]
-            cache = [(keys[active], values[active]) for keys, values in cache]
+            cache = [[keys[active], values[active]] for keys, values in cache]
         seen = seen.scatter(1, drawn[:, None], True)
         x = model.embed_mel(drawn[:, None], step + 1)
     lines = [torch.tensor(line, dtype=torch.long, device=device) for line in codes]

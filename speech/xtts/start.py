@@ -16,6 +16,7 @@ from common.errors import UsageError
 from speech import weights
 from speech.audio import read_utterance
 from speech.columns import Corpus
+from speech.layers import full_fp32
 from speech.text import normalise
 from speech.xtts import formats
 from speech.xtts.codec import DVAE, SAMPLE_RATE, Mel
@@ -42,7 +43,10 @@ EXCLUDES = (
     ("custom_model", "from_scratch", "the first is an already tuned model; leave one of them out"),
     ("synthesize", "export", "give one of them"),
     ("synthesize", "verify_gpu", "give one of them"),
+    ("synthesize", "evaluate", "give one of them"),
+    ("evaluate", "export", "give one of them"),
     *((flag, "synthesize", options.TRAINS) for flag in (*options.TRAINING, *TRAINING)),
+    *((flag, "evaluate", options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
     ("custom_model", ("model_dir",), "it holds the GPT only"),
@@ -89,7 +93,10 @@ class Frozen:
 
     def speaker(self, waveforms: list[torch.Tensor]) -> torch.Tensor:
         """The mean speaker vector (1, 512) of waveforms (T,) at 22.05 kHz, of 30 s of each."""
-        clips = [torchaudio.functional.resample(w[: 30 * SAMPLE_RATE], SAMPLE_RATE, SPEAKER_RATE) for w in waveforms]
+        with torch.autocast(waveforms[0].device.type, enabled=False), full_fp32(waveforms[0].device):
+            clips = [
+                torchaudio.functional.resample(w[: 30 * SAMPLE_RATE], SAMPLE_RATE, SPEAKER_RATE) for w in waveforms
+            ]
         return torch.stack([self.vocoder.speaker_vector(clip[None]) for clip in clips]).mean(0)
 
 
@@ -130,7 +137,7 @@ def resolve(args) -> Start:
         raise UsageError(f"--speaker_wav {missing[0]}: no such file")
     if args.synthesize and (os.path.isdir(args.output) or not os.access(Path(args.output).parent, os.W_OK)):
         raise UsageError(f"--output {args.output}: it must be a file in a folder that exists and can be written")
-    if not (args.model_dir or args.from_scratch or args.resume or args.synthesize):
+    if not (args.model_dir or args.from_scratch or args.resume or args.synthesize or args.evaluate):
         raise UsageError("training needs a model to start from: add --model_dir DIR (Coqui's files) or --from_scratch")
     return Start(
         given=args.given,
@@ -318,7 +325,7 @@ def count_parameters(start: Start) -> int:
 def texts_of(wanted: list[str]) -> list[str]:
     """The texts of --synthesize: a name of a file stands for its lines. Raises `UsageError`."""
     lines = [files.read_text(wanted[0]).splitlines()] if len(wanted) == 1 and os.path.isfile(wanted[0]) else [wanted]
-    texts = [line.strip() for line in lines[0] if line.strip()]
+    texts = list(filter(None, map(normalise, lines[0])))
     if not texts:
         raise UsageError("--synthesize: there is no text")
     return texts

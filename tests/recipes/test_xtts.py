@@ -1007,3 +1007,32 @@ def test_a_model_that_says_nothing(places, with_vocoder, capsys):
     voice = [torch.randn(SAMPLE_RATE) * 0.1]
     waveform, rate = recipe.speak(model, frozen, starts.Texts(metadata), "hello. no", voice, inference.Sampling())
     assert rate == frozen.rate and waveform.ndim == 1 and bool(waveform.isfinite().all())
+
+
+def test_sentences_of_a_batch_that_end_at_different_times_are_as_alone():
+    torch.manual_seed(0)
+    sizes = {
+        "layers": 2,
+        "d_model": 32,
+        "heads": 2,
+        "mel_positions": 40,
+        "audio_tokens": 34,
+        "start_audio": 32,
+        "stop_audio": 33,
+    }
+    config = {**formats.SIZES["demo"], "codes": 32, **sizes}
+    model = recipe.GPT(config).double().eval()
+    with torch.no_grad():  # so that texts differ in what they make
+        for tensor in (model.text_embedding.weight, model.mel_embedding.weight):
+            tensor.mul_(50)
+        for tensor in model.gpt.parameters():
+            tensor.mul_(10 if tensor.dim() > 1 else 1)
+        model.mel_head.weight.mul_(3)
+    voice = torch.randn(1, config["latents"], 32, dtype=torch.float64)
+    sentences = [[7, number, 9] for number in range(10, 16)]
+    settings = inference.Sampling(seed=1, max_codes=30)
+    together = inference.sample(model, config, voice, sentences, settings)
+    assert len({len(speech.codes) for speech in together}) > 1
+    for tokens, speech in zip(sentences, together, strict=True):
+        (alone,) = inference.sample(model, config, voice, [tokens], settings)
+        assert torch.equal(alone.codes, speech.codes) and torch.allclose(alone.latents, speech.latents, atol=1e-8)
