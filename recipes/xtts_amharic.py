@@ -38,7 +38,7 @@ from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
 from speech import corpus as splits
-from speech import demo, text
+from speech import demo, recogniser, text
 from speech.audio import read_audio, read_utterance, write_wav
 from speech.columns import Corpus
 from speech.xtts import codec, inference
@@ -657,7 +657,7 @@ def main(args) -> dict | None:
         return synthesise(args, start)
     if args.evaluate:
         return evaluate_only(args, start)
-    if starts.exports_only(start):
+    if recogniser.exports_only(start.export, start.resume, start.model_dir, start.given):
         return export_only(args, start)
     run = begin(args, RECIPE, starts.METADATA)
 

@@ -152,14 +152,6 @@ def resolve(args) -> Start:
     )
 
 
-def exports_only(start: Start) -> bool:
-    """Whether --export is asked for alone: weights are named and no flag asks for training."""
-    named = start.resume != "auto" if start.resume else start.model_dir
-    return bool(
-        start.export and named and not {"train_manifest", "from_scratch", "max_steps", "num_epochs"} & start.given
-    )
-
-
 def choose(start: Start, resumed: dict | None) -> tuple[dict, dict | None, Frozen]:
     """The metadata of the model, the GPT's weights (None: random ones), and the frozen parts. `resumed` is the content of a
     checkpoint. Raises `UsageError`."""

@@ -19,7 +19,6 @@ import pytest
 from common import options
 from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
 from speech import recogniser
-from speech.xtts import start as xtts_start
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "run_training_memory_optimized.sh"
@@ -632,7 +631,8 @@ def test_xttss_export_alone_does_not_train(tier):
         words = command_of(XTTS, tier, *use)
         parser = options.Parser("test")
         xtts_amharic.add_arguments(parser)
-        is_alone = xtts_start.exports_only(xtts_amharic.resolve(parser.parse_args(words)))
+        run = xtts_amharic.resolve(parser.parse_args(words))
+        is_alone = recogniser.exports_only(run.export, run.resume, run.model_dir, run.given)
         assert is_alone == (not goal) == (words == ["--mixed_precision", *start, *use])
 
 
