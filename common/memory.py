@@ -91,15 +91,7 @@ def peak(device: torch.device) -> str:
         allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         peaks = f"{allocated / 2**30:.2f} GiB allocated, {reserved / 2**30:.2f} GiB reserved"
     else:
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        peaks = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB resident"
+        unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes
+        peaks = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:.2f} GiB resident"
     return f"memory: peak {peaks}, total {total / 2**30:.2f} GiB"
-
-
-def require_room(parameters: int) -> None:
-    """Raises `UsageError` if a model of so many fp32 parameters cannot be made on this machine."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if 4 * parameters > total:
-        size = f"{parameters / 1e9:.1f} billion parameters take {4 * parameters / 2**30:.0f} GiB"
-        raise UsageError(f"the model is too large for this machine: {size}, and it has {total / 2**30:.0f}")

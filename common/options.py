@@ -226,6 +226,14 @@ def freeze(args: argparse.Namespace) -> None:
         args.__class__ = ReadOnly
 
 
+def for_stage(args: argparse.Namespace, name: str, max_steps: int, **changes) -> argparse.Namespace:
+    """The flags of one of several runs in a process, in folders of its own. --max_steps and --num_epochs bound it, too."""
+    bounds = {key: getattr(args, key) if key in args.given else None for key in ("max_steps", "num_epochs")}
+    bounds["max_steps"] = min(max_steps, bounds["max_steps"] or max_steps)
+    folders = {key: getattr(args, key) / name for key in ("checkpoint_dir", "log_dir")}
+    return argparse.Namespace(**{**vars(args), **bounds, **folders, **changes})
+
+
 def choose_shape(args: argparse.Namespace, defaults: dict, saved: dict | None) -> dict:
     """The values of the shape flags named in `defaults`: those of the checkpoint's configuration `saved`, which a flag
     must not contradict; without one the flags', then the defaults. Raises `UsageError`."""

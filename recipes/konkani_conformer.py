@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import checkpoint, device, memory, optim, options, preflight
+from common import checkpoint, device, optim, options, preflight
 from common.batches import EvalBatches, Windows, pad
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
@@ -45,6 +45,7 @@ from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augm
 from speech.layers import lean_chain
 from speech.recogniser import SPEEDS, decode_set
 from speech.search import joint_beam, rescored_beam
+from speech.weights import require_room
 
 RECIPE = "konkani_conformer"
 N_MELS = 80
@@ -120,7 +121,7 @@ def read_corpora(args, saved: dict | None) -> dict[str, Corpus]:
     when the model with the metadata `saved` began is held out again."""
     checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-    if args.evaluate and args.test_manifest:
+    if args.test_manifest and (args.evaluate or not args.train_manifest):
         paths = {"test": args.test_manifest}
     elif not args.train_manifest:
         print("no --train_manifest: using the demo corpus (synthetic speech)")
@@ -565,7 +566,7 @@ def make_model(config: dict, *settings: float, weights: dict | None = None) -> C
         raise UsageError(
             "the saved weights are not those of the model that their metadata describe; --init_from loads what fits"
         )
-    memory.require_room(sum(map(math.prod, shapes.values())))
+    require_room(sum(map(math.prod, shapes.values())))
     return Conformer(config, *settings)
 
 
@@ -582,9 +583,8 @@ def transcribe(args) -> None:
     setup = device.setup(args, quiet=True)
     model, tokenizer, metadata = trained(args, setup)
     texts_of = functools.partial(final_texts, args, tokenizer, model)
-    recogniser.transcribe_files(
-        args.transcribe, texts_of, setup, metadata["longest"], args.output, args.eval_batch_size
-    )
+    longest, _ = recogniser.in_pieces(args.piece_seconds, metadata["longest"])
+    recogniser.transcribe_files(args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size)
 
 
 @torch.no_grad()
@@ -624,6 +624,8 @@ def main(args) -> None:
     resolve(args)
     if args.verify_gpu:
         sys.exit(verify_gpu(args))
+    if args.check_data:
+        return splits.report_checked(read_corpora(args, None))
     if args.transcribe:
         return transcribe(args)
     if args.evaluate:
@@ -635,10 +637,7 @@ def main(args) -> None:
     corpora = read_corpora(args, saved)
     tokenizer = make_tokenizer(args, saved, corpora["train"].texts)
     corpora["train"] = drop_untrainable(corpora["train"], tokenizer, shape["subsampling"], args.strict_data)
-    data = {
-        name: Utterances(args, corpora[name], tokenizer, shape["subsampling"], training=name == "train")
-        for name in corpora
-    }
+    data = {name: Utterances(args, corpora[name], tokenizer, shape["subsampling"], name == "train") for name in corpora}
     config = {**shape, "vocabulary": tokenizer.size}
     model = make_model(config, args.dropout, args.label_smoothing, weights=run.resumed and run.resumed["model"])
     print(f"model: {optim.count_parameters(model)[0] / 1e6:.1f} M parameters, {tokenizer.size} text tokens")

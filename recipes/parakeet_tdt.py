@@ -79,7 +79,7 @@ def resolve(args) -> starts.Start:
     excludes = (*splits.EXCLUDES, *recogniser.EXCLUDES, *starts.EXCLUDES)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, (*splits.NEEDS, *recogniser.NEEDS, *starts.NEEDS))
     recogniser.resolve(args, augment=not is_demo)  # the demo's voices hardly vary
-    return starts.resolve(args, is_demo)
+    return starts.resolve(args, is_demo or args.check_data)
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
     when the model with the metadata `saved` began is held out again."""
     checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-    if args.evaluate and args.test_manifest:
+    if args.test_manifest and (args.evaluate or not args.train_manifest):
         paths = {"test": args.test_manifest}
     elif not args.train_manifest:
         starts.check_demo(saved)
@@ -615,7 +615,7 @@ def transcribe(args, start: starts.Start) -> None:
     setup = device.setup(args, quiet=True)
     model, tokenizer, metadata = trained(args, start, setup)
     records_of = functools.partial(records, tokenizer, model)
-    longest = metadata.get("longest", MAX_SECONDS)
+    longest, _ = recogniser.in_pieces(args.piece_seconds, metadata.get("longest", MAX_SECONDS))
     recogniser.transcribe_files(
         args.transcribe, records_of, setup, longest, args.output, args.eval_batch_size, parts=("words", "segments")
     )
@@ -653,6 +653,8 @@ def main(args) -> None:
     start = resolve(args)
     if args.verify_gpu:
         sys.exit(preflight.verify(args, *[starts.count_parameters(start)] * 2))
+    if args.check_data:
+        return splits.report_checked(read_sets(args, None))
     if args.transcribe:
         return transcribe(args, start)
     if args.evaluate or recogniser.exports_only(args.export, args.resume, start.pretrained, args.given):

@@ -132,7 +132,7 @@ def resolve(args) -> starts.Start:
         args.clip_seconds = 3.0
     choose_conditions(*(getattr(args, name) for name in DRAWN))  # what is wrong with them is reported now
     # Released models forbid / = + - : when they decode. In Morse these are sent.
-    return starts.resolve(args, SIZES, is_demo, bool(args.alignment_weight) or None, suppress=False)
+    return starts.resolve(args, SIZES, is_demo or args.check_data, bool(args.alignment_weight) or None, suppress=False)
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def read_sets(args, saved: dict | None, drawn: dict | None = None) -> dict[str, 
         return sets
     if args.train_manifest or args.test_manifest:
         paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-        if args.evaluate and args.test_manifest:
+        if args.test_manifest and (args.evaluate or not args.train_manifest):
             paths = {"test": args.test_manifest}
         corpora = splits.load_splits(paths, normalise, checks)
         return {name: from_corpus(corpora[name], f"{name} set", args.strict_data, args.cache_audio) for name in corpora}
@@ -351,7 +351,7 @@ def trained(args, start: starts.Start, setup: device.Setup) -> tuple[Whisper, di
 def transcribe(args, start: starts.Start) -> None:
     setup = device.setup(args, quiet=True)
     model, metadata = trained(args, start, setup)
-    longest, cutting = starts.long_recordings(metadata)
+    longest, cutting = recogniser.in_pieces(args.piece_seconds, *starts.long_recordings(metadata))
     texts_of = functools.partial(final_texts, model, *starts.make_search(start, metadata))
     recogniser.transcribe_files(args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size, cutting)
 
@@ -404,6 +404,8 @@ def main(args) -> None:
     if args.verify_gpu:
         vocab_size = train_symbols(SYMBOLS, args.language).size
         sys.exit(preflight.verify(args, *starts.count_parameters(start, vocab_size)))
+    if args.check_data:
+        return splits.report_checked(read_sets(args, None))
     if args.transcribe:
         return transcribe(args, start)
     own_data = {"conditions", "data_dir"} & args.given

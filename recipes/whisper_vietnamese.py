@@ -85,7 +85,7 @@ def resolve(args) -> starts.Start:
     if args.vocab_size is None:
         # Few, short pieces: with whole syllables as tokens the demo's CER was 62 % instead of 26 %.
         args.vocab_size = 320 if is_demo else 500
-    start = starts.resolve(args, SIZES, is_demo)
+    start = starts.resolve(args, SIZES, is_demo or args.check_data)
     if args.compare_to:
         read_baseline(args, start)  # what is wrong with it is reported now, not after hours of training
     return start
@@ -104,7 +104,7 @@ def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
     when the model with the metadata `saved` began is held out again."""
     checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-    if args.evaluate and args.test_manifest:
+    if args.test_manifest and (args.evaluate or not args.train_manifest):
         paths = {"test": args.test_manifest}
     elif not args.train_manifest:
         print("no --train_manifest: using the demo corpus (synthetic speech)")
@@ -305,7 +305,7 @@ def trained(args, start: starts.Start, setup: device.Setup) -> tuple[Whisper, di
 def transcribe(args, start: starts.Start) -> None:
     setup = device.setup(args, quiet=True)
     model, metadata = trained(args, start, setup)
-    longest, cutting = starts.long_recordings(metadata)
+    longest, cutting = recogniser.in_pieces(args.piece_seconds, *starts.long_recordings(metadata))
     texts_of = functools.partial(final_texts, model, *starts.make_search(start, metadata))
     recogniser.transcribe_files(args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size, cutting)
 
@@ -337,6 +337,8 @@ def main(args) -> None:
     start = resolve(args)
     if args.verify_gpu:
         sys.exit(preflight.verify(args, *starts.count_parameters(start, args.vocab_size)))
+    if args.check_data:
+        return splits.report_checked(read_sets(args, None))
     if args.transcribe:
         return transcribe(args, start)
     if args.evaluate or recogniser.exports_only(args.export, args.resume, start.pretrained, args.given):

@@ -1,14 +1,15 @@
 """XTTS for Amharic: Coqui's XTTS-v2, whose GPT learns a language or a voice from little speech on a small GPU.
 
-    python recipes/xtts_amharic.py --from_scratch --model_size demo   # random weights, synthetic speech
-    python recipes/xtts_amharic.py --model_dir XTTS-v2 --train_manifest train.csv --val_manifest val.csv --resume auto
-    python recipes/xtts_amharic.py --synthesize "selam le'alem" --speaker_wav voice.wav --output out.wav --resume checkpoints/best.safetensors
+    python recipes/xtts_amharic.py --from_scratch   # without data: a small model learns to speak synthetic Amharic
+    python recipes/xtts_amharic.py --model_dir XTTS-v2 --train_manifest train.csv --use_amharic_g2p --resume auto
+    python recipes/xtts_amharic.py --synthesize "ሰላም ለዓለም።" --speaker_wav voice.wav --output out.wav --resume checkpoints/best.safetensors
 
 Data: CSV with the header audio_file|text|speaker_name, JSON Lines, or LJSpeech's metadata.csv; any sample rate; clips of 0.5 to
-11.6 s and texts of up to 200 tokens. The vocabulary that comes with the weights must have the text's characters.
+11.6 s and texts of up to 200 tokens. --check_data says what is wrong with them. A row may have a language (lang).
 
---model_dir takes a folder with Coqui's model.pth, config.json, vocab.json, dvae.pth and mel_stats.pth. The DVAE makes the codes
-that are learned and is frozen, as is the vocoder. --export DIR writes a folder that Coqui loads.
+--model_dir takes a folder with Coqui's model.pth, config.json, vocab.json, dvae.pth and mel_stats.pth. Its vocabulary has no
+Ethiopic letters: --use_amharic_g2p or --extend_vocab. The DVAE makes the codes that are learned and is frozen, as is the vocoder;
+a model from scratch trains a small DVAE first. --export DIR writes a folder that Coqui loads.
 
 Memory: weights, gradients and AdamW's states of the 441 million parameters take 6.6 GiB, with --optimizer adamw_8bit 4.1.
 --gradient_checkpointing, --sdpa and mixed precision reduce what comes on top. run_xtts_amharic.sh has presets.
@@ -17,10 +18,12 @@ Sources: XTTS (Casanova et al. 2024), Tortoise (Betker 2023), Perceiver (Jaegle 
 from these and from the shapes of the released files; Coqui's code is not used. The released weights have a licence of their own.
 """
 
-import argparse
 import functools
 import math
 import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,25 +40,28 @@ from common.batches import EvalBatches, Windows, pad, to_device
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
+from speech import checks, demo, recogniser, text
 from speech import corpus as splits
-from speech import demo, recogniser, text
 from speech.audio import read_audio, read_utterance, write_wav
 from speech.columns import Corpus
-from speech.xtts import codec, inference
+from speech.xtts import codec_training, inference, speaking, texts
 from speech.xtts import start as starts
 from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 
 RECIPE = "xtts_amharic"
 LOSS_WEIGHTS = {"text": 0.01, "mel": 1.0}
 STOPS = 4  # STOP targets after the codes, as the released model was trained
-SLICE = 66_150, 132_300  # samples: the least and the greatest length of the conditioning slice, 3 and 6 s
-MARGIN = 16 * SAMPLES_PER_CODE  # zeros after every clip, so that its codes do not depend on the batch
 BETAS = (0.9, 0.96)
 MAX_SAMPLES, MIN_SECONDS, MAX_TEXT = 255_995, 0.5, 200  # of a clip, samples and seconds; of a text, tokens
+DEMO_MIN_SECONDS = 0.2  # because its sentences have one word or more
 CONDITIONING_BLOCKS, PERCEIVER_LAYERS = 6, 2
 PATIENCE = 5  # evaluations without a gain, for released weights
-DEMO_SIZES = {"train": 400, "val": 20}  # clips
-DEMO_STEPS = 200
+DEMO_SIZES = {"train": 3000, "val": 100}  # clips
+DEMO_MANNER = demo.Manner(rate=(170, 170), pitch=(50, 50), words=(1, 4), trimmed=True)
+DEMO_STEPS, RELEASED_DEMO_STEPS = 1400, 200  # updates without data; with released weights they only show that it works
+DVAE_STEPS = {"autoencoder": 300, "dvae": 1200}  # updates of the two runs that make a DVAE from scratch
+DVAE_RATE = 1e-3
+GREEDY = inference.Sampling(top_k=1, top_p=1.0, repetition_penalty=1.0)
 
 
 def add_arguments(parser) -> None:
@@ -66,15 +72,8 @@ def add_arguments(parser) -> None:
     own = parser.add_argument_group("XTTS")
     own.add_argument("--sdpa", action=options.OnOff, default=True, help="fused attention; off: all scores in memory (on)")
     own.add_argument("--freeze_layers", type=options.COUNT, default=0, metavar="N", help="leave the first N layers of the GPT as they are (0)")
+    own.add_argument("--speak_held_out", type=options.COUNT, metavar="N", help="sentences of the evaluation set to speak after training, in OUTPUT_DIR/speech (2; 20 from scratch)")
     own.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
-    hidden = {"default": argparse.SUPPRESS, "help": "another name of the flag without enable_ or of --train_manifest, --val_manifest, --output_dir, --gradient_accumulation_steps"}
-    own.add_argument("--enable_sdpa", dest="sdpa", action=options.OnOff, **hidden)
-    own.add_argument("--enable_grad_checkpoint", dest="gradient_checkpointing", action=options.OnOff, **hidden)
-    own.add_argument("--enable_mixed_precision", dest="mixed_precision", action="store_const", const="auto", **hidden)
-    own.add_argument("--train_csv", dest="train_manifest", type=options.path, metavar="FILE", **hidden)
-    own.add_argument("--eval_csv", dest="val_manifest", type=options.path, metavar="FILE", **hidden)
-    own.add_argument("--output_path", dest="output_dir", type=options.path, metavar="DIR", **hidden)
-    own.add_argument("--grad_acumm", dest="gradient_accumulation_steps", type=options.POSITIVE, metavar="N", **hidden)
     own.add_argument("--max_audio_length", type=options.number(int, SAMPLE_RATE // 2, 600_000), metavar="N", help=f"longest clip, samples at 22.05 kHz, in place of --max_duration ({MAX_SAMPLES})")
     # fmt: on
 
@@ -82,9 +81,12 @@ def add_arguments(parser) -> None:
 def resolve(args) -> starts.Start:
     is_demo = not args.train_manifest
     excludes = (*splits.EXCLUDES, *starts.EXCLUDES, ("max_audio_length", "max_duration", "both limit clips; give one"))
-    options.resolve(args, is_demo, DEMO_STEPS, excludes, (*splits.NEEDS, *starts.NEEDS))
+    needs = (*splits.NEEDS, *starts.NEEDS)
+    options.resolve(args, is_demo, DEMO_STEPS if args.from_scratch else RELEASED_DEMO_STEPS, excludes, needs)
     if args.max_audio_length:
         args.max_duration = args.max_audio_length / SAMPLE_RATE
+    if is_demo and "min_duration" not in args.given:
+        args.min_duration = DEMO_MIN_SECONDS
     start = starts.resolve(args)
     if args.early_stopping_patience is None:
         args.early_stopping_patience = 0 if args.from_scratch else PATIENCE
@@ -94,47 +96,30 @@ def resolve(args) -> starts.Start:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def read_sets(args, metadata: dict) -> dict[str, Corpus]:
-    """The checked corpora "train", "val" and, if there is one, "test"; synthetic ones if no manifest is given, in Latin letters
-    for a released vocabulary. What was held out when the model with these metadata began is held out again."""
-    checks, normalise = splits.resolve(args, tuple(metadata.get("held_out", ()))), text.normalise
+def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
+    """The corpora "train", "val" and, if there is one, "test"; synthetic ones if no manifest is given. What was held out when the
+    model with the metadata `saved` began is held out again."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.evaluate and args.test_manifest:
         paths = {"test": args.test_manifest}
-    elif not args.train_manifest:
+    elif not (args.train_manifest or args.test_manifest):
         print("no --train_manifest: using synthetic speech")
-        folder, normalise = (
-            Path(args.output_dir) / "data" / "amharic",
-            starts.romanise if metadata["pretrained"] else normalise,
-        )
-        paths = demo.speech_corpus(folder, demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, DEMO_SIZES)
-    return splits.load_splits(paths, normalise, checks)
+        folder = Path(args.output_dir) / "data" / "amharic"
+        paths = demo.speech_corpus(folder, demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, DEMO_SIZES, manner=DEMO_MANNER)
+    rules = replace(splits.resolve(args, (saved or {}).get("held_out", ())), for_synthesis=True)
+    return splits.load_splits(paths, text.normalise, rules)
 
 
-def drop_untrainable(corpus: Corpus, name: str, vocabulary: starts.Texts, config: dict, strict: bool) -> Corpus:
-    """Without the utterances whose text or clip is longer than the model has positions for, or whose letters it lacks. Says how
-    many of the others have unknown characters, which the model cannot tell apart."""
-    longest, unknown = most_text(config), 0
+def check_sets(args, sets: dict[str, Corpus], reader: texts.Texts | texts.FrontEnd, config: dict) -> dict[str, Corpus]:
+    """The sets without what harms the training, and without texts and clips that the model has no letters or positions for."""
 
-    def fault(index: int) -> tuple[str, str] | None:
-        nonlocal unknown
-        language = corpus.languages[index]
-        tokens = vocabulary.encode(corpus.texts[index], language)[len(vocabulary.encode("", language)) :]
-        written = vocabulary.vocabulary.decode([token for token in tokens if token != vocabulary.unknown])
-        if not any(character.isalnum() for character in written):
-            return "the vocabulary has none of the text's letters", repr(corpus.texts[index][:40])
-        if len(tokens) > longest:
-            return f"text is longer than {longest} tokens", f"{len(tokens)} tokens"
-        unknown += vocabulary.unknown in tokens
+    def fault(corpus: Corpus, index: int) -> tuple[str, str] | None:
+        words = reader.fault(corpus.texts[index], corpus.languages[index], most_text(config))
         codes = code_count(int(corpus.seconds[index] * SAMPLE_RATE))
-        if codes + STOPS > config["mel_positions"]:
-            return f"clip is longer than {config['mel_positions'] - STOPS} codes", f"{codes} codes"
-        return None
+        too_long = f"clip is longer than {config['mel_positions'] - STOPS} codes", f"{codes} codes"
+        return words or (too_long if codes + STOPS > config["mel_positions"] else None)
 
-    kept = splits.drop(corpus, name, fault, strict)
-    if unknown:
-        print(f"warning: {unknown} texts of the {name} have characters that the vocabulary lacks")
-    return kept
+    return checks.check_speech(sets, args.strict_data, fault)
 
 
 def most_text(config: dict) -> int:
@@ -145,19 +130,25 @@ def most_text(config: dict) -> int:
 def about_run(args, sets: dict[str, Corpus]) -> dict:
     """What is kept with the weights beside the model: what is held out."""
     held_out = [] if args.val_manifest or not args.train_manifest else splits.held_out_keys(sets["val"])
-    return {"recipe": RECIPE, "held_out": held_out}
+    return {"recipe": RECIPE, "stage": "gpt", "held_out": held_out}
 
 
 class Utterances:
-    """A set of utterances as the GPT takes them. The conditioning slice depends on (seed, epoch, index) alone; in evaluation it
-    has the middle length and begins with the clip."""
+    """A set of utterances as the GPT takes them. The conditioning slice, of the clip itself or of another one of its speaker,
+    depends on (seed, epoch, index) alone; in evaluation it has the middle length and begins with the clip."""
 
-    def __init__(self, args, corpus: Corpus, vocabulary: starts.Texts, training: bool):
+    def __init__(self, args, corpus: Corpus, vocabulary: texts.Texts, metadata: dict, training: bool):
         self.args = args
         self.corpus = corpus
         self.vocabulary = vocabulary
         self.training = training
         self.tokens = [vocabulary.encode(*pair) for pair in zip(corpus.texts, corpus.languages, strict=True)]
+        if unknown := sum(vocabulary.unknown in tokens for tokens in self.tokens):
+            print(f"warning: {unknown} texts have characters that the vocabulary lacks: see --show_text")
+        speakers = np.array(corpus.speakers.codes)
+        self.clips = [np.flatnonzero(speakers == code) for code in range(len(corpus.speakers.names))]
+        self.other = metadata["condition"] == "other"
+        self.slice = metadata["slice"]
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -171,19 +162,26 @@ class Utterances:
         return (codes + [len(tokens) for tokens in self.tokens] + 32) * SAMPLES_PER_CODE / SAMPLE_RATE
 
     def item(self, index: int, epoch: int) -> dict:
-        """One utterance: waveform (T,), tokens (U,), the slice (S,), and the codes whose loss is left out, (first, last)."""
+        """One utterance: waveform (T,), tokens (U,), the slice (S,), and the codes whose loss is left out, (first, last),
+        because the slice is of them."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE, self.args.cache_audio)
         random = np.random.default_rng([self.args.seed, epoch, index])
-        length = int(random.integers(SLICE[0], SLICE[1] + 1)) if self.training else sum(SLICE) // 2
-        if length > len(waveform):
-            length = len(waveform) // 2
-        begin = int(random.integers(0, len(waveform) - length + 1)) if self.training else 0
+        length = int(random.integers(self.slice[0], self.slice[1] + 1)) if self.training else sum(self.slice) // 2
+        voice, clips = waveform, self.clips[self.corpus.speakers.codes[index]]
+        if is_other := self.other and len(clips) > 1:
+            step = int(random.integers(1, len(clips))) if self.training else 1
+            chosen = clips[(np.searchsorted(clips, index) + step) % len(clips)]
+            voice = read_utterance(self.corpus, int(chosen), SAMPLE_RATE, self.args.cache_audio)
+        if length > len(voice):
+            length = len(voice) // 2
+        begin = int(random.integers(0, len(voice) - length + 1)) if self.training else 0
         codes = code_count(len(waveform))
         first, last = begin // SAMPLES_PER_CODE, min(codes, (begin + length) // SAMPLES_PER_CODE)
         return {
             "audio": waveform, "tokens": torch.tensor(self.tokens[index]),
-            "slice": F.pad(waveform[begin : begin + length], (0, SLICE[1] - length)), "heard": (first, last),
-            "codes": codes, "name": self.corpus.where(index), "index": index,
+            "slice": F.pad(voice[begin : begin + length], (0, self.slice[1] - length)), "heard": (0, 0) if is_other else (first, last),
+            "codes": codes, "language": self.vocabulary.language_of(self.corpus.languages[index]),
+            "name": self.corpus.where(index), "index": index,
         }  # fmt: skip
 
 
@@ -195,6 +193,7 @@ def collate(items: list[dict]) -> dict:
         "indices": [item["index"] for item in items],
         "heard": [item["heard"] for item in items],
         "codes": [item["codes"] for item in items],
+        "languages": [item["language"] for item in items],
         "seconds": [len(item["audio"]) / SAMPLE_RATE for item in items],
         "slices": torch.stack([item["slice"] for item in items]),
     }
@@ -305,18 +304,6 @@ class ConditioningBlock(nn.Module):
         return x + self.proj_out(y.transpose(-1, -2).flatten(1, 2))
 
 
-class ConditioningEncoder(nn.Module):
-    """Mels (B, 80, F) to (B, D, F)."""
-
-    def __init__(self, config: dict):
-        super().__init__()
-        self.init = nn.Conv1d(config["mel_channels"], config["d_model"], 1)
-        self.attn = nn.Sequential(*[ConditioningBlock(config) for _ in range(CONDITIONING_BLOCKS)])
-
-    def forward(self, mels: torch.Tensor) -> torch.Tensor:
-        return self.attn(self.init(mels))
-
-
 class PerceiverAttention(nn.Module):
     """Attention of latents (B, L, D) over themselves and a context (B, F, D)."""
 
@@ -329,9 +316,8 @@ class PerceiverAttention(nn.Module):
         self.to_out = nn.Linear(inner, d, bias=False)
 
     def forward(self, latents: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        k, v = (
-            self.to_kv(torch.cat([latents, context], dim=1)).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        )
+        pairs = self.to_kv(torch.cat([latents, context], dim=1)).unflatten(-1, (2, self.heads, -1))
+        k, v = pairs.permute(2, 0, 3, 1, 4)
         q = self.to_q(latents).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -359,12 +345,11 @@ class Perceiver(nn.Module):
         d = config["d_model"]
         inner = int(d * 4 * 2 / 3)
         self.latents = nn.Parameter(torch.empty(config["latents"], d).normal_(std=0.02))
-        self.layers = nn.ModuleList(
-            nn.ModuleList(
-                [PerceiverAttention(config), nn.Sequential(nn.Linear(d, 2 * inner), GEGLU(), nn.Linear(inner, d))]
-            )
+        parts = [
+            [PerceiverAttention(config), nn.Sequential(nn.Linear(d, 2 * inner), GEGLU(), nn.Linear(inner, d))]
             for _ in range(PERCEIVER_LAYERS)
-        )
+        ]
+        self.layers = nn.ModuleList(map(nn.ModuleList, parts))
         self.norm = RMSNorm(d)
 
     def forward(self, context: torch.Tensor) -> torch.Tensor:
@@ -382,12 +367,6 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(config["d_model"])
 
 
-class Positions(nn.Module):
-    def __init__(self, count: int, d: int):
-        super().__init__()
-        self.emb = nn.Embedding(count, d)
-
-
 class GPT(nn.Module):
     """Text and a voice's latents to audio codes. Names and shapes are those of the files of XTTS-v2."""
 
@@ -395,24 +374,21 @@ class GPT(nn.Module):
         super().__init__()
         d = config["d_model"]
         self.config = config
-        self.conditioning_encoder = ConditioningEncoder(config)
+        blocks = [ConditioningBlock(config) for _ in range(CONDITIONING_BLOCKS)]
+        first = nn.Conv1d(config["mel_channels"], d, 1)
+        self.conditioning_encoder = nn.Sequential(OrderedDict(init=first, attn=nn.Sequential(*blocks)))
         self.conditioning_perceiver = Perceiver(config)
         self.text_embedding = nn.Embedding(config["text_tokens"], d)
         self.mel_embedding = nn.Embedding(config["audio_tokens"], d)
-        self.text_pos_embedding = Positions(config["text_positions"], d)
-        self.mel_pos_embedding = Positions(config["mel_positions"], d)
+        self.text_pos_embedding = nn.ModuleDict({"emb": nn.Embedding(config["text_positions"], d)})
+        self.mel_pos_embedding = nn.ModuleDict({"emb": nn.Embedding(config["mel_positions"], d)})
         self.dropout = nn.Dropout(dropout)
         self.gpt = Transformer(config, dropout)
         self.final_norm = nn.LayerNorm(d)
         self.text_head = nn.Linear(d, config["text_tokens"])
         self.mel_head = nn.Linear(d, config["audio_tokens"])
-        for module in (
-            self.text_embedding,
-            self.mel_embedding,
-            self.text_pos_embedding.emb,
-            self.mel_pos_embedding.emb,
-        ):
-            nn.init.normal_(module.weight, std=0.02)
+        for table in (m for m in self.modules() if isinstance(m, nn.Embedding)):
+            nn.init.normal_(table.weight, std=0.02)
 
     def condition(self, mels: torch.Tensor) -> torch.Tensor:
         """Mels (B, 80, F) of a voice to its latents (B, 32, D)."""
@@ -420,11 +396,11 @@ class GPT(nn.Module):
 
     def embed_text(self, ids: torch.Tensor) -> torch.Tensor:
         """(B, U) to (B, U, D), with positions."""
-        return self.text_embedding(ids) + self.text_pos_embedding.emb.weight[: ids.shape[1]]
+        return self.text_embedding(ids) + self.text_pos_embedding["emb"].weight[: ids.shape[1]]
 
     def embed_mel(self, codes: torch.Tensor, first: int = 0) -> torch.Tensor:
         """(B, n) to (B, n, D), at positions from `first` on."""
-        return self.mel_embedding(codes) + self.mel_pos_embedding.emb.weight[first : first + codes.shape[1]]
+        return self.mel_embedding(codes) + self.mel_pos_embedding["emb"].weight[first : first + codes.shape[1]]
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
         """Embeddings (B, T, D) to hidden states (B, T, D) after the last norm. Attention is causal."""
@@ -476,6 +452,7 @@ def set_up(args, model: GPT, setup: device.Setup) -> None:
 
 def first_model(args, setup: device.Setup, metadata: dict, weights: dict | None) -> GPT:
     """The model that training starts with. Raises `RunError` if the disk is too small for its checkpoints."""
+    device.seed_everything(args.seed)  # whatever was trained before
     model = make_model(metadata["config"], weights, args.dropout)
     set_up(args, model, setup)
     parameters, trainable = optim.count_parameters(model)
@@ -485,12 +462,6 @@ def first_model(args, setup: device.Setup, metadata: dict, weights: dict | None)
 
 
 # --- loss and evaluation ---------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def codes_of(frozen: starts.Frozen, batch: dict) -> torch.Tensor:
-    """The codes (B, n) of the batch's waveforms, in fp32. What follows a clip is silence, whatever else is in the batch."""
-    return frozen.dvae.codes(frozen.dvae_mel(F.pad(batch["audio"], (0, MARGIN))))
 
 
 def place(batch: dict, latents: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -505,20 +476,17 @@ def place(batch: dict, latents: int) -> tuple[torch.Tensor, dict[str, torch.Tens
     for row, (w, s, (first, last)) in enumerate(zip(words, sounds, batch["heard"], strict=True)):
         places[row, : latents + w] = torch.arange(latents + w)
         places[row, latents + w : latents + w + s] = torch.arange(s) + latents + max(words)
-        begin, text, codes = (
-            row * longest + latents,
-            torch.arange(w),
-            torch.cat([torch.arange(first), torch.arange(last, s)]),
-        )
+        begin = row * longest + latents
+        text, codes = torch.arange(w), torch.cat([torch.arange(first), torch.arange(last, s)])
         chosen["text"].append(torch.stack([text + begin, text + row * max(words)]))
         chosen["mel"].append(torch.stack([codes + begin + w, codes + row * max(sounds)]))
     return places, {name: torch.cat(pairs, dim=1) for name, pairs in chosen.items()}
 
 
-def compute_loss(model: GPT, batch: dict, frozen: starts.Frozen) -> dict[str, torch.Tensor]:
-    """Sums over the batch of the cross-entropies of text and codes; the loop divides by the window's counts."""
+def token_losses(model: GPT, batch: dict, frozen: starts.Frozen) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The cross-entropies (N,) of text and codes, and the row in the batch (N,) of each."""
     config, where = model.config, batch["audio"].device
-    codes, tokens = codes_of(frozen, batch), batch["tokens"]
+    codes, tokens = frozen.codes(batch["audio"]), batch["tokens"]
     counts = torch.tensor(batch["codes"]).to(where, non_blocking=True)
     steps = torch.arange(max(batch["codes"]) + STOPS, device=where)
     sounds = F.pad(codes, (0, STOPS + 1))[:, : len(steps)].masked_fill(steps >= counts[:, None], config["stop_audio"])
@@ -532,88 +500,111 @@ def compute_loss(model: GPT, batch: dict, frozen: starts.Frozen) -> dict[str, to
     x = torch.cat([latents, model.embed_text(text_input), model.embed_mel(mel_input)], dim=1)
     x = x.gather(1, places.to(where, non_blocking=True)[:, :, None].expand(-1, -1, x.shape[2]))
     hidden = model.hidden(x).flatten(0, 1)
-    terms = {}
+    losses = {}
     for name, head, targets in (("text", model.text_head, words), ("mel", model.mel_head, sounds)):
         outputs, wanted = chosen[name].to(where, non_blocking=True)
-        terms[name] = F.cross_entropy(upcast(head(hidden[outputs])), targets.flatten()[wanted], reduction="sum")
-    return terms
+        values = F.cross_entropy(upcast(head(hidden[outputs])), targets.flatten()[wanted], reduction="none")
+        losses[name] = values, outputs // x.shape[1]
+    return losses
 
 
-def evaluate(frozen: starts.Frozen, model: GPT, eval_batches) -> dict[str, tuple[float, float]]:
-    """The losses as (sum, count)."""
-    where, sums = next(model.parameters()).device, {name: [0.0, 0] for name in LOSS_WEIGHTS}
+def compute_loss(model: GPT, batch: dict, frozen: starts.Frozen) -> dict[str, torch.Tensor]:
+    """Sums over the batch of the cross-entropies of text and codes; the loop divides by the window's counts."""
+    return {name: values.sum() for name, (values, _) in token_losses(model, batch, frozen).items()}
+
+
+def evaluate(frozen: starts.Frozen, languages: list[str], model: GPT, eval_batches) -> dict[str, tuple[float, float]]:
+    """The losses as (sum, count), also of each of `languages` if there are several."""
+    where, endings = next(model.parameters()).device, [f"_{each}" for each in languages if len(languages) > 1]
+    sums = {name + ending: [0.0, 0] for name in LOSS_WEIGHTS for ending in ("", *endings)}
+
+    def losses_of(batch: dict) -> tuple[list[str], dict]:
+        return batch["languages"], token_losses(model, next(to_device([batch], where)), frozen)
+
     for batch in eval_batches:
-        for terms in memory.split_on_oom(
-            lambda b: compute_loss(model, next(to_device([b], where)), frozen), batch, where
-        ):
-            for name, value in terms.items():
-                sums[name][0] += float(value)
-        for name, count in batch["counts"].items():
-            sums[name][1] += count
-    return {name: tuple(pair) for name, pair in sums.items()}
+        for spoken, losses in memory.split_on_oom(losses_of, batch, where):
+            for name, (values, rows) in losses.items():
+                for value, row in zip(values.tolist(), rows.tolist(), strict=True):
+                    for key in (name, *[f"{name}_{spoken[row]}"] * bool(endings)):
+                        sums[key] = [sums[key][0] + value, sums[key][1] + 1]
+    return {key: tuple(pair) for key, pair in sums.items()}
+
+
+# --- the DVAE of a model from scratch ----------------------------------------------------------------------------------
+
+
+def train_dvae(args, sets: dict[str, Corpus], config: dict) -> Path:
+    """Trains a DVAE in two runs, without a codebook and then with one that begins with k-means. Returns the folder of its
+    weights. Runs that are complete are only read."""
+    crops = functools.partial(codec_training.Crops, seed=args.seed, cache=args.cache_audio)
+    data = {name: crops(sets[name], training=name == "train") for name in ("train", "val")}
+    tensors = None
+    for stage, steps in DVAE_STEPS.items():
+        print(f"\nDVAE, {stage}: {steps} updates")
+        own = options.for_stage(
+            args, stage, max_steps=steps, learning_rate=DVAE_RATE, weight_decay=0.0, eval_every=steps // 4,
+            early_stopping_patience=0, average_checkpoints=None, gradient_checkpointing=False, torch_compile=False, init_from=None,
+        )  # fmt: skip
+        run = begin(own, RECIPE, starts.DVAE_METADATA)
+        model = codec_training.first_coder(config, data["train"], tensors, None if run.resumed else own.seed)
+        task = Task(
+            RECIPE, codec_training.compute_loss, codec_training.LOSS_WEIGHTS, codec_training.evaluate,
+            {"recipe": RECIPE, "stage": stage, "config": config}, "l1",
+        )  # fmt: skip
+        windows = Windows(own, data["train"], codec_training.collate, run.setup)
+        eval_batches = EvalBatches(own, data["val"], codec_training.collate, run.setup)
+        train(own, run, model, task, windows, eval_batches)
+        finish(own, run, model, task, eval_batches, lambda weights: print(f"\nDVAE: {weights}"))
+        run.setup.ranks.gather(None)  # the first rank has written the best weights
+        tensors = checkpoint.read_weights(own.checkpoint_dir / "best.safetensors", RECIPE)[0]
+        del model, task, run
+        memory.free_memory(device.Setup().device)
+    return own.checkpoint_dir
 
 
 # --- speaking --------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def speak(model: GPT, frozen: starts.Frozen, vocabulary: starts.Texts, transcript: str, voice: list[torch.Tensor],
-          settings: inference.Sampling) -> tuple[torch.Tensor, int]:  # fmt: skip
-    """A text in the voice of waveforms (T,) at 22.05 kHz: samples (T,) and their rate, 24 kHz with a vocoder, else 22.05."""
-    latents = inference.latents(model, frozen.conditioning_mel, voice)
-    sentences = inference.split_sentences(
-        transcript, most_text(model.config), lambda piece: len(vocabulary.encode(piece))
-    )
-    spoken = inference.sample(model, model.config, latents, [vocabulary.encode(each) for each in sentences], settings)
-    parts, rate = [], frozen.rate
-    speaker = frozen.speaker(voice) if frozen.vocoder else None
-    for speech in spoken:
-        if not len(speech.codes):
-            parts.append(latents.new_zeros(0))
-        elif frozen.vocoder:
-            parts.append(frozen.vocoder(speech.latents[None], speaker)[0])
-        else:
-            parts.append(codec.griffin_lim(frozen.dvae.decode(speech.codes[None])[0], frozen.dvae_mel.mel_stats))
-    return inference.join(parts, rate), rate
-
-
-def check_text(transcript: str, vocabulary: starts.Texts) -> None:
-    """Raises `UsageError` if the model cannot read a text, and warns if there are characters that it cannot read."""
-    tokens = vocabulary.encode(transcript)
-    written = vocabulary.vocabulary.decode(
-        [token for token in tokens[len(vocabulary.encode("")) :] if token != vocabulary.unknown]
-    )
-    if not any(character.isalnum() for character in written):
-        raise UsageError(f"--synthesize: the vocabulary has none of the letters in {transcript[:40]!r}")
-    if vocabulary.unknown in tokens:
-        print(f"warning: {transcript[:40]!r} has characters that the vocabulary lacks", file=sys.stderr)
-
-
 def synthesise(args, start: starts.Start) -> None:
     """--synthesize: a wav for each text."""
     setup = device.setup(args, quiet=True)
-    model, frozen, vocabulary, _ = trained(args, start, setup)
-    voice = [read_audio(path, SAMPLE_RATE).to(setup.device) for path in args.speaker_wav]
-    for path, waveform in zip(args.speaker_wav, voice, strict=True):
+    model, frozen, vocabulary, metadata = trained(args, start, setup)
+    clips = [read_audio(path, SAMPLE_RATE).to(setup.device) for path in args.speaker_wav]
+    for path, waveform in zip(args.speaker_wav, clips, strict=True):
         if len(waveform) < inference.SHORTEST_SECONDS * SAMPLE_RATE:
             raise UsageError(f"--speaker_wav {path}: it is shorter than {inference.SHORTEST_SECONDS} s")
     settings = inference.Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
-    texts = starts.texts_of(args.synthesize)
-    for transcript in texts:
-        check_text(transcript, vocabulary)
-    for number, transcript in enumerate(texts):
+    lines = [vocabulary.check(line) for line in texts.texts_of(args.synthesize)]
+    longest = most_text(metadata["config"])
+    with setup.autocast():
+        voice = speaking.voice_of(model, frozen, clips)
+        for number, line in enumerate(lines):
+            waveform = speaking.speak(model, frozen, vocabulary.encode, line, voice, settings, longest)
+            path = starts.numbered(args.output, number, len(lines))
+            write_wav(path, speaking.int16(waveform), frozen.rate)
+            print(f"{path}: {len(waveform) / frozen.rate:.2f} s")
+
+
+def speak_held_out(args, setup: device.Setup, model: GPT, frozen: starts.Frozen, vocabulary: texts.Texts,
+                   metadata: dict, sets: dict[str, Corpus]) -> None:  # fmt: skip
+    """Speaks sentences that the model has not learned, each in the voice of a training clip of its speaker, and --export."""
+    voices = starts.speakers_of(sets["train"])
+    usual, settings = (2, inference.Sampling(seed=args.seed)) if frozen.vocoder else (20, GREEDY)
+    count = usual if args.speak_held_out is None else args.speak_held_out
+    corpus = sets["val"].select(np.arange(len(sets["val"]))[:count])
+    if len(corpus):
+        folder, longest = Path(args.output_dir) / "speech", most_text(model.config)
+        frozen.to(setup.device)
         with setup.autocast():
-            waveform, rate = speak(model, frozen, vocabulary, transcript, voice, settings)
-        path = starts.numbered(args.output, number, len(texts))
-        samples = (waveform.float().clamp(-1, 1) * 32767).round().to(torch.int16).cpu().numpy()
-        write_wav(path, samples, rate)
-        print(f"{path}: {len(samples) / rate:.2f} s")
+            print(speaking.speak_corpus(folder, model, frozen, vocabulary, corpus, voices, settings, longest))
+    if args.export:
+        starts.export(args.export, model.state_dict(), frozen, metadata, voices)
 
 
 # --- main ------------------------------------------------------------------------------------------------------------
 
 
-def trained(args, start: starts.Start, setup: device.Setup) -> tuple[GPT, starts.Frozen, starts.Texts, dict]:
+def trained(args, start: starts.Start, setup: device.Setup) -> tuple[GPT, starts.Frozen, texts.Texts, dict]:
     """The GPT of --resume, of --model_dir, or of the best evaluation, with what is frozen, vocabulary and metadata."""
     if start.model_dir and not args.resume:
         metadata, weights, frozen = starts.choose(start, None)
@@ -621,7 +612,7 @@ def trained(args, start: starts.Start, setup: device.Setup) -> tuple[GPT, starts
         weights, metadata = checkpoint.weights_to_use(args, RECIPE, starts.METADATA)
         metadata, _, frozen = starts.choose(start, {"metadata": metadata, "model": weights})
     model = make_model(metadata["config"], weights).to(setup.device).eval()
-    return model, frozen.to(setup.device), starts.Texts(metadata), metadata
+    return model, frozen.to(setup.device), texts.Texts(metadata), metadata
 
 
 def export_only(args, start: starts.Start) -> None:
@@ -630,10 +621,22 @@ def export_only(args, start: starts.Start) -> None:
     starts.export(args.export, model.state_dict(), frozen, metadata, {})
 
 
-def report_results(frozen: starts.Frozen, model: GPT, eval_batches, title: str) -> None:
-    results = evaluate(frozen, model, eval_batches)
-    losses = [f"{term} {total / max(1, count):.3f}" for term, (total, count) in results.items()]
-    print(f"\n{title}: {'  '.join(losses)} (cross-entropy per token and per code)")
+def look_only(args, start: starts.Start) -> None:
+    """--show_text, or --check_data."""
+    reader, config = starts.reader(start)
+    if args.show_text:
+        return texts.show(args.show_text, reader, most_text(config))
+    splits.report_checked(check_sets(args, read_sets(args, None), reader, config))
+
+
+def report_results(score: Callable[[], dict], name: str, weights: str) -> None:
+    """A line for all languages and, if there are several, one for each."""
+    results = score()
+    print(f"\n{name} set, {weights} (cross-entropy per token and per code)")
+    for language in dict.fromkeys(key.partition("_")[2] for key in results):
+        names = {key.partition("_")[0]: pair for key, pair in results.items() if key.partition("_")[2] == language}
+        values = [f"{name} {total / max(1, count):.3f}" for name, (total, count) in names.items()]
+        print(f"  {language or 'all'}: {'  '.join(values)}")
 
 
 @torch.no_grad()
@@ -641,51 +644,53 @@ def evaluate_only(args, start: starts.Start) -> None:
     """--evaluate on the test set, or the evaluation set."""
     setup = device.setup(args)
     model, frozen, vocabulary, metadata = trained(args, start, setup)
-    sets = read_sets(args, metadata)
+    sets = check_sets(args, read_sets(args, metadata), vocabulary, metadata["config"])
     name = "test" if "test" in sets else "val"
-    corpus = drop_untrainable(sets[name], f"{name} set", vocabulary, metadata["config"], args.strict_data)
-    eval_batches = EvalBatches(args, Utterances(args, corpus, vocabulary, training=False), collate, setup)
+    data = Utterances(args, sets[name], vocabulary, metadata, training=False)
+    eval_batches = EvalBatches(args, data, collate, setup)
     with setup.autocast():
-        report_results(frozen, model, eval_batches, f"{name} set, the weights named")
+        languages = vocabulary.languages_of(sets[name])
+        report_results(lambda: evaluate(frozen, languages, model, eval_batches), name, "the weights named")
 
 
 def main(args) -> dict | None:
     start = resolve(args)
     if args.verify_gpu:
         sys.exit(preflight.verify(args, *[starts.count_parameters(start)] * 2))
-    if args.synthesize:
-        return synthesise(args, start)
-    if args.evaluate:
-        return evaluate_only(args, start)
-    if recogniser.exports_only(start.export, start.resume, start.model_dir, start.given):
-        return export_only(args, start)
+    exports = recogniser.exports_only(start.export, start.resume, start.model_dir, start.given)
+    goals = {look_only: args.show_text or args.check_data, synthesise: args.synthesize, evaluate_only: args.evaluate}
+    for goal, is_wanted in {**goals, export_only: exports}.items():
+        if is_wanted:
+            return goal(args, start)
     run = begin(args, RECIPE, starts.METADATA)
 
-    metadata, weights, frozen = starts.choose(start, run.resumed)
-    vocabulary = starts.Texts(metadata)
-    sets = read_sets(args, metadata)
-    for name in sets:
-        sets[name] = drop_untrainable(sets[name], f"{name} set", vocabulary, metadata["config"], args.strict_data)
+    read = functools.cache(lambda: read_sets(args, run.resumed and run.resumed["metadata"]))
+    metadata, weights, frozen = starts.choose(start, run.resumed, lambda config: train_dvae(args, read(), config))
+    added = 0 if run.resumed else texts.extend(metadata, weights, read()["train"].texts, start.text)
+    vocabulary = texts.Texts(metadata, is_new=not run.resumed)
+    sets = check_sets(args, read(), vocabulary, metadata["config"])
     metadata |= about_run(args, sets)
-    data = {name: Utterances(args, sets[name], vocabulary, training=name == "train") for name in sets}
+    data = {name: Utterances(args, sets[name], vocabulary, metadata, name == "train") for name in sets}
     model = first_model(args, run.setup, metadata, None if run.resumed else weights)
     del weights
 
     windows = Windows(args, data["train"], collate, run.setup)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"}
-    frozen = frozen.to(run.setup.device)
+    frozen.to(run.setup.device, speaking=False)
+    score = functools.partial(evaluate, frozen, vocabulary.languages_of(*[sets[name] for name in evaluation]))
+    if added:
+        texts.fit_new_tokens(model.to(run.setup.device), added, lambda: score(model, evaluation["val"]))
+    loss = functools.partial(compute_loss, frozen=frozen)
     task = Task(
-        RECIPE, functools.partial(compute_loss, frozen=frozen), LOSS_WEIGHTS, functools.partial(evaluate, frozen), metadata,
-        "mel", starts.learning_rate(metadata), CHECKPOINTED, COMPILED, evaluate_first=metadata["pretrained"],
-        decay_embeddings=False, betas=BETAS,
+        RECIPE, loss, LOSS_WEIGHTS, score, metadata, "mel", starts.learning_rate(metadata), CHECKPOINTED, COMPILED,
+        evaluate_first=metadata["pretrained"], decay_embeddings=False, betas=BETAS,
     )  # fmt: skip
     train(args, run, model, task, windows, evaluation["val"])
     name = "test" if "test" in evaluation else "val"
-    finish(args, run, model, task, evaluation["val"], lambda weights: report_results(
-        frozen, model, evaluation[name].whole(), f"{name} set, {weights}"
-    ))  # fmt: skip
-    if args.export and run.setup.ranks.first:
-        starts.export(args.export, model.state_dict(), frozen, metadata, starts.speakers_of(sets["train"]))
+    results = functools.partial(report_results, lambda: score(model, evaluation[name].whole()), name)
+    finish(args, run, model, task, evaluation["val"], results)
+    if run.setup.ranks.first:
+        speak_held_out(args, run.setup, model, frozen, vocabulary, metadata, sets)
     return {"weights": args.checkpoint_dir / "best.safetensors", "logs": args.log_dir, "export": args.export}
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.errors import DataError
+
 EXAMPLES = 3  # of each reason in the table of rejections
 EXAMPLE_LENGTH = 1000  # characters
 
@@ -92,17 +94,23 @@ def printable(text: str) -> str:
 @dataclass
 class Rejections:
     """How many rows were rejected for each reason, with a few examples. `repeated` counts rows that are used, but have
-    the same audio as an earlier one."""
+    the same audio as an earlier one; `notes` are the other reasons to mention rows that are used."""
 
     repeated: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
+    notes: "Rejections | None" = None
 
     def add(self, reason: str, example: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
         shown = self.examples.setdefault(reason, [])
         if len(shown) < EXAMPLES:
             shown.append(printable(example))
+
+    def note(self, reason: str, example: str) -> None:
+        """Counts a row that is used."""
+        self.notes = self.notes or Rejections()
+        self.notes.add(reason, example)
 
     @property
     def total(self) -> int:
@@ -114,6 +122,25 @@ class Rejections:
             lines.append(f"  {count:7}  {reason}")
             lines += [f"           {example}" for example in self.examples[reason]]
         return "\n".join(lines)
+
+
+def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, strict: bool) -> None:
+    """Prints the size of a set, whose utterances last `seconds` (N,), and what was rejected. Raises `DataError` if
+    nothing is left, or if `strict` and anything was rejected."""
+    hours = float(seconds.sum()) / 3600
+    summary = f"{name}: {len(seconds)} utterances, " + (f"{hours:.2f} h" if hours >= 0.1 else f"{60 * hours:.1f} min")
+    if rejected.repeated:
+        summary += f"; {rejected.repeated} repeat the audio of another (all are used)"
+    if rejected.total:
+        summary += f"; {rejected.total} rejected:\n{rejected.table()}"
+    if rejected.notes:
+        summary += f"\n{name}: {rejected.notes.total} noted (all are used):\n{rejected.notes.table()}"
+    print(summary)
+    if not len(seconds):
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in rejected.counts.items())
+        raise DataError(f"{name}: no usable utterance: {reasons or 'the manifest is empty'}")
+    if strict and rejected.total:
+        raise DataError(f"{name}: {rejected.total} utterances rejected (--strict_data)")
 
 
 @dataclass

@@ -12,8 +12,10 @@ import numpy as np
 
 from common import options
 from common.errors import DataError, UsageError
-from speech.columns import Codes, Corpus, Rejections, Segments, Strings
+from speech.checks import overlap
+from speech.columns import Codes, Corpus, Rejections, Segments, Strings, report_rejections
 from speech.headers import END_TOLERANCE, probe_all
+from speech.listening import CLIPPED, audio_faults, listen, trim
 from speech.manifest import read_manifest
 
 HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
@@ -26,10 +28,14 @@ DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the
 
 # Contradictions between flags, as `common.options` refuses them: flags that exclude each other, and flags that need one
 # of others: (flag, flags of which one must be given, words to add to the message).
-EXCLUDES = ()
+EXCLUDES = (
+    ("check_data", "evaluate", "give one of them"),
+    ("check_data", "verify_gpu", "give one of them"),
+)
 NEEDS = (
     ("val_manifest", ("train_manifest",), ""),
-    ("test_manifest", ("train_manifest", "evaluate"), ""),
+    ("test_manifest", ("train_manifest", "evaluate", "check_data"), ""),
+    ("check_data", ("train_manifest", "test_manifest"), ""),
     ("use_chunking", ("train_manifest", "test_manifest"), ""),
 )
 
@@ -47,6 +53,9 @@ class Checks:
     strict: bool = False  # raise `DataError` if anything is rejected
     seed: int = 1  # of the part that is held out, and of `max_samples`
     held_out: tuple[str, ...] = ()  # `held_out_keys` of the part that an earlier run held out
+    listen: bool = False  # to all audio, once
+    skip_bad_audio: bool = False  # reject what cannot be decoded instead of raising `DataError`
+    for_synthesis: bool = False  # of what was listened to: cut long silence at the ends, reject clipped clips
 
 
 def sample_count(text: str) -> int | None:
@@ -70,6 +79,8 @@ def add_arguments(parser) -> None:
     add("--min_duration", type=options.number(float, 0.0), default=0.1, metavar="S", help="reject shorter utterances, seconds (0.1)")
     add("--max_duration", type=options.RATE, default=30.0, metavar="S", help="reject longer utterances, seconds (30)")
     add("--strict_data", action=options.OnOff, default=False, help="stop if any utterance is rejected (off)")
+    add("--check_data", action=options.OnOff, default=False, help="read and check all data, print what is wrong with them, and exit")
+    add("--check_audio", action=options.OnOff, default=True, help="listen to all audio once before training: reject silent clips, find what cannot be decoded (on)")
     add("--use_chunking", action=options.OnOff, default=False, help="cut recordings over --max_duration by the manifest's segment times (off)")
     add("--cache_audio", type=options.path, metavar="DIR", help="for slow storage: keep decoded audio in this folder, 230 MB per hour at 16 kHz (no cache)")
     # fmt: on
@@ -89,6 +100,8 @@ def resolve(args, held_out: Iterable[str] = ()) -> Checks:
         strict=args.strict_data,
         seed=args.seed,
         held_out=tuple(map(str, held_out)),
+        listen=args.check_audio and bool(args.train_manifest or args.test_manifest),  # the demo's audio is known
+        skip_bad_audio=args.skip_bad_audio or args.check_data,
     )
 
 
@@ -113,6 +126,17 @@ def load_splits(paths: dict[str, str | None], normalise: Callable[[str], str], c
     return corpora
 
 
+def report_checked(sets: dict[str, Corpus]) -> None:
+    """Ends --check_data: notes what evaluation sets share with the training set, and says that the data are read."""
+    for name, other in sets.items():
+        if "train" in sets and name != "train" and isinstance(other, Corpus):  # Morse's sets repeat their short texts
+            shared = Rejections()
+            overlap(sets["train"], other, shared)
+            if shared.notes:
+                print(f"{name} set: {shared.notes.total} noted (all are used):\n{shared.notes.table()}")
+    print(f"checked: {', '.join(f'{len(corpus)} utterances in {name}' for name, corpus in sets.items())} can be used")
+
+
 def draw(count: int, checks: Checks) -> np.ndarray:
     """The rows of a training set of `count` that `checks.max_samples` leaves, ascending: the first ones of an order that
     depends on the seed and `count` alone, so that more rows contain every smaller choice."""
@@ -125,7 +149,8 @@ def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> t
     """The usable utterances of a manifest, and what was rejected.
 
     Usable: the file's header can be read, the duration is within the limits, and there is a text. Rows over the maximum
-    are cut by their segment times with `checks.use_chunking`, rejected without."""
+    are cut by their segment times with `checks.use_chunking`, rejected without. With `checks.listen`, the audio is also
+    neither silent nor clipped, and what cannot be decoded is a `DataError` unless `checks.skip_bad_audio`."""
     rejected = Rejections()
     segments = Segments(checks.use_chunking)
     most = max(MOST_CHARACTERS, int(FASTEST_SPEECH * checks.max_duration))
@@ -137,8 +162,7 @@ def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> t
     corpus = read_manifest(path, rejected, normalise_short, checks.audio_root, segments)
     files = Codes(corpus.paths)
     file_of = np.array(files.codes)
-    cache = f"headers-{hashlib.sha1(os.fsencode(os.path.abspath(path))).hexdigest()[:12]}.npz"
-    file_seconds, reasons = probe_all(files.names, checks.cache_dir / cache if checks.cache_dir else None)
+    file_seconds, reasons = probe_all(files.names, cache_file(checks, "headers", path))
     available = file_seconds[file_of] - corpus.offsets
     missing = corpus.durations - available
     corpus.seconds = np.where(np.isnan(corpus.durations), available, np.minimum(available, corpus.durations))
@@ -170,8 +194,29 @@ def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> t
     reject(corpus.texts.longer(most), f"text is longer than {most} characters")
     if not keep.all():
         corpus, file_of = corpus.select(np.flatnonzero(keep)), file_of[keep]
+    if checks.listen:
+        keep = np.ones(len(corpus), dtype=bool)
+        measures, undecodable = listen(corpus, cache_file(checks, "audio", path), checks.skip_bad_audio)
+        for row, reason, details in audio_faults(measures, undecodable):
+            example = f"{path}:{corpus.lines[row]}: {corpus.where(row)}: {details}"
+            if reason == CLIPPED and not checks.for_synthesis:  # a recogniser will hear such speech, too
+                rejected.note(reason, example)
+                continue
+            rejected.add(reason, example)
+            keep[row] = False
+        if checks.for_synthesis:
+            trim(corpus, np.where(keep[:, None], measures, 0.0), rejected)
+            reject(corpus.seconds < checks.min_duration, f"shorter than {checks.min_duration:g} s (--min_duration)")
+        if not keep.all():
+            corpus, file_of = corpus.select(np.flatnonzero(keep)), file_of[keep]
     rejected.repeated = count_repeated(file_of, corpus)
     return corpus, rejected
+
+
+def cache_file(checks: Checks, kind: str, path: str) -> Path | None:
+    """Where what is known of the audio of a manifest is kept, if it is."""
+    name = f"{kind}-{hashlib.sha1(os.fsencode(os.path.abspath(path))).hexdigest()[:12]}.npz"
+    return checks.cache_dir / name if checks.cache_dir else None
 
 
 def cut_by_segments(
@@ -259,23 +304,6 @@ def drop(corpus: Corpus, name: str, fault: Callable[[int], tuple[str, str] | Non
         corpus = corpus.select(np.array(keep, dtype=int))
         report_rejections(name, corpus.seconds, rejected, strict)
     return corpus
-
-
-def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, strict: bool) -> None:
-    """Prints the size of a set, whose utterances last `seconds` (N,), and what was rejected. Raises `DataError` if
-    nothing is left, or if `strict` and anything was rejected."""
-    hours = float(seconds.sum()) / 3600
-    summary = f"{name}: {len(seconds)} utterances, " + (f"{hours:.2f} h" if hours >= 0.1 else f"{60 * hours:.1f} min")
-    if rejected.repeated:
-        summary += f"; {rejected.repeated} repeat the audio of another (all are used)"
-    if rejected.total:
-        summary += f"; {rejected.total} rejected:\n{rejected.table()}"
-    print(summary)
-    if not len(seconds):
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in rejected.counts.items())
-        raise DataError(f"{name}: no usable utterance: {reasons or 'the manifest is empty'}")
-    if strict and rejected.total:
-        raise DataError(f"{name}: {rejected.total} utterances rejected (--strict_data)")
 
 
 def hold_out(whole: Corpus, rows: np.ndarray, seed: int, before: set[str]) -> tuple[Corpus, Corpus]:

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,20 @@ AMHARIC_WORDS = (
     "እሱ እሷ እኛ መጣ ሄደ በላ ጠጣ ተኛ አየ ሰማ ጻፈ"
 ).split()
 AMHARIC_VOICES = ["am+m1", "am+f2"]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a corpus is spoken: the range of the rate in words a minute, of the pitch (0 to 99) and of the words in a sentence,
+    and whether the silence at the ends is cut."""
+
+    rate: tuple[int, int] = (140, 220)
+    pitch: tuple[int, int] = (30, 70)
+    words: tuple[int, int] = (2, 5)
+    trimmed: bool = False
+
+
+USUAL = Manner()
 
 
 class Espeak:
@@ -87,6 +102,13 @@ class Espeak:
         return np.frombuffer(b"".join(self.pieces), dtype=np.int16)
 
 
+def trim(samples: np.ndarray) -> np.ndarray:
+    """int16 samples (T,) without what is quieter than -40 dB of their peak at the ends."""
+    level = np.abs(samples.astype(np.int32))
+    loud = np.flatnonzero(level > level.max() // 100)
+    return samples[loud[0] : loud[-1] + 1] if len(loud) else samples
+
+
 @functools.cache
 def espeak() -> Espeak:
     """The only `Espeak` of this process: initialising the library a second time can crash it."""
@@ -108,18 +130,22 @@ def sentences(
 
 
 def speech_corpus(
-    folder: Path, words: list[str], voices: list[str], sizes: dict[str, int], seed: int = 0
+    folder: Path, words: list[str], voices: list[str], sizes: dict[str, int], seed: int = 0, manner: Manner = USUAL
 ) -> dict[str, str]:
     """Writes a corpus of spoken sentences, unless `folder` already holds the same one. `sizes`: number of utterances
     per split; no sentence is in two splits. Returns {split: manifest path}. Raises `RunError` if it cannot be
     written."""
     manifests = {split: str(folder / f"{split}.json") for split in sizes}
     recipe = {"words": words, "voices": voices, "sizes": sizes, "seed": seed, "version": 2}
+    if manner != USUAL:
+        recipe["manner"] = {
+            name: [*value] if isinstance(value, tuple) else value for name, value in asdict(manner).items()
+        }
     if read_made_from(folder) == recipe:
         return manifests
 
     def fill(aside: Path) -> float:
-        seconds = _write_corpus(aside, recipe)
+        seconds = _write_corpus(aside, recipe, manner)
         if read_made_from(folder) == recipe:
             raise FileExistsError("another rank was quicker")
         return seconds
@@ -134,19 +160,22 @@ def speech_corpus(
     return manifests
 
 
-def _write_corpus(folder: Path, recipe: dict) -> float:
+def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> float:
     """Speaks the sentences of every split; returns their duration in seconds."""
     (folder / "audio").mkdir()
     random = np.random.default_rng(recipe["seed"])
     speaker = espeak()
-    texts = sentences(recipe["words"], sum(recipe["sizes"].values()), random)
+    texts = sentences(recipe["words"], sum(recipe["sizes"].values()), random, *manner.words)
     seconds = 0.0
     for split, size in recipe["sizes"].items():
         lines = []
         for number in range(size):
             text = texts.pop()
             voice = recipe["voices"][int(random.integers(len(recipe["voices"])))]
-            samples = speaker.say(text, voice, int(random.integers(140, 221)), int(random.integers(30, 71)))
+            rate, pitch = (int(random.integers(low, high + 1)) for low, high in (manner.rate, manner.pitch))
+            samples = speaker.say(text, voice, rate, pitch)
+            if manner.trimmed:
+                samples = trim(samples)
             name = f"audio/{split}_{number:05d}.wav"
             write_wav(folder / name, samples, speaker.sample_rate)
             duration = len(samples) / speaker.sample_rate

@@ -105,29 +105,25 @@ def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
 def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[str]]:
     """`probe` for every path, in parallel. Results of an earlier run in the file `cache` are used for files of the same
     size and time."""
-    seconds, reasons = np.full(len(paths), np.nan), [""] * len(paths)
-    stamps = np.concatenate([np.zeros((0, 3), dtype=np.int64), *in_threads(_stamps, paths)])
-    known_stamps, known_seconds = _read_cache(cache)
-    is_known = np.zeros(len(paths), dtype=bool)
-    if len(known_stamps):
-        nearest = np.searchsorted(known_stamps[:, 0], stamps[:, 0]).clip(max=len(known_stamps) - 1)
-        is_known = (known_stamps[nearest] == stamps).all(axis=1) & (stamps[:, 0] != 0)
-        seconds[is_known] = known_seconds[nearest[is_known]]
-    todo = np.flatnonzero(~is_known).tolist()
+    reasons, stamps = [""] * len(paths), file_stamps(paths)
+    seconds = recall(cache, stamps, 1)[:, 0]
+    todo = np.flatnonzero(np.isnan(seconds)).tolist()
     if len(todo) > MANY_FILES:
         print(f"reading the headers of {len(todo)} audio files (kept for the next run)", flush=True)
     for part in in_threads(lambda rows: [(row, *probe(paths[row])) for row in rows], todo):
         for row, length, reason in part:
             seconds[row], reasons[row] = length, reason
     if cache and todo:
-        good = np.flatnonzero(np.array([not reason for reason in reasons]) & (stamps[:, 0] != 0))
-        good = good[np.argsort(stamps[good, 0], kind="stable")]
-        _write_cache(cache, stamps[good], seconds[good])
+        remember(cache, stamps, np.where([reason != "" for reason in reasons], np.nan, seconds)[:, None])
     return seconds, reasons
 
 
-def _stamps(paths: list[str]) -> np.ndarray:
+def file_stamps(paths: list[str]) -> np.ndarray:
     """(N, 3) hash of the path, size, time in nanoseconds; zeros if the file is missing."""
+    return np.concatenate([np.zeros((0, 3), dtype=np.int64), *in_threads(_stamps, paths)])
+
+
+def _stamps(paths: list[str]) -> np.ndarray:
     stamps = np.zeros((len(paths), 3), dtype=np.int64)
     for row, path in enumerate(paths):
         try:
@@ -139,22 +135,37 @@ def _stamps(paths: list[str]) -> np.ndarray:
     return stamps
 
 
-def _read_cache(cache: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    """(stamps (N, 3), seconds (N,)), sorted by the stamps' first column."""
+def recall(cache: Path | None, stamps: np.ndarray, width: int) -> np.ndarray:
+    """The values (N, width) that `remember` kept in the file `cache` for `stamps` (N, 3); NaN for others."""
+    values = np.full((len(stamps), width), np.nan)
+    known_stamps, known_values = _read_cache(cache, width)
+    if len(known_stamps):
+        nearest = np.searchsorted(known_stamps[:, 0], stamps[:, 0]).clip(max=len(known_stamps) - 1)
+        is_known = (known_stamps[nearest] == stamps).all(axis=1) & (stamps[:, 0] != 0)
+        values[is_known] = known_values[nearest[is_known]]
+    return values
+
+
+def _read_cache(cache: Path | None, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(stamps (N, 3), values (N, width)), sorted by the stamps' first column."""
     try:
         with np.load(require_file(cache)) as content:
-            stamps, seconds = content["stamps"], content["seconds"]
-        if stamps.shape == (*seconds.shape, 3) and np.isfinite(seconds).all():
-            return stamps, seconds
+            stamps, values = content["stamps"], content["values"]
+        if stamps.shape == (len(values), 3) and values.shape == (len(values), width) and np.isfinite(values).all():
+            return stamps, values
     except Exception:  # a damaged cache is made anew, whatever is wrong with it
         pass
-    return np.zeros((0, 3), dtype=np.int64), np.zeros(0)
+    return np.zeros((0, 3), dtype=np.int64), np.zeros((0, width))
 
 
-def _write_cache(cache: Path, stamps: np.ndarray, seconds: np.ndarray) -> None:
+def remember(cache: Path, stamps: np.ndarray, values: np.ndarray) -> None:
+    """Keeps `values` (N, width) in the file `cache`, without rows that have a NaN or no stamp. The folder is created."""
+    good = np.flatnonzero(np.isfinite(values).all(axis=1) & (stamps[:, 0] != 0))
+    good = good[np.argsort(stamps[good, 0], kind="stable")]
+
     def write(path: Path) -> None:
         with open(path, "wb") as file:
-            np.savez(file, stamps=stamps, seconds=seconds)
+            np.savez(file, stamps=stamps[good], values=values[good])
 
     with contextlib.suppress(OSError):  # without a cache the next run is only slower
         cache.parent.mkdir(parents=True, exist_ok=True)

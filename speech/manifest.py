@@ -19,7 +19,7 @@ from common.files import require_file
 from speech.columns import Codes, Corpus, Rejections, Segments, Strings
 from speech.headers import in_threads
 
-AUDIO_KEYS = ("audio_filepath", "audio_file", "file_name", "path", "audio", "wav", "filename")
+AUDIO_KEYS = ("audio_filepath", "audio_file", "file_name", "path", "audio", "wav", "filename", "file")
 TEXT_KEYS = ("text", "transcription", "sentence", "transcript", "normalized_text")
 SPEAKER_KEYS = ("speaker", "speaker_name", "client_id", "speaker_id")
 LANGUAGE_KEYS = ("lang", "language", "locale")
@@ -282,6 +282,7 @@ def read_manifest(
         raise UsageError(f"--audio_root {audio_root}: no such folder")
     audio, texts, speakers, languages = Codes(), Strings(), Codes(), Codes()
     offsets, durations, lines = array("d"), array("d"), array("q")
+    transcribed: set[str] = set()  # names in transcripts, which begin where the command ran
     for number, row in parse(Path(path), rejected):
         given, parts, problem = _parts(row, segments.wanted, normalise)
         if given and not _has_text(row):
@@ -295,6 +296,8 @@ def read_manifest(
         except ValueError as error:
             rejected.add(str(error), f"{path}:{number}")
             continue
+        if fields.audio == row.get("file"):
+            transcribed.add(fields.audio)
         audio.append(fields.audio)
         texts.append(normalise(fields.text))
         speakers.append(fields.speaker)
@@ -306,8 +309,13 @@ def read_manifest(
     if not lines and not rejected.total:
         raise DataError(f"manifest {path} is empty")
     folder = os.path.dirname(path)
+
+    def find(name: str) -> str:
+        place = find_audio(name, folder, audio_root)
+        return name if name in transcribed and os.path.exists(name) and not os.path.exists(place) else place
+
     files: list[str] = []
-    for part in in_threads(lambda names: [find_audio(name, folder, audio_root) for name in names], audio.names):
+    for part in in_threads(lambda names: list(map(find, names)), audio.names):
         files += part
     return Corpus(
         paths=Strings(files[code] for code in audio.codes),
@@ -382,13 +390,22 @@ def check_encoding(text: str) -> None:
 def _parts(row, wanted: bool, normalise: Callable[[str], str]) -> tuple[bool, list[tuple[float, float, str]], str]:
     """(whether the row has segments, the segments with normalised texts, why they cannot be used). They are parsed only
     if they are `wanted`, or if the row has no text but theirs."""
-    given = isinstance(row, dict) and bool(row.get("segments"))
+    rows = _segment_rows(row) if isinstance(row, dict) else None
+    given = bool(rows)
     if not given or not (wanted or not _has_text(row)):
         return given, [], ""
     try:
-        return given, [(start, stop, normalise(text)) for start, stop, text in _segments(row["segments"])], ""
+        return given, [(start, stop, normalise(text)) for start, stop, text in _segments(rows)], ""
     except ValueError as error:
         return given, [], str(error)
+
+
+def _segment_rows(row: dict):
+    """A row's segments, not checked: "segments", or a transcript's "pieces", without those in which nothing was heard."""
+    pieces = row.get("pieces") if "file" in row else None
+    if not isinstance(pieces, list):
+        return row.get("segments")
+    return [piece for piece in pieces if not isinstance(piece, dict) or piece.get("text") != ""]
 
 
 def _segments(rows) -> list[tuple[float, float, str]]:

@@ -33,10 +33,11 @@ AUGMENTATION = ("spec_augment", "speed_perturbation", "dropout", "label_smoothin
 EXCLUDES = (
     ("transcribe", "evaluate", "give one of them"),
     ("transcribe", "verify_gpu", "give one of them"),
+    ("transcribe", "check_data", "give one of them"),
     *((flag, "transcribe", options.TRAINS) for flag in (*options.TRAINING, *AUGMENTATION)),
     *((flag, "evaluate", options.TRAINS) for flag in AUGMENTATION),
 )
-NEEDS = (("output", ("transcribe",), ""),)
+NEEDS = (("output", ("transcribe",), ""), ("piece_seconds", ("transcribe",), ""))
 
 # Of recognisers that start from released weights.
 MODELS = ("model_dir", "model_file")
@@ -82,6 +83,7 @@ def add_arguments(parser, methods: tuple[str, ...] = (), method: str = "", beam_
         decoding.add_argument("--beam_size", type=options.number(int, 1, MOST_BEAMS), metavar="N", help=f"hypotheses of a beam search ({beam_size})")
     decoding.add_argument("--transcribe", nargs="+", type=options.path, metavar="PATH", help="transcribe files and folders with the weights of --resume (CHECKPOINT_DIR/best.safetensors)")
     decoding.add_argument("--output", type=options.path, metavar="FILE", help="write the transcripts to this file as JSON Lines")
+    decoding.add_argument("--piece_seconds", type=options.number(float, 1.0), metavar="S", help="cut recordings at silences into pieces of at most S seconds, to train on with --use_chunking (as long as the model reads)")
     # fmt: on
 
 
@@ -186,6 +188,11 @@ def in_recording(records: list[dict], pieces: list[Piece]) -> dict[str, list[dic
             moved = [{**p, "start": round(p["start"] + shift, 3), "end": round(p["end"] + shift, 3)} for p in parts]
             whole.setdefault(name, []).extend(moved)
     return whole
+
+
+def in_pieces(piece_seconds: float | None, longest: float, cutting: Cutting = BY_SILENCES) -> tuple[float, Cutting]:
+    """How `transcribe_files` cuts: `longest` and `cutting`, or by --piece_seconds at silences."""
+    return (min(longest, piece_seconds), BY_SILENCES) if piece_seconds else (longest, cutting)
 
 
 @torch.no_grad()

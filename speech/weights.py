@@ -20,6 +20,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
+def require_room(parameters: int) -> None:
+    """Raises `UsageError` if a model of so many fp32 parameters cannot be made on this machine."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 4 * parameters > total:
+        size = f"{parameters / 1e9:.1f} billion parameters take {4 * parameters / 2**30:.0f} GiB"
+        raise UsageError(f"the model is too large for this machine: {size}, and it has {total / 2**30:.0f}")
+
+
 def refuse_pointer(file: Path) -> None:
     """Raises `UsageError` for a Git LFS pointer, which a clone without Git LFS has in place of a large file, and for anything
     but a regular file."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from common import checkpoint, memory, options
+from common import checkpoint, options
 from common.errors import UsageError
 from speech import recogniser, text, weights
 from speech.parakeet import formats
 from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pad_pieces
+from speech.weights import require_room
 
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
 SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
@@ -180,7 +181,7 @@ def from_scratch(start: Start, texts: Callable[[], Iterable[str]]) -> dict:
     size = made.size if start.characters else max(wanted, made.size)
     has_ctc = start.ctc_weight > 0 if start.ctc_weight is not None else start.size["ctc"]
     config = {**start.size, "vocabulary": size, "ctc": has_ctc}
-    memory.require_room(sum(map(math.prod, formats.expected_shapes(config).values())))
+    require_room(sum(map(math.prod, formats.expected_shapes(config).values())))
     state = {"sentencepiece": model.hex()}
     return {"config": config, "tokenizer": state, "loss": SCRATCH_LOSS, "source": {}, "pretrained": False}
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checkpoint, memory, options
+from common import checkpoint, options
 from common.errors import DataError, UsageError
 from speech import recogniser
 from speech.audio import SAMPLE_RATE
 from speech.long import BY_SILENCES, BY_WINDOWS, Cutting
+from speech.weights import require_room
 from speech.whisper import decoding, formats, scratch
 from speech.whisper.model import FRAME, Whisper
 from speech.whisper.tokenizer import NO_SPEECH, STATE, WhisperTokenizer, make_tokenizer, read_tokenizer, special_tokens
@@ -307,7 +308,7 @@ def metadata_from_scratch(start: Start, train_tokenizer: Callable) -> dict:
         raise UsageError("--freeze_encoder: there is no checkpoint to resume, and a random encoder would stay random")
     tokenizer = train_tokenizer()
     config = config_from_scratch(start, tokenizer.size)
-    memory.require_room(sum(_sizes(config).values()))
+    require_room(sum(_sizes(config).values()))
     return {
         "config": config,
         "tokenizer": tokenizer.state(),

@@ -150,6 +150,13 @@ class UpsampledConv(nn.Module):
         return self.conv(x.repeat_interleave(2, dim=2))
 
 
+def nearest(vectors: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """The numbers (N,) of the columns of `codes` (D, K) that are nearest to vectors (N, D)."""
+    # The order of the terms decides how near ties are rounded; this one is that of the released weights.
+    distance = vectors.square().sum(1, keepdim=True) - 2 * vectors @ codes + codes.square().sum(0)
+    return distance.argmin(1)
+
+
 class Codebook(nn.Module):
     """K vectors of width D (`embed`, (D, K)). Training moves them by moving averages: `cluster_size` (K,) counts the
     vectors nearest to each code, `embed_avg` (D, K) is their sum."""
@@ -163,10 +170,7 @@ class Codebook(nn.Module):
 
     def nearest(self, vectors: torch.Tensor) -> torch.Tensor:
         """The codes (..., N) nearest to vectors (..., N, D) by Euclidean distance; of equally near ones, the first."""
-        x = vectors.reshape(-1, vectors.shape[-1])
-        # The order of the terms decides how near ties are rounded; this one is that of the released weights.
-        distance = x.square().sum(1, keepdim=True) - 2 * x @ self.embed + self.embed.square().sum(0)
-        return distance.argmin(1).view(vectors.shape[:-1])
+        return nearest(vectors.reshape(-1, vectors.shape[-1]), self.embed).view(vectors.shape[:-1])
 
     def vectors(self, codes: torch.Tensor) -> torch.Tensor:
         """The vectors (..., D) of codes (...)."""

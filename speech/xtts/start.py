@@ -1,42 +1,49 @@
 """The start of an XTTS's training and its export: flags, the parts that are frozen, languages, learning rate."""
 
+import argparse
 import hashlib
 import math
 import os
-import unicodedata
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import torchaudio
 
-from common import files, memory, options
+from common import checkpoint, options
 from common.errors import UsageError
 from speech import weights
 from speech.audio import read_utterance
 from speech.columns import Corpus
 from speech.layers import full_fp32
-from speech.text import normalise
-from speech.xtts import formats
-from speech.xtts.codec import DVAE, SAMPLE_RATE, Mel
-from speech.xtts.vocabulary import LANGUAGE, Vocabulary, add_tokens, new_rows, new_vocabulary
+from speech.weights import require_room
+from speech.xtts import formats, texts
+from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
+from speech.xtts.texts import CARRIER, add_language
+from speech.xtts.vocabulary import LANGUAGE, Vocabulary, new_vocabulary
 from speech.xtts.vocoder import OUTPUT_RATE, SPEAKER_RATE, HifiDecoder
 
+RECIPE, DVAE_FOLDER = "xtts_amharic", "dvae"  # of checkpoints, and the folder beside them of a DVAE of their own
 VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}  # rows of the text embedding
 OTHER_NAMES = {"amh": "am", "amharic": "am"}  # of languages
-CARRIER = "en"  # Coqui speaks a language that it does not know as English text that begins with the new token
 FINE_TUNING_RATE, SCRATCH_RATE = 5e-6, 2e-3
 REFERENCE_SECONDS = 10.0  # of the clip of a speaker that an export holds
-ETHIOPIC = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-"
+SLICES = {"full": [66_150, 132_300], "demo": [11_025, 22_050]}  # the shortest and longest conditioning slice, samples
+MARGIN = 16 * SAMPLES_PER_CODE  # zeros after every clip, so that its codes do not depend on the batch
 SEED = 0  # of the frozen parts of a model from scratch, which every run has to make again
-TRAINING = ("from_scratch", "freeze_layers", "dropout", "sdpa")
+TRAINING = ("from_scratch", "freeze_layers", "dropout", "sdpa", "condition", "speak_held_out")
+TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
 SPEAKING = ("speaker_wav", "output", "temperature", "top_k", "top_p", "repetition_penalty")
 
 METADATA = {
-    "recipe": str, "config": formats.CONFIG, "vocab": str, "language": str, "settings": dict, "licence": bool, "pretrained": bool,
-    "dvae": str, "carried": bool, "model_dir": (str, type(None)), "held_out?": [str],
+    "recipe": str, "stage?": {"gpt"}, "config": formats.CONFIG, "vocab": str, "language": str, "settings": dict, "licence": bool, "pretrained": bool,
+    "dvae": str, "carried": bool, "model_dir": (str, type(None)), "held_out?": [str], "text?": texts.SCHEMA,
+    "condition?": {"same", "other"}, "slice?": [int],
 }  # fmt: skip
+DVAE_METADATA = {"recipe": str, "stage": {"autoencoder", "dvae"}, "config": dict}
 EXCLUDES = (
     ("model_dir", "from_scratch", "the second starts without released weights; leave one of them out"),
     ("model_dir", "model_size", "a released model has its own shape; leave one of them out"),
@@ -47,12 +54,14 @@ EXCLUDES = (
     ("evaluate", "export", "give one of them"),
     *((flag, "synthesize", options.TRAINS) for flag in (*options.TRAINING, *TRAINING)),
     *((flag, "evaluate", options.TRAINS) for flag in TRAINING),
+    *texts.EXCLUDES,
 )
 NEEDS = (
     ("custom_model", ("model_dir",), "it holds the GPT only"),
     ("synthesize", ("speaker_wav",), "a reference clip of the voice"),
     *((flag, ("synthesize",), "") for flag in SPEAKING),
     ("model_size", ("from_scratch",), ""),
+    *texts.NEEDS,
 )
 
 
@@ -69,6 +78,8 @@ class Start:
     version: str | None
     resume: str | None
     export: str | None
+    condition: str | None
+    text: texts.TextOptions
 
 
 @dataclass
@@ -85,18 +96,23 @@ class Frozen:
         """Hz of the speech."""
         return OUTPUT_RATE if self.vocoder else SAMPLE_RATE
 
-    def to(self, device: torch.device) -> "Frozen":
-        for part in (self.dvae_mel, self.conditioning_mel, self.dvae, self.vocoder):
+    def to(self, device: torch.device, speaking: bool = True) -> "Frozen":
+        """All parts on a device, for training only those that make features and codes."""
+        listening = (self.dvae_mel, self.conditioning_mel, self.dvae.encoder, self.dvae.codebook)
+        for part in (*listening, self.dvae, self.vocoder) if speaking else listening:
             if part is not None:
                 part.to(device).eval().requires_grad_(False)
         return self
 
-    def speaker(self, waveforms: list[torch.Tensor]) -> torch.Tensor:
-        """The mean speaker vector (1, 512) of waveforms (T,) at 22.05 kHz, of 30 s of each."""
+    @torch.no_grad()
+    def codes(self, waveforms: torch.Tensor) -> torch.Tensor:
+        """The codes (B, n) of waveforms (B, T), in fp32. What follows a clip is silence, whatever else is in the batch."""
+        return self.dvae.codes(self.dvae_mel(F.pad(waveforms, (0, MARGIN))))
+
+    def speaker(self, waveforms: list[torch.Tensor], rate: int = SAMPLE_RATE) -> torch.Tensor:
+        """The mean speaker vector (1, 512) of waveforms (T,) at `rate` Hz, of 30 s of each."""
         with torch.autocast(waveforms[0].device.type, enabled=False), full_fp32(waveforms[0].device):
-            clips = [
-                torchaudio.functional.resample(w[: 30 * SAMPLE_RATE], SAMPLE_RATE, SPEAKER_RATE) for w in waveforms
-            ]
+            clips = [torchaudio.functional.resample(w[: 30 * rate], rate, SPEAKER_RATE) for w in waveforms]
         return torch.stack([self.vocoder.speaker_vector(clip[None]) for clip in clips]).mean(0)
 
 
@@ -108,8 +124,10 @@ def add_arguments(parser) -> None:
     start.add_argument("--from_scratch", action=options.OnOff, default=False, help="random weights")
     start.add_argument("--model_size", choices=list(formats.SIZES), help="shape of a model from scratch (demo)")
     start.add_argument("--language", default="am", metavar="CODE", help="language of the texts; one that the vocabulary lacks gets a token (am)")
+    start.add_argument("--condition", choices=["same", "other"], help="the voice comes from the clip that is learned, or from another one of its speaker (same; other from scratch)")
     start.add_argument("--version", choices=list(VERSIONS), help="the version that the weights should have; another is an error")
     start.add_argument("--export", type=options.path, metavar="DIR", help="write a folder that Coqui's XTTS loads; after training, or alone with --resume PATH or --model_dir")
+    texts.add_arguments(parser)
     speaking = parser.add_argument_group("speaking")
     speaking.add_argument("--synthesize", nargs="+", metavar="TEXT", help="speak texts, or a file with a text in each line, with the weights of --resume (CHECKPOINT_DIR/best.safetensors)")
     speaking.add_argument("--speaker_wav", nargs="+", type=options.path, metavar="FILE", help="reference clips of the voice")
@@ -118,6 +136,14 @@ def add_arguments(parser) -> None:
     speaking.add_argument("--top_k", type=options.COUNT, default=50, metavar="N", help="draw among the N likeliest codes; 0 = all (50)")
     speaking.add_argument("--top_p", type=options.number(float, 0.0, 1.0, open_low=True), default=0.85, metavar="P", help="draw among the likeliest codes with this probability in all (0.85)")
     speaking.add_argument("--repetition_penalty", type=options.number(float, 1.0, 100.0), default=5.0, metavar="X", help="divides the scores of codes that have been spoken (5)")
+    hidden = {"default": argparse.SUPPRESS, "help": "another name of the flag without enable_ or of --train_manifest, --val_manifest, --output_dir, --gradient_accumulation_steps"}
+    parser.add_argument("--enable_sdpa", dest="sdpa", action=options.OnOff, **hidden)
+    parser.add_argument("--enable_grad_checkpoint", dest="gradient_checkpointing", action=options.OnOff, **hidden)
+    parser.add_argument("--enable_mixed_precision", dest="mixed_precision", action="store_const", const="auto", **hidden)
+    parser.add_argument("--train_csv", dest="train_manifest", type=options.path, metavar="FILE", **hidden)
+    parser.add_argument("--eval_csv", dest="val_manifest", type=options.path, metavar="FILE", **hidden)
+    parser.add_argument("--output_path", dest="output_dir", type=options.path, metavar="DIR", **hidden)
+    parser.add_argument("--grad_acumm", dest="gradient_accumulation_steps", type=options.POSITIVE, metavar="N", **hidden)
     # fmt: on
 
 
@@ -137,8 +163,12 @@ def resolve(args) -> Start:
         raise UsageError(f"--speaker_wav {missing[0]}: no such file")
     if args.synthesize and (os.path.isdir(args.output) or not os.access(Path(args.output).parent, os.W_OK)):
         raise UsageError(f"--output {args.output}: it must be a file in a folder that exists and can be written")
-    if not (args.model_dir or args.from_scratch or args.resume or args.synthesize or args.evaluate):
+    goals = args.resume or args.synthesize or args.evaluate or args.show_text or args.check_data
+    if not (args.model_dir or args.from_scratch or goals):
         raise UsageError("training needs a model to start from: add --model_dir DIR (Coqui's files) or --from_scratch")
+    text, is_synthetic = texts.resolve(args, language), not (args.train_manifest or args.test_manifest)
+    if args.model_dir and is_synthetic and not (args.synthesize or args.show_text or TEXT_FLAGS & args.given):
+        text = replace(text, g2p=language == texts.AMHARIC)  # a released vocabulary lacks the letters of synthetic data
     return Start(
         given=args.given,
         model_dir=args.model_dir,
@@ -149,17 +179,25 @@ def resolve(args) -> Start:
         version=args.version,
         resume=args.resume,
         export=args.export,
+        condition=args.condition,
+        text=text,
     )
 
 
-def choose(start: Start, resumed: dict | None) -> tuple[dict, dict | None, Frozen]:
+def choose(
+    start: Start, resumed: dict | None, train_dvae: Callable[[dict], Path] | None = None
+) -> tuple[dict, dict | None, Frozen]:
     """The metadata of the model, the GPT's weights (None: random ones), and the frozen parts. `resumed` is the content of a
-    checkpoint. Raises `UsageError`."""
+    checkpoint. `train_dvae(config)` returns the folder of a DVAE for a new model without a vocoder. Raises `UsageError`."""
     if resumed:
         metadata = dict(resumed["metadata"])
+        metadata = {"condition": "same", "slice": SLICES["full"], **metadata}
         check_resumed(start, metadata, resumed["model"])
         model_dir = start.model_dir or metadata["model_dir"]
-        groups = released(model_dir)[0] if metadata["pretrained"] else random_parts(metadata["config"])
+        if metadata["pretrained"]:
+            groups = released(model_dir)[0]
+        else:
+            groups = own_parts(metadata["config"], model_dir, start.resume)
         tensors = resumed["model"]
     elif start.model_dir:
         groups, config, extras = released(start.model_dir)
@@ -168,25 +206,28 @@ def choose(start: Start, resumed: dict | None) -> tuple[dict, dict | None, Froze
         metadata = {
             "config": config, "vocab": extras["vocab"], "language": start.language, "settings": extras["config"],
             "licence": extras["licence"], "pretrained": True, "dvae": digest(groups["dvae"]),
-            "model_dir": os.path.abspath(start.model_dir), "carried": False,
+            "model_dir": os.path.abspath(start.model_dir), "carried": False, "condition": start.condition or "same",
+            "slice": SLICES["full"],
         }  # fmt: skip
         add_language(metadata, tensors)
     elif start.from_scratch:
         config = formats.SIZES[start.size]
-        memory.require_room(
-            sum(math.prod(s) for part in formats.expected_shapes(config).values() for s in part.values())
-        )
-        groups, tensors = random_parts(config), None
-        vocab = new_vocabulary(ETHIOPIC, [CARRIER, start.language], config["text_tokens"])
+        require_room(sum(math.prod(s) for part in formats.expected_shapes(config).values() for s in part.values()))
+        folder = None if config["hifigan"] else os.path.abspath(train_dvae(config))
+        groups, tensors = own_parts(config, folder), None
+        vocab = new_vocabulary(texts.CHARACTERS, [CARRIER, start.language], config["text_tokens"])
         metadata = {
             "config": {**config, "start_text": Vocabulary(vocab).start}, "vocab": vocab, "language": start.language,
-            "settings": {}, "licence": False, "pretrained": False, "dvae": digest(groups["dvae"]), "model_dir": None,
-            "carried": start.language != CARRIER,
+            "settings": {}, "licence": False, "pretrained": False, "dvae": digest(groups["dvae"]), "model_dir": folder,
+            "carried": start.language != CARRIER, "condition": start.condition or "other",
+            "slice": SLICES[start.size],
         }  # fmt: skip
     else:
         raise UsageError(
             "there is no checkpoint to resume, and nothing says where the model starts: --model_dir DIR or --from_scratch"
         )
+    if not resumed:
+        metadata["text"] = start.text.metadata()
     if digest(groups["dvae"]) != metadata["dvae"]:
         raise UsageError(
             "the DVAE is not the one that this GPT learned the codes of: name the same --model_dir as before"
@@ -197,12 +238,42 @@ def choose(start: Start, resumed: dict | None) -> tuple[dict, dict | None, Froze
     return metadata, tensors, frozen
 
 
+def reader(start: Start) -> tuple[texts.Texts | texts.FrontEnd, dict]:
+    """What reads texts as the model that the flags name does, and its configuration; without a vocabulary if they name none."""
+    if start.resume and start.resume != "auto":
+        metadata = checkpoint.read_weights(start.resume, RECIPE, METADATA)[1]
+    elif start.model_dir:
+        metadata = choose(start, None)[0]
+    else:
+        return texts.FrontEnd(start.language, start.text.metadata()), formats.SIZES["full"]
+    return texts.Texts(metadata, is_new=not start.resume), metadata["config"]
+
+
 def released(model_dir: str | None) -> tuple[dict, dict, dict]:
     if not model_dir or not os.path.isdir(model_dir):
         raise UsageError(
             f"the frozen parts come from {model_dir}, which is not there: name the folder with --model_dir"
         )
     return formats.read_model(model_dir)
+
+
+def own_parts(config: dict, folder: str | None, resume: str | None = None) -> dict:
+    """The frozen parts of a model from scratch: those that were trained into `folder`, which may have moved with the
+    checkpoint `resume`, or random ones. Raises `UsageError`."""
+    if folder is None:
+        return random_parts(config)
+    beside = Path(resume).parent / DVAE_FOLDER if resume and resume != "auto" else None
+    places = [place / "best.safetensors" for place in (Path(folder), beside) if place]
+    path = next(filter(os.path.exists, places), None)
+    if not path:
+        raise UsageError(f"the DVAE of this model is not in {folder}: name its folder with --model_dir")
+    tensors, _ = checkpoint.read_weights(path, RECIPE, DVAE_METADATA, "--model_dir")
+    dvae = {name.removeprefix("dvae."): tensor for name, tensor in tensors.items() if name.startswith("dvae.")}
+    stats = tensors.get("mel.mel_stats", torch.zeros(0))
+    weights.check_shapes(dvae, formats.expected_shapes(config)["dvae"], path, "XTTS")
+    if stats.shape != (config["mel_channels"],):
+        raise UsageError(f"{path}: it has not the deviations of {config['mel_channels']} bands")
+    return {"dvae": dvae, "hifigan_decoder": {}, "mel_stats": stats}
 
 
 def random_parts(config: dict) -> dict:
@@ -234,47 +305,6 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()[:32]
 
 
-def add_language(metadata: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """Gives a language that the vocabulary lacks a token, and the text embedding and head a row, like those that are there."""
-    vocabulary, config = Vocabulary(metadata["vocab"]), metadata["config"]
-    known, listed = metadata["language"] in vocabulary.languages, metadata["settings"].get("languages")
-    metadata["carried"] = not known or (isinstance(listed, list) and metadata["language"] not in listed)
-    if known:  # an export has the token, and its config.json the languages that Coqui speaks by their names
-        return
-    metadata["vocab"] = add_tokens(metadata["vocab"], [f"[{metadata['language']}]"])
-    count = Vocabulary(metadata["vocab"]).size - config["text_tokens"]
-    generator = torch.Generator().manual_seed(SEED)
-    for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
-        tensors[name] = torch.cat([tensors[name], new_rows(tensors[name], count, generator)])
-    metadata["config"] = {**config, "text_tokens": config["text_tokens"] + count}
-    print(
-        f"language {metadata['language']}: a new token; Coqui speaks it as language {CARRIER!r} with texts that begin with [{metadata['language']}]"
-    )
-
-
-class Texts:
-    """Texts to tokens: a known language has its prefix, another one its own after English's."""
-
-    def __init__(self, metadata: dict):
-        self.vocabulary = Vocabulary(metadata["vocab"])
-        self.language = metadata["language"]
-        self.unknown = self.vocabulary.unknown
-        self.is_carried = metadata["carried"]
-
-    def encode(self, text: str, language: str | None = None) -> list[int]:
-        language = language if language in self.vocabulary.languages else self.language
-        if self.is_carried and language == self.language:
-            return self.vocabulary.encode(f"[{language}]{text}", CARRIER)
-        return self.vocabulary.encode(text, language)
-
-
-def romanise(text: str) -> str:
-    """Amharic in Latin letters by the names of its syllables, for synthetic data: ሰላም becomes salaame. Not a transliteration."""
-    names = (unicodedata.name(character, "") for character in normalise(text))
-    letters = (name.split()[-1].lower() if name.startswith("ETHIOPIC SYLLABLE") else None for name in names)
-    return "".join(letter or character for letter, character in zip(letters, normalise(text), strict=True))
-
-
 def check_version(start: Start, config: dict) -> None:
     if start.version and VERSIONS[start.version] != config["text_tokens"]:
         rows = f"its vocabulary has {VERSIONS[start.version]} tokens, and these weights have {config['text_tokens']}"
@@ -293,12 +323,15 @@ def check_resumed(start: Start, metadata: dict, tensors: dict) -> None:
     conflicts = []
     if "language" in start.given and start.language != metadata["language"]:
         conflicts.append(f"--language {start.language} (the checkpoint has {metadata['language']})")
-    if start.model_dir and not metadata["pretrained"]:
+    if start.model_dir and not metadata["pretrained"] and not metadata["model_dir"]:
         conflicts.append(f"--model_dir {start.model_dir} (the checkpoint's model began from scratch)")
+    if start.condition not in (None, metadata["condition"]):
+        conflicts.append(f"--condition {start.condition} (the checkpoint has {metadata['condition']})")
     if start.from_scratch and metadata["pretrained"]:
         conflicts.append("--from_scratch (the checkpoint's model began from released weights)")
     if "model_size" in start.given and formats.SIZES[start.size]["d_model"] != config["d_model"]:
         conflicts.append(f"--model_size {start.size} (the checkpoint's model is {config['d_model']} wide)")
+    conflicts += texts.conflicts(start.given, start.text, metadata)
     if conflicts:
         raise UsageError(
             f"{', '.join(conflicts)} conflicts with the checkpoint: leave it out to continue, or choose another --output_dir"
@@ -312,15 +345,6 @@ def learning_rate(metadata: dict) -> float:
 def count_parameters(start: Start) -> int:
     config = released(start.model_dir)[1] if start.model_dir else formats.SIZES[start.size]
     return sum(map(math.prod, formats.expected_shapes(config)["gpt"].values()))
-
-
-def texts_of(wanted: list[str]) -> list[str]:
-    """The texts of --synthesize: a name of a file stands for its lines. Raises `UsageError`."""
-    lines = [files.read_text(wanted[0]).splitlines()] if len(wanted) == 1 and os.path.isfile(wanted[0]) else [wanted]
-    texts = list(filter(None, map(normalise, lines[0])))
-    if not texts:
-        raise UsageError("--synthesize: there is no text")
-    return texts
 
 
 def numbered(output: str, number: int, count: int) -> Path:

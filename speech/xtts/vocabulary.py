@@ -3,8 +3,10 @@
 Special tokens stand for the language, which comes first, and for spaces: "[en]how[SPACE]are[SPACE]you". V is the number of
 rows that the model's embedding needs: the largest id plus one."""
 
+import itertools
 import json
 import re
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -71,6 +73,13 @@ class Vocabulary:
             raise UsageError(f"a text has no language: give one of {', '.join(self.languages)}")
         return self._tokenizer.encode(f"[{code}]{text}".replace(" ", SPACE)).ids
 
+    def lacking(self, text: str) -> list[str]:
+        """The characters of a text that the vocabulary lacks, in order, each once."""
+        spaced = text.replace(" ", SPACE)
+        encoding = self._tokenizer.encode(spaced)
+        spans = [span for token, span in zip(encoding.ids, encoding.offsets, strict=True) if token == self.unknown]
+        return list(dict.fromkeys(itertools.chain.from_iterable(spaced[first:last] for first, last in spans)))
+
     def decode(self, tokens: list[int]) -> str:
         """The text of ids below V, without START and STOP. Languages and the unknown token are written out."""
         names = [self._tokenizer.id_to_token(int(token)) or UNKNOWN for token in tokens]
@@ -111,25 +120,70 @@ def _parse(text: str) -> dict:
 def add_tokens(text: str, tokens: list[str]) -> str:
     """The text of a vocab.json in which `tokens` are special added tokens, which are never split. Those that are in the
     vocabulary keep their ids, the others get V, V + 1, ... in order. Raises `UsageError`."""
-    before = Vocabulary(text)
-    content, size = _parse(text), before.size
+    content, size = _with_all_ids(text)
     added = content["added_tokens"] = content.get("added_tokens") or []
-    special = {token["content"] for token in added}
-    ids = content["model"]["vocab"]
-    # Special tokens that are not in `vocab` are numbered after it, and would move.
-    ids |= {token: before._tokenizer.token_to_id(token) for token in special}
-    if len({*ids.values()}) < len(ids):
-        raise _refused("two of its tokens have one id")
+    special, ids = {token["content"] for token in added}, content["model"]["vocab"]
     for token in dict.fromkeys(tokens):
         if token in special:
             continue
-        if token not in ids:
-            ids[token] = size
-            size += 1
+        size += _number(ids, token, size)
         added.append({"id": ids[token], "content": token, **dict.fromkeys(_plain(_FLAGS), False), "special": True})
-    changed = json.dumps(content, ensure_ascii=False)
-    Vocabulary(changed)
-    return changed
+    return _checked(content, size)
+
+
+def add_pieces(text: str, characters: Iterable[str], merges: Iterable[tuple[str, str]]) -> str:
+    """The text of a vocab.json that also has `characters` and, after its own, `merges`, which are pairs of its tokens. New
+    tokens get V, V + 1, ... in order. Raises `UsageError`."""
+    content, size = _with_all_ids(text)
+    model = content["model"]
+    ids, known = model["vocab"], model["merges"]
+    pairs = {tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in known}
+    for character in characters:
+        size += _number(ids, character, size)
+    for pair in merges:
+        size += _number(ids, "".join(pair), size)
+        if pair not in pairs:
+            known.append(list(pair) if known and isinstance(known[0], list) else " ".join(pair))
+    return _checked(content, size)
+
+
+def _with_all_ids(text: str) -> tuple[dict, int]:
+    """The content of a vocab.json in which special tokens have ids too, and V. Those that are not in `vocab` are numbered
+    after it, and would move. Raises `UsageError`."""
+    before = Vocabulary(text)
+    content = _parse(text)
+    ids = content["model"]["vocab"]
+    ids |= {token: before._tokenizer.token_to_id(token) for token in before._special}
+    if len({*ids.values()}) < len(ids):
+        raise _refused("two of its tokens have one id")
+    return content, before.size
+
+
+def _number(ids: dict[str, int], token: str, size: int) -> int:
+    """Gives a token without an id the id `size`. Returns the number of new ids, 0 or 1."""
+    return int(ids.setdefault(token, size) == size)
+
+
+def _checked(content: dict, size: int) -> str:
+    if size > MOST_TOKENS:
+        raise UsageError(f"the vocabulary would have {size} tokens, and the most is {MOST_TOKENS}: add fewer")
+    text = json.dumps(content, ensure_ascii=False)
+    Vocabulary(text)
+    return text
+
+
+def learn_merges(words: Mapping[str, int], count: int) -> list[tuple[str, str]]:
+    """The merges of a byte-pair encoding that makes at most `count` tokens of the characters of `words`, which are given with
+    their frequencies. Pairs that occur once are not merged."""
+    tokenizers = require("tokenizers", "the vocabulary")
+    if not words:
+        return []
+    learner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    size = len(set().union(*words)) + min(count, MOST_TOKENS)  # the trainer reserves memory for so many
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, min_frequency=2, show_progress=False)
+    learner.train_from_iterator(itertools.chain.from_iterable(map(itertools.repeat, words, words.values())), trainer)
+    merges = json.loads(learner.to_str())["model"]["merges"]
+    return [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in merges]
 
 
 def new_vocabulary(characters: str, languages: list[str], size: int) -> str:

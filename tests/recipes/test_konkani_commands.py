@@ -175,7 +175,11 @@ def test_a_bad_file_is_named_and_with_skip_bad_audio_listed(konkani, flags, tmp_
     status, _, err = run(recipe, *flags)
     assert status == 1 and err.splitlines()[-1].startswith(f"error: {audio} ") and "--skip_bad_audio" in err
     assert "Traceback" not in err
-    ran(recipe, *flags, "--skip_bad_audio")
+    assert not (tmp_path / "checkpoints" / "best.safetensors").exists()
+    out = ran(recipe, *flags[:-2], "--check_data", "--output_dir", tmp_path / "checked")
+    assert f"1  audio cannot be decoded\n           {tmp_path}/train.json:7: {audio}: {audio} " in out
+    assert out.endswith("can be used\n") and not (tmp_path / "checked" / "checkpoints").exists()
+    ran(recipe, *flags, "--skip_bad_audio", "--no_check_audio")
     lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert [line["file"] for line in lines if line.get("event") == "skipped"] == [str(audio)]
 

@@ -21,7 +21,7 @@ from common.loop import run_window
 from recipes import xtts_amharic as recipe
 from speech.columns import Corpus
 from speech.corpus import Checks, load_corpus
-from speech.xtts import formats, inference
+from speech.xtts import codec_training, formats, inference, speaking, texts
 from speech.xtts import start as starts
 from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, code_count
 from speech.xtts.vocabulary import Vocabulary
@@ -33,11 +33,12 @@ CPU = torch.device("cpu")
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "xtts"
 COQUI = json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"] | {"hifigan": False}
 SMALL = formats.shape(
-    16, 2, 2, 400, 32, latents=8, perceiver_heads=2, perceiver_head_dim=8, code_dim=16, dvae_hidden=16, hifigan=False
+    16, 2, 2, 450, 32, latents=8, perceiver_heads=2, perceiver_head_dim=8, code_dim=16, dvae_hidden=16, hifigan=False
 )
 TEXTS = ("ሰላም", "ቤት ውሃ", "ዳቦ", "ቡና ወተት ሥጋ", "መንገድ", "ከተማ ሰው", "ሴት ልጅ አባት", "እናት")
 SECONDS = (0.9, 0.5, 3.4, 0.7, 1.0, 0.6, 2.0, 1.1)
 WEIGHTS = recipe.LOSS_WEIGHTS
+SLICE = starts.SLICES["full"]
 
 
 def small_vocoder(d_model: int) -> HifiDecoder:
@@ -54,6 +55,16 @@ def tiny():
         yield
 
 
+def write_dvae(folder: Path) -> Path:
+    """The folder of a random DVAE as the second run of `train_dvae` leaves it."""
+    torch.manual_seed(0)
+    coder = codec_training.Coder(SMALL, torch.full((80,), 4.0), quantised=True)
+    metadata = {"recipe": recipe.RECIPE, "stage": "dvae", "config": SMALL}
+    folder.mkdir()
+    checkpoint.save_weights(folder / "best.safetensors", coder, metadata, {})
+    return folder
+
+
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory) -> tuple[str, Corpus]:
     """The manifest and the corpus of eight clips of noise with the texts TEXTS."""
@@ -66,6 +77,7 @@ def noise(tmp_path_factory) -> tuple[str, Corpus]:
     (folder / "train.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
     corpus, _ = load_corpus(str(folder / "train.csv"), recipe.text.normalise, Checks(max_duration=11.6))
     assert len(corpus) == 8
+    write_dvae(folder / "dvae")
     return str(folder / "train.csv"), corpus
 
 
@@ -88,20 +100,20 @@ def make_frozen(dtype=torch.float64) -> starts.Frozen:
     return frozen.to(CPU)
 
 
-def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True) -> recipe.Utterances:
+def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True, slices=SLICE, condition="same"):
+    """The noise as released weights are trained on it, unless told otherwise."""
     path, corpus = noise
     args = runs.parse(recipe, "--train_manifest", path, "--from_scratch", *flags)
-    metadata, weights, _ = starts.choose(recipe.resolve(args), None)
-    assert weights is None
-    return recipe.Utterances(args, corpus, starts.Texts(metadata), training)
+    metadata, weights, _ = starts.choose(recipe.resolve(args), None, lambda _: Path(path).with_name("dvae"))
+    assert weights is None and metadata["condition"] == "other" and metadata["slice"] == starts.SLICES["demo"]
+    metadata |= {"condition": condition, "slice": slices}
+    return recipe.Utterances(args, corpus, texts.Texts(metadata), metadata, training)
 
 
 def make_items(noise, dtype=torch.float64) -> list[dict]:
     """The eight utterances with slices of a tenth of the usual length, which take a tenth of the time."""
-    data = make_utterances(noise)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "SLICE", tuple(length // 10 for length in recipe.SLICE))
-        items = [data.item(index, 1) for index in range(len(data))]
+    data = make_utterances(noise, slices=[length // 10 for length in SLICE])
+    items = [data.item(index, 1) for index in range(len(data))]
     return [{**item, "audio": item["audio"].to(dtype), "slice": item["slice"].to(dtype)} for item in items]
 
 
@@ -142,8 +154,7 @@ def theirs() -> recipe.GPT:
 
 def stub(codes: torch.Tensor, mels: torch.Tensor) -> SimpleNamespace:
     """Frozen parts that give these codes (B, n) and conditioning mels (B, 80, F), whatever the waveforms are."""
-    dvae = SimpleNamespace(codes=lambda mel: codes)
-    return SimpleNamespace(dvae_mel=lambda waveforms: waveforms, dvae=dvae, conditioning_mel=lambda waveforms: mels)
+    return SimpleNamespace(codes=lambda waveforms: codes, conditioning_mel=lambda waveforms: mels)
 
 
 def coqui_batch(cases: dict, rows: list[int]) -> tuple[dict, SimpleNamespace]:
@@ -151,7 +162,7 @@ def coqui_batch(cases: dict, rows: list[int]) -> tuple[dict, SimpleNamespace]:
         {
             "audio": torch.zeros(int(cases["wav_lengths"][row])), "tokens": cases["text"][row, : cases["text_lengths"][row]],
             "slice": torch.zeros(1), "heard": (0, 0), "codes": code_count(int(cases["wav_lengths"][row])),
-            "name": str(row), "index": row,
+            "language": "en", "name": str(row), "index": row,
         }
         for row in rows
     ]  # fmt: skip
@@ -255,9 +266,9 @@ def test_padding_changes_nothing(noise):
     items, model, frozen = make_items(noise), make_model(), make_frozen()
     together = recipe.compute_loss(model, moved(items), frozen)
     alone = dict.fromkeys(together, 0.0)
-    codes = recipe.codes_of(frozen, moved(items))
+    codes = frozen.codes(moved(items)["audio"])
     for row, item in enumerate(items):
-        own = recipe.codes_of(frozen, moved([item]))[0, : item["codes"]]
+        own = frozen.codes(moved([item])["audio"])[0, : item["codes"]]
         assert torch.equal(own, codes[row, : item["codes"]]) and len(own.unique()) > 3
         alone = {name: alone[name] + value for name, value in recipe.compute_loss(model, moved([item]), frozen).items()}
     for name, value in together.items():
@@ -373,9 +384,9 @@ def test_positions_one_after_the_other_are_a_full_forward(sdpa):
 @torch.no_grad()
 def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(noise):
     items, model, frozen = make_items(noise), make_model().eval(), make_frozen()
-    together = recipe.evaluate(frozen, model, [recipe.collate(items)])
-    apart = recipe.evaluate(frozen, model, [recipe.collate([item]) for item in items])
-    nothing = recipe.evaluate(frozen, model, [])
+    together = recipe.evaluate(frozen, ["am"], model, [recipe.collate(items)])
+    apart = recipe.evaluate(frozen, ["am"], model, [recipe.collate([item]) for item in items])
+    nothing = recipe.evaluate(frozen, ["am"], model, [])
     assert together.keys() == apart.keys() == nothing.keys() == set(WEIGHTS)
     for name, (total, count) in together.items():
         assert apart[name] == (pytest.approx(total, rel=1e-10), count) and count > 0 and nothing[name] == (0, 0)
@@ -405,7 +416,7 @@ def test_ten_thousand_slices(noise, monkeypatch, seconds):
     if seconds < 3:
         assert set(lengths) == {samples // 2}
     else:
-        assert all(recipe.SLICE[0] <= length <= recipe.SLICE[1] or length == samples // 2 for length in lengths)
+        assert all(SLICE[0] <= length <= SLICE[1] or length == samples // 2 for length in lengths)
 
 
 def test_the_slice_depends_on_seed_epoch_and_clip_alone(noise):
@@ -425,7 +436,7 @@ def test_the_slice_depends_on_seed_epoch_and_clip_alone(noise):
 @torch.no_grad()
 def test_the_counts_are_those_of_the_targets_and_no_stop_is_lost(noise, monkeypatch):
     items, model, frozen = make_items(noise), make_model(), make_frozen()
-    codes, batch, targets = recipe.codes_of(frozen, moved(items)), moved(items), {}
+    codes, batch, targets = frozen.codes(moved(items)["audio"]), moved(items), {}
     cross_entropy = recipe.F.cross_entropy
 
     def spy(logits, wanted, reduction):
@@ -560,9 +571,9 @@ def small(d_model):
 formats.HifiDecoder = start.HifiDecoder = small
 """
 PLAIN = (
-    "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1 --save_every 1 --log_every 1 --eval_every 1".split()
+    "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1 --save_every 1 --log_every 1 --eval_every 1 --speak_held_out 0".split()
 )
-LONG = "--max_steps 4 --save_every 1 --eval_every 2 --log_every 1 --keep_last 9 --batch_size 1 --gradient_accumulation_steps 2 --learning_rate 1e-3".split()
+LONG = "--speak_held_out 0 --max_steps 4 --save_every 1 --eval_every 2 --log_every 1 --keep_last 9 --batch_size 1 --gradient_accumulation_steps 2 --learning_rate 1e-3".split()
 
 
 def write_released(folder: Path, seed: int = 0, vocab: dict = VOCAB) -> Path:
@@ -650,10 +661,10 @@ def test_a_language_that_the_vocabulary_lacks_gets_a_token(tuned, places):
     assert "language am: a new token" in out and metadata["carried"] and metadata["config"]["text_tokens"] == ROWS + 1
     for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
         assert len(best[name]) == len(before[name]) + 1
-    texts = starts.Texts(metadata)
+    reader = texts.Texts(metadata)
     ids = VOCAB["model"]["vocab"]
-    assert vocabulary.encode("[am]no", "en") == [ids["[en]"], ROWS, ids["n"], ids["o"]] == texts.encode("no")
-    assert texts.encode("no", "de") == [ids["[de]"], ids["n"], ids["o"]]
+    assert vocabulary.encode("[am]no", "en") == [ids["[en]"], ROWS, ids["n"], ids["o"]] == reader.encode("no")
+    assert reader.encode("no", "de") == [ids["[de]"], ids["n"], ids["o"]]
 
 
 def test_new_rows_are_drawn_like_the_old_ones(places, capsys):
@@ -672,7 +683,7 @@ def test_a_language_that_the_vocabulary_has_gets_none(places, tmp_path):
     ran(recipe, *tuning(places, *PLAIN), "--max_steps", "1", "--language", "de", "--output_dir", tmp_path)
     metadata = newest(tmp_path, recipe)["metadata"]
     assert not metadata["carried"] and metadata["config"]["text_tokens"] == ROWS
-    assert starts.Texts(metadata).encode("no")[0] == VOCAB["model"]["vocab"]["[de]"]
+    assert texts.Texts(metadata).encode("no")[0] == VOCAB["model"]["vocab"]["[de]"]
 
 
 def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, tmp_path):
@@ -687,10 +698,12 @@ def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, 
     corpus, _ = load_corpus(json_lines(tmp_path / "m.json", rows), recipe.text.normalise, Checks())
     args = runs.parse(recipe, *tuning(places))
     metadata, _, _ = starts.choose(recipe.resolve(args), None)
-    texts = starts.Texts(metadata)
-    assert len(recipe.drop_untrainable(corpus, "train set", texts, metadata["config"], True)) == 4
-    german, *others = recipe.Utterances(args, corpus, texts, training=True).tokens
-    assert german == texts.encode("no", "de") and others == [texts.encode("no")] * 3
+    reader = texts.Texts(metadata)
+    assert len(recipe.check_sets(args, {"val": corpus}, reader, metadata["config"])["val"]) == 4
+    data = recipe.Utterances(args, corpus, reader, metadata, training=True)
+    german, *others = data.tokens
+    assert german == reader.encode("no", "de") and others == [reader.encode("no")] * 3
+    assert [data.item(index, 0)["language"] for index in range(4)] == ["de", "am", "am", "am"]
     assert german[0] == VOCAB["model"]["vocab"]["[de]"] and german[1:] == others[0][2:]
 
 
@@ -769,7 +782,7 @@ def test_a_run_from_scratch_and_its_frozen_parts(noise, tmp_path):
     ] and formats.LICENCE not in out
     assert "(step 2)" in ran(recipe, *flags, "--max_steps", "3", "--resume", "auto")
     metadata = newest(tmp_path, recipe)["metadata"]
-    assert not metadata["licence"] and not metadata["pretrained"] and metadata["config"]["text_tokens"] == 400
+    assert not metadata["licence"] and not metadata["pretrained"] and metadata["config"]["text_tokens"] == 450
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -788,7 +801,7 @@ def test_a_window_that_overflows_is_skipped_and_training_recovers(places, tmp_pa
             assert not all(bool(value.isfinite()) for value in terms.values())
         return terms
 
-    monkeypatch.setattr(recipe, "SLICE", (6_615, 13_230))  # convolutions in fp16 are slow on a CPU
+    monkeypatch.setitem(starts.SLICES, "full", [6_615, 13_230])  # convolutions in fp16 are slow on a CPU
     monkeypatch.setattr(recipe, "compute_loss", overflowing)
     flags = ["--mixed_precision", precision, "--max_steps", "5", "--eval_every", "5", "--output_dir", tmp_path]
     ran(recipe, *tuning(places, *PLAIN, *flags))
@@ -868,7 +881,7 @@ def test_an_export_is_fine_tuned_again(tuned, places, tmp_path):
     ran(recipe, *flags, "--model_dir", tuned[0] / "coqui")
     metadata, before = newest(tmp_path, recipe)["metadata"], newest(tuned[0], recipe)["metadata"]
     assert metadata["config"] == before["config"] and metadata["vocab"] == before["vocab"]
-    assert starts.Texts(metadata).encode("no") == starts.Texts(before).encode("no"), "another prefix than before"
+    assert texts.Texts(metadata).encode("no") == texts.Texts(before).encode("no"), "another prefix than before"
 
 
 def test_texts_are_spoken_with_the_vocoder(tuned, places, tmp_path):
@@ -978,9 +991,10 @@ def test_mistakes_are_answered_in_one_line_before_anything_is_trained(line, mess
 
 
 def test_what_has_no_positions_or_no_letters_is_rejected(places, tmp_path):
-    texts = ("a" * 57, "a" * 56, "ኩኩ።", "on", "on")  # the texts have 60 positions, 4 of them for other tokens
-    rows = [f"{places.folder}/{number}.wav|{text}|a" for number, text in enumerate(texts)]
-    soundfile.write(tmp_path / "long.wav", np.full(76 * 1024 + 1, 0.1), SAMPLE_RATE)
+    written = ("a" * 57, "a" * 56, "ኩኩ።", "on", "on")  # the texts have 60 positions, 4 of them for other tokens
+    rows = [f"{places.folder}/{number}.wav|{text}|a" for number, text in enumerate(written)]
+    samples = np.random.default_rng(0).normal(size=76 * 1024 + 1) * 0.1
+    soundfile.write(tmp_path / "long.wav", samples.clip(-1, 1), SAMPLE_RATE)
     rows.append(f"{tmp_path}/long.wav|no|a")
     (tmp_path / "m.csv").write_text("\n".join(["audio_file|text|speaker_name", *rows]), encoding="utf-8")
     flags = [*PLAIN, "--max_steps", "1", "--output_dir", tmp_path]
@@ -1005,8 +1019,10 @@ def test_a_model_that_says_nothing(places, with_vocoder, capsys):
     if not with_vocoder:
         frozen.vocoder = None
     voice = [torch.randn(SAMPLE_RATE) * 0.1]
-    waveform, rate = recipe.speak(model, frozen, starts.Texts(metadata), "hello. no", voice, inference.Sampling())
-    assert rate == frozen.rate and waveform.ndim == 1 and bool(waveform.isfinite().all())
+    encode, settings = texts.Texts(metadata).encode, inference.Sampling()
+    voice = speaking.voice_of(model, frozen, voice)
+    waveform = speaking.speak(model, frozen, encode, "hello. no", voice, settings, 56)
+    assert waveform.ndim == 1 and bool(waveform.isfinite().all())
 
 
 def test_sentences_of_a_batch_that_end_at_different_times_are_as_alone():

@@ -35,6 +35,11 @@ def test_the_flags_become_checks():
     flags = "--min_duration 0.5 --max_duration 9 --audio_root a --max_samples 4 --strict_data --use_chunking"
     assert splits.resolve(parse(*flags.split())) == Checks(0.5, 9, "a", splits.Path("logs/cache"), True, 4, True, 3)
     assert splits.resolve(parse(), ["a1", "b2"]).held_out == ("a1", "b2")
+    assert not splits.resolve(parse()).listen  # the demo's audio is known
+    for manifest_flag in ("--train_manifest", "--test_manifest"):
+        assert splits.resolve(parse(manifest_flag, "m.json")).listen
+        assert not splits.resolve(parse(manifest_flag, "m.json", "--no_check_audio")).listen
+    assert [splits.resolve(parse(*flags)).skip_bad_audio for flags in ([], ["--skip_bad_audio"], ["--check_data"])] == [False, True, True]  # fmt: skip
     with pytest.raises(UsageError) as error:
         splits.resolve(parse("--min_duration", "30"))
     assert str(error.value) == "--min_duration 30 is not below --max_duration 30"
@@ -44,7 +49,8 @@ def test_the_tables_of_contradictions_name_flags():
     known = set(vars(parse()))
     for flag, needed, extra in splits.NEEDS:
         assert {flag, *needed} <= known and isinstance(extra, str)
-    assert splits.EXCLUDES == ()
+    for flag, other, reason in splits.EXCLUDES:
+        assert {flag, other} <= known and reason
 
 
 # --- splits ----------------------------------------------------------------------------------------------------------

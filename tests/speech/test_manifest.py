@@ -545,11 +545,11 @@ def test_a_corrupt_cache_is_ignored(tmp_path, wav, json_lines, looked_at, damage
     if damage == "half":
         cache.write_bytes(cache.read_bytes()[: cache.stat().st_size // 2])
     elif damage == "wrong shape":
-        np.savez(cache, stamps=np.zeros((2, 2), dtype=np.int64), seconds=np.zeros(2))
+        np.savez(cache, stamps=np.zeros((2, 2), dtype=np.int64), values=np.zeros((2, 1)))
     elif isinstance(damage, str):
         stamps = np.load(cache)["stamps"]
-        values = {"two columns": np.ones((1, 2)), "not numbers": np.array(["one"]), "infinite": np.array([np.inf])}
-        np.savez(cache, stamps=stamps, seconds=values[damage])
+        values = {"two columns": np.ones((1, 2)), "not numbers": np.array([["one"]]), "infinite": np.array([[np.inf]])}
+        np.savez(cache, stamps=stamps, values=values[damage])
     else:
         cache.write_bytes(damage)
     looked_at.clear()
@@ -722,7 +722,7 @@ def test_a_header_of_unknown_size_does_not_mean_truncation(tmp_path, wav, json_l
 
 # --- hostile manifests -----------------------------------------------------------------------------------------------
 
-AUDIO_COLUMNS = "audio_filepath, audio_file, file_name, path, audio, wav, filename"
+AUDIO_COLUMNS = "audio_filepath, audio_file, file_name, path, audio, wav, filename, file"
 NO_TEXT = "manifest {path} is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)"
 NO_HEADER = f"manifest {{path}}: its first line names no audio column (one of {AUDIO_COLUMNS}); it has: "
 HOSTILE_MANIFESTS = {  # name: (file name, content, message)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from common.errors import UsageError
-from speech.xtts.vocabulary import Vocabulary, add_tokens, new_rows, new_vocabulary
+from speech.xtts.vocabulary import Vocabulary, add_pieces, add_tokens, learn_merges, new_rows, new_vocabulary
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "xtts"
 TEXT = (FIXTURES / "vocab.json").read_text(encoding="utf-8")
@@ -67,6 +67,22 @@ def test_decoding_leaves_out_start_and_stop():
     assert VOCABULARY.decode([10**6]) == "[UNK]"
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["[am]", "[SPACE]", "the", " ", "ሀ", "ቡ", "ናቡ", "x", "[", "ж", "𝒳", "1"]) | st.text(max_size=3)
+    )
+)
+def test_the_characters_that_the_vocabulary_lacks(parts):
+    text = "".join(parts)
+    lacking = VOCABULARY.lacking(text)
+    assert bool(lacking) == (VOCABULARY.unknown in VOCABULARY.encode(text)) and len({*lacking}) == len(lacking)
+    ids = json.loads(TEXT)["model"]["vocab"]
+    assert all(character in text and character not in ids for character in lacking)
+    for character in {*text}.difference(ids, "[]" + "SPACEam") - {*filter(str.isspace, text)}:
+        assert character in lacking or VOCABULARY.encode(character)[1:] == []
+
+
 # --- larger and new ones ---------------------------------------------------------------------------------------------
 
 
@@ -98,6 +114,33 @@ def test_a_vocabulary_with_an_id_for_two_tokens_is_not_extended():
     content["model"]["vocab"]["off"] = 20
     with pytest.raises(UsageError, match="two of its tokens have one id"):
         add_tokens(json.dumps(content), ["[ti]"])
+
+
+@pytest.mark.parametrize("form", ["text", "pairs"])
+def test_added_pieces_are_merged_and_older_ids_stay(form):
+    content = json.loads(TEXT)
+    content["model"]["vocab"].pop("[am]")  # now it is special, but not in `vocab`, and would move
+    if form == "pairs":
+        content["model"]["merges"] = [pair.split(" ") for pair in content["model"]["merges"]]
+    merges = [("ለ", "መ"), ("ቡ", "ና"), ("x", "y"), ("xy", "z"), ("ቡና", "ለመ")]  # the first is there; "xyz" had no merges
+    text = add_pieces(json.dumps(content), ["ቡ", "ና", "ሀ"], merges)
+    larger, peer, size = Vocabulary(text, "am"), Tokenizer.from_str(text), VOCABULARY.size
+    ids = peer.get_vocab()
+    assert [ids[token] for token in ("ቡ", "ና", "ቡና", "xy", "ቡናለመ")] == [*range(size, size + 5)]
+    assert larger.size == size + 5 and PEER.get_vocab().items() <= ids.items()
+    assert larger.encode("ቡናለመ xyz") == [ids["[am]"], ids["ቡናለመ"], ids["[SPACE]"], ids["xyz"]]
+    merges = json.loads(text)["model"]["merges"]
+    assert len(merges) == len(content["model"]["merges"]) + 4 and {type(pair) for pair in merges} == {type(merges[0])}
+    assert add_pieces(text, ["ቡ"], [("ቡ", "ና")]) == text
+    with pytest.raises(UsageError, match=r"vocab\.json is refused"):
+        add_pieces(TEXT, ["\ud800"], [])
+
+
+def test_merges_are_learned_from_frequencies():
+    words = {"ሰላም": 5, "ሰላ": 1, "ቡና": 2, "ቤት": 1}
+    merges = learn_merges(words, 100)
+    assert merges[0] == ("ሰ", "ላ") and {("ቡ", "ና"), ("ሰላ", "ም")} == {*merges[1:]}, "ቤት occurs once"
+    assert learn_merges(words, 10**12) == merges and learn_merges(words, 1) == merges[:1] and learn_merges({}, 9) == []
 
 
 @pytest.mark.parametrize("tokens", [[""], ["\ud800"]])

@@ -1,0 +1,133 @@
+"""Checks of the speech that a TTS model learns from: rates, speakers, what training and evaluation share."""
+
+import os
+import unicodedata
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from speech.columns import Corpus, Rejections, report_rejections
+
+RATED_CLIPS = 20  # of a speaker, at least: fewer do not say how fast the speaker talks
+DEVIATIONS, NORMAL = 3.0, 1.4826  # robust deviations; deviations in a median absolute deviation of normal data
+LEAST_DEVIATION = 0.15  # of the logarithm of a rate, so that even speech is not rejected for being even
+SHORT_CLIP, SHORT_TOLERANCE = 2.0, 2.0  # seconds; rates of one word vary about twice as much
+LITTLE_SPEECH = 6.0  # seconds of a speaker: less does not define a voice
+LITTLE_DATA = 180.0  # seconds of a training set
+MOST_SPEAKERS = 20  # lines of the table of speakers
+
+Fault = Callable[[Corpus, int], tuple[str, str] | None]  # (reason, details) to reject an utterance
+
+
+def check_speech(sets: dict[str, Corpus], strict: bool, fault: Fault | None = None) -> dict[str, Corpus]:
+    """The sets without the utterances that harm the training of a TTS model: those that `fault(corpus, index)` rejects with
+    (reason, details), those spoken much faster or slower than their speaker's others, and in "train" speakers with hardly
+    any speech. Prints a table for each set and a description of "train". Raises `DataError` if a set is empty then, or if
+    `strict` and anything was rejected."""
+    tables = {name: Rejections() for name in sets}
+    checked = {}
+    for name, corpus in sets.items():
+        problems: dict[int, tuple[str, str]] = {}
+        if fault:
+            results = ((index, fault(corpus, index)) for index in range(len(corpus)))
+            problems |= {index: problem for index, problem in results if problem}
+        problems = speaking_rate(corpus) | problems
+        corpus = _without(corpus, problems, tables[name])
+        if name == "train":
+            corpus = _without(corpus, little_speech(corpus), tables[name])
+        checked[name] = corpus
+    if "train" in checked:
+        for name in checked.keys() - {"train"}:
+            overlap(checked["train"], checked[name], tables[name])
+    for name, corpus in checked.items():
+        if tables[name].total or tables[name].notes:
+            report_rejections(f"{name} set, checked as speech", corpus.seconds, tables[name], strict)
+    if "train" in checked:
+        describe(checked["train"])
+    return checked
+
+
+def _without(corpus: Corpus, problems: dict[int, tuple[str, str]], rejected: Rejections) -> Corpus:
+    for index in sorted(problems):
+        reason, details = problems[index]
+        rejected.add(reason, f"{corpus.where(index)}: {details}")
+    return corpus.select(np.setdiff1d(np.arange(len(corpus)), list(problems))) if problems else corpus
+
+
+def letters(text: str) -> int:
+    """The number of letters and marks in a text."""
+    return sum(unicodedata.category(character)[0] in "LM" for character in text)
+
+
+def speaking_rate(corpus: Corpus) -> dict[int, tuple[str, str]]:
+    """{index: (reason, details)} of clips with far more or fewer letters a second than their speaker's others, which often
+    means that the text is not the one that is spoken. Rates are compared by their logarithms, to the median of a speaker
+    with at least RATED_CLIPS clips; clips under SHORT_CLIP seconds vary more and are allowed to."""
+    problems = {}
+    counts = np.array([letters(text) for text in corpus.texts], dtype=float)
+    speakers = np.array(corpus.speakers.codes, dtype=np.int64)
+    rated = np.flatnonzero((counts > 0) & (corpus.seconds > 0))
+    rated = rated[np.argsort(speakers[rated], kind="stable")]
+    for rows in np.split(rated, np.flatnonzero(np.diff(speakers[rated])) + 1):
+        if len(rows) < RATED_CLIPS:
+            continue
+        rates = np.log(counts[rows] / corpus.seconds[rows])
+        median = float(np.median(rates))
+        deviation = max(NORMAL * float(np.median(np.abs(rates - median))), LEAST_DEVIATION)
+        limits = DEVIATIONS * deviation * np.where(corpus.seconds[rows] < SHORT_CLIP, SHORT_TOLERANCE, 1.0)
+        for i in np.flatnonzero(np.abs(rates - median) > limits).tolist():
+            details = f"{np.exp(rates[i]):.1f} letters a second, the speaker's median is {np.exp(median):.1f}"
+            problems[int(rows[i])] = ("speaking rate is far from the speaker's: is the text what is spoken?", details)
+    return problems
+
+
+def _seconds_by_speaker(corpus: Corpus) -> dict[str, float]:
+    codes = np.array(corpus.speakers.codes, dtype=np.int64)
+    totals = np.bincount(codes, corpus.seconds, len(corpus.speakers.names)).tolist()
+    return {corpus.speakers.names[code]: totals[code] for code in np.unique(codes).tolist()}
+
+
+def little_speech(train: Corpus) -> dict[int, tuple[str, str]]:
+    """{index: (reason, details)} of the clips of speakers with less than LITTLE_SPEECH seconds; none if no other speaker
+    would be left."""
+    totals = _seconds_by_speaker(train)
+    few = {speaker for speaker, seconds in totals.items() if seconds < LITTLE_SPEECH}
+    if few and len(few) == len(totals):
+        print(f"warning: no speaker has {LITTLE_SPEECH:g} s of speech for training: expect an unstable voice")
+        return {}
+    reason = f"speaker has less than {LITTLE_SPEECH:g} s of speech"
+    return {
+        index: (reason, f"{speaker or 'without a name'}, {totals[speaker]:.1f} s")
+        for index, speaker in enumerate(train.speakers)
+        if speaker in few
+    }
+
+
+def overlap(train: Corpus, other: Corpus, rejected: Rejections) -> None:
+    """Notes in `rejected` the utterances of an evaluation set with the audio (file and times) or the text of a training one."""
+
+    def places(corpus: Corpus) -> Iterator[tuple[str, float, float]]:
+        return zip(map(os.path.abspath, corpus.paths), corpus.offsets.tolist(), corpus.seconds.tolist(), strict=True)
+
+    heard = set(places(other)).intersection(places(train))  # the larger set is not kept in memory
+    read = set(other.texts).intersection(train.texts)
+    for index, (place, text) in enumerate(zip(places(other), other.texts, strict=True)):
+        if place in heard:
+            rejected.note("audio is in the training set, too", other.where(index))
+        elif text in read:
+            rejected.note("text is in the training set, too", f"{other.where(index)}: {text[:60]}")
+
+
+def describe(train: Corpus) -> None:
+    """Prints the minutes of each speaker, and warnings about what the training set lacks."""
+    totals = _seconds_by_speaker(train)
+    print(f"training speech: {train.seconds.sum() / 60:.1f} min of {len(totals)} speaker{'s' * (len(totals) != 1)}")
+    ranked = sorted(totals.items(), key=lambda pair: -pair[1])
+    for speaker, seconds in ranked[:MOST_SPEAKERS]:
+        print(f"  {seconds / 60:7.1f} min  {speaker or '(no speaker given)'}")
+    if len(ranked) > MOST_SPEAKERS:
+        print(f"  and {len(ranked) - MOST_SPEAKERS} more")
+    if train.seconds.sum() < LITTLE_DATA:
+        print(f"warning: less than {LITTLE_DATA / 60:g} minutes of training speech: the voice will hardly be learned")
+    if not (train.seconds < SHORT_CLIP).any():
+        print(f"warning: no clip is under {SHORT_CLIP:g} s: the model will add noise to short texts")

@@ -1,0 +1,368 @@
+"""Amharic text: numbers and abbreviations in words, letters to phonemes, the lexicon and the command."""
+
+import random
+import re
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import UsageError
+from speech.amharic import BLOCKS, SYLLABLES, phonemes, read_lexicon, spoken
+
+ROOT = Path(__file__).resolve().parents[2]
+ETHIOPIC = [chr(c) for first, last in BLOCKS for c in range(first, last + 1)]
+DIGITS = "0123456789٣५５²①፩፪፱፲፳፺፻፼"
+SIGNS = ".,:;/-–−+=×÷%$€£°&()'\"።፣፤፥፦፧፨፡፠½．ኛ \t\n"
+PIECES = ["ዓ.ም.", "ኪ.ሜ", "ት/ቤ", "ዶ/ር", "አ.አ.", "በ", "ቱ", "ሩ", "ሜ.", "ሚሊዮን", "1,000", "፡፡", "::", "a", "İ"]
+mixed = st.lists(st.sampled_from([*ETHIOPIC, *DIGITS * 8, *SIGNS * 8, *PIECES * 8]), max_size=30).map("".join)
+any_text = st.text(max_size=40) | st.text(st.characters(), max_size=20)  # surrogates too
+
+
+# --- Numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0", "ዜሮ"),
+        ("11", "አስራ አንድ"),
+        ("20", "ሃያ"),
+        ("60", "ስልሳ"),
+        ("100", "መቶ"),
+        ("105", "መቶ አምስት"),
+        ("1000", "አንድ ሺህ"),
+        ("1995", "አንድ ሺህ ዘጠኝ መቶ ዘጠና አምስት"),
+        ("2016", "ሁለት ሺህ አስራ ስድስት"),
+        ("፳፻፲፮", "ሁለት ሺህ አስራ ስድስት"),
+        ("፻", "መቶ"),
+        ("፲፱፻፺፭", "አንድ ሺህ ዘጠኝ መቶ ዘጠና አምስት"),
+        ("፼", "አስር ሺህ"),
+        ("፼፼", "መቶ ሚሊዮን"),
+        ("፻፼", "አንድ ሚሊዮን"),
+        ("፭፪", "አምስት ሁለት"),
+        ("፻፻", "መቶ መቶ"),
+        ("5፭", "አምስት አምስት"),
+        ("፩0", "አንድ ዜሮ"),
+        ("1$0", "አንድ ዶላር ዜሮ"),
+        ("1,000,000", "አንድ ሚሊዮን"),
+        ("1000000000", "አንድ ቢሊዮን"),
+        ("120,000,000,000", "መቶ ሃያ ቢሊዮን"),
+        ("1000000001", "አንድ ዜሮ ዜሮ ዜሮ ዜሮ ዜሮ ዜሮ ዜሮ ዜሮ አንድ"),
+        ("007", "ዜሮ ዜሮ ሰባት"),
+        ("3.5", "ሦስት ነጥብ አምስት"),
+        ("3.05", "ሦስት ነጥብ ዜሮ አምስት"),
+        ("1.2.3", "አንድ ነጥብ ሁለት ነጥብ ሦስት"),
+        ("25%", "ሃያ አምስት በመቶ"),
+        ("2.5 %", "ሁለት ነጥብ አምስት በመቶ"),
+        ("1ኛ", "አንደኛ"),
+        ("፪ኛ", "ሁለተኛ"),
+        ("3ኛ", "ሦስተኛ"),
+        ("9ኛ", "ዘጠነኛ"),
+        ("10ኛ", "አስረኛ"),
+        ("21ኛው", "ሃያ አንደኛው"),
+        ("20ኛ", "ሃያኛ"),
+        ("1000ኛ", "አንድ ሺኛ"),
+        ("1ኛደረጃ", "አንደኛ ደረጃ"),
+        ("-5", "ነጌቲቭ አምስት"),
+        ("−5", "ነጌቲቭ አምስት"),
+        ("5−3", "አምስት ሲቀነስ ሦስት"),
+        ("5+3=8", "አምስት ሲደመር ሦስት እኩል ይሆናል ስምንት"),
+        ("5-10", "አምስት እስከ አስር"),
+        ("ከ5–10", "ከአምስት እስከ አስር"),
+        ("12:30", "አስራ ሁለት ሰላሳ"),
+        ("12፡05", "አስራ ሁለት ዜሮ አምስት"),
+        ("2:30-3:30", "ሁለት ሰላሳ እስከ ሦስት ሰላሳ"),
+        ("12/01/2016", "አስራ ሁለት አንድ ሁለት ሺህ አስራ ስድስት"),
+        ("2016-01-12", "ሁለት ሺህ አስራ ስድስት አንድ አስራ ሁለት"),
+        ("0911-223344", "ዜሮ ዘጠኝ አንድ አንድ ሁለት ሁለት ሦስት ሦስት አራት አራት"),
+        ("$5", "አምስት ዶላር"),
+        ("በ$5 ሚሊዮን ነው", "በአምስት ሚሊዮን ዶላር ነው"),
+        ("5€", "አምስት ዩሮ"),
+        ("5ብር", "አምስት ብር"),
+        ("5 ብር", "አምስት ብር"),
+        ("30°C", "ሰላሳ ዲግሪ ሴንቲግሬድ"),
+        ("½", "ግማሽ"),
+        ("በ2016", "በሁለት ሺህ አስራ ስድስት"),
+        ("ገጽ5", "ገጽ አምስት"),
+        ("5ቱ", "አምስቱ"),
+        ("ከ10ሩ", "ከአስሩ"),
+        ("9ኙም", "ዘጠኙም"),
+        ("20ው", "ሃያው"),
+        ("5ተማሪዎች", "አምስት ተማሪዎች"),
+        ("٥٦", "ሃምሳ ስድስት"),
+        ("५", "አምስት"),
+        ("２．５", "ሁለት ነጥብ አምስት"),
+        ("m²", "m ሁለት"),
+        ("①", "አንድ"),
+        ("covid19", "covid አስራ ዘጠኝ"),
+        ("A-4", "A-አራት"),
+    ],
+)
+def test_numbers(text, words):
+    assert spoken(text) == words
+
+
+SMALL = {word: i for i, word in enumerate("አንድ ሁለት ሦስት አራት አምስት ስድስት ሰባት ስምንት ዘጠኝ".split(), 1)}
+SMALL |= {word: 10 * i for i, word in enumerate("አስር ሃያ ሰላሳ አርባ ሃምሳ ስልሳ ሰባ ሰማንያ ዘጠና".split(), 1)}
+LARGE = {"ሺህ": 10**3, "ሚሊዮን": 10**6, "ቢሊዮን": 10**9}
+
+
+def value(words: str) -> int:
+    """The number that words name. Each word may only make a value that its place allows."""
+    total, group, last = 0, 0, 10**12
+    for word in words.split():
+        if word in LARGE:
+            assert 0 < group < 1000 and LARGE[word] < last
+            total, group, last = total + group * LARGE[word], 0, LARGE[word]
+        elif word == "መቶ":
+            assert group < 10 and group != 1
+            group = 100 * max(1, group)
+        elif word == "አስራ":
+            assert group % 100 == 0
+            group += 10
+        else:
+            assert group % 10 == 0 and (group % 100 == 0 or SMALL[word] < 10)
+            group += SMALL[word]
+    return total + group
+
+
+def ethiopic(number: int) -> str:
+    """Ethiopic numerals of a number below 10^8, in pairs of digits with ፻ and ፼ in turn, as in CSS Counter Styles."""
+    digits = str(number)
+    digits = "0" * (len(digits) % 2) + digits
+    pairs = [digits[i : i + 2] for i in range(0, len(digits), 2)]
+    text = ""
+    for place, (tens, ones) in zip(range(len(pairs) - 1, -1, -1), pairs, strict=True):
+        pair = ("" if tens == "0" else chr(0x1371 + int(tens))) + ("" if ones == "0" else chr(0x1368 + int(ones)))
+        sign = "" if place == 0 else "፻" if place % 2 else "፼"
+        if pair == "፩" and place and (sign == "፻" or place == len(pairs) - 1):
+            pair = ""
+        text += pair + ("" if sign == "፻" and pair == "" and (tens, ones) == ("0", "0") else sign)
+    return text
+
+
+def test_every_number_reads_back():
+    generator = random.Random(0)
+    numbers = [
+        *range(1, 10_001),
+        *range(10_001, 100_001, 37),
+        *(generator.randint(1, 10**9) for _ in range(3000)),
+        10**9,
+    ]
+    text = spoken(" ; ".join(map(str, numbers)))
+    assert [value(words) for words in text.split(";")] == numbers
+    text = spoken(" ; ".join(f"{number:,}" for number in numbers))
+    assert [value(words) for words in text.split(";")] == numbers
+    numbers = [number for number in numbers if number < 10**8]
+    text = spoken(" ; ".join(map(ethiopic, numbers)))
+    assert [value(words) for words in text.split(";")] == numbers
+
+
+@pytest.mark.parametrize(
+    "text", ["9" * 10_000, "1," * 10_000, "1-" * 10_000, "፼" * 10_000, "በ" * 50_000, "1,000" * 5_000]
+)
+def test_long_input(text):
+    words = phonemes(text)
+    assert words and not any(c.isdecimal() for c in words)
+
+
+# --- Abbreviations and punctuation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("በ1995 ዓ.ም.", "በአንድ ሺህ ዘጠኝ መቶ ዘጠና አምስት ዓመተ ምሕረት"),
+        ("በ5 ዓ.ም።", "በአምስት ዓመተ ምሕረት."),
+        ("ዓ/ም", "ዓመተ ምሕረት"),
+        ("ዓ. ም.", "ዓመተ ምሕረት"),
+        ("እ.ኤ.አ. 2003", "እንደ ኤውሮፓውያን አቆጣጠር ሁለት ሺህ ሦስት"),
+        ("ዶ/ር አበበ", "ዶክተር አበበ"),
+        ("የዶ/ር", "የዶክተር"),
+        ("ወ/ሮ", "ወይዘሮ"),
+        ("ወ/ሪት", "ወይዘሪት"),
+        ("አቶ", "አቶ"),
+        ("በት/ቤቱ", "በትምህርት ቤቱ"),
+        ("ም/ቤት", "ምክር ቤት"),
+        ("መ/ቤት", "መሥሪያ ቤት"),
+        ("ጠ/ሚ/ር ዐቢይ", "ጠቅላይ ሚኒስትር ዐቢይ"),
+        ("ጠ/ሚ", "ጠቅላይ ሚኒስትር"),
+        ("ክ/ከተማ", "ክፍለ ከተማ"),
+        ("አ.አ.", "አዲስ አበባ"),
+        ("5 ኪ.ሜ.", "አምስት ኪሎ ሜትር"),
+        ("5ኪ.ግ", "አምስት ኪሎ ግራም"),
+        ("5 ሜ.", "አምስት ሜትር"),
+        ("2ኛጠ/ሚ", "ሁለተኛ ጠቅላይ ሚኒስትር"),
+        ("ሜ.", "ሜ."),
+        ("ሰላም፡ነው፡፡", "ሰላም ነው."),
+        ("ሰላም ። እንዴት ነህ፧አለ፤", "ሰላም. እንዴት ነህ? አለ;"),
+        ("አንድ፣ሁለት፥ሦስት፦አራት፨", "አንድ, ሁለት: ሦስት: አራት."),
+        ("ነው::ይህ", "ነው. ይህ"),
+        ("  a\t b\n", "a b"),
+        ("C++ std::cout", "C++ std::cout"),
+        ("日本 & እኛ", "日本 እና እኛ"),
+    ],
+)
+def test_abbreviations_and_punctuation(text, words):
+    assert spoken(text) == words
+
+
+# --- Phonemes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "sounds", "in_full"),
+    [
+        ("ትምህርት", "tımhırt", "tımıhırıt"),
+        ("ቤት", "bet", "bet"),
+        ("ክብር", "kıbır", "kıbır"),
+        ("መጽሐፍ", "məs'haf", "məs'ıhaf"),
+        ("ልጅ", "lıj", "lıj"),
+        ("እግር", "ıgır", "ıgır"),
+        ("ወንድም", "wəndım", "wənıdım"),
+        ("ብርቱካን", "bırtukan", "bırıtukan"),
+        ("አምስት", "amıst", "amısıt"),
+        ("ስምንት", "sımınt", "sımınıt"),
+        ("እንግሊዝ", "ıngıliz", "ınıgıliz"),
+        ("ትክክል", "tıkıkıl", "tıkıkıl"),
+        ("ንግድ", "nıgd", "nıgıd"),
+        ("ስልክ", "sılk", "sılık"),
+        ("ቤትህ", "betıh", "betıh"),
+        ("አእምሮ", "aımro", "aımıro"),
+        ("ማዕዘን", "maızən", "maızən"),
+        ("ስእል", "sıl", "sıl"),
+        ("ኢትዮጵያ", "ityop'ya", "itıyop'ıya"),
+        ("ጠጅ", "t'əj", "t'əj"),
+        ("ጭቃ", "č'ık'a", "č'ık'a"),
+        ("ዣንጥላ", "žant'ıla", "žanıt'ıla"),
+        ("ኧረ", "ərə", "ərə"),
+        ("እ", "ı", "ı"),
+        ("ሟች", "mwač", "mwač"),
+        ("ቋንቋ", "k'wank'wa", "k'wanık'wa"),
+        ("ቊ", "k'wi", "k'wi"),
+        ("ቈ", "k'wə", "k'wə"),
+        ("ቨ", "və", "və"),
+        ("ፊልም፧", "film?", "filım?"),
+        ("አለ\u135f", "allə", "allə"),
+        ("ትን\u135fሽ", "tınnıš", "tınnıš"),
+        ("Abebe ABEBE 日本", "abebe abebe 日本", "abebe abebe 日本"),
+        ("\u1390ሰ\u135d\u1249", "ssə", "ssə"),
+    ],
+)
+def test_phonemes(word, sounds, in_full):
+    assert phonemes(word) == sounds
+    assert phonemes(word, epenthesis=False) == in_full
+
+
+@pytest.mark.parametrize(("a", "b"), ["ሠሰ", "ፀጸ", "ሐኀ", "ሐሀ", "ዐአ", "ሀሃ", "አኣ", "ኁሑ", "ኹሁ", "ቀቐ", "ሢሲ"])
+def test_homophones(a, b):
+    assert phonemes(a) == phonemes(b)
+    assert phonemes(f"መ{a}ብ") == phonemes(f"መ{b}ብ")
+
+
+def test_every_syllable():
+    """All syllables of Unicode 14, and every vowel order differs from the others of its row."""
+    assert len(SYLLABLES) == 481
+    assigned = [c for c in ETHIOPIC if unicodedata.name(c, "").startswith("ETHIOPIC SYLLABLE")]
+    assert set(assigned) <= set(SYLLABLES)
+    for c in SYLLABLES:
+        sound = phonemes(c)
+        assert re.fullmatch("[a-zəčšžñı']+", sound) and re.search("[a-zəčšžñı]", sound), c
+    row = {phonemes(c + "ና", epenthesis=False).removesuffix("na") for c in "ለሉሊላሌልሎሏ"}
+    assert row == {"lə", "lu", "li", "la", "le", "lı", "lo", "lwa"}
+
+
+WEAK = [c for c, (consonant, vowel) in SYLLABLES.items() if vowel == "ı" and len(consonant.strip("'")) == 1]
+
+
+@given(st.lists(st.sampled_from([*WEAK * 3, "ላ", "ቱ", "ኦ"]), min_size=1, max_size=9).map("".join))
+def test_no_impossible_cluster(word):
+    consonants = phonemes(word).replace("'", "")
+    runs = re.split("[aeiouıə]+", consonants)
+    assert len(runs[0]) <= 1 or not re.search("[aeiouıə]", consonants)
+    assert all(len(run) <= 2 for run in runs)
+    assert not re.search(".*[^lrmnñwy][lrmnñwy]$", runs[-1])
+
+
+# --- Any input -------------------------------------------------------------------------------------------------------
+
+
+@given(any_text | mixed)
+def test_any_input(text):
+    words = spoken(text)
+    assert spoken(words) == words
+    assert words == " ".join(words.split())
+    assert not any(c.isdecimal() for c in words)
+    for epenthesis in (True, False):
+        sounds = phonemes(text, epenthesis=epenthesis)
+        assert not any(c.isdecimal() or c in ETHIOPIC for c in sounds)
+        assert len(sounds.splitlines()) <= 1
+
+
+@given(st.lists(st.sampled_from([*DIGITS, *SIGNS[:20].replace(",", "")]), max_size=12).map("".join))
+def test_no_digit_is_dropped(text):
+    """Every string of digits or numerals is heard: there are at least as many words as strings."""
+    strings = re.findall(r"[0-9٣५５]+|[²①]|[፩-፼]+", text)
+    assert len(re.findall("[ሀ-ፗ]+", spoken(text))) >= len(strings)
+
+
+# --- Lexicon ---------------------------------------------------------------------------------------------------------
+
+
+def test_lexicon(tmp_path):
+    path = tmp_path / "words.tsv"
+    path.write_text("# geminates\n\nአለ\tallə\nዓለም\taləm:\nሠሪ\tsərri\nሰሪ\tsəri\nአለ\tAllə\n", encoding="utf-8-sig")
+    lexicon = read_lexicon(str(path))
+    assert phonemes("አለ፣ ዐለ አለው 1", lexicon) == "allə, allə aləw and"
+    assert phonemes("አለም ዓለም", lexicon) == "aləm: aləm:"
+    assert phonemes("ሠሪ ሰሪ", lexicon) == "sərri səri"
+    assert phonemes("አለ") == "alə"
+
+
+@pytest.mark.parametrize(
+    "line", ["አለ allə", "alə\tallə", "አለ ነው\tallə", "አለ\tአለ", "አለ\tal2", "አለ\tal፩", "አለ\t", "አለ\t'", "\tallə", "ሰማ\tsəma", "አለ\ta\tb"]
+)  # fmt: skip
+def test_damaged_lexicon(tmp_path, line):
+    path = tmp_path / "words.tsv"
+    path.write_text(f"# words\nሰማ\tsəmma\n{line}\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=f"^--lexicon {re.escape(str(path))}, line 3: [^\n]*$"):
+        read_lexicon(str(path))
+
+
+# --- Command ---------------------------------------------------------------------------------------------------------
+
+
+def command(*flags: str, stdin: bytes = b"", **options) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "speech.amharic", *flags]
+    return subprocess.run(line, cwd=ROOT, input=stdin, capture_output=True, timeout=60, **options)
+
+
+def test_command(tmp_path):
+    path = tmp_path / "words.tsv"
+    path.write_text("አለ\tallə\n", encoding="utf-8")
+    text = "\ufeffትምህርት፡አለ።\n\n".encode() + b"\xff\xfe 5\r\n\x0c\x1c\n" + "\u2028ቤት".encode()
+    result = command("--lexicon", str(path), stdin=text, env={"LC_ALL": "C", "PYTHONUTF8": "0"})
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.decode().split("\n") == ["tımhırt allə.", "", "\ufffd\ufffd amıst", "", "bet", ""]
+    assert command("--no_epenthesis", stdin="ትምህርት".encode()).stdout.decode() == "tımıhırıt\n"
+
+
+def test_command_errors(tmp_path):
+    path = tmp_path / "words.tsv"
+    path.write_text("አለ allə\n", encoding="utf-8")
+    for lexicon in (path, tmp_path / "missing.tsv", tmp_path):
+        result = command("--lexicon", str(lexicon))
+        assert result.returncode == 2 and result.stdout == b""
+        assert re.fullmatch(rf"error: --lexicon {re.escape(str(lexicon))}[^\n]*\n", result.stderr.decode())
+    assert b"--lexicon" in command("--help").stdout
+
+
+def test_closed_output():
+    line = f"{sys.executable} -m speech.amharic | head -n 1"
+    result = subprocess.run(line, shell=True, cwd=ROOT, input="ቤት\n".encode() * 30_000, capture_output=True, timeout=60)
+    assert (result.stdout, result.stderr) == (b"bet\n", b"")
