@@ -1,7 +1,7 @@
 #!/bin/sh
 # shellcheck shell=bash
-# Fine-tunes XTTS-v2 with a preset for the GPU's memory. Without any argument it trains a small model from random weights on
-# synthetic speech, which tests the installation only.
+# Fine-tunes XTTS-v2 with a preset for the GPU's memory. Without any argument it generates synthetic speech, trains a small DVAE
+# and then a small GPT from random weights, and speaks held-out sentences into runs/xtts_amharic/speech.
 #   ./run_xtts_amharic.sh [TIER] [SIZE] [any flag of recipes/xtts_amharic.py] [--print]
 #   GPUS=2 ./run_xtts_amharic.sh ...    trains on two GPUs, with the same update; also 4 and 8
 # TIER: auto (default), 8gb, 12gb, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb. SIZE: demo (default without any of

@@ -1,7 +1,7 @@
 """How well the demo of recipes/xtts_amharic.py speaks: the character error rate (CER) of a recogniser on its held-out sentences.
 
     ./run_xtts_amharic.sh cpu                                     # the demo, in runs/xtts_amharic
-    python benchmarks/xtts_demo.py --demo_dir runs/xtts_amharic   # about four minutes of one core
+    python benchmarks/xtts_demo.py --demo_dir runs/xtts_amharic   # about six minutes of one core
 
 The judge is recipes/konkani_conformer.py, trained on the demo's training clips and on Griffin-Lim copies of some of them (their
 mel features turned back into sound, without the DVAE), so that it knows the sound of that method. The last clips of the training
@@ -44,7 +44,7 @@ SHAPE = ["--d_model", "96", "--encoder_layers", "4", "--decoder_layers", "1", "-
 TRAINING = ["--batch_size", "16", "--gradient_accumulation_steps", "1", "--learning_rate", "2e-3", "--seed", "1",
             "--no_spec_augment", "--no_speed_perturbation", "--decoding", "greedy"]
 # fmt: on
-STEPS, MOST_ROUNDS, MOST_CER = 400, 3, 0.05
+STEPS, MOST_ROUNDS, MOST_CER = 800, 3, 0.05
 SHORT = 2  # words
 
 # Letters that sound alike: rows of seven orders, and the fourth order of ሀ and አ, which sounds like their first.

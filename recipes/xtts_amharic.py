@@ -52,16 +52,13 @@ RECIPE = "xtts_amharic"
 LOSS_WEIGHTS = {"text": 0.01, "mel": 1.0}
 STOPS = 4  # STOP targets after the codes, as the released model was trained
 BETAS = (0.9, 0.96)
-MAX_SAMPLES, MIN_SECONDS, MAX_TEXT = 255_995, 0.5, 200  # of a clip, samples and seconds; of a text, tokens
-DEMO_MIN_SECONDS = 0.2  # because its sentences have one word or more
+MAX_SAMPLES, MIN_SECONDS, DEMO_MIN_SECONDS, MAX_TEXT = 255_995, 0.5, 0.2, 200  # of a clip; of a text, tokens
 CONDITIONING_BLOCKS, PERCEIVER_LAYERS = 6, 2
 PATIENCE = 5  # evaluations without a gain, for released weights
 DEMO_SIZES = {"train": 3000, "val": 100}  # clips
 DEMO_MANNER = demo.Manner(rate=(170, 170), pitch=(50, 50), words=(1, 4), trimmed=True)
 DEMO_STEPS, RELEASED_DEMO_STEPS = 1400, 200  # updates without data; with released weights they only show that it works
 DVAE_STEPS = {"autoencoder": 300, "dvae": 1200}  # updates of the two runs that make a DVAE from scratch
-DVAE_RATE = 1e-3
-GREEDY = inference.Sampling(top_k=1, top_p=1.0, repetition_penalty=1.0)
 
 
 def add_arguments(parser) -> None:
@@ -115,11 +112,10 @@ def check_sets(args, sets: dict[str, Corpus], reader: texts.Texts | texts.FrontE
 
     def fault(corpus: Corpus, index: int) -> tuple[str, str] | None:
         words = reader.fault(corpus.texts[index], corpus.languages[index], most_text(config))
-        codes = code_count(int(corpus.seconds[index] * SAMPLE_RATE))
-        too_long = f"clip is longer than {config['mel_positions'] - STOPS} codes", f"{codes} codes"
-        return words or (too_long if codes + STOPS > config["mel_positions"] else None)
+        codes, most = code_count(int(corpus.seconds[index] * SAMPLE_RATE)), config["mel_positions"] - STOPS
+        return words or ((f"clip is longer than {most} codes", f"{codes} codes") if codes > most else None)
 
-    return checks.check_speech(sets, args.strict_data, fault)
+    return checks.check_speech(sets, args.strict_data, fault, reader.read)
 
 
 def most_text(config: dict) -> int:
@@ -438,6 +434,7 @@ def set_up(args, model: GPT, setup: device.Setup) -> None:
     """--sdpa and --freeze_layers. Prints the kernel that attention uses. Raises `UsageError`."""
     if args.freeze_layers > len(model.gpt.h):
         raise UsageError(f"--freeze_layers {args.freeze_layers}: the GPT has {len(model.gpt.h)} layers")
+    model.conditioning_encoder.requires_grad_(model.config["hifigan"])  # a short training unlearns the voices
     for number, block in enumerate(model.gpt.h):
         block.attn.sdpa = args.sdpa
         block.requires_grad_(number >= args.freeze_layers)
@@ -542,7 +539,7 @@ def train_dvae(args, sets: dict[str, Corpus], config: dict) -> Path:
     for stage, steps in DVAE_STEPS.items():
         print(f"\nDVAE, {stage}: {steps} updates")
         own = options.for_stage(
-            args, stage, max_steps=steps, learning_rate=DVAE_RATE, weight_decay=0.0, eval_every=steps // 4,
+            args, stage, max_steps=steps, learning_rate=1e-3, weight_decay=0.0, eval_every=steps // 4,
             early_stopping_patience=0, average_checkpoints=None, gradient_checkpointing=False, torch_compile=False, init_from=None,
         )  # fmt: skip
         run = begin(own, RECIPE, starts.DVAE_METADATA)
@@ -557,8 +554,8 @@ def train_dvae(args, sets: dict[str, Corpus], config: dict) -> Path:
         finish(own, run, model, task, eval_batches, lambda weights: print(f"\nDVAE: {weights}"))
         run.setup.ranks.gather(None)  # the first rank has written the best weights
         tensors = checkpoint.read_weights(own.checkpoint_dir / "best.safetensors", RECIPE)[0]
-        del model, task, run
-        memory.free_memory(device.Setup().device)
+        del model, task
+        memory.free_memory(run.setup.device)
     return own.checkpoint_dir
 
 
@@ -589,7 +586,7 @@ def speak_held_out(args, setup: device.Setup, model: GPT, frozen: starts.Frozen,
                    metadata: dict, sets: dict[str, Corpus]) -> None:  # fmt: skip
     """Speaks sentences that the model has not learned, each in the voice of a training clip of its speaker, and --export."""
     voices = starts.speakers_of(sets["train"])
-    usual, settings = (2, inference.Sampling(seed=args.seed)) if frozen.vocoder else (20, GREEDY)
+    usual, settings = (2, inference.Sampling(seed=args.seed)) if frozen.vocoder else (20, inference.GREEDY)
     count = usual if args.speak_held_out is None else args.speak_held_out
     corpus = sets["val"].select(np.arange(len(sets["val"]))[:count])
     if len(corpus):
@@ -626,7 +623,7 @@ def look_only(args, start: starts.Start) -> None:
     reader, config = starts.reader(start)
     if args.show_text:
         return texts.show(args.show_text, reader, most_text(config))
-    splits.report_checked(check_sets(args, read_sets(args, None), reader, config))
+    splits.say_checked(check_sets(args, read_sets(args, None), reader, config))
 
 
 def report_results(score: Callable[[], dict], name: str, weights: str) -> None:
@@ -648,9 +645,9 @@ def evaluate_only(args, start: starts.Start) -> None:
     name = "test" if "test" in sets else "val"
     data = Utterances(args, sets[name], vocabulary, metadata, training=False)
     eval_batches = EvalBatches(args, data, collate, setup)
+    score = functools.partial(evaluate, frozen, vocabulary.languages_of(sets[name]), model, eval_batches)
     with setup.autocast():
-        languages = vocabulary.languages_of(sets[name])
-        report_results(lambda: evaluate(frozen, languages, model, eval_batches), name, "the weights named")
+        report_results(score, name, "the weights named")
 
 
 def main(args) -> dict | None:
@@ -672,6 +669,8 @@ def main(args) -> dict | None:
     metadata |= about_run(args, sets)
     data = {name: Utterances(args, sets[name], vocabulary, metadata, name == "train") for name in sets}
     model = first_model(args, run.setup, metadata, None if run.resumed else weights)
+    if not (run.resumed or metadata["pretrained"]):
+        starts.fit_conditioning(model, frozen, data["train"])
     del weights
 
     windows = Windows(args, data["train"], collate, run.setup)

@@ -17,12 +17,15 @@ LITTLE_DATA = 180.0  # seconds of a training set
 MOST_SPEAKERS = 20  # lines of the table of speakers
 
 Fault = Callable[[Corpus, int], tuple[str, str] | None]  # (reason, details) to reject an utterance
+Read = Callable[[str, str], str]  # (text, language)
 
 
-def check_speech(sets: dict[str, Corpus], strict: bool, fault: Fault | None = None) -> dict[str, Corpus]:
+def check_speech(
+    sets: dict[str, Corpus], strict: bool, fault: Fault | None = None, read: Read | None = None
+) -> dict[str, Corpus]:
     """The sets without the utterances that harm the training of a TTS model: those that `fault(corpus, index)` rejects with
     (reason, details), those spoken much faster or slower than their speaker's others, and in "train" speakers with hardly
-    any speech. Prints a table for each set and a description of "train". Raises `DataError` if a set is empty then, or if
+    any speech. `read(text, language)` returns a text as it is spoken, numbers in words. Prints a table for each set and a description of "train". Raises `DataError` if a set is empty then, or if
     `strict` and anything was rejected."""
     tables = {name: Rejections() for name in sets}
     checked = {}
@@ -31,7 +34,7 @@ def check_speech(sets: dict[str, Corpus], strict: bool, fault: Fault | None = No
         if fault:
             results = ((index, fault(corpus, index)) for index in range(len(corpus)))
             problems |= {index: problem for index, problem in results if problem}
-        problems = speaking_rate(corpus) | problems
+        problems = speaking_rate(corpus, read) | problems
         corpus = _without(corpus, problems, tables[name])
         if name == "train":
             corpus = _without(corpus, little_speech(corpus), tables[name])
@@ -59,12 +62,13 @@ def letters(text: str) -> int:
     return sum(unicodedata.category(character)[0] in "LM" for character in text)
 
 
-def speaking_rate(corpus: Corpus) -> dict[int, tuple[str, str]]:
+def speaking_rate(corpus: Corpus, read: Read | None = None) -> dict[int, tuple[str, str]]:
     """{index: (reason, details)} of clips with far more or fewer letters a second than their speaker's others, which often
     means that the text is not the one that is spoken. Rates are compared by their logarithms, to the median of a speaker
     with at least RATED_CLIPS clips; clips under SHORT_CLIP seconds vary more and are allowed to."""
     problems = {}
-    counts = np.array([letters(text) for text in corpus.texts], dtype=float)
+    pairs = zip(corpus.texts, corpus.languages, strict=True)
+    counts = np.array([letters(read(*pair) if read else pair[0]) for pair in pairs], dtype=float)
     speakers = np.array(corpus.speakers.codes, dtype=np.int64)
     rated = np.flatnonzero((counts > 0) & (corpus.seconds > 0))
     rated = rated[np.argsort(speakers[rated], kind="stable")]

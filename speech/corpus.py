@@ -127,13 +127,17 @@ def load_splits(paths: dict[str, str | None], normalise: Callable[[str], str], c
 
 
 def report_checked(sets: dict[str, Corpus]) -> None:
-    """Ends --check_data: notes what evaluation sets share with the training set, and says that the data are read."""
+    """Ends --check_data of a recogniser: notes what evaluation sets share with the training set, and says what can be used."""
     for name, other in sets.items():
         if "train" in sets and name != "train" and isinstance(other, Corpus):  # Morse's sets repeat their short texts
             shared = Rejections()
             overlap(sets["train"], other, shared)
             if shared.notes:
                 print(f"{name} set: {shared.notes.total} noted (all are used):\n{shared.notes.table()}")
+    say_checked(sets)
+
+
+def say_checked(sets: dict[str, Corpus]) -> None:
     print(f"checked: {', '.join(f'{len(corpus)} utterances in {name}' for name, corpus in sets.items())} can be used")
 
 

@@ -166,6 +166,8 @@ def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> float:
     random = np.random.default_rng(recipe["seed"])
     speaker = espeak()
     texts = sentences(recipe["words"], sum(recipe["sizes"].values()), random, *manner.words)
+    if manner != USUAL:
+        random.shuffle(texts)  # there are few sentences of one word, and most of them are drawn first
     seconds = 0.0
     for split, size in recipe["sizes"].items():
         lines = []

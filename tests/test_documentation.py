@@ -120,7 +120,8 @@ def test_every_recipe_has_a_page_with_markers_for_its_table():
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_flags_exist(page):
-    """In the recipe of a recipe's page, elsewhere in any recipe; flags of other programs in those programs' commands."""
+    """In the recipe that a command names, else in that of a recipe's page, elsewhere in any recipe; flags of other programs
+    in those programs' commands."""
     recipes = [page.stem] if page.stem in RECIPES else RECIPES
     known = set.union(*map(flags_of, recipes)) | SPELLINGS
     outside = re.sub(r"`[^`]+`|<!--.*?-->", "", FENCE.sub("", read(page)))
@@ -134,7 +135,9 @@ def test_flags_exist(page):
             script = read(ROOT / line.split()[1])
             assert [flag for flag in FLAG.findall(line) if flag not in script] == [], line
         else:
-            assert [flag for flag in FLAG.findall(line) if flag not in known] == [], line
+            named = re.match(r"python recipes/(\w+)\.py ", line)
+            flags = flags_of(named[1]) if named and named[1] in RECIPES else known
+            assert [flag for flag in FLAG.findall(line) if flag not in flags | SPELLINGS] == [], line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -49,6 +49,9 @@ class Sampling:
     max_codes: int = MAX_CODES
 
 
+GREEDY = Sampling(top_k=1, top_p=1.0, repetition_penalty=1.0)
+
+
 @dataclass(frozen=True)
 class Speech:
     """A sentence as the GPT speaks it: `codes` (N,), and `latents` (N + 1, d) for the vocoder, or (N, d) if it has not

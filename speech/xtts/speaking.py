@@ -82,7 +82,8 @@ def speak_corpus(
                        replace(settings, max_codes=min(most, settings.max_codes)), longest)  # fmt: skip
         if frozen.vocoder and len(spoken) > frozen.rate // 2:
             likeness.append(float(F.cosine_similarity(frozen.speaker([spoken], frozen.rate), voice.speaker)[0]))
-        copy = codec.griffin_lim(frozen.dvae.decode(frozen.codes(recording[None]))[0], frozen.dvae_mel.mel_stats)
+        codes = frozen.codes(recording[None])[:, : code_count(len(recording))]
+        copy = codec.griffin_lim(frozen.dvae.decode(codes)[0], frozen.dvae_mel.mel_stats)
         outputs = {
             "reference": (recording, SAMPLE_RATE),
             "resynthesis": (copy, SAMPLE_RATE),

@@ -30,6 +30,7 @@ RECIPE, DVAE_FOLDER = "xtts_amharic", "dvae"  # of checkpoints, and the folder b
 VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}  # rows of the text embedding
 OTHER_NAMES = {"amh": "am", "amharic": "am"}  # of languages
 FINE_TUNING_RATE, SCRATCH_RATE = 5e-6, 2e-3
+FITTED = 64  # utterances to which a random conditioning encoder is fitted
 REFERENCE_SECONDS = 10.0  # of the clip of a speaker that an export holds
 SLICES = {"full": [66_150, 132_300], "demo": [11_025, 22_050]}  # the shortest and longest conditioning slice, samples
 MARGIN = 16 * SAMPLES_PER_CODE  # zeros after every clip, so that its codes do not depend on the batch
@@ -67,7 +68,8 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class Start:
-    """Where the model starts, as the flags ask. `given`: the flags on the command line."""
+    """Where the model starts, as the flags ask. `given`: the flags on the command line. `checkpoints`: the folder of the
+    checkpoint of `resume`, or that of this run."""
 
     given: frozenset[str]
     model_dir: str | None
@@ -77,6 +79,7 @@ class Start:
     language: str
     version: str | None
     resume: str | None
+    checkpoints: Path
     export: str | None
     condition: str | None
     text: texts.TextOptions
@@ -178,6 +181,7 @@ def resolve(args) -> Start:
         language=language,
         version=args.version,
         resume=args.resume,
+        checkpoints=Path(args.resume).parent if args.resume not in (None, "auto") else args.checkpoint_dir,
         export=args.export,
         condition=args.condition,
         text=text,
@@ -197,7 +201,7 @@ def choose(
         if metadata["pretrained"]:
             groups = released(model_dir)[0]
         else:
-            groups = own_parts(metadata["config"], model_dir, start.resume)
+            groups = own_parts(metadata["config"], model_dir, start.checkpoints / DVAE_FOLDER)
         tensors = resumed["model"]
     elif start.model_dir:
         groups, config, extras = released(start.model_dir)
@@ -212,6 +216,7 @@ def choose(
         add_language(metadata, tensors)
     elif start.from_scratch:
         config = formats.SIZES[start.size]
+        require_vocoder(start, config["hifigan"])
         require_room(sum(math.prod(s) for part in formats.expected_shapes(config).values() for s in part.values()))
         folder = None if config["hifigan"] else os.path.abspath(train_dvae(config))
         groups, tensors = own_parts(config, folder), None
@@ -233,20 +238,20 @@ def choose(
             "the DVAE is not the one that this GPT learned the codes of: name the same --model_dir as before"
         )
     frozen = frozen_parts(metadata["config"], groups)
-    if start.export and not frozen.vocoder:
-        raise UsageError("--export: the model has no vocoder, which Coqui's XTTS needs; a released model has one")
+    require_vocoder(start, frozen.vocoder is not None)
     return metadata, tensors, frozen
 
 
 def reader(start: Start) -> tuple[texts.Texts | texts.FrontEnd, dict]:
-    """What reads texts as the model that the flags name does, and its configuration; without a vocabulary if they name none."""
+    """What reads texts as the model that the flags name does, and its configuration; without a vocabulary if they name none,
+    or if it is yet to be extended."""
+    metadata, front_end = {"config": formats.SIZES["full"]}, texts.FrontEnd(start.language, start.text.metadata())
     if start.resume and start.resume != "auto":
         metadata = checkpoint.read_weights(start.resume, RECIPE, METADATA)[1]
     elif start.model_dir:
         metadata = choose(start, None)[0]
-    else:
-        return texts.FrontEnd(start.language, start.text.metadata()), formats.SIZES["full"]
-    return texts.Texts(metadata, is_new=not start.resume), metadata["config"]
+    can_read = "vocab" in metadata and not start.text.extend_vocab
+    return texts.Texts(metadata, is_new=not start.resume) if can_read else front_end, metadata["config"]
 
 
 def released(model_dir: str | None) -> tuple[dict, dict, dict]:
@@ -257,12 +262,11 @@ def released(model_dir: str | None) -> tuple[dict, dict, dict]:
     return formats.read_model(model_dir)
 
 
-def own_parts(config: dict, folder: str | None, resume: str | None = None) -> dict:
-    """The frozen parts of a model from scratch: those that were trained into `folder`, which may have moved with the
-    checkpoint `resume`, or random ones. Raises `UsageError`."""
+def own_parts(config: dict, folder: str | None, beside: Path | None = None) -> dict:
+    """The frozen parts of a model from scratch: those that were trained into `folder`, which may have moved to `beside`, or
+    random ones. Raises `UsageError`."""
     if folder is None:
         return random_parts(config)
-    beside = Path(resume).parent / DVAE_FOLDER if resume and resume != "auto" else None
     places = [place / "best.safetensors" for place in (Path(folder), beside) if place]
     path = next(filter(os.path.exists, places), None)
     if not path:
@@ -305,6 +309,12 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()[:32]
 
 
+def require_vocoder(start: Start, has_vocoder: bool) -> None:
+    """Raises `UsageError` if --export is given for a model without a vocoder."""
+    if start.export and not has_vocoder:
+        raise UsageError("--export: the model has no vocoder, which Coqui's XTTS needs; a released model has one")
+
+
 def check_version(start: Start, config: dict) -> None:
     if start.version and VERSIONS[start.version] != config["text_tokens"]:
         rows = f"its vocabulary has {VERSIONS[start.version]} tokens, and these weights have {config['text_tokens']}"
@@ -336,6 +346,18 @@ def check_resumed(start: Start, metadata: dict, tensors: dict) -> None:
         raise UsageError(
             f"{', '.join(conflicts)} conflicts with the checkpoint: leave it out to continue, or choose another --output_dir"
         )
+
+
+@torch.no_grad()
+def fit_conditioning(model, frozen: Frozen, utterances) -> None:
+    """Scales the first layer of a random conditioning encoder on the CPU, so that its outputs for slices of the first utterances
+    have mean 0 and deviation 1. What all voices share would be much larger than their differences otherwise, and a short
+    training learns to ignore the voice then."""
+    slices = [utterances.item(i, 0)["slice"] for i in range(min(FITTED, len(utterances)))]
+    first = model.conditioning_encoder.init
+    deviation, mean = torch.std_mean(first(frozen.conditioning_mel(torch.stack(slices))), dim=(0, 2))
+    first.weight.div_(deviation[:, None, None])
+    first.bias.sub_(mean).div_(deviation)
 
 
 def learning_rate(metadata: dict) -> float:

@@ -138,8 +138,8 @@ class FrontEnd:
         self.language = language
         self.text = text
 
-    def read(self, text: str) -> str:
-        if self.language != AMHARIC:
+    def read(self, text: str, language: str | None = None) -> str:
+        if self.language != AMHARIC or language not in (None, "", AMHARIC):
             return text
         if self.text["g2p"]:
             return amharic.phonemes(text, self.text["lexicon"], self.text["epenthesis"])

@@ -47,8 +47,15 @@ def small_vocoder(d_model: int) -> HifiDecoder:
 
 @pytest.fixture(autouse=True, scope="module")
 def tiny():
-    """The demo's shape with two layers of 16, and a small vocoder."""
+    """The demo's shape with two layers of 16, and a small vocoder. Shapes are counted once."""
+    expected_shapes = formats.expected_shapes
+    shapes_of = functools.cache(lambda text: expected_shapes(json.loads(text)))
+
+    def remembered(config: dict) -> dict:
+        return {group: dict(shapes) for group, shapes in shapes_of(json.dumps(config)).items()}
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "expected_shapes", remembered)
         patch.setitem(formats.SIZES, "demo", SMALL)
         patch.setattr(formats, "HifiDecoder", small_vocoder)
         patch.setattr(starts, "HifiDecoder", small_vocoder)
@@ -570,9 +577,7 @@ def small(d_model):
     return vocoder.HifiDecoder(d_model, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
 formats.HifiDecoder = start.HifiDecoder = small
 """
-PLAIN = (
-    "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1 --save_every 1 --log_every 1 --eval_every 1 --speak_held_out 0".split()
-)
+PLAIN = "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1 --save_every 1 --log_every 1 --eval_every 1 --speak_held_out 0".split()
 LONG = "--speak_held_out 0 --max_steps 4 --save_every 1 --eval_every 2 --log_every 1 --keep_last 9 --batch_size 1 --gradient_accumulation_steps 2 --learning_rate 1e-3".split()
 
 
@@ -863,7 +868,7 @@ def test_an_export_without_a_vocoder_is_refused_in_one_line(noise, tmp_path):
     flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *PLAIN, "--output_dir", tmp_path]
     status, err = refused(recipe, *flags, "--from_scratch", "--export", tmp_path / "x")
     assert status == 2 and "no vocoder" in err
-    assert not list(tmp_path.glob("checkpoints/*.pt")), "it was refused after the training"
+    assert not list(tmp_path.rglob("*.pt")), "it was refused after the training"
 
 
 def test_an_export_is_fine_tuned_again(tuned, places, tmp_path):
@@ -919,6 +924,412 @@ def test_texts_are_spoken_without_a_vocoder(noise, places, tmp_path, monkeypatch
     )
     samples, rate = soundfile.read(tmp_path / "o.wav")
     assert rate == 22_050 and 500 < len(samples) <= 90 * SAMPLES_PER_CODE and "o.wav: " in out
+
+
+# --- the voice of another clip ---------------------------------------------------------------------------------------
+
+
+def numbered(corpus: Corpus, index: int, *_) -> torch.Tensor:
+    """A clip of three seconds whose samples are its number and one more."""
+    return torch.full((3 * SAMPLE_RATE,), index + 1.0)
+
+
+def voices_of(data: recipe.Utterances, index: int, epochs=range(40)) -> list[int]:
+    """The clips that the slice of an utterance was cut from."""
+    items = [data.item(index, epoch) for epoch in epochs]
+    assert all(item["heard"] == (0, 0) for item in items), "codes that were not heard are left out"
+    assert all(int(item["audio"][0]) == index + 1 for item in items)
+    return [int(item["slice"][0]) - 1 for item in items]
+
+
+def test_the_voice_comes_from_another_clip_of_the_speaker(noise, monkeypatch):
+    monkeypatch.setattr(recipe, "read_utterance", numbered)
+    data, again = (make_utterances(noise, condition="other", slices=[9_000, 12_000]) for _ in range(2))
+    for index in range(8):
+        chosen = voices_of(data, index)
+        assert set(chosen) == set(range(index % 2, 8, 2)) - {index} and chosen == voices_of(again, index)
+        assert set(voices_of(make_utterances(noise, "--seed", "2", condition="other"), index)) == set(chosen)
+    assert voices_of(data, 0) != voices_of(make_utterances(noise, "--seed", "2", condition="other"), 0)
+    evaluated = make_utterances(noise, condition="other", training=False)
+    assert [voices_of(evaluated, index, (0, 4)) for index in range(8)] == [[(index + 2) % 8] * 2 for index in range(8)]
+
+
+def test_a_speaker_with_two_clips_never_hears_the_one_that_is_learned(noise, monkeypatch):
+    monkeypatch.setattr(recipe, "read_utterance", numbered)
+    data = make_utterances((noise[0], noise[1].select(np.array([5, 0, 3]))), condition="other")
+    assert set(voices_of(data, 0)) == {2} and set(voices_of(data, 2)) == {0}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_speaker_with_one_clip_is_heard_in_it(noise, training):
+    part = noise[0], noise[1].select(np.array([5, 0, 3]))
+    other, same = (make_utterances(part, training=training, condition=name) for name in ("other", "same"))
+    for epoch in range(3):
+        ours, usual = other.item(1, epoch), same.item(1, epoch)
+        assert torch.equal(ours["slice"], usual["slice"]) and ours["heard"] == usual["heard"]
+        assert ours["heard"][1] > ours["heard"][0]
+
+
+def test_the_whole_mask_of_another_voice_is_counted(noise):
+    items = [make_utterances(noise, condition="other").item(index, 0) for index in range(8)]
+    batch = recipe.collate(items)
+    assert batch["counts"]["mel"] == sum(code_count(len(item["audio"])) + 4 for item in items)
+
+
+def test_another_condition_on_resume_is_refused(tuned, places, tmp_path):
+    folder = shutil.copytree(tuned[0], tmp_path / "copy")
+    assert newest(folder, recipe)["metadata"]["condition"] == "same"
+    flags = ["--train_csv", places.train, "--eval_csv", places.val, *PLAIN, "--resume", "auto", "--output_dir", folder]
+    status, err = refused(recipe, *flags, "--condition", "other")
+    assert status == 2 and "--condition other (the checkpoint has same) conflicts with the checkpoint" in err
+
+
+# --- evaluation by language ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_sums_of_the_languages_are_the_total(noise):
+    items, model, frozen = make_items(noise), make_model().eval(), make_frozen()
+    items = [{**item, "language": ("am", "de", "am")[number % 3]} for number, item in enumerate(items)]
+    results = []
+    for sizes in ([8], [1] * 8, [3, 5]):
+        rest = iter(items)
+        batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
+        results.append(recipe.evaluate(frozen, ["am", "de"], model, batches))
+    for result in results:
+        assert result.keys() == {"text", "mel", "text_am", "text_de", "mel_am", "mel_de"}
+        for name, (total, count) in result.items():
+            assert (total, count) == (pytest.approx(results[0][name][0], rel=1e-10), results[0][name][1])
+        for name in WEIGHTS:
+            parts = [result[f"{name}_{language}"] for language in ("am", "de")]
+            assert sum(total for total, _ in parts) == pytest.approx(result[name][0], rel=1e-10)
+            assert sum(count for _, count in parts) == result[name][1] and min(total for total, _ in parts) > 0
+    german = [item for item in items if item["language"] == "de"]
+    alone = recipe.evaluate(frozen, ["de"], model, [recipe.collate(german)])
+    assert alone.keys() == set(WEIGHTS)
+    for name in WEIGHTS:
+        total, count = results[0][f"{name}_de"]
+        assert alone[name] == (pytest.approx(total, rel=1e-10), count)
+    nothing = recipe.evaluate(frozen, ["am", "de", "en"], model, [recipe.collate(german)])
+    assert nothing["mel_en"] == (0, 0) == nothing["text_am"] and nothing["mel_de"] == nothing["mel"]
+
+
+@pytest.mark.parametrize("languages", [("de", "am"), ("de", "de")])
+def test_the_results_have_a_line_for_each_language(places, json_lines, tmp_path, languages):
+    rows = [
+        {"audio_filepath": str(places.folder / f"{number}.wav"), "text": text, "lang": language}
+        for number, (text, language) in enumerate(zip(("no", "on"), languages, strict=True))
+    ]
+    manifest = json_lines(tmp_path / "m.json", rows)
+    out = ran(recipe, "--evaluate", "--test_manifest", manifest, "--model_dir", places.model, "--output_dir", tmp_path)
+    title = "test set, the weights named (cross-entropy per token and per code)"
+    lines = out.partition(title)[2].splitlines()[1:]
+    names = [line.partition(":")[0].strip() for line in lines if "  mel " in line]
+    assert names == (["all", "am", "de"] if "am" in languages else ["all"])
+    assert all(line.startswith("  ") and ": text " in line for line in lines[: len(names)])
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_the_losses_are_the_sums_of_a_summed_cross_entropy(noise, monkeypatch, dtype, most):
+    items, model, frozen = make_items(noise, dtype), make_model(dtype=dtype).train(), make_frozen(dtype)
+    cross_entropy, summed = recipe.F.cross_entropy, []
+
+    def spy(logits, wanted, reduction):
+        summed.append(cross_entropy(logits, wanted, reduction="sum"))
+        return cross_entropy(logits, wanted, reduction=reduction)
+
+    monkeypatch.setattr(recipe.F, "cross_entropy", spy)
+    terms = recipe.compute_loss(model, moved(items), frozen)
+    assert list(terms) == ["text", "mel"] and len(summed) == 2
+    for ours, expected in zip(terms.values(), summed, strict=True):
+        assert ours.dtype == dtype and ours.item() == pytest.approx(expected.item(), rel=most)
+    ours, expected = gradient_of(sum(terms.values()), model), None
+    summed.clear()
+    recipe.compute_loss(model, moved(items), frozen)
+    expected = gradient_of(sum(summed), model)
+    assert (ours - expected).norm() <= 10 * most * expected.norm()
+
+
+# --- from scratch: a DVAE in two runs, then the GPT ------------------------------------------------------------------
+
+SCRATCH = "--from_scratch --speak_held_out 0 --max_steps 3 --save_every 1 --eval_every 2 --log_every 1 --keep_last 9 --batch_size 4 --gradient_accumulation_steps 1 --resume auto".split()
+STAGES = ("checkpoints/autoencoder", "checkpoints/dvae", "checkpoints")
+SMALL_SIZE = f"from speech.xtts import formats\nformats.SIZES['demo'] = {SMALL!r}\n"
+
+
+def stopped_in(stage: str, number: signal.Signals) -> str:
+    """A prelude that sends this process a signal before the checkpoint of the second update gets its name."""
+    return f"""{SMALL_SIZE}
+import os
+replace = os.replace
+def stopped(source, target):
+    if str(target).endswith("{stage}/checkpoint_step_00000002.pt"):
+        os.kill(os.getpid(), {number:d})
+    replace(source, target)
+os.replace = stopped
+"""
+
+
+def states_of(folder: Path, stage: str) -> tuple[dict, dict]:
+    """The newest checkpoint of a stage and the tensors of its best evaluation."""
+    saved = checkpoint.read(checkpoint.list_checkpoints(folder / stage)[0], recipe.RECIPE)
+    return saved, checkpoint.read_weights(folder / stage / "best.safetensors", recipe.RECIPE)[0]
+
+
+def assert_same_stages(one: Path, other: Path) -> None:
+    for stage in STAGES:
+        (state, best), (again, best_again) = states_of(one, stage), states_of(other, stage)
+        runs.assert_same_state(state, again)
+        assert state["progress"]["step"] == 3 and best.keys() == best_again.keys()
+        assert all(torch.equal(w, best_again[name]) for name, w in best.items()), stage
+
+
+def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    """When the files of checkpoints were written, and their sizes."""
+    files = [path for path in (folder / "checkpoints").rglob("*") if path.suffix in (".pt", ".safetensors")]
+    return {path.relative_to(folder): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+
+@pytest.fixture(scope="module")
+def scratch(noise, tmp_path_factory) -> Path:
+    """The folder of three undisturbed runs of three updates."""
+    folder = tmp_path_factory.mktemp("scratch")
+    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *SCRATCH, "--output_dir", folder]
+    out = ran(recipe, *flags)
+    assert out.index("DVAE, autoencoder: ") < out.index("DVAE, dvae: ") < out.index("attention: ")
+    return folder
+
+
+def test_the_three_stages_have_folders_of_their_own(scratch):
+    stages = {stage: states_of(scratch, stage)[0]["metadata"]["stage"] for stage in STAGES}
+    assert list(stages.values()) == ["autoencoder", "dvae", "gpt"]
+    for folder in ("logs/autoencoder", "logs/dvae", "logs"):
+        lines = [json.loads(line) for line in (scratch / folder / "metrics.jsonl").read_text().splitlines()]
+        names = {key for line in lines for key in line if key.startswith("eval/")}
+        terms = WEIGHTS if folder == "logs" else codec_training.LOSS_WEIGHTS
+        assert names == {"eval/loss", *(f"eval/{name}" for name in terms)}
+        assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3]
+    first, second = (states_of(scratch, stage) for stage in STAGES[:2])
+    assert torch.equal(first[1]["mel.mel_stats"], second[1]["mel.mel_stats"]) and (first[1]["mel.mel_stats"] > 0).all()
+    metadata = newest(scratch, recipe)["metadata"]
+    assert metadata["condition"] == "other" and metadata["slice"] == starts.SLICES["demo"]
+    start = recipe.resolve(runs.parse(recipe, "--resume", scratch / "checkpoints" / "best.safetensors"))
+    frozen = starts.choose(start, newest(scratch, recipe))[2]
+    assert all(torch.equal(w, second[1][f"dvae.{name}"]) for name, w in frozen.dvae.state_dict().items())
+    assert torch.equal(frozen.dvae_mel.mel_stats, second[1]["mel.mel_stats"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
+def test_stopped_in_every_stage_and_resumed_it_ends_with_the_same_bits(scratch, noise, tmp_path, number):
+    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *SCRATCH]
+    for stage in STAGES:
+        process = runs.start(runs.command(recipe, *flags), tmp_path, stopped_in(stage, number))
+        _, err = process.communicate()
+        assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), err
+        reached = checkpoint.step_of(checkpoint.list_checkpoints(tmp_path / stage)[0])
+        assert reached == (1 if number == signal.SIGKILL else 2)
+    before = stamps(tmp_path)
+    ran(recipe, *flags, "--output_dir", tmp_path)
+    assert_same_stages(tmp_path, scratch)
+    changed = {path for path, stamp in stamps(tmp_path).items() if before.get(path) != stamp}
+    assert changed and {str(path.parent) for path in changed} == {"checkpoints"}
+
+
+def test_a_finished_run_that_is_started_again_trains_nothing(scratch, noise, tmp_path):
+    folder = shutil.copytree(scratch, tmp_path / "copy")
+    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *SCRATCH, "--output_dir", folder]
+    before, lines = stamps(folder), read_metrics(folder)
+    ran(recipe, *flags)
+    assert stamps(folder) == before and len(before) > 9
+    assert [line for line in read_metrics(folder)[len(lines) :] if "train/loss" in line] == []
+    for path in (folder / "checkpoints").glob("*.*"):
+        path.unlink()
+    ran(recipe, *flags)  # the GPT alone is trained again
+    after = stamps(folder)
+    assert all(after[path] == stamp for path, stamp in before.items() if path.parent.name != "checkpoints")
+    assert_same_stages(folder, scratch)
+
+
+def test_a_folder_that_has_moved_speaks_and_learns(scratch, noise, places, tmp_path):
+    moved_folder = tmp_path / "moved"
+    shutil.move(scratch, moved_folder)
+    try:
+        speaking_flags = ["--synthesize", "ሰላም", "--speaker_wav", places.wav, "--top_k", "1"]
+        written = []
+        for source in (["--resume", moved_folder / "checkpoints" / "best.safetensors"], ["--output_dir", moved_folder]):
+            ran(recipe, *speaking_flags, *source, "--output", tmp_path / "o.wav")
+            written.append(soundfile.read(tmp_path / "o.wav")[0])
+        assert np.array_equal(*written) and len(written[0]) > 500
+        copy = shutil.copytree(moved_folder, tmp_path / "copy")
+        flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *SCRATCH[1:], "--output_dir", copy]
+        assert "(step 3)" in ran(recipe, *flags, "--max_steps", "4")
+        shutil.rmtree(copy / "checkpoints" / "dvae")
+        status, err = refused(recipe, *flags, "--max_steps", "5")
+        assert status == 2 and "the DVAE of this model is not in " in err and "--model_dir" in err
+        dvae = moved_folder / "checkpoints" / "dvae"
+        assert "(step 4)" in ran(recipe, *flags, "--max_steps", "5", "--model_dir", dvae)
+    finally:
+        shutil.move(moved_folder, scratch)
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "dvae"])
+@pytest.mark.parametrize("name", ["best.safetensors", "checkpoint_step_00000003.pt"])
+def test_a_checkpoint_of_the_dvae_is_not_one_of_the_gpt(scratch, noise, places, tmp_path, stage, name):
+    path = scratch / "checkpoints" / stage / name
+    flags = ["--synthesize", "ሰላም", "--speaker_wav", places.wav]
+    if name.endswith(".pt"):
+        flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *PLAIN]
+    status, err = refused(recipe, *flags, "--resume", path, "--output_dir", tmp_path)
+    assert status == 2 and f"'{stage}'" in err and str(path) in err
+
+
+def test_the_synthetic_data_of_a_model_from_scratch(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "DEMO_SIZES", {"train": 10, "val": 3})
+    monkeypatch.setattr(recipe, "DVAE_STEPS", {"autoencoder": 1, "dvae": 1})
+    flags = ["--from_scratch", *PLAIN, "--max_steps", "1", "--speak_held_out", "1", "--output_dir", tmp_path]
+    out = ran(recipe, *flags)
+    assert "no --train_manifest: using synthetic speech" in out and "1 held-out sentences spoken: " in out
+    made = {path.name for path in (tmp_path / "speech").iterdir()}
+    kinds = ("reference", "resynthesis", "synthesis")
+    assert made == {f"001_{kind}.wav" for kind in kinds} | {f"{kind}.csv" for kind in kinds}
+    assert "speaker similarity" not in out and newest(tmp_path, recipe)["metadata"]["text"]["g2p"] is False
+
+
+# --- how texts are read ----------------------------------------------------------------------------------------------
+
+AMHARIC = ("ሰላም ለሁሉም።", "ቡና 3 ብር ነው", "ሰላም, እንዴት ነህ?", "ለሁሉም 25 ሰላም", "ቡና እወዳለሁ", "ሰላም ነው", "ብር 7 ነው", "ሰላም 8 ቡና")
+MODES = {
+    "phonemes": ["--use_amharic_g2p"],
+    "characters": ["--extend_vocab", "characters"],
+    "bpe": ["--extend_vocab", "bpe", "--vocab_size", "40"],
+}
+
+
+def write_amharic(places, folder: Path, written: tuple[str, ...] = AMHARIC) -> Path:
+    rows = [f"{places.folder}/{number}.wav|{text}|a" for number, text in enumerate(written)]
+    (folder / "am.csv").write_text("\n".join(["audio_file|text|speaker_name", *rows]), encoding="utf-8")
+    return folder / "am.csv"
+
+
+@pytest.fixture
+def short_slices(monkeypatch):
+    """A tenth of a second of a voice, and so shorter runs."""
+    monkeypatch.setitem(starts.SLICES, "full", [2_205, 4_410])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_amharic_is_trained_exported_spoken_and_resumed(places, short_slices, tmp_path, mode):
+    manifest = write_amharic(places, tmp_path)
+    data = ["--train_csv", manifest, "--eval_csv", manifest, *PLAIN, "--output_dir", tmp_path]
+    out = ran(recipe, *data, "--model_dir", places.model, *MODES[mode], "--export", tmp_path / "coqui")
+    assert "characters that the vocabulary lacks" not in out and out.count("): 8 utterances") == 2
+    saved = newest(tmp_path, recipe)
+    metadata, rows = saved["metadata"], saved["metadata"]["config"]["text_tokens"]
+    (first, *_) = [line["eval/text"] for line in read_metrics(tmp_path) if "eval/text" in line]
+    assert metadata["text"]["g2p"] == (mode == "phonemes") and metadata["text"].get("extend_vocab", mode) == mode
+    assert rows == ROWS + 1 if mode == "phonemes" else ROWS + 1 < rows <= ROWS + 41 and first < math.log(rows)
+    assert not any(texts.Texts(metadata).has_unknown(text) for text in AMHARIC)
+    groups, config, extras = formats.read_model(tmp_path / "coqui")
+    assert config["text_tokens"] == rows and extras["vocab"] == metadata["vocab"]
+    assert all(torch.equal(w, groups["gpt"][name]) for name, w in best_of(tmp_path)[0].items())
+    flags, spoken = ["--synthesize", "ሰላም 3 ቡና።", "--speaker_wav", places.wav, "--output", tmp_path / "o.wav"], []
+    more = MODES[mode] if mode == "phonemes" else []  # an export has the vocabulary, and not how texts are read
+    for source in (["--output_dir", tmp_path], ["--model_dir", tmp_path / "coqui", *more]):
+        status, _, err = runs.run(recipe, *flags, *source)
+        assert status == 0 and "warning" not in err, err
+        spoken.append(soundfile.read(tmp_path / "o.wav")[0])
+    assert np.array_equal(*spoken) and len(spoken[0]) > 1000
+    status, err = refused(recipe, *data, "--resume", "auto", *MODES["phonemes" if mode == "bpe" else "bpe"])
+    assert status == 2 and "conflicts with the checkpoint" in err
+    assert "(step 2)" in ran(recipe, *data, "--resume", "auto", "--max_steps", "3")
+    resumed = newest(tmp_path, recipe)
+    assert resumed["progress"]["step"] == 3 and resumed["metadata"] == metadata
+
+
+@pytest.mark.parametrize(
+    ("line", "g2p"),
+    [
+        ("--model_dir {model}", True),
+        ("--model_dir {model} --evaluate", True),
+        ("--model_dir {model} --train_csv {train}", False),
+        ("--model_dir {model} --train_csv {train} --use_amharic_g2p", True),
+        ("--model_dir {model} --no_use_amharic_g2p", False),
+        ("--model_dir {model} --extend_vocab characters", False),
+        ("--model_dir {model} --language de", False),
+        ("--model_dir {model} --evaluate --test_manifest {val}", False),
+        ("--model_dir {model} --synthesize no --speaker_wav {wav}", False),
+        ("--from_scratch", False),
+    ],
+)
+def test_synthetic_amharic_is_read_as_phonemes_by_released_weights(places, line, g2p):
+    args = runs.parse(recipe, *line.format(**vars(places)).split())
+    assert recipe.resolve(args).text.g2p == g2p
+
+
+def test_the_biases_of_new_tokens_alone_are_fitted(places, short_slices, tmp_path, monkeypatch):
+    fit, calls = texts.fit_new_tokens, []
+
+    def spy(model, count, losses):
+        before = {name: w.clone() for name, w in model.state_dict().items()}
+        fit(model, count, losses)
+        changed = {
+            name: (w != before[name]) for name, w in model.state_dict().items() if not torch.equal(w, before[name])
+        }
+        calls.append((count, changed, before["text_head.bias"], model.text_head.bias.detach().clone()))
+
+    monkeypatch.setattr(texts, "fit_new_tokens", spy)
+    manifest = write_amharic(places, tmp_path)
+    flags = ["--train_csv", manifest, "--eval_csv", manifest, *PLAIN, "--max_steps", "1", "--output_dir", tmp_path]
+    ran(recipe, *flags, "--model_dir", places.model, *MODES["characters"])
+    ((count, changed, before, after),) = calls
+    assert list(changed) == ["text_head.bias"] and count > 10
+    assert not changed["text_head.bias"][:-count].any() and changed["text_head.bias"][-count:].all()
+    shifts = (after - before)[-count:]
+    assert (shifts - shifts[0]).abs().max() < 1e-5, "they are not shifted by one number"
+    ran(recipe, *flags, "--max_steps", "2", "--resume", "auto")
+    assert len(calls) == 1, "a resumed run has fitted them again"
+
+
+def test_texts_are_shown_one_a_line(places, tuned, tmp_path):
+    best = tuned[0] / "checkpoints" / "best.safetensors"
+    (tmp_path / "lines.txt").write_text("ሰላም 3\n\nhello\n", encoding="utf-8")
+    for source in ([], ["--use_amharic_g2p"], ["--model_dir", places.model], ["--resume", best]):
+        for wanted in (["ሰላም 3", "hello"], [tmp_path / "lines.txt"]):
+            status, out, err = runs.run(recipe, "--show_text", *wanted, *source, "--output_dir", tmp_path)
+            shown = [line for line in out.splitlines() if not line.startswith(("These weights", "language am: "))]
+            assert status == 0 and len(shown) == 2 and shown[1] == "hello", (out, err)
+            assert ("ሰላም" in shown[0]) != ("--use_amharic_g2p" in source) and "3" not in shown[0]
+            lacks = err.count("warning: ")
+            assert lacks == (len(source) == 2), err
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+# --- checked, not trained --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["released", "scratch", "neither"])
+def test_data_are_checked_and_nothing_is_trained(places, tmp_path, source):
+    written = ["ሰላም", "hello", "the end", "on", "no", "and", "hello on", "end"]
+    if source == "released":
+        written[0] = "ኩኩ።"
+    rows = [f"{places.folder}/{number}.wav|{text}|a" for number, text in enumerate(written)]
+    (tmp_path / "cut.wav").write_bytes((places.folder / "1.wav").read_bytes()[:30])
+    soundfile.write(tmp_path / "silent.wav", np.zeros(SAMPLE_RATE), SAMPLE_RATE)
+    soundfile.write(tmp_path / "short.wav", 0.1 * np.ones(SAMPLE_RATE // 5), SAMPLE_RATE)
+    (tmp_path / "not.wav").write_text("text", encoding="utf-8")
+    rows += [f"{tmp_path}/{name}.wav|on|a" for name in ("cut", "silent", "short", "not", "gone")]
+    rows += [f"{places.folder}/1.wav||a"]
+    (tmp_path / "m.csv").write_text("\n".join(["audio_file|text|speaker_name", *rows]), encoding="utf-8")
+    flags = {"released": ["--model_dir", places.model], "scratch": ["--from_scratch"], "neither": []}[source]
+    output = tmp_path / "output"
+    data = ["--check_data", "--train_csv", tmp_path / "m.csv", "--eval_csv", places.val, "--output_dir", output]
+    status, out, err = runs.run(recipe, *data, *flags)
+    assert status == 0, err
+    usable = 7 if source == "released" else 8
+    assert f"checked: {usable} utterances in train, 2 utterances in val can be used" in out
+    assert "training speech: " in out and out.count("silent.wav") == out.count("gone.wav") == 1
+    assert ("none of the text's letters: --use_amharic_g2p or --extend_vocab" in out) == (source == "released")
+    assert not list(output.rglob("*.pt")) and not list(output.rglob("*.safetensors"))
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
@@ -1005,7 +1416,7 @@ def test_what_has_no_positions_or_no_letters_is_rejected(places, tmp_path):
         "the vocabulary has none of the text's letters",
     ):
         assert out.count(reason) == 2, reason
-    assert out.count(" set: 3 utterances") == 2
+    assert out.count(" set, checked as speech: 3 utterances") == 2
     status, _, err = runs.run(recipe, *tuning(places), "--train_csv", tmp_path / "m.csv", "--strict_data", *flags)
     assert status == 1 and err.startswith("error: ") and err.count("\n") == 1
 

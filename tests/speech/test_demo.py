@@ -108,9 +108,9 @@ def test_a_corpus_that_another_rank_writes_in_the_meantime_is_kept(tmp_path, cap
     folder = tmp_path / "c"
     write = demo._write_corpus
 
-    def overtaken(aside, recipe):
+    def overtaken(aside, recipe, manner):
         folders.write_folder(folder, lambda other: (other / "first").touch(), recipe)
-        return write(aside, recipe)
+        return write(aside, recipe, manner)
 
     monkeypatch.setattr(demo, "_write_corpus", overtaken)
     assert demo.speech_corpus(folder, ["घर"], ["mr+f2"], {"train": 1}) == {"train": str(folder / "train.json")}
@@ -153,3 +153,87 @@ def test_a_folder_with_files_of_the_user_is_not_replaced(tmp_path):
     with pytest.raises(UsageError, match=r"holds files that are not replaced \(notes\.txt\)"):
         demo.speech_corpus(tmp_path / "demo", demo.KONKANI_WORDS, demo.KONKANI_VOICES[:1], {"val": 1})
     assert (tmp_path / "demo" / "notes.txt").read_text() == "mine" and len(list(tmp_path.rglob("*"))) == 2
+
+
+# --- manners ---------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """In place of espeak-ng: notes what it should say; a tenth of a second of noise between two of silence."""
+
+    sample_rate = 22_050
+
+    def __init__(self):
+        self.calls = []
+
+    def say(self, *values) -> np.ndarray:
+        self.calls.append(values)
+        loud = np.random.default_rng(len(self.calls)).integers(-9000, 9000, 2205)
+        loud[[0, -1]] = 9000
+        return np.concatenate([np.zeros(2205), loud, np.full(2205, 80)]).astype(np.int16)
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(demo, "espeak", lambda: recorder)
+    return recorder
+
+
+def expected_calls(words: list[str], voices: list[str], sizes: dict[str, int], rate, pitch, lengths) -> list[tuple]:
+    """What a corpus says, in order: one draw each for the voice, the rate and the pitch of a sentence."""
+    random, calls = np.random.default_rng(0), []
+    texts = demo.sentences(words, sum(sizes.values()), random, *lengths)
+    for text in reversed(texts):
+        voice = voices[int(random.integers(len(voices)))]
+        calls.append(
+            (text, voice, int(random.integers(rate[0], rate[1] + 1)), int(random.integers(pitch[0], pitch[1] + 1)))
+        )
+    return calls
+
+
+def test_the_usual_corpus_is_that_of_before_manners(recorder, tmp_path):
+    make(tmp_path / "c")
+    expected = expected_calls(demo.KONKANI_WORDS, demo.KONKANI_VOICES, SIZES, (140, 220), (30, 70), (2, 5))
+    assert recorder.calls == expected and len({call[2:] for call in expected}) > 10
+    made_from = folders.read_made_from(tmp_path / "c")
+    usual = {"words": demo.KONKANI_WORDS, "voices": demo.KONKANI_VOICES, "sizes": SIZES, "seed": 0, "version": 2}
+    assert made_from == usual
+    samples, rate = soundfile.read(tmp_path / "c" / "audio" / "train_00001.wav", dtype="int16")
+    recorder.calls.pop(), recorder.calls.clear()
+    recorder.say()
+    assert rate == 22_050 and np.array_equal(samples, recorder.say())
+    assert rows(tmp_path / "c", "train")[0] == {
+        "audio_filepath": "audio/train_00000.wav", "text": expected[0][0], "duration": 0.3, "speaker": expected[0][1],
+    }  # fmt: skip
+
+
+def test_another_manner(recorder, tmp_path, capsys):
+    manner = demo.Manner(rate=(170, 170), pitch=(50, 51), words=(1, 4), trimmed=True)
+    given = (tmp_path / "c", demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, SIZES)
+    demo.speech_corpus(*given, manner=manner)
+    expected = expected_calls(demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, SIZES, (170, 170), (50, 51), (1, 4))
+    assert recorder.calls == expected and {call[2:] for call in expected} == {(170, 50), (170, 51)}
+    assert {len(call[0].split()) for call in expected} == {1, 2, 3, 4}
+    samples, _ = soundfile.read(tmp_path / "c" / "audio" / "val_00003.wav", dtype="int16")
+    assert len(samples) == 2205 and samples[0] == samples[-1] == 9000
+    assert rows(tmp_path / "c", "val")[3]["duration"] == 0.1
+    capsys.readouterr()
+    demo.speech_corpus(*given, manner=manner)
+    assert len(recorder.calls) == 16 and capsys.readouterr().out == "", "the same corpus was made again"
+    demo.speech_corpus(*given)
+    assert len(recorder.calls) == 32
+
+
+@pytest.mark.parametrize(
+    ("samples", "kept"),
+    [
+        ([0, 5, 1000, 0, -1000, 9, 0], [1000, 0, -1000]),
+        ([10, 1000, 11], [1000, 11]),  # -40 dB are 10
+        ([-32768, 0, 327], [-32768]),
+        ([0, 0], [0, 0]),
+        ([7], [7]),
+    ],
+)
+def test_quiet_ends_are_cut(samples, kept):
+    assert demo.trim(np.array(samples, dtype=np.int16)).tolist() == kept

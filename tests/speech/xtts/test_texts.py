@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from common import checkpoint, options
 from common.errors import UsageError
-from speech import amharic
+from speech import amharic, corpus
 from speech.xtts import formats, start, texts
 from speech.xtts.vocabulary import MOST_TOKENS, Vocabulary, add_pieces, new_vocabulary
 
@@ -46,13 +46,14 @@ def make_tensors(rows: int = ROWS, width: int = 16, scale: float = 1.0) -> dict[
 
 def extended(kind: str, size: int, vocab: str = TEXT, training: list[str] = TRAINING) -> dict:
     metadata = make_metadata(vocab)
-    texts.extend(metadata, None, training, kind, size)
+    texts.extend(metadata, None, training, texts.TextOptions(extend_vocab=kind, vocab_size=size))
     return metadata
 
 
 def parse(*flags) -> object:
     parser = options.Parser("XTTS")
     start.add_arguments(parser)
+    corpus.add_arguments(parser)
     options.add_arguments(parser)
     return parser.parse_args([str(flag) for flag in flags])
 
@@ -320,7 +321,7 @@ def test_a_second_extension_keeps_what_is_there(capsys):
     first = extended("bpe", 30)
     capsys.readouterr()
     second = copy.deepcopy(first)
-    texts.extend(second, None, TRAINING, "characters", 2000)
+    texts.extend(second, None, TRAINING, texts.TextOptions(extend_vocab="characters", vocab_size=2000))
     assert second["vocab"] == first["vocab"] and "no new tokens (characters)" in capsys.readouterr().out
 
 
@@ -346,7 +347,7 @@ def test_the_most_tokens():
 def test_new_rows_and_the_old_ones(kind, size):
     tensors, before = make_tensors(), make_tensors()
     metadata = make_metadata()
-    texts.extend(metadata, tensors, TRAINING, kind, size)
+    texts.extend(metadata, tensors, TRAINING, texts.TextOptions(extend_vocab=kind, vocab_size=size))
     new = metadata["config"]["text_tokens"] - ROWS
     for name in texts.TEXT_ROWS:
         assert torch.equal(tensors[name][:ROWS], before[name]) and len(tensors[name]) == ROWS + new
@@ -378,7 +379,7 @@ def test_the_first_loss_is_below_a_uniform_guess(kind, form):
         make_metadata(new_vocabulary("abcdefg.", ["en", "am"], size)),
         torch.Generator().manual_seed(0),
     )
-    texts.extend(metadata, tensors, CORPUS, kind, 300)
+    texts.extend(metadata, tensors, CORPUS, texts.TextOptions(extend_vocab=kind, vocab_size=300))
     reader = texts.Texts(metadata)
     targets = torch.tensor([token for text in CORPUS for token in (*reader.encode(text), reader.vocabulary.stop)])
     hidden = F.layer_norm(torch.randn(len(targets), 16, generator=generator), (16,))

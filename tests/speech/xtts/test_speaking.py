@@ -1,0 +1,207 @@
+"""Speaking: the manifests and files of held-out sentences, voices, similarity, limits. The GPT says fixed codes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from torch import nn
+
+from speech.columns import Corpus
+from speech.corpus import Checks, load_corpus, load_splits
+from speech.text import normalise
+from speech.xtts import codec, inference, speaking
+from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
+from speech.xtts.start import Frozen, speakers_of
+from speech.xtts.vocoder import HifiDecoder
+
+CONFIG = {"mel_channels": 80, "dvae_hidden": 8, "codes": 12, "code_dim": 4}
+WIDTH, KINDS = 8, ("reference", "resynthesis", "synthesis")
+ROWS = (
+    ("one|two", "a", 0.6),
+    ("three", "b", 2.5),
+    ("four  five", "a", 1.0),
+    ("six", "c", 0.7),
+)  # text, speaker, seconds
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    """The phases of the resynthesis are not what is tested here."""
+    monkeypatch.setattr(codec, "GRIFFIN_LIM_STEPS", 1)
+    monkeypatch.setattr(codec, "INVERSION_STEPS", 1)
+
+
+class Voices(nn.Module):
+    """A GPT whose latents are the mean of the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = {"latents": 3}
+        self.heard = []
+        self.weight = nn.Parameter(torch.randn(80, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+    def condition(self, mels: torch.Tensor) -> torch.Tensor:
+        self.heard.append(mels)
+        return (mels.mean(2) @ self.weight)[:, None].expand(-1, 3, -1)
+
+
+class Reader:
+    def __init__(self):
+        self.languages = []
+
+    def encode(self, text: str, language: str | None = None) -> list[int]:
+        self.languages.append(language)
+        return [*text.encode()]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Corpus:
+    return write_corpus(tmp_path_factory.mktemp("held_out"), ROWS)
+
+
+def write_corpus(folder: Path, rows: tuple[tuple[str, str, float], ...]) -> Corpus:
+    lines, random = ["audio_filepath\ttext\tspeaker\tlang"], np.random.default_rng(0)
+    for number, (text, speaker, seconds) in enumerate(rows):
+        samples = 0.1 * random.normal(size=round(seconds * SAMPLE_RATE)) * (1 + number)
+        soundfile.write(folder / f"{number}.wav", samples.clip(-1, 1), SAMPLE_RATE)
+        lines.append(f"{number}.wav\t{text}\t{speaker}\t{'am' if number else 'de'}")
+    (folder / "m.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    corpus, _ = load_corpus(str(folder / "m.tsv"), normalise, Checks())
+    assert len(corpus) == len(rows)
+    return corpus
+
+
+def make_frozen(with_vocoder: bool) -> Frozen:
+    torch.manual_seed(0)
+    stats = torch.full((80,), 4.0)
+    vocoder = HifiDecoder(WIDTH, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
+    parts = Mel("dvae", stats), Mel("conditioning", stats), DVAE(CONFIG), vocoder if with_vocoder else None
+    return Frozen(*parts).to(torch.device("cpu"))
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[tuple]:
+    """What the GPT was asked: (latents, sentences, settings); it says 20 codes each time."""
+    calls = []
+
+    def sample(model, config, latents, sentences, settings):
+        calls.append((latents, sentences, settings))
+        speech = inference.Speech(torch.arange(20) % 12, torch.randn(21, WIDTH), ended=True)
+        return [speech] * len(sentences)
+
+    monkeypatch.setattr(inference, "sample", sample)
+    return calls
+
+
+def spoken(folder: Path, corpus: Corpus, with_vocoder: bool, **changes) -> tuple[str, Voices, Reader]:
+    model, reader = Voices(), Reader()
+    given = {"references": speakers_of(corpus), "settings": inference.Sampling(), "longest": 50} | changes
+    said = speaking.speak_corpus(folder, model, make_frozen(with_vocoder), reader, corpus, **given)
+    return said, model, reader
+
+
+@pytest.mark.parametrize("with_vocoder", [True, False])
+def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path, with_vocoder):
+    folder = tmp_path / "new" / "speech"
+    line, _, reader = spoken(folder, corpus, with_vocoder)
+    assert line.startswith(f"4 held-out sentences spoken: {folder}/*_synthesis.wav")
+    assert {path.name for path in folder.iterdir()} == {
+        *(f"{kind}.csv" for kind in KINDS), *(f"00{number}_{kind}.wav" for kind in KINDS for number in (1, 2, 3, 4)),
+    }  # fmt: skip
+    rates = dict.fromkeys(KINDS, SAMPLE_RATE) | ({"synthesis": 24_000} if with_vocoder else {})
+    sets = load_splits({kind: str(folder / f"{kind}.csv") for kind in KINDS}, normalise, Checks(strict=True))
+    for kind, read in sets.items():
+        assert list(read.texts) == ["one two", "three", "four five", "six"] and list(read.speakers) == [
+            "a",
+            "b",
+            "a",
+            "c",
+        ]
+        for index, path in enumerate(read.paths):
+            assert Path(path).name == f"00{index + 1}_{kind}.wav" and soundfile.info(path).samplerate == rates[kind]
+    for index in range(4):
+        original, copy = (soundfile.read(one.paths[index], dtype="int16")[0] for one in (corpus, sets["reference"]))
+        assert len(original) == len(copy) and np.abs(original.astype(int) - copy).max() <= 1
+        assert abs(float(sets["resynthesis"].seconds[index] - corpus.seconds[index])) < 0.9  # silence follows each clip
+    assert set(reader.languages) == {"de", "am"} and said[0][1] == [[*b"one|two"]]
+
+
+def test_the_similarity_of_voices_needs_a_speaker_encoder_and_half_a_second(corpus, said, tmp_path, monkeypatch):
+    (with_encoder, *_), (without, *_) = (spoken(tmp_path / str(kind), corpus, kind) for kind in (True, False))
+    assert "speaker similarity" not in without and without.count("\n") == 0
+    similarity = with_encoder.partition("\nspeaker similarity: ")[2]
+    assert -1 <= float(similarity.split()[0]) <= 1 and similarity.endswith(
+        "(cosine between vectors of the speaker encoder)"
+    )
+    monkeypatch.setattr(speaking, "speak", lambda *_: torch.full((12_000,), 0.1))
+    assert "speaker similarity" not in spoken(tmp_path / "short", corpus, True)[0]
+    monkeypatch.setattr(speaking, "speak", lambda *_: torch.full((12_001,), 0.1))
+    assert "speaker similarity" in spoken(tmp_path / "long", corpus, True)[0]
+
+
+def test_the_similarity_is_the_mean_cosine(corpus, tmp_path, monkeypatch):
+    vectors = {True: iter([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0], [1.0, 0.0]]), False: iter([[1.0, 0.0]] * 3)}
+    monkeypatch.setattr(
+        Frozen, "speaker", lambda self, _, rate=SAMPLE_RATE: torch.tensor([next(vectors[rate == 24_000])])
+    )
+    monkeypatch.setattr(speaking, "speak", lambda *_: torch.full((24_000,), 0.1))
+    assert "speaker similarity: 0.65 " in spoken(tmp_path, corpus, True)[0]
+
+
+def test_a_sentence_may_have_twice_the_codes_of_its_recording(corpus, said, tmp_path):
+    spoken(tmp_path, corpus, False, settings=inference.Sampling(top_k=7, seed=3))
+    codes = [-(-round(seconds * SAMPLE_RATE) // SAMPLES_PER_CODE) for *_, seconds in ROWS]
+    expected = [max(40, 2 * count) for count in codes]
+    assert [settings.max_codes for *_, settings in said] == expected and max(expected) > 100
+    assert all((settings.top_k, settings.seed) == (7, 3) for *_, settings in said)
+    said.clear()
+    spoken(tmp_path, corpus, False, settings=inference.Sampling(max_codes=50))
+    assert [settings.max_codes for *_, settings in said] == [min(50, most) for most in expected]
+
+
+def test_each_speaker_has_one_voice_from_the_references(corpus, said, tmp_path):
+    _, model, _ = spoken(tmp_path, corpus, False)
+    assert len(model.heard) == 3
+    latents = [latents for latents, *_ in said]
+    assert torch.equal(latents[0], latents[2])
+    assert not torch.equal(latents[0], latents[1]) and not torch.equal(latents[1], latents[3])
+    frozen, model = make_frozen(False), Voices()
+    clip, rate = speakers_of(corpus)["a"]  # 1.0 s is nearer to 10 s than 0.6 s is
+    assert rate == SAMPLE_RATE and len(clip) == SAMPLE_RATE
+    voice = speaking.voice_of(model, frozen, [torch.from_numpy(clip) / 32768])
+    assert torch.allclose(voice.latents, latents[0]) and voice.speaker is None
+
+
+def test_an_unknown_speaker_gets_the_first_reference(said, tmp_path):
+    corpus = write_corpus(tmp_path, (("one", "a", 1.0), ("two", "stranger", 1.0), ("three", "", 1.0)))
+    references = {"a": speakers_of(corpus)["a"], "b": (np.full(SAMPLE_RATE, 900, np.int16), SAMPLE_RATE)}
+    spoken(tmp_path / "out", corpus, False, references=references)
+    latents = [latents for latents, *_ in said]
+    assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
+    rows = (tmp_path / "out" / "synthesis.csv").read_text(encoding="utf-8").splitlines()
+    assert rows == ["audio_file|text|speaker_name", *[
+        f"00{number}_synthesis.wav|{text}|{name}"
+        for number, (text, name) in enumerate((("one", "a"), ("two", "stranger"), ("three", "speaker")), 1)
+    ]]  # fmt: skip
+
+
+@pytest.mark.parametrize("with_vocoder", [True, False])
+def test_a_sentence_without_codes_is_silent_and_long_texts_are_cut(said, monkeypatch, with_vocoder):
+    model, frozen = Voices(), make_frozen(with_vocoder)
+    voice = speaking.voice_of(model, frozen, [torch.randn(SAMPLE_RATE) * 0.1])
+    assert (voice.speaker is not None) == with_vocoder and voice.latents.shape == (1, 3, WIDTH)
+    settings, encode = inference.Sampling(), Reader().encode
+    waveform = speaking.speak(model, frozen, encode, "one two. three", voice, settings, 9)
+    assert [bytes(tokens) for tokens in said[0][1]] == [b"one two.", b"three"] and said[0][2] is settings
+    once = speaking.speak(model, frozen, encode, "three", voice, settings, 9)
+    assert len(waveform) > 1.5 * len(once) > 0 and waveform.ndim == 1
+    nothing = inference.Speech(torch.zeros(0, dtype=torch.long), torch.zeros(1, WIDTH), ended=True)
+    monkeypatch.setattr(inference, "sample", lambda *_: [nothing])
+    assert not speaking.speak(model, frozen, encode, "a", voice, settings, 9).abs().gt(0).any()
+
+
+def test_samples_beyond_the_range_are_clamped():
+    samples = speaking.int16(torch.tensor([0.0, 1.0, -1.0, 3.0, -3.0, 0.5], dtype=torch.float16))
+    assert samples.dtype == np.int16 and samples.tolist() == [0, 32767, -32767, 32767, -32767, 16384]
