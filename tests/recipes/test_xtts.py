@@ -504,15 +504,14 @@ def test_sixteen_bits_give_finite_losses_near_those_of_fp32(noise, dtype):
 # --- memory options --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [0, 1, 2])
-def test_frozen_layers_have_no_gradient_and_do_not_change(noise, layers):
-    model = make_model(dtype=torch.float32).train()
+@pytest.mark.parametrize(("layers", "with_vocoder"), [(0, True), (1, True), (2, True), (0, False), (1, False)])
+def test_frozen_layers_have_no_gradient_and_do_not_change(noise, layers, with_vocoder):
+    model = make_model(dtype=torch.float32, config={**SMALL, "hifigan": with_vocoder}).train()
     recipe.set_up(runs.parse(recipe, "--from_scratch", "--freeze_layers", layers), model, Setup())
     frozen_names = {name for name, p in model.named_parameters() if not p.requires_grad}
-    expected = {
-        name for name, _ in model.named_parameters() if name.startswith(tuple(f"gpt.h.{i}." for i in range(layers)))
-    }
-    assert frozen_names == expected and len(expected) == 12 * layers
+    parts = [f"gpt.h.{i}." for i in range(layers)] + ["conditioning_encoder."] * (not with_vocoder)
+    expected = {name for name, _ in model.named_parameters() if name.startswith(tuple(parts))}
+    assert frozen_names == expected and len(expected) == 12 * layers + 38 * (not with_vocoder)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = optim.make_optimizer(model, 1e-2, weight_decay=0.1, decay_embeddings=False)
     memory.checkpoint_layers(model, recipe.CHECKPOINTED)
@@ -1133,6 +1132,16 @@ def test_stopped_in_every_stage_and_resumed_it_ends_with_the_same_bits(scratch, 
     assert_same_stages(tmp_path, scratch)
     changed = {path for path, stamp in stamps(tmp_path).items() if before.get(path) != stamp}
     assert changed and {str(path.parent) for path in changed} == {"checkpoints"}
+
+
+def test_the_first_weights_depend_on_the_seed_alone(noise, tmp_path):
+    args = runs.parse(recipe, "--from_scratch", "--train_manifest", noise[0], "--output_dir", tmp_path)
+    recipe.resolve(args)
+    models = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        models.append(recipe.first_model(args, Setup(), {"config": SMALL}, None).state_dict())
+    assert all(torch.equal(w, models[1][name]) for name, w in models[0].items())
 
 
 def test_a_finished_run_that_is_started_again_trains_nothing(scratch, noise, tmp_path):

@@ -180,10 +180,14 @@ def recorder(monkeypatch) -> Recorder:
     return recorder
 
 
-def expected_calls(words: list[str], voices: list[str], sizes: dict[str, int], rate, pitch, lengths) -> list[tuple]:
+def expected_calls(
+    words: list[str], voices: list[str], sizes: dict[str, int], rate, pitch, lengths, shuffled=False
+) -> list[tuple]:
     """What a corpus says, in order: one draw each for the voice, the rate and the pitch of a sentence."""
     random, calls = np.random.default_rng(0), []
     texts = demo.sentences(words, sum(sizes.values()), random, *lengths)
+    if shuffled:
+        random.shuffle(texts)
     for text in reversed(texts):
         voice = voices[int(random.integers(len(voices)))]
         calls.append(
@@ -212,7 +216,7 @@ def test_another_manner(recorder, tmp_path, capsys):
     manner = demo.Manner(rate=(170, 170), pitch=(50, 51), words=(1, 4), trimmed=True)
     given = (tmp_path / "c", demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, SIZES)
     demo.speech_corpus(*given, manner=manner)
-    expected = expected_calls(demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, SIZES, (170, 170), (50, 51), (1, 4))
+    expected = expected_calls(demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, SIZES, (170, 170), (50, 51), (1, 4), True)
     assert recorder.calls == expected and {call[2:] for call in expected} == {(170, 50), (170, 51)}
     assert {len(call[0].split()) for call in expected} == {1, 2, 3, 4}
     samples, _ = soundfile.read(tmp_path / "c" / "audio" / "val_00003.wav", dtype="int16")
