@@ -41,7 +41,7 @@ trains "$@" || run xtts_amharic "$@"
 row_or_demo full '--model_dir --train_manifest --train_csv --from_scratch --init_from' "$@"
 pick_row "$tier" "$row" "$@"
 if [ "$row" = demo ]; then
-  given --resume "$@" || flags+=(--from_scratch --model_size demo)
+  given --resume "$@" || flags+=(--from_scratch --model_size demo --dropout 0.05)
 elif given --from_scratch "$@" && is_new_model "$row" "$@"; then
   flags+=(--model_size full)
 fi

@@ -55,10 +55,9 @@ BETAS = (0.9, 0.96)
 MAX_SAMPLES, MIN_SECONDS, DEMO_MIN_SECONDS, MAX_TEXT = 255_995, 0.5, 0.2, 200  # of a clip; of a text, tokens
 CONDITIONING_BLOCKS, PERCEIVER_LAYERS = 6, 2
 PATIENCE = 5  # evaluations without a gain, for released weights
-DEMO_SIZES = {"train": 3000, "val": 100}  # clips
-DEMO_MANNER = demo.Manner(rate=(170, 170), pitch=(50, 50), words=(1, 4), trimmed=True)
-DEMO_STEPS, RELEASED_DEMO_STEPS = 1400, 200  # updates without data; with released weights they only show that it works
-DVAE_STEPS = {"autoencoder": 300, "dvae": 1200}  # updates of the two runs that make a DVAE from scratch
+DEMO_SIZES = {"train": 3000, "val": 100}  # sentences
+DEMO_MANNER = demo.Manner(rate=(170, 170), pitch=(50, 50), words=(1, 4), trimmed=True, in_all_voices=("train",))
+DEMO_STEPS, FULL_DEMO_STEPS = 1600, 200  # updates without data; a full size only shows that it works
 
 
 def add_arguments(parser) -> None:
@@ -78,8 +77,8 @@ def add_arguments(parser) -> None:
 def resolve(args) -> starts.Start:
     is_demo = not args.train_manifest
     excludes = (*splits.EXCLUDES, *starts.EXCLUDES, ("max_audio_length", "max_duration", "both limit clips; give one"))
-    needs = (*splits.NEEDS, *starts.NEEDS)
-    options.resolve(args, is_demo, DEMO_STEPS if args.from_scratch else RELEASED_DEMO_STEPS, excludes, needs)
+    steps = DEMO_STEPS if args.from_scratch and args.model_size != "full" else FULL_DEMO_STEPS
+    options.resolve(args, is_demo, steps, excludes, (*splits.NEEDS, *starts.NEEDS))
     if args.max_audio_length:
         args.max_duration = args.max_audio_length / SAMPLE_RATE
     if is_demo and "min_duration" not in args.given:
@@ -124,7 +123,7 @@ def most_text(config: dict) -> int:
 
 
 def about_run(args, sets: dict[str, Corpus]) -> dict:
-    """What is kept with the weights beside the model: what is held out."""
+    """What is kept with the weights beside the model: what is held out of the sets that were read."""
     held_out = [] if args.val_manifest or not args.train_manifest else splits.held_out_keys(sets["val"])
     return {"recipe": RECIPE, "stage": "gpt", "held_out": held_out}
 
@@ -138,9 +137,7 @@ class Utterances:
         self.corpus = corpus
         self.vocabulary = vocabulary
         self.training = training
-        self.tokens = [vocabulary.encode(*pair) for pair in zip(corpus.texts, corpus.languages, strict=True)]
-        if unknown := sum(vocabulary.unknown in tokens for tokens in self.tokens):
-            print(f"warning: {unknown} texts have characters that the vocabulary lacks: see --show_text")
+        self.tokens = vocabulary.tokens_of(corpus)
         speakers = np.array(corpus.speakers.codes)
         self.clips = [np.flatnonzero(speakers == code) for code in range(len(corpus.speakers.names))]
         self.other = metadata["condition"] == "other"
@@ -153,9 +150,10 @@ class Utterances:
         return self.corpus.fingerprint()
 
     def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) positions of each utterance in the GPT, in seconds of codes: the longest of them come first."""
+        """(N,) positions of each utterance in the GPT, as whole seconds of codes: the longest of them come first. Windows of
+        utterances with the same number of positions would teach less."""
         codes = np.ceil(self.corpus.seconds * SAMPLE_RATE / SAMPLES_PER_CODE)
-        return (codes + [len(tokens) for tokens in self.tokens] + 32) * SAMPLES_PER_CODE / SAMPLE_RATE
+        return np.ceil((codes + [len(tokens) for tokens in self.tokens] + 32) * SAMPLES_PER_CODE / SAMPLE_RATE)
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), the slice (S,), and the codes whose loss is left out, (first, last),
@@ -216,8 +214,7 @@ class Conv1D(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, (B, T, D) to (B, T, D). `sdpa` off computes the product and the softmax one after the other, the
-    reference that --no_sdpa asks for."""
+    """Causal self-attention, (B, T, D) to (B, T, D), by one fused kernel or, without `sdpa`, by `explicit_attention`."""
 
     def __init__(self, config: dict, dropout: float):
         super().__init__()
@@ -341,11 +338,10 @@ class Perceiver(nn.Module):
         d = config["d_model"]
         inner = int(d * 4 * 2 / 3)
         self.latents = nn.Parameter(torch.empty(config["latents"], d).normal_(std=0.02))
-        parts = [
-            [PerceiverAttention(config), nn.Sequential(nn.Linear(d, 2 * inner), GEGLU(), nn.Linear(inner, d))]
-            for _ in range(PERCEIVER_LAYERS)
-        ]
-        self.layers = nn.ModuleList(map(nn.ModuleList, parts))
+        self.layers = nn.ModuleList()
+        for _ in range(PERCEIVER_LAYERS):
+            feed_forward = nn.Sequential(nn.Linear(d, 2 * inner), GEGLU(), nn.Linear(inner, d))
+            self.layers.append(nn.ModuleList([PerceiverAttention(config), feed_forward]))
         self.norm = RMSNorm(d)
 
     def forward(self, context: torch.Tensor) -> torch.Tensor:
@@ -434,7 +430,6 @@ def set_up(args, model: GPT, setup: device.Setup) -> None:
     """--sdpa and --freeze_layers. Prints the kernel that attention uses. Raises `UsageError`."""
     if args.freeze_layers > len(model.gpt.h):
         raise UsageError(f"--freeze_layers {args.freeze_layers}: the GPT has {len(model.gpt.h)} layers")
-    model.conditioning_encoder.requires_grad_(model.config["hifigan"])  # a short training unlearns the voices
     for number, block in enumerate(model.gpt.h):
         block.attn.sdpa = args.sdpa
         block.requires_grad_(number >= args.freeze_layers)
@@ -452,6 +447,9 @@ def first_model(args, setup: device.Setup, metadata: dict, weights: dict | None)
     device.seed_everything(args.seed)  # whatever was trained before
     model = make_model(metadata["config"], weights, args.dropout)
     set_up(args, model, setup)
+    model.conditioning_encoder.requires_grad_(
+        metadata["pretrained"] or metadata["config"]["hifigan"]
+    )  # a small one unlearns voices
     parameters, trainable = optim.count_parameters(model)
     preflight.require_disk(args, parameters, trainable)
     print(f"model: {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M of them trained")
@@ -536,17 +534,17 @@ def train_dvae(args, sets: dict[str, Corpus], config: dict) -> Path:
     crops = functools.partial(codec_training.Crops, seed=args.seed, cache=args.cache_audio)
     data = {name: crops(sets[name], training=name == "train") for name in ("train", "val")}
     tensors = None
-    for stage, steps in DVAE_STEPS.items():
-        print(f"\nDVAE, {stage}: {steps} updates")
+    for stage, steps in codec_training.STEPS.items():
         own = options.for_stage(
-            args, stage, max_steps=steps, learning_rate=1e-3, weight_decay=0.0, eval_every=steps // 4,
+            args, stage, max_steps=steps, learning_rate=1e-3, weight_decay=0.0, warmup_steps=None, eval_every=steps // 4,
             early_stopping_patience=0, average_checkpoints=None, gradient_checkpointing=False, torch_compile=False, init_from=None,
         )  # fmt: skip
+        print(f"\nDVAE, {stage}: {own.max_steps} updates")
         run = begin(own, RECIPE, starts.DVAE_METADATA)
         model = codec_training.first_coder(config, data["train"], tensors, None if run.resumed else own.seed)
         task = Task(
             RECIPE, codec_training.compute_loss, codec_training.LOSS_WEIGHTS, codec_training.evaluate,
-            {"recipe": RECIPE, "stage": stage, "config": config}, "l1",
+            {"recipe": RECIPE, "stage": stage, "config": config, "updates": own.max_steps}, "l1",
         )  # fmt: skip
         windows = Windows(own, data["train"], codec_training.collate, run.setup)
         eval_batches = EvalBatches(own, data["val"], codec_training.collate, run.setup)
@@ -576,7 +574,7 @@ def synthesise(args, start: starts.Start) -> None:
     with setup.autocast():
         voice = speaking.voice_of(model, frozen, clips)
         for number, line in enumerate(lines):
-            waveform = speaking.speak(model, frozen, vocabulary.encode, line, voice, settings, longest)
+            waveform = speaking.speak(model, frozen, vocabulary.encode, vocabulary.read(line), voice, settings, longest)
             path = starts.numbered(args.output, number, len(lines))
             write_wav(path, speaking.int16(waveform), frozen.rate)
             print(f"{path}: {len(waveform) / frozen.rate:.2f} s")
@@ -585,17 +583,17 @@ def synthesise(args, start: starts.Start) -> None:
 def speak_held_out(args, setup: device.Setup, model: GPT, frozen: starts.Frozen, vocabulary: texts.Texts,
                    metadata: dict, sets: dict[str, Corpus]) -> None:  # fmt: skip
     """Speaks sentences that the model has not learned, each in the voice of a training clip of its speaker, and --export."""
-    voices = starts.speakers_of(sets["train"])
     usual, settings = (2, inference.Sampling(seed=args.seed)) if frozen.vocoder else (20, inference.GREEDY)
     count = usual if args.speak_held_out is None else args.speak_held_out
-    corpus = sets["val"].select(np.arange(len(sets["val"]))[:count])
-    if len(corpus):
+    corpus = sets["val"].select(np.arange(min(count, len(sets["val"]))))
+    voices = starts.speakers_of(sets["train"]) if count or args.export else {}
+    if args.export:
+        starts.export(args.export, model.state_dict(), frozen, metadata, voices)
+    if count:
         folder, longest = Path(args.output_dir) / "speech", most_text(model.config)
         frozen.to(setup.device)
         with setup.autocast():
             print(speaking.speak_corpus(folder, model, frozen, vocabulary, corpus, voices, settings, longest))
-    if args.export:
-        starts.export(args.export, model.state_dict(), frozen, metadata, voices)
 
 
 # --- main ------------------------------------------------------------------------------------------------------------
@@ -620,10 +618,12 @@ def export_only(args, start: starts.Start) -> None:
 
 def look_only(args, start: starts.Start) -> None:
     """--show_text, or --check_data."""
-    reader, config = starts.reader(start)
+    metadata = starts.metadata_of(start)
+    sets = read_sets(args, metadata) if args.check_data else {}
+    reader = texts.reader_of(metadata, start.text, sets.get("train"), is_new=not start.resume)
     if args.show_text:
-        return texts.show(args.show_text, reader, most_text(config))
-    splits.say_checked(check_sets(args, read_sets(args, None), reader, config))
+        return texts.show(args.show_text, reader, most_text(metadata["config"]))
+    splits.say_checked(check_sets(args, sets, reader, metadata["config"]))
 
 
 def report_results(score: Callable[[], dict], name: str, weights: str) -> None:
@@ -666,7 +666,8 @@ def main(args) -> dict | None:
     added = 0 if run.resumed else texts.extend(metadata, weights, read()["train"].texts, start.text)
     vocabulary = texts.Texts(metadata, is_new=not run.resumed)
     sets = check_sets(args, read(), vocabulary, metadata["config"])
-    metadata |= about_run(args, sets)
+    metadata |= about_run(args, read())
+    starts.check_initial(args.init_from, metadata)
     data = {name: Utterances(args, sets[name], vocabulary, metadata, name == "train") for name in sets}
     model = first_model(args, run.setup, metadata, None if run.resumed else weights)
     if not (run.resumed or metadata["pretrained"]):
@@ -676,17 +677,16 @@ def main(args) -> dict | None:
     windows = Windows(args, data["train"], collate, run.setup)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"}
     frozen.to(run.setup.device, speaking=False)
-    score = functools.partial(evaluate, frozen, vocabulary.languages_of(*[sets[name] for name in evaluation]))
-    if added:
-        texts.fit_new_tokens(model.to(run.setup.device), added, lambda: score(model, evaluation["val"]))
-    loss = functools.partial(compute_loss, frozen=frozen)
+    scores = {name: functools.partial(evaluate, frozen, vocabulary.languages_of(sets[name])) for name in evaluation}
+    losses = functools.partial(scores["val"], model.to(run.setup.device), evaluation["val"])
+    texts.fit_new_tokens(model, added, losses, run.setup.ranks.reduce)
     task = Task(
-        RECIPE, loss, LOSS_WEIGHTS, score, metadata, "mel", starts.learning_rate(metadata), CHECKPOINTED, COMPILED,
-        evaluate_first=metadata["pretrained"], decay_embeddings=False, betas=BETAS,
+        RECIPE, functools.partial(compute_loss, frozen=frozen), LOSS_WEIGHTS, scores["val"], metadata, "mel",
+        starts.learning_rate(metadata), CHECKPOINTED, COMPILED, evaluate_first=metadata["pretrained"], decay_embeddings=False, betas=BETAS,
     )  # fmt: skip
     train(args, run, model, task, windows, evaluation["val"])
     name = "test" if "test" in evaluation else "val"
-    results = functools.partial(report_results, lambda: score(model, evaluation[name].whole()), name)
+    results = functools.partial(report_results, lambda: scores[name](model, evaluation[name].whole()), name)
     finish(args, run, model, task, evaluation["val"], results)
     if run.setup.ranks.first:
         speak_held_out(args, run.setup, model, frozen, vocabulary, metadata, sets)

@@ -25,8 +25,8 @@ def check_speech(
 ) -> dict[str, Corpus]:
     """The sets without the utterances that harm the training of a TTS model: those that `fault(corpus, index)` rejects with
     (reason, details), those spoken much faster or slower than their speaker's others, and in "train" speakers with hardly
-    any speech. `read(text, language)` returns a text as it is spoken, numbers in words. Prints a table for each set and a description of "train". Raises `DataError` if a set is empty then, or if
-    `strict` and anything was rejected."""
+    any speech. `read(text, language)` returns a text as it is spoken, numbers in words. Prints a table for each set and a
+    description of "train". Raises `DataError` if a set is empty then, or if `strict` and anything was rejected."""
     tables = {name: Rejections() for name in sets}
     checked = {}
     for name, corpus in sets.items():

@@ -156,6 +156,7 @@ class Corpus:
     speakers: Codes
     languages: Codes
     lines: np.ndarray
+    starts: np.ndarray | None = None  # the offsets in the manifest, if silence at the start has been cut
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -177,6 +178,7 @@ class Corpus:
             speakers=self.speakers.select(indices),
             languages=self.languages.select(indices),
             lines=self.lines[indices],
+            starts=None if self.starts is None else self.starts[indices],
         )
 
     def fingerprint(self) -> str:

@@ -49,12 +49,13 @@ AMHARIC_VOICES = ["am+m1", "am+f2"]
 @dataclass(frozen=True)
 class Manner:
     """How a corpus is spoken: the range of the rate in words a minute, of the pitch (0 to 99) and of the words in a sentence,
-    and whether the silence at the ends is cut."""
+    whether the silence at the ends is cut, and the splits in which every voice speaks each sentence, not just one."""
 
     rate: tuple[int, int] = (140, 220)
     pitch: tuple[int, int] = (30, 70)
     words: tuple[int, int] = (2, 5)
     trimmed: bool = False
+    in_all_voices: tuple[str, ...] = ()
 
 
 USUAL = Manner()
@@ -144,45 +145,47 @@ def speech_corpus(
     if read_made_from(folder) == recipe:
         return manifests
 
-    def fill(aside: Path) -> float:
-        seconds = _write_corpus(aside, recipe, manner)
+    def fill(aside: Path) -> tuple[float, int]:
+        result = _write_corpus(aside, recipe, manner)
         if read_made_from(folder) == recipe:
             raise FileExistsError("another rank was quicker")
-        return seconds
+        return result
 
     try:
-        seconds = write_folder(folder, fill, recipe)
+        seconds, count = write_folder(folder, fill, recipe)
     except OSError as error:
         if read_made_from(folder) != recipe:
             raise RunError(f"cannot write the demo corpus in {folder}: {error.strerror}") from None
         return manifests
-    print(f"demo corpus: {sum(sizes.values())} utterances, {seconds / 3600:.2f} h, {len(voices)} voices, in {folder}")
+    print(f"demo corpus: {count} utterances, {seconds / 3600:.2f} h, {len(voices)} voices, in {folder}")
     return manifests
 
 
-def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> float:
-    """Speaks the sentences of every split; returns their duration in seconds."""
+def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> tuple[float, int]:
+    """Speaks the sentences of every split; returns the duration in seconds and the number of utterances."""
     (folder / "audio").mkdir()
     random = np.random.default_rng(recipe["seed"])
     speaker = espeak()
     texts = sentences(recipe["words"], sum(recipe["sizes"].values()), random, *manner.words)
     if manner != USUAL:
         random.shuffle(texts)  # there are few sentences of one word, and most of them are drawn first
-    seconds = 0.0
+    seconds, count = 0.0, 0
     for split, size in recipe["sizes"].items():
         lines = []
-        for number in range(size):
+        for _ in range(size):
             text = texts.pop()
             voice = recipe["voices"][int(random.integers(len(recipe["voices"])))]
             rate, pitch = (int(random.integers(low, high + 1)) for low, high in (manner.rate, manner.pitch))
-            samples = speaker.say(text, voice, rate, pitch)
-            if manner.trimmed:
-                samples = trim(samples)
-            name = f"audio/{split}_{number:05d}.wav"
-            write_wav(folder / name, samples, speaker.sample_rate)
-            duration = len(samples) / speaker.sample_rate
-            seconds += duration
-            row = {"audio_filepath": name, "text": text, "duration": round(duration, 3), "speaker": voice}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+            for each in recipe["voices"] if split in manner.in_all_voices else [voice]:
+                samples = speaker.say(text, each, rate, pitch)
+                if manner.trimmed:
+                    samples = trim(samples)
+                name = f"audio/{split}_{len(lines):05d}.wav"
+                write_wav(folder / name, samples, speaker.sample_rate)
+                duration = len(samples) / speaker.sample_rate
+                seconds += duration
+                row = {"audio_filepath": name, "text": text, "duration": round(duration, 3), "speaker": each}
+                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        count += len(lines)
         (folder / f"{split}.json").write_text("".join(lines), encoding="utf-8")
-    return seconds
+    return seconds, count

@@ -202,6 +202,7 @@ def trim(corpus: Corpus, measures: np.ndarray, rejected: Rejections) -> None:
         start, end = pauses[row]
         example = f"{corpus.where(row)}: {start:.2f} s at the start, {end:.2f} s at the end"
         rejected.note(f"silence at an end is cut to {KEPT_PAUSE:g} s", example)
+    corpus.starts = corpus.offsets.copy()
     corpus.offsets[rows] = np.round(corpus.offsets[rows] + cuts[rows, 0], 6)
     corpus.seconds[rows] = np.round(np.maximum(corpus.seconds[rows] - cuts[rows].sum(axis=1), 0.0), 6)
     corpus.durations[rows] = corpus.seconds[rows]

@@ -290,7 +290,9 @@ def read_manifest(
                 rejected.add(problem, f"{path}:{number}")
                 continue
             if parts:
-                row = {**row, "text": " ".join(text for *_, text in parts if text)}
+                row = {**row, "text": _joined(parts)}
+        elif parts and "pieces" in row and "".join(str(row.get("text")).split()) != "".join(_joined(parts).split()):
+            row = {**row, "text": _joined(parts)}  # somebody has corrected the pieces of a transcript
         try:
             fields = _fields(row)
         except ValueError as error:
@@ -392,12 +394,16 @@ def _parts(row, wanted: bool, normalise: Callable[[str], str]) -> tuple[bool, li
     if they are `wanted`, or if the row has no text but theirs."""
     rows = _segment_rows(row) if isinstance(row, dict) else None
     given = bool(rows)
-    if not given or not (wanted or not _has_text(row)):
+    if not given or not (wanted or not _has_text(row) or "pieces" in row):
         return given, [], ""
     try:
         return given, [(start, stop, normalise(text)) for start, stop, text in _segments(rows)], ""
     except ValueError as error:
         return given, [], str(error)
+
+
+def _joined(parts: list[tuple[float, float, str]]) -> str:
+    return " ".join(text for *_, text in parts if text)
 
 
 def _segment_rows(row: dict):

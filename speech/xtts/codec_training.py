@@ -13,6 +13,7 @@ from speech.audio import read_utterance
 from speech.columns import Corpus
 from speech.xtts.codec import DVAE, HOP, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, nearest
 
+STEPS = {"autoencoder": 300, "dvae": 900}  # updates of the two runs that make a DVAE
 FRAMES = 96  # of a crop, 1.1 s
 CROP = FRAMES * HOP  # samples
 SILENCE = 4 * SAMPLES_PER_CODE  # samples after a clip that a crop may reach, because codes of the end see them

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from common import files
+from common.errors import cannot_write
 from speech.audio import read_utterance, write_wav
 from speech.columns import Corpus
 from speech.xtts import codec, inference
@@ -63,11 +64,12 @@ def speak_corpus(
 ) -> str:  # fmt: skip
     """Speaks the sentences of a corpus with the voices of `references` {speaker: (int16 samples, rate)}, and makes their recordings
     anew from their codes, into wav files in `folder` and the manifests reference.csv, resynthesis.csv and synthesis.csv.
-    `texts` is a `Texts`. Returns a line that says so, with the similarity of the voices if there is a speaker encoder."""
+    `texts` is a `Texts`. Returns a line that says so, with the similarity of the voices if there is a speaker encoder. Raises
+    `RunError` if they cannot be written."""
     device = next(model.parameters()).device
-    folder.mkdir(parents=True, exist_ok=True)
     voices: dict[str, Voice] = {}
     rows: dict[str, list[tuple[str, str, str]]] = {"reference": [], "resynthesis": [], "synthesis": []}
+    waves: dict[str, tuple[np.ndarray, int]] = {}
     likeness = []
     for index in range(len(corpus)):
         text, name = corpus.texts[index], corpus.speakers[index] or "speaker"
@@ -78,7 +80,7 @@ def speak_corpus(
         recording = read_utterance(corpus, index, SAMPLE_RATE, None).to(device)
         most = max(SHORTEST_LIMIT, LIMIT * code_count(len(recording)))
         language = corpus.languages[index]
-        spoken = speak(model, frozen, lambda t, language=language: texts.encode(t, language), text, voice,
+        spoken = speak(model, frozen, lambda t, language=language: texts.encode(t, language), texts.read(text, language), voice,
                        replace(settings, max_codes=min(most, settings.max_codes)), longest)  # fmt: skip
         if frozen.vocoder and len(spoken) > frozen.rate // 2:
             likeness.append(float(F.cosine_similarity(frozen.speaker([spoken], frozen.rate), voice.speaker)[0]))
@@ -90,12 +92,17 @@ def speak_corpus(
             "synthesis": (spoken, frozen.rate),
         }
         for kind, (waveform, rate) in outputs.items():
-            file = f"{index + 1:03d}_{kind}.wav"
-            write_wav(folder / file, int16(waveform), rate)
-            rows[kind].append((file, text, name))
-    for kind, lines in rows.items():
-        table = ["|".join(cell.replace("|", " ") for cell in row) for row in (HEADER, *lines)]
-        files.write_text(folder / f"{kind}.csv", "\n".join(table) + "\n")
+            rows[kind].append((f"{index + 1:03d}_{kind}.wav", text, name))
+            waves[rows[kind][-1][0]] = int16(waveform), rate
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, (samples, rate) in waves.items():
+            write_wav(folder / file, samples, rate)
+        for kind, lines in rows.items():
+            table = ["|".join(cell.replace("|", " ") for cell in row) for row in (HEADER, *lines)]
+            files.write_text(folder / f"{kind}.csv", "\n".join(table) + "\n")
+    except OSError as error:
+        raise cannot_write(folder, error, "--output_dir") from None
     said = f"{len(corpus)} held-out sentences spoken: {folder}/*_synthesis.wav; manifests beside them"
     if likeness:
         said += (

@@ -15,20 +15,19 @@ import torchaudio
 
 from common import checkpoint, options
 from common.errors import UsageError
-from speech import weights
+from speech import recogniser, weights
 from speech.audio import read_utterance
 from speech.columns import Corpus
 from speech.layers import full_fp32
 from speech.weights import require_room
-from speech.xtts import formats, texts
+from speech.xtts import codec_training, formats, texts
 from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
-from speech.xtts.texts import CARRIER, add_language
+from speech.xtts.texts import CARRIER, OTHER_NAMES, add_language
 from speech.xtts.vocabulary import LANGUAGE, Vocabulary, new_vocabulary
 from speech.xtts.vocoder import OUTPUT_RATE, SPEAKER_RATE, HifiDecoder
 
 RECIPE, DVAE_FOLDER = "xtts_amharic", "dvae"  # of checkpoints, and the folder beside them of a DVAE of their own
 VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}  # rows of the text embedding
-OTHER_NAMES = {"amh": "am", "amharic": "am"}  # of languages
 FINE_TUNING_RATE, SCRATCH_RATE = 5e-6, 2e-3
 FITTED = 64  # utterances to which a random conditioning encoder is fitted
 REFERENCE_SECONDS = 10.0  # of the clip of a speaker that an export holds
@@ -42,9 +41,9 @@ SPEAKING = ("speaker_wav", "output", "temperature", "top_k", "top_p", "repetitio
 METADATA = {
     "recipe": str, "stage?": {"gpt"}, "config": formats.CONFIG, "vocab": str, "language": str, "settings": dict, "licence": bool, "pretrained": bool,
     "dvae": str, "carried": bool, "model_dir": (str, type(None)), "held_out?": [str], "text?": texts.SCHEMA,
-    "condition?": {"same", "other"}, "slice?": [int],
+    "condition?": {"same", "other"}, "slice?": [int], "reads_stop?": bool,
 }  # fmt: skip
-DVAE_METADATA = {"recipe": str, "stage": {"autoencoder", "dvae"}, "config": dict}
+DVAE_METADATA = {"recipe": str, "stage": {*codec_training.STEPS}, "config": dict, "updates?": int}
 EXCLUDES = (
     ("model_dir", "from_scratch", "the second starts without released weights; leave one of them out"),
     ("model_dir", "model_size", "a released model has its own shape; leave one of them out"),
@@ -169,6 +168,8 @@ def resolve(args) -> Start:
     goals = args.resume or args.synthesize or args.evaluate or args.show_text or args.check_data
     if not (args.model_dir or args.from_scratch or goals):
         raise UsageError("training needs a model to start from: add --model_dir DIR (Coqui's files) or --from_scratch")
+    if args.extend_vocab and recogniser.exports_only(args.export, args.resume, args.model_dir, args.given):
+        raise UsageError("--extend_vocab is for training, and --export alone trains nothing: add --train_manifest")
     text, is_synthetic = texts.resolve(args, language), not (args.train_manifest or args.test_manifest)
     if args.model_dir and is_synthetic and not (args.synthesize or args.show_text or TEXT_FLAGS & args.given):
         text = replace(text, g2p=language == texts.AMHARIC)  # a released vocabulary lacks the letters of synthetic data
@@ -201,7 +202,8 @@ def choose(
         if metadata["pretrained"]:
             groups = released(model_dir)[0]
         else:
-            groups = own_parts(metadata["config"], model_dir, start.checkpoints / DVAE_FOLDER)
+            beside = [] if start.model_dir else [start.checkpoints / DVAE_FOLDER]  # the folder may have moved
+            groups = own_parts(metadata["config"], [*beside, model_dir] if model_dir else [])
         tensors = resumed["model"]
     elif start.model_dir:
         groups, config, extras = released(start.model_dir)
@@ -219,12 +221,12 @@ def choose(
         require_vocoder(start, config["hifigan"])
         require_room(sum(math.prod(s) for part in formats.expected_shapes(config).values() for s in part.values()))
         folder = None if config["hifigan"] else os.path.abspath(train_dvae(config))
-        groups, tensors = own_parts(config, folder), None
+        groups, tensors = own_parts(config, [folder] if folder else []), None
         vocab = new_vocabulary(texts.CHARACTERS, [CARRIER, start.language], config["text_tokens"])
         metadata = {
             "config": {**config, "start_text": Vocabulary(vocab).start}, "vocab": vocab, "language": start.language,
             "settings": {}, "licence": False, "pretrained": False, "dvae": digest(groups["dvae"]), "model_dir": folder,
-            "carried": start.language != CARRIER, "condition": start.condition or "other",
+            "carried": start.language != CARRIER, "condition": start.condition or "other", "reads_stop": True,
             "slice": SLICES[start.size],
         }  # fmt: skip
     else:
@@ -242,16 +244,31 @@ def choose(
     return metadata, tensors, frozen
 
 
-def reader(start: Start) -> tuple[texts.Texts | texts.FrontEnd, dict]:
-    """What reads texts as the model that the flags name does, and its configuration; without a vocabulary if they name none,
-    or if it is yet to be extended."""
-    metadata, front_end = {"config": formats.SIZES["full"]}, texts.FrontEnd(start.language, start.text.metadata())
+def metadata_of(start: Start) -> dict:
+    """What is known of the model that the flags name: its metadata, or only a configuration and how a new model would read.
+    Raises `UsageError`."""
     if start.resume and start.resume != "auto":
         metadata = checkpoint.read_weights(start.resume, RECIPE, METADATA)[1]
-    elif start.model_dir:
-        metadata = choose(start, None)[0]
-    can_read = "vocab" in metadata and not start.text.extend_vocab
-    return texts.Texts(metadata, is_new=not start.resume) if can_read else front_end, metadata["config"]
+        if conflicts := texts.conflicts(start.given, start.text, metadata):
+            raise UsageError(f"{', '.join(conflicts)} conflicts with the checkpoint: leave it out")
+        return metadata
+    if start.model_dir:
+        return choose(start, None)[0]
+    return {"config": formats.SIZES["full"], "language": start.language, "text": start.text.metadata()}
+
+
+def check_initial(path: str | None, metadata: dict) -> None:
+    """Raises `UsageError` if the model of --init_from has learned other codes or other tokens of the same numbers."""
+    other = checkpoint.read_weights(path, RECIPE, METADATA, "--init_from")[1] if path else metadata
+    if other["dvae"] != metadata["dvae"]:
+        raise UsageError(
+            f"--init_from {path}: its model has learned the codes of another DVAE; name the same --model_dir"
+        )
+    same_size = other["config"]["text_tokens"] == metadata["config"]["text_tokens"]
+    if same_size and other["vocab"] != metadata["vocab"]:
+        raise UsageError(
+            f"--init_from {path}: its vocabulary has as many tokens, but others; continue it with --resume"
+        )
 
 
 def released(model_dir: str | None) -> tuple[dict, dict, dict]:
@@ -262,16 +279,18 @@ def released(model_dir: str | None) -> tuple[dict, dict, dict]:
     return formats.read_model(model_dir)
 
 
-def own_parts(config: dict, folder: str | None, beside: Path | None = None) -> dict:
-    """The frozen parts of a model from scratch: those that were trained into `folder`, which may have moved to `beside`, or
-    random ones. Raises `UsageError`."""
-    if folder is None:
+def own_parts(config: dict, folders: list[str | Path]) -> dict:
+    """The frozen parts of a model from scratch: the DVAE that was trained into the first of `folders` that has one; random ones
+    without folders. Raises `UsageError`."""
+    if not folders:
         return random_parts(config)
-    places = [place / "best.safetensors" for place in (Path(folder), beside) if place]
-    path = next(filter(os.path.exists, places), None)
+    path = next(filter(os.path.exists, (Path(folder) / "best.safetensors" for folder in folders)), None)
     if not path:
-        raise UsageError(f"the DVAE of this model is not in {folder}: name its folder with --model_dir")
-    tensors, _ = checkpoint.read_weights(path, RECIPE, DVAE_METADATA, "--model_dir")
+        raise UsageError(f"the DVAE of this model is not in {folders[-1]}: name its folder with --model_dir")
+    tensors, metadata = checkpoint.read_weights(path, RECIPE, DVAE_METADATA, "--model_dir")
+    if metadata.get("updates", codec_training.STEPS["dvae"]) < codec_training.STEPS["dvae"]:
+        updates = f"{metadata['updates']} of {codec_training.STEPS['dvae']} updates"
+        print(f"warning: the DVAE of this model had {updates}, so speech is rough; a new --output_dir trains another")
     dvae = {name.removeprefix("dvae."): tensor for name, tensor in tensors.items() if name.startswith("dvae.")}
     stats = tensors.get("mel.mel_stats", torch.zeros(0))
     weights.check_shapes(dvae, formats.expected_shapes(config)["dvae"], path, "XTTS")

@@ -21,6 +21,16 @@ from speech.text import normalise
 from speech.xtts.vocabulary import MOST_TOKENS, Vocabulary, add_pieces, add_tokens, learn_merges, new_rows
 
 AMHARIC = "am"
+OTHER_NAMES = {
+    "amh": "am",
+    "amharic": "am",
+    "eng": "en",
+    "fra": "fr",
+    "deu": "de",
+    "spa": "es",
+    "ara": "ar",
+    "ita": "it",
+}
 CARRIER = "en"  # Coqui speaks a language that it does not know as English text that begins with the new token
 KINDS = ("characters", "bpe")  # of --extend_vocab
 VOCAB_SIZE = 2000
@@ -120,6 +130,8 @@ def conflicts(given: frozenset[str], wanted: TextOptions, metadata: dict) -> lis
 
 def texts_of(wanted: list[str], flag: str = "--synthesize") -> list[str]:
     """The texts of a flag: a name of a file stands for its lines. Raises `UsageError`."""
+    if len(wanted) == 1 and re.fullmatch(r"\S+\.(txt|csv|tsv|json)", wanted[0]) and not os.path.isfile(wanted[0]):
+        raise UsageError(f"{flag} {wanted[0]}: no such file")
     lines = files.read_text(wanted[0]).splitlines() if len(wanted) == 1 and os.path.isfile(wanted[0]) else wanted
     texts = list(filter(None, map(normalise, lines)))
     if not texts:
@@ -143,7 +155,9 @@ class FrontEnd:
             return text
         if self.text["g2p"]:
             return amharic.phonemes(text, self.text["lexicon"], self.text["epenthesis"])
-        return amharic.spoken(text) if ETHIOPIC.search(text) else text
+        if ETHIOPIC.search(text) or (re.search(r"\d", text) and not any(map(str.isalpha, text))):
+            return amharic.spoken(text)
+        return text
 
     def fault(self, text: str, language: str | None, longest: float) -> None:
         """None: without a vocabulary every text can be read."""
@@ -160,14 +174,34 @@ class Texts:
         self.is_carried = metadata["carried"]
         self.is_new = is_new
         self.front_end = FrontEnd(self.language, metadata.get("text") or TextOptions().metadata())
+        # When XTTS speaks, the codes follow STOP. In the training of the released model they do not attend to it, and a model
+        # from scratch that is trained so adds a syllable at the end, because it has never seen STOP.
+        self.ending = [self.vocabulary.stop] if metadata.get("reads_stop") else []
 
     def language_of(self, language: str | None) -> str:
         """The language that a row is read in: its own, or the model's if the vocabulary lacks that or none is given."""
-        return language if language in self.vocabulary.languages else self.language
+        return self._known(language) or self.language
 
-    def languages_of(self, *corpora: Corpus) -> list[str]:
-        """The languages that the rows of corpora are read in, sorted."""
-        return sorted({self.language_of(language) for corpus in corpora for language in corpus.languages})
+    def _known(self, language: str | None) -> str | None:
+        """The vocabulary's code of a language that may have another case, a region (en-US) or three letters (eng)."""
+        code = (language or "").lower().replace("_", "-")
+        codes = (code, OTHER_NAMES.get(code, code), OTHER_NAMES.get(code.split("-")[0], code.split("-")[0]))
+        return next((each for each in codes if each in self.vocabulary.languages), None)
+
+    def languages_of(self, corpus: Corpus) -> list[str]:
+        """The languages that the rows of a corpus are read in, sorted."""
+        return sorted({self.language_of(language) for language in corpus.languages})
+
+    def tokens_of(self, corpus: Corpus) -> list[list[int]]:
+        """The tokens of each row, as they are trained on. Warns of rows with characters, or a language, that the vocabulary
+        lacks."""
+        tokens = [self.encode(*pair) + self.ending for pair in zip(corpus.texts, corpus.languages, strict=True)]
+        if unknown := sum(self.unknown in row for row in tokens):
+            print(f"warning: {unknown} texts have characters that the vocabulary lacks: see --show_text")
+        if foreign := [row for row in corpus.languages if row and not self._known(row)]:
+            reason = f"a language that the vocabulary lacks, such as {foreign[0][:20]!r}"
+            print(f"warning: {len(foreign)} rows have {reason}: they are read as {self.language}")
+        return tokens
 
     def read(self, text: str, language: str | None = None) -> str:
         """What the model reads of a text. A `language` that the vocabulary lacks is the model's."""
@@ -176,10 +210,6 @@ class Texts:
     def encode(self, text: str, language: str | None = None) -> list[int]:
         """The tokens of what the model reads of a text, after those of the language."""
         return self._encode_read(self.read(text, language), language)
-
-    def has_unknown(self, text: str, language: str | None = None) -> bool:
-        """Whether the model reads characters that the vocabulary lacks."""
-        return self.unknown in self.encode(text, language)
 
     def fault(self, text: str, language: str | None, longest: float) -> tuple[str, str] | None:
         """Why the model cannot read a text, as (reason, details): it knows none of its letters, or the text has more than
@@ -211,6 +241,16 @@ class Texts:
         if self.is_carried and language == self.language:
             return self.vocabulary.encode(f"[{language}]{text}", CARRIER)
         return self.vocabulary.encode(text, language)
+
+
+def reader_of(metadata: dict, wanted: TextOptions, train: Corpus | None, is_new: bool) -> FrontEnd | Texts:
+    """What reads texts as a model with these metadata does, whose vocabulary is extended as `wanted` if there is a training set;
+    without a vocabulary if the metadata have none."""
+    if "vocab" not in metadata:
+        return FrontEnd(metadata["language"], metadata["text"])
+    if train and is_new:
+        extend(metadata, None, train.texts, wanted)
+    return Texts(metadata, is_new)
 
 
 def show(wanted: list[str], reader: FrontEnd | Texts, longest: int) -> None:
@@ -270,25 +310,32 @@ def extend(
     if tensors is not None:
         # The training texts consist mostly of new tokens. With biases like the old ones, the head would give each of them
         # the probability of an average token, and the first text loss would be above ln(V), a uniform guess. With these
-        # biases it begins at their frequencies. The old biases together count as a probability of 1.
+        # biases it begins at their frequencies. The old tokens together keep the rest of the probability.
         bias, shares = tensors["text_head.bias"], _shares(Texts(metadata), words, count)
-        bias[before:] = bias[:before].logsumexp(0) + shares[before:].log().to(bias)
+        bias[before:] = bias[:before].logsumexp(0) + (shares[before:] / shares[:before].sum()).log().to(bias)
     print(f"vocabulary: {after - before} new tokens ({kind}), {after} in all")
     return after - before
 
 
 @torch.no_grad()
-def fit_new_tokens(model, count: int, losses: Callable[[], object]) -> None:
+def fit_new_tokens(model, count: int, losses: Callable[[], object], reduce: Callable[[list], list]) -> None:
     """Shifts the biases of the `count` new tokens of a GPT's text head by how much the old logits exceed the old biases, which
-    `losses()`, a forward pass, shows: together the new tokens begin as likely as the old ones."""
-    levels = []
+    `losses()`, a forward pass, shows: the probability of the new tokens stays what their biases ask for. `reduce` adds up numbers over the
+    ranks, whose `losses()` are those of different rows."""
+    if not count:
+        return
+    levels = [torch.zeros(0, dtype=torch.double)]
     hook = model.text_head.register_forward_hook(
-        lambda head, inputs, logits: levels.append(logits[:, :-count].float().logsumexp(1))
+        lambda head, inputs, logits: levels.append(logits[:, :-count].double().logsumexp(1).cpu())
     )
-    losses()
-    hook.remove()
-    bias = model.text_head.bias
-    bias[-count:] += torch.cat(levels).mean().to(bias) - bias[:-count].logsumexp(0)
+    try:
+        model.eval()
+        losses()
+    finally:
+        hook.remove()
+    found, bias = torch.cat(levels), model.text_head.bias
+    total, number = reduce([float(found.sum()), float(len(found))])
+    bias[-count:] += total / max(1.0, number) - float(bias[:-count].double().cpu().logsumexp(0))
 
 
 def _count_words(reader: Texts, texts: Iterable[str]) -> tuple[Counter[str], int]:

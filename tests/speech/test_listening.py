@@ -20,7 +20,7 @@ from common.errors import DataError, RunError, exit_with_one_line
 from speech import listening, recogniser
 from speech.audio import SAMPLE_RATE, read_utterance
 from speech.columns import Corpus
-from speech.corpus import Checks, load_corpus, load_splits, report_checked
+from speech.corpus import Checks, held_out_keys, load_corpus, load_splits, report_checked
 from speech.text import normalise
 
 RATE = 16_000
@@ -294,6 +294,17 @@ def test_other_ranks_wait_for_the_cache(data, tmp_path, heard):
         assert len(loading.result(timeout=5)[0]) == 1 and heard == ["a.wav"]
 
 
+def test_what_is_held_out_is_the_same_with_and_without_listening(data, tmp_path):
+    clips = {f"c{i}": pad(speech(0.6, seed=i), 0.1 * (i % 6), 0.4) for i in range(30)}
+    path = data(clips)
+    settings = {"listen": True, "for_synthesis": True}
+    first = load_splits({"train": path}, normalise, Checks(**settings))["val"]
+    keys = held_out_keys(first)
+    assert (first.offsets > 0).any() and held_out_keys(first.select(np.arange(len(first)))) == keys
+    for again in (Checks(held_out=tuple(keys)), Checks(**settings, held_out=tuple(keys), seed=7)):
+        assert list(load_splits({"train": path}, normalise, again)["val"].texts) == list(first.texts)
+
+
 def test_good_audio_leaves_a_corpus_as_it_is(data, tmp_path):
     clips = {f"c{i}": pad(speech(0.3 + i / 50, seed=i), i / 50, 0.1) for i in range(12)}
     rows = {"part": {"audio_filepath": "c3.wav", "offset": 0.1, "duration": 0.2}}
@@ -307,7 +318,7 @@ def test_good_audio_leaves_a_corpus_as_it_is(data, tmp_path):
             assert (
                 np.array_equal(first, second, equal_nan=True)
                 if isinstance(first, np.ndarray)
-                else [*first] == [*second]
+                else [*(first or ())] == [*(second or ())]
             )
         assert before.fingerprint() == after.fingerprint()
 
