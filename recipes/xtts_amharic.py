@@ -447,9 +447,9 @@ def first_model(args, setup: device.Setup, metadata: dict, weights: dict | None)
     device.seed_everything(args.seed)  # whatever was trained before
     model = make_model(metadata["config"], weights, args.dropout)
     set_up(args, model, setup)
-    model.conditioning_encoder.requires_grad_(
-        metadata["pretrained"] or metadata["config"]["hifigan"]
-    )  # a small one unlearns voices
+    # In a short training a small conditioning encoder, which began at random, unlearns the voices.
+    learns = metadata["pretrained"] or metadata["config"]["hifigan"]
+    model.conditioning_encoder.requires_grad_(learns)
     parameters, trainable = optim.count_parameters(model)
     preflight.require_disk(args, parameters, trainable)
     print(f"model: {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M of them trained")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import batches, memory
+from common.device import upcast
 from speech.audio import read_utterance
 from speech.columns import Corpus
 from speech.xtts.codec import DVAE, HOP, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, nearest
@@ -84,11 +85,12 @@ def compute_loss(model: Coder, batch: dict) -> dict[str, torch.Tensor]:
     """Sums over the batch of each crop's mean errors: of the mels, of the codes from the vectors, and of the vectors from the
     codes. The decoder's gradient passes the codes as if they were the vectors."""
     mels = model.features(batch["audio"])
-    vectors = model.dvae.encode(mels)
+    vectors = upcast(model.dvae.encode(mels))
     decoded, zero = vectors, vectors.new_zeros(len(mels))
     terms = {"codebook": zero, "commitment": zero}
     if model.quantised:
-        codes = model.dvae.codebook.vectors(model.dvae.codebook.nearest(vectors.detach()))
+        with torch.autocast(mels.device.type, enabled=False):  # as the GPT's codes will be computed
+            codes = model.dvae.codebook.vectors(model.dvae.codebook.nearest(vectors.detach()))
         terms["codebook"] = (codes - vectors.detach()).square().mean((1, 2))
         terms["commitment"] = (vectors - codes.detach()).square().mean((1, 2))
         decoded = vectors + (codes - vectors).detach()

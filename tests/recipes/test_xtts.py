@@ -24,7 +24,7 @@ from speech.corpus import Checks, load_corpus
 from speech.xtts import codec_training, formats, inference, speaking, texts
 from speech.xtts import start as starts
 from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, code_count
-from speech.xtts.vocabulary import Vocabulary
+from speech.xtts.vocabulary import Vocabulary, new_vocabulary
 from speech.xtts.vocoder import HifiDecoder
 from tests.recipes import runs
 from tests.recipes.runs import newest, ran, refused
@@ -113,7 +113,8 @@ def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True, sl
     args = runs.parse(recipe, "--train_manifest", path, "--from_scratch", *flags)
     metadata, weights, _ = starts.choose(recipe.resolve(args), None, lambda _: Path(path).with_name("dvae"))
     assert weights is None and metadata["condition"] == "other" and metadata["slice"] == starts.SLICES["demo"]
-    metadata |= {"condition": condition, "slice": slices}
+    assert metadata["reads_stop"]
+    metadata |= {"condition": condition, "slice": slices, "reads_stop": False}
     return recipe.Utterances(args, corpus, texts.Texts(metadata), metadata, training)
 
 
@@ -397,6 +398,27 @@ def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(noise):
     assert together.keys() == apart.keys() == nothing.keys() == set(WEIGHTS)
     for name, (total, count) in together.items():
         assert apart[name] == (pytest.approx(total, rel=1e-10), count) and count > 0 and nothing[name] == (0, 0)
+
+
+@pytest.mark.parametrize("reads_stop", [True, False])
+def test_a_model_from_scratch_speaks_as_it_was_trained(noise, reads_stop):
+    """When a model speaks, its codes follow START, text, STOP. Those of a model from scratch do so in training."""
+    vocab = new_vocabulary(texts.CHARACTERS, ["en", "am"], SMALL["text_tokens"])
+    metadata = {"vocab": vocab, "language": "am", "carried": False, "reads_stop": reads_stop}
+    reader, model, frozen = texts.Texts(metadata), make_model().eval(), make_frozen()
+    item = {**make_items(noise)[3], "tokens": torch.tensor(reader.encode("ab") + reader.ending), "heard": (0, 0)}
+    batch = moved([item])
+    with torch.no_grad():
+        trained = recipe.token_losses(model, batch, frozen)["mel"][0]
+        codes = frozen.codes(batch["audio"])[:, : item["codes"]]
+        latents = model.condition(frozen.conditioning_mel(batch["slices"]))
+        text = torch.tensor([[SMALL["start_text"], *reader.encode("ab"), SMALL["stop_text"]]])
+        stops = torch.full((1, recipe.STOPS), SMALL["stop_audio"])
+        sounds = torch.cat([torch.full((1, 1), SMALL["start_audio"]), codes, stops], 1)
+        spoken, _ = model.run(torch.cat([latents, model.embed_text(text), model.embed_mel(sounds[:, :-1])], 1))
+        outputs = model.mel_logits(spoken[:, latents.shape[1] + text.shape[1] :])[0]
+        expected = torch.nn.functional.cross_entropy(outputs, sounds[0, 1:], reduction="none")
+    assert torch.allclose(trained, expected, atol=1e-10) == reads_stop
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
