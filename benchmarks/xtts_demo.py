@@ -186,10 +186,10 @@ def main(args) -> None:
     rows = recognise(judge_dir, speech)
     rates = {kind: error_rates(rows[kind]) for kind in KINDS}
     short = sum(len(sentence.split()) <= SHORT for _, sentence in speech["reference"])
-    print(f"\n| CER, % | all {len(speech['reference'])} sentences | {short} of one or two words |\n|---|---|---|")
-    for kind, (whole, part) in rates.items():
-        print(f"| {kind} | {whole:.1f} | {part:.1f} |")
-    print(f"| the judge's own, {HELD_BACK + COPIED['val']} clips, update {step} | {100 * cer:.1f} | |")
+    print(f"\n| CER, % | {' | '.join(KINDS)} |\n|---|---|---|---|")
+    for number, name in enumerate((f"all {len(speech['reference'])} sentences", f"{short} of one or two words")):
+        print(f"| {name} | {' | '.join(f'{rates[kind][number]:.1f}' for kind in KINDS)} |")
+    print(f"\nthe judge's own CER: {100 * cer:.1f} % of {HELD_BACK + COPIED['val']} clips, after {step} updates")
     times = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     print(f"\nprocessor time: {sum(each.ru_utime + each.ru_stime for each in times) / 60:.1f} min")
     if above := faults({kind: whole for kind, (whole, _) in rates.items()}):
