@@ -39,13 +39,14 @@ ROWS = {  # what is measured: the first is the reference
 def make_clips(args) -> list[dict]:
     """Clips of noise with random texts: short clips have long texts, so that padded rows have gaps."""
     random, items = torch.Generator().manual_seed(1), []
+    shortest, longest = start.SLICES["full"]
     for number, seconds in enumerate(torch.linspace(args.seconds, args.seconds / 2, args.clips).tolist()):
         waveform = torch.randn(int(seconds * SAMPLE_RATE), generator=random) * 0.1
         count = round((1.5 * args.seconds - seconds) * TEXT_TOKENS_A_SECOND)
-        begin = torch.nn.functional.pad(waveform[: recipe.SLICE[0]], (0, recipe.SLICE[1]))[: recipe.SLICE[1]]
+        begin = torch.nn.functional.pad(waveform[:shortest], (0, longest))[:longest]
         items.append({
             "audio": waveform, "tokens": torch.randint(300, 6000, (count,), generator=random), "slice": begin, "heard": (0, code_count(len(waveform)) // 2),
-            "codes": code_count(len(waveform)), "name": f"clip {number}", "index": number,
+            "codes": code_count(len(waveform)), "language": "am", "name": f"clip {number}", "index": number,
         })  # fmt: skip
     return items
 
