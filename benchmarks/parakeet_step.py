@@ -10,13 +10,8 @@ off, and so are ours. The clips have --seconds, or if --ragged a quarter of it t
 its own; the first step is not timed, and its loss is the one in the table."""
 
 import argparse
-import json
 import os
-import resource
-import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import steps
 from common import memory, optim
 from common.device import Setup
 from common.loop import run_window
@@ -114,42 +110,17 @@ def their_step(args, clips: list[dict], where: torch.device):
 
 
 def child(who: str, args) -> None:
-    """Measures in this process; prints seconds of each step, the peak in bytes, the loss of the first step."""
     torch.set_num_threads(args.threads)
-    where, clips = torch.device(args.device), make_clips(args)
-    is_cuda, theirs = where.type == "cuda", who == next(iter(ROWS))
-    step, (_, trained) = their_step(args, clips, where) if theirs else our_step(args, ROWS[who], clips, where)
-
-    def measured() -> tuple[float, float, float]:
-        """Seconds by the clock, by the processor, and the loss."""
-        started, used = time.perf_counter(), time.process_time()
-        loss = float(step())
-        if is_cuda:
-            torch.cuda.synchronize(where)
-        return time.perf_counter() - started, time.process_time() - used, loss
-
-    (_, _, loss), *_ = [measured() for _ in range(3 if is_cuda else 1)]
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats(where)
-    seconds, used, _ = zip(*[measured() for _ in range(args.steps)], strict=True)
-    peak = (
-        torch.cuda.max_memory_allocated(where) if is_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
-    print(json.dumps({"seconds": seconds, "processor": used, "bytes": peak, "loss": loss, "trained": trained}))
+    device, clips = torch.device(args.device), make_clips(args)
+    theirs = who == next(iter(ROWS))
+    step, (_, trained) = their_step(args, clips, device) if theirs else our_step(args, ROWS[who], clips, device)
+    steps.measure(step, args, trained=trained)
 
 
 def main(args) -> None:
     import transformers
 
-    found = {who: [] for who in ROWS if not args.rows or who in (next(iter(ROWS)), *args.rows)}
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # else waiting for a thread is work, too
-    for _ in range(args.runs):
-        for who in found:
-            ran = subprocess.run(
-                [sys.executable, *sys.argv, "--child", who], stdout=subprocess.PIPE, text=True, env=environment
-            )
-            if ran.returncode == 0:  # else it did not fit into memory
-                found[who].append(json.loads(ran.stdout))
+    found = steps.run(ROWS, args)
     is_gpu = torch.device(args.device).type == "cuda"
     where = f"{torch.cuda.get_device_name(args.device)}, bf16 autocast" if is_gpu else f"fp32, {args.threads} threads"
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {where}; {args.layers} layers, V={args.vocabulary}, "
@@ -164,8 +135,7 @@ def main(args) -> None:
         if not runs:
             print(f"| {who} | does not fit |")
             continue
-        seconds, used = (statistics.median(x for run in runs for x in run[key]) for key in ("seconds", "processor"))
-        peak, loss = statistics.median(run["bytes"] for run in runs), runs[0]["loss"]
+        (seconds, used, peak), loss = steps.medians(runs), runs[0]["loss"]
         time_of = seconds if is_gpu else used
         reference = reference or (time_of, peak, loss)
         print(f"| {who} | {runs[0]['trained'] / 1e6:.1f} M | {used:.2f} | {seconds:.2f} | {peak / 2**30:.2f} | {time_of / reference[0]:.2f} | "
@@ -182,12 +152,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--ragged", action="store_true")
     parser.add_argument("--learning_rate", type=float, default=1e-5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--runs", type=int, default=3, help="processes of each row")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of each process")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="NAME", help="only these rows, and the first")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    steps.add_arguments(parser, ROWS)
     args = parser.parse_args()
     if args.child:
         child(args.child, args)

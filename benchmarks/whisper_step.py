@@ -13,13 +13,8 @@ the loss differs, since the encoder does not see the padding. Two micro-batches,
 what the recipes make of --batch_size 4 --gradient_accumulation_steps 2: the same gradient, less padding."""
 
 import argparse
-import json
 import os
-import resource
-import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,6 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import steps
 from common import memory, optim
 from common.device import Setup
 from common.loop import run_window
@@ -126,30 +122,11 @@ def their_step(args, clips: list[dict], where: torch.device):
 
 
 def child(who: str, args) -> None:
-    """Measures in this process; prints seconds of each step, the peak in bytes, the loss of the first step."""
     torch.set_num_threads(args.threads)
-    where, clips = torch.device(args.device), make_clips(args)
-    cuda = where.type == "cuda"
+    device, clips = torch.device(args.device), make_clips(args)
     theirs = who == next(iter(ROWS))
-    step, (_, trained) = their_step(args, clips, where) if theirs else our_step(args, ROWS[who], clips, where)
-
-    def measured() -> tuple[float, float, float]:
-        """Seconds by the clock, by the processor, and the loss."""
-        if cuda:
-            torch.cuda.synchronize(where)
-        started, used = time.perf_counter(), time.process_time()
-        loss = step()
-        if cuda:
-            torch.cuda.synchronize(where)
-        return time.perf_counter() - started, time.process_time() - used, float(loss)
-
-    # Optimizer states and, on a GPU, kernels and their workspaces are made in the first step, or the second.
-    (_, _, loss), *_ = [measured() for _ in range(3 if cuda else 1)]
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(where)
-    seconds, used, _ = zip(*[measured() for _ in range(args.steps)], strict=True)
-    peak = torch.cuda.max_memory_allocated(where) if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": seconds, "processor": used, "bytes": peak, "loss": loss, "trained": trained}))
+    step, (_, trained) = their_step(args, clips, device) if theirs else our_step(args, ROWS[who], clips, device)
+    steps.measure(step, args, trained=trained)
 
 
 def describe(args) -> None:
@@ -164,19 +141,11 @@ def describe(args) -> None:
 
 
 def main(args) -> None:
-    found = {who: [] for who in ROWS if not args.rows or who in (next(iter(ROWS)), *args.rows)}
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # else waiting for a thread is work, too
-    for _ in range(args.runs):
-        for who in found:
-            command = [sys.executable, *sys.argv, "--child", who]
-            ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-            found[who].append(json.loads(ran.stdout))
-            print(f"{who}: {found[who][-1]}", file=sys.stderr, flush=True)
+    found = steps.run(ROWS, args, may_fail=False)
     describe(args)
     reference = None
     for who, runs in found.items():
-        seconds, used = (statistics.median(x for run in runs for x in run[key]) for key in ("seconds", "processor"))
-        peak, loss = statistics.median(run["bytes"] for run in runs), runs[0]["loss"]
+        (seconds, used, peak), loss = steps.medians(runs), runs[0]["loss"]
         reference = reference or (seconds, peak, loss, used)
         print(f"| {who} | {runs[0]['trained'] / 1e6:.1f} M | {seconds:.2f} | {used:.2f} | {peak / 2**30:.2f} | {reference[0] / seconds:.2f} | "
               f"{reference[3] / used:.2f} | {peak / reference[1]:.2f} | {loss:.6f} |", flush=True)  # fmt: skip
@@ -194,12 +163,7 @@ if __name__ == "__main__":
     parser.add_argument("--shortest", type=float, default=3.0, help="seconds")
     parser.add_argument("--longest", type=float, default=12.0, help="seconds")
     parser.add_argument("--learning_rate", type=float, default=1e-5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=3, help="processes of each row")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of each process")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="NAME", help="only these rows, and the first")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    steps.add_arguments(parser, ROWS, threads=2)
     args = parser.parse_args()
     if args.child:
         child(args.child, args)

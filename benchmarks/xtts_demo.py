@@ -26,12 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import files, options
 from common.errors import RunError, UsageError, cannot_write, exit_with_one_line
 from speech import metrics, text
-from speech.audio import read_audio, write_wav
+from speech.audio import int16, read_audio, write_wav
 from speech.columns import Rejections, Segments
 from speech.folders import read_made_from, write_folder
 from speech.manifest import read_manifest
 from speech.xtts.codec import SAMPLE_RATE, Mel, griffin_lim
-from speech.xtts.speaking import int16
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "konkani_conformer.py"
 KINDS = ("reference", "resynthesis", "synthesis")

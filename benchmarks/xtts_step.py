@@ -9,18 +9,13 @@ attention scores in memory and AdamW's states in fp32. Every measurement is a pr
 Padded rows have gaps between the text and the codes, as Coqui's have; the clips and texts of a batch differ in length."""
 
 import argparse
-import json
-import os
-import resource
-import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import steps
 from common import memory, optim
 from common.device import Setup
 from common.loop import run_window
@@ -101,39 +96,12 @@ def make_step(args, options: tuple[str, ...], where: torch.device):
 
 
 def child(who: str, args) -> None:
-    """Measures in this process; prints seconds of each step, the peak in bytes, the loss of the first step."""
     torch.set_num_threads(args.threads)
-    where = torch.device(args.device)
-    is_cuda, step = where.type == "cuda", make_step(args, ROWS[who], where)
-
-    def measured() -> tuple[float, float, float]:
-        """Seconds by the clock, by the processor, and the loss."""
-        started, used = time.perf_counter(), time.process_time()
-        loss = step()
-        if is_cuda:
-            torch.cuda.synchronize(where)
-        return time.perf_counter() - started, time.process_time() - used, loss
-
-    (_, _, loss), *_ = [measured() for _ in range(3 if is_cuda else 1)]
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats(where)
-    seconds, used, _ = zip(*[measured() for _ in range(args.steps)], strict=True)
-    peak = (
-        torch.cuda.max_memory_allocated(where) if is_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
-    print(json.dumps({"seconds": seconds, "processor": used, "bytes": peak, "loss": loss}))
+    steps.measure(make_step(args, ROWS[who], torch.device(args.device)), args)
 
 
 def main(args) -> None:
-    results = {who: [] for who in ROWS if not args.rows or who in (next(iter(ROWS)), *args.rows)}
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # else waiting for a thread is work, too
-    for _ in range(args.runs):
-        for who in results:
-            ran = subprocess.run(
-                [sys.executable, *sys.argv, "--child", who], stdout=subprocess.PIPE, text=True, env=environment
-            )
-            if ran.returncode == 0:  # else it did not fit into memory
-                results[who].append(json.loads(ran.stdout))
+    results = steps.run(ROWS, args)
     is_gpu = torch.device(args.device).type == "cuda"
     where = torch.cuda.get_device_name(args.device) if is_gpu else f"{args.threads} threads"
     print(f"torch {torch.__version__}, {where}; {args.layers} layers, {args.clips} clips of {args.seconds:g} s and less, "
@@ -148,8 +116,8 @@ def main(args) -> None:
         if not runs:
             print(f"| {who} | does not fit |")
             continue
-        seconds, used = (statistics.median(x for run in runs for x in run[key]) for key in ("seconds", "processor"))
-        peak, time_of = statistics.median(run["bytes"] for run in runs), seconds if is_gpu else used
+        seconds, used, peak = steps.medians(runs)
+        time_of = seconds if is_gpu else used
         reference = reference or (time_of, peak)
         print(f"| {who} | {used:.2f} | {seconds:.2f} | {peak / 2**30:.2f} | {time_of / reference[0]:.2f} | "
               f"{peak / reference[1]:.2f} | {runs[0]['loss']:.4f} |", flush=True)  # fmt: skip
@@ -160,12 +128,7 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--clips", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--runs", type=int, default=3, help="processes of each row")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of each process")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="NAME", help="only these rows, and the first")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    steps.add_arguments(parser, ROWS)
     args = parser.parse_args()
     if args.child:
         child(args.child, args)

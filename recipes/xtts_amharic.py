@@ -42,7 +42,7 @@ from common.errors import UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
 from speech import checks, demo, recogniser, text
 from speech import corpus as splits
-from speech.audio import read_audio, read_utterance, write_wav
+from speech.audio import int16, read_audio, read_utterance, write_wav
 from speech.columns import Corpus
 from speech.xtts import codec_training, inference, speaking, texts
 from speech.xtts import start as starts
@@ -576,7 +576,7 @@ def synthesise(args, start: starts.Start) -> None:
         for number, line in enumerate(lines):
             waveform = speaking.speak(model, frozen, vocabulary.encode, vocabulary.read(line), voice, settings, longest)
             path = starts.numbered(args.output, number, len(lines))
-            write_wav(path, speaking.int16(waveform), frozen.rate)
+            write_wav(path, int16(waveform), frozen.rate)
             print(f"{path}: {len(waveform) / frozen.rate:.2f} s")
 
 

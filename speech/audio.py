@@ -206,6 +206,11 @@ def _reason(error: Exception) -> str:
     return message.splitlines()[0].removeprefix("Error : ").rstrip(".")
 
 
+def int16(waveform: torch.Tensor) -> np.ndarray:
+    """A waveform (T,) on any device, cut off at -1 and 1, as 16-bit samples (T,)."""
+    return (waveform.float().clamp(-1, 1) * 32767).round().to(torch.int16).cpu().numpy()
+
+
 def write_wav(path: Path, samples: np.ndarray, sample_rate: int) -> None:
     """Writes int16 samples (T,) as a mono wav."""
     with wave.open(str(path), "wb") as file:

@@ -116,6 +116,9 @@ class Rejections:
     def total(self) -> int:
         return sum(self.counts.values())
 
+    def noted(self, name: str) -> str:
+        return f"{name}: {self.notes.total} noted (all are used):\n{self.notes.table()}"
+
     def table(self) -> str:
         lines = []
         for reason, count in sorted(self.counts.items(), key=lambda pair: -pair[1]):
@@ -134,7 +137,7 @@ def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, stri
     if rejected.total:
         summary += f"; {rejected.total} rejected:\n{rejected.table()}"
     if rejected.notes:
-        summary += f"\n{name}: {rejected.notes.total} noted (all are used):\n{rejected.notes.table()}"
+        summary += f"\n{rejected.noted(name)}"
     print(summary)
     if not len(seconds):
         reasons = "; ".join(f"{count} x {reason}" for reason, count in rejected.counts.items())

@@ -133,7 +133,7 @@ def report_checked(sets: dict[str, Corpus]) -> None:
             shared = Rejections()
             overlap(sets["train"], other, shared)
             if shared.notes:
-                print(f"{name} set: {shared.notes.total} noted (all are used):\n{shared.notes.table()}")
+                print(shared.noted(f"{name} set"))
     say_checked(sets)
 
 

@@ -133,6 +133,8 @@ def test_flags_exist(page):
             line = line.replace("--nproc_per_node", "")
         if line.startswith("python benchmarks/"):
             script = read(ROOT / line.split()[1])
+            if "steps.add_arguments(" in script:
+                script += read(ROOT / "benchmarks" / "steps.py")
             assert [flag for flag in FLAG.findall(line) if flag not in script] == [], line
         else:
             named = re.match(r"python recipes/(\w+)\.py ", line)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from common import files
 from common.errors import cannot_write
-from speech.audio import read_utterance, write_wav
+from speech.audio import int16, read_utterance, write_wav
 from speech.columns import Corpus
 from speech.xtts import codec, inference
 from speech.xtts.codec import SAMPLE_RATE, code_count
@@ -51,10 +51,6 @@ def _waveform(frozen: Frozen, speech: inference.Speech, voice: Voice) -> torch.T
     if frozen.vocoder:
         return frozen.vocoder(speech.latents[None], voice.speaker)[0]
     return codec.griffin_lim(frozen.dvae.decode(speech.codes[None])[0], frozen.dvae_mel.mel_stats)
-
-
-def int16(waveform: torch.Tensor) -> np.ndarray:
-    return (waveform.float().clamp(-1, 1) * 32767).round().to(torch.int16).cpu().numpy()
 
 
 @torch.no_grad()

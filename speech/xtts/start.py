@@ -16,7 +16,7 @@ import torchaudio
 from common import checkpoint, options
 from common.errors import UsageError
 from speech import recogniser, weights
-from speech.audio import read_utterance
+from speech.audio import int16, read_utterance
 from speech.columns import Corpus
 from speech.layers import full_fp32
 from speech.weights import require_room
@@ -401,7 +401,7 @@ def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
         if name not in best or off < abs(corpus.seconds[best[name]] - REFERENCE_SECONDS):
             best[name] = index
     clips = {name: read_utterance(corpus, index, SAMPLE_RATE, None) for name, index in best.items()}
-    return {name: ((clip.clamp(-1, 1) * 32767).round().short().numpy(), SAMPLE_RATE) for name, clip in clips.items()}
+    return {name: (int16(clip), SAMPLE_RATE) for name, clip in clips.items()}
 
 
 def export(folder: str, tensors: dict, frozen: Frozen, metadata: dict, speakers: dict) -> None:

@@ -320,8 +320,8 @@ def extend(
 @torch.no_grad()
 def fit_new_tokens(model, count: int, losses: Callable[[], object], reduce: Callable[[list], list]) -> None:
     """Shifts the biases of the `count` new tokens of a GPT's text head by how much the old logits exceed the old biases, which
-    `losses()`, a forward pass, shows: the probability of the new tokens stays what their biases ask for. `reduce` adds up numbers over the
-    ranks, whose `losses()` are those of different rows."""
+    `losses()`, a forward pass, shows: the probability of the new tokens stays what their biases ask for. `reduce` adds up
+    numbers over the ranks, whose `losses()` are those of different rows."""
     if not count:
         return
     levels = [torch.zeros(0, dtype=torch.double)]
