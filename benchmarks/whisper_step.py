@@ -6,7 +6,7 @@ weights: time and peak memory on the same clips, with the same weights and the s
 
 transformers' step is what its training scripts do: WhisperFeatureExtractor on the clips (on the CPU), padded to 30 s,
 as its model asks, forward with labels whose padding is -100, backward, AdamW. Ours starts from the waveforms, too.
-Every measurement is a process of its own; the rows take turns, --runs times. On a CPU that others use, too, mind the
+Every measurement runs in a separate process; the rows take turns, --runs times. On a CPU that others use, too, mind the
 processor time (of all threads together, which sleep while they wait): the clock's is what the others leave. The first step of a process is not timed:
 its loss is the one in the table. Padded to 30 s both compute the same and have the same loss; at the clips' own length
 the loss differs, since the encoder does not see the padding. Two micro-batches, the longer half and the shorter half, are

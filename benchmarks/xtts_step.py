@@ -5,7 +5,7 @@ and of packed against padded rows.
     python benchmarks/xtts_step.py --device cuda --layers 30 --clips 8 --seconds 11.6       # the allocator's peak
 
 The GPT has the width of XTTS-v2, --layers layers and random weights, as the frozen DVAE. The baseline is fp32 with all
-attention scores in memory and AdamW's states in fp32. Every measurement is a process of its own; the first step is not timed.
+attention scores in memory and AdamW's states in fp32. Every measurement runs in a separate process; its first step is not timed.
 Padded rows have gaps between the text and the codes, as Coqui's have; the clips and texts of a batch differ in length."""
 
 import argparse

@@ -227,7 +227,7 @@ def freeze(args: argparse.Namespace) -> None:
 
 
 def for_stage(args: argparse.Namespace, name: str, max_steps: int, **changes) -> argparse.Namespace:
-    """The flags of one of several runs in a process, in folders of its own. --max_steps and --num_epochs bound it, too."""
+    """The flags of one of several runs in a process, with separate folders. --max_steps and --num_epochs bound it, too."""
     bounds = {key: getattr(args, key) if key in args.given else None for key in ("max_steps", "num_epochs")}
     bounds["max_steps"] = min(max_steps, bounds["max_steps"] or max_steps)
     folders = {key: getattr(args, key) / name for key in ("checkpoint_dir", "log_dir")}

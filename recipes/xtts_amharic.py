@@ -15,7 +15,7 @@ Memory: weights, gradients and AdamW's states of the 441 million parameters take
 --gradient_checkpointing, --sdpa and mixed precision reduce what comes on top. run_xtts_amharic.sh has presets.
 
 Sources: XTTS (Casanova et al. 2024), Tortoise (Betker 2023), Perceiver (Jaegle et al. 2021), GPT-2 (Radford et al. 2019). Written
-from these and from the shapes of the released files; Coqui's code is not used. The released weights have a licence of their own.
+from these and from the shapes of the released files; Coqui's code is not used. The released weights have another licence.
 """
 
 import functools

@@ -26,7 +26,8 @@ from speech.xtts.texts import CARRIER, OTHER_NAMES, add_language
 from speech.xtts.vocabulary import LANGUAGE, Vocabulary, new_vocabulary
 from speech.xtts.vocoder import OUTPUT_RATE, SPEAKER_RATE, HifiDecoder
 
-RECIPE, DVAE_FOLDER = "xtts_amharic", "dvae"  # of checkpoints, and the folder beside them of a DVAE of their own
+RECIPE = "xtts_amharic"  # in checkpoints
+DVAE_FOLDER = "dvae"  # beside them, for the DVAE of a model from scratch
 VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}  # rows of the text embedding
 FINE_TUNING_RATE, SCRATCH_RATE = 5e-6, 2e-3
 FITTED = 64  # utterances to which a random conditioning encoder is fitted

@@ -53,7 +53,7 @@ class Vocabulary:
         }  # fmt: skip
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(checked))
-        except Exception as error:  # the library has no exception type of its own
+        except Exception as error:  # the library raises nothing more special
             raise _refused(first_line(error)[:100]) from None
         ids = self._tokenizer.get_vocab()
         self._special = {token["content"] for token in added}
