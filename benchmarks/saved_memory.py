@@ -13,13 +13,15 @@ import functools
 import statistics
 import sys
 import time
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from konkani_memory import SIZES, LiveStorages
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import memory
@@ -31,6 +33,7 @@ from speech.whisper import formats
 from speech.whisper import model as whisper
 
 MIB = 2**20
+ROUNDING = 512  # bytes: the CUDA allocator's
 # Ends of the names of linear layers whose input is recomputed, or a switch of `plain`.
 SAVINGS = {
     "konkani": {
@@ -52,8 +55,7 @@ SAVINGS = {
 
 
 def make_konkani(args) -> tuple:
-    d, encoder, decoder = SIZES["original"]
-    shape = {**konkani.SHAPE, "d_model": d, "encoder_layers": encoder, "decoder_layers": decoder, "vocabulary": 60}
+    shape = {**konkani.SHAPE, "d_model": 256, "encoder_layers": 12, "decoder_layers": 6, "vocabulary": 60}
     tokens = torch.arange(200) % 50
     item = {"audio": torch.randn(int(args.seconds * konkani.SAMPLE_RATE)) * 0.1, "tokens": tokens, "text": "", "name": "x", "index": 0,
             "labels": torch.cat([tokens, tokens[:1]])}  # fmt: skip
@@ -175,6 +177,36 @@ def main(args) -> None:
         first = first or (kept, peak)
         less = [f"{100 * (1 - now / before):.1f}" for now, before in zip((kept, peak), first, strict=True)]
         print(f"| {name} | {kept / MIB:,.0f} | {less[0]} | {peak / MIB:,.0f} | {less[1]} |", flush=True)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of all storages that operators return, until they are freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.known: dict[int, tuple[weakref.ref, int]] = {}  # by address: the storage and its bytes
+        self.now, self.peak = 0, 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, -(-storage.nbytes() // ROUNDING) * ROUNDING
+        reference, freed = self.known.get(key, (lambda: None, 0))
+        if reference() is storage:
+            return
+        self.known[key] = weakref.ref(storage, lambda dead: self.drop(key, dead)), size
+        self.now += size - freed  # a freed storage may still be listed when its address is used again
+        self.peak = max(self.peak, self.now)
+
+    def drop(self, key: int, dead: weakref.ref) -> None:
+        if key in self.known and self.known[key][0] is dead:
+            self.now -= self.known.pop(key)[1]
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return result
 
 
 if __name__ == "__main__":

@@ -2,46 +2,29 @@
 
     python benchmarks/tier_tables.py [--check]
 
-The rows are what each script prints with --rows; common/env.sh describes their form. --check writes nothing and fails if
-a page is not up to date."""
+The rows are what each script prints with --rows; common/env.sh describes their form. Their memory is in tiers.json, which
+benchmarks/tiers.py writes. --check writes nothing and fails if a page is not up to date."""
 
 import argparse
-import functools
 import itertools
+import json
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- tiers: begin -->", "<!-- tiers: end -->"
 CARDS = {"t4": "T4, 12 GB", "12gb": "also a T4", "16gb": "RTX 4080", "a100": "80 GB"}
-# GiB by size and micro-batch, as `python benchmarks/konkani_memory.py` predicts them with torch 2.11.
-KONKANI_GIB = {
-    "minimal": {2: 0.17, 4: 0.30, 8: 0.56},
-    "optimized": {2: 0.35, 4: 0.58, 8: 1.04},
-    "original": {2: 0.76, 4: 1.19, 8: 2.06},
-}
-KONKANI_NOTE = """\
-Every size has the same micro-batch x accumulation steps. The other cells are GiB of activations, weights, gradients and
-optimizer states, for utterances of 30 s and 200 characters: *predicted* by `python benchmarks/konkani_memory.py` (torch
-2.11, bf16 autocast on a CPU), not measured on these GPUs. CUDA's allocator needs 11 to 26 % more than predicted, and
-speed perturbation makes 33.3 s of 30 s, which needs another 9 %. The CUDA context, about 0.5 GiB, and the kernels'
-workspaces come on top."""
-WHISPER_NOTE = """\
-Each cell gives micro-batch x accumulation steps. R: gradient checkpointing. 8: 8-bit AdamW. H: optimizer states in host
-memory. F: frozen encoder (needs pretrained weights). A dash: does not fit. All rows are *predicted* to fit with
-utterances of 30 s, a tenth of the memory and 0.6 GiB left free, by `python benchmarks/whisper_memory.py`, and not
-measured on these GPUs."""
+LETTERS = {
+    "R": "gradient checkpointing", "F": "frozen encoder (needs pretrained weights)", "8": "8-bit AdamW",
+    "H": "optimizer states in host memory",
+}  # fmt: skip
 
-PARAKEET_NOTE = """\
-Each cell gives micro-batch x accumulation steps. R: gradient checkpointing. 8: 8-bit AdamW. H: optimizer states in host
-memory. All rows are *predicted* to fit with utterances of 20 s at 0.9 times the speed, by the arithmetic below, and not
-measured on these GPUs."""
 
-XTTS_NOTE = """\
-Each cell gives micro-batch x accumulation steps. R: gradient checkpointing. 8: 8-bit AdamW. All rows are *predicted* to
-fit with utterances of 11.6 s, a tenth of the memory and 0.6 GiB left free, by the arithmetic below, and not measured on
-these GPUs."""
+class Outdated(Exception):
+    """A row without a prediction, or one that does not fit. The message says what to do, in one line."""
 
 
 def read_rows(script: str) -> list[list[str]]:
@@ -51,13 +34,33 @@ def read_rows(script: str) -> list[list[str]]:
     return [words for words in lines if words]
 
 
+def predictions() -> dict:
+    """The content of tiers.json: {"torch": version, "script tier size": {"row": cell, "gib": at the peak, "verdict": text}}."""
+    path = predictions_file()
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def predictions_file() -> Path:
+    return ROOT / "benchmarks/tiers.json"
+
+
 def names(rows: list[list[str]], column: int) -> list[str]:
     return list(dict.fromkeys(row[column] for row in rows if row[column] != "*"))
+
+
+def sizes_of(rows: list[list[str]]) -> list[str]:
+    return [size for size in names(rows, 1) if size != "demo"]  # which is the same in every tier
 
 
 def row_of(rows: list[list[str]], tier: str, size: str) -> list[str]:
     """The row that counts, as `pick_row` in common/env.sh chooses it."""
     return next(row for row in rows if row[0] in (tier, "*") and row[1] in (size, "*") and row[2] != "+")
+
+
+def planned_rows(rows: list[list[str]]) -> list[tuple[str, str, str]]:
+    """Tier, size and text of each row that needs a GPU."""
+    cells = [(tier, size, cell(row_of(rows, tier, size))) for tier in names(rows, 0) for size in sizes_of(rows)]
+    return [(tier, size, text) for tier, size, text in cells if tier != "cpu" and text != "-"]
 
 
 def cell(row: list[str]) -> str:
@@ -67,65 +70,116 @@ def cell(row: list[str]) -> str:
     return " ".join([row[2], "x", row[3], *letters])
 
 
+def memory(script: str, rows: list[list[str]]) -> dict[tuple[str, str], float]:
+    """GiB of each tier and size. Raises `Outdated`."""
+    entries, gib = predictions(), {}
+    for tier, size, text in planned_rows(rows):
+        entry = entries.get(f"{script} {tier} {size}", {})
+        if entry.get("row") != text:
+            raise Outdated(
+                f"tier {tier}, size {size}: {text} is not in tiers.json: run python benchmarks/tiers.py {script}"
+            )
+        if entry["verdict"] != "fits":
+            raise Outdated(
+                f"tier {tier}, size {size}: {text} is predicted not to fit ({entry['verdict']}): change the row"
+            )
+        gib[tier, size] = entry["gib"]
+    return gib
+
+
 def label(tier: str) -> str:
     return f"`{tier}` ({CARDS[tier]})" if tier in CARDS else f"`{tier}`"
 
 
-def markdown(header: list[str], lines: list[list[str]], note: str) -> str:
+def markdown(header: list[str], lines: list[list[str]]) -> str:
     table = [header, ["---"] * len(header), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in table) + f"\n\n{note}"
+    return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
-def konkani_table(rows: list[list[str]]) -> str:
+def note(rows: list[list[str]], cells: str, longest: str) -> str:
+    """The text under a table: what `cells` are, for which `longest` utterances."""
+    texts = [text for tier in names(rows, 0) for size in sizes_of(rows) for text in [cell(row_of(rows, tier, size))]]
+    letters = [
+        f"{letter}: {what}." for letter, what in LETTERS.items() if any(letter in text.split()[3:] for text in texts)
+    ]
+    torch = ".".join(predictions()["torch"].split(".")[:2])
+    return " ".join([
+        f"{cells} the GiB that a step allocates at its peak, *predicted* by `python~benchmarks/tiers.py` (torch {torch}) for {longest},"
+        " not measured on these GPUs. CUDA's context and libraries take 0.55 GiB more. A row fits if a tenth of the GPU's memory stays"
+        " free.", *letters, *["A dash: does not fit."] * ("-" in texts),
+    ])  # fmt: skip
+
+
+def konkani_table(script: str, longest: str) -> str:
+    rows = read_rows(script)
+    gib, lines = memory(script, rows), []
     shapes = {row[1]: f"({row[4]}, {row[6]}+{row[8]})" for row in rows if row[2] == "+"}
-    lines = []
     for tier in names(rows, 0):
         row, *others = (row_of(rows, tier, size) for size in shapes)
         assert all(other == row for other in others), f"tier {tier}: the sizes have different rows"
-        gib = [f"{KONKANI_GIB[size][int(row[2])]:.2f}" for size in shapes]
-        lines.append([label(tier), cell(row), *(["fp32"] * len(shapes) if tier == "cpu" else gib)])
-    sizes = [f"`{size}` {shape}" for size, shape in shapes.items()]
-    return markdown(["tier", "micro-batch x accumulation", *sizes], lines, KONKANI_NOTE)
+        lines.append(
+            [label(tier), cell(row), *("fp32" if tier == "cpu" else f"{gib[tier, size]:.2f}" for size in shapes)]
+        )
+    header = ["tier", "micro-batch x accumulation", *(f"`{size}` {shape}" for size, shape in shapes.items())]
+    cells = "Every size has the same micro-batch x accumulation steps. The other cells are"
+    return f"{markdown(header, lines)}\n\n{wrapped(note(rows, cells, longest))}"
 
 
-def table_of_cells(rows: list[list[str]], note: str) -> str:
-    sizes = names([row for row in rows if row[0] != "*"], 1)  # the demo is the same in every tier
-    lines = [[label(tier), *(cell(row_of(rows, tier, size)) for size in sizes)] for tier in names(rows, 0)]
-    header = ["`many` (small)" if size == "many" else f"`{size}`" for size in sizes]
-    return markdown(["tier", *header], lines, note)
+def table_of_cells(script: str, longest: str) -> str:
+    rows = read_rows(script)
+    gib = memory(script, rows)
+
+    def full_cell(tier: str, size: str) -> str:
+        text = cell(row_of(rows, tier, size))
+        return f"{text}, {gib[tier, size]:.1f}" if (tier, size) in gib else text
+
+    lines = [[label(tier), *(full_cell(tier, size) for size in sizes_of(rows))] for tier in names(rows, 0)]
+    header = ["tier", *("`many` (small)" if size == "many" else f"`{size}`" for size in sizes_of(rows))]
+    return f"{markdown(header, lines)}\n\n{wrapped(note(rows, 'Each cell gives micro-batch x accumulation steps, then', longest))}"
 
 
+def wrapped(text: str) -> str:
+    """Lines of a page; ~ stands for a space at which no line ends."""
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False).replace("~", " ")
+
+
+# The page of each script, how its table is written, and the utterances that its rows are planned for.
 PAGES = {
-    "recipes/konkani_conformer.md": ("run_training_memory_optimized.sh", konkani_table),
-    "recipes/whisper_vietnamese.md": (
-        "run_whisper_vietnamese.sh",
-        functools.partial(table_of_cells, note=WHISPER_NOTE),
-    ),
-    "recipes/whisper_morse.md": ("run_whisper_morse.sh", functools.partial(table_of_cells, note=WHISPER_NOTE)),
-    "recipes/parakeet_tdt.md": ("run_parakeet_tdt.sh", functools.partial(table_of_cells, note=PARAKEET_NOTE)),
-    "recipes/xtts_amharic.md": ("run_xtts_amharic.sh", functools.partial(table_of_cells, note=XTTS_NOTE)),
-}
+    "run_training_memory_optimized.sh": ("recipes/konkani_conformer.md", konkani_table, "utterances of 33.3 s (30 s at 0.9 times the speed)"),
+    "run_whisper_vietnamese.sh": ("recipes/whisper_vietnamese.md", table_of_cells, "windows of 30 s"),
+    "run_whisper_morse.sh": ("recipes/whisper_morse.md", table_of_cells, "windows of 30 s"),
+    "run_parakeet_tdt.sh": ("recipes/parakeet_tdt.md", table_of_cells, "utterances of 22.2 s (20 s at 0.9 times the speed)"),
+    "run_xtts_amharic.sh": ("recipes/xtts_amharic.md", table_of_cells, "utterances of 11.6 s"),
+}  # fmt: skip
 
 
-def main(check: bool) -> None:
-    for name, (script, table) in PAGES.items():
+def write(scripts: Iterable[str], check: bool = False) -> list[str]:
+    """Writes the tables of these scripts, or only compares them, and returns what is wrong, a line for each page."""
+    problems = []
+    for script in scripts:
+        name, table, longest = PAGES[script]
         page = ROOT / name
         if not page.exists():
             print(f"{name}: there is no such page, so its table is not written")
             continue
         text = page.read_text(encoding="utf-8")
         if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-            sys.exit(f"error: {name}: it needs one line {BEGIN} and below it one line {END}")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        new = f"{before}{BEGIN}\n{table(read_rows(script))}\n{END}{after}"
+            problems.append(f"error: {name}: it needs one line {BEGIN} and below it one line {END}")
+            continue
+        try:
+            new = f"{text.split(BEGIN)[0]}{BEGIN}\n{table(script, longest)}\n{END}{text.split(END)[1]}"
+        except Outdated as error:
+            problems.append(f"error: {script}: {error}")
+            continue
         if check and new != text:
-            sys.exit(f"error: {name}: its table differs from {script}: run python benchmarks/tier_tables.py")
-        if new != text:
+            problems.append(f"error: {name}: its table differs from {script}: run python benchmarks/tier_tables.py")
+        elif new != text:
             page.write_text(new, encoding="utf-8")
             print(f"{name}: written")
+    return problems
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fail if a page is not up to date, and write nothing")
-    main(parser.parse_args().check)
+    sys.exit("\n".join(write(PAGES, parser.parse_args().check)) or None)

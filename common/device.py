@@ -55,15 +55,16 @@ def pick_device(wanted: str, quiet: bool = False) -> torch.device:
     return torch.device("cpu")
 
 
-def pick_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype | None, str]:
-    """The autocast dtype (None: fp32) for `wanted` (auto, fp16, bf16 or no), and the reason as text."""
+def pick_dtype(wanted: str, capability: tuple[int, int] | None) -> tuple[torch.dtype | None, str]:
+    """The autocast dtype (None: fp32) for `wanted` (auto, fp16, bf16 or no) on a GPU of this compute capability (None: on
+    a CPU), and the reason as text."""
     if wanted == "no":
         return None, "fp32 (--no_mixed_precision)"
-    if device.type != "cuda":
+    if capability is None:
         if wanted == "auto":
             return None, "fp32 (auto: 16-bit types are slower on a CPU)"
         return DTYPES[wanted], f"{wanted} (asked for; slow on a CPU)"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability
     if wanted == "auto":
         if major >= 8:
             return torch.bfloat16, f"bf16 (auto: compute capability {major}.{minor})"
@@ -162,7 +163,8 @@ def setup(args, quiet: bool = False) -> Setup:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  only the first rank prints; errors still reach stderr
     device = pick_device(args.device, quiet)
     ranks = start_ranks(device)
-    dtype, reason = pick_dtype(args.mixed_precision, device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    dtype, reason = pick_dtype(args.mixed_precision, capability)
     name = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory

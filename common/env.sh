@@ -37,9 +37,8 @@ export GOMP_SPINCOUNT=${GOMP_SPINCOUNT-1000}
 # is_supported PYTHON: whether this interpreter runs, and torch 2.8 to 2.11 has wheels for it.
 is_supported() { "$1" -c "${SAFELY}sys.exit(not (3, 10) <= sys.version_info < (3, 15))" 2>/dev/null; }
 
-# requirement_status PYTHON FILE...: prints "all" if an interpreter meets the requirement files, "torch" if it has at least
-# torch and torchaudio and can be the base of a venv, "none" otherwise (also if it does not run). A venv cannot be: one that
-# is made from it does not see its packages.
+# requirement_status PYTHON FILE...: prints "all" if an interpreter meets the requirement files, "torch" if it has torch and
+# torchaudio and can be the base of a venv (a venv cannot: one made from it lacks its packages), otherwise "none".
 requirement_status() {
   local python=$1; shift
   "$python" -c "$SAFELY"'
@@ -131,7 +130,7 @@ trains() { ! given '--transcribe --evaluate --write_dataset --synthesize' "$@" &
 only_exports() {
   if ! given --export "$@" || ! given '--resume --model_dir --model_file' "$@"; then return 1; fi
   case " $* " in *' --resume auto '* | *' --resume=auto '*) return 1 ;; esac
-  ! given '--train_manifest --train_csv --data_dir --conditions --from_scratch --max_steps --num_epochs' "$@"
+  ! given '--train_manifest --train_csv --data_dir --conditions --from_scratch --max_steps --num_epochs --dry_run --verify_gpu' "$@"
 }
 
 listed() { # WORD...: prints "a, b or c".
@@ -167,9 +166,8 @@ pick_tier() {
 #   TIER SIZE ! SIZES      this size does not fit, SIZES do
 # R is --gradient_checkpointing, F --freeze_encoder, 8 --optimizer adamw_8bit, H --use_cpu_offload.
 
-# tier_and_size ARGUMENT...: reads the words TIER and SIZE in front of the flags. Sets tier, size (empty if not given), words
-# (how many of the two are given), gpus and flags, the preset's. Answers --rows and --help: the recipe's own --help would
-# need the packages, 5 GB, first.
+# tier_and_size ARGUMENT...: reads TIER and SIZE in front of the flags. Sets tier, size (empty if not given), words (how many are
+# given), gpus and flags, the preset's. Answers --rows and --help: the recipe's own --help would need the packages, 5 GB, first.
 tier_and_size() {
   local row_tier row_size tiers=('*') sizes=('*') device=cpu
   if given '--help -h' "$@"; then answer "$(sed -n '3,/^[^#]/s/^# \{0,1\}//p' -- "$0")"; fi
@@ -196,7 +194,7 @@ tier_and_size() {
     *) fail "no size '$size': it is $(listed "${sizes[@]:1}")" 2 ;;
   esac
   case "$gpus" in *[!0-9]* | 0* | ?????*) fail "GPUS=$gpus: it must be the number of GPUs to train on, such as 2" 2 ;; esac
-  if [ "$gpus" -gt 1 ] && { ! trains "$@" || given --verify_gpu "$@"; }; then
+  if [ "$gpus" -gt 1 ] && { ! trains "$@" || given '--verify_gpu --dry_run' "$@"; }; then
     say "GPUS=$gpus is ignored: it is for training, and this command runs in one process"
     gpus=1
   fi
@@ -231,7 +229,7 @@ pick_row() {
     case "$letter" in
       R) flags+=(--gradient_checkpointing) ;;
       F) flags+=(--freeze_encoder)
-         given '--model_dir --model_file --resume' "$@" ||
+         given '--model_dir --model_file --resume --dry_run' "$@" ||
            fail "$size fits in tier $tier only with a frozen encoder of a given model: add --model_dir or --model_file, or take a smaller size" 2 ;;
       8) given --use_cpu_offload "$@" || flags+=(--optimizer adamw_8bit) ;; # excludes H; the user's choice wins
       H) given --optimizer "$@" || flags+=(--use_cpu_offload) ;;
@@ -263,8 +261,7 @@ is_new_model() {
 # resume_unless_given ARGUMENT...: the same command, run again, continues; --resume and --init_from say what to load.
 resume_unless_given() { given '--resume --init_from' "$@" || flags+=(--resume auto); }
 
-# run RECIPE ARGUMENT...: ends by running a recipe with `flags` and then the user's, which win. With --print among these it
-# shows the command instead.
+# run RECIPE ARGUMENT...: ends by running a recipe with `flags` and then the user's, which win. --print only shows the command.
 run() {
   local recipe=$ROOT/recipes/$1.py arguments=() argument print='' launcher=python; shift
   for argument in "$@"; do

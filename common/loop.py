@@ -10,9 +10,11 @@ An update's batch is a window: batch_size x gradient_accumulation_steps x ranks 
 is divided by its count in the whole window, so the gradient does not depend on how the window is cut."""
 
 import contextlib
+import functools
 import itertools
 import math
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,10 +22,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common import checkpoint, compiling, device, errors, gpu, memory, optim, options
+from common import checkpoint, compiling, device, errors, gpu, memory, optim, options, preflight
 from common.batches import EvalBatches, Window, Windows, split_batch, to_device
 from common.device import Setup, rng_state, set_rng_state
-from common.errors import Failure, RunError, Stopped
+from common.errors import DataError, Failure, RunError, Stopped, UsageError
 from common.report import Report, check_folder
 
 # The status of a rank after a pass over a window. The highest of all ranks decides.
@@ -61,28 +63,43 @@ class Task:
 @dataclass(frozen=True)
 class Run:
     """A run that has begun: where it computes, the content of the checkpoint that it resumes (or None), and the weights
-    of --init_from (or None); `train` empties both. `locks` hold the folders as long as they exist."""
+    of --init_from (or None); `train` empties both. `locks` hold the folders as long as they exist. A run that is only
+    `planned` (--dry_run, --verify_gpu) has tensors without values, on the device "meta"."""
 
     setup: Setup
     resumed: dict | None = None
     initial: dict | None = None
     locks: list = field(default_factory=list)
+    planned: object = None  # by what: see `planner`
 
 
 def begin(args, name: str, metadata: dict | None = None) -> Run:
     """Starts a run: device and ranks, the locks on its folders, the checkpoint to resume from, whose metadata must fit the
     schema `metadata`. From here on `args` is read-only. Raises `UsageError` and `RunError`."""
-    errors.Output.optional = True  # output that cannot be written does not end the run
-    setup = device.setup(args)
-    locks = []
-    if setup.ranks.first:
+    planned, locks = planner(args) if options.plans(args) else None, []
+    if not planned:
+        errors.Output.optional = True  # output that cannot be written does not end the run
+    setup = Setup(torch.device("meta")) if planned else device.setup(args)
+    if setup.ranks.first and not planned:
         check_folder(args.log_dir)
         folders = {args.checkpoint_dir: "--checkpoint_dir", args.log_dir: "--log_dir"}
         locks = [checkpoint.lock_folder(folder, flag) for folder, flag in folders.items()]
     resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name, metadata)
     initial = checkpoint.read_weights(args.init_from, name, flag="--init_from")[0] if args.init_from else None
     options.freeze(args)
-    return Run(setup, resumed, initial, locks)
+    if planned:
+        torch.set_default_device("meta")  # until `train`: a model without values takes neither memory nor time
+    return Run(setup, resumed, initial, locks, planned)
+
+
+def planner(args) -> tuple:
+    """The package dry_run, and the card that --dry_run names or that is there: None if --verify_gpu finds none."""
+    import dry_run
+
+    try:
+        return dry_run, dry_run.choose_card(args.dry_run)
+    except ValueError as error:
+        raise UsageError(f"--dry_run: {error}") from None
 
 
 @dataclass
@@ -205,6 +222,9 @@ class Training:
 def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, eval_batches: EvalBatches) -> dict:
     """Trains until `args.max_steps`, `args.num_epochs` or early stopping, and returns the progress. After a signal it raises
     `Stopped`, for a bad file `DataError`, and `RunError` if the run cannot continue; what was reached until then is saved."""
+    if run.planned:
+        torch.set_default_device(None)
+        sys.exit(plan(args, *run.planned, model, task, windows))
     setup, ranks, resumed = run.setup, run.setup.ranks, run.resumed
     prepare(args, run, model, task)
     optimizer = optim.make_optimizer(model, args.learning_rate or task.learning_rate, args.weight_decay, args.optimizer,
@@ -234,6 +254,27 @@ def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, 
         loaded.clear()  # all is copied; views of a file would keep its disk space after --keep_last has removed it
     with watch_signals(training), contextlib.closing(report):
         return train_windows(training)
+
+
+def plan(args, dry_run, card, model: torch.nn.Module, task: Task, windows: Windows) -> int:
+    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_window` on tensors without values. Prints what it is
+    made of and, if it does not fit, with which flags it does. Returns the exit status. Raises `DataError` and `RunError`."""
+    if card is None:
+        return preflight.verify(args, model)
+    setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
+    epochs = math.ceil(windows.total_steps(args) / windows.per_epoch)
+    training = dry_run.Training(
+        model, lambda batches: run_window(model, batches, batches[0]["counts"], task.compute_loss, task.loss_weights, setup),
+        dry_run.longest_items(windows.dataset, epochs, DataError), functools.partial(optim.state_bytes, model),
+        functools.partial(memory.checkpoint_layers, model, task.checkpointed) if task.checkpointed else None,
+        windows.dataset.collate, task.compute_loss,
+    )  # fmt: skip
+    try:
+        if args.verify_gpu:
+            return preflight.verify(args, model, training.needs(args, card))
+        return training.answer(args, card, str(setup.dtype or torch.float32))
+    except dry_run.CannotPlan as error:
+        raise RunError(f"this run cannot be planned: {error}") from None
 
 
 @contextlib.contextmanager

@@ -15,16 +15,10 @@ from common.errors import RunError, UsageError, first_line
 
 # Messages of cuDNN, cuBLAS and the CPU's allocator when memory is short. They do not raise torch.OutOfMemoryError.
 OUT_OF_MEMORY_WORDS = (
-    "out of memory",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input",
-    "Unable to find a valid cuDNN algorithm",
-    "unable to find an engine to execute this computation",
-    "can't allocate memory",
-)
+    "out of memory", "CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED", "Unable to find a valid cuDNN algorithm", "can't allocate memory",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input", "unable to find an engine to execute this computation",
+)  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:

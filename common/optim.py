@@ -14,6 +14,7 @@ EPSILON = 1e-9  # Vaswani et al. 2017, section 5.3
 # In 8 bits, second moments below 1.6e-7 of the largest in their block become zero, and epsilon alone divides the first
 # moment. The largest step is then 341 learning rates at 1e-9, and 1.05 at 1e-6: test_largest_step.
 EPSILON_8BIT = 1e-6
+SMALLEST_8BIT = 4096  # values: bitsandbytes keeps smaller tensors' states in 32 bits
 BLOCK = 256  # values that share a scale in bitsandbytes' 8-bit states
 NAMES = {  # of the states in checkpoints, which are torch's, and in bitsandbytes
     "exp_avg": "state1", "exp_avg_scales": "absmax1", "exp_avg_table": "qmap1",
@@ -64,12 +65,21 @@ def make_optimizer(model: torch.nn.Module, learning_rate: float, weight_decay: f
     return optimizer
 
 
+def state_bytes(model: torch.nn.Module, kind: str) -> int:
+    """Bytes on the device of the states that `make_states` makes: `kind` "adamw", "adamw_8bit" or "offload"."""
+    trained, embeddings = {p for p in model.parameters() if p.requires_grad}, _embedding_weights(model)
+    in_8bit = {p for p in trained - embeddings if kind == "adamw_8bit" and p.numel() >= SMALLEST_8BIT}
+    in_32bit = trained - in_8bit if kind != "offload" else ()
+    scaled = sum(2 * (p.numel() + 4 * math.ceil(p.numel() / BLOCK)) for p in in_8bit)
+    return 8 * sum(p.numel() for p in in_32bit) + scaled
+
+
 def load_bitsandbytes(device: torch.device):
     """Imports and returns bitsandbytes. Raises `RunError` if it is not installed or a trial step fails on `device`."""
     # On some CPUs bitsandbytes warns that it lacks a 4-bit kernel, which nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     library = require("bitsandbytes", "--optimizer adamw_8bit")
-    trial = torch.nn.Parameter(torch.zeros(4096, device=device))  # the smallest size that has 8-bit states
+    trial = torch.nn.Parameter(torch.zeros(SMALLEST_8BIT, device=device))
     trial.grad = torch.zeros_like(trial)
     try:
         library.optim.AdamW8bit([trial]).step()

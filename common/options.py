@@ -20,13 +20,15 @@ TRAINING = (
     "max_batch_seconds eval_every save_every keep_last average_checkpoints log_every init_from"
 ).split()
 TRAINS = "the first is for training; leave it out"
+COMMANDS = ("evaluate", "transcribe", "check_data", "synthesize", "show_text", "write_dataset")  # they train nothing
 
 # Rows (flag, other flag, reason), for flags that were given. "flag value" stands for that value of the flag.
 EXCLUDES = (
     ("resume", "init_from", "the first continues a run, the second starts a new one; give one of them"),
     ("deterministic", "cudnn_benchmark", "the second chooses kernels by their speed, which may differ between runs"),
     ("use_cpu_offload", "optimizer adamw_8bit", "offloading leaves no optimizer states on the GPU; give the first alone for the least GPU memory, the second alone for faster updates"),
-    ("verify_gpu", "evaluate", "give one of them"),
+    *((command, other, "give one of them") for command in ("verify_gpu", "dry_run") for other in COMMANDS),
+    ("dry_run", "verify_gpu", "give one of them"),
     *((flag, "evaluate", TRAINS) for flag in TRAINING),
 )  # fmt: skip
 # Rows (flag, flags of which one must be given, reason).
@@ -147,7 +149,8 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     memory.add_argument("--dataloader_num_workers", type=workers, default="auto", metavar="N", help="data worker processes; 0 = load in the main process (auto)")
     memory.add_argument("--persistent_workers", action=OnOff, default=True, help="keep the evaluation's workers between evaluations (on)")
     memory.add_argument("--skip_bad_audio", action=OnOff, default=False, help="skip, count and list samples that cannot be read, instead of stopping (off)")
-    memory.add_argument("--verify_gpu", action=OnOff, default=False, help="check GPU, driver, precision, attention, compiler, data workers and disk for this run, and exit")
+    memory.add_argument("--dry_run", nargs="?", const="", metavar="CARD", help="predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD (8GB, 24gb, t4; default: the one that is there), and exit: status 3 if it does not fit")
+    memory.add_argument("--verify_gpu", action=OnOff, default=False, help="check GPU, driver, memory, precision, attention, compiler, data workers and disk for this run, and exit")
 
     output = parser.add_argument_group("evaluation and output")
     output.add_argument("--eval_every", type=COUNT, metavar="N", help="updates between evaluations; 0 = at the end of each epoch (0)")
@@ -220,6 +223,11 @@ class ReadOnly(argparse.Namespace):
         raise AttributeError(f"args.{name}: the flags are read-only once a run has begun")
 
 
+def plans(args: argparse.Namespace) -> bool:
+    """Whether the run is only planned: nothing is trained or written."""
+    return args.dry_run is not None or args.verify_gpu
+
+
 def freeze(args: argparse.Namespace) -> None:
     """Makes `args` read-only: what a run computes from its flags has a name of its own."""
     if not isinstance(args, ReadOnly):
@@ -232,18 +240,3 @@ def for_stage(args: argparse.Namespace, name: str, max_steps: int, **changes) ->
     bounds["max_steps"] = min(max_steps, bounds["max_steps"] or max_steps)
     folders = {key: getattr(args, key) / name for key in ("checkpoint_dir", "log_dir")}
     return argparse.Namespace(**{**vars(args), **bounds, **folders, **changes})
-
-
-def choose_shape(args: argparse.Namespace, defaults: dict, saved: dict | None) -> dict:
-    """The values of the shape flags named in `defaults`: those of the checkpoint's configuration `saved`, which a flag
-    must not contradict; without one the flags', then the defaults. Raises `UsageError`."""
-    shape = {}
-    for name, default in defaults.items():
-        value = getattr(args, name)
-        if saved and value is not None and value != saved[name]:
-            conflict = f"--{name} {value} conflicts with the checkpoint, which has {saved[name]}"
-            advice = "leave the flag out to continue it, or start a new run with another --output_dir"
-            raise UsageError(f"{conflict}: {advice}, or from its weights with --init_from in place of --resume")
-        usual = saved[name] if saved else default
-        shape[name] = usual if value is None else value
-    return shape

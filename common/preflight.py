@@ -1,5 +1,6 @@
 """`--verify_gpu`: checks in seconds what a run needs of this machine. Each check prints pass, FAIL or skip."""
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -9,38 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import batches, checkpoint, compiling, device, gpu
+from common import checkpoint, compiling, device, gpu, optim
 from common.device import Setup
 from common.errors import RunError, UsageError, cannot_write, first_line
 
 PASS, FAIL, SKIP = "pass", "FAIL", "skip"
-WEIGHT = GRADIENT = 4  # bytes: fp32
-STATES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}  # bytes of the two averages, including scales
 BACKENDS = {"flash": "FLASH_ATTENTION", "memory-efficient": "EFFICIENT_ATTENTION", "math": "MATH"}  # of torch
 
 
-def verify(args, parameters: int, trained: int) -> int:
+def verify(args, model: torch.nn.Module, plan: tuple[int, str] | None = None) -> int:
     """Prints a line for each check of what a run with these flags needs, and returns the exit status: 1 if one fails.
-    Of the model's `parameters`, `trained` are not frozen. Nothing is written. Call it in place of `device.setup`."""
-    args.device = args.device.replace("auto", "cuda")  # auto would fall back to the CPU
+    `plan`: the bytes of the GPU that the longest micro-batch takes, and whether it fits. Nothing is written."""
+    on_gpu = argparse.Namespace(**{**vars(args), "device": args.device.replace("auto", "cuda")})  # not the CPU instead
     try:
-        setup = device.setup(args, quiet=True)
+        setup = device.setup(on_gpu, quiet=True)
         found = check_gpu(setup)
     except UsageError as error:
-        setup = Setup(workers=device.pick_workers(args.dataloader_num_workers, torch.device("cpu"), quiet=True))
-        found = FAIL, str(error)
-    needs_gpu = {"driver", "memory", "attention", "TF32", "precision" if found[0] == FAIL else ""}
+        setup, found = Setup(), (FAIL, str(error))
+    needs_gpu = {"memory", "attention", "precision" if found[0] == FAIL else ""}
     checks = {
         "GPU": lambda: found,
-        "driver": check_driver,
-        "memory": lambda: check_memory(args, setup, parameters, trained),
-        "precision": lambda: (PASS, device.pick_dtype(args.mixed_precision, setup.device)[1]),
-        "mixed precision": lambda: check_autocast(setup),
+        "memory": lambda: check_memory(setup, *plan),
+        "precision": lambda: check_precision(args, setup),
         "attention": lambda: check_attention(setup),
         "torch.compile": lambda: check_compile(args, setup),
-        "prefetching": lambda: check_prefetching(setup),
-        "TF32": lambda: check_tf32(args, setup),
-        "disk": lambda: check_disk(args, parameters, trained),
+        "disk": lambda: check_disk(args, model),
     }
     failed = False
     for name, check in checks.items():
@@ -58,46 +52,35 @@ def verify(args, parameters: int, trained: int) -> int:
 def check_gpu(setup: Setup) -> tuple[str, str]:
     if setup.device.type != "cuda":
         return SKIP, "--device cpu"
-    major, minor = torch.cuda.get_device_capability(setup.device)
-    return PASS, f"{torch.cuda.get_device_name(setup.device)}, compute capability {major}.{minor}"
-
-
-def check_driver() -> tuple[str, str]:
-    built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-    try:
+    name, (major, minor) = torch.cuda.get_device_name(setup.device), torch.cuda.get_device_capability(setup.device)
+    driver = "unknown"
+    with contextlib.suppress(Exception):  # NVML is missing or does not know this GPU, which computes all the same
         import pynvml
 
         pynvml.nvmlInit()
-        version, newest = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
-    except Exception as error:  # the driver works, because the GPU was found
-        return PASS, f"{built} and computes; the driver's version is not known ({first_line(error)})"
-    return PASS, f"{version}, up to CUDA {newest // 1000}.{newest % 1000 // 10}; {built}"
+        driver = pynvml.nvmlSystemGetDriverVersion()
+    return PASS, f"{name}, compute capability {major}.{minor}, driver {driver}, torch for CUDA {torch.version.cuda}"
 
 
-def check_memory(args, setup: Setup, parameters: int, trained: int) -> tuple[str, str]:
-    """Whether weights, gradients and optimizer states fit into the free memory."""
+def check_memory(setup: Setup, needed: int, verdict: str) -> tuple[str, str]:
+    """Whether the plan fits into the memory that is free now."""
     free, total = torch.cuda.mem_get_info(setup.device)
-    states = 0.0 if args.use_cpu_offload else STATES[args.optimizer]
-    needed = WEIGHT * parameters + (GRADIENT + states) * trained
-    text = f"{size(free)} of {size(total)} free; weights, gradients and optimizer states take {size(needed)}"
+    text = f"{size(free)} of {size(total)} free; the run is predicted to take {size(needed)}: it {verdict}"
     if others := gpu.gpu_processes():
         text += f"; also on this GPU: {others}"
-    if free <= needed:
-        return FAIL, f"{text}: use a smaller model, --optimizer adamw_8bit or --use_cpu_offload"
-    return PASS, f"{text}, the rest is for activations"
+    if verdict == "does not fit" or free < needed:
+        return FAIL, f"{text}: --dry_run says what it is made of, and what helps"
+    return PASS, text
 
 
-def check_autocast(setup: Setup) -> tuple[str, str]:
-    """Whether a product under autocast has the 16-bit type, and how the loss is scaled."""
-    if setup.dtype is None:
-        return SKIP, "fp32 throughout"
-    matrix, scaler = torch.ones(16, 16, device=setup.device), setup.grad_scaler()
+def check_precision(args, setup: Setup) -> tuple[str, str]:
+    """Whether a product under autocast has the type of the run."""
+    capability = torch.cuda.get_device_capability(setup.device) if setup.device.type == "cuda" else None
+    wanted, matrix = device.pick_dtype(args.mixed_precision, capability)[1], torch.ones(16, 16, device=setup.device)
     with setup.autocast():
         dtype = (matrix @ matrix).dtype
-    if dtype is not setup.dtype:
-        return FAIL, f"a product of matrices under autocast is {dtype}, not {setup.dtype}"
-    scaling = f"loss scaling from {scaler.get_scale():g}" if scaler else "which needs no loss scaling"
-    return PASS, f"a product of matrices under autocast is {str(dtype).removeprefix('torch.')}, {scaling}"
+    status = PASS if dtype is (setup.dtype or torch.float32) else FAIL
+    return status, f"{wanted}; a product of matrices is {str(dtype).removeprefix('torch.')}"
 
 
 def check_attention(setup: Setup) -> tuple[str, str]:
@@ -124,35 +107,15 @@ def check_compile(args, setup: Setup) -> tuple[str, str]:
     return PASS, f"a tiny function was compiled for {setup.device}"
 
 
-def check_prefetching(setup: Setup) -> tuple[str, str]:
-    """Whether worker processes read the data and, on a GPU, copies from pinned memory run on a stream of their own."""
-    on_gpu, workers = setup.device.type == "cuda", f"{setup.workers} data worker{'s' if setup.workers != 1 else ''}"
-    if not setup.workers:
-        return FAIL if on_gpu else SKIP, "--dataloader_num_workers 0: training waits while data are read; try auto"
-    if on_gpu:
-        window = batches.Window(0, 0, False, [{"audio": torch.ones(2, 16)} for _ in range(2)]).pin_memory()
-        if any(float(batch["audio"].sum()) != 32 for batch in batches.to_device(window.micro_batches, setup.device)):
-            return FAIL, "a copy from pinned memory differs from its source"
-        workers += ", pinned memory, and the next micro-batch is copied while one computes"
-    return PASS, workers
-
-
-def check_tf32(args, setup: Setup) -> tuple[str, str]:
-    if not args.tf32:
-        return SKIP, "--no_tf32"
-    if torch.cuda.get_device_capability(setup.device)[0] < 8:
-        return SKIP, "this GPU has no TF32 units (compute capability 8.0 and newer have)"
-    return PASS, "on for operations in fp32"
-
-
-def check_disk(args, parameters: int, trained: int) -> tuple[str, str]:
+def check_disk(args, model: torch.nn.Module) -> tuple[str, str]:
     """Whether `--keep_last` + 1 checkpoints, and the best weights twice, fit on the disk. What they replace counts as free."""
     folder = args.checkpoint_dir
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return FAIL, f"cannot write in {existing}; choose another --checkpoint_dir"
-    each = WEIGHT * parameters + STATES[args.optimizer] * trained  # with the states, also if they are in host memory
-    needed = (args.keep_last + 1) * each + 2 * WEIGHT * parameters
+    weights = 4 * optim.count_parameters(model)[0]
+    each = weights + optim.state_bytes(model, args.optimizer)  # with the states, also if they are in host memory
+    needed = (args.keep_last + 1) * each + 2 * weights
     replaced = [*checkpoint.list_checkpoints(folder), *folder.glob("best.safetensors")]
     own = replaced if checkpoint.continues(args.resume, folder) else []
     free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in own)
@@ -162,10 +125,10 @@ def check_disk(args, parameters: int, trained: int) -> tuple[str, str]:
     return PASS, f"{size(free)} free for {need}"
 
 
-def require_disk(args, parameters: int, trained: int) -> None:
+def require_disk(args, model: torch.nn.Module) -> None:
     """Raises `RunError` if `check_disk` fails: for models whose checkpoints take gigabytes."""
     try:
-        status, reason = check_disk(args, parameters, trained)
+        status, reason = check_disk(args, model)
     except OSError as error:
         raise cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
     if status == FAIL:

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import checkpoint, device, optim, options, preflight
+from common import checkpoint, device, optim, options
 from common.batches import EvalBatches, Windows, pad
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
@@ -97,12 +97,21 @@ def resolve(args) -> None:
     is_demo = not args.train_manifest
     excludes, needs = (*splits.EXCLUDES, *recogniser.EXCLUDES), (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
-    recogniser.resolve(args, augment=not is_demo, beam_size=BEAM_SIZE)  # the demo's voices hardly vary
+    augment = not is_demo or options.plans(args)  # the demo's voices hardly vary
+    recogniser.resolve(args, augment, BEAM_SIZE)
 
 
 def choose_shape(args, saved: dict | None) -> dict:
-    """The shape of the model: that of the checkpoint's configuration `saved`, or by the flags. Raises `UsageError`."""
-    shape = options.choose_shape(args, SHAPE, saved)
+    """The shape of the model: that of the checkpoint's configuration `saved`, which a flag must not contradict; without one the
+    flags', then the defaults. Raises `UsageError`."""
+    shape = {**SHAPE, **{name: saved[name] for name in SHAPE if saved}}
+    for name in SHAPE:
+        value = getattr(args, name)
+        if saved and value not in (None, saved[name]):
+            conflict = f"--{name} {value} conflicts with the checkpoint, which has {saved[name]}"
+            advice = "leave the flag out to continue it, or start a new run with another --output_dir"
+            raise UsageError(f"{conflict}: {advice}, or from its weights with --init_from in place of --resume")
+        shape[name] = shape[name] if value is None else value
     check_heads(shape)
     return shape
 
@@ -123,6 +132,9 @@ def read_corpora(args, saved: dict | None) -> dict[str, Corpus]:
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.test_manifest and (args.evaluate or not args.train_manifest):
         paths = {"test": args.test_manifest}
+    elif not args.train_manifest and options.plans(args):
+        subsampling = choose_shape(args, saved and saved["config"])["subsampling"]
+        return splits.stand_in(args.max_duration, encoder_frames(int(args.max_duration * SAMPLE_RATE), subsampling))
     elif not args.train_manifest:
         print("no --train_manifest: using the demo corpus (synthetic speech)")
         folder = Path(args.output_dir) / "data" / "konkani_demo"
@@ -599,12 +611,6 @@ def evaluate_only(args) -> None:
         report_results(args, tokenizer, model, EvalBatches(args, data, collate, setup), f"{name} set")
 
 
-def verify_gpu(args) -> int:
-    """The exit status of --verify_gpu, for a model with the vocabulary that is usual for characters."""
-    config = {**choose_shape(args, None), "vocabulary": args.vocab_size or 100}
-    return preflight.verify(args, *optim.count_parameters(make_model(config)))
-
-
 def measure_features(model: Conformer, data: Utterances, seed: int) -> None:
     """Statistics for --cmvn global, from a random part of the training set."""
     measured = []
@@ -622,8 +628,6 @@ def measure_features(model: Conformer, data: Utterances, seed: int) -> None:
 
 def main(args) -> None:
     resolve(args)
-    if args.verify_gpu:
-        sys.exit(verify_gpu(args))
     if args.check_data:
         return splits.report_checked(read_corpora(args, None))
     if args.transcribe:
@@ -641,7 +645,7 @@ def main(args) -> None:
     config = {**shape, "vocabulary": tokenizer.size}
     model = make_model(config, args.dropout, args.label_smoothing, weights=run.resumed and run.resumed["model"])
     print(f"model: {optim.count_parameters(model)[0] / 1e6:.1f} M parameters, {tokenizer.size} text tokens")
-    if shape["cmvn"] == "global" and not run.resumed:
+    if shape["cmvn"] == "global" and not (run.resumed or run.planned):
         measure_features(model, data["train"], args.seed)
 
     windows = Windows(args, data["train"], collate, run.setup)

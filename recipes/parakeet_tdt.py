@@ -78,7 +78,7 @@ def resolve(args) -> starts.Start:
     is_demo = not args.train_manifest
     excludes = (*splits.EXCLUDES, *recogniser.EXCLUDES, *starts.EXCLUDES)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, (*splits.NEEDS, *recogniser.NEEDS, *starts.NEEDS))
-    recogniser.resolve(args, augment=not is_demo)  # the demo's voices hardly vary
+    recogniser.resolve(args, not is_demo or options.plans(args))  # the demo's voices hardly vary
     return starts.resolve(args, is_demo or args.check_data)
 
 
@@ -92,6 +92,8 @@ def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.test_manifest and (args.evaluate or not args.train_manifest):
         paths = {"test": args.test_manifest}
+    elif not args.train_manifest and options.plans(args):
+        return splits.stand_in(args.max_duration)
     elif not args.train_manifest:
         starts.check_demo(saved)
         print("no --train_manifest: using the demo corpus (synthetic speech)")
@@ -643,16 +645,14 @@ def first_model(args, metadata: dict, weights: dict | None, data: Utterances | N
     model = make_model(metadata, weights, args.dropout, args.joint_dropout)
     if data is not None:
         fit_to_data(model, data, args.seed)
-    parameters, trainable = optim.count_parameters(model)
-    preflight.require_disk(args, parameters, trainable)
-    print(f"model: {parameters / 1e6:.1f} M parameters, ", end="")
+    if not options.plans(args):
+        preflight.require_disk(args, model)
+    print(f"model: {optim.count_parameters(model)[0] / 1e6:.1f} M parameters, ", end="")
     return model
 
 
 def main(args) -> None:
     start = resolve(args)
-    if args.verify_gpu:
-        sys.exit(preflight.verify(args, *[starts.count_parameters(start)] * 2))
     if args.check_data:
         return splits.report_checked(read_sets(args, None))
     if args.transcribe:
@@ -668,7 +668,8 @@ def main(args) -> None:
     metadata |= about_run(args, sets, metadata)
     data = {name: Utterances(args, sets[name], tokenizer, metadata, training=name == "train") for name in sets}
     is_new, released = not run.resumed, metadata["pretrained"]
-    model = first_model(args, metadata, weights if is_new else None, data["train"] if is_new and not released else None)
+    is_fitted = is_new and not (released or run.planned)
+    model = first_model(args, metadata, weights if is_new else None, data["train"] if is_fitted else None)
     del weights  # they are the model's, or the loop loads them
     rate = starts.learning_rate(metadata, float(sets["train"].seconds.sum()) / 3600)
     print(f"{tokenizer.size} pieces; learning rate {args.learning_rate or rate:g}")

@@ -11,7 +11,7 @@ Every SNR is stated in 2,500 Hz.
 
 --model_dir takes a Hugging Face folder, --model_file OpenAI's .pt with its tokenizer beside it; --from_scratch
 --model_size base trains a model whose tokens are Morse's symbols. --export DIR writes a folder that transformers'
-WhisperForConditionalGeneration and pipeline load. --verify_gpu checks the machine before training.
+WhisperForConditionalGeneration and pipeline load. --dry_run 8GB predicts a run's memory.
 
 Memory: benchmarks/RESULTS.md has what each size is predicted to need. Expect a character error rate of about 2 % on the
 demo's held-out clips (15-28 WPM, 450-900 Hz, 0-20 dB) after its 1,100 updates (two CPU cores: seven minutes).
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, options, preflight
+from common import checkpoint, device, options
 from common.batches import EvalBatches, Windows, pad
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
@@ -401,9 +401,6 @@ def main(args) -> None:
     if args.write_dataset:
         return write_clips(args)
     start = resolve(args)
-    if args.verify_gpu:
-        vocab_size = train_symbols(SYMBOLS, args.language).size
-        sys.exit(preflight.verify(args, *starts.count_parameters(start, vocab_size)))
     if args.check_data:
         return splits.report_checked(read_sets(args, None))
     if args.transcribe:

@@ -10,7 +10,7 @@ trained on as it is written, in NFC: case, tones, punctuation and numbers stay. 
 
 --model_dir takes a Hugging Face folder, --model_file OpenAI's .pt with its tokenizer beside it; --from_scratch
 --model_size base trains a model with a vocabulary made from the text. --export DIR writes a folder that transformers'
-WhisperForConditionalGeneration and pipeline load. --verify_gpu checks the machine before training.
+WhisperForConditionalGeneration and pipeline load. --dry_run 8GB predicts a run's memory.
 
 Memory: benchmarks/RESULTS.md has what each size is predicted to need; base trains in 8 GB with 22 clips of 30 s. Expect a
 character error rate of 6 to 9 % on the demo's held-out sentences after its 1,800 updates (two CPU cores: seven minutes).
@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, options, preflight
+from common import checkpoint, device, options
 from common.batches import EvalBatches, Windows, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import Task, begin, finish, train
@@ -54,6 +54,7 @@ FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH = 2, 10 / 80  # share of the bands
 TIME_MASKS, TIME_MASK_WIDTH = 2, 0.05  # share of the utterance
 DEMO_SIZES = {"train": 6000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 1800
+PROMPT = 4  # tokens before a text
 SIZES = {"demo": formats.shape(144, (4, 2), 4), **formats.SIZES}
 EXCLUDES = (
     *(
@@ -81,13 +82,15 @@ def resolve(args) -> starts.Start:
     is_demo = not args.train_manifest
     excludes = (*splits.EXCLUDES, *recogniser.EXCLUDES, *starts.EXCLUDES, *EXCLUDES)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, (*splits.NEEDS, *recogniser.NEEDS, *starts.NEEDS))
-    recogniser.resolve(args, augment=not is_demo, beam_size=starts.BEAM_SIZE)  # the demo's voices hardly vary
+    augment = not is_demo or options.plans(args)  # the demo's voices hardly vary
+    recogniser.resolve(args, augment, starts.BEAM_SIZE)
     if args.vocab_size is None:
         # Few, short pieces: with whole syllables as tokens the demo's CER was 62 % instead of 26 %.
         args.vocab_size = 320 if is_demo else 500
     start = starts.resolve(args, SIZES, is_demo or args.check_data)
     if args.compare_to:
-        read_baseline(args, start)  # what is wrong with it is reported now, not after hours of training
+        with torch.device("meta"):  # what is wrong with it is reported now, not after hours of training
+            read_baseline(args, start)
     return start
 
 
@@ -106,6 +109,9 @@ def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.test_manifest and (args.evaluate or not args.train_manifest):
         paths = {"test": args.test_manifest}
+    elif not args.train_manifest and options.plans(args):
+        positions = args.max_target_tokens or SIZES["demo"]["max_target_positions"]
+        return splits.stand_in(args.max_duration, positions - PROMPT)  # a token has at least a character
     elif not args.train_manifest:
         print("no --train_manifest: using the demo corpus (synthetic speech)")
         folder = Path(args.output_dir) / "data" / "vietnamese_demo"
@@ -335,8 +341,6 @@ def evaluate_only(args, start: starts.Start) -> None:
 
 def main(args) -> None:
     start = resolve(args)
-    if args.verify_gpu:
-        sys.exit(preflight.verify(args, *starts.count_parameters(start, args.vocab_size)))
     if args.check_data:
         return splits.report_checked(read_sets(args, None))
     if args.transcribe:

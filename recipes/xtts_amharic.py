@@ -83,10 +83,9 @@ def resolve(args) -> starts.Start:
         args.max_duration = args.max_audio_length / SAMPLE_RATE
     if is_demo and "min_duration" not in args.given:
         args.min_duration = DEMO_MIN_SECONDS
-    start = starts.resolve(args)
     if args.early_stopping_patience is None:
         args.early_stopping_patience = 0 if args.from_scratch else PATIENCE
-    return start
+    return starts.resolve(args)
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -98,6 +97,8 @@ def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.evaluate and args.test_manifest:
         paths = {"test": args.test_manifest}
+    elif not args.train_manifest and options.plans(args):
+        return splits.stand_in(args.max_duration, MAX_TEXT)
     elif not (args.train_manifest or args.test_manifest):
         print("no --train_manifest: using synthetic speech")
         folder = Path(args.output_dir) / "data" / "amharic"
@@ -114,7 +115,8 @@ def check_sets(args, sets: dict[str, Corpus], reader: texts.Texts | texts.FrontE
         codes, most = code_count(int(corpus.seconds[index] * SAMPLE_RATE)), config["mel_positions"] - STOPS
         return words or ((f"clip is longer than {most} codes", f"{codes} codes") if codes > most else None)
 
-    return checks.check_speech(sets, args.strict_data, fault, reader.read)
+    is_stand_in = options.plans(args) and not args.train_manifest
+    return sets if is_stand_in else checks.check_speech(sets, args.strict_data, fault, reader.read)
 
 
 def most_text(config: dict) -> int:
@@ -433,8 +435,8 @@ def set_up(args, model: GPT, setup: device.Setup) -> None:
     for number, block in enumerate(model.gpt.h):
         block.attn.sdpa = args.sdpa
         block.requires_grad_(number >= args.freeze_layers)
-    kernel = "the explicit product (--no_sdpa)"
-    if args.sdpa:
+    kernel = "fused" if args.sdpa else "the explicit product (--no_sdpa)"
+    if args.sdpa and setup.device.type != "meta":
         d, heads = model.config["d_model"], model.config["heads"]
         q = torch.zeros(1, heads, 64, d // heads, device=setup.device, dtype=setup.dtype, requires_grad=True)
         choice = torch._fused_sdp_choice(q, q, q, dropout_p=args.dropout, is_causal=True)  # an index of SDPBackend
@@ -448,10 +450,10 @@ def first_model(args, setup: device.Setup, metadata: dict, weights: dict | None)
     model = make_model(metadata["config"], weights, args.dropout)
     set_up(args, model, setup)
     # In a short training a small conditioning encoder, which began at random, unlearns the voices.
-    learns = metadata["pretrained"] or metadata["config"]["hifigan"]
-    model.conditioning_encoder.requires_grad_(learns)
+    model.conditioning_encoder.requires_grad_(metadata["pretrained"] or metadata["config"]["hifigan"])
     parameters, trainable = optim.count_parameters(model)
-    preflight.require_disk(args, parameters, trainable)
+    if not options.plans(args):
+        preflight.require_disk(args, model)
     print(f"model: {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M of them trained")
     return model
 
@@ -643,8 +645,7 @@ def evaluate_only(args, start: starts.Start) -> None:
     model, frozen, vocabulary, metadata = trained(args, start, setup)
     sets = check_sets(args, read_sets(args, metadata), vocabulary, metadata["config"])
     name = "test" if "test" in sets else "val"
-    data = Utterances(args, sets[name], vocabulary, metadata, training=False)
-    eval_batches = EvalBatches(args, data, collate, setup)
+    eval_batches = EvalBatches(args, Utterances(args, sets[name], vocabulary, metadata, training=False), collate, setup)
     score = functools.partial(evaluate, frozen, vocabulary.languages_of(sets[name]), model, eval_batches)
     with setup.autocast():
         report_results(score, name, "the weights named")
@@ -652,8 +653,6 @@ def evaluate_only(args, start: starts.Start) -> None:
 
 def main(args) -> dict | None:
     start = resolve(args)
-    if args.verify_gpu:
-        sys.exit(preflight.verify(args, *[starts.count_parameters(start)] * 2))
     exports = recogniser.exports_only(start.export, start.resume, start.model_dir, start.given)
     goals = {look_only: args.show_text or args.check_data, synthesise: args.synthesize, evaluate_only: args.evaluate}
     for goal, is_wanted in {**goals, export_only: exports}.items():
@@ -662,7 +661,8 @@ def main(args) -> dict | None:
     run = begin(args, RECIPE, starts.METADATA)
 
     read = functools.cache(lambda: read_sets(args, run.resumed and run.resumed["metadata"]))
-    metadata, weights, frozen = starts.choose(start, run.resumed, lambda config: train_dvae(args, read(), config))
+    make_dvae = None if run.planned else lambda config: train_dvae(args, read(), config)
+    metadata, weights, frozen = starts.choose(start, run.resumed, make_dvae)
     added = 0 if run.resumed else texts.extend(metadata, weights, read()["train"].texts, start.text)
     vocabulary = texts.Texts(metadata, is_new=not run.resumed)
     sets = check_sets(args, read(), vocabulary, metadata["config"])
@@ -670,7 +670,7 @@ def main(args) -> dict | None:
     starts.check_initial(args.init_from, metadata)
     data = {name: Utterances(args, sets[name], vocabulary, metadata, name == "train") for name in sets}
     model = first_model(args, run.setup, metadata, None if run.resumed else weights)
-    if not (run.resumed or metadata["pretrained"]):
+    if not (run.resumed or run.planned or metadata["pretrained"]):
         starts.fit_conditioning(model, frozen, data["train"])
     del weights
 

@@ -165,7 +165,9 @@ def read_cached(
 
 def read_utterance(corpus, index: int, sample_rate: int, cache: str | None) -> torch.Tensor:
     """(T,) waveform of utterance `index` through `read_cached`. `corpus`: an object with the columns `paths`, `offsets`
-    and `durations` (NaN: to the end of the file)."""
+    and `durations` (NaN: to the end of the file). An empty path stands for silence."""
+    if not corpus.paths[index]:
+        return torch.zeros(round(corpus.durations[index] * sample_rate))
     duration = None if np.isnan(corpus.durations[index]) else float(corpus.durations[index])
     return read_cached(cache, corpus.paths[index], sample_rate, float(corpus.offsets[index]), duration)
 

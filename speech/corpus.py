@@ -23,15 +23,13 @@ MOST_HELD_OUT = 200  # utterances, at most
 FILE_TOLERANCE = 0.5  # seconds: END_TOLERANCE for whole files, whose duration is often rounded to a second
 MICROSECOND = 1e-6  # rounding error of time differences, seconds
 MOST_CHARACTERS = 10_000  # of a text; if --max_duration is over 100 s, FASTEST_SPEECH for so long
+WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
 FASTEST_SPEECH = 100  # characters per second, more than anyone says
 DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
 
 # Contradictions between flags, as `common.options` refuses them: flags that exclude each other, and flags that need one
 # of others: (flag, flags of which one must be given, words to add to the message).
-EXCLUDES = (
-    ("check_data", "evaluate", "give one of them"),
-    ("check_data", "verify_gpu", "give one of them"),
-)
+EXCLUDES = (("check_data", "evaluate", "give one of them"),)
 NEEDS = (
     ("val_manifest", ("train_manifest",), ""),
     ("test_manifest", ("train_manifest", "evaluate", "check_data"), ""),
@@ -94,13 +92,14 @@ def resolve(args, held_out: Iterable[str] = ()) -> Checks:
         min_duration=args.min_duration,
         max_duration=args.max_duration,
         audio_root=args.audio_root,
-        cache_dir=Path(args.log_dir) / "cache",
+        cache_dir=None if options.plans(args) else Path(args.log_dir) / "cache",
         use_chunking=args.use_chunking,
         max_samples=args.max_samples,
         strict=args.strict_data,
         seed=args.seed,
         held_out=tuple(map(str, held_out)),
-        listen=args.check_audio and bool(args.train_manifest or args.test_manifest),  # the demo's audio is known
+        # The demo's audio is known, and for a plan the lengths suffice.
+        listen=args.check_audio and bool(args.train_manifest or args.test_manifest) and not options.plans(args),
         skip_bad_audio=args.skip_bad_audio or args.check_data,
     )
 
@@ -124,6 +123,22 @@ def load_splits(paths: dict[str, str | None], normalise: Callable[[str], str], c
     if "val" not in corpora and "train" in corpora:
         corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, set(checks.held_out))
     return corpora
+
+
+def stand_in(seconds: float, most_characters: int = MOST_CHARACTERS) -> dict[str, Corpus]:
+    """The corpora "train" and "val" of a run that is only planned, if there are no data: silence of the longest utterances
+    that it takes, `seconds` each, by one speaker, with texts of as many short words as are said in that time, cut to
+    `most_characters`."""
+    print(f"no data are given: planned for the longest utterances that are taken, {seconds:.1f} s")
+    words = [first + vowel + last for first in "bdfg" for vowel in "aeio" for last in "lmnr"]
+    count, said = len(words), max(1, round(WORDS_PER_SECOND * seconds))
+    texts = [" ".join(words[(row + place) % count] for place in range(said))[:most_characters] for row in range(count)]
+    corpus = Corpus(
+        paths=Strings([""] * count), texts=Strings(map(str.strip, texts)), seconds=np.full(count, seconds),
+        offsets=np.zeros(count), durations=np.full(count, seconds), speakers=Codes(["speaker"] * count),
+        languages=Codes([""] * count), lines=np.arange(1, count + 1),
+    )  # fmt: skip
+    return {"train": corpus, "val": corpus}
 
 
 def report_checked(sets: dict[str, Corpus]) -> None:

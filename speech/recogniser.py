@@ -32,7 +32,6 @@ AUGMENTATION = ("spec_augment", "speed_perturbation", "dropout", "label_smoothin
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     ("transcribe", "evaluate", "give one of them"),
-    ("transcribe", "verify_gpu", "give one of them"),
     ("transcribe", "check_data", "give one of them"),
     *((flag, "transcribe", options.TRAINS) for flag in (*options.TRAINING, *AUGMENTATION)),
     *((flag, "evaluate", options.TRAINS) for flag in AUGMENTATION),
@@ -47,7 +46,7 @@ MODEL_EXCLUDES = (
     *((model, "model_size", "a released model has its own shape; leave one of them out") for model in MODELS),
     ("transcribe", "export", "give one of them"),
 )
-GOALS = {"train_manifest", "from_scratch", "max_steps", "num_epochs"}  # flags that ask for training
+GOALS = {"train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu"}  # flags about training
 
 
 def add_model_arguments(parser, sizes: list[str], family: str, file: str, exported: str):
@@ -91,6 +90,8 @@ def resolve(args, augment: bool, beam_size: int = 0) -> None:
     """Fills in the defaults: augmentation is on if `augment`, unless a flag says otherwise. Raises `UsageError`."""
     if args.output:
         check_output(args.output)
+    if options.plans(args):
+        args.cache_audio = None  # nothing is written
     if args.spec_augment is None:
         args.spec_augment = augment
     if args.speed_perturbation is None:

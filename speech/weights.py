@@ -22,6 +22,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def require_room(parameters: int) -> None:
     """Raises `UsageError` if a model of so many fp32 parameters cannot be made on this machine."""
+    if torch.get_default_device().type == "meta":  # a planned run's model takes no memory
+        return
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if 4 * parameters > total:
         size = f"{parameters / 1e9:.1f} billion parameters take {4 * parameters / 2**30:.0f} GiB"
@@ -113,8 +115,9 @@ def read_pickle(file: Path):
 
 
 def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
-    """fp32 copies; each tensor is released before the next is copied. Tensors whose names end in `counters` are int64.
-    Raises `UsageError` for anything but dense, finite tensors by name."""
+    """fp32 copies on the default device, which is "meta" for a planned run; each tensor is released before the next is
+    copied. Tensors whose names end in `counters` are int64. Raises `UsageError` for anything but dense, finite tensors by
+    name."""
     if not isinstance(weights, dict):
         raise UsageError(f"{path} holds a {type(weights).__name__}, not weights by name")
     for name, w in weights.items():
@@ -129,9 +132,10 @@ def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
     for name in list(weights):
         tensor = weights.pop(name)
         kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        copies[name] = tensor.to(kind, copy=True).contiguous()
+        copies[name] = tensor.to(torch.get_default_device(), kind, copy=True).contiguous()
         del tensor
-    checkpoint.check_tensors({name: copies[name] for name in wide}, path)  # fp32 may be too narrow
+    narrowed = {name: copies[name] for name in wide if not copies[name].is_meta}
+    checkpoint.check_tensors(narrowed, path)  # fp32 may be too narrow
     return copies
 
 

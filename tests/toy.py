@@ -33,7 +33,7 @@ class Sequences(list):
         random = np.random.default_rng(seed)
         for number in range(count):
             values = torch.from_numpy(random.normal(size=random.integers(3, 21)))
-            labels = (values.diff(prepend=torch.zeros(1)) > 0).long()
+            labels = (values.diff(prepend=values.new_zeros(1)) > 0).long()
             self.append({"name": f"item {number}", "values": values, "labels": labels})
 
     def seconds(self, epoch: int) -> np.ndarray:

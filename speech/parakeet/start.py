@@ -19,7 +19,6 @@ SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
 CTC_WEIGHT = 0.3  # share of the CTC head's loss, as in NVIDIA's hybrid models
 FINE_TUNING_RATE, CAREFUL_RATE, MANY_HOURS = 1e-4, 3e-5, 20.0  # NVIDIA's advice for fine-tuning, by hours of speech
 SMALL, SMALL_RATE, SCRATCH_RATE = 256, 2e-3, 5e-4  # from scratch: up to this width, and above
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm
 SAMPLE = 1000  # training texts that are looked at for the style and for unknown characters
 
 # The schema of the metadata that are kept with the weights, for common.checkpoint.
@@ -244,16 +243,6 @@ def learning_rate(metadata: dict, hours: float) -> float:
     if metadata["pretrained"]:
         return FINE_TUNING_RATE if hours >= MANY_HOURS else CAREFUL_RATE
     return SMALL_RATE if metadata["config"]["d_model"] <= SMALL else SCRATCH_RATE
-
-
-def count_parameters(start: Start) -> int:
-    """The number of parameters of the model that the flags ask for."""
-    if start.pretrained:
-        config = formats.read_model(start.pretrained)[1]
-    else:
-        config = {**start.size, "vocabulary": start.vocab_size or start.size["vocabulary"]}
-    shapes = formats.expected_shapes(config)
-    return sum(math.prod(shape) for name, shape in shapes.items() if not name.endswith(BUFFERS))
 
 
 def export(folder: str, form: str, tensors: dict[str, torch.Tensor], metadata: dict) -> None:

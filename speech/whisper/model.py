@@ -43,15 +43,16 @@ class LogMel(nn.Module):
         default = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float64)
-            filters = torchaudio.functional.melscale_fbanks(
-                N_FFT // 2 + 1, 0.0, 8000.0, n_mels, SAMPLE_RATE, "slaney", "slaney"
-            )
+            with torch.device("cpu"):  # a model without memory (device "meta") has no values
+                filters = torchaudio.functional.melscale_fbanks(
+                    N_FFT // 2 + 1, 0.0, 8000.0, n_mels, SAMPLE_RATE, "slaney", "slaney"
+                )
         finally:
             torch.set_default_dtype(default)
         self.register_buffer("filters", filters.to(default), persistent=False)  # (N_FFT / 2 + 1, M)
         # A band covers few bins: four groups of bands, each with the bins that it needs, take a third of the work.
         self.parts = []
-        for part in torch.arange(n_mels).chunk(4):
+        for part in torch.arange(n_mels, device="cpu").chunk(4):
             bins = self.filters[:, part].any(1).nonzero()
             self.parts.append((slice(int(bins.min()), int(bins.max()) + 1), slice(int(part[0]), int(part[-1]) + 1)))
         self.register_buffer("taper", torch.hann_window(N_FFT), persistent=False)

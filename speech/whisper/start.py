@@ -60,7 +60,7 @@ EXCLUDES = (
 )
 NEEDS = (
     ("tokenizer_file", ("model_dir", "model_file"), "from scratch the tokenizer is made from the training text"),
-    ("freeze_encoder", ("model_dir", "model_file", "resume", "init_from"), "a random encoder would stay random"),
+    ("freeze_encoder", ("model_dir", "model_file", "resume", "init_from", "dry_run"), "a random encoder would stay random"),
     ("beam_size", ("decoding beam",), ""),
 )
 
@@ -71,7 +71,8 @@ class Start:
     folder or file of released weights that the flag `source` names, None from scratch; `may_be_random`: whether the weights
     may be random if there is no checkpoint; `size`: the configuration of --model_size, which the flags in `shape` change;
     `auxiliary`: whether a model from scratch gets an output layer on its encoder, for which the flags in `asked` ask;
-    `suppress`: whether the tokens that a released generation config forbids are forbidden here too."""
+    `suppress`: whether the tokens that a released generation config forbids are forbidden here too; `vocabulary`: the tokens
+    of a model from scratch whose tokenizer has fewer (None: the tokenizer's)."""
 
     given: frozenset[str]
     pretrained: str | None
@@ -95,6 +96,7 @@ class Start:
     decoding: str
     beam_size: int
     seed: int
+    vocabulary: int | None = None
 
 
 def language_code(text: str) -> str:
@@ -149,6 +151,11 @@ def resolve(args, sizes: dict[str, dict], is_demo: bool, auxiliary: bool | None 
         args.pad_to_30s = args.freeze_encoder
     if args.pad_share is None:
         args.pad_share = PAD_SHARE
+    vocabulary = None
+    if options.plans(args) and not (args.train_manifest or getattr(args, "data_dir", None)):
+        # Without data, a released size is planned with the released vocabulary.
+        released = sizes[args.model_size]["vocab_size"] if args.model_size not in (None, "demo") else None
+        vocabulary = args.vocab_size if "vocab_size" in args.given else released
     return Start(
         given=args.given,
         pretrained=pretrained,
@@ -161,7 +168,7 @@ def resolve(args, sizes: dict[str, dict], is_demo: bool, auxiliary: bool | None 
         size=sizes.get(args.model_size),
         shape={name: getattr(args, name) for name in SHAPE if getattr(args, name)},
         vocab_size=args.vocab_size if "vocab_size" in args.given else None,
-        initialised=bool(args.init_from),
+        initialised=bool(args.init_from) or options.plans(args),
         auxiliary=args.ctc_weight > 0 if auxiliary is None else auxiliary,
         asked=" ".join(f"--{name} {share:g}" for name, share in shares.items() if share),
         freeze_encoder=args.freeze_encoder,
@@ -172,6 +179,7 @@ def resolve(args, sizes: dict[str, dict], is_demo: bool, auxiliary: bool | None 
         decoding=args.decoding,
         beam_size=args.beam_size,
         seed=args.seed,
+        vocabulary=vocabulary,
     )
 
 
@@ -307,8 +315,8 @@ def metadata_from_scratch(start: Start, train_tokenizer: Callable) -> dict:
     if start.freeze_encoder and not start.initialised:
         raise UsageError("--freeze_encoder: there is no checkpoint to resume, and a random encoder would stay random")
     tokenizer = train_tokenizer()
-    config = config_from_scratch(start, tokenizer.size)
-    require_room(sum(_sizes(config).values()))
+    config = config_from_scratch(start, start.vocabulary or tokenizer.size)
+    require_room(sum(map(math.prod, formats.expected_shapes(config).values())))
     return {
         "config": config,
         "tokenizer": tokenizer.state(),
@@ -346,10 +354,11 @@ def make_model(metadata: dict, dropout: float = 0.0, label_smoothing: float = 0.
 
 def fill(start: Start, model: Whisper, weights: dict | None, data) -> None:
     """Gives the model the weights that training starts with: `weights`, or random ones fitted to a few utterances of the
-    training set `data`. Freezes the encoder if --freeze_encoder says so."""
-    if weights is not None:
+    training set `data`. A planned run's model stays without values. Freezes the encoder if --freeze_encoder says so."""
+    has_values = not next(model.parameters()).is_meta
+    if has_values and weights is not None:
         checkpoint.load_weights(model, weights)
-    else:
+    elif has_values:
         scratch.initialise(model, first_waveforms(data, start.seed))
     if start.freeze_encoder:
         model.freeze_encoder()
@@ -414,19 +423,6 @@ def learning_rate(metadata: dict) -> float:
     if metadata["pretrained"]:
         return rate
     return 40 * rate if width >= min(FINE_TUNING_RATES) else SMALL_RATE
-
-
-def count_parameters(start: Start, vocabulary: int) -> tuple[int, int]:
-    """(all, trained) parameters of the model that the flags ask for, with `vocabulary` tokens if it is from scratch."""
-    sizes = _sizes(_read_released(start)[1] if start.pretrained else config_from_scratch(start, vocabulary))
-    fixed = "encoder." if start.freeze_encoder else "encoder.embed_positions"
-    total = sum(sizes.values())
-    return total, total - sum(size for name, size in sizes.items() if name.startswith(fixed))
-
-
-def _sizes(config: dict) -> dict[str, int]:
-    """The numbers of parameters of the tensors of a model, by their names."""
-    return {name: math.prod(shape) for name, shape in formats.expected_shapes(config).items()}
 
 
 def export(folder: str, model: Whisper, metadata: dict) -> None:

@@ -50,7 +50,6 @@ EXCLUDES = (
     ("model_dir", "model_size", "a released model has its own shape; leave one of them out"),
     ("custom_model", "from_scratch", "the first is an already tuned model; leave one of them out"),
     ("synthesize", "export", "give one of them"),
-    ("synthesize", "verify_gpu", "give one of them"),
     ("synthesize", "evaluate", "give one of them"),
     ("evaluate", "export", "give one of them"),
     *((flag, "synthesize", options.TRAINS) for flag in (*options.TRAINING, *TRAINING)),
@@ -162,6 +161,8 @@ def resolve(args) -> Start:
         )
     if args.export:
         weights.require_export(args.export)
+    if options.plans(args):
+        args.cache_audio = None  # nothing is written
     if missing := [path for path in args.speaker_wav or () if not os.path.isfile(path)]:
         raise UsageError(f"--speaker_wav {missing[0]}: no such file")
     if args.synthesize and (os.path.isdir(args.output) or not os.access(Path(args.output).parent, os.W_OK)):
@@ -194,7 +195,8 @@ def choose(
     start: Start, resumed: dict | None, train_dvae: Callable[[dict], Path] | None = None
 ) -> tuple[dict, dict | None, Frozen]:
     """The metadata of the model, the GPT's weights (None: random ones), and the frozen parts. `resumed` is the content of a
-    checkpoint. `train_dvae(config)` returns the folder of a DVAE for a new model without a vocoder. Raises `UsageError`."""
+    checkpoint. `train_dvae(config)` returns the folder of a DVAE for a new model without a vocoder; without it the DVAE is
+    random. Raises `UsageError`."""
     if resumed:
         metadata = dict(resumed["metadata"])
         metadata = {"condition": "same", "slice": SLICES["full"], **metadata}
@@ -221,7 +223,7 @@ def choose(
         config = formats.SIZES[start.size]
         require_vocoder(start, config["hifigan"])
         require_room(sum(math.prod(s) for part in formats.expected_shapes(config).values() for s in part.values()))
-        folder = None if config["hifigan"] else os.path.abspath(train_dvae(config))
+        folder = os.path.abspath(train_dvae(config)) if train_dvae and not config["hifigan"] else None
         groups, tensors = own_parts(config, [folder] if folder else []), None
         vocab = new_vocabulary(texts.CHARACTERS, [CARRIER, start.language], config["text_tokens"])
         metadata = {
@@ -236,7 +238,7 @@ def choose(
         )
     if not resumed:
         metadata["text"] = start.text.metadata()
-    if digest(groups["dvae"]) != metadata["dvae"]:
+    if digest(groups["dvae"]) not in ("", metadata["dvae"]):
         raise UsageError(
             "the DVAE is not the one that this GPT learned the codes of: name the same --model_dir as before"
         )
@@ -261,7 +263,7 @@ def metadata_of(start: Start) -> dict:
 def check_initial(path: str | None, metadata: dict) -> None:
     """Raises `UsageError` if the model of --init_from has learned other codes or other tokens of the same numbers."""
     other = checkpoint.read_weights(path, RECIPE, METADATA, "--init_from")[1] if path else metadata
-    if other["dvae"] != metadata["dvae"]:
+    if metadata["dvae"] not in ("", other["dvae"]):
         raise UsageError(
             f"--init_from {path}: its model has learned the codes of another DVAE; name the same --model_dir"
         )
@@ -292,6 +294,7 @@ def own_parts(config: dict, folders: list[str | Path]) -> dict:
     if metadata.get("updates", codec_training.STEPS["dvae"]) < codec_training.STEPS["dvae"]:
         updates = f"{metadata['updates']} of {codec_training.STEPS['dvae']} updates"
         print(f"warning: the DVAE of this model had {updates}, so speech is rough; a new --output_dir trains another")
+    tensors = {name: tensor.to(torch.get_default_device()) for name, tensor in tensors.items()}
     dvae = {name.removeprefix("dvae."): tensor for name, tensor in tensors.items() if name.startswith("dvae.")}
     stats = tensors.get("mel.mel_stats", torch.zeros(0))
     weights.check_shapes(dvae, formats.expected_shapes(config)["dvae"], path, "XTTS")
@@ -318,11 +321,13 @@ def frozen_parts(config: dict, groups: dict) -> Frozen:
         vocoder.load_state_dict(groups["hifigan_decoder"])
     stats = groups["mel_stats"]
     frozen = Frozen(Mel("dvae", stats), Mel("conditioning", stats), dvae, vocoder)
-    return frozen.to(torch.device("cpu"))
+    return frozen.to(torch.get_default_device())
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """A hash of the values of tensors."""
+    """A hash of the values of tensors; empty for those of a planned run, which have none."""
+    if any(tensor.is_meta for tensor in tensors.values()):
+        return ""
     total = hashlib.sha256()
     for name in sorted(tensors):
         total.update(name.encode() + tensors[name].detach().cpu().contiguous().numpy().tobytes())
@@ -382,11 +387,6 @@ def fit_conditioning(model, frozen: Frozen, utterances) -> None:
 
 def learning_rate(metadata: dict) -> float:
     return FINE_TUNING_RATE if metadata["pretrained"] else SCRATCH_RATE
-
-
-def count_parameters(start: Start) -> int:
-    config = released(start.model_dir)[1] if start.model_dir else formats.SIZES[start.size]
-    return sum(map(math.prod, formats.expected_shapes(config)["gpt"].values()))
 
 
 def numbered(output: str, number: int, count: int) -> Path:

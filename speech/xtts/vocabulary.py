@@ -212,5 +212,5 @@ def new_rows(weight: torch.Tensor, count: int, generator: torch.Generator) -> to
     """`count` rows for an embedding or head (V, D), or for its bias (V,): drawn from a normal distribution with the mean and
     the standard deviation that each column has over the existing rows."""
     deviation = weight.std(0, correction=0)
-    noise = torch.randn(count, *weight.shape[1:], generator=generator, dtype=weight.dtype)
+    noise = torch.randn(count, *weight.shape[1:], generator=generator, dtype=weight.dtype, device=generator.device)
     return weight.mean(0) + deviation * noise.to(weight.device)

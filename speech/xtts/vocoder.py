@@ -131,7 +131,7 @@ class SpeakerEncoder(nn.Module):
                 n_mels=SPEAKER_BANDS,
                 window_fn=torch.hamming_window,
             )
-        self.torch_spec = nn.Sequential(PreEmphasis(), mel)
+        self.torch_spec = nn.Sequential(PreEmphasis(), mel.to(torch.get_default_device()))
         self.conv1 = nn.Conv2d(1, filters[0], 3, padding=1)
         self.bn1 = nn.BatchNorm2d(filters[0])
         self.layer1 = _stage(filters[0], filters[0], blocks[0], stride=1)

@@ -198,7 +198,7 @@ def refusal(parser, *command: str, **settings) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("flag, other, reason", options.EXCLUDES)
+@pytest.mark.parametrize("flag, other, reason", [row for row in options.EXCLUDES if row[1] not in options.COMMANDS[1:]])
 def test_flags_that_exclude_each_other(parser, flag, other, reason):
     message = refusal(parser, *words(parser, flag), *words(parser, other))
     assert message == f"{options.shown(flag)} and {options.shown(other)}: {reason}"
@@ -300,22 +300,6 @@ def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
 def test_a_stage_is_bounded_by_what_the_user_asks_for(parser, command, is_demo, bounds):
     stage = options.for_stage(resolved(parser, *command.split(), is_demo=is_demo), "first", 300)
     assert (stage.max_steps, stage.num_epochs) == bounds
-
-
-def test_choose_shape(parser):
-    group = parser.add_argument_group("model")
-    group.add_argument("--d_model", type=int)
-    group.add_argument("--cmvn")
-    defaults, saved = {"d_model": 192, "cmvn": "global"}, {"d_model": 128, "cmvn": "utterance", "vocabulary": 30}
-
-    def shape(saved, *command):
-        return options.choose_shape(parser.parse_args(command), defaults, saved)
-
-    assert shape(None) == defaults
-    assert shape(None, "--d_model", "64") == {"d_model": 64, "cmvn": "global"}
-    assert shape(saved) == shape(saved, "--d_model", "128") == {"d_model": 128, "cmvn": "utterance"}
-    with pytest.raises(UsageError, match=r"--d_model 192 conflicts with the checkpoint, which has 128.*--init_from"):
-        shape(saved, "--d_model", "192")
 
 
 def test_frozen_flags_can_be_read_and_not_changed(tmp_path):

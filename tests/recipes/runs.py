@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch._dynamo  # the first update of an optimizer would import it, which takes two seconds
 
-from common import checkpoint, errors, options, report
+from common import checkpoint, errors, loop, options, report
 from common.errors import exit_with_one_line
 from speech.whisper import decoding
 from tests import processes
@@ -49,6 +50,7 @@ def run(recipe, *flags) -> tuple[int, str, str]:
         stack.enter_context(mock.patch.object(report.Report, "draw", lambda self, metric: None))
         stack.enter_context(mock.patch.object(decoding, "make_search", short_search))
         stack.enter_context(mock.patch.object(errors.Output, "optional", False))  # a run in training sets it
+        stack.callback(torch.set_default_device, None)  # a planned run sets it, and a mistake may end it before `train`
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             stack.callback(signal.signal, number, signal.getsignal(number))
         try:
@@ -63,6 +65,23 @@ def ran(recipe, *flags) -> str:
     status, out, err = run(recipe, *flags)
     assert status == 0, err
     return out
+
+
+def planned(recipe, *flags) -> SimpleNamespace:
+    """What a run with --dry_run is planned for: its model, task, windows and two collated utterances."""
+    given = []
+
+    def plan(args, *others) -> int:
+        model, task, windows = others[-3:]
+        batch = windows.dataset.collate([windows.data.item(index, 0) for index in range(2)])
+        given.append(SimpleNamespace(model=model, task=task, windows=windows, batch=batch))
+        return 0
+
+    with mock.patch.object(loop, "plan", plan):
+        ran(recipe, *flags, "--dry_run", "8GB")
+    assert all(parameter.is_meta for parameter in given[0].model.parameters())
+    assert not any(isinstance(value, torch.Tensor) and value.is_meta for value in given[0].batch.values())
+    return given[0]
 
 
 def refused(recipe, *flags) -> tuple[int, str]:

@@ -51,7 +51,7 @@ def test_the_guides_defaults():
     """Its optimized script: micro-batch 2, accumulation 4, 192 dimensions, 8 + 4 layers, cache cleared every 50."""
     args = make_parser(konkani_conformer).parse_args([])
     assert (args.batch_size, args.gradient_accumulation_steps, args.empty_cache_every) == (2, 4, 50)
-    shape = options.choose_shape(args, konkani_conformer.SHAPE, None)
+    shape = konkani_conformer.choose_shape(args, None)
     assert (shape["d_model"], shape["encoder_layers"], shape["decoder_layers"]) == (192, 8, 4)
 
 
@@ -145,7 +145,10 @@ def test_flags_that_exclude_each_other(recipe, tables):
     parser = make_parser(recipe)
     excludes, _ = tables(recipe)
     assert len(excludes) > len(options.EXCLUDES)
+    names = {action.dest for action in parser._actions}
     for flag, other, _ in excludes:
+        if other in options.COMMANDS and other not in names:
+            continue  # the table of all recipes has commands that one lacks
         message = refusal(recipe, [*words(parser, flag), *words(parser, other)])
         assert options.shown(flag) in message and options.shown(other) in message, (flag, other)
 

@@ -634,14 +634,15 @@ def test_numbers_beyond_all_measure_are_one_line(line, tmp_path):
 
 
 def refused_as_too_large(flags: str, manifests, folder: Path) -> None:
-    for use in ([], ["--verify_gpu"]):
-        status, err = refused(recipe, *manifests, *flags.split(), *use, "--output_dir", folder)
-        assert status == 2 and "the model is too large for this machine" in err
+    status, err = refused(recipe, *manifests, *flags.split(), "--output_dir", folder)
+    assert status == 2 and "the model is too large for this machine" in err
 
 
 def test_a_model_that_this_machine_cannot_hold_is_one_line(manifests, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}.get)  # 4 GiB
-    refused_as_too_large("--d_model 8192 --encoder_layers 4 --decoder_layers 1", manifests, tmp_path)
+    flags = "--d_model 8192 --encoder_layers 4 --decoder_layers 1"
+    refused_as_too_large(flags, manifests, tmp_path)
+    runs.planned(recipe, *manifests, *flags.split())  # which takes no memory
 
 
 @pytest.mark.slow

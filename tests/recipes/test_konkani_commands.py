@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import soundfile
 
-from common import checkpoint, report
+from common import checkpoint, options, report
+from common.errors import UsageError
 from recipes import konkani_conformer as recipe
 from tests.recipes import runs
-from tests.recipes.runs import SHORT, TINY, error_lines, newest, ran, refused, run
+from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused, run
 
 LONG = "--max_steps 6 --save_every 1 --eval_every 3 --log_every 2".split()  # an epoch and a half of four windows
 
@@ -40,6 +41,22 @@ def reference(flags, tmp_path_factory):
 @pytest.fixture
 def best(reference):
     return reference[0] / "checkpoints" / "best.safetensors"
+
+
+def test_the_shape_is_the_checkpoints_or_the_flags():
+    parser = options.Parser("")
+    recipe.add_arguments(parser)
+
+    def shape(saved, *command):
+        return recipe.choose_shape(parser.parse_args(command), saved)
+
+    saved = {**recipe.SHAPE, "d_model": 128, "cmvn": "utterance", "vocabulary": 30}
+    expected = {name: saved[name] for name in recipe.SHAPE}
+    assert shape(None) == recipe.SHAPE
+    assert shape(None, "--d_model", "64") == {**recipe.SHAPE, "d_model": 64}
+    assert shape(saved) == shape(saved, "--d_model", "128") == expected
+    with pytest.raises(UsageError, match=r"--d_model 192 conflicts with the checkpoint, which has 128.*--init_from"):
+        shape(saved, "--d_model", "192")
 
 
 # --- trained, stopped and resumed ------------------------------------------------------------------------------------
@@ -248,15 +265,11 @@ def test_silence_has_no_text(best, silence, monkeypatch):
 # --- flags -----------------------------------------------------------------------------------------------------------
 
 
-def test_verify_gpu_checks_the_machine_and_writes_nothing(tmp_path):
-    out = ran(recipe, *TINY, "--verify_gpu", "--output_dir", tmp_path)
-    assert {line.split(":")[0] for line in out.splitlines()} == {
-        "skip  GPU", "skip  driver", "skip  memory", "pass  precision", "skip  mixed precision", "skip  attention",
-        "skip  torch.compile", "skip  prefetching", "skip  TF32", "pass  disk",
-    }  # fmt: skip
-    assert not list(tmp_path.iterdir())
-    status, out, _ = run(recipe, *TINY, "--verify_gpu", "--device", "cuda", "--output_dir", tmp_path)
-    assert status == 1 and out.startswith("FAIL  GPU: ")
+@pytest.mark.parametrize("flags", [[], ["--subsampling", "8"], ["--max_duration", "1"]])
+def test_a_plan_without_data_is_of_the_longest_utterances_that_ctc_can_align(flags, tmp_path):
+    plan = planned(recipe, *TINY, *flags, "--output_dir", tmp_path)
+    assert len(plan.windows.data) == 64 and len(set(plan.windows.data.corpus.texts)) == 64
+    assert "time_masks" in plan.batch and not list(tmp_path.iterdir())
 
 
 MISTAKES = [  # flags, status, a part of the message
@@ -279,7 +292,7 @@ MISTAKES = [  # flags, status, a part of the message
     ("--evaluate", 2, "no weights at {here}/checkpoints/best.safetensors: train first, or name them with --resume"),
     ("--transcribe {here}", 2, "no weights at {here}/checkpoints/best.safetensors: train first"),
     ("--transcribe {here}/a.wav --evaluate", 2, "--transcribe and --evaluate: give one of them"),
-    ("--transcribe {here}/a.wav --verify_gpu", 2, "--transcribe and --verify_gpu: give one of them"),
+    ("--transcribe {here}/a.wav --verify_gpu", 2, "--verify_gpu and --transcribe: give one of them"),
     ("--evaluate --verify_gpu", 2, "--verify_gpu and --evaluate: give one of them"),
 ]
 

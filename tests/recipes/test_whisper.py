@@ -29,7 +29,7 @@ from speech.whisper import start as starts
 from speech.whisper.model import LAYERS
 from speech.whisper.tokenizer import make_tokenizer, train_bpe, train_symbols
 from tests.recipes import runs
-from tests.recipes.runs import SHORT, TINY, error_lines, newest, ran, refused, run
+from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
 
 BOTH = pytest.mark.parametrize("recipe", [morse, vietnamese], ids=["morse", "vietnamese"])
 CLIPS = "--clips_per_epoch 8 --eval_clips 3 --clip_seconds 2".split()
@@ -520,7 +520,7 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         ("--transcribe {here}/a.wav", 2, "no weights at {here}/checkpoints/best.safetensors: train first"),
         ("--transcribe {here}/gone.wav --model_dir {released}/hf", 2, "gone.wav: no such file or folder"),
         ("--transcribe {here}/a.wav --evaluate", 2, "--transcribe and --evaluate: give one of them"),
-        ("--transcribe {here}/a.wav --verify_gpu", 2, "--transcribe and --verify_gpu: give one of them"),
+        ("--transcribe {here}/a.wav --verify_gpu", 2, "--verify_gpu and --transcribe: give one of them"),
         ("--transcribe {here}/a.wav --model_dir {released}/hf --export {here}/x", 2, "--transcribe and --export: give one of them"),
         ("--transcribe {here}/a.wav --model_dir {released}/hf --compare_to {released}/hf", 2, "have no reference"),
         ("--resume {here}/gone.pt --export {here}/x", 2, "no weights at {here}/gone.pt"),
@@ -749,11 +749,23 @@ def test_damaged_metadata_are_named_before_a_model_is_made(case, morse_demo, tmp
 
 
 @BOTH
-def test_verify_gpu_counts_the_model_that_the_flags_ask_for(recipe, released, tmp_path):
-    for flags in (TINY, ["--model_dir", released / "hf"]):
-        out = ran(recipe, *flags, "--verify_gpu", "--output_dir", tmp_path)
-        assert len(out.splitlines()) == 10 and all(line.startswith(("pass  ", "skip  ")) for line in out.splitlines())
-        assert "pass  disk: " in out
+def test_a_plan_is_of_the_model_that_the_flags_ask_for(recipe, released, tmp_path):
+    flags = ["--language", "vi", "--output_dir", tmp_path, "--export", tmp_path / "export"]
+    expected = formats.read_config(released / "hf")
+    for start in (["--model_dir", released / "hf"], ["--model_file", released / "openai" / "base.pt"]):
+        model = planned(recipe, *flags, *start, "--freeze_encoder").model
+        assert model.config == expected and not any(p.requires_grad for p in model.encoder.parameters())
+    assert planned(recipe, *flags, *TINY, "--from_scratch").model.config["d_model"] == 16
     assert not list(tmp_path.iterdir())
-    status, out, _ = run(recipe, *TINY, "--verify_gpu", "--device", "cuda", "--output_dir", tmp_path)
-    assert status == 1 and out.startswith("FAIL  GPU: ")
+
+
+def test_without_data_a_released_size_has_the_released_vocabulary(spoken, tmp_path):
+    def vocabulary(*flags) -> int:
+        metadata = planned(vietnamese, "--from_scratch", *TINY, *flags, "--output_dir", tmp_path).task.metadata
+        assert 0 < metadata["ctc_tokens"] < 500
+        return metadata["config"]["vocab_size"]
+
+    assert vocabulary() == 320
+    assert vocabulary("--model_size", "base") == 51_865 and vocabulary("--model_size", "large-v3") == 51_866
+    assert vocabulary("--model_size", "base", "--vocab_size", "900") == 900
+    assert vocabulary("--model_size", "base", "--train_manifest", spoken["train"]) <= 500

@@ -27,7 +27,7 @@ from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, code_cou
 from speech.xtts.vocabulary import Vocabulary, new_vocabulary
 from speech.xtts.vocoder import HifiDecoder
 from tests.recipes import runs
-from tests.recipes.runs import newest, ran, refused
+from tests.recipes.runs import newest, planned, ran, refused
 
 CPU = torch.device("cpu")
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "xtts"
@@ -685,6 +685,21 @@ def test_released_weights_are_evaluated_first_and_their_export_is_read_again(tun
     for name, number in (("a.wav", 3), ("b.wav", 4), ("c.wav", 5)):  # the longest of each is nearest to 10 s
         source = soundfile.read(places.folder / f"{number}.wav", dtype="int16")[0]
         assert len(clips[name][0]) == len(source) and abs(clips[name][0].astype(int) - source).max() <= 1
+
+
+def test_a_plan_is_of_the_model_that_the_flags_ask_for(tuned, places, tmp_path, tmp_path_factory):
+    def tokens(*flags) -> int:
+        plan = planned(recipe, *flags, "--output_dir", tmp_path, "--export", tmp_path / "export")
+        assert not list(tmp_path.iterdir()) and len(plan.model.gpt.h) == 2
+        return len(plan.model.text_head.bias)
+
+    folder = tuned[0] / "checkpoints"
+    count = tokens("--model_dir", places.model)
+    assert tokens("--resume", folder / "checkpoint_step_00000002.pt") == count
+    assert tokens(*tuning(places, "--init_from", folder / "best.safetensors")) == count
+    amharic = write_amharic(places, tmp_path_factory.mktemp("amharic"))
+    assert tokens("--train_csv", amharic, "--model_dir", places.model, "--extend_vocab", "bpe") > count
+    assert tokens(*tuning(places, "--custom_model", places.model / "model.pth", "--language", "xx")) == count
 
 
 def test_a_language_that_the_vocabulary_lacks_gets_a_token(tuned, places):

@@ -1,5 +1,6 @@
 """The tables in the recipes' pages are those of the preset scripts."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tier_tables as tables
+
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = "benchmarks/tier_tables.py"
+COMMAND, PREDICTIONS = "benchmarks/tier_tables.py", "benchmarks/tiers.json"
 SCRIPTS = {
     "konkani_conformer": "run_training_memory_optimized.sh",
     "whisper_vietnamese": "run_whisper_vietnamese.sh",
@@ -17,6 +20,7 @@ SCRIPTS = {
     "parakeet_tdt": "run_parakeet_tdt.sh",
     "xtts_amharic": "run_xtts_amharic.sh",
 }
+KONKANI_SIZES = ("minimal", "optimized", "original")
 PAGE = "# Title\n\n<!-- tiers: begin -->\nold\n<!-- tiers: end -->\n\nThe end.\n"
 LETTERS = {
     "R": ["--gradient_checkpointing"], "F": ["--freeze_encoder"], "8": ["--optimizer", "adamw_8bit"], "H": ["--use_cpu_offload"],
@@ -30,7 +34,7 @@ def tier_tables(root: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """A copy of the scripts and made-up pages, with their tables written."""
+    """A copy of the scripts, made-up pages and predictions, with their tables written."""
     root = tmp_path_factory.mktemp("project")
     for name in [COMMAND, "common/env.sh", *SCRIPTS.values()]:
         (root / name).parent.mkdir(exist_ok=True)
@@ -38,9 +42,18 @@ def written(tmp_path_factory) -> Path:
     (root / "recipes").mkdir()
     for name in SCRIPTS:
         (root / "recipes" / f"{name}.md").write_text(PAGE, encoding="utf-8")
+    entries = {"torch": "3.1.4"}
+    for script in SCRIPTS.values():
+        for tier, size, text in tables.planned_rows(tables.read_rows(script)):
+            entries[f"{script} {tier} {size}"] = {"row": text, "gib": len(entries) + 0.25, "verdict": "fits"}
+    (root / PREDICTIONS).write_text(json.dumps(entries), encoding="utf-8")
     result = tier_tables(root)
     assert result.returncode == 0 and result.stdout.count(": written\n") == len(SCRIPTS), result.stderr
     return root
+
+
+def predicted(root: Path, script: str, tier: str, size: str) -> float:
+    return json.loads((root / PREDICTIONS).read_text(encoding="utf-8"))[f"{script} {tier} {size}"]["gib"]
 
 
 def table_of(page: Path) -> tuple[list[str], dict[str, list[str]]]:
@@ -83,8 +96,10 @@ def test_every_cell_is_what_the_script_prints(written, recipe, tiers, sizes):
             if words is None:
                 assert cell == "-"
                 continue
-            letters = cell.split()[3:]
-            assert cell == " ".join([cut_of(words), *letters])
+            row, *gib = cell.split(", ")
+            letters = row.split()[3:]
+            assert row == " ".join([cut_of(words), *letters])
+            assert gib == ([] if tier == "cpu" else [f"{predicted(written, SCRIPTS[recipe], tier, size):.1f}"])
             for letter, flag in LETTERS.items():
                 assert (letter in letters) == (" ".join(flag) in " ".join(words)), (tier, size)
 
@@ -95,11 +110,9 @@ def test_konkanis_table_has_cuts_and_predictions(written):
     assert list(tiers) == "4gb 6gb 8gb t4 16gb 24gb a100 cpu".split()
     for tier, (cut, *_) in tiers.items():
         assert cut == cut_of(printed(SCRIPTS["konkani_conformer"], tier))
-    # Those of benchmarks/RESULTS.md.
-    results = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
-    for tier in ("8gb", "t4", "a100"):
-        for cell, size in zip(tiers[tier][1:], ("minimal", "optimized", "original"), strict=True):
-            assert f"| {size} | {tiers[tier][0].split()[0]} | {cell} |" in results
+        if tier != "cpu":
+            gib = [predicted(written, SCRIPTS["konkani_conformer"], tier, size) for size in KONKANI_SIZES]
+            assert tiers[tier][1:] == [f"{number:.2f}" for number in gib]
     assert tiers["cpu"][1:] == ["fp32"] * 3
 
 
@@ -129,6 +142,46 @@ def test_check_fails_if_a_page_differs_and_a_missing_page_is_named(written, tmp_
     page.write_text("# No markers\n", encoding="utf-8")
     result = tier_tables(root)
     assert result.returncode == 1 and result.stderr.startswith("error: recipes/whisper_morse.md: it needs one line")
+
+
+def test_the_note_names_the_letters_of_the_table_the_version_and_the_longest_utterances(written):
+    notes = {name: (written / "recipes" / f"{name}.md").read_text(encoding="utf-8") for name in SCRIPTS}
+    letters = {"konkani_conformer": "", "whisper_vietnamese": "RF8H", "parakeet_tdt": "R8H", "xtts_amharic": "R8"}
+    for name, expected in letters.items():
+        assert [letter for letter in "RF8H" if f" {letter}: " in " ".join(notes[name].split())] == list(expected)
+    longest = {
+        "konkani_conformer": "33.3 s",
+        "whisper_morse": "30 s",
+        "parakeet_tdt": "22.2 s",
+        "xtts_amharic": "11.6 s",
+    }
+    for name, seconds in longest.items():
+        text = " ".join(notes[name].split())
+        assert "(torch 3.1) for " in text and f" of {seconds}" in text and "`python benchmarks/tiers.py`" in notes[name]
+    for name, text in notes.items():
+        assert ("A dash: does not fit." in text) == ("whisper" in name)
+        assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 120
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"row": "23 x 4"}, "24 x 4 is not in tiers.json: run python benchmarks/tiers.py run_whisper_morse.sh"),
+        ({"verdict": "tight"}, "24 x 4 is predicted not to fit (tight): change the row"),
+    ],
+)
+def test_a_row_needs_a_prediction_that_it_fits(written, tmp_path, change, message):
+    root = shutil.copytree(written, tmp_path / "copy")
+    entries = json.loads((root / PREDICTIONS).read_text(encoding="utf-8"))
+    entries["run_whisper_morse.sh 6gb tiny"].update(change)
+    (root / PREDICTIONS).write_text(json.dumps(entries), encoding="utf-8")
+    for arguments in ([], ["--check"]):
+        result = tier_tables(root, *arguments)
+        assert result.returncode == 1
+        assert result.stderr == f"error: run_whisper_morse.sh: tier 6gb, size tiny: {message}\n"
+    for name in SCRIPTS:
+        page = f"recipes/{name}.md"
+        assert (root / page).read_text(encoding="utf-8") == (written / page).read_text(encoding="utf-8")
 
 
 def test_the_recipes_pages_are_up_to_date():

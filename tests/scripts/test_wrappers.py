@@ -490,7 +490,8 @@ def test_using_a_model_brings_no_flags_of_training(wrapper):
         assert command_of(wrapper, "8gb", SIZES[wrapper][-2], *use) == [*plain, *folder, *use]
         resolved(wrapper, command_of(wrapper, "cpu", *use))
     # This checks the machine for a run, so it has the run's flags.
-    assert command_of(wrapper, "cpu", "--verify_gpu") == [*command_of(wrapper, "cpu"), "--verify_gpu"]
+    for check in (["--verify_gpu"], ["--dry_run", "8GB"], ["--dry_run"]):
+        assert command_of(wrapper, "8gb", *check) == [*command_of(wrapper, "8gb"), *check]
     assert resolved(wrapper, command_of(wrapper, "cpu", "--verify_gpu")).verify_gpu
 
 
@@ -601,6 +602,7 @@ EXPORT = "--export d --resume best.safetensors"
     ("wrapper", "use"),
     [
         *((w, use) for w in (MORSE, PARAKEET) for use in ("--transcribe a.wav", "--evaluate", "--verify_gpu", EXPORT)),
+        *((wrapper, "--dry_run 8GB") for wrapper in (MORSE, PARAKEET, XTTS)),
         (MORSE, "--write_dataset d 9"), (PARAKEET, f"{EXPORT} --export_format nemo"), (XTTS, EXPORT), (XTTS, "--verify_gpu"),
         (XTTS, f"--export d --model_dir {ROOT}"), (XTTS, "--synthesize selam --speaker_wav a.wav"),
     ],

@@ -8,6 +8,7 @@ import os
 import numpy as np
 import pytest
 import soundfile
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from common import options
 from common.errors import DataError, UsageError
 from common.options import Parser
 from speech import corpus as splits
+from speech import weights
+from speech.audio import read_utterance
 from speech.corpus import Checks, join_segments, load_corpus, load_splits
 from speech.text import normalise
 
@@ -43,6 +46,34 @@ def test_the_flags_become_checks():
     with pytest.raises(UsageError) as error:
         splits.resolve(parse("--min_duration", "30"))
     assert str(error.value) == "--min_duration 30 is not below --max_duration 30"
+
+
+@pytest.mark.parametrize("flags", [["--dry_run", "8GB"], ["--dry_run"], ["--verify_gpu"]])
+def test_a_planned_run_keeps_no_cache_and_does_not_listen(flags):
+    assert splits.resolve(parse("--train_manifest", "a.json")).listen
+    checks = splits.resolve(parse("--train_manifest", "a.json", *flags))
+    assert checks.cache_dir is None and not checks.listen
+
+
+def test_the_data_of_a_planned_run_without_data_are_silence_of_the_longest_utterances(capsys):
+    corpus = splits.stand_in(11.6)["train"]
+    assert "the longest utterances that are taken, 11.6 s" in capsys.readouterr().out
+    assert set(corpus.seconds) == {11.6} and len(set(corpus.texts)) == len(corpus) == 64
+    assert all(text.count(" ") == 45 for text in corpus.texts)  # 4 words a second
+    waveform = read_utterance(corpus, 3, 22_050, None)
+    assert waveform.shape == (255_780,) and not waveform.any()
+    assert max(map(len, splits.stand_in(30.0, 100)["val"].texts)) <= 100
+
+
+def test_weights_of_a_planned_run_take_no_memory():
+    with pytest.raises(UsageError, match="too large for this machine"):
+        weights.require_room(1 << 50)
+    with torch.device("meta"):
+        weights.require_room(1 << 50)
+        copies = weights.floats({"w": torch.ones(2, dtype=torch.float64, device="cpu")}, "file")
+        assert copies["w"].is_meta and copies["w"].dtype == torch.float32
+        with pytest.raises(UsageError, match="not finite"):
+            weights.floats({"w": torch.full((2,), math.nan, device="cpu")}, "file")
 
 
 def test_the_tables_of_contradictions_name_flags():

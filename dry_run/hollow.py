@@ -1,0 +1,389 @@
+"""Tensors without values on the CPU, and a count of the memory that they would take.
+
+A hollow tensor has shape, strides, type and an address, but no memory behind it. `Hollow` runs no kernel on it: an operator's
+result has the shape that torch's kernels for the device "meta" give. Everything else is torch's own code: autograd, its
+accumulation of gradients, checkpointing, optimizers. So a step on hollow tensors allocates and frees what a real one does, in
+the same order, in seconds and without a GPU."""
+
+import bisect
+import mmap
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dry_run.kernels import internal_bytes
+from dry_run.peak import PARTS, Peak
+
+ROUNDING = 512  # bytes: the CUDA allocator's
+SMALL = (
+    1 << 16
+)  # values: a tensor that is no larger and depends on no hollow one is computed, for code that reads lengths
+READ = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}  # operators that return a value
+CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
+aten = torch.ops.aten
+# Views that their schemas do not show.
+SAME_MEMORY = {
+    aten.lift_fresh.default, aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
+}  # fmt: skip
+
+
+class CannotPlan(Exception):
+    """The step needs something that a plan does not have; the message says what."""
+
+
+@dataclass
+class Block:
+    """A storage: its bytes, its part of the memory, and from when to when it lives (numbers of allocations and frees)."""
+
+    size: int
+    part: str
+    phase: str
+    born: int
+    died: float = float("inf")
+
+
+class Operator:
+    """What a plan has to know of an operator of torch. `kind`: "view" if it returns another shape of the same memory or changes
+    that of its input, "in place" if it only changes values of its inputs, which are `written`, else "compute"."""
+
+    def __init__(self, function):
+        arguments, self.returns = function._schema.arguments, function._schema.returns
+        self.name = function._schema.name
+        self.has_device = any(a.name == "device" for a in arguments)
+        self.written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+        self.kept = [bool(r.alias_info and r.alias_info.is_write) for r in self.returns]  # results that are inputs
+        if torch.Tag.inplace_view in function.tags or function in SAME_MEMORY:
+            self.kind = "view"
+        elif self.written:
+            self.kind = "in place" if all(self.kept) else "compute"
+        else:
+            self.kind = "view" if any(r.alias_info for r in self.returns) else "compute"
+
+    def inputs_written(self, args: tuple, kwargs: dict) -> list:
+        return [
+            args[i] if i < len(args) else kwargs[name] for i, name in self.written if i < len(args) or name in kwargs
+        ]
+
+
+def tensors_in(values: Iterable) -> list[torch.Tensor]:
+    """The tensors among arguments of an operator, and those in lists of them."""
+    tensors = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += tensors_in(value)
+    return tensors
+
+
+def signature(value):
+    """What the shapes of an operator's results depend on, as a key."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(signature, value))
+    return type(value), value
+
+
+def replaced(value, replace: Callable[[torch.Tensor], torch.Tensor]):
+    """A value with other tensors, also in lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return replace(value)
+    return type(value)(replaced(each, replace) for each in value) if isinstance(value, (list, tuple)) else value
+
+
+class Hollow(TorchDispatchMode):
+    """While it is active, counts the storages that operators allocate until they are freed, and lets no kernel run on hollow
+    tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators: dict[object, Operator] = {}
+        self.shapes: dict[tuple, object] = {}  # of operators' results, as tensors of the device "meta"
+        self.blocks: list[Block] = []
+        self.live: dict[int, Block] = {}  # by address
+        self.kept: list = []  # tensors of the device "meta", which are weights
+        self.clock = self.now = self.peak = self.peak_time = self.peak_internal = self.guesses = 0
+        self.names: dict[int, str] = {}  # of modules
+        self.stack: list[str] = []  # of names of modules in whose forward we are
+        self.entered: list[int] = []  # autograd's sequence numbers at which the innermost module changed,
+        self.innermost: list[str] = []  # and to which
+        self.place = ("", "forward")
+        self.updating = False
+        self.was_backward = False
+
+    # --- storages ---
+
+    def make(self, size: Iterable[int], stride: Iterable[int], dtype: torch.dtype, part: str = "") -> torch.Tensor:
+        """A hollow tensor of this shape."""
+        size, stride = tuple(size), tuple(stride)
+        if 0 in size:
+            return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+        nbytes = (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))) * dtype.itemsize
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it cannot be written
+            flat = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+        address = flat.data_ptr()
+        weakref.finalize(memory, self.freed, address).atexit = False
+        self.allocated(address, nbytes, part)
+        return flat.view(dtype).as_strided(size, stride)
+
+    def allocated(self, address: int, nbytes: int, part: str) -> None:
+        size = -(-nbytes // ROUNDING) * ROUNDING
+        self.clock += 1
+        self.now += size
+        phase = self.locate()[1]
+        block = Block(size, part or ("activations" if phase == "forward" else "temporary"), phase, self.clock)
+        self.live[address] = block
+        self.blocks.append(block)
+        self.look(0)
+
+    def freed(self, address: int) -> None:
+        block = self.live.pop(address)
+        self.clock += 1
+        self.now -= block.size
+        block.died = self.clock
+
+    def adopt(self, written: list) -> None:
+        """Small tensors with values become hollow when a hollow one is written to them."""
+        for tensor in tensors_in(written):
+            if tensor.device.type == "cpu" and tensor.numel() and self.block_of(tensor) is None:
+                storage = tensor.untyped_storage()
+                self.allocated(storage.data_ptr(), storage.nbytes(), "")
+                weakref.finalize(storage, self.freed, storage.data_ptr()).atexit = False
+
+    def hold(self, nbytes: int, part: str) -> int:
+        """Counts memory that has no hollow tensor, until `release` is called with the key that is returned."""
+        key = -1 - len(self.live) - self.clock
+        self.allocated(key, nbytes, part)
+        return key
+
+    release = freed
+
+    def restart(self) -> None:
+        """Forgets the peak and what is no longer there."""
+        self.blocks = list(self.live.values())
+        self.peak = self.peak_time = self.peak_internal = self.guesses = 0
+        self.entered, self.innermost, self.was_backward = [], [], False
+        self.look(0)
+        self.peak_time = self.clock
+
+    def look(self, internal: int) -> None:
+        """Notes the peak, if this is one."""
+        if self.now + internal > self.peak:
+            self.peak, self.peak_time, self.peak_internal = self.now + internal, self.clock, internal
+            self.place = self.locate()
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """The block of a hollow tensor, None of another one."""
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return None
+        return self.live.get(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
+
+    def hollow(self, tensor: torch.Tensor, part: str) -> torch.Tensor:
+        """A hollow tensor of the shape of `tensor`."""
+        return self.make(tensor.shape, tensor.stride(), tensor.dtype, part)
+
+    # --- where we are ---
+
+    def locate(self) -> tuple[str, str]:
+        """The innermost module and the phase: forward, backward, recomputation (of a checkpointed module) or update."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            if self.updating or (self.was_backward and not self.stack):
+                return "", "update"
+            return self.stack[-1] if self.stack else "", "forward"
+        self.was_backward = True
+        phase = "recomputation" if torch.is_grad_enabled() else "backward"
+        if self.stack:
+            return self.stack[-1], phase
+        position = bisect.bisect_right(self.entered, node._sequence_nr()) - 1
+        return self.innermost[position] if 0 <= position < len(self.innermost) - 1 else "", phase
+
+    def enter(self, module: torch.nn.Module, inputs) -> None:
+        if torch._C._current_autograd_node() is None:
+            self.was_backward = False
+        self.stack.append(self.names.get(id(module), type(module).__name__))
+        self.note_change()
+
+    def leave(self, module: torch.nn.Module, inputs, output) -> None:
+        self.stack.pop()
+        self.note_change()
+
+    def note_change(self) -> None:
+        self.entered.append(torch.autograd._get_sequence_nr())
+        self.innermost.append(self.stack[-1] if self.stack else "")
+
+    # --- operators ---
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # torch would wrap the method below to hide it from torch.compile, which costs as much as the method
+        )
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        operator = self.operators.get(function)
+        if operator is None:
+            operator = self.operators[function] = Operator(function)
+        tensors = tensors_in((*args, *kwargs.values()))
+        is_hollow = False
+        for tensor in tensors:
+            if tensor.device.type == "meta":
+                self.note_weight(tensor)
+                is_hollow = True
+            elif not is_hollow:
+                is_hollow = self.block_of(tensor) is not None
+        if operator.kind == "view" or (operator.name in READ and not is_hollow):
+            return function(*args, **kwargs)
+        if operator.name in READ:
+            self.guesses += 1
+            return 1.0 if tensors[0].is_floating_point() else 1
+        if operator.kind == "in place" and is_hollow:
+            written = operator.inputs_written(args, kwargs)
+            self.adopt(written)
+            self.look(internal_bytes(operator.name, tensors, written))
+            return None if not operator.returns else written[0] if len(operator.returns) == 1 else tuple(written)
+        if not is_hollow and self.is_small(function, operator, args, kwargs):
+            return function(*args, **kwargs)
+        return self.compute(function, operator, args, kwargs, tensors)
+
+    def note_weight(self, tensor: torch.Tensor) -> None:
+        """Counts a tensor of the device "meta": a frozen part of the model that was not handed to the plan."""
+        storage = tensor.untyped_storage()
+        key = -storage._cdata
+        if key not in self.live:
+            self.kept.append(storage)
+            block = Block(-(-storage.nbytes() // ROUNDING) * ROUNDING, "weights", "", 0)
+            self.live[key] = block
+            self.blocks.append(block)
+            self.now += block.size
+            self.peak += block.size  # it was there at every earlier peak
+
+    def is_small(self, function, operator: Operator, args: tuple, kwargs: dict) -> bool:
+        """Whether all results of an operator without hollow inputs are small enough to be computed."""
+        try:
+            results = self.on_meta(function, operator, args, kwargs)
+        except (NotImplementedError, RuntimeError):
+            return True  # its shape depends on values
+        return all(r.numel() <= SMALL for r in tensors_in([results]))
+
+    def on_meta(self, function, operator: Operator, args: tuple, kwargs: dict):
+        """The results of an operator as tensors of the device "meta"."""
+        key = (function, signature(args), tuple((name, signature(value)) for name, value in kwargs.items()))
+        if key not in self.shapes:
+            known: dict[int, torch.Tensor] = {}
+
+            def meta(tensor: torch.Tensor) -> torch.Tensor:
+                if id(tensor) not in known:
+                    shape = tensor.shape, tensor.stride()
+                    known[id(tensor)] = torch.empty_strided(*shape, dtype=tensor.dtype, device="meta")
+                return known[id(tensor)]
+
+            args, kwargs = replaced(args, meta), {name: replaced(value, meta) for name, value in kwargs.items()}
+            if operator.has_device:
+                kwargs |= {"device": torch.device("meta")}
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+            self.shapes[key] = function(*args, **kwargs)
+        return self.shapes[key]
+
+    def compute(self, function, operator: Operator, args: tuple, kwargs: dict, tensors: list):
+        """Hollow results of an operator."""
+        if special := SPECIAL.get(operator.name):
+            results = special(self, *args, **kwargs)
+        else:
+            try:
+                results = self.on_meta(function, operator, args, kwargs)
+            except NotImplementedError as error:
+                reason = f"torch {torch.__version__} does not know the shapes of {operator.name}'s results"
+                raise CannotPlan(f"{reason}: {error}") from None
+        if operator.name in CONVOLUTIONS:
+            results = in_format(results, tensors[1:3] if operator.name.endswith("backward") else tensors[:2])
+        results = replaced(results, lambda r: self.make(r.shape, r.stride(), r.dtype))
+        self.look(internal_bytes(operator.name, tensors, tensors_in([results])))
+        if any(operator.kept):
+            written = iter(operator.inputs_written(args, kwargs))
+            results = tuple(next(written) if k else r for k, r in zip(operator.kept, results, strict=True))
+        return results
+
+    # --- the result ---
+
+    def made_by_update(self) -> list[Block]:
+        """What an optimizer's step has allocated and kept."""
+        return [block for block in self.live.values() if block.phase == "update" and block.part == "temporary"]
+
+    def result(self, gradients: Iterable[torch.Tensor], states: Iterable[Block] = ()) -> Peak:
+        """The peak so far. `gradients`: those of the parameters, which are still there; `states`: blocks of the optimizer's."""
+        for block in states:
+            block.part = "optimizer states"
+        for gradient in gradients:
+            if block := self.block_of(gradient):
+                block.part = "gradients"
+        parts = dict.fromkeys(PARTS, 0)
+        for block in self.blocks:
+            if block.born <= self.peak_time < block.died:
+                parts[block.part] += block.size
+        return Peak(parts, self.peak_internal, *self.place, self.guesses)
+
+
+def channels_last(tensor: torch.Tensor) -> bool:
+    """Whether torch takes a tensor (B, C, H, W) for one that lies in memory as (B, H, W, C)."""
+    if tensor.dim() != 4 or tensor.stride(1) == 0:
+        return False
+    least = 0
+    for dim in (1, 3, 2, 0):
+        ambiguous = dim == 0 and least == tensor.stride(1)
+        if tensor.size(dim) == 0 or tensor.stride(dim) < least or ambiguous:
+            return False
+        least = tensor.stride(dim) * max(1, tensor.size(dim))
+    return True
+
+
+def in_format(results, inputs: list[torch.Tensor]):
+    """The results of a convolution in its memory format, which torch's shapes for the device "meta" do not tell."""
+    if not any(map(channels_last, inputs)):
+        return results
+    last = torch.channels_last
+    return replaced(results, lambda r: torch.empty_like(r, memory_format=last) if r.dim() == 4 else r)
+
+
+def _rows(hollow: Hollow, condition: torch.Tensor) -> torch.Tensor:
+    """How many values of a mask are true is not known: all of them, which is the most memory."""
+    hollow.guesses += 1
+    return torch.empty(condition.numel(), condition.dim(), dtype=torch.long, device="meta")
+
+
+def _index(hollow: Hollow, x: torch.Tensor, indices: list) -> torch.Tensor:
+    """Masks count as the positions at which they are true."""
+    positions = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            positions.append(index)
+        else:
+            is_known = not index.is_meta and hollow.block_of(index) is None
+            positions += (index.nonzero() if is_known else _rows(hollow, index)).unbind(1)
+    return aten.index(x.to("meta"), [index if index is None else index.to("meta") for index in positions])
+
+
+def _ctc(hollow: Hollow, log_probs: torch.Tensor, targets: torch.Tensor, frames, lengths, *rest, **named) -> tuple:
+    """CUDA's kernel keeps log_alpha (B, T, 2 U + 1)."""
+    longest = int(max(lengths)) if len(lengths) else 0
+    shape = (log_probs.shape[1], log_probs.shape[0], 2 * longest + 1)
+    return log_probs.new_empty(shape[0], device="meta"), log_probs.new_empty(shape, device="meta")
+
+
+SPECIAL = {
+    "aten::nonzero": _rows,
+    "aten::index": _index,
+    "aten::_ctc_loss": _ctc,
+    "aten::_ctc_loss_backward": lambda hollow, gradient, log_probs, *rest, **named: torch.empty_like(
+        log_probs, device="meta"
+    ),
+}

@@ -1,0 +1,22 @@
+"""What a plan finds: the peak of memory, its parts, and where it is."""
+
+from dataclasses import dataclass
+
+PARTS = ("weights", "gradients", "optimizer states", "activations", "temporary", "batch")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The peak of GPU memory in a step. `parts`: bytes of each of PARTS; `kernels`: bytes that a kernel allocates inside itself
+    then; `module` and `phase` (forward, backward, recomputation, update): where it is; `guesses`: how often the step read a
+    value that a plan does not have."""
+
+    parts: dict[str, int]
+    kernels: int
+    module: str
+    phase: str
+    guesses: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values()) + self.kernels

@@ -1,0 +1,118 @@
+"""The peak of memory of a step, by running the step on hollow tensors."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dry_run.cuda_like import cuda_like
+from dry_run.hollow import SMALL, Hollow
+from dry_run.peak import Peak
+
+
+def modules_in(value, depth: int = 4) -> Iterator[torch.nn.Module]:
+    """The modules that a value holds: a module itself, the fields of a record, the items of a collection, or what was bound
+    to a function by `functools.partial`."""
+    if isinstance(value, torch.nn.Module):
+        yield value
+        return
+    inside = []
+    if isinstance(value, functools.partial):
+        inside = [*value.args, *value.keywords.values()]
+    elif isinstance(value, (list, tuple)):
+        inside = value
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif dataclasses.is_dataclass(value):
+        inside = [getattr(value, each.name) for each in dataclasses.fields(value)]
+    for each in inside if depth else ():
+        yield from modules_in(each, depth - 1)
+
+
+class Plan:
+    """Predicts the peak of memory of steps on a GPU of a compute capability (None: on the CPU, as it is).
+
+    `parts` are the model and whatever else holds modules that the step uses. Their weights become hollow and stay so: the
+    memory of their values is given back."""
+
+    def __init__(self, capability: tuple[int, int] | None, *parts):
+        self.capability, self.hollow = capability, Hollow()
+        self.modules = list(dict.fromkeys(modules_in(parts)))
+        for module in self.modules:
+            empty(module, self.hollow)
+
+    def measure(self, step: Callable[[list[dict]], object], batches: list[dict], states: int = 0) -> Peak:
+        """The peak of `step(batches)`, which is forward, backward and perhaps the update. The batches are all counted, although
+        the same one may be given twice. `states`: bytes of the optimizer's states that are there from the start. Raises
+        `CannotPlan`."""
+        hollow, parameters = self.hollow, [p for module in self.modules for p in module.parameters()]
+        with contextlib.ExitStack() as stack:
+            hollow.restart()
+            held = [hollow.hold(states, "optimizer states")]
+            moved = [hollow_batch(batch, hollow, held) for batch in batches]
+            if self.capability:
+                stack.enter_context(cuda_like(self.capability))
+            stack.enter_context(hollow)
+            stack.enter_context(watch_modules(hollow))
+            step(moved)
+            if made := hollow.made_by_update():  # the optimizer's states: they are there from the second step on
+                hollow.restart()
+                step(moved)
+            peak = hollow.result([p.grad for p in parameters if p.grad is not None], made)
+        for parameter in parameters:
+            parameter.grad = None
+        for key in held:
+            hollow.release(key)
+        return peak
+
+
+def empty(module: torch.nn.Module, hollow: Hollow) -> None:
+    """Makes the parameters and buffers of a module hollow. Tied ones stay tied."""
+    known: dict[int, torch.Tensor] = {}
+    for name, part in module.named_modules():
+        hollow.names[id(part)] = name
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is None or not tensor.numel():
+                continue
+            if id(tensor) not in known:
+                emptied = hollow.hollow(tensor.detach(), "weights")
+                if isinstance(tensor, torch.nn.Parameter):
+                    emptied = torch.nn.Parameter(emptied, tensor.requires_grad)
+                known[id(tensor)] = known[id(emptied)] = emptied
+            setattr(part, key, known[id(tensor)])
+
+
+def hollow_batch(batch: dict, hollow: Hollow, held: list[int]) -> dict:
+    """A batch on the GPU. Large tensors of floating type become hollow. Others keep their values, which code may read; their
+    memory is added to `held`."""
+    moved = dict(batch)
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point() and value.numel() > SMALL:
+                moved[key] = hollow.hollow(value, "batch")
+            else:
+                held.append(hollow.hold(value.numel() * value.element_size(), "batch"))
+    return moved
+
+
+@contextlib.contextmanager
+def watch_modules(hollow: Hollow) -> Iterator[None]:
+    """Tells `hollow` which module's forward we are in, and when an optimizer makes its update."""
+
+    def update(begins: bool) -> Callable:
+        return lambda *_: setattr(hollow, "updating", begins)
+
+    hooks = [
+        torch.nn.modules.module.register_module_forward_pre_hook(hollow.enter),
+        torch.nn.modules.module.register_module_forward_hook(hollow.leave, always_call=True),
+        register_optimizer_step_pre_hook(update(True)),
+        register_optimizer_step_post_hook(update(False)),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

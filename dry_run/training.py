@@ -1,0 +1,122 @@
+"""A training as it is planned: its longest micro-batch, its settings, and what a plan answers."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dry_run.advice import Settings, advise
+from dry_run.cards import Card
+from dry_run.hollow import CannotPlan
+from dry_run.peak import Peak
+from dry_run.plan import Plan
+from dry_run.report import describe, needed, verdict
+
+EPOCHS, UTTERANCES = 10, 20  # that are looked at
+TRAINED = (
+    "model_dir",
+    "model_file",
+    "resume",
+    "init_from",
+)  # flags that name a trained model, whose encoder may be frozen
+
+
+def longest_items(dataset, epochs: int, skipped: type) -> list[dict]:
+    """Items of the longest utterances of a data set in any epoch, longest first, but the second has the most targets. `dataset` is
+    the loop's: `data` has `seconds(epoch)` (N,) and `item(index, epoch)`, `collate(items)` makes a batch, and with `skip_bad` a run
+    skips items that raise an error of the type `skipped`."""
+    data, collate = dataset.data, dataset.collate
+    longest = torch.as_tensor(data.seconds(0))
+    epoch_of = torch.zeros(len(longest), dtype=torch.long)
+    for epoch in sorted({round(i * (epochs - 1) / EPOCHS) for i in range(EPOCHS + 1)}):
+        seconds = torch.as_tensor(data.seconds(epoch))
+        epoch_of[seconds > longest] = epoch
+        longest = longest.maximum(seconds)
+    items = []
+    for index in longest.argsort(descending=True, stable=True)[:UTTERANCES].tolist():
+        with contextlib.suppress(*[skipped] * dataset.skip_bad):
+            items.append(data.item(index, int(epoch_of[index])))
+    targets = [sum(collate([item])["counts"].values()) for item in items]
+    most = targets.index(max(targets)) if items else 0
+    return items if most == 0 else [items[0], items[most], *items[1:most], *items[most + 1 :]]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is planned. `step(batches)` is forward and backward of `model` with batches on the host, which `collate` makes of
+    `items`, the longest first; `states(optimizer)` are the bytes of an optimizer's states; `checkpoint()` makes the model's
+    layers recompute their activations (None: it has none); `parts` holds other modules that the step uses."""
+
+    model: torch.nn.Module
+    step: Callable[[list[dict]], object]
+    items: list[dict]
+    states: Callable[[str], int]
+    checkpoint: Callable[[], None] | None
+    collate: Callable[[list[dict]], dict]
+    parts: object = None
+
+    def planned(self, args, card: Card) -> Callable[[Settings], Peak]:
+        """A function from settings to the peak of two micro-batches: at the second one all gradients are there, and the next
+        micro-batch is copied while one computes. It raises `CannotPlan`."""
+        if not self.items:
+            raise CannotPlan("none of the longest utterances can be read")
+        plan, most = Plan(card.capability, self.model, self.parts), args.max_batch_seconds or math.inf
+
+        def peak(settings: Settings) -> Peak:
+            size = max(1, int(min(settings.batch_size, most // self.seconds)))
+            batch = self.collate([self.items[i % len(self.items)] for i in range(size)])
+            with self.settled(settings):
+                return plan.measure(self.step, [batch] * min(2, settings.accumulation), self.states(settings.optimizer))
+
+        return peak
+
+    @property
+    def seconds(self) -> float:
+        return self.collate(self.items[:1])["seconds"][0]
+
+    @contextlib.contextmanager
+    def settled(self, settings: Settings) -> Iterator[None]:
+        """The model in training, with checkpointed layers and a frozen encoder if `settings` say so; then as it was."""
+        fields, trained = dict(vars(self.model)), [(p, p.requires_grad) for p in self.model.parameters()]
+        if settings.frozen:
+            self.model.freeze_encoder()
+        self.model.train()
+        if settings.checkpointing:
+            self.checkpoint()
+        try:
+            yield
+        finally:
+            for module in self.model.modules():
+                vars(module).pop("forward", None)
+            for parameter, was_trained in trained:
+                parameter.requires_grad_(was_trained)
+            vars(self.model).update(fields)
+
+    def needs(self, args, card: Card) -> tuple[int, str]:
+        """Bytes of the card that a run with these flags takes, and the verdict. Raises `CannotPlan`."""
+        peak = self.planned(args, card)(settings_of(args))
+        return needed(peak, card), verdict(peak, card)[0]
+
+    def answer(self, args, card: Card, dtype: str) -> int:
+        """Prints the plan of a run with these flags and, if it does not fit on the card, the flags with which it does. Returns
+        the exit status. Raises `CannotPlan`."""
+        measure, settings = self.planned(args, card), settings_of(args)
+        peak = measure(settings)
+        what = f"{settings.batch_size} x {self.seconds:.1f} s, {settings.accumulation} times in an update"
+        print(describe(peak, card, f"{what}, {dtype.removeprefix('torch.')}"), flush=True)
+        status = verdict(peak, card)[1]
+        if status:
+            can = {"optimizer", *["checkpointing"] * (self.checkpoint is not None)}
+            if hasattr(self.model, "freeze_encoder") and any(getattr(args, name, None) for name in TRAINED):
+                can.add("frozen")
+            print(advise(measure, settings, can, card))
+        return status
+
+
+def settings_of(args) -> Settings:
+    """The flags that memory depends on."""
+    optimizer = "offload" if args.use_cpu_offload else args.optimizer
+    batch, frozen = (args.batch_size, args.gradient_accumulation_steps), getattr(args, "freeze_encoder", False)
+    return Settings(*batch, args.gradient_checkpointing, optimizer, frozen)

@@ -1,0 +1,85 @@
+"""Names and sizes of GPUs, and what CUDA's libraries keep."""
+
+import types
+
+import pytest
+import torch
+
+from dry_run.cards import CARDS, GIB, MIB, Card, card_here, find_card, plain, workspace
+
+
+@pytest.mark.parametrize("text", ["8gb", "8GB", " 8 GB ", "8_gb", "8-GB"])
+def test_a_size_with_gb_is_a_tier(text):
+    card = find_card(text)
+    assert card.name == "8gb"
+    assert card.total == int(7.7 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("text", "gib", "capability"),
+    [
+        ("T4", 14.6, (7, 5)),
+        ("NVIDIA GeForce RTX 3060", 11.6, (8, 6)),
+        ("rtx-4090", 23.6, (8, 9)),
+        ("A100", 79.1, (8, 0)),
+        ("a100_40gb", 39.4, (8, 0)),
+        ("H200", 139.7, (9, 0)),
+    ],
+)
+def test_names(text, gib, capability):
+    card = find_card(text)
+    assert (card.total, card.capability) == (int(gib * GIB), capability)
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    [
+        ("8", 8),
+        ("8GiB", 8),
+        ("10", 10),
+        ("10 GB", 10),
+        ("10-gib", 10),
+        ("11.5gib", 11.5),
+        (".5", 0.5),
+        ("10000", 10000),
+    ],
+)
+def test_numbers_are_gib(text, gib):
+    assert find_card(text) == Card(f"{gib:g} GiB", int(gib * GIB), (8, 6))
+
+
+def test_a_card_may_be_tiny():
+    assert find_card("0.05GB").total == pytest.approx(0.05 * GIB, abs=1)
+    assert find_card("0.0000000000001").total == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "gb", "0", "0.0GB", "-8", "-8GB", " -8 GB", "8-10", "nan", "inf", "infGB", "1e3", "10001", "9" * 400, "8TB", "8MB", "8.5.1", "٨", "rtx", "a\nb"],
+)  # fmt: skip
+def test_everything_else_is_refused_in_one_line(text):
+    with pytest.raises(ValueError) as caught:
+        find_card(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in ("8gb", "t4", "RTX 3060", "GiB"))
+
+
+def test_every_card_is_found_by_its_name():
+    assert len({plain(card.name) for card in CARDS}) == len(CARDS)
+    for card in CARDS:
+        assert find_card(card.name.upper()) is card
+
+
+def test_the_card_of_this_computer(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert card_here() is None
+    properties = types.SimpleNamespace(name="Tesla T4", total_memory=15_634_661_376, major=7, minor=5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {0: properties}.__getitem__)
+    assert card_here() == Card("Tesla T4", 15_634_661_376, (7, 5))
+
+
+def test_workspaces_are_larger_from_hopper_on():
+    assert workspace(find_card("8gb")) == workspace(find_card("t4")) == int((2 * 8.125 + 32) * MIB)
+    assert workspace(find_card("h100")) == workspace(find_card("rtx 5090")) == (2 * 32 + 32) * MIB

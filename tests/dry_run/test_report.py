@@ -1,0 +1,89 @@
+"""The verdict and its exit status, and the text of a report."""
+
+import re
+
+import pytest
+
+from dry_run.cards import CONTEXT, GIB, MIB, Card, find_card, workspace
+from dry_run.peak import PARTS, Peak
+from dry_run.report import describe, needed, room, size, verdict
+
+CARD = find_card("8gb")
+
+
+def peak_of(total: int, **changes) -> Peak:
+    parts = dict.fromkeys(PARTS, 0) | {"activations": total}
+    return Peak(**({"parts": parts, "kernels": 0, "module": "", "phase": "forward", "guesses": 0} | changes))
+
+
+def test_the_total_has_every_part_and_the_kernels():
+    assert Peak({name: 10**i for i, name in enumerate(PARTS)}, 10**6, "", "update", 0).total == 1_111_111
+
+
+@pytest.mark.parametrize("name", ["8gb", "t4", "h100", "0.4"])
+def test_verdicts_change_at_the_margin_and_at_the_cards_memory(name):
+    card = find_card(name)
+    whole = card.total - workspace(card) - CONTEXT
+    assert needed(peak_of(whole), card) == card.total
+    assert needed(peak_of(room(card)), card) == pytest.approx(0.9 * card.total, abs=1)
+    assert verdict(peak_of(room(card)), card) == ("fits", 0)
+    assert verdict(peak_of(room(card) + 1), card) == ("tight", 0)
+    assert verdict(peak_of(whole), card) == ("tight", 0)
+    assert verdict(peak_of(whole + 1), card) == ("does not fit", 3)
+
+
+def test_sizes():
+    assert [size(count) for count in (0, 512, 5 * MIB, 102 * MIB, 103 * MIB, 12 * GIB)] == [
+        "0.0 MiB", "0.0 MiB", "5.0 MiB", "102.0 MiB", "0.10 GiB", "12.00 GiB"]  # fmt: skip
+
+
+def report_of(peak: Peak, card: Card = CARD, what: str = "whisper small, 8 x 3") -> tuple[str, dict[str, str]]:
+    """The report, and its table: name -> size."""
+    text = describe(peak, card, what)
+    return text, {name: count for name, count in re.findall(r"^  (\S.*?) {2,}(-?[\d.]+ [GM]iB)$", text, re.MULTILINE)}
+
+
+def test_the_report_has_every_size():
+    parts = dict(zip(PARTS, (i * GIB // 4 for i in range(1, 7)), strict=True))
+    peak = Peak(parts, 50 * MIB, "encoder.3.first", "backward", 0)
+    text, table = report_of(peak)
+    assert text.startswith("Dry run: whisper small, 8 x 3\n")
+    assert list(table.items()) == [
+        ("weights", "0.25 GiB"),
+        ("gradients", "0.50 GiB"),
+        ("optimizer states", "0.75 GiB"),
+        ("activations", "1.00 GiB"),
+        ("temporary", "1.25 GiB"),
+        ("batch", "1.50 GiB"),
+        ("inside kernels", "50.0 MiB"),
+        ("cuBLAS, cuDNN", "48.2 MiB"),
+        ("CUDA context", "0.50 GiB"),
+        ("total", "5.85 GiB"),
+        ("8gb", "7.70 GiB"),
+        ("left", "1.85 GiB"),
+    ]
+    assert "Peak: 5.30 GiB allocated by the step, backward, in encoder.3.first\n" in text
+    assert "Verdict: fits (it fits if 10 % of the card stay free)\n" in text
+    assert "guessed" not in text
+    rows = text.splitlines()[1:13]
+    assert len({len(row) for row in rows}) == 1, "the sizes are not in one column"
+
+
+def test_what_is_missing_and_what_was_guessed():
+    text, table = report_of(peak_of(8 * GIB, guesses=7))
+    assert table["missing"] == "0.85 GiB"
+    assert "left" not in table
+    assert "outside any module" in text
+    assert "Verdict: does not fit (" in text
+    assert "guessed: 7\n" in text
+    assert "Not known to a plan" in text.splitlines()[-1]
+
+
+def test_no_line_is_wider_than_100_columns():
+    what = " ".join(["--batch_size 8"] * 30)
+    text, table = report_of(
+        peak_of(GIB, module="encoder." * 30), Card("NVIDIA RTX 6000 Ada Generation" * 2, GIB, (8, 9)), what
+    )
+    assert max(map(len, text.splitlines())) <= 100
+    assert " ".join(text.split()).startswith(f"Dry run: {what} weights")
+    assert table["activations"] == "1.00 GiB"

@@ -1,0 +1,249 @@
+"""What is planned of a training: its longest utterances, its settings, the answer, and the loop's part in it."""
+
+import contextlib
+import functools
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from common import loop, memory, optim, options
+from common.errors import DataError, RunError, UsageError
+from dry_run.advice import Settings
+from dry_run.cards import Card
+from dry_run.hollow import CannotPlan
+from dry_run.training import Training, longest_items, settings_of
+from tests import toy
+
+
+class Lengths:
+    """A data set of lengths that change with the epoch, and of targets."""
+
+    def __init__(self, seconds: list[list[float]], targets: list[int], bad: tuple[int, ...] = ()):
+        self.table, self.targets, self.bad = np.array(seconds), targets, bad
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        return self.table[epoch % len(self.table)]
+
+    def item(self, index: int, epoch: int) -> dict:
+        if index in self.bad:
+            raise DataError(f"utterance {index} is damaged")
+        return {"index": index, "seconds": float(self.seconds(epoch)[index]), "targets": self.targets[index]}
+
+
+def found(data: Lengths, epochs: int = 1, skip_bad: bool = False) -> list[dict]:
+    dataset = types.SimpleNamespace(data=data, collate=collate, skip_bad=skip_bad)
+    return longest_items(dataset, epochs, DataError)
+
+
+def collate(items: list[dict]) -> dict:
+    return {
+        "names": [str(item["index"]) for item in items],
+        "seconds": [item["seconds"] for item in items],
+        "counts": {"loss": sum(item["targets"] for item in items)},
+    }
+
+
+def test_the_longest_utterances_of_all_epochs_come_first():
+    data = Lengths([[3, 2, 1, 1], [1, 5, 1, 1], [1, 1, 4, 1]], [1, 1, 1, 1])
+    items = found(data, epochs=3)
+    assert [(item["index"], item["seconds"]) for item in items] == [(1, 5.0), (2, 4.0), (0, 3.0), (3, 1.0)]
+    items = found(data)
+    assert [(item["index"], item["seconds"]) for item in items] == [(0, 3.0), (1, 2.0), (2, 1.0), (3, 1.0)]
+
+
+def test_the_last_epochs_are_looked_at_too():
+    table = [[1.0]] * 999 + [[9.0]]
+    assert found(Lengths(table, [1]), 1000)[0]["seconds"] == 9.0
+
+
+def test_the_utterance_with_the_most_targets_is_second():
+    items = found(Lengths([[5, 4, 3, 2]], [7, 1, 90, 3]))
+    assert [item["index"] for item in items] == [0, 2, 1, 3]
+    items = found(Lengths([[5, 4, 3, 2]], [70, 1, 9, 3]))
+    assert [item["index"] for item in items] == [0, 1, 2, 3]
+
+
+def test_items_that_cannot_be_read():
+    data = Lengths([[5, 4, 3]], [1, 1, 1], bad=(0,))
+    assert [item["index"] for item in found(data, skip_bad=True)] == [1, 2]
+    with pytest.raises(DataError, match="utterance 0 is damaged"):
+        found(data)
+
+
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sin().cos().tanh()  # what recomputation saves
+
+
+class Network(nn.Module):
+    """An encoder that can be frozen, and a head."""
+
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.encoder, self.head = nn.Sequential(*(Layer(width, width) for _ in range(6))), nn.Linear(width, 1)
+        self.encoder_frozen = False
+
+    def freeze_encoder(self) -> None:
+        self.encoder_frozen = True
+        self.encoder.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+
+def training_of(model: nn.Module, items: list | None = None, checkpoint: bool = True) -> Training:
+    """Sequences of 1000 frames for each second."""
+
+    def batch(items: list[dict]) -> dict:
+        made = collate(items)
+        longest = int(1000 * max(made["seconds"]))
+        return {**made, "x": torch.zeros(len(items), longest, model.head.in_features)}
+
+    def step(batches: list[dict]) -> None:
+        for each in batches:
+            model(each["x"]).sum().backward()
+
+    return Training(
+        model, step, [{"index": 0, "seconds": 2.0, "targets": 1}] if items is None else items,
+        functools.partial(optim.state_bytes, model),
+        functools.partial(memory.checkpoint_layers, model, (Layer,)) if checkpoint else None, batch,
+    )  # fmt: skip
+
+
+CARD = Card("card", 24 << 30, (8, 6))
+
+
+def flags(*words: str):
+    """The flags of a recipe whose encoder can be frozen."""
+    parser = options.Parser("")
+    options.add_arguments(parser)
+    parser.add_argument("--freeze_encoder", action=options.OnOff, default=False)
+    parser.add_argument("--model_dir")
+    return parser.parse_args(["--batch_size", "8", "--gradient_accumulation_steps", "2", *words])
+
+
+def test_settings_by_the_flags():
+    assert settings_of(flags()) == Settings(8, 2, False, "adamw", False)
+    changed = settings_of(flags("--use_cpu_offload", "--gradient_checkpointing", "--freeze_encoder"))
+    assert changed == Settings(8, 2, True, "offload", True)
+    assert settings_of(flags("--optimizer", "adamw_8bit")).optimizer == "adamw_8bit"
+
+
+def test_each_setting_needs_less_and_leaves_the_model_as_it_was():
+    model = Network()
+    model.eval()
+    peak = training_of(model).planned(flags(), CARD)
+    given = Settings(8, 2, False, "adamw", False)
+    whole = peak(given)
+    for change in (
+        {"checkpointing": True}, {"optimizer": "adamw_8bit"}, {"optimizer": "offload"}, {"frozen": True}, {"batch_size": 4, "accumulation": 4},
+    ):  # fmt: skip
+        assert peak(Settings(**{**vars(given), **change})).total < whole.total, change
+        assert peak(given) == whole
+    assert not model.encoder_frozen and all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_accumulation_keeps_the_gradients_and_a_second_batch():
+    model = Network()
+    peak = training_of(model).planned(flags(), CARD)
+    once, twice, often = (peak(Settings(2, steps, False, "adamw", False)) for steps in (1, 2, 50))
+    batch = 4 * 2 * 2000 * 64
+    assert twice == often and twice.parts["batch"] - once.parts["batch"] >= batch
+    assert twice.parts["gradients"] == sum(-(-4 * p.numel() // 512) * 512 for p in model.parameters())
+
+
+def test_max_batch_seconds_bounds_the_micro_batch():
+    model = Network()
+    batch = 4 * 2000 * 64
+    for words, size in (((), 8), (("100",), 8), (("4.5",), 2), (("1",), 1)):
+        limit = ["--max_batch_seconds", *words] if words else []
+        peak = training_of(model).planned(flags(*limit), CARD)(Settings(8, 1, False, "adamw", False))
+        assert size * batch <= peak.parts["batch"] < size * batch + 4096
+
+
+def test_without_items_there_is_no_plan():
+    with pytest.raises(CannotPlan, match="none of the longest utterances can be read"):
+        training_of(Network(), items=[]).planned(flags(), CARD)
+
+
+def test_the_answer(capsys):
+    assert training_of(Network()).answer(flags(), CARD, "torch.float32") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Dry run: 8 x 2.0 s, 2 times in an update, float32\n") and "Verdict: fits" in out
+    assert "--gradient" not in out
+    small = Card("small", int(0.62 * 2**30), (8, 6))  # CUDA's context and libraries take 0.55 GiB
+    assert (
+        training_of(Network(512), [{"index": 0, "seconds": 9.0, "targets": 1}]).answer(flags(), small, "torch.float32")
+        == 3
+    )
+    out = capsys.readouterr().out
+    assert "Verdict: does not fit" in out and "--freeze_encoder" not in out
+    assert "--batch_size" in out or "--gradient_checkpointing" in out
+    training_of(Network(512), [{"index": 0, "seconds": 90.0, "targets": 1}]).answer(
+        flags("--model_dir", "released"), small, "torch.float32"
+    )
+    assert "--freeze_encoder" in capsys.readouterr().out  # nothing else would do
+
+
+# --- in the loop -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_default_device():
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def planned(folder, *words: str, data=None, model=None) -> tuple[int, list]:
+    """The exit status of a toy's planned run, and what it left in its folder."""
+    with no_default_device(), pytest.raises(SystemExit) as leaving:
+        toy.run(toy.make_args(folder, "--max_steps", "3", *words), model=model, data=data)
+    return leaving.value.code, list(folder.iterdir())
+
+
+def test_a_planned_run_answers_and_writes_nothing(tmp_path, capsys):
+    assert planned(tmp_path, "--dry_run", "8GB") == (0, [])
+    assert "Verdict: fits" in capsys.readouterr().out
+    assert planned(tmp_path, "--dry_run", "0.05GB") == (3, [])
+    out = capsys.readouterr().out
+    assert "does not fit" in out and "smallest card" in out.lower()
+
+
+def test_verify_gpu_plans_on_the_gpu_that_is_there(tmp_path, capsys, monkeypatch):
+    import dry_run.cards
+
+    checks = []
+    monkeypatch.setattr(dry_run.cards, "card_here", lambda: CARD)
+    monkeypatch.setattr(loop.preflight, "verify", lambda args, model, plan=None: checks.append(plan) or 1)
+    assert planned(tmp_path, "--verify_gpu") == (1, [])
+    ((needed, verdict),) = checks
+    assert verdict == "fits" and 0.5 * 2**30 < needed < 2**30
+    monkeypatch.setattr(dry_run.cards, "card_here", lambda: None)
+    assert planned(tmp_path, "--verify_gpu") == (1, []) and checks[1] is None
+
+
+def test_a_card_that_is_not_known_is_refused_before_the_data_are_read(tmp_path):
+    for words, reason in ((("--dry_run", "8XB"), "'8XB' is not a GPU"), (("--dry_run", "-1"), "is not a GPU")):
+        with no_default_device(), pytest.raises(UsageError, match=reason):
+            loop.begin(toy.make_args(tmp_path, *words), "toy")
+    if not torch.cuda.is_available():
+        with no_default_device(), pytest.raises(UsageError, match="no GPU here, so name one"):
+            loop.begin(toy.make_args(tmp_path, "--dry_run"), "toy")
+
+
+def test_a_step_that_cannot_be_planned_is_one_line(tmp_path, monkeypatch):
+    def cannot(*_):
+        raise CannotPlan("torch does not know the shapes")
+
+    monkeypatch.setattr(Training, "answer", cannot)
+    with (
+        no_default_device(),
+        pytest.raises(RunError, match="this run cannot be planned: torch does not know the shapes"),
+    ):
+        toy.run(toy.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))

@@ -1,0 +1,77 @@
+"""--dry_run in every recipe: it reaches the plan with tensors without values, and writes nothing."""
+
+import json
+
+import numpy as np
+import pytest
+import soundfile
+
+from common import loop, options
+from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
+from speech import demo, recogniser
+from speech.audio import SAMPLE_RATE
+from tests.recipes.runs import planned, refused, run
+
+# Flags of each recipe, and the longest utterance that it trains on without data, seconds in an epoch.
+RECIPES = {
+    konkani_conformer: ([], 30 / 0.9), whisper_morse: (["--clips_per_epoch", "40"], 3), whisper_vietnamese: ([], 30), parakeet_tdt: ([], 20 / 0.9),
+    xtts_amharic: (["--from_scratch"], 22),  # the GPT's positions, in seconds of codes
+}  # fmt: skip
+EACH = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.RECIPE)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_written(tmp_path, monkeypatch):
+    """In the current folder, which is that of the checkpoints and logs; and no corpus is made."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "speech_corpus", lambda *inputs, **named: pytest.fail("a corpus was made"))
+    yield
+    assert not list(tmp_path.iterdir())
+
+
+@EACH
+def test_a_plan_without_data_is_of_the_longest_utterances(recipe):
+    flags, longest = RECIPES[recipe]
+    plan = planned(recipe, *flags)
+    assert plan.task.name == recipe.RECIPE
+    assert longest - 0.2 < max(plan.windows.data.seconds(0)) <= longest + 1e-3
+    assert plan.batch["audio"].shape[1] and plan.batch["tokens_lengths"].min() > 0
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory) -> str:
+    """Six utterances of noise."""
+    folder, random, rows = tmp_path_factory.mktemp("noise"), np.random.default_rng(0), []
+    for number, word in enumerate(("one", "two", "three", "four", "five", "six")):
+        soundfile.write(folder / f"{number}.wav", 0.1 * random.uniform(-1, 1, 2 * SAMPLE_RATE), SAMPLE_RATE)
+        rows.append(json.dumps({"audio_filepath": f"{number}.wav", "text": f"{word} and more", "speaker": "a"}))
+    (folder / "train.json").write_text("\n".join(rows), encoding="utf-8")
+    return str(folder / "train.json")
+
+
+@EACH
+def test_a_plan_with_data_is_of_these(recipe, manifest):
+    start = ["--from_scratch"] * (recipe != konkani_conformer)
+    plan = planned(recipe, "--train_manifest", manifest, *start, "--cache_audio", "cache")
+    assert len(plan.windows.data) == 5 and plan.batch["audio"].abs().max() > 0  # one is held out
+    assert max(plan.batch["seconds"]) < 2.3
+
+
+@EACH
+@pytest.mark.parametrize("command", options.COMMANDS)
+def test_a_command_that_trains_nothing_is_not_planned(recipe, command, monkeypatch):
+    monkeypatch.setattr(loop, "plan", lambda *inputs: pytest.fail("it was planned"))
+    for flags in (["--dry_run", "8GB"], ["--verify_gpu"]):
+        status, _, err = run(recipe, *flags, f"--{command}", *["1"] * (command not in ("evaluate", "check_data")))
+        unknown = "unrecognized arguments" in err
+        assert status == 2 and (unknown or f"--{command}" in err) and err.count("\n") == 1
+
+
+def test_a_plan_or_a_check_of_the_gpu():
+    status, err = refused(konkani_conformer, "--dry_run", "--verify_gpu")
+    assert status == 2 and "--dry_run and --verify_gpu: give one of them" in err
+
+
+def test_an_export_alone_becomes_a_plan_of_training():
+    assert recogniser.exports_only("folder", "a.pt", None, {"export", "resume"})
+    assert not recogniser.exports_only("folder", "a.pt", None, {"export", "resume", "dry_run"})
