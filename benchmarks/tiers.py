@@ -32,7 +32,7 @@ WHISPER = "--from_scratch --pad_to_30s --ctc_weight 0".split()
 SCRIPTS = {
     "run_training_memory_optimized.sh": [],
     "run_whisper_vietnamese.sh": WHISPER,
-    "run_whisper_morse.sh": [*WHISPER, "--alignment_weight", "0"],
+    "run_whisper_morse.sh": [*WHISPER, "--alignment_weight", "0", "--clips_per_epoch", "64"],
     "run_parakeet_tdt.sh": ["--from_scratch"],
     "run_xtts_amharic.sh": ["--from_scratch"],
 }

@@ -113,8 +113,7 @@ class Hollow(TorchDispatchMode):
         self.entered: list[int] = []  # autograd's sequence numbers at which the innermost module changed,
         self.innermost: list[str] = []  # and to which
         self.place = ("", "forward")
-        self.updating = False
-        self.was_backward = False
+        self.updating = False  # an optimizer makes its update
 
     # --- storages ---
 
@@ -169,7 +168,7 @@ class Hollow(TorchDispatchMode):
         """Forgets the peak and what is no longer there."""
         self.blocks = list(self.live.values())
         self.peak = self.peak_time = self.peak_internal = self.guesses = 0
-        self.entered, self.innermost, self.was_backward = [], [], False
+        self.entered, self.innermost = [], []
         self.look(0)
         self.peak_time = self.clock
 
@@ -195,10 +194,7 @@ class Hollow(TorchDispatchMode):
         """The innermost module and the phase: forward, backward, recomputation (of a checkpointed module) or update."""
         node = torch._C._current_autograd_node()
         if node is None:
-            if self.updating or (self.was_backward and not self.stack):
-                return "", "update"
-            return self.stack[-1] if self.stack else "", "forward"
-        self.was_backward = True
+            return self.stack[-1] if self.stack else "", "update" if self.updating else "forward"
         phase = "recomputation" if torch.is_grad_enabled() else "backward"
         if self.stack:
             return self.stack[-1], phase
@@ -206,8 +202,6 @@ class Hollow(TorchDispatchMode):
         return self.innermost[position] if 0 <= position < len(self.innermost) - 1 else "", phase
 
     def enter(self, module: torch.nn.Module, inputs) -> None:
-        if torch._C._current_autograd_node() is None:
-            self.was_backward = False
         self.stack.append(self.names.get(id(module), type(module).__name__))
         self.note_change()
 
@@ -223,9 +217,7 @@ class Hollow(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # torch would wrap the method below to hide it from torch.compile, which costs as much as the method
-        )
+        return False  # or torch wraps the method below to hide it from torch.compile, which costs as much as it
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -41,8 +41,9 @@ class Plan:
     def __init__(self, capability: tuple[int, int] | None, *parts):
         self.capability, self.hollow = capability, Hollow()
         self.modules = list(dict.fromkeys(modules_in(parts)))
+        known: dict[int, tuple] = {}
         for module in self.modules:
-            empty(module, self.hollow)
+            empty(module, self.hollow, known)
 
     def measure(self, step: Callable[[list[dict]], object], batches: list[dict], states: int = 0) -> Peak:
         """The peak of `step(batches)`, which is forward, backward and perhaps the update. The batches are all counted, although
@@ -52,6 +53,7 @@ class Plan:
         with contextlib.ExitStack() as stack:
             hollow.restart()
             held = [hollow.hold(states, "optimizer states")]
+            stack.callback(lambda: [hollow.release(key) for key in held])
             moved = [hollow_batch(batch, hollow, held) for batch in batches]
             if self.capability:
                 stack.enter_context(cuda_like(self.capability))
@@ -64,14 +66,12 @@ class Plan:
             peak = hollow.result([p.grad for p in parameters if p.grad is not None], made)
         for parameter in parameters:
             parameter.grad = None
-        for key in held:
-            hollow.release(key)
         return peak
 
 
-def empty(module: torch.nn.Module, hollow: Hollow) -> None:
-    """Makes the parameters and buffers of a module hollow. Tied ones stay tied."""
-    known: dict[int, torch.Tensor] = {}
+def empty(module: torch.nn.Module, hollow: Hollow, known: dict[int, tuple]) -> None:
+    """Makes the parameters and buffers of a module hollow. Tied ones stay tied: `known` has the hollow tensors with their originals by
+    the ids of both."""
     for name, part in module.named_modules():
         hollow.names[id(part)] = name
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -81,8 +81,8 @@ def empty(module: torch.nn.Module, hollow: Hollow) -> None:
                 emptied = hollow.hollow(tensor.detach(), "weights")
                 if isinstance(tensor, torch.nn.Parameter):
                     emptied = torch.nn.Parameter(emptied, tensor.requires_grad)
-                known[id(tensor)] = known[id(emptied)] = emptied
-            setattr(part, key, known[id(tensor)])
+                known[id(tensor)] = known[id(emptied)] = emptied, tensor
+            setattr(part, key, known[id(tensor)][0])
 
 
 def hollow_batch(batch: dict, hollow: Hollow, held: list[int]) -> dict:

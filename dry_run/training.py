@@ -1,13 +1,14 @@
 """A training as it is planned: its longest micro-batch, its settings, and what a plan answers."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from dry_run.advice import Settings, advise
+from dry_run.advice import STATES, Settings, advise
 from dry_run.cards import Card
 from dry_run.hollow import CannotPlan
 from dry_run.peak import Peak
@@ -64,11 +65,17 @@ class Training:
             raise CannotPlan("none of the longest utterances can be read")
         plan, most = Plan(card.capability, self.model, self.parts), args.max_batch_seconds or math.inf
 
+        @functools.cache
+        def without_states(size: int, count: int, checkpointing: bool, frozen: bool) -> tuple[Peak, dict[str, int]]:
+            batch = self.collate([self.items[i % len(self.items)] for i in range(size)])
+            with self.settled(checkpointing, frozen):
+                states = {optimizer: self.states(optimizer) for optimizer in STATES}
+                return plan.measure(self.step, [batch] * count), states
+
         def peak(settings: Settings) -> Peak:
             size = max(1, int(min(settings.batch_size, most // self.seconds)))
-            batch = self.collate([self.items[i % len(self.items)] for i in range(size)])
-            with self.settled(settings):
-                return plan.measure(self.step, [batch] * min(2, settings.accumulation), self.states(settings.optimizer))
+            found, states = without_states(size, min(2, settings.accumulation), settings.checkpointing, settings.frozen)
+            return replace(found, parts={**found.parts, "optimizer states": states[settings.optimizer]})
 
         return peak
 
@@ -77,13 +84,13 @@ class Training:
         return self.collate(self.items[:1])["seconds"][0]
 
     @contextlib.contextmanager
-    def settled(self, settings: Settings) -> Iterator[None]:
-        """The model in training, with checkpointed layers and a frozen encoder if `settings` say so; then as it was."""
+    def settled(self, checkpointing: bool, frozen: bool) -> Iterator[None]:
+        """The model in training, with checkpointed layers or a frozen encoder; then as it was."""
         fields, trained = dict(vars(self.model)), [(p, p.requires_grad) for p in self.model.parameters()]
-        if settings.frozen:
+        if frozen:
             self.model.freeze_encoder()
         self.model.train()
-        if settings.checkpointing:
+        if checkpointing:
             self.checkpoint()
         try:
             yield

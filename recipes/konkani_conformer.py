@@ -7,8 +7,8 @@
 Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वचता"}, CSV/TSV with a header, or LJSpeech's metadata.csv;
 any sample rate; utterances of up to 30 s. Any language: the characters are taken from the training text.
 
-Memory: the T4's preset (micro-batch 2 x accumulation 4, d 192, 8+4 layers) is predicted to need 0.35 GiB beside CUDA's own
-at 30 s an utterance (benchmarks/konkani_memory.py). Expect a character error rate below 1 % on the demo's held-out
+Memory: the T4's preset (micro-batch 2 x accumulation 4, d 192, 8+4 layers) is predicted to need 0.46 GiB beside CUDA's own
+at 33.3 s an utterance; --dry_run 8GB predicts any command. Expect a character error rate below 1 % on the demo's held-out
 sentences after its 600 updates (two CPU cores: three to four minutes). Synthetic speech proves the mechanics, not a
 real-world error rate.
 

@@ -114,7 +114,7 @@ class _Cells:
         # After the last label any token will do, because its arc is left out.
         targets = F.pad(lattice.targets, (0, columns))[:, :columns]
         self.targets = targets.to(self.device, non_blocking=True).flatten()
-        self.rows = max(1, GPU_LOGITS // max(len(bias), encoded.shape[-1])) if self.device.type == "cuda" else CPU_ROWS
+        self.rows = max(1, GPU_LOGITS // max(len(bias), encoded.shape[-1])) if encoded.is_cuda else CPU_ROWS
 
     def pieces(self, chosen: torch.Tensor | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Yields positions in `index` and their dropout masks, for all cells or for the `chosen`, in ascending order. A cell

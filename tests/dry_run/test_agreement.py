@@ -1,0 +1,243 @@
+"""Plans against the memory of real steps: fp32 steps of every recipe on the CPU, whose storages are counted, and optimizers."""
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common import memory, optim
+from common.device import Setup
+from common.loop import run_window
+from dry_run import hollow, plan
+from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
+from speech import layers
+from speech.audio import SAMPLE_RATE
+from speech.parakeet import formats as parakeet
+from speech.whisper import formats as whisper
+from speech.whisper.model import LAYERS, Whisper
+from speech.xtts import codec
+from speech.xtts import formats as xtts
+from speech.xtts import start as xtts_start
+
+CLIPS, TOKENS, VOCABULARY = 2, 24, 40
+TOLERANCE = 0.005
+OPTIMIZERS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}  # settings of AdamW
+
+
+class RealStorages(TorchDispatchMode):
+    """Counts the bytes of all storages that operators return, and of those that are added, until they are freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.known: dict[int, weakref.ref] = {}
+        self.now = self.peak = 0
+
+    def add(self, tensors) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, -(-storage.nbytes() // hollow.ROUNDING) * hollow.ROUNDING
+            reference = self.known.get(key)
+            if size and (reference is None or reference() is not storage):  # an address is used again
+                self.known[key] = weakref.ref(storage, functools.partial(self.freed, key, size))
+                self.now += size
+                self.peak = max(self.peak, self.now)
+
+    def freed(self, key: int, size: int, reference: weakref.ref) -> None:
+        self.now -= size
+        if self.known.get(key) is reference:
+            del self.known[key]
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        self.add(leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor))
+        return results
+
+
+@dataclass(frozen=True)
+class Case:
+    model: torch.nn.Module
+    batch: dict
+    compute_loss: Callable
+    loss_weights: dict[str, float]
+    checkpointed: tuple[type, ...]
+    frozen: tuple[torch.nn.Module, ...] = ()
+
+
+def items(rate: int = SAMPLE_RATE, seconds: float = 2.0, **others) -> list[dict]:
+    """Utterances of noise, each shorter than the one before."""
+    random, made = torch.Generator().manual_seed(0), []
+    for number in range(CLIPS):
+        audio = torch.randn(int(seconds * rate * (1 - 0.2 * number)), generator=random) * 0.1
+        tokens = torch.arange(TOKENS - 5 * number) % (VOCABULARY - 3) + 1
+        made.append({
+            "audio": audio, "tokens": tokens, "labels": torch.cat([tokens[1:], tokens[:2]]), "ctc_tokens": tokens, "text": "",
+            "heard": len(audio), "name": f"{number}", "index": number, **others,
+        })  # fmt: skip
+    return made
+
+
+def konkani() -> Case:
+    config = {
+        **konkani_conformer.SHAPE,
+        "d_model": 96,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "vocabulary": VOCABULARY,
+    }
+    made = konkani_conformer.collate(items(frequency_masks=torch.zeros(2, 2), time_masks=torch.zeros(5, 2)))
+    recipe = konkani_conformer
+    return Case(recipe.Conformer(config), made, recipe.compute_loss, recipe.LOSS_WEIGHTS, recipe.CHECKPOINTED)
+
+
+def parakeet_case() -> Case:
+    config = parakeet.shape(96, 2, 4, (64, 2), VOCABULARY, num_mel_bins=80, channels=32, subsampling=4, ctc=True)
+    loss = {"sigma": 0.02, "omega": 0.5, "reduction": "mean", "ctc_weight": 0.3}
+    made = parakeet_tdt.collate(items(plain=False, factor=0.1, count=1))
+    model = parakeet_tdt.Parakeet(config, loss, 0.1, 0.1)
+    weights = parakeet_tdt.loss_weights({"loss": loss, "config": config})
+    return Case(model, made, parakeet_tdt.compute_loss, weights, parakeet_tdt.CHECKPOINTED)
+
+
+def morse() -> Case:
+    made = whisper_morse.collate(items(alignment=torch.arange(80) % VOCABULARY))
+    model = Whisper(whisper.shape(128, (2, 2), 4, vocabulary=4000), 0.1, 0.1, VOCABULARY)
+    return Case(model, made, whisper_morse.compute_loss, {"attention": 0.7, "alignment": 0.3}, LAYERS)
+
+
+def vietnamese(frozen: bool = False) -> Case:
+    made = whisper_vietnamese.collate(items())
+    model = Whisper(whisper.shape(128, (2, 2), 4, vocabulary=4000), 0.1, 0.1, VOCABULARY)
+    if frozen:
+        model.freeze_encoder()
+    return Case(model, made, whisper_vietnamese.compute_loss, {"attention": 0.7, "ctc": 0.3}, LAYERS)
+
+
+def xtts_case() -> Case:
+    recipe, torch_items = xtts_amharic, items(codec.SAMPLE_RATE)
+    config = xtts.shape(128, 3, 2, 450, 64, latents=8, perceiver_heads=2, code_dim=32, dvae_hidden=32, hifigan=False)
+    frozen = xtts_start.frozen_parts(config, xtts_start.random_parts(config))
+    for item in torch_items:
+        codes = codec.code_count(len(item["audio"]))
+        item |= {
+            "slice": item["audio"][: codec.SAMPLE_RATE],
+            "codes": codes,
+            "heard": (0, codes // 2),
+            "language": "am",
+        }
+    made, loss = recipe.collate(torch_items), functools.partial(recipe.compute_loss, frozen=frozen)
+    parts = frozen.dvae_mel, frozen.conditioning_mel, frozen.dvae
+    return Case(recipe.GPT(config, 0.1), made, loss, recipe.LOSS_WEIGHTS, recipe.CHECKPOINTED, parts)
+
+
+CASES = {
+    "konkani": konkani, "parakeet": parakeet_case, "morse": morse, "vietnamese": vietnamese,
+    "vietnamese, frozen encoder": functools.partial(vietnamese, frozen=True), "xtts": xtts_case,
+}  # fmt: skip
+
+
+def make(name: str, checkpointing: bool) -> Case:
+    torch.manual_seed(0)
+    case = CASES[name]()
+    case.model.train()
+    if checkpointing:
+        memory.checkpoint_layers(case.model, case.checkpointed)
+    return case
+
+
+def run(case: Case, batches: list[dict]) -> None:
+    outcome = run_window(case.model, batches, case.batch["counts"], case.compute_loss, case.loss_weights, Setup())
+    assert not outcome.failed
+
+
+def tensors(*holders) -> list[torch.Tensor]:
+    """Parameters and buffers of modules, and the tensors of batches."""
+    kept = []
+    for holder in holders:
+        values = holder.values() if isinstance(holder, dict) else (*holder.parameters(), *holder.buffers())
+        kept += [value for value in values if isinstance(value, torch.Tensor)]
+    return kept
+
+
+@pytest.fixture(autouse=True)
+def as_if_large(monkeypatch):
+    """Small inputs take the ways of large ones. Without oneDNN, LSTM is made of operators that a plan sees, too."""
+    monkeypatch.setattr(layers, "SMALL", 1 << 12)
+    for module in (hollow, plan):
+        monkeypatch.setattr(module, "SMALL", 1 << 8)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipe(name, checkpointing, micro_batches):
+    case = make(name, checkpointing)
+    batches = [copy.deepcopy(case.batch) for _ in range(micro_batches)]
+    with RealStorages() as real:
+        real.add(tensors(case.model, *case.frozen, *batches))
+        run(case, batches)
+    case = make(name, checkpointing)
+    planned = plan.Plan(None, case.model, case.compute_loss)
+    peak = planned.measure(lambda batches: run(case, batches), [case.batch] * micro_batches)
+    assert real.peak > 1.5 * peak.parts["weights"]  # activations dominate
+    assert peak.total - peak.kernels == pytest.approx(real.peak, rel=TOLERANCE)
+
+
+def two_layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512))
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict]) -> None:
+    for batch in batches:
+        model(batch["x"]).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_an_optimizer(kind, rows):
+    batch, model = {"x": torch.randn(rows, 512)}, two_layers()
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZERS[kind])
+    with RealStorages() as real:
+        real.add(tensors(model, batch))
+        for _ in range(2):
+            update(model, optimizer, [batch])
+    model = two_layers()
+    planned = plan.Plan(None, model)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZERS[kind])
+    peak = planned.measure(functools.partial(update, model, optimizer), [batch])
+    assert peak.phase == (
+        "update" if rows == 8 and kind != "fused" else "backward"
+    )  # the fused kernel allocates nothing
+    assert peak.parts["optimizer states"] == pytest.approx(2 * peak.parts["weights"], abs=8 * hollow.ROUNDING)
+    assert peak.total == pytest.approx(real.peak, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "offload"])
+def test_states(kind):
+    """`state_bytes` against the states that are made, without step numbers and bitsandbytes' two shared tables."""
+    if kind == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(100, 96), torch.nn.Linear(96, 64), torch.nn.Linear(64, 70), torch.nn.Linear(70, 3)
+    )
+    model[1].bias.requires_grad_(False)
+    on_host = kind == "offload"
+    if on_host:
+        model.to("meta")  # a device that is not the host
+    settings = {"kind": "adamw" if on_host else kind, "offload": on_host}
+    states = optim.make_optimizer(model, 1e-3, **settings).state.values()
+    sizes = [
+        value.nbytes for state in states for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name != "step" and not name.startswith("qmap") and value.is_meta == on_host
+    ]  # fmt: skip
+    assert sum(sizes) == optim.state_bytes(model, kind)
+    assert (optim.state_bytes(model, kind) == 0) == on_host

@@ -1,0 +1,248 @@
+"""CUDA's choices on the CPU: types under autocast, kernels of attention, dropout, LSTM and CTC, and the CPU as before afterwards."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dry_run.cuda_like import RESERVE, autocast_lists, cuda_like
+from dry_run.hollow import Hollow
+
+AMPERE, TURING = (8, 0), (7, 5)
+HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def gpu(capability: tuple[int, int] = AMPERE):
+    """Yields a function that makes hollow tensors (as weights if `trained`) on a GPU, and the mode."""
+    mode = Hollow()
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32, trained: bool = False) -> torch.Tensor:
+        tensor = mode.make(shape, torch.empty(shape, device="meta").stride(), dtype)
+        return nn.Parameter(tensor) if trained else tensor
+
+    with cuda_like(capability), mode:
+        yield make, mode
+
+
+def autocast(dtype: torch.dtype = torch.bfloat16, **named):
+    return torch.autocast("cpu", dtype, **named)
+
+
+def test_the_lists_are_torchs():
+    lists = autocast_lists()
+    assert {"linear", "matmul", "conv1d", "conv2d", "addmm"} <= set(lists["LOWER_PRECISION_FP"])
+    assert {"layer_norm", "nll_loss", "cosine_similarity"} <= set(lists["FP32"]) and "cat" in lists["PROMOTE"]
+    assert {"sum", "softmax.int", "log_softmax.int", "cumsum"} <= set(lists["FP32_SET_OPT_DTYPE"])
+
+
+@HALVES
+def test_products_are_in_16_bits(half):
+    with gpu() as (make, _), autocast(half):
+        x = make(2, 8, 16)
+        assert F.linear(x, make(4, 16), make(4)).dtype is half
+        assert (x @ make(16, 4)).dtype is half
+        assert torch.einsum("btd,de->bte", x, make(16, 4)).dtype is half
+        assert F.conv1d(x, make(4, 8, 3)).dtype is half
+        assert F.conv2d(x[:, None], make(4, 1, 3, 3)).dtype is half
+        assert F.scaled_dot_product_attention(*[make(1, 2, 8, 16)] * 3).dtype is half
+
+
+@HALVES
+def test_sums_and_norms_are_in_fp32(half):
+    with gpu() as (make, _), autocast(half):
+        x = make(2, 8, 16, dtype=half)
+        for y in (
+            F.layer_norm(x, (16,), make(16), make(16)), x.softmax(-1), x.log_softmax(-1), x.sum(), x.sum(1), x.cumsum(1), x.exp(),
+            F.cross_entropy(x[0], torch.zeros(8, dtype=torch.long)), F.group_norm(x, 2), torch.stft(make(400), 16, return_complex=True).abs(),
+        ):  # fmt: skip
+            assert y.dtype is torch.float32
+        assert x.softmax(-1, dtype=torch.float64).dtype is torch.float64
+        for y in (F.gelu(x), F.relu(x), x + x, x.float() + x):
+            assert y.dtype in (half, torch.float32)
+        assert F.gelu(x).dtype is half and (x.float() + x).dtype is torch.float32
+
+
+def test_what_only_the_cpus_lists_name_keeps_its_type():
+    x = torch.zeros(2, 8, 16, dtype=torch.bfloat16)
+    with autocast():
+        assert F.pad(x, (1, 1), mode="replicate").dtype is torch.float32
+    with gpu() as (make, _), autocast():
+        assert F.pad(make(2, 8, 16, dtype=torch.bfloat16), (1, 1), mode="replicate").dtype is torch.bfloat16
+
+
+def test_cat_takes_the_widest_type():
+    with gpu() as (make, _), autocast():
+        half, single = make(4, 4, dtype=torch.bfloat16), make(4, 4)
+        assert torch.cat([half, half]).dtype is torch.bfloat16
+        assert torch.cat([half, single]).dtype is torch.float32
+        assert torch.stack([single, half]).dtype is torch.float32
+
+
+def test_float64_and_integers_stay():
+    with gpu() as (make, _), autocast():
+        x, numbers = make(4, 4, dtype=torch.float64), torch.arange(4)
+        assert F.linear(x, make(4, 4, dtype=torch.float64)).dtype is torch.float64
+        assert F.layer_norm(x, (4,)).dtype is torch.float64 and x.sum().dtype is torch.float64
+        assert numbers.sum().dtype is torch.int64 and numbers.sum().item() == 6
+
+
+def test_autocast_can_be_off():
+    with gpu() as (make, _):
+        x, weight = make(4, 16), make(4, 16)
+        with autocast(), autocast(enabled=False):
+            assert F.linear(x, weight).dtype is torch.float32
+            assert x.bfloat16().softmax(-1).dtype is torch.bfloat16
+        assert F.linear(x, weight).dtype is torch.float32
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_weights_are_cast_once_with_the_cache(cached):
+    with gpu() as (make, mode):
+        x, weight = make(512, 512, dtype=torch.bfloat16, trained=True), make(512, 512, trained=True)
+        before, copy = mode.now, 512 * 512 * 2
+        with autocast(cache_enabled=cached):
+            with torch.no_grad():
+                F.linear(x, weight)
+            assert mode.now - before == copy * cached
+            outputs = [F.linear(x, weight) for _ in range(2)]  # backward keeps the copy
+            assert mode.now - before == copy * (2 + (1 if cached else 2))
+        del outputs
+        assert mode.now == before
+
+
+def kernels_of(mode: Hollow) -> set[str]:
+    """The kernels of attention that ran."""
+    names = {operator.name.removeprefix("aten::_scaled_dot_product_") for operator in mode.operators.values()}
+    return {name for name in names if name.endswith("attention")}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "masked", "kernel"),
+    [
+        ((8, 0), torch.bfloat16, False, "flash"), ((9, 0), torch.float16, False, "flash"), ((7, 5), torch.float16, False, "efficient"),
+        ((8, 0), torch.bfloat16, True, "efficient"), ((8, 0), torch.float32, False, "efficient"), ((7, 5), torch.float16, True, "efficient"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention(capability, dtype, masked, kernel, dropout):
+    with gpu(capability) as (make, mode):
+        q, k, v = (make(2, 4, length, 32, dtype=dtype, trained=True) for length in (100, 90, 90))
+        mask = torch.ones(2, 1, 1, 90, dtype=torch.bool) if masked else None
+        before = mode.now
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        assert y.shape == q.shape and kernels_of(mode) == {f"{kernel}_attention"}
+        assert mode.now - before < 2 * y.nbytes + 8192  # the output, the sums of the softmax, the mask: not the weights
+        y.backward(torch.empty_like(y))
+        assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
+
+
+def test_attention_with_weights_in_memory():
+    """Heads that fused kernels do not take: the weights (B, H, T, T) are there."""
+    with gpu() as (make, mode):
+        q = make(1, 4, 256, 30, trained=True)
+        before = mode.now
+        y = F.scaled_dot_product_attention(q, q, q)
+        assert y.shape == q.shape and mode.now - before > 4 * 256 * 256 * 4
+
+
+def test_dropout_keeps_a_mask_of_bytes():
+    with gpu() as (make, mode):
+        x = make(1024, 1024, trained=True)
+        before = mode.now
+        y = F.dropout(x, 0.1)
+        assert mode.now - before == x.numel() * (4 + 1)
+        assert F.dropout(x, 0.0) is not None and F.dropout(x, 0.1, training=False).shape == x.shape
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+def test_lstm(batch_first, layers, bidirectional, half):
+    batch, steps, width, hidden, directions = 3, 50, 24, 64, 1 + bidirectional
+    with gpu() as (make, mode):
+        model = nn.LSTM(width, hidden, layers, batch_first=batch_first, bidirectional=bidirectional)
+        for name, weight in list(model._parameters.items()):
+            model._parameters[name] = nn.Parameter(make(*weight.shape))
+        model._init_flat_weights()
+        x = make(*((batch, steps) if batch_first else (steps, batch)), width, trained=True)
+        before = mode.now
+        with autocast(half or torch.bfloat16, enabled=half is not None, cache_enabled=False):
+            y, (h, c) = model(x)
+        assert y.shape == (*x.shape[:2], directions * hidden) and y.dtype is (half or torch.float32)
+        assert h.shape == c.shape == (layers * directions, batch, hidden)
+        size = 2 if half else 4
+        reserve = batch * steps * hidden * directions * layers * RESERVE * size
+        copies = 2 * sum(weight.numel() for weight in model.parameters()) if half else 0
+        kept = reserve + copies + y.nbytes + (x.numel() * 2 if half else 0)
+        assert kept <= mode.now - before <= 1.1 * kept + 16384  # states and rounding
+        y.float().sum().backward()
+        assert x.grad.shape == x.shape
+        for weight in model.parameters():
+            assert weight.grad.shape == weight.shape and weight.grad.dtype is torch.float32
+        del y, h, c
+        gradients = [x.grad.nbytes, *(weight.grad.nbytes for weight in model.parameters())]
+        assert mode.now - before == pytest.approx(sum(gradients), abs=512 * len(gradients))
+
+
+def test_lstm_without_gradients_keeps_its_output_only():
+    with gpu() as (make, mode):
+        model = nn.LSTM(32, 32)
+        before = mode.now
+        with torch.no_grad():
+            y, _ = model(make(400, 8, 32))
+        assert y.nbytes <= mode.now - before <= y.nbytes + 8192
+
+
+def test_ctc():
+    frames, batch, tokens, longest = 300, 4, 40, 60
+    with gpu() as (make, mode):
+        logits = make(frames, batch, tokens, trained=True)
+        log_probs = logits.log_softmax(-1)
+        before = mode.now
+        targets = torch.ones(batch, longest, dtype=torch.long)
+        loss = F.ctc_loss(
+            log_probs, targets, torch.full((batch,), frames), torch.tensor([60, 40, 30, 1]), reduction="sum"
+        )
+        log_alpha = batch * frames * (2 * longest + 1) * 4
+        assert log_alpha <= mode.now - before <= log_alpha + 4096
+        loss.backward()
+        assert logits.grad.shape == logits.shape and mode.peak_internal in (0, log_alpha)
+
+
+def test_the_cpu_is_as_before_afterwards():
+    torch.manual_seed(0)
+    x, half = torch.randn(2, 3, 8, 16), torch.bfloat16
+    lstm = nn.LSTM(16, 8)
+
+    def results() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        with autocast():
+            made = [
+                F.layer_norm(x.to(half), (16,)),
+                x.to(half).softmax(-1),
+                F.linear(x, x[0, 0]),
+                torch.cat([x, x.to(half)]),
+            ]
+            made += lstm(x[0])[:1]
+        mask = torch.ones(8, 8, dtype=torch.bool).tril()
+        made += [
+            F.dropout(x, 0.5),
+            F.scaled_dot_product_attention(x, x, x, mask),
+            F.scaled_dot_product_attention(x, x, x, None, 0.5),
+        ]
+        return [*made, *lstm(x[0])[:1]]
+
+    before = results()
+    with gpu() as (make, _), autocast():
+        F.linear(make(4, 4), make(4, 4))
+        assert make(4).is_cuda and make(4).pin_memory().shape == (4,)
+    after = results()
+    assert [y.dtype for y in before] == [y.dtype for y in after]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not x.is_cuda and torch.isfinite(after[5]).all() and after[5].std() > 0

@@ -1,0 +1,299 @@
+"""Steps on hollow tensors: nothing is computed, values that code may read stay, and memory is counted from birth to death."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common import memory
+from dry_run import hollow as hollow_module
+from dry_run.hollow import ROUNDING, CannotPlan, Hollow
+from dry_run.plan import Plan, modules_in
+
+MIB = 1 << 20
+
+
+def make(mode: Hollow, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return mode.make(shape, torch.empty(shape, device="meta").stride(), dtype)
+
+
+def measure(model: nn.Module, batch: dict, loss=lambda model, batch: model(batch["x"]).sum(), batches: int = 1):
+    """The plan of a model, and the peak of its forward and backward on some micro-batches of the same size."""
+
+    def step(moved: list[dict]) -> None:
+        for each in moved:
+            loss(model, each).backward()
+
+    plan = Plan(None, model)
+    return plan, plan.measure(step, [batch] * batches)
+
+
+def test_nothing_is_computed():
+    """100 GB of activations, and weights of 40 GB."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(100_000, 100_000, bias=False), nn.GELU(), nn.Linear(100_000, 1))
+    _, peak = measure(model, {"x": torch.empty(250_000, 100_000, device="meta")})
+    gb = 10**9
+    assert peak.parts["weights"] == pytest.approx(40 * gb, rel=1e-4) and peak.parts["batch"] == pytest.approx(
+        100 * gb, rel=1e-4
+    )
+    assert peak.parts["activations"] == pytest.approx(200 * gb, rel=1e-4)  # input and output of GELU
+    assert peak.guesses == 0
+
+
+def test_a_hollow_tensor_cannot_be_read_by_a_kernel():
+    mode = Hollow()
+    x = make(mode, 1000, 1000)
+    with mode:
+        y = (x @ x).relu().add_(1)
+    assert y.shape == x.shape and mode.now == 2 * 4 * 10**6 + 2 * (-4 * 10**6 % ROUNDING)
+    assert x.sum() == 0  # without the mode its memory can be read, and is empty: nothing was written to it
+
+
+def test_small_integers_keep_their_values():
+    mode = Hollow()
+    x = make(mode, 2, 50, 8)
+    with mode:
+        lengths = torch.tensor([50, 20])
+        frames = (lengths + 1) // 2
+        assert frames.tolist() == [25, 10] and int(lengths.max()) == 50 and bool((lengths > 10).all())
+        valid = torch.arange(50) < lengths[:, None]
+        assert valid.sum().item() == 70
+        assert x[valid].shape == (70, 8) and x[:, 1][valid[:, 1]].shape == (2, 8) and not mode.guesses
+        rows = valid.flatten().nonzero()[:, 0]
+        assert x.flatten(0, 1)[rows].shape == (70, 8)
+        assert torch.equal(lengths, torch.tensor([50, 20]))
+
+
+def test_a_value_that_is_not_known_is_a_guess():
+    mode = Hollow()
+    x = make(mode, 100)
+    with mode:
+        assert x.sum().item() == 1.0 and x.argmax().item() == 1 and bool(x[0] > 0) and mode.guesses == 3
+        assert (x > 0).nonzero().shape == (100, 1) and mode.guesses == 4  # the most that there can be
+        assert torch.equal(x, x) and mode.guesses == 5
+        assert x[x > 0].shape == (100,) and mode.guesses == 6
+        assert torch.tensor(3).item() == 3 and mode.guesses == 6
+
+
+def test_what_hollow_values_are_written_to_becomes_hollow():
+    mode = Hollow()
+    x = make(mode, 10)
+    with mode:
+        total = torch.zeros(10)
+        before = mode.now
+        assert total.sum().item() == 0 and not mode.guesses
+        total += x
+        assert mode.now - before == ROUNDING
+        assert total.sum().item() == 1.0 and mode.guesses == 1  # not 0, which it was before
+        del total
+    assert mode.now == before
+
+
+def test_views_share_memory():
+    mode = Hollow()
+    x = make(mode, 8, 16, 32)
+    before = mode.now
+    with mode:
+        a, b = x.chunk(2, dim=-1)
+        views = [
+            x.view(128, 32), x.transpose(0, 1), x[:, 3], x.unfold(1, 2, 1), a, b, x.unsafe_chunk(2)[0], x.unsafe_split(4)[1], x.detach(),
+            x.view(torch.int32), x.expand(2, 8, 16, 32), torch.view_as_complex(x.unflatten(2, (16, 2))), x.reshape(128, 32), x.squeeze_(0),
+        ]  # fmt: skip
+        assert mode.now == before
+        assert all(mode.block_of(view) is mode.block_of(x) for view in views)
+        del x, a, b
+        assert mode.now == before  # the views keep it
+        del views
+        assert mode.now == 0
+
+
+def test_what_is_changed_in_place_takes_no_memory():
+    mode = Hollow()
+    x, y = make(mode, 64, 64), make(mode, 64, 64)
+    before = mode.now
+    with mode:
+        assert x.add_(1) is x and x.mul_(y).relu_() is x and torch.add(x, y, out=y) is y
+        x[3] = 0.0
+        x.view(-1).masked_fill_(torch.ones(4096, dtype=torch.bool), 1.0)
+        x.t_().unsqueeze_(0)
+        torch._foreach_add_([x, y], 1.0)
+        F.dropout(y, 0.1, inplace=False)  # freed at once
+        assert x.shape == (1, 64, 64) and mode.now == before
+        z = x + y
+        assert mode.now == before + 64 * 64 * 4
+        del z
+    assert mode.now == before and mode.peak >= before + 64 * 64 * 4
+
+
+def test_tied_weights_stay_tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(1000, 64)
+            self.out = nn.Linear(64, 1000, bias=False)
+            self.out.weight = self.embedding.weight
+            self.register_buffer("table", self.embedding.weight.detach()[:10].clone())
+
+        def forward(self, x):
+            return self.out(self.embedding(x))
+
+    model = Tied()
+    _, peak = measure(model, {"x": torch.arange(10)})
+    assert model.out.weight is model.embedding.weight and isinstance(model.out.weight, nn.Parameter)
+    assert len(list(model.parameters())) == 1 and not model.table.requires_grad
+    assert peak.parts["weights"] == 1000 * 64 * 4 + 10 * 64 * 4
+
+
+def test_gradients_add_up_in_place():
+    """A second micro-batch needs no memory for gradients, apart from one weight's at a time."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(6)])
+
+    batch, one = {"x": torch.zeros(128, 512)}, 512 * 512 * 4
+    peaks = [measure(model(), batch, batches=count)[1] for count in (1, 2, 3)]
+    assert peaks[0].parts["gradients"] <= 6 * one and peaks[1].parts["gradients"] == 6 * one
+    more = batch["x"].nbytes
+    assert peaks[2].total == peaks[1].total + more  # the third batch itself
+    assert peaks[1].total <= peaks[0].total + more + 6 * one
+    assert peaks[1].parts["temporary"] < 2 * one
+
+
+def test_gradients_of_a_plan_are_gone_after_it():
+    model = nn.Linear(256, 256)
+    plan, first = measure(model, {"x": torch.zeros(512, 256)})
+    assert all(p.grad is None for p in model.parameters())
+    assert plan.hollow.now == first.parts["weights"]
+    again = plan.measure(lambda batches: model(batches[0]["x"]).sum().backward(), [{"x": torch.zeros(512, 256)}])
+    assert again == first
+
+
+def test_weights_without_memory():
+    """A model made on the device "meta", and a part of it that the plan was not told of."""
+    with torch.device("meta"):
+        model, other = nn.Linear(256, 512), nn.Linear(512, 128, bias=False).requires_grad_(False)
+    _, peak = measure(model, {"x": torch.zeros(1024, 256)}, lambda model, batch: other(model(batch["x"])).sum())
+    assert peak.parts["weights"] == 4 * (256 * 512 + 512 + 512 * 128)
+    assert model.weight.device.type == "cpu"
+
+
+def test_modules_are_found():
+    model, frozen = nn.Linear(2, 2), nn.Linear(2, 2)
+    loss = functools.partial(print, {"a": [frozen]}, model=model)
+    assert list(modules_in((model, loss))) == [model, frozen, model]
+    assert not list(modules_in((print, 3, None)))
+
+
+class Block(nn.Module):
+    """Keeps `kept` times its input for backward, and needs `passing` times its input for a moment."""
+
+    def __init__(self, kept: int, passing: int):
+        super().__init__()
+        self.kept = kept
+        self.passing = passing
+
+    def forward(self, x):
+        x.detach().expand(-1, self.passing).exp()
+        return x.expand(-1, self.kept).exp().sum(1, keepdim=True) + x
+
+
+class Stack(nn.Module):
+    def __init__(self, *blocks: tuple[int, int]):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(*block) for block in blocks])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+ROWS = {"x": torch.zeros(MIB // 4, 1)}  # 1 MiB
+
+
+def toy_loss(model: Stack, batch: dict) -> torch.Tensor:
+    return model(batch["x"].detach().requires_grad_())
+
+
+def test_the_place_of_a_peak_in_forward():
+    _, peak = measure(Stack((2, 1), (3, 40), (1, 1)), ROWS, toy_loss)
+    assert (peak.module, peak.phase) == ("blocks.1", "forward")
+    # What passes, what the first block keeps, and its output.
+    assert peak.parts["activations"] == (40 + 2 + 1) * MIB and peak.parts["batch"] == MIB
+    assert peak.total == 44 * MIB
+
+
+def test_the_place_of_a_peak_in_backward():
+    _, peak = measure(Stack((20, 1), (10, 1), (20, 1)), ROWS, toy_loss)
+    assert (peak.module, peak.phase) == ("blocks.2", "backward")
+    # The last block's exponential and its gradient, while all others are there.
+    assert peak.parts["activations"] == 50 * MIB + 2 * ROUNDING  # and the loss
+    assert 20 * MIB <= peak.parts["temporary"] <= 22 * MIB
+
+
+def test_the_place_of_a_peak_in_recomputation():
+    model = Stack((2, 1), (3, 40), (4, 1))
+    memory.checkpoint_layers(model, (Block,))
+    _, peak = measure(model, ROWS, toy_loss)
+    assert (peak.module, peak.phase) == ("blocks.1", "recomputation")
+    assert 42 * MIB <= peak.total <= 44 * MIB
+
+
+def test_the_place_of_a_peak_in_the_update():
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+    plan = Plan(None, model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def step(batches: list[dict]) -> None:
+        model(batches[0]["x"]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    peak = plan.measure(step, [{"x": torch.zeros(2, 1024)}])
+    assert (peak.module, peak.phase) == ("", "update")
+    assert (
+        peak.parts["optimizer states"] == 2 * peak.parts["weights"] and peak.parts["gradients"] == 0
+    )  # they are freed
+    assert peak.total >= 5 * peak.parts["weights"]  # weights, gradients, states, and a list of temporaries
+
+
+def test_what_is_freed_is_counted_as_freed():
+    mode = Hollow()
+    x = make(mode, 256, 1024)
+    with mode:
+        for _ in range(5):
+            y = torch.cat([x, x])
+            del y
+        assert mode.now == x.nbytes and mode.peak == 3 * x.nbytes
+        mode.restart()
+        assert mode.peak == x.nbytes
+    del x
+    assert mode.now == 0 and not mode.live
+
+
+def test_an_operator_without_shapes():
+    mode = Hollow()
+    x = make(mode, 100, 100)
+    with mode, pytest.raises(CannotPlan, match=r"aten::_unique2"):
+        x.unique()
+
+
+def test_states_that_are_there_from_the_start():
+    model = nn.Linear(8, 8)
+    plan = Plan(None, model)
+    peak = plan.measure(
+        lambda batches: model(batches[0]["x"]).sum().backward(), [{"x": torch.zeros(4, 8)}], states=5 * MIB
+    )
+    assert peak.parts["optimizer states"] == 5 * MIB and peak.total < 6 * MIB
+    assert plan.hollow.now == peak.parts["weights"]  # neither states nor batch are held any longer
+
+
+def test_what_is_small_is_computed():
+    mode = Hollow()
+    with mode:
+        assert torch.arange(hollow_module.SMALL)[-1].item() == hollow_module.SMALL - 1 and not mode.guesses
+        large = torch.arange(hollow_module.SMALL + 1)
+        assert large[-1].item() == 1 and mode.guesses == 1 and mode.now >= large.nbytes
