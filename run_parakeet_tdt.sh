@@ -19,13 +19,14 @@ script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
 rows='
 #tier size batch accumulation what
 *     demo 8 1
-8gb   110m 20 6 R
-8gb   0.6b 10 12 R H --eval_batch_size 4
-16gb  110m 20 6
-16gb  0.6b 20 6 R 8
-24gb  110m 20 6
-24gb  0.6b 12 10 8 --eval_batch_size 10
-a100  *    20 6 --eval_batch_size 10    # the guide of the replaced project adds R and 8, which this does not need
+8gb   110m 15 8
+8gb   0.6b 8 15 R 8 --eval_batch_size 4
+16gb  110m 40 3
+16gb  0.6b 5 24
+24gb  110m 60 2
+24gb  0.6b 12 10 --eval_batch_size 10
+a100  110m 120 1 --eval_batch_size 10
+a100  0.6b 60 2 --eval_batch_size 10
 cpu   *    4 30 R
 '
 tier_and_size "$@"; shift "$words"

@@ -18,9 +18,9 @@ rows='
 *     minimal   + --d_model 128 --encoder_layers 6 --decoder_layers 3
 *     optimized + --d_model 192 --encoder_layers 8 --decoder_layers 4
 *     original  + --d_model 256 --encoder_layers 12 --decoder_layers 6
-4gb   *         4 2
-6gb   *         4 2
-8gb   *         4 2
+4gb   *         8 1
+6gb   *         8 1
+8gb   *         8 1
 t4    *         2 4
 16gb  *         8 1
 24gb  *         8 1

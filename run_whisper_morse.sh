@@ -21,47 +21,47 @@ script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
 rows='
 #tier size   batch accumulation what, or flags
 *     demo   24 1
-4gb   tiny   12 8
-4gb   base   4 24
-4gb   small  2 48 R H
-4gb   many   2 128 R H
+4gb   tiny   24 4
+4gb   base   8 12
+4gb   small  6 16 R H
+4gb   many   4 64 R H
 4gb   *      ! small, base or tiny
-6gb   tiny   24 4
-6gb   base   12 8
-6gb   small  8 12 R 8
-6gb   many   8 32 R 8
+6gb   tiny   32 3
+6gb   base   16 6
+6gb   small  6 16 R
+6gb   many   4 64 R
 6gb   *      ! small, base or tiny
-8gb   tiny   32 3
-8gb   base   16 6
-8gb   small  16 6 R
-8gb   many   16 16 R
-8gb   medium 24 4 R F H
+8gb   tiny   48 2
+8gb   base   24 4
+8gb   small  4 24
+8gb   many   4 64
+8gb   medium 16 6 R F 8
 8gb   large  ! turbo, medium or small
 8gb   turbo  8 12 F
-16gb  many   64 4 R --dataloader_num_workers 8
+16gb  many   16 16 --dataloader_num_workers 8
 16gb  *      + --dataloader_num_workers 6
-16gb  tiny   48 2
+16gb  tiny   96 1
 16gb  base   48 2
-16gb  small  12 8
-16gb  medium 16 6 R 8
-16gb  large  16 6 R F 8
-16gb  turbo  12 8 R 8
-24gb  many   64 4 R --dataloader_num_workers 8
+16gb  small  16 6
+16gb  medium 8 12 R
+16gb  large  24 4 R F 8
+16gb  turbo  16 6 R 8
+24gb  many   32 8 --dataloader_num_workers 8
 24gb  *      + --dataloader_num_workers 6
 24gb  tiny   96 1
-24gb  base   48 2
-24gb  small  24 4
-24gb  medium 24 4 R
-24gb  large  8 12 R 8
-24gb  turbo  16 6 R
-32gb  many   64 4 R --dataloader_num_workers 8
+24gb  base   96 1
+24gb  small  32 3
+24gb  medium 4 24
+24gb  large  12 8 R 8
+24gb  turbo  3 32
+32gb  many   32 8 --dataloader_num_workers 8
 32gb  *      + --dataloader_num_workers 6
 32gb  tiny   96 1
-32gb  base   48 2
-32gb  small  48 2 R
-32gb  medium 32 3 R
-32gb  large  16 6 R 8
-32gb  turbo  32 3 R
+32gb  base   96 1
+32gb  small  48 2
+32gb  medium 12 8
+32gb  large  12 8 R
+32gb  turbo  8 12
 cpu   tiny   12 8
 cpu   base   12 8
 cpu   small  4 24

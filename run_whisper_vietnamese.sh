@@ -19,34 +19,33 @@ script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
 rows='
 #tier size   batch accumulation what
 *     demo   16 1
-4gb   tiny   12 2
-4gb   base   4 6
-4gb   small  2 12 R H
+4gb   tiny   24 1
+4gb   base   8 3
+4gb   small  6 4 R H
 4gb   *      ! small, base or tiny
 6gb   tiny   24 1
-6gb   base   6 4
-6gb   small  8 3 R 8
+6gb   base   12 2
+6gb   small  6 4 R
 6gb   *      ! small, base or tiny
 8gb   tiny   24 1
-8gb   base   6 4    # as in the guide; 22 clips of 30 s are predicted to fit
-8gb   small  12 2 R
-8gb   medium 12 2 R F H
+8gb   base   24 1
+8gb   small  4 6
+8gb   medium 12 2 R F 8
 8gb   large  ! turbo, medium or small
 8gb   turbo  8 3 F
 16gb  tiny   24 1
 16gb  base   24 1
-16gb  small  8 3
-16gb  medium 12 2 R 8
-16gb  large  12 2 R F 8
+16gb  small  12 2
+16gb  medium 8 3 R
+16gb  large  24 1 R F 8
 16gb  turbo  12 2 R 8
 24gb  tiny   24 1
 24gb  base   24 1
 24gb  small  24 1
-24gb  medium 24 1 R
-24gb  large  8 3 R 8
-24gb  turbo  12 2 R
+24gb  medium 4 6
+24gb  large  12 2 R 8
+24gb  turbo  3 8
 a100  large  12 2
-a100  turbo  12 2
 a100  *      24 1
 cpu   tiny   8 3
 cpu   base   8 3

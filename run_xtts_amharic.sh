@@ -21,16 +21,16 @@ script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
 rows='
 #tier size       batch accumulation what
 *     demo       16 1
-8gb   full       16 15 R 8
-12gb  full       24 10 R
-16gb  full       5 48
-24gb  full       10 24
-a100  full       40 6
+8gb   full       20 12 R 8
+12gb  full       30 8 R
+16gb  full       8 30
+24gb  full       16 15
+a100  full       80 3
 cpu   full       4 60 R
 *     small_data + --num_epochs 20 --warmup_steps 50 --early_stopping_patience 3
 8gb   small_data 8 1 R 8
 12gb  small_data 8 1 R
-16gb  small_data 4 2
+16gb  small_data 8 1
 24gb  small_data 8 1
 a100  small_data 8 1
 cpu   small_data 4 2 R

@@ -45,9 +45,9 @@ class NoPlan(Exception):
     """A row that cannot be planned. The message says why, in one line."""
 
 
-def command_of(script: str, tier: str, size: str, *more: str) -> list[str]:
-    """The words of the recipe's command that a script prints, without the interpreter. Raises `NoPlan`."""
-    words = [str(tier_tables.ROOT / script), tier, size, *SCRIPTS[script], *more, "--print"]
+def command_of(script: str, tier: str, size: str, card: str, *more: str) -> list[str]:
+    """The words of the recipe's command that a script prints for a plan, without the interpreter. Raises `NoPlan`."""
+    words = [str(tier_tables.ROOT / script), tier, size, *SCRIPTS[script], *more, "--dry_run", card, "--print"]
     printed = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "GPUS": "1"})
     if printed.returncode:
         raise NoPlan(last_line(printed.stderr.splitlines()))
@@ -58,10 +58,10 @@ def last_line(lines: list[str]) -> str:
     return lines[-1] if lines else "no message"
 
 
-def plan(command: list[str], card: str, wants_advice: bool = False) -> tuple[dict, list[str]]:
+def plan(command: list[str], wants_advice: bool = False) -> tuple[dict, list[str]]:
     """The prediction of a recipe's command, {"gib": at the peak, "verdict": text}, and the lines of the advice if it does
     not fit, which take as long as several plans. Raises `NoPlan`."""
-    words = [sys.executable, *command, "--dry_run", card]
+    words = [sys.executable, *command]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
     peak = verdict = None
     lines = []
@@ -85,7 +85,7 @@ def plan_row(script: str, tier: str, size: str, row: str) -> dict | None:
     """The entry of a row, or None if it cannot be planned. Prints a line, and advice if it does not fit."""
     started, advice, entry = time.monotonic(), [], None
     try:
-        planned, advice = plan(command_of(script, tier, size), tier, wants_advice=True)
+        planned, advice = plan(command_of(script, tier, size, tier), wants_advice=True)
         entry = {"row": row, **planned}
         result = f"{entry['gib']:.2f} GiB, {entry['verdict']}"
     except NoPlan as error:
@@ -130,7 +130,7 @@ def largest(script: str, size: str, card: str, letters: str) -> list[str]:
     def is_too_large(cut: str) -> bool:
         number, _, times = cut.split()
         more = ("--batch_size", number, "--gradient_accumulation_steps", times)
-        planned, _ = plan(command_of(script, "cpu", size, *flags, *more), card)
+        planned, _ = plan(command_of(script, "cpu", size, card, *flags, *more))
         print(
             f"{script} {size} {card}: {cut} {letters}: {planned['gib']:.2f} GiB, {planned['verdict']}", file=sys.stderr
         )

@@ -113,6 +113,7 @@ class Hollow(TorchDispatchMode):
         self.entered: list[int] = []  # autograd's sequence numbers at which the innermost module changed,
         self.innermost: list[str] = []  # and to which
         self.place = ("", "forward")
+        self.operator = self.peak_operator = ""  # of torch, now and at the peak
         self.updating = False  # an optimizer makes its update
 
     # --- storages ---
@@ -176,7 +177,7 @@ class Hollow(TorchDispatchMode):
         """Notes the peak, if this is one."""
         if self.now + internal > self.peak:
             self.peak, self.peak_time, self.peak_internal = self.now + internal, self.clock, internal
-            self.place = self.locate()
+            self.place, self.peak_operator = self.locate(), self.operator
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block of a hollow tensor, None of another one."""
@@ -224,6 +225,7 @@ class Hollow(TorchDispatchMode):
         operator = self.operators.get(function)
         if operator is None:
             operator = self.operators[function] = Operator(function)
+        self.operator = operator.name
         tensors = tensors_in((*args, *kwargs.values()))
         is_hollow = False
         for tensor in tensors:
@@ -322,7 +324,7 @@ class Hollow(TorchDispatchMode):
         for block in self.blocks:
             if block.born <= self.peak_time < block.died:
                 parts[block.part] += block.size
-        return Peak(parts, self.peak_internal, *self.place, self.guesses)
+        return Peak(parts, self.peak_internal, *self.place, self.guesses, self.peak_operator.removeprefix("aten::"))
 
 
 def channels_last(tensor: torch.Tensor) -> bool:

@@ -35,7 +35,8 @@ def describe(peak: Peak, card: Card, what: str) -> str:
     width = max(map(len, sizes))
     lines = [f"Dry run: {what}", *(f"  {name:<{width}}  {size(count):>10}" for name, count in sizes.items())]
     place = f"in {peak.module}" if peak.module else "outside any module"
-    lines.append(f"Peak: {size(peak.total)} allocated by the step, {peak.phase}, {place}")
+    at = f" ({peak.operator})" if peak.operator else ""
+    lines.append(f"Peak: {size(peak.total)} allocated by the step, {peak.phase}, {place}{at}")
     lines.append(f"Verdict: {verdict(peak, card)[0]} (it fits if {MARGIN} % of the card stay free)")
     if peak.guesses:
         lines.append(f"Values that the step reads and that were guessed: {peak.guesses}")

@@ -13,7 +13,7 @@ Every SNR is stated in 2,500 Hz.
 --model_size base trains a model whose tokens are Morse's symbols. --export DIR writes a folder that transformers'
 WhisperForConditionalGeneration and pipeline load. --dry_run 8GB predicts a run's memory.
 
-Memory: benchmarks/RESULTS.md has what each size is predicted to need. Expect a character error rate of about 2 % on the
+Memory: --dry_run 8GB predicts what a run needs, without a GPU. Expect a character error rate of about 2 % on the
 demo's held-out clips (15-28 WPM, 450-900 Hz, 0-20 dB) after its 1,100 updates (two CPU cores: seven minutes).
 
 Sources: Whisper (Radford et al. 2022); ITU-R M.1677 (codes and timing); the contests' own rules (exchanges); SpecAugment

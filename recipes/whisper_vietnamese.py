@@ -12,7 +12,7 @@ trained on as it is written, in NFC: case, tones, punctuation and numbers stay. 
 --model_size base trains a model with a vocabulary made from the text. --export DIR writes a folder that transformers'
 WhisperForConditionalGeneration and pipeline load. --dry_run 8GB predicts a run's memory.
 
-Memory: benchmarks/RESULTS.md has what each size is predicted to need; base trains in 8 GB with 22 clips of 30 s. Expect a
+Memory: --dry_run 8GB predicts what a run needs; base trains in 8 GB with 24 clips of 30 s at once (predicted). Expect a
 character error rate of 6 to 9 % on the demo's held-out sentences after its 1,800 updates (two CPU cores: seven minutes).
 
 Sources: Whisper (Radford et al. 2022); variable length as in icefall's Whisper recipes; SpecAugment (Park et al. 2019) with

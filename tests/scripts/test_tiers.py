@@ -39,12 +39,32 @@ if gib > room:
 """
 
 
+ROWS = """
+*     demo       16 1
+8gb   full       16 15 R 8
+12gb  full       24 10 R
+16gb  full       5 48
+24gb  full       10 24
+a100  full       40 6
+cpu   full       4 60 R
+8gb   small_data 8 1 R 8
+12gb  small_data 8 1 R
+16gb  small_data 4 2
+24gb  small_data 8 1
+a100  small_data 8 1
+cpu   small_data 4 2 R
+"""
+
+
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
     """A copy of the scripts with a stub for XTTS's recipe; `benchmarks` writes there."""
     for name in ["common/env.sh", SCRIPT, PAGE]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
+    text = (tmp_path / SCRIPT).read_text(encoding="utf-8")
+    start = text.index("rows='") + len("rows='")
+    (tmp_path / SCRIPT).write_text(text[:start] + ROWS + text[text.index("'", start) :], encoding="utf-8")
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "recipes/xtts_amharic.py").write_text(STUB, encoding="utf-8")
     monkeypatch.setattr(tier_tables, "ROOT", tmp_path)
@@ -144,7 +164,7 @@ def test_scripts_and_letters_are_those_of_the_tables():
 
 
 def test_a_real_plan_agrees_with_the_predictions():
-    planned, _ = tiers.plan(tiers.command_of("run_training_memory_optimized.sh", "4gb", "minimal"), "4gb")
+    planned, _ = tiers.plan(tiers.command_of("run_training_memory_optimized.sh", "4gb", "minimal", "4gb"))
     assert planned["verdict"] == "fits"
     assert planned["gib"] == pytest.approx(
         tier_tables.predictions()["run_training_memory_optimized.sh 4gb minimal"]["gib"], rel=0.1
