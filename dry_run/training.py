@@ -113,6 +113,8 @@ class Training:
         peak = measure(settings)
         what = f"{settings.batch_size} x {self.seconds:.1f} s, {settings.accumulation} times in an update"
         print(describe(peak, card, f"{what}, {dtype.removeprefix('torch.')}"), flush=True)
+        if args.torch_compile:
+            print("Planned without --torch_compile: what the compiler keeps is not known")
         status = verdict(peak, card)[1]
         if status:
             can = {"optimizer", *["checkpointing"] * (self.checkpoint is not None)}

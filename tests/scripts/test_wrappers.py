@@ -2,6 +2,7 @@
 the project with a stub for the recipe, made-up requirements and interpreters with made-up packages: no network."""
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tier_tables
 from common import options
 from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
 from speech import recogniser
@@ -234,8 +236,8 @@ SIZES = {
 TOO_LARGE = {("8gb", "large"), *((tier, size) for tier in ("4gb", "6gb") for size in ("medium", "large", "turbo"))}
 UPDATES = {KONKANI: 8, VIETNAMESE: 24, MORSE: 96, PARAKEET: 120}
 DEMO_UPDATES = {VIETNAMESE: 16, MORSE: 24, PARAKEET: 8, XTTS: 16}
-# A size whose row has 8 in tier 16gb and H in 8gb, and another size.
-LETTERED = {VIETNAMESE: ("medium", "tiny"), MORSE: ("medium", "tiny"), PARAKEET: ("0.6b", "110m")}
+# A row that has 8, and another size.
+LETTERED = {VIETNAMESE: ("16gb", "turbo", "tiny"), MORSE: ("16gb", "turbo", "tiny"), PARAKEET: ("8gb", "0.6b", "110m")}
 MODEL, DATA = ["--model_dir", str(ROOT)], ["--train_manifest", "train.json"]  # resolving looks for the folder
 
 
@@ -340,24 +342,31 @@ def test_without_model_and_data_a_script_runs_the_recipes_own_demo_in_every_tier
         assert "size demo" in " ".join(command_of(wrapper, "cpu", "demo", *given, status=2))
 
 
+def row_of(wrapper: str, tier: str, size: str) -> tuple[int, int, str]:
+    """Micro-batch, accumulation and letters of a row, as `benchmarks` reads it."""
+    batch, accumulation, *rest = tier_tables.row_of(tier_tables.read_rows(Path(wrapper).name), tier, size)[2:]
+    letters = itertools.takewhile(lambda word: not word.startswith("--"), rest)
+    return int(batch), int(accumulation), "".join(letters)
+
+
 def test_vietnamese_defaults_are_the_guides():
     args = resolved(VIETNAMESE, command_of(VIETNAMESE, "8gb", *DATA))
     assert (args.model_size, args.from_scratch, args.learning_rate) == ("base", True, 1e-4)
     assert (args.warmup_steps, args.max_steps, args.save_every, args.keep_last) == (1000, 50_000, 1000, 5)
     assert (args.max_target_tokens, args.lr_schedule, args.mixed_precision) == (256, "cosine", "auto")
-    assert (args.batch_size, args.gradient_accumulation_steps) == (6, 4)
+    assert args.batch_size * args.gradient_accumulation_steps == 6 * 4  # the guide's; all at once fit
     args = resolved(VIETNAMESE, command_of(VIETNAMESE, "8gb", "tiny", *DATA, *MODEL, "--num_epochs", "3"))
     assert (args.num_epochs, args.max_steps, args.learning_rate, args.warmup_steps) == (3, None, None, 1000)
 
 
 def test_morse_rows_are_the_guides():
+    """The update and the data workers; micro-batches are as large as they are planned to fit."""
     for words, expected in {
-        # The guide's 48 x 2 for the RTX 4080 needs gradient checkpointing; this is the same update without it.
-        ("16gb", "small"): (12, 8, 6), ("32gb", "small"): (48, 2, 6), ("32gb", "medium"): (32, 3, 6),
-        ("32gb", "large"): (16, 6, 6), ("32gb", "many"): (64, 4, 8), ("8gb", "small"): (16, 6, "auto"),
+        ("16gb", "small"): (96, 6), ("32gb", "small"): (96, 6), ("32gb", "medium"): (96, 6), ("32gb", "large"): (96, 6),
+        ("32gb", "many"): (256, 8), ("8gb", "small"): (96, "auto"),
     }.items():  # fmt: skip
-        args = resolved(MORSE, command_of(MORSE, *words, *MODEL))
-        assert (args.batch_size, args.gradient_accumulation_steps, args.dataloader_num_workers) == expected
+        found = command_of(MORSE, *words, *MODEL)
+        assert (of_update(found), resolved(MORSE, found).dataloader_num_workers) == expected
     for tier in TIERS[MORSE]:
         words = command_of(MORSE, tier, "many", "--conditions", "wide")
         args = resolved(MORSE, words)
@@ -368,14 +377,9 @@ def test_morse_rows_are_the_guides():
 
 @pytest.mark.parametrize("tier", TIERS[PARAKEET])
 def test_every_row_of_parakeet_has_the_same_update_and_is_understood(tier):
-    rows = {  # (batch, accumulation), the flags of R, 8 and H, utterances of an evaluation
-        ("a100", "110m"): (20, 6, "", 10), ("a100", "0.6b"): (20, 6, "", 10), ("24gb", "110m"): (20, 6, "", 8),
-        ("24gb", "0.6b"): (12, 10, "8", 10), ("16gb", "110m"): (20, 6, "", 8), ("16gb", "0.6b"): (20, 6, "R8", 8),
-        ("8gb", "110m"): (20, 6, "R", 8), ("8gb", "0.6b"): (10, 12, "RH", 4), ("cpu", "110m"): (4, 30, "R", 8),
-        ("cpu", "0.6b"): (4, 30, "R", 8),
-    }  # fmt: skip
     for size in SIZES[PARAKEET][1:]:
-        batch, accumulation, letters, evaluated = rows[tier, size]
+        batch, accumulation, letters = row_of(PARAKEET, tier, size)
+        evaluated = {"8gb 0.6b": 4, "24gb 0.6b": 10, "a100 110m": 10, "a100 0.6b": 10}.get(f"{tier} {size}", 8)
         for given in ([], MODEL, ["--model_file", __file__], DATA, ["--from_scratch"], [*MODEL, *DATA]):
             words = command_of(PARAKEET, tier, size, *given)
             args = resolved(PARAKEET, words)
@@ -396,17 +400,10 @@ def test_every_row_of_parakeet_has_the_same_update_and_is_understood(tier):
     assert resolved(PARAKEET, command_of(PARAKEET, tier, *MODEL, *folder)).output_dir == "elsewhere"
 
 
-XTTS_ROWS = {  # (batch, accumulation), the flags of R and 8
-    ("8gb", "full"): (16, 15, "R8"), ("12gb", "full"): (24, 10, "R"), ("16gb", "full"): (5, 48, ""),
-    ("24gb", "full"): (10, 24, ""), ("a100", "full"): (40, 6, ""), ("cpu", "full"): (4, 60, "R"),
-    ("8gb", "small_data"): (8, 1, "R8"), ("12gb", "small_data"): (8, 1, "R"), ("16gb", "small_data"): (4, 2, ""),
-    ("24gb", "small_data"): (8, 1, ""), ("a100", "small_data"): (8, 1, ""), ("cpu", "small_data"): (4, 2, "R"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("tier", "size"), XTTS_ROWS)
+@pytest.mark.parametrize("size", ["full", "small_data"])
+@pytest.mark.parametrize("tier", TIERS[XTTS])
 def test_every_row_of_xtts_has_the_same_update_and_is_understood(tier, size):
-    batch, accumulation, letters = XTTS_ROWS[tier, size]
+    batch, accumulation, letters = row_of(XTTS, tier, size)
     csv = ["--train_csv", "train.csv", "--eval_csv", "val.csv"]
     for given in ([], MODEL, [*MODEL, *DATA], [*MODEL, *csv], ["--from_scratch"], ["--from_scratch", *DATA], csv):
         words = command_of(XTTS, tier, size, *given)
@@ -457,14 +454,15 @@ def test_xttss_flags_of_the_replaced_project_win_over_the_rows():
 
 @pytest.mark.parametrize("wrapper", RECOGNISERS)
 def test_a_users_flags_win_over_the_rows(wrapper):
-    size, other = LETTERED[wrapper]
-    words = command_of(wrapper, "16gb", size, *MODEL, "--batch_size", "1", "--no_gradient_checkpointing")
+    tier, size, other = LETTERED[wrapper]
+    words = command_of(wrapper, tier, size, *MODEL, "--batch_size", "1", "--no_gradient_checkpointing")
     args = resolved(wrapper, words)
     assert args.batch_size == 1 and not args.gradient_checkpointing and args.optimizer == "adamw_8bit"
     # A user's option takes the place of the row's that it excludes.
-    args = resolved(wrapper, command_of(wrapper, "16gb", size, *MODEL, "--use_cpu_offload"))
+    args = resolved(wrapper, command_of(wrapper, tier, size, *MODEL, "--use_cpu_offload"))
     assert args.optimizer == "adamw" and args.use_cpu_offload
-    args = resolved(wrapper, command_of(wrapper, "8gb", size, *MODEL, "--optimizer", "adamw_8bit"))
+    offloaded = ("8gb", size) if wrapper == PARAKEET else ("4gb", "small")
+    args = resolved(wrapper, command_of(wrapper, *offloaded, *MODEL, "--optimizer", "adamw_8bit"))
     assert args.optimizer == "adamw_8bit" and not args.use_cpu_offload
     args = resolved(wrapper, command_of(wrapper, "cpu", *DATA, f"--model_size={other}", "--learning_rate=1e-3"))
     assert (args.model_size, args.learning_rate) == (other, 1e-3)
@@ -557,17 +555,17 @@ def test_several_gpus_share_the_update_of_every_row(wrapper, tier):
     ("wrapper", "words", "gpus", "cut"),
     [
         (KONKANI, "16gb", "2", (4, 1)), (KONKANI, "t4", "2", (2, 2)), (KONKANI, "t4", "8", (1, 1)),
-        (VIETNAMESE, "24gb tiny", "8", (3, 1)), (VIETNAMESE, "8gb small", "4", (6, 1)), (VIETNAMESE, "8gb base", "4", (6, 1)),
-        (VIETNAMESE, "16gb small", "2", (6, 2)), (VIETNAMESE, "16gb small", "3", (8, 1)), (VIETNAMESE, "cpu", "2", (8, 1)),
-        (MORSE, "32gb many", "8", (32, 1)), (MORSE, "24gb medium", "3", (16, 2)), (MORSE, "cpu", "4", (6, 1)),
-        *((PARAKEET, "a100 0.6b", gpus, cut) for gpus, cut in {"2": (20, 3), "4": (15, 2), "8": (15, 1)}.items()),
+        (VIETNAMESE, "24gb tiny", "8", (3, 1)), (VIETNAMESE, "8gb small", "4", (3, 2)), (VIETNAMESE, "8gb base", "4", (6, 1)),
+        (VIETNAMESE, "16gb small", "2", (12, 1)), (VIETNAMESE, "16gb small", "3", (8, 1)), (VIETNAMESE, "cpu", "2", (8, 1)),
+        (MORSE, "32gb many", "8", (32, 1)), (MORSE, "24gb medium", "3", (4, 8)), (MORSE, "cpu", "4", (6, 1)),
+        *((PARAKEET, "a100 0.6b", gpus, cut) for gpus, cut in {"2": (60, 1), "4": (30, 1), "8": (15, 1)}.items()),
         *((PARAKEET, "24gb 0.6b", gpus, cut) for gpus, cut in {"2": (12, 5), "4": (10, 3), "8": (5, 3)}.items()),
-        *((PARAKEET, "8gb 0.6b", gpus, cut) for gpus, cut in {"2": (10, 6), "4": (10, 3), "8": (5, 3)}.items()),
-        (PARAKEET, "16gb --from_scratch", "4", (15, 2)), (PARAKEET, "cpu 0.6b", "8", (3, 5)), (PARAKEET, "8gb", "8", (1, 1)),
-        *((XTTS, "8gb full", gpus, cut) for gpus, cut in {"2": (15, 8), "4": (15, 4), "8": (15, 2)}.items()),
-        *((XTTS, "12gb full", gpus, cut) for gpus, cut in {"2": (24, 5), "4": (20, 3), "8": (15, 2)}.items()),
-        *((XTTS, "a100 --from_scratch", gpus, cut) for gpus, cut in {"2": (40, 3), "4": (30, 2), "8": (30, 1)}.items()),
-        (XTTS, "16gb full", "3", (5, 16)), (XTTS, "16gb small_data", "4", (2, 1)), (XTTS, "cpu", "8", (2, 1)),
+        *((PARAKEET, "8gb 0.6b", gpus, cut) for gpus, cut in {"2": (6, 10), "4": (6, 5), "8": (5, 3)}.items()),
+        (PARAKEET, "16gb --from_scratch", "4", (5, 6)), (PARAKEET, "cpu 0.6b", "8", (3, 5)), (PARAKEET, "8gb", "8", (1, 1)),
+        *((XTTS, "8gb full", gpus, cut) for gpus, cut in {"2": (20, 6), "4": (20, 3), "8": (15, 2)}.items()),
+        *((XTTS, "12gb full", gpus, cut) for gpus, cut in {"2": (30, 4), "4": (30, 2), "8": (30, 1)}.items()),
+        *((XTTS, "a100 --from_scratch", gpus, cut) for gpus, cut in {"2": (60, 2), "4": (60, 1), "8": (30, 1)}.items()),
+        (XTTS, "16gb full", "3", (8, 10)), (XTTS, "16gb small_data", "4", (2, 1)), (XTTS, "cpu", "8", (2, 1)),
     ],
 )  # fmt: skip
 def test_a_gpus_share_is_in_the_largest_micro_batches_that_divide_it(wrapper, words, gpus, cut):
