@@ -77,7 +77,7 @@ def plan(command: list[str], wants_advice: bool = False) -> tuple[dict, list[str
                 process.kill()
     if not peak or not verdict or process.returncode not in (0, 3, -signal.SIGKILL):
         raise NoPlan(f"status {process.returncode}: {last_line(lines)}")
-    advice = [line for line in lines if line.startswith(("  --", "Peak with", "No flags"))]
+    advice = [line for line in lines if line.startswith(("  --", "Peak with", "These flags"))]
     return {"gib": round(float(peak[1]) * GIB[peak[2]], 2), "verdict": verdict[1]}, advice
 
 

@@ -195,7 +195,7 @@ tier_and_size() {
   esac
   case "$gpus" in *[!0-9]* | 0* | ?????*) fail "GPUS=$gpus: it must be the number of GPUs to train on, such as 2" 2 ;; esac
   if [ "$gpus" -gt 1 ] && { ! trains "$@" || given '--verify_gpu --dry_run' "$@"; }; then
-    say "GPUS=$gpus is ignored: it is for training, and this command runs in one process"
+    say "GPUS=$gpus is ignored: this command runs in one process"
     gpus=1
   fi
   flags=(--mixed_precision)

@@ -63,22 +63,21 @@ class Task:
 @dataclass(frozen=True)
 class Run:
     """A run that has begun: where it computes, the content of the checkpoint that it resumes (or None), and the weights
-    of --init_from (or None); `train` empties both. `locks` hold the folders as long as they exist. A run that is only
-    `planned` (--dry_run, --verify_gpu) has tensors without values, on the device "meta"."""
+    of --init_from (or None); `train` empties both. `locks` hold the folders as long as they exist. `planned`: see `planner`;
+    tensors of a run that is only planned (--dry_run, --verify_gpu) have no values: they are on the device "meta"."""
 
     setup: Setup
     resumed: dict | None = None
     initial: dict | None = None
     locks: list = field(default_factory=list)
-    planned: object = None  # by what: see `planner`
+    planned: tuple | None = None
 
 
 def begin(args, name: str, metadata: dict | None = None) -> Run:
     """Starts a run: device and ranks, the locks on its folders, the checkpoint to resume from, whose metadata must fit the
     schema `metadata`. From here on `args` is read-only. Raises `UsageError` and `RunError`."""
     planned, locks = planner(args) if options.plans(args) else None, []
-    if not planned:
-        errors.Output.optional = True  # output that cannot be written does not end the run
+    errors.Output.optional = not planned  # output that cannot be written does not end a training
     setup = Setup(torch.device("meta")) if planned else device.setup(args)
     if setup.ranks.first and not planned:
         check_folder(args.log_dir)
@@ -93,13 +92,12 @@ def begin(args, name: str, metadata: dict | None = None) -> Run:
 
 
 def planner(args) -> tuple:
-    """The package dry_run, and the card that --dry_run names or that is there: None if --verify_gpu finds none."""
+    """The package dry_run, and the card that is planned for: None if --verify_gpu finds none. Raises `UsageError`."""
     import dry_run
 
-    try:
-        return dry_run, dry_run.choose_card(args.dry_run)
-    except ValueError as error:
-        raise UsageError(f"--dry_run: {error}") from None
+    if device.torchrun("WORLD_SIZE", 1) > 1:
+        raise UsageError("--dry_run and --verify_gpu plan for one GPU: start them without torchrun")
+    return dry_run, dry_run.choose_card(args.dry_run, args.device, UsageError)
 
 
 @dataclass
@@ -257,24 +255,26 @@ def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, 
 
 
 def plan(args, dry_run, card, model: torch.nn.Module, task: Task, windows: Windows) -> int:
-    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_window` on tensors without values. Prints what it is
-    made of and, if it does not fit, with which flags it does. Returns the exit status. Raises `DataError` and `RunError`."""
+    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_window` on tensors without values. Prints the answer
+    and returns the exit status. Raises `DataError` and `RunError`."""
     if card is None:
         return preflight.verify(args, model)
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
-    epochs = math.ceil(windows.total_steps(args) / windows.per_epoch)
+    items = dry_run.longest_items(windows.dataset, math.ceil(windows.total_steps(args) / windows.per_epoch), DataError)
+
+    def step(batches: list[dict]) -> None:
+        outcome = run_window(model, batches, batches[0]["counts"], task.compute_loss, task.loss_weights, setup)
+        if outcome.failed:
+            raise dry_run.CannotPlan(outcome.reason)
+
     training = dry_run.Training(
-        model, lambda batches: run_window(model, batches, batches[0]["counts"], task.compute_loss, task.loss_weights, setup),
-        dry_run.longest_items(windows.dataset, epochs, DataError), functools.partial(optim.state_bytes, model),
+        model, step, items, len(windows.data), functools.partial(optim.state_bytes, model),
         functools.partial(memory.checkpoint_layers, model, task.checkpointed) if task.checkpointed else None,
         windows.dataset.collate, task.compute_loss,
     )  # fmt: skip
-    try:
-        if args.verify_gpu:
-            return preflight.verify(args, model, training.needs(args, card))
-        return training.answer(args, card, str(setup.dtype or torch.float32))
-    except dry_run.CannotPlan as error:
-        raise RunError(f"this run cannot be planned: {error}") from None
+    if args.verify_gpu:
+        return preflight.verify(args, model, lambda: training.needs(args, card))
+    return training.answer(args, card, str(setup.dtype or torch.float32), RunError)
 
 
 @contextlib.contextmanager

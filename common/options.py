@@ -31,8 +31,7 @@ EXCLUDES = (
     ("dry_run", "verify_gpu", "give one of them"),
     *((flag, "evaluate", TRAINS) for flag in TRAINING),
 )  # fmt: skip
-# Rows (flag, flags of which one must be given, reason).
-NEEDS = (("average_by", ("average_checkpoints",), ""),)
+NEEDS = (("average_by", ("average_checkpoints",), ""),)  # rows (flag, flags of which one must be given, reason)
 
 
 class OnOff(argparse.Action):
@@ -150,7 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
     memory.add_argument("--persistent_workers", action=OnOff, default=True, help="keep the evaluation's workers between evaluations (on)")
     memory.add_argument("--skip_bad_audio", action=OnOff, default=False, help="skip, count and list samples that cannot be read, instead of stopping (off)")
     memory.add_argument("--dry_run", nargs="?", const="", metavar="CARD", help="predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD (8GB, 24gb, t4; default: the one that is there), and exit: status 3 if it does not fit")
-    memory.add_argument("--verify_gpu", action=OnOff, default=False, help="check GPU, driver, memory, precision, attention, compiler, data workers and disk for this run, and exit")
+    memory.add_argument("--verify_gpu", action=OnOff, default=False, help="check GPU, driver, memory, precision, attention, compiler and disk for this run, and exit")
 
     output = parser.add_argument_group("evaluation and output")
     output.add_argument("--eval_every", type=COUNT, metavar="N", help="updates between evaluations; 0 = at the end of each epoch (0)")

@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,9 @@ PASS, FAIL, SKIP = "pass", "FAIL", "skip"
 BACKENDS = {"flash": "FLASH_ATTENTION", "memory-efficient": "EFFICIENT_ATTENTION", "math": "MATH"}  # of torch
 
 
-def verify(args, model: torch.nn.Module, plan: tuple[int, str] | None = None) -> int:
+def verify(args, model: torch.nn.Module, plan: Callable[[], tuple[int, str]] | None = None) -> int:
     """Prints a line for each check of what a run with these flags needs, and returns the exit status: 1 if one fails.
-    `plan`: the bytes of the GPU that the longest micro-batch takes, and whether it fits. Nothing is written."""
+    `plan()`: the bytes that must be free for the longest micro-batch, and the verdict. Nothing is written."""
     on_gpu = argparse.Namespace(**{**vars(args), "device": args.device.replace("auto", "cuda")})  # not the CPU instead
     try:
         setup = device.setup(on_gpu, quiet=True)
@@ -30,7 +31,7 @@ def verify(args, model: torch.nn.Module, plan: tuple[int, str] | None = None) ->
     needs_gpu = {"memory", "attention", "precision" if found[0] == FAIL else ""}
     checks = {
         "GPU": lambda: found,
-        "memory": lambda: check_memory(setup, *plan),
+        "memory": lambda: check_memory(setup, *plan()),
         "precision": lambda: check_precision(args, setup),
         "attention": lambda: check_attention(setup),
         "torch.compile": lambda: check_compile(args, setup),
@@ -65,7 +66,7 @@ def check_gpu(setup: Setup) -> tuple[str, str]:
 def check_memory(setup: Setup, needed: int, verdict: str) -> tuple[str, str]:
     """Whether the plan fits into the memory that is free now."""
     free, total = torch.cuda.mem_get_info(setup.device)
-    text = f"{size(free)} of {size(total)} free; the run is predicted to take {size(needed)}: it {verdict}"
+    text = f"{size(free)} of {size(total)} free; the run is predicted to take {size(needed)}: {verdict}"
     if others := gpu.gpu_processes():
         text += f"; also on this GPU: {others}"
     if verdict == "does not fit" or free < needed:

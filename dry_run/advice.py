@@ -77,7 +77,10 @@ def answer(plans: "Plans", chosen: Settings, card: Card) -> str:
     lines.append(f"Peak with {'these' if lines else 'the given'} flags: {result}")
     if peak.total > room(card):
         cards = [other.name for other in sorted(CARDS, key=lambda other: other.total) if peak.total <= room(other)]
-        lines.append(f"No flags make it fit. The smallest card for it: {[*cards, 'none that is known'][0]}")
+        smallest = [*cards, "none that is known"][0]
+        lines.append(
+            f"These flags are not enough: take a smaller model, or --max_duration. The smallest card: {smallest}"
+        )
     return "\n".join(lines)
 
 

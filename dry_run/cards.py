@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MOST = 300  # GiB of a GPU: a larger number is the name of a model
 CONTEXT = GIB // 2  # the CUDA context, which torch's allocator does not count: 0.4 to 0.6 GiB by GPU and driver
 CUBLAS, CUBLAS_HOPPER = 8 * MIB + 128 * KIB, 32 * MIB  # torch's default workspaces, the second from capability 9.0
 KERNELS = 32 * MIB  # an allowance for cuDNN's workspaces and the buffers of reductions
@@ -31,12 +32,16 @@ CARDS = tuple(Card(name, int(gib * GIB), capability) for name, gib, capability i
 ))  # fmt: skip
 
 
-def choose_card(text: str | None) -> Card | None:
-    """The card that `text` names or, if it is empty, the one that is there; None if it is None and none is there. Raises
-    `ValueError`."""
-    card = find_card(text) if text else card_here()
+def choose_card(text: str | None, device: str, error: type[Exception]) -> Card | None:
+    """The card that `text` names or, if it is empty, the one that `device` names (auto, cpu, cuda, cuda:N); None if it is None and
+    none is there. Raises an `error` of this type."""
+    index = device.partition(":")[2]
+    try:
+        card = find_card(text) if text else card_here(int(index) if index.isdecimal() else 0)
+    except ValueError as reason:
+        raise error(f"--dry_run: {reason}") from None
     if card is None and text is not None:
-        raise ValueError("there is no GPU here, so name one, e.g. --dry_run 8GB")
+        raise error("--dry_run: there is no GPU here, so name one, e.g. --dry_run 8GB")
     return card
 
 
@@ -46,9 +51,9 @@ def find_card(text: str) -> Card:
     if known := [card for card in CARDS if plain(card.name) == plain(text)]:
         return known[0]
     number = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)[\s_-]*(gi?b)?\s*", text.lower(), re.ASCII)
-    if number is None or not 0 < float(number[1]) <= 10_000:
+    if number is None or not 0 < float(number[1]) <= MOST:
         names = ", ".join(card.name for card in CARDS)
-        raise ValueError(f"{text!r} is not a GPU: give GiB of memory (11.5; at most 10000) or one of {names}")
+        raise ValueError(f"{text!r} is not a GPU: give GiB of memory (11.5; at most {MOST}) or one of {names}")
     return Card(f"{float(number[1]):g} GiB", math.ceil(float(number[1]) * GIB), (8, 6))
 
 
@@ -57,11 +62,11 @@ def plain(name: str) -> str:
     return re.sub(r"nvidia|geforce|tesla|\s|(?<=\w)[_-]", "", name.lower())
 
 
-def card_here() -> Card | None:
-    """The first visible GPU; None if torch cannot use one."""
-    if not torch.cuda.is_available():
+def card_here(index: int = 0) -> Card | None:
+    """A visible GPU; None if torch cannot use it."""
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(index)
     return Card(properties.name, properties.total_memory, (properties.major, properties.minor))
 
 

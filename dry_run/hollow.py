@@ -31,7 +31,7 @@ SAME_MEMORY = {
 }  # fmt: skip
 
 
-class CannotPlan(Exception):
+class CannotPlan(RuntimeError):
     """The step needs something that a plan does not have; the message says what."""
 
 
@@ -124,7 +124,10 @@ class Hollow(TorchDispatchMode):
         if 0 in size:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         nbytes = (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))) * dtype.itemsize
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        try:
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        except (OSError, OverflowError):
+            raise CannotPlan(f"no {nbytes / 2**30:.1f} GiB of addresses are left (see ulimit -v)") from None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written
             flat = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)

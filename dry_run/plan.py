@@ -9,8 +9,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dry_run.cuda_like import cuda_like
-from dry_run.hollow import SMALL, Hollow
+from dry_run.hollow import SMALL, CannotPlan, Hollow
 from dry_run.peak import Peak
+
+INTERNALS = {
+    torch._C: ("_current_autograd_node", "_ExcludeDispatchKeyGuard", "_dispatch_get_all_op_names", "_dispatch_has_kernel_for_dispatch_key"),
+    torch.autograd: ("_get_sequence_nr",), torch.library: ("_scoped_library", "fallthrough_kernel"), torch.Tag: ("inplace_view",),
+}  # fmt: skip
 
 
 def modules_in(value, depth: int = 4) -> Iterator[torch.nn.Module]:
@@ -49,6 +54,7 @@ class Plan:
         """The peak of `step(batches)`, which is forward, backward and perhaps the update. The batches are all counted, although
         the same one may be given twice. `states`: bytes of the optimizer's states that are there from the start. Raises
         `CannotPlan`."""
+        require_internals()
         hollow, parameters = self.hollow, [p for module in self.modules for p in module.parameters()]
         with contextlib.ExitStack() as stack:
             hollow.restart()
@@ -67,6 +73,13 @@ class Plan:
         for parameter in parameters:
             parameter.grad = None
         return peak
+
+
+def require_internals() -> None:
+    """Raises `CannotPlan` if this torch lacks an internal that a plan uses."""
+    for owner, names in INTERNALS.items():
+        if missing := [name for name in names if not hasattr(owner, name)]:
+            raise CannotPlan(f"torch {torch.__version__} has no {owner.__name__}.{missing[0]}, which a plan uses")
 
 
 def empty(module: torch.nn.Module, hollow: Hollow, known: dict[int, tuple]) -> None:

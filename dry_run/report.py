@@ -37,10 +37,12 @@ def describe(peak: Peak, card: Card, what: str) -> str:
     place = f"in {peak.module}" if peak.module else "outside any module"
     at = f" ({peak.operator})" if peak.operator else ""
     lines.append(f"Peak: {size(peak.total)} allocated by the step, {peak.phase}, {place}{at}")
-    lines.append(f"Verdict: {verdict(peak, card)[0]} (it fits if {MARGIN} % of the card stay free)")
+    lines.append(f"Verdict: {verdict(peak, card)[0]} (it fits if {MARGIN} % of the card stays free)")
     if peak.guesses:
         lines.append(f"Values that the step reads and that were guessed: {peak.guesses}")
-    lines.append("Not known to a plan: cuDNN's choice of algorithms, other processes on the card; hence the margin")
+    lines.append(
+        "Not planned: evaluation (--eval_batch_size), cuDNN's choice of algorithms, other processes; hence the margin"
+    )
     return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in lines)
 
 

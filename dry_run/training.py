@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from dry_run.advice import STATES, Settings, advise
-from dry_run.cards import Card
+from dry_run.cards import Card, workspace
 from dry_run.hollow import CannotPlan
 from dry_run.peak import Peak
 from dry_run.plan import Plan
-from dry_run.report import describe, needed, verdict
+from dry_run.report import describe, verdict
 
 EPOCHS, UTTERANCES = 10, 20  # that are looked at
 TRAINED = (
@@ -22,12 +22,14 @@ TRAINED = (
     "resume",
     "init_from",
 )  # flags that name a trained model, whose encoder may be frozen
+DATA = "train_manifest", "data_dir"  # flags that name data, without which there may be any number of utterances
 
 
 def longest_items(dataset, epochs: int, skipped: type) -> list[dict]:
-    """Items of the longest utterances of a data set in any epoch, longest first, but the second has the most targets. `dataset` is
-    the loop's: `data` has `seconds(epoch)` (N,) and `item(index, epoch)`, `collate(items)` makes a batch, and with `skip_bad` a run
-    skips items that raise an error of the type `skipped`."""
+    """Items of the longest utterances of a data set, each in the epoch of eleven in which it is longest, longest first; but the
+    second has the most targets. `dataset` is the loop's: `data` has `seconds(epoch)` (N,) and `item(index, epoch)`, `collate(items)`
+    makes a batch, and with `skip_bad` a run skips items that raise an error of the type `skipped`. Where `data.corpus.texts` has
+    the texts, they decide among utterances of the same length, and the longest text is looked at, too."""
     data, collate = dataset.data, dataset.collate
     longest = torch.as_tensor(data.seconds(0))
     epoch_of = torch.zeros(len(longest), dtype=torch.long)
@@ -35,8 +37,12 @@ def longest_items(dataset, epochs: int, skipped: type) -> list[dict]:
         seconds = torch.as_tensor(data.seconds(epoch))
         epoch_of[seconds > longest] = epoch
         longest = longest.maximum(seconds)
+    texts = getattr(getattr(data, "corpus", None), "texts", None) or [""] * len(longest)
+    letters = torch.tensor([len(text) for text in texts])
+    order = letters.argsort(descending=True, stable=True)
+    longest_text, order = int(order[0]), order[longest[order].argsort(descending=True, stable=True)]
     items = []
-    for index in longest.argsort(descending=True, stable=True)[:UTTERANCES].tolist():
+    for index in dict.fromkeys([*order[:UTTERANCES].tolist(), longest_text]):
         with contextlib.suppress(*[skipped] * dataset.skip_bad):
             items.append(data.item(index, int(epoch_of[index])))
     targets = [sum(collate([item])["counts"].values()) for item in items]
@@ -47,12 +53,13 @@ def longest_items(dataset, epochs: int, skipped: type) -> list[dict]:
 @dataclass(frozen=True)
 class Training:
     """What is planned. `step(batches)` is forward and backward of `model` with batches on the host, which `collate` makes of
-    `items`, the longest first; `states(optimizer)` are the bytes of an optimizer's states; `checkpoint()` makes the model's
+    `items`, the longest first of `count`; `states(optimizer)` are the bytes of an optimizer's states; `checkpoint()` makes the model's
     layers recompute their activations (None: it has none); `parts` holds other modules that the step uses."""
 
     model: torch.nn.Module
     step: Callable[[list[dict]], object]
     items: list[dict]
+    count: int
     states: Callable[[str], int]
     checkpoint: Callable[[], None] | None
     collate: Callable[[list[dict]], dict]
@@ -63,7 +70,7 @@ class Training:
         micro-batch is copied while one computes. It raises `CannotPlan`."""
         if not self.items:
             raise CannotPlan("none of the longest utterances can be read")
-        plan, most = Plan(card.capability, self.model, self.parts), args.max_batch_seconds or math.inf
+        plan = Plan(card.capability, self.model, self.parts)
 
         @functools.cache
         def without_states(size: int, count: int, checkpointing: bool, frozen: bool) -> tuple[Peak, dict[str, int]]:
@@ -73,8 +80,8 @@ class Training:
                 return plan.measure(self.step, [batch] * count), states
 
         def peak(settings: Settings) -> Peak:
-            size = max(1, int(min(settings.batch_size, most // self.seconds)))
-            found, states = without_states(size, min(2, settings.accumulation), settings.checkpointing, settings.frozen)
+            count = min(2, settings.accumulation)
+            found, states = without_states(settings.batch_size, count, settings.checkpointing, settings.frozen)
             return replace(found, parts={**found.parts, "optimizer states": states[settings.optimizer]})
 
         return peak
@@ -101,17 +108,34 @@ class Training:
                 parameter.requires_grad_(was_trained)
             vars(self.model).update(fields)
 
-    def needs(self, args, card: Card) -> tuple[int, str]:
-        """Bytes of the card that a run with these flags takes, and the verdict. Raises `CannotPlan`."""
-        peak = self.planned(args, card)(settings_of(args))
-        return needed(peak, card), verdict(peak, card)[0]
+    def settings(self, args) -> Settings:
+        """The flags that memory depends on. A micro-batch is no larger than the data or --max_batch_seconds allow."""
+        most = self.count if any(getattr(args, name, None) for name in DATA) else math.inf
+        update = min(args.batch_size * args.gradient_accumulation_steps, most)
+        at_once = max(1, args.max_batch_seconds // self.seconds) if args.max_batch_seconds else math.inf
+        size = min(args.batch_size, update, at_once)
+        optimizer = "offload" if args.use_cpu_offload else args.optimizer
+        frozen = getattr(args, "freeze_encoder", False)
+        return Settings(int(size), math.ceil(update / size), args.gradient_checkpointing, optimizer, frozen)
 
-    def answer(self, args, card: Card, dtype: str) -> int:
+    def needs(self, args, card: Card) -> tuple[int, str]:
+        """Bytes that must be free for a run with these flags, and the verdict. Raises `CannotPlan`."""
+        peak = self.planned(args, card)(self.settings(args))
+        return peak.total + workspace(card), verdict(peak, card)[0]
+
+    def answer(self, args, card: Card, dtype: str, error: type[Exception]) -> int:
         """Prints the plan of a run with these flags and, if it does not fit on the card, the flags with which it does. Returns
-        the exit status. Raises `CannotPlan`."""
-        measure, settings = self.planned(args, card), settings_of(args)
+        the exit status. Raises an `error` of this type."""
+        try:
+            return self._answer(args, card, dtype)
+        except CannotPlan as reason:
+            raise error(f"this run cannot be planned: {reason}") from None
+
+    def _answer(self, args, card: Card, dtype: str) -> int:
+        measure = self.planned(args, card)
+        settings = self.settings(args)
         peak = measure(settings)
-        what = f"{settings.batch_size} x {self.seconds:.1f} s, {settings.accumulation} times in an update"
+        what = f"{settings.batch_size} x {self.seconds:.1f} s, accumulation {settings.accumulation}"
         print(describe(peak, card, f"{what}, {dtype.removeprefix('torch.')}"), flush=True)
         if args.torch_compile:
             print("Planned without --torch_compile: what the compiler keeps is not known")
@@ -122,10 +146,3 @@ class Training:
                 can.add("frozen")
             print(advise(measure, settings, can, card))
         return status
-
-
-def settings_of(args) -> Settings:
-    """The flags that memory depends on."""
-    optimizer = "offload" if args.use_cpu_offload else args.optimizer
-    batch, frozen = (args.batch_size, args.gradient_accumulation_steps), getattr(args, "freeze_encoder", False)
-    return Settings(*batch, args.gradient_checkpointing, optimizer, frozen)

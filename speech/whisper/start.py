@@ -60,7 +60,11 @@ EXCLUDES = (
 )
 NEEDS = (
     ("tokenizer_file", ("model_dir", "model_file"), "from scratch the tokenizer is made from the training text"),
-    ("freeze_encoder", ("model_dir", "model_file", "resume", "init_from", "dry_run"), "a random encoder would stay random"),
+    (
+        "freeze_encoder",
+        ("model_dir", "model_file", "resume", "init_from", "dry_run"),
+        "a random encoder would stay random",
+    ),
     ("beam_size", ("decoding beam",), ""),
 )
 
@@ -168,7 +172,7 @@ def resolve(args, sizes: dict[str, dict], is_demo: bool, auxiliary: bool | None 
         size=sizes.get(args.model_size),
         shape={name: getattr(args, name) for name in SHAPE if getattr(args, name)},
         vocab_size=args.vocab_size if "vocab_size" in args.given else None,
-        initialised=bool(args.init_from) or options.plans(args),
+        initialised=bool(args.init_from),
         auxiliary=args.ctc_weight > 0 if auxiliary is None else auxiliary,
         asked=" ".join(f"--{name} {share:g}" for name, share in shares.items() if share),
         freeze_encoder=args.freeze_encoder,
@@ -313,7 +317,11 @@ def metadata_from_scratch(start: Start, train_tokenizer: Callable) -> dict:
             "--model_file base.pt, or --from_scratch"
         )
     if start.freeze_encoder and not start.initialised:
-        raise UsageError("--freeze_encoder: there is no checkpoint to resume, and a random encoder would stay random")
+        if torch.get_default_device().type != "meta":
+            raise UsageError(
+                "--freeze_encoder: there is no checkpoint to resume, and a random encoder would stay random"
+            )
+        print("--freeze_encoder is planned for a released model; training needs --model_dir or --model_file")
     tokenizer = train_tokenizer()
     config = config_from_scratch(start, start.vocabulary or tokenizer.size)
     require_room(sum(map(math.prod, formats.expected_shapes(config).values())))

@@ -33,7 +33,7 @@ def with_parameters(count: int) -> torch.nn.Module:
 
 def verified(capsys, args, plan=FITS):
     """(exit status, {name: (status, reason)})."""
-    status = preflight.verify(args, with_parameters(73 * MILLION), plan)
+    status = preflight.verify(args, with_parameters(73 * MILLION), lambda: plan)
     lines = capsys.readouterr().out.splitlines()
     table = {line[6:].split(": ")[0]: (line[:4], line.split(": ", 1)[1]) for line in lines}
     assert list(table) == NAMES and all(line[4:6] == "  " and line[:4] in ("pass", "FAIL", "skip") for line in lines)
@@ -127,7 +127,7 @@ def test_a_gpu_with_everything(tmp_path, capsys, gpu):
     status, table = verified(capsys, arguments(tmp_path, "--torch_compile"))
     assert status == 0 and {line[0] for line in table.values()} == {"pass"}
     assert table["GPU"][1] == "NVIDIA GeForce RTX 5060, compute capability 8.9, driver 580.65.06, torch for CUDA 13.0"
-    assert table["memory"][1] == ("7.5 GiB of 8.0 GiB free; the run is predicted to take 6.5 GiB: it fits")
+    assert table["memory"][1] == ("7.5 GiB of 8.0 GiB free; the run is predicted to take 6.5 GiB: fits")
     assert table["precision"][1] == "bf16 (auto: compute capability 8.9); a product of matrices is bfloat16"
     assert table["attention"][1] == "flash, memory-efficient, math; with a padding mask: memory-efficient, math"
 

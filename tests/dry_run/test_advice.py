@@ -131,7 +131,7 @@ def test_the_cheapest_settings_that_fit(kinked):
             assert text.endswith(": fits"), seed
         else:
             assert peak.total == min(step.measure(settings).total for settings in every(given, can)), seed
-            assert "No flags make it fit" in text, seed
+            assert "These flags are not enough" in text, seed
         rounding = (text.count("less\n") * 0.0051 + 0.001) * 1024 * MIB
         assert saved(text) == pytest.approx(step.measure(given).total - peak.total, abs=rounding), seed
     assert len(outcomes) == 3
@@ -143,7 +143,7 @@ def test_advice_is_verified_if_8_bit_states_are_larger_than_the_rule_says():
         text = advise(step.measure, given, can, card)
         assert step.calls <= 16, seed
         peak = step.measure(advised(text, given))
-        assert ("No flags" in text) == (verdict(peak, card)[0] != "fits"), seed
+        assert ("not enough" in text) == (verdict(peak, card)[0] != "fits"), seed
         assert f"{size(needed(peak, card))} of " in text, seed
 
 
@@ -185,7 +185,7 @@ def test_what_fits_nowhere_gets_the_smallest_card():
     given = Settings(4, 2, False, "adamw", False)
     text = advise(plain_step, given, set(), card_with_room(690))
     assert text.splitlines()[0].startswith("  --batch_size 1 ")
-    assert text.splitlines()[-1] == "No flags make it fit. The smallest card for it: 4gb"
+    assert text.splitlines()[-1] == "These flags are not enough: take a smaller model, or --max_duration. The smallest card: 4gb"
 
     def huge(settings: Settings) -> Peak:
         return Peak({"weights": 1 << 40, "optimizer states": 0}, 0, "", "update", 0)

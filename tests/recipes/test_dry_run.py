@@ -1,6 +1,7 @@
 """--dry_run in every recipe: it reaches the plan with tensors without values, and writes nothing."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ RECIPES = {
     konkani_conformer: ([], 30 / 0.9), whisper_morse: (["--clips_per_epoch", "40"], 3), whisper_vietnamese: ([], 30), parakeet_tdt: ([], 20 / 0.9),
     xtts_amharic: (["--from_scratch"], 22),  # the GPT's positions, in seconds of codes
 }  # fmt: skip
+SMALL = {parakeet_tdt: ["--model_size", "110m"], xtts_amharic: ["--model_size", "demo"], whisper_morse: ["--model_size", "demo"],
+         whisper_vietnamese: ["--model_size", "tiny"], konkani_conformer: ["--d_model", "32", "--batch_size", "64"]}  # fmt: skip
 EACH = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.RECIPE)
 
 
@@ -55,6 +58,20 @@ def test_a_plan_with_data_is_of_these(recipe, manifest):
     plan = planned(recipe, "--train_manifest", manifest, *start, "--cache_audio", "cache")
     assert len(plan.windows.data) == 5 and plan.batch["audio"].abs().max() > 0  # one is held out
     assert max(plan.batch["seconds"]) < 2.3
+
+
+@EACH
+@pytest.mark.parametrize(("card", "fits"), [("t4", True), ("0.05GB", False)])
+def test_the_answer_for_a_card(recipe, card, fits, manifest):
+    """The whole plan, with CUDA's choices imposed: the parts add up, and flags are advised if it does not fit."""
+    start = ["--from_scratch"] * (recipe != konkani_conformer)
+    status, out, err = run(recipe, "--train_manifest", manifest, *start, *SMALL.get(recipe, ()), "--dry_run", card)
+    assert status == (0 if fits else 3), err
+    sizes = dict(re.findall(r"^  (\S.*?) {2,}([\d.]+ [GM]iB)$", out, re.MULTILINE))
+    gib = {name: float(size.split()[0]) / (1 if size.endswith("GiB") else 1024) for name, size in sizes.items()}
+    parts = [value for name, value in gib.items() if name not in ("total", "left", "missing", "t4", "0.05 GiB")]
+    assert len(parts) == 9 and sum(parts) == pytest.approx(gib["total"], abs=0.06) and gib["weights"] > 0
+    assert ("Verdict: fits" in out) == fits and ("--optimizer" in out or "--batch_size" in out or "smallest card" in out) != fits
 
 
 @EACH
