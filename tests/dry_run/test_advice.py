@@ -185,7 +185,10 @@ def test_what_fits_nowhere_gets_the_smallest_card():
     given = Settings(4, 2, False, "adamw", False)
     text = advise(plain_step, given, set(), card_with_room(690))
     assert text.splitlines()[0].startswith("  --batch_size 1 ")
-    assert text.splitlines()[-1] == "These flags are not enough: take a smaller model, or --max_duration. The smallest card: 4gb"
+    assert (
+        text.splitlines()[-1]
+        == "These flags are not enough: take a smaller model, or --max_duration. The smallest card: 4gb"
+    )
 
     def huge(settings: Settings) -> Peak:
         return Peak({"weights": 1 << 40, "optimizer states": 0}, 0, "", "update", 0)

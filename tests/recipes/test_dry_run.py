@@ -71,7 +71,9 @@ def test_the_answer_for_a_card(recipe, card, fits, manifest):
     gib = {name: float(size.split()[0]) / (1 if size.endswith("GiB") else 1024) for name, size in sizes.items()}
     parts = [value for name, value in gib.items() if name not in ("total", "left", "missing", "t4", "0.05 GiB")]
     assert len(parts) == 9 and sum(parts) == pytest.approx(gib["total"], abs=0.06) and gib["weights"] > 0
-    assert ("Verdict: fits" in out) == fits and ("--optimizer" in out or "--batch_size" in out or "smallest card" in out) != fits
+    assert ("Verdict: fits" in out) == fits and (
+        "--optimizer" in out or "--batch_size" in out or "smallest card" in out
+    ) != fits
 
 
 @EACH
