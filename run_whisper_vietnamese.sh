@@ -30,7 +30,7 @@ rows='
 8gb   tiny   24 1
 8gb   base   24 1
 8gb   small  4 6
-8gb   medium 12 2 R F 8
+8gb   medium 8 3 R F 8
 8gb   large  ! turbo, medium or small
 8gb   turbo  8 3 F
 16gb  tiny   24 1
