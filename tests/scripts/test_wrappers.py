@@ -608,7 +608,7 @@ EXPORT = "--export d --resume best.safetensors"
 def test_what_does_not_train_runs_in_one_process(wrapper, use):
     result = answer_of(wrapper, "16gb", *use.split(), gpus="4")
     assert result.returncode == 0 and result.stdout.startswith("python ")
-    assert result.stderr == "GPUS=4 is ignored: it is for training, and this command runs in one process\n"
+    assert result.stderr == "GPUS=4 is ignored: this command runs in one process\n"
     assert command_of(wrapper, "16gb", *use.split(), gpus="4") == command_of(wrapper, "16gb", *use.split())
 
 
