@@ -99,7 +99,8 @@ def attention_for(capability: tuple[int, int]) -> Callable:
             scale = scale or head**-0.5
             out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
             return out[..., :head] if more else out
-        if usual and (halves or q.dtype is torch.float32) and head % (8 if halves else 4) == 0:
+        known = q.dtype in (torch.float16, torch.float32) or (q.dtype is torch.bfloat16 and capability >= FLASH)
+        if usual and known and head % (8 if halves else 4) == 0:
             bias = attn_mask
             if bias is not None:
                 if bias.dtype is torch.bool:

@@ -19,9 +19,7 @@ from dry_run.kernels import internal_bytes
 from dry_run.peak import PARTS, Peak
 
 ROUNDING = 512  # bytes: the CUDA allocator's
-SMALL = (
-    1 << 16
-)  # values: a tensor that is no larger and depends on no hollow one is computed, for code that reads lengths
+SMALL = 1 << 16  # values: a tensor that is no larger and depends on no hollow one is computed: code reads lengths
 READ = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}  # operators that return a value
 CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
 aten = torch.ops.aten
@@ -376,11 +374,13 @@ def _ctc(hollow: Hollow, log_probs: torch.Tensor, targets: torch.Tensor, frames,
     return log_probs.new_empty(shape[0], device="meta"), log_probs.new_empty(shape, device="meta")
 
 
+def _ctc_backward(hollow: Hollow, gradient: torch.Tensor, log_probs: torch.Tensor, *rest, **named) -> torch.Tensor:
+    return torch.empty_like(log_probs, device="meta")
+
+
 SPECIAL = {
     "aten::nonzero": _rows,
     "aten::index": _index,
     "aten::_ctc_loss": _ctc,
-    "aten::_ctc_loss_backward": lambda hollow, gradient, log_probs, *rest, **named: torch.empty_like(
-        log_probs, device="meta"
-    ),
+    "aten::_ctc_loss_backward": _ctc_backward,
 }

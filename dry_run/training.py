@@ -25,10 +25,10 @@ TRAINED = (
 DATA = "train_manifest", "data_dir"  # flags that name data, without which there may be any number of utterances
 
 
-def longest_items(dataset, epochs: int, skipped: type) -> list[dict]:
+def longest_items(dataset, epochs: int, fault: type[Exception]) -> list[dict]:
     """Items of the longest utterances of a data set, each in the epoch of eleven in which it is longest, longest first; but the
     second has the most targets. `dataset` is the loop's: `data` has `seconds(epoch)` (N,) and `item(index, epoch)`, `collate(items)`
-    makes a batch, and with `skip_bad` a run skips items that raise an error of the type `skipped`. Where `data.corpus.texts` has
+    makes a batch, and with `skip_bad` a run skips items that raise a `fault`. Where `data.corpus.texts` has
     the texts, they decide among utterances of the same length, and the longest text is looked at, too."""
     data, collate = dataset.data, dataset.collate
     longest = torch.as_tensor(data.seconds(0))
@@ -43,8 +43,11 @@ def longest_items(dataset, epochs: int, skipped: type) -> list[dict]:
     longest_text, order = int(order[0]), order[longest[order].argsort(descending=True, stable=True)]
     items = []
     for index in dict.fromkeys([*order[:UTTERANCES].tolist(), longest_text]):
-        with contextlib.suppress(*[skipped] * dataset.skip_bad):
+        with contextlib.suppress(*[fault] * dataset.skip_bad):
             items.append(data.item(index, int(epoch_of[index])))
+    if any(isinstance(value, torch.Tensor) and value.is_meta for item in items for value in item.values()):
+        reason = "the data set uses tensors that it made before `train`, and in a plan these have no values"
+        raise fault(f'{reason}: make them with device="cpu", or with numpy')
     targets = [sum(collate([item])["counts"].values()) for item in items]
     most = targets.index(max(targets)) if items else 0
     return items if most == 0 else [items[0], items[most], *items[1:most], *items[most + 1 :]]

@@ -75,6 +75,14 @@ def test_the_longest_text_is_looked_at_and_decides_among_equal_lengths():
     assert (items[0]["index"], items[1]["index"], len(items)) == (30, 50, 21)
 
 
+def test_a_data_set_whose_tensors_have_no_values(monkeypatch):
+    """A copied recipe may make a table in its data set's constructor, which a plan runs with the default device "meta"."""
+    data = Lengths([[5, 4, 3]], [1, 1, 1])
+    data.item = lambda index, epoch: {"table": torch.zeros(3, device="meta")}
+    with pytest.raises(DataError, match='make them with device="cpu"'):
+        found(data)
+
+
 def test_items_that_cannot_be_read():
     data = Lengths([[5, 4, 3]], [1, 1, 1], bad=(0,))
     assert [item["index"] for item in found(data, skip_bad=True)] == [1, 2]
