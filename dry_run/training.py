@@ -16,13 +16,8 @@ from dry_run.plan import Plan
 from dry_run.report import describe, verdict
 
 EPOCHS, UTTERANCES = 10, 20  # that are looked at
-TRAINED = (
-    "model_dir",
-    "model_file",
-    "resume",
-    "init_from",
-)  # flags that name a trained model, whose encoder may be frozen
-DATA = "train_manifest", "data_dir"  # flags that name data, without which there may be any number of utterances
+# Flags that name a trained model, whose encoder may be frozen; and data, without which there may be any number of utterances.
+TRAINED, DATA = ("model_dir", "model_file", "resume", "init_from"), ("train_manifest", "data_dir")
 
 
 def longest_items(dataset, epochs: int, fault: type[Exception]) -> list[dict]:
