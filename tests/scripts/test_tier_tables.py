@@ -146,7 +146,7 @@ def test_check_fails_if_a_page_differs_and_a_missing_page_is_named(written, tmp_
 
 def test_the_note_names_the_letters_of_the_table_the_version_and_the_longest_utterances(written):
     notes = {name: (written / "recipes" / f"{name}.md").read_text(encoding="utf-8") for name in SCRIPTS}
-    letters = {"konkani_conformer": "", "whisper_vietnamese": "RF8H", "parakeet_tdt": "R8H", "xtts_amharic": "R8"}
+    letters = {"konkani_conformer": "", "whisper_vietnamese": "RF8H", "parakeet_tdt": "R8", "xtts_amharic": "R8"}
     for name, expected in letters.items():
         assert [letter for letter in "RF8H" if f" {letter}: " in " ".join(notes[name].split())] == list(expected)
     longest = {
@@ -166,19 +166,20 @@ def test_the_note_names_the_letters_of_the_table_the_version_and_the_longest_utt
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"row": "23 x 4"}, "24 x 4 is not in tiers.json: run python benchmarks/tiers.py run_whisper_morse.sh"),
-        ({"verdict": "tight"}, "24 x 4 is predicted not to fit (tight): change the row"),
+        ({"row": "23 x 4"}, "{row} is not in tiers.json: run python benchmarks/tiers.py run_whisper_morse.sh"),
+        ({"verdict": "tight"}, "{row} is predicted not to fit (tight): change the row"),
     ],
 )
 def test_a_row_needs_a_prediction_that_it_fits(written, tmp_path, change, message):
     root = shutil.copytree(written, tmp_path / "copy")
     entries = json.loads((root / PREDICTIONS).read_text(encoding="utf-8"))
+    row = entries["run_whisper_morse.sh 6gb tiny"]["row"]
     entries["run_whisper_morse.sh 6gb tiny"].update(change)
     (root / PREDICTIONS).write_text(json.dumps(entries), encoding="utf-8")
     for arguments in ([], ["--check"]):
         result = tier_tables(root, *arguments)
         assert result.returncode == 1
-        assert result.stderr == f"error: run_whisper_morse.sh: tier 6gb, size tiny: {message}\n"
+        assert result.stderr == f"error: run_whisper_morse.sh: tier 6gb, size tiny: {message.format(row=row)}\n"
     for name in SCRIPTS:
         page = f"recipes/{name}.md"
         assert (root / page).read_text(encoding="utf-8") == (written / page).read_text(encoding="utf-8")
