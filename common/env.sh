@@ -169,7 +169,7 @@ pick_tier() {
 # tier_and_size ARGUMENT...: reads TIER and SIZE in front of the flags. Sets tier, size (empty if not given), words (how many are
 # given), gpus and flags, the preset's. Answers --rows and --help: the recipe's own --help would need the packages, 5 GB, first.
 tier_and_size() {
-  local row_tier row_size tiers=('*') sizes=('*') device=cpu
+  local row_tier row_size argument tiers=('*') sizes=('*') device=cpu
   if given '--help -h' "$@"; then answer "$(sed -n '3,/^[^#]/s/^# \{0,1\}//p' -- "$0")"; fi
   if [ "${1-}" = --rows ]; then answer "$rows"; fi
   while read -r row_tier row_size _; do
@@ -181,8 +181,8 @@ tier_and_size() {
   if [ $# -gt 0 ] && [[ $1 != -* ]]; then tier=$1 words=1; fi
   if [ $# -gt 1 ] && [[ $1 != -* && $2 != -* ]]; then size=$2 words=2; fi
   if [ "$tier" = auto ]; then
-    tier=$(pick_tier "${tiers[@]:1}")
-    device=auto # nvidia-smi may be missing on a computer with a GPU; torch finds it, or says why it cannot be used
+    tier=$(pick_tier "${tiers[@]:1}") device=auto # nvidia-smi may be missing on a computer with a GPU; torch finds it
+    for argument in $(given --dry_run "$@" && tr '[:upper:]' '[:lower:]' <<<"$*"); do case " ${tiers[*]:1} " in *" $argument "*) tier=$argument ;; esac; done
     say "tier: $tier (auto)"
   fi
   case " ${tiers[*]:1} " in

@@ -574,6 +574,13 @@ def test_a_gpus_share_is_in_the_largest_micro_batches_that_divide_it(wrapper, wo
     assert cut_of(result.stdout.split()) == cut and not result.stderr
 
 
+def test_without_a_tier_the_card_of_a_plan_is_the_tier():
+    plan = ("--dry_run", "8GB")
+    assert command_of(KONKANI, *plan) == command_of(KONKANI, "auto", *plan) == command_of(KONKANI, "8gb", *plan)
+    assert command_of(KONKANI, "16gb", *plan) == [*command_of(KONKANI, "16gb"), *plan]
+    assert command_of(PARAKEET, "auto", "0.6b", *plan, *MODEL) == command_of(PARAKEET, "8gb", "0.6b", *plan, *MODEL)
+
+
 def test_one_gpu_needs_no_torchrun():
     assert command_of(KONKANI, "8gb", gpus="1") == command_of(KONKANI, "8gb", gpus="")
     assert answer_of(KONKANI, "8gb", gpus="1").stdout.startswith("python ")
