@@ -15,6 +15,7 @@ from dry_run.hollow import CannotPlan
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 LISTS = ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE")  # of operators, in the header
 FLASH = (8, 0)  # compute capability that flash attention needs
+TENSOR_CORES = (7, 0)  # compute capability from which 16-bit products take heads of multiples of 8 only
 FLASH_HEAD = 256  # widest head of flash attention
 RESERVE = 6  # values for each step and cell that cuDNN's LSTM keeps: an estimate, because cuDNN does not document it
 ALIGNMENT = 8  # of the strides of a mask for memory-efficient attention
@@ -100,7 +101,8 @@ def attention_for(capability: tuple[int, int]) -> Callable:
             out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
             return out[..., :head] if more else out
         known = q.dtype in (torch.float16, torch.float32) or (q.dtype is torch.bfloat16 and capability >= FLASH)
-        if usual and known and head % (8 if halves else 4) == 0:
+        aligned = 8 if halves and capability >= TENSOR_CORES else 4 if capability >= FLASH else 1
+        if usual and known and head % aligned == 0:
             bias = attn_mask
             if bias is not None:
                 if bias.dtype is torch.bool:
