@@ -1,7 +1,7 @@
 """What dry_run predicts against what CUDA's allocator counted, for steps of a commit whose memory was measured.
 
-    git worktree add /tmp/measured dde72d3
-    python benchmarks/dry_run_agreement.py --worktree /tmp/measured [--cases whisper]
+    git worktree add ../measured dde72d3
+    python benchmarks/dry_run_agreement.py --worktree ../measured [--cases whisper]
 
 Recipes and models are those of the worktree, the prediction is this checkout's. Measured was torch.cuda.max_memory_allocated()
 of two updates with CUDA's real allocator, dispatch and autocast, 30 s an utterance, without workspaces of cuDNN. Letters after a
