@@ -145,16 +145,26 @@ class Hollow(TorchDispatchMode):
         self.look(0)
 
     def freed(self, address: int) -> None:
-        block = self.live.pop(address)
-        self.clock += 1
-        self.now -= block.size
-        block.died = self.clock
+        if block := self.live.pop(address, None):
+            self.clock += 1
+            self.now -= block.size
+            block.died = self.clock
+
+    def count(self, results) -> None:
+        """Counts the storages of tensors with values, under keys that are no addresses of hollow ones."""
+        for tensor in tensors_in([results]):
+            storage = tensor.untyped_storage()
+            key = -storage.data_ptr()
+            if storage.nbytes() and key not in self.live:
+                self.allocated(key, storage.nbytes(), "")
+                weakref.finalize(storage, self.freed, key).atexit = False
 
     def adopt(self, written: list) -> None:
         """Small tensors with values become hollow when a hollow one is written to them."""
         for tensor in tensors_in(written):
             if tensor.device.type == "cpu" and tensor.numel() and self.block_of(tensor) is None:
                 storage = tensor.untyped_storage()
+                self.freed(-storage.data_ptr())  # if it was counted
                 self.allocated(storage.data_ptr(), storage.nbytes(), "")
                 weakref.finalize(storage, self.freed, storage.data_ptr()).atexit = False
 
@@ -246,7 +256,10 @@ class Hollow(TorchDispatchMode):
             self.look(internal_bytes(operator.name, tensors, written))
             return None if not operator.returns else written[0] if len(operator.returns) == 1 else tuple(written)
         if not is_hollow and self.is_small(function, operator, args, kwargs):
-            return function(*args, **kwargs)
+            results = function(*args, **kwargs)
+            if operator.kind == "compute":
+                self.count(results)
+            return results
         return self.compute(function, operator, args, kwargs, tensors)
 
     def note_weight(self, tensor: torch.Tensor) -> None:

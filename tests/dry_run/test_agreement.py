@@ -168,8 +168,6 @@ def tensors(*holders) -> list[torch.Tensor]:
 def as_if_large(monkeypatch):
     """Small inputs take the ways of large ones. Without oneDNN, LSTM is made of operators that a plan sees, too."""
     monkeypatch.setattr(layers, "SMALL", 1 << 12)
-    for module in (hollow, plan):
-        monkeypatch.setattr(module, "SMALL", 1 << 8)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 

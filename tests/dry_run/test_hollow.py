@@ -82,8 +82,8 @@ def test_what_hollow_values_are_written_to_becomes_hollow():
     mode = Hollow()
     x = make(mode, 10)
     with mode:
-        total = torch.zeros(10)
         before = mode.now
+        total = torch.zeros(10)
         assert total.sum().item() == 0 and not mode.guesses
         total += x
         assert mode.now - before == ROUNDING
