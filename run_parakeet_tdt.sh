@@ -15,7 +15,7 @@ script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
 # shellcheck source=common/env.sh
 . "${script%/*}/common/env.sh"
 
-# R: --gradient_checkpointing, 8: --optimizer adamw_8bit, H: --use_cpu_offload
+# R: --gradient_checkpointing, 8: --optimizer adamw_8bit
 rows='
 #tier size batch accumulation what
 *     demo 8 1

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import checkpoint, compiling, device, gpu, optim
+from common import checkpoint, compiling, device, gpu, optim, options
 from common.device import Setup
 from common.errors import RunError, UsageError, cannot_write, first_line
 
@@ -127,9 +127,9 @@ def check_disk(args, model: torch.nn.Module) -> tuple[str, str]:
 
 
 def require_disk(args, model: torch.nn.Module) -> None:
-    """Raises `RunError` if `check_disk` fails: for models whose checkpoints take gigabytes."""
+    """Raises `RunError` if `check_disk` fails, for models whose checkpoints take gigabytes. A planned run writes none."""
     try:
-        status, reason = check_disk(args, model)
+        status, reason = (SKIP, "") if options.plans(args) else check_disk(args, model)
     except OSError as error:
         raise cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
     if status == FAIL:

@@ -2,7 +2,6 @@
 
 from dry_run.cards import choose_card
 from dry_run.hollow import CannotPlan
-from dry_run.plan import Plan
 from dry_run.training import Training, longest_items
 
-__all__ = ["CannotPlan", "Plan", "Training", "choose_card", "longest_items"]
+__all__ = ["CannotPlan", "Training", "choose_card", "longest_items"]

@@ -170,7 +170,7 @@ class Hollow(TorchDispatchMode):
 
     def hold(self, nbytes: int, part: str) -> int:
         """Counts memory that has no hollow tensor, until `release` is called with the key that is returned."""
-        key = -1 - len(self.live) - self.clock
+        key = -1 - self.clock
         self.allocated(key, nbytes, part)
         return key
 

@@ -28,7 +28,7 @@ def longest_items(dataset, epochs: int, fault: type[Exception]) -> list[dict]:
     data, collate = dataset.data, dataset.collate
     longest = torch.as_tensor(data.seconds(0))
     epoch_of = torch.zeros(len(longest), dtype=torch.long)
-    for epoch in sorted({round(i * (epochs - 1) / EPOCHS) for i in range(EPOCHS + 1)}):
+    for epoch in sorted({round(i * (epochs - 1) / EPOCHS) for i in range(1, EPOCHS + 1)} - {0}):
         seconds = torch.as_tensor(data.seconds(epoch))
         epoch_of[seconds > longest] = epoch
         longest = longest.maximum(seconds)

@@ -645,8 +645,7 @@ def first_model(args, metadata: dict, weights: dict | None, data: Utterances | N
     model = make_model(metadata, weights, args.dropout, args.joint_dropout)
     if data is not None:
         fit_to_data(model, data, args.seed)
-    if not options.plans(args):
-        preflight.require_disk(args, model)
+    preflight.require_disk(args, model)
     print(f"model: {optim.count_parameters(model)[0] / 1e6:.1f} M parameters, ", end="")
     return model
 

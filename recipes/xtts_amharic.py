@@ -452,8 +452,7 @@ def first_model(args, setup: device.Setup, metadata: dict, weights: dict | None)
     # In a short training a small conditioning encoder, which began at random, unlearns the voices.
     model.conditioning_encoder.requires_grad_(metadata["pretrained"] or metadata["config"]["hifigan"])
     parameters, trainable = optim.count_parameters(model)
-    if not options.plans(args):
-        preflight.require_disk(args, model)
+    preflight.require_disk(args, model)
     print(f"model: {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M of them trained")
     return model
 
