@@ -19,7 +19,9 @@ from speech import text
 from speech.corpus import Checks, load_corpus
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lines", type=int, default=2_000_000)
     parser.add_argument("--files", type=int, default=200)
     args = parser.parse_args()
@@ -28,10 +30,16 @@ if __name__ == "__main__":
             soundfile.write(f"{folder}/{number}.wav", np.zeros(16_000), 16_000)
         with open(f"{folder}/train.json", "w", encoding="utf-8") as file:
             for number in range(args.lines):
-                row = {"audio_filepath": f"{number % args.files}.wav", "text": f"हांव घर वचता {number}", "duration": 1.0}
+                row = {
+                    "audio_filepath": f"{number % args.files}.wav",
+                    "text": f"हांव घर वचता {number}",
+                    "duration": 1.0,
+                }
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         started = time.perf_counter()
         corpus, rejected = load_corpus(f"{folder}/train.json", text.normalise, Checks())
         seconds = time.perf_counter() - started
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"{len(corpus)} utterances, {rejected.total} rejected: {seconds:.0f} s, {peak:.2f} GiB")
+        print(
+            f"{len(corpus)} utterances, {rejected.total} rejected: {seconds:.0f} s, {peak:.2f} GiB"
+        )

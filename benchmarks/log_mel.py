@@ -1,11 +1,12 @@
-"""Our log-mel against transformers' WhisperFeatureExtractor, a clip at a time on one thread: time and difference.
+"""Our log-mel against transformers' WhisperFeatureExtractor, a clip at a time on one thread: time
+and difference.
 
     python benchmarks/log_mel.py [--seconds 8 3 30] [--runs 15]
 
-The extractor fills every clip up to 30 s; ours computes what the clip is long, and the difference is over that part.
-They take turns, five calls each; the median of --runs turns, in processor time of the thread, which neighbours on the
-machine disturb less. "ours, 30 s": ours with the clip filled up as well, so that what the shorter window saves and what
-the rest does can be told apart."""
+The extractor fills every clip up to 30 s; ours computes what the clip is long, and the difference
+is over that part. They take turns, five calls each; the median of --runs turns, in processor time
+of the thread, which neighbours on the machine disturb less. "ours, 30 s": ours with the clip filled
+up as well, so that what the shorter window saves and what the rest does can be told apart."""
 
 import argparse
 import os
@@ -31,16 +32,23 @@ def waveform(seconds: float) -> torch.Tensor:
     """(T,) noise with a tone that comes and goes: not all of it is near its maximum."""
     torch.manual_seed(0)
     times = torch.arange(int(seconds * SAMPLE_RATE)) / SAMPLE_RATE
-    return 0.01 * torch.randn(len(times)) + 0.5 * torch.sin(4400 * times) * (torch.sin(6 * times) > 0)
+    return 0.01 * torch.randn(len(times)) + 0.5 * torch.sin(4400 * times) * (
+        torch.sin(6 * times) > 0
+    )
 
 
 def measure(seconds: float, n_mels: int, runs: int) -> tuple[dict[str, float], float]:
     """Median seconds by who, and the largest difference of a feature."""
-    extractor, log_mel = transformers.WhisperFeatureExtractor(feature_size=n_mels), LogMel(n_mels, LONGEST)
+    extractor, log_mel = (
+        transformers.WhisperFeatureExtractor(feature_size=n_mels),
+        LogMel(n_mels, LONGEST),
+    )
     x = waveform(seconds)
     array = x.numpy()
     ways = {
-        "theirs": lambda: extractor(array, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features,
+        "theirs": lambda: (
+            extractor(array, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
+        ),
         "ours": lambda: log_mel(x[None]),
         "padded": lambda: log_mel(F.pad(x, (0, LONGEST - len(x)))[None]),
     }
@@ -54,25 +62,34 @@ def measure(seconds: float, n_mels: int, runs: int) -> tuple[dict[str, float], f
                     times[who].append(time.thread_time() - started)
     ours, theirs = results["ours"], results["theirs"]
     difference = max(
-        float((ours - theirs[..., : ours.shape[-1]]).abs().max()), float((results["padded"] - theirs).abs().max())
+        float((ours - theirs[..., : ours.shape[-1]]).abs().max()),
+        float((results["padded"] - theirs).abs().max()),
     )
     return {who: statistics.median(found[CALLS:]) for who, found in times.items()}, difference
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, nargs="+", default=[8.0, 3.0, 30.0])
     parser.add_argument("--runs", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        f"torch {torch.__version__}, transformers {transformers.__version__}, one thread, processor time, median of {args.runs} x {CALLS} clips"
+        f"torch {torch.__version__}, transformers {transformers.__version__}, one thread, processor"
+        f" time, median of {args.runs} x {CALLS} clips"
     )
-    print("| clip | mels | transformers, ms | ours, ms | times faster | ours, 30 s, ms | times faster | largest difference |\n"
-          "|---|---|---|---|---|---|---|---|")  # fmt: skip
+    print(
+        "| clip | mels | transformers, ms | ours, ms | times faster | ours, 30 s, ms | times faster"
+        " | largest difference |\n|---|---|---|---|---|---|---|---|"
+    )
     for n_mels in (80, 128):
         for seconds in args.seconds:
             found, difference = measure(seconds, n_mels, args.runs)
             theirs, ours, padded = (1000 * found[who] for who in ("theirs", "ours", "padded"))
-            print(f"| {seconds:g} s | {n_mels} | {theirs:.2f} | {ours:.2f} | {theirs / ours:.1f} | {padded:.2f} | {theirs / padded:.1f} | "
-                  f"{difference:.1e} |", flush=True)  # fmt: skip
+            print(
+                f"| {seconds:g} s | {n_mels} | {theirs:.2f} | {ours:.2f} | {theirs / ours:.1f} |"
+                f" {padded:.2f} | {theirs / padded:.1f} | {difference:.1e} |",
+                flush=True,
+            )

@@ -2,9 +2,10 @@
 
     python benchmarks/morse_synthesis.py [--seconds 8] [--clips 60] [--runs 5]
 
-Clips are of about --seconds: numbers whose clip is within a tenth of it are picked among those drawn with that limit. The
-same clips are made --runs times, the conditions taking turns; the median, in processor time. "8 s clips a second" corrects for what the
-clips' mean length still differs."""
+Clips are of about --seconds: numbers whose clip is within a tenth of it are picked among those
+drawn with that limit. The same clips are made --runs times, the conditions taking turns; the
+median, in processor time. "8 s clips a second" corrects for what the clips' mean length still
+differs."""
 
 import argparse
 import dataclasses
@@ -23,18 +24,27 @@ from speech.morse.synthesis import CONDITIONS, Conditions, clip_seconds, synthes
 def pick_clips(conditions: Conditions, seconds: float, count: int) -> list[tuple[int, float]]:
     """Numbers of clips that are about so long, with their lengths."""
     drawn = ((index, clip_seconds(0, index, conditions)) for index in itertools.count())
-    return list(itertools.islice((one for one in drawn if abs(one[1] - seconds) <= 0.1 * seconds), count))
+    return list(
+        itertools.islice((one for one in drawn if abs(one[1] - seconds) <= 0.1 * seconds), count)
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--clips", type=int, default=60)
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    mix = {name: dataclasses.replace(one, longest=1.1 * args.seconds) for name, one in CONDITIONS.items()}
-    clips = {name: pick_clips(conditions, args.seconds, args.clips) for name, conditions in mix.items()}
+    mix = {
+        name: dataclasses.replace(one, longest=1.1 * args.seconds)
+        for name, one in CONDITIONS.items()
+    }
+    clips = {
+        name: pick_clips(conditions, args.seconds, args.clips) for name, conditions in mix.items()
+    }
     rates = {name: [] for name in mix}
     for _ in range(args.runs + 1):
         for name, conditions in mix.items():
@@ -42,8 +52,14 @@ if __name__ == "__main__":
             for index, _ in clips[name]:
                 synthesise(0, index, conditions)
             rates[name].append(len(clips[name]) / (time.thread_time() - started))
-    print(f"{args.clips} clips of each condition, one core, processor time, median of {args.runs} runs")
-    print(f"| condition | mean length, s | clips a second | {args.seconds:g} s clips a second |\n|---|---|---|---|")
+    print(
+        f"{args.clips} clips of each condition, one core, processor time, median of {args.runs}"
+        " runs"
+    )
+    print(
+        f"| condition | mean length, s | clips a second | {args.seconds:g} s clips a second"
+        " |\n|---|---|---|---|"
+    )
     for name, found in rates.items():
         mean = statistics.mean(seconds for _, seconds in clips[name])
         rate = statistics.median(found[1:])

@@ -1,13 +1,15 @@
-"""One training step of our Parakeet-TDT against `transformers.ParakeetForTDT`, from waveforms to updated weights: time and
-peak memory on the same clips, with the same weights and the same optimizer.
+"""One training step of our Parakeet-TDT against `transformers.ParakeetForTDT`, from waveforms to
+updated weights: time and peak memory on the same clips, with the same weights and the same
+optimizer.
 
     python benchmarks/parakeet_step.py [--layers 4] [--vocabulary 8192] [--clips 4] [--seconds 8] [--threads 1] [--runs 3]
     python benchmarks/parakeet_step.py --device cuda --layers 24 --clips 16 --seconds 15      # bf16 autocast, the allocator's peak
 
-The model has the width of 0.6B and --layers encoder layers. transformers' step is what its training scripts do:
-ParakeetFeatureExtractor on the clips (on the CPU), forward with labels, backward, AdamW; its layer drop and dropouts are
-off, and so are ours. The clips have --seconds, or if --ragged a quarter of it to all of it. Every measurement is a process of
-its own; the first step is not timed, and its loss is the one in the table."""
+The model has the width of 0.6B and --layers encoder layers. transformers' step is what its training
+scripts do: ParakeetFeatureExtractor on the clips (on the CPU), forward with labels, backward,
+AdamW; its layer drop and dropouts are off, and so are ours. The clips have --seconds, or if
+--ragged a quarter of it to all of it. Every measurement is a process of its own; the first step is
+not timed, and its loss is the one in the table."""
 
 import argparse
 import os
@@ -40,11 +42,21 @@ def make_clips(args) -> list[dict]:
     random, clips = torch.Generator().manual_seed(1), []
     shortest = args.seconds / 4 if args.ragged else args.seconds
     for number, seconds in enumerate(torch.linspace(args.seconds, shortest, args.clips).tolist()):
-        tokens = torch.randint(3, args.vocabulary, (round(seconds * TOKENS_A_SECOND),), generator=random)
-        clips.append({
-            "audio": torch.randn(int(seconds * SAMPLE_RATE), generator=random) * 0.1, "tokens": tokens, "plain": False,
-            "factor": 1 / len(tokens), "count": 1, "text": "", "name": f"clip {number}", "index": number,
-        })  # fmt: skip
+        tokens = torch.randint(
+            3, args.vocabulary, (round(seconds * TOKENS_A_SECOND),), generator=random
+        )
+        clips.append(
+            {
+                "audio": torch.randn(int(seconds * SAMPLE_RATE), generator=random) * 0.1,
+                "tokens": tokens,
+                "plain": False,
+                "factor": 1 / len(tokens),
+                "count": 1,
+                "text": "",
+                "name": f"clip {number}",
+                "index": number,
+            }
+        )
     return clips
 
 
@@ -58,7 +70,9 @@ def our_step(args, options: list[str], clips: list[dict], where: torch.device):
     model = make_model(args).to(where).train()
     if "checkpoint" in options:
         memory.checkpoint_layers(model, CHECKPOINTED)
-    optimizer = optim.make_optimizer(model, args.learning_rate, kind="adamw_8bit" if "8bit" in options else "adamw")
+    optimizer = optim.make_optimizer(
+        model, args.learning_rate, kind="adamw_8bit" if "8bit" in options else "adamw"
+    )
     setup = Setup(where, torch.bfloat16 if where.type == "cuda" else None)
 
     def step() -> torch.Tensor:
@@ -79,11 +93,20 @@ def their_step(args, clips: list[dict], where: torch.device):
 
     blank = args.vocabulary
     encoder = {
-        "hidden_size": 1024, "num_hidden_layers": args.layers, "num_mel_bins": 128, "attention_bias": False,
-        "convolution_bias": False, "scale_input": False, "layerdrop": 0.0, "dropout": 0.0, "activation_dropout": 0.0,
+        "hidden_size": 1024,
+        "num_hidden_layers": args.layers,
+        "num_mel_bins": 128,
+        "attention_bias": False,
+        "convolution_bias": False,
+        "scale_input": False,
+        "layerdrop": 0.0,
+        "dropout": 0.0,
+        "activation_dropout": 0.0,
         "attention_dropout": 0.0,
-    }  # fmt: skip
-    config = ParakeetTDTConfig(vocab_size=blank + 1, blank_token_id=blank, pad_token_id=blank, encoder_config=encoder)
+    }
+    config = ParakeetTDTConfig(
+        vocab_size=blank + 1, blank_token_id=blank, pad_token_id=blank, encoder_config=encoder
+    )
     model = ParakeetForTDT(config)
     model.load_state_dict(make_model(args).state_dict())
     model.to(where).train()
@@ -92,12 +115,17 @@ def their_step(args, clips: list[dict], where: torch.device):
             norm.eval()  # ours is frozen
     extractor = ParakeetFeatureExtractor(feature_size=128)
     waveforms = [clip["audio"].numpy() for clip in clips]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), eps=1e-9, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), eps=1e-9, fused=True
+    )
 
     def step() -> torch.Tensor:
         features = extractor(waveforms, sampling_rate=SAMPLE_RATE, return_tensors="pt")
         labels = torch.nn.utils.rnn.pad_sequence([clip["tokens"] for clip in clips], True, blank)
-        inputs = {"labels": labels, "decoder_input_ids": torch.nn.functional.pad(labels, (1, 0), value=blank)}
+        inputs = {
+            "labels": labels,
+            "decoder_input_ids": torch.nn.functional.pad(labels, (1, 0), value=blank),
+        }
         inputs = {name: tensor.to(where) for name, tensor in {**features, **inputs}.items()}
         with torch.autocast(where.type, torch.bfloat16, enabled=where.type == "cuda"):
             loss = model(**inputs, sigma=SIGMA, reduction="mean").loss
@@ -113,7 +141,9 @@ def child(who: str, args) -> None:
     torch.set_num_threads(args.threads)
     device, clips = torch.device(args.device), make_clips(args)
     theirs = who == next(iter(ROWS))
-    step, (_, trained) = their_step(args, clips, device) if theirs else our_step(args, ROWS[who], clips, device)
+    step, (_, trained) = (
+        their_step(args, clips, device) if theirs else our_step(args, ROWS[who], clips, device)
+    )
     steps.measure(step, args, trained=trained)
 
 
@@ -122,13 +152,19 @@ def main(args) -> None:
 
     found = steps.run(ROWS, args)
     is_gpu = torch.device(args.device).type == "cuda"
-    where = f"{torch.cuda.get_device_name(args.device)}, bf16 autocast" if is_gpu else f"fp32, {args.threads} threads"
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {where}; {args.layers} layers, V={args.vocabulary}, "
-          f"{args.clips} clips of {args.seconds:g} s{' and less' * args.ragged}, median of {args.runs} x {args.steps} steps")  # fmt: skip
+    where = (
+        f"{torch.cuda.get_device_name(args.device)}, bf16 autocast"
+        if is_gpu
+        else f"fp32, {args.threads} threads"
+    )
     print(
-        "| | trained | processor, s | s by the clock | memory, GiB | of the time | of the memory | loss |\n"
-        + "|---" * 8
-        + "|"
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {where};"
+        f" {args.layers} layers, V={args.vocabulary}, {args.clips} clips of {args.seconds:g}"
+        f" s{' and less' * args.ragged}, median of {args.runs} x {args.steps} steps"
+    )
+    print(
+        "| | trained | processor, s | s by the clock | memory, GiB | of the time | of the memory |"
+        " loss |\n" + "|---" * 8 + "|"
     )
     reference = None
     for who, runs in found.items():
@@ -138,14 +174,20 @@ def main(args) -> None:
         (seconds, used, peak), loss = steps.medians(runs), runs[0]["loss"]
         time_of = seconds if is_gpu else used
         reference = reference or (time_of, peak, loss)
-        print(f"| {who} | {runs[0]['trained'] / 1e6:.1f} M | {used:.2f} | {seconds:.2f} | {peak / 2**30:.2f} | {time_of / reference[0]:.2f} | "
-              f"{peak / reference[1]:.2f} | {loss:.5f} |", flush=True)  # fmt: skip
+        print(
+            f"| {who} | {runs[0]['trained'] / 1e6:.1f} M | {used:.2f} | {seconds:.2f} |"
+            f" {peak / 2**30:.2f} | {time_of / reference[0]:.2f} | {peak / reference[1]:.2f} |"
+            f" {loss:.5f} |",
+            flush=True,
+        )
         if not is_gpu and abs(loss / reference[2] - 1) > SAME_LOSS:
             sys.exit(f"error: {who}: its loss differs from {next(iter(ROWS))}'s")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--clips", type=int, default=4)

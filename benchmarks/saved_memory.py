@@ -1,12 +1,14 @@
-"""What each memory saving that changes no result saves and costs: a training step with none of them, each alone, and all.
+"""What each memory saving that changes no result saves and costs: a training step with none of
+them, each alone, and all.
 
     python benchmarks/saved_memory.py konkani [--batch_size 8] [--checkpointing]    # original, 12+6 layers
     python benchmarks/saved_memory.py whisper [--batch_size 1] [--checkpointing]    # small, everything trained
     python benchmarks/saved_memory.py konkani --batch_size 2 --steps 3 [--fp32]     # time in place of memory
 
-Memory: bytes kept for backward (storages, without parameters) and the peak of a step's live storages (weights, gradients
-and AdamW's states included), under bf16 autocast on the CPU, with LayerNorm in fp32 as CUDA's autocast has it. Time:
-processor time of one thread, the median over rounds of the ratio to the same round's step without savings."""
+Memory: bytes kept for backward (storages, without parameters) and the peak of a step's live
+storages (weights, gradients and AdamW's states included), under bf16 autocast on the CPU, with
+LayerNorm in fp32 as CUDA's autocast has it. Time: processor time of one thread, the median over
+rounds of the ratio to the same round's step without savings."""
 
 import argparse
 import functools
@@ -55,21 +57,40 @@ SAVINGS = {
 
 
 def make_konkani(args) -> tuple:
-    shape = {**konkani.SHAPE, "d_model": 256, "encoder_layers": 12, "decoder_layers": 6, "vocabulary": 60}
+    shape = {
+        **konkani.SHAPE,
+        "d_model": 256,
+        "encoder_layers": 12,
+        "decoder_layers": 6,
+        "vocabulary": 60,
+    }
     tokens = torch.arange(200) % 50
-    item = {"audio": torch.randn(int(args.seconds * konkani.SAMPLE_RATE)) * 0.1, "tokens": tokens, "text": "", "name": "x", "index": 0,
-            "labels": torch.cat([tokens, tokens[:1]])}  # fmt: skip
+    item = {
+        "audio": torch.randn(int(args.seconds * konkani.SAMPLE_RATE)) * 0.1,
+        "tokens": tokens,
+        "text": "",
+        "name": "x",
+        "index": 0,
+        "labels": torch.cat([tokens, tokens[:1]]),
+    }
     batch = konkani.collate([item] * args.batch_size)
-    return konkani.Conformer(shape), batch, lambda model, b: sum(konkani.compute_loss(model, b).values()), konkani
+    return (
+        konkani.Conformer(shape),
+        batch,
+        lambda model, b: sum(konkani.compute_loss(model, b).values()),
+        konkani,
+    )
 
 
 def make_whisper(args) -> tuple:
     clips, samples = args.batch_size, int(args.seconds * whisper.SAMPLE_RATE)
     batch = {
-        "audio": torch.randn(clips, samples) * 0.1, "audio_lengths": torch.full((clips,), samples),
-        "tokens": torch.zeros(clips, 120, dtype=torch.long), "labels": torch.zeros(clips, 120, dtype=torch.long),
+        "audio": torch.randn(clips, samples) * 0.1,
+        "audio_lengths": torch.full((clips,), samples),
+        "tokens": torch.zeros(clips, 120, dtype=torch.long),
+        "labels": torch.zeros(clips, 120, dtype=torch.long),
         "labels_lengths": torch.full((clips,), 120),
-    }  # fmt: skip
+    }
     model = whisper.Whisper(formats.SIZES["small"])
     return model, batch, lambda m, b: whisper.token_loss(m, b, *m.encode(b)), whisper
 
@@ -85,7 +106,11 @@ def plain(stack: ExitStack, model: torch.nn.Module, module, used: set[str]) -> N
         if all(leans):
             return layers.lean_chain(x, *steps)
         for part, lean in zip(parts, leans, strict=True):
-            x = layers.lean_chain(x, *part) if lean else functools.reduce(lambda value, step: step(value), part, x)
+            x = (
+                layers.lean_chain(x, *part)
+                if lean
+                else functools.reduce(lambda value, step: step(value), part, x)
+            )
         return x
 
     def patch(target, name, value):
@@ -97,7 +122,9 @@ def plain(stack: ExitStack, model: torch.nn.Module, module, used: set[str]) -> N
     if "pieces" not in used:
         patch(whisper, "LOGITS_AT_ONCE", 1 << 24)
     if "cache" not in used:
-        patch(Setup, "autocast", lambda s: torch.autocast("cpu", s.dtype, enabled=s.dtype is not None))
+        patch(
+            Setup, "autocast", lambda s: torch.autocast("cpu", s.dtype, enabled=s.dtype is not None)
+        )
 
 
 def cuda_layer_norm(x, *rest):
@@ -143,9 +170,13 @@ def clock(model, batch, compute_loss, setup) -> float:
 def main(args) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, batch, compute_loss, module = (make_konkani if args.model == "konkani" else make_whisper)(args)
+    model, batch, compute_loss, module = (
+        make_konkani if args.model == "konkani" else make_whisper
+    )(args)
     if args.checkpointing:
-        memory.checkpoint_layers(model, konkani.CHECKPOINTED if args.model == "konkani" else whisper.LAYERS)
+        memory.checkpoint_layers(
+            model, konkani.CHECKPOINTED if args.model == "konkani" else whisper.LAYERS
+        )
     setup = Setup(dtype=None if args.fp32 else torch.bfloat16)
     savings = SAVINGS[args.model]
     every = {end for ends in savings.values() for end in ends}
@@ -157,26 +188,45 @@ def main(args) -> None:
             plain(stack, model, module, used)
             return function(model, batch, compute_loss, setup)
 
-    options = ("fp32" if args.fp32 else "bf16 autocast") + (", checkpointing" if args.checkpointing else "")
-    print(f"torch {torch.__version__}, {args.model}, {args.batch_size} x {args.seconds:g} s, {options}\n")
+    options = ("fp32" if args.fp32 else "bf16 autocast") + (
+        ", checkpointing" if args.checkpointing else ""
+    )
+    print(
+        f"torch {torch.__version__}, {args.model}, {args.batch_size} x {args.seconds:g} s,"
+        f" {options}\n"
+    )
     if args.steps:
         order, rounds = list(rows), []
-        for _ in range(args.steps + 1):  # each round begins with another row; the first is not counted
+        for _ in range(
+            args.steps + 1
+        ):  # each round begins with another row; the first is not counted
             order.append(order.pop(0))
             rounds.append({name: run(clock, rows[name]) for name in order})
         rounds = rounds[1:]
         print("| saving | processor, s | of a step without, % |\n|---|---|---|")
         for name in rows:
             ratio = statistics.median(times[name] / times["none"] for times in rounds)
-            print(f"| {name} | {statistics.median(times[name] for times in rounds):.2f} | {100 * ratio:.1f} |")
+            print(
+                f"| {name} | {statistics.median(times[name] for times in rounds):.2f} |"
+                f" {100 * ratio:.1f} |"
+            )
         return
-    print("| saving | kept for backward, MiB | saved, % | peak, MiB | saved, % |\n|---|---|---|---|---|")
+    print(
+        "| saving | kept for backward, MiB | saved, % | peak, MiB | saved, %"
+        " |\n|---|---|---|---|---|"
+    )
     first = None
     for name, used in rows.items():
         kept, peak = run(measure, used)
         first = first or (kept, peak)
-        less = [f"{100 * (1 - now / before):.1f}" for now, before in zip((kept, peak), first, strict=True)]
-        print(f"| {name} | {kept / MIB:,.0f} | {less[0]} | {peak / MIB:,.0f} | {less[1]} |", flush=True)
+        less = [
+            f"{100 * (1 - now / before):.1f}"
+            for now, before in zip((kept, peak), first, strict=True)
+        ]
+        print(
+            f"| {name} | {kept / MIB:,.0f} | {less[0]} | {peak / MIB:,.0f} | {less[1]} |",
+            flush=True,
+        )
 
 
 class LiveStorages(TorchDispatchMode):
@@ -194,7 +244,9 @@ class LiveStorages(TorchDispatchMode):
         if reference() is storage:
             return
         self.known[key] = weakref.ref(storage, lambda dead: self.drop(key, dead)), size
-        self.now += size - freed  # a freed storage may still be listed when its address is used again
+        self.now += (
+            size - freed
+        )  # a freed storage may still be listed when its address is used again
         self.peak = max(self.peak, self.now)
 
     def drop(self, key: int, dead: weakref.ref) -> None:
@@ -210,11 +262,15 @@ class LiveStorages(TorchDispatchMode):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", choices=list(SAVINGS))
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--fp32", action="store_true")
-    parser.add_argument("--steps", type=int, default=0, help="timed steps of each kind (0: memory is measured)")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="timed steps of each kind (0: memory is measured)"
+    )
     main(parser.parse_args())

@@ -1,4 +1,5 @@
-"""A long run on short data: resident memory and open files of the trainer and its data worker must stay flat.
+"""A long run on short data: resident memory and open files of the trainer and its data worker must
+stay flat.
 
     python benchmarks/soak.py [--windows 2000]
 
@@ -29,26 +30,59 @@ def usage(pid: int) -> tuple[float, int]:
     """Resident MiB and open files of a process tree."""
     resident = files = 0
     for process in tree(pid):
-        resident += int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        resident += int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
         files += len(os.listdir(f"/proc/{process}/fd"))
     return resident / 2**20, files
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--windows", type=int, default=2000)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         lines = []
         for number in range(64):
             random = np.random.default_rng(number)
-            soundfile.write(f"{folder}/{number}.wav", random.normal(0, 0.1, random.integers(8000, 24000)), 16_000)
-            lines.append(json.dumps({"audio_filepath": f"{number}.wav", "text": "abc"[: 1 + number % 3]}))
+            soundfile.write(
+                f"{folder}/{number}.wav",
+                random.normal(0, 0.1, random.integers(8000, 24000)),
+                16_000,
+            )
+            lines.append(
+                json.dumps({"audio_filepath": f"{number}.wav", "text": "abc"[: 1 + number % 3]})
+            )
         Path(folder, "train.json").write_text("\n".join(lines))
-        command = [sys.executable, str(RECIPE), "--train_manifest", f"{folder}/train.json", "--device", "cpu", "--d_model", "32",
-                   "--encoder_layers", "1", "--decoder_layers", "1", "--max_steps", str(args.windows), "--output_dir", folder,
-                   "--eval_every", "200", "--save_every", "200", "--dataloader_num_workers", "1"]  # fmt: skip
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            str(RECIPE),
+            "--train_manifest",
+            f"{folder}/train.json",
+            "--device",
+            "cpu",
+            "--d_model",
+            "32",
+            "--encoder_layers",
+            "1",
+            "--decoder_layers",
+            "1",
+            "--max_steps",
+            str(args.windows),
+            "--output_dir",
+            folder,
+            "--eval_every",
+            "200",
+            "--save_every",
+            "200",
+            "--dataloader_num_workers",
+            "1",
+        ]
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         metrics, seen, rows = Path(folder, "logs", "metrics.jsonl"), 0, []
         print("| update | resident, MiB | open files |\n|---|---|---|")
         while process.poll() is None:

@@ -2,8 +2,9 @@
 
     python benchmarks/tier_tables.py [--check]
 
-The rows are what each script prints with --rows; common/env.sh describes their form. Their memory is in tiers.json, which
-benchmarks/tiers.py writes. --check writes nothing and fails if a page is not up to date."""
+The rows are what each script prints with --rows; common/env.sh describes their form. Their memory
+is in tiers.json, which benchmarks/tiers.py writes. --check writes nothing and fails if a page is
+not up to date."""
 
 import argparse
 import itertools
@@ -18,13 +19,16 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- tiers: begin -->", "<!-- tiers: end -->"
 CARDS = {"t4": "T4, 12 GB", "12gb": "also a T4", "16gb": "RTX 4080", "a100": "80 GB"}
 LETTERS = {
-    "R": "gradient checkpointing", "F": "frozen encoder (needs pretrained weights)", "8": "8-bit AdamW",
+    "R": "gradient checkpointing",
+    "F": "frozen encoder (needs pretrained weights)",
+    "8": "8-bit AdamW",
     "H": "optimizer states in host memory",
-}  # fmt: skip
+}
 
 
 class Outdated(Exception):
-    """A row without a prediction, or one that does not fit. The message says what to do, in one line."""
+    """A row without a prediction, or one that does not fit. The message says what to do, in one
+    line."""
 
 
 def read_rows(script: str) -> list[list[str]]:
@@ -35,7 +39,8 @@ def read_rows(script: str) -> list[list[str]]:
 
 
 def predictions() -> dict:
-    """The content of tiers.json: {"torch": version, "script tier size": {"row": cell, "gib": at the peak, "verdict": text}}."""
+    """The content of tiers.json: {"torch": version, "script tier size": {"row": cell, "gib": at the
+    peak, "verdict": text}}."""
     path = predictions_file()
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -54,12 +59,18 @@ def sizes_of(rows: list[list[str]]) -> list[str]:
 
 def row_of(rows: list[list[str]], tier: str, size: str) -> list[str]:
     """The row that counts, as `pick_row` in common/env.sh chooses it."""
-    return next(row for row in rows if row[0] in (tier, "*") and row[1] in (size, "*") and row[2] != "+")
+    return next(
+        row for row in rows if row[0] in (tier, "*") and row[1] in (size, "*") and row[2] != "+"
+    )
 
 
 def planned_rows(rows: list[list[str]]) -> list[tuple[str, str, str]]:
     """Tier, size and text of each row that needs a GPU."""
-    cells = [(tier, size, cell(row_of(rows, tier, size))) for tier in names(rows, 0) for size in sizes_of(rows)]
+    cells = [
+        (tier, size, cell(row_of(rows, tier, size)))
+        for tier in names(rows, 0)
+        for size in sizes_of(rows)
+    ]
     return [(tier, size, text) for tier, size, text in cells if tier != "cpu" and text != "-"]
 
 
@@ -77,11 +88,13 @@ def memory(script: str, rows: list[list[str]]) -> dict[tuple[str, str], float]:
         entry = entries.get(f"{script} {tier} {size}", {})
         if entry.get("row") != text:
             raise Outdated(
-                f"tier {tier}, size {size}: {text} is not in tiers.json: run python benchmarks/tiers.py {script}"
+                f"tier {tier}, size {size}: {text} is not in tiers.json: run python"
+                f" benchmarks/tiers.py {script}"
             )
         if entry["verdict"] != "fits":
             raise Outdated(
-                f"tier {tier}, size {size}: {text} is predicted not to fit ({entry['verdict']}): change the row"
+                f"tier {tier}, size {size}: {text} is predicted not to fit ({entry['verdict']}):"
+                " change the row"
             )
         gib[tier, size] = entry["gib"]
     return gib
@@ -98,16 +111,30 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 
 def note(rows: list[list[str]], cells: str, longest: str) -> str:
     """The text under a table: what `cells` are, for which `longest` utterances."""
-    texts = [text for tier in names(rows, 0) for size in sizes_of(rows) for text in [cell(row_of(rows, tier, size))]]
+    texts = [
+        text
+        for tier in names(rows, 0)
+        for size in sizes_of(rows)
+        for text in [cell(row_of(rows, tier, size))]
+    ]
     letters = [
-        f"{letter}: {what}." for letter, what in LETTERS.items() if any(letter in text.split()[3:] for text in texts)
+        f"{letter}: {what}."
+        for letter, what in LETTERS.items()
+        if any(letter in text.split()[3:] for text in texts)
     ]
     torch = ".".join(predictions()["torch"].split(".")[:2])
-    return " ".join([
-        f"{cells} the GiB that a step allocates at its peak, *predicted* by `python~benchmarks/tiers.py` (torch {torch}) for {longest},"
-        " not measured on these GPUs. CUDA's context and libraries take 0.55 GiB more. A row fits if a tenth of the GPU's memory stays"
-        " free.", *letters, *["A dash: does not fit."] * ("-" in texts),
-    ])  # fmt: skip
+    return " ".join(
+        [
+            (
+                f"{cells} the GiB that a step allocates at its peak, *predicted* by"
+                f" `python~benchmarks/tiers.py` (torch {torch}) for {longest}, not measured on"
+                " these GPUs. CUDA's context and libraries take 0.55 GiB more. A row fits if a"
+                " tenth of the GPU's memory stays free."
+            ),
+            *letters,
+            *["A dash: does not fit."] * ("-" in texts),
+        ]
+    )
 
 
 def konkani_table(script: str, longest: str) -> str:
@@ -118,9 +145,17 @@ def konkani_table(script: str, longest: str) -> str:
         row, *others = (row_of(rows, tier, size) for size in shapes)
         assert all(other == row for other in others), f"tier {tier}: the sizes have different rows"
         lines.append(
-            [label(tier), cell(row), *("fp32" if tier == "cpu" else f"{gib[tier, size]:.2f}" for size in shapes)]
+            [
+                label(tier),
+                cell(row),
+                *("fp32" if tier == "cpu" else f"{gib[tier, size]:.2f}" for size in shapes),
+            ]
         )
-    header = ["tier", "micro-batch x accumulation", *(f"`{size}` {shape}" for size, shape in shapes.items())]
+    header = [
+        "tier",
+        "micro-batch x accumulation",
+        *(f"`{size}` {shape}" for size, shape in shapes.items()),
+    ]
     cells = "Every size has the same micro-batch x accumulation steps. The other cells are"
     return f"{markdown(header, lines)}\n\n{wrapped(note(rows, cells, longest))}"
 
@@ -133,28 +168,50 @@ def table_of_cells(script: str, longest: str) -> str:
         text = cell(row_of(rows, tier, size))
         return f"{text}, {gib[tier, size]:.1f}" if (tier, size) in gib else text
 
-    lines = [[label(tier), *(full_cell(tier, size) for size in sizes_of(rows))] for tier in names(rows, 0)]
-    header = ["tier", *("`many` (small)" if size == "many" else f"`{size}`" for size in sizes_of(rows))]
+    lines = [
+        [label(tier), *(full_cell(tier, size) for size in sizes_of(rows))]
+        for tier in names(rows, 0)
+    ]
+    header = [
+        "tier",
+        *("`many` (small)" if size == "many" else f"`{size}`" for size in sizes_of(rows)),
+    ]
     return f"{markdown(header, lines)}\n\n{wrapped(note(rows, 'Each cell gives micro-batch x accumulation steps, then', longest))}"
 
 
 def wrapped(text: str) -> str:
     """Lines of a page; ~ stands for a space at which no line ends."""
-    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False).replace("~", " ")
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False).replace(
+        "~", " "
+    )
 
 
-# The page of each script, how its table is written, and the utterances that its rows are planned for.
+# The page of each script, how its table is written, and the utterances that its rows are planned
+# for.
 PAGES = {
-    "run_training_memory_optimized.sh": ("recipes/konkani_conformer.md", konkani_table, "utterances of 33.3 s (30 s at 0.9 times the speed)"),
-    "run_whisper_vietnamese.sh": ("recipes/whisper_vietnamese.md", table_of_cells, "windows of 30 s"),
+    "run_training_memory_optimized.sh": (
+        "recipes/konkani_conformer.md",
+        konkani_table,
+        "utterances of 33.3 s (30 s at 0.9 times the speed)",
+    ),
+    "run_whisper_vietnamese.sh": (
+        "recipes/whisper_vietnamese.md",
+        table_of_cells,
+        "windows of 30 s",
+    ),
     "run_whisper_morse.sh": ("recipes/whisper_morse.md", table_of_cells, "windows of 30 s"),
-    "run_parakeet_tdt.sh": ("recipes/parakeet_tdt.md", table_of_cells, "utterances of 22.2 s (20 s at 0.9 times the speed)"),
+    "run_parakeet_tdt.sh": (
+        "recipes/parakeet_tdt.md",
+        table_of_cells,
+        "utterances of 22.2 s (20 s at 0.9 times the speed)",
+    ),
     "run_xtts_amharic.sh": ("recipes/xtts_amharic.md", table_of_cells, "utterances of 11.6 s"),
-}  # fmt: skip
+}
 
 
 def write(scripts: Iterable[str], check: bool = False) -> list[str]:
-    """Writes the tables of these scripts, or only compares them, and returns what is wrong, a line for each page."""
+    """Writes the tables of these scripts, or only compares them, and returns what is wrong, a line
+    for each page."""
     problems = []
     for script in scripts:
         name, table, longest = PAGES[script]
@@ -172,7 +229,10 @@ def write(scripts: Iterable[str], check: bool = False) -> list[str]:
             problems.append(f"error: {script}: {error}")
             continue
         if check and new != text:
-            problems.append(f"error: {name}: its table differs from {script}: run python benchmarks/tier_tables.py")
+            problems.append(
+                f"error: {name}: its table differs from {script}: run python"
+                " benchmarks/tier_tables.py"
+            )
         elif new != text:
             page.write_text(new, encoding="utf-8")
             print(f"{name}: written")
@@ -180,6 +240,10 @@ def write(scripts: Iterable[str], check: bool = False) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail if a page is not up to date, and write nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="fail if a page is not up to date, and write nothing"
+    )
     sys.exit("\n".join(write(PAGES, parser.parse_args().check)) or None)

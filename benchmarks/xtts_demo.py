@@ -1,15 +1,18 @@
-"""How well the demo of recipes/xtts_amharic.py speaks: the character error rate (CER) of a recogniser on its held-out sentences.
+"""How well the demo of recipes/xtts_amharic.py speaks: the character error rate (CER) of a
+recogniser on its held-out sentences.
 
     ./run_xtts_amharic.sh cpu                                     # the demo, in runs/xtts_amharic
     python benchmarks/xtts_demo.py --demo_dir runs/xtts_amharic   # about six minutes of one core
 
-The judge is recipes/konkani_conformer.py, trained on the demo's training clips and on Griffin-Lim copies of some of them (their
-mel features turned back into sound, without the DVAE), so that it knows the sound of that method. The last clips of the training
-set are held back to evaluate the judge; it never reads the demo's evaluation set. It trains until its own CER is below 5 %.
+The judge is recipes/konkani_conformer.py, trained on the demo's training clips and on Griffin-Lim
+copies of some of them (their mel features turned back into sound, without the DVAE), so that it
+knows the sound of that method. The last clips of the training set are held back to evaluate the
+judge; it never reads the demo's evaluation set. It trains until its own CER is below 5 %.
 
-Three sets are recognised: the held-out recordings (reference), the recordings made anew from their codes (resynthesis), and
-the sentences that the GPT spoke (synthesis). Letters that sound alike are folded into one. The exit status is 1 if the CER of
-resynthesis is more than 5 points above that of the reference, or synthesis more than 12 above resynthesis."""
+Three sets are recognised: the held-out recordings (reference), the recordings made anew from their
+codes (resynthesis), and the sentences that the GPT spoke (synthesis). Letters that sound alike are
+folded into one. The exit status is 1 if the CER of resynthesis is more than 5 points above that of
+the reference, or synthesis more than 12 above resynthesis."""
 
 import argparse
 import hashlib
@@ -34,22 +37,51 @@ from speech.xtts.codec import SAMPLE_RATE, Mel, griffin_lim
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "konkani_conformer.py"
 KINDS = ("reference", "resynthesis", "synthesis")
-LIMITS = {"resynthesis": ("reference", 5.0), "synthesis": ("resynthesis", 12.0)}  # points of CER above another kind
+LIMITS = {
+    "resynthesis": ("reference", 5.0),
+    "synthesis": ("resynthesis", 12.0),
+}  # points of CER above another kind
 HELD_BACK = 100  # clips that evaluate the judge
 COPIED = {"train": 150, "val": 30}  # clips with a Griffin-Lim copy, which takes a third of a second
 REPEATS = 4  # of each copy in the training set
-SHAPE = ["--d_model", "96", "--encoder_layers", "4", "--decoder_layers", "1", "--attention_heads", "4"]
-# fmt: off
-TRAINING = ["--batch_size", "16", "--gradient_accumulation_steps", "1", "--learning_rate", "2e-3", "--seed", "1",
-            "--no_spec_augment", "--no_speed_perturbation", "--decoding", "greedy"]
-# fmt: on
+SHAPE = [
+    "--d_model",
+    "96",
+    "--encoder_layers",
+    "4",
+    "--decoder_layers",
+    "1",
+    "--attention_heads",
+    "4",
+]
+TRAINING = [
+    "--batch_size",
+    "16",
+    "--gradient_accumulation_steps",
+    "1",
+    "--learning_rate",
+    "2e-3",
+    "--seed",
+    "1",
+    "--no_spec_augment",
+    "--no_speed_perturbation",
+    "--decoding",
+    "greedy",
+]
 STEPS, MOST_ROUNDS, MOST_CER = 800, 3, 0.05
 SHORT = 2  # words
 
-# Letters that sound alike: rows of seven orders, and the fourth order of ሀ and አ, which sounds like their first.
+# Letters that sound alike: rows of seven orders, and the fourth order of ሀ and አ, which sounds like
+# their first.
 ROWS = {"ሐ": "ሀ", "ኀ": "ሀ", "ኸ": "ሀ", "ሠ": "ሰ", "ዐ": "አ", "ፀ": "ጸ"}
-FOLDED = {ord(letter) + order: ord(same) + order for letter, same in ROWS.items() for order in range(7)}
-FOLDED |= {ord(first) + 3: ord(same) for first, same in {**ROWS, "ሀ": "ሀ", "አ": "አ"}.items() if same in "ሀአ"}
+FOLDED = {
+    ord(letter) + order: ord(same) + order for letter, same in ROWS.items() for order in range(7)
+}
+FOLDED |= {
+    ord(first) + 3: ord(same)
+    for first, same in {**ROWS, "ሀ": "ሀ", "አ": "አ"}.items()
+    if same in "ሀአ"
+}
 
 
 def fold(sentence: str) -> str:
@@ -61,17 +93,24 @@ def read_rows(manifest: Path) -> list[tuple[str, str]]:
     """(audio path, folded text) of each row of a manifest. Raises `UsageError` and `DataError`."""
     files.require_file(manifest, "there is no finished demo here:")
     corpus = read_manifest(str(manifest), Rejections(), fold, None, Segments(False))
-    rows = [(str(Path(path).resolve()), sentence) for path, sentence in zip(corpus.paths, corpus.texts, strict=True)]
+    rows = [
+        (str(Path(path).resolve()), sentence)
+        for path, sentence in zip(corpus.paths, corpus.texts, strict=True)
+    ]
     if missing := [path for path, _ in rows if not Path(path).is_file()]:
         raise UsageError(f"{manifest}: its file {missing[0]} is missing; run the demo again")
     return rows
 
 
 def read_speech(demo_dir: Path) -> dict[str, list[tuple[str, str]]]:
-    """The rows of what the demo has spoken, by kind. Raises `UsageError` if the kinds differ in their sentences."""
+    """The rows of what the demo has spoken, by kind. Raises `UsageError` if the kinds differ in
+    their sentences."""
     speech = {kind: read_rows(demo_dir / "speech" / f"{kind}.csv") for kind in KINDS}
     if len({tuple(sentence for _, sentence in rows) for rows in speech.values()}) > 1:
-        raise UsageError(f"{demo_dir / 'speech'}: the three manifests differ in their sentences; run the demo again")
+        raise UsageError(
+            f"{demo_dir / 'speech'}: the three manifests differ in their sentences; run the demo"
+            " again"
+        )
     return speech
 
 
@@ -83,7 +122,8 @@ def copy_clip(source: str, target: Path) -> None:
 
 
 def write_data(demo_dir: Path, folder: Path) -> bool:
-    """Writes train.json and val.json of the judge in `folder`, unless they are there. Returns whether they were."""
+    """Writes train.json and val.json of the judge in `folder`, unless they are there. Returns
+    whether they were."""
     manifest = demo_dir / "data" / "amharic" / "train.json"
     rows = read_rows(manifest)
     if len(rows) < 2 * HELD_BACK:
@@ -99,7 +139,9 @@ def write_data(demo_dir: Path, folder: Path) -> bool:
             for number, (path, sentence) in enumerate(part[: COPIED[split]]):
                 name = f"{split}_{number:03d}.wav"
                 copy_clip(path, aside / name)
-                lines += [{"audio_filepath": name, "text": sentence}] * (REPEATS if split == "train" else 1)
+                lines += [{"audio_filepath": name, "text": sentence}] * (
+                    REPEATS if split == "train" else 1
+                )
             content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             files.write_text(aside / f"{split}.json", content)
 
@@ -118,9 +160,12 @@ def run_recipe(*words: object) -> None:
 
 
 def train_judge(judge_dir: Path, has_data: bool, steps: int) -> tuple[float, int]:
-    """Trains the judge for `steps` updates, and for as many again while its CER is too high. Returns its CER and updates.
-    Continues an earlier run if it `has_data` of it. Raises `RunError` if the judge does not learn."""
-    manifests = [f"--{split}_manifest={judge_dir / 'data' / split}.json" for split in ("train", "val")]
+    """Trains the judge for `steps` updates, and for as many again while its CER is too high.
+    Returns its CER and updates. Continues an earlier run if it `has_data` of it. Raises `RunError`
+    if the judge does not learn."""
+    manifests = [
+        f"--{split}_manifest={judge_dir / 'data' / split}.json" for split in ("train", "val")
+    ]
     for number in range(1, MOST_ROUNDS + 1):
         resume = ["--resume", "auto"] if has_data or number > 1 else []
         length = ["--max_steps", number * steps, "--eval_every", max(1, steps // 4)]
@@ -129,24 +174,46 @@ def train_judge(judge_dir: Path, has_data: bool, steps: int) -> tuple[float, int
         if best["cer"] < MOST_CER:
             return best["cer"], best["step"]
     raise RunError(
-        f"the judge's CER is {100 * best['cer']:.1f} % after {number * steps} updates, above {100 * MOST_CER:.0f} %: "
-        f"it cannot judge speech; give it more --judge_steps"
+        f"the judge's CER is {100 * best['cer']:.1f} % after {number * steps} updates, above"
+        f" {100 * MOST_CER:.0f} %: it cannot judge speech; give it more --judge_steps"
     )
 
 
 def recognise(judge_dir: Path, speech: dict[str, list[tuple[str, str]]]) -> dict[str, list[dict]]:
-    """Rows {"reference", "hypothesis"} of each kind. A clip without samples has the hypothesis ""."""
+    """Rows {"reference", "hypothesis"} of each kind. A clip without samples has the hypothesis
+    ""."""
     manifest, logs = judge_dir / "spoken.json", judge_dir / "spoken"
-    lines = [{"audio_filepath": path, "text": sentence} for rows in speech.values() for path, sentence in rows]
-    files.write_text(manifest, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    lines = [
+        {"audio_filepath": path, "text": sentence}
+        for rows in speech.values()
+        for path, sentence in rows
+    ]
+    files.write_text(
+        manifest, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    )
     run_recipe(
-        "--evaluate", "--test_manifest", manifest, "--resume", judge_dir / "checkpoints" / "best.safetensors",
-        "--log_dir", logs, "--output_dir", judge_dir, "--decoding", "greedy", "--no_check_audio", "--min_duration", 0,
-    )  # fmt: skip
+        "--evaluate",
+        "--test_manifest",
+        manifest,
+        "--resume",
+        judge_dir / "checkpoints" / "best.safetensors",
+        "--log_dir",
+        logs,
+        "--output_dir",
+        judge_dir,
+        "--decoding",
+        "greedy",
+        "--no_check_audio",
+        "--min_duration",
+        0,
+    )
     rows = map(json.loads, files.read_text(logs / "transcripts.jsonl").splitlines())
     transcripts = {row["file"]: fold(row["hypothesis"]) for row in rows}
     return {
-        kind: [{"reference": sentence, "hypothesis": transcripts.get(path, "")} for path, sentence in rows]
+        kind: [
+            {"reference": sentence, "hypothesis": transcripts.get(path, "")}
+            for path, sentence in rows
+        ]
         for kind, rows in speech.items()
     }
 
@@ -154,24 +221,37 @@ def recognise(judge_dir: Path, speech: dict[str, list[tuple[str, str]]]) -> dict
 def error_rates(rows: list[dict]) -> list[float]:
     """CER in % of all rows, and of those of one or two words (NaN without any)."""
     short = [row for row in rows if len(row["reference"].split()) <= SHORT]
-    return [100 * metrics.rate(metrics.score(part)["cer"]) if part else float("nan") for part in (rows, short)]
+    return [
+        100 * metrics.rate(metrics.score(part)["cer"]) if part else float("nan")
+        for part in (rows, short)
+    ]
 
 
 def faults(rates: dict[str, float]) -> list[str]:
     """What is above the limits, given the CER of each kind in %."""
     return [
-        f"{kind} is {rates[kind] - rates[base]:.1f} points of CER above {base}; the limit is {limit:g}"
+        f"{kind} is {rates[kind] - rates[base]:.1f} points of CER above {base}; the limit is"
+        f" {limit:g}"
         for kind, (base, limit) in LIMITS.items()
         if rates[kind] - rates[base] > limit
     ]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demo_dir", type=Path, default=Path("runs/xtts_amharic"), help="the demo's --output_dir")
-    parser.add_argument("--judge_dir", type=Path, help="for the judge's data and weights (DEMO_DIR/judge)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--judge_steps", type=options.POSITIVE, default=STEPS, help=f"updates, up to {MOST_ROUNDS} times ({STEPS})"
+        "--demo_dir", type=Path, default=Path("runs/xtts_amharic"), help="the demo's --output_dir"
+    )
+    parser.add_argument(
+        "--judge_dir", type=Path, help="for the judge's data and weights (DEMO_DIR/judge)"
+    )
+    parser.add_argument(
+        "--judge_steps",
+        type=options.POSITIVE,
+        default=STEPS,
+        help=f"updates, up to {MOST_ROUNDS} times ({STEPS})",
     )
     return parser.parse_args()
 
@@ -186,9 +266,14 @@ def main(args) -> None:
     rates = {kind: error_rates(rows[kind]) for kind in KINDS}
     short = sum(len(sentence.split()) <= SHORT for _, sentence in speech["reference"])
     print(f"\n| CER, % | {' | '.join(KINDS)} |\n|---|---|---|---|")
-    for number, name in enumerate((f"all {len(speech['reference'])} sentences", f"{short} of one or two words")):
+    for number, name in enumerate(
+        (f"all {len(speech['reference'])} sentences", f"{short} of one or two words")
+    ):
         print(f"| {name} | {' | '.join(f'{rates[kind][number]:.1f}' for kind in KINDS)} |")
-    print(f"\nthe judge's own CER: {100 * cer:.1f} % of {HELD_BACK + COPIED['val']} clips, after {step} updates")
+    print(
+        f"\nthe judge's own CER: {100 * cer:.1f} % of {HELD_BACK + COPIED['val']} clips, after"
+        f" {step} updates"
+    )
     times = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     print(f"\nprocessor time: {sum(each.ru_utime + each.ru_stime for each in times) / 60:.1f} min")
     if above := faults({kind: whole for kind, (whole, _) in rates.items()}):

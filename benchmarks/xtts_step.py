@@ -1,12 +1,13 @@
-"""One training step of XTTS's GPT, from waveforms to updated weights: time and peak memory with each memory option off and on,
-and of packed against padded rows.
+"""One training step of XTTS's GPT, from waveforms to updated weights: time and peak memory with
+each memory option off and on, and of packed against padded rows.
 
     python benchmarks/xtts_step.py [--layers 4] [--clips 2] [--seconds 8] [--threads 1] [--runs 3]
     python benchmarks/xtts_step.py --device cuda --layers 30 --clips 8 --seconds 11.6       # the allocator's peak
 
-The GPT has the width of XTTS-v2, --layers layers and random weights, as the frozen DVAE. The baseline is fp32 with all
-attention scores in memory and AdamW's states in fp32. Every measurement runs in a separate process; its first step is not timed.
-Padded rows have gaps between the text and the codes, as Coqui's have; the clips and texts of a batch differ in length."""
+The GPT has the width of XTTS-v2, --layers layers and random weights, as the frozen DVAE. The
+baseline is fp32 with all attention scores in memory and AdamW's states in fp32. Every measurement
+runs in a separate process; its first step is not timed. Padded rows have gaps between the text and
+the codes, as Coqui's have; the clips and texts of a batch differ in length."""
 
 import argparse
 import sys
@@ -25,30 +26,49 @@ from speech.xtts.codec import SAMPLE_RATE, code_count
 
 TEXT_TOKENS_A_SECOND = 12
 ROWS = {  # what is measured: the first is the reference
-    "baseline": (), "+ gradient checkpointing": ("checkpoint",), "+ SDPA": ("sdpa",), "+ mixed precision (bf16)": ("bf16",),
-    "+ 8-bit AdamW": ("8bit",), "SDPA, mixed precision": ("sdpa", "bf16"), "all": ("checkpoint", "sdpa", "bf16", "8bit"),
+    "baseline": (),
+    "+ gradient checkpointing": ("checkpoint",),
+    "+ SDPA": ("sdpa",),
+    "+ mixed precision (bf16)": ("bf16",),
+    "+ 8-bit AdamW": ("8bit",),
+    "SDPA, mixed precision": ("sdpa", "bf16"),
+    "all": ("checkpoint", "sdpa", "bf16", "8bit"),
     "SDPA, padded rows": ("sdpa", "padded"),
-}  # fmt: skip
+}
 
 
 def make_clips(args) -> list[dict]:
-    """Clips of noise with random texts: short clips have long texts, so that padded rows have gaps."""
+    """Clips of noise with random texts: short clips have long texts, so that padded rows have
+    gaps."""
     random, items = torch.Generator().manual_seed(1), []
     shortest, longest = start.SLICES["full"]
-    for number, seconds in enumerate(torch.linspace(args.seconds, args.seconds / 2, args.clips).tolist()):
+    for number, seconds in enumerate(
+        torch.linspace(args.seconds, args.seconds / 2, args.clips).tolist()
+    ):
         waveform = torch.randn(int(seconds * SAMPLE_RATE), generator=random) * 0.1
         count = round((1.5 * args.seconds - seconds) * TEXT_TOKENS_A_SECOND)
         begin = torch.nn.functional.pad(waveform[:shortest], (0, longest))[:longest]
-        items.append({
-            "audio": waveform, "tokens": torch.randint(300, 6000, (count,), generator=random), "slice": begin, "heard": (0, code_count(len(waveform)) // 2),
-            "codes": code_count(len(waveform)), "language": "am", "name": f"clip {number}", "index": number,
-        })  # fmt: skip
+        items.append(
+            {
+                "audio": waveform,
+                "tokens": torch.randint(300, 6000, (count,), generator=random),
+                "slice": begin,
+                "heard": (0, code_count(len(waveform)) // 2),
+                "codes": code_count(len(waveform)),
+                "language": "am",
+                "name": f"clip {number}",
+                "index": number,
+            }
+        )
     return items
 
 
 def padded_place(batch: dict, latents: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """As `recipe.place`, with the text of every row as long as the longest."""
-    words, sounds = max(batch["tokens_lengths_host"].tolist()) + 1, max(batch["codes"]) + recipe.STOPS
+    words, sounds = (
+        max(batch["tokens_lengths_host"].tolist()) + 1,
+        max(batch["codes"]) + recipe.STOPS,
+    )
     longest, chosen = latents + words + sounds, {"text": [], "mel": []}
     for row, (length, codes, (_, last)) in enumerate(
         zip(batch["tokens_lengths_host"].tolist(), batch["codes"], batch["heard"], strict=True)
@@ -85,7 +105,9 @@ def make_step(args, options: tuple[str, ...], where: torch.device):
         return recipe.compute_loss(model, batch, frozen)
 
     def step() -> float:
-        outcome = run_window(model, [batch], batch["counts"], compute_loss, recipe.LOSS_WEIGHTS, setup)
+        outcome = run_window(
+            model, [batch], batch["counts"], compute_loss, recipe.LOSS_WEIGHTS, setup
+        )
         if outcome.failed:
             raise SystemExit(f"out of memory: {outcome.reason}")
         optimizer.step()
@@ -104,12 +126,13 @@ def main(args) -> None:
     results = steps.run(ROWS, args)
     is_gpu = torch.device(args.device).type == "cuda"
     where = torch.cuda.get_device_name(args.device) if is_gpu else f"{args.threads} threads"
-    print(f"torch {torch.__version__}, {where}; {args.layers} layers, {args.clips} clips of {args.seconds:g} s and less, "
-          f"median of {args.runs} x {args.steps} steps")  # fmt: skip
     print(
-        "| | processor, s | s by the clock | memory, GiB | of the time | of the memory | mel loss |\n"
-        + "|---" * 7
-        + "|"
+        f"torch {torch.__version__}, {where}; {args.layers} layers, {args.clips} clips of"
+        f" {args.seconds:g} s and less, median of {args.runs} x {args.steps} steps"
+    )
+    print(
+        "| | processor, s | s by the clock | memory, GiB | of the time | of the memory | mel"
+        " loss |\n" + "|---" * 7 + "|"
     )
     reference = None
     for who, runs in results.items():
@@ -119,12 +142,17 @@ def main(args) -> None:
         seconds, used, peak = steps.medians(runs)
         time_of = seconds if is_gpu else used
         reference = reference or (time_of, peak)
-        print(f"| {who} | {used:.2f} | {seconds:.2f} | {peak / 2**30:.2f} | {time_of / reference[0]:.2f} | "
-              f"{peak / reference[1]:.2f} | {runs[0]['loss']:.4f} |", flush=True)  # fmt: skip
+        print(
+            f"| {who} | {used:.2f} | {seconds:.2f} | {peak / 2**30:.2f} |"
+            f" {time_of / reference[0]:.2f} | {peak / reference[1]:.2f} | {runs[0]['loss']:.4f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--clips", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8.0)

@@ -14,8 +14,12 @@ def _leave(number: int, frame) -> None:
     os._exit(128 + number)
 
 
-# A recipe imports this package first. The libraries then take seconds, in which a signal would be a traceback.
-if Path(getattr(sys.modules["__main__"], "__file__", None) or ".").resolve().parent.name == "recipes":
+# A recipe imports this package first. The libraries then take seconds, in which a signal would be a
+# traceback.
+if (
+    Path(getattr(sys.modules["__main__"], "__file__", None) or ".").resolve().parent.name
+    == "recipes"
+):
     signal.signal(signal.SIGINT, _leave)
     for descriptor in (0, 1, 2):  # a closed one would be given to the next file that is opened
         try:

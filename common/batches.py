@@ -1,4 +1,5 @@
-"""From a data set to batches on the device: windows, worker processes, padding, splitting, copying."""
+"""From a data set to batches on the device: windows, worker processes, padding, splitting,
+copying."""
 
 import atexit
 import hashlib
@@ -17,21 +18,31 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError, RunError
 
-POOL_WINDOWS = 64  # windows that are sorted by length together: more save padding, fewer mix lengths better
-WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)")  # torch's message
+POOL_WINDOWS = (
+    64  # windows that are sorted by length together: more save padding, fewer mix lengths better
+)
+WORKER_DIED = re.compile(
+    r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)"
+)  # torch's message
 MANY_FILES = 65_536  # limit of open files, if the system allows so many
 
 
-def plan_epoch(seconds: np.ndarray, window_size: int, seed: int, epoch: int, done: Iterable = ()) -> list[np.ndarray]:
-    """The windows of an epoch, in random order: arrays of `window_size` indices of utterances of similar length (one
-    may be smaller). A pure function of its arguments. In the first epoch the window with the longest utterance comes
-    first, so that a run that does not fit into memory fails at once. `done` lists [window size, windows done] of
-    earlier runs of the same epoch with other window sizes; their utterances are left out."""
+def plan_epoch(
+    seconds: np.ndarray, window_size: int, seed: int, epoch: int, done: Iterable = ()
+) -> list[np.ndarray]:
+    """The windows of an epoch, in random order: arrays of `window_size` indices of utterances of
+    similar length (one may be smaller). A pure function of its arguments. In the first epoch the
+    window with the longest utterance comes first, so that a run that does not fit into memory fails
+    at once. `done` lists [window size, windows done] of earlier runs of the same epoch with other
+    window sizes; their utterances are left out."""
 
     def cut(indices: np.ndarray, size: int, part: int) -> list[np.ndarray]:
         random = np.random.default_rng([seed, epoch, part])
         indices = random.permutation(indices)
-        pools = [indices[i : i + size * POOL_WINDOWS] for i in range(0, len(indices), size * POOL_WINDOWS)]
+        pools = [
+            indices[i : i + size * POOL_WINDOWS]
+            for i in range(0, len(indices), size * POOL_WINDOWS)
+        ]
         pools = [pool[np.argsort(seconds[pool], kind="stable")] for pool in pools]
         windows = [pool[i : i + size] for pool in pools for i in range(0, len(pool), size)]
         windows = [windows[i] for i in random.permutation(len(windows))]
@@ -46,10 +57,17 @@ def plan_epoch(seconds: np.ndarray, window_size: int, seed: int, epoch: int, don
     return cut(remaining, window_size, len(done))
 
 
-def cut_window(window: np.ndarray, seconds: np.ndarray, batch_size: int, max_batch_seconds: float | None = None,
-               rank: int = 0, ranks: int = 1) -> list[list[int]]:  # fmt: skip
-    """This rank's micro-batches of a window as lists of indices, longest utterance first: at most `batch_size`
-    utterances and at most `max_batch_seconds` of padded audio each. A longer utterance is a batch of its own."""
+def cut_window(
+    window: np.ndarray,
+    seconds: np.ndarray,
+    batch_size: int,
+    max_batch_seconds: float | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+) -> list[list[int]]:
+    """This rank's micro-batches of a window as lists of indices, longest utterance first: at most
+    `batch_size` utterances and at most `max_batch_seconds` of padded audio each. A longer utterance
+    is a batch of its own."""
     batches: list[list[int]] = []
     most = max_batch_seconds or math.inf
     for index in window[np.argsort(-seconds[window], kind="stable")][rank::ranks].tolist():
@@ -62,8 +80,8 @@ def cut_window(window: np.ndarray, seconds: np.ndarray, batch_size: int, max_bat
 
 @dataclass
 class Window:
-    """The micro-batches of one update, on the host. `last`: the last one of the epoch. `skipped` lists (file, reason)
-    of samples that cannot be read; `error` is the message of a failure."""
+    """The micro-batches of one update, on the host. `last`: the last one of the epoch. `skipped`
+    lists (file, reason) of samples that cannot be read; `error` is the message of a failure."""
 
     epoch: int
     number: int
@@ -82,7 +100,8 @@ class Window:
 
 
 class _WindowDataset(torch.utils.data.Dataset):
-    """Loads and collates the window that the sampler describes. A failure is returned as text, without a traceback."""
+    """Loads and collates the window that the sampler describes. A failure is returned as text,
+    without a traceback."""
 
     def __init__(self, data, collate: Callable[[list[dict]], dict], skip_bad: bool):
         self.data, self.collate, self.skip_bad = data, collate, skip_bad
@@ -100,16 +119,21 @@ class _WindowDataset(torch.utils.data.Dataset):
                     return window
                 except DataError as error:
                     if not self.skip_bad:
-                        window.error = f"{error}; fix or remove it, or skip such files with --skip_bad_audio"
+                        window.error = (
+                            f"{error}; fix or remove it, or skip such files with --skip_bad_audio"
+                        )
                         return window
-                    window.skipped.append((getattr(error, "path", f"utterance {index}"), str(error)))
+                    window.skipped.append(
+                        (getattr(error, "path", f"utterance {index}"), str(error))
+                    )
             if items:
                 window.micro_batches.append(self.collate(items))
         return window
 
 
 def _start_worker(worker: int) -> None:
-    # Signals reach the whole process group. Only the main process acts on them; it still needs its workers then.
+    # Signals reach the whole process group. Only the main process acts on them; it still needs its
+    # workers then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -117,71 +141,101 @@ def _start_worker(worker: int) -> None:
 
 @atexit.register
 def _end_workers() -> None:
-    """Kills workers that are left at exit because a stored exception keeps their loader alive: multiprocessing would send
-    them SIGTERM, which they ignore, and wait forever."""
+    """Kills workers that are left at exit because a stored exception keeps their loader alive:
+    multiprocessing would send them SIGTERM, which they ignore, and wait forever."""
     for process in multiprocessing.active_children():
         process.kill()
 
 
-def _loader(dataset, specs, workers: int, pin: bool, persistent: bool = False) -> torch.utils.data.DataLoader:
-    if workers:  # a worker's tensor is an open file, and 64 micro-batches exceed the usual limit of 1024
+def _loader(
+    dataset, specs, workers: int, pin: bool, persistent: bool = False
+) -> torch.utils.data.DataLoader:
+    if (
+        workers
+    ):  # a worker's tensor is an open file, and 64 micro-batches exceed the usual limit of 1024
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    # Without its own generator the loader would draw from the global one, once more in a run that was resumed.
+    # Without its own generator the loader would draw from the global one, once more in a run that
+    # was resumed.
     return torch.utils.data.DataLoader(
-        dataset, batch_size=None, sampler=specs, num_workers=workers, pin_memory=pin,
-        worker_init_fn=_start_worker, generator=torch.Generator().manual_seed(0), persistent_workers=persistent and workers > 0,
-    )  # fmt: skip
+        dataset,
+        batch_size=None,
+        sampler=specs,
+        num_workers=workers,
+        pin_memory=pin,
+        worker_init_fn=_start_worker,
+        generator=torch.Generator().manual_seed(0),
+        persistent_workers=persistent and workers > 0,
+    )
 
 
 class Windows:
     """An endless sequence of training windows, which worker processes prepare ahead of time.
 
-    `data` is the training set: `len(data)` is the number N of utterances, `data.seconds(epoch)` (N,) their lengths in
-    that epoch, `data.item(index, epoch)` one of them, and `data.fingerprint()` a string that changes if the data
-    change. `collate(items)` returns a batch."""
+    `data` is the training set: `len(data)` is the number N of utterances, `data.seconds(epoch)`
+    (N,) their lengths in that epoch, `data.item(index, epoch)` one of them, and
+    `data.fingerprint()` a string that changes if the data change. `collate(items)` returns a
+    batch."""
 
     def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup):
         self.data, self.setup = data, setup
-        self.batch_size, self.max_seconds, self.seed = args.batch_size, args.max_batch_seconds, args.seed
+        self.batch_size, self.max_seconds, self.seed = (
+            args.batch_size,
+            args.max_batch_seconds,
+            args.seed,
+        )
         self.window_size = args.batch_size * args.gradient_accumulation_steps * setup.ranks.size
         self.per_epoch = math.ceil(len(data) / self.window_size)
         self.dataset = _WindowDataset(data, collate, args.skip_bad_audio)
 
     def specs(self, epoch: int, start: int, done: list) -> Iterator[tuple]:
-        """Yields (epoch, number, last, micro-batches of indices), without end, from window `start` of `epoch`."""
+        """Yields (epoch, number, last, micro-batches of indices), without end, from window `start`
+        of `epoch`."""
         rank, ranks = self.setup.ranks.rank, self.setup.ranks.size
         while True:
             seconds = self.data.seconds(epoch)
             plan = plan_epoch(seconds, self.window_size, self.seed, epoch, done)
             for number in range(start, len(plan)):
-                batches = cut_window(plan[number], seconds, self.batch_size, self.max_seconds, rank, ranks)
+                batches = cut_window(
+                    plan[number], seconds, self.batch_size, self.max_seconds, rank, ranks
+                )
                 yield epoch, number, number == len(plan) - 1, batches
             epoch, start, done = epoch + 1, 0, []
 
     def iterate(self, epoch: int = 0, start: int = 0, done: Iterable = ()) -> Iterator[Window]:
-        """Windows from a position in the data. Raises `DataError` for a bad file and `RunError` if a worker dies."""
+        """Windows from a position in the data. Raises `DataError` for a bad file and `RunError` if
+        a worker dies."""
         specs, pin = self.specs(epoch, start, list(done)), self.setup.device.type == "cuda"
         yield from _loaded(_loader(self.dataset, specs, self.setup.workers, pin))
 
     def order(self, epoch: int) -> str:
-        """Changes with what decides in which window of an epoch an utterance is: the seed and the utterances' lengths."""
-        return hashlib.sha1(repr(self.seed).encode() + self.data.seconds(epoch).tobytes()).hexdigest()[:16]
+        """Changes with what decides in which window of an epoch an utterance is: the seed and the
+        utterances' lengths."""
+        return hashlib.sha1(
+            repr(self.seed).encode() + self.data.seconds(epoch).tobytes()
+        ).hexdigest()[:16]
 
     def total_steps(self, args, origin: tuple[int, int] = (0, 0)) -> int:
-        """The updates that --num_epochs and --max_steps allow; `origin`: update and epoch at which these data came."""
-        by_epochs = origin[0] + (args.num_epochs - origin[1]) * self.per_epoch if args.num_epochs else math.inf
+        """The updates that --num_epochs and --max_steps allow; `origin`: update and epoch at which
+        these data came."""
+        by_epochs = (
+            origin[0] + (args.num_epochs - origin[1]) * self.per_epoch
+            if args.num_epochs
+            else math.inf
+        )
         return int(min(by_epochs, args.max_steps or math.inf))
 
 
 def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[Window]:
-    """The loader's windows. Raises `DataError` for a window with an error, and `RunError` if a worker has died."""
+    """The loader's windows. Raises `DataError` for a window with an error, and `RunError` if a
+    worker has died."""
     try:
         items = iter(loader)
         if loader.num_workers and threading.current_thread() is threading.main_thread():
-            # torch's handler would raise at an arbitrary place. Without it, the loader notices within five seconds.
+            # torch's handler would raise at an arbitrary place. Without it, the loader notices
+            # within five seconds.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for window in items:
             if window.error:
@@ -191,12 +245,14 @@ def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[Window]:
         if not WORKER_DIED.search(str(error)):
             raise  # a bug, whose traceback is needed
         reason = "often: too little main memory or, in a container, too small a /dev/shm"
-        raise RunError(f"a data worker died ({reason}): try --dataloader_num_workers 0, or fewer workers") from None
+        raise RunError(
+            f"a data worker died ({reason}): try --dataloader_num_workers 0, or fewer workers"
+        ) from None
 
 
 class EvalBatches:
-    """This rank's share of the evaluation set, in batches of similar length, longest first. `skipped` maps each file
-    that cannot be read to the reason, which is printed once."""
+    """This rank's share of the evaluation set, in batches of similar length, longest first.
+    `skipped` maps each file that cannot be read to the reason, which is printed once."""
 
     def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup):
         self.arguments, self.ranks = (args, data, collate, setup), setup.ranks
@@ -204,8 +260,13 @@ class EvalBatches:
         batches = batches[setup.ranks.rank :: setup.ranks.size]
         specs = [(0, number, False, [batch]) for number, batch in enumerate(batches)]
         self.skipped: dict[str, str] = {}
-        dataset, workers = _WindowDataset(data, collate, args.skip_bad_audio), min(setup.workers, len(specs))
-        self.loader = _loader(dataset, specs, workers, setup.device.type == "cuda", args.persistent_workers)
+        dataset, workers = (
+            _WindowDataset(data, collate, args.skip_bad_audio),
+            min(setup.workers, len(specs)),
+        )
+        self.loader = _loader(
+            dataset, specs, workers, setup.device.type == "cuda", args.persistent_workers
+        )
 
     def whole(self) -> "EvalBatches":
         """The whole set, for the evaluation on the first rank alone at the end."""
@@ -223,24 +284,30 @@ class EvalBatches:
             yield from window.micro_batches
 
 
-# A batch is a dict of tensors and lists whose first dimension is the utterance. A padded tensor has its lengths under
-# "<key>_lengths". "names" and "seconds" describe the utterances; "counts" is the number of targets of each loss term.
+# A batch is a dict of tensors and lists whose first dimension is the utterance. A padded tensor has
+# its lengths under "<key>_lengths". "names" and "seconds" describe the utterances; "counts" is the
+# number of targets of each loss term.
 
 
 def pad(tensors: list[torch.Tensor], value: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """B tensors (T_i, ...) as one tensor (B, T, ...), padded with `value`, and their lengths (B,)."""
-    return pad_sequence(tensors, batch_first=True, padding_value=value), torch.tensor([len(t) for t in tensors])
+    """B tensors (T_i, ...) as one tensor (B, T, ...), padded with `value`, and their lengths
+    (B,)."""
+    return pad_sequence(tensors, batch_first=True, padding_value=value), torch.tensor(
+        [len(t) for t in tensors]
+    )
 
 
 def split_batch(batch: dict, size: int) -> list[dict]:
-    """Cuts a batch into pieces of at most `size` utterances and nearly equal size, each trimmed to its longest one."""
+    """Cuts a batch into pieces of at most `size` utterances and nearly equal size, each trimmed to
+    its longest one."""
     total, pieces = len(batch["names"]), []
     for rows in np.array_split(np.arange(total), math.ceil(total / size)):
         first, last = int(rows[0]), int(rows[-1]) + 1
         piece = {}
         for key, value in batch.items():
             if key == "counts":
-                continue  # counts belong to the whole window, so splitting a batch does not change them
+                # counts belong to the whole window, so splitting a batch does not change them
+                continue
             value = value[first:last]
             if f"{key}_lengths" in batch:
                 value = value[:, : int(batch[f"{key}_lengths"][first:last].max())]
@@ -250,8 +317,9 @@ def split_batch(batch: dict, size: int) -> list[dict]:
 
 
 def to_device(batches: list[dict], device: torch.device) -> Iterator[dict]:
-    """Yields the batches on `device`; on CUDA each is copied while the one before it computes. The host's copy of each
-    "<key>_lengths" stays under "<key>_lengths_host": reading it from the device would wait for the device."""
+    """Yields the batches on `device`; on CUDA each is copied while the one before it computes. The
+    host's copy of each "<key>_lengths" stays under "<key>_lengths_host": reading it from the device
+    would wait for the device."""
     if device.type != "cuda":
         yield from (_moved(batch, device) for batch in batches)
         return
@@ -275,7 +343,9 @@ def to_device(batches: list[dict], device: torch.device) -> Iterator[dict]:
 def _moved(batch: dict, device: torch.device) -> dict:
     moved = {}
     for key, value in batch.items():
-        moved[key] = value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        moved[key] = (
+            value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        )
         if key.endswith("_lengths"):
             moved[f"{key}_host"] = value
     return moved

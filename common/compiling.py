@@ -7,43 +7,65 @@ import torch
 
 from common.errors import UsageError, first_line
 
-GRAPHS = 8  # of a kind of layer: with and without a mask, of one utterance and of several; further ones run uncompiled
+# of a kind of layer: with and without a mask, of one utterance and of several; further ones run
+# uncompiled
+GRAPHS = 8
 
 
 def compile_problem(device: torch.device) -> str | None:
-    """Why torch.compile does not work on a device, and what would help, in one line. None if a trial works."""
-    factor = 1 + time.time_ns() % 10**9 / 1e9  # no cache holds this kernel, so the compiler must work here and now
+    """Why torch.compile does not work on a device, and what would help, in one line. None if a
+    trial works."""
+    factor = (
+        1 + time.time_ns() % 10**9 / 1e9
+    )  # no cache holds this kernel, so the compiler must work here and now
     try:
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: (x * factor).sin().sum())(x).backward()
     except Exception as error:  # of many types: torch's, Triton's, the compiler's
         tools = "a C++ compiler: sudo apt install g++"
         if device.type == "cuda":
-            tools = "triton (part of torch's Linux wheels), a C compiler, Python's headers: apt install gcc python3-dev"
-        return f"torch.compile does not work on {device} ({first_line(error)[:200]}); it needs {tools}"
+            tools = (
+                "triton (part of torch's Linux wheels), a C compiler, Python's headers: apt install"
+                " gcc python3-dev"
+            )
+        return (
+            f"torch.compile does not work on {device} ({first_line(error)[:200]}); it needs {tools}"
+        )
     return None
 
 
 def compile_layers(model: torch.nn.Module, kinds: tuple[type, ...]) -> None:
-    """Compiles the forward of every module of `kinds`, once for all modules of a kind, with symbolic lengths. Call it
-    when device and frozen parameters are final, before `memory.checkpoint_layers`. Evaluation runs uncompiled, because
-    decoding has a new length at every step. Only the rounding differs. Raises `UsageError` if this cannot work."""
+    """Compiles the forward of every module of `kinds`, once for all modules of a kind, with
+    symbolic lengths. Call it when device and frozen parameters are final, before
+    `memory.checkpoint_layers`. Evaluation runs uncompiled, because decoding has a new length at
+    every step. Only the rounding differs. Raises `UsageError` if this cannot work."""
     layers = [module for module in model.modules() if isinstance(module, kinds)]
     if not layers:
-        raise UsageError(f"--torch_compile: {type(model).__name__} has no layer of the kinds it applies to")
+        raise UsageError(
+            f"--torch_compile: {type(model).__name__} has no layer of the kinds it applies to"
+        )
     if any("forward" in vars(layer) for layer in layers):
-        raise ValueError("compile_layers comes before checkpoint_layers, or torch.compile would see the recomputation")
+        raise ValueError(
+            "compile_layers comes before checkpoint_layers, or torch.compile would see the"
+            " recomputation"
+        )
     if problem := compile_problem(next(model.parameters()).device):
         raise UsageError(f"--torch_compile: {problem}; or leave the flag out")
     from torch._dynamo import config  # takes seconds, which only a run that compiles should spend
 
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, GRAPHS * len(kinds))
-    compiled = {kind: torch.compile(kind.forward, dynamic=True) for kind in {type(layer) for layer in layers}}
+    config.accumulated_recompile_limit = max(
+        config.accumulated_recompile_limit, GRAPHS * len(kinds)
+    )
+    compiled = {
+        kind: torch.compile(kind.forward, dynamic=True)
+        for kind in {type(layer) for layer in layers}
+    }
     for layer in layers:
         layer.forward = functools.partial(_run, model, compiled[type(layer)], layer)
 
 
 def _run(model: torch.nn.Module, compiled, layer: torch.nn.Module, *inputs, **named):
-    # By the model's mode, not the layer's own: a frozen encoder may be in eval mode while the rest trains.
+    # By the model's mode, not the layer's own: a frozen encoder may be in eval mode while the rest
+    # trains.
     return (compiled if model.training else type(layer).forward)(layer, *inputs, **named)

@@ -1,4 +1,5 @@
-"""Device and precision of a run: allocator settings, device, 16-bit type, backend switches, seeds, torchrun's ranks."""
+"""Device and precision of a run: allocator settings, device, 16-bit type, backend switches, seeds,
+torchrun's ranks."""
 
 import os
 import random
@@ -18,9 +19,9 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def set_allocator(conf: str) -> None:
-    """Configures the CUDA allocator, under both names that torch versions read. Call it before CUDA starts. A value in
-    the environment, even an empty one, takes precedence. (torch 2.9's allocator ignores the new name, pytorch#183387;
-    2.8 to 2.11 print one warning about the old name.)"""
+    """Configures the CUDA allocator, under both names that torch versions read. Call it before CUDA
+    starts. A value in the environment, even an empty one, takes precedence. (torch 2.9's allocator
+    ignores the new name, pytorch#183387; 2.8 to 2.11 print one warning about the old name.)"""
     conf = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), conf)
     for name in ALLOCATOR_VARIABLES:
         os.environ.setdefault(name, conf)
@@ -35,15 +36,18 @@ def torchrun(name: str, default: int) -> int:
 
 
 def pick_device(wanted: str, quiet: bool = False) -> torch.device:
-    """The device for `wanted`: auto, cpu, cuda or cuda:N. `auto` falls back to the CPU and prints why, to stderr if
-    `quiet`. Raises `UsageError` if the device cannot be used."""
+    """The device for `wanted`: auto, cpu, cuda or cuda:N. `auto` falls back to the CPU and prints
+    why, to stderr if `quiet`. Raises `UsageError` if the device cannot be used."""
     if wanted == "cpu":
         return torch.device("cpu")
     numbered = re.fullmatch(r"cuda:(\d{1,2})", wanted)  # torch.device("cuda:256") would be cuda:0
     if wanted not in ("auto", "cuda") and not numbered:
         raise UsageError(f"--device {wanted}: it must be auto, cpu, cuda or cuda:N")
     if numbered and torchrun("LOCAL_WORLD_SIZE", 1) > 1:
-        raise UsageError(f"--device {wanted}: each process of torchrun needs its own GPU; --device cuda gives them one")
+        raise UsageError(
+            f"--device {wanted}: each process of torchrun needs its own GPU; --device cuda gives"
+            " them one"
+        )
     index = int(numbered[1]) if numbered else torchrun("LOCAL_RANK", 0)
     problem = cuda_problem(index)
     if problem is None:
@@ -56,8 +60,8 @@ def pick_device(wanted: str, quiet: bool = False) -> torch.device:
 
 
 def pick_dtype(wanted: str, capability: tuple[int, int] | None) -> tuple[torch.dtype | None, str]:
-    """The autocast dtype (None: fp32) for `wanted` (auto, fp16, bf16 or no) on a GPU of this compute capability (None: on
-    a CPU), and the reason as text."""
+    """The autocast dtype (None: fp32) for `wanted` (auto, fp16, bf16 or no) on a GPU of this
+    compute capability (None: on a CPU), and the reason as text."""
     if wanted == "no":
         return None, "fp32 (--no_mixed_precision)"
     if capability is None:
@@ -68,14 +72,18 @@ def pick_dtype(wanted: str, capability: tuple[int, int] | None) -> tuple[torch.d
     if wanted == "auto":
         if major >= 8:
             return torch.bfloat16, f"bf16 (auto: compute capability {major}.{minor})"
-        return torch.float16, f"fp16 with loss scaling (auto: compute capability {major}.{minor} has no bf16 units)"
+        return (
+            torch.float16,
+            f"fp16 with loss scaling (auto: compute capability {major}.{minor} has no bf16 units)",
+        )
     slow = f"; compute capability {major}.{minor} emulates it slowly, fp16 is faster"
     return DTYPES[wanted], f"{wanted} (asked for{slow if wanted == 'bf16' and major < 8 else ''})"
 
 
 @dataclass
 class Ranks:
-    """The ranks of a torchrun job, or the only process. gloo reduces numbers, the device's backend gradients."""
+    """The ranks of a torchrun job, or the only process. gloo reduces numbers, the device's backend
+    gradients."""
 
     rank: int = 0
     size: int = 1
@@ -86,12 +94,17 @@ class Ranks:
         return self.rank == 0
 
     def reduce(self, values, op: str = "sum") -> list:
-        """Element-wise sum ("sum") or maximum ("max") over the ranks of a list of numbers, in int64 or float64."""
+        """Element-wise sum ("sum") or maximum ("max") over the ranks of a list of numbers, in int64
+        or float64."""
         if self.size == 1:
             return list(values)
         dtype = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
         tensor = torch.tensor(values, dtype=dtype)
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.host_group)
+        dist.all_reduce(
+            tensor,
+            op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX,
+            group=self.host_group,
+        )
         return tensor.tolist()
 
     def gather(self, value) -> list:
@@ -113,14 +126,16 @@ class Ranks:
         for transfer in [dist.all_reduce(total, async_op=True) for total in sums]:
             transfer.wait()
         for parameter, total in zip(used, sums, strict=True):
-            if total is not parameter.grad:  # it was not contiguous, as the gradients of a channels_last convolution
+            if (
+                total is not parameter.grad
+            ):  # it was not contiguous, as the gradients of a channels_last convolution
                 parameter.grad.copy_(total)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The device, precision and processes of a run. `dtype` is autocast's (None: fp32 without autocast), `workers` the
-    number of data worker processes."""
+    """The device, precision and processes of a run. `dtype` is autocast's (None: fp32 without
+    autocast), `workers` the number of data worker processes."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype | None = None
@@ -129,10 +144,13 @@ class Setup:
 
     def autocast(self):
         """The autocast context of a forward pass."""
-        # The cache would keep a 16-bit copy of every trained weight until the pass ends, also with --gradient_checkpointing,
-        # which casts them again. It serves decoding, which uses each weight at every step; training uses it once.
+        # The cache would keep a 16-bit copy of every trained weight until the pass ends, also with
+        # --gradient_checkpointing, which casts them again. It serves decoding, which uses each
+        # weight at every step; training uses it once.
         cached = not torch.is_grad_enabled()
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None, cache_enabled=cached)
+        return torch.autocast(
+            self.device.type, self.dtype, enabled=self.dtype is not None, cache_enabled=cached
+        )
 
     def grad_scaler(self) -> torch.amp.GradScaler | None:
         """Loss scaling for fp16, whose small gradients would vanish; None for other types."""
@@ -140,7 +158,8 @@ class Setup:
 
 
 def start_ranks(device: torch.device) -> Ranks:
-    """Joins the job that torchrun describes in the environment; one rank without torchrun. Raises `UsageError`."""
+    """Joins the job that torchrun describes in the environment; one rank without torchrun. Raises
+    `UsageError`."""
     size = torchrun("WORLD_SIZE", 1)
     if size == 1:
         return Ranks()
@@ -148,17 +167,22 @@ def start_ranks(device: torch.device) -> Ranks:
         try:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         except ValueError as error:  # a scheduler sets WORLD_SIZE alone
-            raise UsageError(f"WORLD_SIZE is {size}, but {error}: use torchrun, or unset WORLD_SIZE") from None
+            raise UsageError(
+                f"WORLD_SIZE is {size}, but {error}: use torchrun, or unset WORLD_SIZE"
+            ) from None
     host_group = dist.new_group(backend="gloo") if device.type == "cuda" else None
     return Ranks(dist.get_rank(), size, host_group)
 
 
 def setup(args, quiet: bool = False) -> Setup:
-    """Chooses device, precision and data workers and prints why, starts the ranks, and sets backend switches and seeds.
-    `quiet` keeps stdout free for results. Raises `UsageError` if --device cannot be used."""
+    """Chooses device, precision and data workers and prints why, starts the ranks, and sets backend
+    switches and seeds. `quiet` keeps stdout free for results. Raises `UsageError` if --device
+    cannot be used."""
     set_allocator(args.allocator_conf)
     if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS reads it when CUDA starts
     if torchrun("WORLD_SIZE", 1) > 1 and torchrun("RANK", 0) > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  only the first rank prints; errors still reach stderr
     device = pick_device(args.device, quiet)
@@ -172,7 +196,8 @@ def setup(args, quiet: bool = False) -> Setup:
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.backends.cudnn.benchmark = args.cudnn_benchmark and not args.deterministic
-        # cuDNN's attention builds a plan for every new shape, and batches of different lengths have different shapes.
+        # cuDNN's attention builds a plan for every new shape, and batches of different lengths have
+        # different shapes.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if not quiet:
         several = f", {ranks.size} ranks" if ranks.size > 1 else ""
@@ -186,10 +211,13 @@ def setup(args, quiet: bool = False) -> Setup:
 
 
 def pick_workers(wanted: int | str, device: torch.device, quiet: bool = False) -> int:
-    """The number of data workers. `auto`: one if the CPU trains, otherwise one per core and at most four."""
+    """The number of data workers. `auto`: one if the CPU trains, otherwise one per core and at most
+    four."""
     if wanted != "auto":
         return wanted
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     workers = 1 if device.type == "cpu" else min(4, cores)
     if not quiet:
         print(f"data workers: {workers} (auto: {cores} cores, training on {device.type})")
@@ -208,7 +236,13 @@ def rng_state(device: torch.device) -> dict:
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state = {
         "python": [version, list(internal), gauss],
-        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "numpy": [
+            kind,
+            torch.from_numpy(keys.astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
@@ -217,7 +251,8 @@ def rng_state(device: torch.device) -> dict:
 
 
 def set_rng_state(state: dict, device: torch.device) -> None:
-    """Restores what `rng_state` returned. A state that was saved on a CPU does not change CUDA's generator."""
+    """Restores what `rng_state` returned. A state that was saved on a CPU does not change CUDA's
+    generator."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
@@ -228,5 +263,6 @@ def set_rng_state(state: dict, device: torch.device) -> None:
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
-    """A 16-bit tensor in fp32. fp32 and float64 are returned unchanged, so that tests can run in float64."""
+    """A 16-bit tensor in fp32. fp32 and float64 are returned unchanged, so that tests can run in
+    float64."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

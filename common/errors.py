@@ -9,13 +9,15 @@ from collections.abc import Callable
 
 
 class Failure(Exception):
-    """A failure that the user can act on. `str(error)` says what happened, where, and what to do."""
+    """A failure that the user can act on. `str(error)` says what happened, where, and what to
+    do."""
 
     status = 1  # the exit status
 
 
 class UsageError(Failure):
-    """A command that cannot be run: contradicting flags, a missing checkpoint, an unavailable device."""
+    """A command that cannot be run: contradicting flags, a missing checkpoint, an unavailable
+    device."""
 
     status = 2
 
@@ -25,11 +27,13 @@ class DataError(Failure):
 
 
 class RunError(Failure):
-    """A run that cannot continue: an utterance does not fit into memory, the disk is full, losses stay non-finite."""
+    """A run that cannot continue: an utterance does not fit into memory, the disk is full, losses
+    stay non-finite."""
 
 
 class Stopped(Failure):
-    """A signal ended the run after its state was saved; `status` is 128 plus the signal's number."""
+    """A signal ended the run after its state was saved; `status` is 128 plus the signal's
+    number."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -37,7 +41,8 @@ class Stopped(Failure):
 
 
 def cannot_write(folder, error: OSError, flag: str) -> RunError:
-    """The error for a folder that cannot be created or written to. `flag` is the one that chooses the folder."""
+    """The error for a folder that cannot be created or written to. `flag` is the one that chooses
+    the folder."""
     is_file = isinstance(error, FileExistsError | NotADirectoryError)
     reason = "a part of that path is a file" if is_file else error.strerror
     return RunError(f"cannot write in {folder}: {reason}; choose another {flag}")
@@ -45,12 +50,15 @@ def cannot_write(folder, error: OSError, flag: str) -> RunError:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the error's type if the message is empty."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 class Output:
-    """A standard stream that may be closed, full or a broken pipe. The first failure is kept in `error`, and what follows
-    is dropped. It is raised as `BrokenPipeError` if nobody reads the pipe, unless `optional` is set."""
+    """A standard stream that may be closed, full or a broken pipe. The first failure is kept in
+    `error`, and what follows is dropped. It is raised as `BrokenPipeError` if nobody reads the
+    pipe, unless `optional` is set."""
 
     optional = False  # in training: a night's work must not end with its terminal or its pipe
 
@@ -58,7 +66,9 @@ class Output:
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  None if the stream was closed
         self.error = None
         if hasattr(self.stream, "reconfigure"):  # a notebook's streams have no such method
-            self.stream.reconfigure(errors="backslashreplace")  # print characters that the locale lacks as escapes
+            self.stream.reconfigure(
+                errors="backslashreplace"
+            )  # print characters that the locale lacks as escapes
 
     def write(self, text: str) -> int:
         self._attempt(self.stream.write, text)
@@ -84,8 +94,8 @@ class Output:
 
 
 def exit_with_one_line(main: Callable, *args) -> None:
-    """Runs `main(*args)`. A `Failure` becomes one line on stderr and its exit status, as does a signal; other exceptions are
-    bugs and keep their tracebacks."""
+    """Runs `main(*args)`. A `Failure` becomes one line on stderr and its exit status, as does a
+    signal; other exceptions are bugs and keep their tracebacks."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(Output, before)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -100,7 +110,8 @@ def exit_with_one_line(main: Callable, *args) -> None:
                 stream.flush()
         sys.stdout, sys.stderr = before
     if os.environ.get("WORLD_SIZE") not in (None, "", "1"):
-        # At exit torch.distributed's threads abort one process in ten, which torchrun would report as a failure.
+        # At exit torch.distributed's threads abort one process in ten, which torchrun would report
+        # as a failure.
         os._exit(status)
     if status:
         sys.exit(status)
@@ -119,7 +130,10 @@ def _run(main: Callable, *args) -> int | str:
             status = leaving.code or 0
         stdout.flush()
         if stdout.error:
-            print(f"error: standard output could not be written: {stdout.error.strerror}", file=sys.stderr)
+            print(
+                f"error: standard output could not be written: {stdout.error.strerror}",
+                file=sys.stderr,
+            )
             return 1
     except Failure as failure:
         print(failure if isinstance(failure, Stopped) else f"error: {failure}", file=sys.stderr)
@@ -135,9 +149,14 @@ def _run(main: Callable, *args) -> int | str:
 
 
 def require(module: str, purpose: str):
-    """Imports and returns a module that only some runs need. Raises `RunError` with the `purpose` if it is missing."""
+    """Imports and returns a module that only some runs need. Raises `RunError` with the `purpose`
+    if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = (error.name or module).split(".")[0].replace("_", "-")  # the module, or one that it imports
-        raise RunError(f"{purpose} needs the package {package} ({error}): pip install {package}") from None
+        package = (
+            (error.name or module).split(".")[0].replace("_", "-")
+        )  # the module, or one that it imports
+        raise RunError(
+            f"{purpose} needs the package {package} ({error}): pip install {package}"
+        ) from None

@@ -1,4 +1,5 @@
-"""Files are written under another name and then renamed, and read only if they are regular and of a sensible size."""
+"""Files are written under another name and then renamed, and read only if they are regular and of a
+sensible size."""
 
 import contextlib
 import errno
@@ -20,14 +21,20 @@ STALE = r"\.[a-z0-9_]{8}\.tmp"  # how the temporary names of `write_file` end
 
 
 def require_file(path: str | Path, name: str = "") -> Path:
-    """`path`, if it is a regular file, not a pipe to wait for. `name` is for the message. Raises `UsageError`."""
+    """`path`, if it is a regular file, not a pipe to wait for. `name` is for the message. Raises
+    `UsageError`."""
     path = Path(path)
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        raise UsageError(f"{_label(name, path)}: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(
+            f"{_label(name, path)}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if not stat.S_ISREG(mode):
-        raise UsageError(f"{_label(name, path)}: it is {'a folder' if stat.S_ISDIR(mode) else 'not a regular file'}")
+        raise UsageError(
+            f"{_label(name, path)}: it is"
+            f" {'a folder' if stat.S_ISDIR(mode) else 'not a regular file'}"
+        )
     return path
 
 
@@ -35,7 +42,9 @@ def read_text(path: str | Path, name: str = "") -> str:
     """The text of a UTF-8 file of at most `TEXT_BYTES`. Raises `UsageError`."""
     path = require_file(path, name)
     if (size := path.stat().st_size) > TEXT_BYTES:
-        raise UsageError(f"{_label(name, path)}: its {size / 2**20:.0f} MiB are too much for such a file")
+        raise UsageError(
+            f"{_label(name, path)}: its {size / 2**20:.0f} MiB are too much for such a file"
+        )
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -50,15 +59,18 @@ def read_json(path: str | Path, name: str = "") -> dict:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{_label(name, path)}: it is not valid JSON ({first_line(error)})") from None
+        raise UsageError(
+            f"{_label(name, path)}: it is not valid JSON ({first_line(error)})"
+        ) from None
     if not isinstance(content, dict):
         raise UsageError(f"{_label(name, path)}: it is not a JSON object")
     return content
 
 
 def write_file(path: Path, write: Callable[[Path], object], durable: bool = True) -> None:
-    """Calls `write` with the name of an empty file and renames this file to `path`. If anything fails, the earlier file is
-    still there. A link at `path` is replaced, not followed. `durable`: flush to disk first. Raises `OSError`."""
+    """Calls `write` with the name of an empty file and renames this file to `path`. If anything
+    fails, the earlier file is still there. A link at `path` is replaced, not followed. `durable`:
+    flush to disk first. Raises `OSError`."""
     with contextlib.suppress(FileNotFoundError):
         mode = path.lstat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
@@ -68,7 +80,9 @@ def write_file(path: Path, write: Callable[[Path], object], durable: bool = True
     temporary = Path(name)
     try:
         write(temporary)
-        os.chmod(temporary, 0o666 & ~umask())  # mkstemp creates files that only their owner can read
+        os.chmod(
+            temporary, 0o666 & ~umask()
+        )  # mkstemp creates files that only their owner can read
         if durable:
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
@@ -83,12 +97,18 @@ def write_file(path: Path, write: Callable[[Path], object], durable: bool = True
 
 
 def write_text(path: Path, text: str, durable: bool = False) -> None:
-    """Writes UTF-8 through `write_file`. A path that is not UTF-8 becomes escapes, which JSON understands."""
-    write_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="backslashreplace"), durable)
+    """Writes UTF-8 through `write_file`. A path that is not UTF-8 becomes escapes, which JSON
+    understands."""
+    write_file(
+        path,
+        lambda temporary: temporary.write_text(text, encoding="utf-8", errors="backslashreplace"),
+        durable,
+    )
 
 
 def remove_stale(folder: Path, names: str) -> None:
-    """Removes what a killed run left of the files whose names match the pattern `names`, and nothing else."""
+    """Removes what a killed run left of the files whose names match the pattern `names`, and
+    nothing else."""
     for path in folder.glob(".*.tmp"):
         if re.fullmatch(rf"\.({names}){STALE}", path.name) and path.is_file():
             path.unlink(missing_ok=True)
@@ -103,12 +123,15 @@ def save(path: Path, write: Callable[[Path], object]) -> None:
         free = ""
         with contextlib.suppress(OSError):
             free = f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free on that disk)"
-        raise RunError(f"cannot save {path}: {reason}{free}; earlier checkpoints are unharmed") from None
+        raise RunError(
+            f"cannot save {path}: {reason}{free}; earlier checkpoints are unharmed"
+        ) from None
 
 
 @contextlib.contextmanager
 def utf8(path: Path) -> Iterator[str]:
-    """A name of the path for libraries that take UTF-8 alone: a link, if its folder's name is anything else."""
+    """A name of the path for libraries that take UTF-8 alone: a link, if its folder's name is
+    anything else."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

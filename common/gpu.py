@@ -12,38 +12,62 @@ import torch
 
 from common.errors import first_line
 
-# PyPI's torch 2.11 is built for CUDA 13.0 and compute capability 7.5 to 12.0; the CUDA 12.6 builds of 2.8 to 2.11 cover
-# 5.0 to 9.0 (RELEASE.md of pytorch, "CUDA Support Matrix"). pip replaces one by the other only with --force-reinstall.
-PIP_TORCH = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.8,<2.12' 'torchaudio>=2.8,<2.12'"
+# PyPI's torch 2.11 is built for CUDA 13.0 and compute capability 7.5 to 12.0; the CUDA 12.6 builds
+# of 2.8 to 2.11 cover 5.0 to 9.0 (RELEASE.md of pytorch, "CUDA Support Matrix"). pip replaces one
+# by the other only with --force-reinstall.
+PIP_TORCH = (
+    f"{sys.executable} -m pip install --force-reinstall 'torch>=2.8,<2.12' 'torchaudio>=2.8,<2.12'"
+)
 CUDA_126 = f"the CUDA 12.6 build: {PIP_TORCH} --index-url https://download.pytorch.org/whl/cu126"
 
 
 def cuda_problem(index: int = 0) -> str | None:
-    """Why the installed torch cannot use CUDA device `index`: one line with what would help. None if it can; the device
-    is then the current one."""
+    """Why the installed torch cannot use CUDA device `index`: one line with what would help. None
+    if it can; the device is then the current one."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"the installed torch {torch.__version__} is a CPU-only build; the CUDA one: {PIP_TORCH}"
+        return (
+            f"the installed torch {torch.__version__} is a CPU-only build; the CUDA one:"
+            f" {PIP_TORCH}"
+        )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ten lines about the architecture; kernel_problem says it in one
+            warnings.simplefilter(
+                "ignore"
+            )  # ten lines about the architecture; kernel_problem says it in one
             torch.cuda.init()
         count = torch.cuda.device_count()
     except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:
         reason, count = first_line(error), 0
         if driver := re.search(r"too old \(found version (\d+)\)", reason):
-            newest = int(driver[1])  # of the versions of CUDA that the driver supports: 12040 stands for 12.4
-            supports = f"the NVIDIA driver supports CUDA {newest // 1000}.{newest % 1000 // 10} at most and"
-            oldest = 525 if torch.version.cuda.startswith("12.") else 580  # NVIDIA's "Minor Version Compatibility"
+            newest = int(
+                driver[1]
+            )  # of the versions of CUDA that the driver supports: 12040 stands for 12.4
+            supports = (
+                f"the NVIDIA driver supports CUDA {newest // 1000}.{newest % 1000 // 10} at"
+                " most and"
+            )
+            oldest = (
+                525 if torch.version.cuda.startswith("12.") else 580
+            )  # NVIDIA's "Minor Version Compatibility"
             instead = f", or install {CUDA_126}" if newest >= 12000 else ""
-            return f"{supports} is too old for torch {torch.__version__}: update it to {oldest} or newer{instead}"
+            return (
+                f"{supports} is too old for torch {torch.__version__}: update it to {oldest} or"
+                f" newer{instead}"
+            )
         if "no NVIDIA driver" in reason:
             return "there is no NVIDIA driver on this machine (nvidia-smi should list the GPU)"
         if "No CUDA GPUs" not in reason:
             return f"CUDA does not start: {reason}"
     if index >= count:
-        missing = f"no cuda:{index}, only {count} GPU{'s' if count > 1 else ''}" if count else "no NVIDIA GPU"
+        missing = (
+            f"no cuda:{index}, only {count} GPU{'s' if count > 1 else ''}"
+            if count
+            else "no NVIDIA GPU"
+        )
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return f"there is {missing}" + (f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else "")
+        return f"there is {missing}" + (
+            f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
+        )
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     if problem := kernel_problem(name, capability, torch.cuda.get_arch_list()):
         return problem
@@ -51,18 +75,29 @@ def cuda_problem(index: int = 0) -> str | None:
         torch.cuda.set_device(index)
         torch.ones(1, device="cuda").item()
     except RuntimeError as error:
-        return f"cuda:{index} cannot compute now ({first_line(error)}): nvidia-smi shows which processes use it"
+        return (
+            f"cuda:{index} cannot compute now ({first_line(error)}): nvidia-smi shows which"
+            " processes use it"
+        )
     return None
 
 
 def kernel_problem(name: str, capability: tuple[int, int], architectures: list[str]) -> str | None:
-    """Why a torch built for `architectures` (["sm_75", ..., "compute_120"]) has no kernels for this GPU, or None.
-    Binaries ("sm_") run on later minor versions of the same major version, PTX ("compute_") on all later versions."""
-    built = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(architectures))  # AMD's architectures have other names
+    """Why a torch built for `architectures` (["sm_75", ..., "compute_120"]) has no kernels for this
+    GPU, or None. Binaries ("sm_") run on later minor versions of the same major version, PTX
+    ("compute_") on all later versions."""
+    built = re.findall(
+        r"(sm|compute)_(\d+)(\d)", " ".join(architectures)
+    )  # AMD's architectures have other names
     versions = [(kind, (int(major), int(minor))) for kind, major, minor in built]
-    if not versions or any(v <= capability and (kind == "compute" or v[0] == capability[0]) for kind, v in versions):
+    if not versions or any(
+        v <= capability and (kind == "compute" or v[0] == capability[0]) for kind, v in versions
+    ):
         return None
-    lack = f"torch {torch.__version__} has no kernels for {name} (compute capability {capability[0]}.{capability[1]})"
+    lack = (
+        f"torch {torch.__version__} has no kernels for {name} (compute capability"
+        f" {capability[0]}.{capability[1]})"
+    )
     if capability < (5, 0):
         return f"{lack}, nor has any version that requirements.txt allows"
     if capability < min(version for _, version in versions):
@@ -71,10 +106,17 @@ def kernel_problem(name: str, capability: tuple[int, int], architectures: list[s
 
 
 def gpu_processes() -> str:
-    """The other processes on the GPUs: "python3 (pid 75955) 14.2 GiB". Empty if nvidia-smi reports none."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
+    """The other processes on the GPUs: "python3 (pid 75955) 14.2 GiB". Empty if nvidia-smi reports
+    none."""
+    query = [
+        "nvidia-smi",
+        "--query-compute-apps=pid,process_name,used_memory",
+        "--format=csv,noheader,nounits",
+    ]
     try:
-        table = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=10).stdout
+        table = subprocess.run(
+            query, capture_output=True, text=True, errors="replace", timeout=10
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
     processes = []
@@ -86,8 +128,9 @@ def gpu_processes() -> str:
 
 
 class GpuUtilisation:
-    """The share of the time in which the GPU computes. NVML and CUDA number GPUs differently, so the GPU is looked up
-    by its UUID. `problem` says why there are no readings, which is not an error."""
+    """The share of the time in which the GPU computes. NVML and CUDA number GPUs differently, so
+    the GPU is looked up by its UUID. `problem` says why there are no readings, which is not an
+    error."""
 
     def __init__(self, device: torch.device, seconds: float = 1.0):
         self.device, self.seconds, self.due = device, seconds, time.monotonic() + seconds
@@ -95,7 +138,8 @@ class GpuUtilisation:
         self.readings = collections.deque(maxlen=30)
 
     def sample(self) -> None:
-        """Reads the share of the last second, at most once a second. Call it while the run trains."""
+        """Reads the share of the last second, at most once a second. Call it while the run
+        trains."""
         if self.problem or time.monotonic() < self.due:
             return
         self.due = time.monotonic() + self.seconds
@@ -103,10 +147,17 @@ class GpuUtilisation:
             import pynvml
 
             pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+            handle = pynvml.nvmlDeviceGetHandleByUUID(
+                f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+            )
             self.readings.append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
-        except Exception as error:  # no library, no driver, or no readings for this GPU: a slice of one has none
-            self.problem, self.readings = f"NVML of the package nvidia-ml-py: {first_line(error)}", []
+        except (
+            Exception
+        ) as error:  # no library, no driver, or no readings for this GPU: a slice of one has none
+            self.problem, self.readings = (
+                f"NVML of the package nvidia-ml-py: {first_line(error)}",
+                [],
+            )
 
     def mean(self) -> float | None:
         """The mean of the last half minute of training; None without a reading."""

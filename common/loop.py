@@ -1,13 +1,14 @@
-"""Mixed-precision training loop with exact gradient accumulation, recovery from out-of-memory errors, and a checkpoint on
-SIGINT or SIGTERM.
+"""Mixed-precision training loop with exact gradient accumulation, recovery from out-of-memory
+errors, and a checkpoint on SIGINT or SIGTERM.
 
     task = Task(RECIPE, compute_loss, loss_weights, evaluate, metadata)   # all that the loop knows of a recipe
     run = begin(args, RECIPE)                                             # device, lock, checkpoint to resume from
     train(args, run, model, task, windows, eval_batches)
     finish(args, run, model, task, eval_batches, report_results)
 
-An update's batch is a window: batch_size x gradient_accumulation_steps x ranks utterances, in micro-batches. Every loss term
-is divided by its count in the whole window, so the gradient does not depend on how the window is cut."""
+An update's batch is a window: batch_size x gradient_accumulation_steps x ranks utterances, in
+micro-batches. Every loss term is divided by its count in the whole window, so the gradient does not
+depend on how the window is cut."""
 
 import contextlib
 import functools
@@ -31,20 +32,25 @@ from common.report import Report, check_folder
 # The status of a rank after a pass over a window. The highest of all ranks decides.
 DONE, AGAIN, STOP, CANNOT_FIT = range(4)
 
-BUCKET_RATIO = 1.2  # utterances whose lengths differ by less than 20 % share a limit of the micro-batch size
-TRIES_OF_ONE = 3  # for an utterance alone in its micro-batch: another process may have taken the memory for a moment
+BUCKET_RATIO = (
+    1.2  # utterances whose lengths differ by less than 20 % share a limit of the micro-batch size
+)
+# for an utterance alone in its micro-batch: another process may have taken the memory for a moment
+TRIES_OF_ONE = 3
 
 
 @dataclass(frozen=True)
 class Task:
     """All that the loop knows of a recipe.
 
-    `compute_loss(model, batch)` returns {term: sum over the batch}; a term without an entry in `loss_weights` is not
-    trained. `evaluate(model, batches)` returns {name: (numerator, denominator)}, so that the results of several ranks add
-    up; the weights with the lowest `metric` are kept as best.safetensors. `metadata` is what it takes to rebuild the
-    model; it is saved with all weights. `learning_rate` is the peak rate unless --learning_rate is given. `checkpointed`
-    and `compiled` are the layer types for --gradient_checkpointing and --torch_compile. With `evaluate_first`, a new run
-    evaluates the model before its first update. Without `decay_embeddings`, embeddings have no weight decay."""
+    `compute_loss(model, batch)` returns {term: sum over the batch}; a term without an entry in
+    `loss_weights` is not trained. `evaluate(model, batches)` returns {name: (numerator,
+    denominator)}, so that the results of several ranks add up; the weights with the lowest `metric`
+    are kept as best.safetensors. `metadata` is what it takes to rebuild the model; it is saved with
+    all weights. `learning_rate` is the peak rate unless --learning_rate is given. `checkpointed`
+    and `compiled` are the layer types for --gradient_checkpointing and --torch_compile. With
+    `evaluate_first`, a new run evaluates the model before its first update. Without
+    `decay_embeddings`, embeddings have no weight decay."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -62,9 +68,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has begun: where it computes, the content of the checkpoint that it resumes (or None), and the weights
-    of --init_from (or None); `train` empties both. `locks` hold the folders as long as they exist. `planned`: see `planner`;
-    tensors of a run that is only planned (--dry_run, --verify_gpu) have no values: they are on the device "meta"."""
+    """A run that has begun: where it computes, the content of the checkpoint that it resumes (or
+    None), and the weights of --init_from (or None); `train` empties both. `locks` hold the folders
+    as long as they exist. `planned`: see `planner`; tensors of a run that is only planned
+    (--dry_run, --verify_gpu) have no values: they are on the device "meta"."""
 
     setup: Setup
     resumed: dict | None = None
@@ -74,8 +81,9 @@ class Run:
 
 
 def begin(args, name: str, metadata: dict | None = None) -> Run:
-    """Starts a run: device and ranks, the locks on its folders, the checkpoint to resume from, whose metadata must fit the
-    schema `metadata`. From here on `args` is read-only. Raises `UsageError` and `RunError`."""
+    """Starts a run: device and ranks, the locks on its folders, the checkpoint to resume from,
+    whose metadata must fit the schema `metadata`. From here on `args` is read-only. Raises
+    `UsageError` and `RunError`."""
     planned, locks = planner(args) if options.plans(args) else None, []
     errors.Output.optional = not planned  # output that cannot be written does not end a training
     setup = Setup(torch.device("meta")) if planned else device.setup(args)
@@ -84,15 +92,22 @@ def begin(args, name: str, metadata: dict | None = None) -> Run:
         folders = {args.checkpoint_dir: "--checkpoint_dir", args.log_dir: "--log_dir"}
         locks = [checkpoint.lock_folder(folder, flag) for folder, flag in folders.items()]
     resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name, metadata)
-    initial = checkpoint.read_weights(args.init_from, name, flag="--init_from")[0] if args.init_from else None
+    initial = (
+        checkpoint.read_weights(args.init_from, name, flag="--init_from")[0]
+        if args.init_from
+        else None
+    )
     options.freeze(args)
     if planned:
-        torch.set_default_device("meta")  # until `train`: a model without values takes neither memory nor time
+        torch.set_default_device(
+            "meta"
+        )  # until `train`: a model without values takes neither memory nor time
     return Run(setup, resumed, initial, locks, planned)
 
 
 def planner(args) -> tuple:
-    """The package dry_run, and the card that is planned for: None if --verify_gpu finds none. Raises `UsageError`."""
+    """The package dry_run, and the card that is planned for: None if --verify_gpu finds none.
+    Raises `UsageError`."""
     import dry_run
 
     if device.torchrun("WORLD_SIZE", 1) > 1:
@@ -102,7 +117,8 @@ def planner(args) -> tuple:
 
 @dataclass
 class Outcome:
-    """The result of one pass over a window's micro-batches. `sums`: one value per loss term, on the device."""
+    """The result of one pass over a window's micro-batches. `sums`: one value per loss term, on the
+    device."""
 
     sums: torch.Tensor | None = None
     failed: dict | None = None  # the micro-batch that did not fit
@@ -111,14 +127,21 @@ class Outcome:
 
 
 def run_window(
-    model: torch.nn.Module, micro_batches: list[dict], totals: dict[str, float],
-    compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]], loss_weights: dict[str, float],
-    setup: Setup, scaler: torch.amp.GradScaler | None = None, stop: Callable[[], bool] = lambda: False,
-) -> Outcome:  # fmt: skip
-    """Forward and backward of a window, a pure function of its arguments. Gradients add up in the parameters.
+    model: torch.nn.Module,
+    micro_batches: list[dict],
+    totals: dict[str, float],
+    compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]],
+    loss_weights: dict[str, float],
+    setup: Setup,
+    scaler: torch.amp.GradScaler | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Forward and backward of a window, a pure function of its arguments. Gradients add up in the
+    parameters.
 
-    `totals`: the number of targets of each term in the whole window, on all ranks. `compute_loss` and `loss_weights` are
-    those of a `Task`. If a micro-batch runs out of memory, the outcome says so; any other error passes through."""
+    `totals`: the number of targets of each term in the whole window, on all ranks. `compute_loss`
+    and `loss_weights` are those of a `Task`. If a micro-batch runs out of memory, the outcome says
+    so; any other error passes through."""
     sums = None
     batches = to_device(micro_batches, setup.device)
     for number in range(len(micro_batches)):
@@ -127,7 +150,11 @@ def run_window(
             batch = next(batches)
             with setup.autocast():
                 terms = compute_loss(model, batch)
-                loss = sum(loss_weights[name] * term / totals[name] for name, term in terms.items() if totals.get(name))
+                loss = sum(
+                    loss_weights[name] * term / totals[name]
+                    for name, term in terms.items()
+                    if totals.get(name)
+                )
             if isinstance(loss, torch.Tensor):  # or no term has a target in the whole window
                 (scaler.scale(loss) if scaler else loss).backward()
             detached = torch.stack([terms[name].detach() for name in loss_weights])
@@ -151,7 +178,8 @@ def length_bucket(batch: dict) -> int:
 
 
 def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
-    """Cuts micro-batches down to the sizes that are known to fit: `limits`, by length bucket, also for longer ones."""
+    """Cuts micro-batches down to the sizes that are known to fit: `limits`, by length bucket, also
+    for longer ones."""
     pieces = []
     for batch in micro_batches:
         bucket, size = length_bucket(batch), len(batch["names"])
@@ -163,17 +191,37 @@ def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
 def start_progress(resumed: dict | None = None) -> dict:
     """The progress of a run: plain numbers and lists, saved with every checkpoint."""
     progress = {
-        "step": 0, "epoch": 0, "window": 0, "done": [], "window_size": 0, "data": "", "order": "",
-        "origin": [0, 0], "utterances": 0, "best": None, "best_step": 0, "last_evaluation": 0, "evaluations": [], "evaluations_without_gain": 0,
-        "bad_windows": 0, "bad_in_a_row": 0, "skipped_files": 0, "limits": {},
-    }  # fmt: skip
+        "step": 0,
+        "epoch": 0,
+        "window": 0,
+        "done": [],
+        "window_size": 0,
+        "data": "",
+        "order": "",
+        "origin": [0, 0],
+        "utterances": 0,
+        "best": None,
+        "best_step": 0,
+        "last_evaluation": 0,
+        "evaluations": [],
+        "evaluations_without_gain": 0,
+        "bad_windows": 0,
+        "bad_in_a_row": 0,
+        "skipped_files": 0,
+        "limits": {},
+    }
     return {**progress, **(resumed["progress"] if resumed else {})}
 
 
 def place_in_data(progress: dict, windows: Windows) -> None:
-    """Sets the position for this run's data and window size. If the data or their order have changed, the epoch starts from
-    its beginning, which is said. If the window size has changed, the rest of the epoch is cut into new windows."""
-    epoch, data, window_size = f"epoch {progress['epoch'] + 1}", windows.data.fingerprint(), windows.window_size
+    """Sets the position for this run's data and window size. If the data or their order have
+    changed, the epoch starts from its beginning, which is said. If the window size has changed, the
+    rest of the epoch is cut into new windows."""
+    epoch, data, window_size = (
+        f"epoch {progress['epoch'] + 1}",
+        windows.data.fingerprint(),
+        windows.window_size,
+    )
     changed = ""
     if progress["data"] not in ("", data):
         changed = "the training data have"
@@ -185,7 +233,10 @@ def place_in_data(progress: dict, windows: Windows) -> None:
         progress.update(window=0, done=[], origin=[progress["step"], progress["epoch"]])
     elif progress["window"] and progress["window_size"] != window_size:
         before = progress["window_size"]
-        print(f"an update had {before} utterances and now has {window_size}: the rest of {epoch} is cut anew")
+        print(
+            f"an update had {before} utterances and now has {window_size}: the rest of {epoch} is"
+            " cut anew"
+        )
         progress.update(done=[*progress["done"], [before, progress["window"]]], window=0)
     progress.update(data=data, window_size=window_size)
 
@@ -210,23 +261,34 @@ class Training:
     caught: int = 0  # a signal's number
     skipped: set[str] = field(default_factory=set)  # files
     said: bool = False  # that there is no GPU utilisation
-    # Since the last report: when it was, seconds spent waiting for data, utterances, micro-batches since empty_cache.
+    # Since the last report: when it was, seconds spent waiting for data, utterances, micro-batches
+    # since empty_cache.
     since: float = field(default_factory=time.monotonic)
     waited: float = 0.0
     utterances: int = 0
     micro_batches: int = 0
 
 
-def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, eval_batches: EvalBatches) -> dict:
-    """Trains until `args.max_steps`, `args.num_epochs` or early stopping, and returns the progress. After a signal it raises
-    `Stopped`, for a bad file `DataError`, and `RunError` if the run cannot continue; what was reached until then is saved."""
+def train(
+    args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, eval_batches: EvalBatches
+) -> dict:
+    """Trains until `args.max_steps`, `args.num_epochs` or early stopping, and returns the progress.
+    After a signal it raises `Stopped`, for a bad file `DataError`, and `RunError` if the run cannot
+    continue; what was reached until then is saved."""
     if run.planned:
         torch.set_default_device(None)
         sys.exit(plan(args, *run.planned, model, task, windows))
     setup, ranks, resumed = run.setup, run.setup.ranks, run.resumed
     prepare(args, run, model, task)
-    optimizer = optim.make_optimizer(model, args.learning_rate or task.learning_rate, args.weight_decay, args.optimizer,
-                                     args.use_cpu_offload, task.decay_embeddings, task.betas)  # fmt: skip
+    optimizer = optim.make_optimizer(
+        model,
+        args.learning_rate or task.learning_rate,
+        args.weight_decay,
+        args.optimizer,
+        args.use_cpu_offload,
+        task.decay_embeddings,
+        task.betas,
+    )
     scaler, progress = setup.grad_scaler(), start_progress(resumed)
     if resumed:
         optim.load_optimizer_state(optimizer, model, resumed["optimizer"])
@@ -239,39 +301,66 @@ def train(args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, 
     if resumed and len(resumed["rng"]) > ranks.rank:
         set_rng_state(resumed["rng"][ranks.rank], setup.device)
     elif ranks.size > 1:
-        torch.manual_seed(args.seed + 1000 * ranks.rank + progress["step"])  # each rank has its own dropout
+        torch.manual_seed(
+            args.seed + 1000 * ranks.rank + progress["step"]
+        )  # each rank has its own dropout
     prepare_folders(args, run, progress, task.evaluate_first)
     report = Report(args.log_dir, progress["step"], steps, args.tensorboard, enabled=ranks.first)
     model.train()
     training = Training(
-        args=args, setup=setup, task=task, model=model, optimizer=optimizer, schedule=schedule, scaler=scaler,
-        windows=windows, eval_batches=eval_batches, progress=progress, report=report,
-        utilisation=gpu.GpuUtilisation(setup.device), last_saved=progress["step"] if resumed else -1,
-    )  # fmt: skip
+        args=args,
+        setup=setup,
+        task=task,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        scaler=scaler,
+        windows=windows,
+        eval_batches=eval_batches,
+        progress=progress,
+        report=report,
+        utilisation=gpu.GpuUtilisation(setup.device),
+        last_saved=progress["step"] if resumed else -1,
+    )
     for loaded in filter(None, (resumed and resumed["model"], resumed, run.initial)):
-        loaded.clear()  # all is copied; views of a file would keep its disk space after --keep_last has removed it
+        # all is copied; views of a file would keep its disk space after --keep_last has removed it
+        loaded.clear()
     with watch_signals(training), contextlib.closing(report):
         return train_windows(training)
 
 
 def plan(args, dry_run, card, model: torch.nn.Module, task: Task, windows: Windows) -> int:
-    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_window` on tensors without values. Prints the answer
-    and returns the exit status. Raises `DataError` and `RunError`."""
+    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_window` on tensors
+    without values. Prints the answer and returns the exit status. Raises `DataError` and
+    `RunError`."""
     if card is None:
         return preflight.verify(args, model)
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
-    items = dry_run.longest_items(windows.dataset, math.ceil(windows.total_steps(args) / windows.per_epoch), DataError)
+    items = dry_run.longest_items(
+        windows.dataset, math.ceil(windows.total_steps(args) / windows.per_epoch), DataError
+    )
 
     def step(batches: list[dict]) -> None:
-        outcome = run_window(model, batches, batches[0]["counts"], task.compute_loss, task.loss_weights, setup)
+        outcome = run_window(
+            model, batches, batches[0]["counts"], task.compute_loss, task.loss_weights, setup
+        )
         if outcome.failed:
             raise dry_run.CannotPlan(outcome.reason)
 
     training = dry_run.Training(
-        model, step, items, len(windows.data), functools.partial(optim.state_bytes, model),
-        functools.partial(memory.checkpoint_layers, model, task.checkpointed) if task.checkpointed else None,
-        windows.dataset.collate, task.compute_loss,
-    )  # fmt: skip
+        model,
+        step,
+        items,
+        len(windows.data),
+        functools.partial(optim.state_bytes, model),
+        (
+            functools.partial(memory.checkpoint_layers, model, task.checkpointed)
+            if task.checkpointed
+            else None
+        ),
+        windows.dataset.collate,
+        task.compute_loss,
+    )
     if args.verify_gpu:
         return preflight.verify(args, model, lambda: training.needs(args, card))
     return training.answer(args, card, str(setup.dtype or torch.float32), RunError)
@@ -279,8 +368,8 @@ def plan(args, dry_run, card, model: torch.nn.Module, task: Task, windows: Windo
 
 @contextlib.contextmanager
 def watch_signals(run: Training) -> Iterator[None]:
-    """Records SIGTERM, SIGINT and SIGHUP (a closed terminal; ignored under nohup) in `run.caught`, so that the run can save
-    itself. A second SIGINT interrupts at once."""
+    """Records SIGTERM, SIGINT and SIGHUP (a closed terminal; ignored under nohup) in `run.caught`,
+    so that the run can save itself. A second SIGINT interrupts at once."""
 
     def catch(number: int, frame) -> None:
         if run.caught and number == signal.SIGINT:
@@ -291,7 +380,9 @@ def watch_signals(run: Training) -> Iterator[None]:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.pop()
     before = {}
-    with contextlib.suppress(ValueError):  # not in the main thread, where Python delivers no signals
+    with contextlib.suppress(
+        ValueError
+    ):  # not in the main thread, where Python delivers no signals
         before = {number: signal.signal(number, catch) for number in numbers}
     try:
         yield
@@ -314,8 +405,9 @@ def prepare(args, run: Run, model: torch.nn.Module, task: Task) -> None:
 
 
 def prepare_folders(args, run: Run, progress: dict, evaluate_first: bool) -> None:
-    """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint, what is newer. A resumed
-    run whose best weights are not in the folder evaluates at once, so that they are; a new run with `evaluate_first`."""
+    """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint,
+    what is newer. A resumed run whose best weights are not in the folder evaluates at once, so that
+    they are; a new run with `evaluate_first`."""
     has_best = False
     if run.setup.ranks.first:
         try:
@@ -332,16 +424,24 @@ def prepare_folders(args, run: Run, progress: dict, evaluate_first: bool) -> Non
 
 
 def train_windows(run: Training) -> dict:
-    """Window after window, with evaluations and checkpoints in between, until the run is finished."""
+    """Window after window, with evaluations and checkpoints in between, until the run is
+    finished."""
     progress, ranks = run.progress, run.setup.ranks
     source = run.windows.iterate(progress["epoch"], progress["window"], progress["done"])
     while True:
         if progress["step"] == 0 and is_finished(run.args, progress):
-            reasons = f"{progress['bad_windows']} windows had a non-finite loss, {progress['skipped_files']} files were skipped"
+            reasons = (
+                f"{progress['bad_windows']} windows had a non-finite loss,"
+                f" {progress['skipped_files']} files were skipped"
+            )
             raise RunError(f"no update was made: {reasons}; the messages above name the files")
         if evaluation_is_due(run):
             evaluate_now(run)
-        finished, step, every = is_finished(run.args, progress), progress["step"], run.args.save_every
+        finished, step, every = (
+            is_finished(run.args, progress),
+            progress["step"],
+            run.args.save_every,
+        )
         if step != run.last_saved and (finished or (every and step and step % every == 0)):
             save(run)
         if finished and run.report.problem:
@@ -368,10 +468,17 @@ def train_windows(run: Training) -> dict:
             raise
 
 
-def finish(args, run: Run, model: torch.nn.Module, task: Task, eval_batches: EvalBatches,
-           report_results: Callable[[str], None]) -> None:  # fmt: skip
-    """On the first rank: loads the best weights, or the average of checkpoints if that is not worse, calls
-    `report_results(which weights these are)`, and prints where the results are and how much memory the run took."""
+def finish(
+    args,
+    run: Run,
+    model: torch.nn.Module,
+    task: Task,
+    eval_batches: EvalBatches,
+    report_results: Callable[[str], None],
+) -> None:
+    """On the first rank: loads the best weights, or the average of checkpoints if that is not
+    worse, calls `report_results(which weights these are)`, and prints where the results are and how
+    much memory the run took."""
     if not run.setup.ranks.first:
         return
 
@@ -380,12 +487,19 @@ def finish(args, run: Run, model: torch.nn.Module, task: Task, eval_batches: Eva
 
     with torch.no_grad(), run.setup.autocast():
         report_results(checkpoint.use_best(args, model, task, score))
-    print(f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all results: {args.log_dir}")
+    print(
+        f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all results:"
+        f" {args.log_dir}"
+    )
     print(memory.peak(run.setup.device))
 
 
 def is_finished(args, progress: dict) -> bool:
-    ends = {"step": args.max_steps, "epoch": args.num_epochs, "evaluations_without_gain": args.early_stopping_patience}
+    ends = {
+        "step": args.max_steps,
+        "epoch": args.num_epochs,
+        "evaluations_without_gain": args.early_stopping_patience,
+    }
     return any(end and progress[name] >= end for name, end in ends.items())
 
 
@@ -394,11 +508,14 @@ def evaluation_is_due(run: Training) -> bool:
     if progress["last_evaluation"] == progress["step"]:
         return False
     epoch_begins = progress["window"] == 0 and not progress["done"]
-    return is_finished(run.args, progress) or (progress["step"] % every == 0 if every else epoch_begins)
+    return is_finished(run.args, progress) or (
+        progress["step"] % every == 0 if every else epoch_begins
+    )
 
 
 def train_window(run: Training, window: Window) -> None:
-    """One window: forward and backward until it fits, then the update. Then the position advances."""
+    """One window: forward and backward until it fits, then the update. Then the position
+    advances."""
     args, progress, ranks = run.args, run.progress, run.setup.ranks
     names = list(run.task.loss_weights)
     own = [sum(batch["counts"][name] for batch in window.micro_batches) for name in names]
@@ -422,20 +539,28 @@ def train_window(run: Training, window: Window) -> None:
             if made:
                 progress["step"] += 1
                 run.schedule.set(progress["step"])
-                averages = {name: value / max(1, totals[name]) for name, value in zip(names, terms, strict=True)}
+                averages = {
+                    name: value / max(1, totals[name])
+                    for name, value in zip(names, terms, strict=True)
+                }
                 note_update(run, averages, norm)
     progress["window"] = window.number + 1
     if window.last:
         progress.update(epoch=window.epoch + 1, window=0, done=[])
     run.micro_batches += len(window.micro_batches)
-    if run.setup.device.type == "cuda" and args.empty_cache_every and run.micro_batches >= args.empty_cache_every:
+    if (
+        run.setup.device.type == "cuda"
+        and args.empty_cache_every
+        and run.micro_batches >= args.empty_cache_every
+    ):
         run.micro_batches = 0
         torch.cuda.empty_cache()
 
 
 def pass_until_it_fits(run: Training, window: Window, totals: dict, buffers: list) -> torch.Tensor:
-    """Forward and backward of the window, repeated in smaller micro-batches as long as a rank runs out of memory. Returns
-    the sums of the loss terms. Every attempt starts from the same gradients, buffers and random state."""
+    """Forward and backward of the window, repeated in smaller micro-batches as long as a rank runs
+    out of memory. Returns the sums of the loss terms. Every attempt starts from the same gradients,
+    buffers and random state."""
     progress, setup, ranks = run.progress, run.setup, run.setup.ranks
     rng, failures = rng_state(setup.device), Counter()
 
@@ -445,13 +570,23 @@ def pass_until_it_fits(run: Training, window: Window, totals: dict, buffers: lis
 
     while True:
         micro_batches = cut_to_fit(window.micro_batches, progress["limits"])
-        outcome = run_window(run.model, micro_batches, totals, run.task.compute_loss, run.task.loss_weights, run.setup,
-                             run.scaler, stop)  # fmt: skip
+        outcome = run_window(
+            run.model,
+            micro_batches,
+            totals,
+            run.task.compute_loss,
+            run.task.loss_weights,
+            run.setup,
+            run.scaler,
+            stop,
+        )
         status = DONE
         if outcome.stopped:
             status = STOP
         elif outcome.failed is not None:
-            status = AGAIN if learn_limit(outcome.failed, progress["limits"], failures) else CANNOT_FIT
+            status = (
+                AGAIN if learn_limit(outcome.failed, progress["limits"], failures) else CANNOT_FIT
+            )
         worst, caught = ranks.reduce([status, run.caught], "max")
         if worst == DONE:
             zero = torch.zeros(len(run.task.loss_weights), device=setup.device)
@@ -471,12 +606,16 @@ def pass_until_it_fits(run: Training, window: Window, totals: dict, buffers: lis
         if status == AGAIN:
             size, seconds = len(outcome.failed["names"]), max(outcome.failed["seconds"])
             others = gpu.gpu_processes() if setup.device.type == "cuda" else ""
-            text = f"out of memory with {size} x {seconds:.1f} s: the window is repeated in smaller micro-batches"
+            text = (
+                f"out of memory with {size} x {seconds:.1f} s: the window is repeated in smaller"
+                " micro-batches"
+            )
             run.report.say(text + (f"; also on this GPU: {others}" if others else ""))
 
 
 def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool:
-    """Halves the limit for a failed micro-batch's length. False if a single utterance has failed `TRIES_OF_ONE` times."""
+    """Halves the limit for a failed micro-batch's length. False if a single utterance has failed
+    `TRIES_OF_ONE` times."""
     size = len(failed["names"])
     if size > 1:
         limits[length_bucket(failed)] = size // 2
@@ -488,7 +627,9 @@ def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool
 def too_long(outcome: Outcome) -> str:
     name, seconds = outcome.failed["names"][0], outcome.failed["seconds"][0]
     others = gpu.gpu_processes()
-    advice = f"reject such utterances with --max_duration {0.9 * seconds:.1f}, or take a smaller model"
+    advice = (
+        f"reject such utterances with --max_duration {0.9 * seconds:.1f}, or take a smaller model"
+    )
     if others:
         advice += f"; other processes on this GPU: {others}"
     problem = f"{name} ({seconds:.1f} s) does not fit into memory even alone ({outcome.reason})"
@@ -502,11 +643,14 @@ def restore(buffers: list) -> None:
 
 
 def reduce_gradients(run: Training, sums: torch.Tensor) -> tuple[list[float], float]:
-    """Sums gradients and loss terms over the ranks. Returns terms and gradient norm: a window's only transfer to the host."""
+    """Sums gradients and loss terms over the ranks. Returns terms and gradient norm: a window's
+    only transfer to the host."""
     ranks = run.setup.ranks
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     if ranks.size > 1:
-        ranks.sum_gradients(parameters, ranks.reduce([int(p.grad is not None) for p in parameters], "max"))
+        ranks.sum_gradients(
+            parameters, ranks.reduce([int(p.grad is not None) for p in parameters], "max")
+        )
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     *terms, norm = torch.cat([sums, norm.to(sums.device).reshape(1)]).tolist()
@@ -514,19 +658,30 @@ def reduce_gradients(run: Training, sums: torch.Tensor) -> tuple[list[float], fl
 
 
 def apply_update(run: Training, norm: float) -> bool:
-    """Clips the gradient and updates the weights. Returns False if fp16's scaler skips the update: gradients overflow."""
+    """Clips the gradient and updates the weights. Returns False if fp16's scaler skips the update:
+    gradients overflow."""
     optimizer, scaler, limit = run.optimizer, run.scaler, run.args.max_grad_norm
     if scaler:
         scaler.unscale_(optimizer)
     if limit and norm > limit:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         torch._foreach_mul_(gradients, limit / norm)
     if scaler:
         scaler.step(optimizer)
         scaler.update()
         if scaler.get_scale() < 1:
-            reason = "the gradients overflow at any scale; use --bf16, --no_mixed_precision or a lower --learning_rate"
-            raise RunError(f"fp16's loss scale fell below 1 at step {run.progress['step']}: {reason}")
+            reason = (
+                "the gradients overflow at any scale; use --bf16, --no_mixed_precision or a lower"
+                " --learning_rate"
+            )
+            raise RunError(
+                f"fp16's loss scale fell below 1 at step {run.progress['step']}: {reason}"
+            )
     else:
         optimizer.step()
     optimizer.zero_grad()
@@ -539,15 +694,26 @@ def note_update(run: Training, averages: dict[str, float], norm: float) -> None:
     elapsed = max(1e-9, time.monotonic() - run.since)
     loss = sum(run.task.loss_weights[name] * value for name, value in averages.items())
     rate, used = run.optimizer.param_groups[0]["lr"], memory.memory_used(run.setup.device)
-    speed, waiting, utilisation = run.utterances / elapsed, run.waited / elapsed, run.utilisation.mean()
+    speed, waiting, utilisation = (
+        run.utterances / elapsed,
+        run.waited / elapsed,
+        run.utilisation.mean(),
+    )
     run.report.progress(step, loss, rate, speed, used, waiting, utilisation)
     if run.setup.device.type == "cuda" and run.utilisation.problem and not run.said:
         run.said = True
         run.report.say(f"no GPU utilisation in the reports ({run.utilisation.problem})")
     if step % args.log_every == 0:
-        values = {"loss": loss, **{f"loss_{name}": value for name, value in averages.items()}, "learning_rate": rate,
-                  "gradient_norm": norm, "utterances_per_second": speed, "memory_bytes": used, "data_wait_share": waiting,
-                  "gpu_utilisation": utilisation}  # fmt: skip
+        values = {
+            "loss": loss,
+            **{f"loss_{name}": value for name, value in averages.items()},
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "utterances_per_second": speed,
+            "memory_bytes": used,
+            "data_wait_share": waiting,
+            "gpu_utilisation": utilisation,
+        }
         values = {f"train/{name}": value for name, value in values.items() if value is not None}
         run.report.write(step, epoch=run.progress["epoch"], **values)
         run.since, run.waited, run.utterances = time.monotonic(), 0.0, 0
@@ -563,29 +729,40 @@ def note_skipped(run: Training, window: Window, skipped: int) -> None:
 
 
 def note_bad_window(run: Training, names: list[str], terms: list[float], norm: float) -> None:
-    """Counts and lists a window whose loss or gradient is not finite. It has not changed the weights."""
+    """Counts and lists a window whose loss or gradient is not finite. It has not changed the
+    weights."""
     progress = run.progress
     progress["bad_windows"] += 1
     progress["bad_in_a_row"] += 1
     names = list(itertools.chain(*run.setup.ranks.gather(names)))
-    values = ", ".join(f"{name} {value:g}" for name, value in zip(run.task.loss_weights, terms, strict=True))
+    values = ", ".join(
+        f"{name} {value:g}" for name, value in zip(run.task.loss_weights, terms, strict=True)
+    )
     text = f"bad window {progress['bad_windows']}: loss {values}, gradient norm {norm:g}"
     run.report.say(f"{text}: skipped; its files: {', '.join(names)}")
-    run.report.write(progress["step"], event="bad_window", files=names, terms=[str(value) for value in terms])
+    run.report.write(
+        progress["step"], event="bad_window", files=names, terms=[str(value) for value in terms]
+    )
     if progress["bad_in_a_row"] >= run.args.max_bad_windows:
         count, progress["bad_in_a_row"] = progress["bad_in_a_row"], 0
-        reason = f"{count} windows in a row had a non-finite loss, and the weights from before them are saved"
+        reason = (
+            f"{count} windows in a row had a non-finite loss, and the weights from before them are"
+            " saved"
+        )
         raise RunError(f"{reason}: try a lower --learning_rate, --bf16 or --no_mixed_precision")
 
 
 def evaluate_now(run: Training) -> None:
-    """Evaluates without gradients, and keeps the weights if they are the best. Random state and mode stay as they were."""
+    """Evaluates without gradients, and keeps the weights if they are the best. Random state and
+    mode stay as they were."""
     args, model, progress, setup = run.args, run.model, run.progress, run.setup
 
     def polled() -> Iterable[dict]:
         for batch in run.eval_batches:
             if run.caught:
-                raise Stopped("during the evaluation, whose results are discarded", 128 + run.caught)
+                raise Stopped(
+                    "during the evaluation, whose results are discarded", 128 + run.caught
+                )
             yield batch
 
     state, was_training, results = rng_state(setup.device), model.training, {}
@@ -601,25 +778,36 @@ def evaluate_now(run: Training) -> None:
     if caught:
         raise saved_and_stopped(run, caught)
     sums = setup.ranks.reduce([float(value) for pair in results.values() for value in pair])
-    values = mean_values(run.task, dict(zip(results, zip(sums[::2], sums[1::2], strict=True), strict=True)))
+    values = mean_values(
+        run.task, dict(zip(results, zip(sums[::2], sums[1::2], strict=True), strict=True))
+    )
     improved = progress["best"] is None or values[run.task.metric] < progress["best"]
     progress["last_evaluation"] = progress["step"]
     progress["evaluations"].append([progress["step"], values[run.task.metric]])
-    progress["evaluations_without_gain"] = 0 if improved else progress["evaluations_without_gain"] + 1
+    progress["evaluations_without_gain"] = (
+        0 if improved else progress["evaluations_without_gain"] + 1
+    )
     if improved:
         progress.update(best=values[run.task.metric], best_step=progress["step"])
         if setup.ranks.first:
             summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
-            checkpoint.save_weights(args.checkpoint_dir / "best.safetensors", model, run.task.metadata, summary)
-    shown = [f"{name} {checkpoint.shown(name, value)}" for name, value in values.items()] + ["best so far"] * improved
-    run.report.say(f"evaluation at step {progress['step']} (epoch {progress['epoch'] + 1}): {'  '.join(shown)}")
+            checkpoint.save_weights(
+                args.checkpoint_dir / "best.safetensors", model, run.task.metadata, summary
+            )
+    shown = [f"{name} {checkpoint.shown(name, value)}" for name, value in values.items()] + [
+        "best so far"
+    ] * improved
+    run.report.say(
+        f"evaluation at step {progress['step']} (epoch {progress['epoch'] + 1}): {'  '.join(shown)}"
+    )
     run.report.write(progress["step"], **{f"eval/{name}": value for name, value in values.items()})
     run.report.draw(run.task.metric)
     run.since += time.monotonic() - started  # evaluation does not count as training time
 
 
 def mean_values(task: Task, results: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """The values of an evaluation's (numerator, denominator), and the weighted loss if all of its terms are there."""
+    """The values of an evaluation's (numerator, denominator), and the weighted loss if all of its
+    terms are there."""
     values = {name: total / max(1.0, count) for name, (total, count) in results.items()}
     if task.loss_weights.keys() <= values.keys():
         values["loss"] = sum(weight * values[name] for name, weight in task.loss_weights.items())
@@ -634,16 +822,27 @@ def save(run: Training) -> None:
     if run.setup.ranks.first:
         flags = {name: value for name, value in vars(run.args).items() if name != "given"}
         content = {
-            "recipe": run.task.name, "metadata": run.task.metadata, "progress": run.progress, "rng": states,
-            "model": run.model.state_dict(), "optimizer": optim.optimizer_state(run.optimizer, run.model),
-            "scaler": run.scaler.state_dict() if run.scaler else None, "torch": str(torch.__version__),
-            "args": {key: value if isinstance(value, int | float | str | None) else str(value) for key, value in flags.items()},
-        }  # fmt: skip
+            "recipe": run.task.name,
+            "metadata": run.task.metadata,
+            "progress": run.progress,
+            "rng": states,
+            "model": run.model.state_dict(),
+            "optimizer": optim.optimizer_state(run.optimizer, run.model),
+            "scaler": run.scaler.state_dict() if run.scaler else None,
+            "torch": str(torch.__version__),
+            "args": {
+                key: value if isinstance(value, int | float | str | None) else str(value)
+                for key, value in flags.items()
+            },
+        }
         checkpoint.save(run.args.checkpoint_dir, run.progress["step"], content, run.args.keep_last)
 
 
 def saved_and_stopped(run: Training, caught: int) -> Stopped:
     save(run)
     name, step = signal.Signals(caught).name, run.progress["step"]
-    text = f"stopped by {name}: step {step} is saved in {run.args.checkpoint_dir}; --resume auto continues from there"
+    text = (
+        f"stopped by {name}: step {step} is saved in {run.args.checkpoint_dir}; --resume auto"
+        " continues from there"
+    )
     return Stopped(text, 128 + caught)

@@ -1,4 +1,5 @@
-"""Activation checkpointing, out-of-memory errors, splitting of batches that do not fit, memory statistics."""
+"""Activation checkpointing, out-of-memory errors, splitting of batches that do not fit, memory
+statistics."""
 
 import functools
 import gc
@@ -13,19 +14,31 @@ from torch.utils.checkpoint import checkpoint
 from common.batches import split_batch
 from common.errors import RunError, UsageError, first_line
 
-# Messages of cuDNN, cuBLAS and the CPU's allocator when memory is short. They do not raise torch.OutOfMemoryError.
+# Messages of cuDNN, cuBLAS and the CPU's allocator when memory is short. They do not raise
+# torch.OutOfMemoryError.
 OUT_OF_MEMORY_WORDS = (
-    "out of memory", "CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED", "Unable to find a valid cuDNN algorithm", "can't allocate memory",
-    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input", "unable to find an engine to execute this computation",
-)  # fmt: skip
+    "out of memory",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "Unable to find a valid cuDNN algorithm",
+    "can't allocate memory",
+    (
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a"
+        " non-contiguous input"
+    ),
+    "unable to find an engine to execute this computation",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device or the host has too little memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY_WORDS)
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in OUT_OF_MEMORY_WORDS
+    )
 
 
 def free_memory(device: torch.device) -> None:
@@ -36,8 +49,9 @@ def free_memory(device: torch.device) -> None:
 
 
 def split_on_oom(function: Callable[[dict], object], batch: dict, device: torch.device) -> list:
-    """`[function(batch)]` or, if that runs out of memory, the results for its halves. Raises `RunError` with the name
-    of an utterance that does not fit alone. For evaluation: `function` may be called several times for an utterance."""
+    """`[function(batch)]` or, if that runs out of memory, the results for its halves. Raises
+    `RunError` with the name of an utterance that does not fit alone. For evaluation: `function` may
+    be called several times for an utterance."""
     try:
         return [function(batch)]
     except (RuntimeError, MemoryError) as error:
@@ -47,16 +61,27 @@ def split_on_oom(function: Callable[[dict], object], batch: dict, device: torch.
     free_memory(device)  # outside the handler, in which the traceback keeps the tensors alive
     size = len(batch["names"])
     if size == 1:
-        raise RunError(f"{batch['names'][0]} does not fit into memory even alone and without gradients ({reason})")
-    return [result for piece in split_batch(batch, (size + 1) // 2) for result in split_on_oom(function, piece, device)]
+        raise RunError(
+            f"{batch['names'][0]} does not fit into memory even alone and without gradients"
+            f" ({reason})"
+        )
+    return [
+        result
+        for piece in split_batch(batch, (size + 1) // 2)
+        for result in split_on_oom(function, piece, device)
+    ]
 
 
 def checkpoint_layers(model: torch.nn.Module, kinds: tuple[type, ...]) -> None:
-    """Recomputes the activations of every module of `kinds` in backward instead of keeping them. Loss and gradients
-    stay the same, also with dropout, whose random state is replayed. Raises `UsageError` if there is no such module."""
+    """Recomputes the activations of every module of `kinds` in backward instead of keeping them.
+    Loss and gradients stay the same, also with dropout, whose random state is replayed. Raises
+    `UsageError` if there is no such module."""
     layers = [module for module in model.modules() if isinstance(module, kinds)]
     if not layers:
-        raise UsageError(f"--gradient_checkpointing: {type(model).__name__} has no layer of the kinds it applies to")
+        raise UsageError(
+            f"--gradient_checkpointing: {type(model).__name__} has no layer of the kinds it"
+            " applies to"
+        )
     for layer in layers:
         layer.forward = functools.partial(_recomputed, layer, layer.forward)
 
@@ -68,7 +93,8 @@ def _recomputed(layer: torch.nn.Module, forward, *inputs):
 
 
 def memory_used(device: torch.device) -> int:
-    """Bytes: the allocator's peak on a GPU, otherwise this process's resident memory. Does not wait for the device."""
+    """Bytes: the allocator's peak on a GPU, otherwise this process's resident memory. Does not wait
+    for the device."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -79,10 +105,14 @@ def memory_used(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> str:
-    """One line about the peak of memory (the allocator's on a GPU, resident memory on a CPU) and the device's total."""
+    """One line about the peak of memory (the allocator's on a GPU, resident memory on a CPU) and
+    the device's total."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        allocated, reserved = (
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.max_memory_reserved(device),
+        )
         peaks = f"{allocated / 2**30:.2f} GiB allocated, {reserved / 2**30:.2f} GiB reserved"
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,5 @@
-"""Parameter groups, optimizers, learning-rate schedules, and optimizer states that other optimizers can load."""
+"""Parameter groups, optimizers, learning-rate schedules, and optimizer states that other optimizers
+can load."""
 
 import itertools
 import logging
@@ -11,8 +12,9 @@ from common.errors import RunError, UsageError, first_line, require
 
 BETAS = (0.9, 0.98)  # Vaswani et al. 2017, section 5.3
 EPSILON = 1e-9  # Vaswani et al. 2017, section 5.3
-# In 8 bits, second moments below 1.6e-7 of the largest in their block become zero, and epsilon alone divides the first
-# moment. The largest step is then 341 learning rates at 1e-9, and 1.05 at 1e-6: test_largest_step.
+# In 8 bits, second moments below 1.6e-7 of the largest in their block become zero, and epsilon
+# alone divides the first moment. The largest step is then 341 learning rates at 1e-9, and 1.05 at
+# 1e-6: test_largest_step.
 EPSILON_8BIT = 1e-6
 SMALLEST_8BIT = 4096  # values: bitsandbytes keeps smaller tensors' states in 32 bits
 BLOCK = 256  # values that share a scale in bitsandbytes' 8-bit states
@@ -28,13 +30,20 @@ def _embedding_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     return {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float, decay_embeddings: bool = True) -> list[dict]:
-    """Two groups: matrices and filters have weight decay; norms, biases and scalars (at most one dimension) have none,
-    nor have embeddings without `decay_embeddings`. Frozen parameters are in neither. Raises `UsageError` if all are."""
+def parameter_groups(
+    model: torch.nn.Module, weight_decay: float, decay_embeddings: bool = True
+) -> list[dict]:
+    """Two groups: matrices and filters have weight decay; norms, biases and scalars (at most one
+    dimension) have none, nor have embeddings without `decay_embeddings`. Frozen parameters are in
+    neither. Raises `UsageError` if all are."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise UsageError(f"every parameter of {type(model).__name__} is frozen: there is nothing to train")
-    spared = {p for p in trained if p.dim() <= 1} | (set() if decay_embeddings else _embedding_weights(model))
+        raise UsageError(
+            f"every parameter of {type(model).__name__} is frozen: there is nothing to train"
+        )
+    spared = {p for p in trained if p.dim() <= 1} | (
+        set() if decay_embeddings else _embedding_weights(model)
+    )
     decayed = {"params": [p for p in trained if p not in spared], "weight_decay": weight_decay}
     others = {"params": [p for p in trained if p in spared], "weight_decay": 0.0}
     return [group for group in (decayed, others) if group["params"]]
@@ -46,12 +55,23 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
-def make_optimizer(model: torch.nn.Module, learning_rate: float, weight_decay: float = 0.01, kind: str = "adamw",
-                   offload: bool = False, decay_embeddings: bool = True, betas: tuple = BETAS) -> torch.optim.Optimizer:  # fmt: skip
-    """AdamW: torch's fused kernel, bitsandbytes' 8-bit states (`kind` "adamw_8bit"), or states in host memory
-    (`offload`). The states are allocated here, so the first update needs no additional memory. Raises `UsageError` if
-    all parameters are frozen, `RunError` if bitsandbytes does not work."""
-    groups, settings = parameter_groups(model, weight_decay, decay_embeddings), {"lr": learning_rate, "betas": betas}
+def make_optimizer(
+    model: torch.nn.Module,
+    learning_rate: float,
+    weight_decay: float = 0.01,
+    kind: str = "adamw",
+    offload: bool = False,
+    decay_embeddings: bool = True,
+    betas: tuple = BETAS,
+) -> torch.optim.Optimizer:
+    """AdamW: torch's fused kernel, bitsandbytes' 8-bit states (`kind` "adamw_8bit"), or states in
+    host memory (`offload`). The states are allocated here, so the first update needs no additional
+    memory. Raises `UsageError` if all parameters are frozen, `RunError` if bitsandbytes does not
+    work."""
+    groups, settings = (
+        parameter_groups(model, weight_decay, decay_embeddings),
+        {"lr": learning_rate, "betas": betas},
+    )
     if offload:
         optimizer = OffloadedAdamW(groups, **settings, eps=EPSILON)
     elif kind == "adamw_8bit":
@@ -66,16 +86,23 @@ def make_optimizer(model: torch.nn.Module, learning_rate: float, weight_decay: f
 
 
 def state_bytes(model: torch.nn.Module, kind: str) -> int:
-    """Bytes on the device of the states that `make_states` makes: `kind` "adamw", "adamw_8bit" or "offload"."""
-    trained, embeddings = {p for p in model.parameters() if p.requires_grad}, _embedding_weights(model)
-    in_8bit = {p for p in trained - embeddings if kind == "adamw_8bit" and p.numel() >= SMALLEST_8BIT}
+    """Bytes on the device of the states that `make_states` makes: `kind` "adamw", "adamw_8bit" or
+    "offload"."""
+    trained, embeddings = (
+        {p for p in model.parameters() if p.requires_grad},
+        _embedding_weights(model),
+    )
+    in_8bit = {
+        p for p in trained - embeddings if kind == "adamw_8bit" and p.numel() >= SMALLEST_8BIT
+    }
     in_32bit = trained - in_8bit if kind != "offload" else ()
     scaled = sum(2 * (p.numel() + 4 * math.ceil(p.numel() / BLOCK)) for p in in_8bit)
     return 8 * sum(p.numel() for p in in_32bit) + scaled
 
 
 def load_bitsandbytes(device: torch.device):
-    """Imports and returns bitsandbytes. Raises `RunError` if it is not installed or a trial step fails on `device`."""
+    """Imports and returns bitsandbytes. Raises `RunError` if it is not installed or a trial step
+    fails on `device`."""
     # On some CPUs bitsandbytes warns that it lacks a 4-bit kernel, which nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     library = require("bitsandbytes", "--optimizer adamw_8bit")
@@ -84,15 +111,18 @@ def load_bitsandbytes(device: torch.device):
     try:
         library.optim.AdamW8bit([trial]).step()
     except RuntimeError as error:
-        failure = f"--optimizer adamw_8bit: bitsandbytes {library.__version__} does not work on {device}"
+        failure = (
+            f"--optimizer adamw_8bit: bitsandbytes {library.__version__} does not work on {device}"
+        )
         advice = "try `pip install -U bitsandbytes`, or use --use_cpu_offload"
         raise RunError(f"{failure} ({first_line(error)}): {advice}") from None
     return library
 
 
 def make_states(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Allocates the states as the first step would. With 8-bit states, tensors below 4096 values stay in 32 bits, which
-    is bitsandbytes' rule, and so do embeddings: github.com/huggingface/transformers/issues/14819, by its author."""
+    """Allocates the states as the first step would. With 8-bit states, tensors below 4096 values
+    stay in 32 bits, which is bitsandbytes' rule, and so do embeddings:
+    github.com/huggingface/transformers/issues/14819, by its author."""
     embeddings = _embedding_weights(model)
     on_host = {"device": "cpu", "memory_format": torch.contiguous_format}
     placement = on_host if isinstance(optimizer, OffloadedAdamW) else {}
@@ -103,81 +133,120 @@ def make_states(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Non
                 step = torch.zeros((), dtype=torch.float32, device=averages["exp_avg"].device)
                 optimizer.state[p] = {"step": step, **averages}
             elif p in embeddings:
-                averages = {key: torch.zeros_like(p, dtype=torch.float32) for key in ("state1", "state2")}
+                averages = {
+                    key: torch.zeros_like(p, dtype=torch.float32) for key in ("state1", "state2")
+                }
                 optimizer.state[p] = {"step": 0, **averages}
             else:
                 optimizer.init_state(group, p, group_index, index)
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW with its states and its update on the host, by the CPU kernel of torch.optim.AdamW(fused=True). Pieces of
-    weights and gradients move through two slots of pinned memory: while one is updated, the next one arrives and the
-    previous one returns. All copies run on the current stream, which orders them with the backward and forward passes
-    and with each other. The host touches a slot only between a piece's arrival and its return."""
+    """AdamW with its states and its update on the host, by the CPU kernel of
+    torch.optim.AdamW(fused=True). Pieces of weights and gradients move through two slots of pinned
+    memory: while one is updated, the next one arrives and the previous one returns. All copies run
+    on the current stream, which orders them with the backward and forward passes and with each
+    other. The host touches a slot only between a piece's arrival and its return."""
 
     def __init__(self, groups: list[dict], **settings):
         super().__init__(groups, settings)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        size, pinned = max(SLOT, *(torch.atleast_1d(p)[:1].nbytes for p in parameters)), parameters[0].is_cuda
+        size, pinned = (
+            max(SLOT, *(torch.atleast_1d(p)[:1].nbytes for p in parameters)),
+            parameters[0].is_cuda,
+        )
         memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(4)]
         self.slots = memory[:2], memory[2:]  # each for weights and for gradients
 
     @torch.no_grad()
     def step(self) -> None:
-        arriving = (self.fetch(self.slots[number % 2], *piece) for number, piece in enumerate(self.pieces()))
+        arriving = (
+            self.fetch(self.slots[number % 2], *piece) for number, piece in enumerate(self.pieces())
+        )
         # `pairwise` fetches the next piece before this one is updated.
         for piece, _ in itertools.pairwise(itertools.chain(arriving, [None])):
             self.update(*piece)
 
     def pieces(self):
-        """Yields a parameter group and a list: views of some rows of a weight, its gradient and its two averages, and a
-        copy of the step number, which the update increments."""
+        """Yields a parameter group and a list: views of some rows of a weight, its gradient and its
+        two averages, and a copy of the step number, which the update increments."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     state = self.state[p]
-                    tensors = [torch.atleast_1d(t) for t in (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"])]
+                    tensors = [
+                        torch.atleast_1d(t)
+                        for t in (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"])
+                    ]
                     rows = max(1, SLOT // tensors[0][:1].nbytes)
                     for piece in zip(*(t.split(rows) for t in tensors), strict=True):
                         yield group, [*piece, state["step"].clone()]
                     state["step"] += 1
 
     def fetch(self, slot: list[torch.Tensor], group: dict, tensors: list[torch.Tensor]) -> tuple:
-        """Starts to copy a weight and its gradient into a slot. Returns the arguments of `update`."""
+        """Starts to copy a weight and its gradient into a slot. Returns the arguments of
+        `update`."""
         weight, gradient, *state = tensors
         places = [memory[: weight.nbytes].view(weight.dtype).view(weight.shape) for memory in slot]
         for place, source in zip(places, (weight, gradient), strict=True):
             place.copy_(source, non_blocking=True)
-        arrival = torch.cuda.current_stream(weight.device).record_event() if weight.is_cuda else None
+        arrival = (
+            torch.cuda.current_stream(weight.device).record_event() if weight.is_cuda else None
+        )
         return group, weight, [*places, *state], arrival
 
-    def update(self, group: dict, weight: torch.Tensor, tensors: list, arrival: torch.cuda.Event | None) -> None:
+    def update(
+        self, group: dict, weight: torch.Tensor, tensors: list, arrival: torch.cuda.Event | None
+    ) -> None:
         """Waits for a piece, updates it on the host, and starts to copy its weight back."""
         if arrival is not None:
             arrival.synchronize()
         copy, gradient, average, square, step = [[tensor] for tensor in tensors]
         beta1, beta2 = group["betas"]
-        adamw(copy, gradient, average, square, [], step, fused=True, lr=group["lr"], beta1=beta1, beta2=beta2,
-              eps=group["eps"], weight_decay=group["weight_decay"], amsgrad=False, maximize=False)  # fmt: skip
+        adamw(
+            copy,
+            gradient,
+            average,
+            square,
+            [],
+            step,
+            fused=True,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            amsgrad=False,
+            maximize=False,
+        )
         weight.copy_(copy[0], non_blocking=True)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict:
-    """The states by parameter name, independent of order, groups and kind: {name: {"step", "exp_avg", "exp_avg_sq"}}.
-    An 8-bit average is uint8, with its scales and its table of 256 values beside it. The tensors are not copies."""
+    """The states by parameter name, independent of order, groups and kind: {name: {"step",
+    "exp_avg", "exp_avg_sq"}}. An 8-bit average is uint8, with its scales and its table of 256
+    values beside it. The tensors are not copies."""
     saved = {}
     for name, p in model.named_parameters():
         if p in optimizer.state:
             state = optimizer.state[p]
-            averages = {ours: state[key] for ours, other in NAMES.items() for key in (ours, other) if key in state}
+            averages = {
+                ours: state[key]
+                for ours, other in NAMES.items()
+                for key in (ours, other)
+                if key in state
+            }
             saved[name] = {"step": torch.as_tensor(state["step"], dtype=torch.float32), **averages}
     return saved
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, saved: dict) -> None:
-    """Copies saved states, of any kind of optimizer, into this one. The copy is exact unless 32 bits become 8. Learning
-    rate and weight decay stay those of the command line. A parameter without a saved state of its shape starts with a
-    fresh state, and the state of a parameter that is now frozen is dropped; the numbers of both are printed."""
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, saved: dict
+) -> None:
+    """Copies saved states, of any kind of optimizer, into this one. The copy is exact unless 32
+    bits become 8. Learning rate and weight decay stay those of the command line. A parameter
+    without a saved state of its shape starts with a fresh state, and the state of a parameter that
+    is now frozen is dropped; the numbers of both are printed."""
     own, fresh, frozen = optimizer_state(optimizer, model), 0, 0
     for name, p in model.named_parameters():
         if name not in own:
@@ -197,17 +266,26 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Modul
                 values = dequantize(values, scales, source[f"{key}_table"])
             target[key].copy_(values)
         step = optimizer.state[p]["step"]
-        optimizer.state[p]["step"] = step.copy_(source["step"]) if torch.is_tensor(step) else int(source["step"])
+        optimizer.state[p]["step"] = (
+            step.copy_(source["step"]) if torch.is_tensor(step) else int(source["step"])
+        )
     if fresh:
-        print(f"optimizer: {fresh} of {len(own)} parameters start with fresh states: the checkpoint has none that fit")
+        print(
+            f"optimizer: {fresh} of {len(own)} parameters start with fresh states: the checkpoint"
+            " has none that fit"
+        )
     if frozen:
-        print(f"optimizer: {frozen} parameters with saved states are frozen now: their states are dropped")
+        print(
+            f"optimizer: {frozen} parameters with saved states are frozen now: their states are"
+            " dropped"
+        )
 
 
 def quantize(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bitsandbytes' blockwise 8-bit codes, in the shape of `values`, and scales, the blocks' largest magnitudes. A code
-    is the index of the nearest of the table's 256 ascending values in [-1, 1]. bitsandbytes' own function (0.50.2) is
-    wrong on a CPU: it raises 0 and all below 1.6e-5 of the scale to that."""
+    """bitsandbytes' blockwise 8-bit codes, in the shape of `values`, and scales, the blocks'
+    largest magnitudes. A code is the index of the nearest of the table's 256 ascending values in
+    [-1, 1]. bitsandbytes' own function (0.50.2) is wrong on a CPU: it raises 0 and all below 1.6e-5
+    of the scale to that."""
     flat = values.reshape(-1).to(table.dtype)
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
@@ -223,9 +301,16 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -
 
 
 class Schedule:
-    """The learning rate as a function of the number of updates: linear warm-up, then `kind`; cosine ends at 1 %."""
+    """The learning rate as a function of the number of updates: linear warm-up, then `kind`; cosine
+    ends at 1 %."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kind: str, total_steps: int, warmup_steps: int | None = None):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: str,
+        total_steps: int,
+        warmup_steps: int | None = None,
+    ):
         self.optimizer, self.kind, self.total = optimizer, kind, total_steps
         self.warmup = min(2000, max(1, total_steps // 10)) if warmup_steps is None else warmup_steps
 

@@ -1,4 +1,5 @@
-"""The flags that every recipe shares, the parser that records which flags were given, and which flags contradict."""
+"""The flags that every recipe shares, the parser that records which flags were given, and which
+flags contradict."""
 
 import argparse
 import difflib
@@ -10,53 +11,100 @@ from pathlib import Path
 
 from common.errors import UsageError
 
-# Names that other projects give to a flag, if the nearest spelling here would suggest the wrong one.
-OTHER_NAMES = {"--lr": "--learning_rate", "--fp16": "--mixed_precision fp16", "--fp32": "--no_mixed_precision"}
+# Names that other projects give to a flag, if the nearest spelling here would suggest the wrong
+# one.
+OTHER_NAMES = {
+    "--lr": "--learning_rate",
+    "--fp16": "--mixed_precision fp16",
+    "--fp32": "--no_mixed_precision",
+}
 
 # Flags that have no effect without training.
 TRAINING = (
-    "batch_size gradient_accumulation_steps num_epochs max_steps learning_rate weight_decay warmup_steps lr_schedule "
-    "max_grad_norm max_bad_windows early_stopping_patience gradient_checkpointing torch_compile optimizer use_cpu_offload "
-    "max_batch_seconds eval_every save_every keep_last average_checkpoints log_every init_from"
+    "batch_size gradient_accumulation_steps num_epochs max_steps learning_rate weight_decay"
+    " warmup_steps lr_schedule max_grad_norm max_bad_windows early_stopping_patience"
+    " gradient_checkpointing torch_compile optimizer use_cpu_offload max_batch_seconds eval_every"
+    " save_every keep_last average_checkpoints log_every init_from"
 ).split()
 TRAINS = "the first is for training; leave it out"
-COMMANDS = ("evaluate", "transcribe", "check_data", "synthesize", "show_text", "write_dataset")  # they train nothing
+COMMANDS = (
+    "evaluate",
+    "transcribe",
+    "check_data",
+    "synthesize",
+    "show_text",
+    "write_dataset",
+)  # they train nothing
 
-# Rows (flag, other flag, reason), for flags that were given. "flag value" stands for that value of the flag.
+# Rows (flag, other flag, reason), for flags that were given. "flag value" stands for that value of
+# the flag.
 EXCLUDES = (
-    ("resume", "init_from", "the first continues a run, the second starts a new one; give one of them"),
-    ("deterministic", "cudnn_benchmark", "the second chooses kernels by their speed, which may differ between runs"),
-    ("use_cpu_offload", "optimizer adamw_8bit", "offloading leaves no optimizer states on the GPU; give the first alone for the least GPU memory, the second alone for faster updates"),
-    *((command, other, "give one of them") for command in ("verify_gpu", "dry_run") for other in COMMANDS),
+    (
+        "resume",
+        "init_from",
+        "the first continues a run, the second starts a new one; give one of them",
+    ),
+    (
+        "deterministic",
+        "cudnn_benchmark",
+        "the second chooses kernels by their speed, which may differ between runs",
+    ),
+    (
+        "use_cpu_offload",
+        "optimizer adamw_8bit",
+        (
+            "offloading leaves no optimizer states on the GPU; give the first alone for the least"
+            " GPU memory, the second alone for faster updates"
+        ),
+    ),
+    *(
+        (command, other, "give one of them")
+        for command in ("verify_gpu", "dry_run")
+        for other in COMMANDS
+    ),
     ("dry_run", "verify_gpu", "give one of them"),
     *((flag, "evaluate", TRAINS) for flag in TRAINING),
-)  # fmt: skip
-NEEDS = (("average_by", ("average_checkpoints",), ""),)  # rows (flag, flags of which one must be given, reason)
+)
+NEEDS = (
+    ("average_by", ("average_checkpoints",), ""),
+)  # rows (flag, flags of which one must be given, reason)
 
 
 class OnOff(argparse.Action):
     """`--x` / `--no_x` (argparse's own BooleanOptionalAction spells the second with a hyphen)."""
 
     def __init__(self, option_strings, dest, **kwargs):
-        super().__init__([*option_strings, "--no_" + option_strings[0].removeprefix("--")], dest, nargs=0, **kwargs)
+        super().__init__(
+            [*option_strings, "--no_" + option_strings[0].removeprefix("--")],
+            dest,
+            nargs=0,
+            **kwargs,
+        )
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations. An error is one line that offers the nearest flag, and the parsed namespace has
-    `given`: the set of names that were on the command line."""
+    """argparse without abbreviations. An error is one line that offers the nearest flag, and the
+    parsed namespace has `given`: the set of names that were on the command line."""
 
     def __init__(self, description: str):
-        layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118)
+        layout = functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118
+        )
         super().__init__(description=description, allow_abbrev=False, formatter_class=layout)
 
     def parse_args(self, words=None, namespace=None) -> argparse.Namespace:
-        # Of several flags for one name, the first has the default. argparse keeps values that are set already.
-        actions = [action for action in reversed(self._actions) if action.default is not argparse.SUPPRESS]
+        # Of several flags for one name, the first has the default. argparse keeps values that are
+        # set already.
+        actions = [
+            action for action in reversed(self._actions) if action.default is not argparse.SUPPRESS
+        ]
         defaults, unset = {action.dest: action.default for action in actions}, object()
-        parsed = vars(super().parse_args(words, argparse.Namespace(**dict.fromkeys(defaults, unset))))
+        parsed = vars(
+            super().parse_args(words, argparse.Namespace(**dict.fromkeys(defaults, unset)))
+        )
         given = {name: value for name, value in parsed.items() if value is not unset}
         return argparse.Namespace(**{**defaults, **given, "given": frozenset(given)})
 
@@ -65,8 +113,12 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments:"):
             words = message.split(": ", 1)[1].split()
             unknown = next((word for word in words if word.startswith("-")), "").split("=")[0]
-            longer = [flag for flag in self._option_string_actions if unknown and flag.startswith(unknown)]
-            near = longer or difflib.get_close_matches(unknown, self._option_string_actions, n=1, cutoff=0.6)
+            longer = [
+                flag for flag in self._option_string_actions if unknown and flag.startswith(unknown)
+            ]
+            near = longer or difflib.get_close_matches(
+                unknown, self._option_string_actions, n=1, cutoff=0.6
+            )
             if unknown in OTHER_NAMES or near:
                 hint = f"; did you mean {OTHER_NAMES.get(unknown) or near[0]}?"
             elif not unknown:
@@ -76,7 +128,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type, low: float, high: float = math.inf, *, open_low: bool = False):
-    """An argparse type: an int or finite float within [low, high], or (low, high] with `open_low`."""
+    """An argparse type: an int or finite float within [low, high], or (low, high] with
+    `open_low`."""
 
     def parse(text: str):
         try:
@@ -84,7 +137,9 @@ def number(kind: type, low: float, high: float = math.inf, *, open_low: bool = F
             if value != value or value in (math.inf, -math.inf):
                 raise ValueError
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if kind is int else 'a'} number") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {'a whole' if kind is int else 'a'} number"
+            ) from None
         if value > high:
             raise argparse.ArgumentTypeError(f"{text} is out of range: it must be at most {high}")
         if value < low or (open_low and value == low):
@@ -106,67 +161,322 @@ def workers(text: str):
 
 
 def path(text: str) -> str:
-    """An argparse type. An empty path is an unset shell variable: `--resume ""` must not start a new run."""
+    """An argparse type. An empty path is an unset shell variable: `--resume ""` must not start a
+    new run."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the path is empty")
     return text
 
 
 def add_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
-    """Adds the shared flags in four groups. A recipe's own `defaults` replace the ones here and in the help:
-    add_arguments(parser, learning_rate=1e-4), or with a text for the help: learning_rate=(None, "by model size")."""
-    # fmt: off
+    """Adds the shared flags in four groups. A recipe's own `defaults` replace the ones here and in
+    the help: add_arguments(parser, learning_rate=1e-4), or with a text for the help:
+    learning_rate=(None, "by model size")."""
     training = parser.add_argument_group("training")
-    training.add_argument("--batch_size", type=POSITIVE, default=2, metavar="N", help="utterances in a micro-batch (2)")
-    training.add_argument("--gradient_accumulation_steps", type=POSITIVE, default=4, metavar="N", help="micro-batches in an update (4)")
-    training.add_argument("--num_epochs", type=POSITIVE, metavar="N", help="passes over the training data (100 unless --max_steps is given)")
-    training.add_argument("--max_steps", type=POSITIVE, metavar="N", help="stop after so many updates, whatever the epoch")
-    training.add_argument("--learning_rate", type=RATE, default=1e-3, metavar="X", help="peak learning rate (1e-3)")
-    training.add_argument("--weight_decay", type=number(float, 0.0), default=0.01, metavar="X", help="decoupled weight decay; not applied to norms and biases (0.01)")
-    training.add_argument("--warmup_steps", type=COUNT, metavar="N", help="updates with a rising learning rate (a tenth of all, at most 2000)")
-    training.add_argument("--lr_schedule", choices=["inverse_sqrt", "cosine", "constant"], default="cosine", help="schedule after the warm-up (cosine)")
-    training.add_argument("--max_grad_norm", type=number(float, 0.0), default=1.0, metavar="X", help="clip the gradient norm to this; 0 = do not clip (1.0)")
-    training.add_argument("--max_bad_windows", type=POSITIVE, default=10, metavar="N", help="stop after so many non-finite losses in a row (10)")
-    training.add_argument("--early_stopping_patience", type=COUNT, default=0, metavar="N", help="stop after N evaluations without a better result; 0 = never (0)")
-    training.add_argument("--seed", type=COUNT, default=1, metavar="N", help="seed of initialisation, order, augmentation and dropout (1)")
-    training.add_argument("--deterministic", action=OnOff, default=False, help="use deterministic kernels if they exist; slower on CUDA (off)")
+    training.add_argument(
+        "--batch_size",
+        type=POSITIVE,
+        default=2,
+        metavar="N",
+        help="utterances in a micro-batch (2)",
+    )
+    training.add_argument(
+        "--gradient_accumulation_steps",
+        type=POSITIVE,
+        default=4,
+        metavar="N",
+        help="micro-batches in an update (4)",
+    )
+    training.add_argument(
+        "--num_epochs",
+        type=POSITIVE,
+        metavar="N",
+        help="passes over the training data (100 unless --max_steps is given)",
+    )
+    training.add_argument(
+        "--max_steps",
+        type=POSITIVE,
+        metavar="N",
+        help="stop after so many updates, whatever the epoch",
+    )
+    training.add_argument(
+        "--learning_rate", type=RATE, default=1e-3, metavar="X", help="peak learning rate (1e-3)"
+    )
+    training.add_argument(
+        "--weight_decay",
+        type=number(float, 0.0),
+        default=0.01,
+        metavar="X",
+        help="decoupled weight decay; not applied to norms and biases (0.01)",
+    )
+    training.add_argument(
+        "--warmup_steps",
+        type=COUNT,
+        metavar="N",
+        help="updates with a rising learning rate (a tenth of all, at most 2000)",
+    )
+    training.add_argument(
+        "--lr_schedule",
+        choices=["inverse_sqrt", "cosine", "constant"],
+        default="cosine",
+        help="schedule after the warm-up (cosine)",
+    )
+    training.add_argument(
+        "--max_grad_norm",
+        type=number(float, 0.0),
+        default=1.0,
+        metavar="X",
+        help="clip the gradient norm to this; 0 = do not clip (1.0)",
+    )
+    training.add_argument(
+        "--max_bad_windows",
+        type=POSITIVE,
+        default=10,
+        metavar="N",
+        help="stop after so many non-finite losses in a row (10)",
+    )
+    training.add_argument(
+        "--early_stopping_patience",
+        type=COUNT,
+        default=0,
+        metavar="N",
+        help="stop after N evaluations without a better result; 0 = never (0)",
+    )
+    training.add_argument(
+        "--seed",
+        type=COUNT,
+        default=1,
+        metavar="N",
+        help="seed of initialisation, order, augmentation and dropout (1)",
+    )
+    training.add_argument(
+        "--deterministic",
+        action=OnOff,
+        default=False,
+        help="use deterministic kernels if they exist; slower on CUDA (off)",
+    )
 
     memory = parser.add_argument_group("memory and speed")
-    memory.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N (auto)")
-    memory.add_argument("--mixed_precision", nargs="?", const="auto", default="auto", choices=["auto", "fp16", "bf16"], help="16-bit activations; auto: bf16 from compute capability 8.0, fp16 below, fp32 on a CPU (auto)")
-    memory.add_argument("--no_mixed_precision", dest="mixed_precision", action="store_const", const="no", help="fp32 throughout")
-    memory.add_argument("--bf16", dest="mixed_precision", action="store_const", const="bf16", help="same as --mixed_precision bf16")
-    memory.add_argument("--gradient_checkpointing", action=OnOff, default=False, help="recompute activations in backward: less memory, about a third more time (off)")
-    memory.add_argument("--torch_compile", action=OnOff, default=False, help="compile the layers: faster updates after a slow start; needs a C compiler, on a GPU also triton (off)")
-    memory.add_argument("--optimizer", choices=["adamw", "adamw_8bit"], default="adamw", help="adamw_8bit keeps optimizer states in 8 bits, a quarter of the memory; needs bitsandbytes (adamw)")
-    memory.add_argument("--use_cpu_offload", action=OnOff, default=False, help="keep AdamW's states in host memory and update there: no GPU memory for them, slower updates (off)")
-    memory.add_argument("--max_batch_seconds", type=RATE, metavar="S", help="limit of a micro-batch's padded audio, seconds (no limit)")
-    memory.add_argument("--empty_cache_every", type=COUNT, default=50, metavar="N", help="micro-batches between calls of torch.cuda.empty_cache(); 0 = never (50)")
-    memory.add_argument("--allocator_conf", default="expandable_segments:True", metavar="CONF", help="PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it (expandable_segments:True)")
-    memory.add_argument("--tf32", action=OnOff, default=True, help="use TF32 for fp32 operations on CUDA (on)")
-    memory.add_argument("--cudnn_benchmark", action=OnOff, default=False, help="let cuDNN time its kernels for every new shape; slower with varying lengths (off)")
-    memory.add_argument("--dataloader_num_workers", type=workers, default="auto", metavar="N", help="data worker processes; 0 = load in the main process (auto)")
-    memory.add_argument("--persistent_workers", action=OnOff, default=True, help="keep the evaluation's workers between evaluations (on)")
-    memory.add_argument("--skip_bad_audio", action=OnOff, default=False, help="skip, count and list samples that cannot be read, instead of stopping (off)")
-    memory.add_argument("--dry_run", nargs="?", const="", metavar="CARD", help="predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD (8GB, 24gb, t4; default: the one that is there), and exit: status 3 if it does not fit")
-    memory.add_argument("--verify_gpu", action=OnOff, default=False, help="check GPU, driver, memory, precision, attention, compiler and disk for this run, and exit")
+    memory.add_argument(
+        "--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N (auto)"
+    )
+    memory.add_argument(
+        "--mixed_precision",
+        nargs="?",
+        const="auto",
+        default="auto",
+        choices=["auto", "fp16", "bf16"],
+        help=(
+            "16-bit activations; auto: bf16 from compute capability 8.0, fp16 below, fp32 on a CPU"
+            " (auto)"
+        ),
+    )
+    memory.add_argument(
+        "--no_mixed_precision",
+        dest="mixed_precision",
+        action="store_const",
+        const="no",
+        help="fp32 throughout",
+    )
+    memory.add_argument(
+        "--bf16",
+        dest="mixed_precision",
+        action="store_const",
+        const="bf16",
+        help="same as --mixed_precision bf16",
+    )
+    memory.add_argument(
+        "--gradient_checkpointing",
+        action=OnOff,
+        default=False,
+        help="recompute activations in backward: less memory, about a third more time (off)",
+    )
+    memory.add_argument(
+        "--torch_compile",
+        action=OnOff,
+        default=False,
+        help=(
+            "compile the layers: faster updates after a slow start; needs a C compiler, on a GPU"
+            " also triton (off)"
+        ),
+    )
+    memory.add_argument(
+        "--optimizer",
+        choices=["adamw", "adamw_8bit"],
+        default="adamw",
+        help=(
+            "adamw_8bit keeps optimizer states in 8 bits, a quarter of the memory; needs"
+            " bitsandbytes (adamw)"
+        ),
+    )
+    memory.add_argument(
+        "--use_cpu_offload",
+        action=OnOff,
+        default=False,
+        help=(
+            "keep AdamW's states in host memory and update there: no GPU memory for them, slower"
+            " updates (off)"
+        ),
+    )
+    memory.add_argument(
+        "--max_batch_seconds",
+        type=RATE,
+        metavar="S",
+        help="limit of a micro-batch's padded audio, seconds (no limit)",
+    )
+    memory.add_argument(
+        "--empty_cache_every",
+        type=COUNT,
+        default=50,
+        metavar="N",
+        help="micro-batches between calls of torch.cuda.empty_cache(); 0 = never (50)",
+    )
+    memory.add_argument(
+        "--allocator_conf",
+        default="expandable_segments:True",
+        metavar="CONF",
+        help="PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it (expandable_segments:True)",
+    )
+    memory.add_argument(
+        "--tf32", action=OnOff, default=True, help="use TF32 for fp32 operations on CUDA (on)"
+    )
+    memory.add_argument(
+        "--cudnn_benchmark",
+        action=OnOff,
+        default=False,
+        help="let cuDNN time its kernels for every new shape; slower with varying lengths (off)",
+    )
+    memory.add_argument(
+        "--dataloader_num_workers",
+        type=workers,
+        default="auto",
+        metavar="N",
+        help="data worker processes; 0 = load in the main process (auto)",
+    )
+    memory.add_argument(
+        "--persistent_workers",
+        action=OnOff,
+        default=True,
+        help="keep the evaluation's workers between evaluations (on)",
+    )
+    memory.add_argument(
+        "--skip_bad_audio",
+        action=OnOff,
+        default=False,
+        help="skip, count and list samples that cannot be read, instead of stopping (off)",
+    )
+    memory.add_argument(
+        "--dry_run",
+        nargs="?",
+        const="",
+        metavar="CARD",
+        help=(
+            "predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD"
+            " (8GB, 24gb, t4; default: the one that is there), and exit: status 3 if it does"
+            " not fit"
+        ),
+    )
+    memory.add_argument(
+        "--verify_gpu",
+        action=OnOff,
+        default=False,
+        help=(
+            "check GPU, driver, memory, precision, attention, compiler and disk for this run, and"
+            " exit"
+        ),
+    )
 
     output = parser.add_argument_group("evaluation and output")
-    output.add_argument("--eval_every", type=COUNT, metavar="N", help="updates between evaluations; 0 = at the end of each epoch (0)")
-    output.add_argument("--eval_batch_size", type=POSITIVE, default=8, metavar="N", help="utterances in an evaluation batch (8)")
-    output.add_argument("--evaluate", action=OnOff, default=False, help="only evaluate the weights of --resume (CHECKPOINT_DIR/best.safetensors) on the test set")
-    output.add_argument("--save_every", type=COUNT, default=500, metavar="N", help="updates between checkpoints; 0 = only at the end and on signals (500)")
-    output.add_argument("--keep_last", type=POSITIVE, default=5, metavar="N", help="checkpoints to keep (5)")
-    output.add_argument("--average_checkpoints", type=POSITIVE, metavar="N", help="average the weights of N checkpoints at the end; used if they are not worse")
-    output.add_argument("--average_by", choices=["last", "best"], help="average the newest checkpoints, or those that evaluated best (last)")
-    output.add_argument("--log_every", type=POSITIVE, default=10, metavar="N", help="updates between lines of metrics.jsonl (10)")
-    output.add_argument("--output_dir", type=path, default=".", metavar="DIR", help="folder for checkpoints/ and logs/ unless --checkpoint_dir or --log_dir is given (.)")
-    output.add_argument("--checkpoint_dir", type=path, metavar="DIR", help="checkpoints and the best weights (OUTPUT_DIR/checkpoints)")
-    output.add_argument("--log_dir", type=path, metavar="DIR", help="metrics.jsonl, TensorBoard events, training.png (OUTPUT_DIR/logs)")
-    output.add_argument("--tensorboard", action=OnOff, default=True, help="write TensorBoard events (on)")
-    output.add_argument("--resume", type=path, metavar="PATH|auto", help="continue from a checkpoint; auto: from the newest sound one, or start a new run if there is none")
-    output.add_argument("--init_from", type=path, metavar="PATH", help="start a new run from the weights in a checkpoint or .safetensors, as far as their shapes fit")
-    # fmt: on
+    output.add_argument(
+        "--eval_every",
+        type=COUNT,
+        metavar="N",
+        help="updates between evaluations; 0 = at the end of each epoch (0)",
+    )
+    output.add_argument(
+        "--eval_batch_size",
+        type=POSITIVE,
+        default=8,
+        metavar="N",
+        help="utterances in an evaluation batch (8)",
+    )
+    output.add_argument(
+        "--evaluate",
+        action=OnOff,
+        default=False,
+        help=(
+            "only evaluate the weights of --resume (CHECKPOINT_DIR/best.safetensors) on the"
+            " test set"
+        ),
+    )
+    output.add_argument(
+        "--save_every",
+        type=COUNT,
+        default=500,
+        metavar="N",
+        help="updates between checkpoints; 0 = only at the end and on signals (500)",
+    )
+    output.add_argument(
+        "--keep_last", type=POSITIVE, default=5, metavar="N", help="checkpoints to keep (5)"
+    )
+    output.add_argument(
+        "--average_checkpoints",
+        type=POSITIVE,
+        metavar="N",
+        help="average the weights of N checkpoints at the end; used if they are not worse",
+    )
+    output.add_argument(
+        "--average_by",
+        choices=["last", "best"],
+        help="average the newest checkpoints, or those that evaluated best (last)",
+    )
+    output.add_argument(
+        "--log_every",
+        type=POSITIVE,
+        default=10,
+        metavar="N",
+        help="updates between lines of metrics.jsonl (10)",
+    )
+    output.add_argument(
+        "--output_dir",
+        type=path,
+        default=".",
+        metavar="DIR",
+        help="folder for checkpoints/ and logs/ unless --checkpoint_dir or --log_dir is given (.)",
+    )
+    output.add_argument(
+        "--checkpoint_dir",
+        type=path,
+        metavar="DIR",
+        help="checkpoints and the best weights (OUTPUT_DIR/checkpoints)",
+    )
+    output.add_argument(
+        "--log_dir",
+        type=path,
+        metavar="DIR",
+        help="metrics.jsonl, TensorBoard events, training.png (OUTPUT_DIR/logs)",
+    )
+    output.add_argument(
+        "--tensorboard", action=OnOff, default=True, help="write TensorBoard events (on)"
+    )
+    output.add_argument(
+        "--resume",
+        type=path,
+        metavar="PATH|auto",
+        help=(
+            "continue from a checkpoint; auto: from the newest sound one, or start a new run if"
+            " there is none"
+        ),
+    )
+    output.add_argument(
+        "--init_from",
+        type=path,
+        metavar="PATH",
+        help=(
+            "start a new run from the weights in a checkpoint or .safetensors, as far as their"
+            " shapes fit"
+        ),
+    )
     shared = {action.dest: action for action in reversed(parser._actions)}
     for name, value in defaults.items():
         value, shown = value if isinstance(value, tuple) else (value, None)
@@ -177,11 +487,17 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
 
 
 def resolve(
-    args: argparse.Namespace, is_demo: bool, demo_steps: int, excludes=(), needs=(),
-    usual: tuple[str, int] = ("num_epochs", 100), usual_eval_every: int = 0,
-) -> None:  # fmt: skip
-    """Refuses flags that contradict, by the shared tables and a recipe's own `excludes` and `needs`, and fills in what
-    depends on other flags. The demo lasts `demo_steps` updates, another run as long as `usual` says (flag, number)."""
+    args: argparse.Namespace,
+    is_demo: bool,
+    demo_steps: int,
+    excludes=(),
+    needs=(),
+    usual: tuple[str, int] = ("num_epochs", 100),
+    usual_eval_every: int = 0,
+) -> None:
+    """Refuses flags that contradict, by the shared tables and a recipe's own `excludes` and
+    `needs`, and fills in what depends on other flags. The demo lasts `demo_steps` updates, another
+    run as long as `usual` says (flag, number)."""
     refuse(args, (*EXCLUDES, *excludes), (*NEEDS, *needs))
     args.checkpoint_dir = Path(args.checkpoint_dir or Path(args.output_dir) / "checkpoints")
     args.log_dir = Path(args.log_dir or Path(args.output_dir) / "logs")
@@ -201,11 +517,15 @@ def refuse(args: argparse.Namespace, excludes, needs) -> None:
             raise UsageError(f"{shown(flag)} and {shown(other)}: {reason}")
     for flag, others, reason in needs:
         if is_on(given, flag) and not any(is_on(vars(args), other) for other in others):
-            raise UsageError(f"{shown(flag)} goes with {' or '.join(map(shown, others))}{reason and ': '}{reason}")
+            raise UsageError(
+                f"{shown(flag)} goes with"
+                f" {' or '.join(map(shown, others))}{reason and ': '}{reason}"
+            )
 
 
 def is_on(values: dict, flag: str) -> bool:
-    """Whether a flag has the value that follows it in `flag` or, if none follows, any but None, False and 0."""
+    """Whether a flag has the value that follows it in `flag` or, if none follows, any but None,
+    False and 0."""
     name, _, value = flag.partition(" ")
     current = values.get(name)
     return str(current) == value if value else current not in (None, False)
@@ -234,8 +554,12 @@ def freeze(args: argparse.Namespace) -> None:
 
 
 def for_stage(args: argparse.Namespace, name: str, max_steps: int, **changes) -> argparse.Namespace:
-    """The flags of one of several runs in a process, with separate folders. --max_steps and --num_epochs bound it, too."""
-    bounds = {key: getattr(args, key) if key in args.given else None for key in ("max_steps", "num_epochs")}
+    """The flags of one of several runs in a process, with separate folders. --max_steps and
+    --num_epochs bound it, too."""
+    bounds = {
+        key: getattr(args, key) if key in args.given else None
+        for key in ("max_steps", "num_epochs")
+    }
     bounds["max_steps"] = min(max_steps, bounds["max_steps"] or max_steps)
     folders = {key: getattr(args, key) / name for key in ("checkpoint_dir", "log_dir")}
     return argparse.Namespace(**{**vars(args), **bounds, **folders, **changes})

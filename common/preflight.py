@@ -1,4 +1,5 @@
-"""`--verify_gpu`: checks in seconds what a run needs of this machine. Each check prints pass, FAIL or skip."""
+"""`--verify_gpu`: checks in seconds what a run needs of this machine. Each check prints pass, FAIL
+or skip."""
 
 import argparse
 import contextlib
@@ -16,13 +17,20 @@ from common.device import Setup
 from common.errors import RunError, UsageError, cannot_write, first_line
 
 PASS, FAIL, SKIP = "pass", "FAIL", "skip"
-BACKENDS = {"flash": "FLASH_ATTENTION", "memory-efficient": "EFFICIENT_ATTENTION", "math": "MATH"}  # of torch
+BACKENDS = {
+    "flash": "FLASH_ATTENTION",
+    "memory-efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}  # of torch
 
 
 def verify(args, model: torch.nn.Module, plan: Callable[[], tuple[int, str]] | None = None) -> int:
-    """Prints a line for each check of what a run with these flags needs, and returns the exit status: 1 if one fails.
-    `plan()`: the bytes that must be free for the longest micro-batch, and the verdict. Nothing is written."""
-    on_gpu = argparse.Namespace(**{**vars(args), "device": args.device.replace("auto", "cuda")})  # not the CPU instead
+    """Prints a line for each check of what a run with these flags needs, and returns the exit
+    status: 1 if one fails. `plan()`: the bytes that must be free for the longest micro-batch, and
+    the verdict. Nothing is written."""
+    on_gpu = argparse.Namespace(
+        **{**vars(args), "device": args.device.replace("auto", "cuda")}
+    )  # not the CPU instead
     try:
         setup = device.setup(on_gpu, quiet=True)
         found = check_gpu(setup)
@@ -53,20 +61,34 @@ def verify(args, model: torch.nn.Module, plan: Callable[[], tuple[int, str]] | N
 def check_gpu(setup: Setup) -> tuple[str, str]:
     if setup.device.type != "cuda":
         return SKIP, "--device cpu"
-    name, (major, minor) = torch.cuda.get_device_name(setup.device), torch.cuda.get_device_capability(setup.device)
+    name, (major, minor) = (
+        torch.cuda.get_device_name(setup.device),
+        torch.cuda.get_device_capability(setup.device),
+    )
     driver = "unknown"
-    with contextlib.suppress(Exception):  # NVML is missing or does not know this GPU, which computes all the same
+    with contextlib.suppress(
+        Exception
+    ):  # NVML is missing or does not know this GPU, which computes all the same
         import pynvml
 
         pynvml.nvmlInit()
         driver = pynvml.nvmlSystemGetDriverVersion()
-    return PASS, f"{name}, compute capability {major}.{minor}, driver {driver}, torch for CUDA {torch.version.cuda}"
+    return (
+        PASS,
+        (
+            f"{name}, compute capability {major}.{minor}, driver {driver}, torch for CUDA"
+            f" {torch.version.cuda}"
+        ),
+    )
 
 
 def check_memory(setup: Setup, needed: int, verdict: str) -> tuple[str, str]:
     """Whether the plan fits into the memory that is free now."""
     free, total = torch.cuda.mem_get_info(setup.device)
-    text = f"{size(free)} of {size(total)} free; the run is predicted to take {size(needed)}: {verdict}"
+    text = (
+        f"{size(free)} of {size(total)} free; the run is predicted to take {size(needed)}:"
+        f" {verdict}"
+    )
     if others := gpu.gpu_processes():
         text += f"; also on this GPU: {others}"
     if verdict == "does not fit" or free < needed:
@@ -76,8 +98,13 @@ def check_memory(setup: Setup, needed: int, verdict: str) -> tuple[str, str]:
 
 def check_precision(args, setup: Setup) -> tuple[str, str]:
     """Whether a product under autocast has the type of the run."""
-    capability = torch.cuda.get_device_capability(setup.device) if setup.device.type == "cuda" else None
-    wanted, matrix = device.pick_dtype(args.mixed_precision, capability)[1], torch.ones(16, 16, device=setup.device)
+    capability = (
+        torch.cuda.get_device_capability(setup.device) if setup.device.type == "cuda" else None
+    )
+    wanted, matrix = (
+        device.pick_dtype(args.mixed_precision, capability)[1],
+        torch.ones(16, 16, device=setup.device),
+    )
     with setup.autocast():
         dtype = (matrix @ matrix).dtype
     status = PASS if dtype is (setup.dtype or torch.float32) else FAIL
@@ -85,18 +112,29 @@ def check_precision(args, setup: Setup) -> tuple[str, str]:
 
 
 def check_attention(setup: Setup) -> tuple[str, str]:
-    """Which back ends of scaled_dot_product_attention work here, forward and backward, without and with a mask."""
+    """Which back ends of scaled_dot_product_attention work here, forward and backward, without and
+    with a mask."""
     q = torch.ones(2, 2, 16, 64, device=setup.device, dtype=setup.dtype, requires_grad=True)
     works = {}
     for mask in (None, torch.ones(2, 1, 1, 16, device=setup.device, dtype=torch.bool)):
         for name, kernel in BACKENDS.items():
-            with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, kernel)), contextlib.suppress(RuntimeError):
-                warnings.simplefilter("ignore")  # torch explains at length why it did not use the other back ends
+            with (
+                warnings.catch_warnings(),
+                sdpa_kernel(getattr(SDPBackend, kernel)),
+                contextlib.suppress(RuntimeError),
+            ):
+                warnings.simplefilter(
+                    "ignore"
+                )  # torch explains at length why it did not use the other back ends
                 F.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum().backward()
                 works.setdefault(mask is None, []).append(name)
     if len(works) < 2:
         return FAIL, "no back end of scaled_dot_product_attention computes on this GPU"
-    only = " (math alone: memory grows with the square of the length)" if works[False] == ["math"] else ""
+    only = (
+        " (math alone: memory grows with the square of the length)"
+        if works[False] == ["math"]
+        else ""
+    )
     return PASS, f"{', '.join(works[True])}; with a padding mask: {', '.join(works[False])}{only}"
 
 
@@ -109,25 +147,32 @@ def check_compile(args, setup: Setup) -> tuple[str, str]:
 
 
 def check_disk(args, model: torch.nn.Module) -> tuple[str, str]:
-    """Whether `--keep_last` + 1 checkpoints, and the best weights twice, fit on the disk. What they replace counts as free."""
+    """Whether `--keep_last` + 1 checkpoints, and the best weights twice, fit on the disk. What they
+    replace counts as free."""
     folder = args.checkpoint_dir
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return FAIL, f"cannot write in {existing}; choose another --checkpoint_dir"
     weights = 4 * optim.count_parameters(model)[0]
-    each = weights + optim.state_bytes(model, args.optimizer)  # with the states, also if they are in host memory
+    each = weights + optim.state_bytes(
+        model, args.optimizer
+    )  # with the states, also if they are in host memory
     needed = (args.keep_last + 1) * each + 2 * weights
     replaced = [*checkpoint.list_checkpoints(folder), *folder.glob("best.safetensors")]
     own = replaced if checkpoint.continues(args.resume, folder) else []
     free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in own)
     need = f"{args.keep_last} + 1 checkpoints of {size(each)} and the best weights, {size(needed)}"
     if free < needed:
-        return FAIL, f"{size(free)} free for {need}; lower --keep_last, or choose another --checkpoint_dir"
+        return (
+            FAIL,
+            f"{size(free)} free for {need}; lower --keep_last, or choose another --checkpoint_dir",
+        )
     return PASS, f"{size(free)} free for {need}"
 
 
 def require_disk(args, model: torch.nn.Module) -> None:
-    """Raises `RunError` if `check_disk` fails, for models whose checkpoints take gigabytes. A planned run writes none."""
+    """Raises `RunError` if `check_disk` fails, for models whose checkpoints take gigabytes. A
+    planned run writes none."""
     try:
         status, reason = (SKIP, "") if options.plans(args) else check_disk(args, model)
     except OSError as error:

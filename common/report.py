@@ -1,4 +1,5 @@
-"""Reports of a run: progress bar, metrics.jsonl, TensorBoard, training.png. They read numbers on the host only."""
+"""Reports of a run: progress bar, metrics.jsonl, TensorBoard, training.png. They read numbers on
+the host only."""
 
 import contextlib
 import json
@@ -27,11 +28,24 @@ def check_folder(log_dir: Path) -> None:
 
 
 class Report:
-    """The reports of one run, which starts at update `step`. Later metrics of an earlier attempt are removed. If a report
-    cannot be written, `problem` is the error, and nothing more is written: the run decides when to end."""
+    """The reports of one run, which starts at update `step`. Later metrics of an earlier attempt
+    are removed. If a report cannot be written, `problem` is the error, and nothing more is written:
+    the run decides when to end."""
 
-    def __init__(self, log_dir: Path, step: int, total_steps: int, tensorboard: bool = True, enabled: bool = True):
-        self.log_dir, self.first_step, self.total, self.enabled = log_dir, step, total_steps, enabled
+    def __init__(
+        self,
+        log_dir: Path,
+        step: int,
+        total_steps: int,
+        tensorboard: bool = True,
+        enabled: bool = True,
+    ):
+        self.log_dir, self.first_step, self.total, self.enabled = (
+            log_dir,
+            step,
+            total_steps,
+            enabled,
+        )
         self.bar = self.events = self.metrics = self.problem = None
         self.last_line = self.started = time.monotonic()
         if not enabled:
@@ -39,15 +53,21 @@ class Report:
         check_folder(log_dir)
         with self._caught():
             self._drop_lines_after(step)
-            self.metrics = open(log_dir / "metrics.jsonl", "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+            self.metrics = open(  # noqa: SIM115
+                log_dir / "metrics.jsonl", "a", encoding="utf-8", errors="backslashreplace"
+            )
             if tensorboard:
                 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-                writer = require("torch.utils.tensorboard", "--tensorboard (on by default)").SummaryWriter
+                writer = require(
+                    "torch.utils.tensorboard", "--tensorboard (on by default)"
+                ).SummaryWriter
                 self.events = writer(str(log_dir), purge_step=step + 1 if step else None)
         if sys.stderr.isatty():
             width = min(80, shutil.get_terminal_size().columns)
             form = "{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}"
-            self.bar = tqdm(total=total_steps, initial=step, ncols=width, bar_format=form, mininterval=0.5)
+            self.bar = tqdm(
+                total=total_steps, initial=step, ncols=width, bar_format=form, mininterval=0.5
+            )
 
     @contextlib.contextmanager
     def _caught(self):
@@ -58,11 +78,19 @@ class Report:
 
     def _drop_lines_after(self, step: int) -> None:
         path, kept = self.log_dir / "metrics.jsonl", []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # incomplete, because the run was killed
+        for line in (
+            path.read_text(encoding="utf-8", errors="replace").splitlines()
+            if path.is_file()
+            else ()
+        ):
+            with contextlib.suppress(
+                ValueError, KeyError, TypeError
+            ):  # incomplete, because the run was killed
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
-        write_text(path, "".join(line + "\n" for line in kept))  # replaces a link, too: nothing is written through it
+        write_text(
+            path, "".join(line + "\n" for line in kept)
+        )  # replaces a link, too: nothing is written through it
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
@@ -86,23 +114,46 @@ class Report:
                     if isinstance(value, int | float):
                         self.events.add_scalar(name, value, step)
 
-    def progress(self, step: int, loss: float, learning_rate: float, speed: float, memory: int, waiting: float,
-                 utilisation: float | None = None) -> None:  # fmt: skip
-        """Updates the bar, or prints a line every few seconds. `speed` is in utterances per second, `memory` in bytes;
-        `waiting` and `utilisation` are shares of the time in which the run waited for data and the GPU computed."""
+    def progress(
+        self,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        speed: float,
+        memory: int,
+        waiting: float,
+        utilisation: float | None = None,
+    ) -> None:
+        """Updates the bar, or prints a line every few seconds. `speed` is in utterances per second,
+        `memory` in bytes; `waiting` and `utilisation` are shares of the time in which the run
+        waited for data and the GPU computed."""
         if not self.enabled:
             return
         gpu = [] if utilisation is None else [f"GPU {utilisation:.0%}"]
         if self.bar is not None:
-            text = f"loss {loss:.3f} lr {learning_rate:.1e} {speed:.1f}/s {memory / 2**30:.1f}G wait {waiting:.0%}"
+            text = (
+                f"loss {loss:.3f} lr {learning_rate:.1e} {speed:.1f}/s {memory / 2**30:.1f}G wait"
+                f" {waiting:.0%}"
+            )
             self.bar.set_description_str(" ".join([text, *gpu]), refresh=False)
             self.bar.update(step - self.bar.n)
         elif time.monotonic() - self.last_line >= PLAIN_SECONDS or step == self.total:
             self.last_line = time.monotonic()
-            left = (self.last_line - self.started) / max(1, step - self.first_step) * (self.total - step)
-            text = f"step {step}/{self.total}  loss {loss:.3f}  lr {learning_rate:.1e}  {speed:.1f} utterances/s"
+            left = (
+                (self.last_line - self.started)
+                / max(1, step - self.first_step)
+                * (self.total - step)
+            )
+            text = (
+                f"step {step}/{self.total}  loss {loss:.3f}  lr {learning_rate:.1e}  {speed:.1f}"
+                " utterances/s"
+            )
             memory_and_data = f"{memory / 2**30:.1f} GiB  waiting {waiting:.0%}"
-            print("  ".join([text, memory_and_data, *gpu, f"{left / 60:.0f} min left"]), file=sys.stderr, flush=True)
+            print(
+                "  ".join([text, memory_and_data, *gpu, f"{left / 60:.0f} min left"]),
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         for output in (self.bar, self.events, self.metrics):
@@ -112,7 +163,8 @@ class Report:
         self.enabled = False
 
     def draw(self, metric: str) -> None:
-        """Draws training.png: losses and learning rate, and the error rates or, if there are none, `metric`."""
+        """Draws training.png: losses and learning rate, and the error rates or, if there are none,
+        `metric`."""
         if self.enabled and not self.problem:
             with self._caught():
                 self._draw(metric)
@@ -122,7 +174,10 @@ class Report:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        lines = [json.loads(line) for line in (self.log_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (self.log_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 
         def plot(axes, key: str, scale: float = 1, **style) -> None:
@@ -141,11 +196,24 @@ class Report:
             left.patch.set_visible(False)
         rates = [name for name in ("cer", "wer") if any(f"eval/{name}" in line for line in lines)]
         for name in rates or [metric]:
-            plot(right, f"eval/{name}", 100 if rates else 1, label=name.upper() if rates else name, marker=".")
-        right.set(xlabel="updates", ylabel="%" if rates else metric, title="Evaluation set", ylim=(0, None))
+            plot(
+                right,
+                f"eval/{name}",
+                100 if rates else 1,
+                label=name.upper() if rates else name,
+                marker=".",
+            )
+        right.set(
+            xlabel="updates",
+            ylabel="%" if rates else metric,
+            title="Evaluation set",
+            ylim=(0, None),
+        )
         for axes in (left, right):
             if axes.lines:
                 axes.legend(loc="upper right")
         path = self.log_dir / "training.png"
-        write_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120), durable=False)
+        write_file(
+            path, lambda temporary: figure.savefig(temporary, format="png", dpi=120), durable=False
+        )
         plt.close(figure)

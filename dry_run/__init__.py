@@ -1,4 +1,5 @@
-"""Predicts the peak of GPU memory of a training step, without a GPU: the step runs on tensors without values."""
+"""Predicts the peak of GPU memory of a training step, without a GPU: the step runs on tensors
+without values."""
 
 from dry_run.cards import choose_card
 from dry_run.hollow import CannotPlan

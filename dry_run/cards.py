@@ -8,8 +8,13 @@ import torch
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MOST = 300  # GiB of a GPU: a larger number is the name of a model
-CONTEXT = GIB // 2  # the CUDA context, which torch's allocator does not count: 0.4 to 0.6 GiB by GPU and driver
-CUBLAS, CUBLAS_HOPPER = 8 * MIB + 128 * KIB, 32 * MIB  # torch's default workspaces, the second from capability 9.0
+CONTEXT = (
+    GIB // 2
+)  # the CUDA context, which torch's allocator does not count: 0.4 to 0.6 GiB by GPU and driver
+CUBLAS, CUBLAS_HOPPER = (
+    8 * MIB + 128 * KIB,
+    32 * MIB,
+)  # torch's default workspaces, the second from capability 9.0
 KERNELS = 32 * MIB  # an allowance for cuDNN's workspaces and the buffers of reductions
 
 
@@ -22,19 +27,40 @@ class Card:
     capability: tuple[int, int]
 
 
-# GiB that torch sees on the smallest usual GPU of a class: the tiers of the preset scripts, then single models.
-CARDS = tuple(Card(name, int(gib * GIB), capability) for name, gib, capability in (
-    ("4gb", 3.8, (8, 6)), ("6gb", 5.8, (8, 6)), ("8gb", 7.7, (8, 6)), ("12gb", 11.6, (8, 6)), ("t4", 14.6, (7, 5)),
-    ("16gb", 15.6, (8, 6)), ("24gb", 22.0, (8, 6)), ("32gb", 31.4, (8, 6)), ("a100", 79.1, (8, 0)),
-    ("RTX 3060", 11.6, (8, 6)), ("RTX 3090", 23.6, (8, 6)), ("RTX 4080", 15.6, (8, 9)), ("RTX 4090", 23.6, (8, 9)),
-    ("RTX 5090", 31.4, (12, 0)), ("P100", 15.9, (6, 0)), ("V100", 15.8, (7, 0)), ("L4", 22.0, (8, 9)), ("A10G", 22.0, (8, 6)),
-    ("A100-40GB", 39.4, (8, 0)), ("A100-80GB", 79.1, (8, 0)), ("H100", 79.1, (9, 0)), ("H200", 139.7, (9, 0)),
-))  # fmt: skip
+# GiB that torch sees on the smallest usual GPU of a class: the tiers of the preset scripts, then
+# single models.
+CARDS = tuple(
+    Card(name, int(gib * GIB), capability)
+    for name, gib, capability in (
+        ("4gb", 3.8, (8, 6)),
+        ("6gb", 5.8, (8, 6)),
+        ("8gb", 7.7, (8, 6)),
+        ("12gb", 11.6, (8, 6)),
+        ("t4", 14.6, (7, 5)),
+        ("16gb", 15.6, (8, 6)),
+        ("24gb", 22.0, (8, 6)),
+        ("32gb", 31.4, (8, 6)),
+        ("a100", 79.1, (8, 0)),
+        ("RTX 3060", 11.6, (8, 6)),
+        ("RTX 3090", 23.6, (8, 6)),
+        ("RTX 4080", 15.6, (8, 9)),
+        ("RTX 4090", 23.6, (8, 9)),
+        ("RTX 5090", 31.4, (12, 0)),
+        ("P100", 15.9, (6, 0)),
+        ("V100", 15.8, (7, 0)),
+        ("L4", 22.0, (8, 9)),
+        ("A10G", 22.0, (8, 6)),
+        ("A100-40GB", 39.4, (8, 0)),
+        ("A100-80GB", 79.1, (8, 0)),
+        ("H100", 79.1, (9, 0)),
+        ("H200", 139.7, (9, 0)),
+    )
+)
 
 
 def choose_card(text: str | None, device: str, error: type[Exception]) -> Card | None:
-    """The card that `text` names or, if it is empty, the one that `device` names (auto, cpu, cuda, cuda:N); None if it is None and
-    none is there. Raises an `error` of this type."""
+    """The card that `text` names or, if it is empty, the one that `device` names (auto, cpu, cuda,
+    cuda:N); None if it is None and none is there. Raises an `error` of this type."""
     index = device.partition(":")[2]
     try:
         card = find_card(text) if text else card_here(int(index) if index.isdecimal() else 0)
@@ -46,14 +72,17 @@ def choose_card(text: str | None, device: str, error: type[Exception]) -> Card |
 
 
 def find_card(text: str) -> Card:
-    """The card of a name in `CARDS` ("8GB" is a tier; case, spaces, hyphens, underscores and the maker's words are
-    ignored), or one with a number of GiB ("10", "11.5GiB", "0.05GB"). Raises `ValueError`, one line, for anything else."""
+    """The card of a name in `CARDS` ("8GB" is a tier; case, spaces, hyphens, underscores and the
+    maker's words are ignored), or one with a number of GiB ("10", "11.5GiB", "0.05GB"). Raises
+    `ValueError`, one line, for anything else."""
     if known := [card for card in CARDS if plain(card.name) == plain(text)]:
         return known[0]
     number = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)[\s_-]*(gi?b)?\s*", text.lower(), re.ASCII)
     if number is None or not 0 < float(number[1]) <= MOST:
         names = ", ".join(card.name for card in CARDS)
-        raise ValueError(f"{text!r} is not a GPU: give GiB of memory (11.5; at most {MOST}) or one of {names}")
+        raise ValueError(
+            f"{text!r} is not a GPU: give GiB of memory (11.5; at most {MOST}) or one of {names}"
+        )
     return Card(f"{float(number[1]):g} GiB", math.ceil(float(number[1]) * GIB), (8, 6))
 
 
@@ -71,5 +100,6 @@ def card_here(index: int = 0) -> Card | None:
 
 
 def workspace(card: Card) -> int:
-    """Bytes that CUDA's libraries keep: cuBLAS and cublasLt a buffer each, and an allowance for cuDNN and reductions."""
+    """Bytes that CUDA's libraries keep: cuBLAS and cublasLt a buffer each, and an allowance for
+    cuDNN and reductions."""
     return 2 * (CUBLAS_HOPPER if card.capability >= (9, 0) else CUBLAS) + KERNELS

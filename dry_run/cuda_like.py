@@ -1,4 +1,5 @@
-"""CUDA's choices, imposed on the CPU: the types of autocast, the kernels of attention, dropout and LSTM."""
+"""CUDA's choices, imposed on the CPU: the types of autocast, the kernels of attention, dropout and
+LSTM."""
 
 import contextlib
 import re
@@ -13,19 +14,29 @@ import torch.nn.functional as F
 from dry_run.hollow import CannotPlan
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
-LISTS = ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE")  # of operators, in the header
+LISTS = (
+    "LOWER_PRECISION_FP",
+    "FP32",
+    "FP32_SET_OPT_DTYPE",
+    "PROMOTE",
+)  # of operators, in the header
 FLASH = (8, 0)  # compute capability that flash attention needs
-TENSOR_CORES = (7, 0)  # compute capability from which 16-bit products take heads of multiples of 8 only
+TENSOR_CORES = (
+    7,
+    0,
+)  # compute capability from which 16-bit products take heads of multiples of 8 only
 FLASH_HEAD = 256  # widest head of flash attention
-RESERVE = 6  # values for each step and cell that cuDNN's LSTM keeps: an estimate, because cuDNN does not document it
+# values for each step and cell that cuDNN's LSTM keeps: an estimate, because cuDNN does not
+# document it
+RESERVE = 6
 ALIGNMENT = 8  # of the strides of a mask for memory-efficient attention
 aten = torch.ops.aten
 cast_copies: dict[int, torch.Tensor] = {}  # autocast's cache: 16-bit copies of weights, by their id
 
 
 def autocast_lists() -> dict[str, list[str]]:
-    """The operators that CUDA's autocast runs in 16 bits, in fp32, with an fp32 result, or in their inputs' widest type, as
-    "name" or "name.overload". Raises `CannotPlan` if torch does not say."""
+    """The operators that CUDA's autocast runs in 16 bits, in fp32, with an fp32 result, or in their
+    inputs' widest type, as "name" or "name.overload". Raises `CannotPlan` if torch does not say."""
     try:
         text = HEADER.read_text(encoding="utf-8")
     except OSError:
@@ -34,10 +45,13 @@ def autocast_lists() -> dict[str, list[str]]:
     for name in LISTS:
         found = re.search(rf"#define AT_FORALL_{name}\(_\)((?:.*\\\n)*.*\n)", text)
         entries = re.findall(r"_\((\w+)(?:, (\w+))?\)", found[1]) if found else []
-        lists[name] = [f"{operator}.{overload}" if overload else operator for operator, overload in entries]
+        lists[name] = [
+            f"{operator}.{overload}" if overload else operator for operator, overload in entries
+        ]
     if not all(lists.values()):
         raise CannotPlan(
-            f"torch {torch.__version__} does not say what CUDA's autocast does: {HEADER} is missing or has changed"
+            f"torch {torch.__version__} does not say what CUDA's autocast does: {HEADER} is missing"
+            " or has changed"
         )
     lists["PROMOTE"] += ["cat", "stack"]  # registered apart, because they take lists
     return lists
@@ -47,9 +61,18 @@ def cast(value, dtype: torch.dtype):
     """A floating tensor, or those of a list, in autocast's `dtype`."""
     if isinstance(value, (list, tuple)):
         return type(value)(cast(each, dtype) for each in value)
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype in (dtype, torch.float64):
+    if (
+        not isinstance(value, torch.Tensor)
+        or not value.is_floating_point()
+        or value.dtype in (dtype, torch.float64)
+    ):
         return value
-    is_weight = value.is_leaf and value.requires_grad and value.dtype is torch.float32 and not value._is_view()
+    is_weight = (
+        value.is_leaf
+        and value.requires_grad
+        and value.dtype is torch.float32
+        and not value._is_view()
+    )
     if not (is_weight and dtype is not torch.float32 and torch.is_autocast_cache_enabled()):
         return value.to(dtype)
     if id(value) not in cast_copies:
@@ -59,8 +82,14 @@ def cast(value, dtype: torch.dtype):
 
 def widest(values) -> torch.dtype:
     """fp32 if any floating tensor in `values` is, otherwise autocast's type."""
-    flat = [leaf for value in values for leaf in (value if isinstance(value, (list, tuple)) else [value])]
-    floating = {leaf.dtype for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()}
+    flat = [
+        leaf
+        for value in values
+        for leaf in (value if isinstance(value, (list, tuple)) else [value])
+    ]
+    floating = {
+        leaf.dtype for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    }
     return torch.float32 if torch.float32 in floating else torch.get_autocast_dtype("cpu")
 
 
@@ -74,10 +103,16 @@ def under_autocast(operator, kind: str) -> Callable:
                 names = [argument.name for argument in operator._schema.arguments]
                 given = {**dict(zip(names, args, strict=False)), **kwargs}
                 x = args[0]
-                if given.get("dtype") is None and x.is_floating_point() and x.dtype is not torch.float64:
+                if (
+                    given.get("dtype") is None
+                    and x.is_floating_point()
+                    and x.dtype is not torch.float64
+                ):
                     given["dtype"] = torch.float32
                 return operator(**given)
-            dtype = torch.get_autocast_dtype("cpu") if kind == "LOWER_PRECISION_FP" else torch.float32
+            dtype = (
+                torch.get_autocast_dtype("cpu") if kind == "LOWER_PRECISION_FP" else torch.float32
+            )
             if kind == "PROMOTE":
                 dtype = widest((*args, *kwargs.values()))
             args = [cast(value, dtype) for value in args]
@@ -87,20 +122,31 @@ def under_autocast(operator, kind: str) -> Callable:
 
 
 def attention_for(capability: tuple[int, int]) -> Callable:
-    """scaled_dot_product_attention by the fused kernel that a GPU of this compute capability takes (cuDNN's is off)."""
+    """scaled_dot_product_attention by the fused kernel that a GPU of this compute capability takes
+    (cuDNN's is off)."""
 
-    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    def attention(
+        q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+    ):
         halves, head = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
         usual = (
-            q.dim() == 4 and not enable_gqa and q.shape[:2] == k.shape[:2] and v.shape[-1] == head and k.shape[2] > 0
+            q.dim() == 4
+            and not enable_gqa
+            and q.shape[:2] == k.shape[:2]
+            and v.shape[-1] == head
+            and k.shape[2] > 0
         )
         if usual and halves and attn_mask is None and capability >= FLASH and head <= FLASH_HEAD:
             more = -head % 8
             q, k, v = (F.pad(x, (0, more)) if more else x for x in (q, k, v))
             scale = scale or head**-0.5
-            out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+            out = aten._scaled_dot_product_flash_attention(
+                q, k, v, dropout_p, is_causal, scale=scale
+            )[0]
             return out[..., :head] if more else out
-        known = q.dtype in (torch.float16, torch.float32) or (q.dtype is torch.bfloat16 and capability >= FLASH)
+        known = q.dtype in (torch.float16, torch.float32) or (
+            q.dtype is torch.bfloat16 and capability >= FLASH
+        )
         aligned = 8 if halves and capability >= TENSOR_CORES else 4 if capability >= FLASH else 1
         if usual and known and head % aligned == 0:
             bias = attn_mask
@@ -127,7 +173,8 @@ def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 class Lstm(torch.autograd.Function):
-    """cuDNN's LSTM of x (T, B, D): it keeps x, its output, a copy of the weights if they were cast, and a reserve."""
+    """cuDNN's LSTM of x (T, B, D): it keeps x, its output, a copy of the weights if they were cast,
+    and a reserve."""
 
     @staticmethod
     def forward(ctx, x, h, c, layers, batch_first, train, *weights):
@@ -147,8 +194,18 @@ class Lstm(torch.autograd.Function):
         weights = others[: ctx.count]
         flat = x.new_empty(sum(weight.numel() for weight in weights))
         pieces = flat.split([weight.numel() for weight in weights])
-        of_weights = [piece.view(weight.shape) for piece, weight in zip(pieces, weights, strict=True)]
-        return torch.empty_like(x), torch.empty_like(h), torch.empty_like(c), None, None, None, *of_weights
+        of_weights = [
+            piece.view(weight.shape) for piece, weight in zip(pieces, weights, strict=True)
+        ]
+        return (
+            torch.empty_like(x),
+            torch.empty_like(h),
+            torch.empty_like(c),
+            None,
+            None,
+            None,
+            *of_weights,
+        )
 
 
 def lstm(x, states, weights, has_biases, layers, dropout, train, bidirectional, batch_first):
@@ -161,7 +218,8 @@ def lstm(x, states, weights, has_biases, layers, dropout, train, bidirectional, 
 
 @contextlib.contextmanager
 def cuda_like(capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, the CPU behaves like a GPU of this compute capability where that decides how much memory a step takes."""
+    """Inside, the CPU behaves like a GPU of this compute capability where that decides how much
+    memory a step takes."""
     lists = autocast_lists()
     listed = {name: kind for kind in LISTS for name in lists[kind]}
     with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
@@ -182,5 +240,7 @@ def cuda_like(capability: tuple[int, int]) -> Iterator[None]:
         with contextlib.ExitStack() as patches:
             for name, value in {"is_cuda": True, "pin_memory": lambda self, *_: self}.items():
                 patches.enter_context(mock.patch.object(torch.Tensor, name, value))
-            patches.enter_context(mock.patch.object(torch, "clear_autocast_cache", cast_copies.clear))
+            patches.enter_context(
+                mock.patch.object(torch, "clear_autocast_cache", cast_copies.clear)
+            )
             yield

@@ -1,9 +1,10 @@
 """Tensors without values on the CPU, and a count of the memory that they would take.
 
-A hollow tensor has shape, strides, type and an address, but no memory behind it. `Hollow` runs no kernel on it: an operator's
-result has the shape that torch's kernels for the device "meta" give. Everything else is torch's own code: autograd, its
-accumulation of gradients, checkpointing, optimizers. So a step on hollow tensors allocates and frees what a real one does, in
-the same order, in seconds and without a GPU."""
+A hollow tensor has shape, strides, type and an address, but no memory behind it. `Hollow` runs no
+kernel on it: an operator's result has the shape that torch's kernels for the device "meta" give.
+Everything else is torch's own code: autograd, its accumulation of gradients, checkpointing,
+optimizers. So a step on hollow tensors allocates and frees what a real one does, in the same order,
+in seconds and without a GPU."""
 
 import bisect
 import mmap
@@ -19,14 +20,23 @@ from dry_run.kernels import internal_bytes
 from dry_run.peak import PARTS, Peak
 
 ROUNDING = 512  # bytes: the CUDA allocator's
-SMALL = 1 << 16  # values: a tensor that is no larger and depends on no hollow one is computed: code reads lengths
-READ = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}  # operators that return a value
+SMALL = (
+    1 << 16
+)  # values: a tensor that is no larger and depends on no hollow one is computed: code reads lengths
+READ = {
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+}  # operators that return a value
 CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
 aten = torch.ops.aten
 # Views that their schemas do not show.
 SAME_MEMORY = {
-    aten.lift_fresh.default, aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
-}  # fmt: skip
+    aten.lift_fresh.default,
+    aten._unsafe_view.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+}
 
 
 class CannotPlan(RuntimeError):
@@ -35,7 +45,8 @@ class CannotPlan(RuntimeError):
 
 @dataclass
 class Block:
-    """A storage: its bytes, its part of the memory, and from when to when it lives (numbers of allocations and frees)."""
+    """A storage: its bytes, its part of the memory, and from when to when it lives (numbers of
+    allocations and frees)."""
 
     size: int
     part: str
@@ -45,15 +56,20 @@ class Block:
 
 
 class Operator:
-    """What a plan has to know of an operator of torch. `kind`: "view" if it returns another shape of the same memory or changes
-    that of its input, "in place" if it only changes values of its inputs, which are `written`, else "compute"."""
+    """What a plan has to know of an operator of torch. `kind`: "view" if it returns another shape
+    of the same memory or changes that of its input, "in place" if it only changes values of its
+    inputs, which are `written`, else "compute"."""
 
     def __init__(self, function):
         arguments, self.returns = function._schema.arguments, function._schema.returns
         self.name = function._schema.name
         self.has_device = any(a.name == "device" for a in arguments)
-        self.written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
-        self.kept = [bool(r.alias_info and r.alias_info.is_write) for r in self.returns]  # results that are inputs
+        self.written = [
+            (i, a.name) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write
+        ]
+        self.kept = [
+            bool(r.alias_info and r.alias_info.is_write) for r in self.returns
+        ]  # results that are inputs
         if torch.Tag.inplace_view in function.tags or function in SAME_MEMORY:
             self.kind = "view"
         elif self.written:
@@ -63,7 +79,9 @@ class Operator:
 
     def inputs_written(self, args: tuple, kwargs: dict) -> list:
         return [
-            args[i] if i < len(args) else kwargs[name] for i, name in self.written if i < len(args) or name in kwargs
+            args[i] if i < len(args) else kwargs[name]
+            for i, name in self.written
+            if i < len(args) or name in kwargs
         ]
 
 
@@ -91,24 +109,32 @@ def replaced(value, replace: Callable[[torch.Tensor], torch.Tensor]):
     """A value with other tensors, also in lists and tuples."""
     if isinstance(value, torch.Tensor):
         return replace(value)
-    return type(value)(replaced(each, replace) for each in value) if isinstance(value, (list, tuple)) else value
+    return (
+        type(value)(replaced(each, replace) for each in value)
+        if isinstance(value, (list, tuple))
+        else value
+    )
 
 
 class Hollow(TorchDispatchMode):
-    """While it is active, counts the storages that operators allocate until they are freed, and lets no kernel run on hollow
-    tensors."""
+    """While it is active, counts the storages that operators allocate until they are freed, and
+    lets no kernel run on hollow tensors."""
 
     def __init__(self):
         super().__init__()
         self.operators: dict[object, Operator] = {}
-        self.shapes: dict[tuple, object] = {}  # of operators' results, as tensors of the device "meta"
+        self.shapes: dict[
+            tuple, object
+        ] = {}  # of operators' results, as tensors of the device "meta"
         self.blocks: list[Block] = []
         self.live: dict[int, Block] = {}  # by address
         self.kept: list = []  # tensors of the device "meta", which are weights
         self.clock = self.now = self.peak = self.peak_time = self.peak_internal = self.guesses = 0
         self.names: dict[int, str] = {}  # of modules
         self.stack: list[str] = []  # of names of modules in whose forward we are
-        self.entered: list[int] = []  # autograd's sequence numbers at which the innermost module changed,
+        self.entered: list[
+            int
+        ] = []  # autograd's sequence numbers at which the innermost module changed,
         self.innermost: list[str] = []  # and to which
         self.place = ("", "forward")
         self.operator = self.peak_operator = ""  # of torch, now and at the peak
@@ -116,16 +142,22 @@ class Hollow(TorchDispatchMode):
 
     # --- storages ---
 
-    def make(self, size: Iterable[int], stride: Iterable[int], dtype: torch.dtype, part: str = "") -> torch.Tensor:
+    def make(
+        self, size: Iterable[int], stride: Iterable[int], dtype: torch.dtype, part: str = ""
+    ) -> torch.Tensor:
         """A hollow tensor of this shape."""
         size, stride = tuple(size), tuple(stride)
         if 0 in size:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         nbytes = (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))) * dtype.itemsize
         try:
-            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+            memory = mmap.mmap(
+                -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ
+            )
         except (OSError, OverflowError):
-            raise CannotPlan(f"no {nbytes / 2**30:.1f} GiB of addresses are left (see ulimit -v)") from None
+            raise CannotPlan(
+                f"no {nbytes / 2**30:.1f} GiB of addresses are left (see ulimit -v)"
+            ) from None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written
             flat = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
@@ -139,7 +171,9 @@ class Hollow(TorchDispatchMode):
         self.clock += 1
         self.now += size
         phase = self.locate()[1]
-        block = Block(size, part or ("activations" if phase == "forward" else "temporary"), phase, self.clock)
+        block = Block(
+            size, part or ("activations" if phase == "forward" else "temporary"), phase, self.clock
+        )
         self.live[address] = block
         self.blocks.append(block)
         self.look(0)
@@ -151,7 +185,8 @@ class Hollow(TorchDispatchMode):
             block.died = self.clock
 
     def count(self, results) -> None:
-        """Counts the storages of tensors with values, under keys that are no addresses of hollow ones."""
+        """Counts the storages of tensors with values, under keys that are no addresses of hollow
+        ones."""
         for tensor in tensors_in([results]):
             storage = tensor.untyped_storage()
             key = -storage.data_ptr()
@@ -169,7 +204,8 @@ class Hollow(TorchDispatchMode):
                 weakref.finalize(storage, self.freed, storage.data_ptr()).atexit = False
 
     def hold(self, nbytes: int, part: str) -> int:
-        """Counts memory that has no hollow tensor, until `release` is called with the key that is returned."""
+        """Counts memory that has no hollow tensor, until `release` is called with the key that is
+        returned."""
         key = -1 - self.clock
         self.allocated(key, nbytes, part)
         return key
@@ -187,7 +223,11 @@ class Hollow(TorchDispatchMode):
     def look(self, internal: int) -> None:
         """Notes the peak, if this is one."""
         if self.now + internal > self.peak:
-            self.peak, self.peak_time, self.peak_internal = self.now + internal, self.clock, internal
+            self.peak, self.peak_time, self.peak_internal = (
+                self.now + internal,
+                self.clock,
+                internal,
+            )
             self.place, self.peak_operator = self.locate(), self.operator
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
@@ -203,7 +243,8 @@ class Hollow(TorchDispatchMode):
     # --- where we are ---
 
     def locate(self) -> tuple[str, str]:
-        """The innermost module and the phase: forward, backward, recomputation (of a checkpointed module) or update."""
+        """The innermost module and the phase: forward, backward, recomputation (of a checkpointed
+        module) or update."""
         node = torch._C._current_autograd_node()
         if node is None:
             return self.stack[-1] if self.stack else "", "update" if self.updating else "forward"
@@ -229,7 +270,8 @@ class Hollow(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch wraps the method below to hide it from torch.compile, which costs as much as it
+        # or torch wraps the method below to hide it from torch.compile, which costs as much as it
+        return False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -254,7 +296,13 @@ class Hollow(TorchDispatchMode):
             written = operator.inputs_written(args, kwargs)
             self.adopt(written)
             self.look(internal_bytes(operator.name, tensors, written))
-            return None if not operator.returns else written[0] if len(operator.returns) == 1 else tuple(written)
+            return (
+                None
+                if not operator.returns
+                else written[0]
+                if len(operator.returns) == 1
+                else tuple(written)
+            )
         if not is_hollow and self.is_small(function, operator, args, kwargs):
             results = function(*args, **kwargs)
             if operator.kind == "compute":
@@ -263,7 +311,8 @@ class Hollow(TorchDispatchMode):
         return self.compute(function, operator, args, kwargs, tensors)
 
     def note_weight(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor of the device "meta": a frozen part of the model that was not handed to the plan."""
+        """Counts a tensor of the device "meta": a frozen part of the model that was not handed to
+        the plan."""
         storage = tensor.untyped_storage()
         key = -storage._cdata
         if key not in self.live:
@@ -275,7 +324,8 @@ class Hollow(TorchDispatchMode):
             self.peak += block.size  # it was there at every earlier peak
 
     def is_small(self, function, operator: Operator, args: tuple, kwargs: dict) -> bool:
-        """Whether all results of an operator without hollow inputs are small enough to be computed."""
+        """Whether all results of an operator without hollow inputs are small enough to be
+        computed."""
         try:
             results = self.on_meta(function, operator, args, kwargs)
         except (NotImplementedError, RuntimeError):
@@ -284,17 +334,26 @@ class Hollow(TorchDispatchMode):
 
     def on_meta(self, function, operator: Operator, args: tuple, kwargs: dict):
         """The results of an operator as tensors of the device "meta"."""
-        key = (function, signature(args), tuple((name, signature(value)) for name, value in kwargs.items()))
+        key = (
+            function,
+            signature(args),
+            tuple((name, signature(value)) for name, value in kwargs.items()),
+        )
         if key not in self.shapes:
             known: dict[int, torch.Tensor] = {}
 
             def meta(tensor: torch.Tensor) -> torch.Tensor:
                 if id(tensor) not in known:
                     shape = tensor.shape, tensor.stride()
-                    known[id(tensor)] = torch.empty_strided(*shape, dtype=tensor.dtype, device="meta")
+                    known[id(tensor)] = torch.empty_strided(
+                        *shape, dtype=tensor.dtype, device="meta"
+                    )
                 return known[id(tensor)]
 
-            args, kwargs = replaced(args, meta), {name: replaced(value, meta) for name, value in kwargs.items()}
+            args, kwargs = (
+                replaced(args, meta),
+                {name: replaced(value, meta) for name, value in kwargs.items()},
+            )
             if operator.has_device:
                 kwargs |= {"device": torch.device("meta")}
             if kwargs.get("pin_memory"):
@@ -310,25 +369,37 @@ class Hollow(TorchDispatchMode):
             try:
                 results = self.on_meta(function, operator, args, kwargs)
             except NotImplementedError as error:
-                reason = f"torch {torch.__version__} does not know the shapes of {operator.name}'s results"
+                reason = (
+                    f"torch {torch.__version__} does not know the shapes of {operator.name}'s"
+                    " results"
+                )
                 raise CannotPlan(f"{reason}: {error}") from None
         if operator.name in CONVOLUTIONS:
-            results = in_format(results, tensors[1:3] if operator.name.endswith("backward") else tensors[:2])
+            results = in_format(
+                results, tensors[1:3] if operator.name.endswith("backward") else tensors[:2]
+            )
         results = replaced(results, lambda r: self.make(r.shape, r.stride(), r.dtype))
         self.look(internal_bytes(operator.name, tensors, tensors_in([results])))
         if any(operator.kept):
             written = iter(operator.inputs_written(args, kwargs))
-            results = tuple(next(written) if k else r for k, r in zip(operator.kept, results, strict=True))
+            results = tuple(
+                next(written) if k else r for k, r in zip(operator.kept, results, strict=True)
+            )
         return results
 
     # --- the result ---
 
     def made_by_update(self) -> list[Block]:
         """What an optimizer's step has allocated and kept."""
-        return [block for block in self.live.values() if block.phase == "update" and block.part == "temporary"]
+        return [
+            block
+            for block in self.live.values()
+            if block.phase == "update" and block.part == "temporary"
+        ]
 
     def result(self, gradients: Iterable[torch.Tensor], states: Iterable[Block] = ()) -> Peak:
-        """The peak so far. `gradients`: those of the parameters, which are still there; `states`: blocks of the optimizer's."""
+        """The peak so far. `gradients`: those of the parameters, which are still there; `states`:
+        blocks of the optimizer's."""
         for block in states:
             block.part = "optimizer states"
         for gradient in gradients:
@@ -338,7 +409,13 @@ class Hollow(TorchDispatchMode):
         for block in self.blocks:
             if block.born <= self.peak_time < block.died:
                 parts[block.part] += block.size
-        return Peak(parts, self.peak_internal, *self.place, self.guesses, self.peak_operator.removeprefix("aten::"))
+        return Peak(
+            parts,
+            self.peak_internal,
+            *self.place,
+            self.guesses,
+            self.peak_operator.removeprefix("aten::"),
+        )
 
 
 def channels_last(tensor: torch.Tensor) -> bool:
@@ -355,11 +432,14 @@ def channels_last(tensor: torch.Tensor) -> bool:
 
 
 def in_format(results, inputs: list[torch.Tensor]):
-    """The results of a convolution in its memory format, which torch's shapes for the device "meta" do not tell."""
+    """The results of a convolution in its memory format, which torch's shapes for the device "meta"
+    do not tell."""
     if not any(map(channels_last, inputs)):
         return results
     last = torch.channels_last
-    return replaced(results, lambda r: torch.empty_like(r, memory_format=last) if r.dim() == 4 else r)
+    return replaced(
+        results, lambda r: torch.empty_like(r, memory_format=last) if r.dim() == 4 else r
+    )
 
 
 def _rows(hollow: Hollow, condition: torch.Tensor) -> torch.Tensor:
@@ -377,17 +457,23 @@ def _index(hollow: Hollow, x: torch.Tensor, indices: list) -> torch.Tensor:
         else:
             is_known = not index.is_meta and hollow.block_of(index) is None
             positions += (index.nonzero() if is_known else _rows(hollow, index)).unbind(1)
-    return aten.index(x.to("meta"), [index if index is None else index.to("meta") for index in positions])
+    return aten.index(
+        x.to("meta"), [index if index is None else index.to("meta") for index in positions]
+    )
 
 
-def _ctc(hollow: Hollow, log_probs: torch.Tensor, targets: torch.Tensor, frames, lengths, *rest, **named) -> tuple:
+def _ctc(
+    hollow: Hollow, log_probs: torch.Tensor, targets: torch.Tensor, frames, lengths, *rest, **named
+) -> tuple:
     """CUDA's kernel keeps log_alpha (B, T, 2 U + 1)."""
     longest = int(max(lengths)) if len(lengths) else 0
     shape = (log_probs.shape[1], log_probs.shape[0], 2 * longest + 1)
     return log_probs.new_empty(shape[0], device="meta"), log_probs.new_empty(shape, device="meta")
 
 
-def _ctc_backward(hollow: Hollow, gradient: torch.Tensor, log_probs: torch.Tensor, *rest, **named) -> torch.Tensor:
+def _ctc_backward(
+    hollow: Hollow, gradient: torch.Tensor, log_probs: torch.Tensor, *rest, **named
+) -> torch.Tensor:
     return torch.empty_like(log_probs, device="meta")
 
 

@@ -7,9 +7,10 @@ PARTS = ("weights", "gradients", "optimizer states", "activations", "temporary",
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak of GPU memory in a step. `parts`: bytes of each of PARTS; `kernels`: bytes that a kernel allocates inside itself
-    then; `module` and `phase` (forward, backward, recomputation, update): where it is, and the `operator` of torch; `guesses`: how
-    often the step read a value that a plan does not have."""
+    """The peak of GPU memory in a step. `parts`: bytes of each of PARTS; `kernels`: bytes that a
+    kernel allocates inside itself then; `module` and `phase` (forward, backward, recomputation,
+    update): where it is, and the `operator` of torch; `guesses`: how often the step read a value
+    that a plan does not have."""
 
     parts: dict[str, int]
     kernels: int

@@ -6,21 +6,31 @@ import functools
 from collections.abc import Callable, Iterator
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from dry_run.cuda_like import cuda_like
 from dry_run.hollow import SMALL, CannotPlan, Hollow
 from dry_run.peak import Peak
 
 INTERNALS = {
-    torch._C: ("_current_autograd_node", "_ExcludeDispatchKeyGuard", "_dispatch_get_all_op_names", "_dispatch_has_kernel_for_dispatch_key"),
-    torch.autograd: ("_get_sequence_nr",), torch.library: ("_scoped_library", "fallthrough_kernel"), torch.Tag: ("inplace_view",),
-}  # fmt: skip
+    torch._C: (
+        "_current_autograd_node",
+        "_ExcludeDispatchKeyGuard",
+        "_dispatch_get_all_op_names",
+        "_dispatch_has_kernel_for_dispatch_key",
+    ),
+    torch.autograd: ("_get_sequence_nr",),
+    torch.library: ("_scoped_library", "fallthrough_kernel"),
+    torch.Tag: ("inplace_view",),
+}
 
 
 def modules_in(value, depth: int = 4) -> Iterator[torch.nn.Module]:
-    """The modules that a value holds: a module itself, the fields of a record, the items of a collection, or what was bound
-    to a function by `functools.partial`."""
+    """The modules that a value holds: a module itself, the fields of a record, the items of a
+    collection, or what was bound to a function by `functools.partial`."""
     if isinstance(value, torch.nn.Module):
         yield value
         return
@@ -38,10 +48,11 @@ def modules_in(value, depth: int = 4) -> Iterator[torch.nn.Module]:
 
 
 class Plan:
-    """Predicts the peak of memory of steps on a GPU of a compute capability (None: on the CPU, as it is).
+    """Predicts the peak of memory of steps on a GPU of a compute capability (None: on the CPU, as
+    it is).
 
-    `parts` are the model and whatever else holds modules that the step uses. Their weights become hollow and stay so: the
-    memory of their values is given back."""
+    `parts` are the model and whatever else holds modules that the step uses. Their weights become
+    hollow and stay so: the memory of their values is given back."""
 
     def __init__(self, capability: tuple[int, int] | None, *parts):
         self.capability, self.hollow = capability, Hollow()
@@ -50,12 +61,17 @@ class Plan:
         for module in self.modules:
             empty(module, self.hollow, known)
 
-    def measure(self, step: Callable[[list[dict]], object], batches: list[dict], states: int = 0) -> Peak:
-        """The peak of `step(batches)`, which is forward, backward and perhaps the update. The batches are all counted, although
-        the same one may be given twice. `states`: bytes of the optimizer's states that are there from the start. Raises
-        `CannotPlan`."""
+    def measure(
+        self, step: Callable[[list[dict]], object], batches: list[dict], states: int = 0
+    ) -> Peak:
+        """The peak of `step(batches)`, which is forward, backward and perhaps the update. The
+        batches are all counted, although the same one may be given twice. `states`: bytes of the
+        optimizer's states that are there from the start. Raises `CannotPlan`."""
         require_internals()
-        hollow, parameters = self.hollow, [p for module in self.modules for p in module.parameters()]
+        hollow, parameters = (
+            self.hollow,
+            [p for module in self.modules for p in module.parameters()],
+        )
         with contextlib.ExitStack() as stack:
             hollow.restart()
             held = [hollow.hold(states, "optimizer states")]
@@ -66,7 +82,9 @@ class Plan:
             stack.enter_context(hollow)
             stack.enter_context(watch_modules(hollow))
             step(moved)
-            if made := hollow.made_by_update():  # the optimizer's states: they are there from the second step on
+            if (
+                made := hollow.made_by_update()
+            ):  # the optimizer's states: they are there from the second step on
                 hollow.restart()
                 step(moved)
             peak = hollow.result([p.grad for p in parameters if p.grad is not None], made)
@@ -79,12 +97,14 @@ def require_internals() -> None:
     """Raises `CannotPlan` if this torch lacks an internal that a plan uses."""
     for owner, names in INTERNALS.items():
         if missing := [name for name in names if not hasattr(owner, name)]:
-            raise CannotPlan(f"torch {torch.__version__} has no {owner.__name__}.{missing[0]}, which a plan uses")
+            raise CannotPlan(
+                f"torch {torch.__version__} has no {owner.__name__}.{missing[0]}, which a plan uses"
+            )
 
 
 def empty(module: torch.nn.Module, hollow: Hollow, known: dict[int, tuple]) -> None:
-    """Makes the parameters and buffers of a module hollow. Tied ones stay tied: `known` has the hollow tensors with their originals by
-    the ids of both."""
+    """Makes the parameters and buffers of a module hollow. Tied ones stay tied: `known` has the
+    hollow tensors with their originals by the ids of both."""
     for name, part in module.named_modules():
         hollow.names[id(part)] = name
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -99,8 +119,8 @@ def empty(module: torch.nn.Module, hollow: Hollow, known: dict[int, tuple]) -> N
 
 
 def hollow_batch(batch: dict, hollow: Hollow, held: list[int]) -> dict:
-    """A batch on the GPU. Large tensors of floating type become hollow. Others keep their values, which code may read; their
-    memory is added to `held`."""
+    """A batch on the GPU. Large tensors of floating type become hollow. Others keep their values,
+    which code may read; their memory is added to `held`."""
     moved = dict(batch)
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):

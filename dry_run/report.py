@@ -1,16 +1,19 @@
-"""What a plan says: the memory at the peak by kind, where the peak is, and whether it fits on a card."""
+"""What a plan says: the memory at the peak by kind, where the peak is, and whether it fits on a
+card."""
 
 import textwrap
 
 from dry_run.cards import CONTEXT, GIB, MIB, Card, workspace
 from dry_run.peak import PARTS, Peak
 
-# Percent of a card that stay free: the caching allocator reserves 3 to 10 % more than is allocated, and others use the card.
+# Percent of a card that stay free: the caching allocator reserves 3 to 10 % more than is allocated,
+# and others use the card.
 MARGIN = 10
 
 
 def needed(peak: Peak, card: Card) -> int:
-    """Bytes of the card that a step takes, with the workspaces of CUDA's libraries and the CUDA context."""
+    """Bytes of the card that a step takes, with the workspaces of CUDA's libraries and the CUDA
+    context."""
     return peak.total + workspace(card) + CONTEXT
 
 
@@ -20,7 +23,8 @@ def room(card: Card) -> int:
 
 
 def verdict(peak: Peak, card: Card) -> tuple[str, int]:
-    """A verdict and its exit status: "fits" (0), "tight" (0) if less than the margin stays free, "does not fit" (3)."""
+    """A verdict and its exit status: "fits" (0), "tight" (0) if less than the margin stays free,
+    "does not fit" (3)."""
     if peak.total <= room(card):
         return "fits", 0
     return ("tight", 0) if needed(peak, card) <= card.total else ("does not fit", 3)
@@ -30,18 +34,32 @@ def describe(peak: Peak, card: Card, what: str) -> str:
     """The report on the plan of `what`, in lines of at most 100 columns."""
     left = card.total - needed(peak, card)
     sizes = {name: peak.parts.get(name, 0) for name in PARTS}
-    sizes |= {"inside kernels": peak.kernels, "cuBLAS, cuDNN": workspace(card), "CUDA context": CONTEXT}
-    sizes |= {"total": needed(peak, card), card.name: card.total, "left" if left >= 0 else "missing": abs(left)}
+    sizes |= {
+        "inside kernels": peak.kernels,
+        "cuBLAS, cuDNN": workspace(card),
+        "CUDA context": CONTEXT,
+    }
+    sizes |= {
+        "total": needed(peak, card),
+        card.name: card.total,
+        "left" if left >= 0 else "missing": abs(left),
+    }
     width = max(map(len, sizes))
-    lines = [f"Dry run: {what}", *(f"  {name:<{width}}  {size(count):>10}" for name, count in sizes.items())]
+    lines = [
+        f"Dry run: {what}",
+        *(f"  {name:<{width}}  {size(count):>10}" for name, count in sizes.items()),
+    ]
     place = f"in {peak.module}" if peak.module else "outside any module"
     at = f" ({peak.operator})" if peak.operator else ""
     lines.append(f"Peak: {size(peak.total)} allocated by the step, {peak.phase}, {place}{at}")
-    lines.append(f"Verdict: {verdict(peak, card)[0]} (it fits if {MARGIN} % of the card stays free)")
+    lines.append(
+        f"Verdict: {verdict(peak, card)[0]} (it fits if {MARGIN} % of the card stays free)"
+    )
     if peak.guesses:
         lines.append(f"Values that the step reads and that were guessed: {peak.guesses}")
     lines.append(
-        "Not planned: evaluation (--eval_batch_size), cuDNN's choice of algorithms, other processes; hence the margin"
+        "Not planned: evaluation (--eval_batch_size), cuDNN's choice of algorithms, other"
+        " processes; hence the margin"
     )
     return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in lines)
 

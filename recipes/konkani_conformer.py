@@ -1,19 +1,22 @@
-"""Konkani speech recognition: a small Conformer with a CTC head and an attention decoder, trained from scratch.
+"""Konkani speech recognition: a small Conformer with a CTC head and an attention decoder, trained
+from scratch.
 
     python recipes/konkani_conformer.py                       # no data needed: makes a demo corpus of synthetic speech
     python recipes/konkani_conformer.py --train_manifest train.json --val_manifest val.json --resume auto
     python recipes/konkani_conformer.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
 
-Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वचता"}, CSV/TSV with a header, or LJSpeech's metadata.csv;
-any sample rate; utterances of up to 30 s. Any language: the characters are taken from the training text.
+Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वचता"}, CSV/TSV with a header, or
+LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s. Any language: the characters are
+taken from the training text.
 
-Memory: the T4's preset (micro-batch 2 x accumulation 4, d 192, 8+4 layers) is predicted to need 0.46 GiB beside CUDA's own
-at 33.3 s an utterance; --dry_run 8GB predicts any command. Expect a character error rate below 1 % on the demo's held-out
-sentences after its 600 updates (two CPU cores: three to four minutes). Synthetic speech proves the mechanics, not a
-real-world error rate.
+Memory: the T4's preset (micro-batch 2 x accumulation 4, d 192, 8+4 layers) is predicted to need
+0.46 GiB beside CUDA's own at 33.3 s an utterance; --dry_run 8GB predicts any command. Expect a
+character error rate below 1 % on the demo's held-out sentences after its 600 updates (two CPU
+cores: three to four minutes). Synthetic speech proves the mechanics, not a real-world error rate.
 
-Sources: Conformer (Gulati et al. 2020); rotary positions in it (Li et al. 2021, "Conformer-based End-to-end Speech
-Recognition With Rotary Position Embedding"); joint CTC/attention (Watanabe et al. 2017); SpecAugment (Park et al. 2019).
+Sources: Conformer (Gulati et al. 2020); rotary positions in it (Li et al. 2021, "Conformer-based
+End-to-end Speech Recognition With Rotary Position Embedding"); joint CTC/attention (Watanabe et al.
+2017); SpecAugment (Park et al. 2019).
 """
 
 import functools
@@ -57,16 +60,31 @@ DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 600
 NORM_UTTERANCES = 500  # for the statistics of --cmvn global
 SHAPE = {  # what the checkpoint decides when resuming
-    "d_model": 192, "encoder_layers": 8, "decoder_layers": 4, "attention_heads": 4, "subsampling": 4, "cmvn": "global",
-}  # fmt: skip
+    "d_model": 192,
+    "encoder_layers": 8,
+    "decoder_layers": 4,
+    "attention_heads": 4,
+    "subsampling": 4,
+    "cmvn": "global",
+}
 METADATA = {  # what a checkpoint says about the model
     "config": {
-        "d_model": range(2, 8193), "encoder_layers": range(1, 129), "decoder_layers": range(1, 129), "attention_heads": range(1, 129),
-        "subsampling": {4, 8}, "cmvn": {"global", "utterance"}, "vocabulary": range(1, 1 << 20),
+        "d_model": range(2, 8193),
+        "encoder_layers": range(1, 129),
+        "decoder_layers": range(1, 129),
+        "attention_heads": range(1, 129),
+        "subsampling": {4, 8},
+        "cmvn": {"global", "utterance"},
+        "vocabulary": range(1, 1 << 20),
     },
-    "tokenizer": ({"kind": {"sentencepiece"}, "model": str}, {"kind": {"vocab_file"}, "characters": [str]}),
-    "longest": lambda seconds: 0 < seconds < 1e6, "held_out?": [str], "asked?": dict,
-}  # fmt: skip
+    "tokenizer": (
+        {"kind": {"sentencepiece"}, "model": str},
+        {"kind": {"vocab_file"}, "characters": [str]},
+    ),
+    "longest": lambda seconds: 0 < seconds < 1e6,
+    "held_out?": [str],
+    "asked?": dict,
+}
 NEEDS = (
     ("beam_size", ("decoding rescore", "decoding beam"), ""),
     ("vocab_size", ("tokenizer bpe",), ""),
@@ -76,41 +94,90 @@ NEEDS = (
 def add_arguments(parser) -> None:
     splits.add_arguments(parser)
     recogniser.add_arguments(parser, ("greedy", "rescore", "beam"), "rescore", BEAM_SIZE)
-    # fmt: off
     model = parser.add_argument_group("model (its shape comes from the checkpoint when resuming)")
-    model.add_argument("--d_model", type=options.number(int, 1, 8192), metavar="N", help="width (192)")
-    model.add_argument("--encoder_layers", type=options.number(int, 1, 128), metavar="N", help="Conformer blocks (8)")
-    model.add_argument("--decoder_layers", type=options.number(int, 1, 128), metavar="N", help="Transformer decoder layers (4)")
-    model.add_argument("--attention_heads", type=options.number(int, 1, 128), metavar="N", help="heads in every attention (4)")
-    model.add_argument("--subsampling", type=int, choices=[4, 8], help="frames of 10 ms in an encoder frame (4)")
-    model.add_argument("--cmvn", choices=["global", "utterance"], help="feature normalisation: by training-set statistics, or each utterance's own (global)")
+    model.add_argument(
+        "--d_model", type=options.number(int, 1, 8192), metavar="N", help="width (192)"
+    )
+    model.add_argument(
+        "--encoder_layers",
+        type=options.number(int, 1, 128),
+        metavar="N",
+        help="Conformer blocks (8)",
+    )
+    model.add_argument(
+        "--decoder_layers",
+        type=options.number(int, 1, 128),
+        metavar="N",
+        help="Transformer decoder layers (4)",
+    )
+    model.add_argument(
+        "--attention_heads",
+        type=options.number(int, 1, 128),
+        metavar="N",
+        help="heads in every attention (4)",
+    )
+    model.add_argument(
+        "--subsampling", type=int, choices=[4, 8], help="frames of 10 ms in an encoder frame (4)"
+    )
+    model.add_argument(
+        "--cmvn",
+        choices=["global", "utterance"],
+        help="feature normalisation: by training-set statistics, or each utterance's own (global)",
+    )
     model.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
-    model.add_argument("--label_smoothing", type=options.SHARE, default=0.1, metavar="P", help="label smoothing of the attention decoder's targets (0.1)")
-    model.add_argument("--tokenizer", choices=["char", "bpe"], default="char", help="SentencePiece units, trained on the training text (char)")
-    model.add_argument("--vocab_size", type=options.number(int, 1, 200000), metavar="N", help="pieces of --tokenizer bpe (500)")
-    model.add_argument("--vocab_file", type=options.path, metavar="FILE", help="characters from a vocab.json with char2idx, instead of a trained tokenizer")
-    # fmt: on
+    model.add_argument(
+        "--label_smoothing",
+        type=options.SHARE,
+        default=0.1,
+        metavar="P",
+        help="label smoothing of the attention decoder's targets (0.1)",
+    )
+    model.add_argument(
+        "--tokenizer",
+        choices=["char", "bpe"],
+        default="char",
+        help="SentencePiece units, trained on the training text (char)",
+    )
+    model.add_argument(
+        "--vocab_size",
+        type=options.number(int, 1, 200000),
+        metavar="N",
+        help="pieces of --tokenizer bpe (500)",
+    )
+    model.add_argument(
+        "--vocab_file",
+        type=options.path,
+        metavar="FILE",
+        help="characters from a vocab.json with char2idx, instead of a trained tokenizer",
+    )
     options.add_arguments(parser)
 
 
 def resolve(args) -> None:
     is_demo = not args.train_manifest
-    excludes, needs = (*splits.EXCLUDES, *recogniser.EXCLUDES), (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
+    excludes, needs = (
+        (*splits.EXCLUDES, *recogniser.EXCLUDES),
+        (*splits.NEEDS, *recogniser.NEEDS, *NEEDS),
+    )
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
     augment = not is_demo or options.plans(args)  # the demo's voices hardly vary
     recogniser.resolve(args, augment, BEAM_SIZE)
 
 
 def choose_shape(args, saved: dict | None) -> dict:
-    """The shape of the model: that of the checkpoint's configuration `saved`, which a flag must not contradict; without one the
-    flags', then the defaults. Raises `UsageError`."""
+    """The shape of the model: that of the checkpoint's configuration `saved`, which a flag must not
+    contradict; without one the flags', then the defaults. Raises `UsageError`."""
     shape = {**SHAPE, **{name: saved[name] for name in SHAPE if saved}}
     for name in SHAPE:
         value = getattr(args, name)
         if saved and value not in (None, saved[name]):
             conflict = f"--{name} {value} conflicts with the checkpoint, which has {saved[name]}"
-            advice = "leave the flag out to continue it, or start a new run with another --output_dir"
-            raise UsageError(f"{conflict}: {advice}, or from its weights with --init_from in place of --resume")
+            advice = (
+                "leave the flag out to continue it, or start a new run with another --output_dir"
+            )
+            raise UsageError(
+                f"{conflict}: {advice}, or from its weights with --init_from in place of --resume"
+            )
         shape[name] = shape[name] if value is None else value
     check_heads(shape)
     return shape
@@ -122,19 +189,21 @@ def check_heads(config: dict) -> None:
         raise UsageError(f"--d_model {d} must be a multiple of twice --attention_heads {heads}")
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def read_corpora(args, saved: dict | None) -> dict[str, Corpus]:
-    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is given. What was held out
-    when the model with the metadata `saved` began is held out again."""
+    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
+    given. What was held out when the model with the metadata `saved` began is held out again."""
     checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.test_manifest and (args.evaluate or not args.train_manifest):
         paths = {"test": args.test_manifest}
     elif not args.train_manifest and options.plans(args):
         subsampling = choose_shape(args, saved and saved["config"])["subsampling"]
-        return splits.stand_in(args.max_duration, encoder_frames(int(args.max_duration * SAMPLE_RATE), subsampling))
+        return splits.stand_in(
+            args.max_duration, encoder_frames(int(args.max_duration * SAMPLE_RATE), subsampling)
+        )
     elif not args.train_manifest:
         print("no --train_manifest: using the demo corpus (synthetic speech)")
         folder = Path(args.output_dir) / "data" / "konkani_demo"
@@ -143,22 +212,29 @@ def read_corpora(args, saved: dict | None) -> dict[str, Corpus]:
 
 
 def make_tokenizer(args, saved: dict | None, texts):
-    """The tokenizer of the checkpoint with the metadata `saved`, which flags must not contradict; or the flags'."""
+    """The tokenizer of the checkpoint with the metadata `saved`, which flags must not contradict;
+    or the flags'."""
     own = text.load_vocab_file(args.vocab_file) if args.vocab_file else None
     if not saved:
         return own or text.train_tokenizer(texts, args.tokenizer, args.vocab_size or 500)
     asked = saved.get("asked", {})
-    conflicts = [name for name in args.given & {"tokenizer", "vocab_size"} if getattr(args, name) != asked.get(name)]
+    conflicts = [
+        name
+        for name in args.given & {"tokenizer", "vocab_size"}
+        if getattr(args, name) != asked.get(name)
+    ]
     if own and own.state() != saved["tokenizer"]:
         conflicts.append("vocab_file")
     if conflicts:
-        raise UsageError(f"--{conflicts[0]} is not what the checkpoint's tokens were made from: leave it out")
+        raise UsageError(
+            f"--{conflicts[0]} is not what the checkpoint's tokens were made from: leave it out"
+        )
     return text.make_tokenizer(saved["tokenizer"], saved["config"]["vocabulary"])
 
 
 def drop_untrainable(corpus: Corpus, tokenizer, subsampling: int, strict: bool) -> Corpus:
-    """Without the utterances that no CTC alignment fits, and those of unknown characters only. Other characters outside
-    the vocabulary become its unknown token."""
+    """Without the utterances that no CTC alignment fits, and those of unknown characters only.
+    Other characters outside the vocabulary become its unknown token."""
     unknown = 0
 
     def fault(index: int) -> tuple[str, str] | None:
@@ -175,12 +251,16 @@ def drop_untrainable(corpus: Corpus, tokenizer, subsampling: int, strict: bool) 
 
     kept = splits.drop(corpus, "training set", fault, strict)
     if unknown:
-        print(f"{unknown} training texts hold characters outside the vocabulary; they train its unknown token")
+        print(
+            f"{unknown} training texts hold characters outside the vocabulary; they train its"
+            " unknown token"
+        )
     return kept
 
 
 def encoder_frames(samples: int, subsampling: int) -> int:
-    """Encoder frames of so many samples at 16 kHz: 25 ms windows every 10 ms, then halved two or three times."""
+    """Encoder frames of so many samples at 16 kHz: 25 ms windows every 10 ms, then halved two or
+    three times."""
     count = frames(samples, SAMPLE_RATE)
     for _ in range(subsampling.bit_length() - 1):
         count = (count - 1) // 2 + 1
@@ -188,14 +268,15 @@ def encoder_frames(samples: int, subsampling: int) -> int:
 
 
 def ctc_fits(samples: int, tokens: list[int], subsampling: int) -> bool:
-    """Whether there is an encoder frame for every token, and for the blank between two equal ones."""
+    """Whether there is an encoder frame for every token, and for the blank between two equal
+    ones."""
     repeats = sum(a == b for a, b in itertools.pairwise(tokens))
     return encoder_frames(samples, subsampling) >= len(tokens) + repeats
 
 
 class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented, and augmentation depends on
-    (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them. Only the training set is augmented, and
+    augmentation depends on (seed, epoch, index) alone."""
 
     def __init__(self, args, corpus: Corpus, tokenizer, subsampling: int, training: bool):
         self.args = args
@@ -226,13 +307,21 @@ class Utterances:
         tokens = self.tokenizer.encode(transcript)
         if self.training and args.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
-            if ctc_fits(len(changed), tokens, self.subsampling):  # a fast, dense utterance stays as it is
+            if ctc_fits(
+                len(changed), tokens, self.subsampling
+            ):  # a fast, dense utterance stays as it is
                 waveform = changed
-        eos = self.tokenizer.size  # one number past the text's: the decoder's start and end, and CTC's blank
+        eos = (
+            self.tokenizer.size
+        )  # one number past the text's: the decoder's start and end, and CTC's blank
         item = {
-            "audio": waveform, "tokens": torch.tensor(tokens, dtype=torch.long), "labels": torch.tensor([*tokens, eos]),
-            "text": transcript, "name": self.corpus.where(index), "index": index,
-        }  # fmt: skip
+            "audio": waveform,
+            "tokens": torch.tensor(tokens, dtype=torch.long),
+            "labels": torch.tensor([*tokens, eos]),
+            "text": transcript,
+            "name": self.corpus.where(index),
+            "index": index,
+        }
         if self.training and args.spec_augment:
             random = np.random.default_rng([args.seed, epoch, index])
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
@@ -241,8 +330,8 @@ class Utterances:
 
 
 def collate(items: list[dict]) -> dict:
-    """Items to a batch: audio (B, T), tokens (B, U), labels (B, U + 1) with -100 beyond their end, each with its lengths;
-    counts are the numbers of targets of each loss term."""
+    """Items to a batch: audio (B, T), tokens (B, U), labels (B, U + 1) with -100 beyond their end,
+    each with its lengths; counts are the numbers of targets of each loss term."""
     batch = {
         "names": [item["name"] for item in items],
         "texts": [item["text"] for item in items],
@@ -259,30 +348,42 @@ def collate(items: list[dict]) -> dict:
     return batch
 
 
-# --- model -----------------------------------------------------------------------------------------------------------
+# --- model ----------------------------------------------------------------------------------------
 
 
-def rotary_angles(length: int, head_dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_angles(
+    length: int, head_dim: int, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin (T, head_dim / 2) of rotary positions (Su et al. 2021)."""
-    frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim)
+    frequencies = 10_000.0 ** (
+        -torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
+    )
     angles = torch.arange(length, device=like.device, dtype=torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turns each pair (first half, second half) of (B, H, T, D) by its position's angle; the type stays."""
+    """Turns each pair (first half, second half) of (B, H, T, D) by its position's angle; the type
+    stays."""
     cos, sin = angles
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 class FeedForward(nn.Sequential):
-    """Pre-norm feed-forward of 4 d, (B, T, D) to (B, T, D); the residual is the caller's. One dropout, on the output: a
-    second one on the wide hidden layer would be the largest tensor that backward keeps. The output of SiLU would be as
-    large, so `lean_chain` computes it again in backward."""
+    """Pre-norm feed-forward of 4 d, (B, T, D) to (B, T, D); the residual is the caller's. One
+    dropout, on the output: a second one on the wide hidden layer would be the largest tensor that
+    backward keeps. The output of SiLU would be as large, so `lean_chain` computes it again in
+    backward."""
 
     def __init__(self, d: int, dropout: float):
-        super().__init__(nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.SiLU(), nn.Linear(4 * d, d), nn.Dropout(dropout))
+        super().__init__(
+            nn.LayerNorm(d),
+            nn.Linear(d, 4 * d),
+            nn.SiLU(),
+            nn.Linear(4 * d, d),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         norm, widen, _, narrow, dropout = self
@@ -290,8 +391,8 @@ class FeedForward(nn.Sequential):
 
 
 class SelfAttention(nn.Module):
-    """Pre-norm self-attention with rotary positions, (B, T, D) to (B, T, D). Attention weights have no dropout: with it
-    fused kernels are lost on a CPU."""
+    """Pre-norm self-attention with rotary positions, (B, T, D) to (B, T, D). Attention weights have
+    no dropout: with it fused kernels are lost on a CPU."""
 
     def __init__(self, d: int, heads: int, dropout: float):
         super().__init__()
@@ -307,7 +408,9 @@ class SelfAttention(nn.Module):
         qkv = lean_chain(x, self.norm, self.qkv).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, D / H)
         v = v.contiguous()  # a view would keep q and k, too, which backward needs as rotated only
-        y = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, attn_mask=mask, is_causal=causal)
+        y = F.scaled_dot_product_attention(
+            rotate(q, angles), rotate(k, angles), v, attn_mask=mask, is_causal=causal
+        )
         return self.dropout(self.out(y.transpose(1, 2).flatten(2)))
 
 
@@ -323,7 +426,9 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(d, d)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         q = self.q(self.norm(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = self.kv(encoded).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -331,8 +436,9 @@ class CrossAttention(nn.Module):
 
 
 class Convolution(nn.Module):
-    """The Conformer's convolution module, (B, T, D) to (B, T, D). Normalised per frame, not per batch: with batches of
-    one or two BatchNorm's statistics are useless, and accumulation would not be exact."""
+    """The Conformer's convolution module, (B, T, D) to (B, T, D). Normalised per frame, not per
+    batch: with batches of one or two BatchNorm's statistics are useless, and accumulation would not
+    be exact."""
 
     def __init__(self, d: int, kernel: int, dropout: float):
         super().__init__()
@@ -363,7 +469,11 @@ class EncoderLayer(nn.Module):
         self.norm = nn.LayerNorm(d)
 
     def forward(
-        self, x: torch.Tensor, angles: tuple, mask: torch.Tensor | None, padding: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        angles: tuple,
+        mask: torch.Tensor | None,
+        padding: torch.Tensor | None,
     ) -> torch.Tensor:
         x = x + 0.5 * self.first(x)
         x = x + self.attention(x, angles, mask)
@@ -378,15 +488,18 @@ class DecoderLayer(nn.Module):
         self.cross = CrossAttention(d, heads, dropout)
         self.feed_forward = FeedForward(d, dropout)
 
-    def forward(self, x: torch.Tensor, encoded: torch.Tensor, angles: tuple, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, encoded: torch.Tensor, angles: tuple, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         x = x + self.attention(x, angles, causal=True)
         x = x + self.cross(x, encoded, mask)
         return x + self.feed_forward(x)
 
 
 class Subsampling(nn.Module):
-    """Features (B, F, M) to (B, T, D) with F / 4 or F / 8 frames: a strided 3x3 convolution, then depthwise-separable
-    ones. What lies beyond each length is zeroed before every convolution, so padding changes nothing."""
+    """Features (B, F, M) to (B, T, D) with F / 4 or F / 8 frames: a strided 3x3 convolution, then
+    depthwise-separable ones. What lies beyond each length is zeroed before every convolution, so
+    padding changes nothing."""
 
     CHANNELS = 64
 
@@ -394,7 +507,9 @@ class Subsampling(nn.Module):
         super().__init__()
         c, stages = self.CHANNELS, factor.bit_length() - 1
         self.first = nn.Conv2d(1, c, 3, stride=2, padding=1)
-        self.depthwise = nn.ModuleList([nn.Conv2d(c, c, 3, stride=2, padding=1, groups=c) for _ in range(stages - 1)])
+        self.depthwise = nn.ModuleList(
+            [nn.Conv2d(c, c, 3, stride=2, padding=1, groups=c) for _ in range(stages - 1)]
+        )
         self.pointwise = nn.ModuleList([nn.Conv2d(c, c, 1) for _ in range(stages - 1)])
         for _ in range(stages):
             n_mels = (n_mels - 1) // 2 + 1
@@ -402,7 +517,9 @@ class Subsampling(nn.Module):
         self.norm = nn.LayerNorm(d)
         self.to(memory_format=torch.channels_last)  # twice as fast as (B, C, F, M) in memory
 
-    def forward(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, features: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.first(features[:, None])  # (B, C, F / 2, M / 2)
         lengths = (lengths - 1) // 2 + 1
         for depthwise, pointwise in zip(self.depthwise, self.pointwise, strict=True):
@@ -419,9 +536,10 @@ BRANCH_OUTPUTS = (".out", ".leave", ".first.3", ".second.3", ".feed_forward.3")
 
 
 def quieten_branches(layers: nn.ModuleList) -> None:
-    """Scales what each residual branch adds by one over the root of the number of branches, without a bias (GPT-2's
-    initialisation). Otherwise eight Conformer blocks drown what was heard in constants, and the decoder learns to guess
-    sentences long before CTC aligns: on the demo 100 updates instead of 400 until CTC's loss is below 1."""
+    """Scales what each residual branch adds by one over the root of the number of branches, without
+    a bias (GPT-2's initialisation). Otherwise eight Conformer blocks drown what was heard in
+    constants, and the decoder learns to guess sentences long before CTC aligns: on the demo 100
+    updates instead of 400 until CTC's loss is below 1."""
     branches = [module for name, module in layers.named_modules() if name.endswith(BRANCH_OUTPUTS)]
     with torch.no_grad():
         for module in branches:
@@ -430,8 +548,8 @@ def quieten_branches(layers: nn.ModuleList) -> None:
 
 
 class Conformer(nn.Module):
-    """Encoder, CTC head and attention decoder. Both outputs have `vocabulary` + 1 entries; the last is CTC's blank, and
-    the decoder's start and end."""
+    """Encoder, CTC head and attention decoder. Both outputs have `vocabulary` + 1 entries; the last
+    is CTC's blank, and the decoder's start and end."""
 
     def __init__(self, config: dict, dropout: float = 0.1, label_smoothing: float = 0.1):
         super().__init__()
@@ -445,18 +563,24 @@ class Conformer(nn.Module):
         self.feature_norm = FeatureNorm(N_MELS, config["cmvn"])
         self.subsampling = Subsampling(N_MELS, d, config["subsampling"])
         self.dropout = nn.Dropout(dropout)
-        self.encoder = nn.ModuleList([EncoderLayer(d, heads, kernel, dropout) for _ in range(config["encoder_layers"])])
+        self.encoder = nn.ModuleList(
+            [EncoderLayer(d, heads, kernel, dropout) for _ in range(config["encoder_layers"])]
+        )
         self.ctc_head = nn.Linear(d, self.eos + 1)
         self.embedding = nn.Embedding(self.eos + 1, d)
-        nn.init.normal_(self.embedding.weight, std=d**-0.5)  # tied to the output: std 1 would make it diverge
-        self.decoder = nn.ModuleList([DecoderLayer(d, heads, dropout) for _ in range(config["decoder_layers"])])
+        nn.init.normal_(
+            self.embedding.weight, std=d**-0.5
+        )  # tied to the output: std 1 would make it diverge
+        self.decoder = nn.ModuleList(
+            [DecoderLayer(d, heads, dropout) for _ in range(config["decoder_layers"])]
+        )
         self.decoder_norm = nn.LayerNorm(d)
         for layers in (self.encoder, self.decoder):
             quieten_branches(layers)
 
     def encode(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """The batch's waveforms to (B, T, D), the attention mask over T (None where nothing is padded) and the lengths
-        on the host."""
+        """The batch's waveforms to (B, T, D), the attention mask over T (None where nothing is
+        padded) and the lengths on the host."""
         lengths = frames(batch["audio_lengths"], SAMPLE_RATE)
         x = self.feature_norm(self.log_mel(batch["audio"]), lengths)  # (B, F, M)
         if "time_masks" in batch:
@@ -464,7 +588,10 @@ class Conformer(nn.Module):
         x, lengths = self.subsampling(x, lengths)
         x = self.dropout(x)
         host = torch.tensor(
-            [encoder_frames(n, self.config["subsampling"]) for n in batch["audio_lengths_host"].tolist()]
+            [
+                encoder_frames(n, self.config["subsampling"])
+                for n in batch["audio_lengths_host"].tolist()
+            ]
         )
         mask = padding = None
         if int(host.min()) < x.shape[1]:
@@ -475,8 +602,11 @@ class Conformer(nn.Module):
             x = layer(x, angles, mask, padding)
         return x, mask, host
 
-    def decode(self, tokens: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Logits (B, U, V + 1) of the token after each of `tokens` (B, U), the first of which is `self.eos`."""
+    def decode(
+        self, tokens: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits (B, U, V + 1) of the token after each of `tokens` (B, U), the first of which is
+        `self.eos`."""
         x = self.dropout(self.embedding(tokens) * math.sqrt(self.config["d_model"]))
         angles = rotary_angles(tokens.shape[1], self.head_dim, x)
         for layer in self.decoder:
@@ -484,27 +614,41 @@ class Conformer(nn.Module):
         return F.linear(self.decoder_norm(x), self.embedding.weight)
 
 
-# --- loss, decoding and evaluation -----------------------------------------------------------------------------------
+# --- loss, decoding and evaluation ----------------------------------------------------------------
 
 
 def losses(
-    model: Conformer, batch: dict, encoded: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor
+    model: Conformer,
+    batch: dict,
+    encoded: torch.Tensor,
+    mask: torch.Tensor | None,
+    lengths: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Sums over the batch of the CTC loss and the decoder's cross-entropy."""
-    log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1).transpose(0, 1)  # (T, B, V + 1), in fp32 or better
-    # Lengths on the host spare CTC a wait for the device. What cannot be aligned was rejected before training; an
-    # evaluation set is scored whole, so there it may occur.
+    log_probs = (
+        upcast(model.ctc_head(encoded)).log_softmax(-1).transpose(0, 1)
+    )  # (T, B, V + 1), in fp32 or better
+    # Lengths on the host spare CTC a wait for the device. What cannot be aligned was rejected
+    # before training; an evaluation set is scored whole, so there it may occur.
     ctc = F.ctc_loss(
-        log_probs, batch["tokens"], lengths, batch["tokens_lengths_host"], blank=model.eos, reduction="sum",
+        log_probs,
+        batch["tokens"],
+        lengths,
+        batch["tokens_lengths_host"],
+        blank=model.eos,
+        reduction="sum",
         zero_infinity=not model.training,
-    )  # fmt: skip
+    )
     labels = batch["labels"]  # (B, U + 1)
     start = torch.full_like(labels[:, :1], model.eos)
     logits = model.decode(torch.cat([start, labels[:, :-1].clamp_min(0)], dim=1), encoded, mask)
     attention = F.cross_entropy(
-        upcast(logits).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum",
+        upcast(logits).flatten(0, 1),
+        labels.flatten(),
+        ignore_index=-100,
+        reduction="sum",
         label_smoothing=model.label_smoothing,
-    )  # fmt: skip
+    )
     return {"ctc": ctc, "attention": attention}
 
 
@@ -516,15 +660,18 @@ def compute_loss(model: Conformer, batch: dict) -> dict[str, torch.Tensor]:
 def ctc_greedy(model: Conformer, encoded: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
     """The best label of every frame, repeats merged, blanks removed."""
     best = model.ctc_head(encoded).argmax(-1).cpu()
-    paths = [row[:length].unique_consecutive() for row, length in zip(best, lengths.tolist(), strict=True)]
+    paths = [
+        row[:length].unique_consecutive()
+        for row, length in zip(best, lengths.tolist(), strict=True)
+    ]
     return [path[path != model.eos].tolist() for path in paths]
 
 
 def decode(
     model: Conformer, encoded: torch.Tensor, lengths: torch.Tensor, method: str, beam_size: int
 ) -> list[list[int]]:
-    """Tokens of every utterance of (B, T, D) by one of --decoding's methods. Both searches mix the log-probabilities of CTC
-    and the decoder as the loss does."""
+    """Tokens of every utterance of (B, T, D) by one of --decoding's methods. Both searches mix the
+    log-probabilities of CTC and the decoder as the loss does."""
     if method == "greedy":
         return ctc_greedy(model, encoded, lengths)
     search, hypotheses = rescored_beam if method == "rescore" else joint_beam, []
@@ -533,7 +680,9 @@ def decode(
         log_probs = upcast(model.ctc_head(utterance[0])).log_softmax(-1)
 
         def decoder(tokens: torch.Tensor, utterance=utterance) -> torch.Tensor:
-            return model.decode(tokens.to(utterance.device), utterance.expand(len(tokens), -1, -1), None)
+            return model.decode(
+                tokens.to(utterance.device), utterance.expand(len(tokens), -1, -1), None
+            )
 
         hypotheses.append(search(log_probs, decoder, model.eos, beam_size, LOSS_WEIGHTS))
     return hypotheses
@@ -547,36 +696,46 @@ def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float
         texts = [tokenizer.decode(tokens) for tokens in ctc_greedy(model, encoded, lengths)]
         return texts, losses(model, batch, encoded, mask, lengths)
 
-    rows, sums = decode_set(decode_batch, eval_batches, next(model.parameters()).device, LOSS_WEIGHTS)
+    rows, sums = decode_set(
+        decode_batch, eval_batches, next(model.parameters()).device, LOSS_WEIGHTS
+    )
     return {**sums, **metrics.score(rows)}
 
 
 def final_texts(args, tokenizer, model: Conformer, batch: dict) -> list[str]:
     """The texts of a batch by --decoding."""
     encoded, _, lengths = model.encode(batch)
-    return [tokenizer.decode(tokens) for tokens in decode(model, encoded, lengths, args.decoding, args.beam_size)]
+    return [
+        tokenizer.decode(tokens)
+        for tokens in decode(model, encoded, lengths, args.decoding, args.beam_size)
+    ]
 
 
 def report_results(args, tokenizer, model: Conformer, eval_batches, title: str) -> None:
     """Prints the error rates and examples of a set, decoded by --decoding."""
     device_of_model = next(model.parameters()).device
-    rows, _ = decode_set(lambda batch: (final_texts(args, tokenizer, model, batch), {}), eval_batches, device_of_model)
+    rows, _ = decode_set(
+        lambda batch: (final_texts(args, tokenizer, model, batch), {}),
+        eval_batches,
+        device_of_model,
+    )
     title = f"{title}, {len(rows)} utterances, decoding: {args.decoding}"
     recogniser.print_results(rows, title, args.log_dir, args.seed)
 
 
-# --- main ------------------------------------------------------------------------------------------------------------
+# --- main -----------------------------------------------------------------------------------------
 
 
 def make_model(config: dict, *settings: float, weights: dict | None = None) -> Conformer:
-    """A model of this configuration. Raises `UsageError` before it takes memory if it would have other tensors than the
-    `weights` that it will be given, or does not fit into memory at all."""
+    """A model of this configuration. Raises `UsageError` before it takes memory if it would have
+    other tensors than the `weights` that it will be given, or does not fit into memory at all."""
     check_heads(config)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Conformer(config).state_dict().items()}
     if weights and shapes != {name: tensor.shape for name, tensor in weights.items()}:
         raise UsageError(
-            "the saved weights are not those of the model that their metadata describe; --init_from loads what fits"
+            "the saved weights are not those of the model that their metadata describe; --init_from"
+            " loads what fits"
         )
     require_room(sum(map(math.prod, shapes.values())))
     return Conformer(config, *settings)
@@ -596,7 +755,9 @@ def transcribe(args) -> None:
     model, tokenizer, metadata = trained(args, setup)
     texts_of = functools.partial(final_texts, args, tokenizer, model)
     longest, _ = recogniser.in_pieces(args.piece_seconds, metadata["longest"])
-    recogniser.transcribe_files(args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size)
+    recogniser.transcribe_files(
+        args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size
+    )
 
 
 @torch.no_grad()
@@ -606,9 +767,13 @@ def evaluate_only(args) -> None:
     model, tokenizer, metadata = trained(args, setup)
     corpora = read_corpora(args, metadata)
     name = "test" if "test" in corpora else "val"
-    data = Utterances(args, corpora[name], tokenizer, metadata["config"]["subsampling"], training=False)
+    data = Utterances(
+        args, corpora[name], tokenizer, metadata["config"]["subsampling"], training=False
+    )
     with setup.autocast():
-        report_results(args, tokenizer, model, EvalBatches(args, data, collate, setup), f"{name} set")
+        report_results(
+            args, tokenizer, model, EvalBatches(args, data, collate, setup), f"{name} set"
+        )
 
 
 def measure_features(model: Conformer, data: Utterances, seed: int) -> None:
@@ -640,29 +805,63 @@ def main(args) -> None:
 
     corpora = read_corpora(args, saved)
     tokenizer = make_tokenizer(args, saved, corpora["train"].texts)
-    corpora["train"] = drop_untrainable(corpora["train"], tokenizer, shape["subsampling"], args.strict_data)
-    data = {name: Utterances(args, corpora[name], tokenizer, shape["subsampling"], name == "train") for name in corpora}
+    corpora["train"] = drop_untrainable(
+        corpora["train"], tokenizer, shape["subsampling"], args.strict_data
+    )
+    data = {
+        name: Utterances(args, corpora[name], tokenizer, shape["subsampling"], name == "train")
+        for name in corpora
+    }
     config = {**shape, "vocabulary": tokenizer.size}
-    model = make_model(config, args.dropout, args.label_smoothing, weights=run.resumed and run.resumed["model"])
-    print(f"model: {optim.count_parameters(model)[0] / 1e6:.1f} M parameters, {tokenizer.size} text tokens")
+    model = make_model(
+        config, args.dropout, args.label_smoothing, weights=run.resumed and run.resumed["model"]
+    )
+    print(
+        f"model: {optim.count_parameters(model)[0] / 1e6:.1f} M parameters, {tokenizer.size} text"
+        " tokens"
+    )
     if shape["cmvn"] == "global" and not (run.resumed or run.planned):
         measure_features(model, data["train"], args.seed)
 
     windows = Windows(args, data["train"], collate, run.setup)
-    evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"}
+    evaluation = {
+        name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
+    }
     longest = float(corpora["train"].seconds.max())
-    held_out = [] if args.val_manifest or not args.train_manifest else splits.held_out_keys(corpora["val"])
-    metadata = {"recipe": RECIPE, "config": config, "tokenizer": tokenizer.state(), "longest": longest, "held_out": held_out,
-                "asked": (saved or {}).get("asked", {"tokenizer": args.tokenizer, "vocab_size": args.vocab_size})}  # fmt: skip
+    held_out = (
+        [] if args.val_manifest or not args.train_manifest else splits.held_out_keys(corpora["val"])
+    )
+    metadata = {
+        "recipe": RECIPE,
+        "config": config,
+        "tokenizer": tokenizer.state(),
+        "longest": longest,
+        "held_out": held_out,
+        "asked": (
+            (saved or {}).get("asked", {"tokenizer": args.tokenizer, "vocab_size": args.vocab_size})
+        ),
+    }
     task = Task(
-        RECIPE, compute_loss, LOSS_WEIGHTS, functools.partial(evaluate, tokenizer), metadata,
-        checkpointed=CHECKPOINTED, compiled=COMPILED,
-    )  # fmt: skip
+        RECIPE,
+        compute_loss,
+        LOSS_WEIGHTS,
+        functools.partial(evaluate, tokenizer),
+        metadata,
+        checkpointed=CHECKPOINTED,
+        compiled=COMPILED,
+    )
     train(args, run, model, task, windows, evaluation["val"])
     name = "test" if "test" in evaluation else "val"
-    finish(args, run, model, task, evaluation["val"], lambda weights: report_results(
-        args, tokenizer, model, evaluation[name].whole(), f"{name} set, {weights}"
-    ))  # fmt: skip
+    finish(
+        args,
+        run,
+        model,
+        task,
+        evaluation["val"],
+        lambda weights: report_results(
+            args, tokenizer, model, evaluation[name].whole(), f"{name} set, {weights}"
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -1,21 +1,26 @@
-"""XTTS for Amharic: Coqui's XTTS-v2, whose GPT learns a language or a voice from little speech on a small GPU.
+"""XTTS for Amharic: Coqui's XTTS-v2, whose GPT learns a language or a voice from little speech on a
+small GPU.
 
     python recipes/xtts_amharic.py --from_scratch   # without data: a small model learns to speak synthetic Amharic
     python recipes/xtts_amharic.py --model_dir XTTS-v2 --train_manifest train.csv --use_amharic_g2p --resume auto
     python recipes/xtts_amharic.py --synthesize "ሰላም ለዓለም።" --speaker_wav voice.wav --output out.wav --resume checkpoints/best.safetensors
 
-Data: CSV with the header audio_file|text|speaker_name, JSON Lines, or LJSpeech's metadata.csv; any sample rate; clips of 0.5 to
-11.6 s and texts of up to 200 tokens. --check_data says what is wrong with them. A row may have a language (lang).
+Data: CSV with the header audio_file|text|speaker_name, JSON Lines, or LJSpeech's metadata.csv; any
+sample rate; clips of 0.5 to 11.6 s and texts of up to 200 tokens. --check_data says what is wrong
+with them. A row may have a language (lang).
 
---model_dir takes a folder with Coqui's model.pth, config.json, vocab.json, dvae.pth and mel_stats.pth. Its vocabulary has no
-Ethiopic letters: --use_amharic_g2p or --extend_vocab. The DVAE makes the codes that are learned and is frozen, as is the vocoder;
-a model from scratch trains a small DVAE first. --export DIR writes a folder that Coqui loads.
+--model_dir takes a folder with Coqui's model.pth, config.json, vocab.json, dvae.pth and
+mel_stats.pth. Its vocabulary has no Ethiopic letters: --use_amharic_g2p or --extend_vocab. The DVAE
+makes the codes that are learned and is frozen, as is the vocoder; a model from scratch trains a
+small DVAE first. --export DIR writes a folder that Coqui loads.
 
-Memory: weights, gradients and AdamW's states of the 441 million parameters take 6.6 GiB, with --optimizer adamw_8bit 4.1.
---gradient_checkpointing, --sdpa and mixed precision reduce what comes on top. run_xtts_amharic.sh has presets.
+Memory: weights, gradients and AdamW's states of the 441 million parameters take 6.6 GiB, with
+--optimizer adamw_8bit 4.1. --gradient_checkpointing, --sdpa and mixed precision reduce what comes
+on top. run_xtts_amharic.sh has presets.
 
-Sources: XTTS (Casanova et al. 2024), Tortoise (Betker 2023), Perceiver (Jaegle et al. 2021), GPT-2 (Radford et al. 2019). Written
-from these and from the shapes of the released files; Coqui's code is not used. The released weights have another licence.
+Sources: XTTS (Casanova et al. 2024), Tortoise (Betker 2023), Perceiver (Jaegle et al. 2021), GPT-2
+(Radford et al. 2019). Written from these and from the shapes of the released files; Coqui's code is
+not used. The released weights have another licence.
 """
 
 import functools
@@ -52,31 +57,74 @@ RECIPE = "xtts_amharic"
 LOSS_WEIGHTS = {"text": 0.01, "mel": 1.0}
 STOPS = 4  # STOP targets after the codes, as the released model was trained
 BETAS = (0.9, 0.96)
-MAX_SAMPLES, MIN_SECONDS, DEMO_MIN_SECONDS, MAX_TEXT = 255_995, 0.5, 0.2, 200  # of a clip; of a text, tokens
+MAX_SAMPLES, MIN_SECONDS, DEMO_MIN_SECONDS, MAX_TEXT = (
+    255_995,
+    0.5,
+    0.2,
+    200,
+)  # of a clip; of a text, tokens
 CONDITIONING_BLOCKS, PERCEIVER_LAYERS = 6, 2
 PATIENCE = 5  # evaluations without a gain, for released weights
 DEMO_SIZES = {"train": 3000, "val": 100}  # sentences
-DEMO_MANNER = demo.Manner(rate=(170, 170), pitch=(50, 50), words=(1, 4), trimmed=True, in_all_voices=("train",))
-DEMO_STEPS, FULL_DEMO_STEPS = 1600, 200  # updates without data; a full size only shows that it works
+DEMO_MANNER = demo.Manner(
+    rate=(170, 170), pitch=(50, 50), words=(1, 4), trimmed=True, in_all_voices=("train",)
+)
+DEMO_STEPS, FULL_DEMO_STEPS = (
+    1600,
+    200,
+)  # updates without data; a full size only shows that it works
 
 
 def add_arguments(parser) -> None:
     starts.add_arguments(parser)
     splits.add_arguments(parser)
-    # fmt: off
-    options.add_arguments(parser, learning_rate=(None, "5e-6 for released weights, 2e-3 from scratch"), keep_last=2, max_duration=(MAX_SAMPLES / SAMPLE_RATE, "11.6"), min_duration=MIN_SECONDS, early_stopping_patience=(None, f"{PATIENCE} for released weights, else never"))
+    options.add_arguments(
+        parser,
+        learning_rate=(None, "5e-6 for released weights, 2e-3 from scratch"),
+        keep_last=2,
+        max_duration=(MAX_SAMPLES / SAMPLE_RATE, "11.6"),
+        min_duration=MIN_SECONDS,
+        early_stopping_patience=(None, f"{PATIENCE} for released weights, else never"),
+    )
     own = parser.add_argument_group("XTTS")
-    own.add_argument("--sdpa", action=options.OnOff, default=True, help="fused attention; off: all scores in memory (on)")
-    own.add_argument("--freeze_layers", type=options.COUNT, default=0, metavar="N", help="leave the first N layers of the GPT as they are (0)")
-    own.add_argument("--speak_held_out", type=options.COUNT, metavar="N", help="sentences of the evaluation set to speak after training, in OUTPUT_DIR/speech (2; 20 from scratch)")
+    own.add_argument(
+        "--sdpa",
+        action=options.OnOff,
+        default=True,
+        help="fused attention; off: all scores in memory (on)",
+    )
+    own.add_argument(
+        "--freeze_layers",
+        type=options.COUNT,
+        default=0,
+        metavar="N",
+        help="leave the first N layers of the GPT as they are (0)",
+    )
+    own.add_argument(
+        "--speak_held_out",
+        type=options.COUNT,
+        metavar="N",
+        help=(
+            "sentences of the evaluation set to speak after training, in OUTPUT_DIR/speech (2; 20"
+            " from scratch)"
+        ),
+    )
     own.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
-    own.add_argument("--max_audio_length", type=options.number(int, SAMPLE_RATE // 2, 600_000), metavar="N", help=f"longest clip, samples at 22.05 kHz, in place of --max_duration ({MAX_SAMPLES})")
-    # fmt: on
+    own.add_argument(
+        "--max_audio_length",
+        type=options.number(int, SAMPLE_RATE // 2, 600_000),
+        metavar="N",
+        help=f"longest clip, samples at 22.05 kHz, in place of --max_duration ({MAX_SAMPLES})",
+    )
 
 
 def resolve(args) -> starts.Start:
     is_demo = not args.train_manifest
-    excludes = (*splits.EXCLUDES, *starts.EXCLUDES, ("max_audio_length", "max_duration", "both limit clips; give one"))
+    excludes = (
+        *splits.EXCLUDES,
+        *starts.EXCLUDES,
+        ("max_audio_length", "max_duration", "both limit clips; give one"),
+    )
     steps = DEMO_STEPS if args.from_scratch and args.model_size != "full" else FULL_DEMO_STEPS
     options.resolve(args, is_demo, steps, excludes, (*splits.NEEDS, *starts.NEEDS))
     if args.max_audio_length:
@@ -88,12 +136,12 @@ def resolve(args) -> starts.Start:
     return starts.resolve(args)
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
-    """The corpora "train", "val" and, if there is one, "test"; synthetic ones if no manifest is given. What was held out when the
-    model with the metadata `saved` began is held out again."""
+    """The corpora "train", "val" and, if there is one, "test"; synthetic ones if no manifest is
+    given. What was held out when the model with the metadata `saved` began is held out again."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.evaluate and args.test_manifest:
         paths = {"test": args.test_manifest}
@@ -102,18 +150,28 @@ def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
     elif not (args.train_manifest or args.test_manifest):
         print("no --train_manifest: using synthetic speech")
         folder = Path(args.output_dir) / "data" / "amharic"
-        paths = demo.speech_corpus(folder, demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, DEMO_SIZES, manner=DEMO_MANNER)
+        paths = demo.speech_corpus(
+            folder, demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, DEMO_SIZES, manner=DEMO_MANNER
+        )
     rules = replace(splits.resolve(args, (saved or {}).get("held_out", ())), for_synthesis=True)
     return splits.load_splits(paths, text.normalise, rules)
 
 
-def check_sets(args, sets: dict[str, Corpus], reader: texts.Texts | texts.FrontEnd, config: dict) -> dict[str, Corpus]:
-    """The sets without what harms the training, and without texts and clips that the model has no letters or positions for."""
+def check_sets(
+    args, sets: dict[str, Corpus], reader: texts.Texts | texts.FrontEnd, config: dict
+) -> dict[str, Corpus]:
+    """The sets without what harms the training, and without texts and clips that the model has no
+    letters or positions for."""
 
     def fault(corpus: Corpus, index: int) -> tuple[str, str] | None:
         words = reader.fault(corpus.texts[index], corpus.languages[index], most_text(config))
-        codes, most = code_count(int(corpus.seconds[index] * SAMPLE_RATE)), config["mel_positions"] - STOPS
-        return words or ((f"clip is longer than {most} codes", f"{codes} codes") if codes > most else None)
+        codes, most = (
+            code_count(int(corpus.seconds[index] * SAMPLE_RATE)),
+            config["mel_positions"] - STOPS,
+        )
+        return words or (
+            (f"clip is longer than {most} codes", f"{codes} codes") if codes > most else None
+        )
 
     is_stand_in = options.plans(args) and not args.train_manifest
     return sets if is_stand_in else checks.check_speech(sets, args.strict_data, fault, reader.read)
@@ -125,23 +183,31 @@ def most_text(config: dict) -> int:
 
 
 def about_run(args, sets: dict[str, Corpus]) -> dict:
-    """What is kept with the weights beside the model: what is held out of the sets that were read."""
-    held_out = [] if args.val_manifest or not args.train_manifest else splits.held_out_keys(sets["val"])
+    """What is kept with the weights beside the model: what is held out of the sets that were
+    read."""
+    held_out = (
+        [] if args.val_manifest or not args.train_manifest else splits.held_out_keys(sets["val"])
+    )
     return {"recipe": RECIPE, "stage": "gpt", "held_out": held_out}
 
 
 class Utterances:
-    """A set of utterances as the GPT takes them. The conditioning slice, of the clip itself or of another one of its speaker,
-    depends on (seed, epoch, index) alone; in evaluation it has the middle length and begins with the clip."""
+    """A set of utterances as the GPT takes them. The conditioning slice, of the clip itself or of
+    another one of its speaker, depends on (seed, epoch, index) alone; in evaluation it has the
+    middle length and begins with the clip."""
 
-    def __init__(self, args, corpus: Corpus, vocabulary: texts.Texts, metadata: dict, training: bool):
+    def __init__(
+        self, args, corpus: Corpus, vocabulary: texts.Texts, metadata: dict, training: bool
+    ):
         self.args = args
         self.corpus = corpus
         self.vocabulary = vocabulary
         self.training = training
         self.tokens = vocabulary.tokens_of(corpus)
         speakers = np.array(corpus.speakers.codes)
-        self.clips = [np.flatnonzero(speakers == code) for code in range(len(corpus.speakers.names))]
+        self.clips = [
+            np.flatnonzero(speakers == code) for code in range(len(corpus.speakers.names))
+        ]
         self.other = metadata["condition"] == "other"
         self.slice = metadata["slice"]
 
@@ -152,17 +218,24 @@ class Utterances:
         return self.corpus.fingerprint()
 
     def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) positions of each utterance in the GPT, as whole seconds of codes: the longest of them come first. Windows of
-        utterances with the same number of positions would teach less."""
+        """(N,) positions of each utterance in the GPT, as whole seconds of codes: the longest of
+        them come first. Windows of utterances with the same number of positions would teach
+        less."""
         codes = np.ceil(self.corpus.seconds * SAMPLE_RATE / SAMPLES_PER_CODE)
-        return np.ceil((codes + [len(tokens) for tokens in self.tokens] + 32) * SAMPLES_PER_CODE / SAMPLE_RATE)
+        return np.ceil(
+            (codes + [len(tokens) for tokens in self.tokens] + 32) * SAMPLES_PER_CODE / SAMPLE_RATE
+        )
 
     def item(self, index: int, epoch: int) -> dict:
-        """One utterance: waveform (T,), tokens (U,), the slice (S,), and the codes whose loss is left out, (first, last),
-        because the slice is of them."""
+        """One utterance: waveform (T,), tokens (U,), the slice (S,), and the codes whose loss is
+        left out, (first, last), because the slice is of them."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE, self.args.cache_audio)
         random = np.random.default_rng([self.args.seed, epoch, index])
-        length = int(random.integers(self.slice[0], self.slice[1] + 1)) if self.training else sum(self.slice) // 2
+        length = (
+            int(random.integers(self.slice[0], self.slice[1] + 1))
+            if self.training
+            else sum(self.slice) // 2
+        )
         voice, clips = waveform, self.clips[self.corpus.speakers.codes[index]]
         if is_other := self.other and len(clips) > 1:
             step = int(random.integers(1, len(clips))) if self.training else 1
@@ -174,16 +247,21 @@ class Utterances:
         codes = code_count(len(waveform))
         first, last = begin // SAMPLES_PER_CODE, min(codes, (begin + length) // SAMPLES_PER_CODE)
         return {
-            "audio": waveform, "tokens": torch.tensor(self.tokens[index]),
-            "slice": F.pad(voice[begin : begin + length], (0, self.slice[1] - length)), "heard": (0, 0) if is_other else (first, last),
-            "codes": codes, "language": self.vocabulary.language_of(self.corpus.languages[index]),
-            "name": self.corpus.where(index), "index": index,
-        }  # fmt: skip
+            "audio": waveform,
+            "tokens": torch.tensor(self.tokens[index]),
+            "slice": F.pad(voice[begin : begin + length], (0, self.slice[1] - length)),
+            "heard": (0, 0) if is_other else (first, last),
+            "codes": codes,
+            "language": self.vocabulary.language_of(self.corpus.languages[index]),
+            "name": self.corpus.where(index),
+            "index": index,
+        }
 
 
 def collate(items: list[dict]) -> dict:
-    """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths, slices (B, S); counts are the numbers of targets
-    of each loss term: the tokens and STOP; the codes that are not in the slice, and four STOPs."""
+    """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths, slices (B, S);
+    counts are the numbers of targets of each loss term: the tokens and STOP; the codes that are not
+    in the slice, and four STOPs."""
     batch = {
         "names": [item["name"] for item in items],
         "indices": [item["index"] for item in items],
@@ -200,7 +278,7 @@ def collate(items: list[dict]) -> dict:
     return batch
 
 
-# --- model: names and shapes are those of Coqui's model.pth -----------------------------------------------------------
+# --- model: names and shapes are those of Coqui's model.pth ---------------------------------------
 
 
 class Conv1D(nn.Module):
@@ -216,7 +294,8 @@ class Conv1D(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, (B, T, D) to (B, T, D), by one fused kernel or, without `sdpa`, by `explicit_attention`."""
+    """Causal self-attention, (B, T, D) to (B, T, D), by one fused kernel or, without `sdpa`, by
+    `explicit_attention`."""
 
     def __init__(self, config: dict, dropout: float):
         super().__init__()
@@ -226,13 +305,19 @@ class Attention(nn.Module):
         self.sdpa = True
 
     def forward(self, x: torch.Tensor, cache: list | None = None) -> torch.Tensor:
-        """`cache` holds keys and values (B, H, P, D / H) of earlier positions, and then those of all."""
-        q, k, v = self.c_attn(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, D / H)
+        """`cache` holds keys and values (B, H, P, D / H) of earlier positions, and then those of
+        all."""
+        q, k, v = (
+            self.c_attn(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )  # 3 x (B, H, T, D / H)
         if cache is not None:
             if cache:
                 k, v = torch.cat([cache[0], k], dim=2), torch.cat([cache[1], v], dim=2)
             cache[:] = k, v
-        dropout, one = self.dropout if self.training else 0.0, q.shape[2] == 1  # one query sees all that is before
+        dropout, one = (
+            self.dropout if self.training else 0.0,
+            q.shape[2] == 1,
+        )  # one query sees all that is before
         if self.sdpa and (one or q.shape == k.shape):
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=not one)
         else:
@@ -240,7 +325,9 @@ class Attention(nn.Module):
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
-def explicit_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+def explicit_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
+) -> torch.Tensor:
     """Causal attention with all scores in memory, (B, H, T, S)."""
     scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)
     t, s = scores.shape[-2:]
@@ -278,7 +365,8 @@ class Block(nn.Module):
 
 
 class ConditioningBlock(nn.Module):
-    """Attention of mel frames (B, D, F) to each other. The residual is the normalised input, as in the released model."""
+    """Attention of mel frames (B, D, F) to each other. The residual is the normalised input, as in
+    the released model."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -294,7 +382,9 @@ class ConditioningBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(x)
-        q, k, v = self.qkv(x).unflatten(1, (self.heads, 3, -1)).permute(2, 0, 1, 4, 3)  # 3 x (B, H, F, D / H)
+        q, k, v = (
+            self.qkv(x).unflatten(1, (self.heads, 3, -1)).permute(2, 0, 1, 4, 3)
+        )  # 3 x (B, H, F, D / H)
         y = F.scaled_dot_product_attention(q, k, v)
         return x + self.proj_out(y.transpose(-1, -2).flatten(1, 2))
 
@@ -362,7 +452,8 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Text and a voice's latents to audio codes. Names and shapes are those of the files of XTTS-v2."""
+    """Text and a voice's latents to audio codes. Names and shapes are those of the files of
+    XTTS-v2."""
 
     def __init__(self, config: dict, dropout: float = 0.0):
         super().__init__()
@@ -370,7 +461,9 @@ class GPT(nn.Module):
         self.config = config
         blocks = [ConditioningBlock(config) for _ in range(CONDITIONING_BLOCKS)]
         first = nn.Conv1d(config["mel_channels"], d, 1)
-        self.conditioning_encoder = nn.Sequential(OrderedDict(init=first, attn=nn.Sequential(*blocks)))
+        self.conditioning_encoder = nn.Sequential(
+            OrderedDict(init=first, attn=nn.Sequential(*blocks))
+        )
         self.conditioning_perceiver = Perceiver(config)
         self.text_embedding = nn.Embedding(config["text_tokens"], d)
         self.mel_embedding = nn.Embedding(config["audio_tokens"], d)
@@ -394,17 +487,22 @@ class GPT(nn.Module):
 
     def embed_mel(self, codes: torch.Tensor, first: int = 0) -> torch.Tensor:
         """(B, n) to (B, n, D), at positions from `first` on."""
-        return self.mel_embedding(codes) + self.mel_pos_embedding["emb"].weight[first : first + codes.shape[1]]
+        return (
+            self.mel_embedding(codes)
+            + self.mel_pos_embedding["emb"].weight[first : first + codes.shape[1]]
+        )
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
-        """Embeddings (B, T, D) to hidden states (B, T, D) after the last norm. Attention is causal."""
+        """Embeddings (B, T, D) to hidden states (B, T, D) after the last norm. Attention is
+        causal."""
         x = self.dropout(x)
         for block in self.gpt.h:
             x = block(x)
         return self.final_norm(self.gpt.ln_f(x))
 
     def run(self, x: torch.Tensor, cache: list | None = None) -> tuple[torch.Tensor, list]:
-        """The same for positions that follow those in `cache`, which is extended: keys and values of each layer."""
+        """The same for positions that follow those in `cache`, which is extended: keys and values
+        of each layer."""
         cache = [[] for _ in self.gpt.h] if cache is None else cache
         for block, past in zip(self.gpt.h, cache, strict=True):
             x = block(x, past)
@@ -431,43 +529,57 @@ def make_model(config: dict, weights: dict | None, dropout: float = 0.0) -> GPT:
 def set_up(args, model: GPT, setup: device.Setup) -> None:
     """--sdpa and --freeze_layers. Prints the kernel that attention uses. Raises `UsageError`."""
     if args.freeze_layers > len(model.gpt.h):
-        raise UsageError(f"--freeze_layers {args.freeze_layers}: the GPT has {len(model.gpt.h)} layers")
+        raise UsageError(
+            f"--freeze_layers {args.freeze_layers}: the GPT has {len(model.gpt.h)} layers"
+        )
     for number, block in enumerate(model.gpt.h):
         block.attn.sdpa = args.sdpa
         block.requires_grad_(number >= args.freeze_layers)
     kernel = "fused" if args.sdpa else "the explicit product (--no_sdpa)"
     if args.sdpa and setup.device.type != "meta":
         d, heads = model.config["d_model"], model.config["heads"]
-        q = torch.zeros(1, heads, 64, d // heads, device=setup.device, dtype=setup.dtype, requires_grad=True)
-        choice = torch._fused_sdp_choice(q, q, q, dropout_p=args.dropout, is_causal=True)  # an index of SDPBackend
-        kernel = {0: "math", 1: "flash", 2: "memory-efficient", 3: "cuDNN"}.get(choice, f"kernel {choice}")
+        q = torch.zeros(
+            1, heads, 64, d // heads, device=setup.device, dtype=setup.dtype, requires_grad=True
+        )
+        choice = torch._fused_sdp_choice(
+            q, q, q, dropout_p=args.dropout, is_causal=True
+        )  # an index of SDPBackend
+        kernel = {0: "math", 1: "flash", 2: "memory-efficient", 3: "cuDNN"}.get(
+            choice, f"kernel {choice}"
+        )
     print(f"attention: {kernel}")
 
 
 def first_model(args, setup: device.Setup, metadata: dict, weights: dict | None) -> GPT:
-    """The model that training starts with. Raises `RunError` if the disk is too small for its checkpoints."""
+    """The model that training starts with. Raises `RunError` if the disk is too small for its
+    checkpoints."""
     device.seed_everything(args.seed)  # whatever was trained before
     model = make_model(metadata["config"], weights, args.dropout)
     set_up(args, model, setup)
     # In a short training a small conditioning encoder, which began at random, unlearns the voices.
-    model.conditioning_encoder.requires_grad_(metadata["pretrained"] or metadata["config"]["hifigan"])
+    model.conditioning_encoder.requires_grad_(
+        metadata["pretrained"] or metadata["config"]["hifigan"]
+    )
     parameters, trainable = optim.count_parameters(model)
     preflight.require_disk(args, model)
     print(f"model: {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M of them trained")
     return model
 
 
-# --- loss and evaluation ---------------------------------------------------------------------------------------------
+# --- loss and evaluation --------------------------------------------------------------------------
 
 
 def place(batch: dict, latents: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Each row of the GPT's input has the latents, START and the text, START, the codes and three STOPs, without gaps, so that
-    causal attention needs no mask. Returns the places (B, L) of a row's positions in latents | text | codes, which are padded,
-    and for each loss term (2, N): the outputs in (B * L,) that have a target, and their targets in (B * U,) of that term."""
+    """Each row of the GPT's input has the latents, START and the text, START, the codes and three
+    STOPs, without gaps, so that causal attention needs no mask. Returns the places (B, L) of a
+    row's positions in latents | text | codes, which are padded, and for each loss term (2, N): the
+    outputs in (B * L,) that have a target, and their targets in (B * U,) of that term."""
     words = [length + 1 for length in batch["tokens_lengths_host"].tolist()]
     sounds = [codes + STOPS for codes in batch["codes"]]
     longest = latents + max(w + s for w, s in zip(words, sounds, strict=True))
-    places = torch.zeros(len(words), longest, dtype=torch.long)  # what pads a row is seen by nothing before it
+    places = torch.zeros(
+        len(words), longest, dtype=torch.long
+    )  # what pads a row is seen by nothing before it
     chosen = {"text": [], "mel": []}
     for row, (w, s, (first, last)) in enumerate(zip(words, sounds, batch["heard"], strict=True)):
         places[row, : latents + w] = torch.arange(latents + w)
@@ -479,15 +591,20 @@ def place(batch: dict, latents: int) -> tuple[torch.Tensor, dict[str, torch.Tens
     return places, {name: torch.cat(pairs, dim=1) for name, pairs in chosen.items()}
 
 
-def token_losses(model: GPT, batch: dict, frozen: starts.Frozen) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def token_losses(
+    model: GPT, batch: dict, frozen: starts.Frozen
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The cross-entropies (N,) of text and codes, and the row in the batch (N,) of each."""
     config, where = model.config, batch["audio"].device
     codes, tokens = frozen.codes(batch["audio"]), batch["tokens"]
     counts = torch.tensor(batch["codes"]).to(where, non_blocking=True)
     steps = torch.arange(max(batch["codes"]) + STOPS, device=where)
-    sounds = F.pad(codes, (0, STOPS + 1))[:, : len(steps)].masked_fill(steps >= counts[:, None], config["stop_audio"])
+    sounds = F.pad(codes, (0, STOPS + 1))[:, : len(steps)].masked_fill(
+        steps >= counts[:, None], config["stop_audio"]
+    )
     words = F.pad(tokens, (0, 1)).masked_fill(
-        torch.arange(tokens.shape[1] + 1, device=where) >= batch["tokens_lengths"][:, None], config["stop_text"]
+        torch.arange(tokens.shape[1] + 1, device=where) >= batch["tokens_lengths"][:, None],
+        config["stop_text"],
     )  # (B, U + 1): the targets; the input is one later
     text_input = F.pad(words, (1, 0), value=config["start_text"])[:, :-1]
     mel_input = F.pad(sounds, (1, 0), value=config["start_audio"])[:, :-1]
@@ -499,19 +616,27 @@ def token_losses(model: GPT, batch: dict, frozen: starts.Frozen) -> dict[str, tu
     losses = {}
     for name, head, targets in (("text", model.text_head, words), ("mel", model.mel_head, sounds)):
         outputs, wanted = chosen[name].to(where, non_blocking=True)
-        values = F.cross_entropy(upcast(head(hidden[outputs])), targets.flatten()[wanted], reduction="none")
+        values = F.cross_entropy(
+            upcast(head(hidden[outputs])), targets.flatten()[wanted], reduction="none"
+        )
         losses[name] = values, outputs // x.shape[1]
     return losses
 
 
 def compute_loss(model: GPT, batch: dict, frozen: starts.Frozen) -> dict[str, torch.Tensor]:
-    """Sums over the batch of the cross-entropies of text and codes; the loop divides by the window's counts."""
+    """Sums over the batch of the cross-entropies of text and codes; the loop divides by the
+    window's counts."""
     return {name: values.sum() for name, (values, _) in token_losses(model, batch, frozen).items()}
 
 
-def evaluate(frozen: starts.Frozen, languages: list[str], model: GPT, eval_batches) -> dict[str, tuple[float, float]]:
+def evaluate(
+    frozen: starts.Frozen, languages: list[str], model: GPT, eval_batches
+) -> dict[str, tuple[float, float]]:
     """The losses as (sum, count), also of each of `languages` if there are several."""
-    where, endings = next(model.parameters()).device, [f"_{each}" for each in languages if len(languages) > 1]
+    where, endings = (
+        next(model.parameters()).device,
+        [f"_{each}" for each in languages if len(languages) > 1],
+    )
     sums = {name + ending: [0.0, 0] for name in LOSS_WEIGHTS for ending in ("", *endings)}
 
     def losses_of(batch: dict) -> tuple[list[str], dict]:
@@ -526,27 +651,43 @@ def evaluate(frozen: starts.Frozen, languages: list[str], model: GPT, eval_batch
     return {key: tuple(pair) for key, pair in sums.items()}
 
 
-# --- the DVAE of a model from scratch ----------------------------------------------------------------------------------
+# --- the DVAE of a model from scratch -------------------------------------------------------------
 
 
 def train_dvae(args, sets: dict[str, Corpus], config: dict) -> Path:
-    """Trains a DVAE in two runs, without a codebook and then with one that begins with k-means. Returns the folder of its
-    weights. Runs that are complete are only read."""
+    """Trains a DVAE in two runs, without a codebook and then with one that begins with k-means.
+    Returns the folder of its weights. Runs that are complete are only read."""
     crops = functools.partial(codec_training.Crops, seed=args.seed, cache=args.cache_audio)
     data = {name: crops(sets[name], training=name == "train") for name in ("train", "val")}
     tensors = None
     for stage, steps in codec_training.STEPS.items():
         own = options.for_stage(
-            args, stage, max_steps=steps, learning_rate=1e-3, weight_decay=0.0, warmup_steps=None, eval_every=steps // 4,
-            early_stopping_patience=0, average_checkpoints=None, gradient_checkpointing=False, torch_compile=False, init_from=None,
-        )  # fmt: skip
+            args,
+            stage,
+            max_steps=steps,
+            learning_rate=1e-3,
+            weight_decay=0.0,
+            warmup_steps=None,
+            eval_every=steps // 4,
+            early_stopping_patience=0,
+            average_checkpoints=None,
+            gradient_checkpointing=False,
+            torch_compile=False,
+            init_from=None,
+        )
         print(f"\nDVAE, {stage}: {own.max_steps} updates")
         run = begin(own, RECIPE, starts.DVAE_METADATA)
-        model = codec_training.first_coder(config, data["train"], tensors, None if run.resumed else own.seed)
+        model = codec_training.first_coder(
+            config, data["train"], tensors, None if run.resumed else own.seed
+        )
         task = Task(
-            RECIPE, codec_training.compute_loss, codec_training.LOSS_WEIGHTS, codec_training.evaluate,
-            {"recipe": RECIPE, "stage": stage, "config": config, "updates": own.max_steps}, "l1",
-        )  # fmt: skip
+            RECIPE,
+            codec_training.compute_loss,
+            codec_training.LOSS_WEIGHTS,
+            codec_training.evaluate,
+            {"recipe": RECIPE, "stage": stage, "config": config, "updates": own.max_steps},
+            "l1",
+        )
         windows = Windows(own, data["train"], codec_training.collate, run.setup)
         eval_batches = EvalBatches(own, data["val"], codec_training.collate, run.setup)
         train(own, run, model, task, windows, eval_batches)
@@ -558,7 +699,7 @@ def train_dvae(args, sets: dict[str, Corpus], config: dict) -> Path:
     return own.checkpoint_dir
 
 
-# --- speaking --------------------------------------------------------------------------------------------------------
+# --- speaking -------------------------------------------------------------------------------------
 
 
 def synthesise(args, start: starts.Start) -> None:
@@ -568,23 +709,39 @@ def synthesise(args, start: starts.Start) -> None:
     clips = [read_audio(path, SAMPLE_RATE).to(setup.device) for path in args.speaker_wav]
     for path, waveform in zip(args.speaker_wav, clips, strict=True):
         if len(waveform) < inference.SHORTEST_SECONDS * SAMPLE_RATE:
-            raise UsageError(f"--speaker_wav {path}: it is shorter than {inference.SHORTEST_SECONDS} s")
-    settings = inference.Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
+            raise UsageError(
+                f"--speaker_wav {path}: it is shorter than {inference.SHORTEST_SECONDS} s"
+            )
+    settings = inference.Sampling(
+        args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed
+    )
     lines = [vocabulary.check(line) for line in texts.texts_of(args.synthesize)]
     longest = most_text(metadata["config"])
     with setup.autocast():
         voice = speaking.voice_of(model, frozen, clips)
         for number, line in enumerate(lines):
-            waveform = speaking.speak(model, frozen, vocabulary.encode, vocabulary.read(line), voice, settings, longest)
+            waveform = speaking.speak(
+                model, frozen, vocabulary.encode, vocabulary.read(line), voice, settings, longest
+            )
             path = starts.numbered(args.output, number, len(lines))
             write_wav(path, int16(waveform), frozen.rate)
             print(f"{path}: {len(waveform) / frozen.rate:.2f} s")
 
 
-def speak_held_out(args, setup: device.Setup, model: GPT, frozen: starts.Frozen, vocabulary: texts.Texts,
-                   metadata: dict, sets: dict[str, Corpus]) -> None:  # fmt: skip
-    """Speaks sentences that the model has not learned, each in the voice of a training clip of its speaker, and --export."""
-    usual, settings = (2, inference.Sampling(seed=args.seed)) if frozen.vocoder else (20, inference.GREEDY)
+def speak_held_out(
+    args,
+    setup: device.Setup,
+    model: GPT,
+    frozen: starts.Frozen,
+    vocabulary: texts.Texts,
+    metadata: dict,
+    sets: dict[str, Corpus],
+) -> None:
+    """Speaks sentences that the model has not learned, each in the voice of a training clip of its
+    speaker, and --export."""
+    usual, settings = (
+        (2, inference.Sampling(seed=args.seed)) if frozen.vocoder else (20, inference.GREEDY)
+    )
     count = usual if args.speak_held_out is None else args.speak_held_out
     corpus = sets["val"].select(np.arange(min(count, len(sets["val"]))))
     voices = starts.speakers_of(sets["train"]) if count or args.export else {}
@@ -594,14 +751,21 @@ def speak_held_out(args, setup: device.Setup, model: GPT, frozen: starts.Frozen,
         folder, longest = Path(args.output_dir) / "speech", most_text(model.config)
         frozen.to(setup.device)
         with setup.autocast():
-            print(speaking.speak_corpus(folder, model, frozen, vocabulary, corpus, voices, settings, longest))
+            print(
+                speaking.speak_corpus(
+                    folder, model, frozen, vocabulary, corpus, voices, settings, longest
+                )
+            )
 
 
-# --- main ------------------------------------------------------------------------------------------------------------
+# --- main -----------------------------------------------------------------------------------------
 
 
-def trained(args, start: starts.Start, setup: device.Setup) -> tuple[GPT, starts.Frozen, texts.Texts, dict]:
-    """The GPT of --resume, of --model_dir, or of the best evaluation, with what is frozen, vocabulary and metadata."""
+def trained(
+    args, start: starts.Start, setup: device.Setup
+) -> tuple[GPT, starts.Frozen, texts.Texts, dict]:
+    """The GPT of --resume, of --model_dir, or of the best evaluation, with what is frozen,
+    vocabulary and metadata."""
     if start.model_dir and not args.resume:
         metadata, weights, frozen = starts.choose(start, None)
     else:
@@ -632,7 +796,11 @@ def report_results(score: Callable[[], dict], name: str, weights: str) -> None:
     results = score()
     print(f"\n{name} set, {weights} (cross-entropy per token and per code)")
     for language in dict.fromkeys(key.partition("_")[2] for key in results):
-        names = {key.partition("_")[0]: pair for key, pair in results.items() if key.partition("_")[2] == language}
+        names = {
+            key.partition("_")[0]: pair
+            for key, pair in results.items()
+            if key.partition("_")[2] == language
+        }
         values = [f"{name} {total / max(1, count):.3f}" for name, (total, count) in names.items()]
         print(f"  {language or 'all'}: {'  '.join(values)}")
 
@@ -644,8 +812,12 @@ def evaluate_only(args, start: starts.Start) -> None:
     model, frozen, vocabulary, metadata = trained(args, start, setup)
     sets = check_sets(args, read_sets(args, metadata), vocabulary, metadata["config"])
     name = "test" if "test" in sets else "val"
-    eval_batches = EvalBatches(args, Utterances(args, sets[name], vocabulary, metadata, training=False), collate, setup)
-    score = functools.partial(evaluate, frozen, vocabulary.languages_of(sets[name]), model, eval_batches)
+    eval_batches = EvalBatches(
+        args, Utterances(args, sets[name], vocabulary, metadata, training=False), collate, setup
+    )
+    score = functools.partial(
+        evaluate, frozen, vocabulary.languages_of(sets[name]), model, eval_batches
+    )
     with setup.autocast():
         report_results(score, name, "the weights named")
 
@@ -653,7 +825,11 @@ def evaluate_only(args, start: starts.Start) -> None:
 def main(args) -> dict | None:
     start = resolve(args)
     exports = recogniser.exports_only(start.export, start.resume, start.model_dir, start.given)
-    goals = {look_only: args.show_text or args.check_data, synthesise: args.synthesize, evaluate_only: args.evaluate}
+    goals = {
+        look_only: args.show_text or args.check_data,
+        synthesise: args.synthesize,
+        evaluate_only: args.evaluate,
+    }
     for goal, is_wanted in {**goals, export_only: exports}.items():
         if is_wanted:
             return goal(args, start)
@@ -667,29 +843,52 @@ def main(args) -> dict | None:
     sets = check_sets(args, read(), vocabulary, metadata["config"])
     metadata |= about_run(args, read())
     starts.check_initial(args.init_from, metadata)
-    data = {name: Utterances(args, sets[name], vocabulary, metadata, name == "train") for name in sets}
+    data = {
+        name: Utterances(args, sets[name], vocabulary, metadata, name == "train") for name in sets
+    }
     model = first_model(args, run.setup, metadata, None if run.resumed else weights)
     if not (run.resumed or run.planned or metadata["pretrained"]):
         starts.fit_conditioning(model, frozen, data["train"])
     del weights
 
     windows = Windows(args, data["train"], collate, run.setup)
-    evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"}
+    evaluation = {
+        name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
+    }
     frozen.to(run.setup.device, speaking=False)
-    scores = {name: functools.partial(evaluate, frozen, vocabulary.languages_of(sets[name])) for name in evaluation}
+    scores = {
+        name: functools.partial(evaluate, frozen, vocabulary.languages_of(sets[name]))
+        for name in evaluation
+    }
     losses = functools.partial(scores["val"], model.to(run.setup.device), evaluation["val"])
     texts.fit_new_tokens(model, added, losses, run.setup.ranks.reduce)
     task = Task(
-        RECIPE, functools.partial(compute_loss, frozen=frozen), LOSS_WEIGHTS, scores["val"], metadata, "mel",
-        starts.learning_rate(metadata), CHECKPOINTED, COMPILED, evaluate_first=metadata["pretrained"], decay_embeddings=False, betas=BETAS,
-    )  # fmt: skip
+        RECIPE,
+        functools.partial(compute_loss, frozen=frozen),
+        LOSS_WEIGHTS,
+        scores["val"],
+        metadata,
+        "mel",
+        starts.learning_rate(metadata),
+        CHECKPOINTED,
+        COMPILED,
+        evaluate_first=metadata["pretrained"],
+        decay_embeddings=False,
+        betas=BETAS,
+    )
     train(args, run, model, task, windows, evaluation["val"])
     name = "test" if "test" in evaluation else "val"
-    results = functools.partial(report_results, lambda: scores[name](model, evaluation[name].whole()), name)
+    results = functools.partial(
+        report_results, lambda: scores[name](model, evaluation[name].whole()), name
+    )
     finish(args, run, model, task, evaluation["val"], results)
     if run.setup.ranks.first:
         speak_held_out(args, run.setup, model, frozen, vocabulary, metadata, sets)
-    return {"weights": args.checkpoint_dir / "best.safetensors", "logs": args.log_dir, "export": args.export}
+    return {
+        "weights": args.checkpoint_dir / "best.safetensors",
+        "logs": args.log_dir,
+        "export": args.export,
+    }
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Amharic text for synthesis: numbers, abbreviations and symbols in words, then letters to phonemes.
+"""Amharic text for synthesis: numbers, abbreviations and symbols in words, then letters to
+phonemes.
 
     python -m speech.amharic < texts.txt > phonemes.txt     # one line for each line
     python -m speech.amharic --lexicon words.tsv --no_epenthesis < texts.txt
 
-Phonemes are written with characters that XTTS-v2's vocabulary has: ə for the first vowel order, ı for the sixth, ' after
-ejectives, č š ž ñ. The script writes neither gemination nor the absence of the sixth vowel. A lexicon gives gemination;
-syllable structure decides where ı is heard. Glottal stops are silent.
+Phonemes are written with characters that XTTS-v2's vocabulary has: ə for the first vowel order, ı
+for the sixth, ' after ejectives, č š ž ñ. The script writes neither gemination nor the absence of
+the sixth vowel. A lexicon gives gemination; syllable structure decides where ı is heard. Glottal
+stops are silent.
 
-Sources: the Unicode names of the Ethiopic syllables; CLDR's number words for Amharic (am.xml: መቶ without አንድ, ordinals in
--ኛ), with tens, thousands, negatives and abbreviations in their usual spelling. The rule for ı is a heuristic.
+Sources: the Unicode names of the Ethiopic syllables; CLDR's number words for Amharic (am.xml: መቶ
+without አንድ, ordinals in -ኛ), with tens, thousands, negatives and abbreviations in their usual
+spelling. The rule for ı is a heuristic.
 """
 
 import argparse
@@ -20,19 +23,23 @@ from collections.abc import Mapping
 from common.errors import UsageError, exit_with_one_line
 from common.files import read_text
 
-# fmt: off
 BLOCKS = ((0x1200, 0x139F), (0x2D80, 0x2DDF), (0xAB00, 0xAB2F), (0x1E7E0, 0x1E7FF))
-# The names in the last block, which is newer than Python 3.10's Unicode data. A hyphen is an unassigned character.
+# The names in the last block, which is newer than Python 3.10's Unicode data. A hyphen is an
+# unassigned character.
 EXTENDED_B = (
-    "HHYA HHYU HHYI HHYAA HHYEE HHYE HHYO - GURAGE_HHWA HHWI HHWEE HHWE - MWI MWEE - QWI QWEE QWE BWI BWEE KWI KWEE KWE "
-    "GWI GWEE GWE FWI FWEE PWI PWEE"
+    "HHYA HHYU HHYI HHYAA HHYEE HHYE HHYO - GURAGE_HHWA HHWI HHWEE HHWE - MWI MWEE - QWI QWEE QWE"
+    " BWI BWEE KWI KWEE KWE GWI GWEE GWE FWI FWEE PWI PWEE"
 ).split()
 # The consonant part of a name. Consonants that Amharic lacks become its nearest ones.
-CONSONANTS = dict(pair.split(":") for pair in (
-    "H:h HH:h X:h KX:h L:l M:m SZ:s S:s R:r SH:š Q:k' QH:k' B:b V:v T:t C:č N:n NY:ñ K:k W:w Z:z ZH:ž Y:y D:d DD:d J:j "
-    "G:g GG:ng TH:t' CH:č' PH:p' TS:s' TZ:s' F:f P:p SS:š CC:č ZZ:ž CCH:č' QY:k'y KY:ky XY:hy GY:gy HHY:hy RY:ry MY:my "
-    "FY:fy TTH:t' DDH:d DZ:dz CCHH:č' BB:b GLOTTAL: PHARYNGEAL:"
-).split())
+CONSONANTS = dict(
+    pair.split(":")
+    for pair in (
+        "H:h HH:h X:h KX:h L:l M:m SZ:s S:s R:r SH:š Q:k' QH:k' B:b V:v T:t C:č N:n NY:ñ K:k W:w"
+        " Z:z ZH:ž Y:y D:d DD:d J:j G:g GG:ng TH:t' CH:č' PH:p' TS:s' TZ:s' F:f P:p SS:š CC:č ZZ:ž"
+        " CCH:č' QY:k'y KY:ky XY:hy GY:gy HHY:hy RY:ry MY:my FY:fy TTH:t' DDH:d DZ:dz CCHH:č' BB:b"
+        " GLOTTAL: PHARYNGEAL:"
+    ).split()
+)
 ORDERS = {"A": "ə", "U": "u", "I": "i", "AA": "a", "EE": "e", "E": "ı", "O": "o", "OA": "wa"}
 FIRST_IS_A = ("H", "HH", "X", "GLOTTAL", "PHARYNGEAL", "RY", "MY", "FY")  # ሀ, not hə
 
@@ -49,21 +56,58 @@ CURRENCIES = {"$": "ዶላር", "€": "ዩሮ", "£": "ፓውንድ"}
 OPERATORS = {"+": "ሲደመር", "−": MINUS, "×": "ሲባዛ", "÷": "ሲካፈል", "=": "እኩል ይሆናል"}  # between numbers
 SYMBOLS = {"½": "ግማሽ", "¼": "ሩብ", "¾": "ሦስት አራተኛ"}
 UNITS = {"ሜ": "ሜትር", "ሊ": "ሊትር", "°C": "ዲግሪ ሴንቲግሬድ", "°": "ዲግሪ"}  # after numbers
-# Dotted forms are also written with slashes and without the last dot. ት/ቤ stands for ት/ቤት, ት/ቤቶች ...
+# Dotted forms are also written with slashes and without the last dot. ት/ቤ stands for ት/ቤት, ት/ቤቶች
+# ...
 ABBREVIATIONS = {
-    "ዓ.ም": "ዓመተ ምሕረት", "ዓ.ዓ": "ዓመተ ዓለም", "እ.ኤ.አ": "እንደ ኤውሮፓውያን አቆጣጠር", "እ.አ.አ": "እንደ ኤውሮፓውያን አቆጣጠር", "ወ.ዘ.ተ": "ወዘተ",
-    "አ.አ": "አዲስ አበባ", "ኪ.ሜ": "ኪሎ ሜትር", "ኪ.ግ": "ኪሎ ግራም", "ሴ.ሜ": "ሴንቲ ሜትር", "ሚ.ሜ": "ሚሊ ሜትር", "ሚ.ሊ": "ሚሊ ሊትር",
-    "ዶ/ር": "ዶክተር", "ፕ/ር": "ፕሮፌሰር", "ወ/ሮ": "ወይዘሮ", "ወ/ሪት": "ወይዘሪት", "ኢ/ር": "ኢንጂነር", "ጠ/ሚ/ር": "ጠቅላይ ሚኒስትር",
-    "ጠ/ሚኒስትር": "ጠቅላይ ሚኒስትር", "ጠ/ሚ": "ጠቅላይ ሚኒስትር", "ም/ሊቀመንበር": "ምክትል ሊቀመንበር", "ሆ/ል": "ሆስፒታል", "ቤ/ክ": "ቤተ ክርስቲያን",
-    "ት/ቤ": "ትምህርት ቤ", "ም/ቤ": "ምክር ቤ", "መ/ቤ": "መሥሪያ ቤ", "ፍ/ቤ": "ፍርድ ቤ", "ጽ/ቤ": "ጽሕፈት ቤ",
-    "ክ/ሀገር": "ክፍለ ሀገር", "ክ/ሃገር": "ክፍለ ሀገር", "ክ/ከተማ": "ክፍለ ከተማ", "ክ/ዘመን": "ክፍለ ዘመን", "ክ/ጦር": "ክፍለ ጦር",
+    "ዓ.ም": "ዓመተ ምሕረት",
+    "ዓ.ዓ": "ዓመተ ዓለም",
+    "እ.ኤ.አ": "እንደ ኤውሮፓውያን አቆጣጠር",
+    "እ.አ.አ": "እንደ ኤውሮፓውያን አቆጣጠር",
+    "ወ.ዘ.ተ": "ወዘተ",
+    "አ.አ": "አዲስ አበባ",
+    "ኪ.ሜ": "ኪሎ ሜትር",
+    "ኪ.ግ": "ኪሎ ግራም",
+    "ሴ.ሜ": "ሴንቲ ሜትር",
+    "ሚ.ሜ": "ሚሊ ሜትር",
+    "ሚ.ሊ": "ሚሊ ሊትር",
+    "ዶ/ር": "ዶክተር",
+    "ፕ/ር": "ፕሮፌሰር",
+    "ወ/ሮ": "ወይዘሮ",
+    "ወ/ሪት": "ወይዘሪት",
+    "ኢ/ር": "ኢንጂነር",
+    "ጠ/ሚ/ር": "ጠቅላይ ሚኒስትር",
+    "ጠ/ሚኒስትር": "ጠቅላይ ሚኒስትር",
+    "ጠ/ሚ": "ጠቅላይ ሚኒስትር",
+    "ም/ሊቀመንበር": "ምክትል ሊቀመንበር",
+    "ሆ/ል": "ሆስፒታል",
+    "ቤ/ክ": "ቤተ ክርስቲያን",
+    "ት/ቤ": "ትምህርት ቤ",
+    "ም/ቤ": "ምክር ቤ",
+    "መ/ቤ": "መሥሪያ ቤ",
+    "ፍ/ቤ": "ፍርድ ቤ",
+    "ጽ/ቤ": "ጽሕፈት ቤ",
+    "ክ/ሀገር": "ክፍለ ሀገር",
+    "ክ/ሃገር": "ክፍለ ሀገር",
+    "ክ/ከተማ": "ክፍለ ከተማ",
+    "ክ/ዘመን": "ክፍለ ዘመን",
+    "ክ/ጦር": "ክፍለ ጦር",
 }
-PUNCTUATION = {"።": ".", "፣": ",", "፤": ";", "፥": ":", "፦": ":", "፧": "?", "፨": ".", "፡": " ", "፠": " "}
-# fmt: on
+PUNCTUATION = {
+    "።": ".",
+    "፣": ",",
+    "፤": ";",
+    "፥": ":",
+    "፦": ":",
+    "፧": "?",
+    "፨": ".",
+    "፡": " ",
+    "፠": " ",
+}
 
 
 def _syllables() -> dict[str, tuple[str, str]]:
-    """(consonant, vowel) of every Ethiopic syllable. A glottal consonant is an empty string, and w belongs to a vowel."""
+    """(consonant, vowel) of every Ethiopic syllable. A glottal consonant is an empty string, and w
+    belongs to a vowel."""
     names = {chr(BLOCKS[-1][0] + i): name for i, name in enumerate(EXTENDED_B) if name != "-"}
     for first, last in BLOCKS[:-1]:
         for c in map(chr, range(first, last + 1)):
@@ -77,7 +121,9 @@ def _syllables() -> dict[str, tuple[str, str]]:
         vowel = w.lower() + ORDERS[order]
         if order == "A" and consonant in FIRST_IS_A:
             vowel = "a"
-        elif name.endswith("WA") and w and not labial and f"{consonant}WAA" not in rows:  # ሏ; the row of ቋ has both
+        elif (
+            name.endswith("WA") and w and not labial and f"{consonant}WAA" not in rows
+        ):  # ሏ; the row of ቋ has both
             vowel = "wa"
         syllables[c] = CONSONANTS[consonant], "ə" if name == "GLOTTAL_WA" else vowel
     return syllables
@@ -92,7 +138,9 @@ LETTER = "[" + "".join(SYLLABLES) + "]"
 WORD = re.compile(f"{LETTER}[{''.join(SYLLABLES)}{GEMINATION}{LENGTH}]*")
 ETHIOPIC = "[" + "".join(f"{chr(first)}-{chr(last)}" for first, last in BLOCKS) + "]"
 
-_NUMERALS = {chr(0x1369 + i): i + 1 for i in range(9)} | {chr(0x1372 + i): 10 * i + 10 for i in range(9)}
+_NUMERALS = {chr(0x1369 + i): i + 1 for i in range(9)} | {
+    chr(0x1372 + i): 10 * i + 10 for i in range(9)
+}
 _NUMERALS |= {"፻": 100, "፼": 10_000}
 _GROUP = re.compile("(?:(?P<hundreds>[፲-፺]?[፩-፱]?)(?P<hundred>፻))?(?P<tens>[፲-፺]?)(?P<ones>[፩-፱]?)")
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -103,19 +151,25 @@ _CHAIN_IN_TEXT = re.compile(rf"({_CHAIN})(?:-?(ኛ))?(?:([ቱሩኙዱኑ][ን�
 
 
 def spoken(text: str) -> str:
-    """Amharic text as it is read aloud, in Ethiopic script with Latin punctuation and single spaces. Numbers of all scripts,
-    abbreviations and symbols become words; numbers that are not understood are read digit by digit. Idempotent."""
+    """Amharic text as it is read aloud, in Ethiopic script with Latin punctuation and single
+    spaces. Numbers of all scripts, abbreviations and symbols become words; numbers that are not
+    understood are read digit by digit. Idempotent."""
     text = unicodedata.normalize("NFC", text)
-    text = _ABBREVIATION.sub(_abbreviation, " ".join(text.split()))  # before the full stop of ዓ.ም። becomes a point
+    text = _ABBREVIATION.sub(
+        _abbreviation, " ".join(text.split())
+    )  # before the full stop of ዓ.ም። becomes a point
     text = _symbols(_ascii_numbers(_punctuation(text)))
     text = _CHAIN_IN_TEXT.sub(_number, text)
-    return " ".join(_ABBREVIATION.sub(_abbreviation, text).split())  # those that followed 5ኛ without a space
+    return " ".join(
+        _ABBREVIATION.sub(_abbreviation, text).split()
+    )  # those that followed 5ኛ without a space
 
 
 def phonemes(text: str, lexicon: Mapping[str, str] | None = None, epenthesis: bool = True) -> str:
-    """The phonemes of Amharic text, after `spoken`: lower case, without Ethiopic characters and digits. `lexicon`: from
-    `read_lexicon`, {word: phonemes}. `epenthesis`: whether the vowel ı is written where syllables need it, or after every
-    consonant in the sixth order that does not end its word. Characters of other scripts stay as they are."""
+    """The phonemes of Amharic text, after `spoken`: lower case, without Ethiopic characters and
+    digits. `lexicon`: from `read_lexicon`, {word: phonemes}. `epenthesis`: whether the vowel ı is
+    written where syllables need it, or after every consonant in the sixth order that does not end
+    its word. Characters of other scripts stay as they are."""
 
     def pronounce(match: re.Match) -> str:
         word = match[0]
@@ -127,8 +181,9 @@ def phonemes(text: str, lexicon: Mapping[str, str] | None = None, epenthesis: bo
 
 
 def read_lexicon(path: str) -> dict[str, str]:
-    """The pronunciations in a UTF-8 file with lines `word<TAB>phonemes`; blank lines and lines that begin with # are
-    ignored. Homophone letters are merged, so that ዓለም in the file also pronounces አለም. Raises `UsageError`."""
+    """The pronunciations in a UTF-8 file with lines `word<TAB>phonemes`; blank lines and lines that
+    begin with # are ignored. Homophone letters are merged, so that ዓለም in the file also pronounces
+    አለም. Raises `UsageError`."""
     lexicon: dict[str, str] = {}
     for number, line in enumerate(read_text(path, "--lexicon").split("\n"), 1):
         line = line.strip()
@@ -144,17 +199,20 @@ def read_lexicon(path: str) -> dict[str, str]:
         is_spoken = any(map(str.isalpha, pronunciation)) and spoken(pronunciation) == pronunciation
         if not is_spoken or re.search(ETHIOPIC, pronunciation):
             raise UsageError(
-                f"{place}: {pronunciation!r} are not phonemes; write them in Latin letters, without digits"
+                f"{place}: {pronunciation!r} are not phonemes; write them in Latin letters, without"
+                " digits"
             )
         if lexicon.setdefault(word, pronunciation) != pronunciation:
-            raise UsageError(f"{place}: {word} already has the phonemes {lexicon[word]!r}; keep one of the lines")
+            raise UsageError(
+                f"{place}: {word} already has the phonemes {lexicon[word]!r}; keep one of the lines"
+            )
     merged = {}
     for word, pronunciation in lexicon.items():
         merged.setdefault(word.translate(HOMOPHONES), pronunciation)
     return merged | lexicon
 
 
-# --- Numbers ---------------------------------------------------------------------------------------------------------
+# --- Numbers --------------------------------------------------------------------------------------
 
 
 def _cardinal(value: int) -> str:
@@ -181,7 +239,8 @@ def _digits(text: str) -> str:
 
 
 def _integer(text: str) -> str:
-    """The words of "2016" and "1,000,000". Digit by digit with a leading zero or beyond the limit."""
+    """The words of "2016" and "1,000,000". Digit by digit with a leading zero or beyond the
+    limit."""
     plain = text.replace(",", "")
     limit = LARGEST * 1000 if "," in text else LARGEST + 1
     if len(plain) > 12 or (plain[0] == "0" and plain != "0") or int(plain) >= limit:
@@ -243,7 +302,8 @@ def _number(match: re.Match) -> str:
 
 
 def _numeral(match: re.Match) -> str:
-    """Ethiopic numerals as ASCII digits, or in words, one by one, if their order is not a number's."""
+    """Ethiopic numerals as ASCII digits, or in words, one by one, if their order is not a
+    number's."""
     total = 0
     parts = match[0].split("፼")
     groups = [_GROUP.fullmatch(part) for part in parts]
@@ -262,7 +322,8 @@ def _numeral(match: re.Match) -> str:
 
 
 def _ascii_numbers(text: str) -> str:
-    """Ethiopic numerals and the digits of all scripts as ASCII digits. Superscripts and the like stand apart."""
+    """Ethiopic numerals and the digits of all scripts as ASCII digits. Superscripts and the like
+    stand apart."""
     text = re.sub("[፩-፼]+", _numeral, text)
     text = re.sub(r"(?<=\d)．(?=\d)", ".", text)
     characters = []
@@ -276,12 +337,14 @@ def _ascii_numbers(text: str) -> str:
     return "".join(characters)
 
 
-# --- Symbols, abbreviations and punctuation --------------------------------------------------------------------------
+# --- Symbols, abbreviations and punctuation -------------------------------------------------------
 
 
 def _symbols(text: str) -> str:
     """Symbols around numbers in words. The numbers stay digits."""
-    text = re.sub(rf"(?<!\d)({_CURRENCY}) ?({_AMOUNT})", lambda m: f"{m[2]} {CURRENCIES[m[1]]} ", text)
+    text = re.sub(
+        rf"(?<!\d)({_CURRENCY}) ?({_AMOUNT})", lambda m: f"{m[2]} {CURRENCIES[m[1]]} ", text
+    )
     text = re.sub(rf"(?<=\d) ?({_CURRENCY})", lambda m: f" {CURRENCIES[m[1]]} ", text)
     text = re.sub(r"(?<=\d) ?[%٪％]", f" {PERCENT} ", text)
     units = "|".join(rf"{unit}(?!{LETTER})\.?" if unit in SYLLABLES else unit for unit in UNITS)
@@ -289,7 +352,9 @@ def _symbols(text: str) -> str:
     operators = "".join(OPERATORS)
     text = re.sub(rf"(?<=\d) ?([{operators}]) ?(?=[-−]?\d)", lambda m: f" {OPERATORS[m[1]]} ", text)
     text = re.sub(r"(?<![^\s(\[«“\"'])[-−](?=\d)|−(?=\d)", f"{NEGATIVE} ", text)
-    return re.sub(f"[{''.join(SYMBOLS)}]", lambda m: f" {SYMBOLS[m[0]]} ", text).replace(" & ", " እና ")
+    return re.sub(f"[{''.join(SYMBOLS)}]", lambda m: f" {SYMBOLS[m[0]]} ", text).replace(
+        " & ", " እና "
+    )
 
 
 def _abbreviation(match: re.Match) -> str:
@@ -317,16 +382,19 @@ _ABBREVIATION = _abbreviation_pattern()
 
 
 def _punctuation(text: str) -> str:
-    """Latin punctuation. Two word spaces (፡፡) are a common spelling of the full stop, and one between digits is a colon."""
+    """Latin punctuation. Two word spaces (፡፡) are a common spelling of the full stop, and one
+    between digits is a colon."""
     text = text.replace("፡፡", "።").replace("፡-", "፦")
     text = re.sub(r"(?<=[\d፩-፼]) ?[፡፥] ?(?=[\d፩-፼])", ":", text)
     text = re.sub(" *([።፣፤፥፦፧፨])", r"\1", text)  # a space in front of it is common
     text = re.sub(r"([።፣፤፥፦፧፨])(?=\w)", r"\1 ", text)
     text = re.sub("[፠-፨]", lambda m: PUNCTUATION[m[0]], text)
-    return re.sub(r"::(?![A-Za-z])(\w?)", lambda m: f". {m[1]}" if m[1] else ".", text)  # ፡፡ on a Latin keyboard
+    return re.sub(
+        r"::(?![A-Za-z])(\w?)", lambda m: f". {m[1]}" if m[1] else ".", text
+    )  # ፡፡ on a Latin keyboard
 
 
-# --- Phonemes --------------------------------------------------------------------------------------------------------
+# --- Phonemes -------------------------------------------------------------------------------------
 
 
 def _pronounce(word: str, epenthesis: bool) -> str:
@@ -349,8 +417,9 @@ def _pronounce(word: str, epenthesis: bool) -> str:
 
 
 def _epenthesis(consonants: list[str], vowels: list[str], is_long: list[bool]) -> list[str]:
-    """The vowels of a word, without the ı that syllables do not need. A syllable is CV or CVC, and CVCC at the end of a
-    word. From left to right, a consonant in the sixth order closes an open syllable or begins one with ı."""
+    """The vowels of a word, without the ı that syllables do not need. A syllable is CV or CVC, and
+    CVCC at the end of a word. From left to right, a consonant in the sixth order closes an open
+    syllable or begins one with ı."""
     vowels = list(vowels)
     is_open = False
     for i, vowel in enumerate(vowels):
@@ -387,7 +456,8 @@ def _closes(consonants: list[str], vowels: list[str], is_long: list[bool]) -> bo
 
 
 def _ends_a_word(first: str, second: str) -> bool:
-    """Whether two consonants can end a word: sonority falls, or both are obstruents. The suffixes -h and -š follow ı."""
+    """Whether two consonants can end a word: sonority falls, or both are obstruents. The suffixes
+    -h and -š follow ı."""
     if first == "" or second in ("h", "š"):
         return False
     return _sonority(first) > _sonority(second) or _sonority(first) == _sonority(second) == 0
@@ -397,16 +467,24 @@ def _sonority(consonant: str) -> int:
     return next((3 - i for i, kind in enumerate(("wy", "lr", "mnñ")) if consonant[-1:] in kind), 0)
 
 
-# --- Command line ----------------------------------------------------------------------------------------------------
+# --- Command line ---------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Reads text from stdin and prints the phonemes of each line."""
     parser = argparse.ArgumentParser(
-        "python -m speech.amharic", description="Phonemes of Amharic text, line by line.", allow_abbrev=False
+        "python -m speech.amharic",
+        description="Phonemes of Amharic text, line by line.",
+        allow_abbrev=False,
     )
-    parser.add_argument("--lexicon", metavar="FILE", help="pronunciations, for gemination: word<TAB>phonemes")
-    parser.add_argument("--no_epenthesis", action="store_true", help="write the sixth vowel wherever a letter has it")
+    parser.add_argument(
+        "--lexicon", metavar="FILE", help="pronunciations, for gemination: word<TAB>phonemes"
+    )
+    parser.add_argument(
+        "--no_epenthesis",
+        action="store_true",
+        help="write the sixth vowel wherever a letter has it",
+    )
     args = parser.parse_args()
     lexicon = read_lexicon(args.lexicon) if args.lexicon is not None else None
     if hasattr(sys.stdout, "reconfigure"):

@@ -25,10 +25,22 @@ from speech.columns import printable
 from speech.headers import END_TOLERANCE, UNKNOWN_LENGTH, file_fault, format_fault
 
 SAMPLE_RATE = 16_000  # Hz, of every recogniser
-LARGEST_TERM = 1000  # of the ratio of two sample rates: the size of the resampling filter is the product of its terms
-LOUDEST = 32_768.0  # amplitude: 16-bit integers stored as floats; statistics over a set would not survive much more
+# of the ratio of two sample rates: the size of the resampling filter is the product of its terms
+LARGEST_TERM = 1000
+# amplitude: 16-bit integers stored as floats; statistics over a set would not survive much more
+LOUDEST = 32_768.0
 FFMPEG_SECONDS = 600  # to decode a file
-AUDIO_SUFFIXES = {".mp3", ".m4a", ".aac", ".opus", ".wma", ".webm", ".mp4", ".oga", ".aif"}  # besides libsndfile's own
+AUDIO_SUFFIXES = {
+    ".mp3",
+    ".m4a",
+    ".aac",
+    ".opus",
+    ".wma",
+    ".webm",
+    ".mp4",
+    ".oga",
+    ".aif",
+}  # besides libsndfile's own
 
 
 class BadAudio(DataError):
@@ -45,8 +57,8 @@ def _resampler(source: int, target: int) -> torchaudio.transforms.Resample:
 
 
 def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """(T,) at `source` Hz to (T',) at `target` Hz. The ratio of the rates is rounded to one with small terms, by less
-    than 0.06 %: the filter from 7999 to 16000 Hz would take gigabytes."""
+    """(T,) at `source` Hz to (T',) at `target` Hz. The ratio of the rates is rounded to one with
+    small terms, by less than 0.06 %: the filter from 7999 to 16000 Hz would take gigabytes."""
     ratio = Fraction(min(source, target), max(source, target)).limit_denominator(LARGEST_TERM)
     if ratio == 1:
         return waveform
@@ -55,7 +67,8 @@ def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
 
 
 def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:
-    """(T,) played `factor` times faster, which raises the pitch as in Kaldi's speed perturbation: (T / factor,)."""
+    """(T,) played `factor` times faster, which raises the pitch as in Kaldi's speed perturbation:
+    (T / factor,)."""
     return resample(waveform, round(factor * 100), 100)
 
 
@@ -66,18 +79,27 @@ def speed_factors(seed: int, epoch: int, count: int, factors: tuple[float, ...])
     return np.asarray(factors, dtype=np.float32)[choices]
 
 
-def read_audio(path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None) -> torch.Tensor:
-    """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz; channels are averaged. Formats that
-    libsndfile does not know are decoded by ffmpeg if it is installed. Raises `BadAudio` if the file is missing, truncated
-    or empty, or if its sample rate, its channels or its samples are out of range."""
+def read_audio(
+    path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None
+) -> torch.Tensor:
+    """Reads `duration` seconds from `offset` as mono fp32 (T,) at `sample_rate` Hz; channels are
+    averaged. Formats that libsndfile does not know are decoded by ffmpeg if it is installed. Raises
+    `BadAudio` if the file is missing, truncated or empty, or if its sample rate, its channels or
+    its samples are out of range."""
     if fault := file_fault(path):
         raise BadAudio(path, f"cannot be used: {fault}")
     try:
-        file = soundfile.SoundFile(os.fsencode(path))  # soundfile cannot encode names that are not UTF-8
+        file = soundfile.SoundFile(
+            os.fsencode(path)
+        )  # soundfile cannot encode names that are not UTF-8
         if file.frames >= UNKNOWN_LENGTH:
             file.close()
             raise OSError("its header states no length")
-    except (OSError, TypeError, soundfile.LibsndfileError) as error:  # TypeError: .raw, which has no header
+    except (
+        OSError,
+        TypeError,
+        soundfile.LibsndfileError,
+    ) as error:  # TypeError: .raw, which has no header
         rate, waveform = sample_rate, _read_with_ffmpeg(path, sample_rate, offset, duration, error)
     else:
         with file:
@@ -94,19 +116,29 @@ def read_audio(path: str, sample_rate: int, offset: float = 0.0, duration: float
     return resample(waveform, rate, sample_rate)
 
 
-def _read(file: soundfile.SoundFile, path: str, offset: float, duration: float | None) -> torch.Tensor:
+def _read(
+    file: soundfile.SoundFile, path: str, offset: float, duration: float | None
+) -> torch.Tensor:
     rate, seconds = file.samplerate, file.frames / file.samplerate
     start = min(round(offset * rate), file.frames)
-    frames = file.frames - start if duration is None else min(round(duration * rate), file.frames - start)
+    frames = (
+        file.frames - start
+        if duration is None
+        else min(round(duration * rate), file.frames - start)
+    )
     try:
         file.seek(start)
         samples = file.read(frames, dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise BadAudio(path, f"is truncated or damaged: {_reason(error)}") from None
     except MemoryError:
-        raise BadAudio(path, f"does not fit into memory: its header states {seconds / 3600:.0f} h") from None
+        raise BadAudio(
+            path, f"does not fit into memory: its header states {seconds / 3600:.0f} h"
+        ) from None
     if len(samples) < frames - END_TOLERANCE * rate:  # the length of an MP3 may be an estimate
-        raise BadAudio(path, f"is truncated: {len(samples) / rate:.2f} of {frames / rate:.2f} s could be read")
+        raise BadAudio(
+            path, f"is truncated: {len(samples) / rate:.2f} of {frames / rate:.2f} s could be read"
+        )
     return torch.from_numpy(samples.mean(axis=1) if samples.shape[1] > 1 else samples[:, 0])
 
 
@@ -114,7 +146,10 @@ def _read_with_ffmpeg(
     path: str, sample_rate: int, offset: float, duration: float | None, error: Exception
 ) -> torch.Tensor:
     if not shutil.which("ffmpeg"):
-        raise BadAudio(path, f"cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)")
+        raise BadAudio(
+            path,
+            f"cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)",
+        )
     command = ["ffmpeg", "-v", "error", "-nostdin", "-ss", f"{offset:f}", "-i", f"file:{path}"]
     command += ["-t", f"{duration:f}"] if duration is not None else []
     command += ["-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"]
@@ -124,24 +159,33 @@ def _read_with_ffmpeg(
         raise BadAudio(path, f"cannot be read: ffmpeg failed: {_reason(failure)}") from None
     if result.returncode or result.stderr:  # for a truncated file: a complaint and status 0
         complaints = result.stderr.decode(errors="replace").strip().splitlines() or [_reason(error)]
-        complaint = re.sub(r"^(\[[^\]]*\] *)+", "", complaints[0])  # without the part of ffmpeg and its address
+        complaint = re.sub(
+            r"^(\[[^\]]*\] *)+", "", complaints[0]
+        )  # without the part of ffmpeg and its address
         raise BadAudio(path, f"cannot be read: {complaint}")
     return torch.from_numpy(np.frombuffer(result.stdout, "<f4", len(result.stdout) // 4).copy())
 
 
 def read_cached(
-    folder: str | None, path: str, sample_rate: int, offset: float = 0.0, duration: float | None = None
+    folder: str | None,
+    path: str,
+    sample_rate: int,
+    offset: float = 0.0,
+    duration: float | None = None,
 ) -> torch.Tensor:
-    """`read_audio` through a cache of decoded audio below `folder` (fp32 samples and their checksum, 230 MB per hour at
-    16 kHz), with bit-identical results. A file that changes is decoded again, and so is one whose entry is damaged. Raises
-    `RunError` if the cache cannot be written."""
+    """`read_audio` through a cache of decoded audio below `folder` (fp32 samples and their
+    checksum, 230 MB per hour at 16 kHz), with bit-identical results. A file that changes is decoded
+    again, and so is one whose entry is damaged. Raises `RunError` if the cache cannot be
+    written."""
     if not folder:
         return read_audio(path, sample_rate, offset, duration)
     try:
         status = os.stat(path)
     except OSError as error:
         raise BadAudio(path, f"cannot be read: {_reason(error)}") from None
-    key = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns, sample_rate, offset, duration))
+    key = repr(
+        (os.path.abspath(path), status.st_size, status.st_mtime_ns, sample_rate, offset, duration)
+    )
     name = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     cached = Path(folder) / name[:2] / f"{name}.f32"
     with contextlib.suppress(OSError, UsageError):  # not decoded yet, or not a regular file
@@ -164,17 +208,21 @@ def read_cached(
 
 
 def read_utterance(corpus, index: int, sample_rate: int, cache: str | None) -> torch.Tensor:
-    """(T,) waveform of utterance `index` through `read_cached`. `corpus`: an object with the columns `paths`, `offsets`
-    and `durations` (NaN: to the end of the file). An empty path stands for silence."""
+    """(T,) waveform of utterance `index` through `read_cached`. `corpus`: an object with the
+    columns `paths`, `offsets` and `durations` (NaN: to the end of the file). An empty path stands
+    for silence."""
     if not corpus.paths[index]:
         return torch.zeros(round(corpus.durations[index] * sample_rate))
     duration = None if np.isnan(corpus.durations[index]) else float(corpus.durations[index])
-    return read_cached(cache, corpus.paths[index], sample_rate, float(corpus.offsets[index]), duration)
+    return read_cached(
+        cache, corpus.paths[index], sample_rate, float(corpus.offsets[index]), duration
+    )
 
 
 def audio_files(paths: list[str]) -> list[Path]:
-    """The files among `paths`, and every file with an audio suffix below the folders among them, sorted. Raises
-    `UsageError` if a path does not exist, or if there is no audio file in a folder."""
+    """The files among `paths`, and every file with an audio suffix below the folders among them,
+    sorted. Raises `UsageError` if a path does not exist, or if there is no audio file in a
+    folder."""
     suffixes = {f".{name.lower()}" for name in soundfile.available_formats()} | AUDIO_SUFFIXES
     files = []
     for path in paths:
@@ -191,8 +239,8 @@ def audio_files(paths: list[str]) -> list[Path]:
 
 
 def _files_below(folder: str) -> Iterator[Path]:
-    """Every file below a folder. Links to folders are not followed, because they may lead back. (`rglob` and `os.walk`
-    are recursive, and fail in very deep folders.)"""
+    """Every file below a folder. Links to folders are not followed, because they may lead back.
+    (`rglob` and `os.walk` are recursive, and fail in very deep folders.)"""
     folders = [folder]
     while folders:
         try:
@@ -204,7 +252,12 @@ def _files_below(folder: str) -> Iterator[Path]:
 
 
 def _reason(error: Exception) -> str:
-    message = getattr(error, "error_string", None) or getattr(error, "strerror", None) or str(error) or "unknown error"
+    message = (
+        getattr(error, "error_string", None)
+        or getattr(error, "strerror", None)
+        or str(error)
+        or "unknown error"
+    )
     return message.splitlines()[0].removeprefix("Error : ").rstrip(".")
 
 

@@ -1,4 +1,5 @@
-"""Checks of the speech that a TTS model learns from: rates, speakers, what training and evaluation share."""
+"""Checks of the speech that a TTS model learns from: rates, speakers, what training and evaluation
+share."""
 
 import os
 import unicodedata
@@ -9,8 +10,13 @@ import numpy as np
 from speech.columns import Corpus, Rejections, report_rejections
 
 RATED_CLIPS = 20  # of a speaker, at least: fewer do not say how fast the speaker talks
-DEVIATIONS, NORMAL = 3.0, 1.4826  # robust deviations; deviations in a median absolute deviation of normal data
-LEAST_DEVIATION = 0.15  # of the logarithm of a rate, so that even speech is not rejected for being even
+DEVIATIONS, NORMAL = (
+    3.0,
+    1.4826,
+)  # robust deviations; deviations in a median absolute deviation of normal data
+LEAST_DEVIATION = (
+    0.15  # of the logarithm of a rate, so that even speech is not rejected for being even
+)
 SHORT_CLIP, SHORT_TOLERANCE = 2.0, 2.0  # seconds; rates of one word vary about twice as much
 LITTLE_SPEECH = 6.0  # seconds of a speaker: less does not define a voice
 LITTLE_DATA = 180.0  # seconds of a training set
@@ -23,10 +29,12 @@ Read = Callable[[str, str], str]  # (text, language)
 def check_speech(
     sets: dict[str, Corpus], strict: bool, fault: Fault | None = None, read: Read | None = None
 ) -> dict[str, Corpus]:
-    """The sets without the utterances that harm the training of a TTS model: those that `fault(corpus, index)` rejects with
-    (reason, details), those spoken much faster or slower than their speaker's others, and in "train" speakers with hardly
-    any speech. `read(text, language)` returns a text as it is spoken, numbers in words. Prints a table for each set and a
-    description of "train". Raises `DataError` if a set is empty then, or if `strict` and anything was rejected."""
+    """The sets without the utterances that harm the training of a TTS model: those that
+    `fault(corpus, index)` rejects with (reason, details), those spoken much faster or slower than
+    their speaker's others, and in "train" speakers with hardly any speech. `read(text, language)`
+    returns a text as it is spoken, numbers in words. Prints a table for each set and a description
+    of "train". Raises `DataError` if a set is empty then, or if `strict` and anything was
+    rejected."""
     tables = {name: Rejections() for name in sets}
     checked = {}
     for name, corpus in sets.items():
@@ -44,7 +52,9 @@ def check_speech(
             overlap(checked["train"], checked[name], tables[name])
     for name, corpus in checked.items():
         if tables[name].total or tables[name].notes:
-            report_rejections(f"{name} set, checked as speech", corpus.seconds, tables[name], strict)
+            report_rejections(
+                f"{name} set, checked as speech", corpus.seconds, tables[name], strict
+            )
     if "train" in checked:
         describe(checked["train"])
     return checked
@@ -54,7 +64,9 @@ def _without(corpus: Corpus, problems: dict[int, tuple[str, str]], rejected: Rej
     for index in sorted(problems):
         reason, details = problems[index]
         rejected.add(reason, f"{corpus.where(index)}: {details}")
-    return corpus.select(np.setdiff1d(np.arange(len(corpus)), list(problems))) if problems else corpus
+    return (
+        corpus.select(np.setdiff1d(np.arange(len(corpus)), list(problems))) if problems else corpus
+    )
 
 
 def letters(text: str) -> int:
@@ -63,9 +75,10 @@ def letters(text: str) -> int:
 
 
 def speaking_rate(corpus: Corpus, read: Read | None = None) -> dict[int, tuple[str, str]]:
-    """{index: (reason, details)} of clips with far more or fewer letters a second than their speaker's others, which often
-    means that the text is not the one that is spoken. Rates are compared by their logarithms, to the median of a speaker
-    with at least RATED_CLIPS clips; clips under SHORT_CLIP seconds vary more and are allowed to."""
+    """{index: (reason, details)} of clips with far more or fewer letters a second than their
+    speaker's others, which often means that the text is not the one that is spoken. Rates are
+    compared by their logarithms, to the median of a speaker with at least RATED_CLIPS clips; clips
+    under SHORT_CLIP seconds vary more and are allowed to."""
     problems = {}
     pairs = zip(corpus.texts, corpus.languages, strict=True)
     counts = np.array([letters(read(*pair) if read else pair[0]) for pair in pairs], dtype=float)
@@ -78,10 +91,20 @@ def speaking_rate(corpus: Corpus, read: Read | None = None) -> dict[int, tuple[s
         rates = np.log(counts[rows] / corpus.seconds[rows])
         median = float(np.median(rates))
         deviation = max(NORMAL * float(np.median(np.abs(rates - median))), LEAST_DEVIATION)
-        limits = DEVIATIONS * deviation * np.where(corpus.seconds[rows] < SHORT_CLIP, SHORT_TOLERANCE, 1.0)
+        limits = (
+            DEVIATIONS
+            * deviation
+            * np.where(corpus.seconds[rows] < SHORT_CLIP, SHORT_TOLERANCE, 1.0)
+        )
         for i in np.flatnonzero(np.abs(rates - median) > limits).tolist():
-            details = f"{np.exp(rates[i]):.1f} letters a second, the speaker's median is {np.exp(median):.1f}"
-            problems[int(rows[i])] = ("speaking rate is far from the speaker's: is the text what is spoken?", details)
+            details = (
+                f"{np.exp(rates[i]):.1f} letters a second, the speaker's median is"
+                f" {np.exp(median):.1f}"
+            )
+            problems[int(rows[i])] = (
+                "speaking rate is far from the speaker's: is the text what is spoken?",
+                details,
+            )
     return problems
 
 
@@ -92,12 +115,15 @@ def _seconds_by_speaker(corpus: Corpus) -> dict[str, float]:
 
 
 def little_speech(train: Corpus) -> dict[int, tuple[str, str]]:
-    """{index: (reason, details)} of the clips of speakers with less than LITTLE_SPEECH seconds; none if no other speaker
-    would be left."""
+    """{index: (reason, details)} of the clips of speakers with less than LITTLE_SPEECH seconds;
+    none if no other speaker would be left."""
     totals = _seconds_by_speaker(train)
     few = {speaker for speaker, seconds in totals.items() if seconds < LITTLE_SPEECH}
     if few and len(few) == len(totals):
-        print(f"warning: no speaker has {LITTLE_SPEECH:g} s of speech for training: expect an unstable voice")
+        print(
+            f"warning: no speaker has {LITTLE_SPEECH:g} s of speech for training: expect an"
+            " unstable voice"
+        )
         return {}
     reason = f"speaker has less than {LITTLE_SPEECH:g} s of speech"
     return {
@@ -108,10 +134,16 @@ def little_speech(train: Corpus) -> dict[int, tuple[str, str]]:
 
 
 def overlap(train: Corpus, other: Corpus, rejected: Rejections) -> None:
-    """Notes in `rejected` the utterances of an evaluation set with the audio (file and times) or the text of a training one."""
+    """Notes in `rejected` the utterances of an evaluation set with the audio (file and times) or
+    the text of a training one."""
 
     def places(corpus: Corpus) -> Iterator[tuple[str, float, float]]:
-        return zip(map(os.path.abspath, corpus.paths), corpus.offsets.tolist(), corpus.seconds.tolist(), strict=True)
+        return zip(
+            map(os.path.abspath, corpus.paths),
+            corpus.offsets.tolist(),
+            corpus.seconds.tolist(),
+            strict=True,
+        )
 
     heard = set(places(other)).intersection(places(train))  # the larger set is not kept in memory
     read = set(other.texts).intersection(train.texts)
@@ -125,13 +157,21 @@ def overlap(train: Corpus, other: Corpus, rejected: Rejections) -> None:
 def describe(train: Corpus) -> None:
     """Prints the minutes of each speaker, and warnings about what the training set lacks."""
     totals = _seconds_by_speaker(train)
-    print(f"training speech: {train.seconds.sum() / 60:.1f} min of {len(totals)} speaker{'s' * (len(totals) != 1)}")
+    print(
+        f"training speech: {train.seconds.sum() / 60:.1f} min of {len(totals)}"
+        f" speaker{'s' * (len(totals) != 1)}"
+    )
     ranked = sorted(totals.items(), key=lambda pair: -pair[1])
     for speaker, seconds in ranked[:MOST_SPEAKERS]:
         print(f"  {seconds / 60:7.1f} min  {speaker or '(no speaker given)'}")
     if len(ranked) > MOST_SPEAKERS:
         print(f"  and {len(ranked) - MOST_SPEAKERS} more")
     if train.seconds.sum() < LITTLE_DATA:
-        print(f"warning: less than {LITTLE_DATA / 60:g} minutes of training speech: the voice will hardly be learned")
+        print(
+            f"warning: less than {LITTLE_DATA / 60:g} minutes of training speech: the voice will"
+            " hardly be learned"
+        )
     if not (train.seconds < SHORT_CLIP).any():
-        print(f"warning: no clip is under {SHORT_CLIP:g} s: the model will add noise to short texts")
+        print(
+            f"warning: no clip is under {SHORT_CLIP:g} s: the model will add noise to short texts"
+        )

@@ -15,8 +15,8 @@ EXAMPLE_LENGTH = 1000  # characters
 
 
 class Strings:
-    """A column of strings in one buffer. It takes about 60 bytes per row less than Python objects, and worker processes
-    do not copy it when they count references."""
+    """A column of strings in one buffer. It takes about 60 bytes per row less than Python objects,
+    and worker processes do not copy it when they count references."""
 
     def __init__(self, values: Iterable[str] = ()):
         self.buffer = bytearray()
@@ -33,7 +33,9 @@ class Strings:
 
     def __getitem__(self, index: int) -> str:
         index = range(len(self))[index]
-        return self.buffer[self.ends[index] : self.ends[index + 1]].decode("utf-8", "surrogateescape")
+        return self.buffer[self.ends[index] : self.ends[index + 1]].decode(
+            "utf-8", "surrogateescape"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return (self[i] for i in range(len(self)))
@@ -45,7 +47,9 @@ class Strings:
     def longer(self, length: int) -> np.ndarray:
         """(N,), True for strings of more than `length` characters."""
         candidates = np.diff(self.ends) > length  # bytes
-        candidates[candidates] = [len(self[i]) > length for i in np.flatnonzero(candidates).tolist()]
+        candidates[candidates] = [
+            len(self[i]) > length for i in np.flatnonzero(candidates).tolist()
+        ]
         return candidates
 
     def select(self, indices: np.ndarray) -> "Strings":
@@ -86,15 +90,21 @@ class Codes:
 
 
 def printable(text: str) -> str:
-    """A text of a data set as a part of one line: line breaks and other control characters become escapes."""
-    text = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda match: repr(match[0])[1:-1], text[: EXAMPLE_LENGTH + 1])
+    """A text of a data set as a part of one line: line breaks and other control characters become
+    escapes."""
+    text = re.sub(
+        r"[\x00-\x1f\x7f-\x9f\u2028\u2029]",
+        lambda match: repr(match[0])[1:-1],
+        text[: EXAMPLE_LENGTH + 1],
+    )
     return text if len(text) <= EXAMPLE_LENGTH else text[:EXAMPLE_LENGTH] + "..."
 
 
 @dataclass
 class Rejections:
-    """How many rows were rejected for each reason, with a few examples. `repeated` counts rows that are used, but have
-    the same audio as an earlier one; `notes` are the other reasons to mention rows that are used."""
+    """How many rows were rejected for each reason, with a few examples. `repeated` counts rows that
+    are used, but have the same audio as an earlier one; `notes` are the other reasons to mention
+    rows that are used."""
 
     repeated: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -128,10 +138,12 @@ class Rejections:
 
 
 def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, strict: bool) -> None:
-    """Prints the size of a set, whose utterances last `seconds` (N,), and what was rejected. Raises `DataError` if
-    nothing is left, or if `strict` and anything was rejected."""
+    """Prints the size of a set, whose utterances last `seconds` (N,), and what was rejected. Raises
+    `DataError` if nothing is left, or if `strict` and anything was rejected."""
     hours = float(seconds.sum()) / 3600
-    summary = f"{name}: {len(seconds)} utterances, " + (f"{hours:.2f} h" if hours >= 0.1 else f"{60 * hours:.1f} min")
+    summary = f"{name}: {len(seconds)} utterances, " + (
+        f"{hours:.2f} h" if hours >= 0.1 else f"{60 * hours:.1f} min"
+    )
     if rejected.repeated:
         summary += f"; {rejected.repeated} repeat the audio of another (all are used)"
     if rejected.total:
@@ -148,8 +160,8 @@ def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, stri
 
 @dataclass
 class Corpus:
-    """Utterances in columns. `seconds`: their lengths; `offsets` and `durations`: their place in the file, in seconds
-    (duration NaN: to the end); `lines`: line numbers in the manifest."""
+    """Utterances in columns. `seconds`: their lengths; `offsets` and `durations`: their place in
+    the file, in seconds (duration NaN: to the end); `lines`: line numbers in the manifest."""
 
     paths: Strings
     texts: Strings
@@ -159,7 +171,9 @@ class Corpus:
     speakers: Codes
     languages: Codes
     lines: np.ndarray
-    starts: np.ndarray | None = None  # the offsets in the manifest, if silence at the start has been cut
+    starts: np.ndarray | None = (
+        None  # the offsets in the manifest, if silence at the start has been cut
+    )
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -194,9 +208,9 @@ class Corpus:
 
 
 class Segments:
-    """Segment times and texts of a manifest's rows, in columns. Times are in seconds from the row's offset. `given`:
-    whether a row has segments; `problems`: why they cannot be used ("" if they can). Unless they are `wanted`
-    (--use_chunking), only `given` is kept."""
+    """Segment times and texts of a manifest's rows, in columns. Times are in seconds from the row's
+    offset. `given`: whether a row has segments; `problems`: why they cannot be used ("" if they
+    can). Unless they are `wanted` (--use_chunking), only `given` is kept."""
 
     def __init__(self, wanted: bool):
         self.wanted = wanted
@@ -218,4 +232,7 @@ class Segments:
 
     def row(self, index: int) -> list[tuple[float, float, str]]:
         """(start, stop, text) of each segment of a row."""
-        return [(self.starts[i], self.stops[i], self.texts[i]) for i in range(self.ends[index], self.ends[index + 1])]
+        return [
+            (self.starts[i], self.stops[i], self.texts[i])
+            for i in range(self.ends[index], self.ends[index + 1])
+        ]

@@ -1,4 +1,5 @@
-"""Checked splits: every utterance is checked once before training, and rejected ones are reported by reason."""
+"""Checked splits: every utterance is checked once before training, and rejected ones are reported
+by reason."""
 
 import argparse
 import hashlib
@@ -20,15 +21,18 @@ from speech.manifest import read_manifest
 
 HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
 MOST_HELD_OUT = 200  # utterances, at most
-FILE_TOLERANCE = 0.5  # seconds: END_TOLERANCE for whole files, whose duration is often rounded to a second
+FILE_TOLERANCE = (
+    0.5  # seconds: END_TOLERANCE for whole files, whose duration is often rounded to a second
+)
 MICROSECOND = 1e-6  # rounding error of time differences, seconds
 MOST_CHARACTERS = 10_000  # of a text; if --max_duration is over 100 s, FASTEST_SPEECH for so long
 WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
 FASTEST_SPEECH = 100  # characters per second, more than anyone says
 DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
 
-# Contradictions between flags, as `common.options` refuses them: flags that exclude each other, and flags that need one
-# of others: (flag, flags of which one must be given, words to add to the message).
+# Contradictions between flags, as `common.options` refuses them: flags that exclude each other, and
+# flags that need one of others: (flag, flags of which one must be given, words to add to the
+# message).
 EXCLUDES = (("check_data", "evaluate", "give one of them"),)
 NEEDS = (
     ("val_manifest", ("train_manifest",), ""),
@@ -53,7 +57,9 @@ class Checks:
     held_out: tuple[str, ...] = ()  # `held_out_keys` of the part that an earlier run held out
     listen: bool = False  # to all audio, once
     skip_bad_audio: bool = False  # reject what cannot be decoded instead of raising `DataError`
-    for_synthesis: bool = False  # of what was listened to: cut long silence at the ends, reject clipped clips
+    for_synthesis: bool = (
+        False  # of what was listened to: cut long silence at the ends, reject clipped clips
+    )
 
 
 def sample_count(text: str) -> int | None:
@@ -68,26 +74,102 @@ def sample_count(text: str) -> int | None:
 
 def add_arguments(parser) -> None:
     add = parser.add_argument_group("data").add_argument
-    # fmt: off
-    add("--train_manifest", type=options.path, metavar="FILE", help="JSON Lines, CSV/TSV with a header, or LJSpeech's metadata.csv (synthetic data)")
-    add("--val_manifest", type=options.path, metavar="FILE", help="for evaluation during training (a held-out part of the training data)")
-    add("--test_manifest", type=options.path, metavar="FILE", help="for the results at the end (the evaluation set)")
-    add("--audio_root", type=options.path, metavar="DIR", help="base of audio paths, also for absolute paths of another machine (the manifest's folder)")
-    add("--max_samples", type=sample_count, metavar="N", help="use only N training utterances, drawn by --seed so that a larger N adds to them; -1 = all (all)")
-    add("--min_duration", type=options.number(float, 0.0), default=0.1, metavar="S", help="reject shorter utterances, seconds (0.1)")
-    add("--max_duration", type=options.RATE, default=30.0, metavar="S", help="reject longer utterances, seconds (30)")
-    add("--strict_data", action=options.OnOff, default=False, help="stop if any utterance is rejected (off)")
-    add("--check_data", action=options.OnOff, default=False, help="read and check all data, print what is wrong with them, and exit")
-    add("--check_audio", action=options.OnOff, default=True, help="listen to all audio once before training: reject silent clips, find what cannot be decoded (on)")
-    add("--use_chunking", action=options.OnOff, default=False, help="cut recordings over --max_duration by the manifest's segment times (off)")
-    add("--cache_audio", type=options.path, metavar="DIR", help="for slow storage: keep decoded audio in this folder, 230 MB per hour at 16 kHz (no cache)")
-    # fmt: on
+    add(
+        "--train_manifest",
+        type=options.path,
+        metavar="FILE",
+        help="JSON Lines, CSV/TSV with a header, or LJSpeech's metadata.csv (synthetic data)",
+    )
+    add(
+        "--val_manifest",
+        type=options.path,
+        metavar="FILE",
+        help="for evaluation during training (a held-out part of the training data)",
+    )
+    add(
+        "--test_manifest",
+        type=options.path,
+        metavar="FILE",
+        help="for the results at the end (the evaluation set)",
+    )
+    add(
+        "--audio_root",
+        type=options.path,
+        metavar="DIR",
+        help=(
+            "base of audio paths, also for absolute paths of another machine (the manifest's"
+            " folder)"
+        ),
+    )
+    add(
+        "--max_samples",
+        type=sample_count,
+        metavar="N",
+        help=(
+            "use only N training utterances, drawn by --seed so that a larger N adds to them; -1 ="
+            " all (all)"
+        ),
+    )
+    add(
+        "--min_duration",
+        type=options.number(float, 0.0),
+        default=0.1,
+        metavar="S",
+        help="reject shorter utterances, seconds (0.1)",
+    )
+    add(
+        "--max_duration",
+        type=options.RATE,
+        default=30.0,
+        metavar="S",
+        help="reject longer utterances, seconds (30)",
+    )
+    add(
+        "--strict_data",
+        action=options.OnOff,
+        default=False,
+        help="stop if any utterance is rejected (off)",
+    )
+    add(
+        "--check_data",
+        action=options.OnOff,
+        default=False,
+        help="read and check all data, print what is wrong with them, and exit",
+    )
+    add(
+        "--check_audio",
+        action=options.OnOff,
+        default=True,
+        help=(
+            "listen to all audio once before training: reject silent clips, find what cannot be"
+            " decoded (on)"
+        ),
+    )
+    add(
+        "--use_chunking",
+        action=options.OnOff,
+        default=False,
+        help="cut recordings over --max_duration by the manifest's segment times (off)",
+    )
+    add(
+        "--cache_audio",
+        type=options.path,
+        metavar="DIR",
+        help=(
+            "for slow storage: keep decoded audio in this folder, 230 MB per hour at 16 kHz (no"
+            " cache)"
+        ),
+    )
 
 
 def resolve(args, held_out: Iterable[str] = ()) -> Checks:
-    """The checks that the flags ask for. `held_out`: what the resumed run stored. Raises `UsageError`."""
+    """The checks that the flags ask for. `held_out`: what the resumed run stored. Raises
+    `UsageError`."""
     if args.min_duration >= args.max_duration:
-        raise UsageError(f"--min_duration {args.min_duration:g} is not below --max_duration {args.max_duration:g}")
+        raise UsageError(
+            f"--min_duration {args.min_duration:g} is not below --max_duration"
+            f" {args.max_duration:g}"
+        )
     return Checks(
         min_duration=args.min_duration,
         max_duration=args.max_duration,
@@ -99,16 +181,22 @@ def resolve(args, held_out: Iterable[str] = ()) -> Checks:
         seed=args.seed,
         held_out=tuple(map(str, held_out)),
         # The demo's audio is known, and for a plan the lengths suffice.
-        listen=args.check_audio and bool(args.train_manifest or args.test_manifest) and not options.plans(args),
+        listen=args.check_audio
+        and bool(args.train_manifest or args.test_manifest)
+        and not options.plans(args),
         skip_bad_audio=args.skip_bad_audio or args.check_data,
     )
 
 
-def load_splits(paths: dict[str, str | None], normalise: Callable[[str], str], checks: Checks) -> dict[str, Corpus]:
-    """The checked corpora of the splits that have a manifest in `paths`; prints their sizes and rejections.
+def load_splits(
+    paths: dict[str, str | None], normalise: Callable[[str], str], checks: Checks
+) -> dict[str, Corpus]:
+    """The checked corpora of the splits that have a manifest in `paths`; prints their sizes and
+    rejections.
 
-    `checks.max_samples` shortens "train" to the rows of `draw`. If there is a "train" but no "val", a part of these rows is
-    held out: if possible `checks.held_out`, whatever the seed and `max_samples` are now. Raises `DataError` and `UsageError`."""
+    `checks.max_samples` shortens "train" to the rows of `draw`. If there is a "train" but no "val",
+    a part of these rows is held out: if possible `checks.held_out`, whatever the seed and
+    `max_samples` are now. Raises `DataError` and `UsageError`."""
     corpora = {}
     for split, path in paths.items():
         if not path:
@@ -126,25 +214,36 @@ def load_splits(paths: dict[str, str | None], normalise: Callable[[str], str], c
 
 
 def stand_in(seconds: float, most_characters: int = MOST_CHARACTERS) -> dict[str, Corpus]:
-    """The corpora "train" and "val" of a run that is only planned, if there are no data: silence of the longest utterances
-    that it takes, `seconds` each, by one speaker, with texts of as many short words as are said in that time, cut to
-    `most_characters`."""
+    """The corpora "train" and "val" of a run that is only planned, if there are no data: silence of
+    the longest utterances that it takes, `seconds` each, by one speaker, with texts of as many
+    short words as are said in that time, cut to `most_characters`."""
     print(f"no data are given: planned for the longest utterances that are taken, {seconds:.1f} s")
     words = [first + vowel + last for first in "bdfg" for vowel in "aeio" for last in "lmnr"]
     count, said = len(words), max(1, round(WORDS_PER_SECOND * seconds))
-    texts = [" ".join(words[(row + place) % count] for place in range(said))[:most_characters] for row in range(count)]
+    texts = [
+        " ".join(words[(row + place) % count] for place in range(said))[:most_characters]
+        for row in range(count)
+    ]
     corpus = Corpus(
-        paths=Strings([""] * count), texts=Strings(map(str.strip, texts)), seconds=np.full(count, seconds),
-        offsets=np.zeros(count), durations=np.full(count, seconds), speakers=Codes(["speaker"] * count),
-        languages=Codes([""] * count), lines=np.arange(1, count + 1),
-    )  # fmt: skip
+        paths=Strings([""] * count),
+        texts=Strings(map(str.strip, texts)),
+        seconds=np.full(count, seconds),
+        offsets=np.zeros(count),
+        durations=np.full(count, seconds),
+        speakers=Codes(["speaker"] * count),
+        languages=Codes([""] * count),
+        lines=np.arange(1, count + 1),
+    )
     return {"train": corpus, "val": corpus}
 
 
 def report_checked(sets: dict[str, Corpus]) -> None:
-    """Ends --check_data of a recogniser: notes what evaluation sets share with the training set, and says what can be used."""
+    """Ends --check_data of a recogniser: notes what evaluation sets share with the training set,
+    and says what can be used."""
     for name, other in sets.items():
-        if "train" in sets and name != "train" and isinstance(other, Corpus):  # Morse's sets repeat their short texts
+        if (
+            "train" in sets and name != "train" and isinstance(other, Corpus)
+        ):  # Morse's sets repeat their short texts
             shared = Rejections()
             overlap(sets["train"], other, shared)
             if shared.notes:
@@ -153,23 +252,33 @@ def report_checked(sets: dict[str, Corpus]) -> None:
 
 
 def say_checked(sets: dict[str, Corpus]) -> None:
-    print(f"checked: {', '.join(f'{len(corpus)} utterances in {name}' for name, corpus in sets.items())} can be used")
+    print(
+        "checked:"
+        f" {', '.join(f'{len(corpus)} utterances in {name}' for name, corpus in sets.items())} can"
+        " be used"
+    )
 
 
 def draw(count: int, checks: Checks) -> np.ndarray:
-    """The rows of a training set of `count` that `checks.max_samples` leaves, ascending: the first ones of an order that
-    depends on the seed and `count` alone, so that more rows contain every smaller choice."""
+    """The rows of a training set of `count` that `checks.max_samples` leaves, ascending: the first
+    ones of an order that depends on the seed and `count` alone, so that more rows contain every
+    smaller choice."""
     if checks.max_samples is None or checks.max_samples >= count:
         return np.arange(count)
-    return np.sort(np.random.default_rng([checks.seed, DRAW]).permutation(count)[: checks.max_samples])
+    return np.sort(
+        np.random.default_rng([checks.seed, DRAW]).permutation(count)[: checks.max_samples]
+    )
 
 
-def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> tuple[Corpus, Rejections]:
+def load_corpus(
+    path: str, normalise: Callable[[str], str], checks: Checks
+) -> tuple[Corpus, Rejections]:
     """The usable utterances of a manifest, and what was rejected.
 
-    Usable: the file's header can be read, the duration is within the limits, and there is a text. Rows over the maximum
-    are cut by their segment times with `checks.use_chunking`, rejected without. With `checks.listen`, the audio is also
-    neither silent nor clipped, and what cannot be decoded is a `DataError` unless `checks.skip_bad_audio`."""
+    Usable: the file's header can be read, the duration is within the limits, and there is a text.
+    Rows over the maximum are cut by their segment times with `checks.use_chunking`, rejected
+    without. With `checks.listen`, the audio is also neither silent nor clipped, and what cannot be
+    decoded is a `DataError` unless `checks.skip_bad_audio`."""
     rejected = Rejections()
     segments = Segments(checks.use_chunking)
     most = max(MOST_CHARACTERS, int(FASTEST_SPEECH * checks.max_duration))
@@ -184,48 +293,70 @@ def load_corpus(path: str, normalise: Callable[[str], str], checks: Checks) -> t
     file_seconds, reasons = probe_all(files.names, cache_file(checks, "headers", path))
     available = file_seconds[file_of] - corpus.offsets
     missing = corpus.durations - available
-    corpus.seconds = np.where(np.isnan(corpus.durations), available, np.minimum(available, corpus.durations))
+    corpus.seconds = np.where(
+        np.isnan(corpus.durations), available, np.minimum(available, corpus.durations)
+    )
     keep = np.ones(len(corpus), dtype=bool)
 
     def reject(bad: np.ndarray, reason: str | None) -> None:
         for i in np.flatnonzero(bad & keep).tolist():
             length = "" if np.isnan(corpus.seconds[i]) else f" ({corpus.seconds[i]:.2f} s)"
-            rejected.add(reason or reasons[file_of[i]], f"{path}:{corpus.lines[i]}: {corpus.where(i)}{length}")
+            rejected.add(
+                reason or reasons[file_of[i]],
+                f"{path}:{corpus.lines[i]}: {corpus.where(i)}{length}",
+            )
         keep[bad] = False
 
     reject(np.array([reason != "" for reason in reasons], dtype=bool)[file_of], None)
-    reject((available <= 0) | ((corpus.offsets > 0) & (missing > END_TOLERANCE)), "segment ends beyond the file")
-    reject(missing > FILE_TOLERANCE, "file is shorter than its duration in the manifest (truncated?)")
+    reject(
+        (available <= 0) | ((corpus.offsets > 0) & (missing > END_TOLERANCE)),
+        "segment ends beyond the file",
+    )
+    reject(
+        missing > FILE_TOLERANCE, "file is shorter than its duration in the manifest (truncated?)"
+    )
     too_long = f"longer than {checks.max_duration:g} s (--max_duration)"
     is_long = corpus.seconds > checks.max_duration
     has_segments = np.array(segments.given, dtype=bool)
     if checks.use_chunking:
         reject(is_long & ~has_segments, f"{too_long}, without segment times for --use_chunking")
         if (keep & is_long).any():
-            corpus, row_of = cut_by_segments(corpus, keep, segments, checks.max_duration, rejected, path)
+            corpus, row_of = cut_by_segments(
+                corpus, keep, segments, checks.max_duration, rejected, path
+            )
             file_of = file_of[row_of]
             keep = np.ones(len(corpus), dtype=bool)
     else:
         reject(is_long & has_segments, f"{too_long}; --use_chunking would use its segment times")
     reject(corpus.seconds > checks.max_duration, too_long)
-    reject(corpus.seconds < checks.min_duration, f"shorter than {checks.min_duration:g} s (--min_duration)")
+    reject(
+        corpus.seconds < checks.min_duration,
+        f"shorter than {checks.min_duration:g} s (--min_duration)",
+    )
     reject(corpus.texts.empty(), "text is empty")
     reject(corpus.texts.longer(most), f"text is longer than {most} characters")
     if not keep.all():
         corpus, file_of = corpus.select(np.flatnonzero(keep)), file_of[keep]
     if checks.listen:
         keep = np.ones(len(corpus), dtype=bool)
-        measures, undecodable = listen(corpus, cache_file(checks, "audio", path), checks.skip_bad_audio)
+        measures, undecodable = listen(
+            corpus, cache_file(checks, "audio", path), checks.skip_bad_audio
+        )
         for row, reason, details in audio_faults(measures, undecodable):
             example = f"{path}:{corpus.lines[row]}: {corpus.where(row)}: {details}"
-            if reason == CLIPPED and not checks.for_synthesis:  # a recogniser will hear such speech, too
+            if (
+                reason == CLIPPED and not checks.for_synthesis
+            ):  # a recogniser will hear such speech, too
                 rejected.note(reason, example)
                 continue
             rejected.add(reason, example)
             keep[row] = False
         if checks.for_synthesis:
             trim(corpus, np.where(keep[:, None], measures, 0.0), rejected)
-            reject(corpus.seconds < checks.min_duration, f"shorter than {checks.min_duration:g} s (--min_duration)")
+            reject(
+                corpus.seconds < checks.min_duration,
+                f"shorter than {checks.min_duration:g} s (--min_duration)",
+            )
         if not keep.all():
             corpus, file_of = corpus.select(np.flatnonzero(keep)), file_of[keep]
     rejected.repeated = count_repeated(file_of, corpus)
@@ -239,12 +370,19 @@ def cache_file(checks: Checks, kind: str, path: str) -> Path | None:
 
 
 def cut_by_segments(
-    corpus: Corpus, keep: np.ndarray, segments: Segments, max_duration: float, rejected: Rejections, path: str
+    corpus: Corpus,
+    keep: np.ndarray,
+    segments: Segments,
+    max_duration: float,
+    rejected: Rejections,
+    path: str,
 ) -> tuple[Corpus, np.ndarray]:
-    """The rows in `keep`, those over `max_duration` cut into pieces of whole segments; and the row of each piece.
+    """The rows in `keep`, those over `max_duration` cut into pieces of whole segments; and the row
+    of each piece.
 
-    A piece joins as many consecutive segments as fit, including the gaps between them. Segments over `max_duration`,
-    and rows whose segments reach beyond their audio, are added to `rejected`."""
+    A piece joins as many consecutive segments as fit, including the gaps between them. Segments
+    over `max_duration`, and rows whose segments reach beyond their audio, are added to
+    `rejected`."""
     sources, offsets, durations, texts = array("q"), array("d"), array("d"), Strings()
     is_long = keep & (corpus.seconds > max_duration)
     for row in np.flatnonzero(is_long).tolist():
@@ -288,9 +426,12 @@ def cut_by_segments(
     return pieces, row_of
 
 
-def join_segments(segments: list[tuple[float, float, str]], max_seconds: float) -> list[tuple[float, float, str]]:
-    """Joins consecutive (start, stop, text), sorted and without overlap, into as few pieces of at most `max_seconds` as
-    possible, from the first one on. A longer segment stays alone, and nothing is joined across it."""
+def join_segments(
+    segments: list[tuple[float, float, str]], max_seconds: float
+) -> list[tuple[float, float, str]]:
+    """Joins consecutive (start, stop, text), sorted and without overlap, into as few pieces of at
+    most `max_seconds` as possible, from the first one on. A longer segment stays alone, and nothing
+    is joined across it."""
     pieces: list[tuple[float, float, list[str]]] = []
     for start, stop, text in segments:
         if pieces and stop - pieces[-1][0] <= max_seconds + MICROSECOND:
@@ -309,9 +450,11 @@ def count_repeated(file_of: np.ndarray, corpus: Corpus) -> int:
     return int(np.logical_and.reduce([key[order[1:]] == key[order[:-1]] for key in keys]).sum())
 
 
-def drop(corpus: Corpus, name: str, fault: Callable[[int], tuple[str, str] | None], strict: bool) -> Corpus:
-    """The corpus without the utterances for which `fault(index)` returns (reason, details), which are reported under
-    `name`."""
+def drop(
+    corpus: Corpus, name: str, fault: Callable[[int], tuple[str, str] | None], strict: bool
+) -> Corpus:
+    """The corpus without the utterances for which `fault(index)` returns (reason, details), which
+    are reported under `name`."""
     rejected, keep = Rejections(), []
     for index in range(len(corpus)):
         if problem := fault(index):
@@ -326,9 +469,10 @@ def drop(corpus: Corpus, name: str, fault: Callable[[int], tuple[str, str] | Non
 
 
 def hold_out(whole: Corpus, rows: np.ndarray, seed: int, before: set[str]) -> tuple[Corpus, Corpus]:
-    """(training part, evaluation part) of the ascending `rows` of the training set: a random part is held out, HELD_OUT of
-    it, at least one utterance and at most MOST_HELD_OUT. If `before` has the keys of other utterances, of any row, these
-    are held out instead. Raises `DataError` if nothing would be left to train on."""
+    """(training part, evaluation part) of the ascending `rows` of the training set: a random part
+    is held out, HELD_OUT of it, at least one utterance and at most MOST_HELD_OUT. If `before` has
+    the keys of other utterances, of any row, these are held out instead. Raises `DataError` if
+    nothing would be left to train on."""
     count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(rows))))
     chosen = rows[np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])]
     if before and set(held_out_keys(whole.select(chosen))) != before:
@@ -336,11 +480,19 @@ def hold_out(whole: Corpus, rows: np.ndarray, seed: int, before: set[str]) -> tu
         if len(kept):
             chosen = kept
         else:
-            print("the utterances that were held out before are not in the training set any more: others are drawn")
+            print(
+                "the utterances that were held out before are not in the training set any more:"
+                " others are drawn"
+            )
     rest = np.setdiff1d(rows, chosen)
     if not len(rest):
-        raise DataError("one utterance is too few to hold one out for evaluation: add --val_manifest")
-    print(f"no --val_manifest: {len(chosen)} of the {len(chosen) + len(rest)} training utterances are held out")
+        raise DataError(
+            "one utterance is too few to hold one out for evaluation: add --val_manifest"
+        )
+    print(
+        f"no --val_manifest: {len(chosen)} of the {len(chosen) + len(rest)} training utterances are"
+        " held out"
+    )
     return whole.select(rest), whole.select(chosen)
 
 
@@ -351,5 +503,7 @@ def held_out_keys(corpus: Corpus) -> list[str]:
     offsets = corpus.offsets if starts is None else starts
     for path, offset, text in zip(corpus.paths, offsets.tolist(), corpus.texts, strict=True):
         row = repr((path.split(os.sep)[-2:], offset, text))
-        keys.append(hashlib.blake2b(row.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest())
+        keys.append(
+            hashlib.blake2b(row.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+        )
     return keys

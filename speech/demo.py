@@ -1,5 +1,6 @@
-"""Synthetic spoken corpora, so that every recipe runs without data. The speech is made by espeak-ng (GPL-3, through the
-PyPI package espeakng-loader): it shows that training works, not what error rates on real speech will be."""
+"""Synthetic spoken corpora, so that every recipe runs without data. The speech is made by espeak-ng
+(GPL-3, through the PyPI package espeakng-loader): it shows that training works, not what error
+rates on real speech will be."""
 
 import ctypes
 import functools
@@ -16,18 +17,23 @@ from speech.folders import read_made_from, write_folder
 
 # Everyday words, so that sentences are pronounceable; they are not grammatical.
 KONKANI_WORDS = (
-    "हांव तूं तो ती आमी तुमी घर उदक जेवण वाट गांव मनीस बायल भुरगो शाळा पुस्तक काम दीस रात सकाळ सांज आज फाल्यां काल "
-    "नवें पोरनें व्हड ल्हान बरें वायट नुस्तें शीत दूद चा रूख फूल पावस वत वारो दर्या न्हंय दोंगर वचता येता करता पळयता "
-    "उलयता आयकता खाता वाचता बरयता जाय ना आसा खंय कोण कितें बाजार"
+    "हांव तूं तो ती आमी तुमी घर उदक जेवण वाट गांव मनीस बायल भुरगो शाळा पुस्तक काम दीस रात सकाळ सांज"
+    " आज फाल्यां काल नवें पोरनें व्हड ल्हान बरें वायट नुस्तें शीत दूद चा रूख फूल पावस वत वारो दर्या"
+    " न्हंय दोंगर वचता येता करता पळयता उलयता आयकता खाता वाचता बरयता जाय ना आसा खंय कोण कितें बाजार"
 ).split()
-# espeak-ng's Konkani voice spells vowel signs aloud; its Marathi voice reads Konkani's Devanagari well.
-KONKANI_VOICES = [f"mr+{variant}" for variant in ("m1", "m2", "m3", "m4", "m5", "m7", "f1", "f2", "f3", "f4", "f5")]
+# espeak-ng's Konkani voice spells vowel signs aloud; its Marathi voice reads Konkani's Devanagari
+# well.
+KONKANI_VOICES = [
+    f"mr+{variant}"
+    for variant in ("m1", "m2", "m3", "m4", "m5", "m7", "f1", "f2", "f3", "f4", "f5")
+]
 
 # Syllables of all six tones, and pairs that differ only in the tone.
 VIETNAMESE_WORDS = (
-    "tôi bạn anh chị em ông bà mẹ cha con nhà nước cơm bánh trà cà phê sữa cá thịt rau ngày đêm sáng chiều hôm nay mai "
-    "đi đến về ăn uống nói nghe đọc viết làm học chơi ngủ mua bán yêu thích biết lớn nhỏ mới cũ đẹp tốt xấu nhanh chậm "
-    "một hai ba bốn năm đường phố chợ trường sách hoa cây trời mưa nắng gió biển núi sông má mả mã mạ dưa dừa dứa"
+    "tôi bạn anh chị em ông bà mẹ cha con nhà nước cơm bánh trà cà phê sữa cá thịt rau ngày đêm"
+    " sáng chiều hôm nay mai đi đến về ăn uống nói nghe đọc viết làm học chơi ngủ mua bán yêu thích"
+    " biết lớn nhỏ mới cũ đẹp tốt xấu nhanh chậm một hai ba bốn năm đường phố chợ trường sách hoa"
+    " cây trời mưa nắng gió biển núi sông má mả mã mạ dưa dừa dứa"
 ).split()
 # The northern, central and southern dialects, each with several speakers.
 VIETNAMESE_VOICES = [
@@ -39,17 +45,18 @@ VIETNAMESE_VOICES = [
 
 # Everyday Amharic.
 AMHARIC_WORDS = (
-    "ሰላም ቤት ውሃ ዳቦ ቡና ወተት ሥጋ መንገድ ከተማ ሰው ሴት ልጅ አባት እናት ወንድም እህት ትምህርት መጽሐፍ ሥራ ቀን ሌሊት ጠዋት ማታ ዛሬ ነገ ትናንት "
-    "አዲስ አሮጌ ትልቅ ትንሽ ጥሩ መጥፎ ቀይ ነጭ ጥቁር ሰማይ ፀሐይ ዝናብ ነፋስ ተራራ ባሕር ዛፍ አበባ ወፍ ውሻ ድመት ላም በግ ፈረስ እኔ አንተ "
-    "እሱ እሷ እኛ መጣ ሄደ በላ ጠጣ ተኛ አየ ሰማ ጻፈ"
+    "ሰላም ቤት ውሃ ዳቦ ቡና ወተት ሥጋ መንገድ ከተማ ሰው ሴት ልጅ አባት እናት ወንድም እህት ትምህርት መጽሐፍ ሥራ ቀን ሌሊት ጠዋት ማታ ዛሬ ነገ"
+    " ትናንት አዲስ አሮጌ ትልቅ ትንሽ ጥሩ መጥፎ ቀይ ነጭ ጥቁር ሰማይ ፀሐይ ዝናብ ነፋስ ተራራ ባሕር ዛፍ አበባ ወፍ ውሻ ድመት ላም በግ ፈረስ እኔ"
+    " አንተ እሱ እሷ እኛ መጣ ሄደ በላ ጠጣ ተኛ አየ ሰማ ጻፈ"
 ).split()
 AMHARIC_VOICES = ["am+m1", "am+f2"]
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How a corpus is spoken: the range of the rate in words a minute, of the pitch (0 to 99) and of the words in a sentence,
-    whether the silence at the ends is cut, and the splits in which every voice speaks each sentence, not just one."""
+    """How a corpus is spoken: the range of the rate in words a minute, of the pitch (0 to 99) and
+    of the words in a sentence, whether the silence at the ends is cut, and the splits in which
+    every voice speaks each sentence, not just one."""
 
     rate: tuple[int, int] = (140, 220)
     pitch: tuple[int, int] = (30, 70)
@@ -76,8 +83,12 @@ class Espeak:
         if self.sample_rate <= 0:
             raise RunError(f"espeak-ng does not start with its data in {data}")
         self.pieces: list[bytes] = []
-        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-        self.callback = kind(self._receive)  # an attribute, because the library holds only its address
+        kind = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
+        )
+        self.callback = kind(
+            self._receive
+        )  # an attribute, because the library holds only its address
         self.library.espeak_SetSynthCallback(self.callback)
 
     def _receive(self, samples, count, events) -> int:
@@ -86,18 +97,23 @@ class Espeak:
         return 0
 
     def say(self, text: str, voice: str, rate: int = 170, pitch: int = 50) -> np.ndarray:
-        """int16 samples (T,) at `sample_rate` Hz. `rate` in words per minute, `pitch` 0 to 99. Raises `RunError` for an
-        unknown voice or variant: espeak-ng would keep the last voice, or leave out the variant, without an error."""
+        """int16 samples (T,) at `sample_rate` Hz. `rate` in words per minute, `pitch` 0 to 99.
+        Raises `RunError` for an unknown voice or variant: espeak-ng would keep the last voice, or
+        leave out the variant, without an error."""
         _, plus, variant = voice.partition("+")
         is_known = not plus or (self.variants / variant).is_file()
         if not is_known or self.library.espeak_SetVoiceByName(voice.encode()) != 0:
             raise RunError(f"espeak-ng has no voice {voice!r}")
-        self.library.espeak_ng_SetRandSeed(1)  # of the breath in some voices; by default the time of day
+        self.library.espeak_ng_SetRandSeed(
+            1
+        )  # of the breath in some voices; by default the time of day
         self.library.espeak_SetParameter(self.RATE, rate, 0)
         self.library.espeak_SetParameter(self.PITCH, pitch, 0)
         self.pieces.clear()
         data = text.encode() + b"\0"
-        failed = self.library.espeak_Synth(data, len(data), 0, self.CHARACTERS, 0, self.UTF8, None, None)
+        failed = self.library.espeak_Synth(
+            data, len(data), 0, self.CHARACTERS, 0, self.UTF8, None, None
+        )
         if failed or self.library.espeak_Synchronize() or not self.pieces:
             raise RunError(f"espeak-ng could not say {text!r} with voice {voice}")
         return np.frombuffer(b"".join(self.pieces), dtype=np.int16)
@@ -119,10 +135,13 @@ def espeak() -> Espeak:
 def sentences(
     words: list[str], count: int, random: np.random.Generator, shortest: int = 2, longest: int = 5
 ) -> list[str]:
-    """`count` distinct random sentences of `shortest` to `longest` words. Raises `ValueError` if there are not so
-    many."""
+    """`count` distinct random sentences of `shortest` to `longest` words. Raises `ValueError` if
+    there are not so many."""
     if count > sum(len(set(words)) ** length for length in range(shortest, longest + 1)):
-        raise ValueError(f"{len(set(words))} words do not make {count} distinct sentences of {shortest} to {longest}")
+        raise ValueError(
+            f"{len(set(words))} words do not make {count} distinct sentences of {shortest} to"
+            f" {longest}"
+        )
     distinct: dict[str, None] = {}
     while len(distinct) < count:
         length = int(random.integers(shortest, longest + 1))
@@ -131,16 +150,22 @@ def sentences(
 
 
 def speech_corpus(
-    folder: Path, words: list[str], voices: list[str], sizes: dict[str, int], seed: int = 0, manner: Manner = USUAL
+    folder: Path,
+    words: list[str],
+    voices: list[str],
+    sizes: dict[str, int],
+    seed: int = 0,
+    manner: Manner = USUAL,
 ) -> dict[str, str]:
-    """Writes a corpus of spoken sentences, unless `folder` already holds the same one. `sizes`: number of utterances
-    per split; no sentence is in two splits. Returns {split: manifest path}. Raises `RunError` if it cannot be
-    written."""
+    """Writes a corpus of spoken sentences, unless `folder` already holds the same one. `sizes`:
+    number of utterances per split; no sentence is in two splits. Returns {split: manifest path}.
+    Raises `RunError` if it cannot be written."""
     manifests = {split: str(folder / f"{split}.json") for split in sizes}
     recipe = {"words": words, "voices": voices, "sizes": sizes, "seed": seed, "version": 2}
     if manner != USUAL:
         recipe["manner"] = {
-            name: [*value] if isinstance(value, tuple) else value for name, value in asdict(manner).items()
+            name: [*value] if isinstance(value, tuple) else value
+            for name, value in asdict(manner).items()
         }
     if read_made_from(folder) == recipe:
         return manifests
@@ -157,25 +182,33 @@ def speech_corpus(
         if read_made_from(folder) != recipe:
             raise RunError(f"cannot write the demo corpus in {folder}: {error.strerror}") from None
         return manifests
-    print(f"demo corpus: {count} utterances, {seconds / 3600:.2f} h, {len(voices)} voices, in {folder}")
+    print(
+        f"demo corpus: {count} utterances, {seconds / 3600:.2f} h, {len(voices)} voices, in"
+        f" {folder}"
+    )
     return manifests
 
 
 def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> tuple[float, int]:
-    """Speaks the sentences of every split; returns the duration in seconds and the number of utterances."""
+    """Speaks the sentences of every split; returns the duration in seconds and the number of
+    utterances."""
     (folder / "audio").mkdir()
     random = np.random.default_rng(recipe["seed"])
     speaker = espeak()
     texts = sentences(recipe["words"], sum(recipe["sizes"].values()), random, *manner.words)
     if manner != USUAL:
-        random.shuffle(texts)  # there are few sentences of one word, and most of them are drawn first
+        random.shuffle(
+            texts
+        )  # there are few sentences of one word, and most of them are drawn first
     seconds, count = 0.0, 0
     for split, size in recipe["sizes"].items():
         lines = []
         for _ in range(size):
             text = texts.pop()
             voice = recipe["voices"][int(random.integers(len(recipe["voices"])))]
-            rate, pitch = (int(random.integers(low, high + 1)) for low, high in (manner.rate, manner.pitch))
+            rate, pitch = (
+                int(random.integers(low, high + 1)) for low, high in (manner.rate, manner.pitch)
+            )
             for each in recipe["voices"] if split in manner.in_all_voices else [voice]:
                 samples = speaker.say(text, each, rate, pitch)
                 if manner.trimmed:
@@ -184,7 +217,12 @@ def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> tuple[float, in
                 write_wav(folder / name, samples, speaker.sample_rate)
                 duration = len(samples) / speaker.sample_rate
                 seconds += duration
-                row = {"audio_filepath": name, "text": text, "duration": round(duration, 3), "speaker": each}
+                row = {
+                    "audio_filepath": name,
+                    "text": text,
+                    "duration": round(duration, 3),
+                    "speaker": each,
+                }
                 lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         count += len(lines)
         (folder / f"{split}.json").write_text("".join(lines), encoding="utf-8")

@@ -8,7 +8,9 @@ from torch import nn
 from speech.layers import full_fp32
 
 WINDOW, HOP = 0.025, 0.010  # seconds: length of a frame, and distance between frames
-FLOOR = 1e-6  # power added to mel bands: above 16-bit quantisation noise, or digital silence would dominate the scale
+# power added to mel bands: above 16-bit quantisation noise, or digital silence would dominate the
+# scale
+FLOOR = 1e-6
 
 
 def frames(samples, sample_rate: int):
@@ -19,19 +21,24 @@ def frames(samples, sample_rate: int):
 
 
 class LogMel(nn.Module):
-    """Waveforms (B, T) at `sample_rate` Hz to log-mel features (B, F, n_mels), F = frames(T), in fp32 or better also
-    under autocast. Frames are not centred: each sees only samples of its own utterance, so padding changes nothing."""
+    """Waveforms (B, T) at `sample_rate` Hz to log-mel features (B, F, n_mels), F = frames(T), in
+    fp32 or better also under autocast. Frames are not centred: each sees only samples of its own
+    utterance, so padding changes nothing."""
 
     def __init__(self, sample_rate: int, n_mels: int = 80):
         super().__init__()
         self.window, self.hop = round(WINDOW * sample_rate), round(HOP * sample_rate)
         self.n_fft = 1 << (self.window - 1).bit_length()
-        with torch.device("cpu"):  # torchaudio reads its result, which a model without memory (device "meta") has not
+        with torch.device(
+            "cpu"
+        ):  # torchaudio reads its result, which a model without memory (device "meta") has not
             filters = torchaudio.functional.melscale_fbanks(
                 self.n_fft // 2 + 1, 0.0, sample_rate / 2, n_mels, sample_rate
             )
         self.register_buffer("filters", filters, persistent=False)
-        self.register_buffer("taper", torch.hann_window(self.window, periodic=False), persistent=False)
+        self.register_buffer(
+            "taper", torch.hann_window(self.window, periodic=False), persistent=False
+        )
 
     def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
         with torch.autocast(waveforms.device.type, enabled=False):
@@ -43,8 +50,9 @@ class LogMel(nn.Module):
 
 
 class FeatureNorm(nn.Module):
-    """Mean and variance normalisation of (B, F, M) features. `kind`: "global" uses statistics of the training set,
-    which are part of the weights, "utterance" those of each utterance's valid frames. Padding becomes 0."""
+    """Mean and variance normalisation of (B, F, M) features. `kind`: "global" uses statistics of
+    the training set, which are part of the weights, "utterance" those of each utterance's valid
+    frames. Padding becomes 0."""
 
     def __init__(self, n_mels: int, kind: str):
         super().__init__()
@@ -68,7 +76,9 @@ class FeatureNorm(nn.Module):
         """Sets the "global" statistics from (F, M) features of training utterances."""
         together = torch.cat(features).double()
         self.mean.copy_(together.mean(0))
-        self.std.copy_(together.std(0, correction=0).clamp_min(1e-3))  # a single frame has no unbiased one
+        self.std.copy_(
+            together.std(0, correction=0).clamp_min(1e-3)
+        )  # a single frame has no unbiased one
 
 
 def valid_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
@@ -77,19 +87,25 @@ def valid_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def random_masks(random: np.random.Generator, count: int, widest: float) -> torch.Tensor:
-    """(count, 2) start and end of SpecAugment masks as shares of an axis, with widths of 0 to `widest`."""
+    """(count, 2) start and end of SpecAugment masks as shares of an axis, with widths of 0 to
+    `widest`."""
     width = random.uniform(0, widest, count)
     start = random.uniform(0, 1, count) * (1 - width)
     return torch.from_numpy(np.stack([start, start + width], axis=1).astype(np.float32))
 
 
 def spec_augment(
-    features: torch.Tensor, lengths: torch.Tensor, frequency_masks: torch.Tensor, time_masks: torch.Tensor
+    features: torch.Tensor,
+    lengths: torch.Tensor,
+    frequency_masks: torch.Tensor,
+    time_masks: torch.Tensor,
 ) -> torch.Tensor:
-    """SpecAugment (Park et al. 2019): sets mel bands and time spans of normalised features (B, F, M) to 0, their mean.
+    """SpecAugment (Park et al. 2019): sets mel bands and time spans of normalised features (B, F,
+    M) to 0, their mean.
 
-    Masks (B, N, 2) are shares of the number of bands and of each utterance's own length. They come with the batch,
-    drawn from (seed, epoch, utterance), so an utterance's mask does not depend on how its window is split."""
+    Masks (B, N, 2) are shares of the number of bands and of each utterance's own length. They come
+    with the batch, drawn from (seed, epoch, utterance), so an utterance's mask does not depend on
+    how its window is split."""
 
     def covered(masks: torch.Tensor, size: int, extent: torch.Tensor) -> torch.Tensor:
         edges = (masks * extent[:, None, None]).round()  # (B, N, 2)

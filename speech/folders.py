@@ -1,5 +1,5 @@
-"""Folders that this project writes: data sets and exported models. They are written aside and renamed, and a folder that
-holds anything else is never replaced."""
+"""Folders that this project writes: data sets and exported models. They are written aside and
+renamed, and a folder that holds anything else is never replaced."""
 
 import json
 import os
@@ -15,10 +15,10 @@ MADE_FROM = "made_from.json"
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object], made_from: dict):
-    """Calls `fill(temporary_folder)`, renames that folder to `folder` and returns the result of `fill`. `made_from` is
-    stored inside, with the list of files. Replaces an empty folder, and an earlier one of `write_folder` that nobody has
-    changed. Raises `UsageError` for any other folder, `OSError`, and whatever `fill` raises; then the earlier folder is
-    still there."""
+    """Calls `fill(temporary_folder)`, renames that folder to `folder` and returns the result of
+    `fill`. `made_from` is stored inside, with the list of files. Replaces an empty folder, and an
+    earlier one of `write_folder` that nobody has changed. Raises `UsageError` for any other folder,
+    `OSError`, and whatever `fill` raises; then the earlier folder is still there."""
     folder = folder.resolve()  # replaces the target of a link, not the link
     require_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -46,8 +46,8 @@ def write_folder(folder: Path, fill: Callable[[Path], object], made_from: dict):
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raises `UsageError` if `write_folder` may not replace `folder`, because it holds anything else than what
-    `write_folder` left there."""
+    """Raises `UsageError` if `write_folder` may not replace `folder`, because it holds anything
+    else than what `write_folder` left there."""
     folder = folder.resolve()
     if not folder.exists():
         return
@@ -57,16 +57,21 @@ def require_replaceable(folder: Path) -> None:
         raise UsageError(f"{folder}: it holds the current folder; name a new folder")
     if changed := _changes(folder):
         raise UsageError(
-            f"{folder}: it holds files that are not replaced ({', '.join(changed[:3])}); choose a new folder"
+            f"{folder}: it holds files that are not replaced ({', '.join(changed[:3])}); choose a"
+            " new folder"
         )
 
 
 def read_made_from(folder: Path) -> dict | None:
-    """The `made_from` that `write_folder` stored in the folder; None if there is none, or if files are missing or of another
-    size. Other files may be there too."""
+    """The `made_from` that `write_folder` stored in the folder; None if there is none, or if files
+    are missing or of another size. Other files may be there too."""
     made_from, sizes = _made(folder)
     present = _sizes(folder) if sizes else {}
-    return made_from if sizes and all(present.get(name) == size for name, size in sizes.items()) else None
+    return (
+        made_from
+        if sizes and all(present.get(name) == size for name, size in sizes.items())
+        else None
+    )
 
 
 def _made(folder: Path) -> tuple[dict | None, dict]:
@@ -78,23 +83,29 @@ def _made(folder: Path) -> tuple[dict | None, dict]:
 
 
 def _changes(folder: Path) -> list[str]:
-    """The files in which a folder differs from what `write_folder` left; all of them if it did not write the folder."""
+    """The files in which a folder differs from what `write_folder` left; all of them if it did not
+    write the folder."""
     _, sizes = _made(folder)
     present = _sizes(folder)
     if not sizes:
         return sorted(path.name for path in folder.iterdir())
     written = (folder / MADE_FROM).stat().st_mtime_ns
     names = {name for name in {**sizes, **present} if sizes.get(name) != present.get(name)}
-    return sorted(names | {name for name in present if (folder / name).lstat().st_mtime_ns > written})
+    return sorted(
+        names | {name for name in present if (folder / name).lstat().st_mtime_ns > written}
+    )
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Sizes of all files below a folder, by their path in it. An empty folder inside counts as a file of size -1."""
+    """Sizes of all files below a folder, by their path in it. An empty folder inside counts as a
+    file of size -1."""
     sizes = {}
     for root, folders, names in os.walk(folder):
         place = os.path.relpath(root, folder)
         for name in names:
-            sizes[os.path.normpath(os.path.join(place, name))] = os.lstat(os.path.join(root, name)).st_size
+            sizes[os.path.normpath(os.path.join(place, name))] = os.lstat(
+                os.path.join(root, name)
+            ).st_size
         if not folders and not names and place != ".":
             sizes[place] = -1
     sizes.pop(MADE_FROM, None)

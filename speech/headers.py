@@ -19,16 +19,21 @@ from common.files import require_file, write_file
 
 END_TOLERANCE = 0.1  # seconds by which rounded times may miss a file's end
 UNKNOWN_LENGTH = 1 << 60  # frames: what libsndfile reports for a FLAC stream that was never closed
-RATES = (1_000, 768_000)  # Hz: speech needs more, and converters do not make more; resampling others takes gigabytes
+RATES = (
+    1_000,
+    768_000,
+)  # Hz: speech needs more, and converters do not make more; resampling others takes gigabytes
 CHANNELS = 64  # more than arrays of microphones have
-UNENDED = "lacks an end-of-stream bit"  # what libsndfile says about the last page of an Ogg file that was cut
+# what libsndfile says about the last page of an Ogg file that was cut
+UNENDED = "lacks an end-of-stream bit"
 UNCLOSED = 0x7FFF0000  # bytes: from this size on, a chunk's writer did not know its size
 THREADS = 16  # they wait for the disk or the network, not for the processor
 MANY_FILES = 20_000  # reading more headers than this is announced
 
 
 def in_threads(look: Callable[[list], list | np.ndarray], items: list) -> Iterator:
-    """`look(part)` for consecutive parts of `items`, in order. One task per file would cost more than reading it."""
+    """`look(part)` for consecutive parts of `items`, in order. One task per file would cost more
+    than reading it."""
     size = max(1, min(256, len(items) // (4 * THREADS)))
     parts = (items[i : i + size] for i in range(0, len(items), size))
     with ThreadPoolExecutor(THREADS) as pool:
@@ -55,8 +60,8 @@ def file_fault(path: str) -> str:
 
 
 def format_fault(header) -> str:
-    """Why audio with this header cannot be used, or "". `header`: a `soundfile.SoundFile`, or what `soundfile.info`
-    returns."""
+    """Why audio with this header cannot be used, or "". `header`: a `soundfile.SoundFile`, or what
+    `soundfile.info` returns."""
     if not RATES[0] <= header.samplerate <= RATES[1]:
         return f"sample rate is not between {RATES[0]} and {RATES[1]} Hz"
     if header.channels > CHANNELS:
@@ -80,9 +85,12 @@ def probe(path: str) -> tuple[float, str]:
 
 
 def missing_seconds(header) -> float:
-    """By how much a WAV, AIFF or AU file is shorter than its header says. libsndfile reads what is left without an
-    error and only mentions it in its log. `header`: a `soundfile.SoundFile`, or what `soundfile.info` returns."""
-    sizes = re.search(r"^\s*(?:data|SSND|Data Size)\s*: (\d+) \(should be (\d+)\)", header.extra_info, re.M)
+    """By how much a WAV, AIFF or AU file is shorter than its header says. libsndfile reads what is
+    left without an error and only mentions it in its log. `header`: a `soundfile.SoundFile`, or
+    what `soundfile.info` returns."""
+    sizes = re.search(
+        r"^\s*(?:data|SSND|Data Size)\s*: (\d+) \(should be (\d+)\)", header.extra_info, re.M
+    )
     stated, actual = map(int, sizes.groups()) if sizes else (0, 0)
     if stated >= UNCLOSED or stated <= actual or not actual:
         return 0.0
@@ -92,7 +100,16 @@ def missing_seconds(header) -> float:
 def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
     if not shutil.which("ffprobe"):
         return np.nan, "audio is unreadable (for libsndfile; ffmpeg with ffprobe is not installed)"
-    command = ["ffprobe", "-v", "error", "-show_entries", "format=duration", "-of", "csv=p=0", f"file:{path}"]
+    command = [
+        "ffprobe",
+        "-v",
+        "error",
+        "-show_entries",
+        "format=duration",
+        "-of",
+        "csv=p=0",
+        f"file:{path}",
+    ]
     try:
         seconds = float(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout)
         if 0 <= seconds < np.inf:
@@ -103,8 +120,8 @@ def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
 
 
 def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[str]]:
-    """`probe` for every path, in parallel. Results of an earlier run in the file `cache` are used for files of the same
-    size and time."""
+    """`probe` for every path, in parallel. Results of an earlier run in the file `cache` are used
+    for files of the same size and time."""
     reasons, stamps = [""] * len(paths), file_stamps(paths)
     seconds = recall(cache, stamps, 1)[:, 0]
     todo = np.flatnonzero(np.isnan(seconds)).tolist()
@@ -114,7 +131,9 @@ def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[st
         for row, length, reason in part:
             seconds[row], reasons[row] = length, reason
     if cache and todo:
-        remember(cache, stamps, np.where([reason != "" for reason in reasons], np.nan, seconds)[:, None])
+        remember(
+            cache, stamps, np.where([reason != "" for reason in reasons], np.nan, seconds)[:, None]
+        )
     return seconds, reasons
 
 
@@ -136,7 +155,8 @@ def _stamps(paths: list[str]) -> np.ndarray:
 
 
 def recall(cache: Path | None, stamps: np.ndarray, width: int) -> np.ndarray:
-    """The values (N, width) that `remember` kept in the file `cache` for `stamps` (N, 3); NaN for others."""
+    """The values (N, width) that `remember` kept in the file `cache` for `stamps` (N, 3); NaN for
+    others."""
     values = np.full((len(stamps), width), np.nan)
     known_stamps, known_values = _read_cache(cache, width)
     if len(known_stamps):
@@ -151,7 +171,11 @@ def _read_cache(cache: Path | None, width: int) -> tuple[np.ndarray, np.ndarray]
     try:
         with np.load(require_file(cache)) as content:
             stamps, values = content["stamps"], content["values"]
-        if stamps.shape == (len(values), 3) and values.shape == (len(values), width) and np.isfinite(values).all():
+        if (
+            stamps.shape == (len(values), 3)
+            and values.shape == (len(values), width)
+            and np.isfinite(values).all()
+        ):
             return stamps, values
     except Exception:  # a damaged cache is made anew, whatever is wrong with it
         pass
@@ -159,7 +183,8 @@ def _read_cache(cache: Path | None, width: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def remember(cache: Path, stamps: np.ndarray, values: np.ndarray) -> None:
-    """Keeps `values` (N, width) in the file `cache`, without rows that have a NaN or no stamp. The folder is created."""
+    """Keeps `values` (N, width) in the file `cache`, without rows that have a NaN or no stamp. The
+    folder is created."""
     good = np.flatnonzero(np.isfinite(values).all(axis=1) & (stamps[:, 0] != 0))
     good = good[np.argsort(stamps[good, 0], kind="stable")]
 

@@ -1,4 +1,5 @@
-"""Parts of networks: precision inside a model, and chains of layers that keep little for backward."""
+"""Parts of networks: precision inside a model, and chains of layers that keep little for
+backward."""
 
 import contextlib
 from collections.abc import Callable
@@ -9,14 +10,17 @@ from torch.autograd.function import once_differentiable
 
 SMALL = 1 << 19  # elements of an input for which `lean_chain` recomputes nothing
 # The activations that it knows, with their gradients.
-ACTIVATIONS = {F.gelu: torch.ops.aten.gelu_backward.default, F.silu: torch.ops.aten.silu_backward.default}
+ACTIVATIONS = {
+    F.gelu: torch.ops.aten.gelu_backward.default,
+    F.silu: torch.ops.aten.silu_backward.default,
+}
 NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
 @contextlib.contextmanager
 def full_fp32(device: torch.device):
-    """Turns off TF32, whose 10-bit products are not exact enough for a power spectrum that goes through a logarithm, and for
-    the nearest code of a codebook."""
+    """Turns off TF32, whose 10-bit products are not exact enough for a power spectrum that goes
+    through a logarithm, and for the nearest code of a codebook."""
     switches = (torch.backends.cuda.matmul, torch.backends.cudnn) if device.type == "cuda" else ()
     before = [switch.allow_tf32 for switch in switches]
     for switch in switches:
@@ -29,18 +33,21 @@ def full_fp32(device: torch.device):
 
 
 def downcast(x: torch.Tensor) -> torch.Tensor:
-    """`x` in autocast's type if autocast is on. Done once, so that layers with the same input share one copy of it."""
+    """`x` in autocast's type if autocast is on. Done once, so that layers with the same input share
+    one copy of it."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
-    """The result of `steps` on `x` (..., D): linear layers, each after a LayerNorm, an activation, or both in this order.
+    """The result of `steps` on `x` (..., D): linear layers, each after a LayerNorm, an activation,
+    or both in this order.
 
-    Backward keeps `x` and what the linear layers return, and computes norms and activations again, which is cheap. Values
-    and gradients stay the same to the bit; under autocast norms are in fp32, as in CUDA's. The steps run as they are in
-    evaluation, under torch.compile, which chooses itself what to keep, and on small inputs, for which launching the
-    kernels from Python would take longer than the kernels."""
+    Backward keeps `x` and what the linear layers return, and computes norms and activations again,
+    which is cheap. Values and gradients stay the same to the bit; under autocast norms are in fp32,
+    as in CUDA's. The steps run as they are in evaluation, under torch.compile, which chooses itself
+    what to keep, and on small inputs, for which launching the kernels from Python would take longer
+    than the kernels."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or x.numel() < SMALL:
         for step in steps:
             x = step(x)
@@ -63,11 +70,15 @@ class _LeanChain(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parts, x, *tensors):
         kept = []
-        for (norm, activation), weight, bias in zip(parts, tensors[::4], tensors[1::4], strict=True):
+        for (norm, activation), weight, bias in zip(
+            parts, tensors[::4], tensors[1::4], strict=True
+        ):
             kept += x, weight
             x = F.linear(_prepare(x, norm, activation)[0].to(weight.dtype), weight, bias)
         ctx.save_for_backward(*kept)
-        ctx.parts = [(*part, bias is not None) for part, bias in zip(parts, tensors[1::4], strict=True)]
+        ctx.parts = [
+            (*part, bias is not None) for part, bias in zip(parts, tensors[1::4], strict=True)
+        ]
         return x
 
     @staticmethod
@@ -86,16 +97,23 @@ class _LeanChain(torch.autograd.Function):
             if activation:
                 gradient = ACTIVATIONS[activation](gradient, normed)
             if norm:
-                gradient, of_scale, of_shift = NORM_BACKWARD(gradient, *norm_inputs, norm.weight, norm.bias, [True] * 3)
+                gradient, of_scale, of_shift = NORM_BACKWARD(
+                    gradient, *norm_inputs, norm.weight, norm.bias, [True] * 3
+                )
             gradient = gradient.to(x.dtype)
             gradients[:0] = of_weight, of_bias, of_scale, of_shift
         return None, gradient, *gradients
 
 
-def _prepare(x: torch.Tensor, norm: torch.nn.LayerNorm | None, activation: Callable | None) -> tuple:
-    """The input of a linear layer, that of the activation before it, and what the norm's gradient needs."""
+def _prepare(
+    x: torch.Tensor, norm: torch.nn.LayerNorm | None, activation: Callable | None
+) -> tuple:
+    """The input of a linear layer, that of the activation before it, and what the norm's gradient
+    needs."""
     normed, statistics = x, ()
     if norm:
         x = x.to(norm.weight.dtype)
-        normed, *statistics = torch.native_layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+        normed, *statistics = torch.native_layer_norm(
+            x, norm.normalized_shape, norm.weight, norm.bias, norm.eps
+        )
     return activation(normed) if activation else normed, normed, x, x.shape[-1:], *statistics

@@ -1,5 +1,5 @@
-"""All audio of a data set is listened to once, before training: what is silent, clipped or cannot be decoded, and how long the
-silence at the ends is."""
+"""All audio of a data set is listened to once, before training: what is silent, clipped or cannot
+be decoded, and how long the silence at the ends is."""
 
 import contextlib
 import ctypes
@@ -24,13 +24,19 @@ from speech.headers import file_stamps, recall, remember
 
 FRAME = 0.01  # seconds
 SILENT_LEVEL = -60.0  # dB of full scale, RMS of the loudest frame: below it a clip is silent
-PAUSE_LEVEL, PAUSE_DEPTH = -80.0, 40.0  # dB of full scale, dB below the loudest frame: below either a frame is silent
+PAUSE_LEVEL, PAUSE_DEPTH = (
+    -80.0,
+    40.0,
+)  # dB of full scale, dB below the loudest frame: below either a frame is silent
 CLIPPED = "audio is clipped"  # a reason
 CLIPPED_SHARE = 0.01  # of the samples
 CLIPPED_RUN = 3  # samples
 CLIPPED_PEAK = 0.1  # quieter extremes are those of noise and silence
 NEAR_PEAK = 0.9
-LONG_PAUSE, KEPT_PAUSE = 0.3, 0.15  # seconds: silence at an end that is cut, and how much of it stays
+LONG_PAUSE, KEPT_PAUSE = (
+    0.3,
+    0.15,
+)  # seconds: silence at an end that is cut, and how much of it stays
 MOST_PROCESSES = 8
 MOST_IN_PART = 256  # utterances that a process is given at once
 FEW = 32  # utterances that no processes are started for
@@ -38,8 +44,8 @@ LONG_PASS = 3600.0  # seconds of audio that are announced
 
 
 def measure(waveform: np.ndarray, rate: int) -> tuple[float, float, float, float]:
-    """Of (T,) at `rate` Hz: level of the loudest 10 ms in dB of full scale (RMS, without its mean), share of clipped
-    samples, and seconds of silence at the start and at the end."""
+    """Of (T,) at `rate` Hz: level of the loudest 10 ms in dB of full scale (RMS, without its mean),
+    share of clipped samples, and seconds of silence at the start and at the end."""
     frame = max(1, min(round(FRAME * rate), len(waveform)))
     count = len(waveform) // frame
     frames = waveform[: count * frame].reshape(count, frame)
@@ -47,12 +53,18 @@ def measure(waveform: np.ndarray, rate: int) -> tuple[float, float, float, float
     loudest = float(levels.max())
     audible = np.flatnonzero(levels >= max(loudest - PAUSE_DEPTH, PAUSE_LEVEL))
     first, last = (audible[0], audible[-1] + 1) if len(audible) else (count, count)
-    return loudest, clipped_share(waveform), float(first * frame / rate), float((count - last) * frame / rate)
+    return (
+        loudest,
+        clipped_share(waveform),
+        float(first * frame / rate),
+        float((count - last) * frame / rate),
+    )
 
 
 def clipped_share(waveform: np.ndarray) -> float:
-    """The share of the samples of (T,) in runs of at least CLIPPED_RUN at the highest or lowest value; 0 if there are more
-    samples near these values: a loud tone stays near its peak, while clipped speech has its peaks cut off."""
+    """The share of the samples of (T,) in runs of at least CLIPPED_RUN at the highest or lowest
+    value; 0 if there are more samples near these values: a loud tone stays near its peak, while
+    clipped speech has its peaks cut off."""
     low, high = float(waveform.min()), float(waveform.max())
     at_peak, near = np.zeros(len(waveform), dtype=bool), np.zeros(len(waveform), dtype=bool)
     for peak, signed in ((high, waveform), (-low, -waveform)):
@@ -73,17 +85,21 @@ def measure_utterance(corpus: Corpus, index: int) -> tuple[float, float, float, 
     except (OSError, TypeError, soundfile.LibsndfileError):
         rate = SAMPLE_RATE  # a format that ffmpeg decodes
     try:
-        waveform = read_audio(path, rate, float(corpus.offsets[index]), None if np.isnan(duration) else duration)
+        waveform = read_audio(
+            path, rate, float(corpus.offsets[index]), None if np.isnan(duration) else duration
+        )
     except DataError as error:
         return str(error)
     return measure(waveform.numpy(), rate)
 
 
-def listen(corpus: Corpus, cache: Path | None, skip_bad_audio: bool) -> tuple[np.ndarray, dict[int, str]]:
-    """The measures (N, 4) of every utterance, as `measure` returns them (NaN if it cannot be decoded), and by index why
-    utterances cannot be decoded. In processes; results of an earlier run in the file `cache` are used for the same parts of
-    unchanged files. Raises `DataError` for what cannot be decoded unless `skip_bad_audio`, and `RunError` if a process
-    dies."""
+def listen(
+    corpus: Corpus, cache: Path | None, skip_bad_audio: bool
+) -> tuple[np.ndarray, dict[int, str]]:
+    """The measures (N, 4) of every utterance, as `measure` returns them (NaN if it cannot be
+    decoded), and by index why utterances cannot be decoded. In processes; results of an earlier run
+    in the file `cache` are used for the same parts of unchanged files. Raises `DataError` for what
+    cannot be decoded unless `skip_bad_audio`, and `RunError` if a process dies."""
     with _locked(cache):
         stamps, faults = _stamps(corpus), {}
         measures = recall(cache, stamps, 4)
@@ -91,7 +107,10 @@ def listen(corpus: Corpus, cache: Path | None, skip_bad_audio: bool) -> tuple[np
         seconds = float(corpus.seconds[todo].sum())
         if seconds > LONG_PASS:
             hours = f"{seconds / 3600:.1f} h of audio once"
-            print(f"listening to {hours} (kept for the next run; --no_check_audio skips this)", flush=True)
+            print(
+                f"listening to {hours} (kept for the next run; --no_check_audio skips this)",
+                flush=True,
+            )
         try:
             with contextlib.closing(_results(corpus, todo)) as results:
                 for index, result in results:
@@ -100,7 +119,9 @@ def listen(corpus: Corpus, cache: Path | None, skip_bad_audio: bool) -> tuple[np
                     elif skip_bad_audio:
                         faults[index] = result
                     else:
-                        raise DataError(f"{result}; fix or remove it, or skip such files with --skip_bad_audio")
+                        raise DataError(
+                            f"{result}; fix or remove it, or skip such files with --skip_bad_audio"
+                        )
         finally:
             if cache and len(todo):
                 remember(cache, stamps, measures)
@@ -109,7 +130,9 @@ def listen(corpus: Corpus, cache: Path | None, skip_bad_audio: bool) -> tuple[np
 
 def _results(corpus: Corpus, rows: np.ndarray) -> Iterator[tuple[int, tuple | str]]:
     """(row, `measure_utterance`) of the rows, in order."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     workers = min(MOST_PROCESSES, cores)
     if len(rows) < FEW or workers < 2:
         yield from ((row, measure_utterance(corpus, row)) for row in rows.tolist())
@@ -131,7 +154,9 @@ def _processes(count: int, corpus: Corpus) -> Iterator[ProcessPoolExecutor]:
         yield pool
     except BrokenProcessPool:
         reason = "often: too little main memory"
-        raise RunError(f"a process that listens to the audio died ({reason}): try again, or --no_check_audio") from None
+        raise RunError(
+            f"a process that listens to the audio died ({reason}): try again, or --no_check_audio"
+        ) from None
     except BaseException:
         for process in set(multiprocessing.active_children()) - others:
             process.kill()
@@ -145,7 +170,9 @@ def _start_process(corpus: Corpus) -> None:
     _corpus = corpus
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the main process acts on them
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(AttributeError):  # Linux alone: PR_SET_PDEATHSIG, so that a killed command leaves nothing
+    with contextlib.suppress(
+        AttributeError
+    ):  # Linux alone: PR_SET_PDEATHSIG, so that a killed command leaves nothing
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     torch.set_num_threads(1)
 
@@ -156,7 +183,8 @@ def _measure_part(rows: list[int]) -> list[tuple | str]:
 
 @contextlib.contextmanager
 def _locked(cache: Path | None) -> Iterator[None]:
-    """One process at a time: the other ranks of a run wait, and then find the results in the cache."""
+    """One process at a time: the other ranks of a run wait, and then find the results in the
+    cache."""
     handle = None
     if cache:
         with contextlib.suppress(OSError):
@@ -176,25 +204,37 @@ def _stamps(corpus: Corpus) -> np.ndarray:
     stamps = file_stamps(files.names)[np.array(files.codes, dtype=np.int64)]
     places = np.stack([corpus.offsets, np.nan_to_num(corpus.durations, nan=-1.0)], axis=1)
     for row in np.flatnonzero(stamps[:, 0]).tolist():
-        name = hashlib.blake2b(stamps[row, 0].tobytes() + places[row].tobytes(), digest_size=7).digest()
+        name = hashlib.blake2b(
+            stamps[row, 0].tobytes() + places[row].tobytes(), digest_size=7
+        ).digest()
         stamps[row, 0] = int.from_bytes(name, "big")
     return stamps
 
 
-def audio_faults(measures: np.ndarray, undecodable: dict[int, str]) -> Iterator[tuple[int, str, str]]:
-    """(row, reason, details) of the utterances whose audio cannot be used, by what `listen` returns."""
+def audio_faults(
+    measures: np.ndarray, undecodable: dict[int, str]
+) -> Iterator[tuple[int, str, str]]:
+    """(row, reason, details) of the utterances whose audio cannot be used, by what `listen`
+    returns."""
     silent = measures[:, 0] < SILENT_LEVEL
-    for row in np.flatnonzero(silent | (measures[:, 1] > CLIPPED_SHARE) | np.isnan(measures[:, 0])).tolist():
+    for row in np.flatnonzero(
+        silent | (measures[:, 1] > CLIPPED_SHARE) | np.isnan(measures[:, 0])
+    ).tolist():
         if row in undecodable:
             yield row, "audio cannot be decoded", undecodable[row]
         elif silent[row]:
-            yield row, "audio is silent", f"at most {max(measures[row, 0], -200.0):.0f} dB of full scale"
+            yield (
+                row,
+                "audio is silent",
+                f"at most {max(measures[row, 0], -200.0):.0f} dB of full scale",
+            )
         else:
             yield row, CLIPPED, f"{100 * measures[row, 1]:.1f} % of the samples"
 
 
 def trim(corpus: Corpus, measures: np.ndarray, rejected: Rejections) -> None:
-    """Cuts silence over LONG_PAUSE at an end down to KEPT_PAUSE, by offset and duration, and notes it in `rejected`."""
+    """Cuts silence over LONG_PAUSE at an end down to KEPT_PAUSE, by offset and duration, and notes
+    it in `rejected`."""
     pauses = measures[:, 2:]
     cuts = np.where(pauses > LONG_PAUSE, pauses - KEPT_PAUSE, 0.0)
     rows = np.flatnonzero(cuts.any(axis=1))
@@ -204,5 +244,7 @@ def trim(corpus: Corpus, measures: np.ndarray, rejected: Rejections) -> None:
         rejected.note(f"silence at an end is cut to {KEPT_PAUSE:g} s", example)
     corpus.starts = corpus.offsets.copy()
     corpus.offsets[rows] = np.round(corpus.offsets[rows] + cuts[rows, 0], 6)
-    corpus.seconds[rows] = np.round(np.maximum(corpus.seconds[rows] - cuts[rows].sum(axis=1), 0.0), 6)
+    corpus.seconds[rows] = np.round(
+        np.maximum(corpus.seconds[rows] - cuts[rows].sum(axis=1), 0.0), 6
+    )
     corpus.durations[rows] = corpus.seconds[rows]

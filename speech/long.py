@@ -10,16 +10,21 @@ from torch import nn
 
 SILENCE_FRAME = 0.02  # seconds: resolution of cuts at silences
 OVERLAP = 5.0  # seconds shared by neighbouring windows
-SILENT = 1e-4  # peak amplitude, three steps of 16 bits: digital silence, in which Whisper hallucinates
+SILENT = (
+    1e-4  # peak amplitude, three steps of 16 bits: digital silence, in which Whisper hallucinates
+)
 OFF_PLACE, MORE_EVIDENCE, UNMATCHED = 0.1, 0.09, 0.1  # weights of characters, see _overlap
-LONG_WORDS = 15  # characters: if words are longer on average, the language is written without spaces
+LONG_WORDS = (
+    15  # characters: if words are longer on average, the language is written without spaces
+)
 
 Piece = tuple[int, int]  # (start, end), samples
 TimedText = tuple[int, int, str]  # (start, end, text), samples
 
 
 def cut_at_silences(waveform: torch.Tensor, sample_rate: int, max_seconds: float) -> list[Piece]:
-    """Pieces of (T,), each at most `max_seconds`, cut at the quietest place in the second half of each."""
+    """Pieces of (T,), each at most `max_seconds`, cut at the quietest place in the second half of
+    each."""
     limit = int(max_seconds * sample_rate)
     frame = min(round(SILENCE_FRAME * sample_rate), limit // 2)
     pieces, start = [], 0
@@ -27,7 +32,9 @@ def cut_at_silences(waveform: torch.Tensor, sample_rate: int, max_seconds: float
         span = waveform[start + limit // 2 : start + limit]
         span = span[: len(span) // frame * frame].reshape(-1, frame)
         # Smoothed over 0.2 s, so that gaps between words win over the closures of plosives.
-        energy = nn.functional.avg_pool1d(span.square().mean(1)[None, None], 11, 1, 5, count_include_pad=False)[0, 0]
+        energy = nn.functional.avg_pool1d(
+            span.square().mean(1)[None, None], 11, 1, 5, count_include_pad=False
+        )[0, 0]
         cut = start + limit // 2 + (int(energy.argmin()) * frame + frame // 2)
         pieces.append((start, cut))
         start = cut
@@ -43,22 +50,26 @@ def put_together(texts: list[str], pieces: list[Piece]) -> tuple[str, list[Timed
 def overlapping_windows(
     waveform: torch.Tensor, sample_rate: int, max_seconds: float, overlap: float = OVERLAP
 ) -> list[Piece]:
-    """Windows over (T,), each at most `max_seconds`, as equal as possible. Neighbours share `overlap` seconds, at most
-    a third of `max_seconds`."""
+    """Windows over (T,), each at most `max_seconds`, as equal as possible. Neighbours share
+    `overlap` seconds, at most a third of `max_seconds`."""
     limit = int(max_seconds * sample_rate)
     shared = min(int(overlap * sample_rate), limit // 3)
     total = len(waveform)
     count = max(1, -(-(total - shared) // (limit - shared)))
     edges = [round((total - shared) * i / count) for i in range(count + 1)]
-    return [(start, end + shared if count > 1 else total) for start, end in itertools.pairwise(edges)]
+    return [
+        (start, end + shared if count > 1 else total) for start, end in itertools.pairwise(edges)
+    ]
 
 
 def stitch(texts: list[str], windows: list[Piece]) -> tuple[str, list[TimedText]]:
-    """One text from those of overlapping windows, and each window's part of it; the parts do not overlap.
+    """One text from those of overlapping windows, and each window's part of it; the parts do not
+    overlap.
 
-    The change from one window to the next is in the middle of the longest run of words that both contain about where
-    they overlap. Without such a run nothing is dropped. Words are compared without case and punctuation, characters
-    instead of words if the language is written without spaces."""
+    The change from one window to the next is in the middle of the longest run of words that both
+    contain about where they overlap. Without such a run nothing is dropped. Words are compared
+    without case and punctuation, characters instead of words if the language is written without
+    spaces."""
     texts = [" ".join(text.split()) for text in texts]
     by_word = sum(map(len, texts)) <= LONG_WORDS * sum(len(text.split()) for text in texts)
     units = [text.split() if by_word else list(text) for text in texts]
@@ -68,8 +79,13 @@ def stitch(texts: list[str], windows: list[Piece]) -> tuple[str, list[TimedText]
     for i in range(1, len(windows)):
         (left_start, left_end), (right_start, right_end) = windows[i - 1 : i + 1]
         shared = max(0, left_end - right_start)
-        left_rate, right_rate = sizes[i - 1] / max(1, left_end - left_start), sizes[i] / max(1, right_end - right_start)
-        keep, drop, share = _overlap(parts[i - 1], parts[i], shared * (left_rate + right_rate) / 2, by_word)
+        left_rate, right_rate = (
+            sizes[i - 1] / max(1, left_end - left_start),
+            sizes[i] / max(1, right_end - right_start),
+        )
+        keep, drop, share = _overlap(
+            parts[i - 1], parts[i], shared * (left_rate + right_rate) / 2, by_word
+        )
         parts[i - 1] = parts[i - 1][:keep]
         parts[i] = parts[i][drop:]
         edges.append(right_start + round(shared * share))
@@ -82,18 +98,26 @@ def stitch(texts: list[str], windows: list[Piece]) -> tuple[str, list[TimedText]
     return space.join(unit for part in parts for unit in part).strip(), timed
 
 
-def _overlap(left: list[str], right: list[str], expected: float, by_word: bool) -> tuple[int, int, float]:
-    """How many units of `left` to keep, how many of `right` to drop, and the share of the overlap at that point.
+def _overlap(
+    left: list[str], right: list[str], expected: float, by_word: bool
+) -> tuple[int, int, float]:
+    """How many units of `left` to keep, how many of `right` to drop, and the share of the overlap
+    at that point.
 
-    Each run of equal units aligns the two texts, and so says how many characters they share. Its score is its length in
-    characters, counted in full up to the `expected` number only, so that the likeliest of the many alignments of
-    "CQ CQ CQ CQ" wins; minus OFF_PLACE per character that the texts share more or fewer than `expected`, and UNMATCHED
-    per shared character that is not in the run. A run with a negative score is a coincidence."""
+    Each run of equal units aligns the two texts, and so says how many characters they share. Its
+    score is its length in characters, counted in full up to the `expected` number only, so that the
+    likeliest of the many alignments of "CQ CQ CQ CQ" wins; minus OFF_PLACE per character that the
+    texts share more or fewer than `expected`, and UNMATCHED per shared character that is not in the
+    run. A run with a negative score is a coincidence."""
     left_keys, right_keys = [_key(unit) for unit in left], [_key(unit) for unit in right]
-    left_ends = np.cumsum([0, *(len(unit) + by_word for unit in left)])  # characters before each unit
+    left_ends = np.cumsum(
+        [0, *(len(unit) + by_word for unit in left)]
+    )  # characters before each unit
     right_ends = np.cumsum([0, *(len(unit) + by_word for unit in right)])
     best, result = (0.0, 0), (len(left), 0, 0.5)
-    runs = [0] * (len(right) + 1)  # runs[j + 1]: length of the run that ends at left[i] and right[j]
+    runs = [0] * (
+        len(right) + 1
+    )  # runs[j + 1]: length of the run that ends at left[i] and right[j]
     for i, left_key in enumerate(left_keys):
         previous, runs = runs, [0] * (len(right) + 1)
         for j, right_key in enumerate(right_keys):
@@ -116,10 +140,13 @@ def _key(unit: str) -> str:
 
 
 def unless_silent(decode: Callable[..., list[dict]], nothing: dict) -> Callable[..., list[dict]]:
-    """`decode(waveforms, ...)` that returns a copy of `nothing` for digital silence without decoding it."""
+    """`decode(waveforms, ...)` that returns a copy of `nothing` for digital silence without
+    decoding it."""
 
     def records_of(waveforms: list[torch.Tensor], *rest) -> list[dict]:
-        audible = [len(waveform) > 0 and float(waveform.abs().max()) > SILENT for waveform in waveforms]
+        audible = [
+            len(waveform) > 0 and float(waveform.abs().max()) > SILENT for waveform in waveforms
+        ]
         chosen = list(itertools.compress(waveforms, audible))
         records = iter(decode(chosen, *rest) if chosen else [])
         return [next(records) if is_audible else dict(nothing) for is_audible in audible]
@@ -129,8 +156,8 @@ def unless_silent(decode: Callable[..., list[dict]], nothing: dict) -> Callable[
 
 @dataclass(frozen=True)
 class Cutting:
-    """A way to decode long recordings: `cut(waveform, sample_rate, max_seconds)` returns pieces, and `join(texts,
-    pieces)` the whole text and its parts with their times."""
+    """A way to decode long recordings: `cut(waveform, sample_rate, max_seconds)` returns pieces,
+    and `join(texts, pieces)` the whole text and its parts with their times."""
 
     cut: Callable[[torch.Tensor, int, float], list[Piece]]
     join: Callable[[list[str], list[Piece]], tuple[str, list[TimedText]]]

@@ -19,18 +19,32 @@ from common.files import require_file
 from speech.columns import Codes, Corpus, Rejections, Segments, Strings
 from speech.headers import in_threads
 
-AUDIO_KEYS = ("audio_filepath", "audio_file", "file_name", "path", "audio", "wav", "filename", "file")
+AUDIO_KEYS = (
+    "audio_filepath",
+    "audio_file",
+    "file_name",
+    "path",
+    "audio",
+    "wav",
+    "filename",
+    "file",
+)
 TEXT_KEYS = ("text", "transcription", "sentence", "transcript", "normalized_text")
 SPEAKER_KEYS = ("speaker", "speaker_name", "client_id", "speaker_id")
 LANGUAGE_KEYS = ("lang", "language", "locale")
 SEGMENT_OVERLAP = 1e-3  # seconds by which the rounded times of consecutive segments may overlap
-LINE_LENGTH = 1 << 22  # characters: six hours of speech with segment times, even if every letter is a JSON escape
+LINE_LENGTH = (
+    1 << 22
+)  # characters: six hours of speech with segment times, even if every letter is a JSON escape
 LIST_BYTES = 1 << 30  # of a JSON list, because it is read as a whole
 CELL_LINES = 50  # that a quoted cell may take
 AUDIO_SUFFIX = re.compile(r"\.[A-Za-z]\w{1,3}$")
 WORD = re.compile(r"\b[^\W\d_]+\b")  # without digits
 UNREADABLE = f"line is longer than {LINE_LENGTH} characters, or has NUL characters"
-NOT_NORMALISED = "third cell is not the second, normalised (if it is a speaker, add the line audio_file|text|speaker)"
+NOT_NORMALISED = (
+    "third cell is not the second, normalised (if it is a speaker, add the line"
+    " audio_file|text|speaker)"
+)
 
 csv.field_size_limit(LINE_LENGTH)
 
@@ -40,7 +54,8 @@ Reject = Callable[..., None]  # (reason, line number, details)
 
 
 class Fields(NamedTuple):
-    """The fields of a row that are used; `offset` and `duration` in seconds (duration NaN: to the end of the file)."""
+    """The fields of a row that are used; `offset` and `duration` in seconds (duration NaN: to the
+    end of the file)."""
 
     audio: str
     text: str
@@ -50,10 +65,12 @@ class Fields(NamedTuple):
     language: str
 
 
-def parse(path: Path, rejected: Rejections, only_tables: bool = False) -> Iterator[tuple[int, dict]]:
-    """(line number, row) of a manifest in any format, which is recognised by extension and header. Every line that is
-    not blank and cannot be parsed is added to `rejected`. Raises `UsageError` if the file cannot be read, `DataError` if
-    it is not a manifest."""
+def parse(
+    path: Path, rejected: Rejections, only_tables: bool = False
+) -> Iterator[tuple[int, dict]]:
+    """(line number, row) of a manifest in any format, which is recognised by extension and header.
+    Every line that is not blank and cannot be parsed is added to `rejected`. Raises `UsageError` if
+    the file cannot be read, `DataError` if it is not a manifest."""
     try:
         with open(require_file(path, "manifest"), "rb") as binary:
             start = binary.read(1 << 16)
@@ -62,12 +79,15 @@ def parse(path: Path, rejected: Rejections, only_tables: bool = False) -> Iterat
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(f"manifest {path} is UTF-16: save it as UTF-8")
     if start[:4] == b"PK\3\4" or b"\0" in start[:4096]:
-        raise DataError(f"manifest {path} is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)")
+        raise DataError(
+            f"manifest {path} is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)"
+        )
 
     def reject(reason: str, number: int, details: str = "") -> None:
         rejected.add(reason, f"{path}:{number}" + (details and f": {details}"))
 
-    # A lone carriage return ends lines only if nothing else does; otherwise it is white space in a text.
+    # A lone carriage return ends lines only if nothing else does; otherwise it is white space in a
+    # text.
     end = "\r" if b"\r" in start and b"\n" not in start else "\n"
     # Read line by line: as one string, a manifest of millions of lines would take gigabytes.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline=end) as file:
@@ -89,13 +109,18 @@ def _lines(file: TextIO, end: str) -> Iterator[Line]:
             while len(line) == LINE_LENGTH and line[-1] != end:
                 line = file.readline(LINE_LENGTH)
             yield number, ""
-        elif not (line := line.lstrip("\ufeff")).isspace():  # files that begin with byte-order marks may be joined
+        elif not (
+            line := line.lstrip("\ufeff")
+        ).isspace():  # files that begin with byte-order marks may be joined
             yield number, line
 
 
 def _parse_json_list(path: Path, file: TextIO) -> list:
     if (size := os.fstat(file.fileno()).st_size) > LIST_BYTES:
-        raise DataError(f"manifest {path}: a JSON list of {size >> 20} MiB is not read; write one object per line")
+        raise DataError(
+            f"manifest {path}: a JSON list of {size >> 20} MiB is not read; write one object per"
+            " line"
+        )
     try:
         return _decode_json(file.read())
     except (ValueError, RecursionError) as error:
@@ -107,7 +132,11 @@ def _parse_json_lines(lines: Iterator[Line], reject: Reject) -> Iterator[tuple[i
         try:
             yield number, _decode_json(line)
         except (ValueError, RecursionError) as error:
-            reject("line is not valid JSON" if line else UNREADABLE, number, getattr(error, "msg", str(error)))
+            reject(
+                "line is not valid JSON" if line else UNREADABLE,
+                number,
+                getattr(error, "msg", str(error)),
+            )
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
@@ -120,14 +149,17 @@ def _unique(pairs: list[tuple[str, object]]) -> dict:
 _decode_json = json.JSONDecoder(object_pairs_hook=_unique).decode
 
 
-def _parse_table(path: Path, first: Line, lines: Iterator[Line], reject: Reject) -> Iterator[tuple[int, dict]]:
-    """The rows that have as many cells as the header, or LJSpeech's without a header. Another header, as in joined
-    files, holds for the lines that follow it."""
+def _parse_table(
+    path: Path, first: Line, lines: Iterator[Line], reject: Reject
+) -> Iterator[tuple[int, dict]]:
+    """The rows that have as many cells as the header, or LJSpeech's without a header. Another
+    header, as in joined files, holds for the lines that follow it."""
     header, delimiter = _find_header(first[1])
     if not header and "|" not in first[1]:
         names, line = ", ".join(AUDIO_KEYS), first[1].strip()
         raise DataError(
-            f"manifest {path}: its first line names no audio column (one of {names}); it has: {line[:100]!r}"
+            f"manifest {path}: its first line names no audio column (one of {names}); it has:"
+            f" {line[:100]!r}"
         )
     audio_names, header_line = set(AUDIO_KEYS), first[0] if header else 0
     after = 0  # the column after the text's
@@ -138,7 +170,9 @@ def _parse_table(path: Path, first: Line, lines: Iterator[Line], reject: Reject)
             texts = [names.index(key) for key in TEXT_KEYS if key in names]
             if is_header or texts:
                 if repeated := [name for name in names if name and names.count(name) > 1]:
-                    raise DataError(f"manifest {path}:{number}: its header has two columns called {repeated[0]}")
+                    raise DataError(
+                        f"manifest {path}:{number}: its header has two columns called {repeated[0]}"
+                    )
                 if not is_header:
                     reject("line is another header", number)
                 header[:], after = names, min(texts, default=-1) + 1
@@ -149,14 +183,26 @@ def _parse_table(path: Path, first: Line, lines: Iterator[Line], reject: Reject)
             except ValueError as error:
                 reject(str(error), number)
         elif len(cells) != len(header):
-            reject(f"line has {'more' if len(cells) > len(header) else 'fewer'} cells than the header", number)
-        elif delimiter == "," and 0 < after < len(cells) and cells[after][:1] == " " != cells[after - 1][:1]:
-            reject("the cell after the text begins with a space (a text with commas needs quotes)", number)
+            reject(
+                f"line has {'more' if len(cells) > len(header) else 'fewer'} cells than the header",
+                number,
+            )
+        elif (
+            delimiter == ","
+            and 0 < after < len(cells)
+            and cells[after][:1] == " " != cells[after - 1][:1]
+        ):
+            reject(
+                "the cell after the text begins with a space (a text with commas needs quotes)",
+                number,
+            )
         else:
             yield number, dict(zip(header, cells, strict=True))
 
 
-def _split(lines: Iterator[Line], delimiter: str, header: list[str], reject: Reject) -> Iterator[tuple[int, list[str]]]:
+def _split(
+    lines: Iterator[Line], delimiter: str, header: list[str], reject: Reject
+) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells) of each row. Only commas come with quotes."""
     ahead: deque[Line] = deque()  # lines that were read in search of the end of a cell
     while (line := ahead.popleft() if ahead else next(lines, END)) is not END:
@@ -176,12 +222,15 @@ def _split(lines: Iterator[Line], delimiter: str, header: list[str], reject: Rej
             yield number, cells
 
 
-def _quoted_cells(row: str, lines: Iterator[Line], ahead: deque[Line], header: list[str]) -> tuple[list[str], int]:
-    """The cells of the row that begins with this line, and how many of `ahead`, which is filled from `lines`, belong to it.
-    Raises `csv.Error`.
+def _quoted_cells(
+    row: str, lines: Iterator[Line], ahead: deque[Line], header: list[str]
+) -> tuple[list[str], int]:
+    """The cells of the row that begins with this line, and how many of `ahead`, which is filled
+    from `lines`, belong to it. Raises `csv.Error`.
 
-    A line with an odd number of quotes opens a text that continues in the next lines, up to `CELL_LINES`. None of them may
-    look like a row, nor have a file name between commas: a forgotten quote would swallow all rows up to the next one."""
+    A line with an odd number of quotes opens a text that continues in the next lines, up to
+    `CELL_LINES`. None of them may look like a row, nor have a file name between commas: a forgotten
+    quote would swallow all rows up to the next one."""
     is_open, more = row.count('"') % 2, 0
     while is_open and more < CELL_LINES and len(row) < LINE_LENGTH:
         if more == len(ahead):
@@ -201,8 +250,13 @@ def _quoted_cells(row: str, lines: Iterator[Line], ahead: deque[Line], header: l
 
 
 def _is_whole(header: list[str], cells: list[str]) -> bool:
-    """Whether cells of several lines are one row: only texts have line breaks, and no parts that are file names."""
-    broken = [(name, cell) for name, cell in zip(header, cells, strict=False) if re.search(r"[\r\n]", cell)]
+    """Whether cells of several lines are one row: only texts have line breaks, and no parts that
+    are file names."""
+    broken = [
+        (name, cell)
+        for name, cell in zip(header, cells, strict=False)
+        if re.search(r"[\r\n]", cell)
+    ]
     return len(cells) == len(header) and not any(
         name not in TEXT_KEYS or AUDIO_SUFFIX.search(part.strip(' "'))
         for name, cell in broken
@@ -211,7 +265,8 @@ def _is_whole(header: list[str], cells: list[str]) -> bool:
 
 
 def _ljspeech(cells: list[str]) -> dict:
-    """The row of a name, a text and, perhaps, the text normalised. Raises `ValueError` that says what is wrong."""
+    """The row of a name, a text and, perhaps, the text normalised. Raises `ValueError` that says
+    what is wrong."""
     if not 2 <= len(cells) <= 3:
         raise ValueError("line has neither two nor three cells, as LJSpeech's have")
     name, text, normalised = (*cells, "")[:3]
@@ -224,18 +279,24 @@ def _ljspeech(cells: list[str]) -> dict:
 
 
 def _is_normalised(spoken: str, text: str, numerals: bool) -> bool:
-    """Whether `spoken` can be `text` with its numbers and abbreviations spelled out: it has half of the words and half of
-    the length. With `numerals`, a text of numbers alone may become any that is as long and has none."""
+    """Whether `spoken` can be `text` with its numbers and abbreviations spelled out: it has half of
+    the words and half of the length. With `numerals`, a text of numbers alone may become any that
+    is as long and has none."""
     words = set(WORD.findall(text.casefold()))
     if not words:
         spelled_out = numerals and re.search(r"\d", text) and not re.search(r"\d", spoken)
-        return spoken.casefold().split() == text.casefold().split() or (bool(spelled_out) and len(spoken) >= len(text))
-    return 2 * len(words.intersection(WORD.findall(spoken.casefold()))) >= len(words) and 2 * len(spoken) >= len(text)
+        return spoken.casefold().split() == text.casefold().split() or (
+            bool(spelled_out) and len(spoken) >= len(text)
+        )
+    return 2 * len(words.intersection(WORD.findall(spoken.casefold()))) >= len(words) and 2 * len(
+        spoken
+    ) >= len(text)
 
 
 def _find_header(first: str) -> tuple[list[str], str]:
-    """(column names, delimiter) of a table's first line; no names if none is an audio column. (Counting delimiters is
-    not enough: LJSpeech's sentences have more commas than its lines have bars.)"""
+    """(column names, delimiter) of a table's first line; no names if none is an audio column.
+    (Counting delimiters is not enough: LJSpeech's sentences have more commas than its lines have
+    bars.)"""
     header: list[str] = []
     best = "|"
     for delimiter in "|\t,":
@@ -251,11 +312,11 @@ def _find_header(first: str) -> tuple[list[str], str]:
 
 
 def find_audio(name: str, folder: str, audio_root: str | None = None) -> str:
-    """The path of a manifest's audio file: absolute, or relative to `audio_root` or the manifest's `folder` (or to
-    clips/ or wavs/ in it, as in Common Voice and LJSpeech).
+    """The path of a manifest's audio file: absolute, or relative to `audio_root` or the manifest's
+    `folder` (or to clips/ or wavs/ in it, as in Common Voice and LJSpeech).
 
-    With `audio_root`, an absolute path of another machine (with Windows' separators, too) is looked up by its last
-    components. If no file exists, the path to name in a message."""
+    With `audio_root`, an absolute path of another machine (with Windows' separators, too) is looked
+    up by its last components. If no file exists, the path to name in a message."""
     base = audio_root or folder
     path = os.path.join(base, name)  # an absolute name replaces `base`
     if os.path.exists(path):  # (pathlib's `exists` raises for a name that is too long)
@@ -268,16 +329,22 @@ def find_audio(name: str, folder: str, audio_root: str | None = None) -> str:
     if is_absolute:
         candidates = [os.path.join(base, *parts[start:]) for start in range(len(parts))] or [name]
     else:
-        candidates = [os.path.join(base, inside, *parts) for inside in ("clips", "wavs", "audio", "")]
+        candidates = [
+            os.path.join(base, inside, *parts) for inside in ("clips", "wavs", "audio", "")
+        ]
     return next(filter(os.path.exists, candidates), candidates[-1])
 
 
 def read_manifest(
-    path: str, rejected: Rejections, normalise: Callable[[str], str], audio_root: str | None, segments: Segments
+    path: str,
+    rejected: Rejections,
+    normalise: Callable[[str], str],
+    audio_root: str | None,
+    segments: Segments,
 ) -> Corpus:
-    """The rows of a manifest with normalised texts, before their audio is checked: `seconds` is NaN. Adds their
-    segments to `segments`, and unusable rows to `rejected`. Raises `UsageError` if the manifest or `audio_root` is
-    missing, `DataError` if it is not a manifest or empty."""
+    """The rows of a manifest with normalised texts, before their audio is checked: `seconds` is
+    NaN. Adds their segments to `segments`, and unusable rows to `rejected`. Raises `UsageError` if
+    the manifest or `audio_root` is missing, `DataError` if it is not a manifest or empty."""
     if audio_root and not os.path.isdir(audio_root):
         raise UsageError(f"--audio_root {audio_root}: no such folder")
     audio, texts, speakers, languages = Codes(), Strings(), Codes(), Codes()
@@ -291,8 +358,15 @@ def read_manifest(
                 continue
             if parts:
                 row = {**row, "text": _joined(parts)}
-        elif parts and "pieces" in row and "".join(str(row.get("text")).split()) != "".join(_joined(parts).split()):
-            row = {**row, "text": _joined(parts)}  # somebody has corrected the pieces of a transcript
+        elif (
+            parts
+            and "pieces" in row
+            and "".join(str(row.get("text")).split()) != "".join(_joined(parts).split())
+        ):
+            row = {
+                **row,
+                "text": _joined(parts),
+            }  # somebody has corrected the pieces of a transcript
         try:
             fields = _fields(row)
         except ValueError as error:
@@ -314,7 +388,11 @@ def read_manifest(
 
     def find(name: str) -> str:
         place = find_audio(name, folder, audio_root)
-        return name if name in transcribed and os.path.exists(name) and not os.path.exists(place) else place
+        return (
+            name
+            if name in transcribed and os.path.exists(name) and not os.path.exists(place)
+            else place
+        )
 
     files: list[str] = []
     for part in in_threads(lambda names: list(map(find, names)), audio.names):
@@ -352,7 +430,10 @@ def _fields(row) -> Fields:
         raise ValueError("no audio path")
     text = _text(row, "no text field", "text is not a string")
     speaker, language = _first(row, SPEAKER_KEYS), _first(row, LANGUAGE_KEYS)
-    speaker, language = "" if speaker is None else str(speaker), "" if language is None else str(language)
+    speaker, language = (
+        "" if speaker is None else str(speaker),
+        "" if language is None else str(language),
+    )
     check_encoding(audio + text + speaker + language)
     offset, duration = row.get("offset"), row.get("duration")
     try:
@@ -362,7 +443,9 @@ def _fields(row) -> Fields:
         duration = float(duration) if duration not in (None, "") else math.nan
     except (TypeError, ValueError, OverflowError):
         offset = math.nan
-    if not math.isfinite(offset) or math.isinf(duration):  # duration NaN: an empty cell, as some tables write it
+    if not math.isfinite(offset) or math.isinf(
+        duration
+    ):  # duration NaN: an empty cell, as some tables write it
         raise ValueError("offset or duration is not a number")
     if offset < 0 or duration < 0:
         raise ValueError("offset or duration is negative")
@@ -370,8 +453,8 @@ def _fields(row) -> Fields:
 
 
 def _text(row: dict, missing: str, wrong: str) -> str:
-    """The text of a row or segment, "" if it is null. Raises `ValueError(missing)` without such a field, and
-    `ValueError(wrong)` for other types."""
+    """The text of a row or segment, "" if it is null. Raises `ValueError(missing)` without such a
+    field, and `ValueError(wrong)` for other types."""
     text = _first(row, TEXT_KEYS)
     if text is None:
         if not _has_text(row):
@@ -389,9 +472,11 @@ def check_encoding(text: str) -> None:
         raise ValueError("line is not UTF-8") from None
 
 
-def _parts(row, wanted: bool, normalise: Callable[[str], str]) -> tuple[bool, list[tuple[float, float, str]], str]:
-    """(whether the row has segments, the segments with normalised texts, why they cannot be used). They are parsed only
-    if they are `wanted`, or if the row has no text but theirs."""
+def _parts(
+    row, wanted: bool, normalise: Callable[[str], str]
+) -> tuple[bool, list[tuple[float, float, str]], str]:
+    """(whether the row has segments, the segments with normalised texts, why they cannot be used).
+    They are parsed only if they are `wanted`, or if the row has no text but theirs."""
     rows = _segment_rows(row) if isinstance(row, dict) else None
     given = bool(rows)
     if not given or not (wanted or not _has_text(row) or "pieces" in row):
@@ -407,7 +492,8 @@ def _joined(parts: list[tuple[float, float, str]]) -> str:
 
 
 def _segment_rows(row: dict):
-    """A row's segments, not checked: "segments", or a transcript's "pieces", without those in which nothing was heard."""
+    """A row's segments, not checked: "segments", or a transcript's "pieces", without those in which
+    nothing was heard."""
     pieces = row.get("pieces") if "file" in row else None
     if not isinstance(pieces, list):
         return row.get("segments")
@@ -415,8 +501,8 @@ def _segment_rows(row: dict):
 
 
 def _segments(rows) -> list[tuple[float, float, str]]:
-    """(start, stop, text) of each of a row's "segments", in seconds, rounded to microseconds, in order and without
-    overlap. Raises `ValueError` that says what is wrong."""
+    """(start, stop, text) of each of a row's "segments", in seconds, rounded to microseconds, in
+    order and without overlap. Raises `ValueError` that says what is wrong."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("segments are not a list of objects")
     segments, before = [], 0.0
@@ -427,7 +513,9 @@ def _segments(rows) -> list[tuple[float, float, str]]:
             start = float(row["start"] if "start" in row else row["offset"])
             stop = float(row["end"]) if "end" in row else start + float(row["duration"])
         except KeyError:
-            raise ValueError("a segment has no times (start and end, or offset and duration)") from None
+            raise ValueError(
+                "a segment has no times (start and end, or offset and duration)"
+            ) from None
         except (TypeError, ValueError, OverflowError):
             start = stop = math.nan
         if not (math.isfinite(start) and math.isfinite(stop)):

@@ -22,15 +22,19 @@ class Errors:
 
     @property
     def rate(self) -> float:
-        """Errors over the references' length; the number of insertions if all references are empty."""
+        """Errors over the references' length; the number of insertions if all references are
+        empty."""
         return self.total / max(1, self.length)
 
 
 def count_errors(
-    references: list[str], hypotheses: list[str], unit: str, normalise: Callable[[str], str] = for_scoring
+    references: list[str],
+    hypotheses: list[str],
+    unit: str,
+    normalise: Callable[[str], str] = for_scoring,
 ) -> Errors:
-    """Edit distance summed over pairs, in "words" or "characters" (including spaces), after `normalise` on both
-    sides."""
+    """Edit distance summed over pairs, in "words" or "characters" (including spaces), after
+    `normalise` on both sides."""
     jiwer = require("jiwer", "WER and CER")
     errors, pairs = Errors(), []
     for reference, hypothesis in zip(references, hypotheses, strict=True):
@@ -41,7 +45,9 @@ def count_errors(
             errors.insertions += len(hypothesis.split() if unit == "words" else hypothesis)
     if pairs:
         process = jiwer.process_words if unit == "words" else jiwer.process_characters
-        counts = process([reference for reference, _ in pairs], [hypothesis for _, hypothesis in pairs])
+        counts = process(
+            [reference for reference, _ in pairs], [hypothesis for _, hypothesis in pairs]
+        )
         errors.substitutions += counts.substitutions
         errors.deletions += counts.deletions
         errors.insertions += counts.insertions
@@ -54,14 +60,19 @@ def cer_and_wer(
 ) -> dict[str, Errors]:
     """The errors that make up "cer" and "wer"."""
     units = {"cer": "characters", "wer": "words"}
-    return {name: count_errors(references, hypotheses, unit, normalise) for name, unit in units.items()}
+    return {
+        name: count_errors(references, hypotheses, unit, normalise) for name, unit in units.items()
+    }
 
 
-def score(rows: list[dict], normalise: Callable[[str], str] = for_scoring) -> dict[str, tuple[int, int]]:
+def score(
+    rows: list[dict], normalise: Callable[[str], str] = for_scoring
+) -> dict[str, tuple[int, int]]:
     """ "cer" and "wer" of decoded rows ({"reference", "hypothesis"}), as (errors, length)."""
     references, hypotheses = [row["reference"] for row in rows], [row["hypothesis"] for row in rows]
     return {
-        name: (errors.total, errors.length) for name, errors in cer_and_wer(references, hypotheses, normalise).items()
+        name: (errors.total, errors.length)
+        for name, errors in cer_and_wer(references, hypotheses, normalise).items()
     }
 
 
@@ -70,20 +81,26 @@ def rate(pair: tuple[float, float]) -> float:
     return pair[0] / max(1, pair[1])
 
 
-def error_table(references: list[str], hypotheses: list[str], normalise: Callable[[str], str] = for_scoring) -> str:
+def error_table(
+    references: list[str], hypotheses: list[str], normalise: Callable[[str], str] = for_scoring
+) -> str:
     """WER and CER with substitutions, deletions and insertions, as lines to print."""
     lines = [f"{'':4} {'%':>7} {'errors':>7} {'of':>7} {'subst.':>7} {'delet.':>7} {'insert.':>7}"]
     errors = cer_and_wer(references, hypotheses, normalise)
     for name in ("wer", "cer"):
         e = errors[name]
         counts = (e.total, e.length, e.substitutions, e.deletions, e.insertions)
-        lines.append(f"{name.upper():4} {100 * e.rate:7.2f} " + " ".join(f"{count:7}" for count in counts))
+        lines.append(
+            f"{name.upper():4} {100 * e.rate:7.2f} " + " ".join(f"{count:7}" for count in counts)
+        )
     return "\n".join(lines)
 
 
-def improvement_table(before: list[dict], after: list[dict], normalise: Callable[[str], str] = for_scoring) -> str:
-    """WER and CER of two models' rows ({"reference", "hypothesis"}) on the same set, and the relative reduction, as
-    lines to print."""
+def improvement_table(
+    before: list[dict], after: list[dict], normalise: Callable[[str], str] = for_scoring
+) -> str:
+    """WER and CER of two models' rows ({"reference", "hypothesis"}) on the same set, and the
+    relative reduction, as lines to print."""
     lines = [f"{'':4} {'before':>8} {'after':>8} {'lower by':>9}"]
     scores = [score(rows, normalise) for rows in (before, after)]
     for name in ("wer", "cer"):

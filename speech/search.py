@@ -1,5 +1,5 @@
-"""Searches that turn a model's probabilities into token sequences: CTC prefix beam, autoregressive beam, and both of them
-for a model with CTC and a decoder."""
+"""Searches that turn a model's probabilities into token sequences: CTC prefix beam, autoregressive
+beam, and both of them for a model with CTC and a decoder."""
 
 import math
 from collections import defaultdict
@@ -13,16 +13,23 @@ from common.batches import pad
 from common.device import upcast
 
 
-def ctc_prefix_beam(log_probs: np.ndarray, beam_size: int, blank: int) -> list[tuple[tuple[int, ...], float]]:
-    """At most `beam_size` (label sequence, log-probability), best first, of (T, V) log-probabilities.
+def ctc_prefix_beam(
+    log_probs: np.ndarray, beam_size: int, blank: int
+) -> list[tuple[tuple[int, ...], float]]:
+    """At most `beam_size` (label sequence, log-probability), best first, of (T, V)
+    log-probabilities.
 
-    The probability of a sequence is summed over its alignments (Graves 2012; Hannun et al. 2014): every prefix has one
-    score for alignments that end in a blank, and one for those that end in its last label. A frame extends prefixes by
-    its `beam_size` best labels."""
+    The probability of a sequence is summed over its alignments (Graves 2012; Hannun et al. 2014):
+    every prefix has one score for alignments that end in a blank, and one for those that end in its
+    last label. A frame extends prefixes by its `beam_size` best labels."""
     beam: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -math.inf)}
-    candidates = np.argpartition(-log_probs, min(beam_size, log_probs.shape[1] - 1), axis=1)[:, :beam_size]
+    candidates = np.argpartition(-log_probs, min(beam_size, log_probs.shape[1] - 1), axis=1)[
+        :, :beam_size
+    ]
     for frame, labels in zip(log_probs, candidates, strict=True):
-        scores: dict[tuple[int, ...], list[float]] = defaultdict(lambda: [-math.inf, -math.inf])  # blank, label
+        scores: dict[tuple[int, ...], list[float]] = defaultdict(
+            lambda: [-math.inf, -math.inf]
+        )  # blank, label
         for prefix, (in_blank, in_label) in beam.items():
             either = _log_add(in_blank, in_label)
             same = scores[prefix]
@@ -49,13 +56,18 @@ def _log_add(a: float, b: float) -> float:
 
 
 def autoregressive_beam(
-    next_log_probs: Callable[[torch.Tensor], torch.Tensor], bos: int, eos: int, beam_size: int, max_new_tokens: int
+    next_log_probs: Callable[[torch.Tensor], torch.Tensor],
+    bos: int,
+    eos: int,
+    beam_size: int,
+    max_new_tokens: int,
 ) -> list[tuple[list[int], float]]:
-    """Beam search. `next_log_probs` maps prefixes (N, U), which start with `bos`, to log-probabilities (N, V) of the
-    next token. Returns (tokens without `bos` and `eos`, log-probability per token), best first.
+    """Beam search. `next_log_probs` maps prefixes (N, U), which start with `bos`, to
+    log-probabilities (N, V) of the next token. Returns (tokens without `bos` and `eos`,
+    log-probability per token), best first.
 
-    The search ends when no unfinished hypothesis can become the best, or after `max_new_tokens`, when unfinished
-    hypotheses are returned too."""
+    The search ends when no unfinished hypothesis can become the best, or after `max_new_tokens`,
+    when unfinished hypotheses are returned too."""
     prefixes, scores, finished = torch.tensor([[bos]]), torch.zeros(1), []
     for length in range(1, max_new_tokens + 1):
         totals = scores[:, None] + next_log_probs(prefixes).float().cpu()  # (N, V)
@@ -76,19 +88,22 @@ def autoregressive_beam(
 
 
 class CTCPrefixScores:
-    """CTC's part in an autoregressive beam search: log-probabilities that the output *starts with* a prefix, for every
-    extension of every prefix at once (Watanabe et al. 2017, "Hybrid CTC/Attention Architecture", algorithm 2)."""
+    """CTC's part in an autoregressive beam search: log-probabilities that the output *starts with*
+    a prefix, for every extension of every prefix at once (Watanabe et al. 2017, "Hybrid
+    CTC/Attention Architecture", algorithm 2)."""
 
     def __init__(self, log_probs: np.ndarray, blank: int):
         self.log_probs = log_probs.astype(np.float64)  # (T, V)
         self.blank = blank
         in_blank = np.cumsum(self.log_probs[:, blank])
-        # prefix -> (log-probability; of alignments up to each frame that end in its last label (T,), in a blank (T,))
+        # prefix -> (log-probability; of alignments up to each frame that end in its last label
+        # (T,), in a blank (T,))
         self.states = {(): (0.0, np.full(len(log_probs), -np.inf), in_blank)}
 
     def extend(self, prefixes: list[tuple[int, ...]]) -> np.ndarray:
-        """(N, V) what each next label adds to the log-probability of each prefix; the blank's column is for the end of
-        the output. Prefixes must be empty or extensions of those of the last call."""
+        """(N, V) what each next label adds to the log-probability of each prefix; the blank's
+        column is for the end of the output. Prefixes must be empty or extensions of those of the
+        last call."""
         log_probs, blank = self.log_probs, self.blank
         frames, size = log_probs.shape
         states = [self.states[prefix] for prefix in prefixes]
@@ -96,7 +111,9 @@ class CTCPrefixScores:
         after_label = np.stack([in_label for _, in_label, _ in states])  # (N, T)
         after_blank = np.stack([in_blank for _, _, in_blank in states])  # (N, T)
         either = np.logaddexp(after_label, after_blank)
-        start = np.repeat(either[:, :, None], size, axis=2)  # (N, T, V): before a label that starts at t + 1
+        start = np.repeat(
+            either[:, :, None], size, axis=2
+        )  # (N, T, V): before a label that starts at t + 1
         for row, prefix in enumerate(prefixes):
             if prefix:
                 start[row, :, prefix[-1]] = after_blank[row]
@@ -106,7 +123,9 @@ class CTCPrefixScores:
         begins = in_label[:, 0].copy()
         for t in range(1, frames):
             in_label[:, t] = np.logaddexp(in_label[:, t - 1], start[:, t - 1]) + log_probs[t]
-            in_blank[:, t] = np.logaddexp(in_blank[:, t - 1], in_label[:, t - 1]) + log_probs[t, blank]
+            in_blank[:, t] = (
+                np.logaddexp(in_blank[:, t - 1], in_label[:, t - 1]) + log_probs[t, blank]
+            )
             begins = np.logaddexp(begins, start[:, t - 1] + log_probs[t])
         begins[:, blank] = either[:, -1]
         self.states = {
@@ -119,33 +138,48 @@ class CTCPrefixScores:
 
 
 def rescored_beam(
-    log_probs: torch.Tensor, decoder: Callable[[torch.Tensor], torch.Tensor], eos: int, beam_size: int, weights: dict
+    log_probs: torch.Tensor,
+    decoder: Callable[[torch.Tensor], torch.Tensor],
+    eos: int,
+    beam_size: int,
+    weights: dict,
 ) -> list[int]:
-    """The best of CTC's `beam_size` hypotheses by a mixture of CTC's and the decoder's log-probabilities.
+    """The best of CTC's `beam_size` hypotheses by a mixture of CTC's and the decoder's
+    log-probabilities.
 
-    `log_probs`: (T, V) of CTC, whose blank is `eos`. `decoder` maps tokens (N, U), which begin with `eos`, to the logits
-    (N, U, V) of the token after each. `weights`: {"ctc": ..., "attention": ...}."""
+    `log_probs`: (T, V) of CTC, whose blank is `eos`. `decoder` maps tokens (N, U), which begin with
+    `eos`, to the logits (N, U, V) of the token after each. `weights`: {"ctc": ..., "attention":
+    ...}."""
     hypotheses = ctc_prefix_beam(log_probs.cpu().numpy(), beam_size, eos)
     labels, _ = pad([torch.tensor([*tokens, eos]) for tokens, _ in hypotheses], -100)
     labels = labels.to(log_probs.device)  # (N, U + 1)
     inputs = F.pad(labels[:, :-1].clamp_min(0), (1, 0), value=eos)
     following = upcast(decoder(inputs)).log_softmax(-1)
-    attention = -F.nll_loss(following.transpose(1, 2), labels, ignore_index=-100, reduction="none").sum(1)
+    attention = -F.nll_loss(
+        following.transpose(1, 2), labels, ignore_index=-100, reduction="none"
+    ).sum(1)
     ctc = torch.tensor([score for _, score in hypotheses], device=log_probs.device)
     best = (weights["ctc"] * ctc + weights["attention"] * attention).argmax()
     return list(hypotheses[int(best)][0])
 
 
 def joint_beam(
-    log_probs: torch.Tensor, decoder: Callable[[torch.Tensor], torch.Tensor], eos: int, beam_size: int, weights: dict
+    log_probs: torch.Tensor,
+    decoder: Callable[[torch.Tensor], torch.Tensor],
+    eos: int,
+    beam_size: int,
+    weights: dict,
 ) -> list[int]:
-    """Beam search of the decoder with CTC's prefix scores, parameters as in `rescored_beam`: the decoder alone loops and
-    stops too early. The output has at most a token for each of the T frames."""
+    """Beam search of the decoder with CTC's prefix scores, parameters as in `rescored_beam`: the
+    decoder alone loops and stops too early. The output has at most a token for each of the T
+    frames."""
     ctc = CTCPrefixScores(log_probs.cpu().numpy(), eos)
 
     def following(prefixes: torch.Tensor) -> torch.Tensor:
         attention = upcast(decoder(prefixes)[:, -1]).log_softmax(-1).cpu()
-        added = torch.from_numpy(ctc.extend([tuple(row[1:]) for row in prefixes.tolist()])).to(attention.dtype)
+        added = torch.from_numpy(ctc.extend([tuple(row[1:]) for row in prefixes.tolist()])).to(
+            attention.dtype
+        )
         return weights["attention"] * attention + weights["ctc"] * added
 
     return autoregressive_beam(following, eos, eos, beam_size, len(log_probs))[0][0]

@@ -8,21 +8,27 @@ from common.errors import DataError, UsageError, require
 from common.files import read_json
 
 MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
-JOINERS = "\u200c\u200d"  # they shape glyphs, so they are kept for training, but are not heard, so scoring removes them
+# they shape glyphs, so they are kept for training, but are not heard, so scoring removes them
+JOINERS = "\u200c\u200d"
 
 
 def normalise(text: str) -> str:
-    """For training: NFC, no control characters or byte-order marks, single spaces. Keeps case, punctuation and all
-    combining marks."""
+    """For training: NFC, no control characters or byte-order marks, single spaces. Keeps case,
+    punctuation and all combining marks."""
     if not text.isprintable():  # a fast test, since characters to remove are rare
         text = "".join(
-            c for c in text if c.isspace() or c in JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
+            c
+            for c in text
+            if c.isspace()
+            or c in JOINERS
+            or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
         )
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def for_scoring(text: str) -> str:
-    """`normalise` without punctuation and joiners. Keeps combining marks: हांव कोंकणी would become ह व क कण."""
+    """`normalise` without punctuation and joiners. Keeps combining marks: हांव कोंकणी would become
+    ह व क कण."""
     kept = (" " if unicodedata.category(c).startswith("P") else c for c in text if c not in JOINERS)
     return normalise("".join(kept))
 
@@ -61,11 +67,14 @@ class CharTokenizer:
 
 
 class SentencePieceTokenizer:
-    """SentencePiece characters or BPE. `model`: the serialised model, hexadecimal in checkpoints."""
+    """SentencePiece characters or BPE. `model`: the serialised model, hexadecimal in
+    checkpoints."""
 
     def __init__(self, model: bytes):
         self.model = model
-        self.processor = require("sentencepiece", "the tokenizer").SentencePieceProcessor(model_proto=model)
+        self.processor = require("sentencepiece", "the tokenizer").SentencePieceProcessor(
+            model_proto=model
+        )
         self.size = self.processor.vocab_size()
         self.unknown = self.processor.unk_id()
         self.spaces = set(self.encode(" ")) - {self.unknown}
@@ -92,24 +101,30 @@ def unknown_share(tokenizer, tokens: list[int]) -> float:
 
 
 def load_vocab_file(path: str) -> CharTokenizer:
-    """The tokenizer of a vocab.json: {"char2idx": {character: number}}, or only the mapping. Its special tokens (<pad>,
-    <blank> ...) are left out, because blank and end belong to the model. Raises `UsageError`."""
+    """The tokenizer of a vocab.json: {"char2idx": {character: number}}, or only the mapping. Its
+    special tokens (<pad>, <blank> ...) are left out, because blank and end belong to the model.
+    Raises `UsageError`."""
     content = read_json(path, "--vocab_file")
     mapping = content.get("char2idx", content)
     if not isinstance(mapping, dict):
         raise UsageError(f"--vocab_file {path}: char2idx is not a JSON object")
     numbers = {c: i for c, i in mapping.items() if len(c) == 1 and unicodedata.category(c) != "Cs"}
-    if any(type(i) is not int or i < 0 for i in numbers.values()) or len(set(numbers.values())) < len(numbers):
-        raise UsageError(f"--vocab_file {path}: it does not map each character to a number of its own")
+    if any(type(i) is not int or i < 0 for i in numbers.values()) or len(
+        set(numbers.values())
+    ) < len(numbers):
+        raise UsageError(
+            f"--vocab_file {path}: it does not map each character to a number of its own"
+        )
     if not numbers:
         raise UsageError(f"--vocab_file {path}: no single characters in it")
     return CharTokenizer(sorted(numbers, key=numbers.get))
 
 
 def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> SentencePieceTokenizer:
-    """A SentencePiece model of `texts`, which are read twice. `kind`: "char", whose tokens are the characters of the
-    texts, or "bpe", which adds longer pieces up to `vocab_size`. Raises `UsageError` if `vocab_size` is less than the
-    characters, `DataError` if there is too little text."""
+    """A SentencePiece model of `texts`, which are read twice. `kind`: "char", whose tokens are the
+    characters of the texts, or "bpe", which adds longer pieces up to `vocab_size`. Raises
+    `UsageError` if `vocab_size` is less than the characters, `DataError` if there is too little
+    text."""
     sentencepiece = require("sentencepiece", "the tokenizer")
     characters: set[str] = set()
     for text in texts:
@@ -119,19 +134,35 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> Sentenc
         raise DataError("no tokenizer can be trained: there is no text")
     if kind == "bpe" and vocab_size < len(characters) + 2:  # the unknown token and the space
         raise UsageError(
-            f"--vocab_size {vocab_size} is too few for the {len(characters)} characters of the training texts: "
-            f"it must be at least {len(characters) + 2}"
+            f"--vocab_size {vocab_size} is too few for the {len(characters)} characters of the"
+            f" training texts: it must be at least {len(characters) + 2}"
         )
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=model, model_type=kind,
-            vocab_size=vocab_size if kind == "bpe" else 100_000, hard_vocab_limit=False, character_coverage=1.0,
-            required_chars="".join(sorted(characters)),  # including those of texts beyond MOST_SENTENCES
-            unk_id=0, bos_id=-1, eos_id=-1, pad_id=-1, unk_surface="\ufffd", normalization_rule_name="identity",
-            remove_extra_whitespaces=False, add_dummy_prefix=kind == "bpe", max_sentence_length=100_000,
-            num_threads=1, minloglevel=2, input_sentence_size=MOST_SENTENCES, shuffle_input_sentence=False,
-        )  # fmt: skip
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab_size if kind == "bpe" else 100_000,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            required_chars="".join(
+                sorted(characters)
+            ),  # including those of texts beyond MOST_SENTENCES
+            unk_id=0,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            unk_surface="\ufffd",
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=kind == "bpe",
+            max_sentence_length=100_000,
+            num_threads=1,
+            minloglevel=2,
+            input_sentence_size=MOST_SENTENCES,
+            shuffle_input_sentence=False,
+        )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise DataError(f"no tokenizer could be trained on these texts: {reason}") from None
@@ -139,7 +170,8 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> Sentenc
 
 
 def make_tokenizer(state: dict, size: int):
-    """The tokenizer with this `state()` and `size`, from a checkpoint. Raises `UsageError` if it is damaged."""
+    """The tokenizer with this `state()` and `size`, from a checkpoint. Raises `UsageError` if it is
+    damaged."""
     try:
         if state["kind"] == "sentencepiece":
             tokenizer = SentencePieceTokenizer(bytes.fromhex(state["model"]))

@@ -1,4 +1,5 @@
-"""Weights of released models: Hugging Face folders are read and checked, and exports are written."""
+"""Weights of released models: Hugging Face folders are read and checked, and exports are
+written."""
 
 import errno
 import os
@@ -17,7 +18,7 @@ EXPORTED = "speech-recipes"  # in made_from.json and config.json of an export
 POINTER = b"version https://git-lfs"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def require_room(parameters: int) -> None:
@@ -27,19 +28,23 @@ def require_room(parameters: int) -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if 4 * parameters > total:
         size = f"{parameters / 1e9:.1f} billion parameters take {4 * parameters / 2**30:.0f} GiB"
-        raise UsageError(f"the model is too large for this machine: {size}, and it has {total / 2**30:.0f}")
+        raise UsageError(
+            f"the model is too large for this machine: {size}, and it has {total / 2**30:.0f}"
+        )
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raises `UsageError` for a Git LFS pointer, which a clone without Git LFS has in place of a large file, and for anything
-    but a regular file."""
+    """Raises `UsageError` for a Git LFS pointer, which a clone without Git LFS has in place of a
+    large file, and for anything but a regular file."""
     try:
         with open(files.require_file(file), "rb") as opened:
             is_pointer = opened.read(len(POINTER)) == POINTER
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}") from None
     if is_pointer:
-        raise UsageError(f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`")
+        raise UsageError(
+            f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`"
+        )
 
 
 def read_json(file: Path) -> dict:
@@ -49,19 +54,23 @@ def read_json(file: Path) -> dict:
 
 
 def read_description(folder: Path, model_type: str) -> dict:
-    """A Hugging Face folder's config.json. Raises `UsageError` if it describes another type of model."""
+    """A Hugging Face folder's config.json. Raises `UsageError` if it describes another type of
+    model."""
     file = folder / "config.json"
     if not file.is_file():
         raise UsageError(f"{folder} holds no config.json: it is not a Hugging Face model folder")
     content = read_json(file)
     if content.get("model_type") != model_type:
         kind = str(content.get("model_type"))[:40]
-        raise UsageError(f"{file} describes a model of type {kind!r}; this recipe takes {model_type}")
+        raise UsageError(
+            f"{file} describes a model of type {kind!r}; this recipe takes {model_type}"
+        )
     return content
 
 
 def read_folder(folder: Path, counters: str = "") -> dict[str, torch.Tensor]:
-    """A Hugging Face folder's weights, safetensors preferred, as `floats` returns them. Raises `UsageError`."""
+    """A Hugging Face folder's weights, safetensors preferred, as `floats` returns them. Raises
+    `UsageError`."""
     weights = {}
     for file in _weight_files(folder):
         weights |= floats(_read_tensors(file), file, counters)
@@ -75,10 +84,13 @@ def _weight_files(folder: Path) -> list[Path]:
         index = folder / f"{name}.index.json"
         if index.is_file():
             return _shards(index)
-    others = sorted(p.name for p in folder.glob("*") if p.suffix in (".h5", ".msgpack", ".onnx", ".gguf"))
+    others = sorted(
+        p.name for p in folder.glob("*") if p.suffix in (".h5", ".msgpack", ".onnx", ".gguf")
+    )
     only = f" (only {', '.join(others)})" if others else ""
     raise UsageError(
-        f"{folder} holds no weights that can be read{only}: it needs model.safetensors or pytorch_model.bin"
+        f"{folder} holds no weights that can be read{only}: it needs model.safetensors or"
+        " pytorch_model.bin"
     )
 
 
@@ -90,7 +102,9 @@ def _shards(index: Path) -> list[Path]:
     shards = [index.parent / name for name in dict.fromkeys(sorted(names))]
     for shard in shards:
         if not os.path.isfile(shard):
-            raise UsageError(f"{index.parent} lacks {shard.name[:60]!r}, which {index.name} lists: fetch it, too")
+            raise UsageError(
+                f"{index.parent} lacks {shard.name[:60]!r}, which {index.name} lists: fetch it, too"
+            )
     return shards
 
 
@@ -102,12 +116,14 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         with files.utf8(file) as name, safe_open(name, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  safe_open is not a dict
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"{file} is damaged or cut short ({first_line(error)}): fetch it again") from None
+        raise UsageError(
+            f"{file} is damaged or cut short ({first_line(error)}): fetch it again"
+        ) from None
 
 
 def read_pickle(file: Path):
-    """The content of a file that torch.save wrote, mapped, so that converting to fp32 does not hold the model twice. No code
-    in it is run. Raises `UsageError`."""
+    """The content of a file that torch.save wrote, mapped, so that converting to fp32 does not hold
+    the model twice. No code in it is run. Raises `UsageError`."""
     refuse_pointer(file)
     if file.suffix == ".safetensors":
         raise UsageError(f"{file}: give the folder that holds it and config.json, not the file")
@@ -115,15 +131,19 @@ def read_pickle(file: Path):
 
 
 def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
-    """fp32 copies on the default device, which is "meta" for a planned run; each tensor is released before the next is
-    copied. Tensors whose names end in `counters` are int64. Raises `UsageError` for anything but dense, finite tensors by
-    name."""
+    """fp32 copies on the default device, which is "meta" for a planned run; each tensor is released
+    before the next is copied. Tensors whose names end in `counters` are int64. Raises `UsageError`
+    for anything but dense, finite tensors by name."""
     if not isinstance(weights, dict):
         raise UsageError(f"{path} holds a {type(weights).__name__}, not weights by name")
     for name, w in weights.items():
         kinds = (torch.int64,) if counters and str(name).endswith(counters) else FLOATS
         if not isinstance(w, torch.Tensor) or w.dtype not in kinds or w.is_meta or w.is_nested:
-            kind = "an int64 tensor" if kinds != FLOATS else "a floating-point tensor; quantised weights cannot be read"
+            kind = (
+                "an int64 tensor"
+                if kinds != FLOATS
+                else "a floating-point tensor; quantised weights cannot be read"
+            )
             raise UsageError(f"{path}: {str(name)[:60]!r} is not {kind}")
         weights[name] = w.detach()  # some files hold parameters
     checkpoint.check_tensors(weights, path)
@@ -140,31 +160,43 @@ def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
 
 
 def check_shapes(
-    weights: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]], path: str | Path, model: str
+    weights: dict[str, torch.Tensor],
+    expected: dict[str, tuple[int, ...]],
+    path: str | Path,
+    model: str,
 ) -> None:
-    """Raises `UsageError` if tensors are missing, unexpected or of another shape. Nothing may be built before: the file's
-    tensors bound the memory that its configuration asks for. `model` is its name for messages."""
+    """Raises `UsageError` if tensors are missing, unexpected or of another shape. Nothing may be
+    built before: the file's tensors bound the memory that its configuration asks for. `model` is
+    its name for messages."""
     missing = [name for name in expected if name not in weights]
     unexpected = [name for name in weights if name not in expected]
-    wrong = [name for name in expected if name in weights and tuple(weights[name].shape) != expected[name]]
+    wrong = [
+        name
+        for name in expected
+        if name in weights and tuple(weights[name].shape) != expected[name]
+    ]
     if wrong:
         name = wrong[0]
         raise UsageError(
-            f"{path}: {name} is {tuple(weights[name].shape)}, but its configuration asks for {expected[name]} "
-            f"({len(wrong)} such tensors): weights and configuration belong to different models"
+            f"{path}: {name} is {tuple(weights[name].shape)}, but its configuration asks for"
+            f" {expected[name]} ({len(wrong)} such tensors): weights and configuration belong to"
+            " different models"
         )
     for problem, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             shown = ", ".join(repr(name[:60]) for name in names[:3])
-            raise UsageError(f"{path} {problem} {shown}{more}: it is not a complete, unchanged {model} model")
+            raise UsageError(
+                f"{path} {problem} {shown}{more}: it is not a complete, unchanged {model} model"
+            )
 
 
-# --- exporting -------------------------------------------------------------------------------------------------------
+# --- exporting ------------------------------------------------------------------------------------
 
 
 def require_export(folder: str | Path) -> None:
-    """Raises `UsageError` if `folder` holds anything but an earlier export, `RunError` if it cannot be written."""
+    """Raises `UsageError` if `folder` holds anything but an earlier export, `RunError` if it cannot
+    be written."""
     folder = Path(folder).absolute()
     try:
         require_replaceable(folder)
@@ -182,11 +214,14 @@ def require_export(folder: str | Path) -> None:
 
 
 def write_export(folder: Path, fill: Callable[[Path], object]) -> list[str]:
-    """Calls `fill(temporary_folder)`, renames that folder to `folder` and returns the file names. Raises `UsageError` and
-    `RunError`."""
+    """Calls `fill(temporary_folder)`, renames that folder to `folder` and returns the file names.
+    Raises `UsageError` and `RunError`."""
     try:
         write_folder(folder, fill, {"exported_by": EXPORTED})
-    except (SafetensorError, RuntimeError) as error:  # both libraries wrap the operating system's errors
+    except (
+        SafetensorError,
+        RuntimeError,
+    ) as error:  # both libraries wrap the operating system's errors
         raise cannot_write(folder, OSError(0, first_line(error)), "--export") from None
     except OSError as error:
         raise cannot_write(folder, error, "--export") from None
@@ -197,4 +232,6 @@ def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Writes model.safetensors."""
     with files.utf8(folder / "model.safetensors") as name:
         save_file(tensors, name, metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o666 & ~files.umask())  # safetensors' file is for its owner only
+    (folder / "model.safetensors").chmod(
+        0o666 & ~files.umask()
+    )  # safetensors' file is for its owner only

@@ -14,7 +14,9 @@ from speech import audio
 
 settings.register_profile("busy machine", deadline=None, max_examples=50, database=None)
 settings.load_profile("busy machine")
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which the program respects
+signal.signal(
+    signal.SIGHUP, signal.SIG_DFL
+)  # the tests may run under nohup, which the program respects
 torch.set_num_threads(1)  # the models are tiny: a second thread would only wait for the first
 
 
@@ -33,10 +35,14 @@ def wav():
 
 @pytest.fixture
 def json_lines():
-    """json_lines(path, rows) writes a manifest and returns its path as text. A row is a dict, or a line of bytes."""
+    """json_lines(path, rows) writes a manifest and returns its path as text. A row is a dict, or a
+    line of bytes."""
 
     def write(path: Path, rows: list) -> str:
-        lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
+        lines = [
+            row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode()
+            for row in rows
+        ]
         path.write_bytes(b"".join(line + b"\n" for line in lines))
         return str(path)
 

@@ -1,5 +1,5 @@
-"""Commands in processes of their own. A server that has imported the libraries forks them, so that they start in a fraction
-of a second. Otherwise they do what `python WORDS ...` does."""
+"""Commands in processes of their own. A server that has imported the libraries forks them, so that
+they start in a fraction of a second. Otherwise they do what `python WORDS ...` does."""
 
 import atexit
 import contextlib
@@ -22,7 +22,12 @@ from pathlib import Path
 CONTEXT = multiprocessing.get_context("forkserver")
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = [f"recipes.{path.stem}" for path in sorted((ROOT / "recipes").glob("*.py"))]
-LATER = ["torch._dynamo", "torch.utils.tensorboard", "matplotlib.pyplot", "espeakng_loader"]  # imported in a run
+LATER = [
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "matplotlib.pyplot",
+    "espeakng_loader",
+]  # imported in a run
 CLOSED = "closed"  # a standard stream that is closed before the command starts
 
 
@@ -37,10 +42,25 @@ class Process:
 
     running: list["Process"] = []  # noqa: RUF012  all that may run
 
-    def __init__(self, words: list, folder: Path, environment: dict, streams: dict, prelude: str, ignored: tuple):
+    def __init__(
+        self,
+        words: list,
+        folder: Path,
+        environment: dict,
+        streams: dict,
+        prelude: str,
+        ignored: tuple,
+    ):
         self.folder = tempfile.TemporaryDirectory()
         kept = {number: os.path.join(self.folder.name, str(number)) for number in (1, 2)}
-        arguments = ([*map(str, words)], str(folder), environment, {0: os.devnull, **kept, **streams}, prelude, ignored)
+        arguments = (
+            [*map(str, words)],
+            str(folder),
+            environment,
+            {0: os.devnull, **kept, **streams},
+            prelude,
+            ignored,
+        )
         self.process = CONTEXT.Process(target=_command, args=arguments)
         self.process.start()
         self.pid = self.process.pid
@@ -82,11 +102,19 @@ class Process:
         self.process.join(60)
 
 
-def start(words: list, folder: Path, *, environment: dict[str, str] | None = None, streams: dict | None = None,
-          prelude: str = "", ignored: tuple[int, ...] = ()) -> Process:  # fmt: skip
-    """Starts `python WORDS ...` in `folder`: a script or -c, and its arguments. The `environment` is added to this one's.
-    stdout (1) and stderr (2) are kept for `communicate` unless `streams` maps them to a path, to `CLOSED` or to the writing
-    end of a `multiprocessing.Pipe`. `prelude` is code that runs first. The signals in `ignored` are ignored, as by nohup."""
+def start(
+    words: list,
+    folder: Path,
+    *,
+    environment: dict[str, str] | None = None,
+    streams: dict | None = None,
+    prelude: str = "",
+    ignored: tuple[int, ...] = (),
+) -> Process:
+    """Starts `python WORDS ...` in `folder`: a script or -c, and its arguments. The `environment`
+    is added to this one's. stdout (1) and stderr (2) are kept for `communicate` unless `streams`
+    maps them to a path, to `CLOSED` or to the writing end of a `multiprocessing.Pipe`. `prelude` is
+    code that runs first. The signals in `ignored` are ignored, as by nohup."""
     start_server()
     return Process(words, folder, environment or {}, streams or {}, prelude, ignored)
 
@@ -104,10 +132,12 @@ def wait_until(process: Process, ready: Callable[[], object], pause: float = 0.0
         time.sleep(pause)
 
 
-# --- in the new process ----------------------------------------------------------------------------------------------
+# --- in the new process ---------------------------------------------------------------------------
 
 
-def _command(words: list[str], folder: str, environment: dict, streams: dict, prelude: str, ignored: tuple) -> None:
+def _command(
+    words: list[str], folder: str, environment: dict, streams: dict, prelude: str, ignored: tuple
+) -> None:
     import torch
 
     multiprocessing.set_start_method(None, force=True)  # not the server's, for data workers
@@ -121,7 +151,11 @@ def _command(words: list[str], folder: str, environment: dict, streams: dict, pr
         signal.signal(number, signal.SIG_IGN if number in ignored else default)
     for descriptor, stream in streams.items():
         _redirect(descriptor, stream)
-    sys.stdin, sys.stdout, sys.stderr = None, _text_stream(1, "strict"), _text_stream(2, "backslashreplace")
+    sys.stdin, sys.stdout, sys.stderr = (
+        None,
+        _text_stream(1, "strict"),
+        _text_stream(2, "backslashreplace"),
+    )
     os._exit(_finish(_run(words, prelude)))
 
 
@@ -142,7 +176,14 @@ def _text_stream(descriptor: int, errors: str):
         os.fstat(descriptor)
     except OSError:
         return None  # as Python does
-    return open(descriptor, "w", encoding="utf-8", errors=errors, closefd=False, buffering=1 if descriptor == 2 else -1)
+    return open(
+        descriptor,
+        "w",
+        encoding="utf-8",
+        errors=errors,
+        closefd=False,
+        buffering=1 if descriptor == 2 else -1,
+    )
 
 
 def _run(words: list[str], prelude: str) -> int:
@@ -169,11 +210,14 @@ def _run(words: list[str], prelude: str) -> int:
 
 
 def _import_anew(root: Path) -> None:
-    """Imports `common` as a recipe does, whose `__main__` is there now; from a copy of the project all modules."""
+    """Imports `common` as a recipe does, whose `__main__` is there now; from a copy of the project
+    all modules."""
     if root == ROOT:
         importlib.reload(importlib.import_module("common"))
     else:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("common", "speech", "recipes")]:
+        for name in [
+            name for name in sys.modules if name.split(".")[0] in ("common", "speech", "recipes")
+        ]:
             del sys.modules[name]
 
 

@@ -1,4 +1,5 @@
-"""What the documentation says is true of the code: commands, flags, paths, links, messages, examples."""
+"""What the documentation says is true of the code: commands, flags, paths, links, messages,
+examples."""
 
 import argparse
 import ast
@@ -24,16 +25,25 @@ from speech import corpus, text
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "__init__")
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "recipes").glob("*.md"))]
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks/README.md",
+    *sorted((ROOT / "recipes").glob("*.md")),
+]
 FOLDERS = ("recipes", "common", "speech", "benchmarks", "tests")
 EXAMPLES = {"recipes/my_model.py"}  # paths that a reader creates
 # Messages of other programs in the README's table.
-FOREIGN = {"Process 75955 has 14.17 GiB memory in use", "Unable to register cuFFT/cuDNN/cuBLAS factory"}
+FOREIGN = {
+    "Process 75955 has 14.17 GiB memory in use",
+    "Unable to register cuFFT/cuDNN/cuBLAS factory",
+}
 SPELLINGS = {"--x", "--no_x", "--print"}  # how on/off flags look; the preset scripts' own flag
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = (
-    "--d_model 16 --encoder_layers 1 --decoder_layers 1 --attention_heads 2 --no_tensorboard --dataloader_num_workers 0"
+    "--d_model 16 --encoder_layers 1 --decoder_layers 1 --attention_heads 2 --no_tensorboard"
+    " --dataloader_num_workers 0"
 )
 
 
@@ -51,9 +61,12 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def code(path: Path) -> list[str]:
-    """All code of a page: the lines of its blocks, without comments and with continued lines joined, and its spans."""
+    """All code of a page: the lines of its blocks, without comments and with continued lines
+    joined, and its spans."""
     page = read(path)
-    lines = [line for _, body in FENCE.findall(page) for line in body.replace("\\\n", " ").splitlines()]
+    lines = [
+        line for _, body in FENCE.findall(page) for line in body.replace("\\\n", " ").splitlines()
+    ]
     lines = [re.split(r"\s#\s", line)[0].strip().removeprefix("!") for line in lines]
     return [line for line in lines if line] + re.findall(r"`([^`]+)`", FENCE.sub("", page))
 
@@ -61,7 +74,11 @@ def code(path: Path) -> list[str]:
 def commands(path: Path) -> list[str]:
     """The commands of a page that train or use a model, if their arguments are written out."""
     starts = re.compile(r"(GPUS=2 )?\./run_(training|whisper)|python recipes/")
-    return [line for line in code(path) if starts.match(line) and not re.search(r"\.\.\.|\[|--help", line)]
+    return [
+        line
+        for line in code(path)
+        if starts.match(line) and not re.search(r"\.\.\.|\[|--help", line)
+    ]
 
 
 def parser_of(recipe: str) -> options.Parser:
@@ -87,14 +104,17 @@ def source_texts() -> list[str]:
             for node in ast.walk(ast.parse(read(path))):
                 if isinstance(node, ast.JoinedStr):
                     texts.append(
-                        "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+                        "".join(
+                            part.value if isinstance(part, ast.Constant) else "..."
+                            for part in node.values
+                        )
                     )
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     texts.append(node.value)
     return texts
 
 
-# --- form ------------------------------------------------------------------------------------------------------------
+# --- form -----------------------------------------------------------------------------------------
 
 
 def test_the_readme_is_short():
@@ -115,13 +135,13 @@ def test_every_recipe_has_a_page_with_markers_for_its_table():
         assert f"recipes/{recipe}.md" in read(README)
 
 
-# --- flags and commands ----------------------------------------------------------------------------------------------
+# --- flags and commands ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_flags_exist(page):
-    """In the recipe that a command names, else in that of a recipe's page, elsewhere in any recipe; flags of other programs
-    in those programs' commands."""
+    """In the recipe that a command names, else in that of a recipe's page, elsewhere in any recipe;
+    flags of other programs in those programs' commands."""
     recipes = [page.stem] if page.stem in RECIPES else RECIPES
     known = set.union(*map(flags_of, recipes)) | SPELLINGS
     outside = re.sub(r"`[^`]+`|<!--.*?-->", "", FENCE.sub("", read(page)))
@@ -139,18 +159,23 @@ def test_flags_exist(page):
         else:
             named = re.match(r"python recipes/(\w+)\.py ", line)
             flags = flags_of(named[1]) if named and named[1] in RECIPES else known
-            assert [flag for flag in FLAG.findall(line) if flag not in flags | SPELLINGS] == [], line
+            assert [flag for flag in FLAG.findall(line) if flag not in flags | SPELLINGS] == [], (
+                line
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_are_accepted(page, tmp_path):
-    """By the parsers of the recipes; the preset scripts print the recipe's command, which is then parsed."""
+    """By the parsers of the recipes; the preset scripts print the recipe's command, which is then
+    parsed."""
     for line in commands(page):
         if "./run_" in line:
             environment = {**os.environ, "GPUS": "2" if line.startswith("GPUS=2 ") else ""}
             words = shlex.split(line.removeprefix("GPUS=2 "))
             printing = [str(ROOT / words[0]), *words[1:], "--print"]
-            script = subprocess.run(printing, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60)
+            script = subprocess.run(
+                printing, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60
+            )
             assert script.returncode == 0, f"{line}: {script.stderr}"
             words = shlex.split(script.stdout)
         else:
@@ -166,11 +191,14 @@ def test_commands_are_accepted(page, tmp_path):
 def test_the_first_commands_of_the_replaced_project_are_there():
     lines = blocks(README, "bash")[0].splitlines()
     assert lines[0].split("#")[0].strip() == "./run_training_memory_optimized.sh"
-    second = "./run_training_memory_optimized.sh auto original --train_manifest train.json --val_manifest val.json"
+    second = (
+        "./run_training_memory_optimized.sh auto original --train_manifest train.json"
+        " --val_manifest val.json"
+    )
     assert second in lines
 
 
-# --- paths and links -------------------------------------------------------------------------------------------------
+# --- paths and links ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -179,7 +207,9 @@ def test_paths_exist(page):
     for line in code(page):
         for name in re.findall(pattern, line.replace("./", "")):
             base = page.parent if page.parent != ROOT and "/" not in name else ROOT
-            assert name in EXAMPLES or any([*base.glob(name), *ROOT.glob(name)]), f"{name} in {line!r}"
+            assert name in EXAMPLES or any([*base.glob(name), *ROOT.glob(name)]), (
+                f"{name} in {line!r}"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -201,9 +231,16 @@ def test_the_maps_are_complete():
             cells = [re.findall(r"`([\w/]+\.?[a-z]*)`", cell) for cell in row.split("|")[1:-1]]
             inside = [name for name in cells[0] if name.endswith("/")] if cells else []
             listed |= {name for name in (cells[0] if cells else []) if not name.endswith("/")}
-            listed |= {f"{package}{name}" for package in inside for name in cells[1] if name.endswith(".py")}
+            listed |= {
+                f"{package}{name}"
+                for package in inside
+                for name in cells[1]
+                if name.endswith(".py")
+            }
         files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")]
-        assert listed == {str(path.relative_to(ROOT / folder)) for path in files if path.name != "__init__.py"}
+        assert listed == {
+            str(path.relative_to(ROOT / folder)) for path in files if path.name != "__init__.py"
+        }
 
 
 def test_every_benchmark_is_described():
@@ -211,7 +248,7 @@ def test_every_benchmark_is_described():
     assert listed == {path.name for path in (ROOT / "benchmarks").glob("*.py")}
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 def test_the_messages_in_the_table_of_errors_exist():
@@ -225,7 +262,7 @@ def test_the_messages_in_the_table_of_errors_exist():
         assert any(map(pattern.search, texts)), message
 
 
-# --- examples --------------------------------------------------------------------------------------------------------
+# --- examples -------------------------------------------------------------------------------------
 
 
 def encoded(samples: np.ndarray, rate: int) -> bytes:
@@ -238,7 +275,10 @@ def test_the_example_for_hugging_face_data_sets_writes_a_manifest(tmp_path, monk
     """With a stand-in for the package: audio comes as bytes, or as the path of a file."""
     (example,) = [block for block in blocks(README, "python") if "load_dataset" in block]
     random = np.random.default_rng(0)
-    noises = [(random.uniform(-0.5, 0.5, size), rate) for size, rate in ((22_050, 22_050), (8_000, 16_000))]
+    noises = [
+        (random.uniform(-0.5, 0.5, size), rate)
+        for size, rate in ((22_050, 22_050), (8_000, 16_000))
+    ]
     (tmp_path / "b.flac").write_bytes(encoded(*noises[1]))
     rows = [
         {"audio": {"bytes": encoded(*noises[0]), "path": "a.flac"}, "sentence": "हांव घर वचता"},
@@ -259,9 +299,14 @@ def test_the_example_for_hugging_face_data_sets_writes_a_manifest(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "README.md", "exec"), {})
 
-    lines = [json.loads(line) for line in (tmp_path / "data/train.json").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "data/train.json").read_text(encoding="utf-8").splitlines()
+    ]
     assert [line["text"] for line in lines] == [row["sentence"] for row in rows]
-    usable, rejected = corpus.load_corpus(str(tmp_path / "data/train.json"), text.normalise, corpus.Checks())
+    usable, rejected = corpus.load_corpus(
+        str(tmp_path / "data/train.json"), text.normalise, corpus.Checks()
+    )
     assert rejected.total == 0 and usable.seconds.tolist() == [1.0, 0.5]
     for line, (samples, rate) in zip(lines, noises, strict=True):
         written, its_rate = soundfile.read(tmp_path / "data" / line["audio_filepath"])
@@ -271,7 +316,9 @@ def test_the_example_for_hugging_face_data_sets_writes_a_manifest(tmp_path, monk
 @pytest.fixture
 def copied_project(tmp_path):
     for folder in ("recipes", "common", "speech"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     return tmp_path
 
 
@@ -296,7 +343,12 @@ def test_a_copied_recipe_trains_and_resumes(copied_project):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, *words[1:]]
         result = subprocess.run(
-            command, cwd=copied_project, capture_output=True, text=True, timeout=300, env=environment
+            command,
+            cwd=copied_project,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=environment,
         )
         assert result.returncode == 0, result.stderr
         assert f"evaluation at step {step} " in result.stdout

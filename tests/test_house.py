@@ -16,7 +16,8 @@ def modules(folder: str) -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """The dotted names of the project's modules that a file imports, at its top or inside a function."""
+    """The dotted names of the project's modules that a file imports, at its top or inside a
+    function."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -33,7 +34,9 @@ def label(path: Path) -> str:
 @pytest.mark.parametrize("path", modules("common"), ids=label)
 def test_common_knows_no_speech(path):
     for name in imported(path):
-        is_plan = path.name == "loop.py" and name == "dry_run"  # only --dry_run and --verify_gpu load it
+        is_plan = (
+            path.name == "loop.py" and name == "dry_run"
+        )  # only --dry_run and --verify_gpu load it
         assert name.split(".")[0] == "common" or is_plan, f"{label(path)} imports {name}"
 
 

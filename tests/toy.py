@@ -1,5 +1,6 @@
-"""The shortest use of `common`: a network learns which values of a random sequence are higher than the one before.
-`python -m tests.toy --num_epochs 100 --learning_rate 1e-2` runs it; the tests of `common` replace parts of it."""
+"""The shortest use of `common`: a network learns which values of a random sequence are higher than
+the one before. `python -m tests.toy --num_epochs 100 --learning_rate 1e-2` runs it; the tests of
+`common` replace parts of it."""
 
 import sys
 from collections import Counter
@@ -13,21 +14,28 @@ from common import batches, device, errors, options
 from common.loop import Task, begin, finish, train
 
 RECIPE, LOSS_WEIGHTS = "toy", {"first": 0.3, "rising": 0.7}
-SHORT = "--device cpu --dataloader_num_workers 0 --no_tensorboard --num_epochs 1 --warmup_steps 2 --log_every 1 --save_every 0"
+SHORT = (
+    "--device cpu --dataloader_num_workers 0 --no_tensorboard --num_epochs 1 --warmup_steps 2"
+    " --log_every 1 --save_every 0"
+)
 
 
 def make_args(folder, *flags: str):
-    """The flags of a short run with its results in `folder`. A later flag replaces an earlier one."""
+    """The flags of a short run with its results in `folder`. A later flag replaces an earlier
+    one."""
     parser = options.Parser(__doc__)
     options.add_arguments(parser)
-    parser.add_argument("--dropout", type=options.SHARE, default=0.0, metavar="P", help="in every layer (0.0)")
+    parser.add_argument(
+        "--dropout", type=options.SHARE, default=0.0, metavar="P", help="in every layer (0.0)"
+    )
     args = parser.parse_args(["--output_dir", str(folder), *SHORT.split(), *flags])
     options.resolve(args, is_demo=False, demo_steps=0)
     return args
 
 
 class Sequences(list):
-    """A data set: sequences of 3 to 20 values. Labels: is a value higher than the one before (the first: than 0)?"""
+    """A data set: sequences of 3 to 20 values. Labels: is a value higher than the one before (the
+    first: than 0)?"""
 
     def __init__(self, count: int = 13, seed: int = 0):
         random = np.random.default_rng(seed)
@@ -47,10 +55,16 @@ class Sequences(list):
 
 
 def collate(items: list[dict]) -> dict:
-    batch = {"names": [item["name"] for item in items], "seconds": [len(item["values"]) / 10 for item in items]}
+    batch = {
+        "names": [item["name"] for item in items],
+        "seconds": [len(item["values"]) / 10 for item in items],
+    }
     batch["values"], batch["values_lengths"] = batches.pad([item["values"] for item in items])
     batch["labels"], batch["labels_lengths"] = batches.pad([item["labels"] for item in items], -100)
-    batch["counts"] = {"first": len(items), "rising": int(batch["labels_lengths"].sum()) - len(items)}
+    batch["counts"] = {
+        "first": len(items),
+        "rising": int(batch["labels_lengths"].sum()) - len(items),
+    }
     return batch
 
 
@@ -59,7 +73,9 @@ class Layer(nn.Sequential):
         super().__init__(nn.Conv1d(width, width, 3, padding=1), nn.GELU(), nn.Dropout(dropout))
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-        return x + super().forward(x.masked_fill(padding, 0))  # as the convolution sees the ends of a lone sequence
+        return x + super().forward(
+            x.masked_fill(padding, 0)
+        )  # as the convolution sees the ends of a lone sequence
 
 
 class Network(nn.Module):
@@ -88,13 +104,18 @@ def compute_loss(model: Network, batch: dict) -> dict[str, torch.Tensor]:
 def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
     sums, counts = Counter(), Counter()
     for batch in eval_batches:
-        sums.update(compute_loss(model, next(batches.to_device([batch], model.output.weight.device))))
+        sums.update(
+            compute_loss(model, next(batches.to_device([batch], model.output.weight.device)))
+        )
         counts.update(batch["counts"])
     return {name: (float(sums[name]), counts[name]) for name in LOSS_WEIGHTS}
 
 
-def run(args, model=None, data=None, setup=None, report_results=None, **changes) -> tuple[nn.Module, dict]:
-    """Trains as a recipe does and returns the model and the progress. `changes` replace parts of the task."""
+def run(
+    args, model=None, data=None, setup=None, report_results=None, **changes
+) -> tuple[nn.Module, dict]:
+    """Trains as a recipe does and returns the model and the progress. `changes` replace parts of
+    the task."""
     begun = begin(args, RECIPE)
     begun = replace(begun, setup=setup or begun.setup)
     model, data = model or Network(args.dropout).double(), data or Sequences()

@@ -2,8 +2,9 @@
 
 import re
 
-# Prosigns that sound like a character are written as that character: AR is +, BT is =, KN is (. The multiplication sign
-# is X. The other prosigns have labels of their own: <SK> end of work, <AS> wait, <HH> error (eight dits).
+# Prosigns that sound like a character are written as that character: AR is +, BT is =, KN is (. The
+# multiplication sign is X. The other prosigns have labels of their own: <SK> end of work, <AS>
+# wait, <HH> error (eight dits).
 MORSE = dict(
     pair.split()
     for pair in """A .-|B -...|C -.-.|D -..|E .|F ..-.|G --.|H ....|I ..|J .---|K -.-|L .-..|M --|N -.|O ---|P .--.

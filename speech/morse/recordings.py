@@ -26,10 +26,29 @@ from speech.manifest import check_encoding, find_audio, parse
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
 from speech.morse.synthesis import Conditions, draw_conditions, synthesise
 
-METADATA = "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only".split(",")
-MORE_METADATA = ["snr_db", "callsigns", "exchange"]  # columns that data sets of other origin may lack
-DATASET_MIX = ("clean", "contest_good", "contest_moderate", "contest_poor", "dx_expedition", "wide")  # to be written
-SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
+METADATA = "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only".split(
+    ","
+)
+MORE_METADATA = [
+    "snr_db",
+    "callsigns",
+    "exchange",
+]  # columns that data sets of other origin may lack
+DATASET_MIX = (
+    "clean",
+    "contest_good",
+    "contest_moderate",
+    "contest_poor",
+    "dx_expedition",
+    "wide",
+)  # to be written
+SPLITS = {
+    "train": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "test": "test",
+}
 MADE_BY = "whisper_morse"  # in a folder's made_from.json
 MOST_CLIPS = 10_000_000  # of a data set: 2 TB
 NO_CODE = "text has characters without a Morse code"
@@ -37,8 +56,9 @@ NO_CODE = "text has characters without a Morse code"
 
 @dataclass
 class Recordings:
-    """Clips on disk, in columns. Unknown values are "" or NaN. `lengths` (N,) in seconds is what the files' headers
-    say, `durations` is NaN for clips that end with their file. `cache`: folder for decoded audio."""
+    """Clips on disk, in columns. Unknown values are "" or NaN. `lengths` (N,) in seconds is what
+    the files' headers say, `durations` is NaN for clips that end with their file. `cache`: folder
+    for decoded audio."""
 
     ids: list[str]
     paths: list[str]
@@ -64,19 +84,26 @@ class Recordings:
         return self.lengths
 
     def load(self, index: int, epoch: int) -> tuple[torch.Tensor, str, str, None]:
-        """(waveform (T,), text, name, None: recordings do not say when each symbol is sent). Raises `BadAudio`."""
+        """(waveform (T,), text, name, None: recordings do not say when each symbol is sent). Raises
+        `BadAudio`."""
         waveform = read_utterance(self, index, SAMPLE_RATE, self.cache)
         return waveform, self.texts[index], self.paths[index], None
 
     def row(self, index: int, hypothesis: str) -> dict:
         """A row for `scores.evaluation_tables`."""
         return {
-            "file": self.paths[index], "reference": self.texts[index], "hypothesis": hypothesis,
-            "condition": self.conditions[index], "contest_type": self.contest_types[index],
-            "sample_type": self.sample_types[index], "wpm": float(self.wpm[index]), "snr_db": float(self.snr_db[index]),
-            "is_noise_only": bool(self.is_noise_only[index]), "callsigns": self.callsigns[index],
+            "file": self.paths[index],
+            "reference": self.texts[index],
+            "hypothesis": hypothesis,
+            "condition": self.conditions[index],
+            "contest_type": self.contest_types[index],
+            "sample_type": self.sample_types[index],
+            "wpm": float(self.wpm[index]),
+            "snr_db": float(self.snr_db[index]),
+            "is_noise_only": bool(self.is_noise_only[index]),
+            "callsigns": self.callsigns[index],
             "exchange": self.exchanges[index],
-        }  # fmt: skip
+        }
 
     def fingerprint(self) -> str:
         """Changes when the clips, their texts or their order do."""
@@ -97,22 +124,28 @@ class Recordings:
         return dataclasses.replace(self, **columns)
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
-def read_splits(folder: str | Path, checks: Checks, cache: str | None = None) -> dict[str, Recordings]:
-    """The clips of `read_dataset` that `checks` lets through, as "train", "val" and "test", those that exist; "val" is
-    "test" if there is no other. Raises as `read_dataset` does. `cache`: folder for decoded audio."""
+def read_splits(
+    folder: str | Path, checks: Checks, cache: str | None = None
+) -> dict[str, Recordings]:
+    """The clips of `read_dataset` that `checks` lets through, as "train", "val" and "test", those
+    that exist; "val" is "test" if there is no other. Raises as `read_dataset` does. `cache`: folder
+    for decoded audio."""
     names = {"train": "train", "validation": "val", "test": "test"}
     splits = {}
     for split, recordings in read_dataset(folder, checks.cache_dir, checks.strict).items():
         lengths = recordings.lengths
         kept = np.flatnonzero((lengths >= checks.min_duration) & (lengths <= checks.max_duration))
         if len(kept) < len(recordings):
-            limits = f"--min_duration {checks.min_duration:g}, --max_duration {checks.max_duration:g}"
+            limits = (
+                f"--min_duration {checks.min_duration:g}, --max_duration {checks.max_duration:g}"
+            )
             print(
-                f"{split} set: {len(recordings) - len(kept)} clips are too short or too long ({limits}) and left out; "
-                "--use_chunking cuts long recordings, with --train_manifest"
+                f"{split} set: {len(recordings) - len(kept)} clips are too short or too long"
+                f" ({limits}) and left out; --use_chunking cuts long recordings, with"
+                " --train_manifest"
             )
         if split == "train":
             kept = kept[draw(len(kept), checks)]
@@ -123,14 +156,18 @@ def read_splits(folder: str | Path, checks: Checks, cache: str | None = None) ->
     return splits
 
 
-def read_dataset(folder: str | Path, cache_dir: Path | None = None, strict: bool = False) -> dict[str, Recordings]:
-    """The usable clips of a folder as `write_dataset` writes it, by split: "train", "validation", "test", those that
-    exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of the id. The columns audio_file and text
-    are required. What file headers say is kept in `cache_dir`.
+def read_dataset(
+    folder: str | Path, cache_dir: Path | None = None, strict: bool = False
+) -> dict[str, Recordings]:
+    """The usable clips of a folder as `write_dataset` writes it, by split: "train", "validation",
+    "test", those that exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of
+    the id. The columns audio_file and text are required. What file headers say is kept in
+    `cache_dir`.
 
-    Clips with missing or truncated files, without text, or with text beyond Morse are reported by reason, and so are
-    damaged lines (those of metadata.csv with the training set). Raises `DataError` if no clip is left, or if `strict` and
-    any was rejected; and `UsageError` if there is no table."""
+    Clips with missing or truncated files, without text, or with text beyond Morse are reported by
+    reason, and so are damaged lines (those of metadata.csv with the training set). Raises
+    `DataError` if no clip is left, or if `strict` and any was rejected; and `UsageError` if there
+    is no table."""
     folder, rejections = Path(folder), defaultdict(Rejections)
     files = {name: folder / "splits" / f"{name}.csv" for name in sorted(SPLITS)}
     tables = {SPLITS[name]: path for name, path in files.items() if os.path.exists(path)}
@@ -141,7 +178,11 @@ def read_dataset(folder: str | Path, cache_dir: Path | None = None, strict: bool
     else:
         raise UsageError(f"--data_dir {folder}: neither splits/train.csv nor metadata.csv is there")
     cache = f"headers-{hashlib.sha1(os.fsencode(os.path.abspath(folder))).hexdigest()[:12]}.npz"
-    order = [split for split in ("train", "validation", "test") if rows.get(split) or rejections[split].total]
+    order = [
+        split
+        for split in ("train", "validation", "test")
+        if rows.get(split) or rejections[split].total
+    ]
     paths = [find_audio(row["audio_file"], str(folder)) for split in order for row in rows[split]]
     lengths, reasons = probe_all(paths, cache_dir / cache if cache_dir else None)
     probed = iter(zip(paths, lengths.tolist(), reasons, strict=True))
@@ -164,7 +205,10 @@ def read_dataset(folder: str | Path, cache_dir: Path | None = None, strict: bool
 def _divide(rows: list[dict]) -> dict[str, list[dict]]:
     splits = {"train": [], "validation": [], "test": []}
     for row in rows:
-        share = int.from_bytes(hashlib.blake2b(row["id"].encode(), digest_size=4).digest(), "big") / 2**32
+        share = (
+            int.from_bytes(hashlib.blake2b(row["id"].encode(), digest_size=4).digest(), "big")
+            / 2**32
+        )
         if share < 0.8:
             splits["train"].append(row)
         elif share < 0.9:
@@ -197,7 +241,8 @@ def _read_table(path: Path, rejected: Rejections) -> list[dict]:
 
 
 def _parse_row(cells: dict[str, str]) -> dict:
-    """All columns of METADATA and MORE_METADATA, numbers as floats. Raises `ValueError` that says what is wrong."""
+    """All columns of METADATA and MORE_METADATA, numbers as floats. Raises `ValueError` that says
+    what is wrong."""
     check_encoding("".join(cells.values()))
     row = {**dict.fromkeys(METADATA + MORE_METADATA, ""), **cells}
     for column in ("audio_file", "text"):
@@ -220,7 +265,9 @@ def _parse_row(cells: dict[str, str]) -> dict:
         raise ValueError("is_noise_only is neither true nor false")
     row["is_noise_only"] = flag in ("true", "1", "yes")
     row["text"] = normalise(row["text"])
-    row["callsigns"] = row["callsigns"].split() if "callsigns" in cells else find_callsigns(row["text"])
+    row["callsigns"] = (
+        row["callsigns"].split() if "callsigns" in cells else find_callsigns(row["text"])
+    )
     return row
 
 
@@ -252,7 +299,8 @@ def _in_columns(rows: list[dict]) -> Recordings:
 
 
 def from_corpus(corpus: Corpus, name: str, strict: bool, cache: str | None = None) -> Recordings:
-    """The clips of a manifest. Texts with other symbols than Morse's are rejected, and reported under `name`."""
+    """The clips of a manifest. Texts with other symbols than Morse's are rejected, and reported
+    under `name`."""
 
     def fault(index: int) -> tuple[str, str] | None:
         if set(symbols(corpus.texts[index])).issubset(SYMBOLS):
@@ -280,36 +328,47 @@ def from_corpus(corpus: Corpus, name: str, strict: bool, cache: str | None = Non
     )
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
-def write_dataset(folder: str | Path, count: int, seed: int, mix: Sequence[Conditions], workers: int = 1) -> None:
-    """Writes `count` clips with conditions drawn from `mix`: audio/*.wav (16 bits), metadata.csv, and splits/ with 80 %
-    of them for training, 10 % for validation and 10 % for the test.
+def write_dataset(
+    folder: str | Path, count: int, seed: int, mix: Sequence[Conditions], workers: int = 1
+) -> None:
+    """Writes `count` clips with conditions drawn from `mix`: audio/*.wav (16 bits), metadata.csv,
+    and splits/ with 80 % of them for training, 10 % for validation and 10 % for the test.
 
-    The content depends on `count`, `seed` and `mix` alone. The same data set is left as it is; another one that this
-    function wrote and nobody has changed is replaced. Raises `UsageError` if the folder holds anything else, `RunError` if
-    it cannot be written."""
+    The content depends on `count`, `seed` and `mix` alone. The same data set is left as it is;
+    another one that this function wrote and nobody has changed is replaced. Raises `UsageError` if
+    the folder holds anything else, `RunError` if it cannot be written."""
     folder = Path(folder).absolute()
     settings = {
-        "made_by": MADE_BY, "version": 1, "count": count, "seed": seed,
+        "made_by": MADE_BY,
+        "version": 1,
+        "count": count,
+        "seed": seed,
         "mix": [dataclasses.asdict(conditions) for conditions in mix],
-    }  # fmt: skip
+    }
     settings = json.loads(json.dumps(settings))  # tuples to lists, as they are read back
     try:
         require_replaceable(folder)
         if read_made_from(folder) == settings:
             print(f"data set: {count} clips are already in {folder}")
             return
-        rows = write_folder(folder, lambda aside: _write_clips(aside, count, seed, mix, workers), settings)
+        rows = write_folder(
+            folder, lambda aside: _write_clips(aside, count, seed, mix, workers), settings
+        )
     except UsageError as error:
         raise UsageError(f"--write_dataset {error}") from None
     except OSError as error:
         raise cannot_write(folder, error, "--write_dataset") from None
-    print(f"data set: {count} clips, {sum(row['duration'] for row in rows) / 3600:.2f} h, in {folder}")
+    print(
+        f"data set: {count} clips, {sum(row['duration'] for row in rows) / 3600:.2f} h, in {folder}"
+    )
 
 
-def _write_clips(folder: Path, count: int, seed: int, mix: Sequence[Conditions], workers: int) -> list[dict]:
+def _write_clips(
+    folder: Path, count: int, seed: int, mix: Sequence[Conditions], workers: int
+) -> list[dict]:
     """Fills an empty folder with clips and tables; returns the rows."""
     (folder / "audio").mkdir()
     (folder / "splits").mkdir()
@@ -323,17 +382,23 @@ def _write_clips(folder: Path, count: int, seed: int, mix: Sequence[Conditions],
 
 
 def _in_parallel(clips: list[tuple], workers: int) -> list[dict]:
-    """`_write_clip` of all `clips` in so many processes, none of which is left at the end, also if it fails. There are no
-    locks, which a signal could leave behind."""
-    # A signal reaches the whole process group, but only the main process acts on it: the workers inherit the mask.
-    signals, context = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}, multiprocessing.get_context("fork")
+    """`_write_clip` of all `clips` in so many processes, none of which is left at the end, also if
+    it fails. There are no locks, which a signal could leave behind."""
+    # A signal reaches the whole process group, but only the main process acts on it: the workers
+    # inherit the mask.
+    signals, context = (
+        {signal.SIGINT, signal.SIGTERM, signal.SIGHUP},
+        multiprocessing.get_context("fork"),
+    )
     rows, shares, processes = [{}] * len(clips), {}, []
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         for first in range(workers):
             reader, writer = context.Pipe(duplex=False)
             shares[reader] = slice(first, None, workers)
-            process = context.Process(target=_write_share, args=(writer, clips[shares[reader]], os.getpid()))
+            process = context.Process(
+                target=_write_share, args=(writer, clips[shares[reader]], os.getpid())
+            )
             process.start()
             processes.append(process)
             writer.close()
@@ -346,7 +411,9 @@ def _in_parallel(clips: list[tuple], workers: int) -> list[dict]:
                 rows[shares.pop(reader)] = result
         return rows
     except EOFError:
-        raise RunError("a process that writes clips died (often: too little memory); nothing was written") from None
+        raise RunError(
+            "a process that writes clips died (often: too little memory); nothing was written"
+        ) from None
     finally:
         for process in processes:
             process.kill()
@@ -374,12 +441,19 @@ def _write_clip(clip: tuple[Path, int, int, Sequence[Conditions]]) -> dict:
     name = f"audio/{index:06d}.wav"
     write_wav(folder / name, np.rint(sample.audio * 32768).astype("<i2"), SAMPLE_RATE)
     return {
-        "id": f"{index:06d}", "audio_file": name, "text": sample.text, "contest_type": sample.contest_type,
-        "sample_type": sample.sample_type, "wpm": round(sample.wpm, 2), "condition": sample.condition,
-        "duration": round(sample.seconds, 3), "is_noise_only": sample.is_noise_only,
-        "snr_db": "" if sample.is_noise_only else round(sample.snr_db, 2), "callsigns": " ".join(sample.callsigns),
+        "id": f"{index:06d}",
+        "audio_file": name,
+        "text": sample.text,
+        "contest_type": sample.contest_type,
+        "sample_type": sample.sample_type,
+        "wpm": round(sample.wpm, 2),
+        "condition": sample.condition,
+        "duration": round(sample.seconds, 3),
+        "is_noise_only": sample.is_noise_only,
+        "snr_db": "" if sample.is_noise_only else round(sample.snr_db, 2),
+        "callsigns": " ".join(sample.callsigns),
         "exchange": sample.exchange,
-    }  # fmt: skip
+    }
 
 
 def _write_table(path: Path, rows: list[dict]) -> None:

@@ -16,33 +16,47 @@ _SCORED = {label: chr(0xE000 + number) for number, label in enumerate(MORSE) if 
 
 
 def for_scoring(text: str) -> str:
-    """A text with one character per symbol, prosigns included. Nothing is removed: ?, /, = and + are sent in Morse."""
+    """A text with one character per symbol, prosigns included. Nothing is removed: ?, /, = and +
+    are sent in Morse."""
     return "".join(_SCORED.get(label, label) for label in symbols(normalise(text)))
 
 
 def measure(rows: list[dict]) -> dict:
-    """Metrics of some clips; None for a share of nothing. A callsign is right if it is a word of the hypothesis, an
-    exchange if its words are consecutive there."""
-    references, hypotheses = [row["reference"] for row in rows], [normalise(row["hypothesis"]) for row in rows]
+    """Metrics of some clips; None for a share of nothing. A callsign is right if it is a word of
+    the hypothesis, an exchange if its words are consecutive there."""
+    references, hypotheses = (
+        [row["reference"] for row in rows],
+        [normalise(row["hypothesis"]) for row in rows],
+    )
     errors = metrics.cer_and_wer(references, hypotheses, for_scoring)
     pairs = list(zip(rows, hypotheses, strict=True))
     right = {
-        "perfect": [normalise(row["reference"]) == text for row, text in pairs if not row["is_noise_only"]],
-        "callsigns": [f" {call} " in f" {text} " for row, text in pairs for call in row["callsigns"]],
-        "exchanges": [f" {row['exchange']} " in f" {text} " for row, text in pairs if row["exchange"]],
+        "perfect": [
+            normalise(row["reference"]) == text for row, text in pairs if not row["is_noise_only"]
+        ],
+        "callsigns": [
+            f" {call} " in f" {text} " for row, text in pairs for call in row["callsigns"]
+        ],
+        "exchanges": [
+            f" {row['exchange']} " in f" {text} " for row, text in pairs if row["exchange"]
+        ],
         "noise_only": [not text for row, text in pairs if row["is_noise_only"]],
     }
     return {
         "samples": len(rows),
         **{name: errors[name].rate if errors[name].length else None for name in ("wer", "cer")},
-        **{f"{name}_right": sum(marks) / len(marks) if marks else None for name, marks in right.items()},
+        **{
+            f"{name}_right": sum(marks) / len(marks) if marks else None
+            for name, marks in right.items()
+        },
         **{f"{name}_count": len(marks) for name, marks in right.items()},
     }
 
 
 def evaluation_tables(rows: list[dict]) -> dict[str, dict[str, dict]]:
-    """{table: {group: metrics}} of evaluated clips, rows as `Recordings.row` returns them: all clips, and by condition,
-    contest, sample type, speed and SNR (in 2,500 Hz). Clips without a station are in no speed or SNR group."""
+    """{table: {group: metrics}} of evaluated clips, rows as `Recordings.row` returns them: all
+    clips, and by condition, contest, sample type, speed and SNR (in 2,500 Hz). Clips without a
+    station are in no speed or SNR group."""
 
     def band(name: str, width: int, unit: str) -> Callable[[dict], tuple]:
         def key(row: dict) -> tuple:
@@ -66,16 +80,24 @@ def evaluation_tables(rows: list[dict]) -> dict[str, dict[str, dict]]:
         groups: dict[tuple, list[dict]] = {}
         for row in rows:
             groups.setdefault(key(row), []).append(row)
-        tables[table] = {str(group[-1]): measure(groups[group]) for group in sorted(groups) if group and group[-1]}
+        tables[table] = {
+            str(group[-1]): measure(groups[group])
+            for group in sorted(groups)
+            if group and group[-1]
+        }
     return tables
 
 
 def print_tables(tables: dict[str, dict[str, dict]]) -> None:
     """Prints the tables, shares in per cent; "-" for a share of nothing."""
     columns = {
-        "WER": "wer", "CER": "cer", "perfect": "perfect_right", "callsigns": "callsigns_right",
-        "exchanges": "exchanges_right", "silent on noise": "noise_only_right",
-    }  # fmt: skip
+        "WER": "wer",
+        "CER": "cer",
+        "perfect": "perfect_right",
+        "callsigns": "callsigns_right",
+        "exchanges": "exchanges_right",
+        "silent on noise": "noise_only_right",
+    }
     width = max([12, *(len(group) for groups in tables.values() for group in groups)])
     for table, groups in tables.items():
         if not groups:

@@ -1,4 +1,5 @@
-"""Synthetic Morse clips: keying, channel and receiver, a pure function of (seed, number, conditions)."""
+"""Synthetic Morse clips: keying, channel and receiver, a pure function of (seed, number,
+conditions)."""
 
 import dataclasses
 import functools
@@ -27,21 +28,25 @@ SNR_BANDWIDTH = 2_500  # Hz
 CLIP_UNIT = 25 * BLOCK  # samples (0.1 s): clip lengths are multiples of it
 CHIRP_SECONDS = 0.02  # time constant with which a chirping transmitter's frequency settles
 LONGEST = 29.0  # seconds of a clip, so that it fits into Whisper's window
-# What clips can be drawn from. Below 5 words a minute a single character fills a clip; at 150 a dit is 8 ms, of which the
-# edges are 5. Interferers are up to 400 Hz away from a tone. Beyond these SNRs there is only noise, or none.
+# What clips can be drawn from. Below 5 words a minute a single character fills a clip; at 150 a dit
+# is 8 ms, of which the edges are 5. Interferers are up to 400 Hz away from a tone. Beyond these
+# SNRs there is only noise, or none.
 LIMITS = {"wpm": (5, 150), "tone": (100, 4000), "snr_db": (-40, 100)}
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The ranges from which a clip is drawn, uniformly. The station to be read is the loudest one: the levels of
-    `interferers` are relative to it."""
+    """The ranges from which a clip is drawn, uniformly. The station to be read is the loudest one:
+    the levels of `interferers` are relative to it."""
 
     name: str
     wpm: tuple[float, float] = (15, 40)  # speed of the characters, words (PARIS) per minute
     tone: tuple[float, float] = (600, 800)  # Hz
     snr_db: tuple[float, float] = (20, 30)  # in 2,500 Hz, see `synthesise`
-    jitter: tuple[float, float] = (0.02, 0.08)  # relative standard deviation of element and gap lengths
+    jitter: tuple[float, float] = (
+        0.02,
+        0.08,
+    )  # relative standard deviation of element and gap lengths
     farnsworth: tuple[float, float] = (1.0, 1.0)  # factor on the gaps between characters and words
     qsb_hz: tuple[float, float] = (0.1, 0.5)  # frequency of fading
     qsb_depth: tuple[float, float] = (0.0, 0.0)  # share of the amplitude that fading takes away
@@ -56,44 +61,83 @@ class Conditions:
     noise_only: float = 0.05  # share of clips without a station
     longest: float = LONGEST  # seconds; texts are shortened to it, to at least one symbol
     silence: tuple[float, float] = (0.1, 0.6)  # seconds before and after the transmission
-    sample_types: tuple[str, ...] = (*CONTEST_SAMPLES, "words")  # equally likely; repeat one to make it more frequent
+    sample_types: tuple[str, ...] = (
+        *CONTEST_SAMPLES,
+        "words",
+    )  # equally likely; repeat one to make it more frequent
     characters: tuple[int, int] = (1, 20)  # number of symbols of the sample type "characters"
     alphabet: tuple[str, ...] = tuple(MORSE)  # of the sample type "characters"
 
 
-_FADING = {"qsb_depth": (0.1, 0.7), "multipath": (0.0, 0.005), "drift": (0.0, 30.0), "chirp": (0.0, 15.0)}
+_FADING = {
+    "qsb_depth": (0.1, 0.7),
+    "multipath": (0.0, 0.005),
+    "drift": (0.0, 30.0),
+    "chirp": (0.0, 15.0),
+}
 CONDITIONS = {
     conditions.name: conditions
     for conditions in (
         Conditions("clean", snr_db=(30, 40), jitter=(0.0, 0.02)),
         Conditions(
-            "contest_good", snr_db=(18, 22), qsb_depth=(0.0, 0.3), interferers=(0, 1), agc=0.5, filters=(0, 500)
+            "contest_good",
+            snr_db=(18, 22),
+            qsb_depth=(0.0, 0.3),
+            interferers=(0, 1),
+            agc=0.5,
+            filters=(0, 500),
         ),
         Conditions(
-            "contest_moderate", snr_db=(13, 17), interferers=(0, 3), crashes=(0.0, 0.2), agc=0.5,
-            filters=(0, 250, 500), **_FADING,
+            "contest_moderate",
+            snr_db=(13, 17),
+            interferers=(0, 3),
+            crashes=(0.0, 0.2),
+            agc=0.5,
+            filters=(0, 250, 500),
+            **_FADING,
         ),
         Conditions(
-            "contest_poor", snr_db=(8, 12), interferers=(2, 5), interferer_db=(-20, -3), crashes=(0.1, 0.5), agc=0.7,
-            filters=(0, 250, 500), **_FADING,
+            "contest_poor",
+            snr_db=(8, 12),
+            interferers=(2, 5),
+            interferer_db=(-20, -3),
+            crashes=(0.1, 0.5),
+            agc=0.7,
+            filters=(0, 250, 500),
+            **_FADING,
         ),
         Conditions(
-            "dx_expedition", snr_db=(8, 18), interferers=(3, 5), interferer_db=(-15, -2), crashes=(0.0, 0.2), agc=0.7,
-            filters=(250, 500), **_FADING,
+            "dx_expedition",
+            snr_db=(8, 18),
+            interferers=(3, 5),
+            interferer_db=(-15, -2),
+            crashes=(0.0, 0.2),
+            agc=0.7,
+            filters=(250, 500),
+            **_FADING,
         ),
         Conditions(
-            "wide", wpm=(10, 45), tone=(300, 1200), snr_db=(-12, 20), farnsworth=(1.0, 1.5), interferers=(0, 3),
-            crashes=(0.0, 0.5), agc=0.5, filters=(0, 0, 250, 500), **{**_FADING, "drift": (0.0, 100.0)},
+            "wide",
+            wpm=(10, 45),
+            tone=(300, 1200),
+            snr_db=(-12, 20),
+            farnsworth=(1.0, 1.5),
+            interferers=(0, 3),
+            crashes=(0.0, 0.5),
+            agc=0.5,
+            filters=(0, 0, 250, 500),
+            **{**_FADING, "drift": (0.0, 100.0)},
         ),
         Conditions("demo", wpm=(15, 28), tone=(450, 900), snr_db=(0, 20)),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A clip. `audio` (T,) float32 at 16 kHz within -1 and 1; `text` as sent, which contains the callsigns and the
-    exchange; `spans` (N, 2) start and end of its symbols other than spaces, seconds; `snr_db` NaN without a station."""
+    """A clip. `audio` (T,) float32 at 16 kHz within -1 and 1; `text` as sent, which contains the
+    callsigns and the exchange; `spans` (N, 2) start and end of its symbols other than spaces,
+    seconds; `snr_db` NaN without a station."""
 
     audio: np.ndarray
     text: str
@@ -115,7 +159,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a clip will contain: everything that decides its length, and what is drawn before that."""
+    """What a clip will contain: everything that decides its length, and what is drawn before
+    that."""
 
     text: str
     callsigns: list[str]
@@ -131,11 +176,15 @@ class Plan:
 
 
 _UNITS = {".": 1, "-": 3}  # key-down lengths
-_ELEMENTS = {label: [units for mark in code for units in (_UNITS[mark], 1)] for label, code in MORSE.items()}
+_ELEMENTS = {
+    label: [units for mark in code for units in (_UNITS[mark], 1)] for label, code in MORSE.items()
+}
 _RISE = (0.5 - 0.5 * np.cos(np.pi * (np.arange(EDGE) + 0.5) / EDGE)).astype(np.float32)
 _EDGES = np.stack([_RISE, _RISE[::-1]])  # key down, key up
 _STEPS = np.arange(BLOCK, dtype=np.float32)
-_FFT_SIZES = np.array(sorted(2**a * 3**b * 5**c for a in range(5, 20) for b in range(6) for c in range(6)))  # fast ones
+_FFT_SIZES = np.array(
+    sorted(2**a * 3**b * 5**c for a in range(5, 20) for b in range(6) for c in range(6))
+)  # fast ones
 
 
 def in_limits(name: str, limits: Sequence[float]) -> bool:
@@ -148,8 +197,10 @@ def in_limits(name: str, limits: Sequence[float]) -> bool:
 CHOICE = {
     "conditions": lambda names: bool(names) and set(names) <= set(CONDITIONS),
     "clip_seconds": lambda seconds: seconds is None or 1 <= seconds <= LONGEST,
-    **{name: lambda limits, name=name: limits is None or in_limits(name, limits) for name in LIMITS},
-}  # fmt: skip
+    **{
+        name: lambda limits, name=name: limits is None or in_limits(name, limits) for name in LIMITS
+    },
+}
 
 
 def choose_conditions(
@@ -159,13 +210,16 @@ def choose_conditions(
     snr_db: Sequence[float] | None,
     longest: float | None,
 ) -> list[Conditions]:
-    """The named `CONDITIONS` with ranges (low, high) of speed, tone and SNR, and the longest clip in seconds, replaced.
-    None keeps the condition's own. Raises `UsageError` for a range from which no clip can be drawn."""
+    """The named `CONDITIONS` with ranges (low, high) of speed, tone and SNR, and the longest clip
+    in seconds, replaced. None keeps the condition's own. Raises `UsageError` for a range from which
+    no clip can be drawn."""
     changes = {}
     for name, limits in (("wpm", wpm), ("tone", tone), ("snr_db", snr_db)):
         if limits and not in_limits(name, limits):
             given, (least, most) = " ".join(f"{limit:g}" for limit in limits), LIMITS[name]
-            raise UsageError(f"--{name} {given}: give two numbers from {least} to {most}, the lower one first")
+            raise UsageError(
+                f"--{name} {given}: give two numbers from {least} to {most}, the lower one first"
+            )
         if limits:
             changes[name] = tuple(limits)
     if longest:
@@ -179,7 +233,8 @@ def draw_conditions(mix: Sequence[Conditions], seed: int, index: int) -> Conditi
 
 
 def keying(text: str, farnsworth: float = 1.0) -> np.ndarray:
-    """Lengths of key down, key up, key down ... for a text, in units (one dit); starts and ends with key down."""
+    """Lengths of key down, key up, key down ... for a text, in units (one dit); starts and ends
+    with key down."""
     units: list[float] = []
     for word in text.split():
         for label in symbols(word):
@@ -190,11 +245,13 @@ def keying(text: str, farnsworth: float = 1.0) -> np.ndarray:
 
 
 def fit(random: np.random.Generator, text: str, room: float, farnsworth: float) -> str:
-    """The text if it takes at most `room` units. Otherwise consecutive words that fit, from a random one on, or the
-    beginning of that word if it is too long by itself."""
+    """The text if it takes at most `room` units. Otherwise consecutive words that fit, from a
+    random one on, or the beginning of that word if it is too long by itself."""
     words = text.split()
     gap = 7 * farnsworth
-    ends = np.cumsum([keying(word, farnsworth).sum() + gap for word in words])  # each with the gap after it
+    ends = np.cumsum(
+        [keying(word, farnsworth).sum() + gap for word in words]
+    )  # each with the gap after it
     if not words or ends[-1] - gap <= room:
         return text
     begins = ends - np.diff(ends, prepend=0)
@@ -209,9 +266,9 @@ def fit(random: np.random.Generator, text: str, room: float, farnsworth: float) 
 
 
 def envelope(runs: np.ndarray, start: float, samples: int) -> np.ndarray:
-    """(samples,) float32 amplitude of keying: `runs` in seconds as `keying` returns them, the first key-down at
-    `start`. Edges are raised cosines of 5 ms around the moment of keying, so lengths are exact at half the
-    amplitude."""
+    """(samples,) float32 amplitude of keying: `runs` in seconds as `keying` returns them, the first
+    key-down at `start`. Edges are raised cosines of 5 ms around the moment of keying, so lengths
+    are exact at half the amplitude."""
     edges = np.rint((start + np.concatenate([[0], np.cumsum(runs)])) * SAMPLE_RATE).astype(np.int64)
     state = np.arange(len(edges) + 1, dtype=np.float32) % 2
     amplitude = np.repeat(state, np.diff(edges, prepend=0, append=max(samples, edges[-1] + EDGE)))
@@ -227,29 +284,37 @@ def interpolate(levels: np.ndarray) -> np.ndarray:
 
 
 def oscillator(frequencies: np.ndarray, phase: float) -> np.ndarray:
-    """A sine of amplitude 1, (B * 64,) float32, from one frequency per block (B,) in Hz; `phase` in turns. The phase at
-    block boundaries is float64, because float32 would lose it within seconds."""
+    """A sine of amplitude 1, (B * 64,) float32, from one frequency per block (B,) in Hz; `phase` in
+    turns. The phase at block boundaries is float64, because float32 would lose it within
+    seconds."""
     turns = phase + np.cumsum(frequencies * (BLOCK / SAMPLE_RATE))
     starts = (np.concatenate([[phase], turns[:-1]]) % 1 * 2 * np.pi).astype(np.float32)
     steps = (frequencies * (2 * np.pi / SAMPLE_RATE)).astype(np.float32)
     return np.sin(starts[:, None] + steps[:, None] * _STEPS).ravel()
 
 
-def transmit(random: np.random.Generator, amplitude: np.ndarray, tone: float, drift: float, chirp: float) -> np.ndarray:
-    """A keyed tone (T,) of `amplitude` (T,). Its frequency drifts linearly by `drift` Hz over the clip, `tone` in the
-    middle, and every element starts `chirp` Hz off."""
+def transmit(
+    random: np.random.Generator, amplitude: np.ndarray, tone: float, drift: float, chirp: float
+) -> np.ndarray:
+    """A keyed tone (T,) of `amplitude` (T,). Its frequency drifts linearly by `drift` Hz over the
+    clip, `tone` in the middle, and every element starts `chirp` Hz off."""
     frequencies = tone + drift * np.linspace(-0.5, 0.5, len(amplitude) // BLOCK)
     if chirp:
         down = amplitude[::BLOCK] > 0.5
         blocks = np.arange(len(down))
         last_up = np.maximum.accumulate(np.where(down, 0, blocks))
-        frequencies += chirp * np.exp(-(blocks - last_up - 1) * (BLOCK / SAMPLE_RATE / CHIRP_SECONDS)) * down
+        frequencies += (
+            chirp * np.exp(-(blocks - last_up - 1) * (BLOCK / SAMPLE_RATE / CHIRP_SECONDS)) * down
+        )
     return amplitude * oscillator(frequencies, random.random())
 
 
 def interferer(random: np.random.Generator, samples: int, tone: float) -> np.ndarray:
-    """(samples,) of amplitude 1: another station that repeats a call or exchange, 60 to 400 Hz away from `tone`."""
-    text = contest_text(random, pick(random, tuple(CONTESTS)), pick(random, ("call", "exchange")))[0]
+    """(samples,) of amplitude 1: another station that repeats a call or exchange, 60 to 400 Hz away
+    from `tone`."""
+    text = contest_text(random, pick(random, tuple(CONTESTS)), pick(random, ("call", "exchange")))[
+        0
+    ]
     runs = np.append(keying(text), random.uniform(7, 40)) * (1.2 / random.uniform(15, 40))
     runs = np.tile(runs, int(samples / SAMPLE_RATE / runs.sum()) + 2)[:-1]
     offset = random.integers(EDGE, samples)  # the clip starts here in the station's transmission
@@ -261,13 +326,15 @@ def interferer(random: np.random.Generator, samples: int, tone: float) -> np.nda
 
 
 def add_noise(random: np.random.Generator, signal: np.ndarray, crashes: float) -> None:
-    """Adds white noise of power 1 at 16 kHz, that is SNR_BANDWIDTH / 8000 in 2,500 Hz. In each of `crashes` static
-    crashes per second it is 10 to 30 dB louder for some tens of milliseconds."""
+    """Adds white noise of power 1 at 16 kHz, that is SNR_BANDWIDTH / 8000 in 2,500 Hz. In each of
+    `crashes` static crashes per second it is 10 to 30 dB louder for some tens of milliseconds."""
     noise = random.standard_normal(len(signal), dtype=np.float32)
     for _ in range(random.poisson(crashes * len(signal) / SAMPLE_RATE)):
         first, decay = random.integers(len(signal)), random.uniform(0.01, 0.1) * SAMPLE_RATE
         part = noise[first : first + int(5 * decay)]
-        part *= 1 + 10 ** random.uniform(0.5, 1.5) * np.exp(-np.arange(len(part), dtype=np.float32) / np.float32(decay))
+        part *= 1 + 10 ** random.uniform(0.5, 1.5) * np.exp(
+            -np.arange(len(part), dtype=np.float32) / np.float32(decay)
+        )
     signal += noise
 
 
@@ -281,8 +348,8 @@ def receiver_filter(audio: np.ndarray, centre: float, width: float) -> np.ndarra
 
 
 def control_gain(audio: np.ndarray, decay: float, strength: float) -> np.ndarray:
-    """Automatic gain control: the level rises to a peak at once and falls by `decay` nepers per second; the gain is the
-    level to the power of -`strength`."""
+    """Automatic gain control: the level rises to a peak at once and falls by `decay` nepers per
+    second; the gain is the level to the power of -`strength`."""
     peaks = np.abs(audio.reshape(-1, BLOCK)).max(axis=1)
     fall = np.arange(len(peaks)) * (decay * BLOCK / SAMPLE_RATE)
     level = np.maximum.accumulate(np.log(np.maximum(peaks, 1e-6)) + fall) - fall
@@ -295,27 +362,49 @@ def plan_clip(random: np.random.Generator, conditions: Conditions) -> Plan:
     contest_type, exchange = NO_CONTEST, ""
     if sample_type == "characters":
         low, high = conditions.characters
-        text, callsigns = random_groups(random, random.integers(low, high + 1), conditions.alphabet), []
+        text, callsigns = (
+            random_groups(random, random.integers(low, high + 1), conditions.alphabet),
+            [],
+        )
     elif sample_type == "words":
         text, callsigns = everyday_text(random)
     else:
         contest_type = pick(random, tuple(CONTESTS))
         text, callsigns, exchange = contest_text(random, contest_type, sample_type)
-    wpm, tone, snr_db = (random.uniform(*limits) for limits in (conditions.wpm, conditions.tone, conditions.snr_db))
+    wpm, tone, snr_db = (
+        random.uniform(*limits) for limits in (conditions.wpm, conditions.tone, conditions.snr_db)
+    )
     jitter, farnsworth = random.uniform(*conditions.jitter), random.uniform(*conditions.farnsworth)
     before, after = random.uniform(*conditions.silence, size=2)
     unit = 1.2 / wpm
     text = fit(random, text, (conditions.longest - before - after) / unit, farnsworth)
     runs = keying(text, farnsworth)
     varied = runs * (1 + jitter * random.standard_normal(len(runs)).clip(-3, 3))
-    runs = varied * (unit * runs.sum() / varied.sum())  # jitter does not change the duration of the whole
+    runs = varied * (
+        unit * runs.sum() / varied.sum()
+    )  # jitter does not change the duration of the whole
     samples = int((before + runs.sum() + after) * SAMPLE_RATE / CLIP_UNIT) * CLIP_UNIT
-    samples = max(samples, int(np.ceil(((before + runs.sum()) * SAMPLE_RATE + EDGE) / CLIP_UNIT)) * CLIP_UNIT)
-    return Plan(text, callsigns, exchange, contest_type, sample_type, wpm, tone, snr_db, before, runs, samples)
+    samples = max(
+        samples, int(np.ceil(((before + runs.sum()) * SAMPLE_RATE + EDGE) / CLIP_UNIT)) * CLIP_UNIT
+    )
+    return Plan(
+        text,
+        callsigns,
+        exchange,
+        contest_type,
+        sample_type,
+        wpm,
+        tone,
+        snr_db,
+        before,
+        runs,
+        samples,
+    )
 
 
 def symbol_spans(text: str, start: float, runs: np.ndarray) -> np.ndarray:
-    """(N, 2) start and end in seconds of each symbol of `text` other than spaces; `start` and `runs` as in `Plan`."""
+    """(N, 2) start and end in seconds of each symbol of `text` other than spaces; `start` and
+    `runs` as in `Plan`."""
     edges = start + np.concatenate([[0], np.cumsum(runs)])
     marks = np.array([len(_ELEMENTS[label]) // 2 for label in symbols(text) if label != " "])
     first = 2 * (np.cumsum(marks) - marks)
@@ -328,9 +417,13 @@ def clip_seconds(seed: int, index: int, conditions: Conditions) -> float:
 
 
 def stations(random: np.random.Generator, plan: Plan, conditions: Conditions) -> np.ndarray:
-    """(T,) float32: the planned station as it arrives, scaled to its SNR over noise of power 1, with interferers."""
+    """(T,) float32: the planned station as it arrives, scaled to its SNR over noise of power 1,
+    with interferers."""
     sign = pick(random, (-1, 1))
-    drift, chirp = sign * random.uniform(*conditions.drift), sign * random.uniform(*conditions.chirp)
+    drift, chirp = (
+        sign * random.uniform(*conditions.drift),
+        sign * random.uniform(*conditions.chirp),
+    )
     amplitude = envelope(plan.runs, plan.start, plan.samples)
     audio = transmit(random, amplitude, plan.tone, drift, chirp)
     if (depth := random.uniform(*conditions.qsb_depth)) > 0:
@@ -352,8 +445,9 @@ def stations(random: np.random.Generator, plan: Plan, conditions: Conditions) ->
 def synthesise(seed: int, index: int, conditions: Conditions) -> Sample:
     """Clip number `index`, which depends on the arguments alone.
 
-    SNR: the station's mean power while its key is down, as it arrives (after fading and second path), over the power
-    of the white noise in 2,500 Hz; before the receiver's filter and gain control, without interferers and crashes."""
+    SNR: the station's mean power while its key is down, as it arrives (after fading and second
+    path), over the power of the white noise in 2,500 Hz; before the receiver's filter and gain
+    control, without interferers and crashes."""
     random = np.random.default_rng([seed, index])
     plan = plan_clip(random, conditions)
     text, snr_db = plan.text, plan.snr_db
@@ -390,13 +484,16 @@ def synthesise(seed: int, index: int, conditions: Conditions) -> Sample:
 @functools.lru_cache(maxsize=4)
 def _epoch_seconds(mix: tuple[Conditions, ...], count: int, seed: int, epoch: int) -> np.ndarray:
     numbers = range(epoch * count, (epoch + 1) * count)
-    return np.array([clip_seconds(seed, number, draw_conditions(mix, seed, number)) for number in numbers])
+    return np.array(
+        [clip_seconds(seed, number, draw_conditions(mix, seed, number)) for number in numbers]
+    )
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A data set that is synthesised as it is read: `count` clips per epoch, new ones in every epoch. Each clip has the
-    conditions of one entry of `mix`. Sets with different seeds share no clip."""
+    """A data set that is synthesised as it is read: `count` clips per epoch, new ones in every
+    epoch. Each clip has the conditions of one entry of `mix`. Sets with different seeds share no
+    clip."""
 
     mix: Sequence[Conditions]
     count: int
@@ -413,20 +510,33 @@ class Synthetic:
         """(waveform (T,), text, name, spans (N, 2) of its symbols in seconds)."""
         number = epoch * self.count + index
         sample = self._synthesise(number)
-        return torch.from_numpy(sample.audio), sample.text, f"synthetic clip {self.seed}/{number}", sample.spans
+        return (
+            torch.from_numpy(sample.audio),
+            sample.text,
+            f"synthetic clip {self.seed}/{number}",
+            sample.spans,
+        )
 
     def row(self, index: int, hypothesis: str) -> dict:
         """A row for `scores.evaluation_tables`, of a clip of epoch 0."""
         sample = self._synthesise(index)
         return {
-            "file": f"synthetic clip {self.seed}/{index}", "reference": sample.text, "hypothesis": hypothesis,
-            "condition": sample.condition, "contest_type": sample.contest_type, "sample_type": sample.sample_type,
-            "wpm": sample.wpm, "snr_db": sample.snr_db, "is_noise_only": sample.is_noise_only,
-            "callsigns": list(sample.callsigns), "exchange": sample.exchange,
-        }  # fmt: skip
+            "file": f"synthetic clip {self.seed}/{index}",
+            "reference": sample.text,
+            "hypothesis": hypothesis,
+            "condition": sample.condition,
+            "contest_type": sample.contest_type,
+            "sample_type": sample.sample_type,
+            "wpm": sample.wpm,
+            "snr_db": sample.snr_db,
+            "is_noise_only": sample.is_noise_only,
+            "callsigns": list(sample.callsigns),
+            "exchange": sample.exchange,
+        }
 
     def fingerprint(self) -> str:
-        """Changes when the clips do: a resumed run checks that its position in the data still means the same."""
+        """Changes when the clips do: a resumed run checks that its position in the data still means
+        the same."""
         return f"{self.seed} {self.count} {list(self.mix)}"
 
     def _synthesise(self, number: int) -> Sample:

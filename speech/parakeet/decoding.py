@@ -1,4 +1,5 @@
-"""Greedy decoding of a token-and-duration transducer in batches, and the times of words and segments."""
+"""Greedy decoding of a token-and-duration transducer in batches, and the times of words and
+segments."""
 
 import unicodedata
 from collections.abc import Callable
@@ -8,7 +9,9 @@ import torch
 
 SPACE = "\u2581"  # begins a word in SentencePiece's pieces
 # Latin, Armenian, Arabic, Urdu, Devanagari, Myanmar, Ethiopic, Khmer, Chinese and full-width.
-SENTENCE_ENDS = (*".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61",)
+SENTENCE_ENDS = (
+    *".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61",
+)
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,20 @@ class Token:
 
 @torch.no_grad()
 def greedy(
-    step: Callable, joint: Callable, encoded: torch.Tensor, lengths: list[int], durations: tuple[int, ...], max_symbols: int
-) -> list[list[Token]]:  # fmt: skip
-    """The likeliest token at every frame, and the likeliest duration to the next one, for each of (B, T, J).
+    step: Callable,
+    joint: Callable,
+    encoded: torch.Tensor,
+    lengths: list[int],
+    durations: tuple[int, ...],
+    max_symbols: int,
+) -> list[list[Token]]:
+    """The likeliest token at every frame, and the likeliest duration to the next one, for each of
+    (B, T, J).
 
-    `joint(encoded (B, J), predicted (B, J))` returns logits (B, V + 1 + D): tokens, blank, durations. `step(tokens (B,), state)`
-    returns the prediction network's output (B, J) and state, a tuple of (L, B, H); tokens and state are None at the start. Only
-    labels move the prediction network. A blank lasts at least a frame. After `max_symbols` labels in a frame, the next frame
+    `joint(encoded (B, J), predicted (B, J))` returns logits (B, V + 1 + D): tokens, blank,
+    durations. `step(tokens (B,), state)` returns the prediction network's output (B, J) and state,
+    a tuple of (L, B, H); tokens and state are None at the start. Only labels move the prediction
+    network. A blank lasts at least a frame. After `max_symbols` labels in a frame, the next frame
     follows."""
     device, batch = encoded.device, len(lengths)
     ends, steps = torch.tensor(lengths, device=device), torch.tensor(durations, device=device)
@@ -51,7 +61,9 @@ def greedy(
         if len(chosen := is_label.nonzero()[:, 0]):
             moved, new = step(token[chosen], tuple(part[:, chosen] for part in state))
             predicted = predicted.index_copy(0, chosen, moved)
-            state = tuple(part.index_copy(1, chosen, value) for part, value in zip(state, new, strict=True))
+            state = tuple(
+                part.index_copy(1, chosen, value) for part, value in zip(state, new, strict=True)
+            )
     hypotheses: list[list[Token]] = [[] for _ in lengths]
     for moment in torch.stack(history).tolist() if history else ():
         for hypothesis, values in zip(hypotheses, zip(*moment, strict=True), strict=True):
@@ -66,19 +78,22 @@ def text_of(tokens: list[Token], tokenizer) -> str:
 
 
 def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int) -> dict:
-    """The text of an utterance of `frames` encoder frames, and its `words` and `segments` as lists of {"start", "end", "text"} in
-    seconds.
+    """The text of an utterance of `frames` encoder frames, and its `words` and `segments` as lists
+    of {"start", "end", "text"} in seconds.
 
-    Words, segments and times are those of NVIDIA's NeMo: punctuation takes no time, although the model predicts a duration for
-    it; it ends when the token before it ends. A segment ends with a sentence. Unlike in NeMo, nothing ends after the utterance,
-    punctuation at the start of a word belongs to that word, and punctuation between spaces belongs to the word before it."""
+    Words, segments and times are those of NVIDIA's NeMo: punctuation takes no time, although the
+    model predicts a duration for it; it ends when the token before it ends. A segment ends with a
+    sentence. Unlike in NeMo, nothing ends after the utterance, punctuation at the start of a word
+    belongs to that word, and punctuation between spaces belongs to the word before it."""
     words: list[dict] = []
     end = 0
     for token in tokens:
         piece = tokenizer.pieces[token.piece]
         if not _is_mark(piece.removeprefix(SPACE)) or not words:
             end = min(token.frame + token.duration, frames)
-        if not words or piece.startswith(SPACE) or token.piece == tokenizer.unknown:  # it is decoded with spaces
+        if (
+            not words or piece.startswith(SPACE) or token.piece == tokenizer.unknown
+        ):  # it is decoded with spaces
             words.append({"start": token.frame, "pieces": []})
         words[-1]["pieces"].append(token.piece)
         words[-1]["end"] = end

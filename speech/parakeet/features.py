@@ -1,4 +1,5 @@
-"""NVIDIA's log-mel features, as FastConformer models are trained on (NeMo's AudioToMelSpectrogramPreprocessor)."""
+"""NVIDIA's log-mel features, as FastConformer models are trained on (NeMo's
+AudioToMelSpectrogramPreprocessor)."""
 
 import torch
 import torchaudio
@@ -21,14 +22,23 @@ def frames(samples):
 
 
 class MelFeatures(nn.Module):
-    """Waveforms (B, T) at 16 kHz and their lengths (B,) to log-mel features (B, F, M) with mean 0 and deviation 1 in every
-    band over the valid frames, F = max(frames(lengths)), in fp32 or better also under autocast. Padding becomes 0."""
+    """Waveforms (B, T) at 16 kHz and their lengths (B,) to log-mel features (B, F, M) with mean 0
+    and deviation 1 in every band over the valid frames, F = max(frames(lengths)), in fp32 or better
+    also under autocast. Padding becomes 0."""
 
     def __init__(self, num_mel_bins: int):
         super().__init__()
-        with torch.device("cpu"):  # torchaudio reads its result, which a model without memory (device "meta") has not
+        with torch.device(
+            "cpu"
+        ):  # torchaudio reads its result, which a model without memory (device "meta") has not
             filters = torchaudio.functional.melscale_fbanks(
-                N_FFT // 2 + 1, 0.0, SAMPLE_RATE / 2, num_mel_bins, SAMPLE_RATE, norm="slaney", mel_scale="slaney"
+                N_FFT // 2 + 1,
+                0.0,
+                SAMPLE_RATE / 2,
+                num_mel_bins,
+                SAMPLE_RATE,
+                norm="slaney",
+                mel_scale="slaney",
             )
             window = torch.hann_window(WINDOW, periodic=False)
         self.register_buffer("filters", filters, persistent=False)  # (N_FFT / 2 + 1, M)
@@ -37,10 +47,23 @@ class MelFeatures(nn.Module):
     def forward(self, waveforms: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
         """`count`: the number of frames to return, that of the longest waveform."""
         with torch.autocast(waveforms.device.type, enabled=False), full_fp32(waveforms.device):
-            x = torch.cat([waveforms[:, :1], waveforms[:, 1:] - PRE_EMPHASIS * waveforms[:, :-1]], dim=1)
+            x = torch.cat(
+                [waveforms[:, :1], waveforms[:, 1:] - PRE_EMPHASIS * waveforms[:, :-1]], dim=1
+            )
             x = x.masked_fill(~valid_mask(lengths, x.shape[1]), 0.0)
-            x = torch.stft(x, N_FFT, HOP, WINDOW, self.window, center=True, pad_mode="constant", return_complex=True)
-            x = (x[:, :, :count].abs().square().transpose(1, 2) @ self.filters + FLOOR).log()  # (B, F, M)
+            x = torch.stft(
+                x,
+                N_FFT,
+                HOP,
+                WINDOW,
+                self.window,
+                center=True,
+                pad_mode="constant",
+                return_complex=True,
+            )
+            x = (
+                x[:, :, :count].abs().square().transpose(1, 2) @ self.filters + FLOOR
+            ).log()  # (B, F, M)
             lengths = frames(lengths)
             valid, total = valid_mask(lengths, count)[:, :, None], lengths[:, None, None]
             mean = (x * valid).sum(1, keepdim=True) / total

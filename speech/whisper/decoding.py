@@ -1,8 +1,8 @@
-"""Whisper's decoding: greedy search, sampling and beam search with a key/value cache, the fallback to higher
-temperatures, and the removal of repetition loops.
+"""Whisper's decoding: greedy search, sampling and beam search with a key/value cache, the fallback
+to higher temperatures, and the removal of repetition loops.
 
-Every search takes the encoder's output (B, T, D) and its attention mask (B, 1, 1, T), None if nothing is padded.
-Log-probabilities are taken after suppression, as in openai/whisper."""
+Every search takes the encoder's output (B, T, D) and its attention mask (B, 1, 1, T), None if
+nothing is padded. Log-probabilities are taken after suppression, as in openai/whisper."""
 
 import math
 import zlib
@@ -16,12 +16,21 @@ from common.device import upcast
 from speech.whisper.model import KVCache, Whisper
 from speech.whisper.tokenizer import TIMESTAMPS, WhisperTokenizer
 
-# The fallback's settings, as in openai/whisper. 0 stands for the search's own method, the others are for sampling.
+# The fallback's settings, as in openai/whisper. 0 stands for the search's own method, the others
+# are for sampling.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-COMPRESSION_RATIO_THRESHOLD = 2.4  # a text that zlib makes smaller than that repeats itself: it is decoded again
-LOG_PROBABILITY_THRESHOLD = -1.0  # mean per token; a text below it is decoded again, unless the utterance is silent
-NO_SPEECH_THRESHOLD = 0.6  # probability; above it, and with a log-probability below its threshold, it is silent
-CHECK_EVERY = {"cuda": 8}  # steps between checks for ended rows (1 elsewhere), because each check waits for the GPU
+COMPRESSION_RATIO_THRESHOLD = (
+    2.4  # a text that zlib makes smaller than that repeats itself: it is decoded again
+)
+LOG_PROBABILITY_THRESHOLD = (
+    -1.0
+)  # mean per token; a text below it is decoded again, unless the utterance is silent
+NO_SPEECH_THRESHOLD = (
+    0.6  # probability; above it, and with a log-probability below its threshold, it is silent
+)
+CHECK_EVERY = {
+    "cuda": 8
+}  # steps between checks for ended rows (1 elsewhere), because each check waits for the GPU
 LOOP_REPEATS, LOOP_CHARACTERS = 4, 40  # see cut_loops
 
 
@@ -33,8 +42,12 @@ class Search:
     eos: int
     suppress: Sequence[int] = ()  # tokens that are never generated
     suppress_first: Sequence[int] = ()  # tokens that are not generated directly after the prompt
-    no_speech: int | None = None  # the token whose probability after <|startoftranscript|> is that of silence
-    max_new_tokens: int = 224  # what the released models were trained to give for 30 s; cut to the model's positions
+    no_speech: int | None = (
+        None  # the token whose probability after <|startoftranscript|> is that of silence
+    )
+    max_new_tokens: int = (
+        224  # what the released models were trained to give for 30 s; cut to the model's positions
+    )
     method: str = "greedy"  # or "beam"
     beam_size: int = 5
     seed: int = 0  # of the fallback's samples
@@ -42,8 +55,9 @@ class Search:
 
 @dataclass
 class Hypothesis:
-    """The result of a search: `tokens` without prompt and eos, and the sum of their log-probabilities, which includes
-    that of eos if the hypothesis has `ended`. `no_speech_probability` is None if the vocabulary has no such token."""
+    """The result of a search: `tokens` without prompt and eos, and the sum of their
+    log-probabilities, which includes that of eos if the hypothesis has `ended`.
+    `no_speech_probability` is None if the vocabulary has no such token."""
 
     tokens: list[int]
     log_probability: float
@@ -58,8 +72,8 @@ class Hypothesis:
 
 @dataclass
 class Decoded:
-    """The result of `decode` for one utterance. `text` has no loops and is empty for silence; the other fields describe
-    the hypothesis before that."""
+    """The result of `decode` for one utterance. `text` has no loops and is empty for silence; the
+    other fields describe the hypothesis before that."""
 
     text: str
     tokens: list[int]
@@ -70,26 +84,39 @@ class Decoded:
 
 
 def make_search(
-    tokenizer: WhisperTokenizer, generation: dict, vocab_size: int,
-    method: str = "greedy", beam_size: int = 5, seed: int = 0,
-) -> Search:  # fmt: skip
-    """The search for a model with this tokenizer, generation config and vocabulary. It suppresses the config's tokens,
-    ids beyond the tokenizer, and timestamps: they are not trained here, and the prompt asks for none."""
+    tokenizer: WhisperTokenizer,
+    generation: dict,
+    vocab_size: int,
+    method: str = "greedy",
+    beam_size: int = 5,
+    seed: int = 0,
+) -> Search:
+    """The search for a model with this tokenizer, generation config and vocabulary. It suppresses
+    the config's tokens, ids beyond the tokenizer, and timestamps: they are not trained here, and
+    the prompt asks for none."""
     suppress = {*(generation.get("suppress_tokens") or ()), *range(tokenizer.size, vocab_size)}
     if tokenizer.timestamp_begin is not None:
         suppress |= {*range(tokenizer.timestamp_begin, tokenizer.timestamp_begin + len(TIMESTAMPS))}
     suppress_first = generation.get("begin_suppress_tokens") or ()
     return Search(
-        tokenizer.prompt, tokenizer.eos, sorted(suppress), suppress_first, tokenizer.no_speech,
-        method=method, beam_size=beam_size, seed=seed,
-    )  # fmt: skip
+        tokenizer.prompt,
+        tokenizer.eos,
+        sorted(suppress),
+        suppress_first,
+        tokenizer.no_speech,
+        method=method,
+        beam_size=beam_size,
+        seed=seed,
+    )
 
 
-# --- searches --------------------------------------------------------------------------------------------------------
+# --- searches -------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def greedy(model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search) -> list[Hypothesis]:
+def greedy(
+    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
+) -> list[Hypothesis]:
     """The most probable token at each step, for each utterance."""
 
     def pick(logits: torch.Tensor, step: int) -> torch.Tensor:
@@ -100,12 +127,19 @@ def greedy(model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, sea
 
 @torch.no_grad()
 def sample(
-    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search,
-    temperature: float, generator: torch.Generator,
-) -> list[Hypothesis]:  # fmt: skip
-    """Tokens drawn from softmax(logits / temperature); log-probabilities are at temperature 1. The CPU `generator`
-    draws one number per step for all utterances, so a result depends neither on the batch nor on the device."""
-    numbers = torch.rand(search.max_new_tokens, dtype=torch.float64, generator=generator).to(encoded.device)
+    model: Whisper,
+    encoded: torch.Tensor,
+    mask: torch.Tensor | None,
+    search: Search,
+    temperature: float,
+    generator: torch.Generator,
+) -> list[Hypothesis]:
+    """Tokens drawn from softmax(logits / temperature); log-probabilities are at temperature 1. The
+    CPU `generator` draws one number per step for all utterances, so a result depends neither on the
+    batch nor on the device."""
+    numbers = torch.rand(search.max_new_tokens, dtype=torch.float64, generator=generator).to(
+        encoded.device
+    )
 
     def pick(logits: torch.Tensor, step: int) -> torch.Tensor:
         cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
@@ -116,13 +150,15 @@ def sample(
 
 
 @torch.no_grad()
-def beam(model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search) -> list[Hypothesis]:
+def beam(
+    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
+) -> list[Hypothesis]:
     """Beam search; returns each utterance's best hypothesis by log-probability per token.
 
-    At each step, continuations with eos among an utterance's `beam_size` best are finished hypotheses, and the
-    `beam_size` best without eos continue. An utterance is done with `beam_size` finished hypotheses, or at
-    `max_new_tokens`, where unfinished ones count, too. This is transformers' beam search with early_stopping=True and
-    length_penalty=1."""
+    At each step, continuations with eos among an utterance's `beam_size` best are finished
+    hypotheses, and the `beam_size` best without eos continue. An utterance is done with `beam_size`
+    finished hypotheses, or at `max_new_tokens`, where unfinished ones count, too. This is
+    transformers' beam search with early_stopping=True and length_penalty=1."""
     kv_cache, logits, no_speech = _read_prompt(model, encoded, mask, search)
     beam_size, vocab_size, device = search.beam_size, logits.shape[1], encoded.device
     max_new_tokens = _token_limit(model, search)
@@ -140,8 +176,12 @@ def beam(model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, searc
         is_last = step + 1 == max_new_tokens
         log_probs = (logits + (bias if step else first_bias)).log_softmax(-1)
         totals = (scores.reshape(-1, 1) + log_probs).view(len(active), -1)  # (N, K V)
-        best, flat = totals.topk(2 * beam_size)  # enough, because each beam has one continuation with eos
-        best, flat = torch.stack([best.double(), flat.double()]).tolist()  # waits for the device once per step
+        best, flat = totals.topk(
+            2 * beam_size
+        )  # enough, because each beam has one continuation with eos
+        best, flat = torch.stack(
+            [best.double(), flat.double()]
+        ).tolist()  # waits for the device once per step
         kept, origins, kept_scores = [], [], []
         for position, utterance in enumerate(active):
             alive = []  # continuations without eos, best first
@@ -151,7 +191,9 @@ def beam(model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, searc
                 ends = token == search.eos
                 if (ends or is_last) and rank < beam_size and score > -math.inf:
                     tokens = prefixes[row] if ends else [*prefixes[row], token]
-                    finished[utterance].append(Hypothesis(tokens, score, ends, no_speech[utterance]))
+                    finished[utterance].append(
+                        Hypothesis(tokens, score, ends, no_speech[utterance])
+                    )
                 elif not ends:
                     alive.append((score, row, token))
             if len(finished[utterance]) < beam_size and alive and alive[0][0] > -math.inf:
@@ -166,7 +208,10 @@ def beam(model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, searc
         mask = _select(kv_cache, mask, rows, kept if len(kept) < len(active) else None)
         active = [active[position] for position in kept]
         logits = _next_logits(model, tokens, encoded, mask, kv_cache)
-    return [max(hypotheses, key=lambda hypothesis: hypothesis.mean_log_probability) for hypotheses in finished]
+    return [
+        max(hypotheses, key=lambda hypothesis: hypothesis.mean_log_probability)
+        for hypotheses in finished
+    ]
 
 
 def _token_limit(model: Whisper, search: Search) -> int:
@@ -185,7 +230,8 @@ def _biases(logits: torch.Tensor, search: Search) -> tuple[torch.Tensor, torch.T
 def _read_prompt(
     model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
 ) -> tuple[KVCache, torch.Tensor, list[float | None]]:
-    """The cache after the prompt, the logits (B, V) of the next token, and each utterance's probability of silence."""
+    """The cache after the prompt, the logits (B, V) of the next token, and each utterance's
+    probability of silence."""
     kv_cache = KVCache(len(model.decoder.layers))
     tokens = torch.tensor(list(search.prompt), device=encoded.device).expand(len(encoded), -1)
     x = model.decoder(tokens, encoded, mask, kv_cache)
@@ -196,7 +242,11 @@ def _read_prompt(
 
 
 def _next_logits(
-    model: Whisper, tokens: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor | None, kv_cache: KVCache
+    model: Whisper,
+    tokens: torch.Tensor,
+    encoded: torch.Tensor,
+    mask: torch.Tensor | None,
+    kv_cache: KVCache,
 ) -> torch.Tensor:
     """Logits (N, V) after each row's next token (N,)."""
     return upcast(model.logits(model.decoder(tokens[:, None], encoded, mask, kv_cache)[:, -1]))
@@ -205,7 +255,8 @@ def _next_logits(
 def _select(
     kv_cache: KVCache, mask: torch.Tensor | None, rows: torch.Tensor, utterances: list[int] | None
 ) -> torch.Tensor | None:
-    """Continues the cache from `rows` and, unless None, with these utterances only; returns their mask."""
+    """Continues the cache from `rows` and, unless None, with these utterances only; returns their
+    mask."""
     kv_cache.reorder(rows)
     if utterances is None:
         return mask
@@ -215,10 +266,14 @@ def _select(
 
 
 def _extend(
-    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search,
+    model: Whisper,
+    encoded: torch.Tensor,
+    mask: torch.Tensor | None,
+    search: Search,
     pick: Callable[[torch.Tensor, int], torch.Tensor],
-) -> list[Hypothesis]:  # fmt: skip
-    """One hypothesis per utterance, whose next tokens are `pick(logits (N, V), step)`. Ended ones leave the batch."""
+) -> list[Hypothesis]:
+    """One hypothesis per utterance, whose next tokens are `pick(logits (N, V), step)`. Ended ones
+    leave the batch."""
     kv_cache, logits, no_speech = _read_prompt(model, encoded, mask, search)
     device, max_new_tokens = encoded.device, _token_limit(model, search)
     bias, first_bias = _biases(logits, search)
@@ -229,7 +284,9 @@ def _extend(
     check_every = CHECK_EVERY.get(device.type, 1)
     for step in range(max_new_tokens):
         logits = logits + (bias if step else first_bias)
-        following = pick(logits, step)  # rows that are done continue until the next check; the rest is cut off below
+        following = pick(
+            logits, step
+        )  # rows that are done continue until the next check; the rest is cut off below
         score = logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(-1)
         scores[active] += score.masked_fill(done, 0.0)
         tokens[active, step] = following
@@ -253,20 +310,29 @@ def _extend(
     return hypotheses
 
 
-# --- texts -----------------------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
 
 
 def greedy_texts(
-    model: Whisper, tokenizer: WhisperTokenizer, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
+    model: Whisper,
+    tokenizer: WhisperTokenizer,
+    encoded: torch.Tensor,
+    mask: torch.Tensor | None,
+    search: Search,
 ) -> list[str]:
     """Texts of one greedy pass without fallback, which evaluations during training can afford."""
     return [
-        cut_loops(tokenizer.decode(hypothesis.tokens).strip()) for hypothesis in greedy(model, encoded, mask, search)
+        cut_loops(tokenizer.decode(hypothesis.tokens).strip())
+        for hypothesis in greedy(model, encoded, mask, search)
     ]
 
 
 def texts(
-    model: Whisper, tokenizer: WhisperTokenizer, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
+    model: Whisper,
+    tokenizer: WhisperTokenizer,
+    encoded: torch.Tensor,
+    mask: torch.Tensor | None,
+    search: Search,
 ) -> list[str]:
     """Texts of `decode`: by the search's method, with the fallback to higher temperatures."""
     return [decoded.text for decoded in decode(model, tokenizer, encoded, mask, search)]
@@ -274,13 +340,19 @@ def texts(
 
 @torch.no_grad()
 def decode(
-    model: Whisper, tokenizer: WhisperTokenizer, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
+    model: Whisper,
+    tokenizer: WhisperTokenizer,
+    encoded: torch.Tensor,
+    mask: torch.Tensor | None,
+    search: Search,
 ) -> list[Decoded]:
-    """Decodes each utterance by `search.method`; utterances that fail are sampled at the next temperature, and so on.
+    """Decodes each utterance by `search.method`; utterances that fail are sampled at the next
+    temperature, and so on.
 
-    A result fails if its text repeats itself or its log-probability is low (the thresholds are above). A silent
-    utterance does not fail; its text is empty. If every temperature fails, the result with the highest log-probability
-    is taken, and results that do not repeat themselves have priority. The model must be in evaluation mode."""
+    A result fails if its text repeats itself or its log-probability is low (the thresholds are
+    above). A silent utterance does not fail; its text is empty. If every temperature fails, the
+    result with the highest log-probability is taken, and results that do not repeat themselves have
+    priority. The model must be in evaluation mode."""
     attempts: list[list[Decoded]] = [[] for _ in range(len(encoded))]
     failed = list(range(len(encoded)))
     for number, temperature in enumerate(TEMPERATURES):
@@ -318,7 +390,9 @@ def _is_silent(decoded: Decoded) -> bool:
 
 def _has_failed(decoded: Decoded) -> bool:
     repeats = decoded.compression_ratio > COMPRESSION_RATIO_THRESHOLD
-    return (repeats or decoded.mean_log_probability < LOG_PROBABILITY_THRESHOLD) and not _is_silent(decoded)
+    return (repeats or decoded.mean_log_probability < LOG_PROBABILITY_THRESHOLD) and not _is_silent(
+        decoded
+    )
 
 
 def _preference(decoded: Decoded) -> tuple[bool, bool, float]:
@@ -327,15 +401,17 @@ def _preference(decoded: Decoded) -> tuple[bool, bool, float]:
 
 
 def compression_ratio(text: str) -> float:
-    """Bytes of the text in UTF-8 per byte after zlib. A text above 2.4 repeats itself; short texts are below 1."""
+    """Bytes of the text in UTF-8 per byte after zlib. A text above 2.4 repeats itself; short texts
+    are below 1."""
     raw = text.encode()
     return len(raw) / len(zlib.compress(raw))
 
 
 def cut_loops(text: str) -> str:
-    """Cuts every loop to a single occurrence. A loop has at least LOOP_CHARACTERS characters and repeats a unit of any
-    length at least LOOP_REPEATS times in a row (the last one may be incomplete). So "CQ CQ CQ", "TEST TEST", "5NN 5NN"
-    and twenty zeros stay, and so does a phrase said three times. If the unit has a space, words stay whole."""
+    """Cuts every loop to a single occurrence. A loop has at least LOOP_CHARACTERS characters and
+    repeats a unit of any length at least LOOP_REPEATS times in a row (the last one may be
+    incomplete). So "CQ CQ CQ", "TEST TEST", "5NN 5NN" and twenty zeros stay, and so does a phrase
+    said three times. If the unit has a space, words stay whole."""
     while True:
         characters = np.array([ord(character) for character in text])
         for period in range(1, len(text) // LOOP_REPEATS + 1):

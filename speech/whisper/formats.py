@@ -1,4 +1,5 @@
-"""Whisper's weights on disk: reads Hugging Face folders and OpenAI's `.pt`, converts between them, and exports."""
+"""Whisper's weights on disk: reads Hugging Face folders and OpenAI's `.pt`, converts between them,
+and exports."""
 
 import json
 import math
@@ -27,35 +28,55 @@ from speech.whisper.model import FRAME, HOP, N_FFT
 
 FFN = 4  # width of the feed-forward layers in units of d_model, in every released model
 
-# Names in Hugging Face's config.json to those in OpenAI's `dims`, which imply feed-forward layers of FFN * d_model.
+# Names in Hugging Face's config.json to those in OpenAI's `dims`, which imply feed-forward layers
+# of FFN * d_model.
 DIMS = {
-    "num_mel_bins": "n_mels", "max_source_positions": "n_audio_ctx", "d_model": "n_audio_state",
-    "encoder_attention_heads": "n_audio_head", "encoder_layers": "n_audio_layer", "vocab_size": "n_vocab",
-    "max_target_positions": "n_text_ctx", "decoder_attention_heads": "n_text_head", "decoder_layers": "n_text_layer",
-}  # fmt: skip
-# A schema for `checkpoint.mismatch`. The largest released model has 32 + 32 layers of 1280; damaged files ask for billions.
+    "num_mel_bins": "n_mels",
+    "max_source_positions": "n_audio_ctx",
+    "d_model": "n_audio_state",
+    "encoder_attention_heads": "n_audio_head",
+    "encoder_layers": "n_audio_layer",
+    "vocab_size": "n_vocab",
+    "max_target_positions": "n_text_ctx",
+    "decoder_attention_heads": "n_text_head",
+    "decoder_layers": "n_text_layer",
+}
+# A schema for `checkpoint.mismatch`. The largest released model has 32 + 32 layers of 1280; damaged
+# files ask for billions.
 CONFIG = {
-    "num_mel_bins": range(1, 513), "max_source_positions": range(1, 1 << 16), "d_model": range(4, 8193, 2),
-    "vocab_size": range(1, 200_001), "max_target_positions": range(8, 1 << 16),
+    "num_mel_bins": range(1, 513),
+    "max_source_positions": range(1, 1 << 16),
+    "d_model": range(4, 8193, 2),
+    "vocab_size": range(1, 200_001),
+    "max_target_positions": range(8, 1 << 16),
     **dict.fromkeys(("encoder_layers", "decoder_layers"), range(1, 129)),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), range(1, 129)),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), range(1, (1 << 16) + 1)),
-}  # fmt: skip
+}
 IN_LAYERS = {  # tensors inside a layer: Hugging Face's name to OpenAI's
-    "self_attn.q_proj": "attn.query", "self_attn.k_proj": "attn.key", "self_attn.v_proj": "attn.value",
-    "self_attn.out_proj": "attn.out", "self_attn_layer_norm": "attn_ln", "encoder_attn.q_proj": "cross_attn.query",
-    "encoder_attn.k_proj": "cross_attn.key", "encoder_attn.v_proj": "cross_attn.value",
-    "encoder_attn.out_proj": "cross_attn.out", "encoder_attn_layer_norm": "cross_attn_ln", "fc1": "mlp.0",
-    "fc2": "mlp.2", "final_layer_norm": "mlp_ln",
-}  # fmt: skip
+    "self_attn.q_proj": "attn.query",
+    "self_attn.k_proj": "attn.key",
+    "self_attn.v_proj": "attn.value",
+    "self_attn.out_proj": "attn.out",
+    "self_attn_layer_norm": "attn_ln",
+    "encoder_attn.q_proj": "cross_attn.query",
+    "encoder_attn.k_proj": "cross_attn.key",
+    "encoder_attn.v_proj": "cross_attn.value",
+    "encoder_attn.out_proj": "cross_attn.out",
+    "encoder_attn_layer_norm": "cross_attn_ln",
+    "fc1": "mlp.0",
+    "fc2": "mlp.2",
+    "final_layer_norm": "mlp_ln",
+}
 OUTSIDE = {  # the other tensors
     "encoder.embed_positions.weight": "encoder.positional_embedding",
     "decoder.embed_positions.weight": "decoder.positional_embedding",
     "decoder.embed_tokens.weight": "decoder.token_embedding.weight",
     "encoder.layer_norm.weight": "encoder.ln_post.weight",
-    "encoder.layer_norm.bias": "encoder.ln_post.bias", "decoder.layer_norm.weight": "decoder.ln.weight",
+    "encoder.layer_norm.bias": "encoder.ln_post.bias",
+    "decoder.layer_norm.weight": "decoder.ln.weight",
     "decoder.layer_norm.bias": "decoder.ln.bias",
-}  # fmt: skip
+}
 IN_LAYERS_BACK = {openai: hf for hf, openai in IN_LAYERS.items()}
 OUTSIDE_BACK = {openai: hf for hf, openai in OUTSIDE.items()}
 
@@ -63,13 +84,21 @@ OUTSIDE_BACK = {openai: hf for hf, openai in OUTSIDE.items()}
 def shape(
     d_model: int, layers: tuple[int, int], heads: int, mels: int = 80, vocabulary: int = 51_865
 ) -> dict[str, int]:
-    """A configuration with the proportions of the released models. `layers`: the encoder's and the decoder's."""
+    """A configuration with the proportions of the released models. `layers`: the encoder's and the
+    decoder's."""
     return {
-        "num_mel_bins": mels, "max_source_positions": 1500, "d_model": d_model, "encoder_attention_heads": heads,
-        "encoder_layers": layers[0], "vocab_size": vocabulary, "max_target_positions": 448,
-        "decoder_attention_heads": heads, "decoder_layers": layers[1], "encoder_ffn_dim": FFN * d_model,
+        "num_mel_bins": mels,
+        "max_source_positions": 1500,
+        "d_model": d_model,
+        "encoder_attention_heads": heads,
+        "encoder_layers": layers[0],
+        "vocab_size": vocabulary,
+        "max_target_positions": 448,
+        "decoder_attention_heads": heads,
+        "decoder_layers": layers[1],
+        "encoder_ffn_dim": FFN * d_model,
         "decoder_ffn_dim": FFN * d_model,
-    }  # fmt: skip
+    }
 
 
 SIZES = {  # of the released multilingual models
@@ -84,7 +113,8 @@ SIZES = {  # of the released multilingual models
 
 
 def expected_shapes(config: dict[str, int], ctc_tokens: int = 0) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a model, by its Hugging Face name without `model.`. `ctc_tokens` as in `Whisper`."""
+    """The shape of every tensor of a model, by its Hugging Face name without `model.`. `ctc_tokens`
+    as in `Whisper`."""
     d = config["d_model"]
     shapes = {}
 
@@ -102,7 +132,10 @@ def expected_shapes(config: dict[str, int], ctc_tokens: int = 0) -> dict[str, tu
     shapes["encoder.embed_positions.weight"] = (config["max_source_positions"], d)
     shapes["decoder.embed_tokens.weight"] = (config["vocab_size"], d)
     shapes["decoder.embed_positions.weight"] = (config["max_target_positions"], d)
-    for side, attentions in (("encoder", ["self_attn"]), ("decoder", ["self_attn", "encoder_attn"])):
+    for side, attentions in (
+        ("encoder", ["self_attn"]),
+        ("decoder", ["self_attn", "encoder_attn"]),
+    ):
         for i in range(config[f"{side}_layers"]):
             layer = f"{side}.layers.{i}"
             for attention in attentions:
@@ -118,10 +151,12 @@ def expected_shapes(config: dict[str, int], ctc_tokens: int = 0) -> dict[str, tu
     return shapes
 
 
-# --- between the two forms -------------------------------------------------------------------------------------------
+# --- between the two forms ------------------------------------------------------------------------
 
 
-def _rename(name: str, outside: dict[str, str], layers: tuple[str, str], in_layers: dict[str, str]) -> str:
+def _rename(
+    name: str, outside: dict[str, str], layers: tuple[str, str], in_layers: dict[str, str]
+) -> str:
     if name in outside:
         return outside[name]
     match = re.fullmatch(rf"(encoder|decoder)\.{layers[0]}\.(\d+)\.(.+)\.(weight|bias)", name)
@@ -132,51 +167,71 @@ def _rename(name: str, outside: dict[str, str], layers: tuple[str, str], in_laye
 
 def hf_to_openai(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Renames tensors to OpenAI's names. Names without a counterpart are kept."""
-    return {_rename(name, OUTSIDE, ("layers", "blocks"), IN_LAYERS): tensor for name, tensor in state.items()}
+    return {
+        _rename(name, OUTSIDE, ("layers", "blocks"), IN_LAYERS): tensor
+        for name, tensor in state.items()
+    }
 
 
 def openai_to_hf(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Renames tensors to Hugging Face's names without `model.`."""
-    return {_rename(name, OUTSIDE_BACK, ("blocks", "layers"), IN_LAYERS_BACK): tensor for name, tensor in state.items()}
+    return {
+        _rename(name, OUTSIDE_BACK, ("blocks", "layers"), IN_LAYERS_BACK): tensor
+        for name, tensor in state.items()
+    }
 
 
 def config_to_dims(config: dict[str, int]) -> dict[str, int]:
     """OpenAI's `dims`. Raises `UsageError` if OpenAI's model cannot have that shape."""
     widths = {config["encoder_ffn_dim"], config["decoder_ffn_dim"]}
     if widths != {FFN * config["d_model"]}:
-        raise UsageError(f"OpenAI's form of Whisper has feed-forward layers of {FFN} x d_model only")
-    return {**{openai: config[hf] for hf, openai in DIMS.items()}, "n_text_state": config["d_model"]}
+        raise UsageError(
+            f"OpenAI's form of Whisper has feed-forward layers of {FFN} x d_model only"
+        )
+    return {
+        **{openai: config[hf] for hf, openai in DIMS.items()},
+        "n_text_state": config["d_model"],
+    }
 
 
 def dims_to_config(dims: dict[str, int]) -> dict[str, int]:
-    """The configuration of OpenAI's `dims`, to be checked. Raises `KeyError`, `TypeError` and `ValueError`."""
+    """The configuration of OpenAI's `dims`, to be checked. Raises `KeyError`, `TypeError` and
+    `ValueError`."""
     if type(dims["n_text_state"]) is not int or dims["n_text_state"] != dims["n_audio_state"]:
         raise ValueError("encoder and decoder differ in width")
     config = {hf: dims[openai] for hf, openai in DIMS.items()}
-    return {**config, **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), FFN * dims["n_text_state"])}
+    return {
+        **config,
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), FFN * dims["n_text_state"]),
+    }
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int], dict]:
-    """Weights (fp32, CPU, by Hugging Face's names without `model.`), configuration and extras of a Hugging Face folder
-    or of OpenAI's `.pt`. Extras: `generation` (generation_config.json, or empty), `tokenizer` (the folder for
-    `tokenizer.read`). Code in the files is never run. Raises `UsageError`."""
+    """Weights (fp32, CPU, by Hugging Face's names without `model.`), configuration and extras of a
+    Hugging Face folder or of OpenAI's `.pt`. Extras: `generation` (generation_config.json, or
+    empty), `tokenizer` (the folder for `tokenizer.read`). Code in the files is never run. Raises
+    `UsageError`."""
     path = Path(path)
     generation = {}
     if os.path.isdir(path):
         config = read_config(path)
         if (path / "generation_config.json").is_file():
             generation = read_json(path / "generation_config.json")
-        weights = {name.removeprefix("model."): tensor for name, tensor in read_folder(path).items()}
+        weights = {
+            name.removeprefix("model."): tensor for name, tensor in read_folder(path).items()
+        }
     else:
         content = read_pickle(path)
         if not isinstance(content, dict) or not {"dims", "model_state_dict"} <= set(content):
-            keys = list(map(str, content))[:5] if isinstance(content, dict) else type(content).__name__
+            keys = (
+                list(map(str, content))[:5] if isinstance(content, dict) else type(content).__name__
+            )
             raise UsageError(
-                f"{path} is not OpenAI's form of Whisper, which has dims and model_state_dict (it has {str(keys)[:200]}); "
-                "for a Hugging Face model give its folder"
+                f"{path} is not OpenAI's form of Whisper, which has dims and model_state_dict (it"
+                f" has {str(keys)[:200]}); for a Hugging Face model give its folder"
             )
         try:
             config = dims_to_config(content["dims"])
@@ -184,15 +239,28 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
             raise UsageError(f"{path}: its dims are not Whisper's") from None
         check_config(config, path)
         weights = openai_to_hf(floats(content["model_state_dict"], path))
-    output, embedding = weights.pop("proj_out.weight", None), weights.get("decoder.embed_tokens.weight")
+    output, embedding = (
+        weights.pop("proj_out.weight", None),
+        weights.get("decoder.embed_tokens.weight"),
+    )
     # A planned run's tensors have no values.
-    if output is not None and (embedding is None or not (output.is_meta or torch.equal(output, embedding))):
-        raise UsageError(f"{path}: its output layer is not its embedding; Whisper has one matrix for both")
+    if output is not None and (
+        embedding is None or not (output.is_meta or torch.equal(output, embedding))
+    ):
+        raise UsageError(
+            f"{path}: its output layer is not its embedding; Whisper has one matrix for both"
+        )
     check(weights, config, path)
-    return weights, config, {"generation": generation, "tokenizer": path if path.is_dir() else path.parent}
+    return (
+        weights,
+        config,
+        {"generation": generation, "tokenizer": path if path.is_dir() else path.parent},
+    )
 
 
-def check(weights: dict[str, torch.Tensor], config: dict[str, int], path: str | Path, ctc_tokens: int = 0) -> None:
+def check(
+    weights: dict[str, torch.Tensor], config: dict[str, int], path: str | Path, ctc_tokens: int = 0
+) -> None:
     """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
     check_shapes(weights, expected_shapes(config, ctc_tokens), path, "Whisper")
 
@@ -202,7 +270,10 @@ def read_config(folder: Path) -> dict[str, int]:
     content = read_description(folder, "whisper")
     file = folder / "config.json"
     if content.get("activation_function", "gelu") != "gelu" or content.get("scale_embedding"):
-        raise UsageError(f"{file} asks for another activation or for scaled embeddings, which no released Whisper has")
+        raise UsageError(
+            f"{file} asks for another activation or for scaled embeddings, which no released"
+            " Whisper has"
+        )
     check_config(content, file)
     return {name: content[name] for name in CONFIG}
 
@@ -216,27 +287,36 @@ def check_config(config: dict, path: str | Path) -> None:
             raise UsageError(f"{path}: {side}_attention_heads does not divide d_model")
 
 
-# --- exporting -------------------------------------------------------------------------------------------------------
+# --- exporting ------------------------------------------------------------------------------------
 
 
 def export(
-    folder: str | Path, weights: dict[str, torch.Tensor], config: dict[str, int], tokenizer, base: dict | None = None
+    folder: str | Path,
+    weights: dict[str, torch.Tensor],
+    config: dict[str, int],
+    tokenizer,
+    base: dict | None = None,
 ) -> list[str]:
-    """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights (`model.pt`), and
-    returns the file names. `model.pt` is left out if OpenAI's model cannot have the shape.
+    """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights
+    (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model cannot have
+    the shape.
 
-    `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a `WhisperTokenizer`,
-    whose prompt becomes the default of `generate`. `base`: the generation config of the model that was fine-tuned.
-    Replaces an earlier export that nobody has changed or an empty folder, and refuses any other. Raises `UsageError` and
-    `RunError`."""
+    `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a
+    `WhisperTokenizer`, whose prompt becomes the default of `generate`. `base`: the generation
+    config of the model that was fine-tuned. Replaces an earlier export that nobody has changed or
+    an empty folder, and refuses any other. Raises `UsageError` and `RunError`."""
     folder = Path(folder)
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("ctc_head.")}
     check(weights, config, "the model to be exported")
     if tokenizer.size > config["vocab_size"]:
-        raise UsageError(f"the tokenizer has {tokenizer.size} tokens and the model {config['vocab_size']}")
+        raise UsageError(
+            f"the tokenizer has {tokenizer.size} tokens and the model {config['vocab_size']}"
+        )
     features = feature_settings(config)
     generation = generation_settings(config, tokenizer, base)
-    tensors = {n: t.detach().to("cpu", torch.float32, copy=True).contiguous() for n, t in weights.items()}
+    tensors = {
+        n: t.detach().to("cpu", torch.float32, copy=True).contiguous() for n, t in weights.items()
+    }
     checkpoint.check_tensors(tensors, "the model to be exported")
 
     def fill(temporary: Path) -> None:
@@ -249,41 +329,70 @@ def export(
 
 
 def feature_settings(config: dict[str, int]) -> dict:
-    """`preprocessor_config.json`. Raises `UsageError` if the encoder's window is not a whole number of seconds, which
-    `WhisperFeatureExtractor` requires."""
+    """`preprocessor_config.json`. Raises `UsageError` if the encoder's window is not a whole number
+    of seconds, which `WhisperFeatureExtractor` requires."""
     samples = config["max_source_positions"] * FRAME
     if samples % SAMPLE_RATE:
         step = SAMPLE_RATE // math.gcd(SAMPLE_RATE, FRAME)
         raise UsageError(
-            f"a model of {config['max_source_positions']} encoder positions cannot be exported: transformers needs "
-            f"whole seconds, multiples of {step}"
+            f"a model of {config['max_source_positions']} encoder positions cannot be exported:"
+            f" transformers needs whole seconds, multiples of {step}"
         )
     return {
-        "feature_extractor_type": "WhisperFeatureExtractor", "processor_class": "WhisperProcessor",
-        "feature_size": config["num_mel_bins"], "sampling_rate": SAMPLE_RATE, "n_fft": N_FFT, "hop_length": HOP,
-        "chunk_length": samples // SAMPLE_RATE, "n_samples": samples, "nb_max_frames": samples // HOP, "dither": 0.0,
-        "padding_side": "right", "padding_value": 0.0, "return_attention_mask": False,
-    }  # fmt: skip
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "processor_class": "WhisperProcessor",
+        "feature_size": config["num_mel_bins"],
+        "sampling_rate": SAMPLE_RATE,
+        "n_fft": N_FFT,
+        "hop_length": HOP,
+        "chunk_length": samples // SAMPLE_RATE,
+        "n_samples": samples,
+        "nb_max_frames": samples // HOP,
+        "dither": 0.0,
+        "padding_side": "right",
+        "padding_value": 0.0,
+        "return_attention_mask": False,
+    }
 
 
 def generation_settings(config: dict[str, int], tokenizer, base: dict | None) -> dict:
-    """`generation_config.json`: `base`, overridden by this tokenizer's prompt. If the model's vocabulary is padded, ids
-    beyond the tokenizer are suppressed: `transformers` takes them for timestamps, and generation may never end."""
-    dropped = ("_from_model_config", "transformers_version", "forced_decoder_ids", "language", "task")
+    """`generation_config.json`: `base`, overridden by this tokenizer's prompt. If the model's
+    vocabulary is padded, ids beyond the tokenizer are suppressed: `transformers` takes them for
+    timestamps, and generation may never end."""
+    dropped = (
+        "_from_model_config",
+        "transformers_version",
+        "forced_decoder_ids",
+        "language",
+        "task",
+    )
     kept = {name: value for name, value in (base or {}).items() if name not in dropped}
-    settings = {"suppress_tokens": [], "begin_suppress_tokens": [], "max_initial_timestamp_index": 50, **kept}
+    settings = {
+        "suppress_tokens": [],
+        "begin_suppress_tokens": [],
+        "max_initial_timestamp_index": 50,
+        **kept,
+    }
     settings |= {
-        "decoder_start_token_id": tokenizer.start, "bos_token_id": tokenizer.eos, "eos_token_id": tokenizer.eos,
-        "pad_token_id": tokenizer.eos, "max_length": config["max_target_positions"], "return_timestamps": False,
+        "decoder_start_token_id": tokenizer.start,
+        "bos_token_id": tokenizer.eos,
+        "eos_token_id": tokenizer.eos,
+        "pad_token_id": tokenizer.eos,
+        "max_length": config["max_target_positions"],
+        "return_timestamps": False,
         "is_multilingual": tokenizer.multilingual,
-    }  # fmt: skip
+    }
     if tokenizer.no_timestamps is not None:
         settings["no_timestamps_token_id"] = tokenizer.no_timestamps
     if "<|startofprev|>" in tokenizer.specials:
         settings["prev_sot_token_id"] = tokenizer.specials["<|startofprev|>"]
     if tokenizer.multilingual:
-        settings["lang_to_id"] = {f"<|{code}|>": tokenizer.specials[f"<|{code}|>"] for code in tokenizer.languages}
-        settings["task_to_id"] = {task: tokenizer.specials[f"<|{task}|>"] for task in ("transcribe", "translate")}
+        settings["lang_to_id"] = {
+            f"<|{code}|>": tokenizer.specials[f"<|{code}|>"] for code in tokenizer.languages
+        }
+        settings["task_to_id"] = {
+            task: tokenizer.specials[f"<|{task}|>"] for task in ("transcribe", "translate")
+        }
         # The token, because `transformers` understands bare codes only for OpenAI's languages.
         settings |= {"language": f"<|{tokenizer.language}|>", "task": tokenizer.task}
     padding = range(tokenizer.size, config["vocab_size"])
@@ -294,18 +403,36 @@ def generation_settings(config: dict[str, int], tokenizer, base: dict | None) ->
 def _write_settings(folder: Path, config: dict, features: dict, generation: dict) -> None:
     ids = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
     description = {
-        "architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "exported_by": EXPORTED,
-        **config, "num_hidden_layers": config["encoder_layers"], "is_encoder_decoder": True,
-        "activation_function": "gelu", "scale_embedding": False, "tie_word_embeddings": True, "use_cache": True,
-        "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "torch_dtype": "float32",
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "exported_by": EXPORTED,
+        **config,
+        "num_hidden_layers": config["encoder_layers"],
+        "is_encoder_decoder": True,
+        "activation_function": "gelu",
+        "scale_embedding": False,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "torch_dtype": "float32",
         **{name: generation[name] for name in ids},
-        # Older versions of transformers read these here; their defaults would forbid two tokens at the start.
-        "suppress_tokens": generation["suppress_tokens"], "forced_decoder_ids": None,
+        # Older versions of transformers read these here; their defaults would forbid two tokens at
+        # the start.
+        "suppress_tokens": generation["suppress_tokens"],
+        "forced_decoder_ids": None,
         "begin_suppress_tokens": generation["begin_suppress_tokens"],
-    }  # fmt: skip
-    contents = {"config.json": description, "generation_config.json": generation, "preprocessor_config.json": features}
+    }
+    contents = {
+        "config.json": description,
+        "generation_config.json": generation,
+        "preprocessor_config.json": features,
+    }
     for name, content in contents.items():
-        (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        (folder / name).write_text(
+            json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:

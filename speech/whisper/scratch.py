@@ -9,21 +9,30 @@ from torch import nn
 from speech.features import valid_mask
 from speech.whisper.model import HOP, Attention, Whisper, angular_speeds
 
-OFFSETS = (1.0, 3.0)  # encoder frames: the range of distances that the first layer's heads look at, on either side
-OFFSETS_GROWTH, GROWING_LAYERS = 1.8, 4  # the offsets grow by this factor from layer to layer, in the first layers
+OFFSETS = (
+    1.0,
+    3.0,
+)  # encoder frames: the range of distances that the first layer's heads look at, on either side
+OFFSETS_GROWTH, GROWING_LAYERS = (
+    1.8,
+    4,
+)  # the offsets grow by this factor from layer to layer, in the first layers
 LONGEST_PERIOD = 150  # encoder frames; slower sines do not distinguish neighbours
 SHARPNESS = 1.7  # of a head's attention around its offset: its softmax covers about five frames
 BAND_WIDTH = 1.0  # mel bands, standard deviation of the filters of the first convolution
 CONTRAST = 8.0  # gain of those filters, because a band's features vary by a few tenths
-THRESHOLD = 0.14  # a filter responds above its band's mean plus this, the spread of noise in a log-mel feature
+# a filter responds above its band's mean plus this, the spread of noise in a log-mel feature
+THRESHOLD = 0.14
 
 
 @torch.no_grad()
 def initialise(model: Whisper, waveforms: list[torch.Tensor]) -> None:
-    """Initialises a model for training from scratch on little data. `waveforms`: some training utterances, each (T,).
+    """Initialises a model for training from scratch on little data. `waveforms`: some training
+    utterances, each (T,).
 
-    Whisper has no convolutions after its stem and no relative positions. With random weights its encoder needs many
-    thousand updates until it attends to neighbouring frames. These initial weights need no change of architecture:
+    Whisper has no convolutions after its stem and no relative positions. With random weights its
+    encoder needs many thousand updates until it attends to neighbouring frames. These initial
+    weights need no change of architecture:
     - Each filter of the stem covers one place of the mel axis and responds to what exceeds the noise there.
     - Attention heads look at given offsets: queries and keys read the sines and cosines of the positions, and the
       queries are rotated by an offset, so q k is a sum of cosines of the distance to that offset. Nothing else is
@@ -33,7 +42,9 @@ def initialise(model: Whisper, waveforms: list[torch.Tensor]) -> None:
     encoder = model.encoder
     d = model.config["d_model"]
     for layers in (encoder.layers, model.decoder.layers):
-        outputs = [m.out_proj for m in layers.modules() if isinstance(m, Attention)] + [layer.fc2 for layer in layers]
+        outputs = [m.out_proj for m in layers.modules() if isinstance(m, Attention)] + [
+            layer.fc2 for layer in layers
+        ]
         for output in outputs:
             output.weight /= math.sqrt(len(outputs))
             output.bias.zero_()
@@ -50,8 +61,12 @@ def initialise(model: Whisper, waveforms: list[torch.Tensor]) -> None:
     encoder.conv2.bias[reserved] = 0.0
     for number, layer in enumerate(encoder.layers):
         growth = OFFSETS_GROWTH ** min(number, GROWING_LAYERS - 1)
-        sizes = torch.logspace(math.log10(OFFSETS[0] * growth), math.log10(OFFSETS[1] * growth), max(1, heads // 2))
-        offsets = [int(sizes[head // 2 % len(sizes)].round()) * (-1) ** (head + 1) for head in range(heads)]
+        sizes = torch.logspace(
+            math.log10(OFFSETS[0] * growth), math.log10(OFFSETS[1] * growth), max(1, heads // 2)
+        )
+        offsets = [
+            int(sizes[head // 2 % len(sizes)].round()) * (-1) ** (head + 1) for head in range(heads)
+        ]
         _look_at(layer.self_attn, offsets, used, speeds[used], half)
         layer.self_attn.out_proj.weight[reserved] = 0.0
         layer.fc2.weight[reserved] = 0.0
@@ -62,11 +77,15 @@ def _initialise_stem(model: Whisper, waveforms: list[torch.Tensor]) -> None:
     first, second = model.encoder.conv1, model.encoder.conv2
     d, n_mels = first.out_channels, first.in_channels
     longest = max(map(len, waveforms))
-    padded = [F.pad(waveform, (0, longest - len(waveform)))[None].to(first.weight.dtype) for waveform in waveforms]
+    padded = [
+        F.pad(waveform, (0, longest - len(waveform)))[None].to(first.weight.dtype)
+        for waveform in waveforms
+    ]
     features = torch.cat([model.log_mel(waveform) for waveform in padded])  # (B, M, F)
     frames = torch.tensor([-(-len(w) // HOP) for w in waveforms])
     valid = valid_mask(frames, features.shape[2])[:, None]  # (B, 1, F)
-    # The filters' places are denser at the low end of the mel axis, which has the fundamentals of speech and Morse.
+    # The filters' places are denser at the low end of the mel axis, which has the fundamentals of
+    # speech and Morse.
     centres = torch.linspace(0, 1, d) ** 1.5 * (n_mels - 1)
     bands = torch.exp(-0.5 * ((torch.arange(n_mels) - centres[:, None]) / BAND_WIDTH) ** 2)
     bands /= bands.sum(1, keepdim=True)
@@ -83,9 +102,11 @@ def _initialise_stem(model: Whisper, waveforms: list[torch.Tensor]) -> None:
     second.bias.copy_(-x.mean(0) / scale)
 
 
-def _look_at(attention: Attention, offsets: list[int], used: torch.Tensor, speeds: torch.Tensor, half: int) -> None:
-    """Makes each head attend to its offset, with the sines and cosines numbered `used` of these speeds (radians per
-    frame)."""
+def _look_at(
+    attention: Attention, offsets: list[int], used: torch.Tensor, speeds: torch.Tensor, half: int
+) -> None:
+    """Makes each head attend to its offset, with the sines and cosines numbered `used` of these
+    speeds (radians per frame)."""
     width = attention.q_proj.out_features // len(offsets)
     pair = torch.arange(len(used))
     attention.q_proj.bias.zero_()

@@ -1,4 +1,5 @@
-"""Whisper's tokenizer: byte-level BPE with special tokens. Reading, training, and writing for `transformers`."""
+"""Whisper's tokenizer: byte-level BPE with special tokens. Reading, training, and writing for
+`transformers`."""
 
 import base64
 import contextlib
@@ -17,18 +18,33 @@ from speech.whisper.formats import CONFIG
 
 # In the order of the released vocabularies; yue came with large-v3.
 LANGUAGES = (
-    "en zh de es ru ko fr ja pt tr pl ca nl ar sv it id hi fi vi he uk el ms cs ro da hu ta no th ur hr bg lt la mi ml "
-    "cy sk te fa lv bn sr az sl kn et mk br eu is hy ne mn bs kk sq sw gl mr pa si km sn yo so af oc ka be tg sd gu am "
-    "yi lo uz fo ht ps tk nn mt sa lb my bo tl mg as tt haw ln ha ba jw su yue"
+    "en zh de es ru ko fr ja pt tr pl ca nl ar sv it id hi fi vi he uk el ms cs ro da hu ta no th"
+    " ur hr bg lt la mi ml cy sk te fa lv bn sr az sl kn et mk br eu is hy ne mn bs kk sq sw gl mr"
+    " pa si km sn yo so af oc ka be tg sd gu am yi lo uz fo ht ps tk nn mt sa lb my bo tl mg as tt"
+    " haw ln ha ba jw su yue"
 ).split()
 # Languages without a token of their own, and related ones whose token can be fine-tuned instead.
-RELATED = {"kok": ("mr", "hi", "kn"), "gom": ("mr", "hi", "kn"), "bho": ("hi", "ne"), "or": ("bn", "hi")}
+RELATED = {
+    "kok": ("mr", "hi", "kn"),
+    "gom": ("mr", "hi", "kn"),
+    "bho": ("hi", "ne"),
+    "or": ("bn", "hi"),
+}
 TASKS = ("translate", "transcribe")
 EOS = "<|endoftext|>"
 START = "<|startoftranscript|>"
 NO_TIMESTAMPS = "<|notimestamps|>"
-NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")  # OpenAI's name, and that of older Hugging Face folders
-AFTER_LANGUAGES = (*(f"<|{t}|>" for t in TASKS), "<|startoflm|>", "<|startofprev|>", NO_SPEECH[0], NO_TIMESTAMPS)
+NO_SPEECH = (
+    "<|nospeech|>",
+    "<|nocaptions|>",
+)  # OpenAI's name, and that of older Hugging Face folders
+AFTER_LANGUAGES = (
+    *(f"<|{t}|>" for t in TASKS),
+    "<|startoflm|>",
+    "<|startofprev|>",
+    NO_SPEECH[0],
+    NO_TIMESTAMPS,
+)
 TIMESTAMPS = [f"<|{i * 0.02:.2f}|>" for i in range(1501)]
 _TIMESTAMPS = frozenset(TIMESTAMPS)
 ENGLISH_ONLY_SIZE = 51_864
@@ -36,13 +52,21 @@ ENGLISH_ONLY_EOS = 50_256  # the id of eos in GPT-2's vocabulary, which the Engl
 LONGEST_TOKEN = 256  # bytes of a token of a .tiktoken file; the released ones have up to 128
 # The schema of `WhisperTokenizer.state()`, for `checkpoint.mismatch`.
 STATE = {
-    "kind": {"whisper"}, "vocab": dict, "merges": [str], "specials": dict, "symbols": [str], "language": str,
-    "task": {*TASKS}, "multilingual": bool, "spelling": (type(None), dict),
-}  # fmt: skip
+    "kind": {"whisper"},
+    "vocab": dict,
+    "merges": [str],
+    "specials": dict,
+    "symbols": [str],
+    "language": str,
+    "task": {*TASKS},
+    "multilingual": bool,
+    "spelling": (type(None), dict),
+}
 
 
 def _byte_characters() -> list[str]:
-    """GPT-2's printable character for each of the 256 bytes: its own if that is printable, else one from U+0100 on."""
+    """GPT-2's printable character for each of the 256 bytes: its own if that is printable, else one
+    from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte if byte in printable else 0x100 + others.index(byte)) for byte in range(256)]
@@ -57,7 +81,8 @@ def _byte_level_token(raw: bytes) -> str:
 
 
 def _raw(token: str) -> bytes:
-    """The bytes of a token of the vocabulary. A token with other characters than BYTES is plain text."""
+    """The bytes of a token of the vocabulary. A token with other characters than BYTES is plain
+    text."""
     try:
         return bytes(BYTE_OF[character] for character in token)
     except KeyError:
@@ -65,14 +90,18 @@ def _raw(token: str) -> bytes:
 
 
 def _library():
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads conflict with forked data workers
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # its threads conflict with forked data workers
     return require("tokenizers", "Whisper's tokenizer")
 
 
 def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]]):
     tokenizers = _library()
     try:
-        model = tokenizers.models.BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
+        model = tokenizers.models.BPE(
+            vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix=""
+        )
     except Exception as error:  # the library has no exception type of its own
         raise ValueError(str(error)) from None
     tokenizer = tokenizers.Tokenizer(model)
@@ -84,22 +113,30 @@ def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]]):
 class WhisperTokenizer:
     """Byte-level BPE with Whisper's special tokens.
 
-    `vocab`: text tokens (in BYTES characters) to ids. `merges`: pairs of tokens, by priority. `specials`: special
-    tokens and timestamps to ids. `symbols`: tokens of `vocab` that are matched before the text is split, such as
-    `<SK>`. `spelling`: the content of a `normalizer.json`, which is only kept. Raises `UsageError` for a language or
-    task that the vocabulary lacks, and `ValueError`, `KeyError` or `TypeError` for a vocabulary that is damaged.
+    `vocab`: text tokens (in BYTES characters) to ids. `merges`: pairs of tokens, by priority.
+    `specials`: special tokens and timestamps to ids. `symbols`: tokens of `vocab` that are matched
+    before the text is split, such as `<SK>`. `spelling`: the content of a `normalizer.json`, which
+    is only kept. Raises `UsageError` for a language or task that the vocabulary lacks, and
+    `ValueError`, `KeyError` or `TypeError` for a vocabulary that is damaged.
 
-    Attributes: the ids `eos`, `start`, `no_timestamps`, `no_speech` and `timestamp_begin` (the last three are None if
-    the vocabulary lacks them), `prompt` (the decoder's first tokens), `size` (of the vocabulary), `languages` (codes).
+    Attributes: the ids `eos`, `start`, `no_timestamps`, `no_speech` and `timestamp_begin` (the last
+    three are None if the vocabulary lacks them), `prompt` (the decoder's first tokens), `size` (of
+    the vocabulary), `languages` (codes).
     """
 
     kind = "whisper"
 
     def __init__(
-        self, vocab: dict[str, int], merges: list[tuple[str, str]], specials: dict[str, int],
-        symbols: Iterable[str] = (), language: str | None = None, task: str = "transcribe",
-        multilingual: bool = True, spelling: dict | None = None,
-    ):  # fmt: skip
+        self,
+        vocab: dict[str, int],
+        merges: list[tuple[str, str]],
+        specials: dict[str, int],
+        symbols: Iterable[str] = (),
+        language: str | None = None,
+        task: str = "transcribe",
+        multilingual: bool = True,
+        spelling: dict | None = None,
+    ):
         _require_sound(vocab, merges, specials, symbols)
         self.vocab = vocab
         self.merges = merges
@@ -120,7 +157,9 @@ class WhisperTokenizer:
         self.bpe = _byte_level(vocab, merges)
         # The BPE does not know the special tokens, so a transcript cannot contain one.
         tokenizers = _library()
-        self.bpe.add_tokens([tokenizers.AddedToken(symbol, normalized=False) for symbol in self.symbols])
+        self.bpe.add_tokens(
+            [tokenizers.AddedToken(symbol, normalized=False) for symbol in self.symbols]
+        )
         if task not in TASKS:
             raise UsageError(f"task {task}: Whisper knows {' and '.join(TASKS)}")
         self.task = task
@@ -134,7 +173,9 @@ class WhisperTokenizer:
     def _checked(self, code: str | None) -> str:
         if not self.multilingual:
             if code not in (None, "en"):
-                raise UsageError(f"language {code}: this is an English-only model; take a multilingual one")
+                raise UsageError(
+                    f"language {code}: this is an English-only model; take a multilingual one"
+                )
             return "en"
         if code is None and len(self.languages) == 1:
             return self.languages[0]
@@ -145,48 +186,71 @@ class WhisperTokenizer:
         near = [related for related in RELATED.get(code, ()) if related in self.languages]
         near = near or difflib.get_close_matches(code, self.languages, 5, 0.5) or self.languages
         raise UsageError(
-            f"language {code}: Whisper has no token for it; fine-tune with that of a related language: {' '.join(near)}"
+            f"language {code}: Whisper has no token for it; fine-tune with that of a related"
+            f" language: {' '.join(near)}"
         )
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text`, in which the name of a special token is plain text. As in `transformers`, bytes without a
-        token, which only a vocabulary of `train_symbols` has, are dropped."""
+        """Tokens of `text`, in which the name of a special token is plain text. As in
+        `transformers`, bytes without a token, which only a vocabulary of `train_symbols` has, are
+        dropped."""
         return self.bpe.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`, without special tokens and ids beyond the vocabulary; U+FFFD for incomplete UTF-8."""
-        return b"".join(self.raw.get(int(token), b"") for token in tokens).decode("utf-8", "replace")
+        """The text of `tokens`, without special tokens and ids beyond the vocabulary; U+FFFD for
+        incomplete UTF-8."""
+        return b"".join(self.raw.get(int(token), b"") for token in tokens).decode(
+            "utf-8", "replace"
+        )
 
     def state(self) -> dict:
-        """Dicts, lists and strings for a checkpoint, from which `make_tokenizer` restores the tokenizer."""
+        """Dicts, lists and strings for a checkpoint, from which `make_tokenizer` restores the
+        tokenizer."""
         return {
-            "kind": self.kind, "vocab": self.vocab, "merges": [" ".join(pair) for pair in self.merges],
-            "specials": self.specials, "symbols": self.symbols, "language": self.language, "task": self.task,
-            "multilingual": self.multilingual, "spelling": self.spelling,
-        }  # fmt: skip
+            "kind": self.kind,
+            "vocab": self.vocab,
+            "merges": [" ".join(pair) for pair in self.merges],
+            "specials": self.specials,
+            "symbols": self.symbols,
+            "language": self.language,
+            "task": self.task,
+            "multilingual": self.multilingual,
+            "spelling": self.spelling,
+        }
 
     def save(self, folder: Path) -> None:
-        """Writes the files that `transformers` reads (WhisperTokenizer, AutoTokenizer, WhisperProcessor) into `folder`,
-        with the same ids and the same decoding. Its class rebuilds the tokenizer from vocabulary, merges and added
-        tokens, so nothing else may carry information."""
+        """Writes the files that `transformers` reads (WhisperTokenizer, AutoTokenizer,
+        WhisperProcessor) into `folder`, with the same ids and the same decoding. Its class rebuilds
+        the tokenizer from vocabulary, merges and added tokens, so nothing else may carry
+        information."""
         ordered = sorted(self.specials.items(), key=lambda pair: pair[1])
         names = [name for name, _ in ordered if name not in _TIMESTAMPS]
-        # (name, id, is special): timestamps are not special, so that skip_special_tokens keeps them.
+        # (name, id, is special): timestamps are not special, so that skip_special_tokens keeps
+        # them.
         added = [(symbol, self.vocab[symbol], False) for symbol in self.symbols]
         added += [(name, i, name not in _TIMESTAMPS) for name, i in ordered]
-        # The library numbers added tokens after the vocabulary. If that gives other ids, the vocabulary includes them.
-        is_appended = [i for _, i in ordered] == list(range(len(self.vocab), len(self.vocab) + len(ordered)))
+        # The library numbers added tokens after the vocabulary. If that gives other ids, the
+        # vocabulary includes them.
+        is_appended = [i for _, i in ordered] == list(
+            range(len(self.vocab), len(self.vocab) + len(ordered))
+        )
         vocab = self.vocab if is_appended else {**self.vocab, **self.specials}
-        special = {**dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), EOS),
-                   "additional_special_tokens": names}  # fmt: skip
+        special = {
+            **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), EOS),
+            "additional_special_tokens": names,
+        }
         contents = {
-            "tokenizer.json": self._fast_tokenizer(vocab, added), "tokenizer_config.json": self._config(special, added),
-            "vocab.json": vocab, "special_tokens_map.json": special,
+            "tokenizer.json": self._fast_tokenizer(vocab, added),
+            "tokenizer_config.json": self._config(special, added),
+            "vocab.json": vocab,
+            "special_tokens_map.json": special,
             "added_tokens.json": {name: i for name, i, _ in added},
             **({"normalizer.json": self.spelling} if self.spelling else {}),
-        }  # fmt: skip
+        }
         for name, content in contents.items():
-            text = json.dumps(content, ensure_ascii=False, indent=None if name == "vocab.json" else 1)
+            text = json.dumps(
+                content, ensure_ascii=False, indent=None if name == "vocab.json" else 1
+            )
             (folder / name).write_text(text + "\n", encoding="utf-8")
         lines = ["#version: 0.2", *(" ".join(pair) for pair in self.merges)]
         (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -195,10 +259,17 @@ class WhisperTokenizer:
         """The content of `tokenizer.json`."""
         tokenizers = _library()
         whole = _byte_level(vocab, self.merges)
-        for is_special, group in itertools.groupby(added, key=lambda entry: entry[2]):  # few calls, each is slow
-            tokens = [tokenizers.AddedToken(name, normalized=False, special=is_special) for name, _, _ in group]
+        for is_special, group in itertools.groupby(
+            added, key=lambda entry: entry[2]
+        ):  # few calls, each is slow
+            tokens = [
+                tokenizers.AddedToken(name, normalized=False, special=is_special)
+                for name, _, _ in group
+            ]
             (whole.add_special_tokens if is_special else whole.add_tokens)(tokens)
-        prompt = [next(name for name, i in self.specials.items() if i == token) for token in self.prompt]
+        prompt = [
+            next(name for name, i in self.specials.items() if i == token) for token in self.prompt
+        ]
         whole.post_processor = tokenizers.processors.TemplateProcessing(
             single=[*prompt, "$A:0", EOS],
             pair=[*prompt, "$A:0", "$B:1", EOS],
@@ -208,20 +279,28 @@ class WhisperTokenizer:
 
     def _config(self, special: dict, added: list[tuple[str, int, bool]]) -> dict:
         """The content of `tokenizer_config.json`."""
-        # `transformers` finds a language by counting from <|startoftranscript|> along OpenAI's list.
+        # `transformers` finds a language by counting from <|startoftranscript|> along OpenAI's
+        # list.
         is_listed = self.multilingual and self.language in LANGUAGES
         is_listed = is_listed and self.prompt[1] == self.start + 1 + LANGUAGES.index(self.language)
         flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
         by_id = sorted(added, key=lambda entry: entry[1])
         return {
-            "tokenizer_class": "WhisperTokenizer", "processor_class": "WhisperProcessor", **special,
-            "add_prefix_space": False, "clean_up_tokenization_spaces": False, "errors": "replace",
-            "model_max_length": 1_000_000_000, "language": self.language if is_listed else None,
-            "task": self.task if is_listed else None, "predict_timestamps": False,
+            "tokenizer_class": "WhisperTokenizer",
+            "processor_class": "WhisperProcessor",
+            **special,
+            "add_prefix_space": False,
+            "clean_up_tokenization_spaces": False,
+            "errors": "replace",
+            "model_max_length": 1_000_000_000,
+            "language": self.language if is_listed else None,
+            "task": self.task if is_listed else None,
+            "predict_timestamps": False,
             "added_tokens_decoder": {
-                str(i): {"content": name, **flags, "special": is_special} for name, i, is_special in by_id
+                str(i): {"content": name, **flags, "special": is_special}
+                for name, i, is_special in by_id
             },
-        }  # fmt: skip
+        }
 
 
 def _require_sound(vocab: dict, merges: list, specials: dict, symbols: Iterable) -> None:
@@ -254,68 +333,100 @@ def _refused(name: str | Path) -> Iterator[None]:
 
 
 def make_tokenizer(state: dict) -> WhisperTokenizer:
-    """The tokenizer of a checkpoint, from its `state()`. Raises `UsageError` if the state is damaged."""
+    """The tokenizer of a checkpoint, from its `state()`. Raises `UsageError` if the state is
+    damaged."""
     with _refused("the saved tokenizer"):
         if reason := checkpoint.mismatch(state, STATE, "it"):
             raise ValueError(reason)
         given = {name: state[name] for name in STATE if name != "kind"}
-        return WhisperTokenizer(**{**given, "merges": [tuple(pair.split(" ")) for pair in state["merges"]]})
+        return WhisperTokenizer(
+            **{**given, "merges": [tuple(pair.split(" ")) for pair in state["merges"]]}
+        )
 
 
 def special_tokens(first: int, languages: Iterable[str], timestamps: bool) -> dict[str, int]:
     """Special tokens to ids from `first` on, in OpenAI's order."""
-    names = [EOS, START, *(f"<|{code}|>" for code in languages), *AFTER_LANGUAGES, *(TIMESTAMPS if timestamps else ())]
+    names = [
+        EOS,
+        START,
+        *(f"<|{code}|>" for code in languages),
+        *AFTER_LANGUAGES,
+        *(TIMESTAMPS if timestamps else ()),
+    ]
     return {name: first + i for i, name in enumerate(names)}
 
 
-# --- training --------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, language: str) -> WhisperTokenizer:
-    """Trains a vocabulary of at most `vocab_size` tokens, special ones included. It has all 256 bytes, so that no text
-    is unknown, and merges learned from `texts` within GPT-2's pre-tokens. It has no timestamps: transcripts without
-    times could not train their 1501 embeddings, which would outnumber the other tokens. Raises `UsageError`."""
+    """Trains a vocabulary of at most `vocab_size` tokens, special ones included. It has all 256
+    bytes, so that no text is unknown, and merges learned from `texts` within GPT-2's pre-tokens. It
+    has no timestamps: transcripts without times could not train their 1501 embeddings, which would
+    outnumber the other tokens. Raises `UsageError`."""
     least = len(BYTES) + len(special_tokens(0, [language], timestamps=False))
     if vocab_size < least:
-        raise UsageError(f"--vocab_size {vocab_size} is too few: 256 bytes and the special tokens need {least}")
+        raise UsageError(
+            f"--vocab_size {vocab_size} is too few: 256 bytes and the special tokens need {least}"
+        )
     bpe = _byte_level({}, [])
     trainer = _library().trainers.BpeTrainer(
-        vocab_size=vocab_size - least + len(BYTES), initial_alphabet=BYTES, show_progress=False, min_frequency=2
+        vocab_size=vocab_size - least + len(BYTES),
+        initial_alphabet=BYTES,
+        show_progress=False,
+        min_frequency=2,
     )
     bpe.train_from_iterator(iter(texts), trainer)
     trained = json.loads(bpe.to_str())["model"]
-    merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in trained["merges"]]
-    return WhisperTokenizer(trained["vocab"], merges, special_tokens(len(trained["vocab"]), [language], False))
+    merges = [
+        tuple(pair) if isinstance(pair, list) else tuple(pair.split(" "))
+        for pair in trained["merges"]
+    ]
+    return WhisperTokenizer(
+        trained["vocab"], merges, special_tokens(len(trained["vocab"]), [language], False)
+    )
 
 
 def train_symbols(symbols: Iterable[str], language: str) -> WhisperTokenizer:
-    """A vocabulary with one token for each of `symbols` and the space; nothing is trained. A character of several bytes
-    becomes one token by merges. Symbols of several characters must be ASCII, because a byte-level decoder reads such a
-    token as bytes. `encode` drops all other text. No timestamps, as in `train_bpe`. Raises `UsageError`."""
+    """A vocabulary with one token for each of `symbols` and the space; nothing is trained. A
+    character of several bytes becomes one token by merges. Symbols of several characters must be
+    ASCII, because a byte-level decoder reads such a token as bytes. `encode` drops all other text.
+    No timestamps, as in `train_bpe`. Raises `UsageError`."""
     symbols = list(dict.fromkeys([" ", *symbols]))
     longer = [symbol for symbol in symbols if len(symbol) > 1]
     for symbol in longer:
         if not (symbol.isascii() and symbol.isprintable() and " " not in symbol):
-            raise UsageError(f"the symbol {symbol!r}: one of several characters must be printable ASCII without spaces")
+            raise UsageError(
+                f"the symbol {symbol!r}: one of several characters must be printable ASCII without"
+                " spaces"
+            )
     tokens, merges = [], []
     for symbol in symbols:
         raw = symbol.encode()
         tokens.append(symbol if symbol in longer else _byte_level_token(raw))
         if symbol not in longer:
-            merges += [(_byte_level_token(raw[:i]), _byte_level_token(raw[i : i + 1])) for i in range(1, len(raw))]
+            merges += [
+                (_byte_level_token(raw[:i]), _byte_level_token(raw[i : i + 1]))
+                for i in range(1, len(raw))
+            ]
     # The parts of the merges come last: `encode` does not return them.
     tokens = dict.fromkeys([*tokens, *(part for pair in merges for part in (*pair, "".join(pair)))])
     vocab = {token: i for i, token in enumerate(tokens)}
-    return WhisperTokenizer(vocab, list(dict.fromkeys(merges)), special_tokens(len(vocab), [language], False), longer)
+    return WhisperTokenizer(
+        vocab, list(dict.fromkeys(merges)), special_tokens(len(vocab), [language], False), longer
+    )
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
-def read_tokenizer(path: str | Path, language: str | None, vocab_size: int | None = None) -> WhisperTokenizer:
-    """The tokenizer of a released model: a Hugging Face folder (`tokenizer.json`, or `vocab.json` with `merges.txt`),
-    one `tokenizer.json`, or OpenAI's `multilingual.tiktoken` or `gpt2.tiktoken`, whose special tokens follow from the
-    model's `vocab_size`. Raises `UsageError`."""
+def read_tokenizer(
+    path: str | Path, language: str | None, vocab_size: int | None = None
+) -> WhisperTokenizer:
+    """The tokenizer of a released model: a Hugging Face folder (`tokenizer.json`, or `vocab.json`
+    with `merges.txt`), one `tokenizer.json`, or OpenAI's `multilingual.tiktoken` or
+    `gpt2.tiktoken`, whose special tokens follow from the model's `vocab_size`. Raises
+    `UsageError`."""
     path = Path(path)
     file = _tokenizer_file(path, vocab_size) if os.path.isdir(path) else path
     refuse_pointer(file)
@@ -334,13 +445,15 @@ def read_tokenizer(path: str | Path, language: str | None, vocab_size: int | Non
 
 def _tokenizer_file(folder: Path, vocab_size: int | None) -> Path:
     is_english_only = vocab_size == ENGLISH_ONLY_SIZE
-    tiktoken = sorted(folder.glob("*.tiktoken"), key=lambda file: (file.stem == "gpt2") != is_english_only)
+    tiktoken = sorted(
+        folder.glob("*.tiktoken"), key=lambda file: (file.stem == "gpt2") != is_english_only
+    )
     for file in (folder / "tokenizer.json", folder / "vocab.json", *tiktoken):
         if file.is_file():
             return file
     raise UsageError(
-        f"{folder} has no tokenizer.json, no vocab.json with merges.txt and no multilingual.tiktoken: "
-        "give the tokenizer with --tokenizer_file"
+        f"{folder} has no tokenizer.json, no vocab.json with merges.txt and no"
+        " multilingual.tiktoken: give the tokenizer with --tokenizer_file"
     )
 
 
@@ -353,7 +466,9 @@ def _from_hugging_face(file: Path, language: str | None) -> WhisperTokenizer:
     if file.name == "vocab.json":
         vocab = content
         lines = files.read_text(file.parent / "merges.txt").split("\n")
-        merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+        merges = [
+            tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")
+        ]
         described = _json(file.parent / "tokenizer_config.json").get("added_tokens_decoder", {})
         added = {entry["content"]: int(i) for i, entry in described.items()}
         added |= _json(file.parent / "added_tokens.json")
@@ -361,14 +476,23 @@ def _from_hugging_face(file: Path, language: str | None) -> WhisperTokenizer:
     else:
         model = content["model"]
         if model.get("type", "BPE") != "BPE":
-            raise UsageError(f"{file} holds a {model['type']} tokenizer; Whisper's is a byte-level BPE")
+            raise UsageError(
+                f"{file} holds a {model['type']} tokenizer; Whisper's is a byte-level BPE"
+            )
         vocab = model["vocab"]
-        merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+        merges = [
+            tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair)
+            for pair in model["merges"]
+        ]
         added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
-        special = {entry["content"] for entry in content.get("added_tokens", []) if entry.get("special")}
+        special = {
+            entry["content"] for entry in content.get("added_tokens", []) if entry.get("special")
+        }
     tokens = vocab | added
     pattern = re.compile(r"<\|[^|]+\|>")
-    specials = {token: i for token, i in tokens.items() if pattern.fullmatch(token) or token in special}
+    specials = {
+        token: i for token, i in tokens.items() if pattern.fullmatch(token) or token in special
+    }
     symbols = [token for token in sorted(added, key=added.get) if token not in specials]
     vocab = {token: i for token, i in tokens.items() if token not in specials}
     english_only = specials.get(EOS) == ENGLISH_ONLY_EOS and len(vocab) == ENGLISH_ONLY_EOS
@@ -381,26 +505,38 @@ def _from_hugging_face(file: Path, language: str | None) -> WhisperTokenizer:
 def _from_tiktoken(file: Path, language: str | None, vocab_size: int | None) -> WhisperTokenizer:
     rows = [line.split() for line in files.read_text(file).encode().splitlines() if line.strip()]
     # OpenAI's multilingual file ends with a token of no bytes ("="), which some decoders refuse.
-    ranks = {base64.b64decode(token) if token.strip(b"=") else b"": int(rank) for token, rank in rows}
-    if sorted(ranks.values()) != list(range(len(rows))) or any(bytes([byte]) not in ranks for byte in range(256)):
+    ranks = {
+        base64.b64decode(token) if token.strip(b"=") else b"": int(rank) for token, rank in rows
+    }
+    if sorted(ranks.values()) != list(range(len(rows))) or any(
+        bytes([byte]) not in ranks for byte in range(256)
+    ):
         raise ValueError("its ranks are not 0, 1, 2 ..., or bytes are missing")
     if max(map(len, ranks)) > LONGEST_TOKEN:
         raise ValueError(f"it has a token of more than {LONGEST_TOKEN} bytes")
     fixed = len(special_tokens(0, (), timestamps=True))
     count = (vocab_size or len(ranks) + fixed + 99) - len(ranks) - fixed
     if not 1 <= count <= len(LANGUAGES):
-        raise UsageError(f"{file} has {len(ranks)} text tokens, which does not go with the model's {vocab_size} tokens")
+        raise UsageError(
+            f"{file} has {len(ranks)} text tokens, which does not go with the model's {vocab_size}"
+            " tokens"
+        )
     merges = [_merge_of(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
     vocab = {_byte_level_token(token): rank for token, rank in ranks.items()}
     specials = special_tokens(len(vocab), LANGUAGES[:count], timestamps=True)
-    return WhisperTokenizer(vocab, merges, specials, language=language, multilingual=specials[EOS] != ENGLISH_ONLY_EOS)
+    return WhisperTokenizer(
+        vocab, merges, specials, language=language, multilingual=specials[EOS] != ENGLISH_ONLY_EOS
+    )
 
 
 def _merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[str, str]:
-    """The merge that makes `token`: the two parts that BPE leaves of it with the tokens of lower rank."""
+    """The merge that makes `token`: the two parts that BPE leaves of it with the tokens of lower
+    rank."""
     parts, limit = [token[i : i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 2:
-        rank, i = min((ranks.get(a + b, limit), i) for i, (a, b) in enumerate(itertools.pairwise(parts)))
+        rank, i = min(
+            (ranks.get(a + b, limit), i) for i, (a, b) in enumerate(itertools.pairwise(parts))
+        )
         if rank >= limit:
             break
         parts[i : i + 2] = [parts[i] + parts[i + 1]]

@@ -1,6 +1,8 @@
-"""Waveforms to the codes that XTTS speaks in, and back: mel spectrograms, the discrete VAE, Griffin-Lim.
+"""Waveforms to the codes that XTTS speaks in, and back: mel spectrograms, the discrete VAE,
+Griffin-Lim.
 
-The tensors of the DVAE have the names of Coqui's dvae.pth. Its design is that of Tortoise (Betker 2023)."""
+The tensors of the DVAE have the names of Coqui's dvae.pth. Its design is that of Tortoise (Betker
+2023)."""
 
 import torch
 import torchaudio
@@ -23,17 +25,21 @@ SMALLEST = 1e-10  # power of a frequency bin; a bin at 0 would stay there
 
 
 def code_count(samples: int) -> int:
-    """The number of codes that a clip of so many samples at 22.05 kHz trains on. `DVAE.codes` returns one more if
-    `samples` is a multiple of 1,024, since the last frame is centred on the sample after the end."""
+    """The number of codes that a clip of so many samples at 22.05 kHz trains on. `DVAE.codes`
+    returns one more if `samples` is a multiple of 1,024, since the last frame is centred on the
+    sample after the end."""
     return -(-samples // SAMPLES_PER_CODE)
 
 
 @torch.no_grad()
 def griffin_lim(mel: torch.Tensor, mel_stats: torch.Tensor) -> torch.Tensor:
-    """The waveform (256 F,) at 22.05 kHz of "dvae" mel features (M, F), F > 2, without a vocoder. Nothing is random. The
-    algorithm is Griffin and Lim's (1984) with the momentum of Perraudin et al. (2013)."""
+    """The waveform (256 F,) at 22.05 kHz of "dvae" mel features (M, F), F > 2, without a vocoder.
+    Nothing is random. The algorithm is Griffin and Lim's (1984) with the momentum of Perraudin et
+    al. (2013)."""
     with torch.autocast(mel.device.type, enabled=False), full_fp32(mel.device):
-        mel = nn.functional.pad(upcast(mel), (0, 1), "replicate")  # F + 1 frames have F hops between their centres
+        mel = nn.functional.pad(
+            upcast(mel), (0, 1), "replicate"
+        )  # F + 1 frames have F hops between their centres
         features = Mel("dvae", mel_stats).to(mel)
         power = linear_power((mel * features.mel_stats[:, None]).exp(), features.power.mel_scale.fb)
         return torchaudio.functional.griffinlim(
@@ -51,8 +57,9 @@ def griffin_lim(mel: torch.Tensor, mel_stats: torch.Tensor) -> torch.Tensor:
 
 
 def linear_power(mel_power: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
-    """The power spectrum (N, F), at least 0, whose sums over `filters` (N, M) are nearest to `mel_power` (M, F): the
-    pseudo-inverse, improved by multiplicative updates (Lee and Seung 2000)."""
+    """The power spectrum (N, F), at least 0, whose sums over `filters` (N, M) are nearest to
+    `mel_power` (M, F): the pseudo-inverse, improved by multiplicative updates (Lee and Seung
+    2000)."""
     power = (torch.linalg.pinv(filters.t()) @ mel_power).clamp_min(SMALLEST)
     target = filters @ mel_power
     for _ in range(INVERSION_STEPS):
@@ -61,14 +68,23 @@ def linear_power(mel_power: torch.Tensor, filters: torch.Tensor) -> torch.Tensor
 
 
 class Mel(nn.Module):
-    """Waveforms (B, T) at 22.05 kHz to log-mel features (B, M, T // 256 + 1), divided by `mel_stats` (M,), in fp32 or
-    better also under autocast. `kind` is "dvae", which needs T > 512, or "conditioning", which needs T > 1024."""
+    """Waveforms (B, T) at 22.05 kHz to log-mel features (B, M, T // 256 + 1), divided by
+    `mel_stats` (M,), in fp32 or better also under autocast. `kind` is "dvae", which needs T > 512,
+    or "conditioning", which needs T > 1024."""
 
     def __init__(self, kind: str, mel_stats: torch.Tensor):
         super().__init__()
-        with torch.device("cpu"):  # torchaudio reads its filters, which a model without memory (device "meta") has not
+        with torch.device(
+            "cpu"
+        ):  # torchaudio reads its filters, which a model without memory (device "meta") has not
             self.power = torchaudio.transforms.MelSpectrogram(
-                SAMPLE_RATE, N_FFT[kind], WINDOW, HOP, f_max=HIGHEST, n_mels=len(mel_stats), norm="slaney"
+                SAMPLE_RATE,
+                N_FFT[kind],
+                WINDOW,
+                HOP,
+                f_max=HIGHEST,
+                n_mels=len(mel_stats),
+                norm="slaney",
             )
         self.register_buffer("mel_stats", mel_stats)
 
@@ -80,9 +96,10 @@ class Mel(nn.Module):
 class DVAE(nn.Module):
     """The discrete VAE between mel features (B, M, F) and the codes (B, ceil(F / 4)) of a codebook.
 
-    `config` gives "mel_channels" (M), "dvae_hidden" (width of the first layer; the second is twice as wide), "codes"
-    (size of the codebook) and "code_dim". `codes` and `decode` serve frozen weights. `encode`, `codebook.nearest` and
-    `reconstruct` are their parts; they follow autocast, and `encode` and `reconstruct` have gradients."""
+    `config` gives "mel_channels" (M), "dvae_hidden" (width of the first layer; the second is twice
+    as wide), "codes" (size of the codebook) and "code_dim". `codes` and `decode` serve frozen
+    weights. `encode`, `codebook.nearest` and `reconstruct` are their parts; they follow autocast,
+    and `encode` and `reconstruct` have gradients."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -116,7 +133,8 @@ class DVAE(nn.Module):
             return self.reconstruct(self.codebook.vectors(codes))
 
     def encode(self, mel: torch.Tensor) -> torch.Tensor:
-        """Vectors (B, ceil(F / 4), code_dim) of mel features (B, M, F), before they are quantised."""
+        """Vectors (B, ceil(F / 4), code_dim) of mel features (B, M, F), before they are
+        quantised."""
         return self.encoder(mel).transpose(1, 2)
 
     def reconstruct(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -152,14 +170,15 @@ class UpsampledConv(nn.Module):
 
 def nearest(vectors: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """The numbers (N,) of the columns of `codes` (D, K) that are nearest to vectors (N, D)."""
-    # The order of the terms decides how near ties are rounded; this one is that of the released weights.
+    # The order of the terms decides how near ties are rounded; this one is that of the released
+    # weights.
     distance = vectors.square().sum(1, keepdim=True) - 2 * vectors @ codes + codes.square().sum(0)
     return distance.argmin(1)
 
 
 class Codebook(nn.Module):
-    """K vectors of width D (`embed`, (D, K)). Training moves them by moving averages: `cluster_size` (K,) counts the
-    vectors nearest to each code, `embed_avg` (D, K) is their sum."""
+    """K vectors of width D (`embed`, (D, K)). Training moves them by moving averages:
+    `cluster_size` (K,) counts the vectors nearest to each code, `embed_avg` (D, K) is their sum."""
 
     def __init__(self, code_dim: int, codes: int):
         super().__init__()
@@ -169,7 +188,8 @@ class Codebook(nn.Module):
         self.register_buffer("embed_avg", embed.clone())
 
     def nearest(self, vectors: torch.Tensor) -> torch.Tensor:
-        """The codes (..., N) nearest to vectors (..., N, D) by Euclidean distance; of equally near ones, the first."""
+        """The codes (..., N) nearest to vectors (..., N, D) by Euclidean distance; of equally near
+        ones, the first."""
         return nearest(vectors.reshape(-1, vectors.shape[-1]), self.embed).view(vectors.shape[:-1])
 
     def vectors(self, codes: torch.Tensor) -> torch.Tensor:

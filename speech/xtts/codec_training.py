@@ -1,5 +1,5 @@
-"""What a DVAE for XTTS is trained on and by: crops of speech, the losses of a vector-quantised autoencoder (van den Oord et al.
-2017), and k-means for its first codebook."""
+"""What a DVAE for XTTS is trained on and by: crops of speech, the losses of a vector-quantised
+autoencoder (van den Oord et al. 2017), and k-means for its first codebook."""
 
 from collections.abc import Iterable
 
@@ -17,7 +17,9 @@ from speech.xtts.codec import DVAE, HOP, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, nea
 STEPS = {"autoencoder": 300, "dvae": 900}  # updates of the two runs that make a DVAE
 FRAMES = 96  # of a crop, 1.1 s
 CROP = FRAMES * HOP  # samples
-SILENCE = 4 * SAMPLES_PER_CODE  # samples after a clip that a crop may reach, because codes of the end see them
+SILENCE = (
+    4 * SAMPLES_PER_CODE
+)  # samples after a clip that a crop may reach, because codes of the end see them
 LOSS_WEIGHTS = {"l1": 1.0, "codebook": 1.0, "commitment": 0.25}
 CLIPS = 512  # of which the first codebook and the bands' deviations are made
 LEAST_DEVIATION = 0.1  # of a band, which may have the same power throughout
@@ -25,8 +27,8 @@ ROUNDS = 20  # of k-means
 
 
 class Crops:
-    """A set of utterances as the DVAE takes them: (CROP,) samples, at a place that depends on (seed, epoch, index) alone; in
-    evaluation the beginning of the clip."""
+    """A set of utterances as the DVAE takes them: (CROP,) samples, at a place that depends on
+    (seed, epoch, index) alone; in evaluation the beginning of the clip."""
 
     def __init__(self, corpus: Corpus, seed: int, cache: str | None, training: bool):
         self.corpus = corpus
@@ -46,9 +48,17 @@ class Crops:
     def item(self, index: int, epoch: int) -> dict:
         waveform = F.pad(read_utterance(self.corpus, index, SAMPLE_RATE, self.cache), (0, SILENCE))
         room = max(0, len(waveform) - CROP)
-        begin = int(np.random.default_rng([self.seed, epoch, index]).integers(room + 1)) if self.training else 0
+        begin = (
+            int(np.random.default_rng([self.seed, epoch, index]).integers(room + 1))
+            if self.training
+            else 0
+        )
         crop = waveform[begin : begin + CROP]
-        return {"audio": F.pad(crop, (0, CROP - len(crop))), "name": self.corpus.where(index), "index": index}
+        return {
+            "audio": F.pad(crop, (0, CROP - len(crop))),
+            "name": self.corpus.where(index),
+            "index": index,
+        }
 
 
 def collate(items: list[dict]) -> dict:
@@ -62,8 +72,9 @@ def collate(items: list[dict]) -> dict:
 
 
 class Coder(nn.Module):
-    """A DVAE in training, with the mels that it codes. Until it is `quantised`, vectors are decoded as they are; from then on the
-    codebook is a parameter, because moving averages would depend on how an update is cut into micro-batches."""
+    """A DVAE in training, with the mels that it codes. Until it is `quantised`, vectors are decoded
+    as they are; from then on the codebook is a parameter, because moving averages would depend on
+    how an update is cut into micro-batches."""
 
     def __init__(self, config: dict, mel_stats: torch.Tensor, quantised: bool):
         super().__init__()
@@ -82,8 +93,9 @@ class Coder(nn.Module):
 
 
 def compute_loss(model: Coder, batch: dict) -> dict[str, torch.Tensor]:
-    """Sums over the batch of each crop's mean errors: of the mels, of the codes from the vectors, and of the vectors from the
-    codes. The decoder's gradient passes the codes as if they were the vectors."""
+    """Sums over the batch of each crop's mean errors: of the mels, of the codes from the vectors,
+    and of the vectors from the codes. The decoder's gradient passes the codes as if they were the
+    vectors."""
     mels = model.features(batch["audio"])
     vectors = upcast(model.dvae.encode(mels))
     decoded, zero = vectors, vectors.new_zeros(len(mels))
@@ -112,10 +124,12 @@ def evaluate(model: Coder, eval_batches: Iterable[dict]) -> dict[str, tuple[floa
 
 
 @torch.no_grad()
-def first_coder(config: dict, crops: Crops, tensors: dict[str, torch.Tensor] | None, seed: int | None) -> Coder:
-    """The DVAE that a run begins with: random ones for mels of deviation 1 in each band, with their mean as its output or, from
-    the `tensors` of an earlier run, these with a codebook by k-means of the vectors of `CLIPS` crops. Without a `seed` its
-    weights are yet to be loaded."""
+def first_coder(
+    config: dict, crops: Crops, tensors: dict[str, torch.Tensor] | None, seed: int | None
+) -> Coder:
+    """The DVAE that a run begins with: random ones for mels of deviation 1 in each band, with their
+    mean as its output or, from the `tensors` of an earlier run, these with a codebook by k-means of
+    the vectors of `CLIPS` crops. Without a `seed` its weights are yet to be loaded."""
     deviation = torch.ones(config["mel_channels"])
     if seed is None:
         return Coder(config, deviation, quantised=tensors is not None)
@@ -129,15 +143,17 @@ def first_coder(config: dict, crops: Crops, tensors: dict[str, torch.Tensor] | N
         return model
     model = Coder(config, deviation, quantised=True)
     model.load_state_dict(tensors)
-    vectors = torch.cat([model.dvae.encode(model.features(part)).flatten(0, 1) for part in audio.split(32)])
+    vectors = torch.cat(
+        [model.dvae.encode(model.features(part)).flatten(0, 1) for part in audio.split(32)]
+    )
     codes = model.dvae.codebook.embed
     codes.copy_(kmeans(vectors, codes.shape[1], torch.Generator().manual_seed(seed)).t())
     return model
 
 
 def kmeans(vectors: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    """`count` centres (K, D) of vectors (N, D) by Lloyd's algorithm, from vectors drawn at random. A centre without a vector
-    moves to one drawn at random."""
+    """`count` centres (K, D) of vectors (N, D) by Lloyd's algorithm, from vectors drawn at random.
+    A centre without a vector moves to one drawn at random."""
     repeated = vectors.repeat(-(-count // len(vectors)), 1)
     centres = repeated[torch.randperm(len(repeated), generator=generator)[:count]].clone()
     for _ in range(ROUNDS):

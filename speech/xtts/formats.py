@@ -1,7 +1,9 @@
-"""XTTS-v2's weights on disk: reads and writes Coqui's folders (model.pth, config.json, vocab.json, dvae.pth, mel_stats.pth).
+"""XTTS-v2's weights on disk: reads and writes Coqui's folders (model.pth, config.json, vocab.json,
+dvae.pth, mel_stats.pth).
 
-The weights are groups of tensors: `gpt` (names without the leading `gpt.`), `hifigan_decoder` (vocoder and speaker encoder;
-empty if the weights have none), `dvae`, and the tensor `mel_stats`."""
+The weights are groups of tensors: `gpt` (names without the leading `gpt.`), `hifigan_decoder`
+(vocoder and speaker encoder; empty if the weights have none), `dvae`, and the tensor
+`mel_stats`."""
 
 import json
 import os
@@ -24,8 +26,9 @@ FILES = ("model.pth", "config.json", "vocab.json", "dvae.pth", "mel_stats.pth")
 MODEL, DESCRIPTION, VOCAB, DVAE_FILE, MEL_STATS = FILES
 LICENCE_FILE = "LICENSE.txt"
 LICENCE = (
-    "These weights derive from Coqui's XTTS-v2. The Coqui Public Model License 1.0.0 (https://coqui.ai/cpml) allows "
-    "non-commercial use only, of the weights and of the speech that they make."
+    "These weights derive from Coqui's XTTS-v2. The Coqui Public Model License 1.0.0"
+    " (https://coqui.ai/cpml) allows non-commercial use only, of the weights and of the speech that"
+    " they make."
 )
 # What Coqui's model.pth may hold besides tensors. A stub takes the place of each class.
 PICKLED = (
@@ -35,31 +38,47 @@ PICKLED = (
 )  # fmt: skip
 COUNTER = "num_batches_tracked"
 IGNORED = re.compile(
-    r"gpt\.(gpt_inference|gpt\.wte)\..*|gpt\.gpt\.h\.\d+\.attn\.(masked_)?bias"  # copies that Coqui's inference makes
+    # copies that Coqui's inference makes
+    r"gpt\.(gpt_inference|gpt\.wte)\..*|gpt\.gpt\.h\.\d+\.attn\.(masked_)?bias"
     r"|torch_mel_spectrogram_(dvae|style_encoder)\..*|dvae\.discrete_loss\..*"  # of its trainer
 )
 OLD_WEIGHT_NORM = re.compile(r"\.weight_([gv])$")
 
-# A schema for `checkpoint.mismatch`. `codes`: size of the DVAE's codebook; `hifigan`: a vocoder and a speaker encoder.
+# A schema for `checkpoint.mismatch`. `codes`: size of the DVAE's codebook; `hifigan`: a vocoder and
+# a speaker encoder.
 CONFIG = {
-    "d_model": range(8, 8193, 4), **dict.fromkeys(("layers", "heads", "perceiver_heads"), range(1, 129)),
-    **dict.fromkeys(("text_positions", "mel_positions", "dvae_hidden", "code_dim"), range(4, 1 << 14)),
-    **dict.fromkeys(("text_tokens", "audio_tokens"), range(4, MOST_TOKENS + 1)), "codes": range(2, MOST_TOKENS),
+    "d_model": range(8, 8193, 4),
+    **dict.fromkeys(("layers", "heads", "perceiver_heads"), range(1, 129)),
+    **dict.fromkeys(
+        ("text_positions", "mel_positions", "dvae_hidden", "code_dim"), range(4, 1 << 14)
+    ),
+    **dict.fromkeys(("text_tokens", "audio_tokens"), range(4, MOST_TOKENS + 1)),
+    "codes": range(2, MOST_TOKENS),
     **dict.fromkeys(("start_text", "stop_text", "start_audio", "stop_audio"), range(MOST_TOKENS)),
-    **dict.fromkeys(("latents", "mel_channels", "perceiver_head_dim"), range(1, 1025)), "hifigan": bool,
-}  # fmt: skip
+    **dict.fromkeys(("latents", "mel_channels", "perceiver_head_dim"), range(1, 1025)),
+    "hifigan": bool,
+}
 # Sizes that Coqui's code has as constants.
 CONSTANT = {"latents": 32, "mel_channels": 80, "perceiver_heads": 8, "perceiver_head_dim": 64}
 CONDITIONING_BLOCKS, PERCEIVER_LAYERS = 6, 2
 # Of a layer: name, width in and out in units of d_model.
-PROJECTIONS = (("attn.c_attn", 1, 3), ("attn.c_proj", 1, 1), ("mlp.c_fc", 1, 4), ("mlp.c_proj", 4, 1))
+PROJECTIONS = (
+    ("attn.c_attn", 1, 3),
+    ("attn.c_proj", 1, 1),
+    ("mlp.c_fc", 1, 4),
+    ("mlp.c_proj", 4, 1),
+)
 # Keys of `model_args` in config.json, what is added to their values, and Coqui's defaults.
 ARGS = {
-    "layers": ("gpt_layers", 0, 30), "d_model": ("gpt_n_model_channels", 0, 1024), "heads": ("gpt_n_heads", 0, 16),
-    "text_positions": ("gpt_max_text_tokens", 2, 402), "mel_positions": ("gpt_max_audio_tokens", 3, 605),
-    "audio_tokens": ("gpt_num_audio_tokens", 0, 8194), "start_audio": ("gpt_start_audio_token", 0, 8192),
+    "layers": ("gpt_layers", 0, 30),
+    "d_model": ("gpt_n_model_channels", 0, 1024),
+    "heads": ("gpt_n_heads", 0, 16),
+    "text_positions": ("gpt_max_text_tokens", 2, 402),
+    "mel_positions": ("gpt_max_audio_tokens", 3, 605),
+    "audio_tokens": ("gpt_num_audio_tokens", 0, 8194),
+    "start_audio": ("gpt_start_audio_token", 0, 8192),
     "stop_audio": ("gpt_stop_audio_token", 0, 8193),
-}  # fmt: skip
+}
 FIXED = {  # settings that the network here has in one form only
     "gpt_use_perceiver_resampler": True, "gpt_code_stride_len": 1024, "input_sample_rate": 22_050,
     "output_sample_rate": 24_000, "output_hop_length": 256, "d_vector_dim": 512,
@@ -68,21 +87,44 @@ FIXED = {  # settings that the network here has in one form only
 
 
 def shape(d_model: int, layers: int, heads: int, text_tokens: int, codes: int, **others) -> dict:
-    """A configuration with the proportions of the released model. `others` replace further values."""
+    """A configuration with the proportions of the released model. `others` replace further
+    values."""
     config = {
-        "layers": layers, "d_model": d_model, "heads": heads, "text_positions": 404, "mel_positions": 608,
-        "text_tokens": text_tokens, "audio_tokens": codes + 2, "start_text": 261, "stop_text": 0, "start_audio": codes,
-        "stop_audio": codes + 1, **CONSTANT, "codes": codes, "code_dim": 512, "dvae_hidden": 512, "hifigan": True,
-    }  # fmt: skip
+        "layers": layers,
+        "d_model": d_model,
+        "heads": heads,
+        "text_positions": 404,
+        "mel_positions": 608,
+        "text_tokens": text_tokens,
+        "audio_tokens": codes + 2,
+        "start_text": 261,
+        "stop_text": 0,
+        "start_audio": codes,
+        "stop_audio": codes + 1,
+        **CONSTANT,
+        "codes": codes,
+        "code_dim": 512,
+        "dvae_hidden": 512,
+        "hifigan": True,
+    }
     return {**config, **others}
 
 
 SIZES = {
     "demo": shape(
-        128, 4, 2, 512, 512, latents=8, perceiver_heads=2, code_dim=64, dvae_hidden=128, hifigan=False
+        128,
+        4,
+        2,
+        512,
+        512,
+        latents=8,
+        perceiver_heads=2,
+        code_dim=64,
+        dvae_hidden=128,
+        hifigan=False,
     ),
     "full": shape(1024, 30, 16, 6681, 1024),
-}  # fmt: skip
+}
 
 
 def expected_shapes(config: dict) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -91,7 +133,10 @@ def expected_shapes(config: dict) -> dict[str, dict[str, tuple[int, ...]]]:
         dvae = DVAE(config)
         vocoder = HifiDecoder(config["d_model"]) if config["hifigan"] else torch.nn.Module()
     parts = {"hifigan_decoder": vocoder, "dvae": dvae}
-    shapes = {group: {name: (*t.shape,) for name, t in part.state_dict().items()} for group, part in parts.items()}
+    shapes = {
+        group: {name: (*t.shape,) for name, t in part.state_dict().items()}
+        for group, part in parts.items()
+    }
     return {"gpt": _gpt_shapes(config), **shapes}
 
 
@@ -143,23 +188,28 @@ def check_config(config: dict, path: str | Path) -> None:
             reason = "heads does not divide d_model"
         elif max(config["start_text"], config["stop_text"]) >= config["text_tokens"]:
             reason = "START or STOP of the text is not one of its tokens"
-        elif (config["audio_tokens"], {config["start_audio"], config["stop_audio"]}) != (codes + 2, {codes, codes + 1}):
+        elif (config["audio_tokens"], {config["start_audio"], config["stop_audio"]}) != (
+            codes + 2,
+            {codes, codes + 1},
+        ):
             reason = "the audio tokens are not the codes, START and STOP"
     if reason:
         raise UsageError(f"{path}: {reason}, which no XTTS-v2 has")
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 class _Stub:
-    """Holds the attributes of a pickled configuration. It has no code that unpickling could call."""
+    """Holds the attributes of a pickled configuration. It has no code that unpickling could
+    call."""
 
 
 def read_model(folder: str | Path) -> tuple[dict, dict, dict]:
-    """Groups of weights (fp32, CPU), configuration and extras of a Coqui folder. Extras: `config` (config.json), `vocab`
-    (text of vocab.json), `licence` (whether Coqui's holds, and then it is printed). model.pth may be a training checkpoint.
-    Code in the files is never run. Raises `UsageError`."""
+    """Groups of weights (fp32, CPU), configuration and extras of a Coqui folder. Extras: `config`
+    (config.json), `vocab` (text of vocab.json), `licence` (whether Coqui's holds, and then it is
+    printed). model.pth may be a training checkpoint. Code in the files is never run. Raises
+    `UsageError`."""
     folder = Path(folder)
     model, file, vocab = (_require(folder / name) for name in (MODEL, DESCRIPTION, VOCAB))
     description = released.read_json(file)
@@ -183,8 +233,8 @@ def read_model(folder: str | Path) -> tuple[dict, dict, dict]:
 
 
 def read_custom(path: str | Path, config: dict) -> dict[str, torch.Tensor]:
-    """The GPT's weights (fp32, CPU) of a fine-tuned model's .pth, with or without `xtts.` before its names and an optimizer.
-    Prints the licence. Raises `UsageError`."""
+    """The GPT's weights (fp32, CPU) of a fine-tuned model's .pth, with or without `xtts.` before
+    its names and an optimizer. Prints the licence. Raises `UsageError`."""
     path = Path(path)
     weights = _read_groups(path, ("gpt",))["gpt"]
     _check({"gpt": weights}, config, path)
@@ -194,20 +244,29 @@ def read_custom(path: str | Path, config: dict) -> dict[str, torch.Tensor]:
 
 def _require(path: Path) -> Path:
     if not os.path.isfile(path):
-        raise UsageError(f"{path.parent} lacks {path.name}: a Coqui XTTS-v2 folder has {', '.join(FILES)}")
+        raise UsageError(
+            f"{path.parent} lacks {path.name}: a Coqui XTTS-v2 folder has {', '.join(FILES)}"
+        )
     return path
 
 
 def _read_mel_stats(folder: Path, inner: torch.Tensor | None) -> torch.Tensor:
-    """mel_stats.pth; `inner`, those of model.pth, if there is no such file. Raises `UsageError` if they differ."""
+    """mel_stats.pth; `inner`, those of model.pth, if there is no such file. Raises `UsageError` if
+    they differ."""
     path = folder / MEL_STATS
     if inner is not None and not os.path.isfile(path):
         return inner
     stats = released.floats({MEL_STATS: released.read_pickle(_require(path))}, path)[MEL_STATS]
-    if inner is None or (stats.is_meta and stats.shape == inner.shape):  # a planned run's have no values
+    if inner is None or (
+        stats.is_meta and stats.shape == inner.shape
+    ):  # a planned run's have no values
         return stats
-    if stats.shape != inner.shape or not torch.allclose(stats, inner, rtol=1e-2):  # model.pth may be in 16 bits
-        raise UsageError(f"{path}: it differs from the mel_stats in {MODEL}: take both from the same model")
+    if stats.shape != inner.shape or not torch.allclose(
+        stats, inner, rtol=1e-2
+    ):  # model.pth may be in 16 bits
+        raise UsageError(
+            f"{path}: it differs from the mel_stats in {MODEL}: take both from the same model"
+        )
     return stats
 
 
@@ -218,16 +277,25 @@ def _read_config(description: dict, folder: Path, text: str) -> dict:
     for key, expected in FIXED.items():
         value = args.get(key, False if key == "gpt_use_perceiver_resampler" else expected)
         if type(value) not in (int, float, bool) or value != expected:
-            raise UsageError(f"{folder / DESCRIPTION}: {key} is {str(value)[:20]!r}; XTTS-v2 has {expected} only")
+            raise UsageError(
+                f"{folder / DESCRIPTION}: {key} is {str(value)[:20]!r}; XTTS-v2 has {expected} only"
+            )
     config = dict(SIZES["full"])
     for name, (key, more, default) in ARGS.items():
         value = args.get(key, default)
         config[name] = value + more if type(value) is int else value
     if args.get("decoder_input_dim", 1024) != config["d_model"]:
-        raise UsageError(f"{folder / DESCRIPTION}: decoder_input_dim is not gpt_n_model_channels, the width of the GPT")
+        raise UsageError(
+            f"{folder / DESCRIPTION}: decoder_input_dim is not gpt_n_model_channels, the width of"
+            " the GPT"
+        )
     vocabulary = _vocabulary(text, folder)
     config["codes"] = config["audio_tokens"] - 2 if type(config["audio_tokens"]) is int else None
-    config |= {"text_tokens": vocabulary.size, "start_text": vocabulary.start, "stop_text": vocabulary.stop}
+    config |= {
+        "text_tokens": vocabulary.size,
+        "start_text": vocabulary.start,
+        "stop_text": vocabulary.stop,
+    }
     check_config(config, folder / DESCRIPTION)
     return config
 
@@ -239,7 +307,9 @@ def _vocabulary(text: str, path: str | Path) -> Vocabulary:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _read_groups(path: Path, groups: tuple[str, ...], prefix: str = "") -> dict[str, dict[str, torch.Tensor]]:
+def _read_groups(
+    path: Path, groups: tuple[str, ...], prefix: str = ""
+) -> dict[str, dict[str, torch.Tensor]]:
     """The tensors of the wanted groups by name. `prefix` is put before the names in the file."""
     with torch.serialization.safe_globals([(_Stub, name) for name in PICKLED]):
         content = released.read_pickle(path)
@@ -251,19 +321,30 @@ def _read_groups(path: Path, groups: tuple[str, ...], prefix: str = "") -> dict[
     for old in list(weights):
         tensor = weights.pop(old)
         name = f"{prefix}{str(old)[:200].removeprefix('xtts.')}"
-        name = OLD_WEIGHT_NORM.sub(lambda match: f".parametrizations.weight.original{'gv'.index(match[1])}", name)
+        name = OLD_WEIGHT_NORM.sub(
+            lambda match: f".parametrizations.weight.original{'gv'.index(match[1])}", name
+        )
         if IGNORED.fullmatch(name):
             continue
         if name in kept or name.split(".")[0] not in known:
-            raise UsageError(f"{path}: {str(old)[:60]!r} is {'there twice' if name in kept else 'not part of XTTS-v2'}")
+            raise UsageError(
+                f"{path}: {str(old)[:60]!r} is"
+                f" {'there twice' if name in kept else 'not part of XTTS-v2'}"
+            )
         if name.split(".")[0] in groups:
             kept[name] = tensor
-    size = sum(tensor.numel() * tensor.itemsize for tensor in kept.values() if isinstance(tensor, torch.Tensor))
+    size = sum(
+        tensor.numel() * tensor.itemsize
+        for tensor in kept.values()
+        if isinstance(tensor, torch.Tensor)
+    )
     if size > path.stat().st_size:
         raise UsageError(f"{path} is damaged: its tensors share their data")
     kept = released.floats(kept, path, COUNTER)
     return {
-        group: {name[len(group) + 1 :]: w for name, w in kept.items() if name.split(".")[0] == group}
+        group: {
+            name[len(group) + 1 :]: w for name, w in kept.items() if name.split(".")[0] == group
+        }
         for group in groups
     }
 
@@ -272,7 +353,10 @@ def _check(groups: dict, config: dict, path: str | Path) -> None:
     """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
     embedding = groups["gpt"].get("text_embedding.weight")
     if embedding is not None and embedding.dim() == 2 and len(embedding) != config["text_tokens"]:
-        rows = f"its text embedding has {len(embedding)} rows and {VOCAB} {config['text_tokens']} tokens"
+        rows = (
+            f"its text embedding has {len(embedding)} rows and {VOCAB} {config['text_tokens']}"
+            " tokens"
+        )
         raise UsageError(f"{path}: {rows}: use the {VOCAB} with which these weights were trained")
     shapes = expected_shapes(config)
     for group, tensors in groups.items():
@@ -281,34 +365,56 @@ def _check(groups: dict, config: dict, path: str | Path) -> None:
         released.check_shapes(tensors, shapes[group], f"{path} ({group})", "XTTS-v2")
 
 
-# --- exporting -------------------------------------------------------------------------------------------------------
+# --- exporting ------------------------------------------------------------------------------------
 
 
-def export(folder: str | Path, groups: dict, config: dict, extras: dict, speakers: dict) -> list[str]:
-    """Writes a folder that Coqui's XTTS loads strictly and speaks with, in fp32, and returns the names in it. `speakers`: a
-    reference clip of each, {name: (int16 samples (T,), Hz)}, for speakers/NAME.wav. Replaces an earlier export that nobody
-    has changed or an empty folder, and refuses any other. Raises `UsageError` and `RunError`.
+def export(
+    folder: str | Path, groups: dict, config: dict, extras: dict, speakers: dict
+) -> list[str]:
+    """Writes a folder that Coqui's XTTS loads strictly and speaks with, in fp32, and returns the
+    names in it. `speakers`: a reference clip of each, {name: (int16 samples (T,), Hz)}, for
+    speakers/NAME.wav. Replaces an earlier export that nobody has changed or an empty folder, and
+    refuses any other. Raises `UsageError` and `RunError`.
 
-    `groups` and `extras`: as `read_model` returns them. Settings in `extras["config"]` are kept; it may be empty."""
+    `groups` and `extras`: as `read_model` returns them. Settings in `extras["config"]` are kept; it
+    may be empty."""
     folder = Path(folder)
     check_config(config, "the model to be exported")
     if not config["hifigan"]:
-        raise UsageError("--export: these weights have no vocoder, which Coqui's XTTS needs; a released model has one")
+        raise UsageError(
+            "--export: these weights have no vocoder, which Coqui's XTTS needs; a released model"
+            " has one"
+        )
     if wrong := [name for name, value in CONSTANT.items() if config[name] != value]:
-        raise UsageError(f"--export: {wrong[0]} is {config[wrong[0]]}; Coqui's XTTS has {CONSTANT[wrong[0]]} only")
+        raise UsageError(
+            f"--export: {wrong[0]} is {config[wrong[0]]}; Coqui's XTTS has {CONSTANT[wrong[0]]}"
+            " only"
+        )
     _check(groups, config, "the model to be exported")
     vocabulary = _vocabulary(extras["vocab"], "the model to be exported")
     expected = (config["text_tokens"], config["start_text"], config["stop_text"])
     if (ids := (vocabulary.size, vocabulary.start, vocabulary.stop)) != expected:
-        raise UsageError(f"--export: size, START and STOP are {ids} in the vocabulary, but {expected} in the model")
+        raise UsageError(
+            f"--export: size, START and STOP are {ids} in the vocabulary, but {expected} in the"
+            " model"
+        )
     released.require_export(folder)
-    state = {f"{group}.{name}": w for group in ("gpt", "hifigan_decoder") for name, w in groups[group].items()}
+    state = {
+        f"{group}.{name}": w
+        for group in ("gpt", "hifigan_decoder")
+        for name, w in groups[group].items()
+    }
     parts = {MODEL: state | {"mel_stats": groups["mel_stats"]}, DVAE_FILE: dict(groups["dvae"])}
-    parts = {file: {name: _plain(w) for name, w in tensors.items()} for file, tensors in parts.items()}
+    parts = {
+        file: {name: _plain(w) for name, w in tensors.items()} for file, tensors in parts.items()
+    }
     for tensors in parts.values():
         checkpoint.check_tensors(tensors, "the model to be exported")
     contents = {**parts, MODEL: {"model": parts[MODEL]}, MEL_STATS: parts[MODEL]["mel_stats"]}
-    texts = {DESCRIPTION: json.dumps(settings(config, extras["config"]), indent=2) + "\n", VOCAB: extras["vocab"]}
+    texts = {
+        DESCRIPTION: json.dumps(settings(config, extras["config"]), indent=2) + "\n",
+        VOCAB: extras["vocab"],
+    }
     texts |= {LICENCE_FILE: f"{LICENCE}\n"} if extras["licence"] else {}
 
     def fill(aside: Path) -> None:
@@ -325,10 +431,15 @@ def export(folder: str | Path, groups: dict, config: dict, extras: dict, speaker
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in fp32 on the CPU. A part of a larger storage is copied, because torch.save would write all of it."""
+    """The tensor in fp32 on the CPU. A part of a larger storage is copied, because torch.save would
+    write all of it."""
     kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
     tensor = tensor.detach().to("cpu", kind).contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
+    return (
+        tensor
+        if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+        else tensor.clone()
+    )
 
 
 def _file_names(speakers: dict) -> list[str]:
@@ -344,15 +455,26 @@ def _file_names(speakers: dict) -> list[str]:
 def settings(config: dict, source: dict) -> dict:
     """config.json: the source's with what this model changes, or one that is complete."""
     inference = {
-        "model": "xtts", "audio": {"sample_rate": 22_050, "output_sample_rate": 24_000, "dvae_sample_rate": 22_050},
-        "languages": ["en"], "temperature": 0.75, "length_penalty": 1.0, "repetition_penalty": 5.0, "top_k": 50,
-        "top_p": 0.85, "num_gpt_outputs": 1, "gpt_cond_len": 30, "gpt_cond_chunk_len": 4, "max_ref_len": 30,
+        "model": "xtts",
+        "audio": {"sample_rate": 22_050, "output_sample_rate": 24_000, "dvae_sample_rate": 22_050},
+        "languages": ["en"],
+        "temperature": 0.75,
+        "length_penalty": 1.0,
+        "repetition_penalty": 5.0,
+        "top_k": 50,
+        "top_p": 0.85,
+        "num_gpt_outputs": 1,
+        "gpt_cond_len": 30,
+        "gpt_cond_chunk_len": 4,
+        "max_ref_len": 30,
         "sound_norm_refs": False,
-    }  # fmt: skip
+    }
     args = source.get("model_args", {})
     shape_args = {key: config[name] - more for name, (key, more, _) in ARGS.items()}
     shape_args |= {
-        "gpt_number_text_tokens": config["text_tokens"], "gpt_start_text_token": config["start_text"],
-        "gpt_stop_text_token": config["stop_text"], "decoder_input_dim": config["d_model"],
-    }  # fmt: skip
+        "gpt_number_text_tokens": config["text_tokens"],
+        "gpt_start_text_token": config["start_text"],
+        "gpt_stop_text_token": config["stop_text"],
+        "decoder_input_dim": config["d_model"],
+    }
     return {**inference, **source, "model_args": {**args, **FIXED, **shape_args}}

@@ -1,7 +1,9 @@
-"""XTTS's vocabulary: Coqui's vocab.json, a byte-pair encoding in the format of the library `tokenizers`.
+"""XTTS's vocabulary: Coqui's vocab.json, a byte-pair encoding in the format of the library
+`tokenizers`.
 
-Special tokens stand for the language, which comes first, and for spaces: "[en]how[SPACE]are[SPACE]you". V is the number of
-rows that the model's embedding needs: the largest id plus one."""
+Special tokens stand for the language, which comes first, and for spaces:
+"[en]how[SPACE]are[SPACE]you". V is the number of rows that the model's embedding needs: the largest
+id plus one."""
 
 import itertools
 import json
@@ -20,23 +22,34 @@ _ABSENT = (type(None), lambda value: value in ("", False))
 _TEXT = (lambda text: isinstance(text, str) and text,)
 _FLAGS = dict.fromkeys(("special?", "normalized?", "lstrip?", "rstrip?", "single_word?"), bool)
 _ADDED = {"id": range(MOST_TOKENS), "content": _TEXT, **_FLAGS}
-# Anything else, such as a normaliser, changes what the model was trained on. A pattern can take exponential time.
+# Anything else, such as a normaliser, changes what the model was trained on. A pattern can take
+# exponential time.
 _CONTENT = {
     **dict.fromkeys(("truncation?", "padding?", "normalizer?", "post_processor?"), type(None)),
-    "added_tokens?": (type(None), [_ADDED]), "pre_tokenizer": {"type": {"Whitespace"}},
+    "added_tokens?": (type(None), [_ADDED]),
+    "pre_tokenizer": {"type": {"Whitespace"}},
     "model": {
-        "type?": {"BPE"}, "unk_token": {UNKNOWN}, "fuse_unk?": (type(None), bool),
+        "type?": {"BPE"},
+        "unk_token": {UNKNOWN},
+        "fuse_unk?": (type(None), bool),
         **dict.fromkeys(("dropout?", "continuing_subword_prefix?", "end_of_word_suffix?"), _ABSENT),
         **dict.fromkeys(("byte_fallback?", "ignore_merges?"), _ABSENT),
-        "vocab": lambda vocab: all(text and type(i) is int and 0 <= i < MOST_TOKENS for text, i in vocab.items()),
-        "merges": [lambda pair: len(pair.split(" ") if isinstance(pair, str) else pair) == 2 and "".join(pair)],
+        "vocab": lambda vocab: all(
+            text and type(i) is int and 0 <= i < MOST_TOKENS for text, i in vocab.items()
+        ),
+        "merges": [
+            lambda pair: (
+                len(pair.split(" ") if isinstance(pair, str) else pair) == 2 and "".join(pair)
+            )
+        ],
     },
-}  # fmt: skip
+}
 
 
 class Vocabulary:
-    """Attributes: `size` (V), the ids `start`, `stop` and `unknown`, and `languages`, the codes that have a token. `text`:
-    of vocab.json. `language`: the default of `encode`. Raises `UsageError`."""
+    """Attributes: `size` (V), the ids `start`, `stop` and `unknown`, and `languages`, the codes
+    that have a token. `text`: of vocab.json. `language`: the default of `encode`. Raises
+    `UsageError`."""
 
     def __init__(self, text: str, language: str | None = None):
         tokenizers = require("tokenizers", "the vocabulary")
@@ -44,13 +57,20 @@ class Vocabulary:
         content = _parse(text)
         model = content["model"]
         settings = {
-            key: model[key] for key in ("unk_token", "fuse_unk", "vocab", "merges") if model.get(key) is not None
+            key: model[key]
+            for key in ("unk_token", "fuse_unk", "vocab", "merges")
+            if model.get(key) is not None
         }
-        added = [{**dict.fromkeys(_plain(_FLAGS), False), **token} for token in content.get("added_tokens") or []]
+        added = [
+            {**dict.fromkeys(_plain(_FLAGS), False), **token}
+            for token in content.get("added_tokens") or []
+        ]
         checked = {
-            "version": "1.0", "added_tokens": [{key: token[key] for key in _plain(_ADDED)} for token in added],
-            "pre_tokenizer": {"type": "Whitespace"}, "model": {"type": "BPE", **settings},
-        }  # fmt: skip
+            "version": "1.0",
+            "added_tokens": [{key: token[key] for key in _plain(_ADDED)} for token in added],
+            "pre_tokenizer": {"type": "Whitespace"},
+            "model": {"type": "BPE", **settings},
+        }
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(checked))
         except Exception as error:  # the library raises nothing more special
@@ -62,12 +82,15 @@ class Vocabulary:
                 raise _refused(f"it has no {token}")
         self.size = max(ids.values()) + 1
         self.start, self.stop, self.unknown = ids[START], ids[STOP], ids[UNKNOWN]
-        self.languages = sorted(match[1] for token in self._special if (match := LANGUAGE.fullmatch(token)))
+        self.languages = sorted(
+            match[1] for token in self._special if (match := LANGUAGE.fullmatch(token))
+        )
         self._language = self._require_language(language) if language else None
 
     def encode(self, text: str, language: str | None = None) -> list[int]:
-        """The ids of a text, below V, which begin with the language's and are without START and STOP. Special tokens in the
-        text are tokens, so "[am]..." in English begins with two languages. Raises `UsageError` for an unknown language."""
+        """The ids of a text, below V, which begin with the language's and are without START and
+        STOP. Special tokens in the text are tokens, so "[am]..." in English begins with two
+        languages. Raises `UsageError` for an unknown language."""
         code = self._require_language(language) if language else self._language
         if code is None:
             raise UsageError(f"a text has no language: give one of {', '.join(self.languages)}")
@@ -77,11 +100,20 @@ class Vocabulary:
         """The characters of a text that the vocabulary lacks, in order, each once."""
         spaced = text.replace(" ", SPACE)
         encoding = self._tokenizer.encode(spaced)
-        spans = [span for token, span in zip(encoding.ids, encoding.offsets, strict=True) if token == self.unknown]
-        return list(dict.fromkeys(itertools.chain.from_iterable(spaced[first:last] for first, last in spans)))
+        spans = [
+            span
+            for token, span in zip(encoding.ids, encoding.offsets, strict=True)
+            if token == self.unknown
+        ]
+        return list(
+            dict.fromkeys(
+                itertools.chain.from_iterable(spaced[first:last] for first, last in spans)
+            )
+        )
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of ids below V, without START and STOP. Languages and the unknown token are written out."""
+        """The text of ids below V, without START and STOP. Languages and the unknown token are
+        written out."""
         names = [self._tokenizer.id_to_token(int(token)) or UNKNOWN for token in tokens]
         return "".join(name for name in names if name not in (START, STOP)).replace(SPACE, " ")
 
@@ -93,7 +125,8 @@ class Vocabulary:
         if language not in self.languages:
             known = ", ".join(self.languages) or "none"
             raise UsageError(
-                f"vocab.json has no language {language[:20]!r} (it has {known}): add the token [{language[:20]}]"
+                f"vocab.json has no language {language[:20]!r} (it has {known}): add the token"
+                f" [{language[:20]}]"
             )
         return language
 
@@ -118,8 +151,9 @@ def _parse(text: str) -> dict:
 
 
 def add_tokens(text: str, tokens: list[str]) -> str:
-    """The text of a vocab.json in which `tokens` are special added tokens, which are never split. Those that are in the
-    vocabulary keep their ids, the others get V, V + 1, ... in order. Raises `UsageError`."""
+    """The text of a vocab.json in which `tokens` are special added tokens, which are never split.
+    Those that are in the vocabulary keep their ids, the others get V, V + 1, ... in order. Raises
+    `UsageError`."""
     content, size = _with_all_ids(text)
     added = content["added_tokens"] = content.get("added_tokens") or []
     special, ids = {token["content"] for token in added}, content["model"]["vocab"]
@@ -127,13 +161,20 @@ def add_tokens(text: str, tokens: list[str]) -> str:
         if token in special:
             continue
         size += _number(ids, token, size)
-        added.append({"id": ids[token], "content": token, **dict.fromkeys(_plain(_FLAGS), False), "special": True})
+        added.append(
+            {
+                "id": ids[token],
+                "content": token,
+                **dict.fromkeys(_plain(_FLAGS), False),
+                "special": True,
+            }
+        )
     return _checked(content, size)
 
 
 def add_pieces(text: str, characters: Iterable[str], merges: Iterable[tuple[str, str]]) -> str:
-    """The text of a vocab.json that also has `characters` and, after its own, `merges`, which are pairs of its tokens. New
-    tokens get V, V + 1, ... in order. Raises `UsageError`."""
+    """The text of a vocab.json that also has `characters` and, after its own, `merges`, which are
+    pairs of its tokens. New tokens get V, V + 1, ... in order. Raises `UsageError`."""
     content, size = _with_all_ids(text)
     model = content["model"]
     ids, known = model["vocab"], model["merges"]
@@ -148,8 +189,8 @@ def add_pieces(text: str, characters: Iterable[str], merges: Iterable[tuple[str,
 
 
 def _with_all_ids(text: str) -> tuple[dict, int]:
-    """The content of a vocab.json in which special tokens have ids too, and V. Those that are not in `vocab` are numbered
-    after it, and would move. Raises `UsageError`."""
+    """The content of a vocab.json in which special tokens have ids too, and V. Those that are not
+    in `vocab` are numbered after it, and would move. Raises `UsageError`."""
     before = Vocabulary(text)
     content = _parse(text)
     ids = content["model"]["vocab"]
@@ -166,29 +207,36 @@ def _number(ids: dict[str, int], token: str, size: int) -> int:
 
 def _checked(content: dict, size: int) -> str:
     if size > MOST_TOKENS:
-        raise UsageError(f"the vocabulary would have {size} tokens, and the most is {MOST_TOKENS}: add fewer")
+        raise UsageError(
+            f"the vocabulary would have {size} tokens, and the most is {MOST_TOKENS}: add fewer"
+        )
     text = json.dumps(content, ensure_ascii=False)
     Vocabulary(text)
     return text
 
 
 def learn_merges(words: Mapping[str, int], count: int) -> list[tuple[str, str]]:
-    """The merges of a byte-pair encoding that makes at most `count` tokens of the characters of `words`, which are given with
-    their frequencies. Pairs that occur once are not merged."""
+    """The merges of a byte-pair encoding that makes at most `count` tokens of the characters of
+    `words`, which are given with their frequencies. Pairs that occur once are not merged."""
     tokenizers = require("tokenizers", "the vocabulary")
     if not words:
         return []
     learner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    size = len(set().union(*words)) + min(count, MOST_TOKENS)  # the trainer reserves memory for so many
+    size = len(set().union(*words)) + min(
+        count, MOST_TOKENS
+    )  # the trainer reserves memory for so many
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, min_frequency=2, show_progress=False)
-    learner.train_from_iterator(itertools.chain.from_iterable(map(itertools.repeat, words, words.values())), trainer)
+    learner.train_from_iterator(
+        itertools.chain.from_iterable(map(itertools.repeat, words, words.values())), trainer
+    )
     merges = json.loads(learner.to_str())["model"]["merges"]
     return [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in merges]
 
 
 def new_vocabulary(characters: str, languages: list[str], size: int) -> str:
-    """The text of a vocab.json of `size` rows for a model that starts from random weights: special tokens as in the released
-    one, a token a character, and unused tokens that no text becomes. Raises `UsageError` if `size` is too small."""
+    """The text of a vocab.json of `size` rows for a model that starts from random weights: special
+    tokens as in the released one, a token a character, and unused tokens that no text becomes.
+    Raises `UsageError` if `size` is too small."""
     names = [STOP, UNKNOWN, SPACE, *dict.fromkeys(characters.replace(" ", ""))]
     special = [STOP, UNKNOWN, SPACE, START, *(f"[{language}]" for language in languages)]
     names += [name for name in special if name not in names]
@@ -200,17 +248,32 @@ def new_vocabulary(characters: str, languages: list[str], size: int) -> str:
     ids = {name: i for i, name in enumerate(names)}
     flags = {**dict.fromkeys(_plain(_FLAGS), False), "special": True}
     content = {
-        "version": "1.0", "truncation": None, "padding": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
         "added_tokens": [{"id": ids[name], "content": name, **flags} for name in special],
-        "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
-        "model": {"type": "BPE", "dropout": None, "unk_token": UNKNOWN, "fuse_unk": False, "vocab": ids, "merges": []},
-    }  # fmt: skip
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": UNKNOWN,
+            "fuse_unk": False,
+            "vocab": ids,
+            "merges": [],
+        },
+    }
     return json.dumps(content, ensure_ascii=False)
 
 
 def new_rows(weight: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    """`count` rows for an embedding or head (V, D), or for its bias (V,): drawn from a normal distribution with the mean and
-    the standard deviation that each column has over the existing rows."""
+    """`count` rows for an embedding or head (V, D), or for its bias (V,): drawn from a normal
+    distribution with the mean and the standard deviation that each column has over the existing
+    rows."""
     deviation = weight.std(0, correction=0)
-    noise = torch.randn(count, *weight.shape[1:], generator=generator, dtype=weight.dtype, device=generator.device)
+    noise = torch.randn(
+        count, *weight.shape[1:], generator=generator, dtype=weight.dtype, device=generator.device
+    )
     return weight.mean(0) + deviation * noise.to(weight.device)

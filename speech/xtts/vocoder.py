@@ -1,7 +1,9 @@
-"""Latents of the GPT to a waveform in a speaker's voice: HiFiGAN and the speaker encoder of XTTS-v2.
+"""Latents of the GPT to a waveform in a speaker's voice: HiFiGAN and the speaker encoder of
+XTTS-v2.
 
-HiFiGAN is that of Kong et al. (2020), the speaker encoder is the SE-ResNet of Heo et al. (2020). The tensors have the
-names that are below `hifigan_decoder.` in Coqui's model.pth. Nothing here is trained."""
+HiFiGAN is that of Kong et al. (2020), the speaker encoder is the SE-ResNet of Heo et al. (2020).
+The tensors have the names that are below `hifigan_decoder.` in Coqui's model.pth. Nothing here is
+trained."""
 
 import math
 
@@ -26,7 +28,8 @@ SLOPE, LAST_SLOPE = 0.1, 0.01  # of its leaky ReLU
 
 def _stage(channels: int, width: int, blocks: int, stride: int) -> nn.Sequential:
     return nn.Sequential(
-        SqueezeBlock(channels, width, stride), *(SqueezeBlock(width, width, stride=1) for _ in range(blocks - 1))
+        SqueezeBlock(channels, width, stride),
+        *(SqueezeBlock(width, width, stride=1) for _ in range(blocks - 1)),
     )
 
 
@@ -50,7 +53,8 @@ class HifiDecoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, latents: torch.Tensor, speaker: torch.Tensor) -> torch.Tensor:
-        """Waveforms (B, samples) between -1 and 1, in fp32 or better, about 1,114 samples per code."""
+        """Waveforms (B, samples) between -1 and 1, in fp32 or better, about 1,114 samples per
+        code."""
         with torch.autocast(latents.device.type, enabled=False), full_fp32(latents.device):
             x = upcast(latents).transpose(1, 2)
             # Two steps, each rounded down to whole frames, as the weights were trained.
@@ -60,18 +64,27 @@ class HifiDecoder(nn.Module):
 
     @torch.no_grad()
     def speaker_vector(self, waveforms: torch.Tensor) -> torch.Tensor:
-        """Speaker vectors (B, `speaker`) of length 1 of waveforms (B, T) at 16 kHz, T > 256, in fp32 or better."""
+        """Speaker vectors (B, `speaker`) of length 1 of waveforms (B, T) at 16 kHz, T > 256, in
+        fp32 or better."""
         with torch.autocast(waveforms.device.type, enabled=False), full_fp32(waveforms.device):
             return self.speaker_encoder(upcast(waveforms))
 
 
-# --- HiFiGAN ---------------------------------------------------------------------------------------------------------
+# --- HiFiGAN --------------------------------------------------------------------------------------
 
 
 class WaveformDecoder(nn.Module):
-    """Frames (B, d, F) and a condition (B, `speaker`, 1) to waveforms (B, 1, F * product of `rates`)."""
+    """Frames (B, d, F) and a condition (B, `speaker`, 1) to waveforms (B, 1, F * product of
+    `rates`)."""
 
-    def __init__(self, d_model: int, channels: int, rates: tuple[int, ...], kernels: tuple[int, ...], speaker: int):
+    def __init__(
+        self,
+        d_model: int,
+        channels: int,
+        rates: tuple[int, ...],
+        kernels: tuple[int, ...],
+        speaker: int,
+    ):
         super().__init__()
         self.conv_pre = nn.Conv1d(d_model, channels, 7, padding=3)
         self.cond_layer = nn.Conv1d(speaker, channels, 1)
@@ -79,7 +92,9 @@ class WaveformDecoder(nn.Module):
         self.conds = nn.ModuleList()
         self.resblocks = nn.ModuleList()
         for rate, kernel in zip(rates, kernels, strict=True):
-            up = nn.ConvTranspose1d(channels, channels // 2, kernel, stride=rate, padding=(kernel - rate) // 2)
+            up = nn.ConvTranspose1d(
+                channels, channels // 2, kernel, stride=rate, padding=(kernel - rate) // 2
+            )
             channels //= 2
             self.ups.append(weight_norm(up))
             self.conds.append(nn.Conv1d(speaker, channels, 1))
@@ -103,7 +118,9 @@ class DilatedBlock(nn.Module):
 
         def conv(dilation: int) -> nn.Module:
             padding = dilation * (kernel - 1) // 2
-            return weight_norm(nn.Conv1d(channels, channels, kernel, dilation=dilation, padding=padding))
+            return weight_norm(
+                nn.Conv1d(channels, channels, kernel, dilation=dilation, padding=padding)
+            )
 
         self.convs1 = nn.ModuleList(conv(dilation) for dilation in DILATIONS)
         self.convs2 = nn.ModuleList(conv(1) for _ in DILATIONS)
@@ -114,15 +131,18 @@ class DilatedBlock(nn.Module):
         return x
 
 
-# --- speaker encoder -------------------------------------------------------------------------------------------------
+# --- speaker encoder ------------------------------------------------------------------------------
 
 
 class SpeakerEncoder(nn.Module):
-    """Waveforms (B, T) at 16 kHz to vectors (B, `speaker`) of length 1. It stays in evaluation mode."""
+    """Waveforms (B, T) at 16 kHz to vectors (B, `speaker`) of length 1. It stays in evaluation
+    mode."""
 
     def __init__(self, speaker: int, filters: tuple[int, ...], blocks: tuple[int, ...]):
         super().__init__()
-        with torch.device("cpu"):  # torchaudio reads its filters, which a model without memory (device "meta") has not
+        with torch.device(
+            "cpu"
+        ):  # torchaudio reads its filters, which a model without memory (device "meta") has not
             mel = torchaudio.transforms.MelSpectrogram(
                 SPEAKER_RATE,
                 n_fft=512,
@@ -166,7 +186,8 @@ class SpeakerEncoder(nn.Module):
 
 
 class PreEmphasis(nn.Module):
-    """Waveforms (B, T): subtracts 0.97 times the sample before; the one before the first is the second."""
+    """Waveforms (B, T): subtracts 0.97 times the sample before; the one before the first is the
+    second."""
 
     def __init__(self):
         super().__init__()
@@ -202,7 +223,9 @@ class SqueezeBlock(nn.Module):
 class Squeeze(nn.Module):
     def __init__(self, width: int):
         super().__init__()
-        self.fc = nn.Sequential(nn.Linear(width, width // 8), nn.ReLU(), nn.Linear(width // 8, width), nn.Sigmoid())
+        self.fc = nn.Sequential(
+            nn.Linear(width, width // 8), nn.ReLU(), nn.Linear(width // 8, width), nn.Sigmoid()
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.fc(x.mean((2, 3)))[:, :, None, None]

@@ -17,7 +17,8 @@ def no_plots(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def small_heap():
-    """Recovery from out of memory collects garbage. Here it passes over the objects of the libraries."""
+    """Recovery from out of memory collects garbage. Here it passes over the objects of the
+    libraries."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -32,10 +33,12 @@ def pytest_collection_modifyitems(items) -> None:
 
 @pytest.fixture
 def in_processes():
-    """in_processes(function, arguments, count) runs `function(rank, *arguments)` in new processes. A server that has
-    imported torch forks them, so they start in a fraction of a second."""
+    """in_processes(function, arguments, count) runs `function(rank, *arguments)` in new processes.
+    A server that has imported torch forks them, so they start in a fraction of a second."""
 
     def start(function, arguments: tuple, count: int) -> None:
-        torch.multiprocessing.start_processes(function, arguments, nprocs=count, start_method="forkserver")
+        torch.multiprocessing.start_processes(
+            function, arguments, nprocs=count, start_method="forkserver"
+        )
 
     return start

@@ -1,4 +1,5 @@
-"""Windows as a pure function of seed and epoch, the worker processes that prepare them, padding, splitting."""
+"""Windows as a pure function of seed and epoch, the worker processes that prepare them, padding,
+splitting."""
 
 import itertools
 import math
@@ -25,7 +26,7 @@ from tests import processes, toy
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# --- planning --------------------------------------------------------------------------------------------------------
+# --- planning -------------------------------------------------------------------------------------
 
 
 def lengths(count: int, seed: int) -> np.ndarray:
@@ -41,7 +42,9 @@ def test_every_utterance_once_an_epoch(count, size, seed, epoch):
     plan = batches.plan_epoch(seconds, size, seed, epoch)
     assert sorted(np.concatenate(plan).tolist()) == list(range(count))
     assert len(plan) == math.ceil(count / size)
-    assert sorted(map(len, plan))[1:] == [size] * (len(plan) - 1)  # at most one is smaller, none is empty
+    assert sorted(map(len, plan))[1:] == [size] * (
+        len(plan) - 1
+    )  # at most one is smaller, none is empty
     again = batches.plan_epoch(seconds.copy(), size, seed, epoch)
     assert all(np.array_equal(a, b) for a, b in zip(plan, again, strict=True))
     if epoch == 0:
@@ -59,14 +62,18 @@ def test_what_other_window_sizes_have_seen_is_left_out(count, parts, seed, epoch
         seen += [index for window in plan for index in window.tolist()]
         done.append([size, len(plan)])
     rest = batches.plan_epoch(seconds, 7, seed, epoch, iter(done))
-    assert sorted(seen + [index for window in rest for index in window.tolist()]) == list(range(count))
+    assert sorted(seen + [index for window in rest for index in window.tolist()]) == list(
+        range(count)
+    )
     assert len(rest) == math.ceil((count - len(seen)) / 7)
 
 
 def test_seeds_and_epochs_have_their_own_order():
     seconds = lengths(500, 0)
     plans = [
-        tuple(np.concatenate(batches.plan_epoch(seconds, 8, seed, epoch))) for seed in (1, 2) for epoch in (0, 1, 2)
+        tuple(np.concatenate(batches.plan_epoch(seconds, 8, seed, epoch)))
+        for seed in (1, 2)
+        for epoch in (0, 1, 2)
     ]
     assert len(set(plans)) == 6
 
@@ -79,16 +86,28 @@ def test_windows_hold_similar_lengths_and_come_in_random_order():
     assert padding < 0.05 < 0.4 < 1 - seconds.sum() / (8 * seconds[random].max(axis=1).sum())
     means = [seconds[window].mean() for window in plan]
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.1
-    epochs = [frozenset(map(int, window)) for epoch in (1, 2) for window in batches.plan_epoch(seconds, 8, 1, epoch)]
+    epochs = [
+        frozenset(map(int, window))
+        for epoch in (1, 2)
+        for window in batches.plan_epoch(seconds, 8, 1, epoch)
+    ]
     assert len(set(epochs)) > 0.99 * len(epochs)  # every epoch has other windows
 
 
-@given(count=st.integers(1, 60), size=st.integers(1, 12), cap=st.none() | st.floats(0.5, 60), ranks=st.integers(1, 5), seed=small)  # fmt: skip
+@given(
+    count=st.integers(1, 60),
+    size=st.integers(1, 12),
+    cap=st.none() | st.floats(0.5, 60),
+    ranks=st.integers(1, 5),
+    seed=small,
+)
 def test_cut_window(count, size, cap, ranks, seed):
     seconds = lengths(100, seed)
     window = np.random.default_rng(seed).permutation(100)[:count]
     shares = [batches.cut_window(window, seconds, size, cap, rank, ranks) for rank in range(ranks)]
-    assert sorted(index for share in shares for batch in share for index in batch) == sorted(window.tolist())
+    assert sorted(index for share in shares for batch in share for index in batch) == sorted(
+        window.tolist()
+    )
     counts = [sum(map(len, share)) for share in shares]
     assert max(counts) - min(counts) <= 1
     for share in shares:
@@ -101,11 +120,14 @@ def test_cut_window(count, size, cap, ranks, seed):
             assert len(share) == math.ceil(sum(map(len, share)) / size)
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def collate(items: list[dict]) -> dict:
-    batch = {"names": [item["name"] for item in items], "seconds": [item["seconds"] for item in items]}
+    batch = {
+        "names": [item["name"] for item in items],
+        "seconds": [item["seconds"] for item in items],
+    }
     batch["values"], batch["values_lengths"] = batches.pad([item["values"] for item in items])
     batch["labels"], batch["labels_lengths"] = batches.pad([item["labels"] for item in items], -100)
     batch["masks"] = torch.stack([torch.full((2, 2), float(len(item["values"]))) for item in items])
@@ -114,7 +136,12 @@ def collate(items: list[dict]) -> dict:
 
 
 def item(name: str, samples: int, labels: int = 3) -> dict:
-    return {"name": name, "seconds": float(samples), "values": torch.full((samples,), 1.0 + samples), "labels": torch.arange(labels)}  # fmt: skip
+    return {
+        "name": name,
+        "seconds": float(samples),
+        "values": torch.full((samples,), 1.0 + samples),
+        "labels": torch.arange(labels),
+    }
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20), most=st.integers(1, 20))
@@ -135,7 +162,10 @@ def test_split_batch_keeps_every_row_and_trims(sizes, most):
                 assert length == batch[f"{key}_lengths"][row]
                 assert torch.equal(piece[key][i, :length], batch[key][row, :length])
                 assert (piece[key][i, length:] == (0 if key == "values" else -100)).all()
-            assert torch.equal(piece["masks"][i], batch["masks"][row]) and piece["seconds"][i] == batch["seconds"][row]
+            assert (
+                torch.equal(piece["masks"][i], batch["masks"][row])
+                and piece["seconds"][i] == batch["seconds"][row]
+            )
             row += 1
 
 
@@ -144,17 +174,18 @@ def test_to_device_keeps_the_lengths_on_the_host():
     moved = list(batches.to_device(made, torch.device("cpu")))
     assert [batch["names"] for batch in moved] == [["a", "b"], ["c"]]
     assert all(
-        batch["values_lengths_host"] is before["values_lengths"] for batch, before in zip(moved, made, strict=True)
+        batch["values_lengths_host"] is before["values_lengths"]
+        for batch, before in zip(moved, made, strict=True)
     )
     assert list(batches.to_device([], torch.device("cpu"))) == []
 
 
-# --- windows and their workers ---------------------------------------------------------------------------------------
+# --- windows and their workers --------------------------------------------------------------------
 
 
 class Clips:
-    """A data set of utterances with the given lengths. Their names are "index/epoch". `trouble` maps an index to a function
-    that is called before the utterance is loaded."""
+    """A data set of utterances with the given lengths. Their names are "index/epoch". `trouble`
+    maps an index to a function that is called before the utterance is loaded."""
 
     def __init__(self, seconds: np.ndarray, trouble: dict | None = None):
         self.lengths, self.trouble = seconds, trouble or {}
@@ -192,7 +223,8 @@ def refuse() -> None:
 
 
 def bad(path: str):
-    """A function that fails as the reader of a bad file does: with a `DataError` that has the path."""
+    """A function that fails as the reader of a bad file does: with a `DataError` that has the
+    path."""
 
     def load() -> None:
         error = DataError(f"{path} is truncated")
@@ -202,8 +234,12 @@ def bad(path: str):
     return load
 
 
-def windows(data: Clips, *flags: str, workers: int = 0, rank: int = 0, ranks: int = 1) -> batches.Windows:
-    args = toy.make_args("unused", "--batch_size", "2", "--gradient_accumulation_steps", "3", *flags)
+def windows(
+    data: Clips, *flags: str, workers: int = 0, rank: int = 0, ranks: int = 1
+) -> batches.Windows:
+    args = toy.make_args(
+        "unused", "--batch_size", "2", "--gradient_accumulation_steps", "3", *flags
+    )
     return batches.Windows(args, data, collate, Setup(ranks=Ranks(rank, ranks), workers=workers))
 
 
@@ -229,7 +265,8 @@ ADVICE = "; fix or remove it, or skip such files with --skip_bad_audio"
 
 
 def exactly(message: str) -> str:
-    """A pattern for `match`. (A test that kept the error would keep the loader too, which then waits for its workers.)"""
+    """A pattern for `match`. (A test that kept the error would keep the loader too, which then
+    waits for its workers.)"""
     return f"^{re.escape(message)}$"
 
 
@@ -239,12 +276,18 @@ def test_windows_come_in_order_and_continue_from_any_position(workers, no_hang):
     made = windows(data, workers=workers)
     assert made.per_epoch == 4 and made.window_size == 6
     taken = take(made.iterate(), 8)
-    assert [(w.epoch, w.number, w.last) for w in taken] == [(e, n, n == 3) for e in (0, 1) for n in range(4)]
+    assert [(w.epoch, w.number, w.last) for w in taken] == [
+        (e, n, n == 3) for e in (0, 1) for n in range(4)
+    ]
     assert sorted(len(names(window)) for window in taken[:4]) == [2, 6, 6, 6]
     for epoch in (0, 1):
         seen = [name for window in taken[4 * epoch :][:4] for name in names(window)]
-        assert sorted(seen, key=lambda name: int(name.split("/")[0])) == [f"{i}/{epoch}" for i in range(20)]
-    assert [names(window) for window in take(made.iterate(0, 3), 3)] == [names(window) for window in taken[3:6]]
+        assert sorted(seen, key=lambda name: int(name.split("/")[0])) == [
+            f"{i}/{epoch}" for i in range(20)
+        ]
+    assert [names(window) for window in take(made.iterate(0, 3), 3)] == [
+        names(window) for window in taken[3:6]
+    ]
     smaller = windows(data, "--gradient_accumulation_steps", "1", workers=workers)
     count = (20 - len(flat(map(names, taken[:2])))) // 2
     rest = take(smaller.iterate(0, 0, [[6, 2]]), count + 1)
@@ -276,8 +319,13 @@ def test_total_steps():
     made = windows(clips(100))
     assert made.total_steps(toy.make_args("unused", "--num_epochs", "3")) == 3 * 17
     assert made.total_steps(toy.make_args("unused", "--num_epochs", "3", "--max_steps", "20")) == 20
-    assert made.total_steps(toy.make_args("unused", "--num_epochs", "3", "--max_steps", "2000")) == 3 * 17
-    assert made.total_steps(toy.make_args("unused", "--num_epochs", "3"), (5, 1)) == 5 + 2 * 17  # other data before
+    assert (
+        made.total_steps(toy.make_args("unused", "--num_epochs", "3", "--max_steps", "2000"))
+        == 3 * 17
+    )
+    assert (
+        made.total_steps(toy.make_args("unused", "--num_epochs", "3"), (5, 1)) == 5 + 2 * 17
+    )  # other data before
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -290,14 +338,20 @@ def test_a_bad_file_stops_the_run_with_its_name(no_hang, workers):
 def test_bad_files_are_skipped_counted_and_named(no_hang, workers):
     trouble = {3: bad("three.wav"), 7: bad("seven.wav")}
     taken = take(windows(clips(20, trouble), "--skip_bad_audio", workers=workers).iterate(), 4)
-    assert sorted(flat(map(names, taken))) == sorted(f"{i}/0" for i in range(20) if i not in trouble)
+    assert sorted(flat(map(names, taken))) == sorted(
+        f"{i}/0" for i in range(20) if i not in trouble
+    )
     skipped = dict(flat(window.skipped for window in taken))
     assert skipped == {"three.wav": "three.wav is truncated", "seven.wav": "seven.wav is truncated"}
 
 
 def test_a_window_of_bad_files_only_is_empty():
     (window,) = take(windows(clips(4, everywhere(bad("a.wav"))), "--skip_bad_audio").iterate(), 1)
-    assert window.micro_batches == [] and [name for name, _ in window.skipped] == ["a.wav"] * 4 and window.last
+    assert (
+        window.micro_batches == []
+        and [name for name, _ in window.skipped] == ["a.wav"] * 4
+        and window.last
+    )
 
 
 def test_a_recipe_may_refuse_an_utterance_without_naming_a_file():
@@ -317,7 +371,8 @@ def test_a_worker_that_dies_is_one_line(no_hang, watchful):
 
 
 def test_a_worker_that_dies_later_is_noticed_when_its_data_are_needed(no_hang, watchful):
-    """Not in the middle of a computation of the main process, as with torch's own signal handler."""
+    """Not in the middle of a computation of the main process, as with torch's own signal
+    handler."""
     others = multiprocessing.active_children()
     source = windows(clips(20), workers=1).iterate()
     next(source)
@@ -345,7 +400,8 @@ raise error
 
 
 def test_an_error_while_workers_run_ends_the_process():
-    """Workers ignore SIGTERM, which multiprocessing sends to them at exit before it waits for them."""
+    """Workers ignore SIGTERM, which multiprocessing sends to them at exit before it waits for
+    them."""
     process = processes.start(["-c", HELD], ROOT)
     _, err = process.communicate()
     assert process.returncode == 1 and err.endswith("ValueError: the end\n")
@@ -355,7 +411,8 @@ def test_an_error_while_workers_run_ends_the_process():
 def test_a_bug_keeps_its_traceback(no_hang, workers):
     with pytest.raises(RuntimeError, match="in stumble" if workers else "^a bug$"):
         take(windows(clips(20, everywhere(stumble)), workers=workers).iterate(), 1)
-    batches._end_workers()  # a reference cycle in torch keeps the loader, which would wait 5 s for its worker
+    # a reference cycle in torch keeps the loader, which would wait 5 s for its worker
+    batches._end_workers()
 
 
 def test_many_micro_batches_do_not_run_out_of_files(no_hang):
@@ -363,7 +420,9 @@ def test_many_micro_batches_do_not_run_out_of_files(no_hang):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
     try:
-        made = windows(clips(72), "--batch_size", "1", "--gradient_accumulation_steps", "12", workers=2)
+        made = windows(
+            clips(72), "--batch_size", "1", "--gradient_accumulation_steps", "12", workers=2
+        )
         source = made.iterate()
         next(source)
         time.sleep(0.3)  # meanwhile the workers fill their queues
@@ -372,12 +431,16 @@ def test_many_micro_batches_do_not_run_out_of_files(no_hang):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-# --- evaluation ------------------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
-def evaluation(data: Clips, *flags: str, workers: int = 0, rank: int = 0, ranks: int = 1) -> batches.EvalBatches:
+def evaluation(
+    data: Clips, *flags: str, workers: int = 0, rank: int = 0, ranks: int = 1
+) -> batches.EvalBatches:
     args = toy.make_args("unused", "--eval_batch_size", "4", *flags)
-    return batches.EvalBatches(args, data, collate, Setup(ranks=Ranks(rank, ranks), workers=workers))
+    return batches.EvalBatches(
+        args, data, collate, Setup(ranks=Ranks(rank, ranks), workers=workers)
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -391,13 +454,20 @@ def test_evaluation_covers_everything_every_time(no_hang, workers):
     assert sorted(flat(shares)) == sorted(f"{i}/0" for i in range(23))
     assert shares[0][0] == f"{data.lengths.argmax()}/0"
     whole = made.whole()
-    assert flat(batch["names"] for batch in whole) == [f"{i}/0" for i in np.argsort(-data.lengths, kind="stable")]
+    assert flat(batch["names"] for batch in whole) == [
+        f"{i}/0" for i in np.argsort(-data.lengths, kind="stable")
+    ]
     assert whole.whole() is whole
 
 
 @pytest.mark.parametrize(
     "workers, flags, expected",
-    [(0, (), (0, False)), (1, (), (1, True)), (9, (), (2, True)), (1, ("--no_persistent_workers",), (1, False))],
+    [
+        (0, (), (0, False)),
+        (1, (), (1, True)),
+        (9, (), (2, True)),
+        (1, ("--no_persistent_workers",), (1, False)),
+    ],
 )
 def test_evaluation_has_no_more_workers_than_batches(workers, flags, expected):
     loader = evaluation(clips(23), "--eval_batch_size", "20", *flags, workers=workers).loader

@@ -1,4 +1,5 @@
-"""Checkpoints are atomic and rotated; hostile files are refused, damaged ones reported; the disk may be full."""
+"""Checkpoints are atomic and rotated; hostile files are refused, damaged ones reported; the disk
+may be full."""
 
 import json
 import os
@@ -26,10 +27,15 @@ def content(step=1, model=WEIGHTS, **progress):
     """What the loop saves."""
     zeros = torch.zeros_like(model["w"])
     return {
-        "recipe": "r", "metadata": {"recipe": "r"}, "model": dict(model),
-        "optimizer": {"w": {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros}}, "scaler": None, "args": {},
-        "rng": [rng_state(torch.device("cpu"))], "progress": {**start_progress(), "step": step, **progress},
-    }  # fmt: skip
+        "recipe": "r",
+        "metadata": {"recipe": "r"},
+        "model": dict(model),
+        "optimizer": {"w": {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros}},
+        "scaler": None,
+        "args": {},
+        "rng": [rng_state(torch.device("cpu"))],
+        "progress": {**start_progress(), "step": step, **progress},
+    }
 
 
 def save(folder, step):
@@ -65,7 +71,10 @@ def test_other_names_in_the_folder_are_not_touched(tmp_path):
         save(tmp_path, step)
     assert checkpoint.resume("auto", tmp_path, "r")["progress"]["step"] == 123_456_789
     checkpoint.make_room(tmp_path, tmp_path / "logs")
-    assert all((tmp_path / name).read_text() == "mine" for name in names) and (tmp_path / "x.tmp").is_dir()
+    assert (
+        all((tmp_path / name).read_text() == "mine" for name in names)
+        and (tmp_path / "x.tmp").is_dir()
+    )
 
 
 def damage(path, how):
@@ -101,7 +110,9 @@ class Payload:
         return os.system, (f"touch {self.path}",)
 
 
-@pytest.mark.parametrize("write", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
+@pytest.mark.parametrize(
+    "write", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))]
+)
 def test_a_pickle_payload_is_refused_and_never_run(tmp_path, write):
     path = tmp_path / "evil.pt"
     write({"format": checkpoint.FORMAT, "recipe": "r", "x": Payload(tmp_path / "ran")}, path)
@@ -115,12 +126,17 @@ def test_a_pickle_payload_is_refused_and_never_run(tmp_path, write):
 def test_what_is_not_a_checkpoint_is_answered_in_one_line(tmp_path):
     torch.save({"model_state_dict": {}, "epoch": 15}, tmp_path / "checkpoint_epoch_15.pt")
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
-    torch.save({"model_state_dict": {}}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"model_state_dict": {}}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False
+    )
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "best.safetensors").touch()
     save(tmp_path, 7)
     for name, message in [
-        ("checkpoint_epoch_15.pt", "is not a checkpoint of this project .it holds: model_state_dict, epoch"),
+        (
+            "checkpoint_epoch_15.pt",
+            "is not a checkpoint of this project .it holds: model_state_dict, epoch",
+        ),
         ("tensor.pt", "is not a checkpoint of this project .it holds: Tensor"),
         ("legacy.pt", "is not a checkpoint of this project"),
         ("notes.txt", "is not a file of torch.save"),
@@ -141,7 +157,8 @@ def test_auto_starts_a_new_run_if_there_is_no_checkpoint(tmp_path, capsys):
 
 
 def lock_elsewhere(folder) -> str:
-    """Tries to lock the folder in another process, which does not inherit record locks, and returns the error or ""."""
+    """Tries to lock the folder in another process, which does not inherit record locks, and returns
+    the error or ""."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -159,7 +176,9 @@ def lock_elsewhere(folder) -> str:
 
 def test_a_second_run_on_the_same_folder_is_told_so(tmp_path):
     lock = checkpoint.lock_folder(tmp_path, "--checkpoint_dir")
-    assert f"{tmp_path} is in use by another run (process {os.getpid()})" in lock_elsewhere(tmp_path)
+    assert f"{tmp_path} is in use by another run (process {os.getpid()})" in lock_elsewhere(
+        tmp_path
+    )
     lock.close()
     assert lock_elsewhere(tmp_path) == ""
 
@@ -197,7 +216,9 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_what_is_missing(tm
         with pytest.raises(RunError, match=r"cannot save .*00000002\.pt: .*MiB free.*unharmed"):
             checkpoint.save(tmp_path, 2, content(2, {"w": torch.zeros(10**6)}), keep_last=3)
         with pytest.raises(RunError, match=r"cannot save .*best"):
-            checkpoint.save_weights(tmp_path / "best.safetensors", torch.nn.Linear(1000, 1000), {"recipe": "r"}, {})
+            checkpoint.save_weights(
+                tmp_path / "best.safetensors", torch.nn.Linear(1000, 1000), {"recipe": "r"}, {}
+            )
         assert [p.name for p in tmp_path.iterdir()] == [good.name]
         assert checkpoint.resume("auto", tmp_path, "r")["progress"]["step"] == 1
     finally:
@@ -212,7 +233,11 @@ def test_an_unwritable_folder_is_answered_in_one_line(tmp_path):
 
 def test_best_weights_are_one_file_that_rebuilds_the_model(tmp_path):
     model, other = toy.Network(), toy.Network()
-    metadata = {"recipe": toy.RECIPE, "config": {"width": 8}, "tokenizer": {"characters": ["ह", "ा"]}}
+    metadata = {
+        "recipe": toy.RECIPE,
+        "config": {"width": 8},
+        "tokenizer": {"characters": ["ह", "ा"]},
+    }
     path = tmp_path / "best.safetensors"
     checkpoint.save_weights(path, model, metadata, {"cer": 0.5})
     assert json.loads(path.with_suffix(".json").read_text()) == {"cer": 0.5}
@@ -233,14 +258,23 @@ def test_best_weights_are_one_file_that_rebuilds_the_model(tmp_path):
 
 def test_weights_to_use_are_those_of_resume_or_the_best(tmp_path):
     args = toy.make_args(tmp_path)
-    with pytest.raises(UsageError, match=r"no weights at .*best\.safetensors: train first, or name them with --resume"):
+    with pytest.raises(
+        UsageError,
+        match=r"no weights at .*best\.safetensors: train first, or name them with --resume",
+    ):
         checkpoint.weights_to_use(args, toy.RECIPE)
     args.checkpoint_dir.mkdir()
     models = {name: toy.Network() for name in ("best", "other")}
     for name, model in models.items():
-        checkpoint.save_weights(args.checkpoint_dir / f"{name}.safetensors", model, {"recipe": toy.RECIPE}, {})
+        checkpoint.save_weights(
+            args.checkpoint_dir / f"{name}.safetensors", model, {"recipe": toy.RECIPE}, {}
+        )
     other = str(args.checkpoint_dir / "other.safetensors")
-    for flags, name in (((), "best"), (("--resume", "auto"), "best"), (("--resume", other), "other")):
+    for flags, name in (
+        ((), "best"),
+        (("--resume", "auto"), "best"),
+        (("--resume", other), "other"),
+    ):
         tensors, _ = checkpoint.weights_to_use(toy.make_args(tmp_path, *flags), toy.RECIPE)
         assert torch.equal(tensors["output.weight"], models[name].output.weight)
 
@@ -254,10 +288,14 @@ def test_init_from_takes_what_fits(tmp_path, capsys):
     checkpoint.initialise(larger, tensors, "a.safetensors")
     assert torch.equal(larger.layers[0][0].weight, model.layers[0][0].weight)
     new = "layers.2.0.bias, layers.2.0.weight, output.bias, output.weight"
-    assert capsys.readouterr().out == f"initialised 6 of 10 tensors from a.safetensors; new: {new}\n"
+    assert (
+        capsys.readouterr().out == f"initialised 6 of 10 tensors from a.safetensors; new: {new}\n"
+    )
     with pytest.raises(UsageError, match="none of its"):
         checkpoint.initialise(torch.nn.Linear(2, 2), tensors, "a.safetensors")
-    with pytest.raises(UsageError, match=r"do not fit this model \(Missing key.*--init_from") as caught:
+    with pytest.raises(
+        UsageError, match=r"do not fit this model \(Missing key.*--init_from"
+    ) as caught:
         checkpoint.load_weights(larger, tensors)
     assert "\n" not in str(caught.value)
 
@@ -269,7 +307,9 @@ def test_optimizer_states_exist_from_the_start_and_survive_regrouping():
     assert torch.equal(toy.weights(model), before)
     assert len(optimizer.state) == len(list(model.parameters()))
     assert all(float(state["step"]) == 0 for state in optimizer.state.values())
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    decayed = {
+        id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]
+    }
     assert all((id(p) in decayed) == (p.dim() > 1) for p in model.parameters())
     for p in model.parameters():
         p.grad = torch.randn_like(p)
@@ -290,7 +330,11 @@ def test_averaging_the_last_and_the_best(tmp_path):
         model = {"w": torch.full((3,), value), "n": torch.tensor(step)}
         checkpoint.save(tmp_path, step, content(step, model, evaluations=evaluations), keep_last=9)
     last, steps = checkpoint.average(tmp_path, 2, "last", "r")
-    assert steps == [4, 3] and torch.equal(last["w"], torch.full((3,), 8.5)) and last["w"].dtype == torch.float32
+    assert (
+        steps == [4, 3]
+        and torch.equal(last["w"], torch.full((3,), 8.5))
+        and last["w"].dtype == torch.float32
+    )
     best, steps = checkpoint.average(tmp_path, 2, "best", "r")
     assert steps == [3, 1] and torch.equal(best["w"], torch.full((3,), 5.5))
     assert checkpoint.average(tmp_path, 100, "last", "r")[1] == [4, 3, 2, 1]
@@ -298,7 +342,7 @@ def test_averaging_the_last_and_the_best(tmp_path):
         checkpoint.average(tmp_path / "empty", 2, "last", "r")
 
 
-# --- files that were damaged or altered ------------------------------------------------------------------------------
+# --- files that were damaged or altered -----------------------------------------------------------
 
 
 def put(place: tuple, value):
@@ -318,25 +362,58 @@ def put(place: tuple, value):
 NAN, ONE = torch.tensor([1.0, float("nan")]), torch.ones(1)
 STATE = {"step": torch.tensor(1.0), "exp_avg": torch.ones(5000), "exp_avg_sq": torch.ones(5000)}
 ALTERED = [
-    *(put((key,), ...) for key in ("recipe", "metadata", "model", "optimizer", "rng", "progress", "scaler")),
-    *(put((key,), 3) for key in ("recipe", "metadata", "model", "optimizer", "rng", "progress", "scaler")),
-    *(put(("progress", key), ...) for key in ("step", "epoch", "window", "done", "limits", "best", "evaluations")),
-    *(put(("progress", key), -1) for key in ("step", "epoch", "window", "window_size", "best_step", "bad_in_a_row")),
+    *(
+        put((key,), ...)
+        for key in ("recipe", "metadata", "model", "optimizer", "rng", "progress", "scaler")
+    ),
+    *(
+        put((key,), 3)
+        for key in ("recipe", "metadata", "model", "optimizer", "rng", "progress", "scaler")
+    ),
+    *(
+        put(("progress", key), ...)
+        for key in ("step", "epoch", "window", "done", "limits", "best", "evaluations")
+    ),
+    *(
+        put(("progress", key), -1)
+        for key in ("step", "epoch", "window", "window_size", "best_step", "bad_in_a_row")
+    ),
     *(put(("progress", "step"), value) for value in (1.5, "1", True, None, 1 << 60, float("nan"))),
-    put(("progress", "done"), [[1, "x"]]), put(("progress", "done"), [[-1, 2]]), put(("progress", "limits"), {1: 0}),
-    put(("progress", "limits"), {"a": 1}), put(("progress", "evaluations"), [[1]]), put(("progress", "evaluations"), [["a", 1]]),
-    put(("progress", "best"), "low"), put(("progress", "data"), 3), put(("progress", "last_evaluation"), -2),
-    put(("rng",), [3]), put(("rng", 0, "torch"), ONE), put(("rng", 0, "torch"), ...), put(("rng", 0, "python"), [3, [1], None]),
-    put(("rng", 0, "numpy"), ["MT19937", ONE, 0, 0, 0.0]), put(("rng", 0, "numpy"), ["x"]), put(("rng", 0, "cuda"), 3),
-    put(("scaler",), {"scale": -1.0, "_growth_tracker": 0}), put(("scaler",), {}), put(("model", "w"), 3), put(("model", 3), ONE),
-    put(("model", "w"), NAN), put(("model", "w"), torch.ones(1).expand(10**12)), put(("model", "w"), torch.ones(2).to_sparse()),
-    put(("optimizer",), {"w": {**STATE, "exp_avg": NAN}}), put(("optimizer",), {"w": {**STATE, "exp_avg_sq": ONE}}),
-    put(("optimizer",), {"w": {**STATE, "step": torch.ones(2)}}), put(("optimizer",), {"w": {"step": ONE}}),
-    put(("model", "w"), torch.ones(5000).to(torch.float8_e4m3fn)), put(("model", "w"), torch.ones(5000).to(torch.float8_e5m2)),
-    put(("model", "w"), torch.ones(5000, device="meta")), put(("model", "w"), torch.tensor([1.0, float("-inf")])),
-    put(("optimizer",), {"w": 3}), put(("optimizer",), {3: STATE}),
+    put(("progress", "done"), [[1, "x"]]),
+    put(("progress", "done"), [[-1, 2]]),
+    put(("progress", "limits"), {1: 0}),
+    put(("progress", "limits"), {"a": 1}),
+    put(("progress", "evaluations"), [[1]]),
+    put(("progress", "evaluations"), [["a", 1]]),
+    put(("progress", "best"), "low"),
+    put(("progress", "data"), 3),
+    put(("progress", "last_evaluation"), -2),
+    put(("rng",), [3]),
+    put(("rng", 0, "torch"), ONE),
+    put(("rng", 0, "torch"), ...),
+    put(("rng", 0, "python"), [3, [1], None]),
+    put(("rng", 0, "numpy"), ["MT19937", ONE, 0, 0, 0.0]),
+    put(("rng", 0, "numpy"), ["x"]),
+    put(("rng", 0, "cuda"), 3),
+    put(("scaler",), {"scale": -1.0, "_growth_tracker": 0}),
+    put(("scaler",), {}),
+    put(("model", "w"), 3),
+    put(("model", 3), ONE),
+    put(("model", "w"), NAN),
+    put(("model", "w"), torch.ones(1).expand(10**12)),
+    put(("model", "w"), torch.ones(2).to_sparse()),
+    put(("optimizer",), {"w": {**STATE, "exp_avg": NAN}}),
+    put(("optimizer",), {"w": {**STATE, "exp_avg_sq": ONE}}),
+    put(("optimizer",), {"w": {**STATE, "step": torch.ones(2)}}),
+    put(("optimizer",), {"w": {"step": ONE}}),
+    put(("model", "w"), torch.ones(5000).to(torch.float8_e4m3fn)),
+    put(("model", "w"), torch.ones(5000).to(torch.float8_e5m2)),
+    put(("model", "w"), torch.ones(5000, device="meta")),
+    put(("model", "w"), torch.tensor([1.0, float("-inf")])),
+    put(("optimizer",), {"w": 3}),
+    put(("optimizer",), {3: STATE}),
     put(("optimizer",), {"w": {**STATE, "exp_avg": torch.ones(5000, dtype=torch.uint8)}}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("alter", ALTERED, ids=range(len(ALTERED)))
@@ -348,7 +425,10 @@ def test_an_altered_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, 
     assert checkpoint.resume("auto", tmp_path, "r")["progress"]["step"] == 2
     alter(altered)
     checkpoint.save(tmp_path, 2, altered, keep_last=3)
-    for read in (lambda: checkpoint.resume(str(path), tmp_path, "r"), lambda: checkpoint.read_weights(path, "r")):
+    for read in (
+        lambda: checkpoint.resume(str(path), tmp_path, "r"),
+        lambda: checkpoint.read_weights(path, "r"),
+    ):
         with pytest.raises(UsageError, match=r"00000002\.pt( is damaged)?: ") as refused:
             read()
         assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
@@ -358,7 +438,10 @@ def test_an_altered_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, 
 
 def test_a_zip_bomb_is_refused_before_it_is_decompressed(tmp_path):
     path = save(tmp_path, 1)
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as target:
+    with (
+        zipfile.ZipFile(path) as source,
+        zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as target,
+    ):
         for name in source.namelist():
             target.writestr(name, source.read(name) if "/data/" not in name else bytes(1 << 24))
     with pytest.raises(UsageError, match="is damaged"):
@@ -374,15 +457,33 @@ def test_a_pipe_is_refused_without_waiting(tmp_path, no_hang):
     assert checkpoint.resume("auto", tmp_path, "r") is None
 
 
-@pytest.mark.parametrize("metadata", [
-    None, "", "{", "[]", "3", "null", '"x"', "[" * 100_000, "{}", '{"recipe": 3}', '{"recipe": "toy"}', '{"recipe": "toy", "size": "8"}',
-    '{"recipe": "toy", "size": -1}', '{"recipe": "toy", "size": true}', '{"recipe": "toy", "size": 1e999}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        "",
+        "{",
+        "[]",
+        "3",
+        "null",
+        '"x"',
+        "[" * 100_000,
+        "{}",
+        '{"recipe": 3}',
+        '{"recipe": "toy"}',
+        '{"recipe": "toy", "size": "8"}',
+        '{"recipe": "toy", "size": -1}',
+        '{"recipe": "toy", "size": true}',
+        '{"recipe": "toy", "size": 1e999}',
+    ],
+)
 def test_damaged_metadata_of_weights_are_named(tmp_path, metadata):
     header = {"format": checkpoint.FORMAT} | ({} if metadata is None else {"metadata": metadata})
     save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors", metadata=header)
     with pytest.raises(UsageError, match=r"a\.safetensors is damaged: its metadata") as refused:
-        checkpoint.read_weights(tmp_path / "a.safetensors", "toy", {"recipe": str, "size": range(1, 9)})
+        checkpoint.read_weights(
+            tmp_path / "a.safetensors", "toy", {"recipe": str, "size": range(1, 9)}
+        )
     assert "\n" not in str(refused.value)
 
 
@@ -390,7 +491,10 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
     model = toy.Network()
     model.output.bias.data[0] = float("inf")
     checkpoint.save_weights(tmp_path / "a.safetensors", model, {"recipe": "toy"}, {})
-    with pytest.raises(UsageError, match=r"a\.safetensors: the tensor 'output\.bias' has values that are not finite"):
+    with pytest.raises(
+        UsageError,
+        match=r"a\.safetensors: the tensor 'output\.bias' has values that are not finite",
+    ):
         checkpoint.read_weights(tmp_path / "a.safetensors", "toy")
 
 
@@ -411,10 +515,14 @@ def test_finite_values_are_told_from_others(dtype):
 
 def test_the_test_for_finite_values_makes_no_tensor_of_that_size():
     """torch.isfinite makes two: of the same size, and of a quarter."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         checkpoint.check_tensors({"w": torch.ones(1 << 20)}, "file")
     allocated = [
-        event.self_cpu_memory_usage for event in profile.key_averages() if event.self_cpu_memory_usage > 1 << 16
+        event.self_cpu_memory_usage
+        for event in profile.key_averages()
+        if event.self_cpu_memory_usage > 1 << 16
     ]
     assert allocated == [4 << 20]  # the tensor itself
 
@@ -447,7 +555,10 @@ def test_an_average_has_no_view_of_a_file(tmp_path, dtype):
     before = path.read_bytes()
     mean, _ = checkpoint.average(tmp_path, 2, "last", "r")
     assert not is_mapped(path) and path.read_bytes() == before
-    assert all(torch.equal(mean[name], value) and mean[name].dtype == value.dtype for name, value in model.items())
+    assert all(
+        torch.equal(mean[name], value) and mean[name].dtype == value.dtype
+        for name, value in model.items()
+    )
 
 
 def test_best_json_is_believed_only_if_it_is_sound(tmp_path):
@@ -467,7 +578,7 @@ def test_best_json_is_believed_only_if_it_is_sound(tmp_path):
     assert checkpoint.best_step(tmp_path) == -1
 
 
-# --- branches --------------------------------------------------------------------------------------------------------
+# --- branches -------------------------------------------------------------------------------------
 
 
 def test_what_is_newer_than_the_resumed_checkpoint_is_moved_aside(tmp_path, capsys):
@@ -476,15 +587,30 @@ def test_what_is_newer_than_the_resumed_checkpoint_is_moved_aside(tmp_path, caps
     for number in (1, 2):
         for step in (2, 4, 6):
             save(tmp_path, step)
-        for name, text in (("best.safetensors", "x"), ("best.json", '{"step": 4}'), ("averaged.safetensors", "x")):
+        for name, text in (
+            ("best.safetensors", "x"),
+            ("best.json", '{"step": 4}'),
+            ("averaged.safetensors", "x"),
+        ):
             (tmp_path / name).write_text(text)
         (logs / "metrics.jsonl").write_text("{}\n")
         checkpoint.branch(tmp_path, logs, 2)
         moved = sorted(path.name for path in (tmp_path / f"abandoned-{number}").iterdir())
-        assert moved == ["averaged.safetensors", "best.json", "best.safetensors", "checkpoint_step_00000004.pt", "checkpoint_step_00000006.pt"]  # fmt: skip
+        assert moved == [
+            "averaged.safetensors",
+            "best.json",
+            "best.safetensors",
+            "checkpoint_step_00000004.pt",
+            "checkpoint_step_00000006.pt",
+        ]
         assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [2]
-        assert (logs / f"abandoned-{number}" / "metrics.jsonl").exists() and (logs / "metrics.jsonl").exists()
-        assert f"continues from step 2; what is newer was moved to abandoned-{number}/" in capsys.readouterr().out
+        assert (logs / f"abandoned-{number}" / "metrics.jsonl").exists() and (
+            logs / "metrics.jsonl"
+        ).exists()
+        assert (
+            f"continues from step 2; what is newer was moved to abandoned-{number}/"
+            in capsys.readouterr().out
+        )
     (tmp_path / "best.json").write_text('{"step": 1}')
     (tmp_path / "best.safetensors").touch()
     save(tmp_path, 4)

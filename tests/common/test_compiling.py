@@ -1,4 +1,5 @@
-"""torch.compile of layers: equal results, few compilations, and one line if there is no compiler."""
+"""torch.compile of layers: equal results, few compilations, and one line if there is no
+compiler."""
 
 import functools
 import shutil
@@ -28,14 +29,16 @@ def fresh():
 
 @pytest.fixture
 def exact(monkeypatch):
-    """torch.compile traces and differentiates as its default backend does, and runs torch's own kernels. No trial."""
+    """torch.compile traces and differentiates as its default backend does, and runs torch's own
+    kernels. No trial."""
     monkeypatch.setattr(compiling, "compile_problem", lambda device: None)
     monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend="aot_eager"))
 
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """torch.compile traces only. Returns the list of the graphs that are compiled; the trial's are not in it."""
+    """torch.compile traces only. Returns the list of the graphs that are compiled; the trial's are
+    not in it."""
     compiled = []
 
     def keep(graph, inputs):
@@ -47,12 +50,16 @@ def graphs(monkeypatch):
     return compiled
 
 
-def network(dropout: float = 0.0, layers: int = 2, dtype: torch.dtype = torch.float64) -> toy.Network:
+def network(
+    dropout: float = 0.0, layers: int = 2, dtype: torch.dtype = torch.float64
+) -> toy.Network:
     torch.manual_seed(0)
     return toy.Network(dropout, layers=layers).to(dtype)
 
 
-def loss_and_gradients(model, items: list[dict], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+def loss_and_gradients(
+    model, items: list[dict], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
     torch.manual_seed(1)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         loss = sum(toy.compute_loss(model, toy.collate(items)).values())
@@ -75,7 +82,9 @@ def test_compiled_layers_give_the_same_loss_and_gradients(exact, checkpointed, c
     assert list(compiled.state_dict()) == names
     for count in counts:
         items = toy.Sequences(count, seed=count)
-        for a, b in zip(*(loss_and_gradients(model, items) for model in (plain, compiled)), strict=True):
+        for a, b in zip(
+            *(loss_and_gradients(model, items) for model in (plain, compiled)), strict=True
+        ):
             torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
 
 
@@ -83,7 +92,10 @@ def test_compiled_layers_compute_in_16_bits_under_autocast(exact):
     plain, compiled = network(dtype=torch.float32), network(dtype=torch.float32)
     compiling.compile_layers(compiled, (toy.Layer,))
     items = toy.Sequences(3)
-    for a, b in zip(*(loss_and_gradients(model, items, torch.bfloat16) for model in (plain, compiled)), strict=True):
+    for a, b in zip(
+        *(loss_and_gradients(model, items, torch.bfloat16) for model in (plain, compiled)),
+        strict=True,
+    ):
         torch.testing.assert_close(b, a, rtol=2e-2, atol=1e-1)
 
 
@@ -116,21 +128,32 @@ def test_frozen_layers_in_evaluation_mode_are_compiled_too(graphs):
     compiling.compile_layers(model, (toy.Layer,))
     for either in (model, plain):
         sum(toy.compute_loss(either, toy.collate(toy.Sequences(2))).values()).backward()
-    assert len(graphs) == 3  # for gradients of nothing, of the weights, of the weights and the input
+    assert (
+        len(graphs) == 3
+    )  # for gradients of nothing, of the weights, of the weights and the input
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None) and (a.grad is None or torch.allclose(a.grad, b.grad))
+        assert (a.grad is None) == (b.grad is None) and (
+            a.grad is None or torch.allclose(a.grad, b.grad)
+        )
 
 
 def test_more_kinds_of_input_than_the_limit_run_uncompiled(graphs, monkeypatch):
     from torch._dynamo import config
 
     monkeypatch.setattr(compiling, "GRAPHS", 3)
-    config.recompile_limit = config.accumulated_recompile_limit = 1  # lower than what the layers need
+    config.recompile_limit = config.accumulated_recompile_limit = (
+        1  # lower than what the layers need
+    )
     model, plain = network(), network()
     compiling.compile_layers(model, (toy.Layer,))
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        x, padding = torch.randn(2, 8, 5, dtype=dtype, requires_grad=True), torch.zeros(2, 1, 5, dtype=torch.bool)
-        assert torch.allclose(model.to(dtype).layers[0](x, padding), plain.to(dtype).layers[0](x, padding))
+        x, padding = (
+            torch.randn(2, 8, 5, dtype=dtype, requires_grad=True),
+            torch.zeros(2, 1, 5, dtype=torch.bool),
+        )
+        assert torch.allclose(
+            model.to(dtype).layers[0](x, padding), plain.to(dtype).layers[0](x, padding)
+        )
     assert len(graphs) == 3
 
 
@@ -147,16 +170,22 @@ def test_a_run_is_compiled_resumed_and_retried_after_out_of_memory(tmp_path, gra
             raise torch.OutOfMemoryError("CUDA out of memory")
         return terms
 
-    first = toy.make_args(tmp_path / "b", *flags, "--max_steps", "3", "--dataloader_num_workers", "1")
+    first = toy.make_args(
+        tmp_path / "b", *flags, "--max_steps", "3", "--dataloader_num_workers", "1"
+    )
     toy.run(first, compute_loss=compute_loss)
     assert len(failed) == 2 and graphs
-    model, progress = toy.run(toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=toy.Network().double())
+    model, progress = toy.run(
+        toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=toy.Network().double()
+    )
     assert progress["step"] == 8
     assert toy.relative(toy.weights(model), toy.weights(reference)) < 1e-10
 
 
 def test_what_cannot_be_compiled_is_one_line(monkeypatch):
-    with pytest.raises(UsageError, match="--torch_compile: Linear has no layer of the kinds it applies to"):
+    with pytest.raises(
+        UsageError, match="--torch_compile: Linear has no layer of the kinds it applies to"
+    ):
         compiling.compile_layers(torch.nn.Linear(2, 2), (toy.Layer,))
     model = toy.Network()
     memory.checkpoint_layers(model, (toy.Layer,))
@@ -165,16 +194,19 @@ def test_what_cannot_be_compiled_is_one_line(monkeypatch):
 
     def failing(function, **options):
         def call(*inputs):
-            raise RuntimeError("\nNo working C++ compiler found: (None, 'g++')\nSet TORCHDYNAMO_VERBOSE=1")
+            raise RuntimeError(
+                "\nNo working C++ compiler found: (None, 'g++')\nSet TORCHDYNAMO_VERBOSE=1"
+            )
 
         return call
 
     monkeypatch.setattr(torch, "compile", failing)
     with pytest.raises(UsageError) as error:
         compiling.compile_layers(toy.Network(), (toy.Layer,))
-    assert str(error.value) == (
-        "--torch_compile: torch.compile does not work on cpu (No working C++ compiler found: (None, 'g++')); it needs a C++ "
-        "compiler: sudo apt install g++; or leave the flag out"
+    assert (
+        str(error.value)
+        == "--torch_compile: torch.compile does not work on cpu (No working C++ compiler found:"
+        " (None, 'g++')); it needs a C++ compiler: sudo apt install g++; or leave the flag out"
     )
 
 
@@ -190,7 +222,11 @@ def test_without_a_compiler_torch_itself_says_so():
     with config.patch({"cpp.cxx": ("no-such-compiler",)}):
         problem = compiling.compile_problem(CPU)
     cpp_builder.cpp_compiler_search.cache_clear()
-    assert problem.startswith("torch.compile does not work on cpu (") and "g++" in problem and "\n" not in problem
+    assert (
+        problem.startswith("torch.compile does not work on cpu (")
+        and "g++" in problem
+        and "\n" not in problem
+    )
 
 
 @pytest.mark.slow
@@ -203,5 +239,7 @@ def test_the_default_backend_gives_the_same_loss_and_gradients(checkpointed):
         memory.checkpoint_layers(compiled, (toy.Layer,))
     for count, seed in ((3, 0), (2, 1), (1, 2), (4, 3)):
         items = toy.Sequences(count, seed)
-        for a, b in zip(*(loss_and_gradients(model, items) for model in (plain, compiled)), strict=True):
+        for a, b in zip(
+            *(loss_and_gradients(model, items) for model in (plain, compiled)), strict=True
+        ):
             assert (a - b).norm() <= 1e-4 * a.norm() + 1e-5

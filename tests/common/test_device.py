@@ -1,4 +1,5 @@
-"""Devices and precisions on machines that are made up (torch.cuda is replaced), random states, and two real processes."""
+"""Devices and precisions on machines that are made up (torch.cuda is replaced), random states, and
+two real processes."""
 
 import io
 import os
@@ -22,29 +23,37 @@ CPU = torch.device("cpu")
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.11 on PyPI
 # torch's messages.
 NO_DRIVER = (
-    "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from "
-    "http://www.nvidia.com/Download/index.aspx"
+    "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed"
+    " a driver from http://www.nvidia.com/Download/index.aspx"
 )
 OLD_DRIVER = (
-    "The NVIDIA driver on your system is too old (found version {}). Please update your GPU driver by downloading and "
-    "installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
-    "https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
+    "The NVIDIA driver on your system is too old (found version {}). Please update your GPU driver"
+    " by downloading and installing a new version from the URL:"
+    " http://www.nvidia.com/Download/index.aspx Alternatively, go to: https://pytorch.org to"
+    " install a PyTorch version that has been compiled with your version of the CUDA driver."
 )
 TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in (*TORCHRUN, "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    for name in (
+        *TORCHRUN,
+        "CUDA_VISIBLE_DEVICES",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(capabilities, ...) replaces torch.cuda by that of a machine with these GPUs. Returns the list of the indices
-    that are made the current device."""
+    """machine(capabilities, ...) replaces torch.cuda by that of a machine with these GPUs. Returns
+    the list of the indices that are made the current device."""
 
-    def make(*capabilities, architectures=CUDA_13, cuda="13.0", starts=None, busy=None) -> list[int]:
+    def make(
+        *capabilities, architectures=CUDA_13, cuda="13.0", starts=None, busy=None
+    ) -> list[int]:
         chosen = []
 
         def start():
@@ -60,10 +69,13 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(device.torch, "ones", ones)
         for name, replacement in {
-            "init": start, "device_count": lambda: len(capabilities), "set_device": chosen.append,
-            "get_device_name": lambda index: f"GPU {index}", "get_arch_list": lambda: architectures,
+            "init": start,
+            "device_count": lambda: len(capabilities),
+            "set_device": chosen.append,
+            "get_device_name": lambda index: f"GPU {index}",
+            "get_arch_list": lambda: architectures,
             "get_device_capability": lambda which: capabilities[getattr(which, "index", which)],
-        }.items():  # fmt: skip
+        }.items():
             monkeypatch.setattr(torch.cuda, name, replacement)
         return chosen
 
@@ -79,7 +91,7 @@ def refusal(wanted: str) -> str:
     return message
 
 
-# --- the device ------------------------------------------------------------------------------------------------------
+# --- the device -----------------------------------------------------------------------------------
 
 
 def test_a_gpu_that_works_is_used(machine, recwarn, capsys):
@@ -91,7 +103,9 @@ def test_a_gpu_that_works_is_used(machine, recwarn, capsys):
     assert not recwarn.list and capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("wanted", ["cudda", "mps", "CUDA", "cuda:", "cuda:x", "cuda:-1", "cuda:256", "", "gpu", "0"])
+@pytest.mark.parametrize(
+    "wanted", ["cudda", "mps", "CUDA", "cuda:", "cuda:x", "cuda:-1", "cuda:256", "", "gpu", "0"]
+)
 def test_other_devices_are_refused(machine, wanted):
     machine((8, 0))
     assert refusal(wanted).endswith("it must be auto, cpu, cuda or cuda:N")
@@ -99,13 +113,28 @@ def test_other_devices_are_refused(machine, wanted):
 
 PROBLEMS = {
     "CPU-only build": (dict(cuda=None), "is a CPU-only build"),
-    "no driver": (dict(starts=RuntimeError(NO_DRIVER)), "there is no NVIDIA driver on this machine"),
+    "no driver": (
+        dict(starts=RuntimeError(NO_DRIVER)),
+        "there is no NVIDIA driver on this machine",
+    ),
     "no GPU": (dict(starts=RuntimeError("No CUDA GPUs are available")), "there is no NVIDIA GPU"),
-    "another reason": (dict(starts=RuntimeError("CUDA unknown error\nten more lines")), "CUDA does not start: CUDA unknown error"),
-    "wrapped": (dict(starts=torch.cuda.DeferredCudaCallError("CUDA call failed lazily\nand more")), "CUDA call failed lazily"),
-    "no CUDA in it": (dict(starts=AssertionError("Torch not compiled with CUDA enabled")), "Torch not compiled with CUDA"),
-    "busy": (dict(busy="CUDA error: out of memory\nCUDA kernel errors might"), "cuda:0 cannot compute now (CUDA error: out of memory): nvidia-smi shows"),
-}  # fmt: skip
+    "another reason": (
+        dict(starts=RuntimeError("CUDA unknown error\nten more lines")),
+        "CUDA does not start: CUDA unknown error",
+    ),
+    "wrapped": (
+        dict(starts=torch.cuda.DeferredCudaCallError("CUDA call failed lazily\nand more")),
+        "CUDA call failed lazily",
+    ),
+    "no CUDA in it": (
+        dict(starts=AssertionError("Torch not compiled with CUDA enabled")),
+        "Torch not compiled with CUDA",
+    ),
+    "busy": (
+        dict(busy="CUDA error: out of memory\nCUDA kernel errors might"),
+        "cuda:0 cannot compute now (CUDA error: out of memory): nvidia-smi shows",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", PROBLEMS)
@@ -116,7 +145,9 @@ def test_what_is_wrong_with_the_gpu(machine, capsys, case):
     assert words in refusal("cuda") and "--device cpu works everywhere" in refusal("cuda")
     assert device.pick_device("auto") == CPU
     out, err = capsys.readouterr()
-    assert out.startswith("device: cpu (auto: ") and words in out and out.count("\n") == 1 and not err
+    assert (
+        out.startswith("device: cpu (auto: ") and words in out and out.count("\n") == 1 and not err
+    )
     # If stdout holds the results (--transcribe), it is printed on stderr.
     assert device.pick_device("auto", quiet=True) == CPU
     assert capsys.readouterr() == ("", out)
@@ -147,8 +178,8 @@ def test_an_index_that_is_not_there(machine, monkeypatch):
 
 
 def test_advice_can_be_pasted(machine):
-    """The command is for this interpreter and has the versions of requirements.txt. It is forced, because pip treats torch
-    2.11.0 and torch 2.11.0+cu126 as equal."""
+    """The command is for this interpreter and has the versions of requirements.txt. It is forced,
+    because pip treats torch 2.11.0 and torch 2.11.0+cu126 as equal."""
     machine((6, 1))
     command = refusal("cuda").split("build: ")[1].split(";")[0]
     assert command.startswith(f"{sys.executable} -m pip install --force-reinstall ")
@@ -158,7 +189,7 @@ def test_advice_can_be_pasted(machine):
             assert f"'{line}'" in command
 
 
-# --- several ranks ---------------------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------
 
 
 def test_torchrun_gives_each_rank_its_gpu(machine, monkeypatch):
@@ -194,7 +225,9 @@ def test_one_rank():
 def work(rank: int, folder: str) -> None:
     """One of two gloo processes: everything `Ranks` does, checked on both."""
     os.environ.update(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
     ranks = device.start_ranks(CPU)
     assert (ranks.rank, ranks.size, ranks.first) == (rank, 2, rank == 0)
 
@@ -208,12 +241,26 @@ def work(rank: int, folder: str) -> None:
 
     shapes = [(3, 5), (4,), (5,), (2, 2), (), (7,), (3,)]
     types = [torch.float32] * 4 + [torch.float64, torch.float64, torch.bfloat16]
-    parameters = [torch.nn.Parameter(torch.zeros(s, dtype=t)) for s, t in zip(shapes, types, strict=True)]
+    parameters = [
+        torch.nn.Parameter(torch.zeros(s, dtype=t)) for s, t in zip(shapes, types, strict=True)
+    ]
     for number, parameter in enumerate(parameters):
-        parameter.grad = torch.arange(parameter.numel(), dtype=parameter.dtype).view_as(parameter) + number + 10 * rank
+        parameter.grad = (
+            torch.arange(parameter.numel(), dtype=parameter.dtype).view_as(parameter)
+            + number
+            + 10 * rank
+        )
     parameters[0].grad = parameters[0].grad.t().contiguous().t()  # as an operation may leave it
     expected = [2 * p.grad + (10 if rank == 0 else -10) for p in parameters]
-    here = [(True, True), (True, False), (False, True), (True, True), (True, True), (False, False), (True, True)]
+    here = [
+        (True, True),
+        (True, False),
+        (False, True),
+        (True, True),
+        (True, True),
+        (False, False),
+        (True, True),
+    ]
     for parameter, presence in zip(parameters, here, strict=True):
         if not presence[rank]:
             parameter.grad = None
@@ -233,7 +280,7 @@ def test_two_ranks(tmp_path, in_processes):
     assert {path.name for path in tmp_path.glob("done *")} == {"done 0", "done 1"}
 
 
-# --- precision -------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
@@ -241,14 +288,21 @@ FP16, BF16 = torch.float16, torch.bfloat16
 @pytest.mark.parametrize(
     "capability, wanted, dtype, reason",
     [
-        ((7, 5), "auto", FP16, "7.5"), ((8, 0), "auto", BF16, "8.0"), ((8, 9), "auto", BF16, "8.9"),
-        ((7, 5), "fp16", FP16, "asked for"), ((8, 0), "fp16", FP16, "asked for"),
-        ((7, 5), "bf16", BF16, "fp16 is faster"), ((8, 9), "bf16", BF16, "asked for"),
-        ((7, 5), "no", None, "--no_mixed_precision"), ((8, 9), "no", None, "--no_mixed_precision"),
-        (None, "auto", None, "slower on a CPU"), (None, "fp16", FP16, "slow on a CPU"), (None, "bf16", BF16, "slow on a CPU"),
+        ((7, 5), "auto", FP16, "7.5"),
+        ((8, 0), "auto", BF16, "8.0"),
+        ((8, 9), "auto", BF16, "8.9"),
+        ((7, 5), "fp16", FP16, "asked for"),
+        ((8, 0), "fp16", FP16, "asked for"),
+        ((7, 5), "bf16", BF16, "fp16 is faster"),
+        ((8, 9), "bf16", BF16, "asked for"),
+        ((7, 5), "no", None, "--no_mixed_precision"),
+        ((8, 9), "no", None, "--no_mixed_precision"),
+        (None, "auto", None, "slower on a CPU"),
+        (None, "fp16", FP16, "slow on a CPU"),
+        (None, "bf16", BF16, "slow on a CPU"),
         (None, "no", None, "--no_mixed_precision"),
     ],
-)  # fmt: skip
+)
 def test_pick_dtype(machine, capability, wanted, dtype, reason):
     machine(capability)
     picked, why = device.pick_dtype(wanted, capability)
@@ -265,11 +319,18 @@ def test_autocast_is_what_the_setup_says():
 
 
 def test_upcast_raises_16_bit_types_only():
-    expected = {FP16: torch.float32, BF16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
-    assert {dtype: device.upcast(torch.ones(1, dtype=dtype)).dtype for dtype in expected} == expected
+    expected = {
+        FP16: torch.float32,
+        BF16: torch.float32,
+        torch.float32: torch.float32,
+        torch.float64: torch.float64,
+    }
+    assert {
+        dtype: device.upcast(torch.ones(1, dtype=dtype)).dtype for dtype in expected
+    } == expected
 
 
-# --- the allocator and the switches ----------------------------------------------------------------------------------
+# --- the allocator and the switches ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -321,7 +382,11 @@ def test_setup_says_what_it_does(machine, capsys):
     setup = device.setup(arguments())
     out, err = capsys.readouterr()
     assert (setup.device, setup.dtype, setup.ranks.size) == (CPU, None, 1)
-    assert "device: cpu (auto: there is no NVIDIA driver" in out and "precision: fp32 (auto" in out and not err
+    assert (
+        "device: cpu (auto: there is no NVIDIA driver" in out
+        and "precision: fp32 (auto" in out
+        and not err
+    )
     device.setup(arguments(), quiet=True)
     out, err = capsys.readouterr()
     assert not out and "no NVIDIA driver" in err
@@ -352,21 +417,33 @@ def test_the_other_ranks_print_nothing(tmp_path, in_processes):
     assert (tmp_path / "stdout").read_text() == "" and (tmp_path / "stderr").read_text() == "kept\n"
 
 
-# --- data workers ----------------------------------------------------------------------------------------------------
+# --- data workers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cores, wanted, kind, expected", [
-    (6, "auto", "cpu", 1), (6, "auto", "cuda", 4), (2, "auto", "cuda", 2), (1, "auto", "cuda", 1),
-    (6, 0, "cuda", 0), (6, 0, "cpu", 0), (6, 7, "cpu", 7),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "cores, wanted, kind, expected",
+    [
+        (6, "auto", "cpu", 1),
+        (6, "auto", "cuda", 4),
+        (2, "auto", "cuda", 2),
+        (1, "auto", "cuda", 1),
+        (6, 0, "cuda", 0),
+        (6, 0, "cpu", 0),
+        (6, 7, "cpu", 7),
+    ],
+)
 def test_pick_workers(monkeypatch, capsys, cores, wanted, kind, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores), raising=False)
     assert device.pick_workers(wanted, torch.device(kind)) == expected
     out = capsys.readouterr().out
     assert (
-        out.startswith(f"data workers: {expected} (auto: {cores} cores, training on ") if wanted == "auto" else not out
+        out.startswith(f"data workers: {expected} (auto: {cores} cores, training on ")
+        if wanted == "auto"
+        else not out
     )
-    assert device.pick_workers(wanted, torch.device(kind), quiet=True) == expected and capsys.readouterr() == ("", "")
+    assert device.pick_workers(
+        wanted, torch.device(kind), quiet=True
+    ) == expected and capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("flags, expected", [((), 1), (("--dataloader_num_workers", "3"), 3)])
@@ -391,16 +468,23 @@ def test_a_setup_is_final():
         Setup().workers = 3
 
 
-# --- random states ---------------------------------------------------------------------------------------------------
+# --- random states --------------------------------------------------------------------------------
 
 
 def draw() -> list:
-    return [random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(1).tolist(),
-            torch.rand(3).tolist(), torch.randn(1).tolist()]  # fmt: skip
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(3).tolist(),
+        np.random.randn(1).tolist(),
+        torch.rand(3).tolist(),
+        torch.randn(1).tolist(),
+    ]
 
 
 def test_random_states_survive_a_file(monkeypatch):
-    """Python and NumPy draw Gaussian numbers in pairs; the second of a pair is part of the state."""
+    """Python and NumPy draw Gaussian numbers in pairs; the second of a pair is part of the
+    state."""
     device.seed_everything(7)
     random.gauss(0, 1), np.random.randn(1), torch.rand(5)
     file = io.BytesIO()
@@ -413,7 +497,9 @@ def test_random_states_survive_a_file(monkeypatch):
     device.set_rng_state(state, CPU)
     assert draw() == expected
     monkeypatch.delattr(torch.cuda, "set_rng_state")
-    device.set_rng_state({**state, "cuda": torch.zeros(16, dtype=torch.uint8)}, CPU)  # saved on a GPU
+    device.set_rng_state(
+        {**state, "cuda": torch.zeros(16, dtype=torch.uint8)}, CPU
+    )  # saved on a GPU
     assert draw() == expected
 
 

@@ -17,7 +17,9 @@ def program(body: str, *arguments, **extra) -> subprocess.CompletedProcess:
     """Runs `body` as the `main` of a script."""
     text = f"from common.errors import *\ndef main():\n    {body}\nexit_with_one_line(main)"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **extra}
-    return subprocess.run([sys.executable, *arguments, "-c", text], cwd=ROOT, text=True, timeout=60, **streams)
+    return subprocess.run(
+        [sys.executable, *arguments, "-c", text], cwd=ROOT, text=True, timeout=60, **streams
+    )
 
 
 @pytest.mark.parametrize(
@@ -28,9 +30,16 @@ def program(body: str, *arguments, **extra) -> subprocess.CompletedProcess:
         ("raise UsageError('give one of them')", 2, "error: give one of them\n"),
         ("raise Stopped('stopped by SIGTERM', 143)", 143, "stopped by SIGTERM\n"),
         ("raise KeyboardInterrupt", 130, "interrupted\n"),
-        ("require('not_there', 'the plot')", 1, "error: the plot needs the package not-there (No module named 'not_there'): pip install not-there\n"),
+        (
+            "require('not_there', 'the plot')",
+            1,
+            (
+                "error: the plot needs the package not-there (No module named 'not_there'): pip"
+                " install not-there\n"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_failures_are_one_line(body, status, line):
     result = program(body)
     assert (result.returncode, result.stdout, result.stderr) == (status, "", line)
@@ -56,22 +65,31 @@ FULL = "error: standard output could not be written: No space left on device\n"
 @pytest.mark.parametrize("start", ["", "Output.optional = True; "])
 def test_a_full_stdout_is_one_line_at_the_end(flags, start):
     with open("/dev/full", "w") as full:
-        result = program(f"{start}print('x'); import sys; print('on', file=sys.stderr)", *flags, stdout=full)
+        result = program(
+            f"{start}print('x'); import sys; print('on', file=sys.stderr)", *flags, stdout=full
+        )
     assert (result.returncode, result.stderr) == (1, f"on\n{FULL}")
 
 
 def test_in_training_a_reader_that_has_gone_is_one_line_at_the_end():
     reading, writing = os.pipe()
     os.close(reading)
-    body = "Output.optional = True; print('x', flush=True); import sys; print('on', file=sys.stderr)"
+    body = (
+        "Output.optional = True; print('x', flush=True); import sys; print('on', file=sys.stderr)"
+    )
     result = program(body, stdout=writing)
     os.close(writing)
-    assert (result.returncode, result.stderr) == (1, f"on\n{FULL.replace('No space left on device', 'Broken pipe')}")
+    assert (result.returncode, result.stderr) == (
+        1,
+        f"on\n{FULL.replace('No space left on device', 'Broken pipe')}",
+    )
 
 
 def test_a_full_stderr_changes_nothing():
     with open("/dev/full", "w") as full:
-        result = program("import sys; print('x', file=sys.stderr, flush=True); print('on')", stderr=full)
+        result = program(
+            "import sys; print('x', file=sys.stderr, flush=True); print('on')", stderr=full
+        )
     assert (result.returncode, result.stdout) == (0, "on\n")
 
 
@@ -81,12 +99,14 @@ def test_closed_streams_are_not_given_to_the_next_file(closed, tmp_path):
     (tmp_path / "recipes").mkdir()
     script = tmp_path / "recipes" / "any.py"
     script.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport common\nfrom common.errors import exit_with_one_line\n"
-        "def main():\n    print('lost?')\n    open('number', 'w').write(str(open('a', 'w').fileno()))\n"
-        "exit_with_one_line(main)\n"
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport common\nfrom common.errors import"
+        " exit_with_one_line\ndef main():\n    print('lost?')\n    open('number',"
+        " 'w').write(str(open('a', 'w').fileno()))\nexit_with_one_line(main)\n"
     )
     command = f'exec "$0" recipes/any.py {closed}'
-    result = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, capture_output=True, timeout=60)
+    result = subprocess.run(
+        ["sh", "-c", command, sys.executable], cwd=tmp_path, capture_output=True, timeout=60
+    )
     assert result.returncode == 0 and result.stderr == b""
     assert int((tmp_path / "number").read_text()) > 2 and (tmp_path / "a").read_text() == ""
 
@@ -98,7 +118,11 @@ def test_sigint_before_a_recipe_begins_is_one_line(tmp_path):
     body = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nprint('on')\n"
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport common\n{body}")
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped by SIGINT before it began\n")
+    assert (result.returncode, result.stdout, result.stderr) == (
+        130,
+        "",
+        "stopped by SIGINT before it began\n",
+    )
 
 
 def test_a_bug_keeps_its_traceback():
@@ -108,9 +132,13 @@ def test_a_bug_keeps_its_traceback():
 
 @pytest.mark.parametrize("flags", [[], ["-u"]])
 def test_a_reader_that_has_gone_ends_the_program_quietly(flags):
-    """`... --transcribe folder | head -n 1`, buffered or not, whenever the reader closes the pipe."""
+    """`... --transcribe folder | head -n 1`, buffered or not, whenever the reader closes the
+    pipe."""
     for count in (1, 100_000):
-        text = f"from common.errors import *\ndef main():\n    import sys; sys.stdin.read()\n    for i in range({count}): print(i)\nexit_with_one_line(main)"
+        text = (
+            "from common.errors import *\ndef main():\n    import sys; sys.stdin.read()\n    for i"
+            f" in range({count}): print(i)\nexit_with_one_line(main)"
+        )
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(
             [sys.executable, *flags, "-c", text], cwd=ROOT, env={"PYTHONUNBUFFERED": ""}, **pipes
@@ -142,5 +170,7 @@ def test_the_first_line_of_an_error():
 
 def test_a_library_that_is_missing_is_named_with_its_package():
     assert require("json", "nothing") is __import__("json")
-    with pytest.raises(RunError, match=r"the voice needs the package not-there .*pip install not-there$"):
+    with pytest.raises(
+        RunError, match=r"the voice needs the package not-there .*pip install not-there$"
+    ):
         require("not_there.below", "the voice")

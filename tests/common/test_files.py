@@ -1,4 +1,5 @@
-"""Files are written aside and renamed: a failure leaves the old ones. What is not a regular, sensible file is not read."""
+"""Files are written aside and renamed: a failure leaves the old ones. What is not a regular,
+sensible file is not read."""
 
 import errno
 import os
@@ -40,7 +41,7 @@ def interrupt(path: Path) -> None:
     raise KeyboardInterrupt
 
 
-# --- write_file ------------------------------------------------------------------------------------------------------
+# --- write_file -----------------------------------------------------------------------------------
 
 
 def test_a_file_is_written_aside_and_renamed(tmp_path):
@@ -70,7 +71,9 @@ def test_a_durable_file_is_on_the_disk_before_it_is_renamed(tmp_path, monkeypatc
     monkeypatch.setattr(os, "fsync", lambda number: calls.append("fsync") or fsync(number))
     monkeypatch.setattr(os, "replace", lambda *paths: calls.append("replace") or replace(*paths))
     files.write_file(tmp_path / "a", Path.touch, durable)
-    assert calls == (["fsync", "replace", "fsync"] if durable else ["replace"])  # the file, then its folder
+    assert calls == (
+        ["fsync", "replace", "fsync"] if durable else ["replace"]
+    )  # the file, then its folder
 
 
 @pytest.mark.parametrize("write, error", [(full, OSError), (interrupt, KeyboardInterrupt)])
@@ -91,17 +94,23 @@ def test_a_file_that_cannot_be_renamed_leaves_nothing_behind(tmp_path):
         files.write_file(tmp_path / "missing" / "a", Path.touch)
 
 
-# --- save ------------------------------------------------------------------------------------------------------------
+# --- save -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "error, reason",
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
-        (RuntimeError("[enforce fail at inline_container.cc] unexpected pos 64\nmore lines"), r"\[enforce fail .* unexpected pos 64"),
-        (SafetensorError("Error while serializing: I/O error"), "Error while serializing: I/O error"),
+        (
+            RuntimeError("[enforce fail at inline_container.cc] unexpected pos 64\nmore lines"),
+            r"\[enforce fail .* unexpected pos 64",
+        ),
+        (
+            SafetensorError("Error while serializing: I/O error"),
+            "Error while serializing: I/O error",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_save_that_fails_is_one_line_with_the_free_space(tmp_path, error, reason):
     path = tmp_path / "checkpoint.pt"
     path.write_text("old")
@@ -110,7 +119,10 @@ def test_a_save_that_fails_is_one_line_with_the_free_space(tmp_path, error, reas
         temporary.write_text("half")
         raise error
 
-    message = rf"cannot save .*checkpoint\.pt: {reason} \(\d+ MiB free on that disk\); earlier checkpoints are unharmed"
+    message = (
+        rf"cannot save .*checkpoint\.pt: {reason} \(\d+ MiB free on that disk\); earlier"
+        r" checkpoints are unharmed"
+    )
     with pytest.raises(RunError, match=message) as failure:
         files.save(path, write)
     assert "\n" not in str(failure.value)
@@ -130,7 +142,7 @@ def test_a_defect_in_a_save_keeps_its_type(tmp_path):
         files.save(tmp_path / "a.pt", write)
 
 
-# --- links, pipes, names of others -----------------------------------------------------------------------------------
+# --- links, pipes, names of others ----------------------------------------------------------------
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):
@@ -141,7 +153,9 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert (tmp_path / "a").read_text() == "new"
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.mkdir(path), lambda path: os.symlink("/dev/null", path)])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: os.mkdir(path), lambda path: os.symlink("/dev/null", path)]
+)
 def test_only_files_and_links_are_replaced(tmp_path, make):
     make(tmp_path / "a")
     kind = stat.S_IFMT((tmp_path / "a").lstat().st_mode)
@@ -159,7 +173,9 @@ def test_temporary_names_of_others_are_not_touched(tmp_path):
         (tmp_path / name).write_text("mine")
     files.write_text(tmp_path / "a", "x")
     files.remove_stale(tmp_path, "a")
-    assert all((tmp_path / name).read_text() == "mine" for name in ("a.tmp", "a.1234.tmp", ".a.tmp"))
+    assert all(
+        (tmp_path / name).read_text() == "mine" for name in ("a.tmp", "a.1234.tmp", ".a.tmp")
+    )
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path):
@@ -182,18 +198,31 @@ def test_pipes_devices_folders_and_missing_files_are_refused_without_waiting(tmp
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "s"))
-        for name, reason in [("pipe", "not a regular file"), ("s", "not a regular file"), (".", "it is a folder"),
-                             ("missing", "No such file"), ("x" * 5000, "too long"), ("a\0b", "null")]:  # fmt: skip
+        for name, reason in [
+            ("pipe", "not a regular file"),
+            ("s", "not a regular file"),
+            (".", "it is a folder"),
+            ("missing", "No such file"),
+            ("x" * 5000, "too long"),
+            ("a\0b", "null"),
+        ]:
             for read in (files.require_file, files.read_text, files.read_json):
                 with pytest.raises(UsageError, match=reason) as refused:
                     read(tmp_path / name, "--flag")
                 assert str(refused.value).startswith("--flag ") and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("content, reason", [
-    (b"[" * 100_000, "it is not valid JSON"), (b'{"a":' * 100_000, "it is not valid JSON"), (b"[1]", "is not a JSON object"),
-    (b"{", "it is not valid JSON"), (b"\xff\xfe{", "it is not UTF-8"), (b"", "it is not valid JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"[" * 100_000, "it is not valid JSON"),
+        (b'{"a":' * 100_000, "it is not valid JSON"),
+        (b"[1]", "is not a JSON object"),
+        (b"{", "it is not valid JSON"),
+        (b"\xff\xfe{", "it is not UTF-8"),
+        (b"", "it is not valid JSON"),
+    ],
+)
 def test_json_that_cannot_be_used_is_named(tmp_path, content, reason):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(UsageError, match=reason) as refused:

@@ -22,43 +22,70 @@ CUDA = torch.device("cuda", 0)
     "capability, architectures, words",
     [
         # Binaries run on later minor versions of the same major one.
-        ((7, 5), CUDA_13, None), ((8, 0), CUDA_13, None), ((8, 6), CUDA_13, None), ((8, 7), CUDA_13, None),
-        ((8, 9), CUDA_13, None), ((9, 0), CUDA_13, None), ((10, 0), CUDA_13, None), ((10, 3), CUDA_13, None),
-        ((12, 0), CUDA_13, None), ((12, 1), CUDA_13, None),
-        ((6, 1), CUDA_13, "whl/cu126"), ((5, 2), CUDA_13, "whl/cu126"), ((7, 0), CUDA_13, "whl/cu126"),
-        ((7, 2), CUDA_13, "whl/cu126"), ((3, 5), CUDA_13, "nor has any version that requirements.txt allows"),
-        ((11, 0), CUDA_13, "PyPI's build"), ((6, 1), CUDA_126, None), ((12, 0), CUDA_126, "PyPI's build"),
+        ((7, 5), CUDA_13, None),
+        ((8, 0), CUDA_13, None),
+        ((8, 6), CUDA_13, None),
+        ((8, 7), CUDA_13, None),
+        ((8, 9), CUDA_13, None),
+        ((9, 0), CUDA_13, None),
+        ((10, 0), CUDA_13, None),
+        ((10, 3), CUDA_13, None),
+        ((12, 0), CUDA_13, None),
+        ((12, 1), CUDA_13, None),
+        ((6, 1), CUDA_13, "whl/cu126"),
+        ((5, 2), CUDA_13, "whl/cu126"),
+        ((7, 0), CUDA_13, "whl/cu126"),
+        ((7, 2), CUDA_13, "whl/cu126"),
+        ((3, 5), CUDA_13, "nor has any version that requirements.txt allows"),
+        ((11, 0), CUDA_13, "PyPI's build"),
+        ((6, 1), CUDA_126, None),
+        ((12, 0), CUDA_126, "PyPI's build"),
         ((8, 0), ["sm_86"], "whl/cu126"),
         # PTX is compiled for all later versions when it is loaded.
-        ((9, 0), ["compute_90"], None), ((12, 1), ["sm_75", "sm_90", "compute_90"], None), ((13, 0), [*CUDA_13, "compute_120"], None),
+        ((9, 0), ["compute_90"], None),
+        ((12, 1), ["sm_75", "sm_90", "compute_90"], None),
+        ((13, 0), [*CUDA_13, "compute_120"], None),
         ((6, 1), ["sm_75", "compute_75"], "whl/cu126"),
-        ((10, 0), ["sm_90", "sm_100a"], None), ((10, 3), ["sm_100f"], None),
+        ((10, 0), ["sm_90", "sm_100a"], None),
+        ((10, 3), ["sm_100f"], None),
         # AMD's names, or none: nothing is known.
-        ((9, 0), ["gfx90a"], None), ((9, 0), [], None),
+        ((9, 0), ["gfx90a"], None),
+        ((9, 0), [], None),
     ],
-)  # fmt: skip
+)
 def test_compute_capability_against_the_build(capability, architectures, words):
     problem = gpu.kernel_problem("GTX", capability, architectures)
     if words is None:
         assert problem is None
     else:
         assert (
-            f"no kernels for GTX (compute capability {capability[0]}.{capability[1]})" in problem and words in problem
+            f"no kernels for GTX (compute capability {capability[0]}.{capability[1]})" in problem
+            and words in problem
         )
 
 
 @pytest.mark.parametrize(
     "output, processes",
     [
-        ("75955, /usr/bin/python3, 14510\n{own}, python, 900\n12, game, [N/A]\n",
-         "python3 (pid 75955) 14.2 GiB, game (pid 12) an unknown amount"),
+        (
+            "75955, /usr/bin/python3, 14510\n{own}, python, 900\n12, game, [N/A]\n",
+            "python3 (pid 75955) 14.2 GiB, game (pid 12) an unknown amount",
+        ),
         ("7, a name, with a comma, 512\n", "a name, with a comma (pid 7) 0.5 GiB"),
-        ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.65\n", ""),
+        (
+            (
+                "Failed to initialize NVML: Driver/library version mismatch\nNVML library version:"
+                " 580.65\n"
+            ),
+            "",
+        ),
         ("No devices were found\n", ""),
         ("", ""),
     ],
-)  # fmt: skip
-def test_other_processes_on_the_gpu_are_named_and_left_alone(tmp_path, monkeypatch, output, processes):
+)
+def test_other_processes_on_the_gpu_are_named_and_left_alone(
+    tmp_path, monkeypatch, output, processes
+):
     fake = tmp_path / "nvidia-smi"
     fake.write_text(f"#!/bin/sh\ncat <<'END'\n{output.format(own=os.getpid())}END\n")
     fake.chmod(0o755)
@@ -68,11 +95,12 @@ def test_other_processes_on_the_gpu_are_named_and_left_alone(tmp_path, monkeypat
     assert gpu.gpu_processes() == ""
 
 
-# --- how busy the GPU is ---------------------------------------------------------------------------------------------
+# --- how busy the GPU is --------------------------------------------------------------------------
 
 
 class FakeNvml(types.ModuleType):
-    """Two GPUs, of which CUDA sees the second. Its utilisation rises by a hundredth with every reading."""
+    """Two GPUs, of which CUDA sees the second. Its utilisation rises by a hundredth with every
+    reading."""
 
     class NVMLError(Exception):
         pass
@@ -105,7 +133,9 @@ def nvml(monkeypatch):
     def use(uuid: str = UUID, **options) -> FakeNvml:
         fake = FakeNvml(**options)
         monkeypatch.setitem(sys.modules, "pynvml", fake)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=uuid))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=uuid)
+        )
         return fake
 
     return use
@@ -160,7 +190,8 @@ def test_utilisation_without_the_library_or_on_a_cpu(monkeypatch):
 
 
 def test_utilisation_in_the_reports_of_a_run(tmp_path, nvml, monkeypatch, capsys):
-    """The run is on the CPU; it believes that its utilisation can be read. Evaluations are not sampled."""
+    """The run is on the CPU; it believes that its utilisation can be read. Evaluations are not
+    sampled."""
     fake, real, asked = nvml(), gpu.GpuUtilisation, []
     monkeypatch.setattr(gpu, "GpuUtilisation", lambda device: real(CUDA, seconds=0))
 
@@ -170,7 +201,9 @@ def test_utilisation_in_the_reports_of_a_run(tmp_path, nvml, monkeypatch, capsys
         assert fake.asked == asked[-1]
         return results
 
-    args = toy.make_args(tmp_path, "--batch_size", "1", "--gradient_accumulation_steps", "1", "--eval_every", "5")
+    args = toy.make_args(
+        tmp_path, "--batch_size", "1", "--gradient_accumulation_steps", "1", "--eval_every", "5"
+    )
     toy.run(args, evaluate=evaluate)
     lines = [json.loads(line) for line in (args.log_dir / "metrics.jsonl").read_text().splitlines()]
     values = [line["train/gpu_utilisation"] for line in lines if "train/gpu_utilisation" in line]

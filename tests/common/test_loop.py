@@ -1,4 +1,5 @@
-"""The loop's contract: exact accumulation, recovery from out of memory, bad windows kept out, fp16's scaler, signals."""
+"""The loop's contract: exact accumulation, recovery from out of memory, bad windows kept out,
+fp16's scaler, signals."""
 
 import json
 import os
@@ -36,16 +37,27 @@ def network(dropout: float = 0.0, dtype: torch.dtype = torch.float64, seed: int 
     return toy.Network(dropout).to(dtype)
 
 
-def window_gradient(model, items: list[dict], sizes: list[int], scaler=None, without: str = "") -> torch.Tensor:
-    """The gradient of one window in micro-batches of `sizes` items; the term `without` has no targets."""
+def window_gradient(
+    model, items: list[dict], sizes: list[int], scaler=None, without: str = ""
+) -> torch.Tensor:
+    """The gradient of one window in micro-batches of `sizes` items; the term `without` has no
+    targets."""
     model.zero_grad()
     rest = iter(items)
     micro_batches = [toy.collate([next(rest) for _ in range(size)]) for size in sizes]
     totals = {
-        name: sum(batch["counts"][name] for batch in micro_batches) for name in toy.LOSS_WEIGHTS if name != without
+        name: sum(batch["counts"][name] for batch in micro_batches)
+        for name in toy.LOSS_WEIGHTS
+        if name != without
     }
     outcome = run_window(
-        model, micro_batches, {without: 0} | totals, toy.compute_loss, toy.LOSS_WEIGHTS, Setup(), scaler
+        model,
+        micro_batches,
+        {without: 0} | totals,
+        toy.compute_loss,
+        toy.LOSS_WEIGHTS,
+        Setup(),
+        scaler,
     )
     assert outcome.failed is None and not outcome.stopped
     return torch.nn.utils.parameters_to_vector(p.grad for p in model.parameters())
@@ -59,7 +71,7 @@ def newest(args) -> dict:
     return checkpoint.resume("auto", args.checkpoint_dir, toy.RECIPE)
 
 
-# --- accumulation ----------------------------------------------------------------------------------------------------
+# --- accumulation ---------------------------------------------------------------------------------
 
 CUTS = ([4, 4], [2, 2, 2, 2], [1] * 8, [5, 3], [1, 7])
 
@@ -74,7 +86,9 @@ def test_gradient_does_not_depend_on_how_a_window_is_cut(dtype, tolerance):
 
 
 def test_padding_would_be_seen_if_it_were_not_masked(monkeypatch):
-    monkeypatch.setattr(toy.Layer, "forward", lambda layer, x, padding: x + torch.nn.Sequential.forward(layer, x))
+    monkeypatch.setattr(
+        toy.Layer, "forward", lambda layer, x, padding: x + torch.nn.Sequential.forward(layer, x)
+    )
     model, items = network(), toy.Sequences(8)
     whole = window_gradient(model, items, [8])
     assert all(toy.relative(window_gradient(model, items, sizes), whole) > 1e-4 for sizes in CUTS)
@@ -86,11 +100,15 @@ def test_gradient_is_the_mean_over_targets_and_not_over_micro_batches():
     sums = dict.fromkeys(toy.LOSS_WEIGHTS, 0.0)
     for item in items:  # one by one, without padding
         batch = toy.collate([item])
-        for name, value in toy.compute_loss(model, next(to_device([batch], torch.device("cpu")))).items():
+        for name, value in toy.compute_loss(
+            model, next(to_device([batch], torch.device("cpu")))
+        ).items():
             sums[name] = sums[name] + value
             counts[name] += batch["counts"][name]
     loss = sum(toy.LOSS_WEIGHTS[name] * sums[name] / counts[name] for name in sums)
-    expected = torch.nn.utils.parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
+    expected = torch.nn.utils.parameters_to_vector(
+        torch.autograd.grad(loss, list(model.parameters()))
+    )
     assert toy.relative(window_gradient(model, items, [3, 2]), expected) < 1e-10
 
 
@@ -104,7 +122,9 @@ def test_a_term_without_targets_in_a_window_adds_nothing():
 def test_a_window_without_any_target_changes_nothing_and_ends_nothing():
     model = network()
     batch = toy.collate(list(toy.Sequences(2)))
-    outcome = run_window(model, [batch], {"first": 0, "rising": 0}, toy.compute_loss, toy.LOSS_WEIGHTS, Setup())
+    outcome = run_window(
+        model, [batch], {"first": 0, "rising": 0}, toy.compute_loss, toy.LOSS_WEIGHTS, Setup()
+    )
     assert outcome.failed is None and all(p.grad is None for p in model.parameters())
 
 
@@ -118,7 +138,9 @@ def test_a_term_without_a_weight_is_not_trained(tmp_path):
 
 
 @pytest.mark.parametrize("batch_size, accumulation", [(8, 1), (4, 2), (1, 8)])
-def test_training_ends_with_the_same_weights_however_windows_are_cut(tmp_path, batch_size, accumulation):
+def test_training_ends_with_the_same_weights_however_windows_are_cut(
+    tmp_path, batch_size, accumulation
+):
     reference, _ = toy.run(toy.make_args(tmp_path / "a", *cut(2, 4)))
     model, progress = toy.run(toy.make_args(tmp_path / "b", *cut(batch_size, accumulation)))
     assert progress["step"] == 2 and progress["utterances"] == 13  # 8 and the partial window of 5
@@ -133,14 +155,19 @@ def test_a_limit_of_padded_seconds_changes_only_the_cut(tmp_path):
         return toy.compute_loss(model, batch)
 
     reference, _ = toy.run(toy.make_args(tmp_path / "a", *cut(8, 1)))
-    model, _ = toy.run(toy.make_args(tmp_path / "b", *cut(8, 1), "--max_batch_seconds", "4"), compute_loss=compute_loss)
+    model, _ = toy.run(
+        toy.make_args(tmp_path / "b", *cut(8, 1), "--max_batch_seconds", "4"),
+        compute_loss=compute_loss,
+    )
     assert max(sizes) < 8
     assert toy.relative(toy.weights(model), toy.weights(reference)) < 1e-10
 
 
 def test_gradient_checkpointing_changes_no_bit(tmp_path):
     reference, _ = toy.run(toy.make_args(tmp_path / "a", "--dropout", "0.3"))
-    model, _ = toy.run(toy.make_args(tmp_path / "b", "--dropout", "0.3", "--gradient_checkpointing"))
+    model, _ = toy.run(
+        toy.make_args(tmp_path / "b", "--dropout", "0.3", "--gradient_checkpointing")
+    )
     assert torch.equal(toy.weights(model), toy.weights(reference))
     assert all("forward" in vars(layer) for layer in model.layers)
 
@@ -152,7 +179,7 @@ def test_a_run_learns(tmp_path):
     assert progress["step"] == 80 and len(results) == 4 and results[-1] < 0.08 < results[0]
 
 
-# --- the beginning and the end ---------------------------------------------------------------------------------------
+# --- the beginning and the end --------------------------------------------------------------------
 
 
 def test_args_are_read_only_once_a_run_has_begun(tmp_path):
@@ -160,7 +187,9 @@ def test_args_are_read_only_once_a_run_has_begun(tmp_path):
     args.batch_size = 3
     run = begin(args, toy.RECIPE)
     assert (run.resumed, run.initial, run.setup.device.type) == (None, None, "cpu")
-    with pytest.raises(AttributeError, match=r"args\.batch_size: the flags are read-only once a run has begun"):
+    with pytest.raises(
+        AttributeError, match=r"args\.batch_size: the flags are read-only once a run has begun"
+    ):
         args.batch_size = 4
     with pytest.raises(AttributeError, match="read-only"):
         args.invented = 1
@@ -170,19 +199,25 @@ def test_args_are_read_only_once_a_run_has_begun(tmp_path):
 def test_a_run_holds_the_lock_of_its_folder(tmp_path):
     args = toy.make_args(tmp_path)
     run = begin(args, toy.RECIPE)
-    assert (args.checkpoint_dir / ".lock").read_text() == str(os.getpid()) and not run.locks[0].closed
+    assert (args.checkpoint_dir / ".lock").read_text() == str(os.getpid()) and not run.locks[
+        0
+    ].closed
 
 
 @pytest.mark.parametrize("flag", ["--checkpoint_dir", "--log_dir"])
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read(tmp_path, flag):
     (tmp_path / "file").touch()
-    args = toy.make_args(tmp_path / "run", flag, str(tmp_path / "file" / "below"), "--resume", "no such file")
+    args = toy.make_args(
+        tmp_path / "run", flag, str(tmp_path / "file" / "below"), "--resume", "no such file"
+    )
     with pytest.raises(RunError, match=f"cannot write in .*choose another {flag}"):
         begin(args, toy.RECIPE)
 
 
 def test_the_weighted_loss_may_be_the_metric(tmp_path):
-    args = toy.make_args(tmp_path, "--max_steps", "2", "--save_every", "1", "--average_checkpoints", "2")
+    args = toy.make_args(
+        tmp_path, "--max_steps", "2", "--save_every", "1", "--average_checkpoints", "2"
+    )
     reported = []
     _, progress = toy.run(args, metric="loss", report_results=reported.append)
     assert len(reported) == 1 and 0 < progress["best"] < 10
@@ -219,14 +254,17 @@ def test_the_peak_learning_rate_is_the_flags_or_else_the_tasks(tmp_path):
         args = toy.make_args(tmp_path / name, "--lr_schedule", "constant", "--warmup_steps", "0")
         args.learning_rate = changes.pop("flag", None)
         toy.run(args, **changes)
-        return {line["train/learning_rate"] for line in metrics(args) if "train/learning_rate" in line}
+        return {
+            line["train/learning_rate"] for line in metrics(args) if "train/learning_rate" in line
+        }
 
     assert rates("a", flag=2e-3, learning_rate=5e-4) == {2e-3}
     assert rates("b", learning_rate=5e-4) == {5e-4}
 
 
 class Reported:
-    """A `report_results` that keeps which weights it was told of. It must be called in evaluation, without gradients."""
+    """A `report_results` that keeps which weights it was told of. It must be called in evaluation,
+    without gradients."""
 
     def __init__(self, model):
         self.model, self.weights = model, None
@@ -248,10 +286,15 @@ def test_finish_reports_the_best_weights_and_the_peak_of_memory(tmp_path, capsys
     reported = Reported(model)
     toy.run(args, model=model, evaluate=scripted(4.0, 2.0, 3.0, 5.0), report_results=reported)
     assert reported.weights == "weights of the best evaluation"
-    second = checkpoint.read(args.checkpoint_dir / "checkpoint_step_00000002.pt", toy.RECIPE)["model"]
+    second = checkpoint.read(args.checkpoint_dir / "checkpoint_step_00000002.pt", toy.RECIPE)[
+        "model"
+    ]
     assert all(torch.equal(value, second[name]) for name, value in model.state_dict().items())
     *_, places, memory = capsys.readouterr().out.splitlines()
-    assert places == f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all results: {args.log_dir}"
+    assert (
+        places == f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all results:"
+        f" {args.log_dir}"
+    )
     assert re.fullmatch(r"memory: peak \d+\.\d\d GiB resident, total \d+\.\d\d GiB", memory)
 
 
@@ -261,7 +304,9 @@ def test_finish_takes_the_average_if_it_is_not_worse(tmp_path, capsys, averaged)
     flags = ("--eval_every", "1", "--save_every", "1", "--average_checkpoints", "2")
     args = toy.make_args(tmp_path, *cut(2, 2), *flags)
     reported = Reported(model)
-    results = scripted(3.0, 1.0, 2.0, 2.5, 1.0, averaged)  # four evaluations, the best weights again, the average
+    results = scripted(
+        3.0, 1.0, 2.0, 2.5, 1.0, averaged
+    )  # four evaluations, the best weights again, the average
     toy.run(args, model=model, evaluate=results, report_results=reported)
     line = f"average of the checkpoints of steps 4, 3: {averaged:.3f}, best evaluation: 1.000\n"
     assert line in capsys.readouterr().out
@@ -271,7 +316,10 @@ def test_finish_takes_the_average_if_it_is_not_worse(tmp_path, capsys, averaged)
     }
     if averaged <= 1:
         assert reported.weights == "averaged weights (averaged.safetensors)"
-        mean = {name: (saved["checkpoint_step_00000003"][name] + value) / 2 for name, value in saved["checkpoint_step_00000004"].items()}  # fmt: skip
+        mean = {
+            name: (saved["checkpoint_step_00000003"][name] + value) / 2
+            for name, value in saved["checkpoint_step_00000004"].items()
+        }
         assert all(torch.equal(value, mean[name]) for name, value in model.state_dict().items())
         kept, _ = checkpoint.read_weights(args.checkpoint_dir / "averaged.safetensors", toy.RECIPE)
         assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
@@ -283,13 +331,24 @@ def test_finish_takes_the_average_if_it_is_not_worse(tmp_path, capsys, averaged)
 
 
 def test_only_error_rates_are_in_per_cent(tmp_path, capsys):
-    results = iter([0.25, 0.125, 0.5, 0.25, 0.25])  # two evaluations, the step of the second again, and its average
+    results = iter(
+        [0.25, 0.125, 0.5, 0.25, 0.25]
+    )  # two evaluations, the step of the second again, and its average
 
     def evaluate(model, eval_batches):
         share = next(results)
         return {"cer": (share, 1.0), "rising": (share, 1.0)}
 
-    flags = ("--max_steps", "2", "--eval_every", "1", "--save_every", "1", "--average_checkpoints", "2")
+    flags = (
+        "--max_steps",
+        "2",
+        "--eval_every",
+        "1",
+        "--save_every",
+        "1",
+        "--average_checkpoints",
+        "2",
+    )
     args = toy.make_args(tmp_path, *cut(2, 2), *flags)
     toy.run(args, evaluate=evaluate, metric="cer", report_results=lambda weights: None)
     output = capsys.readouterr().out
@@ -303,7 +362,7 @@ def test_only_the_first_rank_reports(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-# --- out of memory ---------------------------------------------------------------------------------------------------
+# --- out of memory --------------------------------------------------------------------------------
 
 
 class FailingBackward(torch.autograd.Function):
@@ -318,7 +377,8 @@ class FailingBackward(torch.autograd.Function):
 
 
 def failing_loss(chance: float, seed: int, largest: int = 10**9):
-    """compute_loss that runs out of memory at random, in forward or backward, and always above `largest` utterances."""
+    """compute_loss that runs out of memory at random, in forward or backward, and always above
+    `largest` utterances."""
     dice = random.Random(seed)
 
     def compute_loss(model, batch):
@@ -338,7 +398,9 @@ def failing_loss(chance: float, seed: int, largest: int = 10**9):
 def test_out_of_memory_at_random_moments_changes_no_weight_and_drops_nothing(tmp_path, seed):
     flags = (*cut(4, 2), "--num_epochs", "4")
     reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
-    model, progress = toy.run(toy.make_args(tmp_path / "b", *flags), compute_loss=failing_loss(0.3, seed))
+    model, progress = toy.run(
+        toy.make_args(tmp_path / "b", *flags), compute_loss=failing_loss(0.3, seed)
+    )
     assert progress["limits"], "nothing was injected"
     assert progress["utterances"] == 4 * 13 and progress["step"] == 8
     assert toy.relative(toy.weights(model), toy.weights(reference)) < 1e-10
@@ -357,8 +419,13 @@ def test_what_fits_is_learned_saved_and_used_after_resume(tmp_path):
     assert newest(args)["progress"]["limits"] == progress["limits"]
     assert sizes.count(8) == 1
     sizes.clear()
-    toy.run(toy.make_args(tmp_path, *cut(8, 1), "--num_epochs", "2", "--resume", "auto"), compute_loss=watched)
-    assert sizes and sum(size > 2 for size in sizes) <= 2  # shorter buckets may still have to learn it
+    toy.run(
+        toy.make_args(tmp_path, *cut(8, 1), "--num_epochs", "2", "--resume", "auto"),
+        compute_loss=watched,
+    )
+    assert (
+        sizes and sum(size > 2 for size in sizes) <= 2
+    )  # shorter buckets may still have to learn it
 
 
 def test_an_utterance_that_never_fits_is_named_with_its_length(tmp_path):
@@ -379,7 +446,8 @@ def test_an_utterance_that_never_fits_is_named_with_its_length(tmp_path):
 
 
 def test_dropout_draws_the_same_again_when_a_window_is_repeated(tmp_path):
-    """The repeated window starts from the same generator: the same micro-batches give the same update."""
+    """The repeated window starts from the same generator: the same micro-batches give the same
+    update."""
     calls = []
 
     def once(model, batch):
@@ -415,7 +483,9 @@ def test_buffers_are_as_if_a_failed_attempt_had_never_been(tmp_path, trouble):
             terms["first"] = terms["first"] * float("nan")
         return terms
 
-    model, progress = toy.run(toy.make_args(tmp_path, *cut(2, 2)), model=counting(network()), compute_loss=compute_loss)
+    model, progress = toy.run(
+        toy.make_args(tmp_path, *cut(2, 2)), model=counting(network()), compute_loss=compute_loss
+    )
     assert progress["step"] == (4 if trouble == "out of memory" else 3)
     assert model.seen == progress["utterances"] == (13 if trouble == "out of memory" else 9)
 
@@ -435,7 +505,7 @@ def test_cut_to_fit_uses_what_shorter_utterances_have_taught():
     assert cut_to_fit([batch], {bucket + 1: 1}) == [batch]
 
 
-# --- non-finite losses and fp16 --------------------------------------------------------------------------------------
+# --- non-finite losses and fp16 -------------------------------------------------------------------
 
 
 class InfiniteGradient(torch.autograd.Function):
@@ -478,25 +548,35 @@ def test_bad_windows_in_a_row_stop_the_run_and_leave_what_was_trained(tmp_path, 
     def later_nan(model, batch):
         terms = toy.compute_loss(model, batch)
         steps.append(1)
-        return {name: value * float("nan") for name, value in terms.items()} if len(steps) > 4 else terms
+        return (
+            {name: value * float("nan") for name, value in terms.items()}
+            if len(steps) > 4
+            else terms
+        )
 
     args = toy.make_args(tmp_path, *cut(2, 1), "--save_every", save_every, "--max_bad_windows", "3")
     with pytest.raises(RunError, match="3 windows in a row"):
         toy.run(args, compute_loss=later_nan)
     assert newest(args)["progress"]["step"] == 4
-    _, progress = toy.run(toy.make_args(tmp_path, *cut(2, 1), "--resume", "auto"))  # the cause is mended
+    _, progress = toy.run(
+        toy.make_args(tmp_path, *cut(2, 1), "--resume", "auto")
+    )  # the cause is mended
     assert progress["epoch"] == 1 and progress["utterances"] == 13 - 2 * 2
 
 
 def fp16_run(args, compute_loss):
     return toy.run(
-        args, model=network(dtype=torch.float32), data=toy.Sequences(12), setup=Setup(dtype=torch.float16), compute_loss=compute_loss,
-    )  # fmt: skip
+        args,
+        model=network(dtype=torch.float32),
+        data=toy.Sequences(12),
+        setup=Setup(dtype=torch.float16),
+        compute_loss=compute_loss,
+    )
 
 
 def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
-    """fp16 autocast and the GradScaler on the CPU: an infinite gradient halves the scale, and the schedule and the
-    step count move only when the optimizer did."""
+    """fp16 autocast and the GradScaler on the CPU: an infinite gradient halves the scale, and the
+    schedule and the step count move only when the optimizer did."""
     calls = []
 
     def overflowing(model, batch):
@@ -509,15 +589,22 @@ def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
     args = toy.make_args(tmp_path, *cut(2, 1))
     model, progress = fp16_run(args, overflowing)
     assert torch.isfinite(toy.weights(model)).all() and progress["bad_windows"] == 0
-    skipped = 6 - progress["step"]  # of six windows; fp16 itself may overflow once more at the initial scale
+    skipped = (
+        6 - progress["step"]
+    )  # of six windows; fp16 itself may overflow once more at the initial scale
     assert 2 <= skipped <= 4
     assert newest(args)["scaler"]["scale"] == 65536 / 2**skipped
-    assert [line["step"] for line in metrics(args) if "train/loss" in line] == list(range(1, progress["step"] + 1))
+    assert [line["step"] for line in metrics(args) if "train/loss" in line] == list(
+        range(1, progress["step"] + 1)
+    )
 
 
 def test_a_scale_below_one_stops_the_run(tmp_path):
     def overflowing(model, batch):
-        return {name: InfiniteGradient.apply(value) for name, value in toy.compute_loss(model, batch).items()}
+        return {
+            name: InfiniteGradient.apply(value)
+            for name, value in toy.compute_loss(model, batch).items()
+        }
 
     with pytest.raises(RunError, match="loss scale fell below 1"):
         fp16_run(toy.make_args(tmp_path, *cut(1, 1), "--num_epochs", "3"), overflowing)
@@ -532,12 +619,16 @@ def test_fp16_scaling_gives_the_fp32_gradient():
     assert toy.relative(scaled, plain) < 1e-5
 
 
-# --- signals ---------------------------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 @pytest.mark.parametrize("moment", ["window", "evaluation"])
-def test_a_signal_discards_the_window_saves_and_resumes_to_the_same_weights(tmp_path, number, status, moment):
+def test_a_signal_discards_the_window_saves_and_resumes_to_the_same_weights(
+    tmp_path, number, status, moment
+):
     flags = (*cut(2, 2), "--num_epochs", "2", "--eval_every", "2", "--dropout", "0.2")
     reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
     calls = []
@@ -558,9 +649,13 @@ def test_a_signal_discards_the_window_saves_and_resumes_to_the_same_weights(tmp_
         toy.run(args, compute_loss=interrupted_loss, evaluate=evaluate)
     assert stopped.value.status == status
     progress = newest(args)["progress"]
-    assert progress["step"] in ((2, 3) if moment == "window" else (2,))  # the partial window is shorter
+    assert progress["step"] in (
+        (2, 3) if moment == "window" else (2,)
+    )  # the partial window is shorter
     assert progress["last_evaluation"] == (2 if moment == "window" else 0)
-    model, _ = toy.run(toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=network(0.2, seed=9))
+    model, _ = toy.run(
+        toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=network(0.2, seed=9)
+    )
     assert torch.equal(toy.weights(model), toy.weights(reference))
 
 
@@ -579,18 +674,23 @@ def test_nohup_keeps_a_run_alive(tmp_path):
 
 
 @pytest.mark.parametrize("save_every", ["0", "1"])
-def test_a_report_that_cannot_be_written_ends_the_run_after_it_was_saved(tmp_path, monkeypatch, save_every):
+def test_a_report_that_cannot_be_written_ends_the_run_after_it_was_saved(
+    tmp_path, monkeypatch, save_every
+):
     flags = (*cut(2, 1), "--num_epochs", "2", "--save_every", save_every)
     reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
     args = toy.make_args(tmp_path / "b", *flags)
     with monkeypatch.context() as patch:
         patch.setattr(report, "open", lambda *_, **__: open("/dev/full", "w"), raising=False)  # noqa: SIM115
         with pytest.raises(
-            RunError, match=r"cannot write in .*logs: No space left on device; choose another --log_dir"
+            RunError,
+            match=r"cannot write in .*logs: No space left on device; choose another --log_dir",
         ) as error:
             toy.run(args)
     assert "\n" not in str(error.value) and newest(args)["progress"]["step"] == 1
-    model, _ = toy.run(toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=network(seed=9))
+    model, _ = toy.run(
+        toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=network(seed=9)
+    )
     assert torch.equal(toy.weights(model), toy.weights(reference))
 
 
@@ -604,7 +704,9 @@ def test_a_log_folder_that_is_gone_ends_the_run_with_its_best_weights(tmp_path, 
 
     with pytest.raises(RunError, match=r"cannot write in .*logs: No such file"):
         toy.run(args, compute_loss=remove)
-    assert (args.checkpoint_dir / "best.safetensors").exists() and newest(args)["progress"]["epoch"] == 1
+    assert (args.checkpoint_dir / "best.safetensors").exists() and newest(args)["progress"][
+        "epoch"
+    ] == 1
 
 
 def test_evaluation_leaves_generators_and_mode_alone(tmp_path):
@@ -616,12 +718,16 @@ def test_evaluation_leaves_generators_and_mode_alone(tmp_path):
         return toy.evaluate(model, eval_batches)
 
     reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
-    model, _ = toy.run(toy.make_args(tmp_path / "b", *flags, "--eval_every", "1"), evaluate=noisy_evaluate)
+    model, _ = toy.run(
+        toy.make_args(tmp_path / "b", *flags, "--eval_every", "1"), evaluate=noisy_evaluate
+    )
     assert torch.equal(toy.weights(model), toy.weights(reference)) and model.training
 
 
 def test_early_stopping_counts_evaluations_without_a_better_result(tmp_path):
-    args = toy.make_args(tmp_path, *cut(1, 1), "--eval_every", "2", "--early_stopping_patience", "2")
+    args = toy.make_args(
+        tmp_path, *cut(1, 1), "--eval_every", "2", "--early_stopping_patience", "2"
+    )
     _, progress = toy.run(args, evaluate=scripted(5.0, 4.0, 4.5, 4.2, 3.0, 2.0))
     assert progress["step"] == 8 and progress["best"] == 4.0 and progress["best_step"] == 4
 
@@ -635,12 +741,22 @@ def test_the_model_as_it_came_may_be_the_first_candidate(tmp_path):
     model, progress = toy.run(args, start, evaluate=scripted(2.0, 4.0, 3.0), evaluate_first=True)
     assert usual["evaluations"] == [[2, 4.0], [4, 3.0]]
     assert progress["evaluations"] == [[0, 2.0], *usual["evaluations"]]
-    assert (progress["best"], progress["best_step"], progress["evaluations_without_gain"]) == (2.0, 0, 2)
+    assert (progress["best"], progress["best_step"], progress["evaluations_without_gain"]) == (
+        2.0,
+        0,
+        2,
+    )
     best, _ = checkpoint.read_weights(args.checkpoint_dir / "best.safetensors", toy.RECIPE)
     assert all(torch.equal(value, before[name]) for name, value in best.items())
-    assert not torch.equal(toy.weights(model), torch.cat([value.reshape(-1) for value in before.values()]))
-    reference, _ = toy.run(toy.make_args(tmp_path / "c", *flags), network(0.2), evaluate=scripted(4.0, 3.0))
-    assert torch.equal(toy.weights(model), toy.weights(reference))  # the evaluation changes no update
+    assert not torch.equal(
+        toy.weights(model), torch.cat([value.reshape(-1) for value in before.values()])
+    )
+    reference, _ = toy.run(
+        toy.make_args(tmp_path / "c", *flags), network(0.2), evaluate=scripted(4.0, 3.0)
+    )
+    assert torch.equal(
+        toy.weights(model), toy.weights(reference)
+    )  # the evaluation changes no update
 
 
 def test_a_task_may_leave_embeddings_without_decay(tmp_path):
@@ -661,7 +777,9 @@ def test_a_task_may_leave_embeddings_without_decay(tmp_path):
 
 
 def test_the_first_evaluation_counts_for_early_stopping(tmp_path):
-    args = toy.make_args(tmp_path, *cut(1, 1), "--eval_every", "2", "--early_stopping_patience", "2")
+    args = toy.make_args(
+        tmp_path, *cut(1, 1), "--eval_every", "2", "--early_stopping_patience", "2"
+    )
     _, progress = toy.run(args, evaluate=scripted(1.0, 5.0, 4.0, 0.5), evaluate_first=True)
     assert progress["step"] == 4 and progress["best_step"] == 0
 
@@ -674,28 +792,59 @@ def test_the_first_evaluation_is_made_once_unless_nothing_was_saved(tmp_path):
 
     for _ in range(2):  # killed before the first checkpoint, and started again
         with pytest.raises(SystemExit):
-            toy.run(toy.make_args(tmp_path, *flags), evaluate=scripted(3.0), evaluate_first=True, compute_loss=killed)
+            toy.run(
+                toy.make_args(tmp_path, *flags),
+                evaluate=scripted(3.0),
+                evaluate_first=True,
+                compute_loss=killed,
+            )
 
     def stopped(model, batch):
         os.kill(os.getpid(), signal.SIGTERM)
         return toy.compute_loss(model, batch)
 
     with pytest.raises(Stopped):  # which saves step 0
-        toy.run(toy.make_args(tmp_path, *flags), evaluate=scripted(3.0), evaluate_first=True, compute_loss=stopped)
-    _, progress = toy.run(toy.make_args(tmp_path, *flags), evaluate=scripted(4.0), evaluate_first=True)
+        toy.run(
+            toy.make_args(tmp_path, *flags),
+            evaluate=scripted(3.0),
+            evaluate_first=True,
+            compute_loss=stopped,
+        )
+    _, progress = toy.run(
+        toy.make_args(tmp_path, *flags), evaluate=scripted(4.0), evaluate_first=True
+    )
     assert progress["evaluations"] == [[0, 3.0], [2, 4.0]] and progress["best_step"] == 0
 
 
 def mapped(folder: Path) -> list[bytes]:
     """The files of a folder that this process maps, also deleted ones."""
-    return [line for line in Path("/proc/self/maps").read_bytes().splitlines() if os.fsencode(folder) in line]
+    return [
+        line
+        for line in Path("/proc/self/maps").read_bytes().splitlines()
+        if os.fsencode(folder) in line
+    ]
 
 
-@pytest.mark.parametrize("flag, name", [
-    ("--resume", "checkpoint_step_00000004.pt"), ("--init_from", "checkpoint_step_00000004.pt"), ("--init_from", "best.safetensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flag, name",
+    [
+        ("--resume", "checkpoint_step_00000004.pt"),
+        ("--init_from", "checkpoint_step_00000004.pt"),
+        ("--init_from", "best.safetensors"),
+    ],
+)
 def test_a_run_lets_go_of_the_file_that_it_starts_from(tmp_path, monkeypatch, flag, name):
-    flags = (*cut(2, 2), "--num_epochs", "2", "--dropout", "0.2", "--keep_last", "1", "--lr_schedule", "constant")
+    flags = (
+        *cut(2, 2),
+        "--num_epochs",
+        "2",
+        "--dropout",
+        "0.2",
+        "--keep_last",
+        "1",
+        "--lr_schedule",
+        "constant",
+    )
     reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags))
     args = toy.make_args(tmp_path / "b", *flags, "--num_epochs", "1")
     toy.run(args)
@@ -717,7 +866,9 @@ def test_a_run_lets_go_of_the_file_that_it_starts_from(tmp_path, monkeypatch, fl
     for function in ("load_weights", "initialise"):
         monkeypatch.setattr(checkpoint, function, hold(getattr(checkpoint, function)))
     folder = tmp_path / ("b" if flag == "--resume" else "c")
-    model, _ = toy.run(toy.make_args(folder, *flags, flag, str(path)), network(0.2, seed=9), compute_loss=watched)
+    model, _ = toy.run(
+        toy.make_args(folder, *flags, flag, str(path)), network(0.2, seed=9), compute_loss=watched
+    )
     assert held == [{}] and during and not any(during)
     if flag == "--resume":
         assert not path.exists() and torch.equal(toy.weights(model), toy.weights(reference))
@@ -740,7 +891,7 @@ def test_a_signal_during_a_save_lets_it_finish(tmp_path, monkeypatch):
     assert newest(args)["progress"]["step"] == 2 and not list(args.checkpoint_dir.glob("*.tmp"))
 
 
-# --- resuming --------------------------------------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------------
 
 
 def watched(names: list[str]):
@@ -759,8 +910,12 @@ def test_another_window_size_continues_the_epoch_with_what_is_left(tmp_path, cap
     assert len(names) in (5, 8)
     args = toy.make_args(tmp_path, *cut(1, 3), "--resume", "auto")
     _, progress = toy.run(args, compute_loss=watched(names))
-    assert re.search(r"an update had 4 utterances .* 3: the rest of epoch 1 is cut anew", capsys.readouterr().out)
-    assert sorted(names) == sorted(item["name"] for item in toy.Sequences()) and progress["epoch"] == 1
+    assert re.search(
+        r"an update had 4 utterances .* 3: the rest of epoch 1 is cut anew", capsys.readouterr().out
+    )
+    assert (
+        sorted(names) == sorted(item["name"] for item in toy.Sequences()) and progress["epoch"] == 1
+    )
 
 
 def test_other_data_start_the_epoch_anew(tmp_path, capsys):
@@ -768,7 +923,9 @@ def test_other_data_start_the_epoch_anew(tmp_path, capsys):
     names = []
     args = toy.make_args(tmp_path, "--resume", "auto")
     toy.run(args, data=toy.Sequences(15), compute_loss=watched(names))
-    assert re.search(r"training data .*changed.*: epoch 1 starts from its beginning", capsys.readouterr().out)
+    assert re.search(
+        r"training data .*changed.*: epoch 1 starts from its beginning", capsys.readouterr().out
+    )
     assert sorted(names) == sorted(item["name"] for item in toy.Sequences(15))
 
 
@@ -783,7 +940,9 @@ def test_resuming_into_another_folder_leaves_best_weights_there_and_another_run_
         args = toy.make_args(tmp_path / "new", "--resume", str(source), "--num_epochs", epochs)
         _, progress = toy.run(args, evaluate=scripted(1e9, 1e9))
         assert progress["best"] == 1e9 and (args.checkpoint_dir / "best.safetensors").exists()
-    assert {path.name for path in (other.checkpoint_dir / "earlier-1").glob("checkpoint_*")} == before
+    assert {
+        path.name for path in (other.checkpoint_dir / "earlier-1").glob("checkpoint_*")
+    } == before
 
 
 @pytest.mark.parametrize("change", ["seed", "lengths"])
@@ -795,30 +954,52 @@ def test_another_order_starts_the_epoch_anew_and_says_so(tmp_path, capsys, chang
     toy.run(toy.make_args(tmp_path, *cut(2, 2), "--max_steps", "2"))
     names, other = [], change == "lengths"
     args = toy.make_args(tmp_path, *cut(2, 2), "--resume", "auto", "--seed", "1" if other else "2")
-    _, progress = toy.run(args, data=Faster() if other else toy.Sequences(), compute_loss=watched(names))
-    assert re.search(r"the seed, or the length .* changed .*: epoch 1 starts from its beg", capsys.readouterr().out)
-    assert sorted(names) == sorted(item["name"] for item in toy.Sequences()) and progress["epoch"] == 1
+    _, progress = toy.run(
+        args, data=Faster() if other else toy.Sequences(), compute_loss=watched(names)
+    )
+    assert re.search(
+        r"the seed, or the length .* changed .*: epoch 1 starts from its beg",
+        capsys.readouterr().out,
+    )
+    assert (
+        sorted(names) == sorted(item["name"] for item in toy.Sequences()) and progress["epoch"] == 1
+    )
 
 
 def test_the_same_order_continues_in_any_epoch(tmp_path, capsys):
     class Perturbed(toy.Sequences):
         def seconds(self, epoch):
-            return super().seconds(epoch) * np.random.default_rng(epoch).uniform(0.9, 1.1, len(self))
+            return super().seconds(epoch) * np.random.default_rng(epoch).uniform(
+                0.9, 1.1, len(self)
+            )
 
     flags = (*cut(2, 2), "--num_epochs", "3", "--lr_schedule", "constant")
     reference, _ = toy.run(toy.make_args(tmp_path / "a", *flags), data=Perturbed())
     for steps in range(1, 12, 3):
         model, _ = toy.run(
-            toy.make_args(tmp_path / "b", *flags, "--max_steps", str(steps), "--resume", "auto"), data=Perturbed()
+            toy.make_args(tmp_path / "b", *flags, "--max_steps", str(steps), "--resume", "auto"),
+            data=Perturbed(),
         )
     model, _ = toy.run(toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), data=Perturbed())
-    assert "changed since" not in capsys.readouterr().out and torch.equal(toy.weights(model), toy.weights(reference))
+    assert "changed since" not in capsys.readouterr().out and torch.equal(
+        toy.weights(model), toy.weights(reference)
+    )
 
 
 def test_resuming_an_older_checkpoint_is_a_branch_that_auto_follows(tmp_path, capsys):
-    """What is newer is moved aside, the new steps survive --keep_last, and the better weights of the other branch stay."""
+    """What is newer is moved aside, the new steps survive --keep_last, and the better weights of
+    the other branch stay."""
     args = toy.make_args(
-        tmp_path, *cut(2, 2), "--num_epochs", "9", "--max_steps", "6", "--save_every", "2", "--eval_every", "2"
+        tmp_path,
+        *cut(2, 2),
+        "--num_epochs",
+        "9",
+        "--max_steps",
+        "6",
+        "--save_every",
+        "2",
+        "--eval_every",
+        "2",
     )
     toy.run(args, evaluate=scripted(5.0, 1.0, 2.0))
     (args.checkpoint_dir / "checkpoint_step_00090000.pt").write_bytes(b"of another run")
@@ -829,22 +1010,45 @@ def test_resuming_an_older_checkpoint_is_a_branch_that_auto_follows(tmp_path, ca
         os.kill(os.getpid(), signal.SIGTERM)
         return toy.compute_loss(model, batch)
 
-    flags = (*cut(2, 2), "--num_epochs", "9", "--eval_every", "1", "--save_every", "1", "--keep_last", "1")
+    flags = (
+        *cut(2, 2),
+        "--num_epochs",
+        "9",
+        "--eval_every",
+        "1",
+        "--save_every",
+        "1",
+        "--keep_last",
+        "1",
+    )
     _, progress = toy.run(
-        toy.make_args(tmp_path, *flags, "--max_steps", "3", "--resume", older), evaluate=scripted(7.0, 8.0)
+        toy.make_args(tmp_path, *flags, "--max_steps", "3", "--resume", older),
+        evaluate=scripted(7.0, 8.0),
     )
     assert "what is newer was moved to abandoned-1/" in capsys.readouterr().out
     aside = args.checkpoint_dir / "abandoned-1"
     assert sorted(map(checkpoint.step_of, aside.glob("checkpoint*"))) == [4, 6, 90000]
-    assert (aside / "best.safetensors").read_bytes() == best and progress["best"] == 7.0 and progress["best_step"] == 2
-    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(args.checkpoint_dir)] == [3]
+    assert (
+        (aside / "best.safetensors").read_bytes() == best
+        and progress["best"] == 7.0
+        and progress["best_step"] == 2
+    )
+    assert [
+        checkpoint.step_of(path) for path in checkpoint.list_checkpoints(args.checkpoint_dir)
+    ] == [3]
     with pytest.raises(Stopped, match=r"step 3 is saved .*; --resume auto continues from there"):
-        toy.run(toy.make_args(tmp_path, *flags, "--max_steps", "6", "--resume", "auto"), compute_loss=interrupted)
-    assert newest(args)["progress"]["step"] == 3 and not (args.checkpoint_dir / "abandoned-2").exists()
+        toy.run(
+            toy.make_args(tmp_path, *flags, "--max_steps", "6", "--resume", "auto"),
+            compute_loss=interrupted,
+        )
+    assert (
+        newest(args)["progress"]["step"] == 3 and not (args.checkpoint_dir / "abandoned-2").exists()
+    )
 
 
 @pytest.mark.parametrize(
-    "damage", [Path.unlink, lambda path: path.write_text("{"), lambda path: path.write_text('{"step": -1}')]
+    "damage",
+    [Path.unlink, lambda path: path.write_text("{"), lambda path: path.write_text('{"step": -1}')],
 )
 def test_best_weights_that_are_gone_are_found_again(tmp_path, damage):
     args = toy.make_args(tmp_path, "--max_steps", "2", "--eval_every", "1")
@@ -858,9 +1062,14 @@ def test_best_weights_that_are_gone_are_found_again(tmp_path, damage):
 def test_an_evaluation_just_before_a_kill_is_not_a_branch(tmp_path, capsys):
     args = toy.make_args(tmp_path, "--max_steps", "2", "--eval_every", "1", "--save_every", "1")
     toy.run(args)
-    checkpoint.list_checkpoints(args.checkpoint_dir)[0].unlink()  # killed after evaluating, before saving
+    checkpoint.list_checkpoints(args.checkpoint_dir)[
+        0
+    ].unlink()  # killed after evaluating, before saving
     toy.run(toy.make_args(tmp_path, "--max_steps", "2", "--eval_every", "1", "--resume", "auto"))
-    assert "abandoned" not in capsys.readouterr().out and checkpoint.best_step(args.checkpoint_dir) == 2
+    assert (
+        "abandoned" not in capsys.readouterr().out
+        and checkpoint.best_step(args.checkpoint_dir) == 2
+    )
 
 
 def test_a_second_run_moves_what_the_first_left_aside(tmp_path):
@@ -873,7 +1082,9 @@ def test_a_second_run_moves_what_the_first_left_aside(tmp_path):
     for number, folder in enumerate(("earlier-1", "earlier-2")):
         for name in ("transcripts.jsonl", "evaluation.json"):
             assert (args.log_dir / folder / name).read_text() == str(number)
-    assert (args.log_dir / "notes.txt").read_text() == "1" and not (args.log_dir / "transcripts.jsonl").exists()
+    assert (args.log_dir / "notes.txt").read_text() == "1" and not (
+        args.log_dir / "transcripts.jsonl"
+    ).exists()
 
 
 def test_logs_and_checkpoints_that_are_links_are_not_written_through(tmp_path):
@@ -898,19 +1109,23 @@ def test_weights_that_vanish_during_a_run_are_named_with_what_to_do(tmp_path, mo
         return use_best(args, *rest)
 
     monkeypatch.setattr(checkpoint, "use_best", vanished)
-    with pytest.raises(RunError, match=r"best\.safetensors is gone: .*--resume .*checkpoint_step_00000001\.pt"):
+    with pytest.raises(
+        RunError, match=r"best\.safetensors is gone: .*--resume .*checkpoint_step_00000001\.pt"
+    ):
         toy.run(toy.make_args(tmp_path, "--max_steps", "1"), report_results=print)
 
 
 def test_a_model_that_no_longer_fits_its_checkpoint_is_one_line(tmp_path):
     toy.run(toy.make_args(tmp_path))
     args = toy.make_args(tmp_path, "--resume", "auto")
-    with pytest.raises(UsageError, match=r"the saved weights do not fit this model .*--init_from") as error:
+    with pytest.raises(
+        UsageError, match=r"the saved weights do not fit this model .*--init_from"
+    ) as error:
         toy.run(args, model=toy.Network(layers=3).double())
     assert "\n" not in str(error.value)
 
 
-# --- data that cannot be used ----------------------------------------------------------------------------------------
+# --- data that cannot be used ---------------------------------------------------------------------
 
 
 class WithBadFile(toy.Sequences):
@@ -924,17 +1139,24 @@ class WithBadFile(toy.Sequences):
 
 def test_a_bad_file_stops_the_run_which_is_saved(tmp_path):
     args = toy.make_args(tmp_path, *cut(1, 1))
-    with pytest.raises(DataError, match=r"three\.wav is truncated; fix or remove it, .* --skip_bad_audio"):
+    with pytest.raises(
+        DataError, match=r"three\.wav is truncated; fix or remove it, .* --skip_bad_audio"
+    ):
         toy.run(args, data=WithBadFile())
     assert 0 <= newest(args)["progress"]["step"] < 13
 
 
-@pytest.mark.parametrize("flags", [("--num_epochs", "1"), ("--num_epochs", "3", "--max_bad_windows", "1000")])
+@pytest.mark.parametrize(
+    "flags", [("--num_epochs", "1"), ("--num_epochs", "3", "--max_bad_windows", "1000")]
+)
 def test_a_run_without_any_update_says_so(tmp_path, flags):
     def never_finite(model, batch):
         return {name: term * float("nan") for name, term in toy.compute_loss(model, batch).items()}
 
-    with pytest.raises(RunError, match=r"no update was made: \d+ windows had a non-finite loss, 0 files were skipped"):
+    with pytest.raises(
+        RunError,
+        match=r"no update was made: \d+ windows had a non-finite loss, 0 files were skipped",
+    ):
         toy.run(toy.make_args(tmp_path, *flags), compute_loss=never_finite)
 
 

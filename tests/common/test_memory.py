@@ -1,4 +1,5 @@
-"""Activation checkpointing, errors that count as out of memory, splitting of batches that do not fit, statistics."""
+"""Activation checkpointing, errors that count as out of memory, splitting of batches that do not
+fit, statistics."""
 
 import re
 import types
@@ -18,11 +19,16 @@ OUT_OF_MEMORY = [
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+        "[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried"
+        " to allocate"
     ),
     RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
 ]
-OTHER = [RuntimeError("CUDA error: an illegal memory access was encountered"), ValueError("out of memory"), OSError(12, "x")]  # fmt: skip
+OTHER = [
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ValueError("out of memory"),
+    OSError(12, "x"),
+]
 
 
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, *OTHER], ids=repr)
@@ -65,7 +71,9 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradient(dropout):
         if checkpointed:
             memory.checkpoint_layers(model, (toy.Layer,))
         numbers = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, n=numbers: n.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, n=numbers: n.append(t.numel()) or t, lambda t: t
+        ):
             terms = toy.compute_loss(model, batch)
         kept.append(sum(numbers))
         loss = sum(terms.values())
@@ -93,7 +101,9 @@ def test_checkpointing_a_model_without_layers_is_an_error():
 
 
 def test_the_peak_on_a_cpu_is_resident_memory():
-    match = re.fullmatch(r"memory: peak (\d+\.\d\d) GiB resident, total (\d+\.\d\d) GiB", memory.peak(CPU))
+    match = re.fullmatch(
+        r"memory: peak (\d+\.\d\d) GiB resident, total (\d+\.\d\d) GiB", memory.peak(CPU)
+    )
     peak, total = map(float, match.groups())
     assert 0.1 < peak < total
     assert 2**26 < memory.memory_used(CPU) <= (peak + 0.1) * 2**30
@@ -101,11 +111,14 @@ def test_the_peak_on_a_cpu_is_resident_memory():
 
 def test_the_peak_on_a_gpu_is_the_allocators(monkeypatch):
     numbers = {
-        "get_device_properties": types.SimpleNamespace(total_memory=8 * 2**30), "max_memory_allocated": 2**30,
+        "get_device_properties": types.SimpleNamespace(total_memory=8 * 2**30),
+        "max_memory_allocated": 2**30,
         "max_memory_reserved": 3 * 2**29,
-    }  # fmt: skip
+    }
     for name, number in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
     device = torch.device("cuda", 0)
-    assert memory.peak(device) == "memory: peak 1.00 GiB allocated, 1.50 GiB reserved, total 8.00 GiB"
+    assert (
+        memory.peak(device) == "memory: peak 1.00 GiB allocated, 1.50 GiB reserved, total 8.00 GiB"
+    )
     assert memory.memory_used(device) == 2**30

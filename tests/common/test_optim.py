@@ -1,4 +1,5 @@
-"""The optimizer kinds: their updates against torch's AdamW, and states that survive a checkpoint and a change of kind."""
+"""The optimizer kinds: their updates against torch's AdamW, and states that survive a checkpoint
+and a change of kind."""
 
 import copy
 import io
@@ -19,12 +20,15 @@ FLAGS = {"adamw": (), "8bit": ("--optimizer", "adamw_8bit"), "offload": ("--use_
 EXACT = ({"adamw"}, {"offload"}, {"8bit"}, {"adamw", "offload"})
 
 
-def make(model: nn.Module, kind: str = "adamw", learning_rate: float = 1e-3, weight_decay: float = 0.01):
+def make(
+    model: nn.Module, kind: str = "adamw", learning_rate: float = 1e-3, weight_decay: float = 0.01
+):
     return optim.make_optimizer(model, learning_rate, weight_decay, **KINDS[kind])
 
 
 class Model(nn.Module):
-    """Parameters of each kind: large and small, with one dimension and without, frozen, and never used."""
+    """Parameters of each kind: large and small, with one dimension and without, frozen, and never
+    used."""
 
     def __init__(self, seed: int = 0):
         super().__init__()
@@ -41,17 +45,24 @@ class Model(nn.Module):
 def awkward(model: Model) -> Model:
     """With two types, and a weight whose rows are not contiguous."""
     model.norm.bias.data = model.norm.bias.data.double()
-    model.filters.weight.data = model.filters.weight.data.transpose(0, 1).contiguous().transpose(0, 1)
+    model.filters.weight.data = (
+        model.filters.weight.data.transpose(0, 1).contiguous().transpose(0, 1)
+    )
     return model
 
 
 def set_gradients(model: nn.Module, step: int, size: float = 1.0) -> None:
-    """Random gradients, the same for every model; none for `unused`, and for `norm` at every third step."""
+    """Random gradients, the same for every model; none for `unused`, and for `norm` at every third
+    step."""
     generator = torch.Generator().manual_seed(step)
     for name, p in model.named_parameters():
         gradient = torch.randn(p.shape, generator=generator, dtype=torch.float64) * size
-        absent = name == "unused" or not p.requires_grad or (name.startswith("norm") and step % 3 == 0)
-        p.grad = None if absent else torch.empty_like(p).copy_(gradient)  # with the weight's strides, like autograd's
+        absent = (
+            name == "unused" or not p.requires_grad or (name.startswith("norm") and step % 3 == 0)
+        )
+        p.grad = (
+            None if absent else torch.empty_like(p).copy_(gradient)
+        )  # with the weight's strides, like autograd's
 
 
 def clip(model: nn.Module, limit: float) -> None:
@@ -77,13 +88,18 @@ def through_a_file(state: dict) -> dict:
 
 
 def largest_difference(a: nn.Module, b: nn.Module) -> float:
-    return max(float((p - q).detach().abs().max()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    return max(
+        float((p - q).detach().abs().max())
+        for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
 
 
 def reference_for(model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
     """torch's plainest AdamW: neither fused nor foreach."""
     groups = optim.parameter_groups(model, weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-9, foreach=False, fused=False)
+    optimizer = torch.optim.AdamW(
+        groups, lr=1e-2, betas=(0.9, 0.98), eps=1e-9, foreach=False, fused=False
+    )
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
@@ -99,26 +115,40 @@ def test_embeddings_may_have_no_weight_decay(kind):
     for decays in (True, False):
         optimizer = optim.make_optimizer(model, 1e-3, 0.5, **KINDS[kind], decay_embeddings=decays)
         groups[decays] = [
-            ({names[p] for p in group["params"]}, group["weight_decay"]) for group in optimizer.param_groups
+            ({names[p] for p in group["params"]}, group["weight_decay"])
+            for group in optimizer.param_groups
         ]
         assert set(optim.optimizer_state(optimizer, model)) == set(names.values()) - {"frozen"}
     vectors = {"large.bias", "filters.bias", "norm.weight", "norm.bias", "scale"}
-    assert groups[True] == [({"embedding.weight", "large.weight", "filters.weight", "unused"}, 0.5), (vectors, 0.0)]
-    assert groups[False] == [({"large.weight", "filters.weight", "unused"}, 0.5), ({"embedding.weight", *vectors}, 0.0)]
+    assert groups[True] == [
+        ({"embedding.weight", "large.weight", "filters.weight", "unused"}, 0.5),
+        (vectors, 0.0),
+    ]
+    assert groups[False] == [
+        ({"large.weight", "filters.weight", "unused"}, 0.5),
+        ({"embedding.weight", *vectors}, 0.0),
+    ]
     only = nn.Embedding(2, 3)
-    assert [group["weight_decay"] for group in optim.parameter_groups(only, 0.5, decay_embeddings=False)] == [0.0]
+    assert [
+        group["weight_decay"] for group in optim.parameter_groups(only, 0.5, decay_embeddings=False)
+    ] == [0.0]
 
 
-# --- offloaded states ------------------------------------------------------------------------------------------------
+# --- offloaded states -----------------------------------------------------------------------------
 
 
 class LazyStream:
-    """A stream that copies as late as possible: when the host waits for an event, in order, up to that event."""
+    """A stream that copies as late as possible: when the host waits for an event, in order, up to
+    that event."""
 
     def __init__(self, monkeypatch):
         self.waiting, self.copy, self.fetch = [], torch.Tensor.copy_, optim.OffloadedAdamW.fetch
-        monkeypatch.setattr(torch.Tensor, "copy_", lambda *arguments, **options: self.copy_(*arguments, **options))
-        monkeypatch.setattr(optim.OffloadedAdamW, "fetch", lambda *given: (*self.fetch(*given)[:-1], Event(self)))
+        monkeypatch.setattr(
+            torch.Tensor, "copy_", lambda *arguments, **options: self.copy_(*arguments, **options)
+        )
+        monkeypatch.setattr(
+            optim.OffloadedAdamW, "fetch", lambda *given: (*self.fetch(*given)[:-1], Event(self))
+        )
 
     def copy_(self, target, source, non_blocking=False):
         if non_blocking:
@@ -142,7 +172,9 @@ class Event:
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("slot", [1024, optim.SLOT])  # split tensors and rows that fill a slot; whole tensors
+@pytest.mark.parametrize(
+    "slot", [1024, optim.SLOT]
+)  # split tensors and rows that fill a slot; whole tensors
 @pytest.mark.parametrize("late", [False, True])
 def test_offload_equals_adamw(monkeypatch, dtype, tolerance, slot, late):
     monkeypatch.setattr(optim, "SLOT", slot)
@@ -151,7 +183,9 @@ def test_offload_equals_adamw(monkeypatch, dtype, tolerance, slot, late):
     stream = LazyStream(monkeypatch) if late else None
     train(models[0], optimizer, range(20))
     if stream:
-        assert stream.waiting  # the last weights have not arrived yet, and nothing has waited for them
+        assert (
+            stream.waiting
+        )  # the last weights have not arrived yet, and nothing has waited for them
         stream.run(len(stream.waiting))
         monkeypatch.undo()
     train(models[1], reference_for(models[1], 0.1), range(20))
@@ -188,7 +222,9 @@ def test_offload_steps_with_a_scaler_and_skips_what_overflows():
 def test_offload_keeps_no_copy_of_the_weights_and_little_scratch(monkeypatch):
     optimizer = make(Model(), "offload")
     assert sum(memory.nbytes for slot in optimizer.slots for memory in slot) == 4 * optim.SLOT
-    assert all(t.numel() <= p.numel() for p, state in optimizer.state.items() for t in state.values())
+    assert all(
+        t.numel() <= p.numel() for p, state in optimizer.state.items() for t in state.values()
+    )
     monkeypatch.setattr(optim, "SLOT", 64)
     wide = awkward(Model())
     wide.unused = nn.Parameter(torch.randn(1, 1001))  # a row larger than a slot
@@ -202,7 +238,8 @@ def test_offload_keeps_no_copy_of_the_weights_and_little_scratch(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_offload_on_a_gpu(monkeypatch):
-    """The model is large enough for copies and updates to overlap. Its weights are read right after the last step."""
+    """The model is large enough for copies and updates to overlap. Its weights are read right after
+    the last step."""
     monkeypatch.setattr(optim, "SLOT", 2**20)
     models = [nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(12))).cuda() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -218,11 +255,13 @@ def test_offload_on_a_gpu(monkeypatch):
     assert largest_difference(*models) < 2e-6
 
 
-# --- 8-bit states ----------------------------------------------------------------------------------------------------
+# --- 8-bit states ---------------------------------------------------------------------------------
 
 
 def state_bytes(optimizer) -> int:
-    tensors = {id(t): t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)}
+    tensors = {
+        id(t): t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)
+    }
     return sum(t.nbytes for t in tensors.values())
 
 
@@ -233,7 +272,9 @@ def test_8bit_learns_what_adamw_learns_with_a_quarter_of_the_states():
     losses, sizes = {}, {}
     for kind in KINDS:
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+        model = nn.Sequential(
+            nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8)
+        )
         optimizer = make(model, kind, 2e-3)
         for _ in range(60):
             loss = (model(x) - y).square().mean()
@@ -250,17 +291,24 @@ def test_8bit_learns_what_adamw_learns_with_a_quarter_of_the_states():
 def test_8bit_keeps_32_bits_if_8_are_harmful():
     model = Model()
     optimizer = make(model, "8bit")
-    types = {name: optimizer.state[p]["state1"].dtype for name, p in model.named_parameters() if p.requires_grad}
+    types = {
+        name: optimizer.state[p]["state1"].dtype
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     assert {name for name, dtype in types.items() if dtype == torch.uint8} == {"large.weight"}
     train(model, optimizer, range(2))
     assert types == {
-        name: optimizer.state[p]["state1"].dtype for name, p in model.named_parameters() if p.requires_grad
+        name: optimizer.state[p]["state1"].dtype
+        for name, p in model.named_parameters()
+        if p.requires_grad
     }
 
 
 def largest_steps(epsilons: list[float], rounded: bool, steps: int = 200) -> list[float]:
-    """For each epsilon the largest update, in learning rates, with gradients of 1e-3 to 1e-9 in a block. `rounded`: the
-    averages have 8 bits as in bitsandbytes' CUDA kernel (csrc/kernels.cu, kOptimizerStatic8bit2StateBlockwise)."""
+    """For each epsilon the largest update, in learning rates, with gradients of 1e-3 to 1e-9 in a
+    block. `rounded`: the averages have 8 bits as in bitsandbytes' CUDA kernel (csrc/kernels.cu,
+    kOptimizerStatic8bit2StateBlockwise)."""
     functional = pytest.importorskip("bitsandbytes").functional
     tables = functional.create_dynamic_map(signed=True), functional.create_dynamic_map(signed=False)
 
@@ -268,7 +316,9 @@ def largest_steps(epsilons: list[float], rounded: bool, steps: int = 200) -> lis
         codes, scales = optim.quantize(average, table)
         if table[0] < 0:  # the kernel keeps the first moment's sign
             wrong = table[codes.long()].signbit() != average.signbit()
-            codes = torch.where(wrong, codes.int() + torch.where(average > 0, 1, -1), codes).to(torch.uint8)
+            codes = torch.where(wrong, codes.int() + torch.where(average > 0, 1, -1), codes).to(
+                torch.uint8
+            )
         return optim.dequantize(codes, scales, table)
 
     generator = torch.Generator().manual_seed(0)
@@ -289,7 +339,9 @@ def test_largest_step():
     """The reason for another epsilon with 8-bit states."""
     (usual,) = largest_steps([optim.EPSILON], rounded=False)
     assert 1 < usual < 2
-    same, of_bitsandbytes, ours = largest_steps([optim.EPSILON, 1e-8, optim.EPSILON_8BIT], rounded=True)
+    same, of_bitsandbytes, ours = largest_steps(
+        [optim.EPSILON, 1e-8, optim.EPSILON_8BIT], rounded=True
+    )
     assert same > 100 * usual and of_bitsandbytes > 10 * usual and ours < 1.5 * usual
 
 
@@ -309,14 +361,17 @@ def test_quantize_takes_the_nearest_value(shape):
 
 def test_dequantize_agrees_with_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes").functional
-    for table in (functional.create_dynamic_map(signed=True), functional.create_dynamic_map(signed=False)):
+    for table in (
+        functional.create_dynamic_map(signed=True),
+        functional.create_dynamic_map(signed=False),
+    ):
         codes = torch.randint(0, 256, (7, 333), dtype=torch.uint8)
         scales = torch.rand(-(-codes.numel() // 256)) + 0.1
         theirs = functional.dequantize_blockwise(codes, absmax=scales, code=table, blocksize=256)
         assert torch.equal(optim.dequantize(codes, scales, table), theirs)
 
 
-# --- states ----------------------------------------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -329,10 +384,15 @@ def test_states_are_made_at_once_and_change_nothing(kind):
     assert set(optimizer.state) == set(trained)
     assert all(float(state["step"]) == 0 for state in optimizer.state.values())
     assert all(group["lr"] == group["initial_lr"] == 1e-3 for group in optimizer.param_groups)
-    places = {id(p): [t.data_ptr() for t in optimizer.state[p].values() if torch.is_tensor(t)] for p in trained}
+    places = {
+        id(p): [t.data_ptr() for t in optimizer.state[p].values() if torch.is_tensor(t)]
+        for p in trained
+    }
     train(model, optimizer, range(3))
     for p in trained:  # nothing was allocated later
-        assert places[id(p)] == [t.data_ptr() for t in optimizer.state[p].values() if torch.is_tensor(t)]
+        assert places[id(p)] == [
+            t.data_ptr() for t in optimizer.state[p].values() if torch.is_tensor(t)
+        ]
     assert float(optimizer.state[model.large.weight]["step"]) == 3
     assert float(optimizer.state[model.unused]["step"]) == 0
 
@@ -342,19 +402,29 @@ def test_states_equal_those_that_the_library_makes(kind):
     model, lazy = Model(), Model()
     model.embedding = lazy.embedding = None
     optimizer = make(model, kind, 1e-2, 0.1)
-    other = type(optimizer)(optim.parameter_groups(lazy, 0.1), lr=1e-2, betas=(0.9, 0.98), eps=optimizer.defaults["eps"],
-                            **({"fused": True} if kind == "adamw" else {}))  # fmt: skip
+    other = type(optimizer)(
+        optim.parameter_groups(lazy, 0.1),
+        lr=1e-2,
+        betas=(0.9, 0.98),
+        eps=optimizer.defaults["eps"],
+        **({"fused": True} if kind == "adamw" else {}),
+    )
     for group in other.param_groups:
         group["initial_lr"] = group["lr"]
     train(model, optimizer, range(4))
     train(lazy, other, range(4))
     assert largest_difference(model, lazy) == 0
     for name, p in model.named_parameters():
-        mine, theirs = optimizer.state.get(p, {}), other.state.get(dict(lazy.named_parameters())[name], {})
+        mine, theirs = (
+            optimizer.state.get(p, {}),
+            other.state.get(dict(lazy.named_parameters())[name], {}),
+        )
         assert not theirs or list(mine) == list(theirs)
         for key, value in theirs.items():
             assert type(mine[key]) is type(value)
-            assert not torch.is_tensor(value) or (torch.equal(mine[key], value) and mine[key].dtype == value.dtype)
+            assert not torch.is_tensor(value) or (
+                torch.equal(mine[key], value) and mine[key].dtype == value.dtype
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -402,7 +472,9 @@ def test_8bit_states_are_read_without_bitsandbytes(monkeypatch):
     saved = through_a_file(optim.optimizer_state(make(model, "8bit"), model))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     optim.load_optimizer_state(make(model), model, saved)
-    with pytest.raises(RunError, match=r"--optimizer adamw_8bit needs the package bitsandbytes.*pip install"):
+    with pytest.raises(
+        RunError, match=r"--optimizer adamw_8bit needs the package bitsandbytes.*pip install"
+    ):
         make(model, "8bit")
 
 
@@ -414,7 +486,8 @@ def test_a_bitsandbytes_that_does_not_work_here_is_one_line_before_the_run(monke
 
     monkeypatch.setattr(library.optim.AdamW8bit, "update_step", fail)
     with pytest.raises(
-        RunError, match=r"does not work on cpu \(CUDA Setup failed: no kernel image\): .*--use_cpu_offload"
+        RunError,
+        match=r"does not work on cpu \(CUDA Setup failed: no kernel image\): .*--use_cpu_offload",
     ):
         make(Model(), "8bit")
 
@@ -423,27 +496,36 @@ def test_a_bitsandbytes_that_does_not_work_here_is_one_line_before_the_run(monke
 def test_what_a_checkpoint_lacks_starts_fresh_and_is_counted(kind, capsys):
     model = Model()
     # The first version used torch's names.
-    saved = {name: {"step": torch.tensor(7.0), "exp_avg": torch.randn(p.shape), "exp_avg_sq": torch.rand(p.shape)}
-             for name, p in model.named_parameters() if p.requires_grad}  # fmt: skip
+    saved = {
+        name: {
+            "step": torch.tensor(7.0),
+            "exp_avg": torch.randn(p.shape),
+            "exp_avg_sq": torch.rand(p.shape),
+        }
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     optimizer = make(model, kind)
     optim.load_optimizer_state(optimizer, model, saved)
     assert capsys.readouterr().out == ""
     assert all(float(state["step"]) == 7 for state in optimizer.state.values())
     del saved["scale"]
-    saved["large.weight"] = {key: value[..., :-1] for key, value in saved["norm.bias"].items() if key != "step"} | {
-        "step": torch.tensor(7.0)
-    }
+    saved["large.weight"] = {
+        key: value[..., :-1] for key, value in saved["norm.bias"].items() if key != "step"
+    } | {"step": torch.tensor(7.0)}
     saved["of another model"] = saved["norm.weight"]
     optimizer = make(model, kind)
     optim.load_optimizer_state(optimizer, model, saved)
     assert "optimizer: 2 of 9 parameters start with fresh states" in capsys.readouterr().out
     for name, p in model.named_parameters():
         if p.requires_grad:
-            assert float(optimizer.state[p]["step"]) == (0 if name in ("scale", "large.weight") else 7)
+            assert float(optimizer.state[p]["step"]) == (
+                0 if name in ("scale", "large.weight") else 7
+            )
     train(model, optimizer, range(1))
 
 
-# --- frozen and tied parameters ---------------------------------------------------------------------------------------
+# --- frozen and tied parameters -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -454,10 +536,14 @@ def test_what_is_frozen_has_no_states_and_no_gradient_and_does_not_change(kind):
     optimizer = make(model, kind)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert not {id(p) for p in model.large.parameters()} & {id(p) for p in held}
-    assert not any(name.startswith(("large", "frozen")) for name in optim.optimizer_state(optimizer, model))
+    assert not any(
+        name.startswith(("large", "frozen")) for name in optim.optimizer_state(optimizer, model)
+    )
     train(model, optimizer, range(2))
     for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]) == name.startswith(("large", "frozen", "unused")), name
+        assert torch.equal(value, before[name]) == name.startswith(("large", "frozen", "unused")), (
+            name
+        )
     assert optim.count_parameters(model) == (
         sum(p.numel() for p in model.parameters()),
         sum(p.numel() for p in held),
@@ -472,7 +558,8 @@ def test_nothing_to_train_is_one_line():
 
 @pytest.mark.parametrize("before, after", [*itertools.product(KINDS, KINDS)])
 def test_freezing_and_thawing_between_runs(before, after, capsys):
-    """The state of a frozen parameter is dropped, a thawed one gets a fresh state; both are printed. Others keep theirs."""
+    """The state of a frozen parameter is dropped, a thawed one gets a fresh state; both are
+    printed. Others keep theirs."""
     model = Model()
     first = make(model, before)
     train(model, first, range(2))
@@ -520,12 +607,14 @@ def test_a_tied_weight_is_one_parameter(kind):
     assert float(second.state[again.out.weight]["step"]) == 1
 
 
-# --- schedules -------------------------------------------------------------------------------------------------------
+# --- schedules ------------------------------------------------------------------------------------
 
 
 def rates(kind: str, total: int, warmup: int | None = None, peak: float = 1.0) -> list[float]:
     """The learning rate of each of `total` updates."""
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "initial_lr": peak}], lr=peak)
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))], "initial_lr": peak}], lr=peak
+    )
     schedule = optim.Schedule(optimizer, kind, total, warmup)
     values = []
     for step in range(total):
@@ -556,13 +645,24 @@ def test_what_follows_the_warm_up():
 
 @pytest.mark.parametrize("total, warmup", [(5, 1), (300, 30), (10**6, 2000)])
 def test_the_usual_warm_up_is_a_tenth_of_all_updates_and_at_most_2000(total, warmup):
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "initial_lr": 1.0}], lr=1.0)
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))], "initial_lr": 1.0}], lr=1.0
+    )
     assert optim.Schedule(optimizer, "cosine", total).warmup == warmup
 
 
-# --- whole runs ------------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
-RUN = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--lr_schedule", "constant", "--eval_every", "100")
+RUN = (
+    "--batch_size",
+    "2",
+    "--gradient_accumulation_steps",
+    "2",
+    "--lr_schedule",
+    "constant",
+    "--eval_every",
+    "100",
+)
 
 
 def network(dropout: float = 0.0, width: int = 48, seed: int = 0) -> toy.Network:
@@ -596,7 +696,13 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, kind):
 def test_a_run_may_change_its_kind(tmp_path):
     steps = {}
     for number, kind in enumerate(("adamw", "8bit", "offload")):
-        steps[kind] = run(tmp_path, kind, "--max_steps", str(number + 1), *(("--resume", "auto") if number else ()))
+        steps[kind] = run(
+            tmp_path,
+            kind,
+            "--max_steps",
+            str(number + 1),
+            *(("--resume", "auto") if number else ()),
+        )
     assert {float(state["step"]) for state in steps["offload"]["optimizer"].values()} == {3.0}
     states = steps["8bit"]["optimizer"].values(), steps["offload"]["optimizer"].values()
     assert [any("exp_avg_table" in state for state in kind) for kind in states] == [True, False]
@@ -633,7 +739,8 @@ def test_a_run_with_frozen_layers_resumes_to_the_same_bits_and_may_thaw(tmp_path
 
 
 def test_frozen_parameters_are_neither_clipped_nor_reduced(tmp_path):
-    """The gradients that are clipped are the optimizer's. A stale gradient of a frozen weight counts for nothing."""
+    """The gradients that are clipped are the optimizer's. A stale gradient of a frozen weight
+    counts for nothing."""
     reduced = []
 
     class TwoRanks(Ranks):
@@ -656,6 +763,10 @@ def test_frozen_parameters_are_neither_clipped_nor_reduced(tmp_path):
         return toy.compute_loss(model, batch)
 
     plain, _ = freezing_run(tmp_path / "a", "1", True, setup=Setup(ranks=TwoRanks()))
-    assert reduced and not {id(p) for name in FROZEN for p in getattr(plain, name).parameters()} & set(map(id, reduced))
-    stale, _ = freezing_run(tmp_path / "b", "1", True, setup=Setup(ranks=TwoRanks()), compute_loss=compute_loss)
+    assert reduced and not {
+        id(p) for name in FROZEN for p in getattr(plain, name).parameters()
+    } & set(map(id, reduced))
+    stale, _ = freezing_run(
+        tmp_path / "b", "1", True, setup=Setup(ranks=TwoRanks()), compute_loss=compute_loss
+    )
     assert torch.equal(toy.weights(plain), toy.weights(stale))

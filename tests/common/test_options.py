@@ -1,4 +1,5 @@
-"""The shared flags: their values, which were given, which contradict. Mistakes are one line and exit status 2."""
+"""The shared flags: their values, which were given, which contradict. Mistakes are one line and
+exit status 2."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +15,9 @@ from tests import toy
 def parser():
     """The shared flags and one of a recipe."""
     made = options.Parser("a toy")
-    made.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="in every layer (0.1)")
+    made.add_argument(
+        "--dropout", type=options.SHARE, default=0.1, metavar="P", help="in every layer (0.1)"
+    )
     options.add_arguments(made)
     return made
 
@@ -28,25 +31,38 @@ def refused(parser, capsys, *words) -> str:
     return err
 
 
-# --- flags -----------------------------------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "command, expected",
     [
-        ("", "auto"), ("--mixed_precision", "auto"), ("--mixed_precision auto", "auto"), ("--mixed_precision fp16", "fp16"),
-        ("--mixed_precision=bf16", "bf16"), ("--mixed_precision --batch_size 3", "auto"), ("--no_mixed_precision", "no"),
-        ("--bf16", "bf16"), ("--mixed_precision fp16 --no_mixed_precision", "no"), ("--no_mixed_precision --bf16", "bf16"),
+        ("", "auto"),
+        ("--mixed_precision", "auto"),
+        ("--mixed_precision auto", "auto"),
+        ("--mixed_precision fp16", "fp16"),
+        ("--mixed_precision=bf16", "bf16"),
+        ("--mixed_precision --batch_size 3", "auto"),
+        ("--no_mixed_precision", "no"),
+        ("--bf16", "bf16"),
+        ("--mixed_precision fp16 --no_mixed_precision", "no"),
+        ("--no_mixed_precision --bf16", "bf16"),
         ("--bf16 --mixed_precision", "auto"),
     ],
-)  # fmt: skip
+)
 def test_mixed_precision(parser, command, expected):
     assert parser.parse_args(command.split()).mixed_precision == expected
 
 
 def test_every_switch_has_its_opposite(parser):
     switches = {action.dest for action in parser._actions if isinstance(action, options.OnOff)}
-    assert {"gradient_checkpointing", "deterministic", "persistent_workers", "tf32", "evaluate"} <= switches
+    assert {
+        "gradient_checkpointing",
+        "deterministic",
+        "persistent_workers",
+        "tf32",
+        "evaluate",
+    } <= switches
     for name in switches:
         assert getattr(parser.parse_args([f"--{name}"]), name) is True
         assert getattr(parser.parse_args([f"--no_{name}"]), name) is False
@@ -59,51 +75,88 @@ def test_help_shows_every_flag_and_its_default(parser):
         assert action.option_strings[0] in text and action.help
         # A wrong default in the help is worse than none. A default of None is explained in words.
         if action.default is not None and action.dest != "help":
-            shown = {True: "on", False: "off"}[action.default] if isinstance(action.default, bool) else action.default
+            shown = (
+                {True: "on", False: "off"}[action.default]
+                if isinstance(action.default, bool)
+                else action.default
+            )
             tail = action.help.rpartition("(")[2].removesuffix(")")
-            says_nothing = action.dest in ("evaluate", "verify_gpu")  # commands, which are off unless they are given
+            says_nothing = action.dest in (
+                "evaluate",
+                "verify_gpu",
+            )  # commands, which are off unless they are given
             assert says_nothing or tail == shown or float(tail) == shown, action.dest
 
 
 def test_a_recipes_own_defaults_replace_the_shared_ones_in_the_help_too():
     parser = options.Parser("")
-    options.add_arguments(parser, learning_rate=3e-5, tf32=False, mixed_precision="bf16", max_steps=7, save_every=(None, "by size"))  # fmt: skip
+    options.add_arguments(
+        parser,
+        learning_rate=3e-5,
+        tf32=False,
+        mixed_precision="bf16",
+        max_steps=7,
+        save_every=(None, "by size"),
+    )
     args = parser.parse_args([])
-    assert (args.learning_rate, args.tf32, args.mixed_precision, args.max_steps) == (3e-5, False, "bf16", 7)
+    assert (args.learning_rate, args.tf32, args.mixed_precision, args.max_steps) == (
+        3e-5,
+        False,
+        "bf16",
+        7,
+    )
     assert args.save_every is None and args.given == set()
     assert parser.parse_args(["--learning_rate", "1"]).learning_rate == 1
     text = parser.format_help()
-    assert "peak learning rate (3e-05)" in text and "use TF32 for fp32 operations on CUDA (off)" in text
-    assert "updates between checkpoints; 0 = only at the end and on signals (by size)" in " ".join(text.split())
+    assert (
+        "peak learning rate (3e-05)" in text
+        and "use TF32 for fp32 operations on CUDA (off)" in text
+    )
+    assert "updates between checkpoints; 0 = only at the end and on signals (by size)" in " ".join(
+        text.split()
+    )
     with pytest.raises(KeyError):
         options.add_arguments(options.Parser(""), learning_rte=1)
 
 
 def test_zero_is_allowed_if_it_means_something(parser):
     names = (
-        "dataloader_num_workers", "empty_cache_every", "save_every", "eval_every", "max_grad_norm", "dropout", "seed",
-        "weight_decay", "warmup_steps", "early_stopping_patience",
-    )  # fmt: skip
+        "dataloader_num_workers",
+        "empty_cache_every",
+        "save_every",
+        "eval_every",
+        "max_grad_norm",
+        "dropout",
+        "seed",
+        "weight_decay",
+        "warmup_steps",
+        "early_stopping_patience",
+    )
     args = parser.parse_args([word for name in names for word in (f"--{name}", "0")])
     assert all(getattr(args, name) == 0 for name in names)
 
 
-# --- which flags were given ------------------------------------------------------------------------------------------
+# --- which flags were given -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "command, given",
     [
-        ("", set()), ("--batch_size 2", {"batch_size"}),  # 2 is the default
-        ("--no_tf32 --tf32", {"tf32"}), ("--bf16", {"mixed_precision"}), ("--mixed_precision", {"mixed_precision"}),
+        ("", set()),
+        ("--batch_size 2", {"batch_size"}),  # 2 is the default
+        ("--no_tf32 --tf32", {"tf32"}),
+        ("--bf16", {"mixed_precision"}),
+        ("--mixed_precision", {"mixed_precision"}),
         ("--dropout=0.3 --resume auto", {"dropout", "resume"}),
     ],
-)  # fmt: skip
+)
 def test_given_are_the_flags_on_the_command_line(parser, command, given):
     assert parser.parse_args(command.split()).given == given
 
 
-@pytest.mark.parametrize("command", ["", "--bf16 --batch_size 3 --no_tf32", "--no_mixed_precision --resume a.pt"])
+@pytest.mark.parametrize(
+    "command", ["", "--bf16 --batch_size 3 --no_tf32", "--no_mixed_precision --resume a.pt"]
+)
 def test_values_are_those_of_argparse(parser, command):
     args = vars(parser.parse_args(command.split()))
     args.pop("given")
@@ -118,20 +171,29 @@ def test_a_parser_may_parse_again(parser, capsys):
     assert args.batch_size == 2 and args.given == set() and parser.format_help() == before
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "command, hint",
     [
-        ("--batchsize 1", "--batch_size"), ("--batch-size 1", "--batch_size"), ("--batchsize=1", "--batch_size"),
-        ("--num_workers 2", "--dataloader_num_workers"), ("--epochs 3", "--num_epochs"), ("--lr 1e-3", "--learning_rate"),
-        ("--fp16", "--mixed_precision fp16"), ("--fp32", "--no_mixed_precision"), ("--no-mixed-precision", "--no_mixed_precision"),
-        ("--checkpoint checkpoints", "--checkpoint_dir"), ("--gradient_accumulation 4", "--gradient_accumulation_steps"),
+        ("--batchsize 1", "--batch_size"),
+        ("--batch-size 1", "--batch_size"),
+        ("--batchsize=1", "--batch_size"),
+        ("--num_workers 2", "--dataloader_num_workers"),
+        ("--epochs 3", "--num_epochs"),
+        ("--lr 1e-3", "--learning_rate"),
+        ("--fp16", "--mixed_precision fp16"),
+        ("--fp32", "--no_mixed_precision"),
+        ("--no-mixed-precision", "--no_mixed_precision"),
+        ("--checkpoint checkpoints", "--checkpoint_dir"),
+        ("--gradient_accumulation 4", "--gradient_accumulation_steps"),
         # Abbreviations, which argparse accepts by default.
-        ("--batch 1", "--batch_size"), ("--resum a.pt", "--resume"), ("--mixed", "--mixed_precision"),
+        ("--batch 1", "--batch_size"),
+        ("--resum a.pt", "--resume"),
+        ("--mixed", "--mixed_precision"),
     ],
-)  # fmt: skip
+)
 def test_an_unknown_flag_is_refused_with_the_nearest(parser, capsys, command, hint):
     line = refused(parser, capsys, *command.split())
     assert f"did you mean {hint}?" in line and command.split("=")[0].split()[0] in line
@@ -150,30 +212,48 @@ def test_a_stray_word(parser, capsys, command):
 @pytest.mark.parametrize(
     "command, reason",
     [
-        ("--batch_size 0", "at least 1"), ("--batch_size -2", "at least 1"), ("--batch_size 1.5", "not a whole number"),
-        ("--batch_size two", "not a whole number"), ("--batch_size 1e30", "not a whole number"),
-        ("--batch_size 99999999999999999999", "at most 2147483647"), ("--seed -1", "at least 0"),
-        ("--seed 99999999999999999999", "at most"), ("--learning_rate nan", "not a number"),
-        ("--learning_rate inf", "not a number"), ("--learning_rate -1", "more than 0"), ("--learning_rate 0", "more than 0"),
-        ("--learning_rate 1e-3x", "not a number"), ("--max_grad_norm -0.1", "at least 0"), ("--dropout 1.1", "at most 1"),
-        ("--dropout -0.1", "at least 0"), ("--max_batch_seconds 0", "more than 0"), ("--gradient_accumulation_steps 0", "at least 1"),
-        ("--dataloader_num_workers -1", "at least 0"), ("--dataloader_num_workers many", "not a whole number"),
-        ("--keep_last 0", "at least 1"), ("--empty_cache_every -1", "at least 0"), ("--optimizer sgd", "invalid choice"),
-        ("--lr_schedule linear", "inverse_sqrt"), ("--mixed_precision fp8", "fp16"), ("--resume", "expected one argument"),
+        ("--batch_size 0", "at least 1"),
+        ("--batch_size -2", "at least 1"),
+        ("--batch_size 1.5", "not a whole number"),
+        ("--batch_size two", "not a whole number"),
+        ("--batch_size 1e30", "not a whole number"),
+        ("--batch_size 99999999999999999999", "at most 2147483647"),
+        ("--seed -1", "at least 0"),
+        ("--seed 99999999999999999999", "at most"),
+        ("--learning_rate nan", "not a number"),
+        ("--learning_rate inf", "not a number"),
+        ("--learning_rate -1", "more than 0"),
+        ("--learning_rate 0", "more than 0"),
+        ("--learning_rate 1e-3x", "not a number"),
+        ("--max_grad_norm -0.1", "at least 0"),
+        ("--dropout 1.1", "at most 1"),
+        ("--dropout -0.1", "at least 0"),
+        ("--max_batch_seconds 0", "more than 0"),
+        ("--gradient_accumulation_steps 0", "at least 1"),
+        ("--dataloader_num_workers -1", "at least 0"),
+        ("--dataloader_num_workers many", "not a whole number"),
+        ("--keep_last 0", "at least 1"),
+        ("--empty_cache_every -1", "at least 0"),
+        ("--optimizer sgd", "invalid choice"),
+        ("--lr_schedule linear", "inverse_sqrt"),
+        ("--mixed_precision fp8", "fp16"),
+        ("--resume", "expected one argument"),
         ("--tf32=true", "ignored explicit argument"),
     ],
-)  # fmt: skip
+)
 def test_values_out_of_range(parser, capsys, command, reason):
     line = refused(parser, capsys, *command.split())
     assert reason in line and f"argument {command.split('=')[0].split()[0]}" in line
 
 
-@pytest.mark.parametrize("flag", ["--resume", "--init_from", "--output_dir", "--checkpoint_dir", "--log_dir"])
+@pytest.mark.parametrize(
+    "flag", ["--resume", "--init_from", "--output_dir", "--checkpoint_dir", "--log_dir"]
+)
 def test_an_empty_path_is_refused(parser, capsys, flag):
     assert "the path is empty" in refused(parser, capsys, flag, "")
 
 
-# --- flags that contradict -------------------------------------------------------------------------------------------
+# --- flags that contradict ------------------------------------------------------------------------
 
 
 def words(parser, flag: str) -> list[str]:
@@ -198,7 +278,9 @@ def refusal(parser, *command: str, **settings) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("flag, other, reason", [row for row in options.EXCLUDES if row[1] not in options.COMMANDS[1:]])
+@pytest.mark.parametrize(
+    "flag, other, reason", [row for row in options.EXCLUDES if row[1] not in options.COMMANDS[1:]]
+)
 def test_flags_that_exclude_each_other(parser, flag, other, reason):
     message = refusal(parser, *words(parser, flag), *words(parser, other))
     assert message == f"{options.shown(flag)} and {options.shown(other)}: {reason}"
@@ -209,9 +291,9 @@ def test_flags_that_exclude_each_other(parser, flag, other, reason):
 @pytest.mark.parametrize("flag, others, reason", options.NEEDS)
 def test_flags_that_need_another(parser, flag, others, reason):
     message = refusal(parser, *words(parser, flag))
-    assert message.startswith(f"{options.shown(flag)} goes with {options.shown(others[0])}") and message.endswith(
-        reason
-    )
+    assert message.startswith(
+        f"{options.shown(flag)} goes with {options.shown(others[0])}"
+    ) and message.endswith(reason)
     for other in others:
         resolved(parser, *words(parser, flag), *words(parser, other))
 
@@ -223,12 +305,19 @@ def test_the_two_ways_to_save_memory_exclude_each_other(parser):
 
 def test_a_recipes_own_tables(parser):
     excludes = (("tf32 False", "dropout 0.5", "no reason"),)
-    needs = (("keep_last", ("save_every 5", "tf32 False"), "or it has no effect"), ("device cpu", ("evaluate",), ""))
+    needs = (
+        ("keep_last", ("save_every 5", "tf32 False"), "or it has no effect"),
+        ("device cpu", ("evaluate",), ""),
+    )
     assert (
-        refusal(parser, "--no_tf32", "--dropout", "0.5", excludes=excludes) == "--no_tf32 and --dropout 0.5: no reason"
+        refusal(parser, "--no_tf32", "--dropout", "0.5", excludes=excludes)
+        == "--no_tf32 and --dropout 0.5: no reason"
     )
     resolved(parser, "--no_tf32", "--dropout", "0.4", excludes=excludes)
-    assert refusal(parser, "--keep_last", "5", needs=needs) == "--keep_last goes with --save_every 5 or --no_tf32: or it has no effect"  # fmt: skip
+    assert (
+        refusal(parser, "--keep_last", "5", needs=needs)
+        == "--keep_last goes with --save_every 5 or --no_tf32: or it has no effect"
+    )
     for command in (
         "",
         "--keep_last 5 --save_every 5",
@@ -239,10 +328,12 @@ def test_a_recipes_own_tables(parser):
         resolved(parser, *command.split(), needs=needs)
     assert refusal(parser, "--device", "cpu", needs=needs) == "--device cpu goes with --evaluate"
     # The shared tables hold as well.
-    assert "--init_from" in refusal(parser, "--resume", "a", "--init_from", "b", needs=needs, excludes=excludes)
+    assert "--init_from" in refusal(
+        parser, "--resume", "a", "--init_from", "b", needs=needs, excludes=excludes
+    )
 
 
-# --- what depends on several flags -----------------------------------------------------------------------------------
+# --- what depends on several flags ----------------------------------------------------------------
 
 
 def test_resolve(parser):
@@ -265,38 +356,79 @@ def test_folders(parser):
         return args.checkpoint_dir, args.log_dir
 
     assert folders() == (Path("checkpoints"), Path("logs"))
-    assert folders("--output_dir", "out", "--log_dir", "else") == (Path("out/checkpoints"), Path("else"))
+    assert folders("--output_dir", "out", "--log_dir", "else") == (
+        Path("out/checkpoints"),
+        Path("else"),
+    )
     assert folders("--checkpoint_dir", "c") == (Path("c"), Path("logs"))
 
 
 def test_averaging_is_of_the_newest_unless_a_flag_says_otherwise(parser):
-    assert resolved(parser).average_by == resolved(parser, "--average_checkpoints", "3").average_by == "last"
-    assert resolved(parser, "--average_checkpoints", "3", "--average_by", "best").average_by == "best"
+    assert (
+        resolved(parser).average_by
+        == resolved(parser, "--average_checkpoints", "3").average_by
+        == "last"
+    )
+    assert (
+        resolved(parser, "--average_checkpoints", "3", "--average_by", "best").average_by == "best"
+    )
 
 
 def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
-    args = resolved(parser, "--output_dir", "out", "--log_dir", "else", "--batch_size", "3", "--learning_rate", "0.5")
+    args = resolved(
+        parser,
+        "--output_dir",
+        "out",
+        "--log_dir",
+        "else",
+        "--batch_size",
+        "3",
+        "--learning_rate",
+        "0.5",
+    )
     before = dict(vars(args))
-    stage = options.for_stage(args, "first", 300, learning_rate=0.1, weight_decay=0.0, new=None, log_dir="there")
+    stage = options.for_stage(
+        args, "first", 300, learning_rate=0.1, weight_decay=0.0, new=None, log_dir="there"
+    )
     assert (stage.checkpoint_dir, stage.log_dir) == (Path("out/checkpoints/first"), "there")
-    assert (stage.learning_rate, stage.weight_decay, stage.new, stage.batch_size) == (0.1, 0.0, None, 3)
+    assert (stage.learning_rate, stage.weight_decay, stage.new, stage.batch_size) == (
+        0.1,
+        0.0,
+        None,
+        3,
+    )
     assert vars(args) == before and stage.given == args.given
-    changed = {"checkpoint_dir", "log_dir", "learning_rate", "weight_decay", "new", "max_steps", "num_epochs"}
-    assert {name for name in vars(stage) if getattr(stage, name) != before.get(name, ...)} == changed
+    changed = {
+        "checkpoint_dir",
+        "log_dir",
+        "learning_rate",
+        "weight_decay",
+        "new",
+        "max_steps",
+        "num_epochs",
+    }
+    assert {
+        name for name in vars(stage) if getattr(stage, name) != before.get(name, ...)
+    } == changed
     options.freeze(args)
     stage = options.for_stage(args, "second", 1)
-    assert stage.checkpoint_dir == Path("out/checkpoints/second") and stage.log_dir == Path("else/second")
+    assert stage.checkpoint_dir == Path("out/checkpoints/second") and stage.log_dir == Path(
+        "else/second"
+    )
     stage.batch_size = 4  # each run freezes its own flags
 
 
 @pytest.mark.parametrize(
     "command, is_demo, bounds",
     [
-        ("", False, (300, None)), ("", True, (300, None)),  # what the last run lasts by default is not asked for
-        ("--max_steps 7", False, (7, None)), ("--max_steps 900", True, (300, None)),
-        ("--num_epochs 2", False, (300, 2)), ("--num_epochs 2 --max_steps 9", True, (9, 2)),
+        ("", False, (300, None)),
+        ("", True, (300, None)),  # what the last run lasts by default is not asked for
+        ("--max_steps 7", False, (7, None)),
+        ("--max_steps 900", True, (300, None)),
+        ("--num_epochs 2", False, (300, 2)),
+        ("--num_epochs 2 --max_steps 9", True, (9, 2)),
     ],
-)  # fmt: skip
+)
 def test_a_stage_is_bounded_by_what_the_user_asks_for(parser, command, is_demo, bounds):
     stage = options.for_stage(resolved(parser, *command.split(), is_demo=is_demo), "first", 300)
     assert (stage.max_steps, stage.num_epochs) == bounds
@@ -308,6 +440,8 @@ def test_frozen_flags_can_be_read_and_not_changed(tmp_path):
     options.freeze(args)
     options.freeze(args)  # a second run may begin with the same flags
     for name in ("batch_size", "given", "new"):
-        with pytest.raises(AttributeError, match=rf"args\.{name}: the flags are read-only once a run has begun"):
+        with pytest.raises(
+            AttributeError, match=rf"args\.{name}: the flags are read-only once a run has begun"
+        ):
             setattr(args, name, 1)
     assert vars(args) == before and args.batch_size == 3 and isinstance(args, argparse.Namespace)

@@ -36,7 +36,9 @@ def verified(capsys, args, plan=FITS):
     status = preflight.verify(args, with_parameters(73 * MILLION), lambda: plan)
     lines = capsys.readouterr().out.splitlines()
     table = {line[6:].split(": ")[0]: (line[:4], line.split(": ", 1)[1]) for line in lines}
-    assert list(table) == NAMES and all(line[4:6] == "  " and line[:4] in ("pass", "FAIL", "skip") for line in lines)
+    assert list(table) == NAMES and all(
+        line[4:6] == "  " and line[:4] in ("pass", "FAIL", "skip") for line in lines
+    )
     return status, table
 
 
@@ -51,14 +53,18 @@ def as_it_was():
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    monkeypatch.setattr(device, "cuda_problem", lambda index=0: "there is no NVIDIA driver on this machine")
+    monkeypatch.setattr(
+        device, "cuda_problem", lambda index=0: "there is no NVIDIA driver on this machine"
+    )
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
 def test_without_a_gpu_it_says_so(tmp_path, capsys, no_gpu, wanted):
     status, table = verified(capsys, arguments(tmp_path, "--device", wanted))
     assert status == 1
-    assert table["GPU"][0] == "FAIL" and "there is no NVIDIA driver on this machine" in table["GPU"][1]
+    assert (
+        table["GPU"][0] == "FAIL" and "there is no NVIDIA driver on this machine" in table["GPU"][1]
+    )
     for name in ("memory", "precision", "attention", "torch.compile"):
         assert table[name][0] == "skip", name
     assert table["disk"][0] == "pass"
@@ -69,9 +75,15 @@ def test_a_cpu_that_was_asked_for_is_no_failure(tmp_path, capsys):
     status, table = verified(capsys, arguments(tmp_path, "--device", "cpu"))
     assert status == 0 and table["GPU"] == ("skip", "--device cpu")
     found = "a product of matrices is"
-    assert table["precision"] == ("pass", f"fp32 (auto: 16-bit types are slower on a CPU); {found} float32")
+    assert table["precision"] == (
+        "pass",
+        f"fp32 (auto: 16-bit types are slower on a CPU); {found} float32",
+    )
     status, table = verified(capsys, arguments(tmp_path, "--device", "cpu", "--bf16"))
-    assert status == 0 and table["precision"] == ("pass", f"bf16 (asked for; slow on a CPU); {found} bfloat16")
+    assert status == 0 and table["precision"] == (
+        "pass",
+        f"bf16 (asked for; slow on a CPU); {found} bfloat16",
+    )
     assert table["memory"] == ("skip", "there is no GPU to check")
 
 
@@ -92,10 +104,18 @@ def gpu(monkeypatch):
         kernel[:] = [chosen.name]
         yield
 
-    def make(capability=(8, 9), free=7.5, total=8.0, kernels=("FLASH", "EFFICIENT", "MATH"), compiles=True):
+    def make(
+        capability=(8, 9),
+        free=7.5,
+        total=8.0,
+        kernels=("FLASH", "EFFICIENT", "MATH"),
+        compiles=True,
+    ):
         def attention(q, k, v, attn_mask):
             name = kernel[0].removesuffix("_ATTENTION")
-            if name not in kernels or (name == "FLASH" and attn_mask is not None):  # which takes no masks
+            if name not in kernels or (
+                name == "FLASH" and attn_mask is not None
+            ):  # which takes no masks
                 raise RuntimeError("No available kernel")
             return q
 
@@ -107,15 +127,29 @@ def gpu(monkeypatch):
             (device, "cuda_problem", lambda index=0: None),
             (torch.cuda, "get_device_name", lambda index: "NVIDIA GeForce RTX 5060"),
             (torch.cuda, "get_device_capability", lambda index: capability),
-            (torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(total_memory=int(total * 2**30))),
+            (
+                torch.cuda,
+                "get_device_properties",
+                lambda index: types.SimpleNamespace(total_memory=int(total * 2**30)),
+            ),
             (torch.cuda, "mem_get_info", lambda index: (int(free * 2**30), int(total * 2**30))),
             (torch, "ones", lambda *shape, device=None, **options: ones(*shape, **options)),
-            (Setup, "autocast", lambda self: torch.autocast("cpu", self.dtype, enabled=self.dtype is not None)),
+            (
+                Setup,
+                "autocast",
+                lambda self: torch.autocast("cpu", self.dtype, enabled=self.dtype is not None),
+            ),
             (gpus, "gpu_processes", lambda: ""),
             (preflight, "sdpa_kernel", sdpa_kernel),
             (F, "scaled_dot_product_attention", attention),
-            (compiling, "compile_problem", lambda device: None if compiles else "torch.compile does not work on cuda:0 (no triton)"),
-        ):  # fmt: skip
+            (
+                compiling,
+                "compile_problem",
+                lambda device: (
+                    None if compiles else "torch.compile does not work on cuda:0 (no triton)"
+                ),
+            ),
+        ):
             monkeypatch.setattr(module, name, replacement)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
 
@@ -126,10 +160,21 @@ def test_a_gpu_with_everything(tmp_path, capsys, gpu):
     gpu()
     status, table = verified(capsys, arguments(tmp_path, "--torch_compile"))
     assert status == 0 and {line[0] for line in table.values()} == {"pass"}
-    assert table["GPU"][1] == "NVIDIA GeForce RTX 5060, compute capability 8.9, driver 580.65.06, torch for CUDA 13.0"
-    assert table["memory"][1] == ("7.5 GiB of 8.0 GiB free; the run is predicted to take 6.5 GiB: fits")
-    assert table["precision"][1] == "bf16 (auto: compute capability 8.9); a product of matrices is bfloat16"
-    assert table["attention"][1] == "flash, memory-efficient, math; with a padding mask: memory-efficient, math"
+    assert (
+        table["GPU"][1]
+        == "NVIDIA GeForce RTX 5060, compute capability 8.9, driver 580.65.06, torch for CUDA 13.0"
+    )
+    assert (
+        table["memory"][1] == "7.5 GiB of 8.0 GiB free; the run is predicted to take 6.5 GiB: fits"
+    )
+    assert (
+        table["precision"][1]
+        == "bf16 (auto: compute capability 8.9); a product of matrices is bfloat16"
+    )
+    assert (
+        table["attention"][1]
+        == "flash, memory-efficient, math; with a padding mask: memory-efficient, math"
+    )
 
 
 def test_an_older_gpu(tmp_path, capsys, gpu):
@@ -145,22 +190,34 @@ def test_what_a_gpu_may_lack(tmp_path, capsys, gpu, monkeypatch):
     assert status == 1
     for name in ("memory", "attention", "torch.compile"):
         assert table[name][0] == "FAIL", name
-    assert verified(capsys, arguments(tmp_path))[1]["torch.compile"][0] == "skip"  # it was not asked for
+    assert (
+        verified(capsys, arguments(tmp_path))[1]["torch.compile"][0] == "skip"
+    )  # it was not asked for
     gpu(kernels=("MATH",))
     assert "math alone" in verified(capsys, arguments(tmp_path))[1]["attention"][1]
     monkeypatch.setattr(gpus, "gpu_processes", lambda: "game (pid 12) 1.0 GiB")
-    assert "also on this GPU: game (pid 12) 1.0 GiB" in verified(capsys, arguments(tmp_path))[1]["memory"][1]
+    assert (
+        "also on this GPU: game (pid 12) 1.0 GiB"
+        in verified(capsys, arguments(tmp_path))[1]["memory"][1]
+    )
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "driver unknown" in verified(capsys, arguments(tmp_path))[1]["GPU"][1]
 
 
 @pytest.mark.parametrize(
     "needed, word, status",
-    [(6.5, "fits", "pass"), (7.4, "tight", "pass"), (7.6, "tight", "FAIL"), (7.0, "does not fit", "FAIL")],
+    [
+        (6.5, "fits", "pass"),
+        (7.4, "tight", "pass"),
+        (7.6, "tight", "FAIL"),
+        (7.0, "does not fit", "FAIL"),
+    ],
 )
 def test_the_plan_decides_about_the_memory(tmp_path, capsys, gpu, needed, word, status):
     gpu()  # 7.5 of 8 GiB are free
-    assert verified(capsys, arguments(tmp_path), (int(needed * 2**30), word))[1]["memory"][0] == status
+    assert (
+        verified(capsys, arguments(tmp_path), (int(needed * 2**30), word))[1]["memory"][0] == status
+    )
 
 
 @pytest.mark.parametrize("kind", [(), ("--optimizer", "adamw_8bit"), ("--use_cpu_offload",)])
@@ -174,7 +231,9 @@ def test_the_size_of_a_checkpoint_is_predicted(tmp_path, monkeypatch, kind, froz
     toy.run(args, model=model, data=toy.Sequences(4))
     (file,) = checkpoint.list_checkpoints(args.checkpoint_dir)
     reason = preflight.check_disk(args, model)[1]
-    assert int(re.search(r"checkpoints of (\d+) bytes", reason)[1]) == pytest.approx(file.stat().st_size, rel=0.15)
+    assert int(re.search(r"checkpoints of (\d+) bytes", reason)[1]) == pytest.approx(
+        file.stat().st_size, rel=0.15
+    )
 
 
 def test_disk_space(tmp_path, monkeypatch):
@@ -186,26 +245,38 @@ def test_disk_space(tmp_path, monkeypatch):
         "42 MiB free for 2 + 1 checkpoints of 11 MiB and the best weights, 42 MiB",
     )
     status, reason = preflight.check_disk(args, with_parameters(MILLION + 1))
-    assert status == "FAIL" and reason.endswith("lower --keep_last, or choose another --checkpoint_dir")
+    assert status == "FAIL" and reason.endswith(
+        "lower --keep_last, or choose another --checkpoint_dir"
+    )
     args.checkpoint_dir.mkdir()
-    (args.checkpoint_dir / "checkpoint_step_00000001.pt").write_bytes(bytes(100))  # the run will remove it
+    (args.checkpoint_dir / "checkpoint_step_00000001.pt").write_bytes(
+        bytes(100)
+    )  # the run will remove it
     assert preflight.check_disk(args, with_parameters(MILLION + 1))[0] == "pass"
     new_run = arguments(tmp_path, "--keep_last", "2")  # a new run keeps it aside
     assert preflight.check_disk(new_run, with_parameters(MILLION + 1))[0] == "FAIL"
     (tmp_path / "file").touch()
     nowhere = arguments(tmp_path, "--checkpoint_dir", str(tmp_path / "file" / "below"))
     status, reason = preflight.check_disk(nowhere, with_parameters(1))
-    assert status == "FAIL" and reason == f"cannot write in {tmp_path / 'file'}; choose another --checkpoint_dir"
+    assert (
+        status == "FAIL"
+        and reason == f"cannot write in {tmp_path / 'file'}; choose another --checkpoint_dir"
+    )
 
 
 def test_a_resumed_run_counts_its_best_weights_once(tmp_path, monkeypatch):
     args = arguments(tmp_path, "--keep_last", "2", "--resume", "auto")
     args.checkpoint_dir.mkdir()
     free = 3 * 12 * MILLION + 2 * 4 * MILLION
-    (args.checkpoint_dir / "best.safetensors").write_bytes(bytes(1000))  # which a better one will replace
+    (args.checkpoint_dir / "best.safetensors").write_bytes(
+        bytes(1000)
+    )  # which a better one will replace
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free - 1000))
     assert preflight.check_disk(args, with_parameters(MILLION))[0] == "pass"
-    assert preflight.check_disk(arguments(tmp_path, "--keep_last", "2"), with_parameters(MILLION))[0] == "FAIL"
+    assert (
+        preflight.check_disk(arguments(tmp_path, "--keep_last", "2"), with_parameters(MILLION))[0]
+        == "FAIL"
+    )
 
 
 def test_a_run_may_require_the_disk_space(tmp_path, monkeypatch):
@@ -214,11 +285,22 @@ def test_a_run_may_require_the_disk_space(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     preflight.require_disk(args, with_parameters(MILLION))
     for problem, reason in (
-        (lambda: free, f"checkpoints in {args.checkpoint_dir}: 42 MiB free for 2 + 1 checkpoints of 11 MiB and the best "
-         "weights, 42 MiB; lower --keep_last, or choose another --checkpoint_dir"),
-        (lambda: (_ for _ in ()).throw(OSError(5, "Input/output error")),
-         f"cannot write in {args.checkpoint_dir}: Input/output error; choose another --checkpoint_dir"),
-    ):  # fmt: skip
+        (
+            lambda: free,
+            (
+                f"checkpoints in {args.checkpoint_dir}: 42 MiB free for 2 + 1 checkpoints of 11 MiB"
+                " and the best weights, 42 MiB; lower --keep_last, or choose another"
+                " --checkpoint_dir"
+            ),
+        ),
+        (
+            lambda: (_ for _ in ()).throw(OSError(5, "Input/output error")),
+            (
+                f"cannot write in {args.checkpoint_dir}: Input/output error; choose another"
+                " --checkpoint_dir"
+            ),
+        ),
+    ):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, problem=problem: problem())
         with pytest.raises(RunError) as error:
             preflight.require_disk(args, with_parameters(MILLION + 1))
@@ -231,10 +313,17 @@ def test_a_check_that_fails_is_a_line(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(shutil, "disk_usage", fail)
     status, table = verified(capsys, arguments(tmp_path, "--device", "cpu"))
-    assert status == 1 and table["disk"] == ("FAIL", "it does not work here: [Errno 5] Input/output error")
+    assert status == 1 and table["disk"] == (
+        "FAIL",
+        "it does not work here: [Errno 5] Input/output error",
+    )
 
 
 def test_the_trials_compute_here_too():
     """The checks of a GPU, called on the CPU."""
     status, reason = preflight.check_attention(Setup())
-    assert status == "pass" and "math; with a padding mask: " in reason and "memory-efficient" not in reason
+    assert (
+        status == "pass"
+        and "math; with a padding mask: " in reason
+        and "memory-efficient" not in reason
+    )

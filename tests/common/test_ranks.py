@@ -13,27 +13,47 @@ from common import checkpoint, report
 from common.errors import RunError
 from tests import toy
 
-ONE = ("--batch_size", "4", "--gradient_accumulation_steps", "2", "--num_epochs", "2", "--save_every", "1")
+ONE = (
+    "--batch_size",
+    "4",
+    "--gradient_accumulation_steps",
+    "2",
+    "--num_epochs",
+    "2",
+    "--save_every",
+    "1",
+)
 TWO = ("--batch_size", "2", *ONE[2:])  # the same window on two ranks
 DATA = 9  # utterances: a window of eight, and one that leaves nothing for the second rank
 
 
 def work(rank: int, port: int, folder: Path, flags: tuple[str, ...], trouble: str) -> None:
     """One of two ranks. It leaves its weights and progress in the folder, or its error."""
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    gc.freeze()  # or recovery from out of memory copies every page that this process shares with its server
+    # or recovery from out of memory copies every page that this process shares with its server
+    gc.freeze()
     report.Report.draw = lambda self, metric: None
 
     def compute_loss(model, batch):
-        if rank == 1 and (trouble == "never fits" or (trouble == "out of memory" and len(batch["names"]) > 1)):
+        if rank == 1 and (
+            trouble == "never fits" or (trouble == "out of memory" and len(batch["names"]) > 1)
+        ):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return toy.compute_loss(model, batch)
 
     try:
-        model, progress = toy.run(toy.make_args(folder, *flags), data=toy.Sequences(DATA), compute_loss=compute_loss)
+        model, progress = toy.run(
+            toy.make_args(folder, *flags), data=toy.Sequences(DATA), compute_loss=compute_loss
+        )
         torch.save((toy.weights(model), progress), folder / f"rank{rank}.pt")
     except RunError as error:
         (folder / f"error{rank}.txt").write_text(str(error))
@@ -42,7 +62,8 @@ def work(rank: int, port: int, folder: Path, flags: tuple[str, ...], trouble: st
 
 @pytest.fixture
 def on_two_ranks(in_processes):
-    """on_two_ranks(folder, *flags, trouble="") returns (weights, progress) of each rank that ended without an error."""
+    """on_two_ranks(folder, *flags, trouble="") returns (weights, progress) of each rank that ended
+    without an error."""
 
     def start(folder: Path, *flags: str, trouble: str = "") -> list:
         folder.mkdir(exist_ok=True)

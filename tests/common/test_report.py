@@ -13,7 +13,10 @@ DRAW = report.Report.draw  # before conftest.py replaces it
 
 
 def lines(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_the_bar_shows_utilisation_if_it_is_known(tmp_path, monkeypatch):
@@ -68,7 +71,15 @@ def test_numbers_go_to_tensorboard(tmp_path):
 def test_training_png_is_drawn_from_the_metrics(tmp_path):
     made = report.Report(tmp_path, 0, 10, tensorboard=False)
     for step in (1, 2):
-        made.write(step, **{"train/loss": 3.0 / step, "train/learning_rate": 1e-3, "eval/loss": 2.0, "eval/error": 0.5})
+        made.write(
+            step,
+            **{
+                "train/loss": 3.0 / step,
+                "train/learning_rate": 1e-3,
+                "eval/loss": 2.0,
+                "eval/error": 0.5,
+            },
+        )
     DRAW(made, "error")
     made.close()
     assert (tmp_path / "training.png").read_bytes()[:4] == b"\x89PNG"
@@ -85,7 +96,10 @@ def test_a_report_that_cannot_be_written_is_remembered(tmp_path):
         made.say("still here")
     made.close()
     assert isinstance(made.problem, RunError)
-    assert str(made.problem) == f"cannot write in {tmp_path}: No space left on device; choose another --log_dir"
+    assert (
+        str(made.problem)
+        == f"cannot write in {tmp_path}: No space left on device; choose another --log_dir"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -101,7 +115,11 @@ def test_links_in_the_log_folder_are_not_followed(tmp_path):
     made.write(1, **{"train/loss": 2.0, "eval/cer": 0.5})
     DRAW(made, "cer")
     made.close()
-    assert precious.read_text() == "mine" and len(lines(logs)) == 1 and not (logs / "training.png").is_symlink()
+    assert (
+        precious.read_text() == "mine"
+        and len(lines(logs)) == 1
+        and not (logs / "training.png").is_symlink()
+    )
 
 
 def test_the_other_ranks_report_nothing(tmp_path, capsys):

@@ -1,4 +1,5 @@
-"""The advised flags: they fit, nothing cheaper does, few plans are made, and their savings add up."""
+"""The advised flags: they fit, nothing cheaper does, few plans are made, and their savings add
+up."""
 
 import itertools
 import math
@@ -25,17 +26,27 @@ class Step:
         self.weights = draw.randrange(20, 3000) * MIB
         self.trained = draw.uniform(0.3, 0.9)  # share of the weights that a frozen encoder leaves
         self.per_utterance = draw.randrange(1, 400) * MIB
-        self.kept = draw.uniform(0.1, 0.8), draw.uniform(0.3, 0.9)  # shares of activations: checkpointing, frozen
+        self.kept = (
+            draw.uniform(0.1, 0.8),
+            draw.uniform(0.3, 0.9),
+        )  # shares of activations: checkpointing, frozen
         self.update = draw.randrange(0, 3000) * MIB if kinked else 0
-        self.states_off = states_off  # the 8-bit states are larger than the rule says by this factor
+        self.states_off = (
+            states_off  # the 8-bit states are larger than the rule says by this factor
+        )
 
     def measure(self, settings: Settings) -> Peak:
         self.calls += 1
         trained = self.weights * (self.trained if settings.frozen else 1)
         activations = settings.batch_size * self.per_utterance
-        activations *= (self.kept[0] if settings.checkpointing else 1) * (self.kept[1] if settings.frozen else 1)
+        activations *= (self.kept[0] if settings.checkpointing else 1) * (
+            self.kept[1] if settings.frozen else 1
+        )
         states = (
-            trained * BYTES[settings.optimizer] / 4 * (self.states_off if settings.optimizer == "adamw_8bit" else 1)
+            trained
+            * BYTES[settings.optimizer]
+            / 4
+            * (self.states_off if settings.optimizer == "adamw_8bit" else 1)
         )
         parts = dict.fromkeys(PARTS, 0) | {
             "weights": self.weights,
@@ -50,7 +61,9 @@ class Step:
 def price(settings: Settings, given: Settings) -> tuple[bool, float]:
     halvings = math.log2(given.batch_size / settings.batch_size)
     time = TIME[settings.optimizer] / TIME[given.optimizer] * 1.04**halvings
-    return settings.frozen > given.frozen, time * (1.33 if settings.checkpointing > given.checkpointing else 1)
+    return settings.frozen > given.frozen, time * (
+        1.33 if settings.checkpointing > given.checkpointing else 1
+    )
 
 
 def every(given: Settings, can: set[str]) -> list[Settings]:
@@ -67,7 +80,10 @@ def every(given: Settings, can: set[str]) -> list[Settings]:
         and (frozen == given.frozen or (frozen and "frozen" in can))
         and (
             optimizer == given.optimizer
-            or ("optimizer" in can and optimizers.index(optimizer) > optimizers.index(given.optimizer))
+            or (
+                "optimizer" in can
+                and optimizers.index(optimizer) > optimizers.index(given.optimizer)
+            )
         )
     ]
 
@@ -76,7 +92,9 @@ def advised(text: str, given: Settings) -> Settings:
     """The settings that the flags of the text lead to."""
     flags = re.findall(r"^  (--.*): ", text, re.MULTILINE)
     values = {name: value for name, value in re.findall(r"--(\w+) ?(\w*)", " ".join(flags))}
-    optimizer = "offload" if "use_cpu_offload" in values else values.get("optimizer", given.optimizer)
+    optimizer = (
+        "offload" if "use_cpu_offload" in values else values.get("optimizer", given.optimizer)
+    )
     return Settings(
         int(values.get("batch_size", given.batch_size)),
         int(values.get("gradient_accumulation_steps", given.accumulation)),
@@ -90,12 +108,14 @@ def saved(text: str) -> float:
     """The sum of the savings in bytes."""
     unit = {"MiB": MIB, "GiB": 1024 * MIB}
     return sum(
-        float(value) * unit[name] for value, name in re.findall(r": (-?[\d.]+) (\wiB) less$", text, re.MULTILINE)
+        float(value) * unit[name]
+        for value, name in re.findall(r": (-?[\d.]+) (\wiB) less$", text, re.MULTILINE)
     )
 
 
 def random_case(seed: int, **step) -> tuple[Step, Settings, set[str], Card]:
-    """A step, settings and a card that is between too small for everything and large enough for the settings."""
+    """A step, settings and a card that is between too small for everything and large enough for the
+    settings."""
     draw = random.Random(seed)
     given = Settings(
         draw.choice([1, 2, 3, 6, 8, 12, 24, 32]),
@@ -121,19 +141,29 @@ def test_the_cheapest_settings_that_fit(kinked):
         step, given, can, card = random_case(seed, kinked=kinked)
         text = advise(step.measure, given, can, card)
         assert step.calls <= 12, seed
-        fitting = [settings for settings in every(given, can) if verdict(step.measure(settings), card)[0] == "fits"]
+        fitting = [
+            settings
+            for settings in every(given, can)
+            if verdict(step.measure(settings), card)[0] == "fits"
+        ]
         chosen = advised(text, given)
         peak = step.measure(chosen)
         outcomes.add("fits as it is" if chosen == given else "fits" if fitting else "does not fit")
         if fitting:
             assert chosen in fitting, seed
-            assert price(chosen, given) == pytest.approx(min(price(settings, given) for settings in fitting)), seed
+            assert price(chosen, given) == pytest.approx(
+                min(price(settings, given) for settings in fitting)
+            ), seed
             assert text.endswith(": fits"), seed
         else:
-            assert peak.total == min(step.measure(settings).total for settings in every(given, can)), seed
+            assert peak.total == min(
+                step.measure(settings).total for settings in every(given, can)
+            ), seed
             assert "These flags are not enough" in text, seed
         rounding = (text.count("less\n") * 0.0051 + 0.001) * 1024 * MIB
-        assert saved(text) == pytest.approx(step.measure(given).total - peak.total, abs=rounding), seed
+        assert saved(text) == pytest.approx(step.measure(given).total - peak.total, abs=rounding), (
+            seed
+        )
     assert len(outcomes) == 3
 
 
@@ -151,13 +181,21 @@ def plain_step(settings: Settings) -> Peak:
     """100 MiB of weights, of which half are the encoder's, and 400 MiB an utterance."""
     trained = 50 if settings.frozen else 100
     activations = settings.batch_size * (100 if settings.checkpointing else 400)
-    parts = {"weights": 100, "gradients": trained, "optimizer states": trained * BYTES[settings.optimizer] / 4}
+    parts = {
+        "weights": 100,
+        "gradients": trained,
+        "optimizer states": trained * BYTES[settings.optimizer] / 4,
+    }
     parts |= {"activations": activations, "temporary": 0, "batch": 0}
     return Peak({name: int(count * MIB) for name, count in parts.items()}, 0, "", "backward", 0)
 
 
 def card_with_room(mebibytes: int) -> Card:
-    return Card("some card", int((mebibytes * MIB + CONTEXT + workspace(Card("", 0, (8, 6)))) / 0.9) + 1, (8, 6))
+    return Card(
+        "some card",
+        int((mebibytes * MIB + CONTEXT + workspace(Card("", 0, (8, 6)))) / 0.9) + 1,
+        (8, 6),
+    )
 
 
 def test_the_flags_and_their_order():
@@ -172,7 +210,9 @@ def test_the_flags_and_their_order():
     assert everything[4:] == ["Peak with these flags: 0.79 GiB of 0.89 GiB (some card): fits"]
     eight_bit = advise(plain_step, given, EVERYTHING, card_with_room(1860)).splitlines()
     assert eight_bit[0] == "  --batch_size 2 --gradient_accumulation_steps 4: 0.78 GiB less"
-    assert advise(plain_step, given, EVERYTHING, card_with_room(2000)).startswith("Peak with the given flags: ")
+    assert advise(plain_step, given, EVERYTHING, card_with_room(2000)).startswith(
+        "Peak with the given flags: "
+    )
 
 
 def test_offloading_takes_back_the_8_bit_optimizer():
@@ -187,7 +227,8 @@ def test_what_fits_nowhere_gets_the_smallest_card():
     assert text.splitlines()[0].startswith("  --batch_size 1 ")
     assert (
         text.splitlines()[-1]
-        == "These flags are not enough: take a smaller model, or --max_duration. The smallest card: 4gb"
+        == "These flags are not enough: take a smaller model, or --max_duration. The smallest"
+        " card: 4gb"
     )
 
     def huge(settings: Settings) -> Peak:

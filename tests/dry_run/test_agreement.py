@@ -1,4 +1,5 @@
-"""Plans against the memory of real steps: fp32 steps of every recipe on the CPU, whose storages are counted, and optimizers."""
+"""Plans against the memory of real steps: fp32 steps of every recipe on the CPU, whose storages are
+counted, and optimizers."""
 
 import copy
 import functools
@@ -27,11 +28,16 @@ from speech.xtts import start as xtts_start
 
 CLIPS, TOKENS, VOCABULARY = 2, 24, 40
 TOLERANCE = 0.005
-OPTIMIZERS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}  # settings of AdamW
+OPTIMIZERS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "loop": {"foreach": False},
+}  # settings of AdamW
 
 
 class RealStorages(TorchDispatchMode):
-    """Counts the bytes of all storages that operators return, and of those that are added, until they are freed."""
+    """Counts the bytes of all storages that operators return, and of those that are added, until
+    they are freed."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +49,9 @@ class RealStorages(TorchDispatchMode):
             storage = tensor.untyped_storage()
             key, size = storage._cdata, -(-storage.nbytes() // hollow.ROUNDING) * hollow.ROUNDING
             reference = self.known.get(key)
-            if size and (reference is None or reference() is not storage):  # an address is used again
+            if size and (
+                reference is None or reference() is not storage
+            ):  # an address is used again
                 self.known[key] = weakref.ref(storage, functools.partial(self.freed, key, size))
                 self.now += size
                 self.peak = max(self.peak, self.now)
@@ -75,10 +83,19 @@ def items(rate: int = SAMPLE_RATE, seconds: float = 2.0, **others) -> list[dict]
     for number in range(CLIPS):
         audio = torch.randn(int(seconds * rate * (1 - 0.2 * number)), generator=random) * 0.1
         tokens = torch.arange(TOKENS - 5 * number) % (VOCABULARY - 3) + 1
-        made.append({
-            "audio": audio, "tokens": tokens, "labels": torch.cat([tokens[1:], tokens[:2]]), "ctc_tokens": tokens, "text": "",
-            "heard": len(audio), "name": f"{number}", "index": number, **others,
-        })  # fmt: skip
+        made.append(
+            {
+                "audio": audio,
+                "tokens": tokens,
+                "labels": torch.cat([tokens[1:], tokens[:2]]),
+                "ctc_tokens": tokens,
+                "text": "",
+                "heard": len(audio),
+                "name": f"{number}",
+                "index": number,
+                **others,
+            }
+        )
     return made
 
 
@@ -90,13 +107,23 @@ def konkani() -> Case:
         "decoder_layers": 2,
         "vocabulary": VOCABULARY,
     }
-    made = konkani_conformer.collate(items(frequency_masks=torch.zeros(2, 2), time_masks=torch.zeros(5, 2)))
+    made = konkani_conformer.collate(
+        items(frequency_masks=torch.zeros(2, 2), time_masks=torch.zeros(5, 2))
+    )
     recipe = konkani_conformer
-    return Case(recipe.Conformer(config), made, recipe.compute_loss, recipe.LOSS_WEIGHTS, recipe.CHECKPOINTED)
+    return Case(
+        recipe.Conformer(config),
+        made,
+        recipe.compute_loss,
+        recipe.LOSS_WEIGHTS,
+        recipe.CHECKPOINTED,
+    )
 
 
 def parakeet_case() -> Case:
-    config = parakeet.shape(96, 2, 4, (64, 2), VOCABULARY, num_mel_bins=80, channels=32, subsampling=4, ctc=True)
+    config = parakeet.shape(
+        96, 2, 4, (64, 2), VOCABULARY, num_mel_bins=80, channels=32, subsampling=4, ctc=True
+    )
     loss = {"sigma": 0.02, "omega": 0.5, "reduction": "mean", "ctc_weight": 0.3}
     made = parakeet_tdt.collate(items(plain=False, factor=0.1, count=1))
     model = parakeet_tdt.Parakeet(config, loss, 0.1, 0.1)
@@ -107,7 +134,9 @@ def parakeet_case() -> Case:
 def morse() -> Case:
     made = whisper_morse.collate(items(alignment=torch.arange(80) % VOCABULARY))
     model = Whisper(whisper.shape(128, (2, 2), 4, vocabulary=4000), 0.1, 0.1, VOCABULARY)
-    return Case(model, made, whisper_morse.compute_loss, {"attention": 0.7, "alignment": 0.3}, LAYERS)
+    return Case(
+        model, made, whisper_morse.compute_loss, {"attention": 0.7, "alignment": 0.3}, LAYERS
+    )
 
 
 def vietnamese(frozen: bool = False) -> Case:
@@ -115,12 +144,16 @@ def vietnamese(frozen: bool = False) -> Case:
     model = Whisper(whisper.shape(128, (2, 2), 4, vocabulary=4000), 0.1, 0.1, VOCABULARY)
     if frozen:
         model.freeze_encoder()
-    return Case(model, made, whisper_vietnamese.compute_loss, {"attention": 0.7, "ctc": 0.3}, LAYERS)
+    return Case(
+        model, made, whisper_vietnamese.compute_loss, {"attention": 0.7, "ctc": 0.3}, LAYERS
+    )
 
 
 def xtts_case() -> Case:
     recipe, torch_items = xtts_amharic, items(codec.SAMPLE_RATE)
-    config = xtts.shape(128, 3, 2, 450, 64, latents=8, perceiver_heads=2, code_dim=32, dvae_hidden=32, hifigan=False)
+    config = xtts.shape(
+        128, 3, 2, 450, 64, latents=8, perceiver_heads=2, code_dim=32, dvae_hidden=32, hifigan=False
+    )
     frozen = xtts_start.frozen_parts(config, xtts_start.random_parts(config))
     for item in torch_items:
         codes = codec.code_count(len(item["audio"]))
@@ -132,7 +165,9 @@ def xtts_case() -> Case:
         }
     made, loss = recipe.collate(torch_items), functools.partial(recipe.compute_loss, frozen=frozen)
     parts = frozen.dvae_mel, frozen.conditioning_mel, frozen.dvae
-    return Case(recipe.GPT(config, 0.1), made, loss, recipe.LOSS_WEIGHTS, recipe.CHECKPOINTED, parts)
+    return Case(
+        recipe.GPT(config, 0.1), made, loss, recipe.LOSS_WEIGHTS, recipe.CHECKPOINTED, parts
+    )
 
 
 CASES = {
@@ -151,7 +186,9 @@ def make(name: str, checkpointing: bool) -> Case:
 
 
 def run(case: Case, batches: list[dict]) -> None:
-    outcome = run_window(case.model, batches, case.batch["counts"], case.compute_loss, case.loss_weights, Setup())
+    outcome = run_window(
+        case.model, batches, case.batch["counts"], case.compute_loss, case.loss_weights, Setup()
+    )
     assert not outcome.failed
 
 
@@ -159,14 +196,19 @@ def tensors(*holders) -> list[torch.Tensor]:
     """Parameters and buffers of modules, and the tensors of batches."""
     kept = []
     for holder in holders:
-        values = holder.values() if isinstance(holder, dict) else (*holder.parameters(), *holder.buffers())
+        values = (
+            holder.values()
+            if isinstance(holder, dict)
+            else (*holder.parameters(), *holder.buffers())
+        )
         kept += [value for value in values if isinstance(value, torch.Tensor)]
     return kept
 
 
 @pytest.fixture(autouse=True)
 def as_if_large(monkeypatch):
-    """Small inputs take the ways of large ones. Without oneDNN, LSTM is made of operators that a plan sees, too."""
+    """Small inputs take the ways of large ones. Without oneDNN, LSTM is made of operators that a
+    plan sees, too."""
     monkeypatch.setattr(layers, "SMALL", 1 << 12)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
@@ -189,7 +231,9 @@ def test_a_recipe(name, checkpointing, micro_batches):
 
 def two_layers() -> torch.nn.Sequential:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512))
+    return torch.nn.Sequential(
+        torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512)
+    )
 
 
 def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict]) -> None:
@@ -215,17 +259,23 @@ def test_an_optimizer(kind, rows):
     assert peak.phase == (
         "update" if rows == 8 and kind != "fused" else "backward"
     )  # the fused kernel allocates nothing
-    assert peak.parts["optimizer states"] == pytest.approx(2 * peak.parts["weights"], abs=8 * hollow.ROUNDING)
+    assert peak.parts["optimizer states"] == pytest.approx(
+        2 * peak.parts["weights"], abs=8 * hollow.ROUNDING
+    )
     assert peak.total == pytest.approx(real.peak, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "offload"])
 def test_states(kind):
-    """`state_bytes` against the states that are made, without step numbers and bitsandbytes' two shared tables."""
+    """`state_bytes` against the states that are made, without step numbers and bitsandbytes' two
+    shared tables."""
     if kind == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
     model = torch.nn.Sequential(
-        torch.nn.Embedding(100, 96), torch.nn.Linear(96, 64), torch.nn.Linear(64, 70), torch.nn.Linear(70, 3)
+        torch.nn.Embedding(100, 96),
+        torch.nn.Linear(96, 64),
+        torch.nn.Linear(64, 70),
+        torch.nn.Linear(70, 3),
     )
     model[1].bias.requires_grad_(False)
     on_host = kind == "offload"
@@ -234,8 +284,13 @@ def test_states(kind):
     settings = {"kind": "adamw" if on_host else kind, "offload": on_host}
     states = optim.make_optimizer(model, 1e-3, **settings).state.values()
     sizes = [
-        value.nbytes for state in states for name, value in state.items()
-        if isinstance(value, torch.Tensor) and name != "step" and not name.startswith("qmap") and value.is_meta == on_host
-    ]  # fmt: skip
+        value.nbytes
+        for state in states
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and name != "step"
+        and not name.startswith("qmap")
+        and value.is_meta == on_host
+    ]
     assert sum(sizes) == optim.state_bytes(model, kind)
     assert (optim.state_bytes(model, kind) == 0) == on_host

@@ -55,8 +55,29 @@ def test_a_card_may_be_tiny():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "gb", "0", "0.0GB", "-8", "-8GB", " -8 GB", "8-10", "nan", "inf", "infGB", "1e3", "10001", "9" * 400, "8TB", "8MB", "8.5.1", "٨", "rtx", "a\nb"],
-)  # fmt: skip
+    [
+        "",
+        "gb",
+        "0",
+        "0.0GB",
+        "-8",
+        "-8GB",
+        " -8 GB",
+        "8-10",
+        "nan",
+        "inf",
+        "infGB",
+        "1e3",
+        "10001",
+        "9" * 400,
+        "8TB",
+        "8MB",
+        "8.5.1",
+        "٨",
+        "rtx",
+        "a\nb",
+    ],
+)
 def test_everything_else_is_refused_in_one_line(text):
     with pytest.raises(ValueError) as caught:
         find_card(text)
@@ -74,11 +95,16 @@ def test_every_card_is_found_by_its_name():
 def test_the_card_of_this_computer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert card_here() is None
-    properties = types.SimpleNamespace(name="Tesla T4", total_memory=15_634_661_376, major=7, minor=5)
+    properties = types.SimpleNamespace(
+        name="Tesla T4", total_memory=15_634_661_376, major=7, minor=5
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {0: properties}.__getitem__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert card_here() == card_here(0) == Card("Tesla T4", 15_634_661_376, (7, 5)) and card_here(1) is None
+    assert (
+        card_here() == card_here(0) == Card("Tesla T4", 15_634_661_376, (7, 5))
+        and card_here(1) is None
+    )
 
 
 def test_workspaces_are_larger_from_hopper_on():

@@ -1,4 +1,5 @@
-"""CUDA's choices on the CPU: types under autocast, kernels of attention, dropout, LSTM and CTC, and the CPU as before afterwards."""
+"""CUDA's choices on the CPU: types under autocast, kernels of attention, dropout, LSTM and CTC, and
+the CPU as before afterwards."""
 
 import contextlib
 
@@ -17,10 +18,13 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def gpu(capability: tuple[int, int] = AMPERE):
-    """Yields a function that makes hollow tensors (as weights if `trained`) on a GPU, and the mode."""
+    """Yields a function that makes hollow tensors (as weights if `trained`) on a GPU, and the
+    mode."""
     mode = Hollow()
 
-    def make(*shape: int, dtype: torch.dtype = torch.float32, trained: bool = False) -> torch.Tensor:
+    def make(
+        *shape: int, dtype: torch.dtype = torch.float32, trained: bool = False
+    ) -> torch.Tensor:
         tensor = mode.make(shape, torch.empty(shape, device="meta").stride(), dtype)
         return nn.Parameter(tensor) if trained else tensor
 
@@ -35,7 +39,9 @@ def autocast(dtype: torch.dtype = torch.bfloat16, **named):
 def test_the_lists_are_torchs():
     lists = autocast_lists()
     assert {"linear", "matmul", "conv1d", "conv2d", "addmm"} <= set(lists["LOWER_PRECISION_FP"])
-    assert {"layer_norm", "nll_loss", "cosine_similarity"} <= set(lists["FP32"]) and "cat" in lists["PROMOTE"]
+    assert {"layer_norm", "nll_loss", "cosine_similarity"} <= set(lists["FP32"]) and "cat" in lists[
+        "PROMOTE"
+    ]
     assert {"sum", "softmax.int", "log_softmax.int", "cumsum"} <= set(lists["FP32_SET_OPT_DTYPE"])
 
 
@@ -56,9 +62,17 @@ def test_sums_and_norms_are_in_fp32(half):
     with gpu() as (make, _), autocast(half):
         x = make(2, 8, 16, dtype=half)
         for y in (
-            F.layer_norm(x, (16,), make(16), make(16)), x.softmax(-1), x.log_softmax(-1), x.sum(), x.sum(1), x.cumsum(1), x.exp(),
-            F.cross_entropy(x[0], torch.zeros(8, dtype=torch.long)), F.group_norm(x, 2), torch.stft(make(400), 16, return_complex=True).abs(),
-        ):  # fmt: skip
+            F.layer_norm(x, (16,), make(16), make(16)),
+            x.softmax(-1),
+            x.log_softmax(-1),
+            x.sum(),
+            x.sum(1),
+            x.cumsum(1),
+            x.exp(),
+            F.cross_entropy(x[0], torch.zeros(8, dtype=torch.long)),
+            F.group_norm(x, 2),
+            torch.stft(make(400), 16, return_complex=True).abs(),
+        ):
             assert y.dtype is torch.float32
         assert x.softmax(-1, dtype=torch.float64).dtype is torch.float64
         for y in (F.gelu(x), F.relu(x), x + x, x.float() + x):
@@ -71,7 +85,10 @@ def test_what_only_the_cpus_lists_name_keeps_its_type():
     with autocast():
         assert F.pad(x, (1, 1), mode="replicate").dtype is torch.float32
     with gpu() as (make, _), autocast():
-        assert F.pad(make(2, 8, 16, dtype=torch.bfloat16), (1, 1), mode="replicate").dtype is torch.bfloat16
+        assert (
+            F.pad(make(2, 8, 16, dtype=torch.bfloat16), (1, 1), mode="replicate").dtype
+            is torch.bfloat16
+        )
 
 
 def test_cat_takes_the_widest_type():
@@ -116,17 +133,24 @@ def test_weights_are_cast_once_with_the_cache(cached):
 
 def kernels_of(mode: Hollow) -> set[str]:
     """The kernels of attention that ran."""
-    names = {operator.name.removeprefix("aten::_scaled_dot_product_") for operator in mode.operators.values()}
+    names = {
+        operator.name.removeprefix("aten::_scaled_dot_product_")
+        for operator in mode.operators.values()
+    }
     return {name for name in names if name.endswith("attention")}
 
 
 @pytest.mark.parametrize(
     ("capability", "dtype", "masked", "kernel"),
     [
-        ((8, 0), torch.bfloat16, False, "flash"), ((9, 0), torch.float16, False, "flash"), ((7, 5), torch.float16, False, "efficient"),
-        ((8, 0), torch.bfloat16, True, "efficient"), ((8, 0), torch.float32, False, "efficient"), ((7, 5), torch.float16, True, "efficient"),
+        ((8, 0), torch.bfloat16, False, "flash"),
+        ((9, 0), torch.float16, False, "flash"),
+        ((7, 5), torch.float16, False, "efficient"),
+        ((8, 0), torch.bfloat16, True, "efficient"),
+        ((8, 0), torch.float32, False, "efficient"),
+        ((7, 5), torch.float16, True, "efficient"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention(capability, dtype, masked, kernel, dropout):
     with gpu(capability) as (make, mode):
@@ -135,7 +159,9 @@ def test_attention(capability, dtype, masked, kernel, dropout):
         before = mode.now
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         assert y.shape == q.shape and kernels_of(mode) == {f"{kernel}_attention"}
-        assert mode.now - before < 2 * y.nbytes + 8192  # the output, the sums of the softmax, the mask: not the weights
+        assert (
+            mode.now - before < 2 * y.nbytes + 8192
+        )  # the output, the sums of the softmax, the mask: not the weights
         y.backward(torch.empty_like(y))
         assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
 
@@ -207,7 +233,11 @@ def test_ctc():
         before = mode.now
         targets = torch.ones(batch, longest, dtype=torch.long)
         loss = F.ctc_loss(
-            log_probs, targets, torch.full((batch,), frames), torch.tensor([60, 40, 30, 1]), reduction="sum"
+            log_probs,
+            targets,
+            torch.full((batch,), frames),
+            torch.tensor([60, 40, 30, 1]),
+            reduction="sum",
         )
         log_alpha = batch * frames * (2 * longest + 1) * 4
         assert log_alpha <= mode.now - before <= log_alpha + 4096

@@ -1,4 +1,5 @@
-"""Steps on hollow tensors: nothing is computed, values that code may read stay, and memory is counted from birth to death."""
+"""Steps on hollow tensors: nothing is computed, values that code may read stay, and memory is
+counted from birth to death."""
 
 import functools
 
@@ -19,8 +20,14 @@ def make(mode: Hollow, *shape: int, dtype: torch.dtype = torch.float32) -> torch
     return mode.make(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
-def measure(model: nn.Module, batch: dict, loss=lambda model, batch: model(batch["x"]).sum(), batches: int = 1):
-    """The plan of a model, and the peak of its forward and backward on some micro-batches of the same size."""
+def measure(
+    model: nn.Module,
+    batch: dict,
+    loss=lambda model, batch: model(batch["x"]).sum(),
+    batches: int = 1,
+):
+    """The plan of a model, and the peak of its forward and backward on some micro-batches of the
+    same size."""
 
     def step(moved: list[dict]) -> None:
         for each in moved:
@@ -33,13 +40,17 @@ def measure(model: nn.Module, batch: dict, loss=lambda model, batch: model(batch
 def test_nothing_is_computed():
     """100 GB of activations, and weights of 40 GB."""
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(100_000, 100_000, bias=False), nn.GELU(), nn.Linear(100_000, 1))
+        model = nn.Sequential(
+            nn.Linear(100_000, 100_000, bias=False), nn.GELU(), nn.Linear(100_000, 1)
+        )
     _, peak = measure(model, {"x": torch.empty(250_000, 100_000, device="meta")})
     gb = 10**9
-    assert peak.parts["weights"] == pytest.approx(40 * gb, rel=1e-4) and peak.parts["batch"] == pytest.approx(
-        100 * gb, rel=1e-4
-    )
-    assert peak.parts["activations"] == pytest.approx(200 * gb, rel=1e-4)  # input and output of GELU
+    assert peak.parts["weights"] == pytest.approx(40 * gb, rel=1e-4) and peak.parts[
+        "batch"
+    ] == pytest.approx(100 * gb, rel=1e-4)
+    assert peak.parts["activations"] == pytest.approx(
+        200 * gb, rel=1e-4
+    )  # input and output of GELU
     assert peak.guesses == 0
 
 
@@ -49,7 +60,9 @@ def test_a_hollow_tensor_cannot_be_read_by_a_kernel():
     with mode:
         y = (x @ x).relu().add_(1)
     assert y.shape == x.shape and mode.now == 2 * 4 * 10**6 + 2 * (-4 * 10**6 % ROUNDING)
-    assert x.sum() == 0  # without the mode its memory can be read, and is empty: nothing was written to it
+    assert (
+        x.sum() == 0
+    )  # without the mode its memory can be read, and is empty: nothing was written to it
 
 
 def test_small_integers_keep_their_values():
@@ -58,10 +71,14 @@ def test_small_integers_keep_their_values():
     with mode:
         lengths = torch.tensor([50, 20])
         frames = (lengths + 1) // 2
-        assert frames.tolist() == [25, 10] and int(lengths.max()) == 50 and bool((lengths > 10).all())
+        assert (
+            frames.tolist() == [25, 10] and int(lengths.max()) == 50 and bool((lengths > 10).all())
+        )
         valid = torch.arange(50) < lengths[:, None]
         assert valid.sum().item() == 70
-        assert x[valid].shape == (70, 8) and x[:, 1][valid[:, 1]].shape == (2, 8) and not mode.guesses
+        assert (
+            x[valid].shape == (70, 8) and x[:, 1][valid[:, 1]].shape == (2, 8) and not mode.guesses
+        )
         rows = valid.flatten().nonzero()[:, 0]
         assert x.flatten(0, 1)[rows].shape == (70, 8)
         assert torch.equal(lengths, torch.tensor([50, 20]))
@@ -71,8 +88,16 @@ def test_a_value_that_is_not_known_is_a_guess():
     mode = Hollow()
     x = make(mode, 100)
     with mode:
-        assert x.sum().item() == 1.0 and x.argmax().item() == 1 and bool(x[0] > 0) and mode.guesses == 3
-        assert (x > 0).nonzero().shape == (100, 1) and mode.guesses == 4  # the most that there can be
+        assert (
+            x.sum().item() == 1.0
+            and x.argmax().item() == 1
+            and bool(x[0] > 0)
+            and mode.guesses == 3
+        )
+        assert (x > 0).nonzero().shape == (
+            100,
+            1,
+        ) and mode.guesses == 4  # the most that there can be
         assert torch.equal(x, x) and mode.guesses == 5
         assert x[x > 0].shape == (100,) and mode.guesses == 6
         assert torch.tensor(3).item() == 3 and mode.guesses == 6
@@ -99,9 +124,21 @@ def test_views_share_memory():
     with mode:
         a, b = x.chunk(2, dim=-1)
         views = [
-            x.view(128, 32), x.transpose(0, 1), x[:, 3], x.unfold(1, 2, 1), a, b, x.unsafe_chunk(2)[0], x.unsafe_split(4)[1], x.detach(),
-            x.view(torch.int32), x.expand(2, 8, 16, 32), torch.view_as_complex(x.unflatten(2, (16, 2))), x.reshape(128, 32), x.squeeze_(0),
-        ]  # fmt: skip
+            x.view(128, 32),
+            x.transpose(0, 1),
+            x[:, 3],
+            x.unfold(1, 2, 1),
+            a,
+            b,
+            x.unsafe_chunk(2)[0],
+            x.unsafe_split(4)[1],
+            x.detach(),
+            x.view(torch.int32),
+            x.expand(2, 8, 16, 32),
+            torch.view_as_complex(x.unflatten(2, (16, 2))),
+            x.reshape(128, 32),
+            x.squeeze_(0),
+        ]
         assert mode.now == before
         assert all(mode.block_of(view) is mode.block_of(x) for view in views)
         del x, a, b
@@ -167,7 +204,9 @@ def test_gradients_of_a_plan_are_gone_after_it():
     plan, first = measure(model, {"x": torch.zeros(512, 256)})
     assert all(p.grad is None for p in model.parameters())
     assert plan.hollow.now == first.parts["weights"]
-    again = plan.measure(lambda batches: model(batches[0]["x"]).sum().backward(), [{"x": torch.zeros(512, 256)}])
+    again = plan.measure(
+        lambda batches: model(batches[0]["x"]).sum().backward(), [{"x": torch.zeros(512, 256)}]
+    )
     assert again == first
 
 
@@ -175,7 +214,9 @@ def test_weights_without_memory():
     """A model made on the device "meta", and a part of it that the plan was not told of."""
     with torch.device("meta"):
         model, other = nn.Linear(256, 512), nn.Linear(512, 128, bias=False).requires_grad_(False)
-    _, peak = measure(model, {"x": torch.zeros(1024, 256)}, lambda model, batch: other(model(batch["x"])).sum())
+    _, peak = measure(
+        model, {"x": torch.zeros(1024, 256)}, lambda model, batch: other(model(batch["x"])).sum()
+    )
     assert peak.parts["weights"] == 4 * (256 * 512 + 512 + 512 * 128)
     assert model.weight.device.type == "cpu"
 
@@ -188,7 +229,8 @@ def test_modules_are_found():
 
 
 class Block(nn.Module):
-    """Keeps `kept` times its input for backward, and needs `passing` times its input for a moment."""
+    """Keeps `kept` times its input for backward, and needs `passing` times its input for a
+    moment."""
 
     def __init__(self, kept: int, passing: int):
         super().__init__()
@@ -257,7 +299,9 @@ def test_the_place_of_a_peak_in_the_update():
     assert (
         peak.parts["optimizer states"] == 2 * peak.parts["weights"] and peak.parts["gradients"] == 0
     )  # they are freed
-    assert peak.total >= 5 * peak.parts["weights"]  # weights, gradients, states, and a list of temporaries
+    assert (
+        peak.total >= 5 * peak.parts["weights"]
+    )  # weights, gradients, states, and a list of temporaries
 
 
 def test_what_is_freed_is_counted_as_freed():
@@ -285,7 +329,9 @@ def test_states_that_are_there_from_the_start():
     model = nn.Linear(8, 8)
     plan = Plan(None, model)
     peak = plan.measure(
-        lambda batches: model(batches[0]["x"]).sum().backward(), [{"x": torch.zeros(4, 8)}], states=5 * MIB
+        lambda batches: model(batches[0]["x"]).sum().backward(),
+        [{"x": torch.zeros(4, 8)}],
+        states=5 * MIB,
     )
     assert peak.parts["optimizer states"] == 5 * MIB and peak.total < 6 * MIB
     assert plan.hollow.now == peak.parts["weights"]  # neither states nor batch are held any longer
@@ -294,6 +340,9 @@ def test_states_that_are_there_from_the_start():
 def test_what_is_small_is_computed():
     mode = Hollow()
     with mode:
-        assert torch.arange(hollow_module.SMALL)[-1].item() == hollow_module.SMALL - 1 and not mode.guesses
+        assert (
+            torch.arange(hollow_module.SMALL)[-1].item() == hollow_module.SMALL - 1
+            and not mode.guesses
+        )
         large = torch.arange(hollow_module.SMALL + 1)
         assert large[-1].item() == 1 and mode.guesses == 1 and mode.now >= large.nbytes

@@ -13,11 +13,16 @@ CARD = find_card("8gb")
 
 def peak_of(total: int, **changes) -> Peak:
     parts = dict.fromkeys(PARTS, 0) | {"activations": total}
-    return Peak(**({"parts": parts, "kernels": 0, "module": "", "phase": "forward", "guesses": 0} | changes))
+    return Peak(
+        **({"parts": parts, "kernels": 0, "module": "", "phase": "forward", "guesses": 0} | changes)
+    )
 
 
 def test_the_total_has_every_part_and_the_kernels():
-    assert Peak({name: 10**i for i, name in enumerate(PARTS)}, 10**6, "", "update", 0).total == 1_111_111
+    assert (
+        Peak({name: 10**i for i, name in enumerate(PARTS)}, 10**6, "", "update", 0).total
+        == 1_111_111
+    )
 
 
 @pytest.mark.parametrize("name", ["8gb", "t4", "h100", "0.4"])
@@ -34,13 +39,24 @@ def test_verdicts_change_at_the_margin_and_at_the_cards_memory(name):
 
 def test_sizes():
     assert [size(count) for count in (0, 512, 5 * MIB, 102 * MIB, 103 * MIB, 12 * GIB)] == [
-        "0.0 MiB", "0.0 MiB", "5.0 MiB", "102.0 MiB", "0.10 GiB", "12.00 GiB"]  # fmt: skip
+        "0.0 MiB",
+        "0.0 MiB",
+        "5.0 MiB",
+        "102.0 MiB",
+        "0.10 GiB",
+        "12.00 GiB",
+    ]
 
 
-def report_of(peak: Peak, card: Card = CARD, what: str = "whisper small, 8 x 3") -> tuple[str, dict[str, str]]:
+def report_of(
+    peak: Peak, card: Card = CARD, what: str = "whisper small, 8 x 3"
+) -> tuple[str, dict[str, str]]:
     """The report, and its table: name -> size."""
     text = describe(peak, card, what)
-    return text, {name: count for name, count in re.findall(r"^  (\S.*?) {2,}(-?[\d.]+ [GM]iB)$", text, re.MULTILINE)}
+    return text, {
+        name: count
+        for name, count in re.findall(r"^  (\S.*?) {2,}(-?[\d.]+ [GM]iB)$", text, re.MULTILINE)
+    }
 
 
 def test_the_report_has_every_size():
@@ -82,7 +98,9 @@ def test_what_is_missing_and_what_was_guessed():
 def test_no_line_is_wider_than_100_columns():
     what = " ".join(["--batch_size 8"] * 30)
     text, table = report_of(
-        peak_of(GIB, module="encoder." * 30), Card("NVIDIA RTX 6000 Ada Generation" * 2, GIB, (8, 9)), what
+        peak_of(GIB, module="encoder." * 30),
+        Card("NVIDIA RTX 6000 Ada Generation" * 2, GIB, (8, 9)),
+        what,
     )
     assert max(map(len, text.splitlines())) <= 100
     assert " ".join(text.split()).startswith(f"Dry run: {what} weights")

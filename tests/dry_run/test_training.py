@@ -1,4 +1,5 @@
-"""What is planned of a training: its longest utterances, its settings, the answer, and the loop's part in it."""
+"""What is planned of a training: its longest utterances, its settings, the answer, and the loop's
+part in it."""
 
 import contextlib
 import functools
@@ -30,7 +31,11 @@ class Lengths:
     def item(self, index: int, epoch: int) -> dict:
         if index in self.bad:
             raise DataError(f"utterance {index} is damaged")
-        return {"index": index, "seconds": float(self.seconds(epoch)[index]), "targets": self.targets[index]}
+        return {
+            "index": index,
+            "seconds": float(self.seconds(epoch)[index]),
+            "targets": self.targets[index],
+        }
 
 
 def found(data: Lengths, epochs: int = 1, skip_bad: bool = False) -> list[dict]:
@@ -49,9 +54,19 @@ def collate(items: list[dict]) -> dict:
 def test_the_longest_utterances_of_all_epochs_come_first():
     data = Lengths([[3, 2, 1, 1], [1, 5, 1, 1], [1, 1, 4, 1]], [1, 1, 1, 1])
     items = found(data, epochs=3)
-    assert [(item["index"], item["seconds"]) for item in items] == [(1, 5.0), (2, 4.0), (0, 3.0), (3, 1.0)]
+    assert [(item["index"], item["seconds"]) for item in items] == [
+        (1, 5.0),
+        (2, 4.0),
+        (0, 3.0),
+        (3, 1.0),
+    ]
     items = found(data)
-    assert [(item["index"], item["seconds"]) for item in items] == [(0, 3.0), (1, 2.0), (2, 1.0), (3, 1.0)]
+    assert [(item["index"], item["seconds"]) for item in items] == [
+        (0, 3.0),
+        (1, 2.0),
+        (2, 1.0),
+        (3, 1.0),
+    ]
 
 
 def test_the_last_epochs_are_looked_at_too():
@@ -76,7 +91,8 @@ def test_the_longest_text_is_looked_at_and_decides_among_equal_lengths():
 
 
 def test_a_data_set_whose_tensors_have_no_values(monkeypatch):
-    """A copied recipe may make a table in its data set's constructor, which a plan runs with the default device "meta"."""
+    """A copied recipe may make a table in its data set's constructor, which a plan runs with the
+    default device "meta"."""
     data = Lengths([[5, 4, 3]], [1, 1, 1])
     data.item = lambda index, epoch: {"table": torch.zeros(3, device="meta")}
     with pytest.raises(DataError, match='make them with device="cpu"'):
@@ -100,7 +116,10 @@ class Network(nn.Module):
 
     def __init__(self, width: int = 64):
         super().__init__()
-        self.encoder, self.head = nn.Sequential(*(Layer(width, width) for _ in range(6))), nn.Linear(width, 1)
+        self.encoder, self.head = (
+            nn.Sequential(*(Layer(width, width) for _ in range(6))),
+            nn.Linear(width, 1),
+        )
         self.encoder_frozen = False
 
     def freeze_encoder(self) -> None:
@@ -124,10 +143,14 @@ def training_of(model: nn.Module, items: list | None = None, checkpoint: bool = 
             model(each["x"]).sum().backward()
 
     return Training(
-        model, step, [{"index": 0, "seconds": 2.0, "targets": 1}] if items is None else items, 9,
+        model,
+        step,
+        [{"index": 0, "seconds": 2.0, "targets": 1}] if items is None else items,
+        9,
         functools.partial(optim.state_bytes, model),
-        functools.partial(memory.checkpoint_layers, model, (Layer,)) if checkpoint else None, batch,
-    )  # fmt: skip
+        functools.partial(memory.checkpoint_layers, model, (Layer,)) if checkpoint else None,
+        batch,
+    )
 
 
 CARD = Card("card", 24 << 30, (8, 6))
@@ -146,7 +169,9 @@ def flags(*words: str):
 def test_settings_by_the_flags():
     training = training_of(Network())
     assert training.settings(flags()) == Settings(8, 2, False, "adamw", False)
-    changed = training.settings(flags("--use_cpu_offload", "--gradient_checkpointing", "--freeze_encoder"))
+    changed = training.settings(
+        flags("--use_cpu_offload", "--gradient_checkpointing", "--freeze_encoder")
+    )
     assert changed == Settings(8, 2, True, "offload", True)
     assert training.settings(flags("--optimizer", "adamw_8bit")).optimizer == "adamw_8bit"
 
@@ -154,13 +179,18 @@ def test_settings_by_the_flags():
 @pytest.mark.parametrize(
     ("words", "size", "accumulation"),
     [
-        ("--max_batch_seconds 100", 8, 2), ("--max_batch_seconds 4.5", 2, 8), ("--max_batch_seconds 1", 1, 16),
+        ("--max_batch_seconds 100", 8, 2),
+        ("--max_batch_seconds 4.5", 2, 8),
+        ("--max_batch_seconds 1", 1, 16),
         ("--max_batch_seconds 7 --batch_size 8 --gradient_accumulation_steps 1", 3, 3),
-        ("--train_manifest x --batch_size 1000", 9, 1), ("--train_manifest x --batch_size 2", 2, 2),
+        ("--train_manifest x --batch_size 1000", 9, 1),
+        ("--train_manifest x --batch_size 2", 2, 2),
         ("--train_manifest x --batch_size 4 --gradient_accumulation_steps 50", 4, 3),
     ],
-)  # fmt: skip
-def test_a_micro_batch_is_no_larger_than_the_data_and_max_batch_seconds_allow(words, size, accumulation):
+)
+def test_a_micro_batch_is_no_larger_than_the_data_and_max_batch_seconds_allow(
+    words, size, accumulation
+):
     """Clips of 2 s, 9 of them in a manifest."""
     settings = training_of(Network()).settings(flags(*words.split()))
     assert (settings.batch_size, settings.accumulation) == (size, accumulation)
@@ -173,11 +203,17 @@ def test_each_setting_needs_less_and_leaves_the_model_as_it_was():
     given = Settings(8, 2, False, "adamw", False)
     whole = peak(given)
     for change in (
-        {"checkpointing": True}, {"optimizer": "adamw_8bit"}, {"optimizer": "offload"}, {"frozen": True}, {"batch_size": 4, "accumulation": 4},
-    ):  # fmt: skip
+        {"checkpointing": True},
+        {"optimizer": "adamw_8bit"},
+        {"optimizer": "offload"},
+        {"frozen": True},
+        {"batch_size": 4, "accumulation": 4},
+    ):
         assert peak(Settings(**{**vars(given), **change})).total < whole.total, change
         assert peak(given) == whole
-    assert not model.encoder_frozen and all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert not model.encoder_frozen and all(
+        p.requires_grad and p.grad is None for p in model.parameters()
+    )
     assert all("forward" not in vars(module) for module in model.modules())
 
 
@@ -187,7 +223,9 @@ def test_accumulation_keeps_the_gradients_and_a_second_batch():
     once, twice, often = (peak(Settings(2, steps, False, "adamw", False)) for steps in (1, 2, 50))
     batch = 4 * 2 * 2000 * 64
     assert twice == often and twice.parts["batch"] - once.parts["batch"] >= batch
-    assert twice.parts["gradients"] == sum(-(-4 * p.numel() // 512) * 512 for p in model.parameters())
+    assert twice.parts["gradients"] == sum(
+        -(-4 * p.numel() // 512) * 512 for p in model.parameters()
+    )
 
 
 def test_without_items_there_is_no_plan():
@@ -198,7 +236,9 @@ def test_without_items_there_is_no_plan():
 def test_the_answer(capsys):
     assert training_of(Network()).answer(flags(), CARD, "torch.float32", RunError) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Dry run: 8 x 2.0 s, accumulation 2, float32\n") and "Verdict: fits" in out
+    assert (
+        out.startswith("Dry run: 8 x 2.0 s, accumulation 2, float32\n") and "Verdict: fits" in out
+    )
     assert "--gradient" not in out
     small = Card("small", int(0.62 * 2**30), (8, 6))  # CUDA's context and libraries take 0.55 GiB
     assert (
@@ -216,7 +256,7 @@ def test_the_answer(capsys):
     assert "--freeze_encoder" in capsys.readouterr().out  # nothing else would do
 
 
-# --- in the loop -----------------------------------------------------------------------------------------------------
+# --- in the loop ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -247,16 +287,23 @@ def test_verify_gpu_plans_on_the_gpu_that_is_there(tmp_path, capsys, monkeypatch
 
     checks = []
     monkeypatch.setattr(dry_run.cards, "card_here", lambda index: CARD)
-    monkeypatch.setattr(loop.preflight, "verify", lambda args, model, plan=None: checks.append(plan and plan()) or 1)
+    monkeypatch.setattr(
+        loop.preflight, "verify", lambda args, model, plan=None: checks.append(plan and plan()) or 1
+    )
     assert planned(tmp_path, "--verify_gpu") == (1, [])
     ((needed, verdict),) = checks
-    assert verdict == "fits" and 30 * 2**20 < needed < 2**29  # what must be free beside the CUDA context
+    assert (
+        verdict == "fits" and 30 * 2**20 < needed < 2**29
+    )  # what must be free beside the CUDA context
     monkeypatch.setattr(dry_run.cards, "card_here", lambda index: None)
     assert planned(tmp_path, "--verify_gpu") == (1, []) and checks[1] is None
 
 
 def test_a_card_that_is_not_known_is_refused_before_the_data_are_read(tmp_path):
-    for words, reason in ((("--dry_run", "8XB"), "'8XB' is not a GPU"), (("--dry_run", "-1"), "is not a GPU")):
+    for words, reason in (
+        (("--dry_run", "8XB"), "'8XB' is not a GPU"),
+        (("--dry_run", "-1"), "is not a GPU"),
+    ):
         with no_default_device(), pytest.raises(UsageError, match=reason):
             loop.begin(toy.make_args(tmp_path, *words), "toy")
     if not torch.cuda.is_available():
@@ -271,8 +318,15 @@ def test_ranks_are_planned_alone(tmp_path, monkeypatch):
 
 
 def test_memory_that_a_plan_itself_lacks_is_not_a_small_peak(tmp_path, monkeypatch):
-    monkeypatch.setattr(toy, "compute_loss", lambda model, batch: (_ for _ in ()).throw(MemoryError("no memory here")))
-    with no_default_device(), pytest.raises(RunError, match="this run cannot be planned: no memory here"):
+    monkeypatch.setattr(
+        toy,
+        "compute_loss",
+        lambda model, batch: (_ for _ in ()).throw(MemoryError("no memory here")),
+    )
+    with (
+        no_default_device(),
+        pytest.raises(RunError, match="this run cannot be planned: no memory here"),
+    ):
         toy.run(toy.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))
 
 

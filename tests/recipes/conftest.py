@@ -1,4 +1,5 @@
-"""What the tests of recipes share: small spoken corpora, and the server that forks their processes."""
+"""What the tests of recipes share: small spoken corpora, and the server that forks their
+processes."""
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ def no_process_is_left():
 def konkani(tmp_path_factory):
     """Manifests "train" and "val" of spoken Konkani."""
     folder = tmp_path_factory.mktemp("konkani")
-    return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES[:3], {"train": 14, "val": 4})
+    return demo.speech_corpus(
+        folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES[:3], {"train": 14, "val": 4}
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""Runs of recipes: in this process, in one that a server forks, or as a user starts them, which takes seconds."""
+"""Runs of recipes: in this process, in one that a server forks, or as a user starts them, which
+takes seconds."""
 
 import contextlib
 import dataclasses
@@ -23,7 +24,8 @@ from tests.processes import wait_until  # noqa: F401  tests say runs.wait_until
 
 PLAIN = "--device cpu --no_tensorboard --dataloader_num_workers 0".split()
 TINY = "--d_model 16 --encoder_layers 1 --decoder_layers 1 --attention_heads 2".split()
-NO_PLOT = "from common import report; report.Report.draw = lambda self, metric: None"  # it would take half a second
+# it would take half a second
+NO_PLOT = "from common import report; report.Report.draw = lambda self, metric: None"
 SHORT = "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1".split()
 MAX_NEW_TOKENS = 32  # instead of 224: an untrained model never ends a text
 
@@ -36,8 +38,8 @@ def parse(recipe, *flags):
 
 
 def run(recipe, *flags) -> tuple[int, str, str]:
-    """The exit status, stdout and stderr of a recipe in this process, without the drawing of training.png and with short
-    texts of Whisper."""
+    """The exit status, stdout and stderr of a recipe in this process, without the drawing of
+    training.png and with short texts of Whisper."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     make_search = decoding.make_search
 
@@ -49,8 +51,12 @@ def run(recipe, *flags) -> tuple[int, str, str]:
         stack.enter_context(contextlib.redirect_stderr(err))
         stack.enter_context(mock.patch.object(report.Report, "draw", lambda self, metric: None))
         stack.enter_context(mock.patch.object(decoding, "make_search", short_search))
-        stack.enter_context(mock.patch.object(errors.Output, "optional", False))  # a run in training sets it
-        stack.callback(torch.set_default_device, None)  # a planned run sets it, and a mistake may end it before `train`
+        stack.enter_context(
+            mock.patch.object(errors.Output, "optional", False)
+        )  # a run in training sets it
+        stack.callback(
+            torch.set_default_device, None
+        )  # a planned run sets it, and a mistake may end it before `train`
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             stack.callback(signal.signal, number, signal.getsignal(number))
         try:
@@ -68,7 +74,8 @@ def ran(recipe, *flags) -> str:
 
 
 def planned(recipe, *flags) -> SimpleNamespace:
-    """What a run with --dry_run is planned for: its model, task, windows and two collated utterances."""
+    """What a run with --dry_run is planned for: its model, task, windows and two collated
+    utterances."""
     given = []
 
     def plan(args, *others) -> int:
@@ -80,7 +87,9 @@ def planned(recipe, *flags) -> SimpleNamespace:
     with mock.patch.object(loop, "plan", plan):
         ran(recipe, *flags, "--dry_run", "8GB")
     assert all(parameter.is_meta for parameter in given[0].model.parameters())
-    assert not any(isinstance(value, torch.Tensor) and value.is_meta for value in given[0].batch.values())
+    assert not any(
+        isinstance(value, torch.Tensor) and value.is_meta for value in given[0].batch.values()
+    )
     return given[0]
 
 
@@ -93,17 +102,25 @@ def refused(recipe, *flags) -> tuple[int, str]:
 
 def command(recipe, *flags) -> list[str]:
     """The command line that does the same in a process of its own, with one data worker."""
-    return [sys.executable, recipe.__file__, *PLAIN, "--dataloader_num_workers", "1", *map(str, flags)]
+    return [
+        sys.executable,
+        recipe.__file__,
+        *PLAIN,
+        "--dataloader_num_workers",
+        "1",
+        *map(str, flags),
+    ]
 
 
 def start(command: list[str], folder: Path, prelude: str = "", **named) -> processes.Process:
-    """Starts a command in `folder`, forked by a server that has imported the libraries, without the drawing of
-    training.png."""
+    """Starts a command in `folder`, forked by a server that has imported the libraries, without the
+    drawing of training.png."""
     return processes.start(command[1:], folder, prelude=f"{NO_PLOT}\n{prelude}", **named)
 
 
 def signal_after(step: int, number: signal.Signals) -> str:
-    """A prelude that sends the run's process group a signal after an update, as a batch system does."""
+    """A prelude that sends the run's process group a signal after an update, as a batch system
+    does."""
     return f"""
 import os
 from common import report
@@ -117,9 +134,18 @@ report.Report.progress = progress
 
 
 def start_ranks(command: list[str], folder: Path) -> list[processes.Process]:
-    """Starts a command twice in `folder`, with the environment that torchrun makes for two ranks."""
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    return [start(command, folder, environment={**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    """Starts a command twice in `folder`, with the environment that torchrun makes for two
+    ranks."""
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
+    return [
+        start(command, folder, environment={**shared, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
 
 
 def free_port() -> str:
@@ -132,13 +158,19 @@ def start_anew(command: list[str], folder: Path) -> subprocess.Popen:
     """Starts a command in `folder` as a user does, in a process group of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, cwd=folder, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        command,
+        cwd=folder,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def kill(process: processes.Process | subprocess.Popen, may_have_ended: bool = False) -> None:
-    """Sends SIGKILL to a process that still runs, but not to its data workers, which notice within seconds."""
+    """Sends SIGKILL to a process that still runs, but not to its data workers, which notice within
+    seconds."""
     process.kill()
     status = process.wait(60)
     assert status == -signal.SIGKILL or (may_have_ended and status == 0), status

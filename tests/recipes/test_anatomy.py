@@ -38,7 +38,9 @@ def modules(*folders: str) -> list[Path]:
 
 
 def functions(tree: ast.AST) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def parameters(function) -> list[str]:
@@ -60,7 +62,9 @@ def test_every_recipe_is_examined():
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_the_parts_of_a_recipe_have_the_same_names_and_order(recipe):
-    parts = {node.name: node for node in tree_of(Path(recipe.__file__)).body if hasattr(node, "name")}
+    parts = {
+        node.name: node for node in tree_of(Path(recipe.__file__)).body if hasattr(node, "name")
+    }
     use = USE.get(recipe, ("transcribe", ""))[0]
     assert [name for name in parts if name in (*ORDER, use)] == [*ORDER[:-1], use, ORDER[-1]]
     methods = [node.name for node in parts["Utterances"].body if isinstance(node, ast.FunctionDef)]
@@ -76,11 +80,19 @@ def test_the_parts_of_a_recipe_have_the_same_names_and_order(recipe):
 def test_a_recipe_describes_itself(recipe):
     lines = recipe.__doc__.splitlines()
     commands = [line for line in lines if line.startswith("    ")]
-    assert len(commands) == 3 and all(f"python recipes/{recipe.RECIPE}.py" in line for line in commands)
+    assert len(commands) == 3 and all(
+        f"python recipes/{recipe.RECIPE}.py" in line for line in commands
+    )
     demo = commands[0].split("#")[0].strip()
-    assert demo == f"python recipes/{recipe.RECIPE}.py" or recipe in NEEDS_A_MODEL  # the demo needs no flags
+    assert (
+        demo == f"python recipes/{recipe.RECIPE}.py" or recipe in NEEDS_A_MODEL
+    )  # the demo needs no flags
     assert "--resume" in commands[2] and USE.get(recipe, ("", "--transcribe"))[1] in commands[2]
-    assert re.findall(r"^(Data|Memory|Sources): ", recipe.__doc__, re.MULTILINE) == ["Data", "Memory", "Sources"]
+    assert re.findall(r"^(Data|Memory|Sources): ", recipe.__doc__, re.MULTILINE) == [
+        "Data",
+        "Memory",
+        "Sources",
+    ]
     assert Path(recipe.__file__).stem == recipe.RECIPE
 
 
@@ -93,7 +105,8 @@ def test_what_holds_for_every_recogniser_exists_in_every_recogniser(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_only_resolve_sets_a_flag(recipe):
-    """After `begin` the namespace is read-only, and what is computed has a name of its own before, too."""
+    """After `begin` the namespace is read-only, and what is computed has a name of its own before,
+    too."""
 
     def sets_a_flag(node: ast.AST) -> bool:
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "vars"):
@@ -115,17 +128,24 @@ def test_no_function_has_many_parameters(path):
 
 @pytest.mark.parametrize("path", modules("speech"), ids=label)
 def test_args_enter_speech_in_two_functions_only(path):
-    named = {function.name for function in functions(tree_of(path)) if "args" in parameters(function)}
+    named = {
+        function.name for function in functions(tree_of(path)) if "args" in parameters(function)
+    }
     assert named <= {"add_arguments", "resolve"}
 
 
 @pytest.mark.parametrize("path", modules("benchmarks", "tests"), ids=label)
 def test_args_come_from_a_parser(path):
-    """Benchmarks and tests parse command lines: a made-up namespace hides the flags that it lacks."""
+    """Benchmarks and tests parse command lines: a made-up namespace hides the flags that it
+    lacks."""
     flags = {action.dest for recipe in RECIPES for action in parser_of(recipe)._actions}
 
     def is_made_up(node: ast.AST) -> bool:
-        name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+        name = (
+            getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if isinstance(node, ast.Call)
+            else ""
+        )
         named = {keyword.arg for keyword in node.keywords} if name == "SimpleNamespace" else set()
         return name == "Namespace" or bool(named & {*flags, None})
 

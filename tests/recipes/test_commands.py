@@ -1,4 +1,5 @@
-"""Command lines of the recipes: the original guide's commands still work, contradictions are one line."""
+"""Command lines of the recipes: the original guide's commands still work, contradictions are one
+line."""
 
 import argparse
 import contextlib
@@ -14,7 +15,9 @@ from recipes import konkani_conformer, whisper_morse, whisper_vietnamese
 from tests import processes
 
 RECIPES = pytest.mark.parametrize(
-    "recipe", [konkani_conformer, whisper_morse, whisper_vietnamese], ids=lambda recipe: recipe.RECIPE
+    "recipe",
+    [konkani_conformer, whisper_morse, whisper_vietnamese],
+    ids=lambda recipe: recipe.RECIPE,
 )
 
 
@@ -24,17 +27,30 @@ def make_parser(recipe) -> options.Parser:
     return parser
 
 
-# --- the original guide ----------------------------------------------------------------------------------------------
+# --- the original guide ---------------------------------------------------------------------------
 
 RESUME = "--resume checkpoints/checkpoint_epoch_15.pt"
 GUIDE = {
-    f"--batch_size 1 --gradient_accumulation_steps 8 --mixed_precision --device cuda --d_model 192 --encoder_layers 8 --decoder_layers 4 {RESUME}":
-        {"batch_size": 1, "gradient_accumulation_steps": 8, "d_model": 192, "encoder_layers": 8, "decoder_layers": 4},
-    f"--batch_size 2 --gradient_accumulation_steps 4 --mixed_precision --device cuda --d_model 128 --encoder_layers 6 --decoder_layers 3 {RESUME}":
-        {"batch_size": 2, "gradient_accumulation_steps": 4, "d_model": 128, "encoder_layers": 6, "decoder_layers": 3},
-    f"--batch_size 1 --gradient_accumulation_steps 8 --mixed_precision --device cuda {RESUME}":
-        {"batch_size": 1, "gradient_accumulation_steps": 8, "d_model": None},
-}  # fmt: skip
+    f"--batch_size 1 --gradient_accumulation_steps 8 --mixed_precision --device cuda --d_model 192 --encoder_layers 8 --decoder_layers 4 {RESUME}": {
+        "batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "d_model": 192,
+        "encoder_layers": 8,
+        "decoder_layers": 4,
+    },
+    f"--batch_size 2 --gradient_accumulation_steps 4 --mixed_precision --device cuda --d_model 128 --encoder_layers 6 --decoder_layers 3 {RESUME}": {
+        "batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "d_model": 128,
+        "encoder_layers": 6,
+        "decoder_layers": 3,
+    },
+    f"--batch_size 1 --gradient_accumulation_steps 8 --mixed_precision --device cuda {RESUME}": {
+        "batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "d_model": None,
+    },
+}
 
 
 @pytest.mark.parametrize("command", GUIDE)
@@ -42,20 +58,24 @@ def test_the_guides_commands(command):
     args = make_parser(konkani_conformer).parse_args(shlex.split(command))
     konkani_conformer.resolve(args)
     expected = {
-        "mixed_precision": "auto", "device": "cuda", "resume": "checkpoints/checkpoint_epoch_15.pt", **GUIDE[command]
-    }  # fmt: skip
+        "mixed_precision": "auto",
+        "device": "cuda",
+        "resume": "checkpoints/checkpoint_epoch_15.pt",
+        **GUIDE[command],
+    }
     assert {name: getattr(args, name) for name in expected} == expected
 
 
 def test_the_guides_defaults():
-    """Its optimized script: micro-batch 2, accumulation 4, 192 dimensions, 8 + 4 layers, cache cleared every 50."""
+    """Its optimized script: micro-batch 2, accumulation 4, 192 dimensions, 8 + 4 layers, cache
+    cleared every 50."""
     args = make_parser(konkani_conformer).parse_args([])
     assert (args.batch_size, args.gradient_accumulation_steps, args.empty_cache_every) == (2, 4, 50)
     shape = konkani_conformer.choose_shape(args, None)
     assert (shape["d_model"], shape["encoder_layers"], shape["decoder_layers"]) == (192, 8, 4)
 
 
-# --- every recipe ----------------------------------------------------------------------------------------------------
+# --- every recipe ---------------------------------------------------------------------------------
 
 
 @RECIPES
@@ -92,12 +112,15 @@ def test_an_empty_path_is_refused(recipe, capsys, flag):
 
 @pytest.fixture
 def tables(monkeypatch):
-    """tables(recipe): the rows of flags that exclude each other and of flags that need another, as it passes them on."""
+    """tables(recipe): the rows of flags that exclude each other and of flags that need another, as
+    it passes them on."""
 
     def collect(recipe) -> tuple[tuple, tuple]:
         rows = []
         with monkeypatch.context() as patched:
-            patched.setattr(options, "refuse", lambda args, excludes, needs: rows.append((excludes, needs)))
+            patched.setattr(
+                options, "refuse", lambda args, excludes, needs: rows.append((excludes, needs))
+            )
             recipe.resolve(make_parser(recipe).parse_args([]))
         return rows[0]
 
@@ -128,7 +151,10 @@ def without(parser, flags: tuple[str, ...]) -> list[str]:
     for name, _, value in (flag.partition(" ") for flag in flags):
         action = parser._option_string_actions[f"--{name}"]
         if value and action.default == value:
-            return [f"--{name}", next(choice for choice in action.choices if f"{name} {choice}" not in flags)]
+            return [
+                f"--{name}",
+                next(choice for choice in action.choices if f"{name} {choice}" not in flags),
+            ]
     return []
 
 
@@ -160,7 +186,11 @@ def test_flags_that_need_another(recipe, tables):
     assert len(needs) > len(options.NEEDS)
     for flag, others, reason in needs:
         message = refusal(recipe, [*words(parser, flag), *without(parser, others)])
-        assert options.shown(flag) in message and options.shown(others[0]) in message and message.endswith(reason), flag
+        assert (
+            options.shown(flag) in message
+            and options.shown(others[0]) in message
+            and message.endswith(reason)
+        ), flag
 
 
 @pytest.mark.parametrize(
@@ -186,11 +216,19 @@ def test_the_demo_and_other_data_last_as_long_as_the_recipe_says():
     steps = konkani_conformer.DEMO_STEPS
     assert lengths("") == (steps, None, steps // 6, False)
     assert lengths("--train_manifest a.json") == (None, 100, 0, True)
-    assert lengths("--train_manifest a.json --max_steps 5 --eval_every 2 --no_spec_augment") == (5, None, 2, False)
+    assert lengths("--train_manifest a.json --max_steps 5 --eval_every 2 --no_spec_augment") == (
+        5,
+        None,
+        2,
+        False,
+    )
     assert lengths("--num_epochs 3")[:2] == (None, 3)
 
 
-UNKNOWN = "error: unrecognized arguments: --batchsize 1; did you mean --batch_size? (--help lists every flag)\n"
+UNKNOWN = (
+    "error: unrecognized arguments: --batchsize 1; did you mean --batch_size? (--help lists every"
+    " flag)\n"
+)
 
 
 @RECIPES

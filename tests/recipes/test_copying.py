@@ -30,7 +30,9 @@ def copy_project(folder: Path) -> Path:
 
 def finish(folder: Path, start, *flags: str) -> str:
     """The stdout of the copied recipe, which must succeed, with TensorBoard."""
-    process = start([sys.executable, "recipes/my_model.py", *runs.TINY, "--device", "cpu", *flags], folder)
+    process = start(
+        [sys.executable, "recipes/my_model.py", *runs.TINY, "--device", "cpu", *flags], folder
+    )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "\r" not in err  # plain lines, because stderr is not a terminal
@@ -39,7 +41,11 @@ def finish(folder: Path, start, *flags: str) -> str:
 
 
 def assert_trained(folder: Path, out: str) -> None:
-    assert "demo corpus: 12 utterances" in out and "test set, " in out and len(runs.error_lines(out)) == 2
+    assert (
+        "demo corpus: 12 utterances" in out
+        and "test set, " in out
+        and len(runs.error_lines(out)) == 2
+    )
     assert list((folder / "logs").glob("events.*"))
 
 
@@ -47,7 +53,10 @@ def assert_resumed(folder: Path, out: str) -> None:
     assert "resuming from checkpoints/checkpoint_step_00000002.pt (step 2)" in out
     newest = checkpoint.list_checkpoints(folder / "checkpoints")[0]
     state = checkpoint.read(newest, "my_model")
-    assert state["recipe"] == state["metadata"]["recipe"] == "my_model" and state["progress"]["step"] == 4
+    assert (
+        state["recipe"] == state["metadata"]["recipe"] == "my_model"
+        and state["progress"]["step"] == 4
+    )
     assert checkpoint.read_weights(folder / "checkpoints" / "best.safetensors", "my_model")
 
 

@@ -1,4 +1,5 @@
-"""--dry_run in every recipe: it reaches the plan with tensors without values, and writes nothing."""
+"""--dry_run in every recipe: it reaches the plan with tensors without values, and writes
+nothing."""
 
 import json
 import re
@@ -13,13 +14,22 @@ from speech import demo, recogniser
 from speech.audio import SAMPLE_RATE
 from tests.recipes.runs import planned, refused, run
 
-# Flags of each recipe, and the longest utterance that it trains on without data, seconds in an epoch.
+# Flags of each recipe, and the longest utterance that it trains on without data, seconds in an
+# epoch.
 RECIPES = {
-    konkani_conformer: ([], 30 / 0.9), whisper_morse: (["--clips_per_epoch", "40"], 3), whisper_vietnamese: ([], 30), parakeet_tdt: ([], 20 / 0.9),
+    konkani_conformer: ([], 30 / 0.9),
+    whisper_morse: (["--clips_per_epoch", "40"], 3),
+    whisper_vietnamese: ([], 30),
+    parakeet_tdt: ([], 20 / 0.9),
     xtts_amharic: (["--from_scratch"], 22),  # the GPT's positions, in seconds of codes
-}  # fmt: skip
-SMALL = {parakeet_tdt: ["--model_size", "110m"], xtts_amharic: ["--model_size", "demo"], whisper_morse: ["--model_size", "demo"],
-         whisper_vietnamese: ["--model_size", "tiny"], konkani_conformer: ["--d_model", "32", "--batch_size", "64"]}  # fmt: skip
+}
+SMALL = {
+    parakeet_tdt: ["--model_size", "110m"],
+    xtts_amharic: ["--model_size", "demo"],
+    whisper_morse: ["--model_size", "demo"],
+    whisper_vietnamese: ["--model_size", "tiny"],
+    konkani_conformer: ["--d_model", "32", "--batch_size", "64"],
+}
 EACH = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.RECIPE)
 
 
@@ -27,7 +37,9 @@ EACH = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.RECI
 def nothing_is_written(tmp_path, monkeypatch):
     """In the current folder, which is that of the checkpoints and logs; and no corpus is made."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "speech_corpus", lambda *inputs, **named: pytest.fail("a corpus was made"))
+    monkeypatch.setattr(
+        demo, "speech_corpus", lambda *inputs, **named: pytest.fail("a corpus was made")
+    )
     yield
     assert not list(tmp_path.iterdir())
 
@@ -46,8 +58,14 @@ def manifest(tmp_path_factory) -> str:
     """Six utterances of noise."""
     folder, random, rows = tmp_path_factory.mktemp("noise"), np.random.default_rng(0), []
     for number, word in enumerate(("one", "two", "three", "four", "five", "six")):
-        soundfile.write(folder / f"{number}.wav", 0.1 * random.uniform(-1, 1, 2 * SAMPLE_RATE), SAMPLE_RATE)
-        rows.append(json.dumps({"audio_filepath": f"{number}.wav", "text": f"{word} and more", "speaker": "a"}))
+        soundfile.write(
+            folder / f"{number}.wav", 0.1 * random.uniform(-1, 1, 2 * SAMPLE_RATE), SAMPLE_RATE
+        )
+        rows.append(
+            json.dumps(
+                {"audio_filepath": f"{number}.wav", "text": f"{word} and more", "speaker": "a"}
+            )
+        )
     (folder / "train.json").write_text("\n".join(rows), encoding="utf-8")
     return str(folder / "train.json")
 
@@ -63,14 +81,28 @@ def test_a_plan_with_data_is_of_these(recipe, manifest):
 @EACH
 @pytest.mark.parametrize(("card", "fits"), [("t4", True), ("0.05GB", False)])
 def test_the_answer_for_a_card(recipe, card, fits, manifest):
-    """The whole plan, with CUDA's choices imposed: the parts add up, and flags are advised if it does not fit."""
+    """The whole plan, with CUDA's choices imposed: the parts add up, and flags are advised if it
+    does not fit."""
     start = ["--from_scratch"] * (recipe != konkani_conformer)
-    status, out, err = run(recipe, "--train_manifest", manifest, *start, *SMALL.get(recipe, ()), "--dry_run", card)
+    status, out, err = run(
+        recipe, "--train_manifest", manifest, *start, *SMALL.get(recipe, ()), "--dry_run", card
+    )
     assert status == (0 if fits else 3), err
     sizes = dict(re.findall(r"^  (\S.*?) {2,}([\d.]+ [GM]iB)$", out, re.MULTILINE))
-    gib = {name: float(size.split()[0]) / (1 if size.endswith("GiB") else 1024) for name, size in sizes.items()}
-    parts = [value for name, value in gib.items() if name not in ("total", "left", "missing", "t4", "0.05 GiB")]
-    assert len(parts) == 9 and sum(parts) == pytest.approx(gib["total"], abs=0.06) and gib["weights"] > 0
+    gib = {
+        name: float(size.split()[0]) / (1 if size.endswith("GiB") else 1024)
+        for name, size in sizes.items()
+    }
+    parts = [
+        value
+        for name, value in gib.items()
+        if name not in ("total", "left", "missing", "t4", "0.05 GiB")
+    ]
+    assert (
+        len(parts) == 9
+        and sum(parts) == pytest.approx(gib["total"], abs=0.06)
+        and gib["weights"] > 0
+    )
     assert ("Verdict: fits" in out) == fits and (
         "--optimizer" in out or "--batch_size" in out or "smallest card" in out
     ) != fits
@@ -81,7 +113,9 @@ def test_the_answer_for_a_card(recipe, card, fits, manifest):
 def test_a_command_that_trains_nothing_is_not_planned(recipe, command, monkeypatch):
     monkeypatch.setattr(loop, "plan", lambda *inputs: pytest.fail("it was planned"))
     for flags in (["--dry_run", "8GB"], ["--verify_gpu"]):
-        status, _, err = run(recipe, *flags, f"--{command}", *["1"] * (command not in ("evaluate", "check_data")))
+        status, _, err = run(
+            recipe, *flags, f"--{command}", *["1"] * (command not in ("evaluate", "check_data"))
+        )
         unknown = "unrecognized arguments" in err
         assert status == 2 and (unknown or f"--{command}" in err) and err.count("\n") == 1
 

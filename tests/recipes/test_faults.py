@@ -1,6 +1,7 @@
-"""Faults as a user meets them, through the Konkani recipe: outputs that would destroy something, full disks, closed and
-broken streams, signals, damaged weights and checkpoints, flags that make no sense. Each is one line and an exit status, and
-nothing is lost. What needs standard streams or signals of its own runs in a process of its own."""
+"""Faults as a user meets them, through the Konkani recipe: outputs that would destroy something,
+full disks, closed and broken streams, signals, damaged weights and checkpoints, flags that make no
+sense. Each is one line and an exit status, and nothing is lost. What needs standard streams or
+signals of its own runs in a process of its own."""
 
 import contextlib
 import json
@@ -70,7 +71,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def start(folder: Path, *flags, **named) -> processes.Process:
     """Starts the recipe in `folder` without data workers."""
-    return runs.start([*runs.command(recipe, *flags), "--dataloader_num_workers", "0"], folder, **named)
+    return runs.start(
+        [*runs.command(recipe, *flags), "--dataloader_num_workers", "0"], folder, **named
+    )
 
 
 def ended(process: processes.Process) -> tuple[int, str, str]:
@@ -83,10 +86,12 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-# --- --output --------------------------------------------------------------------------------------------------------
+# --- --output -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["recording", "link", "hard link", "weights", "manifest", "folder", "gone/a.jsonl"])
+@pytest.mark.parametrize(
+    "target", ["recording", "link", "hard link", "weights", "manifest", "folder", "gone/a.jsonl"]
+)
 def test_output_replaces_nothing_but_transcripts(target, best, recordings, konkani, tmp_path):
     recording = tmp_path / "a.wav"
     shutil.copy(recordings[0], recording)
@@ -155,8 +160,12 @@ def test_a_signal_in_transcribing_keeps_what_was_done(best, recordings, tmp_path
 def test_output_to_a_stdout_that_is_a_file(best, recordings, tmp_path):
     """`--output /dev/stdout > file`, through a link as /dev/stdout is one."""
     (tmp_path / "link").symlink_to("/proc/self/fd/1")
-    status, out, err = ended(start(tmp_path, "--transcribe", *recordings, "--resume", best, "--output", "link"))
-    assert status == 0 and [json.loads(line)["file"] for line in out.splitlines()] == recordings, err
+    status, out, err = ended(
+        start(tmp_path, "--transcribe", *recordings, "--resume", best, "--output", "link")
+    )
+    assert status == 0 and [json.loads(line)["file"] for line in out.splitlines()] == recordings, (
+        err
+    )
     assert (tmp_path / "link").is_symlink()
 
 
@@ -167,14 +176,16 @@ def test_a_file_of_the_user_at_the_place_of_partial_transcripts_stays(best, reco
     assert (tmp_path / "out.jsonl.partial").read_text() == "mine"
 
 
-# --- files and folders -----------------------------------------------------------------------------------------------
+# --- files and folders ----------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_disk_for_the_logs_that_fills_up_ends_the_run_with_what_was_trained(training, tmp_path):
     logs = tmp_path / "logs"
     logs.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(logs)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(logs)], capture_output=True
+    ).returncode:
         pytest.skip("mounting is not allowed here")
     show = report.Report.progress
 
@@ -185,14 +196,30 @@ def test_a_disk_for_the_logs_that_fills_up_ends_the_run_with_what_was_trained(tr
                 file.write(bytes(1 << 12))
 
     try:
-        flags = [*training, "--save_every", "0", "--log_every", "1", "--max_steps", "100", "--output_dir", tmp_path]
+        flags = [
+            *training,
+            "--save_every",
+            "0",
+            "--log_every",
+            "1",
+            "--max_steps",
+            "100",
+            "--output_dir",
+            tmp_path,
+        ]
         with mock.patch.object(report.Report, "progress", progress):
             status, _, err = run(recipe, *flags, "--log_dir", logs)
     finally:
         subprocess.run(["umount", "-l", str(logs)])
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert lines == [f"error: cannot write in {logs}: No space left on device; choose another --log_dir"]
-    assert status == 1 and "Traceback" not in err and 0 < newest(tmp_path, recipe)["progress"]["step"] < 100
+    assert lines == [
+        f"error: cannot write in {logs}: No space left on device; choose another --log_dir"
+    ]
+    assert (
+        status == 1
+        and "Traceback" not in err
+        and 0 < newest(tmp_path, recipe)["progress"]["step"] < 100
+    )
 
 
 @pytest.fixture
@@ -206,8 +233,15 @@ def not_utf8(konkani, tmp_path):
 
 
 def test_training_in_a_folder_whose_name_is_not_utf8(not_utf8, training, tmp_path):
-    manifests = ["--train_manifest", not_utf8 / "train.json", "--val_manifest", not_utf8 / "val.json"]
-    status, out, err = ended(start(tmp_path, *training, *manifests, "--max_steps", "1", "--output_dir", not_utf8))
+    manifests = [
+        "--train_manifest",
+        not_utf8 / "train.json",
+        "--val_manifest",
+        not_utf8 / "val.json",
+    ]
+    status, out, err = ended(
+        start(tmp_path, *training, *manifests, "--max_steps", "1", "--output_dir", not_utf8)
+    )
     assert status == 0 and "caf\\udce9" in out, err
     assert newest(not_utf8, recipe)["progress"]["step"] == 1
 
@@ -218,7 +252,9 @@ def test_transcribing_in_a_folder_whose_name_is_not_utf8(not_utf8, best, tmp_pat
     status, out, err = ended(start(tmp_path, *transcribe))
     assert status == 0 and out.count("caf\\udce9") == len(out.splitlines()) == 18, err
     ran(recipe, "--transcribe", *recordings, "--resume", best, "--output", not_utf8 / "out.jsonl")
-    assert [row["file"] for row in rows(not_utf8 / "out.jsonl")] == [str(path) for path in recordings]
+    assert [row["file"] for row in rows(not_utf8 / "out.jsonl")] == [
+        str(path) for path in recordings
+    ]
 
 
 def test_weights_in_a_folder_whose_name_is_not_utf8(not_utf8, best, recordings):
@@ -231,29 +267,50 @@ def test_files_of_the_user_in_the_folder_of_a_run_stay(copied, training):
     (folder / "notes.tmp").write_text("mine")
     (folder / "checkpoint_step_keepthis.pt").write_text("mine")
     (folder / "x.tmp").mkdir()
-    ran(recipe, *training, "--max_steps", "3", "--keep_last", "1", "--resume", "auto", "--output_dir", copied)
+    ran(
+        recipe,
+        *training,
+        "--max_steps",
+        "3",
+        "--keep_last",
+        "1",
+        "--resume",
+        "auto",
+        "--output_dir",
+        copied,
+    )
     assert newest(copied, recipe)["progress"]["step"] == 3
     names = {"notes.tmp", "checkpoint_step_keepthis.pt", "x.tmp", "checkpoint_step_00000003.pt"}
     assert names < {path.name for path in folder.iterdir()}
-    assert {(folder / name).read_text() for name in ("notes.tmp", "checkpoint_step_keepthis.pt")} == {"mine"}
+    assert {
+        (folder / name).read_text() for name in ("notes.tmp", "checkpoint_step_keepthis.pt")
+    } == {"mine"}
 
 
 def test_a_second_run_in_a_folder_moves_the_first_one_aside(copied, training):
-    before = {path.name: path.read_bytes() for path in (copied / "logs").glob("*.*") if path.name != ".lock"}
+    before = {
+        path.name: path.read_bytes()
+        for path in (copied / "logs").glob("*.*")
+        if path.name != ".lock"
+    }
     assert before.keys() == {"metrics.jsonl", "transcripts.jsonl"}
-    assert "an earlier run was moved to earlier-1/" in ran(recipe, *training, "--seed", "5", "--output_dir", copied)
+    assert "an earlier run was moved to earlier-1/" in ran(
+        recipe, *training, "--seed", "5", "--output_dir", copied
+    )
     moved = {path.name: path.read_bytes() for path in (copied / "logs" / "earlier-1").iterdir()}
     assert moved == before
     assert (copied / "checkpoints" / "earlier-1" / "best.safetensors").exists()
 
 
-# --- standard streams ------------------------------------------------------------------------------------------------
+# --- standard streams -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
 def test_closed_streams_do_not_hinder_training(closed, training, tmp_path):
     """The files that the run opens must not become its stdout or stderr."""
-    process = start(tmp_path, *training, "--max_steps", "1", streams=dict.fromkeys(closed, processes.CLOSED))
+    process = start(
+        tmp_path, *training, "--max_steps", "1", streams=dict.fromkeys(closed, processes.CLOSED)
+    )
     status, _, err = ended(process)
     assert status == 0 and "error" not in err, err
     assert newest(tmp_path, recipe)["progress"]["step"] == 1
@@ -279,7 +336,10 @@ def broken_pipe():
 def test_training_whose_reader_has_gone_saves_and_fails(training, tmp_path):
     """`... | head -n 1` must not end a night's work."""
     status, _, err = ended(start(tmp_path, *training, streams={1: broken_pipe()}))
-    assert status == 1 and err.splitlines()[-1] == "error: standard output could not be written: Broken pipe"
+    assert (
+        status == 1
+        and err.splitlines()[-1] == "error: standard output could not be written: Broken pipe"
+    )
     assert newest(tmp_path, recipe)["progress"]["step"] == 2
 
 
@@ -287,7 +347,11 @@ def test_training_whose_reader_has_gone_saves_and_fails(training, tmp_path):
 def test_training_without_a_stderr_saves(stream, training, tmp_path):
     stream = broken_pipe() if stream == "broken pipe" else stream
     status, out, _ = ended(start(tmp_path, *training, "--max_steps", "1", streams={2: stream}))
-    assert status == 0 and "evaluation at step 1" in out and newest(tmp_path, recipe)["progress"]["step"] == 1
+    assert (
+        status == 0
+        and "evaluation at step 1" in out
+        and newest(tmp_path, recipe)["progress"]["step"] == 1
+    )
 
 
 def test_transcribing_into_a_full_device_or_to_a_reader_that_has_gone(best, recordings, tmp_path):
@@ -301,11 +365,17 @@ def test_transcribing_into_a_full_device_or_to_a_reader_that_has_gone(best, reco
 
 
 def test_checks_of_the_gpu_into_a_full_device_or_to_a_reader_that_has_gone(tmp_path):
-    assert ended(start(tmp_path, *TINY, "--verify_gpu", streams={1: "/dev/full"}))[::2] == (1, f"{FULL}\n")
-    assert ended(start(tmp_path, *TINY, "--verify_gpu", streams={1: broken_pipe()}))[::2] == (141, "")
+    assert ended(start(tmp_path, *TINY, "--verify_gpu", streams={1: "/dev/full"}))[::2] == (
+        1,
+        f"{FULL}\n",
+    )
+    assert ended(start(tmp_path, *TINY, "--verify_gpu", streams={1: broken_pipe()}))[::2] == (
+        141,
+        "",
+    )
 
 
-# --- signals ---------------------------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 
 
 def test_sigint_before_the_libraries_are_imported_is_one_line(tmp_path):
@@ -318,7 +388,9 @@ def test_sigint_before_the_libraries_are_imported_is_one_line(tmp_path):
 def test_sigint_while_torch_is_imported_is_one_line(tmp_path, seconds):
     """In a new interpreter, so long after the first library has been loaded."""
     process = runs.start_anew(runs.command(recipe, *TINY), tmp_path)
-    runs.wait_until(process, lambda: b"torch" in Path(f"/proc/{process.pid}/maps").read_bytes(), pause=0)
+    runs.wait_until(
+        process, lambda: b"torch" in Path(f"/proc/{process.pid}/maps").read_bytes(), pause=0
+    )
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -326,8 +398,12 @@ def test_sigint_while_torch_is_imported_is_one_line(tmp_path, seconds):
 
 
 def test_a_closed_terminal_saves_the_run(training, tmp_path):
-    process = start(tmp_path, *training, "--save_every", "0", prelude=runs.signal_after(1, signal.SIGHUP))
-    message = "stopped by SIGHUP: step 1 is saved in checkpoints; --resume auto continues from there\n"
+    process = start(
+        tmp_path, *training, "--save_every", "0", prelude=runs.signal_after(1, signal.SIGHUP)
+    )
+    message = (
+        "stopped by SIGHUP: step 1 is saved in checkpoints; --resume auto continues from there\n"
+    )
     assert ended(process)[::2] == (129, message)
     assert newest(tmp_path, recipe)["progress"]["step"] == 1
 
@@ -338,11 +414,13 @@ def test_nohup_ignores_a_closed_terminal(training, tmp_path):
     assert status == 0 and newest(tmp_path, recipe)["progress"]["step"] == 2, err
 
 
-# --- ranks -----------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 def test_an_empty_world_size_is_one_rank(training, tmp_path):
-    status, _, err = ended(start(tmp_path, *training, "--max_steps", "1", environment={"WORLD_SIZE": ""}))
+    status, _, err = ended(
+        start(tmp_path, *training, "--max_steps", "1", environment={"WORLD_SIZE": ""})
+    )
     assert status == 0 and newest(tmp_path, recipe)["progress"]["step"] == 1, err
 
 
@@ -354,14 +432,16 @@ def test_a_world_size_without_torchrun_is_one_line(value, training, tmp_path):
 
 def test_a_rank_that_fails_has_said_why(training, tmp_path):
     """The table of what was rejected is on stdout."""
-    command = runs.command(recipe, *training, "--min_duration", "9", "--dataloader_num_workers", "0")
+    command = runs.command(
+        recipe, *training, "--min_duration", "9", "--dataloader_num_workers", "0"
+    )
     ranks = runs.start_ranks(command, tmp_path)
     results = [ended(process) for process in ranks]
     assert [status for status, *_ in results] == [1, 1]
     assert "14  shorter than 9 s" in results[0][1] and results[1][1] == ""
 
 
-# --- damaged weights -------------------------------------------------------------------------------------------------
+# --- damaged weights ------------------------------------------------------------------------------
 
 
 def damage(path: Path, metadata: object = None, **tensors: torch.Tensor) -> None:
@@ -384,10 +464,15 @@ def uses(best: Path, manifests, recording: str, folder: Path) -> list[list]:
 
 def test_weights_that_are_not_finite_are_named(copied, manifests, recordings, tmp_path):
     path = copied / "checkpoints" / "best.safetensors"
-    damage(path, **{"ctc_head.bias": torch.full_like(load_file(path)["ctc_head.bias"], float("nan"))})
+    damage(
+        path, **{"ctc_head.bias": torch.full_like(load_file(path)["ctc_head.bias"], float("nan"))}
+    )
     for flags in uses(path, manifests, recordings[0], tmp_path / "new"):
         status, err = refused(recipe, *flags)
-        assert status == 2 and f"{path}: the tensor 'ctc_head.bias' has values that are not finite" in err
+        assert (
+            status == 2
+            and f"{path}: the tensor 'ctc_head.bias' has values that are not finite" in err
+        )
     assert not checkpoint.list_checkpoints(tmp_path / "new" / "checkpoints")
 
 
@@ -405,13 +490,35 @@ def changed(metadata: dict, *place_and_value) -> dict:
 
 
 ALTERED = [  # places in the metadata and their values; ... removes
-    ("config", "encoder_layers", 10**9), ("config", "encoder_layers", 3), ("config", "encoder_layers", -1),
-    ("config", "encoder_layers", "1"), ("config", "encoder_layers", 1.0), ("config", "d_model", 1 << 40), ("config", "d_model", 32),
-    ("config", "attention_heads", 0), ("config", "attention_heads", 3), ("config", "subsampling", 5), ("config", "subsampling", [4]),
-    ("config", "cmvn", "x"), ("config", "vocabulary", 7), ("config", "vocabulary", ...), ("config", ...), ("config", []),
-    ("tokenizer", ...), ("tokenizer", "kind", "x"), ("tokenizer", "model", "zz"), ("tokenizer", "model", "00"), ("tokenizer", "model", ...),
-    ("longest", -1), ("longest", "10"), ("longest", float("nan")), ("longest", ...), ("recipe", 7), ("recipe", "other"), ("recipe", ...),
-]  # fmt: skip
+    ("config", "encoder_layers", 10**9),
+    ("config", "encoder_layers", 3),
+    ("config", "encoder_layers", -1),
+    ("config", "encoder_layers", "1"),
+    ("config", "encoder_layers", 1.0),
+    ("config", "d_model", 1 << 40),
+    ("config", "d_model", 32),
+    ("config", "attention_heads", 0),
+    ("config", "attention_heads", 3),
+    ("config", "subsampling", 5),
+    ("config", "subsampling", [4]),
+    ("config", "cmvn", "x"),
+    ("config", "vocabulary", 7),
+    ("config", "vocabulary", ...),
+    ("config", ...),
+    ("config", []),
+    ("tokenizer", ...),
+    ("tokenizer", "kind", "x"),
+    ("tokenizer", "model", "zz"),
+    ("tokenizer", "model", "00"),
+    ("tokenizer", "model", ...),
+    ("longest", -1),
+    ("longest", "10"),
+    ("longest", float("nan")),
+    ("longest", ...),
+    ("recipe", 7),
+    ("recipe", "other"),
+    ("recipe", ...),
+]
 
 
 @pytest.fixture(scope="module")
@@ -427,7 +534,9 @@ def test_altered_metadata_of_weights_are_one_line(alter, about, copied, recordin
     assert status == 2 and len(err) < 500, err
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "[" * 100_000, '{"recipe": "konkani_conformer"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", "null", "[" * 100_000, '{"recipe": "konkani_conformer"}']
+)
 def test_metadata_that_are_none_are_one_line(text, copied, manifests, recordings, tmp_path):
     path = copied / "checkpoints" / "best.safetensors"
     damage(path, text)
@@ -436,7 +545,9 @@ def test_metadata_that_are_none_are_one_line(text, copied, manifests, recordings
         assert status == 2 and f"{path} is damaged: its metadata" in err and len(err) < 500
 
 
-def test_weights_that_do_not_fit_their_metadata_are_one_line(copied, manifests, recordings, tmp_path):
+def test_weights_that_do_not_fit_their_metadata_are_one_line(
+    copied, manifests, recordings, tmp_path
+):
     path = copied / "checkpoints" / "best.safetensors"
     damage(path, **{"ctc_head.bias": torch.zeros(3)})
     for flags in uses(path, manifests, recordings[0], tmp_path / "new")[:2]:
@@ -462,7 +573,12 @@ def test_the_best_weights_are_lost_in_the_last_moment(how, training, tmp_path):
     with mock.patch.object(recipe, "finish", finish):
         status, _, err = run(recipe, *training, "--output_dir", tmp_path)
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert status in (1, 2) and len(lines) == 1 and err.endswith(f"{lines[0]}\n") and "Traceback" not in err
+    assert (
+        status in (1, 2)
+        and len(lines) == 1
+        and err.endswith(f"{lines[0]}\n")
+        and "Traceback" not in err
+    )
     if how == "missing":
         assert "--evaluate --resume" in lines[0]
     assert newest(tmp_path, recipe)["progress"]["step"] == 2
@@ -481,29 +597,59 @@ GONE = [  # name, flag, message
 @pytest.mark.parametrize("name, flag, message", GONE)
 def test_a_missing_file_is_named_with_its_flag(name, flag, message, training, tmp_path):
     (tmp_path / "folder").mkdir()
-    status, err = refused(recipe, *training, flag, tmp_path / name, "--output_dir", tmp_path / "run")
+    status, err = refused(
+        recipe, *training, flag, tmp_path / name, "--output_dir", tmp_path / "run"
+    )
     assert status == 2 and message.format(path=tmp_path / name) in err
 
 
 @pytest.mark.parametrize("flags", ["--resume", "--init_from", "--transcribe a.wav --resume"])
 def test_a_name_that_is_too_long_is_one_line(flags, tmp_path):
-    status, err = refused(recipe, *flags.split(), tmp_path / f"{300 * 'x'}.pt", "--output_dir", tmp_path)
+    status, err = refused(
+        recipe, *flags.split(), tmp_path / f"{300 * 'x'}.pt", "--output_dir", tmp_path
+    )
     assert status == 2 and "xxx.pt" in err
 
 
-# --- altered checkpoints ---------------------------------------------------------------------------------------------
+# --- altered checkpoints --------------------------------------------------------------------------
 
 LAYERS, WIDTH = ("metadata", "config", "encoder_layers"), ("metadata", "config", "d_model")
 TAMPERED = [
-    ("progress", "step", -5), ("progress", "step", "2"), ("progress", "step", ...), ("progress", "window", -1),
-    ("progress", "epoch", 1.5), ("progress", "limits", {1: 0}), ("progress", "done", [["a"]]), ("progress", "best", "low"),
-    ("rng", []), ("rng", [3]), ("rng", ...), ("model", {}), ("model", ...), ("model", "ctc_head.bias", torch.zeros(3)),
-    ("model", "ctc_head.bias", torch.tensor(float("nan"))), ("model", "ctc_head.bias", "text"), ("optimizer", {}), ("optimizer", 3),
-    ("optimizer", "ctc_head.bias", "exp_avg", torch.zeros(3)), ("optimizer", "ctc_head.bias", {}), ("scaler", 3), ("args", ...),
-    (*LAYERS, 10**9), (*LAYERS, 3), (*WIDTH, 1 << 40), (*WIDTH, 0), ("metadata", "tokenizer", "model", "00"), ("metadata", {}),
-    ("metadata", "longest", None), ("metadata", "held_out", "x"), ("metadata", "held_out", [3]), ("metadata", "asked", 3),
-    ("recipe", "other"), ("format", "x"),
-]  # fmt: skip
+    ("progress", "step", -5),
+    ("progress", "step", "2"),
+    ("progress", "step", ...),
+    ("progress", "window", -1),
+    ("progress", "epoch", 1.5),
+    ("progress", "limits", {1: 0}),
+    ("progress", "done", [["a"]]),
+    ("progress", "best", "low"),
+    ("rng", []),
+    ("rng", [3]),
+    ("rng", ...),
+    ("model", {}),
+    ("model", ...),
+    ("model", "ctc_head.bias", torch.zeros(3)),
+    ("model", "ctc_head.bias", torch.tensor(float("nan"))),
+    ("model", "ctc_head.bias", "text"),
+    ("optimizer", {}),
+    ("optimizer", 3),
+    ("optimizer", "ctc_head.bias", "exp_avg", torch.zeros(3)),
+    ("optimizer", "ctc_head.bias", {}),
+    ("scaler", 3),
+    ("args", ...),
+    (*LAYERS, 10**9),
+    (*LAYERS, 3),
+    (*WIDTH, 1 << 40),
+    (*WIDTH, 0),
+    ("metadata", "tokenizer", "model", "00"),
+    ("metadata", {}),
+    ("metadata", "longest", None),
+    ("metadata", "held_out", "x"),
+    ("metadata", "held_out", [3]),
+    ("metadata", "asked", 3),
+    ("recipe", "other"),
+    ("format", "x"),
+]
 
 
 @pytest.mark.parametrize("alter", TAMPERED, ids=lambda alter: " ".join(map(str, alter))[:60])
@@ -526,15 +672,20 @@ def test_an_altered_checkpoint_is_one_line(alter, copied, training, tmp_path):
 
 def test_a_zip_bomb_is_refused(copied, training, recordings, tmp_path):
     path = checkpoint.list_checkpoints(copied / "checkpoints")[0]
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as target:
+    with (
+        zipfile.ZipFile(path) as source,
+        zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as target,
+    ):
         for name in source.namelist():
             target.writestr(name, source.read(name) if "/data/" not in name else bytes(1 << 16))
     for flags in (training, ["--transcribe", recordings[0]]):
-        status, err = refused(recipe, *flags, "--resume", tmp_path / "bomb.pt", "--output_dir", tmp_path)
+        status, err = refused(
+            recipe, *flags, "--resume", tmp_path / "bomb.pt", "--output_dir", tmp_path
+        )
         assert status == 2 and "bomb.pt is damaged" in err
 
 
-# --- what changes when a run is resumed --------------------------------------------------------------------------------
+# --- what changes when a run is resumed -----------------------------------------------------------
 
 
 def sets(*flags) -> dict[str, list[str]]:
@@ -554,13 +705,18 @@ def sets(*flags) -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def in_mid_epoch(training, tmp_path_factory):
     """The flags of a run of four windows an epoch, and its folder in the second epoch."""
-    flags, folder = [*training, "--gradient_accumulation_steps", "2"], tmp_path_factory.mktemp("mid epoch")
+    flags, folder = (
+        [*training, "--gradient_accumulation_steps", "2"],
+        tmp_path_factory.mktemp("mid epoch"),
+    )
     ran(recipe, *flags, "--max_steps", "5", "--output_dir", folder)
     return flags, folder
 
 
 @pytest.mark.parametrize("change", ["--seed 2", "--no_speed_perturbation"])
-def test_another_order_in_mid_epoch_starts_the_epoch_anew_and_says_so(change, in_mid_epoch, tmp_path):
+def test_another_order_in_mid_epoch_starts_the_epoch_anew_and_says_so(
+    change, in_mid_epoch, tmp_path
+):
     flags, folder = in_mid_epoch
     used, load = [], recipe.Utterances.item
 
@@ -574,13 +730,24 @@ def test_another_order_in_mid_epoch_starts_the_epoch_anew_and_says_so(change, in
     with mock.patch.object(recipe.Utterances, "item", item):
         out = ran(recipe, *flags, *resume, *change.split())
     assert "changed since the checkpoint: epoch 2 starts from its beginning" in out
-    assert sorted(used) == [(1, index) for index in range(14)]  # each once, though some had been used before
+    assert sorted(used) == [
+        (1, index) for index in range(14)
+    ]  # each once, though some had been used before
     progress = newest(tmp_path / "run", recipe)["progress"]
     assert (progress["step"], progress["epoch"], progress["window"]) == (9, 2, 0)
 
 
 def test_what_was_held_out_is_held_out_again_whatever_the_seed(konkani, tmp_path):
-    flags = ["--train_manifest", konkani["train"], *TINY, *SHORT, "--output_dir", tmp_path, "--resume", "auto"]
+    flags = [
+        "--train_manifest",
+        konkani["train"],
+        *TINY,
+        *SHORT,
+        "--output_dir",
+        tmp_path,
+        "--resume",
+        "auto",
+    ]
     first = sets(*flags, "--max_steps", "1")
     second = sets(*flags, "--seed", "2")
     assert first["val"] == second["val"] and len(first["val"]) == 1
@@ -609,22 +776,36 @@ def test_the_checkpoints_tokenizer_may_be_named_again(same, with_pieces):
     assert "resuming from" in ran(recipe, *with_pieces, *same.split())
 
 
-# --- flags -----------------------------------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use", ["--evaluate", "--transcribe a.wav"])
 @pytest.mark.parametrize(
-    "flag", ["--batch_size 4", "--learning_rate 1e-4", "--num_epochs 3", "--max_steps 9", "--spec_augment", "--dropout 0.2", "--save_every 3"]
-)  # fmt: skip
+    "flag",
+    [
+        "--batch_size 4",
+        "--learning_rate 1e-4",
+        "--num_epochs 3",
+        "--max_steps 9",
+        "--spec_augment",
+        "--dropout 0.2",
+        "--save_every 3",
+    ],
+)
 def test_a_flag_of_training_has_no_place_in_other_uses(flag, use, best):
     status, err = refused(recipe, *use.split(), "--resume", best, *flag.split())
     assert status == 2 and flag.split()[0] in err and use.split()[0] in err
 
 
 SENSELESS = [
-    "--encoder_layers 2147483647", "--decoder_layers 2147483647", "--d_model 2147483644", "--attention_heads 2147483647",
-    "--beam_size 2147483647", "--tokenizer bpe --vocab_size 2147483647", "--encoder_layers 99999999999999999999",
-]  # fmt: skip
+    "--encoder_layers 2147483647",
+    "--decoder_layers 2147483647",
+    "--d_model 2147483644",
+    "--attention_heads 2147483647",
+    "--beam_size 2147483647",
+    "--tokenizer bpe --vocab_size 2147483647",
+    "--encoder_layers 99999999999999999999",
+]
 
 
 @pytest.mark.parametrize("line", SENSELESS)
@@ -639,7 +820,9 @@ def refused_as_too_large(flags: str, manifests, folder: Path) -> None:
 
 
 def test_a_model_that_this_machine_cannot_hold_is_one_line(manifests, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}.get)  # 4 GiB
+    monkeypatch.setattr(
+        os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 20}.get
+    )  # 4 GiB
     flags = "--d_model 8192 --encoder_layers 4 --decoder_layers 1"
     refused_as_too_large(flags, manifests, tmp_path)
     runs.planned(recipe, *manifests, *flags.split())  # which takes no memory
@@ -647,4 +830,6 @@ def test_a_model_that_this_machine_cannot_hold_is_one_line(manifests, tmp_path, 
 
 @pytest.mark.slow
 def test_a_model_that_no_machine_holds_is_one_line(manifests, tmp_path):
-    refused_as_too_large("--d_model 8192 --encoder_layers 128 --decoder_layers 128", manifests, tmp_path)
+    refused_as_too_large(
+        "--d_model 8192 --encoder_layers 128 --decoder_layers 128", manifests, tmp_path
+    )

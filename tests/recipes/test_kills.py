@@ -1,5 +1,5 @@
-"""SIGKILL at random moments, also in the middle of a save: the run ends with the same bits. Run by hand:
-./run_tests.sh -m slow tests/recipes/test_kills.py"""
+"""SIGKILL at random moments, also in the middle of a save: the run ends with the same bits. Run by
+hand: ./run_tests.sh -m slow tests/recipes/test_kills.py"""
 
 import random
 import time
@@ -7,7 +7,16 @@ import time
 import pytest
 
 from recipes import konkani_conformer as recipe
-from tests.recipes.runs import TINY, assert_same_state, command, kill, newest, ran, start_anew, wait_until
+from tests.recipes.runs import (
+    TINY,
+    assert_same_state,
+    command,
+    kill,
+    newest,
+    ran,
+    start_anew,
+    wait_until,
+)
 
 KILLS = 40
 LONG = "--batch_size 2 --gradient_accumulation_steps 2 --max_steps 16 --save_every 1 --eval_every 5".split()
@@ -15,12 +24,22 @@ LONG = "--batch_size 2 --gradient_accumulation_steps 2 --max_steps 16 --save_eve
 
 @pytest.fixture(scope="module")
 def flags(konkani):
-    return ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"], *TINY, *LONG, "--resume", "auto"]
+    return [
+        "--train_manifest",
+        konkani["train"],
+        "--val_manifest",
+        konkani["val"],
+        *TINY,
+        *LONG,
+        "--resume",
+        "auto",
+    ]
 
 
 @pytest.fixture(scope="module")
 def reference(flags, tmp_path_factory):
-    """The last checkpoint of a run that nothing has stopped, and how many seconds it lasts as a process."""
+    """The last checkpoint of a run that nothing has stopped, and how many seconds it lasts as a
+    process."""
     folder = tmp_path_factory.mktemp("reference")
     ran(recipe, *flags, "--output_dir", folder)
     started = time.monotonic()
@@ -29,7 +48,8 @@ def reference(flags, tmp_path_factory):
 
 
 def finished(flags, folder) -> dict:
-    """The last checkpoint of the run in `folder`, which continues to its end in a process of its own."""
+    """The last checkpoint of the run in `folder`, which continues to its end in a process of its
+    own."""
     process = start_anew(command(recipe, *flags), folder)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
@@ -38,8 +58,8 @@ def finished(flags, folder) -> dict:
 
 @pytest.mark.slow
 def test_forty_kills_at_random_moments_and_the_same_bits(reference, flags, tmp_path):
-    """Ten runs. Each is killed four times at a random moment of a run's length (while it starts, trains, saves or
-    evaluates), and then continues to its end."""
+    """Ten runs. Each is killed four times at a random moment of a run's length (while it starts,
+    trains, saves or evaluates), and then continues to its end."""
     expected, length = reference
     dice, saving = random.Random(1), 0
     for number in range(KILLS // 4):
@@ -59,6 +79,10 @@ def test_forty_kills_at_random_moments_and_the_same_bits(reference, flags, tmp_p
 def test_killed_in_the_middle_of_a_save(reference, flags, tmp_path, step):
     """Kills as soon as the temporary file of a checkpoint appears."""
     process = start_anew(command(recipe, *flags), tmp_path)
-    wait_until(process, lambda: list((tmp_path / "checkpoints").glob(f"checkpoint_step_{step:08d}.pt*")), pause=0)
+    wait_until(
+        process,
+        lambda: list((tmp_path / "checkpoints").glob(f"checkpoint_step_{step:08d}.pt*")),
+        pause=0,
+    )
     kill(process)
     assert_same_state(finished(flags, tmp_path), reference[0])

@@ -20,9 +20,14 @@ from tests.recipes import runs
 
 CPU = torch.device("cpu")
 CONFIG = {
-    "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "attention_heads": 2, "subsampling": 4, "cmvn": "utterance",
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 1,
+    "attention_heads": 2,
+    "subsampling": 4,
+    "cmvn": "utterance",
     "vocabulary": 7,
-}  # fmt: skip
+}
 TOKENIZER = recipe.text.CharTokenizer(["a", "b", "c"])
 
 
@@ -33,20 +38,29 @@ def make_items(count: int, seed: int = 0, dtype=torch.float64) -> list[dict]:
     for number in range(count):
         tokens = random.integers(0, CONFIG["vocabulary"], random.integers(1, 5)).tolist()
         audio = torch.from_numpy(random.normal(0, 0.1, random.integers(4800, 13000))).to(dtype)
-        items.append({
-            "audio": audio, "tokens": torch.tensor(tokens), "labels": torch.tensor([*tokens, CONFIG["vocabulary"]]),
-            "text": "x", "name": f"item {number}", "index": number,
-        })  # fmt: skip
+        items.append(
+            {
+                "audio": audio,
+                "tokens": torch.tensor(tokens),
+                "labels": torch.tensor([*tokens, CONFIG["vocabulary"]]),
+                "text": "x",
+                "name": f"item {number}",
+                "index": number,
+            }
+        )
     return items
 
 
-def make_model(dropout: float = 0.0, dtype=torch.float64, seed: int = 0, **changes) -> recipe.Conformer:
+def make_model(
+    dropout: float = 0.0, dtype=torch.float64, seed: int = 0, **changes
+) -> recipe.Conformer:
     torch.manual_seed(seed)
     return recipe.Conformer({**CONFIG, **changes}, dropout).to(dtype)
 
 
 def awake(model, seed=3):
-    """A model whose residual branches and biases are not near zero, so that a test sees every part."""
+    """A model whose residual branches and biases are not near zero, so that a test sees every
+    part."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -58,7 +72,7 @@ def moved(items):
     return next(batches.to_device([recipe.collate(items)], CPU))
 
 
-# --- model -----------------------------------------------------------------------------------------------------------
+# --- model ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("subsampling", [4, 8])
@@ -106,13 +120,20 @@ def test_rotary_attention_depends_on_distances_only():
 def test_model_sizes_are_those_of_the_guide():
     millions = []
     for d, encoder, decoder in ((256, 12, 6), (192, 8, 4), (128, 6, 3)):
-        shape = {"d_model": d, "encoder_layers": encoder, "decoder_layers": decoder, "attention_heads": 4}
+        shape = {
+            "d_model": d,
+            "encoder_layers": encoder,
+            "decoder_layers": decoder,
+            "attention_heads": 4,
+        }
         model = make_model(dtype=torch.float32, vocabulary=200, **shape)
         millions.append(sum(p.numel() for p in model.parameters()) / 1e6)
-    assert millions[0] == pytest.approx(24.7, abs=2) and 9 < millions[1] < 12 and 3 < millions[2] < 6
+    assert (
+        millions[0] == pytest.approx(24.7, abs=2) and 9 < millions[1] < 12 and 3 < millions[2] < 6
+    )
 
 
-# --- loss ------------------------------------------------------------------------------------------------------------
+# --- loss -----------------------------------------------------------------------------------------
 
 
 def test_losses_match_a_plain_computation():
@@ -124,7 +145,9 @@ def test_losses_match_a_plain_computation():
         encoded, _, _ = model.encode(moved([item]))
         log_probs = model.ctc_head(encoded[0]).log_softmax(-1).detach()
         ctc += ctc_by_hand(log_probs, item["tokens"].tolist(), model.eos)
-        logits = model.decode(torch.tensor([[model.eos, *item["tokens"].tolist()]]), encoded, None)[0].log_softmax(-1)
+        logits = model.decode(torch.tensor([[model.eos, *item["tokens"].tolist()]]), encoded, None)[
+            0
+        ].log_softmax(-1)
         target = F.one_hot(item["labels"], model.eos + 1).double() * 0.9 + 0.1 / (model.eos + 1)
         attention -= (target * logits).sum().item()
     assert losses["ctc"].item() == pytest.approx(ctc, rel=1e-9)
@@ -133,11 +156,14 @@ def test_losses_match_a_plain_computation():
 
 @torch.no_grad()
 def ctc_by_hand(log_probs, tokens, blank):
-    """The forward recursion of Graves et al. 2006 over the sequence with blanks between the labels."""
+    """The forward recursion of Graves et al. 2006 over the sequence with blanks between the
+    labels."""
     extended = [blank]
     for token in tokens:
         extended += [token, blank]
-    alpha = [float(log_probs[0, extended[0]]), float(log_probs[0, extended[1]])] + [-np.inf] * (len(extended) - 2)
+    alpha = [float(log_probs[0, extended[0]]), float(log_probs[0, extended[1]])] + [-np.inf] * (
+        len(extended) - 2
+    )
     for t in range(1, len(log_probs)):
         new = []
         for s, label in enumerate(extended):
@@ -152,9 +178,13 @@ def ctc_by_hand(log_probs, tokens, blank):
 def window_gradient(model, items: list[dict], sizes: list[int]) -> torch.Tensor:
     rest = iter(items)
     micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
-    totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in recipe.LOSS_WEIGHTS}
+    totals = {
+        name: sum(batch["counts"][name] for batch in micro_batches) for name in recipe.LOSS_WEIGHTS
+    }
     model.zero_grad()
-    outcome = run_window(model, micro_batches, totals, recipe.compute_loss, recipe.LOSS_WEIGHTS, Setup())
+    outcome = run_window(
+        model, micro_batches, totals, recipe.compute_loss, recipe.LOSS_WEIGHTS, Setup()
+    )
     assert outcome.failed is None
     return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
@@ -236,12 +266,18 @@ def test_recomputing_norms_and_silu_changes_no_bit(monkeypatch, dropout, count, 
     if checkpointed:
         assert plain[-1] == lean[-1]
     else:
-        d, frames = CONFIG["d_model"], max(recipe.encoder_frames(len(item["audio"]), 4) for item in items)
+        d, frames = (
+            CONFIG["d_model"],
+            max(recipe.encoder_frames(len(item["audio"]), 4) for item in items),
+        )
         tokens = max(len(item["labels"]) for item in items)
-        # Of a norm also its two statistics. A feed-forward: norm and SiLU. Self-attention: norm, q and k. Convolution: two
-        # norms and SiLU.
+        # Of a norm also its two statistics. A feed-forward: norm and SiLU. Self-attention: norm, q
+        # and k. Convolution: two norms and SiLU.
         feed_forward, attention, convolution = 5 * d + 2, 3 * d + 2, 3 * d + 4
-        encoder_layer, decoder_layer = 2 * feed_forward + attention + convolution, feed_forward + attention
+        encoder_layer, decoder_layer = (
+            2 * feed_forward + attention + convolution,
+            feed_forward + attention,
+        )
         sizes = (CONFIG["encoder_layers"] * encoder_layer, CONFIG["decoder_layers"] * decoder_layer)
         assert plain[-1] - lean[-1] == count * (frames * sizes[0] + tokens * sizes[1])
 
@@ -270,7 +306,7 @@ def test_compiled_and_checkpointed_layers_give_the_same_loss_and_gradients(monke
     torch._dynamo.reset()
 
 
-# --- decoding --------------------------------------------------------------------------------------------------------
+# --- decoding -------------------------------------------------------------------------------------
 
 
 def test_ctc_greedy_merges_repeats_and_drops_blanks():
@@ -321,14 +357,19 @@ def test_an_evaluation_adds_up_its_batches_and_ranks_without_any():
     nothing = recipe.evaluate(tokenizer, model, [])
     assert together.keys() == apart.keys() == nothing.keys() == {"ctc", "attention", "cer", "wer"}
     for name, (total, count) in together.items():
-        assert apart[name] == (pytest.approx(total, rel=1e-10), count) and count > 0 and nothing[name] == (0, 0)
+        assert (
+            apart[name] == (pytest.approx(total, rel=1e-10), count)
+            and count > 0
+            and nothing[name] == (0, 0)
+        )
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "tokens, samples, fits", [([1, 2, 3], 2320, True), ([1, 1, 2, 3], 2320, False), ([1] * 9, 16000, True)]
+    "tokens, samples, fits",
+    [([1, 2, 3], 2320, True), ([1, 1, 2, 3], 2320, False), ([1] * 9, 16000, True)],
 )
 def test_ctc_feasibility_agrees_with_the_loss(tokens, samples, fits):
     frames = recipe.encoder_frames(samples, 4)
@@ -339,9 +380,12 @@ def test_ctc_feasibility_agrees_with_the_loss(tokens, samples, fits):
 
 @pytest.fixture
 def utterances(tmp_path, wav, json_lines):
-    """utterances(*flags, seconds, text, training): forty times the same recording, as the recipe reads it."""
+    """utterances(*flags, seconds, text, training): forty times the same recording, as the recipe
+    reads it."""
 
-    def make(*flags: str, seconds: float = 1.0, text: str = "abc", training: bool = True) -> recipe.Utterances:
+    def make(
+        *flags: str, seconds: float = 1.0, text: str = "abc", training: bool = True
+    ) -> recipe.Utterances:
         wav(tmp_path / "a.wav", seconds)
         manifest = json_lines(tmp_path / "m.json", [{"audio_filepath": "a.wav", "text": text}] * 40)
         args = runs.parse(recipe, "--train_manifest", manifest, *flags)
@@ -366,7 +410,10 @@ def test_augmentation_depends_on_seed_epoch_and_utterance_alone(utterances):
 
 
 def test_an_evaluation_set_and_a_set_without_augmentation_are_read_as_they_are(utterances):
-    for data in (utterances(training=False), utterances("--no_spec_augment", "--no_speed_perturbation")):
+    for data in (
+        utterances(training=False),
+        utterances("--no_spec_augment", "--no_speed_perturbation"),
+    ):
         items = [data.item(index, 1) for index in range(10)]
         assert {len(item["audio"]) for item in items} == {16_000} and "time_masks" not in items[0]
         assert (data.seconds(1) == 1.0).all() and len(data) == 40

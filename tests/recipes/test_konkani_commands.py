@@ -1,4 +1,5 @@
-"""The Konkani recipe's command lines on a small spoken corpus: train, kill, resume, evaluate, transcribe, torchrun."""
+"""The Konkani recipe's command lines on a small spoken corpus: train, kill, resume, evaluate,
+transcribe, torchrun."""
 
 import json
 import os
@@ -17,7 +18,9 @@ from recipes import konkani_conformer as recipe
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused, run
 
-LONG = "--max_steps 6 --save_every 1 --eval_every 3 --log_every 2".split()  # an epoch and a half of four windows
+LONG = (
+    "--max_steps 6 --save_every 1 --eval_every 3 --log_every 2".split()
+)  # an epoch and a half of four windows
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +58,32 @@ def test_the_shape_is_the_checkpoints_or_the_flags():
     assert shape(None) == recipe.SHAPE
     assert shape(None, "--d_model", "64") == {**recipe.SHAPE, "d_model": 64}
     assert shape(saved) == shape(saved, "--d_model", "128") == expected
-    with pytest.raises(UsageError, match=r"--d_model 192 conflicts with the checkpoint, which has 128.*--init_from"):
+    with pytest.raises(
+        UsageError, match=r"--d_model 192 conflicts with the checkpoint, which has 128.*--init_from"
+    ):
         shape(saved, "--d_model", "192")
 
 
-# --- trained, stopped and resumed ------------------------------------------------------------------------------------
+# --- trained, stopped and resumed -----------------------------------------------------------------
 
 
 def test_a_run_leaves_what_it_promises(reference):
     folder, out = reference
-    assert {"best.safetensors", "best.json"} <= {path.name for path in (folder / "checkpoints").iterdir()}
+    assert {"best.safetensors", "best.json"} <= {
+        path.name for path in (folder / "checkpoints").iterdir()
+    }
     assert len(checkpoint.list_checkpoints(folder / "checkpoints")) == 5
-    lines = [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "eval/cer" in line] == [3, 6]
     assert any("train/loss" in line and line["train/data_wait_share"] >= 0 for line in lines)
     assert "WER" in out and "CER" in out and out.count("reference:") == 4
     assert out.splitlines()[-1].startswith("memory: peak ")
-    rows = [json.loads(line) for line in (folder / "logs" / "transcripts.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "logs" / "transcripts.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 4 and rows[0].keys() == {"file", "reference", "hypothesis"}
 
 
@@ -85,14 +97,19 @@ def test_a_finished_run_that_is_started_again_only_prints_its_results(reference,
 
 def test_a_conflicting_shape_is_one_line_that_names_init_from(reference, flags, tmp_path):
     path = checkpoint.list_checkpoints(reference[0] / "checkpoints")[0]
-    status, err = refused(recipe, *flags, *LONG, "--output_dir", tmp_path, "--resume", path, "--d_model", "32")
+    status, err = refused(
+        recipe, *flags, *LONG, "--output_dir", tmp_path, "--resume", path, "--d_model", "32"
+    )
     assert status == 2 and "--d_model 32 conflicts" in err and "--init_from" in err
 
 
 def assert_same_end(folder: Path, reference) -> None:
-    """That the run in `folder` has the weights and the evaluations of the one that nothing has stopped."""
+    """That the run in `folder` has the weights and the evaluations of the one that nothing has
+    stopped."""
     runs.assert_same_state(newest(folder, recipe), newest(reference[0], recipe))
-    lines = [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "eval/cer" in line] == [3, 6]
 
 
@@ -121,13 +138,21 @@ os.replace = killed
 @pytest.fixture
 def terminated(again, tmp_path):
     """The folder of a run that got SIGTERM, as did its data worker, which had read ahead."""
-    process = runs.start(runs.command(recipe, *again), tmp_path, runs.signal_after(5, signal.SIGTERM))
+    process = runs.start(
+        runs.command(recipe, *again), tmp_path, runs.signal_after(5, signal.SIGTERM)
+    )
     _, err = process.communicate()
-    assert process.returncode == 143 and "stopped by SIGTERM: step 5 is saved" in err and "--resume auto" in err, err
+    assert (
+        process.returncode == 143
+        and "stopped by SIGTERM: step 5 is saved" in err
+        and "--resume auto" in err
+    ), err
     return tmp_path
 
 
-def test_killed_and_terminated_in_one_epoch_and_resumed_it_ends_with_the_same_bits(reference, again, killed):
+def test_killed_and_terminated_in_one_epoch_and_resumed_it_ends_with_the_same_bits(
+    reference, again, killed
+):
     checkpoints = killed / "checkpoints"
     assert len(list(checkpoints.glob(".checkpoint_step_00000002.pt.*.tmp"))) == 1
     assert newest(killed, recipe)["progress"]["step"] == 1
@@ -146,7 +171,9 @@ def test_killed_and_terminated_in_one_epoch_and_resumed_it_ends_with_the_same_bi
     assert_same_end(killed, reference)
 
 
-def test_terminated_with_a_worker_in_mid_epoch_and_resumed_it_ends_with_the_same_bits(reference, again, terminated):
+def test_terminated_with_a_worker_in_mid_epoch_and_resumed_it_ends_with_the_same_bits(
+    reference, again, terminated
+):
     ran(recipe, *again, "--output_dir", terminated)
     assert_same_end(terminated, reference)
 
@@ -154,7 +181,11 @@ def test_terminated_with_a_worker_in_mid_epoch_and_resumed_it_ends_with_the_same
 def assert_trained_by_two(out: str, folder: Path) -> None:
     assert out.count("evaluation at step 2") == 1 and out.count("WER") == 1
     state = newest(folder, recipe)
-    assert state["progress"]["step"] == 2 and state["progress"]["utterances"] == 14 and len(state["rng"]) == 2
+    assert (
+        state["progress"]["step"] == 2
+        and state["progress"]["utterances"] == 14
+        and len(state["rng"]) == 2
+    )
 
 
 def test_two_ranks_train(flags, tmp_path):
@@ -168,14 +199,24 @@ def test_two_ranks_train(flags, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_trains_with_two_processes(flags, tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", runs.free_port()]
-    process = runs.start_anew([*launch, *runs.command(recipe, *flags, "--num_epochs", "1")[1:]], tmp_path)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        runs.free_port(),
+    ]
+    process = runs.start_anew(
+        [*launch, *runs.command(recipe, *flags, "--num_epochs", "1")[1:]], tmp_path
+    )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert_trained_by_two(out, tmp_path)
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def test_a_bad_file_is_named_and_with_skip_bad_audio_listed(konkani, flags, tmp_path):
@@ -183,27 +224,48 @@ def test_a_bad_file_is_named_and_with_skip_bad_audio_listed(konkani, flags, tmp_
     samples, rate = soundfile.read(Path(konkani["train"]).parent / "audio" / "train_00000.wav")
     soundfile.write(audio, samples, rate)
     os.truncate(audio, audio.stat().st_size // 2)
-    rows = [json.loads(line) for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines()[:6]]
+    rows = [
+        json.loads(line)
+        for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines()[:6]
+    ]
     for row in rows:
         row["audio_filepath"] = str(Path(konkani["train"]).parent / row["audio_filepath"])
     rows.append({"audio_filepath": str(audio), "text": rows[0]["text"]})
     (tmp_path / "train.json").write_text("\n".join(map(json.dumps, rows)))
-    flags = [*flags, "--train_manifest", tmp_path / "train.json", "--num_epochs", "1", "--output_dir", tmp_path]
+    flags = [
+        *flags,
+        "--train_manifest",
+        tmp_path / "train.json",
+        "--num_epochs",
+        "1",
+        "--output_dir",
+        tmp_path,
+    ]
     status, _, err = run(recipe, *flags)
-    assert status == 1 and err.splitlines()[-1].startswith(f"error: {audio} ") and "--skip_bad_audio" in err
+    assert (
+        status == 1
+        and err.splitlines()[-1].startswith(f"error: {audio} ")
+        and "--skip_bad_audio" in err
+    )
     assert "Traceback" not in err
     assert not (tmp_path / "checkpoints" / "best.safetensors").exists()
     out = ran(recipe, *flags[:-2], "--check_data", "--output_dir", tmp_path / "checked")
-    assert f"1  audio cannot be decoded\n           {tmp_path}/train.json:7: {audio}: {audio} " in out
+    assert (
+        f"1  audio cannot be decoded\n           {tmp_path}/train.json:7: {audio}: {audio} " in out
+    )
     assert out.endswith("can be used\n") and not (tmp_path / "checked" / "checkpoints").exists()
     ran(recipe, *flags, "--skip_bad_audio", "--no_check_audio")
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["file"] for line in lines if line.get("event") == "skipped"] == [str(audio)]
 
 
 def test_long_recordings_are_cut_by_their_segments(konkani, flags, tmp_path):
     folder, now = Path(konkani["train"]).parent, 0.0
-    rows = [json.loads(line) for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines()
+    ]
     pieces, segments = [], []
     for row in rows:
         samples, rate = soundfile.read(folder / row["audio_filepath"])
@@ -212,7 +274,9 @@ def test_long_recordings_are_cut_by_their_segments(konkani, flags, tmp_path):
         now += len(samples) / rate
     soundfile.write(tmp_path / "long.wav", np.concatenate(pieces), rate)
     assert now > 15
-    (tmp_path / "long.json").write_text(json.dumps({"audio_filepath": "long.wav", "segments": segments}) + "\n")
+    (tmp_path / "long.json").write_text(
+        json.dumps({"audio_filepath": "long.wav", "segments": segments}) + "\n"
+    )
     manifest, limit = ["--train_manifest", tmp_path / "long.json"], ["--max_duration", "5"]
     flags = [*flags, *SHORT, *manifest, *limit, "--output_dir", tmp_path]
     status, err = refused(recipe, *flags)
@@ -221,23 +285,32 @@ def test_long_recordings_are_cut_by_their_segments(konkani, flags, tmp_path):
     assert 2.5 < newest(tmp_path, recipe)["metadata"]["longest"] <= 5
 
 
-# --- evaluated and transcribed ---------------------------------------------------------------------------------------
+# --- evaluated and transcribed --------------------------------------------------------------------
 
 
-def test_evaluate_prints_the_results_of_the_run_again(reference, best, manifests, konkani, tmp_path):
+def test_evaluate_prints_the_results_of_the_run_again(
+    reference, best, manifests, konkani, tmp_path
+):
     _, out = reference
     evaluate = ["--evaluate", "--resume", best]
     again = ran(recipe, *manifests, *evaluate, "--output_dir", tmp_path / "same")
     assert "val set, 4 utterances" in again and "evaluation at step" not in again
-    alone = ran(recipe, *evaluate, "--test_manifest", konkani["val"], "--output_dir", tmp_path / "alone")
+    alone = ran(
+        recipe, *evaluate, "--test_manifest", konkani["val"], "--output_dir", tmp_path / "alone"
+    )
     assert "test set, 4 utterances" in alone and "demo corpus" not in alone
-    assert error_lines(out) == error_lines(again) == error_lines(alone) and len(error_lines(out)) == 2
+    assert (
+        error_lines(out) == error_lines(again) == error_lines(alone) and len(error_lines(out)) == 2
+    )
     assert len((tmp_path / "alone" / "logs" / "transcripts.jsonl").read_text().splitlines()) == 4
     assert not list((tmp_path / "alone").glob("checkpoints/*"))
 
 
 def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
-    pieces = [soundfile.read(path)[0] for path in sorted((Path(konkani["val"]).parent / "audio").glob("val_*"))]
+    pieces = [
+        soundfile.read(path)[0]
+        for path in sorted((Path(konkani["val"]).parent / "audio").glob("val_*"))
+    ]
     long = np.concatenate([np.concatenate([piece, np.zeros(8000)]) for piece in pieces * 4])
     soundfile.write(tmp_path / "long.flac", long, 22050)
     (tmp_path / "inside").mkdir()
@@ -245,12 +318,23 @@ def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
     soundfile.write(stereo, np.stack([pieces[0]] * 2, 1), 22050)
     (tmp_path / "notes.txt").write_text("not audio")
     transcribe = ["--resume", best, "--transcribe"]
-    ran(recipe, *transcribe, tmp_path / "long.flac", stereo.parent, "--output", tmp_path / "out.jsonl")
+    ran(
+        recipe,
+        *transcribe,
+        tmp_path / "long.flac",
+        stereo.parent,
+        "--output",
+        tmp_path / "out.jsonl",
+    )
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [Path(row["file"]).name for row in rows] == ["long.flac", "stereo.wav"]
     longest = checkpoint.read_weights(best, recipe.RECIPE)[1]["longest"]
-    assert len(rows[0]["pieces"]) > 4 and all(p["end"] - p["start"] <= longest + 1e-6 for p in rows[0]["pieces"])
-    assert rows[0]["pieces"][0]["start"] == 0 and rows[0]["pieces"][-1]["end"] == pytest.approx(rows[0]["seconds"])
+    assert len(rows[0]["pieces"]) > 4 and all(
+        p["end"] - p["start"] <= longest + 1e-6 for p in rows[0]["pieces"]
+    )
+    assert rows[0]["pieces"][0]["start"] == 0 and rows[0]["pieces"][-1]["end"] == pytest.approx(
+        rows[0]["seconds"]
+    )
     status, out, err = run(recipe, *transcribe, tmp_path / "notes.txt", stereo)
     assert status == 1 and "notes.txt cannot be read" in err and out.startswith(f"{stereo}\t")
     status, err = refused(recipe, *transcribe, tmp_path / "missing.wav")
@@ -262,7 +346,7 @@ def test_silence_has_no_text(best, silence, monkeypatch):
     assert ran(recipe, "--transcribe", silence, "--resume", best) == "\n"
 
 
-# --- flags -----------------------------------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", [[], ["--subsampling", "8"], ["--max_duration", "1"]])
@@ -277,29 +361,66 @@ MISTAKES = [  # flags, status, a part of the message
     ("--val_manifest {val}", 2, "--val_manifest goes with --train_manifest"),
     ("--test_manifest {val}", 2, "--test_manifest goes with --train_manifest or --evaluate"),
     ("--use_chunking", 2, "--use_chunking goes with --train_manifest or --test_manifest"),
-    ("--min_duration 9 --max_duration 3 --train_manifest {train}", 2, "--min_duration 9 is not below --max_duration 3"),
+    (
+        "--min_duration 9 --max_duration 3 --train_manifest {train}",
+        2,
+        "--min_duration 9 is not below --max_duration 3",
+    ),
     ("--min_duration 9 --max_duration 3", 2, "--min_duration 9 is not below --max_duration 3"),
-    ("--train_manifest {train} --min_duration 1 --strict_data", 1, "utterances rejected (--strict_data)"),
+    (
+        "--train_manifest {train} --min_duration 1 --strict_data",
+        1,
+        "utterances rejected (--strict_data)",
+    ),
     ("--train_manifest {train} --vocab_file {here}/gone.json", 2, "{here}/gone.json"),
     ("--vocab_size 99", 2, "--vocab_size goes with --tokenizer bpe"),
-    ("--decoding greedy --beam_size 3", 2, "--beam_size goes with --decoding rescore or --decoding beam"),
+    (
+        "--decoding greedy --beam_size 3",
+        2,
+        "--beam_size goes with --decoding rescore or --decoding beam",
+    ),
     ("--output x.jsonl", 2, "--output goes with --transcribe"),
     ("--average_by best", 2, "--average_by goes with --average_checkpoints"),
-    ("--train_manifest {train} --d_model 30", 2, "--d_model 30 must be a multiple of twice --attention_heads 4"),
-    ("--verify_gpu --d_model 30", 2, "--d_model 30 must be a multiple of twice --attention_heads 4"),
+    (
+        "--train_manifest {train} --d_model 30",
+        2,
+        "--d_model 30 must be a multiple of twice --attention_heads 4",
+    ),
+    (
+        "--verify_gpu --d_model 30",
+        2,
+        "--d_model 30 must be a multiple of twice --attention_heads 4",
+    ),
     ("--resume {here}/a.pt --init_from {here}/b.pt", 2, "--resume and --init_from: "),
     ("--resume {here}/gone.pt", 2, "{here}/gone.pt: no such file"),
-    ("--evaluate", 2, "no weights at {here}/checkpoints/best.safetensors: train first, or name them with --resume"),
+    (
+        "--evaluate",
+        2,
+        (
+            "no weights at {here}/checkpoints/best.safetensors: train first, or name them with"
+            " --resume"
+        ),
+    ),
     ("--transcribe {here}", 2, "no weights at {here}/checkpoints/best.safetensors: train first"),
     ("--transcribe {here}/a.wav --evaluate", 2, "--transcribe and --evaluate: give one of them"),
-    ("--transcribe {here}/a.wav --verify_gpu", 2, "--verify_gpu and --transcribe: give one of them"),
+    (
+        "--transcribe {here}/a.wav --verify_gpu",
+        2,
+        "--verify_gpu and --transcribe: give one of them",
+    ),
     ("--evaluate --verify_gpu", 2, "--verify_gpu and --evaluate: give one of them"),
 ]
 
 
 @pytest.mark.parametrize("line, expected, message", MISTAKES)
-def test_mistakes_are_answered_in_one_line_before_anything_is_trained(line, expected, message, konkani, tmp_path):
-    for name, value in {"{here}": str(tmp_path), "{train}": konkani["train"], "{val}": konkani["val"]}.items():
+def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
+    line, expected, message, konkani, tmp_path
+):
+    for name, value in {
+        "{here}": str(tmp_path),
+        "{train}": konkani["train"],
+        "{val}": konkani["val"],
+    }.items():
         line, message = line.replace(name, value), message.replace(name, value)
     status, err = refused(recipe, *line.split(), "--output_dir", tmp_path)
     assert status == expected and message in err, err

@@ -1,4 +1,5 @@
-"""The Parakeet recipe: its model against transformers', exactness of training, data, and its command line on tiny models."""
+"""The Parakeet recipe: its model against transformers', exactness of training, data, and its
+command line on tiny models."""
 
 import functools
 import json
@@ -44,7 +45,11 @@ SECONDS = (0.9, 0.5, 1.2, 0.7, 1.0, 0.6, 0.8, 1.1)
 def tiny():
     """The demo's shape with two layers of 16, and a CTC head."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(formats.SIZES, "demo", formats.shape(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True))
+        patch.setitem(
+            formats.SIZES,
+            "demo",
+            formats.shape(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True),
+        )
         yield
 
 
@@ -53,7 +58,11 @@ def noise(tmp_path_factory) -> tuple[str, Corpus]:
     """The manifest and the corpus of eight utterances of noise with the texts TEXTS."""
     folder, random, rows = tmp_path_factory.mktemp("noise"), np.random.default_rng(0), []
     for number, (seconds, text) in enumerate(zip(SECONDS, TEXTS, strict=True)):
-        soundfile.write(folder / f"{number}.wav", random.uniform(-0.5, 0.5, round(seconds * SAMPLE_RATE)), SAMPLE_RATE)
+        soundfile.write(
+            folder / f"{number}.wav",
+            random.uniform(-0.5, 0.5, round(seconds * SAMPLE_RATE)),
+            SAMPLE_RATE,
+        )
         rows.append({"audio_filepath": f"{number}.wav", "text": text})
     (folder / "train.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
     corpus, _ = load_corpus(str(folder / "train.json"), recipe.text.normalise, Checks())
@@ -63,7 +72,9 @@ def noise(tmp_path_factory) -> tuple[str, Corpus]:
 def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True, **config) -> tuple:
     """The corpus as main reads it, and the metadata of a small model."""
     path, corpus = noise
-    args = runs.parse(recipe, "--train_manifest", path, "--from_scratch", "--model_size", "demo", *flags)
+    args = runs.parse(
+        recipe, "--train_manifest", path, "--from_scratch", "--model_size", "demo", *flags
+    )
     metadata, _ = starts.choose(recipe.resolve(args), None, lambda: corpus.texts, recipe.RECIPE)
     metadata["config"] |= config
     tokenizer = make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
@@ -71,7 +82,8 @@ def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True, **
 
 
 def make_items(noise, *flags, **config) -> tuple[dict, list[dict]]:
-    """Metadata of a small model and the eight utterances in float64, about half of them with the plain loss."""
+    """Metadata of a small model and the eight utterances in float64, about half of them with the
+    plain loss."""
     data, metadata = make_utterances(noise, "--tdt_omega", "0.5", *flags, **config)
     items = [data.item(index, 1) for index in range(len(data))]
     for item in items:
@@ -81,7 +93,8 @@ def make_items(noise, *flags, **config) -> tuple[dict, list[dict]]:
 
 
 def awake(model, seed: int = 3):
-    """A model whose biases, BatchNorm statistics and relative positions are not zero, so that a test sees every part."""
+    """A model whose biases, BatchNorm statistics and relative positions are not zero, so that a
+    test sees every part."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -94,7 +107,9 @@ def awake(model, seed: int = 3):
     return model
 
 
-def make_model(config: dict, loss: dict = LOSS, *dropouts: float, dtype=torch.float64) -> recipe.Parakeet:
+def make_model(
+    config: dict, loss: dict = LOSS, *dropouts: float, dtype=torch.float64
+) -> recipe.Parakeet:
     torch.manual_seed(0)
     return awake(recipe.Parakeet(config, loss, *dropouts).to(dtype))
 
@@ -103,7 +118,7 @@ def moved(items: list[dict]) -> dict:
     return next(to_device([recipe.collate(items)], CPU))
 
 
-# --- parity with transformers ----------------------------------------------------------------------------------------
+# --- parity with transformers ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -119,17 +134,23 @@ def make_theirs(transformers, config: dict, dtype: torch.dtype):
     content = formats.hf_settings(config, pieces, {"source": {}})["config.json"]
     assert content["encoder_config"]["layerdrop"] == 0.0
     torch.manual_seed(0)
-    return awake(transformers.ParakeetForTDT(transformers.ParakeetTDTConfig.from_dict(content)).to(dtype).eval())
+    return awake(
+        transformers.ParakeetForTDT(transformers.ParakeetTDTConfig.from_dict(content))
+        .to(dtype)
+        .eval()
+    )
 
 
 def make_ours(theirs, config: dict, dtype: torch.dtype) -> recipe.Parakeet:
-    """Our model with the weights of theirs. The names must be the same, apart from the CTC head's."""
+    """Our model with the weights of theirs. The names must be the same, apart from the CTC
+    head's."""
     with torch.device("meta"):
         model = recipe.Parakeet(config, LOSS)
     weights = theirs.state_dict()
     if config["ctc"]:
         weights |= {
-            f"ctc_head.{name}": w.new_empty(w.shape, device=CPU) for name, w in model.ctc_head.state_dict().items()
+            f"ctc_head.{name}": w.new_empty(w.shape, device=CPU)
+            for name, w in model.ctc_head.state_dict().items()
         }
     assert {name: tuple(w.shape) for name, w in weights.items()} == formats.expected_shapes(config)
     model.load_state_dict(weights, strict=True, assign=True)
@@ -138,9 +159,25 @@ def make_ours(theirs, config: dict, dtype: torch.dtype) -> recipe.Parakeet:
 
 SHAPES = {
     "no biases, factor 8": {},
-    "biases, scaled, factor 4": {"biases": True, "scale_input": True, "subsampling": 4, "kernel": 5},
-    "biases, factor 2, CTC": {"biases": True, "subsampling": 2, "ctc": True, "durations": [0, 1, 2], "heads": 4},
-    "scaled, factor 8, odd bands": {"scale_input": True, "num_mel_bins": 24, "ffn": 40, "prediction_layers": 1},
+    "biases, scaled, factor 4": {
+        "biases": True,
+        "scale_input": True,
+        "subsampling": 4,
+        "kernel": 5,
+    },
+    "biases, factor 2, CTC": {
+        "biases": True,
+        "subsampling": 2,
+        "ctc": True,
+        "durations": [0, 1, 2],
+        "heads": 4,
+    },
+    "scaled, factor 8, odd bands": {
+        "scale_input": True,
+        "num_mel_bins": 24,
+        "ffn": 40,
+        "prediction_layers": 1,
+    },
 }
 
 
@@ -159,7 +196,9 @@ def compare_models(transformers, config: dict, lengths: list[int], dtype: torch.
     tokens = torch.randint(config["vocabulary"], (len(lengths), 5))
     their_tokens = torch.cat([torch.full((len(lengths), 1), config["vocabulary"]), tokens], dim=1)
     output = theirs(
-        features, attention_mask=valid_mask(lengths, features.shape[1]).long(), decoder_input_ids=their_tokens
+        features,
+        attention_mask=valid_mask(lengths, features.shape[1]).long(),
+        decoder_input_ids=their_tokens,
     )
     limit = 1e-9 if dtype == torch.float64 else 1e-4
     projected, predicted = ours.encoder_projector(encoded), ours.predict(tokens)
@@ -186,7 +225,9 @@ def test_names_and_shapes_of_the_released_sizes_are_those_of_the_formats(name, c
     config = {**formats.SIZES[name], "ctc": ctc}
     with torch.device("meta"):
         model = recipe.Parakeet(config, LOSS)
-    assert {key: tuple(w.shape) for key, w in model.state_dict().items()} == formats.expected_shapes(config)
+    assert {
+        key: tuple(w.shape) for key, w in model.state_dict().items()
+    } == formats.expected_shapes(config)
 
 
 @pytest.mark.parametrize("vocabulary, expected", [(1024, 617_825_926), (8192, 627_008_134)])
@@ -196,7 +237,7 @@ def test_parameters_of_the_released_models(vocabulary, expected):
     assert optim.count_parameters(model) == (expected, expected)
 
 
-# --- exactness -------------------------------------------------------------------------------------------------------
+# --- exactness ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -211,10 +252,17 @@ def test_padding_changes_nothing(noise, subsampling):
         encoded, (count,) = model.encode(moved([item]))
         assert count == frames[row] == encoded.shape[1]
         assert torch.allclose(together[row, :count], encoded[0], rtol=0, atol=1e-10)
-        alone = {name: alone[name] + value for name, value in recipe.compute_loss(model, moved([item])).items()}
+        alone = {
+            name: alone[name] + value
+            for name, value in recipe.compute_loss(model, moved([item])).items()
+        }
     assert len(set(frames)) > 4 and sums.keys() == {"tdt", "ctc"}
     for name, value in sums.items():
-        assert value.isfinite() and value > 0 and alone[name].item() == pytest.approx(value.item(), rel=1e-10)
+        assert (
+            value.isfinite()
+            and value > 0
+            and alone[name].item() == pytest.approx(value.item(), rel=1e-10)
+        )
 
 
 def gradient_of(loss: torch.Tensor, model) -> torch.Tensor:
@@ -231,7 +279,9 @@ def test_longer_utterances_in_the_batch_change_no_gradient(noise):
     assert alone.norm() > 0.01 and (together - alone).norm() <= 1e-10 * alone.norm()
 
 
-def window_gradient(model, items: list[dict], sizes: list[int], weights: dict[str, float]) -> torch.Tensor:
+def window_gradient(
+    model, items: list[dict], sizes: list[int], weights: dict[str, float]
+) -> torch.Tensor:
     rest = iter(items)
     micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
     totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in weights}
@@ -244,11 +294,16 @@ def window_gradient(model, items: list[dict], sizes: list[int], weights: dict[st
 @pytest.mark.parametrize("reduction", starts.REDUCTIONS)
 def test_however_a_window_is_cut_its_gradient_is_the_same(noise, reduction):
     metadata, items = make_items(noise, "--loss_reduction", reduction)
-    model, weights = make_model(metadata["config"], metadata["loss"]).train(), {"tdt": 0.7, "ctc": 0.3}
+    model, weights = (
+        make_model(metadata["config"], metadata["loss"]).train(),
+        {"tdt": 0.7, "ctc": 0.3},
+    )
     whole = window_gradient(model, items, [8], weights)
     assert whole.norm() > 0.01
     for sizes in ([4, 4], [2, 2, 2, 2], [1] * 8, [5, 3]):
-        assert (window_gradient(model, items, sizes, weights) - whole).norm() <= 1e-10 * whole.norm()
+        assert (
+            window_gradient(model, items, sizes, weights) - whole
+        ).norm() <= 1e-10 * whole.norm()
 
 
 def test_reductions_differ_by_their_factors_and_counts(noise):
@@ -257,12 +312,17 @@ def test_reductions_differ_by_their_factors_and_counts(noise):
         metadata, items = make_items(noise, "--loss_reduction", reduction)
         batch = moved(items)
         with torch.no_grad():
-            loss = recipe.compute_loss(make_model(metadata["config"], metadata["loss"]), batch)["tdt"]
+            loss = recipe.compute_loss(make_model(metadata["config"], metadata["loss"]), batch)[
+                "tdt"
+            ]
         by_reduction[reduction] = loss.item() / batch["counts"]["tdt"]
         lengths = batch["tokens_lengths"].double()
         factors = 1 / lengths if reduction == "mean" else torch.ones(8)
         assert torch.equal(batch["factors"], factors.double())
-        assert batch["counts"] == {"tdt": lengths.sum() if reduction == "mean_volume" else 8, "ctc": lengths.sum()}
+        assert batch["counts"] == {
+            "tdt": lengths.sum() if reduction == "mean_volume" else 8,
+            "ctc": lengths.sum(),
+        }
     total = by_reduction["mean_batch"] * 8
     assert by_reduction["mean_volume"] == pytest.approx(total / sum(map(len, TEXTS)))
     assert by_reduction["mean"] < by_reduction["mean_batch"]
@@ -275,19 +335,25 @@ def test_pieces_of_the_subsampling_change_nothing(noise, monkeypatch, at_once):
     for size in (recipe.AT_ONCE, at_once):
         monkeypatch.setattr(recipe, "AT_ONCE", size)
         terms = recipe.compute_loss(model, moved(items))
-        results.append(torch.cat([torch.stack([*terms.values()]), gradient_of(sum(terms.values()), model)]))
+        results.append(
+            torch.cat([torch.stack([*terms.values()]), gradient_of(sum(terms.values()), model)])
+        )
     assert (results[0] - results[1]).abs().max() <= 1e-12 * results[0].abs().max()
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("at_once", [1, 4])
-def test_gradient_checkpointing_changes_neither_loss_nor_gradient(noise, monkeypatch, autocast, at_once):
+def test_gradient_checkpointing_changes_neither_loss_nor_gradient(
+    noise, monkeypatch, autocast, at_once
+):
     monkeypatch.setattr(recipe, "AT_ONCE", at_once)
     metadata, items = make_items(noise)
     items = [{**item, "audio": item["audio"].float()} for item in items]
     results, kept = [], []
     for checkpointed in (False, True):
-        model = make_model(metadata["config"], metadata["loss"], 0.1, 0.2, dtype=torch.float32).train()
+        model = make_model(
+            metadata["config"], metadata["loss"], 0.1, 0.2, dtype=torch.float32
+        ).train()
         if checkpointed:
             memory.checkpoint_layers(model, recipe.CHECKPOINTED)
         torch.manual_seed(1)
@@ -314,7 +380,9 @@ def test_compiled_and_checkpointed_layers_give_the_same_loss_and_gradients(noise
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(layers, "SMALL", 0)
     metadata, items = make_items(noise, layers=1, ctc=False)
-    plain, compiled = (make_model(metadata["config"], metadata["loss"], 0.1, 0.2).train() for _ in range(2))
+    plain, compiled = (
+        make_model(metadata["config"], metadata["loss"], 0.1, 0.2).train() for _ in range(2)
+    )
     compiling.compile_layers(compiled, recipe.COMPILED)
     memory.checkpoint_layers(compiled, recipe.CHECKPOINTED)
     for chosen in (items, items[:1]):
@@ -351,7 +419,9 @@ def test_training_changes_neither_the_blank_row_nor_the_statistics(noise):
         window_gradient(model, items, [4, 4], {"tdt": 0.7, "ctc": 0.3})
         optimizer.step()
     changed = (embedding != before).any(dim=1)
-    assert not embedding[model.blank].any() and changed[1 : model.blank].all() and not changed[0]  # no text has it
+    assert (
+        not embedding[model.blank].any() and changed[1 : model.blank].all() and not changed[0]
+    )  # no text has it
     assert any(name.endswith("num_batches_tracked") for name in statistics)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, statistics[name]), name
@@ -373,19 +443,26 @@ def test_the_frozen_norm_is_batch_norm_in_evaluation():
 
 @torch.no_grad()
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_model_from_scratch_is_fitted_to_the_valid_frames_of_some_utterances(noise, monkeypatch, scaled):
+def test_a_model_from_scratch_is_fitted_to_the_valid_frames_of_some_utterances(
+    noise, monkeypatch, scaled
+):
     data, metadata = make_utterances(noise, scale_input=scaled)
     item = data.item
-    monkeypatch.setattr(data, "item", lambda *place: {**item(*place), "audio": item(*place)["audio"].double()})
+    monkeypatch.setattr(
+        data, "item", lambda *place: {**item(*place), "audio": item(*place)["audio"].double()}
+    )
     torch.manual_seed(0)
     model = recipe.make_model(metadata, None, 0.5, 0.5).double().train()
     before = model.encoder.subsampling.linear.weight.clone()
     recipe.fit_to_data(model, data, seed=1)
-    assert model.training and not any(norm.measures for norm in model.modules() if hasattr(norm, "measures"))
+    assert model.training and not any(
+        norm.measures for norm in model.modules() if hasattr(norm, "measures")
+    )
     model.eval()
 
     def inputs_of(module) -> torch.Tensor:
-        """The module's input for all utterances, each encoded alone, so that there is no padding."""
+        """The module's input for all utterances, each encoded alone, so that there is no
+        padding."""
         inputs = []
         hook = module.register_forward_pre_hook(lambda _, given: inputs.append(given[0][0]))
         for index in range(len(data)):
@@ -411,8 +488,15 @@ def test_random_branches_are_quiet_in_a_deep_model_from_scratch(noise):
     torch.manual_seed(0)
     usual = recipe.Parakeet(metadata["config"], metadata["loss"]).state_dict()
     changed = {name for name, weight in ours.items() if not torch.equal(weight, usual[name])}
-    outputs = ("feed_forward1.linear2", "self_attn.o_proj", "conv.pointwise_conv2", "feed_forward2.linear2")
-    assert changed == {f"encoder.layers.{layer}.{name}.weight" for layer in range(2) for name in outputs}
+    outputs = (
+        "feed_forward1.linear2",
+        "self_attn.o_proj",
+        "conv.pointwise_conv2",
+        "feed_forward2.linear2",
+    )
+    assert changed == {
+        f"encoder.layers.{layer}.{name}.weight" for layer in range(2) for name in outputs
+    }
     assert all(torch.allclose(ours[name] * math.sqrt(8), usual[name]) for name in changed)
 
 
@@ -426,17 +510,24 @@ def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(noise):
     apart, nothing = evaluate([recipe.collate([item]) for item in items]), evaluate([])
     assert together.keys() == apart.keys() == nothing.keys() == {"tdt", "ctc", "cer", "wer"}
     for name, (total, count) in together.items():
-        assert apart[name] == (pytest.approx(total, rel=1e-10), count) and count > 0 and nothing[name] == (0, 0)
+        assert (
+            apart[name] == (pytest.approx(total, rel=1e-10), count)
+            and count > 0
+            and nothing[name] == (0, 0)
+        )
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def test_augmentation_depends_on_seed_epoch_and_utterance_alone(noise):
     data, _ = make_utterances(noise, "--tdt_omega", "0.5")
     other = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
     wanted = [(3, 0), (1, 2), (3, 2)]
-    ours, theirs = [data.item(*place) for place in wanted], [other.item(*place) for place in reversed(wanted)]
+    ours, theirs = (
+        [data.item(*place) for place in wanted],
+        [other.item(*place) for place in reversed(wanted)],
+    )
     for a, b in zip(ours, reversed(theirs), strict=True):
         assert a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
     seeded, _ = make_utterances(noise, "--seed", "2")
@@ -447,10 +538,16 @@ def test_augmentation_depends_on_seed_epoch_and_utterance_alone(noise):
         key: torch.cat([item[key][:, 1] - item[key][:, 0] for item in ours])
         for key in ("time_masks", "frequency_masks")
     }
-    assert 0.02 < widths["time_masks"].max() <= 0.05 and 0 < widths["frequency_masks"].max() <= 27 / 16
+    assert (
+        0.02 < widths["time_masks"].max() <= 0.05 and 0 < widths["frequency_masks"].max() <= 27 / 16
+    )
     items = [data.item(index, 1) for index in range(8)]
-    assert [len(item["audio"]) / SAMPLE_RATE for item in items] == pytest.approx(data.seconds(1), abs=0.001)
-    assert {round(float(speed), 1) for speed in data.speeds(1)} <= {0.9, 1.0, 1.1} and len(set(data.speeds(1))) > 1
+    assert [len(item["audio"]) / SAMPLE_RATE for item in items] == pytest.approx(
+        data.seconds(1), abs=0.001
+    )
+    assert {round(float(speed), 1) for speed in data.speeds(1)} <= {0.9, 1.0, 1.1} and len(
+        set(data.speeds(1))
+    ) > 1
 
 
 def test_dither_is_tiny_and_an_evaluation_set_is_read_as_it_is(noise):
@@ -462,7 +559,12 @@ def test_dither_is_tiny_and_an_evaluation_set_is_read_as_it_is(noise):
         dither = (item["audio"] - plain["audio"]).double()
         assert plain["audio"].shape == item["audio"].shape == (round(SECONDS[index] * SAMPLE_RATE),)
         assert dither.std().item() == pytest.approx(1e-5, rel=0.05) and dither.abs().max() < 1e-4
-        assert item["plain"] and not plain["plain"] and "time_masks" not in plain and plain["text"] == TEXTS[index]
+        assert (
+            item["plain"]
+            and not plain["plain"]
+            and "time_masks" not in plain
+            and plain["text"] == TEXTS[index]
+        )
         path = Path(noise[0]).parent / f"{index}.wav"
         assert torch.equal(plain["audio"], read_audio(str(path), SAMPLE_RATE))
 
@@ -470,11 +572,19 @@ def test_dither_is_tiny_and_an_evaluation_set_is_read_as_it_is(noise):
 def test_the_plain_loss_is_drawn_for_a_share_of_the_utterances(noise, monkeypatch):
     monkeypatch.setattr(recipe, "read_utterance", lambda *_: torch.zeros(100))
     flags = ("--tdt_omega", "0.3", "--no_speed_perturbation")
-    data, evaluated = (make_utterances(noise, *flags, training=training)[0] for training in (True, False))
-    plain = np.array([[data.item(index, epoch)["plain"] for index in range(8)] for epoch in range(100)])
+    data, evaluated = (
+        make_utterances(noise, *flags, training=training)[0] for training in (True, False)
+    )
+    plain = np.array(
+        [[data.item(index, epoch)["plain"] for index in range(8)] for epoch in range(100)]
+    )
     assert plain.mean() == pytest.approx(0.3, abs=0.05) and plain[0].tolist() != plain[1].tolist()
-    assert plain[5].tolist() == [make_utterances(noise, *flags)[0].item(index, 5)["plain"] for index in range(8)]
-    assert not any(evaluated.item(index, epoch)["plain"] for index in range(8) for epoch in range(20))
+    assert plain[5].tolist() == [
+        make_utterances(noise, *flags)[0].item(index, 5)["plain"] for index in range(8)
+    ]
+    assert not any(
+        evaluated.item(index, epoch)["plain"] for index in range(8) for epoch in range(20)
+    )
     masked, _ = make_utterances(noise, *flags, "--no_spec_augment")
     assert plain[5].tolist() == [masked.item(index, 5)["plain"] for index in range(8)]
 
@@ -486,7 +596,11 @@ def test_masks_of_spec_augment_reach_the_features(noise):
     batch = moved(items[:1])
     unmasked = {key: value for key, value in batch.items() if not key.endswith("_masks")}
     model.encode(
-        {**batch, "time_masks": torch.tensor([[[0.5, 0.6]]]), "frequency_masks": torch.tensor([[[0.0, 0.25]]])}
+        {
+            **batch,
+            "time_masks": torch.tensor([[[0.5, 0.6]]]),
+            "frequency_masks": torch.tensor([[[0.0, 0.25]]]),
+        }
     )
     model.encode(unmasked)
     (masked, whole), frames = (x[0] for x in seen), seen[1].shape[1]
@@ -497,9 +611,12 @@ def test_masks_of_spec_augment_reach_the_features(noise):
     assert torch.equal(masked, expected) and last > first and whole.abs().min() > 0
 
 
-# --- trained, stopped and resumed ------------------------------------------------------------------------------------
+# --- trained, stopped and resumed -----------------------------------------------------------------
 
-LONG = "--max_steps 6 --save_every 1 --eval_every 3 --log_every 2 --keep_last 9 --batch_size 2 --gradient_accumulation_steps 2".split()
+LONG = (
+    "--max_steps 6 --save_every 1 --eval_every 3 --log_every 2 --keep_last 9 --batch_size 2"
+    " --gradient_accumulation_steps 2".split()
+)
 DEMO = "--from_scratch --model_size demo".split()
 
 
@@ -512,13 +629,25 @@ def manifests(konkani) -> list[str]:
 def scratch(manifests, tmp_path_factory) -> tuple[Path, str]:
     """The folder and the stdout of two updates from scratch, exported to "hf"."""
     folder = tmp_path_factory.mktemp("scratch")
-    steps = ["--save_every", "1", "--log_every", "1", "--eval_every", "1", "--learning_rate", "1e-2"]
-    return folder, ran(recipe, *manifests, *DEMO, *SHORT, *steps, "--export", folder / "hf", "--output_dir", folder)
+    steps = [
+        "--save_every",
+        "1",
+        "--log_every",
+        "1",
+        "--eval_every",
+        "1",
+        "--learning_rate",
+        "1e-2",
+    ]
+    return folder, ran(
+        recipe, *manifests, *DEMO, *SHORT, *steps, "--export", folder / "hf", "--output_dir", folder
+    )
 
 
 @pytest.fixture(scope="module")
 def best(scratch, tmp_path_factory) -> Path:
-    """Its best weights, changed so that the model writes something: several known tokens, and blanks."""
+    """Its best weights, changed so that the model writes something: several known tokens, and
+    blanks."""
     path = tmp_path_factory.mktemp("best") / "best.safetensors"
     weights = load_file(scratch[0] / "checkpoints" / path.name)
     blank = len(weights["decoder.embedding.weight"]) - 1
@@ -529,7 +658,9 @@ def best(scratch, tmp_path_factory) -> Path:
     return path
 
 
-def write_best(path: Path, source: Path, weights: dict | None = None, change: Callable = lambda metadata: None) -> None:
+def write_best(
+    path: Path, source: Path, weights: dict | None = None, change: Callable = lambda metadata: None
+) -> None:
     """Copies a best.safetensors with other weights, or with metadata that `change` has changed."""
     with safe_open(source, framework="pt") as file:
         header = file.metadata()
@@ -542,14 +673,25 @@ def released(best, tmp_path_factory) -> Path:
     """The same weights in both released forms, exported alone: "hf" and "nemo"."""
     folder = tmp_path_factory.mktemp("released")
     for form, files in (("hf", "tokenizer_config.json"), ("nemo", "made_from.json, model.nemo")):
-        flags = ["--resume", best, "--export", folder / form, "--export_format", form, "--output_dir", folder]
+        flags = [
+            "--resume",
+            best,
+            "--export",
+            folder / form,
+            "--export_format",
+            form,
+            "--output_dir",
+            folder,
+        ]
         line = ran(recipe, *flags).splitlines()[-1]
         assert line.startswith(f"exported to {folder / form}: ") and line.endswith(files)
     return folder
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm
@@ -564,16 +706,24 @@ def statistics_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_a_run_from_scratch_leaves_what_it_promises(scratch):
     folder, out = scratch
     lines = read_metrics(folder)
-    assert [line["step"] for line in lines if "eval/cer" in line] == [1, 2]  # random weights are not evaluated
+    assert [line["step"] for line in lines if "eval/cer" in line] == [
+        1,
+        2,
+    ]  # random weights are not evaluated
     terms = [line for line in lines if "train/loss" in line]
     assert len(terms) == 2
     for line in terms:
         expected = 0.7 * line["train/loss_tdt"] + 0.3 * line["train/loss_ctc"]
         assert line["train/loss"] == pytest.approx(expected) and math.isfinite(expected)
-    assert "val set, weights of the best evaluation, 4 utterances" in out and out.count("reference:") == 4
+    assert (
+        "val set, weights of the best evaluation, 4 utterances" in out
+        and out.count("reference:") == 4
+    )
     assert "exported to" in out.splitlines()[-1] and "no CTC head in the export" in out
     assert (
-        "released model, and trained model" not in out and "warning" not in out and "outside the vocabulary" not in out
+        "released model, and trained model" not in out
+        and "warning" not in out
+        and "outside the vocabulary" not in out
     )
     paths = checkpoint.list_checkpoints(folder / "checkpoints")
     after, before = (checkpoint.read(path, recipe.RECIPE)["model"] for path in paths)
@@ -588,9 +738,26 @@ def test_a_run_from_scratch_leaves_what_it_promises(scratch):
 
 def test_resume_auto_continues_and_measures_nothing(scratch, manifests, tmp_path, monkeypatch):
     folder = shutil.copytree(scratch[0], tmp_path / "copy")
-    monkeypatch.setattr(recipe, "fit_to_data", lambda *_: pytest.fail("the statistics were measured again"))
-    out = ran(recipe, *manifests, *DEMO, *SHORT, "--max_steps", "3", "--resume", "auto", "--output_dir", folder)
-    assert "resuming from" in out and "(step 2)" in out and newest(folder, recipe)["progress"]["step"] == 3
+    monkeypatch.setattr(
+        recipe, "fit_to_data", lambda *_: pytest.fail("the statistics were measured again")
+    )
+    out = ran(
+        recipe,
+        *manifests,
+        *DEMO,
+        *SHORT,
+        "--max_steps",
+        "3",
+        "--resume",
+        "auto",
+        "--output_dir",
+        folder,
+    )
+    assert (
+        "resuming from" in out
+        and "(step 2)" in out
+        and newest(folder, recipe)["progress"]["step"] == 3
+    )
     before, after = (newest(place, recipe)["model"] for place in (scratch[0], folder))
     for name, value in statistics_of(after).items():
         assert torch.equal(value, before[name]), name
@@ -601,22 +768,47 @@ def test_resume_auto_continues_and_measures_nothing(scratch, manifests, tmp_path
 def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
     released, manifests, form, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(recipe, "fit_to_data", lambda *_: pytest.fail("the statistics were measured again"))
-    path = {"hf": ["--model_dir", released / "hf"], "nemo": ["--model_file", released / "nemo" / "model.nemo"]}[form]
-    flags = [*path, "--max_steps", "1", "--export", tmp_path / "out", "--export_format", form, "--output_dir", tmp_path]
+    monkeypatch.setattr(
+        recipe, "fit_to_data", lambda *_: pytest.fail("the statistics were measured again")
+    )
+    path = {
+        "hf": ["--model_dir", released / "hf"],
+        "nemo": ["--model_file", released / "nemo" / "model.nemo"],
+    }[form]
+    flags = [
+        *path,
+        "--max_steps",
+        "1",
+        "--export",
+        tmp_path / "out",
+        "--export_format",
+        form,
+        "--output_dir",
+        tmp_path,
+    ]
     out = ran(recipe, *manifests, *flags)
     assert [line["step"] for line in read_metrics(tmp_path) if "eval/wer" in line] == [0, 1]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text())["step"] in (0, 1)
-    assert "released model, and trained model, on these utterances" in out and "learning rate 3e-05" in out
+    assert (
+        "released model, and trained model, on these utterances" in out
+        and "learning rate 3e-05" in out
+    )
     assert "warning" not in out  # neither writes capitals
     state, before = newest(tmp_path, recipe), formats.read_model(path[1])[0]
-    assert state["metadata"]["pretrained"] and state["metadata"]["config"]["ctc"] == (form == "nemo")
-    assert state["metadata"]["loss"] == {**starts.SCRATCH_LOSS, **({"reduction": "mean"} if form == "hf" else {})}
+    assert state["metadata"]["pretrained"] and state["metadata"]["config"]["ctc"] == (
+        form == "nemo"
+    )
+    assert state["metadata"]["loss"] == {
+        **starts.SCRATCH_LOSS,
+        **({"reduction": "mean"} if form == "hf" else {}),
+    }
     kept = [name for name, value in state["model"].items() if torch.equal(value, before[name])]
     assert set(statistics_of(before)) <= set(kept) and len(kept) < len(before) / 2
     best = checkpoint.read_weights(tmp_path / "checkpoints" / "best.safetensors", recipe.RECIPE)[0]
     after = formats.read_model(tmp_path / "out")[0]
-    assert after.keys() == best.keys() and all(torch.equal(after[name], best[name]) for name in after)
+    assert after.keys() == best.keys() and all(
+        torch.equal(after[name], best[name]) for name in after
+    )
 
 
 def test_transformers_loads_an_export_and_decodes_it_alike(transformers, best, released, konkani):
@@ -636,9 +828,13 @@ def test_transformers_loads_an_export_and_decodes_it_alike(transformers, best, r
         features = ours.log_mel(waveform[None], length, len(waveform) // 160)
         output = model.generate(features, return_dict_in_generate=True, max_new_tokens=2000)
     blank = metadata["config"]["vocabulary"]
-    assert [t for t in output.sequences[0].tolist() if t != blank] == [token.piece for token in tokens] and tokens
+    assert [t for t in output.sequences[0].tolist() if t != blank] == [
+        token.piece for token in tokens
+    ] and tokens
     tokenizer = transformers.AutoTokenizer.from_pretrained(released / "hf")
-    text = make_tokenizer(metadata["tokenizer"], blank).decode(token.piece for token in tokens).strip()
+    text = (
+        make_tokenizer(metadata["tokenizer"], blank).decode(token.piece for token in tokens).strip()
+    )
     assert tokenizer.decode([token.piece for token in tokens], group_tokens=False).strip() == text
     for flags in (
         ["--resume", best],
@@ -649,7 +845,10 @@ def test_transformers_loads_an_export_and_decodes_it_alike(transformers, best, r
 
 
 def test_another_style_of_the_training_texts_is_a_warning(released, konkani, json_lines, tmp_path):
-    rows = [json.loads(line) for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines()[:6]]
+    rows = [
+        json.loads(line)
+        for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines()[:6]
+    ]
     for number, row in enumerate(rows):
         row["audio_filepath"] = str(Path(konkani["train"]).parent / row["audio_filepath"])
         row["text"] = row["text"] + (", Yes." if number % 2 else "")
@@ -665,19 +864,33 @@ def test_another_style_of_the_training_texts_is_a_warning(released, konkani, jso
         tmp_path,
     ]
     out = ran(recipe, *flags, "--model_dir", released / "hf")
-    rest = "0 % of the model's texts and in 50 % of the training texts: error rates rise while the model learns another style"
+    rest = (
+        "0 % of the model's texts and in 50 % of the training texts: error rates rise while the"
+        " model learns another style"
+    )
     assert [line for line in out.splitlines() if line.startswith("warning")] == [
-        f"warning: capitals are in {rest}", f"warning: punctuation is in {rest}",
-    ]  # fmt: skip
+        f"warning: capitals are in {rest}",
+        f"warning: punctuation is in {rest}",
+    ]
     assert "50.0 % of the training texts hold characters outside the vocabulary" in out
-    again = ran(recipe, *flags, "--model_dir", released / "hf", "--max_steps", "2", "--resume", "auto")
+    again = ran(
+        recipe, *flags, "--model_dir", released / "hf", "--max_steps", "2", "--resume", "auto"
+    )
     assert "resuming from" in again and "warning" not in again
 
 
 @pytest.fixture(scope="module")
 def tuning(released, manifests) -> list:
     """The flags of a run of six updates from released weights."""
-    return [*manifests, "--model_dir", released / "hf", *LONG, "--gradient_checkpointing", "--resume", "auto"]
+    return [
+        *manifests,
+        "--model_dir",
+        released / "hf",
+        *LONG,
+        "--gradient_checkpointing",
+        "--resume",
+        "auto",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -689,7 +902,8 @@ def reference(tuning, tmp_path_factory) -> Path:
 
 
 def assert_same_end(folder: Path, reference: Path) -> None:
-    """That the run in `folder` has the weights and the evaluations of the one that nothing has stopped."""
+    """That the run in `folder` has the weights and the evaluations of the one that nothing has
+    stopped."""
     runs.assert_same_state(newest(folder, recipe), newest(reference, recipe))
     assert [line["step"] for line in read_metrics(folder) if "eval/wer" in line] == [0, 3, 6]
 
@@ -710,8 +924,12 @@ os.replace = killed
     assert_same_end(tmp_path, reference)
 
 
-def test_terminated_in_mid_epoch_and_resumed_it_ends_with_the_same_bits(reference, tuning, tmp_path):
-    process = runs.start(runs.command(recipe, *tuning), tmp_path, runs.signal_after(2, signal.SIGTERM))
+def test_terminated_in_mid_epoch_and_resumed_it_ends_with_the_same_bits(
+    reference, tuning, tmp_path
+):
+    process = runs.start(
+        runs.command(recipe, *tuning), tmp_path, runs.signal_after(2, signal.SIGTERM)
+    )
     _, err = process.communicate()
     assert process.returncode == 143 and "stopped by SIGTERM: step 2 is saved" in err, err
     assert "(step 2)" in ran(recipe, *tuning, "--output_dir", tmp_path)
@@ -728,15 +946,25 @@ def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
     ]
     ran(recipe, *flags, "--gradient_accumulation_steps", "2", "--output_dir", tmp_path / "one")
     (tmp_path / "two").mkdir()
-    ranks = runs.start_ranks(runs.command(recipe, *flags, "--dataloader_num_workers", "0"), tmp_path / "two")
+    ranks = runs.start_ranks(
+        runs.command(recipe, *flags, "--dataloader_num_workers", "0"), tmp_path / "two"
+    )
     (out, err), (other, other_err) = (process.communicate() for process in ranks)
     assert [process.returncode for process in ranks] == [0, 0], err + other_err
-    assert other == "" and out.count("evaluation at step") == 2 and out.count("released model, and trained model") == 1
+    assert (
+        other == ""
+        and out.count("evaluation at step") == 2
+        and out.count("released model, and trained model") == 1
+    )
     one, two = (newest(tmp_path / name, recipe) for name in ("one", "two"))
-    assert two["progress"]["utterances"] == one["progress"]["utterances"] == 6 and len(two["rng"]) == 2
+    assert (
+        two["progress"]["utterances"] == one["progress"]["utterances"] == 6 and len(two["rng"]) == 2
+    )
     start = formats.read_model(released / "hf")[0]
     moved, apart = (
-        torch.cat([(weight - other[name]).double().flatten() for name, weight in one["model"].items()]).norm()
+        torch.cat(
+            [(weight - other[name]).double().flatten() for name, weight in one["model"].items()]
+        ).norm()
         for other in (start, two["model"])
     )
     assert moved > 0.1 and apart <= 1e-2 * moved
@@ -751,26 +979,44 @@ def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("", {"tdt": 0.7, "ctc": 0.3}), ("--ctc_weight 0", {"tdt": 1.0}), ("--ctc_weight 0.1", {"tdt": 0.9, "ctc": 0.1})],
+    [
+        ("", {"tdt": 0.7, "ctc": 0.3}),
+        ("--ctc_weight 0", {"tdt": 1.0}),
+        ("--ctc_weight 0.1", {"tdt": 0.9, "ctc": 0.1}),
+    ],
 )
 def test_the_share_of_the_ctc_head(noise, line, expected):
     args = runs.parse(recipe, "--train_manifest", noise[0], *DEMO, *line.split())
     start = recipe.resolve(args)
     metadata, _ = starts.choose(start, None, lambda: TEXTS, recipe.RECIPE)
-    assert recipe.loss_weights(metadata) == expected and metadata["config"]["ctc"] == ("ctc" in expected)
+    assert recipe.loss_weights(metadata) == expected and metadata["config"]["ctc"] == (
+        "ctc" in expected
+    )
 
 
-def test_a_run_that_names_another_model_than_its_checkpoint_is_refused(released, manifests, tmp_path):
+def test_a_run_that_names_another_model_than_its_checkpoint_is_refused(
+    released, manifests, tmp_path
+):
     """Also if the shapes are equal and the vocabularies are not, and before the data are read."""
     flags = [*manifests, *SHORT, "--output_dir", tmp_path]
     ran(recipe, *flags, "--model_dir", released / "hf", "--max_steps", "1")
     weights, config, extras = formats.read_model(released / "hf")
-    other = {**extras, "source": {}, "tokenizer": {"sentencepiece": other_vocabulary(config["vocabulary"]).hex()}}
+    other = {
+        **extras,
+        "source": {},
+        "tokenizer": {"sentencepiece": other_vocabulary(config["vocabulary"]).hex()},
+    }
     formats.export(tmp_path / "other", "hf", weights, config, other)
     _, line = refused(recipe, *flags, "--model_dir", tmp_path / "other", "--resume", "auto")
     assert "another shape or vocabulary" in line
     status, out, _ = run(
-        recipe, *flags, "--resume", "auto", "--model_file", released / "nemo" / "model.nemo", "--from_scratch"
+        recipe,
+        *flags,
+        "--resume",
+        "auto",
+        "--model_file",
+        released / "nemo" / "model.nemo",
+        "--from_scratch",
     )
     assert status == 2 and "train set" not in out
 
@@ -780,7 +1026,9 @@ def other_vocabulary(size: int) -> bytes:
     return pad_pieces(train_tokenizer(texts, "bpe", min(size, 20)).model, size)
 
 
-def test_a_run_starts_from_the_weights_and_the_vocabulary_of_an_earlier_one(scratch, manifests, tmp_path):
+def test_a_run_starts_from_the_weights_and_the_vocabulary_of_an_earlier_one(
+    scratch, manifests, tmp_path
+):
     best = scratch[0] / "checkpoints" / "best.safetensors"
     out = ran(recipe, *manifests, *SHORT, "--init_from", best, "--output_dir", tmp_path)
     assert "initialised" in out and "; new: " not in out
@@ -792,41 +1040,71 @@ def test_a_run_starts_from_the_weights_and_the_vocabulary_of_an_earlier_one(scra
 
 
 def test_weights_of_other_data_are_not_used_with_the_demo_corpus(scratch, released, tmp_path):
-    _, line = refused(recipe, "--evaluate", "--model_dir", released / "hf", "--output_dir", tmp_path)
+    _, line = refused(
+        recipe, "--evaluate", "--model_dir", released / "hf", "--output_dir", tmp_path
+    )
     assert "trained on other data than the demo corpus" in line
     newest_of = checkpoint.list_checkpoints(scratch[0] / "checkpoints")[0]
     _, line = refused(recipe, "--resume", newest_of, "--output_dir", tmp_path)
     assert "trained on other data than the demo corpus" in line
 
 
-# --- evaluated and transcribed ---------------------------------------------------------------------------------------
+# --- evaluated and transcribed --------------------------------------------------------------------
 
 
 def test_the_results_again_from_the_weights_alone(scratch, manifests, konkani, tmp_path):
     best = scratch[0] / "checkpoints" / "best.safetensors"
-    again = ran(recipe, *manifests, "--evaluate", "--resume", best, "--output_dir", tmp_path / "same")
-    alone = ran(
-        recipe, "--evaluate", "--test_manifest", konkani["val"], "--resume", best, "--output_dir", tmp_path / "alone"
+    again = ran(
+        recipe, *manifests, "--evaluate", "--resume", best, "--output_dir", tmp_path / "same"
     )
-    assert "val set, the weights named, 4 utterances" in again and "test set, the weights named, 4 utterances" in alone
-    assert error_lines(scratch[1]) == error_lines(again) == error_lines(alone) and len(error_lines(again)) == 2
+    alone = ran(
+        recipe,
+        "--evaluate",
+        "--test_manifest",
+        konkani["val"],
+        "--resume",
+        best,
+        "--output_dir",
+        tmp_path / "alone",
+    )
+    assert (
+        "val set, the weights named, 4 utterances" in again
+        and "test set, the weights named, 4 utterances" in alone
+    )
+    assert (
+        error_lines(scratch[1]) == error_lines(again) == error_lines(alone)
+        and len(error_lines(again)) == 2
+    )
     assert len((tmp_path / "alone" / "logs" / "transcripts.jsonl").read_text().splitlines()) == 4
     assert "demo corpus" not in alone and not list((tmp_path / "alone").glob("checkpoints/*"))
 
 
 def test_a_released_model_is_evaluated_without_training(released, manifests, tmp_path):
-    out = ran(recipe, *manifests, "--evaluate", "--model_dir", released / "hf", "--output_dir", tmp_path)
-    assert "val set, the weights named, 4 utterances" in out and "released model, and trained model" not in out
+    out = ran(
+        recipe, *manifests, "--evaluate", "--model_dir", released / "hf", "--output_dir", tmp_path
+    )
+    assert (
+        "val set, the weights named, 4 utterances" in out
+        and "released model, and trained model" not in out
+    )
 
 
-def test_transcripts_have_words_and_segments_and_long_files_are_cut(best, konkani, silence, tmp_path):
-    pieces = [soundfile.read(path)[0] for path in sorted((Path(konkani["val"]).parent / "audio").glob("val_*"))]
+def test_transcripts_have_words_and_segments_and_long_files_are_cut(
+    best, konkani, silence, tmp_path
+):
+    pieces = [
+        soundfile.read(path)[0]
+        for path in sorted((Path(konkani["val"]).parent / "audio").glob("val_*"))
+    ]
     long = np.concatenate([np.concatenate([piece, np.zeros(8000)]) for piece in pieces * 3])
     soundfile.write(tmp_path / "long.flac", long, 22050)
     soundfile.write(tmp_path / "short.wav", pieces[0], 22050)
     files = [tmp_path / "long.flac", tmp_path / "short.wav", silence]
     ran(recipe, "--transcribe", *files, "--resume", best, "--output", tmp_path / "out.jsonl")
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     longest = checkpoint.read_weights(best, recipe.RECIPE)[1]["longest"]
     assert [Path(row["file"]).name for row in rows] == ["long.flac", "short.wav", "silence.wav"]
     assert len(rows[0]["pieces"]) > 3 and len(rows[1]["pieces"]) == 1
@@ -838,33 +1116,59 @@ def test_transcripts_have_words_and_segments_and_long_files_are_cut(best, konkan
         for name in ("words", "segments"):
             assert row[name] and " ".join(part["text"] for part in row[name]) == row["text"]
             times = [(part["start"], part["end"]) for part in row[name]]
-            assert times == sorted(times) and all(0 <= start <= end <= row["seconds"] + 0.4 for start, end in times)
+            assert times == sorted(times) and all(
+                0 <= start <= end <= row["seconds"] + 0.4 for start, end in times
+            )
         assert len(row["segments"]) >= len([piece for piece in row["pieces"] if piece["text"]])
     assert rows[0]["words"][-1]["start"] >= rows[0]["pieces"][-1]["start"] > longest
     assert rows[2]["text"] == "" and not rows[2].get("words")
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 MISTAKES = [  # flags, a part of the message
     ("--model_dir {nemo}", "--model_dir {nemo}: it is a file: use --model_file"),
     ("--model_file {hf}", "--model_file {hf}: it is a folder: use --model_dir"),
-    ("--model_file {nemo} --model_dir {hf}", "--model_dir and --model_file: both say where the model starts"),
-    ("--model_size 110m --model_file {nemo}", "--model_file and --model_size: a released model has its own shape"),
-    ("--vocab_size 500 --model_dir {hf}", "--model_dir and --vocab_size: a released model has its own vocabulary"),
-    ("--from_scratch --model_dir {hf}", "--model_dir and --from_scratch: the second starts without released weights"),
+    (
+        "--model_file {nemo} --model_dir {hf}",
+        "--model_dir and --model_file: both say where the model starts",
+    ),
+    (
+        "--model_size 110m --model_file {nemo}",
+        "--model_file and --model_size: a released model has its own shape",
+    ),
+    (
+        "--vocab_size 500 --model_dir {hf}",
+        "--model_dir and --vocab_size: a released model has its own vocabulary",
+    ),
+    (
+        "--from_scratch --model_dir {hf}",
+        "--model_dir and --from_scratch: the second starts without released weights",
+    ),
     ("--export_format nemo --model_dir {hf}", "--export_format goes with --export"),
     ("--ctc_weight 0.3 --model_dir {hf}", "--ctc_weight 0.3: the model has no CTC head"),
-    ("--model_file {here}/gone.nemo", "{here}/gone.nemo: no such file or folder, and nothing is downloaded here"),
-    ("--model_dir {here}/gone", "{here}/gone: no such file or folder, and nothing is downloaded here"),
+    (
+        "--model_file {here}/gone.nemo",
+        "{here}/gone.nemo: no such file or folder, and nothing is downloaded here",
+    ),
+    (
+        "--model_dir {here}/gone",
+        "{here}/gone: no such file or folder, and nothing is downloaded here",
+    ),
     ("--model_file {damaged}", "{damaged} is not a .nemo archive, or damaged or cut short"),
     ("--model_dir {here}/..", "holds no config.json"),
     (
         "--from_scratch --resume {tuned}",
         "--from_scratch (the checkpoint's model began from released weights) conflicts",
     ),
-    ("--model_dir {hf} --resume {saved}", "--model_dir {hf} (the checkpoint's model began from scratch) conflicts"),
-    ("--model_size 110m --resume {saved}", "--model_size 110m (the checkpoint has 16 wide, 2 layers) conflicts"),
+    (
+        "--model_dir {hf} --resume {saved}",
+        "--model_dir {hf} (the checkpoint's model began from scratch) conflicts",
+    ),
+    (
+        "--model_size 110m --resume {saved}",
+        "--model_size 110m (the checkpoint has 16 wide, 2 layers) conflicts",
+    ),
     ("--vocab_size 500 --resume {saved}", "--vocab_size 500 (the checkpoint has "),
     ("--loss_reduction sum --model_dir {hf}", "argument --loss_reduction: invalid choice: 'sum'"),
     ("--tdt_omega 2 --model_dir {hf}", "argument --tdt_omega: 2 is out of range"),
@@ -872,9 +1176,15 @@ MISTAKES = [  # flags, a part of the message
     ("--export {both} --model_dir {hf}", "--export {both}: it holds files that are not replaced"),
     (
         "",
-        "training needs a model to start from: add --model_dir DIR (Hugging Face), --model_file model.nemo (NVIDIA), or --from_scratch",
+        (
+            "training needs a model to start from: add --model_dir DIR (Hugging Face), --model_file"
+            " model.nemo (NVIDIA), or --from_scratch"
+        ),
     ),
-    ("--resume auto", "there is no checkpoint to resume from, and nothing says where the model starts"),
+    (
+        "--resume auto",
+        "there is no checkpoint to resume from, and nothing says where the model starts",
+    ),
 ]
 
 
@@ -884,7 +1194,9 @@ def places(scratch, released, reference, tmp_path_factory) -> dict[str, str]:
     damaged = tmp_path_factory.mktemp("damaged") / "model.nemo"
     raw = (released / "nemo" / "model.nemo").read_bytes()
     damaged.write_bytes(raw[: len(raw) // 2])
-    saved, tuned = (checkpoint.list_checkpoints(folder / "checkpoints")[0] for folder in (scratch[0], reference))
+    saved, tuned = (
+        checkpoint.list_checkpoints(folder / "checkpoints")[0] for folder in (scratch[0], reference)
+    )
     paths = {
         "both": released,
         "nemo": released / "nemo" / "model.nemo",
@@ -897,7 +1209,9 @@ def places(scratch, released, reference, tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES)
-def test_mistakes_are_answered_in_one_line_before_anything_is_trained(line, message, places, manifests, tmp_path):
+def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
+    line, message, places, manifests, tmp_path
+):
     line, message = (text.format(here=tmp_path, **places) for text in (line, message))
     status, err = refused(recipe, *manifests, *line.split(), "--output_dir", tmp_path)
     assert status == 2 and message in err, err
@@ -922,7 +1236,9 @@ DAMAGE = {  # what is changed in the metadata of best.safetensors, and a part of
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damaged_metadata_are_named_before_a_model_is_made(case, best, manifests, tmp_path, monkeypatch):
+def test_damaged_metadata_are_named_before_a_model_is_made(
+    case, best, manifests, tmp_path, monkeypatch
+):
     place, value, message = DAMAGE[case]
     *folders, name = place
 
@@ -932,7 +1248,9 @@ def test_damaged_metadata_are_named_before_a_model_is_made(case, best, manifests
     write_best(tmp_path / "best.safetensors", best, change=change)
     monkeypatch.setattr(recipe, "make_model", lambda *_: pytest.fail("a model was made"))
     for use in ([*manifests, "--evaluate"], ["--export", tmp_path / "x"]):
-        status, err = refused(recipe, *use, "--resume", tmp_path / "best.safetensors", "--output_dir", tmp_path)
+        status, err = refused(
+            recipe, *use, "--resume", tmp_path / "best.safetensors", "--output_dir", tmp_path
+        )
         assert status == 2 and message in err, err
 
 
@@ -940,9 +1258,21 @@ def test_a_model_whose_loss_is_a_sum_needs_a_reduction(released, manifests, tmp_
     weights, config, extras = formats.read_model(released / "nemo" / "model.nemo")
     extras["loss"]["reduction"] = "sum"
     formats.export(tmp_path / "sum", "nemo", weights, config, extras)
-    flags = [*manifests, "--model_file", tmp_path / "sum" / "model.nemo", "--max_steps", "1", "--output_dir", tmp_path]
+    flags = [
+        *manifests,
+        "--model_file",
+        tmp_path / "sum" / "model.nemo",
+        "--max_steps",
+        "1",
+        "--output_dir",
+        tmp_path,
+    ]
     status, err = refused(recipe, *flags)
-    assert status == 2 and "the model's loss reduction is 'sum'" in err and "choose a --loss_reduction" in err
+    assert (
+        status == 2
+        and "the model's loss reduction is 'sum'" in err
+        and "choose a --loss_reduction" in err
+    )
     ran(recipe, *flags, "--loss_reduction", "mean_volume")
     assert newest(tmp_path, recipe)["metadata"]["loss"]["reduction"] == "mean_volume"
 
@@ -951,11 +1281,19 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(released, best, manifests
     tuned = len(starts.formats.read_model(released / "hf")[0])
     for flags in (
         ["--model_dir", released / "hf"],
-        ["--model_file", released / "nemo" / "model.nemo", *manifests, "--export", tmp_path / "export"],
+        [
+            "--model_file",
+            released / "nemo" / "model.nemo",
+            *manifests,
+            "--export",
+            tmp_path / "export",
+        ],
         ["--init_from", best, *manifests],
     ):
         model = planned(recipe, *flags, "--output_dir", tmp_path).model
         assert len(model.state_dict()) in (tuned, tuned + 2)  # Hugging Face's form has no CTC head
     assert not list(tmp_path.iterdir())
-    model = planned(recipe, "--from_scratch", "--model_size", "0.6b", "--output_dir", tmp_path).model
+    model = planned(
+        recipe, "--from_scratch", "--model_size", "0.6b", "--output_dir", tmp_path
+    ).model
     assert optim.count_parameters(model) == (627_008_134, 627_008_134)

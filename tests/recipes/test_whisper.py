@@ -1,4 +1,5 @@
-"""Both Whisper recipes' command lines on tiny models: demos, fine-tuning, resuming, export, transcribing, and mistakes."""
+"""Both Whisper recipes' command lines on tiny models: demos, fine-tuning, resuming, export,
+transcribing, and mistakes."""
 
 import functools
 import json
@@ -47,24 +48,39 @@ def data(spoken):
 
 @pytest.fixture(scope="module")
 def released(spoken, tmp_path_factory):
-    """A random model in both released forms: a Hugging Face folder as transformers saves it, and OpenAI's base.pt."""
+    """A random model in both released forms: a Hugging Face folder as transformers saves it, and
+    OpenAI's base.pt."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("released")
-    texts = [json.loads(line)["text"] for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()]
+    texts = [
+        json.loads(line)["text"]
+        for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
+    ]
     tokenizer = train_bpe(texts, 300, "vi")
     config = formats.shape(16, (1, 1), 2, vocabulary=tokenizer.size)
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos)
     torch.manual_seed(0)
     settings = transformers.WhisperConfig(
-        **config, **special, decoder_start_token_id=tokenizer.start, suppress_tokens=None, begin_suppress_tokens=None
+        **config,
+        **special,
+        decoder_start_token_id=tokenizer.start,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
     )
     model = transformers.WhisperForConditionalGeneration(settings)
     model.save_pretrained(folder / "hf")
     tokenizer.save(folder / "hf")
     (folder / "openai").mkdir()
     tokenizer.save(folder / "openai")
-    weights = {name.removeprefix("model."): w for name, w in model.state_dict().items() if name != "proj_out.weight"}
-    content = {"dims": formats.config_to_dims(config), "model_state_dict": formats.hf_to_openai(weights)}
+    weights = {
+        name.removeprefix("model."): w
+        for name, w in model.state_dict().items()
+        if name != "proj_out.weight"
+    }
+    content = {
+        "dims": formats.config_to_dims(config),
+        "model_state_dict": formats.hf_to_openai(weights),
+    }
     torch.save(content, folder / "openai" / "base.pt")
     (folder / "alone").mkdir()
     torch.save(content, folder / "alone" / "base.pt")
@@ -76,7 +92,9 @@ def released(spoken, tmp_path_factory):
 def morse_demo(tmp_path_factory):
     """The folder and the stdout of a Morse demo of two updates."""
     folder = tmp_path_factory.mktemp("morse demo")
-    return folder, ran(morse, *TINY, *SHORT, *CLIPS, "--output_dir", folder, "--export", folder / "exported")
+    return folder, ran(
+        morse, *TINY, *SHORT, *CLIPS, "--output_dir", folder, "--export", folder / "exported"
+    )
 
 
 @pytest.fixture
@@ -85,19 +103,28 @@ def morse_copy(morse_demo, tmp_path):
     return shutil.copytree(morse_demo[0], tmp_path / "copy")
 
 
-# --- demos -----------------------------------------------------------------------------------------------------------
+# --- demos ----------------------------------------------------------------------------------------
 
 
 def test_the_morse_demo_and_what_it_leaves(morse_demo):
     folder, out = morse_demo
-    assert "test set, " in out and ", 3 clips" in out and out.count("reference:") == 3 and "callsigns" in out
+    assert (
+        "test set, " in out
+        and ", 3 clips" in out
+        and out.count("reference:") == 3
+        and "callsigns" in out
+    )
     tables = json.loads((folder / "logs" / "evaluation.json").read_text(encoding="utf-8"))
     assert set(tables) == {"all", "condition", "contest", "sample type", "speed", "SNR"}
     assert tables["all"]["all"]["samples"] == 3 and set(tables["condition"]) == {"demo"}
     assert tables["all"]["all"]["cer"] is not None
-    assert {"best.safetensors", "best.json"} <= {path.name for path in (folder / "checkpoints").iterdir()}
+    assert {"best.safetensors", "best.json"} <= {
+        path.name for path in (folder / "checkpoints").iterdir()
+    }
     exported = folder / "exported"
-    assert {"model.safetensors", "model.pt", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
+    assert {"model.safetensors", "model.pt", "tokenizer.json"} <= {
+        path.name for path in exported.iterdir()
+    }
     generation = json.loads((exported / "generation_config.json").read_text())
     assert generation["suppress_tokens"] == generation["begin_suppress_tokens"] == []
     *_, memory_line, export_line = out.splitlines()
@@ -105,9 +132,23 @@ def test_the_morse_demo_and_what_it_leaves(morse_demo):
 
 
 def test_a_longer_run_continues_the_demo_and_exports_over_its_own(morse_copy):
-    flags = [*TINY, *SHORT, *CLIPS, "--max_steps", "3", "--resume", "auto", "--output_dir", morse_copy]
+    flags = [
+        *TINY,
+        *SHORT,
+        *CLIPS,
+        "--max_steps",
+        "3",
+        "--resume",
+        "auto",
+        "--output_dir",
+        morse_copy,
+    ]
     out = ran(morse, *flags, "--export", morse_copy / "exported")
-    assert "resuming from" in out and "exported to" in out and newest(morse_copy, morse)["progress"]["step"] == 3
+    assert (
+        "resuming from" in out
+        and "exported to" in out
+        and newest(morse_copy, morse)["progress"]["step"] == 3
+    )
 
 
 def test_the_auxiliary_loss_may_end_before_the_run(morse_copy):
@@ -116,21 +157,31 @@ def test_the_auxiliary_loss_may_end_before_the_run(morse_copy):
     paths = checkpoint.list_checkpoints(morse_copy / "checkpoints")
     after, before = (checkpoint.read(path, morse.RECIPE)["model"] for path in paths)
     assert "(step 2)" in out and torch.equal(before["ctc_head.weight"], after["ctc_head.weight"])
-    assert not torch.equal(before["decoder.embed_tokens.weight"], after["decoder.embed_tokens.weight"])
+    assert not torch.equal(
+        before["decoder.embed_tokens.weight"], after["decoder.embed_tokens.weight"]
+    )
 
 
 def test_the_morse_results_again_from_the_weights_alone(morse_demo, tmp_path):
     folder, out = morse_demo
     best = folder / "checkpoints" / "best.safetensors"
-    again = ran(morse, "--evaluate", "--eval_clips", "3", "--resume", best, "--output_dir", tmp_path)
+    again = ran(
+        morse, "--evaluate", "--eval_clips", "3", "--resume", best, "--output_dir", tmp_path
+    )
     assert error_lines(again) == error_lines(out) and len(error_lines(out)) == 2
-    assert (tmp_path / "logs" / "evaluation.json").read_text() == (folder / "logs" / "evaluation.json").read_text()
+    assert (tmp_path / "logs" / "evaluation.json").read_text() == (
+        folder / "logs" / "evaluation.json"
+    ).read_text()
 
 
 def test_the_vietnamese_demo_and_its_results_again(tmp_path, monkeypatch):
     monkeypatch.setattr(vietnamese, "DEMO_SIZES", {"train": 12, "val": 2, "test": 3})
     out = ran(vietnamese, *TINY, *SHORT, "--output_dir", tmp_path)
-    assert "demo corpus: 17 utterances" in out and ", 3 utterances, decoding" in out and out.count("reference:") == 3
+    assert (
+        "demo corpus: 17 utterances" in out
+        and ", 3 utterances, decoding" in out
+        and out.count("reference:") == 3
+    )
     assert out.splitlines()[-1].startswith("memory: peak ")
     assert len((tmp_path / "logs" / "transcripts.jsonl").read_text().splitlines()) == 3
     assert newest(tmp_path, vietnamese)["metadata"]["config"]["vocab_size"] <= 320
@@ -138,13 +189,16 @@ def test_the_vietnamese_demo_and_its_results_again(tmp_path, monkeypatch):
     assert error_lines(again) == error_lines(out) and len(error_lines(out)) == 2
 
 
-# --- stopped and resumed ---------------------------------------------------------------------------------------------
+# --- stopped and resumed --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def long(recipe, data) -> list[str]:
     """The flags of a run of four updates."""
-    steps = "--max_steps 4 --batch_size 2 --gradient_accumulation_steps 2 --log_every 1 --eval_every 4 --save_every 0"
+    steps = (
+        "--max_steps 4 --batch_size 2 --gradient_accumulation_steps 2 --log_every 1 --eval_every 4"
+        " --save_every 0"
+    )
     source = [*CLIPS, "--eval_clips", "1"] if recipe is morse else data[:4]  # without a test set
     return [*source, *TINY, *steps.split(), "--from_scratch", "--spec_augment", "--dropout", "0.1"]
 
@@ -162,7 +216,9 @@ def stopped(recipe, long, tmp_path) -> Path:
 
 
 @BOTH
-def test_stopped_by_a_signal_and_resumed_it_ends_with_the_same_bits(recipe, long, stopped, tmp_path, monkeypatch):
+def test_stopped_by_a_signal_and_resumed_it_ends_with_the_same_bits(
+    recipe, long, stopped, tmp_path, monkeypatch
+):
     monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)  # weights are compared, not texts
     ran(recipe, *long, "--output_dir", tmp_path / "whole")
     assert "(step 3)" in ran(recipe, *long, "--resume", "auto", "--output_dir", stopped)
@@ -170,13 +226,15 @@ def test_stopped_by_a_signal_and_resumed_it_ends_with_the_same_bits(recipe, long
     runs.assert_same_state(newest(tmp_path / "whole", recipe), newest(stopped, recipe))
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def make_utterances(recipe, spoken, *flags, training: bool = True):
     """The training set as a recipe's main makes it, and the metadata of a tiny model."""
     source = CLIPS if recipe is morse else data_flags(spoken)
-    args = runs.parse(recipe, *TINY, *source, "--from_scratch", "--spec_augment", "--pad_share", "0.3", *flags)
+    args = runs.parse(
+        recipe, *TINY, *source, "--from_scratch", "--spec_augment", "--pad_share", "0.3", *flags
+    )
     asked, sets = recipe.resolve(args), recipe.read_sets(args, None)
     clips = sets["train"]
     if recipe is morse:
@@ -205,17 +263,30 @@ def test_augmentation_depends_on_seed_epoch_and_utterance_alone(recipe, spoken, 
     items = [data.item(index, 1) for index in range(len(data))]
     padded = [len(item["audio"]) == 6 * SAMPLE_RATE for item in items]
     assert padded == data.padded(1).tolist() and any(padded) and not all(padded)
-    assert [len(item["audio"]) / SAMPLE_RATE for item in items] == pytest.approx(data.seconds(1), abs=0.001)
+    assert [len(item["audio"]) / SAMPLE_RATE for item in items] == pytest.approx(
+        data.seconds(1), abs=0.001
+    )
     evaluated, _ = make_utterances(recipe, spoken, *flags, training=False)
     items = [evaluated.item(index, 1) for index in range(len(evaluated))]
     assert all("time_masks" not in item and len(item["audio"]) == item["heard"] for item in items)
 
 
 def test_a_written_data_set_is_trained_on_and_evaluated(tmp_path):
-    made = ["--write_dataset", tmp_path / "set", 20, "--clip_seconds", 2, "--conditions", "clean", "wide"]
+    made = [
+        "--write_dataset",
+        tmp_path / "set",
+        20,
+        "--clip_seconds",
+        2,
+        "--conditions",
+        "clean",
+        "wide",
+    ]
     assert "data set: 20 clips" in ran(morse, *made, "--output_dir", tmp_path)
     header = (tmp_path / "set" / "metadata.csv").read_text(encoding="utf-8").splitlines()[0]
-    assert header.startswith("id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only")
+    assert header.startswith(
+        "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only"
+    )
     flags = ["--data_dir", tmp_path / "set", "--output_dir", tmp_path]
     ran(morse, *flags, "--from_scratch", *TINY, *SHORT, "--speed_perturbation")
     path = tmp_path / "logs" / "evaluation.json"
@@ -228,41 +299,61 @@ def test_a_written_data_set_is_trained_on_and_evaluated(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_a_data_set_is_written_leaves_nothing(number, tmp_path):
-    """It goes to the whole process group, as from a terminal, but only the main process acts on it."""
+    """It goes to the whole process group, as from a terminal, but only the main process acts on
+    it."""
     made = ["--write_dataset", "set", 4000, "--clip_seconds", 1, "--dataloader_num_workers", 2]
     process = runs.start(runs.command(morse, *made), tmp_path)
     runs.wait_until(process, lambda: list(tmp_path.glob(".set.*.tmp/audio/*.wav")))
     os.killpg(process.pid, number)
     _, err = process.communicate()
-    assert process.returncode == 128 + number and err.count("\n") == 1 and not list(tmp_path.iterdir()), err
+    assert (
+        process.returncode == 128 + number and err.count("\n") == 1 and not list(tmp_path.iterdir())
+    ), err
 
 
 def test_long_recordings_are_cut_by_their_segments_or_rejected(spoken, tmp_path):
-    rows = [json.loads(line) for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
+    ]
     pieces, segments, now = [], [], 0.0
     for row in rows * 4:
-        samples = read_audio(str(Path(spoken["train"]).parent / row["audio_filepath"]), SAMPLE_RATE).numpy()
+        samples = read_audio(
+            str(Path(spoken["train"]).parent / row["audio_filepath"]), SAMPLE_RATE
+        ).numpy()
         seconds = len(samples) / SAMPLE_RATE
-        segments.append({"start": round(now, 3), "end": round(now + seconds, 3), "text": row["text"]})
+        segments.append(
+            {"start": round(now, 3), "end": round(now + seconds, 3), "text": row["text"]}
+        )
         pieces.append(samples)
         now += seconds
     soundfile.write(tmp_path / "long.wav", np.concatenate(pieces), SAMPLE_RATE)
     assert now > 31
     manifest = tmp_path / "long.json"
-    manifest.write_text(json.dumps({"audio_filepath": "long.wav", "segments": segments}, ensure_ascii=False) + "\n")
-    flags = ["--train_manifest", manifest, "--val_manifest", spoken["val"], "--from_scratch", *TINY, *SHORT]
+    manifest.write_text(
+        json.dumps({"audio_filepath": "long.wav", "segments": segments}, ensure_ascii=False) + "\n"
+    )
+    flags = [
+        "--train_manifest",
+        manifest,
+        "--val_manifest",
+        spoken["val"],
+        "--from_scratch",
+        *TINY,
+        *SHORT,
+    ]
     status, err = refused(vietnamese, *flags, "--output_dir", tmp_path)
     assert status == 1 and "--use_chunking" in err
     ran(vietnamese, *flags, "--use_chunking", "--max_duration", "12", "--output_dir", tmp_path)
     assert 6 < newest(tmp_path, vietnamese)["metadata"]["longest"] <= 12
 
 
-# --- exactness -------------------------------------------------------------------------------------------------------
+# --- exactness ------------------------------------------------------------------------------------
 
 
 @functools.cache
 def ragged_items() -> tuple[dict, list[dict]]:
-    """Metadata of a tiny model and eight Morse clips in float64, some of them padded to the window."""
+    """Metadata of a tiny model and eight Morse clips in float64, some of them padded to the
+    window."""
     data, metadata = make_utterances(morse, None)
     items = [data.item(index, 1) for index in range(8)]
     for item in items:
@@ -284,7 +375,9 @@ def tiny_model(metadata: dict):
 
 
 def window_gradient(model, items: list[dict], size: int, weights: dict[str, float]) -> torch.Tensor:
-    micro_batches = [morse.collate(items[first : first + size]) for first in range(0, len(items), size)]
+    micro_batches = [
+        morse.collate(items[first : first + size]) for first in range(0, len(items), size)
+    ]
     totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in weights}
     outcome = run_window(model, micro_batches, totals, morse.compute_loss, weights, Setup())
     assert outcome.failed is None
@@ -296,7 +389,9 @@ def window_gradient(model, items: list[dict], size: int, weights: dict[str, floa
 def test_however_a_window_is_cut_its_gradient_is_the_same(term):
     metadata, items = ragged_items()
     if term == "ctc":
-        items = [{key: value for key, value in item.items() if key != "alignment"} for item in items]
+        items = [
+            {key: value for key, value in item.items() if key != "alignment"} for item in items
+        ]
     whole = None
     for size in (8, 2, 1):
         gradient = window_gradient(tiny_model(metadata), items, size, {"attention": 0.7, term: 0.3})
@@ -320,14 +415,24 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradient():
 def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(recipe):
     metadata, items = ragged_items()
     model, tokenizer = tiny_model(metadata).eval(), make_tokenizer(metadata["tokenizer"])
-    items = [{key: value for key, value in item.items() if key != "alignment"} for item in items[:3]]
-    search = decoding.make_search(tokenizer, metadata["generation"], metadata["config"]["vocab_size"])
-    evaluate = functools.partial(recipe.evaluate, tokenizer, search, {"attention": 0.7, "ctc": 0.3}, model)
+    items = [
+        {key: value for key, value in item.items() if key != "alignment"} for item in items[:3]
+    ]
+    search = decoding.make_search(
+        tokenizer, metadata["generation"], metadata["config"]["vocab_size"]
+    )
+    evaluate = functools.partial(
+        recipe.evaluate, tokenizer, search, {"attention": 0.7, "ctc": 0.3}, model
+    )
     together = evaluate([recipe.collate(items)])
     apart, nothing = evaluate([recipe.collate([item]) for item in items]), evaluate([])
     assert together.keys() == apart.keys() == nothing.keys() == {"attention", "ctc", "cer", "wer"}
     for name, (total, count) in together.items():
-        assert apart[name] == (pytest.approx(total, rel=1e-10), count) and count > 0 and nothing[name] == (0, 0)
+        assert (
+            apart[name] == (pytest.approx(total, rel=1e-10), count)
+            and count > 0
+            and nothing[name] == (0, 0)
+        )
 
 
 @pytest.mark.slow
@@ -337,13 +442,23 @@ def test_compiled_layers_train(tmp_path):
     ran(morse, *TINY, *SHORT, *CLIPS, "--torch_compile", "--output_dir", tmp_path)
 
 
-# --- released models -------------------------------------------------------------------------------------------------
+# --- released models ------------------------------------------------------------------------------
 
 
 def test_both_released_forms_are_fine_tuned_alike(released, data, tmp_path):
-    out = ran(vietnamese, *data, *SHORT, "--model_dir", released / "hf", "--output_dir", tmp_path / "a")
+    out = ran(
+        vietnamese, *data, *SHORT, "--model_dir", released / "hf", "--output_dir", tmp_path / "a"
+    )
     assert "learning rate: 3.75e-05 (fine-tuning at this width)" in out
-    ran(vietnamese, *data, *SHORT, "--model_file", released / "openai" / "base.pt", "--output_dir", tmp_path / "b")
+    ran(
+        vietnamese,
+        *data,
+        *SHORT,
+        "--model_file",
+        released / "openai" / "base.pt",
+        "--output_dir",
+        tmp_path / "b",
+    )
     a, b = newest(tmp_path / "a", vietnamese), newest(tmp_path / "b", vietnamese)
     before = formats.read_model(released / "hf")[0]
     for name, weight in a["model"].items():
@@ -353,46 +468,79 @@ def test_both_released_forms_are_fine_tuned_alike(released, data, tmp_path):
 
 
 def test_a_frozen_encoder_keeps_its_weights_and_hears_30_seconds(released, data, tmp_path):
-    flags = ["--model_dir", released / "hf", "--freeze_encoder", "--dropout", "0.2", "--output_dir", tmp_path]
+    flags = [
+        "--model_dir",
+        released / "hf",
+        "--freeze_encoder",
+        "--dropout",
+        "0.2",
+        "--output_dir",
+        tmp_path,
+    ]
     out = ran(vietnamese, *data, *SHORT, *flags)
     before, state = formats.read_model(released / "hf")[0], newest(tmp_path, vietnamese)
     for name, weight in state["model"].items():
         assert torch.equal(weight, before[name]) == name.startswith("encoder."), name
-    assert state["metadata"]["pad_to_30s"] and not any(name.startswith("encoder.") for name in state["optimizer"])
+    assert state["metadata"]["pad_to_30s"] and not any(
+        name.startswith("encoder.") for name in state["optimizer"]
+    )
     trained = sum(w.numel() for name, w in before.items() if name.startswith("decoder.")) / 1e6
     assert f"{trained:.1f} M of them trained" in out
 
 
 def test_released_models_learn_morse_with_nothing_suppressed(released, tmp_path):
-    flags = [*CLIPS, *SHORT, "--model_dir", released / "hf", "--language", "vi", "--output_dir", tmp_path]
+    flags = [
+        *CLIPS,
+        *SHORT,
+        "--model_dir",
+        released / "hf",
+        "--language",
+        "vi",
+        "--output_dir",
+        tmp_path,
+    ]
     out = ran(morse, *flags, "--conditions", "wide", "clean", "--export", tmp_path / "exported")
     tables = json.loads((tmp_path / "logs" / "evaluation.json").read_text())
     assert set(tables["condition"]) <= {"wide", "clean"} and "exported to" in out
-    assert json.loads((tmp_path / "exported" / "generation_config.json").read_text())["suppress_tokens"] == []
+    assert (
+        json.loads((tmp_path / "exported" / "generation_config.json").read_text())[
+            "suppress_tokens"
+        ]
+        == []
+    )
 
 
-# --- export, transcribing, evaluating --------------------------------------------------------------------------------
+# --- export, transcribing, evaluating -------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def memorised(spoken, tmp_path_factory):
-    """A run that knows two sentences by heart, padded to its longest window: its folder, and [(file, sentence)]."""
+    """A run that knows two sentences by heart, padded to its longest window: its folder, and
+    [(file, sentence)]."""
     folder = tmp_path_factory.mktemp("memorised")
-    rows = [json.loads(line) for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
+    ]
     rows = sorted(rows, key=lambda row: row["duration"])
     rows = [rows[0], rows[-1]]
     for row in rows:
         row["audio_filepath"] = str(Path(spoken["train"]).parent / row["audio_filepath"])
     manifest = folder / "two.json"
-    manifest.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    manifest.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     files = ["--train_manifest", manifest, "--val_manifest", manifest, "--output_dir", folder]
     flags = (
-        "--from_scratch --d_model 32 --max_steps 50 --learning_rate 1e-2 --eval_every 50 --pad_to_30s --no_spec_augment "
-        "--no_speed_perturbation --max_duration 3"
+        "--from_scratch --d_model 32 --max_steps 50 --learning_rate 1e-2 --eval_every 50"
+        " --pad_to_30s --no_spec_augment --no_speed_perturbation --max_duration 3"
     )
     with pytest.MonkeyPatch.context() as patch:  # a window of 3 s takes a tenth of the time
-        patch.setitem(vietnamese.SIZES, "base", {**vietnamese.SIZES["base"], "max_source_positions": 150})
-        out = ran(vietnamese, *files, *TINY, *SHORT, *flags.split(), "--export", folder / "exported")
+        patch.setitem(
+            vietnamese.SIZES, "base", {**vietnamese.SIZES["base"], "max_source_positions": 150}
+        )
+        out = ran(
+            vietnamese, *files, *TINY, *SHORT, *flags.split(), "--export", folder / "exported"
+        )
     assert "cer 0.00 %" in out
     return folder, [(row["audio_filepath"], row["text"]) for row in rows]
 
@@ -403,17 +551,25 @@ def test_transformers_decodes_an_export_as_we_do(memorised, tmp_path):
     paths = [path for path, _ in pairs]
     best = folder / "checkpoints" / "best.safetensors"
     ran(vietnamese, "--transcribe", *paths, "--resume", best, "--output", tmp_path / "ours.jsonl")
-    ours = [json.loads(line)["text"] for line in (tmp_path / "ours.jsonl").read_text(encoding="utf-8").splitlines()]
+    ours = [
+        json.loads(line)["text"]
+        for line in (tmp_path / "ours.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert ours == [sentence for _, sentence in pairs]
     model = transformers.WhisperForConditionalGeneration.from_pretrained(folder / "exported").eval()
     processor = transformers.WhisperProcessor.from_pretrained(folder / "exported")
     waveforms = [read_audio(path, SAMPLE_RATE).numpy() for path in paths]
     features = processor(waveforms, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
     with torch.no_grad():
-        theirs = processor.batch_decode(model.generate(features, max_new_tokens=60), skip_special_tokens=True)
+        theirs = processor.batch_decode(
+            model.generate(features, max_new_tokens=60), skip_special_tokens=True
+        )
     assert [text.strip() for text in theirs] == ours
     # The exported folder and its model.pt are models for us as well.
-    for flag, path in (("--model_dir", folder / "exported"), ("--model_file", folder / "exported" / "model.pt")):
+    for flag, path in (
+        ("--model_dir", folder / "exported"),
+        ("--model_file", folder / "exported" / "model.pt"),
+    ):
         assert ours[0] in ran(vietnamese, "--transcribe", *paths, flag, path)
     beam = ["--decoding", "beam", "--beam_size", "2"]
     assert ours[1] in ran(vietnamese, "--transcribe", *paths, "--resume", best, *beam)
@@ -422,7 +578,9 @@ def test_transformers_decodes_an_export_as_we_do(memorised, tmp_path):
 def test_export_alone_and_in_the_end_are_the_same(memorised, tmp_path):
     folder, _ = memorised
     best = folder / "checkpoints" / "best.safetensors"
-    out = ran(vietnamese, "--resume", best, "--export", tmp_path / "alone", "--output_dir", tmp_path)
+    out = ran(
+        vietnamese, "--resume", best, "--export", tmp_path / "alone", "--output_dir", tmp_path
+    )
     assert "exported to" in out and "step" not in out
     for name in ("model.safetensors", "tokenizer.json", "generation_config.json", "config.json"):
         assert (tmp_path / "alone" / name).read_bytes() == (folder / "exported" / name).read_bytes()
@@ -430,64 +588,163 @@ def test_export_alone_and_in_the_end_are_the_same(memorised, tmp_path):
 
 def test_compared_to_a_baseline(memorised, released, tmp_path):
     folder, _ = memorised
-    flags = ["--evaluate", "--resume", folder / "checkpoints" / "best.safetensors", "--output_dir", tmp_path]
+    flags = [
+        "--evaluate",
+        "--resume",
+        folder / "checkpoints" / "best.safetensors",
+        "--output_dir",
+        tmp_path,
+    ]
     flags += ["--test_manifest", folder / "two.json", "--max_duration", "3"]
     out = ran(vietnamese, *flags, "--compare_to", released / "hf")
     assert "test set, " in out and ", 2 utterances, decoding" in out and "demo corpus" not in out
     rows = {line.split()[0]: line.split()[1:] for line in error_lines(out)}
-    assert "before    after  lower by" in out and rows["CER"][1:] == ["0.00%", "100.0%"] and rows["CER"][0] != "0.00%"
+    assert (
+        "before    after  lower by" in out
+        and rows["CER"][1:] == ["0.00%", "100.0%"]
+        and rows["CER"][0] != "0.00%"
+    )
 
 
 def test_long_files_are_transcribed_in_overlapping_windows(released, tmp_path):
-    clips = [synthesis.synthesise(0, number, synthesis.CONDITIONS["clean"]).audio for number in range(12)]
+    clips = [
+        synthesis.synthesise(0, number, synthesis.CONDITIONS["clean"]).audio for number in range(12)
+    ]
     soundfile.write(tmp_path / "long.wav", np.concatenate(clips)[: 35 * SAMPLE_RATE], SAMPLE_RATE)
-    flags = ["--transcribe", tmp_path / "long.wav", "--model_dir", released / "hf", "--language", "vi"]
+    flags = [
+        "--transcribe",
+        tmp_path / "long.wav",
+        "--model_dir",
+        released / "hf",
+        "--language",
+        "vi",
+    ]
     ran(morse, *flags, "--output", tmp_path / "out.jsonl")
-    (row,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    (row,) = [
+        json.loads(line)
+        for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert row["seconds"] == 35 and len(row["pieces"]) == 2
     assert row["pieces"][0]["start"] == 0 and row["pieces"][1]["end"] == 35
-    assert row["pieces"][0]["end"] == row["pieces"][1]["start"]  # what both windows heard is in one of them
+    assert (
+        row["pieces"][0]["end"] == row["pieces"][1]["start"]
+    )  # what both windows heard is in one of them
 
 
 @BOTH
 def test_silence_has_no_text(recipe, released, silence, monkeypatch):
     monkeypatch.setattr(recipe, "final_texts", lambda *inputs: pytest.fail("silence was decoded"))
-    assert ran(recipe, "--transcribe", silence, "--model_dir", released / "hf", "--language", "vi") == "\n"
+    assert (
+        ran(recipe, "--transcribe", silence, "--model_dir", released / "hf", "--language", "vi")
+        == "\n"
+    )
 
 
-# --- mistakes at the command line --------------------------------------------------------------------------------------
+# --- mistakes at the command line -----------------------------------------------------------------
 
 MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} and {here} are folders
     vietnamese: [
-        ("--train_manifest {here}/gone.json --from_scratch", 2, "manifest {here}/gone.json: No such file"),
-        ("--train_manifest {here}/mp3.json --from_scratch", 1, "no usable utterance: 2 x file is missing"),
+        (
+            "--train_manifest {here}/gone.json --from_scratch",
+            2,
+            "manifest {here}/gone.json: No such file",
+        ),
+        (
+            "--train_manifest {here}/mp3.json --from_scratch",
+            1,
+            "no usable utterance: 2 x file is missing",
+        ),
         ("{train}", 2, "where does the model start? --model_dir DIR"),
-        ("{train} --model_dir {released}/hf/config.json", 2, "config.json is not a file of torch.save"),
+        (
+            "{train} --model_dir {released}/hf/config.json",
+            2,
+            "config.json is not a file of torch.save",
+        ),
         ("{train} --model_dir {released}/hf/model.safetensors", 2, "give the folder that holds it"),
         ("{train} --model_dir {here}/empty", 2, "holds no config.json"),
         ("{train} --model_dir openai/whisper-base", 2, "nothing is downloaded here"),
-        ("{train} --model_file {released}/pytorch_model.bin", 2, "for a Hugging Face model give its folder"),
-        ("{train} --model_file {released}/alone/base.pt", 2, "give the tokenizer with --tokenizer_file"),
+        (
+            "{train} --model_file {released}/pytorch_model.bin",
+            2,
+            "for a Hugging Face model give its folder",
+        ),
+        (
+            "{train} --model_file {released}/alone/base.pt",
+            2,
+            "give the tokenizer with --tokenizer_file",
+        ),
         ("{train} --model_dir {released}/hf --model_file x", 2, "give one of them"),
-        ("{train} --model_dir {released}/hf --from_scratch", 2, "the second starts without released weights"),
-        ("{train} --model_dir {released}/hf --language kok", 2, "language kok: Whisper has no token for it"),
+        (
+            "{train} --model_dir {released}/hf --from_scratch",
+            2,
+            "the second starts without released weights",
+        ),
+        (
+            "{train} --model_dir {released}/hf --language kok",
+            2,
+            "language kok: Whisper has no token for it",
+        ),
         ("{train} --from_scratch --freeze_encoder", 2, "a random encoder would stay random"),
-        ("{train} --model_dir {released}/hf --freeze_encoder --no_pad_to_30s", 2, "only knows 30 s windows"),
+        (
+            "{train} --model_dir {released}/hf --freeze_encoder --no_pad_to_30s",
+            2,
+            "only knows 30 s windows",
+        ),
         ("{train} --model_dir {released}/hf --model_size base", 2, "has its own shape"),
         ("{train} --model_dir {released}/hf --d_model 64", 2, "has its own shape"),
         ("{train} --model_dir {released}/hf --vocab_size 500", 2, "has its own vocabulary"),
-        ("{train} --model_dir {released}/hf --ctc_weight 0.3", 2, "--ctc_weight is for models from scratch"),
-        ("{train} --model_dir {released}/hf --export {here}/foreign", 2, "--export {here}/foreign: it holds files that are not"),
-        ("{train} --model_dir {released}/hf --export {here}/a.wav/x", 1, "a part of that path is a file; choose another --export"),
-        ("{train} --model_dir {released}/hf --compare_to {here}/gone", 2, "--compare_to {here}/gone: no such file"),
-        ("{train} --model_dir {released}/hf --compare_to {here}/a.wav", 2, "a.wav is not a file of torch.save"),
-        ("{train} --model_dir {released}/hf --compare_to {here}/pipe", 2, "pipe: it is not a regular file"),
-        ("{train} --model_dir {released}/hf --compare_to {here}/gone.safetensors", 2, "--compare_to {here}/gone.safetensors"),
+        (
+            "{train} --model_dir {released}/hf --ctc_weight 0.3",
+            2,
+            "--ctc_weight is for models from scratch",
+        ),
+        (
+            "{train} --model_dir {released}/hf --export {here}/foreign",
+            2,
+            "--export {here}/foreign: it holds files that are not",
+        ),
+        (
+            "{train} --model_dir {released}/hf --export {here}/a.wav/x",
+            1,
+            "a part of that path is a file; choose another --export",
+        ),
+        (
+            "{train} --model_dir {released}/hf --compare_to {here}/gone",
+            2,
+            "--compare_to {here}/gone: no such file",
+        ),
+        (
+            "{train} --model_dir {released}/hf --compare_to {here}/a.wav",
+            2,
+            "a.wav is not a file of torch.save",
+        ),
+        (
+            "{train} --model_dir {released}/hf --compare_to {here}/pipe",
+            2,
+            "pipe: it is not a regular file",
+        ),
+        (
+            "{train} --model_dir {released}/hf --compare_to {here}/gone.safetensors",
+            2,
+            "--compare_to {here}/gone.safetensors",
+        ),
         ("{train} --model_dir {here}/gone", 2, "--model_dir {here}/gone: no such file or folder"),
-        ("{train} --model_file {here}/gone.pt", 2, "--model_file {here}/gone.pt: no such file or folder"),
+        (
+            "{train} --model_file {here}/gone.pt",
+            2,
+            "--model_file {here}/gone.pt: no such file or folder",
+        ),
         ("{train} --model_file {here}/pipe", 2, "pipe: it is not a regular file"),
-        ("{train} --model_dir {released}/hf --tokenizer_file {here}/gone", 2, "--tokenizer_file {here}/gone: no such"),
-        ("{train} --model_dir {released}/hf --tokenizer_file {here}/pipe", 2, "pipe: it is not a regular file"),
+        (
+            "{train} --model_dir {released}/hf --tokenizer_file {here}/gone",
+            2,
+            "--tokenizer_file {here}/gone: no such",
+        ),
+        (
+            "{train} --model_dir {released}/hf --tokenizer_file {here}/pipe",
+            2,
+            "pipe: it is not a regular file",
+        ),
         ("{train} --model_dir {long}", 2, "no such file or folder"),
         ("{train} --from_scratch --d_model 2147483644", 2, "it must be at most 8192"),
         ("{train} --from_scratch --encoder_layers 2147483647", 2, "it must be at most 128"),
@@ -495,76 +752,244 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         ("{train} --from_scratch --vocab_size 2147483647", 2, "it must be at most 200000"),
         ("{train} --from_scratch --max_target_tokens 3", 2, "it must be at least 8"),
         ("{train} --from_scratch --max_target_tokens 2147483647", 2, "it must be at most 65535"),
-        ("{train} --from_scratch --d_model 8192 --encoder_layers 128 --decoder_layers 128", 2, "too large for this machine"),
-        ("--transcribe {here}/a.wav --model_dir {released}/hf --pad_to_30s", 2, "the first is for training"),
-        ("--transcribe {here}/a.wav --model_dir {released}/hf --max_target_tokens 20", 2, "for texts that are given"),
-        ("--transcribe {here}/a.wav --vocab_size 300", 2, "trained weights have their own vocabulary"),
-        ("--evaluate --ctc_weight 0.1", 2, "--ctc_weight and --evaluate: the first is for training"),
-        ("--evaluate --from_scratch", 2, "--from_scratch and --evaluate: the first is for training"),
-        ("{train} --model_dir {released}/hf --output x.jsonl", 2, "--output goes with --transcribe"),
-        ("{train} --model_dir {released}/hf --beam_size 3", 2, "--beam_size goes with --decoding beam"),
-        ("{train} --model_dir {released}/hf --average_by best", 2, "--average_by goes with --average_checkpoints"),
-        ("{train} --model_dir {released}/hf --pad_share 0.3 --pad_to_30s", 2, "the second pads every utterance"),
-        ("{train} --model_dir {released}/hf --pad_share 0.3 --freeze_encoder", 2, "the second pads every utterance"),
-        ("{train} --model_dir {released}/hf --max_target_tokens 1000", 2, "the decoder has 448 positions"),
+        (
+            "{train} --from_scratch --d_model 8192 --encoder_layers 128 --decoder_layers 128",
+            2,
+            "too large for this machine",
+        ),
+        (
+            "--transcribe {here}/a.wav --model_dir {released}/hf --pad_to_30s",
+            2,
+            "the first is for training",
+        ),
+        (
+            "--transcribe {here}/a.wav --model_dir {released}/hf --max_target_tokens 20",
+            2,
+            "for texts that are given",
+        ),
+        (
+            "--transcribe {here}/a.wav --vocab_size 300",
+            2,
+            "trained weights have their own vocabulary",
+        ),
+        (
+            "--evaluate --ctc_weight 0.1",
+            2,
+            "--ctc_weight and --evaluate: the first is for training",
+        ),
+        (
+            "--evaluate --from_scratch",
+            2,
+            "--from_scratch and --evaluate: the first is for training",
+        ),
+        (
+            "{train} --model_dir {released}/hf --output x.jsonl",
+            2,
+            "--output goes with --transcribe",
+        ),
+        (
+            "{train} --model_dir {released}/hf --beam_size 3",
+            2,
+            "--beam_size goes with --decoding beam",
+        ),
+        (
+            "{train} --model_dir {released}/hf --average_by best",
+            2,
+            "--average_by goes with --average_checkpoints",
+        ),
+        (
+            "{train} --model_dir {released}/hf --pad_share 0.3 --pad_to_30s",
+            2,
+            "the second pads every utterance",
+        ),
+        (
+            "{train} --model_dir {released}/hf --pad_share 0.3 --freeze_encoder",
+            2,
+            "the second pads every utterance",
+        ),
+        (
+            "{train} --model_dir {released}/hf --max_target_tokens 1000",
+            2,
+            "the decoder has 448 positions",
+        ),
         ("{train} --model_dir {released}/hf --max_duration 60", 2, "the model's window is 30 s"),
-        ("{train} --from_scratch --min_duration 40", 2, "--min_duration 40 is not below --max_duration 30"),
+        (
+            "{train} --from_scratch --min_duration 40",
+            2,
+            "--min_duration 40 is not below --max_duration 30",
+        ),
         ("--min_duration 40", 2, "--min_duration 40 is not below --max_duration 30"),
-        ("{train} --from_scratch --tokenizer_file {released}/hf", 2, "--tokenizer_file goes with --model_dir or --model_file"),
+        (
+            "{train} --from_scratch --tokenizer_file {released}/hf",
+            2,
+            "--tokenizer_file goes with --model_dir or --model_file",
+        ),
         ("{train} --from_scratch --vocab_size 10", 2, "--vocab_size 10 is too few"),
-        ("{train} --from_scratch --d_model 30 --attention_heads 4", 2, "must be a multiple of twice"),
+        (
+            "{train} --from_scratch --d_model 30 --attention_heads 4",
+            2,
+            "must be a multiple of twice",
+        ),
         ("--val_manifest {corpus}/val.json", 2, "--val_manifest goes with --train_manifest"),
-        ("--test_manifest {corpus}/test.json", 2, "--test_manifest goes with --train_manifest or --evaluate"),
+        (
+            "--test_manifest {corpus}/test.json",
+            2,
+            "--test_manifest goes with --train_manifest or --evaluate",
+        ),
         ("--use_chunking", 2, "--use_chunking goes with --train_manifest or --test_manifest"),
         ("--evaluate", 2, "no weights at {here}/checkpoints/best.safetensors: train first"),
-        ("--transcribe {here}/a.wav", 2, "no weights at {here}/checkpoints/best.safetensors: train first"),
-        ("--transcribe {here}/gone.wav --model_dir {released}/hf", 2, "gone.wav: no such file or folder"),
-        ("--transcribe {here}/a.wav --evaluate", 2, "--transcribe and --evaluate: give one of them"),
-        ("--transcribe {here}/a.wav --verify_gpu", 2, "--verify_gpu and --transcribe: give one of them"),
-        ("--transcribe {here}/a.wav --model_dir {released}/hf --export {here}/x", 2, "--transcribe and --export: give one of them"),
-        ("--transcribe {here}/a.wav --model_dir {released}/hf --compare_to {released}/hf", 2, "have no reference"),
+        (
+            "--transcribe {here}/a.wav",
+            2,
+            "no weights at {here}/checkpoints/best.safetensors: train first",
+        ),
+        (
+            "--transcribe {here}/gone.wav --model_dir {released}/hf",
+            2,
+            "gone.wav: no such file or folder",
+        ),
+        (
+            "--transcribe {here}/a.wav --evaluate",
+            2,
+            "--transcribe and --evaluate: give one of them",
+        ),
+        (
+            "--transcribe {here}/a.wav --verify_gpu",
+            2,
+            "--verify_gpu and --transcribe: give one of them",
+        ),
+        (
+            "--transcribe {here}/a.wav --model_dir {released}/hf --export {here}/x",
+            2,
+            "--transcribe and --export: give one of them",
+        ),
+        (
+            "--transcribe {here}/a.wav --model_dir {released}/hf --compare_to {released}/hf",
+            2,
+            "have no reference",
+        ),
         ("--resume {here}/gone.pt --export {here}/x", 2, "no weights at {here}/gone.pt"),
     ],
     morse: [
-        ("--train_manifest {here}/gone.json --from_scratch", 2, "manifest {here}/gone.json: No such file"),
+        (
+            "--train_manifest {here}/gone.json --from_scratch",
+            2,
+            "manifest {here}/gone.json: No such file",
+        ),
         ("--train_manifest {train_file} --data_dir {here}", 2, "both name recordings"),
-        ("--test_manifest {train_file} --data_dir {here} --evaluate", 2, "both name recordings to test on"),
-        ("--test_manifest {train_file}", 2, "--test_manifest goes with --train_manifest or --evaluate"),
+        (
+            "--test_manifest {train_file} --data_dir {here} --evaluate",
+            2,
+            "both name recordings to test on",
+        ),
+        (
+            "--test_manifest {train_file}",
+            2,
+            "--test_manifest goes with --train_manifest or --evaluate",
+        ),
         ("--use_chunking", 2, "--use_chunking goes with --train_manifest or --test_manifest"),
         ("--wpm 30 20", 2, "--wpm 30 20: give two numbers from 5 to 150, the lower one first"),
-        ("--verify_gpu --wpm 30 20", 2, "--wpm 30 20: give two numbers from 5 to 150, the lower one first"),
+        (
+            "--verify_gpu --wpm 30 20",
+            2,
+            "--wpm 30 20: give two numbers from 5 to 150, the lower one first",
+        ),
         ("--wpm 1 2", 2, "argument --wpm: 1 is out of range: it must be at least 5"),
         ("--wpm 100 1e12", 2, "argument --wpm: 1e12 is out of range: it must be at most 150"),
         ("--tone 5000 6000", 2, "argument --tone: 5000 is out of range: it must be at most 4000"),
-        ("--snr_db 4000 5000", 2, "argument --snr_db: 4000 is out of range: it must be at most 100"),
+        (
+            "--snr_db 4000 5000",
+            2,
+            "argument --snr_db: 4000 is out of range: it must be at most 100",
+        ),
         ("--clips_per_epoch 2147483647", 2, "it must be at most 10000000"),
         ("--eval_clips 2147483647", 2, "it must be at most 1000000"),
-        ("--from_scratch --d_model 8192 --encoder_layers 128 --decoder_layers 128", 2, "too large for this machine"),
+        (
+            "--from_scratch --d_model 8192 --encoder_layers 128 --decoder_layers 128",
+            2,
+            "too large for this machine",
+        ),
         ("--conditions wide", 2, "where does the model start?"),
-        ("--data_dir {here}/gone --from_scratch", 2, "neither splits/train.csv nor metadata.csv is there"),
-        ("--data_dir {here} --from_scratch --clip_seconds 2", 2, "the first is for synthetic clips only"),
-        ("--data_dir {here}/gone --from_scratch --eval_clips 9", 2, "the first is for synthetic clips only"),
-        ("--data_dir {here}/gone --from_scratch --alignment_weight 0.3", 2, "give --ctc_weight instead"),
+        (
+            "--data_dir {here}/gone --from_scratch",
+            2,
+            "neither splits/train.csv nor metadata.csv is there",
+        ),
+        (
+            "--data_dir {here} --from_scratch --clip_seconds 2",
+            2,
+            "the first is for synthetic clips only",
+        ),
+        (
+            "--data_dir {here}/gone --from_scratch --eval_clips 9",
+            2,
+            "the first is for synthetic clips only",
+        ),
+        (
+            "--data_dir {here}/gone --from_scratch --alignment_weight 0.3",
+            2,
+            "give --ctc_weight instead",
+        ),
         ("--alignment_weight 0.3 --ctc_weight 0.3", 2, "give one of them"),
-        ("--alignment_weight 0.3 --model_dir {released}/hf", 2, "a released encoder is aligned already"),
-        ("--conditions wide --clips_per_epoch 4 --eval_clips 2 --resume auto", 2, "nothing says where the model"),
-        ("--freeze_encoder --clips_per_epoch 4 --eval_clips 2 --resume auto", 2, "a random encoder would stay random"),
+        (
+            "--alignment_weight 0.3 --model_dir {released}/hf",
+            2,
+            "a released encoder is aligned already",
+        ),
+        (
+            "--conditions wide --clips_per_epoch 4 --eval_clips 2 --resume auto",
+            2,
+            "nothing says where the model",
+        ),
+        (
+            "--freeze_encoder --clips_per_epoch 4 --eval_clips 2 --resume auto",
+            2,
+            "a random encoder would stay random",
+        ),
         ("--speed_perturbation", 2, "would move what --alignment_weight trains on"),
-        ("--max_samples 9", 2, "--max_samples goes with --data_dir or --train_manifest or --test_manifest"),
-        ("--data_dir {here} --audio_root {here} --from_scratch", 2, "the paths in metadata.csv start at --data_dir"),
-        ("--write_dataset {here}/foreign 9", 2, "--write_dataset {here}/foreign: it holds files that are not replaced (mine.txt)"),
+        (
+            "--max_samples 9",
+            2,
+            "--max_samples goes with --data_dir or --train_manifest or --test_manifest",
+        ),
+        (
+            "--data_dir {here} --audio_root {here} --from_scratch",
+            2,
+            "the paths in metadata.csv start at --data_dir",
+        ),
+        (
+            "--write_dataset {here}/foreign 9",
+            2,
+            "--write_dataset {here}/foreign: it holds files that are not replaced (mine.txt)",
+        ),
         ("--write_dataset {here}/new many", 2, "'many' is not a whole number"),
         ("--write_dataset {here}/new 0", 2, "0 is out of range: it must be at least 1"),
         ("--write_dataset {here}/new 10000001", 2, "it must be at most 10000000"),
         ("--write_dataset {empty} 5", 2, "the path is empty"),
         ("--write_dataset . 5", 2, "it holds the current folder"),
-        ("--write_dataset {here}/new 5 --max_steps 3", 2, "--write_dataset and --max_steps: the first trains nothing"),
+        (
+            "--write_dataset {here}/new 5 --max_steps 3",
+            2,
+            "--write_dataset and --max_steps: the first trains nothing",
+        ),
         ("--write_dataset {here}/new 5 --wpm 30 20", 2, "--wpm 30 20: give two numbers"),
-        ("--export {here}/foreign", 2, "--export {here}/foreign: it holds files that are not replaced (mine.txt)"),
+        (
+            "--export {here}/foreign",
+            2,
+            "--export {here}/foreign: it holds files that are not replaced (mine.txt)",
+        ),
         ("--transcribe {here}/a.wav --clip_seconds 3", 2, "--clip_seconds and --transcribe"),
         ("--transcribe {here}/a.wav --data_dir {here}", 2, "--data_dir and --transcribe"),
-        ("--evaluate --alignment_weight 0.3", 2, "--alignment_weight and --evaluate: the first is for training"),
-        ("--evaluate --clips_per_epoch 9", 2, "--clips_per_epoch and --evaluate: the first is for training"),
+        (
+            "--evaluate --alignment_weight 0.3",
+            2,
+            "--alignment_weight and --evaluate: the first is for training",
+        ),
+        (
+            "--evaluate --clips_per_epoch 9",
+            2,
+            "--clips_per_epoch and --evaluate: the first is for training",
+        ),
         ("--output x.jsonl", 2, "--output goes with --transcribe"),
         ("--evaluate", 2, "train first, or name them with --resume"),
         ("--evaluate --model_dir {released}/hf --language vi", 2, "--evaluate needs a test set"),
@@ -572,7 +997,7 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         ("--from_scratch --freeze_encoder", 2, "a random encoder would stay random"),
         ("--evaluate --verify_gpu", 2, "--verify_gpu and --evaluate: give one of them"),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("recipe", MISTAKES, ids=["vietnamese", "morse"])
@@ -584,10 +1009,18 @@ def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
     (tmp_path / "empty").mkdir()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "mine.txt").touch()
-    json_lines(tmp_path / "mp3.json", [{"audio_filepath": f"{n}.mp3", "text": "xin chào"} for n in range(2)])
-    names = {"{train}": f"--train_manifest {spoken['train']}", "{train_file}": spoken["train"],
-             "{released}": str(released), "{corpus}": str(Path(spoken["train"]).parent), "{here}": str(tmp_path),
-             "{long}": "x" * 300}  # fmt: skip
+    json_lines(
+        tmp_path / "mp3.json",
+        [{"audio_filepath": f"{n}.mp3", "text": "xin chào"} for n in range(2)],
+    )
+    names = {
+        "{train}": f"--train_manifest {spoken['train']}",
+        "{train_file}": spoken["train"],
+        "{released}": str(released),
+        "{corpus}": str(Path(spoken["train"]).parent),
+        "{here}": str(tmp_path),
+        "{long}": "x" * 300,
+    }
     for line, expected, message in MISTAKES[recipe]:
         for name, value in names.items():
             line, message = line.replace(name, value), message.replace(name, value)
@@ -601,7 +1034,11 @@ def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
 @pytest.mark.parametrize(
     ("recipe", "line", "message"),
     [
-        (vietnamese, "--batch_size 0", "argument --batch_size: 0 is out of range: it must be at least 1"),
+        (
+            vietnamese,
+            "--batch_size 0",
+            "argument --batch_size: 0 is out of range: it must be at least 1",
+        ),
         (vietnamese, "--model_size huge", "invalid choice: 'huge'"),
         (vietnamese, "--lr 1e-4", "did you mean --learning_rate?"),
         (morse, "--snr 5", "did you mean --snr_db?"),
@@ -617,19 +1054,37 @@ def test_flags_that_cannot_be_read(recipe, line, message):
 
 @pytest.mark.parametrize(
     "code",
-    ["", "v", "<|endoftext|>", "vi|en", "v i", "vi\n", "vi-", "--vi", "x" * 21, "x" * 10_000, "tiếng", "transcribe",
-     "nospeech", "nocaptions"],
-)  # fmt: skip
+    [
+        "",
+        "v",
+        "<|endoftext|>",
+        "vi|en",
+        "v i",
+        "vi\n",
+        "vi-",
+        "--vi",
+        "x" * 21,
+        "x" * 10_000,
+        "tiếng",
+        "transcribe",
+        "nospeech",
+        "nocaptions",
+    ],
+)
 @BOTH
 def test_what_is_not_a_language_code(recipe, code):
     status, err = refused(recipe, f"--language={code}")
     assert status == 2 and "is not a language code" in err and len(err) < 200
 
 
-@pytest.mark.parametrize(("code", "token"), [("kok", "kok"), ("zh-TW", "zh-tw"), ("sr-Latn", "sr-latn"), ("VI", "vi")])
+@pytest.mark.parametrize(
+    ("code", "token"), [("kok", "kok"), ("zh-TW", "zh-tw"), ("sr-Latn", "sr-latn"), ("VI", "vi")]
+)
 def test_languages_from_scratch(code, token):
     args = runs.parse(morse, "--language", code)
-    assert args.language == token and train_symbols(morse.SYMBOLS, args.language).languages == [token]
+    assert args.language == token and train_symbols(morse.SYMBOLS, args.language).languages == [
+        token
+    ]
 
 
 def test_checkpoints_of_another_recipe_or_shape(morse_demo, released, tmp_path):
@@ -637,25 +1092,53 @@ def test_checkpoints_of_another_recipe_or_shape(morse_demo, released, tmp_path):
     saved, best = checkpoint.list_checkpoints(folder)[0], folder / "best.safetensors"
     for flags in (["--resume", saved], ["--transcribe", saved, "--resume", best]):
         status, err = refused(vietnamese, *flags, "--output_dir", tmp_path)
-        assert status == 2 and "was saved by recipes/whisper_morse.py, not by recipes/whisper_vietnamese.py" in err
+        assert (
+            status == 2
+            and "was saved by recipes/whisper_morse.py, not by recipes/whisper_vietnamese.py" in err
+        )
     for flags, message in (
-        (["--resume", saved, "--model_size", "tiny"], "--model_size tiny (the checkpoint has 16 wide, 1+1 layers) conflicts"),
-        (["--resume", saved, "--model_dir", released / "hf"], "(the checkpoint's model began from scratch) conflicts"),
+        (
+            ["--resume", saved, "--model_size", "tiny"],
+            "--model_size tiny (the checkpoint has 16 wide, 1+1 layers) conflicts",
+        ),
+        (
+            ["--resume", saved, "--model_dir", released / "hf"],
+            "(the checkpoint's model began from scratch) conflicts",
+        ),
         (["--resume", saved, "--d_model", "64"], "--d_model 64 (the checkpoint has 16) conflicts"),
-        (["--resume", saved, "--language", "vi"], "--language vi (the checkpoint has en) conflicts"),
+        (
+            ["--resume", saved, "--language", "vi"],
+            "--language vi (the checkpoint has en) conflicts",
+        ),
         (["--resume", best], "holds weights only"),
-    ):  # fmt: skip
+    ):
         status, err = refused(morse, *flags, *CLIPS, "--output_dir", tmp_path)
         assert status == 2 and message in err
 
 
 CONTRADICTIONS = [  # what was saved, flags, and a part of the message
     ("scratch", "--vocab_size 400", "--vocab_size 400 (the checkpoint has 500)"),
-    ("scratch", "--ctc_weight 0.3", "--ctc_weight 0.3 (the checkpoint's encoder has no output layer)"),
+    (
+        "scratch",
+        "--ctc_weight 0.3",
+        "--ctc_weight 0.3 (the checkpoint's encoder has no output layer)",
+    ),
     ("scratch", "--language en", "--language en (the checkpoint has vi)"),
-    ("tuned", "--from_scratch", "--from_scratch (the checkpoint's model began from released weights)"),
-    ("tuned", "--model_dir {released}/hf --tokenizer_file {other}", "{other} (the checkpoint has another vocabulary)"),
-    ("tuned", "--model_dir {released}/hf --tokenizer_file {released}/hf --language vi --resume auto", None),
+    (
+        "tuned",
+        "--from_scratch",
+        "--from_scratch (the checkpoint's model began from released weights)",
+    ),
+    (
+        "tuned",
+        "--model_dir {released}/hf --tokenizer_file {other}",
+        "{other} (the checkpoint has another vocabulary)",
+    ),
+    (
+        "tuned",
+        "--model_dir {released}/hf --tokenizer_file {released}/hf --language vi --resume auto",
+        None,
+    ),
     ("scratch", "--vocab_size 500 --ctc_weight 0 --language vi", None),
 ]
 
@@ -665,7 +1148,9 @@ def test_flags_that_contradict_the_checkpoint(saved, line, message, released, tm
     train_bpe(["anh em"], 265, "vi").save(tmp_path)
     tuned = vietnamese.resolve(runs.parse(vietnamese, "--model_dir", released / "hf"))
     metadata = starts.read_pretrained(tuned)[1] | {"pretrained": saved == "tuned"}
-    line, message = (text and text.format(released=released, other=tmp_path) for text in (line, message))
+    line, message = (
+        text and text.format(released=released, other=tmp_path) for text in (line, message)
+    )
     asked = vietnamese.resolve(runs.parse(vietnamese, *line.split()))
     if message is None:
         return starts.check_resumed(asked, metadata, 500)
@@ -700,13 +1185,24 @@ def test_what_was_held_out_is_held_out_again_whatever_the_seed(spoken, tmp_path)
     assert file_tested() == first
     ran(vietnamese, *flags, "--seed", "2", "--evaluate")
     assert file_tested() == first
-    assert splits.load_splits({"train": spoken["train"]}, str, splits.Checks(seed=2))["val"].paths[0] != first
+    assert (
+        splits.load_splits({"train": spoken["train"]}, str, splits.Checks(seed=2))["val"].paths[0]
+        != first
+    )
 
 
 def test_a_manifest_of_morse_keeps_what_it_holds_out(tmp_path, wav, json_lines):
     rows = [{"audio_filepath": wav(tmp_path / f"{n}.wav"), "text": "CQ"} for n in range(4)]
     manifest = json_lines(tmp_path / "m.json", rows)
-    flags = ["--train_manifest", manifest, *TINY, *SHORT, "--from_scratch", "--output_dir", tmp_path]
+    flags = [
+        "--train_manifest",
+        manifest,
+        *TINY,
+        *SHORT,
+        "--from_scratch",
+        "--output_dir",
+        tmp_path,
+    ]
     ran(morse, *flags)
     assert len(newest(tmp_path, morse)["metadata"]["held_out"]) == 1
 
@@ -722,7 +1218,11 @@ DAMAGE = {  # what is changed in the metadata of best.safetensors, and a part of
     "merges": (("tokenizer", "merges"), [["a", "b"]], "tokenizer.merges[0] is"),
     "language": (("tokenizer", "language"), "xx", "language xx: Whisper has no token for it"),
     "text for a number": (("pad_from",), "0", "pad_from is '0'"),
-    "suppressed": (("generation",), {"suppress_tokens": [5000]}, "its tokens are not those of its tokenizer"),
+    "suppressed": (
+        ("generation",),
+        {"suppress_tokens": [5000]},
+        "its tokens are not those of its tokenizer",
+    ),
     "ctc": (("ctc_tokens",), 3, "ctc_head.weight is"),
     "NaN": (("longest",), float("nan"), "longest is 'nan'"),
     "no length": (("longest",), 1e-300, "longest is '1e-300'"),
@@ -733,7 +1233,9 @@ DAMAGE = {  # what is changed in the metadata of best.safetensors, and a part of
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damaged_metadata_are_named_before_a_model_is_made(case, morse_demo, tmp_path, monkeypatch, no_hang):
+def test_damaged_metadata_are_named_before_a_model_is_made(
+    case, morse_demo, tmp_path, monkeypatch, no_hang
+):
     place, value, message = DAMAGE[case]
     best = morse_demo[0] / "checkpoints" / "best.safetensors"
     with safe_open(best, framework="pt") as file:
@@ -741,10 +1243,14 @@ def test_damaged_metadata_are_named_before_a_model_is_made(case, morse_demo, tmp
     metadata = json.loads(header["metadata"])
     *folders, name = place
     functools.reduce(dict.__getitem__, folders, metadata)[name] = value
-    save_file(load_file(best), tmp_path / "best.safetensors", {**header, "metadata": json.dumps(metadata)})
+    save_file(
+        load_file(best), tmp_path / "best.safetensors", {**header, "metadata": json.dumps(metadata)}
+    )
     monkeypatch.setattr(starts, "Whisper", lambda *inputs: pytest.fail("a model was made"))
     for use in (["--evaluate"], ["--export", tmp_path / "x"]):
-        status, err = refused(morse, *use, "--resume", tmp_path / "best.safetensors", "--output_dir", tmp_path)
+        status, err = refused(
+            morse, *use, "--resume", tmp_path / "best.safetensors", "--output_dir", tmp_path
+        )
         assert status == 2 and message in err, err
 
 
@@ -752,20 +1258,30 @@ def test_damaged_metadata_are_named_before_a_model_is_made(case, morse_demo, tmp
 def test_a_plan_is_of_the_model_that_the_flags_ask_for(recipe, released, tmp_path):
     flags = ["--language", "vi", "--output_dir", tmp_path, "--export", tmp_path / "export"]
     expected = formats.read_config(released / "hf")
-    for start in (["--model_dir", released / "hf"], ["--model_file", released / "openai" / "base.pt"]):
+    for start in (
+        ["--model_dir", released / "hf"],
+        ["--model_file", released / "openai" / "base.pt"],
+    ):
         model = planned(recipe, *flags, *start, "--freeze_encoder").model
-        assert model.config == expected and not any(p.requires_grad for p in model.encoder.parameters())
+        assert model.config == expected and not any(
+            p.requires_grad for p in model.encoder.parameters()
+        )
     assert planned(recipe, *flags, *TINY, "--from_scratch").model.config["d_model"] == 16
     assert not list(tmp_path.iterdir())
 
 
 def test_without_data_a_released_size_has_the_released_vocabulary(spoken, tmp_path):
     def vocabulary(*flags) -> int:
-        metadata = planned(vietnamese, "--from_scratch", *TINY, *flags, "--output_dir", tmp_path).task.metadata
+        metadata = planned(
+            vietnamese, "--from_scratch", *TINY, *flags, "--output_dir", tmp_path
+        ).task.metadata
         assert 0 < metadata["ctc_tokens"] < 500
         return metadata["config"]["vocab_size"]
 
     assert vocabulary() == 320
-    assert vocabulary("--model_size", "base") == 51_865 and vocabulary("--model_size", "large-v3") == 51_866
+    assert (
+        vocabulary("--model_size", "base") == 51_865
+        and vocabulary("--model_size", "large-v3") == 51_866
+    )
     assert vocabulary("--model_size", "base", "--vocab_size", "900") == 900
     assert vocabulary("--model_size", "base", "--train_manifest", spoken["train"]) <= 500

@@ -1,4 +1,5 @@
-"""The XTTS recipe: its GPT against Coqui's, exactness of training, data, memory options, and its command line on tiny models."""
+"""The XTTS recipe: its GPT against Coqui's, exactness of training, data, memory options, and its
+command line on tiny models."""
 
 import functools
 import json
@@ -31,9 +32,21 @@ from tests.recipes.runs import newest, planned, ran, refused
 
 CPU = torch.device("cpu")
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "xtts"
-COQUI = json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"] | {"hifigan": False}
+COQUI = json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"] | {
+    "hifigan": False
+}
 SMALL = formats.shape(
-    16, 2, 2, 450, 32, latents=8, perceiver_heads=2, perceiver_head_dim=8, code_dim=16, dvae_hidden=16, hifigan=False
+    16,
+    2,
+    2,
+    450,
+    32,
+    latents=8,
+    perceiver_heads=2,
+    perceiver_head_dim=8,
+    code_dim=16,
+    dvae_hidden=16,
+    hifigan=False,
 )
 TEXTS = ("ሰላም", "ቤት ውሃ", "ዳቦ", "ቡና ወተት ሥጋ", "መንገድ", "ከተማ ሰው", "ሴት ልጅ አባት", "እናት")
 SECONDS = (0.9, 0.5, 3.4, 0.7, 1.0, 0.6, 2.0, 1.1)
@@ -75,14 +88,20 @@ def write_dvae(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory) -> tuple[str, Corpus]:
     """The manifest and the corpus of eight clips of noise with the texts TEXTS."""
-    folder, random, rows = tmp_path_factory.mktemp("noise"), np.random.default_rng(0), ["audio_file|text|speaker_name"]
+    folder, random, rows = (
+        tmp_path_factory.mktemp("noise"),
+        np.random.default_rng(0),
+        ["audio_file|text|speaker_name"],
+    )
     for number, (seconds, text) in enumerate(zip(SECONDS, TEXTS, strict=True)):
         samples = random.normal(size=round(seconds * SAMPLE_RATE)) * (0.02 + 0.1 * random.random())
         samples *= 1 + np.sin(np.arange(len(samples)) / (300 + 400 * number))
         soundfile.write(folder / f"{number}.wav", samples.clip(-1, 1), SAMPLE_RATE)
         rows.append(f"{number}.wav|{text}|voice {number % 2}")
     (folder / "train.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    corpus, _ = load_corpus(str(folder / "train.csv"), recipe.text.normalise, Checks(max_duration=11.6))
+    corpus, _ = load_corpus(
+        str(folder / "train.csv"), recipe.text.normalise, Checks(max_duration=11.6)
+    )
     assert len(corpus) == 8
     write_dvae(folder / "dvae")
     return str(folder / "train.csv"), corpus
@@ -92,14 +111,17 @@ def noise(tmp_path_factory) -> tuple[str, Corpus]:
 def coquis(name: str) -> dict[str, torch.Tensor]:
     """The tensors of a file of the fixtures; weights in fp32."""
     return {
-        key: t.float() if t.is_floating_point() else t for key, t in load_file(FIXTURES / f"{name}.safetensors").items()
+        key: t.float() if t.is_floating_point() else t
+        for key, t in load_file(FIXTURES / f"{name}.safetensors").items()
     }
 
 
 def make_frozen(dtype=torch.float64) -> starts.Frozen:
     """Real mels and the DVAE of the fixtures, whose codes differ between frames."""
     dvae, stats = DVAE(SMALL), torch.full((80,), 4.0)
-    weights = {name: w for name, w in coquis("dvae").items() if not name.startswith("discrete_loss.")}
+    weights = {
+        name: w for name, w in coquis("dvae").items() if not name.startswith("discrete_loss.")
+    }
     dvae.load_state_dict(weights)
     frozen = starts.Frozen(Mel("dvae", stats), Mel("conditioning", stats), dvae, None)
     for part in (frozen.dvae_mel, frozen.conditioning_mel, dvae):
@@ -107,22 +129,34 @@ def make_frozen(dtype=torch.float64) -> starts.Frozen:
     return frozen.to(CPU)
 
 
-def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True, slices=SLICE, condition="same"):
+def make_utterances(
+    noise: tuple[str, Corpus], *flags, training: bool = True, slices=SLICE, condition="same"
+):
     """The noise as released weights are trained on it, unless told otherwise."""
     path, corpus = noise
     args = runs.parse(recipe, "--train_manifest", path, "--from_scratch", *flags)
-    metadata, weights, _ = starts.choose(recipe.resolve(args), None, lambda _: Path(path).with_name("dvae"))
-    assert weights is None and metadata["condition"] == "other" and metadata["slice"] == starts.SLICES["demo"]
+    metadata, weights, _ = starts.choose(
+        recipe.resolve(args), None, lambda _: Path(path).with_name("dvae")
+    )
+    assert (
+        weights is None
+        and metadata["condition"] == "other"
+        and metadata["slice"] == starts.SLICES["demo"]
+    )
     assert metadata["reads_stop"]
     metadata |= {"condition": condition, "slice": slices, "reads_stop": False}
     return recipe.Utterances(args, corpus, texts.Texts(metadata), metadata, training)
 
 
 def make_items(noise, dtype=torch.float64) -> list[dict]:
-    """The eight utterances with slices of a tenth of the usual length, which take a tenth of the time."""
+    """The eight utterances with slices of a tenth of the usual length, which take a tenth of the
+    time."""
     data = make_utterances(noise, slices=[length // 10 for length in SLICE])
     items = [data.item(index, 1) for index in range(len(data))]
-    return [{**item, "audio": item["audio"].to(dtype), "slice": item["slice"].to(dtype)} for item in items]
+    return [
+        {**item, "audio": item["audio"].to(dtype), "slice": item["slice"].to(dtype)}
+        for item in items
+    ]
 
 
 def awake(model, seed: int = 3):
@@ -145,44 +179,59 @@ def moved(items: list[dict]) -> dict:
 
 def gradient_of(loss: torch.Tensor, model) -> torch.Tensor:
     return torch.cat(
-        [g.flatten() for g in torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
+        [
+            g.flatten()
+            for g in torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+        ]
     )
 
 
-# --- parity with Coqui -----------------------------------------------------------------------------------------------
+# --- parity with Coqui ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def theirs() -> recipe.GPT:
     """Our GPT with Coqui's random weights, in evaluation. The names must be the same."""
     weights = {name.removeprefix("gpt."): w for name, w in coquis("gpt").items()}
-    assert {name: tuple(w.shape) for name, w in weights.items()} == formats.expected_shapes(COQUI)["gpt"]
+    assert {name: tuple(w.shape) for name, w in weights.items()} == formats.expected_shapes(COQUI)[
+        "gpt"
+    ]
     return recipe.make_model(COQUI, weights).eval()
 
 
 def stub(codes: torch.Tensor, mels: torch.Tensor) -> SimpleNamespace:
-    """Frozen parts that give these codes (B, n) and conditioning mels (B, 80, F), whatever the waveforms are."""
+    """Frozen parts that give these codes (B, n) and conditioning mels (B, 80, F), whatever the
+    waveforms are."""
     return SimpleNamespace(codes=lambda waveforms: codes, conditioning_mel=lambda waveforms: mels)
 
 
 def coqui_batch(cases: dict, rows: list[int]) -> tuple[dict, SimpleNamespace]:
     items = [
         {
-            "audio": torch.zeros(int(cases["wav_lengths"][row])), "tokens": cases["text"][row, : cases["text_lengths"][row]],
-            "slice": torch.zeros(1), "heard": (0, 0), "codes": code_count(int(cases["wav_lengths"][row])),
-            "language": "en", "name": str(row), "index": row,
+            "audio": torch.zeros(int(cases["wav_lengths"][row])),
+            "tokens": cases["text"][row, : cases["text_lengths"][row]],
+            "slice": torch.zeros(1),
+            "heard": (0, 0),
+            "codes": code_count(int(cases["wav_lengths"][row])),
+            "language": "en",
+            "name": str(row),
+            "index": row,
         }
         for row in rows
-    ]  # fmt: skip
+    ]
     return moved(items), stub(cases["codes"][rows], cases["mels"][rows])
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [[0, 1, 2], [0], [1], [2]], ids=["ragged", "row 0", "row 1", "row 2"])
+@pytest.mark.parametrize(
+    "rows", [[0, 1, 2], [0], [1], [2]], ids=["ragged", "row 0", "row 1", "row 2"]
+)
 def test_losses_and_logits_are_coquis(theirs, rows):
     cases, logits = coquis("gpt_cases"), {}
     hooks = [
-        getattr(theirs, f"{name}_head").register_forward_hook(lambda _, __, out, name=name: logits.update({name: out}))
+        getattr(theirs, f"{name}_head").register_forward_hook(
+            lambda _, __, out, name=name: logits.update({name: out})
+        )
         for name in WEIGHTS
     ]
     batch, frozen = coqui_batch(cases, rows)
@@ -208,7 +257,11 @@ def test_gradients_are_coquis(theirs):
     assert loss.item() == pytest.approx(cases["loss"].item(), abs=1e-5)
     names, parameters = zip(*theirs.named_parameters(), strict=True)
     gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-    norms = {name.removeprefix("grad_norm."): g.item() for name, g in cases.items() if name.startswith("grad_norm.")}
+    norms = {
+        name.removeprefix("grad_norm."): g.item()
+        for name, g in cases.items()
+        if name.startswith("grad_norm.")
+    }
     assert gradients.keys() == norms.keys()
     for name, norm in norms.items():
         assert gradients[name].norm().item() == pytest.approx(norm, rel=1e-4) and norm > 0, name
@@ -230,14 +283,20 @@ def test_conditioning_latents_of_a_waveform_are_coquis(theirs, monkeypatch):
     mel = Mel("conditioning", cases["mel_stats"])
     monkeypatch.setattr(inference, "CHUNK_SECONDS", 1)
     waveform = load_file(FIXTURES / "mel_cases.safetensors")["waveform"].float() / 32768
-    assert (inference.latents(theirs, mel, [waveform]) - cases["chunked_latents"]).abs().max() < 2e-5
+    assert (
+        inference.latents(theirs, mel, [waveform]) - cases["chunked_latents"]
+    ).abs().max() < 2e-5
 
 
 @torch.no_grad()
 def test_greedy_codes_and_latents_are_coquis(theirs, capsys):
     cases = coquis("gpt_cases")
-    settings = inference.Sampling(temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=1.0, max_codes=20)
-    (speech,) = inference.sample(theirs, COQUI, cases["style"][1:2], [cases["text"][1].tolist()], settings)
+    settings = inference.Sampling(
+        temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=1.0, max_codes=20
+    )
+    (speech,) = inference.sample(
+        theirs, COQUI, cases["style"][1:2], [cases["text"][1].tolist()], settings
+    )
     assert torch.equal(speech.codes, cases["greedy"][0]) and len(speech.codes.unique()) > 3
     assert (speech.latents - cases["greedy_latents"][0]).abs().max() < 1e-5
 
@@ -245,7 +304,9 @@ def test_greedy_codes_and_latents_are_coquis(theirs, capsys):
 @torch.no_grad()
 def test_the_stop_of_the_text_is_seen_by_the_codes(theirs, capsys):
     cases = coquis("gpt_cases")
-    settings = inference.Sampling(temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=1.0, max_codes=2)
+    settings = inference.Sampling(
+        temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=1.0, max_codes=2
+    )
     sample = functools.partial(
         inference.sample, theirs, COQUI, cases["style"][1:2], [cases["text"][1].tolist()], settings
     )
@@ -262,11 +323,13 @@ def test_names_shapes_and_parameters_of_the_full_model():
     config = formats.SIZES["full"]
     with torch.device("meta"):
         model = recipe.GPT(config)
-    assert {name: tuple(w.shape) for name, w in model.state_dict().items()} == formats._gpt_shapes(config)
+    assert {name: tuple(w.shape) for name, w in model.state_dict().items()} == formats._gpt_shapes(
+        config
+    )
     assert optim.count_parameters(model) == (441_018_563, 441_018_563)
 
 
-# --- exactness -------------------------------------------------------------------------------------------------------
+# --- exactness ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -278,19 +341,27 @@ def test_padding_changes_nothing(noise):
     for row, item in enumerate(items):
         own = frozen.codes(moved([item])["audio"])[0, : item["codes"]]
         assert torch.equal(own, codes[row, : item["codes"]]) and len(own.unique()) > 3
-        alone = {name: alone[name] + value for name, value in recipe.compute_loss(model, moved([item]), frozen).items()}
+        alone = {
+            name: alone[name] + value
+            for name, value in recipe.compute_loss(model, moved([item]), frozen).items()
+        }
     for name, value in together.items():
         assert value > 1 and alone[name].item() == pytest.approx(value.item(), rel=1e-10)
 
 
-def window_gradient(model, items: list[dict], sizes: list[int], frozen, setup=None, scaler=None) -> tuple:
-    """The sums of the terms, and the gradient, of a window that is cut into micro-batches of these sizes."""
+def window_gradient(
+    model, items: list[dict], sizes: list[int], frozen, setup=None, scaler=None
+) -> tuple:
+    """The sums of the terms, and the gradient, of a window that is cut into micro-batches of these
+    sizes."""
     rest = iter(items)
     micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
     totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in WEIGHTS}
     model.zero_grad()
     compute_loss = functools.partial(recipe.compute_loss, frozen=frozen)
-    outcome = run_window(model, micro_batches, totals, compute_loss, WEIGHTS, setup or Setup(), scaler)
+    outcome = run_window(
+        model, micro_batches, totals, compute_loss, WEIGHTS, setup or Setup(), scaler
+    )
     assert outcome.failed is None
     return outcome.sums, torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -307,7 +378,10 @@ def test_however_a_window_is_cut_its_gradient_is_the_same(noise):
 
 def test_longer_clips_in_the_batch_change_no_gradient(noise):
     items, model, frozen = make_items(noise), make_model().train(), make_frozen()
-    each = [gradient_of(sum(recipe.compute_loss(model, moved([item]), frozen).values()), model) for item in items]
+    each = [
+        gradient_of(sum(recipe.compute_loss(model, moved([item]), frozen).values()), model)
+        for item in items
+    ]
     whole = gradient_of(sum(recipe.compute_loss(model, moved(items), frozen).values()), model)
     assert (sum(each) - whole).norm() <= 1e-10 * whole.norm()
 
@@ -352,15 +426,21 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradient(noise, autocas
 def test_dropout_is_drawn_in_training_alone(noise):
     items, model, frozen = make_items(noise)[:2], make_model(0.1), make_frozen()
     with torch.no_grad():
-        trained = [recipe.compute_loss(model.train(), moved(items), frozen)["mel"] for _ in range(2)]
-        evaluated = [recipe.compute_loss(model.eval(), moved(items), frozen)["mel"] for _ in range(2)]
+        trained = [
+            recipe.compute_loss(model.train(), moved(items), frozen)["mel"] for _ in range(2)
+        ]
+        evaluated = [
+            recipe.compute_loss(model.eval(), moved(items), frozen)["mel"] for _ in range(2)
+        ]
     assert trained[0] != trained[1] and evaluated[0] == evaluated[1]
 
 
 def test_the_explicit_product_is_the_fused_attention(noise, monkeypatch):
     items, model, frozen = make_items(noise)[:4], make_model().train(), make_frozen()
     explicit, calls, results = recipe.explicit_attention, [], []
-    monkeypatch.setattr(recipe, "explicit_attention", lambda *inputs: calls.append(1) or explicit(*inputs))
+    monkeypatch.setattr(
+        recipe, "explicit_attention", lambda *inputs: calls.append(1) or explicit(*inputs)
+    )
     for sdpa, expected in ((True, 0), (False, 2)):
         args = runs.parse(recipe, "--from_scratch", *([] if sdpa else ["--no_sdpa"]))
         recipe.set_up(args, model, Setup())
@@ -397,16 +477,25 @@ def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(noise):
     nothing = recipe.evaluate(frozen, ["am"], model, [])
     assert together.keys() == apart.keys() == nothing.keys() == set(WEIGHTS)
     for name, (total, count) in together.items():
-        assert apart[name] == (pytest.approx(total, rel=1e-10), count) and count > 0 and nothing[name] == (0, 0)
+        assert (
+            apart[name] == (pytest.approx(total, rel=1e-10), count)
+            and count > 0
+            and nothing[name] == (0, 0)
+        )
 
 
 @pytest.mark.parametrize("reads_stop", [True, False])
 def test_a_model_from_scratch_speaks_as_it_was_trained(noise, reads_stop):
-    """When a model speaks, its codes follow START, text, STOP. Those of a model from scratch do so in training."""
+    """When a model speaks, its codes follow START, text, STOP. Those of a model from scratch do so
+    in training."""
     vocab = new_vocabulary(texts.CHARACTERS, ["en", "am"], SMALL["text_tokens"])
     metadata = {"vocab": vocab, "language": "am", "carried": False, "reads_stop": reads_stop}
     reader, model, frozen = texts.Texts(metadata), make_model().eval(), make_frozen()
-    item = {**make_items(noise)[3], "tokens": torch.tensor(reader.encode("ab") + reader.ending), "heard": (0, 0)}
+    item = {
+        **make_items(noise)[3],
+        "tokens": torch.tensor(reader.encode("ab") + reader.ending),
+        "heard": (0, 0),
+    }
     batch = moved([item])
     with torch.no_grad():
         trained = recipe.token_losses(model, batch, frozen)["mel"][0]
@@ -415,13 +504,15 @@ def test_a_model_from_scratch_speaks_as_it_was_trained(noise, reads_stop):
         text = torch.tensor([[SMALL["start_text"], *reader.encode("ab"), SMALL["stop_text"]]])
         stops = torch.full((1, recipe.STOPS), SMALL["stop_audio"])
         sounds = torch.cat([torch.full((1, 1), SMALL["start_audio"]), codes, stops], 1)
-        spoken, _ = model.run(torch.cat([latents, model.embed_text(text), model.embed_mel(sounds[:, :-1])], 1))
+        spoken, _ = model.run(
+            torch.cat([latents, model.embed_text(text), model.embed_mel(sounds[:, :-1])], 1)
+        )
         outputs = model.mel_logits(spoken[:, latents.shape[1] + text.shape[1] :])[0]
         expected = torch.nn.functional.cross_entropy(outputs, sounds[0, 1:], reduction="none")
     assert torch.allclose(trained, expected, atol=1e-10) == reads_stop
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0, 3.0, 6.0, 11.6])
@@ -449,17 +540,28 @@ def test_ten_thousand_slices(noise, monkeypatch, seconds):
 
 
 def test_the_slice_depends_on_seed_epoch_and_clip_alone(noise):
-    data, again, other = make_utterances(noise), make_utterances(noise), make_utterances(noise, "--seed", "2")
+    data, again, other = (
+        make_utterances(noise),
+        make_utterances(noise),
+        make_utterances(noise, "--seed", "2"),
+    )
     items = [data.item(2, 0), data.item(2, 1), other.item(2, 0)]
     assert torch.equal(again.item(2, 1)["slice"], items[1]["slice"])
-    assert len({item["heard"] for item in items}) > 1 and not torch.equal(items[0]["slice"], items[1]["slice"])
+    assert len({item["heard"] for item in items}) > 1 and not torch.equal(
+        items[0]["slice"], items[1]["slice"]
+    )
     evaluated = make_utterances(noise, training=False)
     for epoch in (0, 3):
         item = evaluated.item(2, epoch)
         samples = len(item["audio"])
         length = 99_225 if samples >= 99_225 else samples // 2
-        assert item["heard"] == (0, length // SAMPLES_PER_CODE) and item["slice"].shape == (132_300,)
-        assert torch.equal(item["slice"][:length], item["audio"][:length]) and not item["slice"][length:].any()
+        assert item["heard"] == (0, length // SAMPLES_PER_CODE) and item["slice"].shape == (
+            132_300,
+        )
+        assert (
+            torch.equal(item["slice"][:length], item["audio"][:length])
+            and not item["slice"][length:].any()
+        )
 
 
 @torch.no_grad()
@@ -481,7 +583,10 @@ def test_the_counts_are_those_of_the_targets_and_no_stop_is_lost(noise, monkeypa
         expected["text"] += [*item["tokens"].tolist(), SMALL["stop_text"]]
         expected["mel"] += [*kept[:first], *kept[last:], *[SMALL["stop_audio"]] * 4]
         assert last > first or len(item["audio"]) < 4096
-    assert targets == expected and {name: len(values) for name, values in targets.items()} == batch["counts"]
+    assert (
+        targets == expected
+        and {name: len(values) for name, values in targets.items()} == batch["counts"]
+    )
 
 
 @torch.no_grad()
@@ -492,19 +597,27 @@ def test_pieces_of_a_batch_that_is_too_large_have_the_same_loss(noise):
         pieces = recipe.compute_loss(model, next(to_device([piece], CPU)), frozen)
         terms = {name: terms[name] + value.item() for name, value in pieces.items()}
     expected = recipe.compute_loss(model, moved(items), frozen)
-    assert terms == {name: pytest.approx(value.item(), rel=1e-10) for name, value in expected.items()}
+    assert terms == {
+        name: pytest.approx(value.item(), rel=1e-10) for name, value in expected.items()
+    }
 
 
 def test_a_clip_of_two_seconds_alone_has_a_finite_loss(noise):
-    data, model, frozen = make_utterances(noise), make_model(dtype=torch.float32).train(), make_frozen(torch.float32)
+    data, model, frozen = (
+        make_utterances(noise),
+        make_model(dtype=torch.float32).train(),
+        make_frozen(torch.float32),
+    )
     for epoch in range(5):
         batch = moved([data.item(6, epoch)])
         terms = recipe.compute_loss(model, batch, frozen)
-        assert all(bool(value.isfinite()) for value in terms.values()) and batch["counts"]["mel"] >= 4
+        assert (
+            all(bool(value.isfinite()) for value in terms.values()) and batch["counts"]["mel"] >= 4
+        )
         assert bool(gradient_of(sum(terms.values()), model).isfinite().all())
 
 
-# --- precision -------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -523,19 +636,30 @@ def test_sixteen_bits_give_finite_losses_near_those_of_fp32(noise, dtype):
     assert (scaled - gradient).norm() < 0.1 * gradient.norm() and not torch.equal(scaled, gradient)
 
 
-# --- memory options --------------------------------------------------------------------------------------------------
+# --- memory options -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("layers", "with_vocoder", "is_pretrained"),
-    [(0, True, False), (1, True, True), (2, True, False), (0, False, False), (1, False, False), (1, False, True)],
+    [
+        (0, True, False),
+        (1, True, True),
+        (2, True, False),
+        (0, False, False),
+        (1, False, False),
+        (1, False, True),
+    ],
 )
-def test_frozen_layers_have_no_gradient_and_do_not_change(noise, tmp_path, layers, with_vocoder, is_pretrained):
+def test_frozen_layers_have_no_gradient_and_do_not_change(
+    noise, tmp_path, layers, with_vocoder, is_pretrained
+):
     config = {**SMALL, "hifigan": with_vocoder}
     weights = make_model(dtype=torch.float32, config=config).state_dict()
     args = runs.parse(recipe, "--from_scratch", "--freeze_layers", layers, "--output_dir", tmp_path)
     recipe.resolve(args)
-    model = recipe.first_model(args, Setup(), {"config": config, "pretrained": is_pretrained}, weights).train()
+    model = recipe.first_model(
+        args, Setup(), {"config": config, "pretrained": is_pretrained}, weights
+    ).train()
     with_encoder = with_vocoder or is_pretrained
     frozen_names = {name for name, p in model.named_parameters() if not p.requires_grad}
     parts = [f"gpt.h.{i}." for i in range(layers)] + ["conditioning_encoder."] * (not with_encoder)
@@ -544,10 +668,14 @@ def test_frozen_layers_have_no_gradient_and_do_not_change(noise, tmp_path, layer
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = optim.make_optimizer(model, 1e-2, weight_decay=0.1, decay_embeddings=False)
     memory.checkpoint_layers(model, recipe.CHECKPOINTED)
-    terms = recipe.compute_loss(model, moved(make_items(noise, torch.float32)[:2]), make_frozen(torch.float32))
+    terms = recipe.compute_loss(
+        model, moved(make_items(noise, torch.float32)[:2]), make_frozen(torch.float32)
+    )
     sum(terms.values()).backward()
     optimizer.step()
-    assert {name for name, p in model.named_parameters() if torch.equal(p, before[name])} == expected
+    assert {
+        name for name, p in model.named_parameters() if torch.equal(p, before[name])
+    } == expected
 
 
 ALIASES = {
@@ -566,14 +694,23 @@ ALIASES = {
 def test_other_names_set_the_same_values(alias):
     ours, usual = (vars(runs.parse(recipe, *line.split())) for line in (alias, ALIASES[alias]))
     assert ours == usual and len(ours["given"]) >= 3
-    if alias not in ("--enable_sdpa", "--no_enable_grad_checkpoint", "--enable_mixed_precision"):  # the defaults
+    if alias not in (
+        "--enable_sdpa",
+        "--no_enable_grad_checkpoint",
+        "--enable_mixed_precision",
+    ):  # the defaults
         assert ours != vars(runs.parse(recipe))
 
 
 def test_other_names_leave_the_defaults_alone():
     args = runs.parse(recipe)
     assert (args.gradient_checkpointing, args.sdpa, args.mixed_precision) == (False, True, "auto")
-    assert (args.train_manifest, args.val_manifest, args.output_dir, args.gradient_accumulation_steps) == (
+    assert (
+        args.train_manifest,
+        args.val_manifest,
+        args.output_dir,
+        args.gradient_accumulation_steps,
+    ) == (
         None,
         None,
         ".",
@@ -588,16 +725,24 @@ def test_the_longest_clip_in_samples():
     assert runs.parse(recipe).max_duration == pytest.approx(255_995 / 22_050)
 
 
-# --- trained, stopped and resumed ------------------------------------------------------------------------------------
+# --- trained, stopped and resumed -----------------------------------------------------------------
 
 VOCAB = json.loads((FIXTURES / "vocab.json").read_text(encoding="utf-8"))
 VOCAB["added_tokens"] = [token for token in VOCAB["added_tokens"] if token["content"] != "[am]"]
 VOCAB["model"]["vocab"].pop("[am]")  # the last one
 ROWS = len(VOCAB["model"]["vocab"])
 RELEASED = formats.shape(
-    16, 2, 2, ROWS, 32, mel_positions=80, text_positions=60, code_dim=16, dvae_hidden=16,
+    16,
+    2,
+    2,
+    ROWS,
+    32,
+    mel_positions=80,
+    text_positions=60,
+    code_dim=16,
+    dvae_hidden=16,
     start_text=VOCAB["model"]["vocab"]["[START]"],
-)  # fmt: skip
+)
 SPOKEN = ("hello", "the end", "ሀለመ ረሰ", "and then", "it's on", "sand", "ለመ", "shell, no")
 SMALL_VOCODER = """
 from speech.xtts import formats, start, vocoder
@@ -605,8 +750,14 @@ def small(d_model):
     return vocoder.HifiDecoder(d_model, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
 formats.HifiDecoder = start.HifiDecoder = small
 """
-PLAIN = "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1 --save_every 1 --log_every 1 --eval_every 1 --speak_held_out 0".split()
-LONG = "--speak_held_out 0 --max_steps 4 --save_every 1 --eval_every 2 --log_every 1 --keep_last 9 --batch_size 1 --gradient_accumulation_steps 2 --learning_rate 1e-3".split()
+PLAIN = (
+    "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1 --save_every 1 --log_every 1"
+    " --eval_every 1 --speak_held_out 0".split()
+)
+LONG = (
+    "--speak_held_out 0 --max_steps 4 --save_every 1 --eval_every 2 --log_every 1 --keep_last 9"
+    " --batch_size 1 --gradient_accumulation_steps 2 --learning_rate 1e-3".split()
+)
 
 
 def write_released(folder: Path, seed: int = 0, vocab: dict = VOCAB) -> Path:
@@ -615,17 +766,24 @@ def write_released(folder: Path, seed: int = 0, vocab: dict = VOCAB) -> Path:
     config = {**RELEASED, "text_tokens": len(vocab["model"]["vocab"])}
     dvae = {name: w for name, w in coquis("dvae").items() if not name.startswith("discrete_loss.")}
     groups = {
-        "gpt": awake(recipe.GPT(config), seed).state_dict(), "dvae": {n: w + 0.1 * seed for n, w in dvae.items()},
-        "hifigan_decoder": small_vocoder(16).state_dict(), "mel_stats": torch.full((80,), 4.0),
-    }  # fmt: skip
-    extras = {"config": {"languages": ["en", "de"]}, "vocab": json.dumps(vocab, ensure_ascii=False), "licence": True}
+        "gpt": awake(recipe.GPT(config), seed).state_dict(),
+        "dvae": {n: w + 0.1 * seed for n, w in dvae.items()},
+        "hifigan_decoder": small_vocoder(16).state_dict(),
+        "mel_stats": torch.full((80,), 4.0),
+    }
+    extras = {
+        "config": {"languages": ["en", "de"]},
+        "vocab": json.dumps(vocab, ensure_ascii=False),
+        "licence": True,
+    }
     formats.export(folder, groups, config, extras, {})
     return folder
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, tiny) -> SimpleNamespace:
-    """Released folders `model` and `other` (another DVAE), and manifests `train` and `val` in Coqui's form."""
+    """Released folders `model` and `other` (another DVAE), and manifests `train` and `val` in
+    Coqui's form."""
     folder, random = tmp_path_factory.mktemp("coqui"), np.random.default_rng(1)
     rows = []
     for number, text in enumerate(SPOKEN):
@@ -633,27 +791,51 @@ def places(tmp_path_factory, tiny) -> SimpleNamespace:
         soundfile.write(folder / f"{number}.wav", samples.clip(-1, 1), SAMPLE_RATE)
         rows.append(f"{number}.wav|{text}|{'abc'[number % 3]}")
     for name, part in (("train", rows[:6]), ("val", rows[6:])):
-        (folder / f"{name}.csv").write_text("\n".join(["audio_file|text|speaker_name", *part]), encoding="utf-8")
+        (folder / f"{name}.csv").write_text(
+            "\n".join(["audio_file|text|speaker_name", *part]), encoding="utf-8"
+        )
     return SimpleNamespace(
-        model=write_released(folder / "model"), other=write_released(folder / "other", seed=1),
-        train=folder / "train.csv", val=folder / "val.csv", wav=folder / "5.wav", folder=folder,
-    )  # fmt: skip
+        model=write_released(folder / "model"),
+        other=write_released(folder / "other", seed=1),
+        train=folder / "train.csv",
+        val=folder / "val.csv",
+        wav=folder / "5.wav",
+        folder=folder,
+    )
 
 
 def tuning(places, *flags) -> list:
-    return ["--train_csv", places.train, "--eval_csv", places.val, "--model_dir", places.model, *flags]
+    return [
+        "--train_csv",
+        places.train,
+        "--eval_csv",
+        places.val,
+        "--model_dir",
+        places.model,
+        *flags,
+    ]
 
 
 @pytest.fixture(scope="module")
 def tuned(places, tmp_path_factory) -> tuple[Path, str]:
     """The folder and the stdout of two updates from released weights, exported to "coqui"."""
     folder = tmp_path_factory.mktemp("tuned")
-    flags = [*PLAIN, "--learning_rate", "1e-3", "--export", folder / "coqui", "--output_path", folder]
+    flags = [
+        *PLAIN,
+        "--learning_rate",
+        "1e-3",
+        "--export",
+        folder / "coqui",
+        "--output_path",
+        folder,
+    ]
     return folder, ran(recipe, *tuning(places, *flags))
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def best_of(folder: Path) -> tuple[dict, dict]:
@@ -672,19 +854,35 @@ def test_released_weights_are_evaluated_first_and_their_export_is_read_again(tun
     groups, config, extras = formats.read_model(folder / "coqui")
     before = formats.read_model(places.model)[0]
     best, metadata = best_of(folder)
-    assert config == metadata["config"] and extras["vocab"] == metadata["vocab"] and extras["licence"]
-    assert groups["gpt"].keys() == best.keys() and all(torch.equal(groups["gpt"][name], w) for name, w in best.items())
+    assert (
+        config == metadata["config"] and extras["vocab"] == metadata["vocab"] and extras["licence"]
+    )
+    assert groups["gpt"].keys() == best.keys() and all(
+        torch.equal(groups["gpt"][name], w) for name, w in best.items()
+    )
     for group in ("dvae", "hifigan_decoder"):
         assert groups[group].keys() == before[group].keys()
         assert all(torch.equal(w, before[group][name]) for name, w in groups[group].items())
     state = newest(folder, recipe)["model"]
     same = [name for name, w in before["gpt"].items() if torch.equal(w, state[name])]
     assert len(same) < 5 and not any(name.startswith(("dvae", "hifigan")) for name in state)
-    clips = {path.name: soundfile.read(path, dtype="int16") for path in (folder / "coqui" / "speakers").iterdir()}
-    assert clips.keys() == {"a.wav", "b.wav", "c.wav"} and all(rate == SAMPLE_RATE for _, rate in clips.values())
-    for name, number in (("a.wav", 3), ("b.wav", 4), ("c.wav", 5)):  # the longest of each is nearest to 10 s
+    clips = {
+        path.name: soundfile.read(path, dtype="int16")
+        for path in (folder / "coqui" / "speakers").iterdir()
+    }
+    assert clips.keys() == {"a.wav", "b.wav", "c.wav"} and all(
+        rate == SAMPLE_RATE for _, rate in clips.values()
+    )
+    for name, number in (
+        ("a.wav", 3),
+        ("b.wav", 4),
+        ("c.wav", 5),
+    ):  # the longest of each is nearest to 10 s
         source = soundfile.read(places.folder / f"{number}.wav", dtype="int16")[0]
-        assert len(clips[name][0]) == len(source) and abs(clips[name][0].astype(int) - source).max() <= 1
+        assert (
+            len(clips[name][0]) == len(source)
+            and abs(clips[name][0].astype(int) - source).max() <= 1
+        )
 
 
 def test_a_plan_is_of_the_model_that_the_flags_ask_for(tuned, places, tmp_path, tmp_path_factory):
@@ -698,20 +896,33 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(tuned, places, tmp_path, 
     assert tokens("--resume", folder / "checkpoint_step_00000002.pt") == count
     assert tokens(*tuning(places, "--init_from", folder / "best.safetensors")) == count
     amharic = write_amharic(places, tmp_path_factory.mktemp("amharic"))
-    assert tokens("--train_csv", amharic, "--model_dir", places.model, "--extend_vocab", "bpe") > count
-    assert tokens(*tuning(places, "--custom_model", places.model / "model.pth", "--language", "xx")) == count
+    assert (
+        tokens("--train_csv", amharic, "--model_dir", places.model, "--extend_vocab", "bpe") > count
+    )
+    assert (
+        tokens(*tuning(places, "--custom_model", places.model / "model.pth", "--language", "xx"))
+        == count
+    )
 
 
 def test_a_language_that_the_vocabulary_lacks_gets_a_token(tuned, places):
     folder, out = tuned
     best, metadata = best_of(folder)
     vocabulary, before = Vocabulary(metadata["vocab"]), formats.read_model(places.model)[0]["gpt"]
-    assert "language am: a new token" in out and metadata["carried"] and metadata["config"]["text_tokens"] == ROWS + 1
+    assert (
+        "language am: a new token" in out
+        and metadata["carried"]
+        and metadata["config"]["text_tokens"] == ROWS + 1
+    )
     for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
         assert len(best[name]) == len(before[name]) + 1
     reader = texts.Texts(metadata)
     ids = VOCAB["model"]["vocab"]
-    assert vocabulary.encode("[am]no", "en") == [ids["[en]"], ROWS, ids["n"], ids["o"]] == reader.encode("no")
+    assert (
+        vocabulary.encode("[am]no", "en")
+        == [ids["[en]"], ROWS, ids["n"], ids["o"]]
+        == reader.encode("no")
+    )
     assert reader.encode("no", "de") == [ids["[de]"], ids["n"], ids["o"]]
 
 
@@ -721,14 +932,25 @@ def test_new_rows_are_drawn_like_the_old_ones(places, capsys):
     again = starts.choose(start, None)[1]
     before = formats.read_model(places.model)[0]["gpt"]
     for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
-        assert torch.equal(weights[name][:-1], before[name]) and torch.equal(weights[name], again[name])
+        assert torch.equal(weights[name][:-1], before[name]) and torch.equal(
+            weights[name], again[name]
+        )
         assert ((weights[name][-1] - before[name].mean(0)).abs() < 5 * before[name].std(0)).all()
     model = recipe.make_model(metadata["config"], weights)
     assert model.text_embedding.weight.shape == (ROWS + 1, 16) == model.text_head.weight.shape
 
 
 def test_a_language_that_the_vocabulary_has_gets_none(places, tmp_path):
-    ran(recipe, *tuning(places, *PLAIN), "--max_steps", "1", "--language", "de", "--output_dir", tmp_path)
+    ran(
+        recipe,
+        *tuning(places, *PLAIN),
+        "--max_steps",
+        "1",
+        "--language",
+        "de",
+        "--output_dir",
+        tmp_path,
+    )
     metadata = newest(tmp_path, recipe)["metadata"]
     assert not metadata["carried"] and metadata["config"]["text_tokens"] == ROWS
     assert texts.Texts(metadata).encode("no")[0] == VOCAB["model"]["vocab"]["[de]"]
@@ -768,7 +990,9 @@ def test_the_version_is_that_of_the_vocabulary(places, monkeypatch, capsys):
         if version == "v2.0.3":
             assert starts.choose(start, None)[0]["config"]["text_tokens"] == ROWS + 1
             continue
-        with pytest.raises(recipe.UsageError, match=f"vocabulary has 6681 tokens, and these weights have {ROWS}"):
+        with pytest.raises(
+            recipe.UsageError, match=f"vocabulary has 6681 tokens, and these weights have {ROWS}"
+        ):
             starts.choose(start, None)
 
 
@@ -777,18 +1001,28 @@ def test_the_gpt_of_an_already_tuned_file(tuned, places, tmp_path, form):
     source = formats.read_model(write_released(tmp_path / "source", seed=2))[0]
     prefix = "" if form == "plain" else "xtts."
     weights = {f"{prefix}gpt.{name}": w for name, w in source["gpt"].items()}
-    torch.save(weights if form == "plain" else {"model": weights, "optimizer": {"state": {}}}, tmp_path / "tuned.pth")
+    torch.save(
+        weights if form == "plain" else {"model": weights, "optimizer": {"state": {}}},
+        tmp_path / "tuned.pth",
+    )
     flags = ["--custom_model", tmp_path / "tuned.pth", "--language", "en", "--output_dir", tmp_path]
     ran(recipe, *tuning(places, *PLAIN, *flags), "--max_steps", "1", "--freeze_layers", "2")
     state = newest(tmp_path, recipe)["model"]
     kept = {name for name, w in source["gpt"].items() if torch.equal(w, state[name])}
-    assert {name for name in source["gpt"] if name.startswith("gpt.h.")} <= kept and len(kept) < len(state) - 20
+    assert {name for name in source["gpt"] if name.startswith("gpt.h.")} <= kept and len(
+        kept
+    ) < len(state) - 20
 
 
 @pytest.fixture(scope="module")
 def unstopped(places, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("unstopped")
-    ran(recipe, *tuning(places, *LONG, "--gradient_checkpointing", "--resume", "auto", "--output_dir", folder))
+    ran(
+        recipe,
+        *tuning(
+            places, *LONG, "--gradient_checkpointing", "--resume", "auto", "--output_dir", folder
+        ),
+    )
     return folder
 
 
@@ -815,14 +1049,35 @@ os.replace = killed
 
 def test_another_dvae_on_resume_is_refused(tuned, places, tmp_path):
     folder = shutil.copytree(tuned[0], tmp_path / "copy")
-    flags = ["--train_csv", places.train, "--eval_csv", places.val, *PLAIN, "--resume", "auto", "--output_dir", folder]
+    flags = [
+        "--train_csv",
+        places.train,
+        "--eval_csv",
+        places.val,
+        *PLAIN,
+        "--resume",
+        "auto",
+        "--output_dir",
+        folder,
+    ]
     status, err = refused(recipe, *flags, "--max_steps", "3", "--model_dir", places.other)
     assert status == 2 and "the DVAE is not the one that this GPT learned the codes of" in err
-    assert "(step 2)" in ran(recipe, *flags, "--max_steps", "3") and newest(folder, recipe)["progress"]["step"] == 3
+    assert (
+        "(step 2)" in ran(recipe, *flags, "--max_steps", "3")
+        and newest(folder, recipe)["progress"]["step"] == 3
+    )
 
 
 def test_a_run_from_scratch_and_its_frozen_parts(noise, tmp_path):
-    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *PLAIN, "--output_dir", tmp_path]
+    flags = [
+        "--train_manifest",
+        noise[0],
+        "--val_manifest",
+        noise[0],
+        *PLAIN,
+        "--output_dir",
+        tmp_path,
+    ]
     out = ran(recipe, *flags, "--from_scratch")
     assert [line["step"] for line in read_metrics(tmp_path) if "eval/mel" in line] == [
         1,
@@ -830,11 +1085,17 @@ def test_a_run_from_scratch_and_its_frozen_parts(noise, tmp_path):
     ] and formats.LICENCE not in out
     assert "(step 2)" in ran(recipe, *flags, "--max_steps", "3", "--resume", "auto")
     metadata = newest(tmp_path, recipe)["metadata"]
-    assert not metadata["licence"] and not metadata["pretrained"] and metadata["config"]["text_tokens"] == 450
+    assert (
+        not metadata["licence"]
+        and not metadata["pretrained"]
+        and metadata["config"]["text_tokens"] == 450
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_window_that_overflows_is_skipped_and_training_recovers(places, tmp_path, monkeypatch, precision):
+def test_a_window_that_overflows_is_skipped_and_training_recovers(
+    places, tmp_path, monkeypatch, precision
+):
     compute_loss, calls = recipe.compute_loss, []
 
     def overflowing(model, batch, frozen):
@@ -849,50 +1110,90 @@ def test_a_window_that_overflows_is_skipped_and_training_recovers(places, tmp_pa
             assert not all(bool(value.isfinite()) for value in terms.values())
         return terms
 
-    monkeypatch.setitem(starts.SLICES, "full", [6_615, 13_230])  # convolutions in fp16 are slow on a CPU
+    monkeypatch.setitem(
+        starts.SLICES, "full", [6_615, 13_230]
+    )  # convolutions in fp16 are slow on a CPU
     monkeypatch.setattr(recipe, "compute_loss", overflowing)
-    flags = ["--mixed_precision", precision, "--max_steps", "5", "--eval_every", "5", "--output_dir", tmp_path]
+    flags = [
+        "--mixed_precision",
+        precision,
+        "--max_steps",
+        "5",
+        "--eval_every",
+        "5",
+        "--output_dir",
+        tmp_path,
+    ]
     ran(recipe, *tuning(places, *PLAIN, *flags))
     state = newest(tmp_path, recipe)
-    assert state["progress"]["step"] == 5 and all(bool(w.isfinite().all()) for w in state["model"].values())
+    assert state["progress"]["step"] == 5 and all(
+        bool(w.isfinite().all()) for w in state["model"].values()
+    )
     assert state["progress"]["bad_windows"] == (2 if precision == "fp16" else 0)
-    assert all(math.isfinite(line["eval/mel"]) for line in read_metrics(tmp_path) if "eval/mel" in line)
+    assert all(
+        math.isfinite(line["eval/mel"]) for line in read_metrics(tmp_path) if "eval/mel" in line
+    )
 
 
-# --- exported and spoken ---------------------------------------------------------------------------------------------
+# --- exported and spoken --------------------------------------------------------------------------
 
 
 def same_folders(a: Path, b: Path) -> bool:
     (first, config, extras), (second, other, more) = formats.read_model(a), formats.read_model(b)
     pairs = [(first[group], second[group]) for group in ("gpt", "dvae", "hifigan_decoder")]
     return (config, extras) == (other, more) and all(
-        one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one) for one, two in pairs
+        one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+        for one, two in pairs
     )
 
 
 def test_an_export_alone(tuned, places, tmp_path):
     best = tuned[0] / "checkpoints" / "best.safetensors"
     out = ran(recipe, "--resume", best, "--export", tmp_path / "a", "--output_dir", tmp_path)
-    assert f"exported to {tmp_path / 'a'}: " in out and same_folders(tmp_path / "a", tuned[0] / "coqui")
-    ran(recipe, "--model_dir", places.model, "--export", tmp_path / "b", "--language", "en", "--output_dir", tmp_path)
+    assert f"exported to {tmp_path / 'a'}: " in out and same_folders(
+        tmp_path / "a", tuned[0] / "coqui"
+    )
+    ran(
+        recipe,
+        "--model_dir",
+        places.model,
+        "--export",
+        tmp_path / "b",
+        "--language",
+        "en",
+        "--output_dir",
+        tmp_path,
+    )
     assert same_folders(tmp_path / "b", places.model)
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_the_export_has_the_weights_of_the_best_evaluation_not_the_last(places, tmp_path, monkeypatch):
+def test_the_export_has_the_weights_of_the_best_evaluation_not_the_last(
+    places, tmp_path, monkeypatch
+):
     evaluate, calls = recipe.evaluate, []
 
     def worse(*inputs) -> dict:
         calls.append(1)
-        return {name: (total * len(calls), count) for name, (total, count) in evaluate(*inputs).items()}
+        return {
+            name: (total * len(calls), count) for name, (total, count) in evaluate(*inputs).items()
+        }
 
     monkeypatch.setattr(recipe, "evaluate", worse)
-    ran(recipe, *tuning(places, *PLAIN, "--export", tmp_path / "out", "--output_dir", tmp_path), "--language", "en")
+    ran(
+        recipe,
+        *tuning(places, *PLAIN, "--export", tmp_path / "out", "--output_dir", tmp_path),
+        "--language",
+        "en",
+    )
     losses = [line["eval/mel"] for line in read_metrics(tmp_path) if "eval/mel" in line]
     assert len(losses) == 3 and losses == sorted(losses)
     assert same_folders(tmp_path / "out", places.model)
     trained = newest(tmp_path, recipe)["model"]
-    assert not all(torch.equal(w, trained[name]) for name, w in formats.read_model(places.model)[0]["gpt"].items())
+    assert not all(
+        torch.equal(w, trained[name])
+        for name, w in formats.read_model(places.model)[0]["gpt"].items()
+    )
 
 
 def test_training_of_released_weights_stops_early_unless_a_flag_says_otherwise(places):
@@ -908,7 +1209,15 @@ def test_training_of_released_weights_stops_early_unless_a_flag_says_otherwise(p
 
 
 def test_an_export_without_a_vocoder_is_refused_in_one_line(noise, tmp_path):
-    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *PLAIN, "--output_dir", tmp_path]
+    flags = [
+        "--train_manifest",
+        noise[0],
+        "--val_manifest",
+        noise[0],
+        *PLAIN,
+        "--output_dir",
+        tmp_path,
+    ]
     status, err = refused(recipe, *flags, "--from_scratch", "--export", tmp_path / "x")
     assert status == 2 and "no vocoder" in err
     assert not list(tmp_path.rglob("*.pt")), "it was refused after the training"
@@ -929,7 +1238,9 @@ def test_an_export_is_fine_tuned_again(tuned, places, tmp_path):
     ran(recipe, *flags, "--model_dir", tuned[0] / "coqui")
     metadata, before = newest(tmp_path, recipe)["metadata"], newest(tuned[0], recipe)["metadata"]
     assert metadata["config"] == before["config"] and metadata["vocab"] == before["vocab"]
-    assert texts.Texts(metadata).encode("no") == texts.Texts(before).encode("no"), "another prefix than before"
+    assert texts.Texts(metadata).encode("no") == texts.Texts(before).encode("no"), (
+        "another prefix than before"
+    )
 
 
 def test_texts_are_spoken_with_the_vocoder(tuned, places, tmp_path):
@@ -946,7 +1257,16 @@ def test_texts_are_spoken_with_the_vocoder(tuned, places, tmp_path):
     assert np.array_equal(spoken["one"], spoken["again"])
     assert np.array_equal(spoken["one"], spoken["export"]), "the export speaks in another way"
     (tmp_path / "lines.txt").write_text("hello\n\nthe end\n", encoding="utf-8")
-    ran(recipe, "--synthesize", tmp_path / "lines.txt", *flags, "--resume", best, "--output", tmp_path / "n.wav")
+    ran(
+        recipe,
+        "--synthesize",
+        tmp_path / "lines.txt",
+        *flags,
+        "--resume",
+        best,
+        "--output",
+        tmp_path / "n.wav",
+    )
     assert {path.name for path in tmp_path.glob("n*.wav")} == {"n_001.wav", "n_002.wav"}
 
 
@@ -969,7 +1289,7 @@ def test_texts_are_spoken_without_a_vocoder(noise, places, tmp_path, monkeypatch
     assert rate == 22_050 and 500 < len(samples) <= 90 * SAMPLES_PER_CODE and "o.wav: " in out
 
 
-# --- the voice of another clip ---------------------------------------------------------------------------------------
+# --- the voice of another clip --------------------------------------------------------------------
 
 
 def numbered(corpus: Corpus, index: int, *_) -> torch.Tensor:
@@ -987,14 +1307,24 @@ def voices_of(data: recipe.Utterances, index: int, epochs=range(40)) -> list[int
 
 def test_the_voice_comes_from_another_clip_of_the_speaker(noise, monkeypatch):
     monkeypatch.setattr(recipe, "read_utterance", numbered)
-    data, again = (make_utterances(noise, condition="other", slices=[9_000, 12_000]) for _ in range(2))
+    data, again = (
+        make_utterances(noise, condition="other", slices=[9_000, 12_000]) for _ in range(2)
+    )
     for index in range(8):
         chosen = voices_of(data, index)
-        assert set(chosen) == set(range(index % 2, 8, 2)) - {index} and chosen == voices_of(again, index)
-        assert set(voices_of(make_utterances(noise, "--seed", "2", condition="other"), index)) == set(chosen)
-    assert voices_of(data, 0) != voices_of(make_utterances(noise, "--seed", "2", condition="other"), 0)
+        assert set(chosen) == set(range(index % 2, 8, 2)) - {index} and chosen == voices_of(
+            again, index
+        )
+        assert set(
+            voices_of(make_utterances(noise, "--seed", "2", condition="other"), index)
+        ) == set(chosen)
+    assert voices_of(data, 0) != voices_of(
+        make_utterances(noise, "--seed", "2", condition="other"), 0
+    )
     evaluated = make_utterances(noise, condition="other", training=False)
-    assert [voices_of(evaluated, index, (0, 4)) for index in range(8)] == [[(index + 2) % 8] * 2 for index in range(8)]
+    assert [voices_of(evaluated, index, (0, 4)) for index in range(8)] == [
+        [(index + 2) % 8] * 2 for index in range(8)
+    ]
 
 
 def test_a_speaker_with_two_clips_never_hears_the_one_that_is_learned(noise, monkeypatch):
@@ -1006,7 +1336,9 @@ def test_a_speaker_with_two_clips_never_hears_the_one_that_is_learned(noise, mon
 @pytest.mark.parametrize("training", [True, False])
 def test_a_speaker_with_one_clip_is_heard_in_it(noise, training):
     part = noise[0], noise[1].select(np.array([5, 0, 3]))
-    other, same = (make_utterances(part, training=training, condition=name) for name in ("other", "same"))
+    other, same = (
+        make_utterances(part, training=training, condition=name) for name in ("other", "same")
+    )
     for epoch in range(3):
         ours, usual = other.item(1, epoch), same.item(1, epoch)
         assert torch.equal(ours["slice"], usual["slice"]) and ours["heard"] == usual["heard"]
@@ -1022,18 +1354,33 @@ def test_the_whole_mask_of_another_voice_is_counted(noise):
 def test_another_condition_on_resume_is_refused(tuned, places, tmp_path):
     folder = shutil.copytree(tuned[0], tmp_path / "copy")
     assert newest(folder, recipe)["metadata"]["condition"] == "same"
-    flags = ["--train_csv", places.train, "--eval_csv", places.val, *PLAIN, "--resume", "auto", "--output_dir", folder]
+    flags = [
+        "--train_csv",
+        places.train,
+        "--eval_csv",
+        places.val,
+        *PLAIN,
+        "--resume",
+        "auto",
+        "--output_dir",
+        folder,
+    ]
     status, err = refused(recipe, *flags, "--condition", "other")
-    assert status == 2 and "--condition other (the checkpoint has same) conflicts with the checkpoint" in err
+    assert (
+        status == 2
+        and "--condition other (the checkpoint has same) conflicts with the checkpoint" in err
+    )
 
 
-# --- evaluation by language ------------------------------------------------------------------------------------------
+# --- evaluation by language -----------------------------------------------------------------------
 
 
 @torch.no_grad()
 def test_the_sums_of_the_languages_are_the_total(noise):
     items, model, frozen = make_items(noise), make_model().eval(), make_frozen()
-    items = [{**item, "language": ("am", "de", "am")[number % 3]} for number, item in enumerate(items)]
+    items = [
+        {**item, "language": ("am", "de", "am")[number % 3]} for number, item in enumerate(items)
+    ]
     results = []
     for sizes in ([8], [1] * 8, [3, 5]):
         rest = iter(items)
@@ -1042,11 +1389,17 @@ def test_the_sums_of_the_languages_are_the_total(noise):
     for result in results:
         assert result.keys() == {"text", "mel", "text_am", "text_de", "mel_am", "mel_de"}
         for name, (total, count) in result.items():
-            assert (total, count) == (pytest.approx(results[0][name][0], rel=1e-10), results[0][name][1])
+            assert (total, count) == (
+                pytest.approx(results[0][name][0], rel=1e-10),
+                results[0][name][1],
+            )
         for name in WEIGHTS:
             parts = [result[f"{name}_{language}"] for language in ("am", "de")]
             assert sum(total for total, _ in parts) == pytest.approx(result[name][0], rel=1e-10)
-            assert sum(count for _, count in parts) == result[name][1] and min(total for total, _ in parts) > 0
+            assert (
+                sum(count for _, count in parts) == result[name][1]
+                and min(total for total, _ in parts) > 0
+            )
     german = [item for item in items if item["language"] == "de"]
     alone = recipe.evaluate(frozen, ["de"], model, [recipe.collate(german)])
     assert alone.keys() == set(WEIGHTS)
@@ -1064,7 +1417,16 @@ def test_the_results_have_a_line_for_each_language(places, json_lines, tmp_path,
         for number, (text, language) in enumerate(zip(("no", "on"), languages, strict=True))
     ]
     manifest = json_lines(tmp_path / "m.json", rows)
-    out = ran(recipe, "--evaluate", "--test_manifest", manifest, "--model_dir", places.model, "--output_dir", tmp_path)
+    out = ran(
+        recipe,
+        "--evaluate",
+        "--test_manifest",
+        manifest,
+        "--model_dir",
+        places.model,
+        "--output_dir",
+        tmp_path,
+    )
     title = "test set, the weights named (cross-entropy per token and per code)"
     lines = out.partition(title)[2].splitlines()[1:]
     names = [line.partition(":")[0].strip() for line in lines if "  mel " in line]
@@ -1074,7 +1436,11 @@ def test_the_results_have_a_line_for_each_language(places, json_lines, tmp_path,
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_the_losses_are_the_sums_of_a_summed_cross_entropy(noise, monkeypatch, dtype, most):
-    items, model, frozen = make_items(noise, dtype), make_model(dtype=dtype).train(), make_frozen(dtype)
+    items, model, frozen = (
+        make_items(noise, dtype),
+        make_model(dtype=dtype).train(),
+        make_frozen(dtype),
+    )
     cross_entropy, summed = recipe.F.cross_entropy, []
 
     def spy(logits, wanted, reduction):
@@ -1093,15 +1459,19 @@ def test_the_losses_are_the_sums_of_a_summed_cross_entropy(noise, monkeypatch, d
     assert (ours - expected).norm() <= 10 * most * expected.norm()
 
 
-# --- from scratch: a DVAE in two runs, then the GPT ------------------------------------------------------------------
+# --- from scratch: a DVAE in two runs, then the GPT -----------------------------------------------
 
-SCRATCH = "--from_scratch --speak_held_out 0 --max_steps 3 --save_every 1 --eval_every 2 --log_every 1 --keep_last 9 --batch_size 4 --gradient_accumulation_steps 1 --resume auto".split()
+SCRATCH = (
+    "--from_scratch --speak_held_out 0 --max_steps 3 --save_every 1 --eval_every 2 --log_every 1"
+    " --keep_last 9 --batch_size 4 --gradient_accumulation_steps 1 --resume auto".split()
+)
 STAGES = ("checkpoints/autoencoder", "checkpoints/dvae", "checkpoints")
 SMALL_SIZE = f"from speech.xtts import formats\nformats.SIZES['demo'] = {SMALL!r}\n"
 
 
 def stopped_in(stage: str, number: signal.Signals) -> str:
-    """A prelude that sends this process a signal before the checkpoint of the second update gets its name."""
+    """A prelude that sends this process a signal before the checkpoint of the second update gets
+    its name."""
     return f"""{SMALL_SIZE}
 import os
 replace = os.replace
@@ -1129,15 +1499,29 @@ def assert_same_stages(one: Path, other: Path) -> None:
 
 def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
     """When the files of checkpoints were written, and their sizes."""
-    files = [path for path in (folder / "checkpoints").rglob("*") if path.suffix in (".pt", ".safetensors")]
-    return {path.relative_to(folder): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+    files = [
+        path
+        for path in (folder / "checkpoints").rglob("*")
+        if path.suffix in (".pt", ".safetensors")
+    ]
+    return {
+        path.relative_to(folder): (path.stat().st_mtime_ns, path.stat().st_size) for path in files
+    }
 
 
 @pytest.fixture(scope="module")
 def scratch(noise, tmp_path_factory) -> Path:
     """The folder of three undisturbed runs of three updates."""
     folder = tmp_path_factory.mktemp("scratch")
-    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *SCRATCH, "--output_dir", folder]
+    flags = [
+        "--train_manifest",
+        noise[0],
+        "--val_manifest",
+        noise[0],
+        *SCRATCH,
+        "--output_dir",
+        folder,
+    ]
     out = ran(recipe, *flags)
     assert out.index("DVAE, autoencoder: ") < out.index("DVAE, dvae: ") < out.index("attention: ")
     return folder
@@ -1147,23 +1531,35 @@ def test_the_three_stages_have_folders_of_their_own(scratch):
     stages = {stage: states_of(scratch, stage)[0]["metadata"]["stage"] for stage in STAGES}
     assert list(stages.values()) == ["autoencoder", "dvae", "gpt"]
     for folder in ("logs/autoencoder", "logs/dvae", "logs"):
-        lines = [json.loads(line) for line in (scratch / folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (scratch / folder / "metrics.jsonl").read_text().splitlines()
+        ]
         names = {key for line in lines for key in line if key.startswith("eval/")}
         terms = WEIGHTS if folder == "logs" else codec_training.LOSS_WEIGHTS
         assert names == {"eval/loss", *(f"eval/{name}" for name in terms)}
         assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3]
     first, second = (states_of(scratch, stage) for stage in STAGES[:2])
-    assert torch.equal(first[1]["mel.mel_stats"], second[1]["mel.mel_stats"]) and (first[1]["mel.mel_stats"] > 0).all()
+    assert (
+        torch.equal(first[1]["mel.mel_stats"], second[1]["mel.mel_stats"])
+        and (first[1]["mel.mel_stats"] > 0).all()
+    )
     metadata = newest(scratch, recipe)["metadata"]
     assert metadata["condition"] == "other" and metadata["slice"] == starts.SLICES["demo"]
-    start = recipe.resolve(runs.parse(recipe, "--resume", scratch / "checkpoints" / "best.safetensors"))
+    start = recipe.resolve(
+        runs.parse(recipe, "--resume", scratch / "checkpoints" / "best.safetensors")
+    )
     frozen = starts.choose(start, newest(scratch, recipe))[2]
-    assert all(torch.equal(w, second[1][f"dvae.{name}"]) for name, w in frozen.dvae.state_dict().items())
+    assert all(
+        torch.equal(w, second[1][f"dvae.{name}"]) for name, w in frozen.dvae.state_dict().items()
+    )
     assert torch.equal(frozen.dvae_mel.mel_stats, second[1]["mel.mel_stats"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
-def test_stopped_in_every_stage_and_resumed_it_ends_with_the_same_bits(scratch, noise, tmp_path, number):
+def test_stopped_in_every_stage_and_resumed_it_ends_with_the_same_bits(
+    scratch, noise, tmp_path, number
+):
     flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *SCRATCH]
     for stage in STAGES:
         process = runs.start(runs.command(recipe, *flags), tmp_path, stopped_in(stage, number))
@@ -1179,18 +1575,32 @@ def test_stopped_in_every_stage_and_resumed_it_ends_with_the_same_bits(scratch, 
 
 
 def test_the_first_weights_depend_on_the_seed_alone(noise, tmp_path):
-    args = runs.parse(recipe, "--from_scratch", "--train_manifest", noise[0], "--output_dir", tmp_path)
+    args = runs.parse(
+        recipe, "--from_scratch", "--train_manifest", noise[0], "--output_dir", tmp_path
+    )
     recipe.resolve(args)
     models = []
     for state in (1, 2):
         torch.manual_seed(state)
-        models.append(recipe.first_model(args, Setup(), {"config": SMALL, "pretrained": False}, None).state_dict())
+        models.append(
+            recipe.first_model(
+                args, Setup(), {"config": SMALL, "pretrained": False}, None
+            ).state_dict()
+        )
     assert all(torch.equal(w, models[1][name]) for name, w in models[0].items())
 
 
 def test_a_finished_run_that_is_started_again_trains_nothing(scratch, noise, tmp_path):
     folder = shutil.copytree(scratch, tmp_path / "copy")
-    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *SCRATCH, "--output_dir", folder]
+    flags = [
+        "--train_manifest",
+        noise[0],
+        "--val_manifest",
+        noise[0],
+        *SCRATCH,
+        "--output_dir",
+        folder,
+    ]
     before, lines = stamps(folder), read_metrics(folder)
     ran(recipe, *flags)
     assert stamps(folder) == before and len(before) > 9
@@ -1199,7 +1609,9 @@ def test_a_finished_run_that_is_started_again_trains_nothing(scratch, noise, tmp
         path.unlink()
     ran(recipe, *flags)  # the GPT alone is trained again
     after = stamps(folder)
-    assert all(after[path] == stamp for path, stamp in before.items() if path.parent.name != "checkpoints")
+    assert all(
+        after[path] == stamp for path, stamp in before.items() if path.parent.name != "checkpoints"
+    )
     assert_same_stages(folder, scratch)
 
 
@@ -1209,12 +1621,23 @@ def test_a_folder_that_has_moved_speaks_and_learns(scratch, noise, places, tmp_p
     try:
         speaking_flags = ["--synthesize", "ሰላም", "--speaker_wav", places.wav, "--top_k", "1"]
         written = []
-        for source in (["--resume", moved_folder / "checkpoints" / "best.safetensors"], ["--output_dir", moved_folder]):
+        for source in (
+            ["--resume", moved_folder / "checkpoints" / "best.safetensors"],
+            ["--output_dir", moved_folder],
+        ):
             ran(recipe, *speaking_flags, *source, "--output", tmp_path / "o.wav")
             written.append(soundfile.read(tmp_path / "o.wav")[0])
         assert np.array_equal(*written) and len(written[0]) > 500
         copy = shutil.copytree(moved_folder, tmp_path / "copy")
-        flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *SCRATCH[1:], "--output_dir", copy]
+        flags = [
+            "--train_manifest",
+            noise[0],
+            "--val_manifest",
+            noise[0],
+            *SCRATCH[1:],
+            "--output_dir",
+            copy,
+        ]
         assert "(step 3)" in ran(recipe, *flags, "--max_steps", "4")
         shutil.rmtree(copy / "checkpoints" / "dvae")
         status, err = refused(recipe, *flags, "--max_steps", "5")
@@ -1227,7 +1650,9 @@ def test_a_folder_that_has_moved_speaks_and_learns(scratch, noise, places, tmp_p
 
 @pytest.mark.parametrize("stage", ["autoencoder", "dvae"])
 @pytest.mark.parametrize("name", ["best.safetensors", "checkpoint_step_00000003.pt"])
-def test_a_checkpoint_of_the_dvae_is_not_one_of_the_gpt(scratch, noise, places, tmp_path, stage, name):
+def test_a_checkpoint_of_the_dvae_is_not_one_of_the_gpt(
+    scratch, noise, places, tmp_path, stage, name
+):
     path = scratch / "checkpoints" / stage / name
     flags = ["--synthesize", "ሰላም", "--speaker_wav", places.wav]
     if name.endswith(".pt"):
@@ -1239,18 +1664,42 @@ def test_a_checkpoint_of_the_dvae_is_not_one_of_the_gpt(scratch, noise, places, 
 def test_the_synthetic_data_of_a_model_from_scratch(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "DEMO_SIZES", {"train": 10, "val": 3})
     monkeypatch.setattr(codec_training, "STEPS", {"autoencoder": 1, "dvae": 1})
-    flags = ["--from_scratch", *PLAIN, "--max_steps", "1", "--speak_held_out", "1", "--output_dir", tmp_path]
+    flags = [
+        "--from_scratch",
+        *PLAIN,
+        "--max_steps",
+        "1",
+        "--speak_held_out",
+        "1",
+        "--output_dir",
+        tmp_path,
+    ]
     out = ran(recipe, *flags)
-    assert "no --train_manifest: using synthetic speech" in out and "1 held-out sentences spoken: " in out
+    assert (
+        "no --train_manifest: using synthetic speech" in out
+        and "1 held-out sentences spoken: " in out
+    )
     made = {path.name for path in (tmp_path / "speech").iterdir()}
     kinds = ("reference", "resynthesis", "synthesis")
     assert made == {f"001_{kind}.wav" for kind in kinds} | {f"{kind}.csv" for kind in kinds}
-    assert "speaker similarity" not in out and newest(tmp_path, recipe)["metadata"]["text"]["g2p"] is False
+    assert (
+        "speaker similarity" not in out
+        and newest(tmp_path, recipe)["metadata"]["text"]["g2p"] is False
+    )
 
 
-# --- how texts are read ----------------------------------------------------------------------------------------------
+# --- how texts are read ---------------------------------------------------------------------------
 
-AMHARIC = ("ሰላም ለሁሉም።", "ቡና 3 ብር ነው", "ሰላም, እንዴት ነህ?", "ለሁሉም 25 ሰላም", "ቡና እወዳለሁ", "ሰላም ነው", "ብር 7 ነው", "ሰላም 8 ቡና")
+AMHARIC = (
+    "ሰላም ለሁሉም።",
+    "ቡና 3 ብር ነው",
+    "ሰላም, እንዴት ነህ?",
+    "ለሁሉም 25 ሰላም",
+    "ቡና እወዳለሁ",
+    "ሰላም ነው",
+    "ብር 7 ነው",
+    "ሰላም 8 ቡና",
+)
 MODES = {
     "phonemes": ["--use_amharic_g2p"],
     "characters": ["--extend_vocab", "characters"],
@@ -1260,7 +1709,9 @@ MODES = {
 
 def write_amharic(places, folder: Path, written: tuple[str, ...] = AMHARIC) -> Path:
     rows = [f"{places.folder}/{number}.wav|{text}|a" for number, text in enumerate(written)]
-    (folder / "am.csv").write_text("\n".join(["audio_file|text|speaker_name", *rows]), encoding="utf-8")
+    (folder / "am.csv").write_text(
+        "\n".join(["audio_file|text|speaker_name", *rows]), encoding="utf-8"
+    )
     return folder / "am.csv"
 
 
@@ -1274,27 +1725,43 @@ def short_slices(monkeypatch):
 def test_amharic_is_trained_exported_spoken_and_resumed(places, short_slices, tmp_path, mode):
     manifest = write_amharic(places, tmp_path)
     data = ["--train_csv", manifest, "--eval_csv", manifest, *PLAIN, "--output_dir", tmp_path]
-    out = ran(recipe, *data, "--model_dir", places.model, *MODES[mode], "--export", tmp_path / "coqui")
+    out = ran(
+        recipe, *data, "--model_dir", places.model, *MODES[mode], "--export", tmp_path / "coqui"
+    )
     assert "characters that the vocabulary lacks" not in out and out.count("): 8 utterances") == 2
     saved = newest(tmp_path, recipe)
     metadata, rows = saved["metadata"], saved["metadata"]["config"]["text_tokens"]
-    (first, *_) = [line["eval/text"] for line in read_metrics(tmp_path) if "eval/text" in line]
-    assert metadata["text"]["g2p"] == (mode == "phonemes") and metadata["text"].get("extend_vocab", mode) == mode
+    first, *_ = [line["eval/text"] for line in read_metrics(tmp_path) if "eval/text" in line]
+    assert (
+        metadata["text"]["g2p"] == (mode == "phonemes")
+        and metadata["text"].get("extend_vocab", mode) == mode
+    )
 
-    assert rows == ROWS + 1 if mode == "phonemes" else ROWS + 1 < rows <= ROWS + 41 and first < math.log(rows)
+    assert (
+        rows == ROWS + 1
+        if mode == "phonemes"
+        else ROWS + 1 < rows <= ROWS + 41 and first < math.log(rows)
+    )
     reader = texts.Texts(metadata)
     assert not any(reader.unknown in reader.encode(text) for text in AMHARIC)
     groups, config, extras = formats.read_model(tmp_path / "coqui")
     assert config["text_tokens"] == rows and extras["vocab"] == metadata["vocab"]
     assert all(torch.equal(w, groups["gpt"][name]) for name, w in best_of(tmp_path)[0].items())
-    flags, spoken = ["--synthesize", "ሰላም 3 ቡና።", "--speaker_wav", places.wav, "--output", tmp_path / "o.wav"], []
-    more = MODES[mode] if mode == "phonemes" else []  # an export has the vocabulary, and not how texts are read
+    flags, spoken = (
+        ["--synthesize", "ሰላም 3 ቡና።", "--speaker_wav", places.wav, "--output", tmp_path / "o.wav"],
+        [],
+    )
+    more = (
+        MODES[mode] if mode == "phonemes" else []
+    )  # an export has the vocabulary, and not how texts are read
     for source in (["--output_dir", tmp_path], ["--model_dir", tmp_path / "coqui", *more]):
         status, _, err = runs.run(recipe, *flags, *source)
         assert status == 0 and "warning" not in err, err
         spoken.append(soundfile.read(tmp_path / "o.wav")[0])
     assert np.array_equal(*spoken) and len(spoken[0]) > 1000
-    status, err = refused(recipe, *data, "--resume", "auto", *MODES["phonemes" if mode == "bpe" else "bpe"])
+    status, err = refused(
+        recipe, *data, "--resume", "auto", *MODES["phonemes" if mode == "bpe" else "bpe"]
+    )
     assert status == 2 and "conflicts with the checkpoint" in err
     assert "(step 2)" in ran(recipe, *data, "--resume", "auto", "--max_steps", "3")
     resumed = newest(tmp_path, recipe)
@@ -1330,13 +1797,27 @@ def test_the_biases_of_new_tokens_alone_are_fitted(places, short_slices, tmp_pat
         before = {name: w.clone() for name, w in model.state_dict().items()}
         fit(model, count, losses, reduce)
         changed = {
-            name: (w != before[name]) for name, w in model.state_dict().items() if not torch.equal(w, before[name])
+            name: w != before[name]
+            for name, w in model.state_dict().items()
+            if not torch.equal(w, before[name])
         }
-        calls.append((count, changed, before["text_head.bias"], model.text_head.bias.detach().clone()))
+        calls.append(
+            (count, changed, before["text_head.bias"], model.text_head.bias.detach().clone())
+        )
 
     monkeypatch.setattr(texts, "fit_new_tokens", spy)
     manifest = write_amharic(places, tmp_path)
-    flags = ["--train_csv", manifest, "--eval_csv", manifest, *PLAIN, "--max_steps", "1", "--output_dir", tmp_path]
+    flags = [
+        "--train_csv",
+        manifest,
+        "--eval_csv",
+        manifest,
+        *PLAIN,
+        "--max_steps",
+        "1",
+        "--output_dir",
+        tmp_path,
+    ]
     ran(recipe, *flags, "--model_dir", places.model, *MODES["characters"])
     ((count, changed, before, after),) = calls
     assert list(changed) == ["text_head.bias"] and count > 10
@@ -1352,8 +1833,14 @@ def test_texts_are_shown_one_a_line(places, tuned, tmp_path):
     (tmp_path / "lines.txt").write_text("ሰላም 3\n\nhello\n", encoding="utf-8")
     for source in ([], ["--use_amharic_g2p"], ["--model_dir", places.model], ["--resume", best]):
         for wanted in (["ሰላም 3", "hello"], [tmp_path / "lines.txt"]):
-            status, out, err = runs.run(recipe, "--show_text", *wanted, *source, "--output_dir", tmp_path)
-            shown = [line for line in out.splitlines() if not line.startswith(("These weights", "language am: "))]
+            status, out, err = runs.run(
+                recipe, "--show_text", *wanted, *source, "--output_dir", tmp_path
+            )
+            shown = [
+                line
+                for line in out.splitlines()
+                if not line.startswith(("These weights", "language am: "))
+            ]
             assert status == 0 and len(shown) == 2 and shown[1] == "hello", (out, err)
             assert ("ሰላም" in shown[0]) != ("--use_amharic_g2p" in source) and "3" not in shown[0]
             lacks = err.count("warning: ")
@@ -1361,7 +1848,7 @@ def test_texts_are_shown_one_a_line(places, tuned, tmp_path):
     assert not list(tmp_path.rglob("*.pt"))
 
 
-# --- checked, not trained --------------------------------------------------------------------------------------------
+# --- checked, not trained -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["released", "scratch", "neither"])
@@ -1376,31 +1863,59 @@ def test_data_are_checked_and_nothing_is_trained(places, tmp_path, source):
     (tmp_path / "not.wav").write_text("text", encoding="utf-8")
     rows += [f"{tmp_path}/{name}.wav|on|a" for name in ("cut", "silent", "short", "not", "gone")]
     rows += [f"{places.folder}/1.wav||a"]
-    (tmp_path / "m.csv").write_text("\n".join(["audio_file|text|speaker_name", *rows]), encoding="utf-8")
-    flags = {"released": ["--model_dir", places.model], "scratch": ["--from_scratch"], "neither": []}[source]
+    (tmp_path / "m.csv").write_text(
+        "\n".join(["audio_file|text|speaker_name", *rows]), encoding="utf-8"
+    )
+    flags = {
+        "released": ["--model_dir", places.model],
+        "scratch": ["--from_scratch"],
+        "neither": [],
+    }[source]
     output = tmp_path / "output"
-    data = ["--check_data", "--train_csv", tmp_path / "m.csv", "--eval_csv", places.val, "--output_dir", output]
+    data = [
+        "--check_data",
+        "--train_csv",
+        tmp_path / "m.csv",
+        "--eval_csv",
+        places.val,
+        "--output_dir",
+        output,
+    ]
     status, out, err = runs.run(recipe, *data, *flags)
     assert status == 0, err
     usable = 7 if source == "released" else 8
     assert f"checked: {usable} utterances in train, 2 utterances in val can be used" in out
     assert "training speech: " in out and out.count("silent.wav") == out.count("gone.wav") == 1
-    assert ("none of the text's letters: --use_amharic_g2p or --extend_vocab" in out) == (source == "released")
+    assert ("none of the text's letters: --use_amharic_g2p or --extend_vocab" in out) == (
+        source == "released"
+    )
     assert not list(output.rglob("*.pt")) and not list(output.rglob("*.safetensors"))
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 MISTAKES = [  # flags, a part of the message
-    ("", "training needs a model to start from: add --model_dir DIR (Coqui's files) or --from_scratch"),
-    ("--model_dir {here}/gone", "--model_dir {here}/gone: no such folder, and nothing is downloaded here"),
+    (
+        "",
+        (
+            "training needs a model to start from: add --model_dir DIR (Coqui's files) or"
+            " --from_scratch"
+        ),
+    ),
+    (
+        "--model_dir {here}/gone",
+        "--model_dir {here}/gone: no such folder, and nothing is downloaded here",
+    ),
     ("--model_dir {here}", "{here} lacks model.pth: a Coqui XTTS-v2 folder has"),
     ("--model_dir {cut}", "model.pth is damaged"),
     (
         "--model_dir {model} --from_scratch",
         "--model_dir and --from_scratch: the second starts without released weights",
     ),
-    ("--model_dir {model} --model_size full", "--model_dir and --model_size: a released model has its own shape"),
+    (
+        "--model_dir {model} --model_size full",
+        "--model_dir and --model_size: a released model has its own shape",
+    ),
     ("--custom_model {model}/model.pth", "--custom_model goes with --model_dir"),
     ("--model_dir {model} --custom_model {here}/gone.pth", "gone.pth"),
     (
@@ -1410,8 +1925,14 @@ MISTAKES = [  # flags, a part of the message
     ("--model_dir {model} --version v3", "argument --version: invalid choice: 'v3'"),
     ("--model_dir {model} --language አማርኛ", "--language አማርኛ: it must be a code such as am or en"),
     ("--model_dir {model} --freeze_layers 3", "--freeze_layers 3: the GPT has 2 layers"),
-    ("--model_dir {model} --export {folder}", "--export {folder}: it holds files that are not replaced"),
-    ("--model_dir {model} --max_audio_length 9 --max_duration 3", "argument --max_audio_length: 9 is out of range"),
+    (
+        "--model_dir {model} --export {folder}",
+        "--export {folder}: it holds files that are not replaced",
+    ),
+    (
+        "--model_dir {model} --max_audio_length 9 --max_duration 3",
+        "argument --max_audio_length: 9 is out of range",
+    ),
     ("--model_dir {model} --max_audio_length 99999 --max_duration 3", "both limit clips; give one"),
     (
         "--from_scratch --resume {tuned}",
@@ -1425,28 +1946,54 @@ MISTAKES = [  # flags, a part of the message
 SPEAKING_MISTAKES = [
     ("--synthesize hello --model_dir {model}", "--synthesize goes with --speaker_wav"),
     ("--synthesize hello --model_dir {model} --speaker_wav {here}/gone.wav", "gone.wav"),
-    ("--synthesize hello --model_dir {model} --speaker_wav {model}/config.json", "config.json cannot be read"),
+    (
+        "--synthesize hello --model_dir {model} --speaker_wav {model}/config.json",
+        "config.json cannot be read",
+    ),
     ("--synthesize hello --speaker_wav {wav}", "no weights at "),
-    ("--synthesize hello --speaker_wav {wav} --model_dir {model} --top_p 0", "argument --top_p: 0 is out of range"),
-    ("--synthesize hello --speaker_wav {wav} --model_dir {model} --batch_size 3", "--batch_size and --synthesize"),
-    ("--synthesize {empty} --speaker_wav {wav} --model_dir {model}", "--synthesize: there is no text"),
-    ("--synthesize hello --speaker_wav {wav} --model_dir {model} --export {here}/x", "--synthesize and --export"),
+    (
+        "--synthesize hello --speaker_wav {wav} --model_dir {model} --top_p 0",
+        "argument --top_p: 0 is out of range",
+    ),
+    (
+        "--synthesize hello --speaker_wav {wav} --model_dir {model} --batch_size 3",
+        "--batch_size and --synthesize",
+    ),
+    (
+        "--synthesize {empty} --speaker_wav {wav} --model_dir {model}",
+        "--synthesize: there is no text",
+    ),
+    (
+        "--synthesize hello --speaker_wav {wav} --model_dir {model} --export {here}/x",
+        "--synthesize and --export",
+    ),
     (
         "--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}/no/such/o.wav",
         "o.wav: it must be a file",
     ),
-    ("--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}", "{here}: it must be a file"),
+    (
+        "--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}",
+        "{here}: it must be a file",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES + SPEAKING_MISTAKES)
-def test_mistakes_are_answered_in_one_line_before_anything_is_trained(line, message, places, tuned, tmp_path):
+def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
+    line, message, places, tuned, tmp_path
+):
     cut = tmp_path / "cut"
     shutil.copytree(places.model, cut)
     (cut / "model.pth").write_bytes((cut / "model.pth").read_bytes()[:-500])
     (tmp_path / "empty.txt").write_text("\n \n")
     saved = checkpoint.list_checkpoints(tuned[0] / "checkpoints")[0]
-    names = {"here": tmp_path, "cut": cut, "empty": tmp_path / "empty.txt", "tuned": saved, **vars(places)}
+    names = {
+        "here": tmp_path,
+        "cut": cut,
+        "empty": tmp_path / "empty.txt",
+        "tuned": saved,
+        **vars(places),
+    }
     line, message = (text.format(**names) for text in (line, message))
     data = (
         []
@@ -1459,14 +2006,30 @@ def test_mistakes_are_answered_in_one_line_before_anything_is_trained(line, mess
 
 
 def test_what_has_no_positions_or_no_letters_is_rejected(places, tmp_path):
-    written = ("a" * 57, "a" * 56, "ኩኩ።", "on", "on")  # the texts have 60 positions, 4 of them for other tokens
+    written = (
+        "a" * 57,
+        "a" * 56,
+        "ኩኩ።",
+        "on",
+        "on",
+    )  # the texts have 60 positions, 4 of them for other tokens
     rows = [f"{places.folder}/{number}.wav|{text}|a" for number, text in enumerate(written)]
     samples = np.random.default_rng(0).normal(size=76 * 1024 + 1) * 0.1
     soundfile.write(tmp_path / "long.wav", samples.clip(-1, 1), SAMPLE_RATE)
     rows.append(f"{tmp_path}/long.wav|no|a")
-    (tmp_path / "m.csv").write_text("\n".join(["audio_file|text|speaker_name", *rows]), encoding="utf-8")
+    (tmp_path / "m.csv").write_text(
+        "\n".join(["audio_file|text|speaker_name", *rows]), encoding="utf-8"
+    )
     flags = [*PLAIN, "--max_steps", "1", "--output_dir", tmp_path]
-    out = ran(recipe, *tuning(places), "--train_csv", tmp_path / "m.csv", "--eval_csv", tmp_path / "m.csv", *flags)
+    out = ran(
+        recipe,
+        *tuning(places),
+        "--train_csv",
+        tmp_path / "m.csv",
+        "--eval_csv",
+        tmp_path / "m.csv",
+        *flags,
+    )
     for reason in (
         "text is longer than 56 tokens",
         "clip is longer than 76 codes",
@@ -1474,7 +2037,9 @@ def test_what_has_no_positions_or_no_letters_is_rejected(places, tmp_path):
     ):
         assert out.count(reason) == 2, reason
     assert out.count(" set, checked as speech: 3 utterances") == 2
-    status, _, err = runs.run(recipe, *tuning(places), "--train_csv", tmp_path / "m.csv", "--strict_data", *flags)
+    status, _, err = runs.run(
+        recipe, *tuning(places), "--train_csv", tmp_path / "m.csv", "--strict_data", *flags
+    )
     assert status == 1 and err.startswith("error: ") and err.count("\n") == 1
 
 
@@ -1519,4 +2084,6 @@ def test_sentences_of_a_batch_that_end_at_different_times_are_as_alone():
     assert len({len(speech.codes) for speech in together}) > 1
     for tokens, speech in zip(sentences, together, strict=True):
         (alone,) = inference.sample(model, config, voice, [tokens], settings)
-        assert torch.equal(alone.codes, speech.codes) and torch.allclose(alone.latents, speech.latents, atol=1e-8)
+        assert torch.equal(alone.codes, speech.codes) and torch.allclose(
+            alone.latents, speech.latents, atol=1e-8
+        )

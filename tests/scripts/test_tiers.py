@@ -12,7 +12,8 @@ from benchmarks import tier_tables, tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT, PAGE = "run_xtts_amharic.sh", "recipes/xtts_amharic.md"
-# A micro-batch of N needs N GiB, or N / 4 with checkpointing. One of 3 fails; so does advice on one above 100, after 20 s.
+# A micro-batch of N needs N GiB, or N / 4 with checkpointing. One of 3 fails; so does advice on one
+# above 100, after 20 s.
 STUB = """
 import argparse, os, sys, time
 parser = argparse.ArgumentParser()
@@ -64,7 +65,9 @@ def project(tmp_path, monkeypatch) -> Path:
         shutil.copy(ROOT / name, tmp_path / name)
     text = (tmp_path / SCRIPT).read_text(encoding="utf-8")
     start = text.index("rows='") + len("rows='")
-    (tmp_path / SCRIPT).write_text(text[:start] + ROWS + text[text.index("'", start) :], encoding="utf-8")
+    (tmp_path / SCRIPT).write_text(
+        text[:start] + ROWS + text[text.index("'", start) :], encoding="utf-8"
+    )
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "recipes/xtts_amharic.py").write_text(STUB, encoding="utf-8")
     monkeypatch.setattr(tier_tables, "ROOT", tmp_path)
@@ -115,56 +118,92 @@ def test_every_row_is_planned_and_written(project, monkeypatch, capsys):
     )
     assert len(entries) == 2 + 5 * 2  # neither the CPU nor the demo
     assert entries[f"{SCRIPT} 8gb full"] == {"row": "16 x 15 R 8", "gib": 4.0, "verdict": "fits"}
-    assert entries[f"{SCRIPT} a100 full"] == {"row": "1 x 240 R", "gib": 0.25, "verdict": "fits"}  # printed in MiB
+    assert entries[f"{SCRIPT} a100 full"] == {
+        "row": "1 x 240 R",
+        "gib": 0.25,
+        "verdict": "fits",
+    }  # printed in MiB
     output = capsys.readouterr().out
-    assert f"{SCRIPT} 12gb small_data: 8 x 1 R: 2.00 GiB, fits, " in output and f"{PAGE}: written" in output
-    assert "| `16gb` (RTX 4080) | 12 x 20, 12.0 | 4 x 2, 4.0 |" in (project / PAGE).read_text(encoding="utf-8")
+    assert (
+        f"{SCRIPT} 12gb small_data: 8 x 1 R: 2.00 GiB, fits, " in output
+        and f"{PAGE}: written" in output
+    )
+    assert "| `16gb` (RTX 4080) | 12 x 20, 12.0 | 4 x 2, 4.0 |" in (project / PAGE).read_text(
+        encoding="utf-8"
+    )
 
 
 def test_rows_that_do_not_pass_are_listed_and_the_page_stays(project, monkeypatch, capsys):
-    change(project, ("8gb   full       16 15 R 8", "8gb   full       10 24"), ("16gb  full       5 48", "16gb  full       15 16"),
-           ("24gb  full       10 24", "24gb  full       3 80"))  # fmt: skip
+    change(
+        project,
+        ("8gb   full       16 15 R 8", "8gb   full       10 24"),
+        ("16gb  full       5 48", "16gb  full       15 16"),
+        ("24gb  full       10 24", "24gb  full       3 80"),
+    )
     page = (project / PAGE).read_text(encoding="utf-8")
     message = run(monkeypatch, SCRIPT, "--jobs", "3")
     assert message.splitlines() == [
-        "these rows do not pass:", f"{SCRIPT} 8gb full: 10 x 24: does not fit", f"{SCRIPT} 16gb full: 15 x 16: tight",
+        "these rows do not pass:",
+        f"{SCRIPT} 8gb full: 10 x 24: does not fit",
+        f"{SCRIPT} 16gb full: 15 x 16: tight",
         f"{SCRIPT} 24gb full: 3 x 80: not planned",
-    ]  # fmt: skip
+    ]
     output = capsys.readouterr().out
-    assert "    --gradient_checkpointing: 1.00 GiB less\n    Peak with these flags" in output.replace(
-        "      --", "    --"
+    assert (
+        "    --gradient_checkpointing: 1.00 GiB less\n    Peak with these flags"
+        in output.replace("      --", "    --")
     )
     assert "24gb full: 3 x 80: not planned: status 1: error: there is no such row, " in output
     entries = tier_tables.predictions()
-    assert entries[f"{SCRIPT} 8gb full"] == {"row": "10 x 24", "gib": 10.0, "verdict": "does not fit"}
-    assert f"{SCRIPT} 24gb full" not in entries and (project / PAGE).read_text(encoding="utf-8") == page
+    assert entries[f"{SCRIPT} 8gb full"] == {
+        "row": "10 x 24",
+        "gib": 10.0,
+        "verdict": "does not fit",
+    }
+    assert (
+        f"{SCRIPT} 24gb full" not in entries
+        and (project / PAGE).read_text(encoding="utf-8") == page
+    )
 
 
 def test_predictions_of_another_torch_are_dropped(project, monkeypatch):
     known = {"torch": "1.0", "run_parakeet_tdt.sh 8gb 110m": {"row": "x"}}
     (project / "benchmarks/tiers.json").write_text(json.dumps(known), encoding="utf-8")
-    assert tiers.plan_scripts([SCRIPT], 4) == [] and "run_parakeet_tdt.sh 8gb 110m" not in tier_tables.predictions()
+    assert (
+        tiers.plan_scripts([SCRIPT], 4) == []
+        and "run_parakeet_tdt.sh 8gb 110m" not in tier_tables.predictions()
+    )
 
 
 def test_the_largest_micro_batch_divides_the_update(project, monkeypatch, capsys):
     change(project, ("cpu   full       4 60 R", "cpu   full       4 10000 R"))
     assert run(monkeypatch, "--largest", SCRIPT, "full", "9gb", "-", "R8") is None
     captured = capsys.readouterr()
-    assert captured.out.splitlines()[2:] == ["| - | 8 x 5000 | 8.00 |", "| R8 | 32 x 1250 R 8 | 8.00 |"]
+    assert captured.out.splitlines()[2:] == [
+        "| - | 8 x 5000 | 8.00 |",
+        "| R8 | 32 x 1250 R 8 | 8.00 |",
+    ]
     assert "does not fit" in captured.err and captured.err.count("\n") < 16
     assert tiers.largest(SCRIPT, "full", "0.1gb", "-") == ["-", "-", ""]
 
 
 def test_a_wrong_name_is_an_error(monkeypatch, capsys):
-    assert run(monkeypatch, "run_nothing.sh") == 2 and "run_nothing.sh is not one of run_" in capsys.readouterr().err
+    assert (
+        run(monkeypatch, "run_nothing.sh") == 2
+        and "run_nothing.sh is not one of run_" in capsys.readouterr().err
+    )
 
 
 def test_scripts_and_letters_are_those_of_the_tables():
-    assert list(tiers.SCRIPTS) == list(tier_tables.PAGES) and set(tiers.FLAGS) == set(tier_tables.LETTERS)
+    assert list(tiers.SCRIPTS) == list(tier_tables.PAGES) and set(tiers.FLAGS) == set(
+        tier_tables.LETTERS
+    )
 
 
 def test_a_real_plan_agrees_with_the_predictions():
-    planned, _ = tiers.plan(tiers.command_of("run_training_memory_optimized.sh", "4gb", "minimal", "4gb"))
+    planned, _ = tiers.plan(
+        tiers.command_of("run_training_memory_optimized.sh", "4gb", "minimal", "4gb")
+    )
     assert planned["verdict"] == "fits"
     assert planned["gib"] == pytest.approx(
         tier_tables.predictions()["run_training_memory_optimized.sh 4gb minimal"]["gib"], rel=0.1

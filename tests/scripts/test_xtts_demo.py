@@ -1,4 +1,5 @@
-"""The benchmark that judges the speech of XTTS's demo: its data, its scores and its limits, with a judge that is a stand-in."""
+"""The benchmark that judges the speech of XTTS's demo: its data, its scores and its limits, with a
+judge that is a stand-in."""
 
 import json
 import sys
@@ -52,11 +53,15 @@ def test_the_words_of_the_demo_stay_different():
     assert len({xtts_demo.fold(word) for word in demo.AMHARIC_WORDS}) == len(demo.AMHARIC_WORDS)
 
 
-def test_the_judge_trains_on_folded_training_clips_and_copies_and_evaluates_on_others(spoken, small, tmp_path):
+def test_the_judge_trains_on_folded_training_clips_and_copies_and_evaluates_on_others(
+    spoken, small, tmp_path
+):
     folder = tmp_path / "judge" / "data"
     assert xtts_demo.write_data(spoken, folder) is False
     train, val = (read_lines(folder / f"{split}.json") for split in ("train", "val"))
-    assert [row["text"] for row in train] == [*map(xtts_demo.fold, SENTENCES[:4])] + ["ስጋ በላ"] * xtts_demo.REPEATS
+    assert [row["text"] for row in train] == [*map(xtts_demo.fold, SENTENCES[:4])] + [
+        "ስጋ በላ"
+    ] * xtts_demo.REPEATS
     assert [row["text"] for row in val] == ["ዳቦ በላ ዛሬ", "ሰው መጣ", "ዳቦ በላ ዛሬ"]
     assert not {row["audio_filepath"] for row in train} & {row["audio_filepath"] for row in val}
     assert all((folder / row["audio_filepath"]).is_file() for row in train + val)
@@ -78,8 +83,9 @@ def test_a_copy_has_the_mel_features_of_its_clip(tmp_path):
 
 
 def stand_in(monkeypatch, cers: list[float], mistakes: dict[str, str]) -> list[tuple]:
-    """Replaces the recipe by a judge whose trainings end with `cers`, and that hears `mistakes` {clip: text} and the rest well. A
-    clip whose mistake is None is rejected. Returns the list that collects its command lines."""
+    """Replaces the recipe by a judge whose trainings end with `cers`, and that hears `mistakes`
+    {clip: text} and the rest well. A clip whose mistake is None is rejected. Returns the list that
+    collects its command lines."""
     calls = []
 
     def run(*words) -> None:
@@ -88,9 +94,17 @@ def stand_in(monkeypatch, cers: list[float], mistakes: dict[str, str]) -> list[t
             logs = Path(words[words.index("--log_dir") + 1])
             logs.mkdir()
             rows = read_lines(Path(words[words.index("--test_manifest") + 1]))
-            heard = [(row, mistakes.get(Path(row["audio_filepath"]).name, row["text"])) for row in rows]
-            lines = [{"file": row["audio_filepath"], "hypothesis": text} for row, text in heard if text is not None]
-            (logs / "transcripts.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+            heard = [
+                (row, mistakes.get(Path(row["audio_filepath"]).name, row["text"])) for row in rows
+            ]
+            lines = [
+                {"file": row["audio_filepath"], "hypothesis": text}
+                for row, text in heard
+                if text is not None
+            ]
+            (logs / "transcripts.jsonl").write_text(
+                "\n".join(map(json.dumps, lines)), encoding="utf-8"
+            )
             return
         folder = Path(words[words.index("--output_dir") + 1]) / "checkpoints"
         folder.mkdir(exist_ok=True)
@@ -102,26 +116,44 @@ def stand_in(monkeypatch, cers: list[float], mistakes: dict[str, str]) -> list[t
 
 
 def judge(monkeypatch, folder: Path) -> None:
-    monkeypatch.setattr(sys, "argv", ["xtts_demo.py", "--demo_dir", str(folder), "--judge_steps", "7"])
+    monkeypatch.setattr(
+        sys, "argv", ["xtts_demo.py", "--demo_dir", str(folder), "--judge_steps", "7"]
+    )
     xtts_demo.main(xtts_demo.parse_arguments())
 
 
 def test_a_good_demo_gives_a_table(spoken, small, monkeypatch, capsys):
     # The sentences have 6 + 9 + 2 characters. Letters that sound alike are not mistakes.
-    calls = stand_in(monkeypatch, [0.2, 0.01], {"0_reference.wav": "ነጭ ፀሓይ", "2_synthesis.wav": "ላሞ"})
+    calls = stand_in(
+        monkeypatch, [0.2, 0.01], {"0_reference.wav": "ነጭ ፀሓይ", "2_synthesis.wav": "ላሞ"}
+    )
     judge(monkeypatch, spoken)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "| CER, % | reference | resynthesis | synthesis |"
-    assert lines[3:5] == ["| all 3 sentences | 0.0 | 0.0 | 5.9 |", "| 2 of one or two words | 0.0 | 0.0 | 12.5 |"]
+    assert lines[3:5] == [
+        "| all 3 sentences | 0.0 | 0.0 | 5.9 |",
+        "| 2 of one or two words | 0.0 | 0.0 | 12.5 |",
+    ]
     assert lines[6] == "the judge's own CER: 1.0 % of 3 clips, after 14 updates"
-    assert ["--resume" in call for call in calls] == [False, True, True]  # the second continues, the third evaluates
+    assert ["--resume" in call for call in calls] == [
+        False,
+        True,
+        True,
+    ]  # the second continues, the third evaluates
     assert str(spoken / "judge/checkpoints/best.safetensors") in calls[2]
 
 
-def test_speech_above_a_limit_fails_and_a_rejected_clip_counts_as_silence(spoken, small, monkeypatch, capsys):
-    stand_in(monkeypatch, [0.01], {"2_resynthesis.wav": None, "1_synthesis.wav": None, "2_synthesis.wav": None})
+def test_speech_above_a_limit_fails_and_a_rejected_clip_counts_as_silence(
+    spoken, small, monkeypatch, capsys
+):
+    stand_in(
+        monkeypatch,
+        [0.01],
+        {"2_resynthesis.wav": None, "1_synthesis.wav": None, "2_synthesis.wav": None},
+    )
     with pytest.raises(
-        RunError, match=r"^resynthesis is 11\.8 points .* above reference; .* is 5; synthesis is 52\.9 "
+        RunError,
+        match=r"^resynthesis is 11\.8 points .* above reference; .* is 5; synthesis is 52\.9 ",
     ):
         judge(monkeypatch, spoken)
     out = capsys.readouterr().out
@@ -137,7 +169,9 @@ def test_limits_are_inclusive():
 
 def test_a_judge_that_does_not_learn_is_not_asked(spoken, small, monkeypatch):
     calls = stand_in(monkeypatch, [0.4, 0.3, 0.051], {})
-    with pytest.raises(RunError, match=r"the judge's CER is 5\.1 % after 21 updates, above 5 %.*--judge_steps"):
+    with pytest.raises(
+        RunError, match=r"the judge's CER is 5\.1 % after 21 updates, above 5 %.*--judge_steps"
+    ):
         judge(monkeypatch, spoken)
     assert len(calls) == 3
 
@@ -156,5 +190,7 @@ def test_a_missing_file_is_named(spoken):
 
 
 def test_a_demo_that_is_not_finished_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"^there is no finished demo here: .*speech/reference\.csv: No such file"):
+    with pytest.raises(
+        UsageError, match=r"^there is no finished demo here: .*speech/reference\.csv: No such file"
+    ):
         xtts_demo.read_speech(tmp_path)

@@ -1,4 +1,5 @@
-"""Amharic text: numbers and abbreviations in words, letters to phonemes, the lexicon and the command."""
+"""Amharic text: numbers and abbreviations in words, letters to phonemes, the lexicon and the
+command."""
 
 import random
 import re
@@ -18,12 +19,30 @@ ROOT = Path(__file__).resolve().parents[2]
 ETHIOPIC = [chr(c) for first, last in BLOCKS for c in range(first, last + 1)]
 DIGITS = "0123456789٣५５²①፩፪፱፲፳፺፻፼"
 SIGNS = ".,:;/-–−+=×÷%$€£°&()'\"።፣፤፥፦፧፨፡፠½．ኛ \t\n"
-PIECES = ["ዓ.ም.", "ኪ.ሜ", "ት/ቤ", "ዶ/ር", "አ.አ.", "በ", "ቱ", "ሩ", "ሜ.", "ሚሊዮን", "1,000", "፡፡", "::", "a", "İ"]
-mixed = st.lists(st.sampled_from([*ETHIOPIC, *DIGITS * 8, *SIGNS * 8, *PIECES * 8]), max_size=30).map("".join)
+PIECES = [
+    "ዓ.ም.",
+    "ኪ.ሜ",
+    "ት/ቤ",
+    "ዶ/ር",
+    "አ.አ.",
+    "በ",
+    "ቱ",
+    "ሩ",
+    "ሜ.",
+    "ሚሊዮን",
+    "1,000",
+    "፡፡",
+    "::",
+    "a",
+    "İ",
+]
+mixed = st.lists(
+    st.sampled_from([*ETHIOPIC, *DIGITS * 8, *SIGNS * 8, *PIECES * 8]), max_size=30
+).map("".join)
 any_text = st.text(max_size=40) | st.text(st.characters(), max_size=20)  # surrogates too
 
 
-# --- Numbers ---------------------------------------------------------------------------------------------------------
+# --- Numbers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -132,13 +151,16 @@ def value(words: str) -> int:
 
 
 def ethiopic(number: int) -> str:
-    """Ethiopic numerals of a number below 10^8, in pairs of digits with ፻ and ፼ in turn, as in CSS Counter Styles."""
+    """Ethiopic numerals of a number below 10^8, in pairs of digits with ፻ and ፼ in turn, as in CSS
+    Counter Styles."""
     digits = str(number)
     digits = "0" * (len(digits) % 2) + digits
     pairs = [digits[i : i + 2] for i in range(0, len(digits), 2)]
     text = ""
     for place, (tens, ones) in zip(range(len(pairs) - 1, -1, -1), pairs, strict=True):
-        pair = ("" if tens == "0" else chr(0x1371 + int(tens))) + ("" if ones == "0" else chr(0x1368 + int(ones)))
+        pair = ("" if tens == "0" else chr(0x1371 + int(tens))) + (
+            "" if ones == "0" else chr(0x1368 + int(ones))
+        )
         sign = "" if place == 0 else "፻" if place % 2 else "፼"
         if pair == "፩" and place and (sign == "፻" or place == len(pairs) - 1):
             pair = ""
@@ -164,14 +186,15 @@ def test_every_number_reads_back():
 
 
 @pytest.mark.parametrize(
-    "text", ["9" * 10_000, "1," * 10_000, "1-" * 10_000, "፼" * 10_000, "በ" * 50_000, "1,000" * 5_000]
+    "text",
+    ["9" * 10_000, "1," * 10_000, "1-" * 10_000, "፼" * 10_000, "በ" * 50_000, "1,000" * 5_000],
 )
 def test_long_input(text):
     words = phonemes(text)
     assert words and not any(c.isdecimal() for c in words)
 
 
-# --- Abbreviations and punctuation -----------------------------------------------------------------------------------
+# --- Abbreviations and punctuation ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -212,7 +235,7 @@ def test_abbreviations_and_punctuation(text, words):
     assert spoken(text) == words
 
 
-# --- Phonemes --------------------------------------------------------------------------------------------------------
+# --- Phonemes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -259,7 +282,9 @@ def test_phonemes(word, sounds, in_full):
     assert phonemes(word, epenthesis=False) == in_full
 
 
-@pytest.mark.parametrize(("a", "b"), ["ሠሰ", "ፀጸ", "ሐኀ", "ሐሀ", "ዐአ", "ሀሃ", "አኣ", "ኁሑ", "ኹሁ", "ቀቐ", "ሢሲ"])
+@pytest.mark.parametrize(
+    ("a", "b"), ["ሠሰ", "ፀጸ", "ሐኀ", "ሐሀ", "ዐአ", "ሀሃ", "አኣ", "ኁሑ", "ኹሁ", "ቀቐ", "ሢሲ"]
+)
 def test_homophones(a, b):
     assert phonemes(a) == phonemes(b)
     assert phonemes(f"መ{a}ብ") == phonemes(f"መ{b}ብ")
@@ -277,7 +302,11 @@ def test_every_syllable():
     assert row == {"lə", "lu", "li", "la", "le", "lı", "lo", "lwa"}
 
 
-WEAK = [c for c, (consonant, vowel) in SYLLABLES.items() if vowel == "ı" and len(consonant.strip("'")) == 1]
+WEAK = [
+    c
+    for c, (consonant, vowel) in SYLLABLES.items()
+    if vowel == "ı" and len(consonant.strip("'")) == 1
+]
 
 
 @given(st.lists(st.sampled_from([*WEAK * 3, "ላ", "ቱ", "ኦ"]), min_size=1, max_size=9).map("".join))
@@ -289,7 +318,7 @@ def test_no_impossible_cluster(word):
     assert not re.search(".*[^lrmnñwy][lrmnñwy]$", runs[-1])
 
 
-# --- Any input -------------------------------------------------------------------------------------------------------
+# --- Any input ------------------------------------------------------------------------------------
 
 
 @given(any_text | mixed)
@@ -311,12 +340,14 @@ def test_no_digit_is_dropped(text):
     assert len(re.findall("[ሀ-ፗ]+", spoken(text))) >= len(strings)
 
 
-# --- Lexicon ---------------------------------------------------------------------------------------------------------
+# --- Lexicon --------------------------------------------------------------------------------------
 
 
 def test_lexicon(tmp_path):
     path = tmp_path / "words.tsv"
-    path.write_text("# geminates\n\nአለ\tallə\nዓለም\taləm:\nሠሪ\tsərri\nሰሪ\tsəri\nአለ\tAllə\n", encoding="utf-8-sig")
+    path.write_text(
+        "# geminates\n\nአለ\tallə\nዓለም\taləm:\nሠሪ\tsərri\nሰሪ\tsəri\nአለ\tAllə\n", encoding="utf-8-sig"
+    )
     lexicon = read_lexicon(str(path))
     assert phonemes("አለ፣ ዐለ አለው 1", lexicon) == "allə, allə aləw and"
     assert phonemes("አለም ዓለም", lexicon) == "aləm: aləm:"
@@ -325,8 +356,21 @@ def test_lexicon(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["አለ allə", "alə\tallə", "አለ ነው\tallə", "አለ\tአለ", "አለ\tal2", "አለ\tal፩", "አለ\t", "አለ\t'", "\tallə", "ሰማ\tsəma", "አለ\ta\tb"]
-)  # fmt: skip
+    "line",
+    [
+        "አለ allə",
+        "alə\tallə",
+        "አለ ነው\tallə",
+        "አለ\tአለ",
+        "አለ\tal2",
+        "አለ\tal፩",
+        "አለ\t",
+        "አለ\t'",
+        "\tallə",
+        "ሰማ\tsəma",
+        "አለ\ta\tb",
+    ],
+)
 def test_damaged_lexicon(tmp_path, line):
     path = tmp_path / "words.tsv"
     path.write_text(f"# words\nሰማ\tsəmma\n{line}\n", encoding="utf-8")
@@ -334,7 +378,7 @@ def test_damaged_lexicon(tmp_path, line):
         read_lexicon(str(path))
 
 
-# --- Command ---------------------------------------------------------------------------------------------------------
+# --- Command --------------------------------------------------------------------------------------
 
 
 def command(*flags: str, stdin: bytes = b"", **options) -> subprocess.CompletedProcess:
@@ -348,7 +392,14 @@ def test_command(tmp_path):
     text = "\ufeffትምህርት፡አለ።\n\n".encode() + b"\xff\xfe 5\r\n\x0c\x1c\n" + "\u2028ቤት".encode()
     result = command("--lexicon", str(path), stdin=text, env={"LC_ALL": "C", "PYTHONUTF8": "0"})
     assert (result.returncode, result.stderr) == (0, b"")
-    assert result.stdout.decode().split("\n") == ["tımhırt allə.", "", "\ufffd\ufffd amıst", "", "bet", ""]
+    assert result.stdout.decode().split("\n") == [
+        "tımhırt allə.",
+        "",
+        "\ufffd\ufffd amıst",
+        "",
+        "bet",
+        "",
+    ]
     assert command("--no_epenthesis", stdin="ትምህርት".encode()).stdout.decode() == "tımıhırıt\n"
 
 
@@ -358,11 +409,15 @@ def test_command_errors(tmp_path):
     for lexicon in (path, tmp_path / "missing.tsv", tmp_path):
         result = command("--lexicon", str(lexicon))
         assert result.returncode == 2 and result.stdout == b""
-        assert re.fullmatch(rf"error: --lexicon {re.escape(str(lexicon))}[^\n]*\n", result.stderr.decode())
+        assert re.fullmatch(
+            rf"error: --lexicon {re.escape(str(lexicon))}[^\n]*\n", result.stderr.decode()
+        )
     assert b"--lexicon" in command("--help").stdout
 
 
 def test_closed_output():
     line = f"{sys.executable} -m speech.amharic | head -n 1"
-    result = subprocess.run(line, shell=True, cwd=ROOT, input="ቤት\n".encode() * 30_000, capture_output=True, timeout=60)
+    result = subprocess.run(
+        line, shell=True, cwd=ROOT, input="ቤት\n".encode() * 30_000, capture_output=True, timeout=60
+    )
     assert (result.stdout, result.stderr) == (b"bet\n", b"")

@@ -19,13 +19,16 @@ from speech import audio, headers
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# --- reading audio ---------------------------------------------------------------------------------------------------
+# --- reading audio --------------------------------------------------------------------------------
 
 
 def sweep(seconds: float, rate: int, channels: int = 1) -> np.ndarray:
     """(T, channels) of slowly rising tones below 3 kHz, each channel its own."""
     time = np.arange(round(seconds * rate)) / rate
-    return np.stack([0.4 * np.sin(2 * np.pi * (300 + 200 * c + 400 * time) * time) for c in range(channels)], axis=1)
+    return np.stack(
+        [0.4 * np.sin(2 * np.pi * (300 + 200 * c + 400 * time) * time) for c in range(channels)],
+        axis=1,
+    )
 
 
 @pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 44_100, 48_000])
@@ -46,17 +49,28 @@ def test_rates_and_channels(tmp_path, rate, channels):
 @pytest.mark.parametrize(
     ("name", "options", "tolerance"),
     [
-        ("a.wav", {"subtype": "PCM_U8"}, 2 / 256), ("a.wav", {"subtype": "PCM_16"}, 1e-4), ("a.wav", {"subtype": "PCM_24"}, 1e-6),
-        ("a.wav", {"subtype": "PCM_32"}, 1e-6), ("a.wav", {"subtype": "FLOAT"}, 0), ("a.wav", {"subtype": "DOUBLE"}, 1e-7),
-        ("a.wav", {"subtype": "ULAW"}, 0.02), ("a.flac", {"subtype": "PCM_16"}, 1e-4), ("a.flac", {"subtype": "PCM_24"}, 1e-6),
-        ("a.ogg", {}, 0.05), ("a.mp3", {}, 0.05), ("a.aiff", {}, 1e-4), ("no_suffix", {"format": "WAV"}, 1e-4),
+        ("a.wav", {"subtype": "PCM_U8"}, 2 / 256),
+        ("a.wav", {"subtype": "PCM_16"}, 1e-4),
+        ("a.wav", {"subtype": "PCM_24"}, 1e-6),
+        ("a.wav", {"subtype": "PCM_32"}, 1e-6),
+        ("a.wav", {"subtype": "FLOAT"}, 0),
+        ("a.wav", {"subtype": "DOUBLE"}, 1e-7),
+        ("a.wav", {"subtype": "ULAW"}, 0.02),
+        ("a.flac", {"subtype": "PCM_16"}, 1e-4),
+        ("a.flac", {"subtype": "PCM_24"}, 1e-6),
+        ("a.ogg", {}, 0.05),
+        ("a.mp3", {}, 0.05),
+        ("a.aiff", {}, 1e-4),
+        ("no_suffix", {"format": "WAV"}, 1e-4),
     ],
-)  # fmt: skip
+)
 def test_sample_formats(tmp_path, name, options, tolerance):
     samples = sweep(0.5, 16_000)
     soundfile.write(tmp_path / name, samples, 16_000, **options)
     waveform = audio.read_audio(str(tmp_path / name), 16_000)
-    torch.testing.assert_close(waveform, torch.from_numpy(samples[:, 0]).float(), atol=tolerance, rtol=0)
+    torch.testing.assert_close(
+        waveform, torch.from_numpy(samples[:, 0]).float(), atol=tolerance, rtol=0
+    )
 
 
 @pytest.mark.parametrize("suffix", ["wav", "flac", "ogg"])
@@ -78,7 +92,9 @@ def test_rates_without_a_simple_ratio_are_rounded(tmp_path):
     samples = sweep(0.5, 7_999)
     soundfile.write(tmp_path / "a.wav", samples, 7_999, subtype="FLOAT")
     near = torchaudio.functional.resample(torch.from_numpy(samples[:, 0]), 8_000, 16_000)
-    torch.testing.assert_close(audio.read_audio(str(tmp_path / "a.wav"), 16_000).double(), near, atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        audio.read_audio(str(tmp_path / "a.wav"), 16_000).double(), near, atol=2e-6, rtol=0
+    )
 
 
 def terms_of(source: int, target: int, monkeypatch) -> tuple[int, int]:
@@ -90,7 +106,20 @@ def terms_of(source: int, target: int, monkeypatch) -> tuple[int, int]:
 
 
 def test_the_filter_of_any_rate_is_small_and_exact_for_usual_rates(monkeypatch):
-    for rate in (1_000, 8_000, 11_025, 12_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000, 192_000, 768_000):
+    for rate in (
+        1_000,
+        8_000,
+        11_025,
+        12_000,
+        22_050,
+        24_000,
+        32_000,
+        44_100,
+        48_000,
+        96_000,
+        192_000,
+        768_000,
+    ):
         source, target = terms_of(rate, 16_000, monkeypatch)
         assert source * 16_000 == target * rate
     low, high = headers.RATES
@@ -104,12 +133,15 @@ def test_the_lowest_and_the_highest_rate_are_read(tmp_path):
     for rate in (1_000, 1_001, 767_999, 768_000):
         soundfile.write(tmp_path / "a.wav", np.full(rate // 4, 0.5), rate, subtype="FLOAT")
         waveform = audio.read_audio(str(tmp_path / "a.wav"), 16_000)
-        assert len(waveform) == pytest.approx(4_000, abs=4) and float(waveform[2_000]) == pytest.approx(0.5, abs=0.01)
+        assert len(waveform) == pytest.approx(4_000, abs=4) and float(
+            waveform[2_000]
+        ) == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
 def test_change_speed(factor):
-    """A tone of 1000 Hz becomes one of 1000 x factor Hz, and its length is divided by the factor."""
+    """A tone of 1000 Hz becomes one of 1000 x factor Hz, and its length is divided by the
+    factor."""
     waveform = torch.sin(2 * math.pi * 1000 * torch.arange(16_000) / 16_000)
     changed = audio.change_speed(waveform, np.float32(factor))
     assert len(changed) == math.ceil(16_000 / factor)
@@ -127,7 +159,7 @@ def test_speed_factors_depend_on_seed_and_epoch():
     assert values.tolist() == pytest.approx(factors) and counts.min() > 9_500
 
 
-# --- bad audio -------------------------------------------------------------------------------------------------------
+# --- bad audio ------------------------------------------------------------------------------------
 
 
 def bad_file(folder: Path, kind: str) -> str:
@@ -154,7 +186,9 @@ def bad_file(folder: Path, kind: str) -> str:
         soundfile.write(path, noise, rate)
         data = path.read_bytes()
         middle = len(data) // 2
-        path.write_bytes(data[:middle] + (b"" if kind == "flac cut" else bytes(1000) + data[middle + 1000 :]))
+        path.write_bytes(
+            data[:middle] + (b"" if kind == "flac cut" else bytes(1000) + data[middle + 1000 :])
+        )
     elif kind == "flac of unknown length":
         path = path.with_suffix(".flac")
         soundfile.write(path, noise, rate)
@@ -183,7 +217,12 @@ def bad_file(folder: Path, kind: str) -> str:
         os.mkfifo(path)
     elif kind in ("wav cut", "aiff cut", "au cut", "mp3 cut", "ogg cut", "opus cut"):
         path = path.with_suffix("." + kind.split()[0])
-        soundfile.write(path, noise, rate, **({"format": "OGG", "subtype": "OPUS"} if kind == "opus cut" else {}))
+        soundfile.write(
+            path,
+            noise,
+            rate,
+            **({"format": "OGG", "subtype": "OPUS"} if kind == "opus cut" else {}),
+        )
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2])
     return str(path)
@@ -191,8 +230,21 @@ def bad_file(folder: Path, kind: str) -> str:
 
 def write_header(path: Path, rate: int, channels: int) -> None:
     """A WAV of 6000 bytes that states this rate and this number of channels."""
-    head = struct.pack("<4sI8sIHHIIHH4sI", b"RIFF", 6036, b"WAVEfmt ", 16, 1, channels % 65_536, rate, min(rate * 2 * channels, 2**32 - 1),
-                       2 * channels % 65_536, 16, b"data", 6000)  # fmt: skip
+    head = struct.pack(
+        "<4sI8sIHHIIHH4sI",
+        b"RIFF",
+        6036,
+        b"WAVEfmt ",
+        16,
+        1,
+        channels % 65_536,
+        rate,
+        min(rate * 2 * channels, 2**32 - 1),
+        2 * channels % 65_536,
+        16,
+        b"data",
+        6000,
+    )
     path.write_bytes(head + bytes(6000))
 
 
@@ -237,14 +289,18 @@ def test_bad_audio_is_one_line_that_names_the_file(tmp_path, no_ffmpeg, no_hang,
 def test_what_a_header_states_is_checked_before_training_too(tmp_path, no_ffmpeg):
     for kind, reason in BAD_FILES.items():
         if reason.startswith("cannot be used: "):
-            assert headers.probe(bad_file(tmp_path / kind, kind))[1] == reason.removeprefix("cannot be used: ")
+            assert headers.probe(bad_file(tmp_path / kind, kind))[1] == reason.removeprefix(
+                "cannot be used: "
+            )
 
 
 def test_audio_without_permission_to_read_says_so(tmp_path, wav, monkeypatch, no_ffmpeg):
     path = wav(tmp_path / "a.wav")
     monkeypatch.setattr(headers.os, "access", lambda *mode: False)  # root may read everything
     assert headers.probe(path)[1] == "file cannot be read: Permission denied"
-    with pytest.raises(audio.BadAudio, match=r"a\.wav cannot be used: file cannot be read: Permission denied$"):
+    with pytest.raises(
+        audio.BadAudio, match=r"a\.wav cannot be used: file cannot be read: Permission denied$"
+    ):
         audio.read_audio(path, 16_000)
 
 
@@ -313,15 +369,22 @@ def test_formats_that_libsndfile_does_not_know_are_decoded_by_ffmpeg(tmp_path, f
     torch.testing.assert_close(waveform, torch.linspace(-1, 1, 800))
     arguments = (tmp_path / "arguments").read_text().splitlines()
     assert arguments[arguments.index("-i") + 1] == f"file:{path}"
-    assert float(arguments[arguments.index("-ss") + 1]) == 1.5 and float(arguments[arguments.index("-t") + 1]) == 2.0
-    assert arguments[arguments.index("-ar") + 1] == "16000" and arguments[arguments.index("-ac") + 1] == "1"
+    assert (
+        float(arguments[arguments.index("-ss") + 1]) == 1.5
+        and float(arguments[arguments.index("-t") + 1]) == 2.0
+    )
+    assert (
+        arguments[arguments.index("-ar") + 1] == "16000"
+        and arguments[arguments.index("-ac") + 1] == "1"
+    )
 
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_audio_about_which_ffmpeg_complains_is_not_used(tmp_path, false_ffmpeg, status):
     """It decodes the rest of a truncated file and returns 0."""
     false_ffmpeg(
-        f"echo '[in#0/mov @ 0x12] stream 0, offset 0x9cd4: partial file' >&2; echo more >&2; echo abcd; exit {status}"
+        "echo '[in#0/mov @ 0x12] stream 0, offset 0x9cd4: partial file' >&2; echo more >&2; echo"
+        f" abcd; exit {status}"
     )
     path = tmp_path / "a.m4a"
     path.write_bytes(b"something")
@@ -338,7 +401,9 @@ def test_ffmpeg_that_hangs_or_cannot_start_is_named(tmp_path, false_ffmpeg, monk
     with pytest.raises(audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: .*timed out"):
         audio.read_audio(str(path), 16_000)
     (tmp_path / "bin" / "ffmpeg").write_bytes(b"\x7fELF")
-    with pytest.raises(audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: Exec format error"):
+    with pytest.raises(
+        audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: Exec format error"
+    ):
         audio.read_audio(str(path), 16_000)
 
 
@@ -348,10 +413,15 @@ def test_a_length_that_is_not_one_makes_audio_unreadable(tmp_path, monkeypatch, 
     monkeypatch.setattr(headers.shutil, "which", lambda name: name)
     result = subprocess.CompletedProcess([], 0, answer + "\n", "")
     monkeypatch.setattr(headers.subprocess, "run", lambda *_, **__: result)
-    assert headers.probe(str(tmp_path / "a.m4a"))[1] == "audio is unreadable (for libsndfile and ffmpeg)"
+    assert (
+        headers.probe(str(tmp_path / "a.m4a"))[1]
+        == "audio is unreadable (for libsndfile and ffmpeg)"
+    )
 
 
-@pytest.mark.parametrize("name", ["-v", "|true", "http:a.m4a", "concat:a|b", "file:a.m4a", "a b\n.m4a", "~", "$HOME"])
+@pytest.mark.parametrize(
+    "name", ["-v", "|true", "http:a.m4a", "concat:a|b", "file:a.m4a", "a b\n.m4a", "~", "$HOME"]
+)
 def test_any_file_name_is_a_plain_name(tmp_path, false_ffmpeg, monkeypatch, name):
     np.zeros(800, dtype="<f4").tofile(tmp_path / "samples")
     false_ffmpeg(f'printf "%s\\n" "$@" > {tmp_path}/arguments; cat {tmp_path}/samples')
@@ -361,7 +431,9 @@ def test_any_file_name_is_a_plain_name(tmp_path, false_ffmpeg, monkeypatch, name
     assert f"-i\nfile:{name}\n" in (tmp_path / "arguments").read_text()
 
 
-def test_audio_files_below_links_that_lead_back_and_in_deep_folders(tmp_path, wav, no_hang, monkeypatch):
+def test_audio_files_below_links_that_lead_back_and_in_deep_folders(
+    tmp_path, wav, no_hang, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     wanted = wav(tmp_path / "b" / "a.wav")
     (tmp_path / "b" / "again").symlink_to(tmp_path / "b")
@@ -378,7 +450,10 @@ def test_audio_files_below_links_that_lead_back_and_in_deep_folders(tmp_path, wa
 
 def test_only_regular_files_are_transcribed(tmp_path, no_hang):
     os.mkfifo(tmp_path / "pipe.wav")
-    for path, message in (("pipe.wav", "it is not a regular file"), ("x" * 5000, "no such file or folder")):
+    for path, message in (
+        ("pipe.wav", "it is not a regular file"),
+        ("x" * 5000, "no such file or folder"),
+    ):
         with pytest.raises(UsageError, match=message):
             audio.audio_files([str(tmp_path / path)])
 
@@ -389,7 +464,11 @@ def test_audio_files(tmp_path, wav):
     (tmp_path / "b" / "notes.txt").write_text("")
     (tmp_path / "b" / "folder.wav").mkdir()
     files = audio.audio_files([str(tmp_path / "b"), str(tmp_path / "b" / "notes.txt")])
-    assert [str(path) for path in files] == [str(tmp_path / "b" / "c.M4A"), *wanted, str(tmp_path / "b" / "notes.txt")]
+    assert [str(path) for path in files] == [
+        str(tmp_path / "b" / "c.M4A"),
+        *wanted,
+        str(tmp_path / "b" / "notes.txt"),
+    ]
     for path, message in (
         (tmp_path / "none", "no such file or folder"),
         (tmp_path / "b" / "folder.wav", "no audio file in"),
@@ -416,11 +495,15 @@ BAD_ENTRIES = {
     "of odd length": lambda entry: os.truncate(entry, 201),
     "longer": lambda entry: entry.write_bytes(entry.read_bytes() + bytes(4)),
     "not a number": lambda entry: entry.write_bytes(np.full(100, np.nan, "f4").tobytes()),
-    "an array of objects": lambda entry: np.save(entry.open("wb"), np.array([None, "a"]), allow_pickle=True),
+    "an array of objects": lambda entry: np.save(
+        entry.open("wb"), np.array([None, "a"]), allow_pickle=True
+    ),
     "an array of integers": lambda entry: np.save(entry.open("wb"), np.arange(100)),
-    "that of another file": lambda entry: entry.write_bytes(next(p for p in entry.parents[1].rglob("*.f32") if p != entry).read_bytes()),
+    "that of another file": lambda entry: entry.write_bytes(
+        next(p for p in entry.parents[1].rglob("*.f32") if p != entry).read_bytes()
+    ),
     "a broken link": lambda entry: (entry.unlink(), entry.symlink_to("gone")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", BAD_ENTRIES)

@@ -9,20 +9,27 @@ from common.errors import DataError
 from speech import checks
 from speech.columns import Codes, Corpus, Rejections, Strings
 
-# --- speech for synthesis --------------------------------------------------------------------------------------------
+# --- speech for synthesis -------------------------------------------------------------------------
 
 
 def make_corpus(rows: list[tuple[str, float, str]]) -> Corpus:
     """A corpus of (text, seconds, speaker)."""
     count = len(rows)
     return Corpus(
-        paths=Strings(f"/data/{i}.wav" for i in range(count)), texts=Strings(text for text, *_ in rows),
-        seconds=np.array([seconds for _, seconds, _ in rows]), offsets=np.zeros(count), durations=np.full(count, np.nan),
-        speakers=Codes(speaker for *_, speaker in rows), languages=Codes([""] * count), lines=np.arange(1, count + 1),
-    )  # fmt: skip
+        paths=Strings(f"/data/{i}.wav" for i in range(count)),
+        texts=Strings(text for text, *_ in rows),
+        seconds=np.array([seconds for _, seconds, _ in rows]),
+        offsets=np.zeros(count),
+        durations=np.full(count, np.nan),
+        speakers=Codes(speaker for *_, speaker in rows),
+        languages=Codes([""] * count),
+        lines=np.arange(1, count + 1),
+    )
 
 
-def even(count: int, speaker: str = "a", letters: int = 30, seconds: float = 3.0) -> list[tuple[str, float, str]]:
+def even(
+    count: int, speaker: str = "a", letters: int = 30, seconds: float = 3.0
+) -> list[tuple[str, float, str]]:
     return [(f"{i:02} " + "x" * letters, seconds, speaker) for i in range(count)]
 
 
@@ -32,21 +39,33 @@ def test_letters_and_marks_count():
 
 def test_a_clip_with_anothers_text_is_far_from_its_speakers_rate():
     odd = [("x" * 60, 3.0, "a"), ("x" * 12, 3.0, "a")]
-    problems = checks.speaking_rate(make_corpus([*even(20), *odd, *even(20, "slow", 10), ("x" * 15, 3.0, "slow")]))
+    problems = checks.speaking_rate(
+        make_corpus([*even(20), *odd, *even(20, "slow", 10), ("x" * 15, 3.0, "slow")])
+    )
     assert sorted(problems) == [20, 21]
     assert problems[20] == (
         "speaking rate is far from the speaker's: is the text what is spoken?",
         "20.0 letters a second, the speaker's median is 10.0",
     )
-    assert checks.speaking_rate(make_corpus([*even(17), *odd])) == {}  # too few clips to know the speaker
+    assert (
+        checks.speaking_rate(make_corpus([*even(17), *odd])) == {}
+    )  # too few clips to know the speaker
 
 
 def test_short_clips_vary_more():
-    rows = [("x" * 18, 1.0, "a"), ("x" * 54, 3.0, "a"), ("x" * 50, 1.0, "a"), ("12!", 3.0, "a"), ("", 0.0, "a")]
+    rows = [
+        ("x" * 18, 1.0, "a"),
+        ("x" * 54, 3.0, "a"),
+        ("x" * 50, 1.0, "a"),
+        ("12!", 3.0, "a"),
+        ("", 0.0, "a"),
+    ]
     assert sorted(checks.speaking_rate(make_corpus([*even(30), *rows]))) == [31, 32]
 
 
-@given(st.lists(st.tuples(st.integers(20, 60), st.floats(0.9, 1.1)), max_size=60), st.floats(0.2, 30.0))
+@given(
+    st.lists(st.tuples(st.integers(20, 60), st.floats(0.9, 1.1)), max_size=60), st.floats(0.2, 30.0)
+)
 def test_even_speech_is_kept_at_any_speed(clips, speed):
     rows = [("x" * letters, max(2.0, letters / speed) * factor, "a") for letters, factor in clips]
     rows = [(text, seconds, speaker) for text, seconds, speaker in rows if len(text) / speed >= 2.0]
@@ -54,7 +73,9 @@ def test_even_speech_is_kept_at_any_speed(clips, speed):
 
 
 def test_speakers_with_little_speech_are_rejected_unless_all_have_little(capsys):
-    problems = checks.little_speech(make_corpus([*even(3), ("b", 5.9, "b"), ("c", 6.0, "c"), ("d", 1.0, "")]))
+    problems = checks.little_speech(
+        make_corpus([*even(3), ("b", 5.9, "b"), ("c", 6.0, "c"), ("d", 1.0, "")])
+    )
     reason = "speaker has less than 6 s of speech"
     assert problems == {3: (reason, "b, 5.9 s"), 5: (reason, "without a name, 1.0 s")}
     assert checks.little_speech(make_corpus([("a", 5.0, "a"), ("b", 1.0, "b")])) == {}
@@ -77,30 +98,50 @@ def test_the_training_set_is_described(capsys):
     rows = [(f"t{i}", 60.0 * (i + 1), f"s{i}") for i in range(23)]
     checks.describe(make_corpus(rows))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "training speech: 276.0 min of 23 speakers" and lines[1] == "     23.0 min  s22"
+    assert (
+        lines[0] == "training speech: 276.0 min of 23 speakers" and lines[1] == "     23.0 min  s22"
+    )
     assert len(lines) == 23 and lines[21] == "  and 3 more"
     assert lines[22] == "warning: no clip is under 2 s: the model will add noise to short texts"
     checks.describe(make_corpus([("a", 1.5, "")]))
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:2] == ["      0.0 min  (no speaker given)"]
-    assert lines[2:] == ["warning: less than 3 minutes of training speech: the voice will hardly be learned"]
+    assert lines[2:] == [
+        "warning: less than 3 minutes of training speech: the voice will hardly be learned"
+    ]
 
 
 def test_sets_are_checked_as_speech(capsys):
-    sets = {"train": make_corpus([*even(25), ("x" * 90, 3.0, "a"), ("c", 1.0, "c")]), "val": make_corpus(even(2))}
+    sets = {
+        "train": make_corpus([*even(25), ("x" * 90, 3.0, "a"), ("c", 1.0, "c")]),
+        "val": make_corpus(even(2)),
+    }
 
     def fault(corpus, index):
-        return ("text is numbered", corpus.texts[index][:2]) if corpus.texts[index][:2] == "07" else None
+        return (
+            ("text is numbered", corpus.texts[index][:2])
+            if corpus.texts[index][:2] == "07"
+            else None
+        )
 
     checked = checks.check_speech(sets, False, fault)
     assert [len(corpus) for corpus in checked.values()] == [24, 2]
     out = capsys.readouterr().out
     assert "train set, checked as speech: 24 utterances, 1.2 min; 3 rejected:\n" in out
-    for line in ("1  text is numbered", "1  speaker has less than 6 s of speech", "1  speaking rate is far from"):
+    for line in (
+        "1  text is numbered",
+        "1  speaker has less than 6 s of speech",
+        "1  speaking rate is far from",
+    ):
         assert f"{line}" in out
-    assert "val set, checked as speech: 2 noted (all are used):\n        2  audio is in the training set, too" in out
+    assert (
+        "val set, checked as speech: 2 noted (all are used):\n        2  audio is in the training"
+        " set, too" in out
+    )
     assert "training speech: 1.2 min of 1 speaker\n" in out
-    with pytest.raises(DataError, match=r"^train set, checked as speech: 3 utterances rejected \(--strict_data\)$"):
+    with pytest.raises(
+        DataError, match=r"^train set, checked as speech: 3 utterances rejected \(--strict_data\)$"
+    ):
         checks.check_speech(sets, True, fault)
     good = {"train": make_corpus(even(25)), "test": make_corpus([("other", 2.5, "a")])}
     assert checks.check_speech(good, True)["train"].fingerprint() == good["train"].fingerprint()

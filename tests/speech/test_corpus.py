@@ -23,7 +23,7 @@ from speech.text import normalise
 
 GOOD = {"audio_filepath": "good.wav", "text": "बरें"}
 
-# --- flags -----------------------------------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------
 
 
 def parse(*flags):
@@ -35,14 +35,22 @@ def parse(*flags):
 
 def test_the_flags_become_checks():
     assert splits.resolve(parse()) == Checks(cache_dir=splits.Path("logs/cache"), seed=3)
-    flags = "--min_duration 0.5 --max_duration 9 --audio_root a --max_samples 4 --strict_data --use_chunking"
-    assert splits.resolve(parse(*flags.split())) == Checks(0.5, 9, "a", splits.Path("logs/cache"), True, 4, True, 3)
+    flags = (
+        "--min_duration 0.5 --max_duration 9 --audio_root a --max_samples 4 --strict_data"
+        " --use_chunking"
+    )
+    assert splits.resolve(parse(*flags.split())) == Checks(
+        0.5, 9, "a", splits.Path("logs/cache"), True, 4, True, 3
+    )
     assert splits.resolve(parse(), ["a1", "b2"]).held_out == ("a1", "b2")
     assert not splits.resolve(parse()).listen  # the demo's audio is known
     for manifest_flag in ("--train_manifest", "--test_manifest"):
         assert splits.resolve(parse(manifest_flag, "m.json")).listen
         assert not splits.resolve(parse(manifest_flag, "m.json", "--no_check_audio")).listen
-    assert [splits.resolve(parse(*flags)).skip_bad_audio for flags in ([], ["--skip_bad_audio"], ["--check_data"])] == [False, True, True]  # fmt: skip
+    assert [
+        splits.resolve(parse(*flags)).skip_bad_audio
+        for flags in ([], ["--skip_bad_audio"], ["--check_data"])
+    ] == [False, True, True]
     with pytest.raises(UsageError) as error:
         splits.resolve(parse("--min_duration", "30"))
     assert str(error.value) == "--min_duration 30 is not below --max_duration 30"
@@ -84,7 +92,7 @@ def test_the_tables_of_contradictions_name_flags():
         assert {flag, other} <= known and reason
 
 
-# --- splits ----------------------------------------------------------------------------------------------------------
+# --- splits ---------------------------------------------------------------------------------------
 
 
 def manifest(folder, wav, json_lines, count, name="m.json"):
@@ -92,45 +100,74 @@ def manifest(folder, wav, json_lines, count, name="m.json"):
     return json_lines(folder / name, [{**GOOD, "text": f"t{i}"} for i in range(count)])
 
 
-def test_without_a_val_manifest_a_part_of_the_training_data_is_held_out(tmp_path, wav, json_lines, capsys):
+def test_without_a_val_manifest_a_part_of_the_training_data_is_held_out(
+    tmp_path, wav, json_lines, capsys
+):
     paths = {"train": manifest(tmp_path, wav, json_lines, 60), "val": None}
     corpora = load_splits(paths, normalise, Checks(seed=5))
     assert [len(corpora[split]) for split in ("train", "val")] == [57, 3]
-    assert sorted([*corpora["train"].texts, *corpora["val"].texts]) == sorted(f"t{i}" for i in range(60))
-    assert "no --val_manifest: 3 of the 60 training utterances are held out" in capsys.readouterr().out
+    assert sorted([*corpora["train"].texts, *corpora["val"].texts]) == sorted(
+        f"t{i}" for i in range(60)
+    )
+    assert (
+        "no --val_manifest: 3 of the 60 training utterances are held out" in capsys.readouterr().out
+    )
     again, other = (load_splits(paths, normalise, Checks(seed=seed)) for seed in (5, 6))
     assert list(again["val"].texts) == list(corpora["val"].texts) != list(other["val"].texts)
 
 
 def test_the_draw_depends_on_the_seed_alone(tmp_path, wav, json_lines):
     """It is the one of earlier versions, whose checkpoints do not list what was held out."""
-    corpora = load_splits({"train": manifest(tmp_path, wav, json_lines, 60)}, normalise, Checks(seed=5))
+    corpora = load_splits(
+        {"train": manifest(tmp_path, wav, json_lines, 60)}, normalise, Checks(seed=5)
+    )
     drawn = np.sort(np.random.default_rng(5).permutation(60)[:3])
     assert list(corpora["val"].texts) == [f"t{i}" for i in drawn]
     assert list(corpora["train"].texts) == [f"t{i}" for i in range(60) if i not in drawn]
 
 
-def test_the_held_out_part_comes_from_the_training_set_whatever_the_order(tmp_path, wav, json_lines):
-    train, test = manifest(tmp_path, wav, json_lines, 60), manifest(tmp_path / "test", wav, json_lines, 5)
+def test_the_held_out_part_comes_from_the_training_set_whatever_the_order(
+    tmp_path, wav, json_lines
+):
+    train, test = (
+        manifest(tmp_path, wav, json_lines, 60),
+        manifest(tmp_path / "test", wav, json_lines, 5),
+    )
     drawn = load_splits({"train": train}, normalise, Checks(seed=5))
     for paths in ({"train": train, "val": None, "test": test}, {"test": test, "train": train}):
         corpora = load_splits(paths, normalise, Checks(seed=5))
-        assert {split: len(corpus) for split, corpus in corpora.items()} == {"train": 57, "val": 3, "test": 5}
+        assert {split: len(corpus) for split, corpus in corpora.items()} == {
+            "train": 57,
+            "val": 3,
+            "test": 5,
+        }
         assert corpora["val"].fingerprint() == drawn["val"].fingerprint()
 
 
 def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
-    first = load_splits({"train": manifest(tmp_path / "a", wav, json_lines, 60)}, normalise, Checks(seed=5))
+    first = load_splits(
+        {"train": manifest(tmp_path / "a", wav, json_lines, 60)}, normalise, Checks(seed=5)
+    )
     held_out, keys = set(first["val"].texts), splits.held_out_keys(first["val"])
     assert len(keys) == 3 and len(set(splits.held_out_keys(first["train"])).union(keys)) == 60
     moved = manifest(tmp_path / "b" / "a", wav, json_lines, 100)  # another place, and new rows
-    for checks in ({"seed": 5}, {"seed": 6}, {"seed": 6, "max_samples": 10}, {"seed": 5, "max_samples": 100}):
+    for checks in (
+        {"seed": 5},
+        {"seed": 6},
+        {"seed": 6, "max_samples": 10},
+        {"seed": 5, "max_samples": 100},
+    ):
         corpora = load_splits({"train": moved}, normalise, Checks(held_out=tuple(keys), **checks))
         rows = splits.draw(100, Checks(**checks))
         assert set(corpora["val"].texts) == held_out and len(rows) == checks.get("max_samples", 100)
         assert set(corpora["train"].texts) == {f"t{i}" for i in rows} - held_out
-    assert "no --val_manifest: 3 of the 100 training utterances are held out" in capsys.readouterr().out
-    again = load_splits({"train": str(tmp_path / "a" / "m.json")}, normalise, Checks(seed=5, held_out=tuple(keys)))
+    assert (
+        "no --val_manifest: 3 of the 100 training utterances are held out"
+        in capsys.readouterr().out
+    )
+    again = load_splits(
+        {"train": str(tmp_path / "a" / "m.json")}, normalise, Checks(seed=5, held_out=tuple(keys))
+    )
     for split in ("train", "val"):
         assert again[split].fingerprint() == first[split].fingerprint()
 
@@ -140,7 +177,10 @@ def test_a_part_that_is_gone_is_drawn_anew(tmp_path, wav, json_lines, capsys):
     drawn = load_splits({"train": path}, normalise, Checks(seed=5))
     other = load_splits({"train": path}, normalise, Checks(seed=5, held_out=("0" * 16,)))
     assert list(other["val"].texts) == list(drawn["val"].texts)
-    assert "were held out before are not in the training set any more: others are drawn" in capsys.readouterr().out
+    assert (
+        "were held out before are not in the training set any more: others are drawn"
+        in capsys.readouterr().out
+    )
     partly = (splits.held_out_keys(drawn["val"])[0], "0" * 16)
     assert len(load_splits({"train": path}, normalise, Checks(seed=6, held_out=partly))["val"]) == 1
     corpora = load_splits({"train": path, "val": path}, normalise, Checks(held_out=partly))
@@ -171,9 +211,14 @@ def test_a_folder_that_is_not_utf_8(tmp_path, wav, json_lines):
 
 def test_at_least_one_and_at_most_200_utterances_are_held_out(tmp_path, wav, json_lines):
     for count, held_out in ((2, 1), (4100, 200)):
-        corpora = load_splits({"train": manifest(tmp_path, wav, json_lines, count)}, normalise, Checks())
+        corpora = load_splits(
+            {"train": manifest(tmp_path, wav, json_lines, count)}, normalise, Checks()
+        )
         assert (len(corpora["train"]), len(corpora["val"])) == (count - held_out, held_out)
-    with pytest.raises(DataError, match="one utterance is too few to hold one out for evaluation: add --val_manifest"):
+    with pytest.raises(
+        DataError,
+        match="one utterance is too few to hold one out for evaluation: add --val_manifest",
+    ):
         load_splits({"train": manifest(tmp_path, wav, json_lines, 1)}, normalise, Checks())
 
 
@@ -182,7 +227,11 @@ def test_max_samples_shortens_the_training_set_only(tmp_path, wav, json_lines, c
     paths, drawn = dict.fromkeys(("train", "val", "test"), path), {}
     for seed in (1, 2):
         corpora = load_splits(paths, normalise, Checks(max_samples=6, seed=seed))
-        assert {split: len(corpus) for split, corpus in corpora.items()} == {"train": 6, "val": 40, "test": 40}
+        assert {split: len(corpus) for split, corpus in corpora.items()} == {
+            "train": 6,
+            "val": 40,
+            "test": 40,
+        }
         numbers = [int(text[1:]) for text in corpora["train"].texts]
         assert numbers == sorted(numbers) and numbers != list(range(6))
         again = load_splits(paths, normalise, Checks(max_samples=6, seed=seed))
@@ -194,7 +243,11 @@ def test_max_samples_shortens_the_training_set_only(tmp_path, wav, json_lines, c
 def test_more_samples_contain_every_smaller_choice(tmp_path, wav, json_lines):
     path = manifest(tmp_path, wav, json_lines, 60)
     sets = [
-        set(load_splits({"train": path, "val": path}, normalise, Checks(max_samples=count, seed=7))["train"].texts)
+        set(
+            load_splits({"train": path, "val": path}, normalise, Checks(max_samples=count, seed=7))[
+                "train"
+            ].texts
+        )
         for count in (1, 9, 10, 30, 59, 60, 1000, None)
     ]
     assert [len(texts) for texts in sets] == [1, 9, 10, 30, 59, 60, 60, 60]
@@ -209,8 +262,13 @@ def test_what_the_first_stage_holds_out_is_never_trained_on(tmp_path, wav, json_
     assert len(held_out) == 2 and len(first["train"]) == 38
     parts = {}
     for count in (10, 40, 100, 200, None):
-        corpora = load_splits({"train": path}, normalise, Checks(max_samples=count, seed=7, held_out=keys))
-        assert set(corpora["val"].texts) == held_out and tuple(splits.held_out_keys(corpora["val"])) == keys
+        corpora = load_splits(
+            {"train": path}, normalise, Checks(max_samples=count, seed=7, held_out=keys)
+        )
+        assert (
+            set(corpora["val"].texts) == held_out
+            and tuple(splits.held_out_keys(corpora["val"])) == keys
+        )
         parts[count] = set(corpora["train"].texts)
         assert not parts[count] & held_out
     assert parts[40] == set(first["train"].texts) and len(parts[None]) == 298
@@ -218,13 +276,23 @@ def test_what_the_first_stage_holds_out_is_never_trained_on(tmp_path, wav, json_
 
 
 def test_the_values_of_max_samples(capsys):
-    assert [parse("--max_samples", text).max_samples for text in ("-1", "1", "500000")] == [None, 1, 500000]
+    assert [parse("--max_samples", text).max_samples for text in ("-1", "1", "500000")] == [
+        None,
+        1,
+        500000,
+    ]
     assert splits.resolve(parse("--max_samples", "-1")).max_samples is None is parse().max_samples
-    for text, reason in (("0", "0 is out of range: it must be at least 1"), ("-2", "-2 is out of range: it must be at least 1"),
-                         ("some", "'some' is not a whole number"), ("1.5", "'1.5' is not a whole number")):  # fmt: skip
+    for text, reason in (
+        ("0", "0 is out of range: it must be at least 1"),
+        ("-2", "-2 is out of range: it must be at least 1"),
+        ("some", "'some' is not a whole number"),
+        ("1.5", "'1.5' is not a whole number"),
+    ):
         with pytest.raises(SystemExit) as error:
             parse("--max_samples", text)
-        lines = f"error: argument --max_samples: {reason} (-1 means all) (--help lists every flag)\n"
+        lines = (
+            f"error: argument --max_samples: {reason} (-1 means all) (--help lists every flag)\n"
+        )
         assert error.value.code == 2 and capsys.readouterr().err == lines
 
 
@@ -242,7 +310,7 @@ def test_dropped_utterances_are_reported_and_strict_refuses_them(tmp_path, wav, 
         splits.drop(corpus, "training set", fault, True)
 
 
-# --- rows with segment times -----------------------------------------------------------------------------------------
+# --- rows with segment times ----------------------------------------------------------------------
 
 TOO_LONG = "longer than 10 s (--max_duration)"
 
@@ -275,13 +343,25 @@ def test_a_long_row_is_cut_into_pieces_of_whole_segments(tmp_path, long_wav, wav
         timed((0, 4), (4.5, 10), (12, 14.5), (14.5, 20), (30, 40)),
         {**GOOD, "segments": [{"start": 5, "end": 1}]},  # not read, because the row is short
         timed((1, 3), (3, 12), text="u", offset=20),
-        {"audio_filepath": "long.wav", "segments": [{"offset": 0.1, "duration": 0.2, "text": "v"}, {"offset": 35, "duration": 2, "text": " w "}]},
-    ]  # fmt: skip
+        {
+            "audio_filepath": "long.wav",
+            "segments": [
+                {"offset": 0.1, "duration": 0.2, "text": "v"},
+                {"offset": 35, "duration": 2, "text": " w "},
+            ],
+        },
+    ]
     corpus, rejected = chunked(json_lines(tmp_path / "m.json", rows))
     assert not rejected.total
     assert [(o, d, t) for o, d, t in pieces(corpus) if d == d] == [
-        (0, 10, "t0 t1"), (12, 8, "t2 t3"), (30, 10, "t4"), (21, 2, "u0"), (23, 9, "u1"), (0.1, 0.2, "v"), (35, 2, "w"),
-    ]  # fmt: skip
+        (0, 10, "t0 t1"),
+        (12, 8, "t2 t3"),
+        (30, 10, "t4"),
+        (21, 2, "u0"),
+        (23, 9, "u1"),
+        (0.1, 0.2, "v"),
+        (35, 2, "w"),
+    ]
     assert corpus.lines.tolist() == [1, 2, 2, 2, 3, 4, 4, 5, 5]
     assert corpus.seconds.tolist() == pytest.approx([3, 10, 8, 10, 3, 2, 9, 0.2, 2])
     assert corpus.paths[1] == long_wav and corpus.where(2) == f"{long_wav} at 12.00 s"
@@ -295,7 +375,10 @@ def test_the_reasons_for_rejecting_a_long_row(tmp_path, long_wav, json_lines, us
         assert rejected.counts == {f"{TOO_LONG}, without segment times for --use_chunking": 2}
         assert pieces(corpus) == [(0, 4, "t0")]
     else:
-        assert rejected.counts == {f"{TOO_LONG}; --use_chunking would use its segment times": 1, TOO_LONG: 2}
+        assert rejected.counts == {
+            f"{TOO_LONG}; --use_chunking would use its segment times": 1,
+            TOO_LONG: 2,
+        }
 
 
 BAD_SEGMENTS = {
@@ -310,20 +393,34 @@ BAD_SEGMENTS = {
     "in words": (timed((0, "four")), "a segment's time is not a number"),
     "null": (timed((0, None)), "a segment's time is not a number"),
     "huge": (timed((0, 10**400)), "a segment's time is not a number"),
-    "no times": (timed() | {"segments": [{"text": "a"}]}, "a segment has no times (start and end, or offset and duration)"),
-    "no end": (timed() | {"segments": [{"text": "a", "start": 1}]}, "a segment has no times (start and end, or offset and duration)"),
+    "no times": (
+        timed() | {"segments": [{"text": "a"}]},
+        "a segment has no times (start and end, or offset and duration)",
+    ),
+    "no end": (
+        timed() | {"segments": [{"text": "a", "start": 1}]},
+        "a segment has no times (start and end, or offset and duration)",
+    ),
     "no text": (timed() | {"segments": [{"start": 1, "end": 2}]}, "a segment has no text field"),
-    "a list as text": (timed() | {"segments": [{"start": 1, "end": 2, "text": []}]}, "a segment's text is not a string"),
+    "a list as text": (
+        timed() | {"segments": [{"start": 1, "end": 2, "text": []}]},
+        "a segment's text is not a string",
+    ),
     "a string": (timed() | {"segments": "0-4"}, "segments are not a list of objects"),
     "strings": (timed() | {"segments": ["0-4"]}, "segments are not a list of objects"),
     "beyond the file": (timed((0, 4), (38, 41)), "segment times reach beyond the audio"),
-    "beyond the row": (timed((0, 4), (13, 16), offset=5, duration=15), "segment times reach beyond the audio"),
-}  # fmt: skip
+    "beyond the row": (
+        timed((0, 4), (13, 16), offset=5, duration=15),
+        "segment times reach beyond the audio",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD_SEGMENTS)
 @pytest.mark.parametrize("has_text", [True, False])
-def test_impossible_segments_are_rejected_by_file_and_line(tmp_path, long_wav, json_lines, name, has_text):
+def test_impossible_segments_are_rejected_by_file_and_line(
+    tmp_path, long_wav, json_lines, name, has_text
+):
     row, reason = BAD_SEGMENTS[name]
     row = dict(row)
     if not has_text:
@@ -335,13 +432,20 @@ def test_impossible_segments_are_rejected_by_file_and_line(tmp_path, long_wav, j
     assert pieces(corpus) == [(0, 4, "t0"), (6, 2, "t0")]
 
 
-def test_a_segment_that_is_too_long_is_rejected_and_nothing_is_joined_across_it(tmp_path, long_wav, json_lines):
+def test_a_segment_that_is_too_long_is_rejected_and_nothing_is_joined_across_it(
+    tmp_path, long_wav, json_lines
+):
     path = json_lines(tmp_path / "m.json", [timed((0, 1), (1, 2), (2, 12.5), (12.5, 13), (13, 40))])
     corpus, rejected = chunked(path)
     assert pieces(corpus) == [(0, 2, "t0 t1"), (12.5, 0.5, "t3")]
     (reason,) = rejected.counts
-    assert reason == "a segment is longer than 10 s (--max_duration)" and rejected.counts[reason] == 2
-    assert rejected.examples[reason][0] == f"{path}:1: {tmp_path}/long.wav, segment from 2.00 to 12.50 s"
+    assert (
+        reason == "a segment is longer than 10 s (--max_duration)" and rejected.counts[reason] == 2
+    )
+    assert (
+        rejected.examples[reason][0]
+        == f"{path}:1: {tmp_path}/long.wav, segment from 2.00 to 12.50 s"
+    )
 
 
 def test_rounding_of_times_is_tolerated(tmp_path, long_wav, json_lines):
@@ -353,7 +457,9 @@ def test_rounding_of_times_is_tolerated(tmp_path, long_wav, json_lines):
     assert corpus.seconds.max() <= 10.0
 
 
-def test_texts_of_whole_recordings_may_be_long_but_not_those_of_pieces(tmp_path, long_wav, json_lines):
+def test_texts_of_whole_recordings_may_be_long_but_not_those_of_pieces(
+    tmp_path, long_wav, json_lines
+):
     row = timed((0, 4), (12, 16), (30, 40))
     row["text"] = "a" * 30_000
     row["segments"][1]["text"] = "b" * 10_001
@@ -372,7 +478,10 @@ def test_pieces_without_text_or_too_short_are_rejected_like_rows(tmp_path, long_
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 12), st.sampled_from(["a", "b c", "", "d"])), max_size=40),
+    st.lists(
+        st.tuples(st.floats(0, 3), st.floats(0.01, 12), st.sampled_from(["a", "b c", "", "d"])),
+        max_size=40,
+    ),
     st.floats(0.5, 12),
 )
 def test_joined_segments_keep_every_text_in_order_within_the_limit(gaps, most):
@@ -381,11 +490,15 @@ def test_joined_segments_keep_every_text_in_order_within_the_limit(gaps, most):
         segments.append((now + gap, now + gap + length, text))
         now = segments[-1][1]
     joined = join_segments(segments, most)
-    assert " ".join(text for *_, text in joined if text) == " ".join(text for *_, text in segments if text)
+    assert " ".join(text for *_, text in joined if text) == " ".join(
+        text for *_, text in segments if text
+    )
     for start, stop, _ in joined:
         assert stop - start <= most + 2e-6 or (start, stop) in [pair[:2] for pair in segments]
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(joined))
-    assert {edge for piece in joined for edge in piece[:2]} <= {edge for segment in segments for edge in segment[:2]}
+    assert {edge for piece in joined for edge in piece[:2]} <= {
+        edge for segment in segments for edge in segment[:2]
+    }
     assert all(b[1] - a[0] > most for a, b in itertools.pairwise(joined))  # or they would be one
 
 
@@ -398,7 +511,9 @@ def test_whatever_the_segments_every_text_is_used_once_or_rejected(tmp_path_fact
         soundfile.write(folder / "long.wav", np.zeros(40 * 8000), 8000)
     rows, number = [], 0
     for _ in range(data.draw(st.integers(1, 4))):
-        times = sorted(data.draw(st.lists(st.integers(0, 400), min_size=2, max_size=14, unique=True)))
+        times = sorted(
+            data.draw(st.lists(st.integers(0, 400), min_size=2, max_size=14, unique=True))
+        )
         parts = []
         for start, end in zip(times[::2], times[1::2], strict=False):
             parts.append({"start": start / 10, "end": end / 10, "text": f"w{number}"})
@@ -407,7 +522,9 @@ def test_whatever_the_segments_every_text_is_used_once_or_rejected(tmp_path_fact
     path = folder / "m.json"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     corpus, rejected = chunked(path)
-    kept = [part for row in rows for part in row["segments"] if part["end"] - part["start"] <= 10 + 1e-9]
+    kept = [
+        part for row in rows for part in row["segments"] if part["end"] - part["start"] <= 10 + 1e-9
+    ]
     assert rejected.total == number - len(kept)
     assert " ".join(corpus.texts).split() == [part["text"] for part in kept]
     assert corpus.seconds.max(initial=0) <= 10 and np.array_equal(corpus.seconds, corpus.durations)

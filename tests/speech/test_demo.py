@@ -30,11 +30,18 @@ def make_in_a_new_process(folder: Path) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def rows(folder: Path, split: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"{split}.json").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / f"{split}.json").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +58,14 @@ def test_the_corpus_is_deterministic_and_its_seed_matters(corpus, tmp_path):
     again, expected = content(tmp_path / "again"), content(corpus)
     assert [name for name in expected | again if again.get(name) != expected.get(name)] == []
     make(tmp_path / "other", 1)
-    texts = [{row["text"] for row in rows(folder, "train")} for folder in (corpus, tmp_path / "other")]
+    texts = [
+        {row["text"] for row in rows(folder, "train")} for folder in (corpus, tmp_path / "other")
+    ]
     assert texts[0] != texts[1]
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["again", "other"]  # nothing is left beside them
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "again",
+        "other",
+    ]  # nothing is left beside them
 
 
 def test_manifests_describe_the_files_and_splits_are_disjoint(corpus):
@@ -63,9 +75,14 @@ def test_manifests_describe_the_files_and_splits_are_disjoint(corpus):
         assert len(lines) == size
         for row in lines:
             info = soundfile.info(corpus / row["audio_filepath"])
-            assert info.duration == pytest.approx(row["duration"], abs=1e-3) and 0.4 < info.duration < 10
+            assert (
+                info.duration == pytest.approx(row["duration"], abs=1e-3)
+                and 0.4 < info.duration < 10
+            )
             assert row["speaker"] in demo.KONKANI_VOICES
-            assert 2 <= len(row["text"].split()) <= 5 and set(row["text"].split()) <= set(demo.KONKANI_WORDS)
+            assert 2 <= len(row["text"].split()) <= 5 and set(row["text"].split()) <= set(
+                demo.KONKANI_WORDS
+            )
             samples, _ = soundfile.read(corpus / row["audio_filepath"])
             assert np.abs(samples).max() > 0.05  # somebody speaks
         texts[split] = {row["text"] for row in lines}
@@ -91,7 +108,9 @@ def test_a_complete_corpus_is_kept_and_an_earlier_one_is_replaced(ask, tmp_path,
     ask(3)
     assert (tmp_path / "c" / "train.json").stat().st_ino == number and capsys.readouterr().out == ""
     ask(2)
-    assert len(list((tmp_path / "c" / "audio").iterdir())) == 2 and [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert len(list((tmp_path / "c" / "audio").iterdir())) == 2 and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["c"]
 
 
 @pytest.mark.parametrize("name", ["audio/train_00000.wav", "made_from.json"])
@@ -99,7 +118,9 @@ def test_a_corpus_that_somebody_has_changed_is_not_replaced(ask, tmp_path, name)
     ask(1)
     (tmp_path / "c" / name).write_text("{")
     changed = content(tmp_path)
-    with pytest.raises(UsageError, match=r"/c: it holds files that are not replaced \(.*\); choose a new folder$"):
+    with pytest.raises(
+        UsageError, match=r"/c: it holds files that are not replaced \(.*\); choose a new folder$"
+    ):
         ask(1)
     assert content(tmp_path) == changed
 
@@ -113,7 +134,9 @@ def test_a_corpus_that_another_rank_writes_in_the_meantime_is_kept(tmp_path, cap
         return write(aside, recipe, manner)
 
     monkeypatch.setattr(demo, "_write_corpus", overtaken)
-    assert demo.speech_corpus(folder, ["घर"], ["mr+f2"], {"train": 1}) == {"train": str(folder / "train.json")}
+    assert demo.speech_corpus(folder, ["घर"], ["mr+f2"], {"train": 1}) == {
+        "train": str(folder / "train.json")
+    }
     assert sorted(path.name for path in folder.iterdir()) == ["first", "made_from.json"]
     assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == [folder]
 
@@ -135,7 +158,9 @@ def test_an_unknown_voice_raises(voice):
 
 def test_every_voice_of_the_recipe_exists_and_differs():
     espeak = demo.espeak()
-    assert len({espeak.say("हांव घर उदक", voice).tobytes() for voice in demo.KONKANI_VOICES}) == len(demo.KONKANI_VOICES)
+    assert len({espeak.say("हांव घर उदक", voice).tobytes() for voice in demo.KONKANI_VOICES}) == len(
+        demo.KONKANI_VOICES
+    )
     slow, fast = (len(espeak.say("हांव घर उदक", "mr", rate)) for rate in (140, 220))
     assert fast < 0.8 * slow
 
@@ -151,15 +176,20 @@ def test_a_folder_with_files_of_the_user_is_not_replaced(tmp_path):
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match=r"holds files that are not replaced \(notes\.txt\)"):
-        demo.speech_corpus(tmp_path / "demo", demo.KONKANI_WORDS, demo.KONKANI_VOICES[:1], {"val": 1})
-    assert (tmp_path / "demo" / "notes.txt").read_text() == "mine" and len(list(tmp_path.rglob("*"))) == 2
+        demo.speech_corpus(
+            tmp_path / "demo", demo.KONKANI_WORDS, demo.KONKANI_VOICES[:1], {"val": 1}
+        )
+    assert (tmp_path / "demo" / "notes.txt").read_text() == "mine" and len(
+        list(tmp_path.rglob("*"))
+    ) == 2
 
 
-# --- manners ---------------------------------------------------------------------------------------------------------
+# --- manners --------------------------------------------------------------------------------------
 
 
 class Recorder:
-    """In place of espeak-ng: notes what it should say; a tenth of a second of noise between two of silence."""
+    """In place of espeak-ng: notes what it should say; a tenth of a second of noise between two of
+    silence."""
 
     sample_rate = 22_050
 
@@ -183,7 +213,8 @@ def recorder(monkeypatch) -> Recorder:
 def expected_calls(
     words: list[str], voices: list[str], sizes: dict[str, int], rate, pitch, lengths, shuffled=False
 ) -> list[tuple]:
-    """What a corpus says, in order: one draw each for the voice, the rate and the pitch of a sentence."""
+    """What a corpus says, in order: one draw each for the voice, the rate and the pitch of a
+    sentence."""
     random, calls = np.random.default_rng(0), []
     texts = demo.sentences(words, sum(sizes.values()), random, *lengths)
     if shuffled:
@@ -191,32 +222,50 @@ def expected_calls(
     for text in reversed(texts):
         voice = voices[int(random.integers(len(voices)))]
         calls.append(
-            (text, voice, int(random.integers(rate[0], rate[1] + 1)), int(random.integers(pitch[0], pitch[1] + 1)))
+            (
+                text,
+                voice,
+                int(random.integers(rate[0], rate[1] + 1)),
+                int(random.integers(pitch[0], pitch[1] + 1)),
+            )
         )
     return calls
 
 
 def test_the_usual_corpus_is_that_of_before_manners(recorder, tmp_path):
     make(tmp_path / "c")
-    expected = expected_calls(demo.KONKANI_WORDS, demo.KONKANI_VOICES, SIZES, (140, 220), (30, 70), (2, 5))
+    expected = expected_calls(
+        demo.KONKANI_WORDS, demo.KONKANI_VOICES, SIZES, (140, 220), (30, 70), (2, 5)
+    )
     assert recorder.calls == expected and len({call[2:] for call in expected}) > 10
     made_from = folders.read_made_from(tmp_path / "c")
-    usual = {"words": demo.KONKANI_WORDS, "voices": demo.KONKANI_VOICES, "sizes": SIZES, "seed": 0, "version": 2}
+    usual = {
+        "words": demo.KONKANI_WORDS,
+        "voices": demo.KONKANI_VOICES,
+        "sizes": SIZES,
+        "seed": 0,
+        "version": 2,
+    }
     assert made_from == usual
     samples, rate = soundfile.read(tmp_path / "c" / "audio" / "train_00001.wav", dtype="int16")
     recorder.calls.pop(), recorder.calls.clear()
     recorder.say()
     assert rate == 22_050 and np.array_equal(samples, recorder.say())
     assert rows(tmp_path / "c", "train")[0] == {
-        "audio_filepath": "audio/train_00000.wav", "text": expected[0][0], "duration": 0.3, "speaker": expected[0][1],
-    }  # fmt: skip
+        "audio_filepath": "audio/train_00000.wav",
+        "text": expected[0][0],
+        "duration": 0.3,
+        "speaker": expected[0][1],
+    }
 
 
 def test_another_manner(recorder, tmp_path, capsys):
     manner = demo.Manner(rate=(170, 170), pitch=(50, 51), words=(1, 4), trimmed=True)
     given = (tmp_path / "c", demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, SIZES)
     demo.speech_corpus(*given, manner=manner)
-    expected = expected_calls(demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, SIZES, (170, 170), (50, 51), (1, 4), True)
+    expected = expected_calls(
+        demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, SIZES, (170, 170), (50, 51), (1, 4), True
+    )
     assert recorder.calls == expected and {call[2:] for call in expected} == {(170, 50), (170, 51)}
     assert {len(call[0].split()) for call in expected} == {1, 2, 3, 4}
     samples, _ = soundfile.read(tmp_path / "c" / "audio" / "val_00003.wav", dtype="int16")
@@ -224,7 +273,9 @@ def test_another_manner(recorder, tmp_path, capsys):
     assert rows(tmp_path / "c", "val")[3]["duration"] == 0.1
     capsys.readouterr()
     demo.speech_corpus(*given, manner=manner)
-    assert len(recorder.calls) == 16 and capsys.readouterr().out == "", "the same corpus was made again"
+    assert len(recorder.calls) == 16 and capsys.readouterr().out == "", (
+        "the same corpus was made again"
+    )
     demo.speech_corpus(*given)
     assert len(recorder.calls) == 32
 

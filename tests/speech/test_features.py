@@ -17,12 +17,21 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("rate", [8_000, 16_000, 22_050])
 @pytest.mark.parametrize("n_mels", [40, 80])
 def test_log_mel_is_torchaudios(rate, n_mels):
-    """torchaudio centres the window in the longer FFT frame, so its input is padded on both sides."""
+    """torchaudio centres the window in the longer FFT frame, so its input is padded on both
+    sides."""
     ours, waveforms = front_end.LogMel(rate, n_mels), noise(3, rate)
     reference = torchaudio.transforms.MelSpectrogram(
-        rate, n_fft=ours.n_fft, win_length=round(0.025 * rate), hop_length=round(0.010 * rate), n_mels=n_mels, center=False,
-        power=2.0, norm=None, mel_scale="htk", wkwargs={"periodic": False},
-    )  # fmt: skip
+        rate,
+        n_fft=ours.n_fft,
+        win_length=round(0.025 * rate),
+        hop_length=round(0.010 * rate),
+        n_mels=n_mels,
+        center=False,
+        power=2.0,
+        norm=None,
+        mel_scale="htk",
+        wkwargs={"periodic": False},
+    )
     left = (ours.n_fft - round(0.025 * rate)) // 2
     padded = torch.nn.functional.pad(waveforms, (left, ours.n_fft - round(0.025 * rate) - left))
     expected = (reference(padded) + front_end.FLOOR).log().transpose(1, 2)
@@ -34,7 +43,11 @@ def test_log_mel_is_torchaudios(rate, n_mels):
 @given(samples=st.integers(1, 5000), rate=st.sampled_from([8_000, 16_000, 44_100]))
 def test_as_many_frames_as_stated(samples, rate):
     count = front_end.LogMel(rate, 20)(torch.zeros(1, samples)).shape[1]
-    assert count == front_end.frames(samples, rate) == int(front_end.frames(torch.tensor([samples]), rate)[0])
+    assert (
+        count
+        == front_end.frames(samples, rate)
+        == int(front_end.frames(torch.tensor([samples]), rate)[0])
+    )
     assert count == max(1, 1 + (samples - round(0.025 * rate)) // round(0.010 * rate))
 
 
@@ -50,7 +63,9 @@ def test_padding_changes_nothing(lengths):
         alone = log_mel(waveform[None])
         assert alone.shape[1] == frames[i]
         torch.testing.assert_close(together[i, : frames[i]], alone[0], atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(normalised[i, : frames[i]], norm(alone, frames[i : i + 1])[0], atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            normalised[i, : frames[i]], norm(alone, frames[i : i + 1])[0], atol=2e-3, rtol=1e-3
+        )
         assert (normalised[i, frames[i] :] == 0).all()
 
 
@@ -65,10 +80,12 @@ def test_log_mel_is_fp32_under_autocast_and_has_gradients():
 
 
 def test_silence_is_the_floor():
-    assert torch.allclose(front_end.LogMel(16_000)(torch.zeros(1, 8000)), torch.tensor(front_end.FLOOR).log())
+    assert torch.allclose(
+        front_end.LogMel(16_000)(torch.zeros(1, 8000)), torch.tensor(front_end.FLOOR).log()
+    )
 
 
-# --- normalisation ---------------------------------------------------------------------------------------------------
+# --- normalisation --------------------------------------------------------------------------------
 
 
 def test_utterance_norm_has_mean_0_and_variance_1():
@@ -78,13 +95,18 @@ def test_utterance_norm_has_mean_0_and_variance_1():
     for row, length in zip(normal, lengths, strict=True):
         assert row[:length].mean(0).abs().max() < 1e-4
         if length > 2:
-            torch.testing.assert_close(row[:length].var(0, correction=0), torch.ones(10), atol=1e-3, rtol=0)
+            torch.testing.assert_close(
+                row[:length].var(0, correction=0), torch.ones(10), atol=1e-3, rtol=0
+            )
         assert (row[length:] == 0).all()
     assert normal.isfinite().all()
 
 
 def test_global_norm_takes_statistics_once_and_keeps_them_in_the_weights():
-    norm, parts = front_end.FeatureNorm(10, "global"), [noise(n, 10, seed=n) * 5 + 2 for n in (50, 80)]
+    norm, parts = (
+        front_end.FeatureNorm(10, "global"),
+        [noise(n, 10, seed=n) * 5 + 2 for n in (50, 80)],
+    )
     norm.measure(parts)
     everything = torch.cat(parts)
     normal = norm(everything[None], torch.tensor([130]))[0]
@@ -103,7 +125,7 @@ def test_statistics_of_one_frame_or_of_silence_are_finite(features):
     assert norm(features[None], torch.tensor([len(features)])).isfinite().all()
 
 
-# --- SpecAugment -----------------------------------------------------------------------------------------------------
+# --- SpecAugment ----------------------------------------------------------------------------------
 
 
 def masks(*numbers: int, count: int = 3, widest: float = 0.2) -> torch.Tensor:
@@ -120,7 +142,9 @@ def test_masks_are_uniform_in_width_and_place():
     drawn = masks(0, count=20_000, widest=0.3).double()
     width = drawn[:, 1] - drawn[:, 0]
     assert drawn.min() >= 0 and drawn.max() <= 1 and width.min() >= 0 and width.max() <= 0.3 + 1e-6
-    assert width.mean() == pytest.approx(0.15, abs=0.005) and width.std() == pytest.approx(0.3 / 12**0.5, abs=0.005)
+    assert width.mean() == pytest.approx(0.15, abs=0.005) and width.std() == pytest.approx(
+        0.3 / 12**0.5, abs=0.005
+    )
     assert drawn.mean() == pytest.approx(0.5, abs=0.01)
     assert drawn[:, 0].min() < 0.01 and drawn[:, 1].max() > 0.99
 
@@ -131,7 +155,11 @@ def test_the_stated_share_is_masked():
     bands = torch.tensor([[[0.0, 0.5]], [[0.5, 0.75]]])
     masked = front_end.spec_augment(features, lengths, bands, time)
     assert (masked[0, :, :40] == 0).all() and (masked[1, :, 40:60] == 0).all()
-    assert (masked[0, 50:100] == 0).all() and (masked[0, 180:] == 0).all() and (masked[1, 25:50] == 0).all()
+    assert (
+        (masked[0, 50:100] == 0).all()
+        and (masked[0, 180:] == 0).all()
+        and (masked[1, 25:50] == 0).all()
+    )
     assert masked[0].sum() == (200 - 50 - 20) * 40 and masked[1].sum() == (200 - 25) * 60
 
 
@@ -144,7 +172,9 @@ def test_an_utterance_is_masked_alike_in_any_batch(seed, lengths):
     together = front_end.spec_augment(features, size, bands, time)
     assert torch.equal(features, before)
     for i, length in enumerate(lengths):
-        alone = front_end.spec_augment(features[i : i + 1, :length], size[i : i + 1], bands[i : i + 1], time[i : i + 1])
+        alone = front_end.spec_augment(
+            features[i : i + 1, :length], size[i : i + 1], bands[i : i + 1], time[i : i + 1]
+        )
         assert torch.equal(together[i, :length], alone[0])
         kept = alone != 0
         assert torch.equal(alone[kept], features[i : i + 1, :length][kept])
@@ -152,4 +182,8 @@ def test_an_utterance_is_masked_alike_in_any_batch(seed, lengths):
 
 
 def test_valid_mask():
-    assert front_end.valid_mask(torch.tensor([0, 2, 3]), 3).tolist() == [[False] * 3, [True, True, False], [True] * 3]
+    assert front_end.valid_mask(torch.tensor([0, 2, 3]), 3).tolist() == [
+        [False] * 3,
+        [True, True, False],
+        [True] * 3,
+    ]

@@ -1,4 +1,5 @@
-"""Folders are written aside and renamed: a failure leaves the old one, and what others put there is never replaced."""
+"""Folders are written aside and renamed: a failure leaves the old one, and what others put there is
+never replaced."""
 
 import errno
 import os
@@ -35,7 +36,9 @@ def fill(text: str):
 
 
 def contents(folder: Path) -> dict[str, str]:
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != folders.MADE_FROM]
+    paths = [
+        path for path in folder.rglob("*") if path.is_file() and path.name != folders.MADE_FROM
+    ]
     return {str(path.relative_to(folder)): path.read_text() for path in paths}
 
 
@@ -49,7 +52,9 @@ def test_a_folder_is_written_aside_and_replaced_as_a_whole(tmp_path):
         return fill("2")(aside)
 
     assert folders.write_folder(folder, watched, MADE) == "filled with 2"
-    assert contents(folder) == {"a": "2", "below/b": "2"} and list(folder.parent.iterdir()) == [folder]
+    assert contents(folder) == {"a": "2", "below/b": "2"} and list(folder.parent.iterdir()) == [
+        folder
+    ]
 
 
 def test_a_folders_mode_follows_the_umask(tmp_path, umask):
@@ -66,7 +71,11 @@ def failing_fill(error: BaseException):
     return write
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ValueError("x"), KeyboardInterrupt()], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), ValueError("x"), KeyboardInterrupt()],
+    ids=repr,
+)
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_folder_that_cannot_be_filled_leaves_the_old_one(tmp_path, error, exists):
     folder = tmp_path / "export"
@@ -75,7 +84,9 @@ def test_a_folder_that_cannot_be_filled_leaves_the_old_one(tmp_path, error, exis
     with pytest.raises(type(error)):
         folders.write_folder(folder, failing_fill(error), {"seed": 2})
     assert list(tmp_path.iterdir()) == ([folder] if exists else [])
-    assert not exists or (contents(folder)["a"] == "1" and folders.read_made_from(folder) == {"seed": 1})
+    assert not exists or (
+        contents(folder)["a"] == "1" and folders.read_made_from(folder) == {"seed": 1}
+    )
 
 
 def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path, monkeypatch):
@@ -113,21 +124,41 @@ def test_a_folder_says_what_it_was_made_from(tmp_path):
     assert folders.read_made_from(tmp_path / "d") == made_from  # a file more does no harm
 
 
-@pytest.mark.parametrize("change", [
-    lambda folder: (folder / "README.md").write_text("mine"), lambda folder: (folder / "below" / "new").mkdir(),
-    lambda folder: (folder / "a").write_text("2"), lambda folder: (folder / "a").write_text("longer"),
-    lambda folder: (folder / folders.MADE_FROM).unlink(), lambda folder: (folder / folders.MADE_FROM).write_text("{}"),
-    lambda folder: (folder / folders.MADE_FROM).write_text("[" * 100_000),
-    lambda folder: (folder / folders.MADE_FROM).write_text('{"made_from": {}, "files": [1]}'),
-], ids=["added", "folder", "edited", "longer", "unmarked", "empty mark", "deep mark", "wrong mark"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "README.md").write_text("mine"),
+        lambda folder: (folder / "below" / "new").mkdir(),
+        lambda folder: (folder / "a").write_text("2"),
+        lambda folder: (folder / "a").write_text("longer"),
+        lambda folder: (folder / folders.MADE_FROM).unlink(),
+        lambda folder: (folder / folders.MADE_FROM).write_text("{}"),
+        lambda folder: (folder / folders.MADE_FROM).write_text("[" * 100_000),
+        lambda folder: (folder / folders.MADE_FROM).write_text('{"made_from": {}, "files": [1]}'),
+    ],
+    ids=[
+        "added",
+        "folder",
+        "edited",
+        "longer",
+        "unmarked",
+        "empty mark",
+        "deep mark",
+        "wrong mark",
+    ],
+)
 def test_a_folder_that_somebody_has_changed_is_not_replaced(tmp_path, change):
     folder = tmp_path / "export"
     folders.write_folder(folder, fill("1"), MADE)
-    os.utime(folder / folders.MADE_FROM, (0, 0))  # an edit in the same tick of the clock is told by its size alone
+    os.utime(
+        folder / folders.MADE_FROM, (0, 0)
+    )  # an edit in the same tick of the clock is told by its size alone
     os.utime(folder / "a", (0, 0)), os.utime(folder / "below" / "b", (0, 0))
     change(folder)
     before = contents(folder)
-    with pytest.raises(UsageError, match=r"holds files that are not replaced .*choose a new folder"):
+    with pytest.raises(
+        UsageError, match=r"holds files that are not replaced .*choose a new folder"
+    ):
         folders.write_folder(folder, fill("2"), MADE)
     assert contents(folder) == before and list(tmp_path.iterdir()) == [folder]
 
@@ -141,7 +172,12 @@ def test_a_change_while_the_new_folder_is_filled_is_kept(tmp_path):
 
 
 def test_hidden_folders_of_others_are_not_touched(tmp_path):
-    for name in (".export.tmp", ".export.old", f".export.{os.getpid()}.tmp", f".export.{os.getpid()}.old"):
+    for name in (
+        ".export.tmp",
+        ".export.old",
+        f".export.{os.getpid()}.tmp",
+        f".export.{os.getpid()}.old",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").touch()
     for text in ("1", "2"):
@@ -170,7 +206,11 @@ def test_files_links_and_the_current_folder_are_not_replaced(tmp_path, monkeypat
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    for name, reason in (("file", "is not a folder"), ("empty", "the current folder"), (".", "the current folder")):
+    for name, reason in (
+        ("file", "is not a folder"),
+        ("empty", "the current folder"),
+        (".", "the current folder"),
+    ):
         with pytest.raises(UsageError, match=reason):
             folders.write_folder(tmp_path / name, fill("1"), MADE)
     (tmp_path / "real").mkdir()

@@ -47,16 +47,24 @@ def chain(kind: str, dtype: torch.dtype = torch.float64) -> list:
 
 
 CHAINS = [
-    "feed-forward, GELU", "feed-forward, SiLU", "norm", "activation", "norm and activation", "norm between", "without biases",
+    "feed-forward, GELU",
+    "feed-forward, SiLU",
+    "norm",
+    "activation",
+    "norm and activation",
+    "norm between",
+    "without biases",
     "one bias",
-]  # fmt: skip
+]
 
 
 def parameters(steps: list) -> list[torch.nn.Parameter]:
     return [p for step in steps if isinstance(step, torch.nn.Module) for p in step.parameters()]
 
 
-def chain_results(run, steps: list, dtype: torch.dtype, autocast: torch.dtype | None = None) -> list[torch.Tensor]:
+def chain_results(
+    run, steps: list, dtype: torch.dtype, autocast: torch.dtype | None = None
+) -> list[torch.Tensor]:
     """The output of a chain that is used twice, and all gradients."""
     x = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
@@ -73,11 +81,18 @@ def chain_results(run, steps: list, dtype: torch.dtype, autocast: torch.dtype | 
 @pytest.mark.parametrize("kind", CHAINS)
 @pytest.mark.parametrize(
     "dtype, autocast",
-    [(torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16), (torch.float32, torch.float16)],
+    [
+        (torch.float64, None),
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ],
 )
 def test_a_lean_chain_is_the_plain_one_to_the_bit(everywhere, kind, dtype, autocast):
     steps = chain(kind, dtype)
-    plain, lean = (chain_results(run, steps, dtype, autocast) for run in (plain_chain, layers.lean_chain))
+    plain, lean = (
+        chain_results(run, steps, dtype, autocast) for run in (plain_chain, layers.lean_chain)
+    )
     assert len(lean) >= 4 and all(torch.equal(a, b) for a, b in zip(plain, lean, strict=True))
 
 
@@ -101,13 +116,19 @@ def storages_kept(run, steps: list, autocast: torch.dtype | None) -> list[tuple]
 def test_a_lean_chain_keeps_its_input_and_what_its_linear_layers_return(everywhere):
     wide, weight, x = 2 * 9 * 64, 16 * 64, 2 * 9 * 16
     steps, half = chain("feed-forward, GELU", torch.float32), torch.bfloat16
-    assert storages_kept(layers.lean_chain, steps, None) == [(wide, torch.float32), (x, torch.float32)]
+    assert storages_kept(layers.lean_chain, steps, None) == [
+        (wide, torch.float32),
+        (x, torch.float32),
+    ]
     assert storages_kept(layers.lean_chain, steps, half) == sorted(
         [(x, torch.float32), (wide, half), (weight, half), (weight, half)], key=str
     )
     assert storages_kept(plain_chain, steps, half).count((wide, half)) == 2
     steps = chain("without biases", torch.float32)
-    assert storages_kept(layers.lean_chain, steps, None) == [(wide, torch.float32), (x, torch.float32)]
+    assert storages_kept(layers.lean_chain, steps, None) == [
+        (wide, torch.float32),
+        (x, torch.float32),
+    ]
     steps = chain("norm and activation", torch.float32)
     assert storages_kept(layers.lean_chain, steps, None) == [(x, torch.float32)]
 
@@ -148,12 +169,17 @@ def test_a_lean_chain_is_plain_in(everywhere, monkeypatch, case):
 
 def test_backward_through_a_lean_chain_twice(everywhere):
     """A second time adds the same gradient; a gradient of the gradient is refused."""
-    steps, x = chain("feed-forward, GELU"), torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
+    steps, x = (
+        chain("feed-forward, GELU"),
+        torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True),
+    )
     loss = layers.lean_chain(x, *steps).square().sum()
     loss.backward(retain_graph=True)
     first = [x.grad.clone(), *(p.grad.clone() for p in parameters(steps))]
     loss.backward(retain_graph=True)
-    assert all(torch.equal(2 * a, b.grad) for a, b in zip(first, [x, *parameters(steps)], strict=True))
+    assert all(
+        torch.equal(2 * a, b.grad) for a, b in zip(first, [x, *parameters(steps)], strict=True)
+    )
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
@@ -168,7 +194,9 @@ def test_a_compiled_lean_chain_is_one_graph_for_all_lengths(monkeypatch):
         return graph
 
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: layers.lean_chain(x, *steps), backend=keep, fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        lambda x: layers.lean_chain(x, *steps), backend=keep, fullgraph=True, dynamic=True
+    )
     for length in (3, 5, 8):
         monkeypatch.setattr(layers, "SMALL", 5 * 2 * 16)  # between them
         x = torch.randn(2, length, 16, dtype=torch.float64, requires_grad=True)

@@ -45,7 +45,8 @@ def pad(waveform: np.ndarray, start: float, end: float, rate: int = RATE) -> np.
 
 @pytest.fixture
 def data(tmp_path, json_lines):
-    """data({name: waveform or row}, **options of the file) writes wavs and their manifest, and returns its path."""
+    """data({name: waveform or row}, **options of the file) writes wavs and their manifest, and
+    returns its path."""
 
     def write(clips: dict, rate: int = RATE, suffix: str = "wav", **options) -> str:
         rows = []
@@ -63,22 +64,32 @@ def load(path, **settings):
     return load_corpus(path, normalise, Checks(**{"listen": True, **settings}))
 
 
-# --- what is measured ------------------------------------------------------------------------------------------------
+# --- what is measured -----------------------------------------------------------------------------
 
 AUDIBLE = {
-    "speech": speech(), "faint speech": 0.02 * speech(), "loud, quantised coarsely": np.round(speech() * 20) / 20,
-    "a tone at full scale": tone(440), "a low tone at full scale": tone(20.0), "padded": pad(speech(), 0.5, 0.5),
-    "one loud click": np.eye(1, RATE)[0], "noise": np.random.default_rng(0).uniform(-0.5, 0.5, RATE),
-    "an offset": 0.2 + 0.5 * speech(), "cut a little": np.clip(1.1 * speech(), -1, 1),
-}  # fmt: skip
+    "speech": speech(),
+    "faint speech": 0.02 * speech(),
+    "loud, quantised coarsely": np.round(speech() * 20) / 20,
+    "a tone at full scale": tone(440),
+    "a low tone at full scale": tone(20.0),
+    "padded": pad(speech(), 0.5, 0.5),
+    "one loud click": np.eye(1, RATE)[0],
+    "noise": np.random.default_rng(0).uniform(-0.5, 0.5, RATE),
+    "an offset": 0.2 + 0.5 * speech(),
+    "cut a little": np.clip(1.1 * speech(), -1, 1),
+}
 CLIPPED = {
-    "cut": np.clip(4 * speech(), -1, 1), "cut and scaled": 0.3 * np.clip(4 * speech(), -1, 1),
-    "cut above": np.clip(4 * speech(), -9, 1) / 9, "cut and padded": pad(np.clip(4 * speech(), -1, 1), 0.3, 0.3),
-}  # fmt: skip
+    "cut": np.clip(4 * speech(), -1, 1),
+    "cut and scaled": 0.3 * np.clip(4 * speech(), -1, 1),
+    "cut above": np.clip(4 * speech(), -9, 1) / 9,
+    "cut and padded": pad(np.clip(4 * speech(), -1, 1), 0.3, 0.3),
+}
 SILENT = {
-    "digital silence": np.zeros(RATE), "an offset alone": np.full(RATE, 0.3), "hiss": 0.0005 * speech(),
+    "digital silence": np.zeros(RATE),
+    "an offset alone": np.full(RATE, 0.3),
+    "hiss": 0.0005 * speech(),
     "a few samples": np.zeros(20),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("subtype", ["PCM_16", "PCM_U8", "FLOAT", "ULAW"])
@@ -115,8 +126,13 @@ def test_the_measures_of_known_waveforms():
     assert level == pytest.approx(-9.03, abs=0.01) and clipped == 0
     assert (start, end) == (pytest.approx(0.4), pytest.approx(0.25))
     assert listening.measure(0.1 * tone(1000), RATE)[2:] == (0, 0)
-    hiss = np.concatenate([1e-3 * speech(), 0.5 * speech(1, seed=1), 1e-3 * speech()])  # 54 dB below
-    assert listening.measure(hiss, RATE)[2:] == (pytest.approx(1.0, abs=0.06), pytest.approx(1.0, abs=0.06))
+    hiss = np.concatenate(
+        [1e-3 * speech(), 0.5 * speech(1, seed=1), 1e-3 * speech()]
+    )  # 54 dB below
+    assert listening.measure(hiss, RATE)[2:] == (
+        pytest.approx(1.0, abs=0.06),
+        pytest.approx(1.0, abs=0.06),
+    )
     for samples in (1, 7, 159, 161):
         assert np.isfinite(listening.measure(np.full(samples, 0.5), RATE)).all()
 
@@ -146,7 +162,7 @@ def test_only_the_part_of_a_row_is_heard(data):
     assert rejected.counts == {"audio is clipped": 2, "audio is silent": 1}
 
 
-# --- silence at the ends ---------------------------------------------------------------------------------------------
+# --- silence at the ends --------------------------------------------------------------------------
 
 
 def test_silence_at_the_ends_is_cut_by_times(data, capsys):
@@ -172,7 +188,7 @@ def test_silence_at_the_ends_is_cut_by_times(data, capsys):
     assert "test set" in (out := capsys.readouterr().out) and "noted (all are used):\n" in out
 
 
-# --- what cannot be decoded ------------------------------------------------------------------------------------------
+# --- what cannot be decoded -----------------------------------------------------------------------
 
 
 def damaged(folder, name="bad.wav"):
@@ -184,19 +200,28 @@ def damaged(folder, name="bad.wav"):
 def test_what_cannot_be_decoded_ends_the_reading_or_is_rejected(data, tmp_path, monkeypatch, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     damaged(tmp_path)
-    path = data({"bad": {"audio_filepath": "bad.wav"}, **{f"c{i}": speech(0.2, seed=i) for i in range(count)}})
+    path = data(
+        {
+            "bad": {"audio_filepath": "bad.wav"},
+            **{f"c{i}": speech(0.2, seed=i) for i in range(count)},
+        }
+    )
     with pytest.raises(DataError) as error:
         load(path)
     problem = f"{tmp_path}/bad.wav holds samples that are not finite (NaN or infinity)"
-    assert str(error.value) == f"{problem}; fix or remove it, or skip such files with --skip_bad_audio"
+    assert (
+        str(error.value) == f"{problem}; fix or remove it, or skip such files with --skip_bad_audio"
+    )
     corpus, rejected = load(path, skip_bad_audio=True)
     assert len(corpus) == count and rejected.counts == {"audio cannot be decoded": 1}
-    assert rejected.examples["audio cannot be decoded"] == [f"{path}:1: {tmp_path}/bad.wav: {problem}"]
+    assert rejected.examples["audio cannot be decoded"] == [
+        f"{path}:1: {tmp_path}/bad.wav: {problem}"
+    ]
     assert len(load(path, listen=False)[0]) == count + 1
     assert not multiprocessing.active_children()
 
 
-# --- processes and the cache -----------------------------------------------------------------------------------------
+# --- processes and the cache ----------------------------------------------------------------------
 
 
 def test_processes_hear_the_same(data, monkeypatch):
@@ -228,7 +253,9 @@ def heard(monkeypatch):
 def test_an_unchanged_part_is_heard_once(data, tmp_path, heard):
     def again(**more):
         heard.clear()
-        corpus, rejected = load(data({"a": speech(), **rows, **more}), cache_dir=tmp_path / "cache", for_synthesis=True)
+        corpus, rejected = load(
+            data({"a": speech(), **rows, **more}), cache_dir=tmp_path / "cache", for_synthesis=True
+        )
         return sorted(heard), len(corpus), rejected.counts
 
     rows = {"part": {"audio_filepath": "a.wav", "offset": 0.5, "duration": 0.25}}
@@ -302,7 +329,9 @@ def test_what_is_held_out_is_the_same_with_and_without_listening(data, tmp_path)
     keys = held_out_keys(first)
     assert (first.offsets > 0).any() and held_out_keys(first.select(np.arange(len(first)))) == keys
     for again in (Checks(held_out=tuple(keys)), Checks(**settings, held_out=tuple(keys), seed=7)):
-        assert list(load_splits({"train": path}, normalise, again)["val"].texts) == list(first.texts)
+        assert list(load_splits({"train": path}, normalise, again)["val"].texts) == list(
+            first.texts
+        )
 
 
 def test_good_audio_leaves_a_corpus_as_it_is(data, tmp_path):
@@ -336,9 +365,14 @@ def test_a_long_pass_is_announced_unless_it_is_in_the_cache(data, tmp_path, monk
 
 def test_a_killed_process_is_one_line(data, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(listening, "measure_utterance", lambda corpus, i: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(
+        listening, "measure_utterance", lambda corpus, i: os.kill(os.getpid(), signal.SIGKILL)
+    )
     path = data({f"c{i}": speech(0.1) for i in range(40)})
-    with pytest.raises(RunError, match=r"^a process that listens to the audio died \(often: too little main memory\)"):
+    with pytest.raises(
+        RunError,
+        match=r"^a process that listens to the audio died \(often: too little main memory\)",
+    ):
         load(path)
     assert not multiprocessing.active_children()
 
@@ -360,7 +394,10 @@ def test_a_signal_leaves_no_processes(data, monkeypatch, number):
         children = [int(lines.readline()) for _ in range(2)]
     os.kill(run.pid, number)
     run.join(timeout=10)
-    assert run.exitcode == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[number]
+    assert (
+        run.exitcode
+        == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[number]
+    )
     os.close(writer)
     deadline = time.monotonic() + 5
     while any(os.path.exists(f"/proc/{child}/exe") for child in children):
@@ -368,12 +405,13 @@ def test_a_signal_leaves_no_processes(data, monkeypatch, number):
         time.sleep(0.01)
 
 
-# --- transcripts as data ---------------------------------------------------------------------------------------------
+# --- transcripts as data --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["beside", "elsewhere"])
 def test_recordings_become_data_in_two_steps(tmp_path, monkeypatch, place):
-    """Cut at silences, transcribed, and read as a manifest whose pieces are at most --max_duration long."""
+    """Cut at silences, transcribed, and read as a manifest whose pieces are at most --max_duration
+    long."""
     sentences = [pad(0.5 * speech(1.5, seed=i), 0.1, 0.4) for i in range(8)]
     sentences[3] = np.zeros(round(3.5 * SAMPLE_RATE))  # a whole piece of it is silent
     (tmp_path / "rec").mkdir()
@@ -403,14 +441,22 @@ def test_recordings_become_data_in_two_steps(tmp_path, monkeypatch, place):
 
 
 def test_without_piece_seconds_recordings_are_cut_as_before():
-    assert recogniser.in_pieces(None, 30.0, recogniser.BY_SILENCES) == (30.0, recogniser.BY_SILENCES)
+    assert recogniser.in_pieces(None, 30.0, recogniser.BY_SILENCES) == (
+        30.0,
+        recogniser.BY_SILENCES,
+    )
     assert recogniser.in_pieces(40.0, 30.0) == (30.0, recogniser.BY_SILENCES)
 
 
 def test_pieces_are_segments_of_transcripts_alone(tmp_path, data):
     pieces = [{"start": 0, "end": 1, "text": "one"}, {"start": 1, "end": 2, "text": ""}]
     rows = {
-        "transcript": {"file": "a.wav", "text": "one", "pieces": pieces, "segments": [{"start": 0, "end": 2}]},
+        "transcript": {
+            "file": "a.wav",
+            "text": "one",
+            "pieces": pieces,
+            "segments": [{"start": 0, "end": 2}],
+        },
         "tokens": {"audio_filepath": "a.wav", "text": "one", "pieces": ["▁o", "ne"]},
         "nothing": {"file": "a.wav", "text": "", "pieces": pieces[1:]},
         "damaged": {"file": "a.wav", "text": "one", "pieces": [5]},
@@ -428,6 +474,11 @@ def test_check_data_reports_what_sets_share(data, tmp_path, capsys):
     capsys.readouterr()
     report_checked(sets)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["val set: 3 noted (all are used):", "        3  audio is in the training set, too"]
+    assert lines[:2] == [
+        "val set: 3 noted (all are used):",
+        "        3  audio is in the training set, too",
+    ]
     assert lines[-1] == "checked: 3 utterances in train, 3 utterances in val can be used"
-    assert json.loads((tmp_path / "m.json").read_text().splitlines()[0])["text"] == "c0"  # and changes nothing
+    assert (
+        json.loads((tmp_path / "m.json").read_text().splitlines()[0])["text"] == "c0"
+    )  # and changes nothing

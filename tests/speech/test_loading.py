@@ -40,7 +40,9 @@ def collate(items: list[dict]) -> dict:
 
 
 def epoch(bad: dict[int, str], *flags: str, workers: int = 0) -> list[batches.Window]:
-    made = batches.Windows(toy.make_args("unused", *flags), Files(bad), collate, Setup(workers=workers))
+    made = batches.Windows(
+        toy.make_args("unused", *flags), Files(bad), collate, Setup(workers=workers)
+    )
     source = made.iterate()
     windows = [next(source) for _ in range(made.per_epoch)]
     source.close()
@@ -57,9 +59,14 @@ def test_a_bad_file_stops_the_run_with_its_name(tmp_path, no_hang, workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_files_are_skipped_and_named(tmp_path, no_hang, no_ffmpeg, workers):
-    bad = {3: bad_file(tmp_path / "my audio", "not a number"), 7: bad_file(tmp_path / "my audio", "flac cut")}
+    bad = {
+        3: bad_file(tmp_path / "my audio", "not a number"),
+        7: bad_file(tmp_path / "my audio", "flac cut"),
+    }
     windows = epoch(bad, "--skip_bad_audio", workers=workers)
-    names = [name for window in windows for batch in window.micro_batches for name in batch["names"]]
+    names = [
+        name for window in windows for batch in window.micro_batches for name in batch["names"]
+    ]
     assert sorted(names, key=int) == [str(number) for number in range(20) if number not in bad]
     assert dict(skipped for window in windows for skipped in window.skipped) == {
         bad[3]: f"{bad[3]} holds samples that are not finite (NaN or infinity)",
@@ -76,7 +83,9 @@ def test_a_set_of_missing_files_makes_empty_windows(tmp_path):
 
 def test_evaluation_skips_files_and_says_so_once(tmp_path, capsys, no_ffmpeg):
     path = bad_file(tmp_path / "my audio", "empty")
-    made = batches.EvalBatches(toy.make_args("unused", "--skip_bad_audio"), Files({2: path}), collate, Setup())
+    made = batches.EvalBatches(
+        toy.make_args("unused", "--skip_bad_audio"), Files({2: path}), collate, Setup()
+    )
     for _ in range(2):
         assert sum(len(batch["names"]) for batch in made) == 19
     reason = f"{path} cannot be used: file is empty"

@@ -1,4 +1,5 @@
-"""Cutting long recordings at silences, and silent pieces; windows and stitching are tested with Whisper's decoding."""
+"""Cutting long recordings at silences, and silent pieces; windows and stitching are tested with
+Whisper's decoding."""
 
 import itertools
 
@@ -24,8 +25,8 @@ def test_pieces_cover_the_waveform_and_none_is_too_long(samples, longest, seed):
 
 
 def test_cuts_lie_in_silence():
-    """Words of 1 to 3 s with gaps of 0.4 s between them, over faint noise; within a word closures of 0.06 s, which are
-    quieter still but no place to cut."""
+    """Words of 1 to 3 s with gaps of 0.4 s between them, over faint noise; within a word closures
+    of 0.06 s, which are quieter still but no place to cut."""
     random, rate = np.random.default_rng(0), 16_000
     parts, silent = [], []
     for _ in range(25):
@@ -58,7 +59,10 @@ def test_pieces_are_put_together_with_their_times():
 def test_windows_and_stitching_go_together():
     windows = long.BY_WINDOWS.cut(noise(50_000), 16_000, 2.0)
     assert windows[0][1] > windows[1][0]
-    assert long.BY_WINDOWS.join(["one two three four", "three four five"], windows[:2])[0] == "one two three four five"
+    assert (
+        long.BY_WINDOWS.join(["one two three four", "three four five"], windows[:2])[0]
+        == "one two three four five"
+    )
 
 
 def test_silent_pieces_are_not_decoded_and_have_a_record_of_their_own():

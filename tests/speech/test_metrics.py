@@ -37,16 +37,19 @@ def test_errors_are_the_edit_distance(pairs, unit):
 @pytest.mark.parametrize(
     ("reference", "hypothesis", "unit", "expected"),
     [
-        ("", "", "words", Errors()), ("", "", "characters", Errors()),
-        ("", "one two", "words", Errors(insertions=2)), ("", "ab c", "characters", Errors(insertions=4)),
-        ("one two", "", "words", Errors(deletions=2, length=2)), ("ab c", "", "characters", Errors(deletions=4, length=4)),
+        ("", "", "words", Errors()),
+        ("", "", "characters", Errors()),
+        ("", "one two", "words", Errors(insertions=2)),
+        ("", "ab c", "characters", Errors(insertions=4)),
+        ("one two", "", "words", Errors(deletions=2, length=2)),
+        ("ab c", "", "characters", Errors(deletions=4, length=4)),
         ("।?", "one", "words", Errors(insertions=1)),  # nothing but punctuation is empty too
         ("one, two.", "one two", "words", Errors(length=2)),
         ("हांव कोंकणी", "हांव कोंकण", "characters", Errors(deletions=1, length=11)),
         ("हांव कोंकणी", "हव कोंकणी", "words", Errors(substitutions=1, length=2)),
         ("a b c d", "a x c d e", "words", Errors(substitutions=1, insertions=1, length=4)),
     ],
-)  # fmt: skip
+)
 def test_examples(reference, hypothesis, unit, expected):
     assert count_errors([reference], [hypothesis], unit) == expected
 
@@ -74,14 +77,19 @@ def rows(*pairs):
 def test_scores_are_the_tables_numbers():
     errors = cer_and_wer(["a b c d", ""], ["a x c", "y"])
     assert score(rows(("a b c d", "a x c"), ("", "y"))) == {"cer": (4, 7), "wer": (3, 4)}
-    assert {name: (e.total, e.length) for name, e in errors.items()} == {"cer": (4, 7), "wer": (3, 4)}
+    assert {name: (e.total, e.length) for name, e in errors.items()} == {
+        "cer": (4, 7),
+        "wer": (3, 4),
+    }
 
 
 def test_improvement_table():
     lines = improvement_table(rows(("a b", "x y")), rows(("a b", "a y"))).splitlines()
     assert [line.split() for line in lines] == [
-        ["before", "after", "lower", "by"], ["WER", "100.00%", "50.00%", "50.0%"], ["CER", "66.67%", "33.33%", "50.0%"],
-    ]  # fmt: skip
+        ["before", "after", "lower", "by"],
+        ["WER", "100.00%", "50.00%", "50.0%"],
+        ["CER", "66.67%", "33.33%", "50.0%"],
+    ]
     assert improvement_table(rows(("a", "a")), rows(("a", "b"))).splitlines()[1].split() == [
         "WER",
         "0.00%",

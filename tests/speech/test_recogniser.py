@@ -12,8 +12,18 @@ from speech import recogniser
 from speech.audio import SAMPLE_RATE
 
 LONGEST = 4.0  # seconds of a piece
-# The words of a recording, (start, end) in seconds. The silence in the middle is longer than two pieces.
-WORDS = [(0.5, 1.25), (1.5, 2.0), (2.5, 3.5), (4.0, 5.0), (15.125, 16.0), (16.5, 17.75), (18.0, 19.5), (20.0, 20.25)]
+# The words of a recording, (start, end) in seconds. The silence in the middle is longer than two
+# pieces.
+WORDS = [
+    (0.5, 1.25),
+    (1.5, 2.0),
+    (2.5, 3.5),
+    (4.0, 5.0),
+    (15.125, 16.0),
+    (16.5, 17.75),
+    (18.0, 19.5),
+    (20.0, 20.25),
+]
 SECONDS = 20.5
 
 
@@ -38,7 +48,8 @@ def heard(waveform: torch.Tensor) -> list[dict]:
 
 
 class Decoder:
-    """Decodes to records, or with `plain` to texts. Remembers the number of pieces of each batch."""
+    """Decodes to records, or with `plain` to texts. Remembers the number of pieces of each
+    batch."""
 
     def __init__(self, plain: bool = False):
         self.plain = plain
@@ -52,7 +63,9 @@ class Decoder:
             words = heard(waveform[:length])
             text = " ".join(word["text"] for word in words)
             segment = {"start": words[0]["start"], "end": words[-1]["end"], "text": text}
-            records.append(text if self.plain else {"text": text, "words": words, "segments": [segment]})
+            records.append(
+                text if self.plain else {"text": text, "words": words, "segments": [segment]}
+            )
         return records
 
 
@@ -61,7 +74,9 @@ def rows_of(path) -> list[dict]:
 
 
 def transcribe(paths: list[str], decode: Decoder, output=None) -> None:
-    recogniser.transcribe_files(paths, decode, Setup(), LONGEST, output and str(output), batch_size=2)
+    recogniser.transcribe_files(
+        paths, decode, Setup(), LONGEST, output and str(output), batch_size=2
+    )
 
 
 def test_words_and_segments_have_times_in_the_recording(spoken, tmp_path):
@@ -70,27 +85,49 @@ def test_words_and_segments_have_times_in_the_recording(spoken, tmp_path):
     (row,) = rows_of(tmp_path / "out.jsonl")
     assert list(row) == ["file", "text", "seconds", "pieces", "words", "segments"]
     assert (row["file"], row["seconds"]) == (spoken, SECONDS)
-    expected = [{"start": start, "end": end, "text": f"w{i + 1}"} for i, (start, end) in enumerate(WORDS)]
+    expected = [
+        {"start": start, "end": end, "text": f"w{i + 1}"} for i, (start, end) in enumerate(WORDS)
+    ]
     assert row["words"] == expected and row["text"] == "w1 w2 w3 w4 w5 w6 w7 w8"
     # Pieces without a sound are not decoded, and have no parts.
     pieces = row["pieces"]
     audible = [piece for piece in pieces if piece["text"]]
-    assert len(pieces) - len(audible) >= 2 and sum(decode.sizes) == len(audible) >= 4 and max(decode.sizes) == 2
+    assert (
+        len(pieces) - len(audible) >= 2
+        and sum(decode.sizes) == len(audible) >= 4
+        and max(decode.sizes) == 2
+    )
     assert [segment["text"] for segment in row["segments"]] == [piece["text"] for piece in audible]
     for piece, segment in zip(audible, row["segments"], strict=True):
-        words = [word for word in expected if piece["start"] <= word["start"] and word["end"] <= piece["end"]]
+        words = [
+            word
+            for word in expected
+            if piece["start"] <= word["start"] and word["end"] <= piece["end"]
+        ]
         times = {"start": words[0]["start"], "end": words[-1]["end"]}
         assert segment == {**times, "text": " ".join(word["text"] for word in words)}
 
 
 def test_times_are_rounded_to_milliseconds_and_other_keys_stay():
-    records = [{"words": [{"start": 0.1, "end": 0.25, "text": "a", "share": 0.5}]}, {}, {"words": []},
-               {"words": [{"start": 0.2, "end": 0.3, "text": "b"}, {"start": 0.3, "end": 0.5, "text": "c"}]}]  # fmt: skip
+    records = [
+        {"words": [{"start": 0.1, "end": 0.25, "text": "a", "share": 0.5}]},
+        {},
+        {"words": []},
+        {
+            "words": [
+                {"start": 0.2, "end": 0.3, "text": "b"},
+                {"start": 0.3, "end": 0.5, "text": "c"},
+            ]
+        },
+    ]
     pieces = [(0, 16_001), (16_001, 20_000), (20_000, 40_000), (40_007, 50_000)]
-    assert recogniser.in_recording(records, pieces) == {"words": [
-        {"start": 0.1, "end": 0.25, "text": "a", "share": 0.5},
-        {"start": 2.7, "end": 2.8, "text": "b"}, {"start": 2.8, "end": 3.0, "text": "c"},
-    ]}  # fmt: skip
+    assert recogniser.in_recording(records, pieces) == {
+        "words": [
+            {"start": 0.1, "end": 0.25, "text": "a", "share": 0.5},
+            {"start": 2.7, "end": 2.8, "text": "b"},
+            {"start": 2.8, "end": 3.0, "text": "c"},
+        ]
+    }
     assert recogniser.in_recording([{}, {}], pieces[:2]) == {}
 
 
@@ -110,6 +147,8 @@ def test_without_output_only_the_texts_are_printed(spoken, tmp_path, capsys):
     decoded = len(decode.sizes)
     transcribe([silent], decode, tmp_path / "out.jsonl")
     (row,) = rows_of(tmp_path / "out.jsonl")
-    assert (row["text"], row.get("words", []), len(decode.sizes)) == ("", [], decoded) and len(row["pieces"]) > 2
+    assert (row["text"], row.get("words", []), len(decode.sizes)) == ("", [], decoded) and len(
+        row["pieces"]
+    ) > 2
     transcribe([spoken, silent], decode)
     assert capsys.readouterr().out == f"{spoken}\tw1 w2 w3 w4 w5 w6 w7 w8\n{silent}\t\n"

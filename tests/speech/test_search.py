@@ -44,7 +44,9 @@ def test_ctc_prefix_beam_finds_what_greedy_misses():
 @pytest.mark.parametrize("seed", range(4))
 def test_autoregressive_beam_is_exhaustive_with_a_wide_beam(seed):
     size, end, longest = 4, 3, 4
-    table = torch.randn(5, size, size, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+    table = torch.randn(5, size, size, generator=torch.Generator().manual_seed(seed)).log_softmax(
+        -1
+    )
 
     def following(prefixes):
         previous = prefixes[:, -1].clamp_max(size - 1)
@@ -62,7 +64,9 @@ def test_autoregressive_beam_is_exhaustive_with_a_wide_beam(seed):
     complete = {tuple(tokens): score for tokens, score in hypotheses if len(tokens) < longest}
     assert complete.keys() == expected.keys()
     assert all(math.isclose(complete[key], expected[key], abs_tol=1e-5) for key in expected)
-    assert [score for _, score in hypotheses] == sorted((score for _, score in hypotheses), reverse=True)
+    assert [score for _, score in hypotheses] == sorted(
+        (score for _, score in hypotheses), reverse=True
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -19,7 +19,7 @@ mixed = st.text(st.sampled_from(DEVANAGARI + LATIN + OTHER + "   "), max_size=60
 KONKANI = "हांव कोंकणी उलयता, आनी तूं?"
 
 
-# --- normalisation ---------------------------------------------------------------------------------------------------
+# --- normalisation --------------------------------------------------------------------------------
 
 
 @given(any_text | mixed)
@@ -29,15 +29,20 @@ def test_normalise(value):
     assert unicodedata.is_normalized("NFC", normal)
     assert normal == normal.strip() and "  " not in normal
     assert all(
-        c in text.JOINERS or c == " " or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+        c in text.JOINERS
+        or c == " "
+        or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
         for c in normal
     )
     assert marks(normal) == marks(value)
 
 
 def marks(value: str) -> list[str]:
-    """Combining marks, sorted: if a character between two of them is removed, they take their canonical order."""
-    return sorted(c for c in unicodedata.normalize("NFD", value) if unicodedata.category(c).startswith("M"))
+    """Combining marks, sorted: if a character between two of them is removed, they take their
+    canonical order."""
+    return sorted(
+        c for c in unicodedata.normalize("NFD", value) if unicodedata.category(c).startswith("M")
+    )
 
 
 @given(any_text | mixed)
@@ -60,19 +65,24 @@ def test_for_scoring(value):
         ("\ufeff a\u00a0b\u2028c\t\nd \u200b", "a b c d", "a b c d"),
         ("e\u0301", "é", "é"),
         ("e\u200b\u0301", "é", "é"),  # removing a character joins what NFC composes
-        ("क\u095c", "क\u0921\u093c", "क\u0921\u093c"),  # composed nukta letters are taken apart by NFC
+        (
+            "क\u095c",
+            "क\u0921\u093c",
+            "क\u0921\u093c",
+        ),  # composed nukta letters are taken apart by NFC
         ("क्\u200dष", "क्\u200dष", "क्ष"),
         ("«Hi», said—she…", "«Hi», said—she…", "Hi said she"),
         ("राम।श्याम॥", "राम।श्याम॥", "राम श्याम"),
         ("a\0b\x1bc\ue000\ud800", "abc", "abc"),
-        ("", "", ""), ("।", "।", ""),
+        ("", "", ""),
+        ("।", "।", ""),
     ],
-)  # fmt: skip
+)
 def test_examples(value, normal, scored):
     assert text.normalise(value) == normal and text.for_scoring(value) == scored
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------
+# --- tokenizers -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["char", "bpe", "vocab_file"])
@@ -80,10 +90,14 @@ def tokenizer(request, tmp_path_factory):
     characters = DEVANAGARI + LATIN + OTHER + " "
     if request.param == "vocab_file":
         path = tmp_path_factory.mktemp("vocab") / "vocab.json"
-        path.write_text(json.dumps({"char2idx": {c: i + 4 for i, c in enumerate(dict.fromkeys(characters))}}))
+        path.write_text(
+            json.dumps({"char2idx": {c: i + 4 for i, c in enumerate(dict.fromkeys(characters))}})
+        )
         return text.load_vocab_file(str(path))
     words = [characters[i : i + 6].strip() for i in range(len(characters))]
-    return text.train_tokenizer([" ".join(words[i : i + 5]) for i in range(len(words))] * 3, request.param, 400)
+    return text.train_tokenizer(
+        [" ".join(words[i : i + 5]) for i in range(len(words))] * 3, request.param, 400
+    )
 
 
 @given(value=mixed)
@@ -92,7 +106,11 @@ def test_round_trip(tokenizer, value):
     assert tokenizer.decode(tokens) == value
     assert all(0 <= token < tokenizer.size for token in tokens)
     again = text.make_tokenizer(json.loads(json.dumps(tokenizer.state())), tokenizer.size)
-    assert again.encode(value) == tokens and again.decode(tokens) == value and again.size == tokenizer.size
+    assert (
+        again.encode(value) == tokens
+        and again.decode(tokens) == value
+        and again.size == tokenizer.size
+    )
     if tokenizer.unknown not in tokens:
         assert text.unknown_share(tokenizer, tokens) == (0 if value.strip() else 1)
 
@@ -101,7 +119,9 @@ def test_state_is_plain(tokenizer):
     """A checkpoint can hold it with weights_only=True."""
     state = tokenizer.state()
     assert set(map(type, state)) == {str}
-    assert all(isinstance(value, str) or all(isinstance(c, str) for c in value) for value in state.values())
+    assert all(
+        isinstance(value, str) or all(isinstance(c, str) for c in value) for value in state.values()
+    )
 
 
 @given(value=st.text(st.sampled_from("ဝဟဥ한국  "), min_size=1, max_size=20))
@@ -152,23 +172,30 @@ def test_no_text_is_an_error(texts, kind):
 def test_a_vocabulary_smaller_than_the_alphabet_is_an_error():
     with pytest.raises(UsageError) as error:
         text.train_tokenizer(["abcdefgh"], "bpe", 9)
-    assert str(error.value) == (
-        "--vocab_size 9 is too few for the 8 characters of the training texts: it must be at least 10"
+    assert (
+        str(error.value)
+        == "--vocab_size 9 is too few for the 8 characters of the training texts: it must be at"
+        " least 10"
     )
     assert text.train_tokenizer(["abcdefgh"], "bpe", 10).decode([0]) == "\ufffd"
 
 
-# --- vocab.json ------------------------------------------------------------------------------------------------------
+# --- vocab.json -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_vocab_file_leaves_special_tokens_out(tmp_path, wrapped):
     mapping = {"<pad>": 0, "<unk>": 1, "<sos>": 2, "<eos>": 3, "<blank>": 4, " ": 5, "ह": 7, "ा": 6}
     path = tmp_path / "vocab.json"
-    path.write_text(("\ufeff" if wrapped else "") + json.dumps({"char2idx": mapping} if wrapped else mapping), "utf-8")
+    path.write_text(
+        ("\ufeff" if wrapped else "") + json.dumps({"char2idx": mapping} if wrapped else mapping),
+        "utf-8",
+    )
     tokenizer = text.load_vocab_file(str(path))
     assert tokenizer.characters == [" ", "ा", "ह"] and tokenizer.size == 4
-    assert tokenizer.encode("हा ?") == [3, 2, 1, 0] and tokenizer.decode([3, 2, 1, 0]) == "हा \ufffd"
+    assert (
+        tokenizer.encode("हा ?") == [3, 2, 1, 0] and tokenizer.decode([3, 2, 1, 0]) == "हा \ufffd"
+    )
 
 
 NUMBERS = "it does not map each character to a number of its own"
@@ -177,23 +204,47 @@ NUMBERS = "it does not map each character to a number of its own"
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"{", "it is not valid JSON ("), (b"[1]", "it is not a JSON object"), (b"\xff\xfe{", "it is not UTF-8"),
-        (b'{"a":' * 100_000, "it is not valid JSON ("), (b'{"char2idx": [1]}', "char2idx is not a JSON object"),
-        *((b'{"b": 0, "a": %s}' % value, NUMBERS) for value in (b'"x"', b"null", b"1.5", b"NaN", b"-Infinity", b"1e999", b"-1", b"true", b"[1]", b"0")),
-        (b'{"<pad>": 0}', "no single characters in it"), (b'{"\\ud800": 0}', "no single characters in it"),
+        (b"{", "it is not valid JSON ("),
+        (b"[1]", "it is not a JSON object"),
+        (b"\xff\xfe{", "it is not UTF-8"),
+        (b'{"a":' * 100_000, "it is not valid JSON ("),
+        (b'{"char2idx": [1]}', "char2idx is not a JSON object"),
+        *(
+            (b'{"b": 0, "a": %s}' % value, NUMBERS)
+            for value in (
+                b'"x"',
+                b"null",
+                b"1.5",
+                b"NaN",
+                b"-Infinity",
+                b"1e999",
+                b"-1",
+                b"true",
+                b"[1]",
+                b"0",
+            )
+        ),
+        (b'{"<pad>": 0}', "no single characters in it"),
+        (b'{"\\ud800": 0}', "no single characters in it"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_vocab_file_is_one_line(tmp_path, content, reason):
     path = tmp_path / "vocab.json"
     path.write_bytes(content)
     with pytest.raises(UsageError) as error:
         text.load_vocab_file(str(path))
-    assert str(error.value).startswith(f"--vocab_file {path}: {reason}") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"--vocab_file {path}: {reason}") and "\n" not in str(
+        error.value
+    )
 
 
 def test_a_vocab_file_that_is_not_a_file(tmp_path, no_hang):
     os.mkfifo(tmp_path / "pipe")
-    reasons = {"none": "No such file or directory", "pipe": "it is not a regular file", "": "it is a folder"}
+    reasons = {
+        "none": "No such file or directory",
+        "pipe": "it is not a regular file",
+        "": "it is a folder",
+    }
     for name, reason in reasons.items():
         with pytest.raises(UsageError) as error:
             text.load_vocab_file(str(tmp_path / name))
@@ -209,11 +260,16 @@ def test_equal_texts_give_equal_tokenizers():
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
-        ([], (0, 0, 0)), (["", " "], (0, 0, 0)), (["how are you"], (0, 0, 0)), (["How are you?", "fine", "I AM", "7 o'clock"], (0.5, 0.5, 0.25)),
-        (["Ça va", "Ελλάδα", "ǅ", "ß"], (0.5, 0, 0)), (["हांव घरा वता।", "तूं"], (0, 0.5, 0)), (["१२ दीस", "m²", "x+1=2"], (0, 0, 1)),
+        ([], (0, 0, 0)),
+        (["", " "], (0, 0, 0)),
+        (["how are you"], (0, 0, 0)),
+        (["How are you?", "fine", "I AM", "7 o'clock"], (0.5, 0.5, 0.25)),
+        (["Ça va", "Ελλάδα", "ǅ", "ß"], (0.5, 0, 0)),
+        (["हांव घरा वता।", "तूं"], (0, 0.5, 0)),
+        (["१२ दीस", "m²", "x+1=2"], (0, 0, 1)),
         (["«oui»", "a-b", "“a”", "a + b", "$5"], (0, 0.6, 0.2)),
     ],
-)  # fmt: skip
+)
 def test_style_is_the_share_of_texts_with_capitals_punctuation_and_digits(texts, expected):
     shares = text.style(texts)
     assert tuple(shares.values()) == expected

@@ -28,10 +28,21 @@ RATE = 16_000
 # The code as a tree: a dit goes to 2 i, a dah to 2 i + 1, from 1 on; _ is no character.
 TREE = "__ETIANMSURWDKGOHVF_L_PJBXCYZQ__54_3É__2&_+____16=/___(_7___8_90"
 SIX = {
-    "..--..": "?", "-....-": "-", ".----.": "'", ".-..-.": '"', ".-.-.-": ".", ".--.-.": "@", "-.--.-": ")",
-    "--..--": ",", "---...": ":", "...-.-": "<SK>", "........": "<HH>",
-}  # fmt: skip
-CALL = re.compile(r"([A-Z0-9]{1,3}/)?([A-Z]{1,2}|[0-9][A-Z]|[A-Z][0-9])[0-9]{1,3}[A-Z]{1,3}(/(P|M|MM|QRP|[0-9]))?")
+    "..--..": "?",
+    "-....-": "-",
+    ".----.": "'",
+    ".-..-.": '"',
+    ".-.-.-": ".",
+    ".--.-.": "@",
+    "-.--.-": ")",
+    "--..--": ",",
+    "---...": ":",
+    "...-.-": "<SK>",
+    "........": "<HH>",
+}
+CALL = re.compile(
+    r"([A-Z0-9]{1,3}/)?([A-Z]{1,2}|[0-9][A-Z]|[A-Z][0-9])[0-9]{1,3}[A-Z]{1,3}(/(P|M|MM|QRP|[0-9]))?"
+)
 CLEAN = dataclasses.replace(synthesis.CONDITIONS["clean"], noise_only=0.0)
 DRY = dataclasses.replace(CLEAN, snr_db=(90, 90), jitter=(0, 0))
 
@@ -71,7 +82,7 @@ def loudness(audio: np.ndarray, samples: int = 96) -> np.ndarray:
     return np.sqrt(power / power.max())
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 EXCHANGES = {
     "CQWW": r"(5NN|599|ENN) [0-4TNA]?[0-9TNA]",
@@ -97,7 +108,9 @@ def test_every_text_can_be_sent_and_contains_its_exchange():
             assert f" {exchange} " in f" {text} "
         if number % 3 == 0:
             text, calls = texts.everyday_text(random)
-        assert all(CALL.fullmatch(call) and alphabet.CALLSIGN.fullmatch(call) for call in calls), calls
+        assert all(CALL.fullmatch(call) and alphabet.CALLSIGN.fullmatch(call) for call in calls), (
+            calls
+        )
         assert text == alphabet.normalise(text) and text, text
         heard |= set(alphabet.symbols(text))
     assert heard == set(alphabet.SYMBOLS)
@@ -105,9 +118,17 @@ def test_every_text_can_be_sent_and_contains_its_exchange():
 
 def test_callsigns_are_distinguished_from_similar_words():
     assert all(
-        map(alphabet.CALLSIGN.fullmatch, "K1A W1AW KH6/W1AW DL50ABC 9A1AA/P 4X4ABC VP5/F6XYZ R1/G3A S57XX/QRP".split())
+        map(
+            alphabet.CALLSIGN.fullmatch,
+            "K1A W1AW KH6/W1AW DL50ABC 9A1AA/P 4X4ABC VP5/F6XYZ R1/G3A S57XX/QRP".split(),
+        )
     )
-    assert not any(map(alphabet.CALLSIGN.fullmatch, "5NN FN31PR FN31 12A IC7300 K3 599 TEST 1TT K1? A/B R3 3A".split()))
+    assert not any(
+        map(
+            alphabet.CALLSIGN.fullmatch,
+            "5NN FN31PR FN31 12A IC7300 K3 599 TEST 1TT K1? A/B R3 3A".split(),
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +146,9 @@ def test_symbols(text, normal, labels):
 
 
 def test_characters():
-    conditions = dataclasses.replace(DRY, sample_types=("characters",), characters=(1, 9), alphabet=("A", "N", "<SK>"))
+    conditions = dataclasses.replace(
+        DRY, sample_types=("characters",), characters=(1, 9), alphabet=("A", "N", "<SK>")
+    )
     counts = []
     for index in range(40):
         text = synthesis.synthesise(0, index, conditions).text
@@ -134,7 +157,7 @@ def test_characters():
     assert min(counts) == 1 and max(counts) == 9
 
 
-# --- keying and channel ----------------------------------------------------------------------------------------------
+# --- keying and channel ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("label", alphabet.MORSE)
@@ -142,16 +165,24 @@ def test_every_character_and_its_exact_timing(label):
     assert character(alphabet.MORSE[label]) == label
     unit = 1.2 / 23
     runs = synthesis.keying(f"{label}{label} T") * unit
-    lengths = marks_and_gaps(synthesis.envelope(runs, 0.1, int((runs.sum() + 0.2) * RATE))) / RATE / unit
+    lengths = (
+        marks_and_gaps(synthesis.envelope(runs, 0.1, int((runs.sum() + 0.2) * RATE))) / RATE / unit
+    )
     marks = [1 if element == "." else 3 for element in alphabet.MORSE[label]]
     code = [length for mark in marks for length in (mark, 1)][:-1]
-    np.testing.assert_allclose(lengths, [*code, 3, *code, 7, 3], atol=1.5 / RATE / unit)  # a sample at either end
+    np.testing.assert_allclose(
+        lengths, [*code, 3, *code, 7, 3], atol=1.5 / RATE / unit
+    )  # a sample at either end
 
 
 def test_farnsworth_stretches_gaps_between_characters_only():
     plain, slow = synthesis.keying("PARIS 73"), synthesis.keying("PARIS 73", 1.5)
-    np.testing.assert_array_equal(slow, [x * 1.5 if i % 2 and x > 1 else x for i, x in enumerate(plain)])
-    assert synthesis.keying("PARIS").sum() == 43  # 50 with the gap after it: the word that speeds are stated in
+    np.testing.assert_array_equal(
+        slow, [x * 1.5 if i % 2 and x > 1 else x for i, x in enumerate(plain)]
+    )
+    assert (
+        synthesis.keying("PARIS").sum() == 43
+    )  # 50 with the gap after it: the word that speeds are stated in
 
 
 def test_a_simple_decoder_reads_clean_clips():
@@ -165,11 +196,16 @@ def test_a_simple_decoder_reads_clean_clips():
 
 
 def test_the_jitter_is_as_stated_and_keeps_the_length():
-    conditions = dataclasses.replace(DRY, jitter=(0.08, 0.08), sample_types=("full_qso",), wpm=(25, 25))
+    conditions = dataclasses.replace(
+        DRY, jitter=(0.08, 0.08), sample_types=("full_qso",), wpm=(25, 25)
+    )
     errors = []
     for index in range(12):
         sample = synthesis.synthesise(3, index, conditions)
-        runs, plain = marks_and_gaps(loudness(sample.audio)) / RATE, synthesis.keying(sample.text) * 1.2 / 25
+        runs, plain = (
+            marks_and_gaps(loudness(sample.audio)) / RATE,
+            synthesis.keying(sample.text) * 1.2 / 25,
+        )
         errors.append(runs / plain - 1)
         assert abs(runs.sum() - plain.sum()) < 0.005
     assert 0.07 < np.std(np.concatenate(errors)) < 0.09
@@ -184,26 +220,37 @@ def test_the_jitter_is_as_stated_and_keeps_the_length():
     ],
 )
 def test_the_measured_snr(fading):
-    """From the noise's density at 3 to 8 kHz, the station's energy around its tone, and the duration of the text's marks."""
+    """From the noise's density at 3 to 8 kHz, the station's energy around its tone, and the
+    duration of the text's marks."""
     for index, wanted in enumerate((-8.0, 0.0, 6.0, 15.0)):
         conditions = dataclasses.replace(
-            CLEAN, snr_db=(wanted, wanted), jitter=(0, 0), sample_types=("full_qso",), wpm=(18, 25), **fading
+            CLEAN,
+            snr_db=(wanted, wanted),
+            jitter=(0, 0),
+            sample_types=("full_qso",),
+            wpm=(18, 25),
+            **fading,
         )
         sample = synthesis.synthesise(4, index, conditions)
-        energy = np.abs(np.fft.rfft(sample.audio.astype(float))) ** 2 * 2 / len(sample.audio) / RATE  # J per bin
+        energy = (
+            np.abs(np.fft.rfft(sample.audio.astype(float))) ** 2 * 2 / len(sample.audio) / RATE
+        )  # J per bin
         frequencies = np.fft.rfftfreq(len(sample.audio), 1 / RATE)
         bin_width = RATE / len(sample.audio)
         noise = energy[frequencies > 3000].mean() / sample.seconds / bin_width  # W/Hz
         near = np.abs(frequencies - sample.tone) < 150
         station = energy[near].sum() - noise * near.sum() * bin_width * sample.seconds
         marks = synthesis.keying(sample.text)[::2]
-        keyed = marks.sum() * 1.2 / sample.wpm - len(marks) * 2 * 0.005 / 8  # an edge's energy: 3/8 of 5 ms, not 1/2
+        keyed = (
+            marks.sum() * 1.2 / sample.wpm - len(marks) * 2 * 0.005 / 8
+        )  # an edge's energy: 3/8 of 5 ms, not 1/2
         measured = 10 * np.log10(station / keyed / (noise * 2500))
         assert abs(measured - wanted) < 0.5 and sample.snr_db == wanted
 
 
 def test_keying_is_narrow():
-    """At most five millionths of a 40 WPM station's power are over 400 Hz away; with hard edges hundreds of times more."""
+    """At most five millionths of a 40 WPM station's power are over 400 Hz away; with hard edges
+    hundreds of times more."""
     runs = synthesis.keying("5NN TEST K1ABC") * 1.2 / 40
     samples = 64 * int((runs.sum() + 0.2) * RATE / 64)
     amplitude = synthesis.envelope(runs, 0.1, samples)
@@ -211,7 +258,9 @@ def test_keying_is_narrow():
     def far(amplitude):
         tone = synthesis.transmit(np.random.default_rng(0), amplitude, 2000.0, 0.0, 0.0)
         spectrum = np.abs(np.fft.rfft(tone)) ** 2
-        return spectrum[np.abs(np.fft.rfftfreq(samples, 1 / RATE) - 2000) > 400].sum() / spectrum.sum()
+        return (
+            spectrum[np.abs(np.fft.rfftfreq(samples, 1 / RATE) - 2000) > 400].sum() / spectrum.sum()
+        )
 
     assert far(amplitude) < 5e-6 and far((amplitude > 0.5).astype(np.float32)) > 1e-3
     assert (np.diff(amplitude[int(0.1 * RATE) - 40 : int(0.1 * RATE) + 40]) > 0).all()
@@ -240,12 +289,19 @@ def test_every_clip_keeps_to_its_conditions(name):
 
 
 @given(
-    seed=st.integers(0, 2**40), longest=st.floats(6, 29), wpm=st.floats(8, 60), farnsworth=st.floats(1, 2),
+    seed=st.integers(0, 2**40),
+    longest=st.floats(6, 29),
+    wpm=st.floats(8, 60),
+    farnsworth=st.floats(1, 2),
     sample_type=st.sampled_from(texts.SAMPLE_TYPES),
-)  # fmt: skip
+)
 def test_texts_are_cut_to_the_length(seed, longest, wpm, farnsworth, sample_type):
     conditions = dataclasses.replace(
-        DRY, longest=longest, wpm=(wpm, wpm), farnsworth=(farnsworth,) * 2, sample_types=(sample_type,)
+        DRY,
+        longest=longest,
+        wpm=(wpm, wpm),
+        farnsworth=(farnsworth,) * 2,
+        sample_types=(sample_type,),
     )
     sample = synthesis.synthesise(seed, 0, conditions)
     assert 0 < sample.seconds <= longest + 0.1
@@ -267,22 +323,37 @@ def test_a_clip_depends_on_its_number_alone():
     here = digest(range(4))
     assert digest(range(4)) == here != digest(range(1, 5))
     # Another process, with other hashes. It does without torch, which takes seconds to import.
-    lines = ("import hashlib, sys", "from unittest.mock import MagicMock",
-             "sys.modules.update(torch=MagicMock(), torchaudio=MagicMock())",
-             "from speech.morse import synthesis", inspect.getsource(digest), "print(digest(range(4)))")  # fmt: skip
+    lines = (
+        "import hashlib, sys",
+        "from unittest.mock import MagicMock",
+        "sys.modules.update(torch=MagicMock(), torchaudio=MagicMock())",
+        "from speech.morse import synthesis",
+        inspect.getsource(digest),
+        "print(digest(range(4)))",
+    )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     other = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert other.stdout.strip() == here
 
 
 def test_noise_only():
     samples = [
-        synthesis.synthesise(8, i, dataclasses.replace(CLEAN, noise_only=1.0, snr_db=(40, 40))) for i in range(10)
+        synthesis.synthesise(8, i, dataclasses.replace(CLEAN, noise_only=1.0, snr_db=(40, 40)))
+        for i in range(10)
     ]
     for sample in samples:
-        assert sample.is_noise_only and (sample.text, sample.callsigns, sample.exchange) == ("", (), "")
+        assert sample.is_noise_only and (sample.text, sample.callsigns, sample.exchange) == (
+            "",
+            (),
+            "",
+        )
         spectrum = np.abs(np.fft.rfft(sample.audio)) ** 2
         assert spectrum.max() < 30 * spectrum.mean()  # no tone stands out
     short = dataclasses.replace(synthesis.CONDITIONS["demo"], longest=1.0)
@@ -302,7 +373,11 @@ def test_the_receiver():
         assert filtered.dtype == np.float32 and len(filtered) == len(noise)
     loud = np.concatenate([np.full(16_000, 1.0), np.full(16_000, 0.01)]).astype(np.float32)
     levelled = synthesis.control_gain(loud, 10.0, 1.0)
-    assert levelled[8000] == pytest.approx(1, abs=0.01) and levelled[16_100] < 0.02 and levelled[-1] > 0.9
+    assert (
+        levelled[8000] == pytest.approx(1, abs=0.01)
+        and levelled[16_100] < 0.02
+        and levelled[-1] > 0.9
+    )
     quiet = np.zeros(16_000, dtype=np.float32)
     assert np.isfinite(synthesis.control_gain(quiet, 10.0, 1.0)).all()
 
@@ -317,26 +392,39 @@ def frequency(audio: np.ndarray) -> float:
 def test_the_transmitter_drifts_and_chirps():
     random, down = np.random.default_rng(0), np.ones(160_000, dtype=np.float32)
     steady = synthesis.transmit(random, down, 1200.0, 0.0, 0.0)
-    assert frequency(steady) == pytest.approx(1200, abs=0.01) and np.abs(steady).max() == pytest.approx(1, abs=0.01)
+    assert frequency(steady) == pytest.approx(1200, abs=0.01) and np.abs(
+        steady
+    ).max() == pytest.approx(1, abs=0.01)
     drifting = synthesis.transmit(random, down, 700.0, -100.0, 0.0)
     ends = [frequency(drifting[:1600]), frequency(drifting), frequency(drifting[-1600:])]
     assert ends == pytest.approx([749.5, 700, 650.5], abs=0.5)
     down[: RATE // 2] = 0
     chirping = synthesis.transmit(random, down, 1000.0, 0.0, 40.0)[RATE // 2 :]
-    assert 1025 < frequency(chirping[:160]) < 1040 and frequency(chirping[3200:]) == pytest.approx(1000, abs=0.1)
+    assert 1025 < frequency(chirping[:160]) < 1040 and frequency(chirping[3200:]) == pytest.approx(
+        1000, abs=0.1
+    )
 
 
 def test_fading_and_second_paths():
-    fades = dataclasses.replace(DRY, sample_types=("full_qso",), qsb_hz=(0.5, 0.5), qsb_depth=(0.6, 0.6))
+    fades = dataclasses.replace(
+        DRY, sample_types=("full_qso",), qsb_hz=(0.5, 0.5), qsb_depth=(0.6, 0.6)
+    )
     for index in range(5):
         sample = synthesis.synthesise(10, index, fades)
         level = loudness(sample.audio)
-        runs = np.cumsum(np.concatenate([[0], synthesis.keying(sample.text)])) * 1.2 / sample.wpm * RATE
+        runs = (
+            np.cumsum(np.concatenate([[0], synthesis.keying(sample.text)]))
+            * 1.2
+            / sample.wpm
+            * RATE
+        )
         start = np.flatnonzero(level > 0.2)[0]
         peaks = [level[start + int(a) : start + int(b)].max() for a, b in runs.reshape(-1, 2)]
         assert min(peaks) / max(peaks) == pytest.approx(0.4, abs=0.08)
     for milliseconds in (0.0, 5.0):
-        path = dataclasses.replace(DRY, multipath=(milliseconds / 1000,) * 2, sample_types=("full_qso",), wpm=(20, 20))
+        path = dataclasses.replace(
+            DRY, multipath=(milliseconds / 1000,) * 2, sample_types=("full_qso",), wpm=(20, 20)
+        )
         sample = synthesis.synthesise(11, 0, path)
         sounding = np.convolve(np.abs(sample.audio) > 0.005, np.ones(16), "same") > 0
         runs = np.diff(np.flatnonzero(np.diff(sounding.astype(int))))[::2] / RATE - 0.006
@@ -356,17 +444,20 @@ def test_static_crashes_add_to_the_noise():
     quiet, loud = np.zeros(160_000, dtype=np.float32), np.zeros(160_000, dtype=np.float32)
     synthesis.add_noise(np.random.default_rng(0), quiet, 0.0)
     synthesis.add_noise(np.random.default_rng(0), loud, 0.5)
-    assert quiet.std() == pytest.approx(1, abs=0.02) and np.abs(quiet).max() < 6 < np.abs(loud).max()
+    assert (
+        quiet.std() == pytest.approx(1, abs=0.02) and np.abs(quiet).max() < 6 < np.abs(loud).max()
+    )
     assert 0.5 < (quiet == loud).mean() < 1
 
 
-# --- synthetic clips as a data set -----------------------------------------------------------------------------------
+# --- synthetic clips as a data set ----------------------------------------------------------------
 
 
 def test_chosen_conditions_replace_single_ranges():
     assert synthesis.choose_conditions(["wide", "demo"], None, None, None, None) == [
-        synthesis.CONDITIONS["wide"], synthesis.CONDITIONS["demo"],
-    ]  # fmt: skip
+        synthesis.CONDITIONS["wide"],
+        synthesis.CONDITIONS["demo"],
+    ]
     (chosen,) = synthesis.choose_conditions(["clean"], [10, 20], [300, 400], [-5, 5], 4.0)
     expected = {"wpm": (10, 20), "tone": (300, 400), "snr_db": (-5, 5), "longest": 4.0}
     assert chosen == dataclasses.replace(synthesis.CONDITIONS["clean"], **expected)
@@ -376,18 +467,35 @@ def test_chosen_conditions_replace_single_ranges():
     ("ranges", "message"),
     [
         ({"wpm": [30, 20]}, "--wpm 30 20: give two numbers from 5 to 150, the lower one first"),
-        ({"snr_db": [3, -4]}, "--snr_db 3 -4: give two numbers from -40 to 100, the lower one first"),
+        (
+            {"snr_db": [3, -4]},
+            "--snr_db 3 -4: give two numbers from -40 to 100, the lower one first",
+        ),
         ({"wpm": [4, 20]}, "--wpm 4 20: give two numbers from 5 to 150, the lower one first"),
         ({"wpm": [5, 1e12]}, "--wpm 5 1e+12: give two numbers from 5 to 150, the lower one first"),
-        ({"tone": [99, 500]}, "--tone 99 500: give two numbers from 100 to 4000, the lower one first"),
-        ({"tone": [100, 4001]}, "--tone 100 4001: give two numbers from 100 to 4000, the lower one first"),
-        ({"snr_db": [4000, 5000]}, "--snr_db 4000 5000: give two numbers from -40 to 100, the lower one first"),
-        ({"snr_db": [float("nan")] * 2}, "--snr_db nan nan: give two numbers from -40 to 100, the lower one first"),
+        (
+            {"tone": [99, 500]},
+            "--tone 99 500: give two numbers from 100 to 4000, the lower one first",
+        ),
+        (
+            {"tone": [100, 4001]},
+            "--tone 100 4001: give two numbers from 100 to 4000, the lower one first",
+        ),
+        (
+            {"snr_db": [4000, 5000]},
+            "--snr_db 4000 5000: give two numbers from -40 to 100, the lower one first",
+        ),
+        (
+            {"snr_db": [float("nan")] * 2},
+            "--snr_db nan nan: give two numbers from -40 to 100, the lower one first",
+        ),
     ],
 )
 def test_ranges_from_which_no_clip_can_be_drawn(ranges, message):
     with pytest.raises(UsageError) as error:
-        synthesis.choose_conditions(["clean"], **{"wpm": None, "tone": None, "snr_db": None, "longest": None, **ranges})
+        synthesis.choose_conditions(
+            ["clean"], **{"wpm": None, "tone": None, "snr_db": None, "longest": None, **ranges}
+        )
     assert str(error.value) == message
 
 
@@ -402,7 +510,10 @@ def test_clips_at_the_limits_are_sound(wpm, tone, snr_db):
 
 
 def test_a_synthetic_set_has_new_clips_in_every_epoch():
-    mix = [dataclasses.replace(CLEAN, longest=3.0), dataclasses.replace(CLEAN, name="other", longest=4.0)]
+    mix = [
+        dataclasses.replace(CLEAN, longest=3.0),
+        dataclasses.replace(CLEAN, name="other", longest=4.0),
+    ]
     clips = synthesis.Synthetic(mix, 6, 30)
     assert len(clips) == 6
     heard = set()
@@ -418,19 +529,31 @@ def test_a_synthetic_set_has_new_clips_in_every_epoch():
     assert len(heard) == 12
     assert {clips.row(index, "")["condition"] for index in range(6)} == {"clean", "other"}
     row = clips.row(4, "x")
-    assert (row["reference"], row["hypothesis"], row["file"]) == (clips.load(4, 0)[1], "x", "synthetic clip 30/4")
-    others = [clips, *(synthesis.Synthetic(*other) for other in ((mix, 6, 31), (mix, 5, 30), (mix[:1], 6, 30)))]
+    assert (row["reference"], row["hypothesis"], row["file"]) == (
+        clips.load(4, 0)[1],
+        "x",
+        "synthetic clip 30/4",
+    )
+    others = [
+        clips,
+        *(synthesis.Synthetic(*other) for other in ((mix, 6, 31), (mix, 5, 30), (mix[:1], 6, 30))),
+    ]
     assert len({other.fingerprint() for other in others}) == 4
     assert clips.fingerprint() == synthesis.Synthetic(tuple(mix), 6, 30).fingerprint()
 
 
-# --- data set on disk ------------------------------------------------------------------------------------------------
+# --- data set on disk -----------------------------------------------------------------------------
 
-MIX = [dataclasses.replace(CLEAN, longest=4.0, wpm=(30, 40), noise_only=0.2), synthesis.CONDITIONS["contest_good"]]
+MIX = [
+    dataclasses.replace(CLEAN, longest=4.0, wpm=(30, 40), noise_only=0.2),
+    synthesis.CONDITIONS["contest_good"],
+]
 
 
 def content(folder: Path) -> dict:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def test_a_data_set_is_read_as_it_was_made(tmp_path, capsys):
@@ -444,7 +567,11 @@ def test_a_data_set_is_read_as_it_was_made(tmp_path, capsys):
     )
     assert len(rows) == 30
     parts = recordings.read_dataset(tmp_path / "a", tmp_path / "cache")
-    assert {split: len(part) for split, part in parts.items()} == {"train": 24, "validation": 3, "test": 3}
+    assert {split: len(part) for split, part in parts.items()} == {
+        "train": 24,
+        "validation": 3,
+        "test": 3,
+    }
     noise = set()
     for part in parts.values():
         for i in range(len(part)):
@@ -454,9 +581,18 @@ def test_a_data_set_is_read_as_it_was_made(tmp_path, capsys):
             assert rate == RATE and np.abs(audio - sample.audio).max() <= 0.5 / 32768
             assert part.lengths[i] == pytest.approx(sample.seconds) and part.lengths.dtype == float
             row = part.row(i, "x")
-            assert (row["reference"], row["hypothesis"], row["exchange"]) == (sample.text, "x", sample.exchange)
-            assert (row["callsigns"], row["contest_type"]) == (list(sample.callsigns), sample.contest_type)
-            assert row["sample_type"] == sample.sample_type and row["wpm"] == pytest.approx(sample.wpm, abs=0.01)
+            assert (row["reference"], row["hypothesis"], row["exchange"]) == (
+                sample.text,
+                "x",
+                sample.exchange,
+            )
+            assert (row["callsigns"], row["contest_type"]) == (
+                list(sample.callsigns),
+                sample.contest_type,
+            )
+            assert row["sample_type"] == sample.sample_type and row["wpm"] == pytest.approx(
+                sample.wpm, abs=0.01
+            )
             assert row["snr_db"] == pytest.approx(sample.snr_db, abs=0.01, nan_ok=True)
             assert row["is_noise_only"] == sample.is_noise_only
             noise.add(row["is_noise_only"])
@@ -479,7 +615,9 @@ def test_a_data_set_replaces_its_own_kind_only(tmp_path, capsys):
         other = tmp_path / foreign[0]
         other.mkdir()
         (other / foreign).write_text("{}")
-        with pytest.raises(UsageError, match=f"--write_dataset {other}: it holds files that are not replaced"):
+        with pytest.raises(
+            UsageError, match=f"--write_dataset {other}: it holds files that are not replaced"
+        ):
             recordings.write_dataset(other, 2, 1, MIX)
         assert content(other) == {foreign: b"{}"}
     with pytest.raises(UsageError, match=r"thesis.txt: it exists and is not a folder"):
@@ -502,7 +640,9 @@ def test_a_data_set_that_was_edited_is_not_replaced(edit, count, tmp_path):
 
 
 def test_a_worker_that_dies_ends_the_writing(tmp_path, monkeypatch, no_hang):
-    monkeypatch.setattr(recordings, "_write_clip", lambda clip: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(
+        recordings, "_write_clip", lambda clip: os.kill(os.getpid(), signal.SIGKILL)
+    )
     with pytest.raises(RunError, match="a process that writes clips died"):
         recordings.write_dataset(tmp_path / "set", 40, 1, MIX, workers=2)
     assert not list(tmp_path.iterdir())
@@ -517,7 +657,9 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr("wave.open", full)
     for folder, workers in (("set", 1), ("new", 1), ("set", 2)):
-        with pytest.raises(RunError, match="No space left on device; choose another --write_dataset"):
+        with pytest.raises(
+            RunError, match="No space left on device; choose another --write_dataset"
+        ):
             recordings.write_dataset(tmp_path / folder, 3, 1, MIX, workers)
     assert content(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["set"]
 
@@ -527,11 +669,18 @@ def test_the_splits_that_a_recipe_reads(tmp_path, capsys):
     whole = recordings.read_dataset(tmp_path / "set")
     longest = float(np.median(whole["train"].lengths))
     capsys.readouterr()
-    splits = recordings.read_splits(tmp_path / "set", Checks(0.1, longest, max_samples=4), str(tmp_path / "cache"))
+    splits = recordings.read_splits(
+        tmp_path / "set", Checks(0.1, longest, max_samples=4), str(tmp_path / "cache")
+    )
     fits = np.flatnonzero(whole["train"].lengths <= longest)
-    assert splits["train"].ids == [whole["train"].ids[fits[i]] for i in draw(len(fits), Checks(max_samples=4))]
+    assert splits["train"].ids == [
+        whole["train"].ids[fits[i]] for i in draw(len(fits), Checks(max_samples=4))
+    ]
     assert {"train", "val", "test"} >= set(splits) >= {"train"}
-    message = f"clips are too short or too long (--min_duration 0.1, --max_duration {longest:g}) and left out"
+    message = (
+        f"clips are too short or too long (--min_duration 0.1, --max_duration {longest:g}) and"
+        " left out"
+    )
     assert f"train set: {24 - len(fits)} {message}" in capsys.readouterr().out
     train = splits["train"]
     for _ in range(2):  # the second time from the cache
@@ -542,7 +691,9 @@ def test_the_splits_that_a_recipe_reads(tmp_path, capsys):
     assert train.seconds(0) is train.seconds(7) is train.lengths
     reversed_ = train.select(np.array([3, 2, 1, 0]))
     assert reversed_.ids == train.ids[::-1] and reversed_.cache == train.cache
-    assert reversed_.fingerprint() != train.fingerprint() == train.select(np.arange(4)).fingerprint()
+    assert (
+        reversed_.fingerprint() != train.fingerprint() == train.select(np.arange(4)).fingerprint()
+    )
 
 
 def test_the_test_set_is_the_evaluation_set_if_there_is_no_other(other_set):
@@ -582,13 +733,21 @@ def other_set(tmp_path, wav):
 
 
 def test_data_sets_of_others(other_set):
-    folder = other_set(["a.wav,cq de k1abc <BT> ur 599", "audio/b.wav,"], "\ufeffaudio_file,text", "splits/train.csv")
-    other_set(["1,audio/b.wav,,TRUE,99"], "id,audio_file,text,is_noise_only,mystery", "splits/val.csv")
+    folder = other_set(
+        ["a.wav,cq de k1abc <BT> ur 599", "audio/b.wav,"],
+        "\ufeffaudio_file,text",
+        "splits/train.csv",
+    )
+    other_set(
+        ["1,audio/b.wav,,TRUE,99"], "id,audio_file,text,is_noise_only,mystery", "splits/val.csv"
+    )
     with pytest.raises(DataError, match=r"1 utterances rejected \(--strict_data\)"):
         recordings.read_dataset(folder, strict=True)
     parts = recordings.read_dataset(folder)
     assert list(parts) == ["train", "validation"] and len(parts["train"]) == 1  # b.wav has no text
-    assert parts["train"].texts == ["CQ DE K1ABC = UR 599"] and parts["train"].callsigns == [["K1ABC"]]
+    assert parts["train"].texts == ["CQ DE K1ABC = UR 599"] and parts["train"].callsigns == [
+        ["K1ABC"]
+    ]
     assert parts["train"].lengths.tolist() == [0.5] and np.isnan(parts["train"].snr_db).all()
     assert parts["train"].ids == ["a.wav"] and parts["validation"].texts == [""]
     assert parts["validation"].is_noise_only.tolist() == [True]
@@ -614,15 +773,27 @@ LONG = "id,audio_file,text,wpm,duration,is_noise_only,snr_db"
         ("id,audio_file", ["1,a.wav"], "1 x no column text"),
         ("", [], r"metadata.csv: its first line names no audio column"),
         ("id,audio_file,text", [], "its tables have no rows"),
-        ("id,audio_file,text,text", ["1,a.wav,E,T"], r"metadata.csv:1: its header has two columns called text"),
+        (
+            "id,audio_file,text,text",
+            ["1,a.wav,E,T"],
+            r"metadata.csv:1: its header has two columns called text",
+        ),
         ("id,audio_file,text", ["2,a.wav"], "1 x line has fewer cells than the header"),
         ("id,audio_file,text", ["1,a.wav,E,5"], "1 x line has more cells than the header"),
         ("id,audio_file,text", ["1,,E"], "1 x audio_file is empty"),
         ("id,audio_file,text", ["1,a\0.wav,E"], r"metadata.csv is not a text file"),
         ("id,audio_file,text", ['1,a.wav,"E'], "1 x line is not valid CSV"),
         ("id,audio_file,text", ['1,"a"b.wav,E'], "1 x line is not valid CSV"),
-        ("id,audio_file,text", ["1,a.wav," + "E" * (1 << 24 | 1)], "1 x line is longer than 4194304 characters"),
-        ("id,audio_file,text", ["1,a.wav," + "E" * 10_001], "1 x text is longer than 10000 characters"),
+        (
+            "id,audio_file,text",
+            ["1,a.wav," + "E" * (1 << 24 | 1)],
+            "1 x line is longer than 4194304 characters",
+        ),
+        (
+            "id,audio_file,text",
+            ["1,a.wav," + "E" * 10_001],
+            "1 x text is longer than 10000 characters",
+        ),
         ("id,audio_file,text", [b"1,a.wav,\xff"], "1 x line is not UTF-8"),
         (LONG, ["1,a.wav,E,fast,1,0,3"], "1 x wpm is not a number"),
         (LONG, ["1,a.wav,E,20,1,0,inf"], "1 x snr_db is negative or infinite"),
@@ -631,9 +802,13 @@ LONG = "id,audio_file,text,wpm,duration,is_noise_only,snr_db"
         (LONG, ["1,a.wav,E,20,9,0,1"], r"1 x file is shorter than its duration in the table"),
         (LONG, ["1,a.wav,E,20,,yes,1"], "1 x noise only, with a text"),
         (LONG, ["1,a.wav,A_B,20,,,1"], "1 x text has characters without a Morse code"),
-        (LONG, ["1,c.wav,E,20,,,1", "1,d.wav,E,20,,,1", "1,../metadata.csv,E,,,,"], "2 x file is missing; 1 x audio is unreadable"),
+        (
+            LONG,
+            ["1,c.wav,E,20,,,1", "1,d.wav,E,20,,,1", "1,../metadata.csv,E,,,,"],
+            "2 x file is missing; 1 x audio is unreadable",
+        ),
     ],
-)  # fmt: skip
+)
 def test_damaged_tables_are_answered_in_one_line(other_set, header, rows, message):
     with pytest.raises(DataError, match=message) as caught:
         recordings.read_dataset(other_set(rows, header))
@@ -641,11 +816,24 @@ def test_damaged_tables_are_answered_in_one_line(other_set, header, rows, messag
 
 
 def test_damaged_lines_are_counted_and_the_others_used(other_set, capsys):
-    rows = ["1,a.wav,E", '2,b.wav,"T', "3,a.wav,I", "4,a.wav", "", "5,a.wav,N,5", '6,b.wav,M"', "7,b.wav,R"]
+    rows = [
+        "1,a.wav,E",
+        '2,b.wav,"T',
+        "3,a.wav,I",
+        "4,a.wav",
+        "",
+        "5,a.wav,N,5",
+        '6,b.wav,M"',
+        "7,b.wav,R",
+    ]
     for name in ("metadata.csv", "splits/train.csv"):
         folder = other_set(rows, name=name)
         parts = recordings.read_dataset(folder)
-        used = sorted((clip, text) for part in parts.values() for clip, text in zip(part.ids, part.texts, strict=True))
+        used = sorted(
+            (clip, text)
+            for part in parts.values()
+            for clip, text in zip(part.ids, part.texts, strict=True)
+        )
         assert used == [("1", "E"), ("3", "I"), ("7", "R")]
         out = capsys.readouterr().out
         assert "train set" in out and "4 rejected:\n        2  line is not valid CSV\n" in out
@@ -672,14 +860,24 @@ def test_no_data_set(tmp_path, no_hang):
         recordings.read_dataset("x" * 5000)
 
 
-# --- evaluation ------------------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def row(reference, hypothesis, **more):
     return {
-        "file": "a.wav", "reference": reference, "hypothesis": hypothesis, "condition": "clean", "contest_type": "CQWW",
-        "sample_type": "call", "wpm": 20.0, "snr_db": 3.0, "is_noise_only": False, "callsigns": [], "exchange": "", **more,
-    }  # fmt: skip
+        "file": "a.wav",
+        "reference": reference,
+        "hypothesis": hypothesis,
+        "condition": "clean",
+        "contest_type": "CQWW",
+        "sample_type": "call",
+        "wpm": 20.0,
+        "snr_db": 3.0,
+        "is_noise_only": False,
+        "callsigns": [],
+        "exchange": "",
+        **more,
+    }
 
 
 ROWS = [
@@ -710,18 +908,26 @@ def test_metrics_by_group():
     assert (whole["exchanges_right"], whole["exchanges_count"]) == (1 / 2, 2)
     assert (whole["perfect_right"], whole["perfect_count"]) == (1 / 4, 4)
     assert (whole["noise_only_right"], whole["noise_only_count"]) == (2 / 3, 3)
-    sizes = {table: {name: group["samples"] for name, group in groups.items()} for table, groups in tables.items()}
+    sizes = {
+        table: {name: group["samples"] for name, group in groups.items()}
+        for table, groups in tables.items()
+    }
     assert sizes == {
-        "all": {"all": 7}, "condition": {"clean": 6, "wide": 1}, "contest": {"CQWW": 5, "IARU": 1, "NONE": 1},
-        "sample type": {"call": 6, "words": 1}, "speed": {"20 to 25 WPM": 3, "25 to 30 WPM": 1},
+        "all": {"all": 7},
+        "condition": {"clean": 6, "wide": 1},
+        "contest": {"CQWW": 5, "IARU": 1, "NONE": 1},
+        "sample type": {"call": 6, "words": 1},
+        "speed": {"20 to 25 WPM": 3, "25 to 30 WPM": 1},
         "SNR": {"-4 to 0 dB": 1, "0 to 4 dB": 1, "4 to 8 dB": 1},
-    }  # fmt: skip
+    }
     assert tables["contest"]["NONE"]["exchanges_right"] is None
 
 
 def test_every_symbol_counts():
     assert scores.measure([row("K1A/P?", "K1AP")])["cer"] == 2 / 6
-    assert count_errors(["K1A/P?"], ["K1A P"], "characters") == Errors(length=5)  # by itself it strips punctuation
+    assert count_errors(["K1A/P?"], ["K1A P"], "characters") == Errors(
+        length=5
+    )  # by itself it strips punctuation
     assert count_errors(["a"], ["A"], "words", str.lower) == Errors(length=1)
     nothing = scores.measure([])
     assert nothing["samples"] == 0 and nothing["wer"] is None
@@ -733,13 +939,26 @@ def test_the_tables_are_printed_and_written(tmp_path, capsys):
     blocks = capsys.readouterr().out.strip().split("\n\n")
     assert len(blocks) == 6 and blocks[0].split()[:4] == ["%", "samples", "WER", "CER"]
     assert all(len({len(line) for line in block.splitlines()}) == 1 for block in blocks)
-    assert blocks[0].splitlines()[1].split() == ["all", "7", "54.55", "11.90", "25.00", "66.67", "50.00", "66.67"]
+    assert blocks[0].splitlines()[1].split() == [
+        "all",
+        "7",
+        "54.55",
+        "11.90",
+        "25.00",
+        "66.67",
+        "50.00",
+        "66.67",
+    ]
     scores.write_evaluation(tables, tmp_path / "evaluation.json")
-    assert json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail) == tables
+    assert (
+        json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail) == tables
+    )
     with pytest.raises(RunError, match="cannot write"):
         scores.write_evaluation(tables, tmp_path)
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "link.json").symlink_to(tmp_path / "mine.txt")
     scores.write_evaluation(tables, tmp_path / "link.json")  # replaces the link
-    assert (tmp_path / "mine.txt").read_text() == "mine" and not (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "mine.txt").read_text() == "mine" and not (
+        tmp_path / "link.json"
+    ).is_symlink()
     scores.print_tables(scores.evaluation_tables([]))

@@ -1,4 +1,5 @@
-"""Greedy TDT decoding, against transformers and a plain loop, and the times of words and segments, with rows made by NeMo."""
+"""Greedy TDT decoding, against transformers and a plain loop, and the times of words and segments,
+with rows made by NeMo."""
 
 import itertools
 import os
@@ -18,12 +19,13 @@ from speech.parakeet.tokenizer import BYTE, NORMAL, UNIGRAM, UNKNOWN, make_token
 ENOUGH = 1000  # symbols a frame, never reached
 
 
-# --- greedy ----------------------------------------------------------------------------------------------------------
+# --- greedy ---------------------------------------------------------------------------------------
 
 
 class Script:
-    """A joint and a prediction network that do as they are told: `logits` (B, T, U, K) of every utterance, frame and number of
-    labels. `moves` are the labels that the prediction network was given."""
+    """A joint and a prediction network that do as they are told: `logits` (B, T, U, K) of every
+    utterance, frame and number of labels. `moves` are the labels that the prediction network was
+    given."""
 
     def __init__(self, logits: torch.Tensor):
         self.logits = logits
@@ -42,20 +44,29 @@ class Script:
     def joint(self, encoded, predicted):
         return self.logits.flatten(0, 1)[encoded[:, 0], predicted[:, 0]]
 
-    def decode(self, lengths: list[int], durations: tuple[int, ...], max_symbols: int = ENOUGH) -> list[list[Token]]:
+    def decode(
+        self, lengths: list[int], durations: tuple[int, ...], max_symbols: int = ENOUGH
+    ) -> list[list[Token]]:
         return greedy(self.step, self.joint, self.encoded, lengths, durations, max_symbols)
 
 
-def script(cells: dict[tuple[int, int], tuple[int, int]], frames: int, n_tokens: int, n_durations: int) -> Script:
-    """One utterance with these tokens and indices of durations by (frame, number of labels); any other cell is an error."""
-    logits = torch.full((1, frames, 1 + max(label for _, label in cells), n_tokens + n_durations), torch.nan)
+def script(
+    cells: dict[tuple[int, int], tuple[int, int]], frames: int, n_tokens: int, n_durations: int
+) -> Script:
+    """One utterance with these tokens and indices of durations by (frame, number of labels); any
+    other cell is an error."""
+    logits = torch.full(
+        (1, frames, 1 + max(label for _, label in cells), n_tokens + n_durations), torch.nan
+    )
     for (frame, label), (token, duration) in cells.items():
         logits[0, frame, label] = 0.0
         logits[0, frame, label, [token, n_tokens + duration]] = 1.0
     return Script(logits)
 
 
-def plain_greedy(logits: torch.Tensor, length: int, durations: tuple[int, ...], max_symbols: int) -> list[Token]:
+def plain_greedy(
+    logits: torch.Tensor, length: int, durations: tuple[int, ...], max_symbols: int
+) -> list[Token]:
     """NeMo's rules in a loop over one utterance's (T, U, K)."""
     blank = logits.shape[-1] - len(durations) - 1
     tokens: list[Token] = []
@@ -83,9 +94,13 @@ def test_greedy_is_a_plain_loop(durations, max_symbols):
     logits = torch.randn(6, 12, 12 * max_symbols + 1, 5 + len(durations), generator=generator)
     scripted = Script(logits)
     hypotheses = scripted.decode(lengths, durations, max_symbols)
-    assert hypotheses == [plain_greedy(row, n, durations, max_symbols) for row, n in zip(logits, lengths, strict=True)]
+    assert hypotheses == [
+        plain_greedy(row, n, durations, max_symbols) for row, n in zip(logits, lengths, strict=True)
+    ]
     assert sum(map(len, hypotheses)) > 9 and hypotheses[5] == []
-    assert sorted(scripted.moves) == sorted(token.piece for tokens in hypotheses for token in tokens)  # labels only
+    assert sorted(scripted.moves) == sorted(
+        token.piece for tokens in hypotheses for token in tokens
+    )  # labels only
     for row, (tokens, length) in enumerate(zip(hypotheses, lengths, strict=True)):
         assert Script(logits[row : row + 1]).decode([length], durations, max_symbols) == [tokens]
 
@@ -112,7 +127,9 @@ def test_time_advances_after_max_symbols_whose_durations_are_all_0():
 
 def test_the_last_of_max_symbols_keeps_its_duration():
     cells = {(0, 0): (0, 0), (0, 1): (0, 2), (5, 2): (0, 1), (7, 3): (1, 0)}  # of durations 0, 2, 5
-    assert script(cells, 8, 2, 3).decode([8], (0, 2, 5), 2) == [[Token(0, 0, 0), Token(0, 0, 5), Token(0, 5, 2)]]
+    assert script(cells, 8, 2, 3).decode([8], (0, 2, 5), 2) == [
+        [Token(0, 0, 0), Token(0, 0, 5), Token(0, 5, 2)]
+    ]
 
 
 def test_no_utterances_and_no_frames_have_no_tokens():
@@ -121,16 +138,27 @@ def test_no_utterances_and_no_frames_have_no_tokens():
 
 
 def make_peer() -> ParakeetForTDT:
-    """A tiny model of transformers' in float64 with random weights, whose labels and durations vary."""
+    """A tiny model of transformers' in float64 with random weights, whose labels and durations
+    vary."""
     torch.manual_seed(10)
     encoder = {
-        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
-        "subsampling_conv_channels": 4, "num_mel_bins": 16, "model_type": "parakeet_encoder",
-    }  # fmt: skip
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "subsampling_conv_channels": 4,
+        "num_mel_bins": 16,
+        "model_type": "parakeet_encoder",
+    }
     config = ParakeetTDTConfig(
-        vocab_size=12, blank_token_id=11, pad_token_id=2, decoder_hidden_size=32, num_decoder_layers=2,
-        durations=[0, 1, 2, 3, 4], encoder_config=encoder,
-    )  # fmt: skip
+        vocab_size=12,
+        blank_token_id=11,
+        pad_token_id=2,
+        decoder_hidden_size=32,
+        num_decoder_layers=2,
+        durations=[0, 1, 2, 3, 4],
+        encoder_config=encoder,
+    )
     model = ParakeetForTDT(config).double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -151,15 +179,24 @@ def test_greedy_is_transformers_generate():
     features = torch.randn(4, 160, 16, dtype=torch.float64)
     mask = torch.arange(160) < torch.tensor(lengths)[:, None]
     theirs = model.generate(
-        features, attention_mask=mask, decoder_start_token_id=11, suppress_tokens=[*range(12, 17)], eos_token_id=None, max_new_tokens=199
-    )  # fmt: skip
-    output = model.get_audio_features(input_features=features, attention_mask=mask, output_attention_mask=True)
+        features,
+        attention_mask=mask,
+        decoder_start_token_id=11,
+        suppress_tokens=[*range(12, 17)],
+        eos_token_id=None,
+        max_new_tokens=199,
+    )
+    output = model.get_audio_features(
+        input_features=features, attention_mask=mask, output_attention_mask=True
+    )
     frames = output.attention_mask.sum(1).tolist()
     expected: list[list[Token]] = [[] for _ in lengths]
     blanks = 0
     for row, tokens in enumerate(expected):
         frame = 0
-        for token, duration in zip(theirs.sequences[row, 1:].tolist(), theirs.durations[row, 1:].tolist(), strict=True):
+        for token, duration in zip(
+            theirs.sequences[row, 1:].tolist(), theirs.durations[row, 1:].tolist(), strict=True
+        ):
             if frame < frames[row] and token != 11:
                 tokens.append(Token(token, frame, duration))
             blanks += token == 11
@@ -176,17 +213,45 @@ def test_greedy_is_transformers_generate():
 
     ours = greedy(step, joint, output.pooler_output, frames, (0, 1, 2, 3, 4), ENOUGH)
     assert ours == expected and frames == [20, 13, 1, 6]
-    assert blanks > 3 and {0, 1} < {token.duration for tokens in ours for token in tokens} and all(ours[:2])
+    assert (
+        blanks > 3
+        and {0, 1} < {token.duration for tokens in ours for token in tokens}
+        and all(ours[:2])
+    )
 
 
-# --- words and segments ----------------------------------------------------------------------------------------------
+# --- words and segments ---------------------------------------------------------------------------
 
 
 PIECES = [
-    "<unk>", "▁", "▁the", "▁a", "▁b", "▁s", "▁t", "he", "in", *"abcdefghijklmnopqrstuvwxyz", *"HKNQRTW", *".,?!;'\"-",
-    "...", "▁(", "▁¿", ")", "▁&", "你", "好", "。", "क", "।", "؟", "▁-",
-    "<0x20>", "<0xC3>", "<0xA9>",
-]  # fmt: skip
+    "<unk>",
+    "▁",
+    "▁the",
+    "▁a",
+    "▁b",
+    "▁s",
+    "▁t",
+    "he",
+    "in",
+    *"abcdefghijklmnopqrstuvwxyz",
+    *"HKNQRTW",
+    *".,?!;'\"-",
+    "...",
+    "▁(",
+    "▁¿",
+    ")",
+    "▁&",
+    "你",
+    "好",
+    "。",
+    "क",
+    "।",
+    "؟",
+    "▁-",
+    "<0x20>",
+    "<0xC3>",
+    "<0xA9>",
+]
 
 
 def make(pieces: list[str]):
@@ -201,7 +266,9 @@ def make(pieces: list[str]):
 
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-TOKENIZER = make([*PIECES, *(byte for byte in BYTES if byte not in PIECES)])  # a model has all bytes or none
+TOKENIZER = make(
+    [*PIECES, *(byte for byte in BYTES if byte not in PIECES)]
+)  # a model has all bytes or none
 
 
 def tokens_of(row: str, pieces: list[str]) -> list[Token]:
@@ -225,18 +292,25 @@ def words_of(row: str, frames: int = 1000) -> list[tuple]:
     return record_of(row, frames)["words"]
 
 
-# Made by NeMo 3.0: punctuation, an apostrophe, quotes and spaces of their own, whose durations vary.
+# Made by NeMo 3.0: punctuation, an apostrophe, quotes and spaces of their own, whose durations
+# vary.
 NEMO = [  # tokens as piece:frame+duration, words as text:start-end
     (
-        "▁:2+3 T:5+4 he:15+0 ▁:16+4 o:20+3 l:23+0 d:23+1 ▁:25+4 c:29+1 l:36+0 o:42+0 c:42+3 k:45+1 ,:46+0 ▁:47+0 i:47+0 t:53+2 "
-        "▁:56+0 w:56+0 a:56+0 s:56+0 n:56+1 ':57+0 t:63+3 ▁:66+0 n:66+1 e:67+0 w:67+1 .:68+0 ▁:68+0 W:68+1 h:75+2 y:77+2 "
-        "?:79+0 ▁:79+1 N:80+1 o:81+0 !:82+1",
+        (
+            "▁:2+3 T:5+4 he:15+0 ▁:16+4 o:20+3 l:23+0 d:23+1 ▁:25+4 c:29+1 l:36+0 o:42+0 c:42+3"
+            " k:45+1 ,:46+0 ▁:47+0 i:47+0 t:53+2 ▁:56+0 w:56+0 a:56+0 s:56+0 n:56+1 ':57+0 t:63+3"
+            " ▁:66+0 n:66+1 e:67+0 w:67+1 .:68+0 ▁:68+0 W:68+1 h:75+2 y:77+2 ?:79+0 ▁:79+1 N:80+1"
+            " o:81+0 !:82+1"
+        ),
         "The:2-15 old:16-24 clock,:25-46 it:47-55 wasn't:56-66 new.:66-68 Why?:68-79 No!:79-81",
         [("The old clock, it wasn't new.", 2, 68), ("Why?", 68, 79), ("No!", 79, 81)],
     ),
     (
-        '▁:0+1 H:1+3 e:4+4 ▁s:9+0 a:15+4 i:20+1 d:22+2 ▁:24+1 ":25+3 n:28+2 o:30+0 ":30+4 ▁a:35+1 g:42+1 a:49+1 in:51+0 ;:57+3 '
-        "▁the:60+4 ▁b:64+0 e:65+0 l:65+1 l:72+2 ▁:74+0 r:74+1 a:81+0 n:81+3 g:84+1 .:85+4",
+        (
+            '▁:0+1 H:1+3 e:4+4 ▁s:9+0 a:15+4 i:20+1 d:22+2 ▁:24+1 ":25+3 n:28+2 o:30+0 ":30+4'
+            " ▁a:35+1 g:42+1 a:49+1 in:51+0 ;:57+3 ▁the:60+4 ▁b:64+0 e:65+0 l:65+1 l:72+2 ▁:74+0"
+            " r:74+1 a:81+0 n:81+3 g:84+1 .:85+4"
+        ),
         'He:0-8 said:9-24 "no":24-30 again;:35-51 the:60-64 bell:64-74 rang.:74-85',
         [('He said "no" again; the bell rang.', 0, 85)],
     ),
@@ -265,14 +339,19 @@ NEMO = [  # tokens as piece:frame+duration, words as text:start-end
 @pytest.mark.parametrize(("row", "words", "sentences"), NEMO)
 def test_words_and_segments_are_those_of_nemo(row, words, sentences):
     record = record_of(row)
-    assert " ".join(f"{text}:{start:.0f}-{end:.0f}" for text, start, end in record["words"]) == words
+    assert (
+        " ".join(f"{text}:{start:.0f}-{end:.0f}" for text, start, end in record["words"]) == words
+    )
     assert record["segments"] == sentences
     assert record["text"] == " ".join(text for text, _, _ in record["words"])
 
 
 def test_seconds_are_frames_of_80_ms():
     record = transcript(tokens_of("▁t:7+3 h:11+0 ▁a:12+2", PIECES), TOKENIZER, 0.08, 20)
-    assert record["words"] == [{"start": 0.56, "end": 0.88, "text": "th"}, {"start": 0.96, "end": 1.12, "text": "a"}]
+    assert record["words"] == [
+        {"start": 0.56, "end": 0.88, "text": "th"},
+        {"start": 0.96, "end": 1.12, "text": "a"},
+    ]
     assert record["segments"] == [{"start": 0.56, "end": 1.12, "text": "th a"}]
 
 
@@ -291,7 +370,11 @@ def test_punctuation_takes_no_time_after_other_punctuation_either():
 
 
 def test_punctuation_alone_belongs_to_the_word_before_it():
-    assert words_of("▁a:3+1 ▁:10+4 .:20+4 ▁b:30+1 ▁-:33+4 ▁t:40+1") == [("a .", 3, 14), ("b -", 30, 31), ("t", 40, 41)]
+    assert words_of("▁a:3+1 ▁:10+4 .:20+4 ▁b:30+1 ▁-:33+4 ▁t:40+1") == [
+        ("a .", 3, 14),
+        ("b -", 30, 31),
+        ("t", 40, 41),
+    ]
     assert words_of("R:0+1 ▁&:2+1 ▁b:3+1") == [("R &", 0, 1), ("b", 3, 4)]
 
 
@@ -306,7 +389,12 @@ def test_spaces_between_words_are_not_words():
 
 
 def test_an_unknown_token_begins_a_word():
-    assert words_of("g:3+2 <unk>:6+2 ▁s:13+1 <unk>:14+1") == [("g", 3, 5), ("⁇", 6, 8), ("s", 13, 14), ("⁇", 14, 15)]
+    assert words_of("g:3+2 <unk>:6+2 ▁s:13+1 <unk>:14+1") == [
+        ("g", 3, 5),
+        ("⁇", 6, 8),
+        ("s", 13, 14),
+        ("⁇", 14, 15),
+    ]
 
 
 def test_bytes_make_characters():
@@ -319,7 +407,10 @@ def test_a_vocabulary_of_characters():
     record = record_of("▁:0+1 a:1+1 ':2+1 b:3+0 .:3+2 ▁:6+1 c:7+1 é:8+0", 9, tokenizer)
     assert record["text"] == "a'b. cé" and record["words"] == [("a'b.", 0, 3), ("cé", 6, 8)]
     assert record["segments"] == [("a'b.", 0, 3), ("cé", 6, 8)]
-    assert record_of("a:1+1 b:3+1 ▁:4+1 c:7+1", 9, tokenizer)["words"] == [("ab", 1, 4), ("c", 4, 8)]
+    assert record_of("a:1+1 b:3+1 ▁:4+1 c:7+1", 9, tokenizer)["words"] == [
+        ("ab", 1, 4),
+        ("c", 4, 8),
+    ]
 
 
 @pytest.mark.parametrize("mark", ["。", "।", "؟", ".", "?", "!"])
@@ -330,7 +421,8 @@ def test_sentences_end_in_other_scripts_too(mark):
 
 def test_a_sentence_does_not_end_within_a_word_or_before_a_closing_quote():
     words = [
-        {"start": n, "end": n + 1, "text": text} for n, text in enumerate(["3.5", '"No!"', "e.g,", "he", "said.", "So"])
+        {"start": n, "end": n + 1, "text": text}
+        for n, text in enumerate(["3.5", '"No!"', "e.g,", "he", "said.", "So"])
     ]
     assert [(s["text"], s["start"], s["end"]) for s in segments(words)] == [
         ('3.5 "No!" e.g, he said.', 0, 5),
@@ -339,7 +431,10 @@ def test_a_sentence_does_not_end_within_a_word_or_before_a_closing_quote():
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, len(PIECES) - 1), st.integers(0, 4), st.integers(0, 3)), max_size=15),
+    st.lists(
+        st.tuples(st.integers(0, len(PIECES) - 1), st.integers(0, 4), st.integers(0, 3)),
+        max_size=15,
+    ),
     st.integers(0, 3),
 )
 def test_words_are_in_order_and_make_up_the_text(moves, frame):
@@ -358,5 +453,8 @@ def test_words_are_in_order_and_make_up_the_text(moves, frame):
     assert {(part["start"], part["end"]) for part in sentences} <= {
         (a["start"], b["end"]) for a in words for b in words
     }
-    assert not words or (sentences[0]["start"], sentences[-1]["end"]) == (words[0]["start"], words[-1]["end"])
+    assert not words or (sentences[0]["start"], sentences[-1]["end"]) == (
+        words[0]["start"],
+        words[-1]["end"],
+    )
     assert all(any(c not in ".,?!;'\"-()¿&。।؟ " for c in word["text"]) for word in words[1:])

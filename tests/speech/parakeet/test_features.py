@@ -1,4 +1,5 @@
-"""Parakeet's features, against transformers' extractor and by properties that hold for any input."""
+"""Parakeet's features, against transformers' extractor and by properties that hold for any
+input."""
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from speech.parakeet.features import MelFeatures, frames
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
-    return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return 0.1 * torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def features_of(waveforms: list[torch.Tensor], n_mels: int = 80, fill: float = 0.0) -> torch.Tensor:
@@ -25,7 +28,9 @@ def test_features_are_those_of_transformers(n_mels):
     waveforms[1] *= 0.1
     waveforms[3][:6_000] = 0.0
     extractor = transformers.ParakeetFeatureExtractor(feature_size=n_mels)
-    theirs = extractor([waveform.numpy() for waveform in waveforms], sampling_rate=16_000, return_tensors="pt")
+    theirs = extractor(
+        [waveform.numpy() for waveform in waveforms], sampling_rate=16_000, return_tensors="pt"
+    )
     ours = features_of(waveforms, n_mels)
     assert (
         theirs["attention_mask"].sum(1).tolist()
@@ -42,10 +47,14 @@ def test_the_first_and_the_last_frame_are_those_of_the_formula():
     emphasised = np.append(waveform[:1], waveform[1:] - 0.97 * waveform[:-1])
     padded = np.pad(emphasised, 256)
     window = np.pad(0.5 - 0.5 * np.cos(2 * np.pi * np.arange(400) / 399), 56)
-    power = np.stack([np.abs(np.fft.rfft(window * padded[160 * i :][:512])) ** 2 for i in range(11)])
+    power = np.stack(
+        [np.abs(np.fft.rfft(window * padded[160 * i :][:512])) ** 2 for i in range(11)]
+    )
     x = np.log(power @ MelFeatures(80).filters.double().numpy() + 2.0**-24)
     x = (x - x.mean(0)) / (x.std(0, ddof=1) + 1e-5)
-    np.testing.assert_allclose(features_of([waveform])[0], x, atol=1e-5)  # the window and the filters are made in fp32
+    np.testing.assert_allclose(
+        features_of([waveform])[0], x, atol=1e-5
+    )  # the window and the filters are made in fp32
 
 
 @pytest.mark.parametrize("fill", [0.0, 0.7])

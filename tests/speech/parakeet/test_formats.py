@@ -28,16 +28,31 @@ def train_pieces(**options) -> bytes:
     model = io.BytesIO()
     lines = ["the cat sat on the mat", "a dog and a bird", "we ate bread at the table"] * 20
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=32, model_type="bpe", bos_id=-1, eos_id=-1,
-        minloglevel=2, **options,
-    )  # fmt: skip
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=32,
+        model_type="bpe",
+        bos_id=-1,
+        eos_id=-1,
+        minloglevel=2,
+        **options,
+    )
     return model.getvalue()
 
 
 PIECES = train_pieces()
 PADDED = train_pieces(pad_id=2)
 CONFIG = formats.shape(
-    16, 2, 2, (12, 2), 32, num_mel_bins=16, channels=8, durations=[0, 1, 2, 4], ffn=48, max_symbols=7
+    16,
+    2,
+    2,
+    (12, 2),
+    32,
+    num_mel_bins=16,
+    channels=8,
+    durations=[0, 1, 2, 4],
+    ffn=48,
+    max_symbols=7,
 )
 EXTRAS = {"tokenizer": {"sentencepiece": PIECES.hex()}, "source": {}, "loss": formats.LOSS}
 
@@ -55,16 +70,27 @@ def peer(config: dict, pad: int = 32):
     """transformers' own model with random weights."""
     encoder = {hf.split(".")[1]: config[name] for name, (hf, _) in formats.HF.items() if "." in hf}
     described = ParakeetTDTConfig(
-        vocab_size=config["vocabulary"] + 1, blank_token_id=config["vocabulary"], pad_token_id=pad,
-        decoder_hidden_size=config["prediction_width"], num_decoder_layers=config["prediction_layers"],
-        durations=config["durations"], max_symbols_per_step=config["max_symbols"],
-        encoder_config={**encoder, "convolution_bias": config["biases"], "model_type": "parakeet_encoder"},
-    )  # fmt: skip
+        vocab_size=config["vocabulary"] + 1,
+        blank_token_id=config["vocabulary"],
+        pad_token_id=pad,
+        decoder_hidden_size=config["prediction_width"],
+        num_decoder_layers=config["prediction_layers"],
+        durations=config["durations"],
+        max_symbols_per_step=config["max_symbols"],
+        encoder_config={
+            **encoder,
+            "convolution_bias": config["biases"],
+            "model_type": "parakeet_encoder",
+        },
+    )
     return ParakeetForTDT(described).eval()
 
 
 def same(first: dict, second: dict) -> bool:
-    equal = all(torch.equal(first[name], second[name]) and first[name].dtype == second[name].dtype for name in first)
+    equal = all(
+        torch.equal(first[name], second[name]) and first[name].dtype == second[name].dtype
+        for name in first
+    )
     return first.keys() == second.keys() and equal
 
 
@@ -75,7 +101,9 @@ def nemo(folder: Path, config: dict = CONFIG, extras: dict = EXTRAS) -> Path:
 
 def unpacked(path: Path) -> dict[str, bytes]:
     with tarfile.open(path) as archive:
-        return {member.name: archive.extractfile(member).read() for member in archive if member.isreg()}
+        return {
+            member.name: archive.extractfile(member).read() for member in archive if member.isreg()
+        }
 
 
 def packed(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
@@ -93,13 +121,17 @@ def with_yaml(members: dict[str, bytes], change) -> dict[str, bytes]:
     return {**members, "./model_config.yaml": yaml.safe_dump(content, sort_keys=False).encode()}
 
 
-# --- the two forms ---------------------------------------------------------------------------------------------------
+# --- the two forms --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"biases": True, "scale_input": True, "subsampling": 4}, {"subsampling": 2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"biases": True, "scale_input": True, "subsampling": 4}, {"subsampling": 2}]
+)
 def test_expected_shapes_are_those_of_transformers(changes):
     config = {**CONFIG, **changes}
-    assert {n: tuple(w.shape) for n, w in peer(config).state_dict().items()} == formats.expected_shapes(config)
+    assert {
+        n: tuple(w.shape) for n, w in peer(config).state_dict().items()
+    } == formats.expected_shapes(config)
 
 
 @pytest.mark.parametrize("vocabulary,count", [(1024, 617_825_926), (8192, 627_008_134)])
@@ -112,27 +144,49 @@ def test_the_released_models_have_the_released_numbers_of_parameters(vocabulary,
 def test_sizes_are_configurations():
     for config in formats.SIZES.values():
         formats.check_config(config, "it")
-    assert {key: config["ctc"] for key, config in formats.SIZES.items()} == {"demo": False, "110m": True, "0.6b": False}
+    assert {key: config["ctc"] for key, config in formats.SIZES.items()} == {
+        "demo": False,
+        "110m": True,
+        "0.6b": False,
+    }
 
 
 def test_conversions_are_each_others_inverse():
     weights = random_weights({**CONFIG, "ctc": True, "biases": True})
     theirs = formats.hf_to_nemo(weights)
     assert same(formats.nemo_to_hf(theirs), weights) and len(theirs) == len(weights)
-    hf = ("_proj", "subsampling", "embedding", "projector", "joint.head", "conv.norm.", "ctc_head", ".bias_u")
+    hf = (
+        "_proj",
+        "subsampling",
+        "embedding",
+        "projector",
+        "joint.head",
+        "conv.norm.",
+        "ctc_head",
+        ".bias_u",
+    )
     assert not [name for name in theirs if any(part in name for part in hf)]
     for name in (
-        "encoder.pre_encode.conv.6.bias", "encoder.pre_encode.out.weight", "encoder.layers.1.conv.batch_norm.running_var",
-        "encoder.layers.0.self_attn.linear_pos.weight", "encoder.layers.0.self_attn.pos_bias_u",
-        "decoder.prediction.embed.weight", "decoder.prediction.dec_rnn.lstm.bias_hh_l1", "joint.enc.weight",
-        "joint.pred.bias", "joint.joint_net.2.weight", "ctc_decoder.decoder_layers.0.bias",
-    ):  # fmt: skip
+        "encoder.pre_encode.conv.6.bias",
+        "encoder.pre_encode.out.weight",
+        "encoder.layers.1.conv.batch_norm.running_var",
+        "encoder.layers.0.self_attn.linear_pos.weight",
+        "encoder.layers.0.self_attn.pos_bias_u",
+        "decoder.prediction.embed.weight",
+        "decoder.prediction.dec_rnn.lstm.bias_hh_l1",
+        "joint.enc.weight",
+        "joint.pred.bias",
+        "joint.joint_net.2.weight",
+        "ctc_decoder.decoder_layers.0.bias",
+    ):
         assert name in theirs
-    without_dropout = {name.replace("joint_net.2", "joint_net.1"): tensor for name, tensor in theirs.items()}
+    without_dropout = {
+        name.replace("joint_net.2", "joint_net.1"): tensor for name, tensor in theirs.items()
+    }
     assert same(formats.nemo_to_hf(without_dropout), weights)
 
 
-# --- Hugging Face's form ---------------------------------------------------------------------------------------------
+# --- Hugging Face's form --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -149,7 +203,9 @@ def test_a_folder_of_transformers_is_read(biases, tmp_path):
     weights = formats.read_model(tmp_path)[0]
     counters = {name: w for name, w in weights.items() if w.dtype == torch.int64}
     assert len(counters) == 2
-    assert same(weights, {n: w if n in counters else w.float() for n, w in half.state_dict().items()})
+    assert same(
+        weights, {n: w if n in counters else w.float() for n, w in half.state_dict().items()}
+    )
 
 
 @pytest.mark.parametrize("pieces", [PIECES, PADDED])
@@ -157,14 +213,23 @@ def test_transformers_uses_an_export_as_it_is(pieces, tmp_path, capsys):
     config, weights = {**CONFIG, "ctc": True}, random_weights({**CONFIG, "ctc": True})
     extras = {**EXTRAS, "tokenizer": {"sentencepiece": pieces.hex()}}
     names = formats.export(tmp_path / "ours", "hf", weights, config, extras)
-    assert {"config.json", "generation_config.json", "model.safetensors", "processor_config.json"} < {*names}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "processor_config.json",
+    } < {*names}
     assert "no CTC head" in capsys.readouterr().out
     model, report = ParakeetForTDT.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     plain = {name: w for name, w in weights.items() if "ctc" not in name}
     assert same(model.state_dict(), plain)
     pad = 2 if pieces is PADDED else 32
-    assert (model.config.pad_token_id, model.config.blank_token_id, model.config.vocab_size) == (pad, 32, 33)
+    assert (model.config.pad_token_id, model.config.blank_token_id, model.config.vocab_size) == (
+        pad,
+        32,
+        33,
+    )
     assert model.config.encoder_config.layerdrop == 0 and model.config.max_symbols_per_step == 7
     assert model.generation_config.decoder_start_token_id == 32
     assert model.generation_config.suppress_tokens == [33, 34, 35, 36]
@@ -187,19 +252,33 @@ def test_transformers_uses_an_export_as_it_is(pieces, tmp_path, capsys):
 def test_settings_of_a_source_folder_are_kept(tmp_path):
     formats.export(tmp_path / "a", "hf", random_weights(CONFIG), CONFIG, EXTRAS)
     changes = {
-        "config.json": {"mood": "good", "encoder_config": {"dropout": 0.3}, "auto_map": {"AutoModel": "x.y"}},
-        "generation_config.json": {"max_new_tokens": 77}, "processor_config.json": {"note": "x"},
+        "config.json": {
+            "mood": "good",
+            "encoder_config": {"dropout": 0.3},
+            "auto_map": {"AutoModel": "x.y"},
+        },
+        "generation_config.json": {"max_new_tokens": 77},
+        "processor_config.json": {"note": "x"},
         "tokenizer_config.json": {"model_max_length": 99},
-    }  # fmt: skip
+    }
     for name, change in changes.items():
         content = formats._merge(json.loads((tmp_path / "a" / name).read_text()), change)
         (tmp_path / "a" / name).write_text(json.dumps(content))
     weights, config, extras = formats.read_model(tmp_path / "a")
     formats.export(tmp_path / "b", "hf", weights, config, extras)
     read = {name: json.loads((tmp_path / "b" / name).read_text()) for name in changes}
-    assert read["config.json"]["mood"] == "good" and read["config.json"]["encoder_config"]["dropout"] == 0.3
-    assert "auto_map" not in read["config.json"] and read["generation_config.json"]["max_new_tokens"] == 77
-    assert read["processor_config.json"]["note"] == "x" and read["tokenizer_config.json"]["model_max_length"] == 99
+    assert (
+        read["config.json"]["mood"] == "good"
+        and read["config.json"]["encoder_config"]["dropout"] == 0.3
+    )
+    assert (
+        "auto_map" not in read["config.json"]
+        and read["generation_config.json"]["max_new_tokens"] == 77
+    )
+    assert (
+        read["processor_config.json"]["note"] == "x"
+        and read["tokenizer_config.json"]["model_max_length"] == 99
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,10 +313,12 @@ def test_a_failed_export_leaves_what_was_there(form, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
-# --- NVIDIA's form ---------------------------------------------------------------------------------------------------
+# --- NVIDIA's form --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"ctc": True, "biases": True, "scale_input": True}, {"joint_width": 10}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"ctc": True, "biases": True, "scale_input": True}, {"joint_width": 10}]
+)
 def test_an_archive_is_read_as_it_was_written(changes, tmp_path):
     config = {**CONFIG, **changes}
     path = nemo(tmp_path / "a", config)
@@ -254,13 +335,17 @@ def test_an_archive_has_nemos_names(tmp_path):
     weights = torch.load(io.BytesIO(members["./model_weights.ckpt"]), weights_only=True)
     assert weights["preprocessor.featurizer.window"].equal(torch.hann_window(400, periodic=False))
     filters = transformers.ParakeetFeatureExtractor(feature_size=16).mel_filters
-    torch.testing.assert_close(weights["preprocessor.featurizer.fb"][0], filters, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(
+        weights["preprocessor.featurizer.fb"][0], filters, atol=1e-7, rtol=1e-5
+    )
     content = yaml.safe_load(members["./model_config.yaml"])
     for key in ("model_path", "vocab_path", "spe_tokenizer_vocab"):
         assert content["tokenizer"][key].startswith("nemo:")
         assert "./" + content["tokenizer"][key].removeprefix("nemo:") in members
     assert members["./" + content["tokenizer"]["model_path"].removeprefix("nemo:")] == PIECES
-    assert content["target"].endswith("EncDecHybridRNNTCTCBPEModel") and len(content["labels"]) == 32
+    assert (
+        content["target"].endswith("EncDecHybridRNNTCTCBPEModel") and len(content["labels"]) == 32
+    )
     assert len(content["aux_ctc"]["decoder"]["vocabulary"]) == 32
 
 
@@ -301,14 +386,19 @@ def test_from_one_form_to_the_other_and_back(tmp_path):
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
 def test_old_archives(mode, tmp_path):
     """Without `./`, md5 prefixes and references, compressed before NeMo 1.7, the yaml last."""
-    members = with_yaml(unpacked(nemo(tmp_path / "a")), lambda content: content["tokenizer"].pop("model_path"))
-    ours = {n.rpartition("/")[2] if "tok" not in n else n.rpartition("_")[2]: raw for n, raw in members.items()}
+    members = with_yaml(
+        unpacked(nemo(tmp_path / "a")), lambda content: content["tokenizer"].pop("model_path")
+    )
+    ours = {
+        n.rpartition("/")[2] if "tok" not in n else n.rpartition("_")[2]: raw
+        for n, raw in members.items()
+    }
     path = packed(tmp_path / "old.nemo", {"sub/x": b"1", **dict(reversed(ours.items()))}, mode)
     weights, config, _ = formats.read_model(path)
     assert same(weights, random_weights(CONFIG)) and config == CONFIG
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -333,23 +423,54 @@ def set_value(key: str, value):
 
 
 SETTINGS = [
-    ("preprocessor.normalize", "all_features"), ("preprocessor.window", "hamming"), ("preprocessor.features", 80),
-    ("preprocessor.window_size", 0.02), ("preprocessor.n_fft", 1024), ("preprocessor.preemph", None),
-    ("preprocessor.log_zero_guard_value", "1e-5"), ("preprocessor.pad_value", -1),
-    ("preprocessor._target_", "os.system"), ("encoder._target_", "SqueezeformerEncoder"),
-    ("encoder.subsampling", "striding"), ("encoder.causal_downsampling", True), ("encoder.reduction", "pooling"),
-    ("encoder.self_attention_model", "rel_pos_local_attn"), ("encoder.att_context_size", [128, 128]),
-    ("encoder.untie_biases", False), ("encoder.conv_norm_type", "layer_norm"), ("encoder.conv_context_size", "causal"),
-    ("encoder.d_model", "wide"), ("encoder.d_model", 2**31), ("encoder.n_layers", 10**9), ("encoder.n_heads", 3),
-    ("encoder.ff_expansion_factor", 1.5), ("encoder.conv_kernel_size", 8), ("encoder.use_bias", "no"),
-    ("encoder.subsampling_factor", 16), ("decoder.blank_as_pad", False), ("decoder.prednet.pred_rnn_layers", 10**9),
-    ("decoder.vocab_size", 31), ("joint.jointnet.activation", "tanh"), ("joint.num_extra_outputs", 0),
-    ("joint.vocabulary", ["a"]), ("labels", ["a"]), ("loss.loss_name", "default"), ("loss.loss_name", "warprnnt"),
-    ("loss.tdt_kwargs.durations", [0, 0, 1]), ("loss.tdt_kwargs.durations", [0]), ("loss.tdt_kwargs.durations", None),
-    ("loss.tdt_kwargs.sigma", "x"), ("loss.tdt_kwargs.omega", float("nan")), ("rnnt_reduction", None),
-    ("tokenizer.type", "agg"), ("encoder", []), ("loss", ...),
-    ("preprocessor.window_size", 10**400), ("loss.tdt_kwargs.sigma", 10**400), ("encoder.feat_in", 10**400),
-]  # fmt: skip
+    ("preprocessor.normalize", "all_features"),
+    ("preprocessor.window", "hamming"),
+    ("preprocessor.features", 80),
+    ("preprocessor.window_size", 0.02),
+    ("preprocessor.n_fft", 1024),
+    ("preprocessor.preemph", None),
+    ("preprocessor.log_zero_guard_value", "1e-5"),
+    ("preprocessor.pad_value", -1),
+    ("preprocessor._target_", "os.system"),
+    ("encoder._target_", "SqueezeformerEncoder"),
+    ("encoder.subsampling", "striding"),
+    ("encoder.causal_downsampling", True),
+    ("encoder.reduction", "pooling"),
+    ("encoder.self_attention_model", "rel_pos_local_attn"),
+    ("encoder.att_context_size", [128, 128]),
+    ("encoder.untie_biases", False),
+    ("encoder.conv_norm_type", "layer_norm"),
+    ("encoder.conv_context_size", "causal"),
+    ("encoder.d_model", "wide"),
+    ("encoder.d_model", 2**31),
+    ("encoder.n_layers", 10**9),
+    ("encoder.n_heads", 3),
+    ("encoder.ff_expansion_factor", 1.5),
+    ("encoder.conv_kernel_size", 8),
+    ("encoder.use_bias", "no"),
+    ("encoder.subsampling_factor", 16),
+    ("decoder.blank_as_pad", False),
+    ("decoder.prednet.pred_rnn_layers", 10**9),
+    ("decoder.vocab_size", 31),
+    ("joint.jointnet.activation", "tanh"),
+    ("joint.num_extra_outputs", 0),
+    ("joint.vocabulary", ["a"]),
+    ("labels", ["a"]),
+    ("loss.loss_name", "default"),
+    ("loss.loss_name", "warprnnt"),
+    ("loss.tdt_kwargs.durations", [0, 0, 1]),
+    ("loss.tdt_kwargs.durations", [0]),
+    ("loss.tdt_kwargs.durations", None),
+    ("loss.tdt_kwargs.sigma", "x"),
+    ("loss.tdt_kwargs.omega", float("nan")),
+    ("rnnt_reduction", None),
+    ("tokenizer.type", "agg"),
+    ("encoder", []),
+    ("loss", ...),
+    ("preprocessor.window_size", 10**400),
+    ("loss.tdt_kwargs.sigma", 10**400),
+    ("encoder.feat_in", 10**400),
+]
 
 
 @pytest.mark.parametrize("key,value", SETTINGS)
@@ -359,7 +480,9 @@ def test_settings_that_the_network_does_not_have(key, value, sound, tmp_path):
     with pytest.raises(UsageError) as caught:
         formats.read_model(path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
-    names = {place: name for name, (place, _) in formats.NEMO.items()} | {"encoder.ff_expansion_factor": "ffn"}
+    names = {place: name for name, (place, _) in formats.NEMO.items()} | {
+        "encoder.ff_expansion_factor": "ffn"
+    }
     assert names.get(key, key) in str(caught.value)
 
 
@@ -431,7 +554,9 @@ def bomb(name: str):
 
 
 def rename(old: str, new: str):
-    return changed_weights(lambda weights: {name.replace(old, new): tensor for name, tensor in weights.items()})
+    return changed_weights(
+        lambda weights: {name.replace(old, new): tensor for name, tensor in weights.items()}
+    )
 
 
 YAML, CKPT = "./model_config.yaml", "./model_weights.ckpt"
@@ -440,7 +565,10 @@ HOSTILE = {
     "a path above": (added(entry("../escaped")), "escaped.*outside"),
     "a path above, hidden": (added(entry("./a/../../escaped")), "outside"),
     "an absolute path": (added(entry("/tmp/escaped")), "outside"),
-    "a symbolic link": (added(entry("./link", tarfile.SYMTYPE, "/etc/passwd")), "link.*not a regular file"),
+    "a symbolic link": (
+        added(entry("./link", tarfile.SYMTYPE, "/etc/passwd")),
+        "link.*not a regular file",
+    ),
     "a hard link": (added(entry(CKPT, tarfile.LNKTYPE, "/etc/passwd")), "not a regular file"),
     "a device": (added(entry("./x", tarfile.CHRTYPE)), "not a regular file"),
     "a pipe": (added(entry(YAML, tarfile.FIFOTYPE)), "not a regular file"),
@@ -457,7 +585,10 @@ HOSTILE = {
         "lacks model_weights.ckpt",
     ),
     "many files": (added(*[entry(f"./{i}") for i in range(300)]), "more than 200"),
-    "a pickle": (replaced(CKPT, pickle.dumps(Trap(), protocol=2)), f"x.nemo: {CKPT[2:]} is refused"),
+    "a pickle": (
+        replaced(CKPT, pickle.dumps(Trap(), protocol=2)),
+        f"x.nemo: {CKPT[2:]} is refused",
+    ),
     "a pickle in torch's form": (replaced(CKPT, saved(Trap())), f"x.nemo: {CKPT[2:]} is refused"),
     "a large yaml": (replaced(YAML, bytes(5 << 20)), "5 MiB"),
     "a large tokenizer": (replaced("./b_tokenizer.model", bytes(5 << 20)), "5 MiB"),
@@ -467,19 +598,34 @@ HOSTILE = {
     "a negative member": (oversized(-1024), "cut short"),
     "a huge name": (oversized(1 << 50, tarfile.GNUTYPE_LONGNAME), "more than its size allows"),
     "huge settings of a member": (oversized(1 << 40, tarfile.XHDTYPE), "more than its size allows"),
-    "huge settings, compressed": (oversized(1 << 40, tarfile.XHDTYPE, compress=True), "more than its size allows"),
+    "huge settings, compressed": (
+        oversized(1 << 40, tarfile.XHDTYPE, compress=True),
+        "more than its size allows",
+    ),
     "negative settings of a member": (oversized(-512, tarfile.XHDTYPE), "not a .nemo archive"),
-    "a tag": (replaced(YAML, b"a: !!python/object/apply:os.system ['echo the file was run']"), "model_config.yaml"),
+    "a tag": (
+        replaced(YAML, b"a: !!python/object/apply:os.system ['echo the file was run']"),
+        "model_config.yaml",
+    ),
     "references": (replaced(YAML, b"a: &a [1]\nb: [*a, *a]\n"), "references, deep"),
     "deep yaml": (replaced(YAML, b"[" * 100_000), "references, deep"),
     "deep blocks": (replaced(YAML, b"- " * 100_000), "references, deep"),
     "many entries": (replaced(YAML, b"a: [" + b"[]," * 500_000 + b"]"), "too many entries"),
-    "a number to the base of 60": (replaced(YAML, b"loss: {loss_name: 1" + b":1" * 5000 + b"}"), "a long number"),
+    "a number to the base of 60": (
+        replaced(YAML, b"loss: {loss_name: 1" + b":1" * 5000 + b"}"),
+        "a long number",
+    ),
     "a yaml of a list": (replaced(YAML, b"[1, 2]"), "not a table"),
     "a yaml that is not text": (replaced(YAML, b"\xff\xfe\x00"), "refused"),
     "a long number": (replaced(YAML, b"a: " + b"9" * 10_000), "refused"),
-    "no yaml": (lambda members, path: packed(path, {CKPT: members[CKPT]}), "lacks model_config.yaml"),
-    "no weights": (lambda members, path: packed(path, {YAML: members[YAML]}), "lacks model_weights.ckpt"),
+    "no yaml": (
+        lambda members, path: packed(path, {CKPT: members[CKPT]}),
+        "lacks model_config.yaml",
+    ),
+    "no weights": (
+        lambda members, path: packed(path, {YAML: members[YAML]}),
+        "lacks model_weights.ckpt",
+    ),
     "no tokenizer": (
         lambda members, path: packed(path, {name: members[name] for name in (YAML, CKPT)}),
         "lacks the SentencePiece model",
@@ -493,18 +639,35 @@ HOSTILE = {
     "zeros": (written(lambda raw: bytes(20_000)), "not a .nemo archive"),
     "a pointer": (written(lambda raw: LFS), "git lfs pull"),
     "weights are cut": (replaced(CKPT, saved({"a": torch.ones(9)})[:-40]), "damaged"),
-    "quantised": (changed_weights(lambda w: {n: t.to(torch.int8) for n, t in w.items()}), "quantised"),
-    "NaN": (changed_weights(lambda w: {n: t * float("nan") if t.dtype.is_floating_point else t for n, t in w.items()}),
-            "not finite"),
-    "a counter of floats": (changed_weights(lambda w: {n: t.float() for n, t in w.items()}), "not an int64 tensor"),
+    "quantised": (
+        changed_weights(lambda w: {n: t.to(torch.int8) for n, t in w.items()}),
+        "quantised",
+    ),
+    "NaN": (
+        changed_weights(
+            lambda w: {
+                n: t * float("nan") if t.dtype.is_floating_point else t for n, t in w.items()
+            }
+        ),
+        "not finite",
+    ),
+    "a counter of floats": (
+        changed_weights(lambda w: {n: t.float() for n, t in w.items()}),
+        "not an int64 tensor",
+    ),
     "a list": (changed_weights(lambda w: [1]), "list"),
-    "a tensor is missing": (rename("joint.enc.bias", "joint.enc.bios"), "lacks 'encoder_projector.bias'"),
+    "a tensor is missing": (
+        rename("joint.enc.bias", "joint.enc.bios"),
+        "lacks 'encoder_projector.bias'",
+    ),
     "no embedding": (rename("prediction.embed.", "prediction.x."), "encoder|lacks|joint.head"),
     "another tokenizer": (
-        lambda members, path: packed(path, {n: PADDED[:-9] if "r.model" in n else raw for n, raw in members.items()}),
+        lambda members, path: packed(
+            path, {n: PADDED[:-9] if "r.model" in n else raw for n, raw in members.items()}
+        ),
         "tokenizer",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -516,7 +679,9 @@ def test_hostile_archives_are_refused_in_one_line(case, sound, tmp_path, capfd, 
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(Failure, match=expected) as caught:
         formats.read_model(folder / "x.nemo")
-    assert "\n" not in str(caught.value) and (str(tmp_path) in str(caught.value) or "tokenizer" in case)
+    assert "\n" not in str(caught.value) and (
+        str(tmp_path) in str(caught.value) or "tokenizer" in case
+    )
     assert "the file was run" not in capfd.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before and not os.path.exists("/tmp/escaped")
 
@@ -534,18 +699,33 @@ FOLDERS = {
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "another type": (rewrite("config.json", "model_type", "parakeet_ctc"), "parakeet_ctc"),
     "another activation": (rewrite("config.json", "hidden_act", "gelu"), "hidden_act is 'gelu'"),
-    "another kernel": (rewrite("config.json", "encoder_config.subsampling_conv_kernel_size", 5), "is '5'"),
-    "other biases": (rewrite("config.json", "encoder_config.convolution_bias", True), "convolution_bias is 'True'"),
+    "another kernel": (
+        rewrite("config.json", "encoder_config.subsampling_conv_kernel_size", 5),
+        "is '5'",
+    ),
+    "other biases": (
+        rewrite("config.json", "encoder_config.convolution_bias", True),
+        "convolution_bias is 'True'",
+    ),
     "another blank": (rewrite("config.json", "blank_token_id", 0), "blank_token_id is '0'"),
     "a larger vocabulary": (rewrite("config.json", "vocab_size", 40), "blank_token_id is '32'"),
     "a huge vocabulary": (rewrite("config.json", "vocab_size", 10**9), "vocabulary is '999999999'"),
     "a text": (rewrite("config.json", "vocab_size", "x"), "vocabulary is 'x'"),
-    "more durations": (rewrite("config.json", "durations", [0, 1, 2, 3, 4]), "joint.head.weight is"),
-    "other features": (rewrite("processor_config.json", "feature_extractor.n_fft", 400), "n_fft is '400'"),
+    "more durations": (
+        rewrite("config.json", "durations", [0, 1, 2, 3, 4]),
+        "joint.head.weight is",
+    ),
+    "other features": (
+        rewrite("processor_config.json", "feature_extractor.n_fft", 400),
+        "n_fft is '400'",
+    ),
     "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], "no tokenizer"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
     "a pointer": (lambda f: (f / "tokenizer.model").write_bytes(LFS), "git lfs pull"),
-    "two archives": (lambda f: [(f / "config.json").rename(f / "a.nemo"), (f / "b.nemo").touch()], "2 .nemo"),
+    "two archives": (
+        lambda f: [(f / "config.json").rename(f / "a.nemo"), (f / "b.nemo").touch()],
+        "2 .nemo",
+    ),
 }
 
 
@@ -562,8 +742,9 @@ def test_spoiled_folders_are_refused_in_one_line(case, sound, tmp_path):
 def test_files_that_are_not_there(sound, tmp_path, no_hang):
     os.mkfifo(tmp_path / "pipe.nemo")
     for path, expected in (
-        (tmp_path / "pipe.nemo", "not a regular file"), (tmp_path / "nothing.nemo", "No such file"),
+        (tmp_path / "pipe.nemo", "not a regular file"),
+        (tmp_path / "nothing.nemo", "No such file"),
         (sound / "hf" / "model.safetensors", "give the folder"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError, match=expected):
             formats.read_model(path)

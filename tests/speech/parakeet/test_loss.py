@@ -1,4 +1,5 @@
-"""The lean TDT loss against transformers' on the whole joint output, against sums over all paths, and its memory options."""
+"""The lean TDT loss against transformers' on the whole joint output, against sums over all paths,
+and its memory options."""
 
 import functools
 import itertools
@@ -12,8 +13,11 @@ from speech.parakeet import loss as losses
 from speech.parakeet.loss import Lattice, tdt_losses
 
 
-def random_case(seed: int, durations=(0, 1, 2, 3, 4), batch=3, frames=20, labels=12, width=7, vocabulary=9):
-    """(encoded, predicted, weight, bias, targets, frames, labels) with ragged lengths, in float64."""
+def random_case(
+    seed: int, durations=(0, 1, 2, 3, 4), batch=3, frames=20, labels=12, width=7, vocabulary=9
+):
+    """(encoded, predicted, weight, bias, targets, frames, labels) with ragged lengths, in
+    float64."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -43,14 +47,20 @@ def gradients(value, tensors):
 
 def assert_close(ours, theirs, tolerance):
     for one, other in zip(ours, theirs, strict=True):
-        assert float((one - other).detach().abs().max()) <= tolerance * max(1e-30, float(other.detach().abs().max()))
+        assert float((one - other).detach().abs().max()) <= tolerance * max(
+            1e-30, float(other.detach().abs().max())
+        )
 
 
 def materialised(tensors, targets, frames, labels, durations, sigma, plain) -> torch.Tensor:
-    """(B,) losses by the recursion of the paper, cell by cell, on the whole joint output. Differentiable."""
+    """(B,) losses by the recursion of the paper, cell by cell, on the whole joint output.
+    Differentiable."""
     logits = whole_logits(tensors)
     blank = logits.shape[-1] - len(durations) - 1
-    tokens, steps = logits[..., : blank + 1].log_softmax(-1), logits[..., blank + 1 :].log_softmax(-1)
+    tokens, steps = (
+        logits[..., : blank + 1].log_softmax(-1),
+        logits[..., blank + 1 :].log_softmax(-1),
+    )
     result = []
     for b in range(len(logits)):
         t_size, u_size = int(frames[b]), int(labels[b])
@@ -73,7 +83,9 @@ def materialised(tensors, targets, frames, labels, durations, sigma, plain) -> t
                 if t < t_size and (t - d, u - 1) in alpha:
                     rest = duration(t - d, u - 1, k, False)
                     if rest is not None:
-                        arcs.append(alpha[t - d, u - 1] + tokens[b, t - d, u - 1, targets[b, u - 1]] + rest)
+                        arcs.append(
+                            alpha[t - d, u - 1] + tokens[b, t - d, u - 1, targets[b, u - 1]] + rest
+                        )
             if arcs:
                 alpha[t, u] = torch.stack(arcs).logsumexp(0)
         result.append(-alpha.get((t_size, u_size), torch.tensor(-torch.inf, dtype=logits.dtype)))
@@ -91,7 +103,8 @@ class Float64Torch:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-4)])
 def test_equals_the_peer(dtype, tolerance, monkeypatch):
-    """Losses and all gradients of 200 random ragged cases against transformers' loss on the materialised joint."""
+    """Losses and all gradients of 200 random ragged cases against transformers' loss on the
+    materialised joint."""
     loss_tdt = pytest.importorskip("transformers.loss.loss_tdt")
     random = np.random.default_rng(0)
     monkeypatch.setattr(
@@ -108,27 +121,43 @@ def test_equals_the_peer(dtype, tolerance, monkeypatch):
         logits = whole_logits(tensors)
         blank = logits.shape[-1] - len(durations) - 1
         theirs = loss_tdt.tdt_loss(
-            logits[..., : blank + 1], logits[..., blank + 1 :], targets, frames, labels, blank, list(durations), sigma, "none"
-        )  # fmt: skip
+            logits[..., : blank + 1],
+            logits[..., blank + 1 :],
+            targets,
+            frames,
+            labels,
+            blank,
+            list(durations),
+            sigma,
+            "none",
+        )
         assert_close([ours], [theirs], tolerance)
         assert_close(
-            gradients((ours * weights).sum(), ours_of), gradients((theirs * weights).sum(), tensors), tolerance
+            gradients((ours * weights).sum(), ours_of),
+            gradients((theirs * weights).sum(), tensors),
+            tolerance,
         )
 
 
-@pytest.mark.parametrize("durations", [(0, 1, 2, 3, 4), (1, 2), (2, 0, 5), (0, 1), (1,), (4, 3, 2, 1, 0)])
+@pytest.mark.parametrize(
+    "durations", [(0, 1, 2, 3, 4), (1, 2), (2, 0, 5), (0, 1), (1,), (4, 3, 2, 1, 0)]
+)
 def test_any_durations_and_the_plain_loss(durations):
     for seed in range(6):
         tensors, targets, frames, labels = random_case(seed, durations, frames=9, labels=4)
         plain = torch.tensor([True, False, seed % 2 == 0]) if {0, 1} <= set(durations) else None
         theirs = materialised(tensors, targets, frames, labels, durations, 0.05, plain)
-        ours = tdt_losses(*tensors, Lattice(targets, frames, labels, durations, 0.05, plain, least_occupancy=0))
+        ours = tdt_losses(
+            *tensors, Lattice(targets, frames, labels, durations, 0.05, plain, least_occupancy=0)
+        )
         has_path = theirs.isfinite()
         assert torch.equal(has_path, ours.isfinite())
         if has_path.any():
             assert_close([ours[has_path]], [theirs[has_path]], 1e-10)
             assert_close(
-                gradients(ours[has_path].sum(), tensors), gradients(theirs[has_path].sum(), tensors), 1e-9
+                gradients(ours[has_path].sum(), tensors),
+                gradients(theirs[has_path].sum(), tensors),
+                1e-9,
             )  # an utterance without a path adds nothing
 
 
@@ -138,7 +167,10 @@ def test_sum_over_all_paths():
     tensors, targets, frames, labels = random_case(5, durations, batch=1, frames=3, labels=2)
     logits = whole_logits(tensors)[0].detach()
     blank = logits.shape[-1] - 4
-    tokens, steps = logits[..., : blank + 1].log_softmax(-1), logits[..., blank + 1 :].log_softmax(-1)
+    tokens, steps = (
+        logits[..., : blank + 1].log_softmax(-1),
+        logits[..., blank + 1 :].log_softmax(-1),
+    )
 
     def paths(t, u):
         if t == 3:
@@ -160,17 +192,23 @@ def test_sum_over_all_paths():
 def test_check_value():
     """The value that NVIDIA's and transformers' implementations give for zero logits."""
     encoded, predicted = torch.zeros(1, 3, 2), torch.zeros(1, 2, 2)
-    lattice = Lattice(torch.tensor([[0]]), torch.tensor([3]), torch.tensor([1]), (0, 1, 2), sigma=0.05)
-    assert float(tdt_losses(encoded, predicted, torch.zeros(7, 2), torch.zeros(7), lattice)) == pytest.approx(
-        4.155739, abs=1e-6
+    lattice = Lattice(
+        torch.tensor([[0]]), torch.tensor([3]), torch.tensor([1]), (0, 1, 2), sigma=0.05
     )
+    assert float(
+        tdt_losses(encoded, predicted, torch.zeros(7, 2), torch.zeros(7), lattice)
+    ) == pytest.approx(4.155739, abs=1e-6)
 
 
 def test_gradcheck():
-    tensors, targets, frames, labels = random_case(3, batch=2, frames=4, labels=2, width=2, vocabulary=2)
+    tensors, targets, frames, labels = random_case(
+        3, batch=2, frames=4, labels=2, width=2, vocabulary=2
+    )
     for plain in (None, torch.tensor([True, False])):
         lattice = Lattice(targets, frames, labels, (0, 1, 2, 3, 4), 0.02, plain, least_occupancy=0)
-        assert torch.autograd.gradcheck(lambda *inputs, lattice=lattice: tdt_losses(*inputs, lattice), tensors)
+        assert torch.autograd.gradcheck(
+            lambda *inputs, lattice=lattice: tdt_losses(*inputs, lattice), tensors
+        )
 
 
 def test_awkward_lengths():
@@ -178,13 +216,16 @@ def test_awkward_lengths():
     for t_size, u_size in ((1, 0), (1, 3), (4, 1500)):
         generator = torch.Generator().manual_seed(1)
         tensors = [
-            torch.randn(*shape, generator=generator) for shape in ((2, t_size, 3), (2, u_size + 1, 3), (9, 3), (9,))
+            torch.randn(*shape, generator=generator)
+            for shape in ((2, t_size, 3), (2, u_size + 1, 3), (9, 3), (9,))
         ]
         tensors = [tensor.double().requires_grad_() for tensor in tensors]
         targets = torch.randint(0, 3, (2, u_size), generator=generator)
         frames, labels = torch.tensor([t_size, 1]), torch.tensor([u_size, 0])
         ours = tdt_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))
-        assert ours.isfinite().all() and all(g.isfinite().all() for g in gradients(ours.sum(), tensors))
+        assert ours.isfinite().all() and all(
+            g.isfinite().all() for g in gradients(ours.sum(), tensors)
+        )
         if u_size < 10:
             theirs = materialised(tensors, targets, frames, labels, (0, 1, 2, 3, 4), 0.0, None)
             assert_close([ours], [theirs], 1e-12)
@@ -195,12 +236,17 @@ def test_padding_and_pieces_change_nothing(monkeypatch):
     reference = tdt_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))
     expected = gradients(reference.sum(), tensors)
     monkeypatch.setattr(losses, "CPU_ROWS", 5)
-    garbage = [torch.cat([t, torch.full_like(t[:, :2], 1e3)], dim=1).detach().requires_grad_() for t in tensors[:2]]
+    garbage = [
+        torch.cat([t, torch.full_like(t[:, :2], 1e3)], dim=1).detach().requires_grad_()
+        for t in tensors[:2]
+    ]
     wide = torch.cat([targets, targets[:, :1]], dim=1)
     ours = tdt_losses(*garbage, *tensors[2:], Lattice(wide, frames, labels, (0, 1, 2, 3, 4)))
     assert_close([ours], [reference], 1e-13)
     padded = gradients(ours.sum(), [*garbage, *tensors[2:]])
-    assert float(padded[0][:, -2:].abs().max()) == 0.0 and float(padded[1][:, -2:].abs().max()) == 0.0
+    assert (
+        float(padded[0][:, -2:].abs().max()) == 0.0 and float(padded[1][:, -2:].abs().max()) == 0.0
+    )
     assert_close([padded[0][:, :-2], padded[1][:, :-2], *padded[2:]], expected, 1e-10)
 
 
@@ -216,11 +262,14 @@ def test_cells_that_are_left_out_do_not_matter():
 
 @pytest.mark.parametrize("rows", [4, 1000])
 def test_dropout_has_the_same_mask_in_both_passes(rows, monkeypatch):
-    """A finite difference of the loss with a fixed seed agrees with the gradient, although the second pass has other pieces."""
+    """A finite difference of the loss with a fixed seed agrees with the gradient, although the
+    second pass has other pieces."""
     monkeypatch.setattr(losses, "CPU_ROWS", rows)
     tensors, targets, frames, labels = random_case(7, batch=2, frames=12, labels=5)
     for least in (0.0, 1e-2):  # the second leaves many cells out, which moves the pieces
-        lattice = Lattice(targets, frames, labels, (0, 1, 2, 3, 4), dropout=0.3, least_occupancy=least)
+        lattice = Lattice(
+            targets, frames, labels, (0, 1, 2, 3, 4), dropout=0.3, least_occupancy=least
+        )
 
         def value(*inputs, lattice=lattice):
             torch.manual_seed(0)
@@ -231,8 +280,13 @@ def test_dropout_has_the_same_mask_in_both_passes(rows, monkeypatch):
         with torch.no_grad():
             up = value(*(t + step * d for t, d in zip(tensors, direction, strict=True)))
             down = value(*(t - step * d for t, d in zip(tensors, direction, strict=True)))
-        slope = sum(float((g * d).sum()) for g, d in zip(gradients(value(*tensors), tensors), direction, strict=True))
-        assert slope == pytest.approx(float(up - down) / (2 * step), rel=1e-6 if least == 0.0 else 0.1)
+        slope = sum(
+            float((g * d).sum())
+            for g, d in zip(gradients(value(*tensors), tensors), direction, strict=True)
+        )
+        assert slope == pytest.approx(
+            float(up - down) / (2 * step), rel=1e-6 if least == 0.0 else 0.1
+        )
     assert float(value(*tensors)) != pytest.approx(
         float(tdt_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4))).sum())
     )
@@ -240,9 +294,12 @@ def test_dropout_has_the_same_mask_in_both_passes(rows, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_keeps_small_gradients(dtype):
-    """Products are in 16 bits, and gradients whose factor is far below fp16's range still arrive."""
+    """Products are in 16 bits, and gradients whose factor is far below fp16's range still
+    arrive."""
     tensors, targets, frames, labels = random_case(4, batch=2, vocabulary=40)
-    exact = gradients(tdt_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4))).sum(), tensors)
+    exact = gradients(
+        tdt_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4))).sum(), tensors
+    )
     singles = [tensor.detach().float().requires_grad_() for tensor in tensors]
     with torch.autocast("cpu", dtype):
         ours = tdt_losses(*singles, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))

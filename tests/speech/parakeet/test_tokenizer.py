@@ -1,4 +1,5 @@
-"""Parakeet's tokenizer: SentencePiece, `tokenizers` and transformers give the same ids and text in every form of a tokenizer."""
+"""Parakeet's tokenizer: SentencePiece, `tokenizers` and transformers give the same ids and text in
+every form of a tokenizer."""
 
 import base64
 import io
@@ -17,7 +18,15 @@ from sentencepiece import sentencepiece_model_pb2
 from transformers.convert_slow_tokenizer import ParakeetConverter
 
 from common.errors import UsageError
-from speech.parakeet.tokenizer import BLANK, PAD, hf_files, make_tokenizer, pad_pieces, pieces, sentencepiece_model
+from speech.parakeet.tokenizer import (
+    BLANK,
+    PAD,
+    hf_files,
+    make_tokenizer,
+    pad_pieces,
+    pieces,
+    sentencepiece_model,
+)
 
 ALPHABETS = ["abcdefgh", "ABC", "àảãäñßÉ", "हिंदीकोंकणीांव", "0123456789", " .,!?'", "中文é☃Ω", " "]
 KINDS = {
@@ -34,8 +43,17 @@ KINDS = {
     "char without prefix": {"model_type": "char", "vocab_size": 500, "add_dummy_prefix": False},
     "unigram": {"model_type": "unigram", "vocab_size": 100, "hard_vocab_limit": False},
     "bytes": {"model_type": "bpe", "vocab_size": 400, "byte_fallback": True},
-    "unigram bytes": {"model_type": "unigram", "vocab_size": 330, "byte_fallback": True, "hard_vocab_limit": False},
-    "symbols": {"model_type": "bpe", "vocab_size": 150, "user_defined_symbols": [PAD, "<|x|>", "1", "2"]},
+    "unigram bytes": {
+        "model_type": "unigram",
+        "vocab_size": 330,
+        "byte_fallback": True,
+        "hard_vocab_limit": False,
+    },
+    "symbols": {
+        "model_type": "bpe",
+        "vocab_size": 150,
+        "user_defined_symbols": [PAD, "<|x|>", "1", "2"],
+    },
     "unigram symbols": {
         "model_type": "unigram",
         "vocab_size": 120,
@@ -57,12 +75,22 @@ def corpus() -> list[str]:
 
 def train(kind: str) -> bytes:
     if kind not in MODELS:
-        settings = {"normalization_rule_name": "identity", "unk_id": 0, "bos_id": -1, "eos_id": -1, "pad_id": -1}
+        settings = {
+            "normalization_rule_name": "identity",
+            "unk_id": 0,
+            "bos_id": -1,
+            "eos_id": -1,
+            "pad_id": -1,
+        }
         model = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(corpus()), model_writer=model, character_coverage=0.99, minloglevel=2,
-            num_threads=1, **{**settings, **KINDS[kind]},
-        )  # fmt: skip
+            sentence_iterator=iter(corpus()),
+            model_writer=model,
+            character_coverage=0.99,
+            minloglevel=2,
+            num_threads=1,
+            **{**settings, **KINDS[kind]},
+        )
         MODELS[kind] = model.getvalue()
     return MODELS[kind]
 
@@ -76,7 +104,9 @@ def random_texts(count: int, symbols: tuple[str, ...] = ()) -> list[str]:
     draw = random.Random(2)
     texts = ["", " ", "  ", "a", " a ", "☃", "☃☃ ☃", "a  b", "12"]
     for _ in range(count):
-        words = ["".join(draw.choices(draw.choice(ALPHABETS), k=draw.randint(1, 8))) for _ in range(5)]
+        words = [
+            "".join(draw.choices(draw.choice(ALPHABETS), k=draw.randint(1, 8))) for _ in range(5)
+        ]
         words += draw.choices(symbols, k=2) if symbols else []
         draw.shuffle(words)
         texts.append(draw.choice(["", " ", "  "]).join(["", *words, ""][draw.randint(0, 1) :]))
@@ -103,13 +133,25 @@ def test_every_form_encodes_and_decodes_as_sentencepiece(kind, tmp_path):
     third = make_tokenizer({"sentencepiece": sentencepiece_model(second.state()).hex()}, size)
     peer = transformers.ParakeetTokenizer.from_pretrained(folder_with(files, tmp_path))
     names = [processor.id_to_piece(i) for i in range(size)]
-    assert first.pieces == second.pieces == third.pieces == names == pieces(first.state()) == pieces(second.state())
-    assert first.unknown == second.unknown == third.unknown == peer.unk_token_id == processor.unk_id()
+    assert (
+        first.pieces
+        == second.pieces
+        == third.pieces
+        == names
+        == pieces(first.state())
+        == pieces(second.state())
+    )
+    assert (
+        first.unknown == second.unknown == third.unknown == peer.unk_token_id == processor.unk_id()
+    )
     assert first.spaces == second.spaces == third.spaces >= {processor.piece_to_id("\u2581")}
     assert peer.convert_tokens_to_ids(BLANK) == size == len(peer) - 1
     texts = random_texts(300, symbols_of(kind))
     if kind == "table":  # `tokenizers` drops a mark after a character that the table changes
-        texts = ["".join(c for c in text if not unicodedata.category(c).startswith("M")) for text in texts]
+        texts = [
+            "".join(c for c in text if not unicodedata.category(c).startswith("M"))
+            for text in texts
+        ]
     for text in texts:
         ids = processor.encode(text)
         for tokenizer in (first, second, third):
@@ -127,12 +169,15 @@ def test_same_as_transformers_converter(kind, tmp_path):
     ours = json.loads(hf_files(state_of(kind))["tokenizer.json"])
     assert ours["model"]["vocab"] == content["model"]["vocab"]
     symbols = {*KINDS[kind].get("user_defined_symbols", ())}
-    assert ours["model"]["merges"] == [pair for pair in content["model"]["merges"] if not symbols & {*pair}]
+    assert ours["model"]["merges"] == [
+        pair for pair in content["model"]["merges"] if not symbols & {*pair}
+    ]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "table", "specials", "bytes"])
 def test_tokenizer_json_of_transformers(kind, tmp_path):
-    """As NVIDIA's folders are made: the converter, then <unk>, <pad> and <blank> as added tokens."""
+    """As NVIDIA's folders are made: the converter, then <unk>, <pad> and <blank> as added
+    tokens."""
     (tmp_path / "a.model").write_bytes(train(kind))
     backend = ParakeetConverter(str(tmp_path / "a.model")).converted()
     size = backend.get_vocab_size()
@@ -147,9 +192,15 @@ def test_tokenizer_json_of_transformers(kind, tmp_path):
         assert tokenizer.pieces == [processor.id_to_piece(i) for i in range(size)]
         converted = make_tokenizer({"sentencepiece": sentencepiece_model(state).hex()}, size)
         for text in random_texts(40):
-            text = "".join(c for c in text if not unicodedata.category(c).startswith("M")) if kind == "table" else text
+            text = (
+                "".join(c for c in text if not unicodedata.category(c).startswith("M"))
+                if kind == "table"
+                else text
+            )
             assert tokenizer.encode(text) == converted.encode(text) == processor.encode(text), text
-            assert tokenizer.decode(tokenizer.encode(text)) == processor.decode(processor.encode(text))
+            assert tokenizer.decode(tokenizer.encode(text)) == processor.decode(
+                processor.encode(text)
+            )
         folder = folder_with(hf_files(state), tmp_path)
         peer = transformers.AutoTokenizer.from_pretrained(folder)
         assert type(peer) is transformers.ParakeetTokenizer
@@ -159,16 +210,24 @@ def test_tokenizer_json_of_transformers(kind, tmp_path):
         assert peer("ab hg").input_ids == processor.encode("ab hg")
     assert hf_files(made[BLANK])["tokenizer.json"] == made[BLANK]["json"]
     files = {"tokenizer_config.json": "{}", "special_tokens_map.json": "{ }"}
-    assert hf_files({**made[BLANK], "files": files}) == {"tokenizer.json": made[BLANK]["json"], **files}
+    assert hf_files({**made[BLANK], "files": files}) == {
+        "tokenizer.json": made[BLANK]["json"],
+        **files,
+    }
     assert hf_files({**made[""], "files": files})["tokenizer_config.json"] != "{}"
 
 
 def test_as_the_processor_of_transformers_uses_it(tmp_path):
-    """Its decoder input is the blank and the labels; its timestamps come from a stream of pieces; it skips padding."""
+    """Its decoder input is the blank and the labels; its timestamps come from a stream of pieces;
+    it skips padding."""
     for kind in ("bpe", "symbols", "unigram", "char"):
-        peer = transformers.AutoTokenizer.from_pretrained(folder_with(hf_files(state_of(kind)), tmp_path))
+        peer = transformers.AutoTokenizer.from_pretrained(
+            folder_with(hf_files(state_of(kind)), tmp_path)
+        )
         blank = len(peer) - 1
-        assert peer.pad_token_id == (peer.convert_tokens_to_ids(PAD) if kind == "symbols" else blank)
+        assert peer.pad_token_id == (
+            peer.convert_tokens_to_ids(PAD) if kind == "symbols" else blank
+        )
         for text in ("ab hg", "bad cab 12."):
             labels = peer(text, add_special_tokens=False).input_ids
             assert peer(BLANK + text, add_special_tokens=False).input_ids == [blank, *labels]
@@ -242,19 +301,32 @@ HOSTILE = {
     "added": lambda c: c["added_tokens"].append({"id": 3, "content": ["a"]}),
     "huge added": lambda c: c["added_tokens"].append({"id": 1 << 62, "content": "<q>"}),
     "empty added": lambda c: c["added_tokens"].append({"id": 201, "content": ""}),
-    "slow pattern": lambda c: c["normalizer"]["normalizers"].append(
-        {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+    "slow pattern": (
+        lambda c: c["normalizer"]["normalizers"].append(
+            {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+        )
     ),
     "a prefix by itself": lambda c: c.update(normalizer={"type": "Prepend", "prepend": "\u2581"}),
     "no unknown at all": lambda c: c["model"].update(unk_token=None),
     "step": lambda c: c.update(normalizer={"type": "Lowercase"}),
-    "steps": lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}] * 40}),
+    "steps": lambda c: c.update(
+        normalizer={
+            "type": "Sequence",
+            "normalizers": (
+                [{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}] * 40
+            ),
+        }
+    ),
     "splitter": lambda c: c.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "a"}}),
-    "two tables": lambda c: c["normalizer"]["normalizers"].extend([{"type": "Precompiled", "precompiled_charsmap": ""}] * 2),
+    "two tables": (
+        lambda c: c["normalizer"]["normalizers"].extend(
+            [{"type": "Precompiled", "precompiled_charsmap": ""}] * 2
+        )
+    ),
     "table": lambda c: c.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "@@@"}),
     "deep decoder": lambda c: c.update(decoder=deep(900)),
     "deep merges": lambda c: c["model"].update(merges=[deep(900)]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -270,13 +342,33 @@ def test_damaged_tokenizer_json_is_refused(name):
 
 @pytest.mark.parametrize(
     "state",
-    [{}, [], {"sentencepiece": "zz"}, {"sentencepiece": "00ff"}, {"sentencepiece": ""}, {"sentencepiece": 3}, {"json": "{"},
-     {"json": "[" * 100_000}, {"json": "[]"}, {"json": None}, {"json": "{}", "files": {"../a": ""}}, {"json": "NaN"},
-     {"json": json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0], ["a", 1.0]], "unk_id": 0}})},
-     {"json": json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 1}})},
-     {"json": json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}})},
-     {"json": json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0], ["", 0.0]], "unk_id": 0}})}],
-)  # fmt: skip
+    [
+        {},
+        [],
+        {"sentencepiece": "zz"},
+        {"sentencepiece": "00ff"},
+        {"sentencepiece": ""},
+        {"sentencepiece": 3},
+        {"json": "{"},
+        {"json": "[" * 100_000},
+        {"json": "[]"},
+        {"json": None},
+        {"json": "{}", "files": {"../a": ""}},
+        {"json": "NaN"},
+        {
+            "json": json.dumps(
+                {"model": {"type": "Unigram", "vocab": [["a", 0.0], ["a", 1.0]], "unk_id": 0}}
+            )
+        },
+        {"json": json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 1}})},
+        {"json": json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}})},
+        {
+            "json": json.dumps(
+                {"model": {"type": "Unigram", "vocab": [["a", 0.0], ["", 0.0]], "unk_id": 0}}
+            )
+        },
+    ],
+)
 def test_damaged_state_is_refused(state):
     for use in (lambda state: make_tokenizer(state, 2), pieces, hf_files, sentencepiece_model):
         with pytest.raises(UsageError):
@@ -319,19 +411,33 @@ def test_padding_adds_pieces_that_no_text_has(kind):
         assert len({*tokenizer.pieces}) == before + 30
         for text in [*random_texts(30, symbols_of(kind)), "<unused_0>", "<unused_29>"]:
             assert tokenizer.encode(text) == processor.encode(text)
-            assert tokenizer.decode(processor.encode(text)) == processor.decode(processor.encode(text))
+            assert tokenizer.decode(processor.encode(text)) == processor.decode(
+                processor.encode(text)
+            )
         for i in range(before, before + 30):
             assert tokenizer.decode([i]) == tokenizer.pieces[i]
-    assert pad_pieces(bytes.fromhex(state["sentencepiece"]), before + 30).hex() == state["sentencepiece"]
+    assert (
+        pad_pieces(bytes.fromhex(state["sentencepiece"]), before + 30).hex()
+        == state["sentencepiece"]
+    )
 
 
 def test_normalisation_tables_are_checked():
     table = bytearray(
-        sentencepiece_model_pb2.ModelProto.FromString(train("table")).normalizer_spec.precompiled_charsmap
+        sentencepiece_model_pb2.ModelProto.FromString(
+            train("table")
+        ).normalizer_spec.precompiled_charsmap
     )
     content = json.loads(hf_files(state_of("table"))["tokenizer.json"])
     draw, refused = random.Random(3), 0
-    damaged = [b"", table[:3], table[:5000], table[:-1], bytes(4) + table[4:], b"\xff" * 4 + table[4:]]
+    damaged = [
+        b"",
+        table[:3],
+        table[:5000],
+        table[:-1],
+        bytes(4) + table[4:],
+        b"\xff" * 4 + table[4:],
+    ]
     for _ in range(60):
         copy = bytearray(table)
         for _ in range(20):
@@ -365,7 +471,9 @@ def test_user_defined_symbols_of_transformers_converter(tmp_path):
     state = {"json": ParakeetConverter(str(tmp_path / "a.model")).converted().to_str()}
     processor = sentencepiece.SentencePieceProcessor(model_proto=train("symbols"))
     first = make_tokenizer(state, processor.vocab_size())
-    second = make_tokenizer({"sentencepiece": sentencepiece_model(state).hex()}, processor.vocab_size())
+    second = make_tokenizer(
+        {"sentencepiece": sentencepiece_model(state).hex()}, processor.vocab_size()
+    )
     for text in random_texts(50):
         assert second.encode(f"{text}1<|x|>a{PAD}") == processor.encode(f"{text}1<|x|>a{PAD}")
         plain = text.replace("1", "").replace("2", "")

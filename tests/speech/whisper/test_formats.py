@@ -1,4 +1,5 @@
-"""Whisper's files against transformers: read, export, load, generate; and files that are refused."""
+"""Whisper's files against transformers: read, export, load, generate; and files that are
+refused."""
 
 import json
 import os
@@ -26,7 +27,9 @@ BPE = whisper_tokenizer.train_bpe(["xin chào các bạn", "tôi là sinh viên"
 
 def timestamped() -> whisper_tokenizer.WhisperTokenizer:
     """A tokenizer with all languages and timestamps, as in the released models."""
-    specials = whisper_tokenizer.special_tokens(len(BPE.vocab), whisper_tokenizer.LANGUAGES[:99], timestamps=True)
+    specials = whisper_tokenizer.special_tokens(
+        len(BPE.vocab), whisper_tokenizer.LANGUAGES[:99], timestamps=True
+    )
     return whisper_tokenizer.WhisperTokenizer(BPE.vocab, BPE.merges, specials, (), "vi")
 
 
@@ -45,7 +48,11 @@ def tiny(vocabulary: int, **changes) -> dict[str, int]:
 def peer(config: dict, tokenizer=SYMBOLS, seed: int = 0):
     """transformers' own model with random weights."""
     torch.manual_seed(seed)
-    ids = {"pad_token_id": tokenizer.eos, "bos_token_id": tokenizer.eos, "eos_token_id": tokenizer.eos}
+    ids = {
+        "pad_token_id": tokenizer.eos,
+        "bos_token_id": tokenizer.eos,
+        "eos_token_id": tokenizer.eos,
+    }
     described = WhisperConfig(**config, **ids, decoder_start_token_id=tokenizer.start)
     return WhisperForConditionalGeneration(described).eval()
 
@@ -56,10 +63,18 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 
 
 def same(first: dict, second: dict) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
-def exported(folder, tokenizer=SYMBOLS, padding: int = 0, changes: dict | None = None, base: dict | None = None):
+def exported(
+    folder,
+    tokenizer=SYMBOLS,
+    padding: int = 0,
+    changes: dict | None = None,
+    base: dict | None = None,
+):
     """Exports random weights and loads them with transformers."""
     config = tiny(tokenizer.size + padding, **(changes or {}))
     formats.export(folder, weights_of(peer(config, tokenizer)), config, tokenizer, base)
@@ -89,7 +104,7 @@ def noise(folder, seconds: float = 1.0) -> torch.Tensor:
     return processor(samples, sampling_rate=16_000, return_tensors="pt").input_features
 
 
-# --- the two forms ---------------------------------------------------------------------------------------------------
+# --- the two forms --------------------------------------------------------------------------------
 
 
 def test_expected_shapes_are_those_of_transformers():
@@ -100,21 +115,36 @@ def test_expected_shapes_are_those_of_transformers():
 
 @pytest.mark.parametrize(
     "size,millions",
-    [("tiny", 37.8), ("base", 72.6), ("small", 241.7), ("medium", 763.9), ("large-v2", 1543.3), ("large-v3", 1543.5),
-     ("turbo", 808.9)],
-)  # fmt: skip
+    [
+        ("tiny", 37.8),
+        ("base", 72.6),
+        ("small", 241.7),
+        ("medium", 763.9),
+        ("large-v2", 1543.3),
+        ("large-v3", 1543.5),
+        ("turbo", 808.9),
+    ],
+)
 def test_sizes_have_the_released_numbers_of_parameters(size, millions):
     shapes = formats.expected_shapes(formats.SIZES[size])
-    positions = shapes["encoder.embed_positions.weight"]  # sinusoids: counted by transformers, not by OpenAI
+    positions = shapes[
+        "encoder.embed_positions.weight"
+    ]  # sinusoids: counted by transformers, not by OpenAI
     count = sum(int(np.prod(shape)) for shape in shapes.values())
-    assert abs(count / 1e6 - millions) < 0.1 or abs((count - np.prod(positions)) / 1e6 - millions) < 0.1
+    assert (
+        abs(count / 1e6 - millions) < 0.1
+        or abs((count - np.prod(positions)) / 1e6 - millions) < 0.1
+    )
 
 
 def test_conversions_are_each_others_inverse():
     config = tiny(70)
     weights = weights_of(peer(config))
     theirs = formats.hf_to_openai(weights)
-    assert "encoder.blocks.0.attn.query.weight" in theirs and "decoder.blocks.1.cross_attn_ln.bias" in theirs
+    assert (
+        "encoder.blocks.0.attn.query.weight" in theirs
+        and "decoder.blocks.1.cross_attn_ln.bias" in theirs
+    )
     assert not any("layers" in name or "proj" in name or "embed_" in name for name in theirs)
     assert same(formats.openai_to_hf(theirs), weights)
     assert same(formats.hf_to_openai(formats.openai_to_hf(theirs)), theirs)
@@ -127,20 +157,28 @@ def test_conversions_are_each_others_inverse():
 def test_openai_file_is_read(dtype, tmp_path):
     config = tiny(70)
     weights = {name: tensor.to(dtype) for name, tensor in weights_of(peer(config)).items()}
-    content = {"dims": formats.config_to_dims(config), "model_state_dict": formats.hf_to_openai(weights)}
+    content = {
+        "dims": formats.config_to_dims(config),
+        "model_state_dict": formats.hf_to_openai(weights),
+    }
     torch.save(content, tmp_path / "base.pt")
     weights_read, config_read, extras = formats.read_model(tmp_path / "base.pt")
     assert same(weights_read, {name: tensor.float() for name, tensor in weights.items()})
     assert config_read == config and extras["generation"] == {}
 
 
-@pytest.mark.parametrize("form", ["whole", "sharded", "bin", "sharded bin", "fp16", "untied name", "old bin"])
+@pytest.mark.parametrize(
+    "form", ["whole", "sharded", "bin", "sharded bin", "fp16", "untied name", "old bin"]
+)
 def test_hugging_face_folder_is_read(form, tmp_path):
     config = tiny(70)
     model = peer(config)
     wanted = weights_of(model)
     if form == "fp16":
-        model, wanted = model.half(), {name: tensor.half().float() for name, tensor in wanted.items()}
+        model, wanted = (
+            model.half(),
+            {name: tensor.half().float() for name, tensor in wanted.items()},
+        )
     model.save_pretrained(tmp_path, max_shard_size="50KB" if "sharded" in form else "50GB")
     if form == "sharded":
         assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
@@ -151,7 +189,11 @@ def test_hugging_face_folder_is_read(form, tmp_path):
             torch.save(load_file(file), tmp_path / name, **options)
             file.unlink()
         for index in tmp_path.glob("*.index.json"):
-            text = index.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+            text = (
+                index.read_text()
+                .replace("model-", "pytorch_model-")
+                .replace(".safetensors", ".bin")
+            )
             (tmp_path / "pytorch_model.bin.index.json").write_text(text)
             index.unlink()
     if form == "untied name":
@@ -164,7 +206,7 @@ def test_hugging_face_folder_is_read(form, tmp_path):
     assert extras["generation"]["eos_token_id"] == SYMBOLS.eos and extras["tokenizer"] == tmp_path
 
 
-# --- the export ------------------------------------------------------------------------------------------------------
+# --- the export -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokenizer", [SYMBOLS, BPE, FULL], ids=["symbols", "bpe", "full"])
@@ -176,7 +218,9 @@ def test_transformers_uses_an_export_as_it_is(tokenizer, padding, tmp_path):
     weights, _, _ = formats.read_model(tmp_path / "theirs")
     folder = tmp_path / "ours"
     formats.export(folder, {**weights, "ctc_head.weight": torch.ones(2, 2)}, config, tokenizer)
-    loaded, report = WhisperForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    loaded, report = WhisperForConditionalGeneration.from_pretrained(
+        folder, output_loading_info=True
+    )
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert same(weights_of(loaded), weights_of(model))
     assert same(formats.read_model(folder / "model.pt")[0], weights)
@@ -186,37 +230,59 @@ def test_transformers_uses_an_export_as_it_is(tokenizer, padding, tmp_path):
     assert prompt == tokenizer.prompt
     greedy = torch.tensor([prompt])
     for token in tokens[0]:  # it suppresses only ids beyond the tokenizer
-        logits = loaded(input_features=features, decoder_input_ids=greedy).logits[0, -1, : tokenizer.size]
+        logits = loaded(input_features=features, decoder_input_ids=greedy).logits[
+            0, -1, : tokenizer.size
+        ]
         assert logits.argmax() == token
         greedy = torch.cat([greedy, torch.tensor([[token]])], dim=1)
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    assert processor.batch_decode(tokens, skip_special_tokens=True)[0] == tokenizer.decode(tokens[0])
+    assert processor.batch_decode(tokens, skip_special_tokens=True)[0] == tokenizer.decode(
+        tokens[0]
+    )
     samples = np.random.default_rng(0).normal(0, 0.1, 16_000).astype("float32")
-    pipeline = transformers.pipeline("automatic-speech-recognition", model=str(folder), device="cpu")
+    pipeline = transformers.pipeline(
+        "automatic-speech-recognition", model=str(folder), device="cpu"
+    )
     assert isinstance(pipeline(samples)["text"], str)
     loaded.save_pretrained(tmp_path / "again")  # transformers writes back everything in it
     assert same(formats.read_model(tmp_path / "again")[0], weights)
 
 
 def test_an_empty_transcript_is_possible(tmp_path):
-    """The defaults of config.json suppress eos as the first token, but noise must give an empty text."""
+    """The defaults of config.json suppress eos as the first token, but noise must give an empty
+    text."""
     config = tiny(SYMBOLS.size)
     weights = weights_of(peer(config))
-    weights["decoder.embed_tokens.weight"][SYMBOLS.eos] = 1.0  # transformers initialises the pad token's to zero
+    weights["decoder.embed_tokens.weight"][SYMBOLS.eos] = (
+        1.0  # transformers initialises the pad token's to zero
+    )
     weights["decoder.layer_norm.weight"].zero_()
     weights["decoder.layer_norm.bias"].fill_(1.0)
     formats.export(tmp_path / "ours", weights, config, SYMBOLS)
-    pipeline = transformers.pipeline("automatic-speech-recognition", model=str(tmp_path / "ours"), device="cpu")
+    pipeline = transformers.pipeline(
+        "automatic-speech-recognition", model=str(tmp_path / "ours"), device="cpu"
+    )
     assert pipeline(np.zeros(16_000, dtype="float32"))["text"] == ""
 
 
 def test_base_settings_are_carried_and_ours_take_precedence(tmp_path):
-    base = {"suppress_tokens": [1, 2, 7], "begin_suppress_tokens": [220], "alignment_heads": [[0, 1]],
-            "forced_decoder_ids": [[1, None]], "transformers_version": "4.30", "language": "en", "max_length": 448}  # fmt: skip
+    base = {
+        "suppress_tokens": [1, 2, 7],
+        "begin_suppress_tokens": [220],
+        "alignment_heads": [[0, 1]],
+        "forced_decoder_ids": [[1, None]],
+        "transformers_version": "4.30",
+        "language": "en",
+        "max_length": 448,
+    }
     model = exported(tmp_path / "fine-tuned", FULL, base=base)
     settings = model.generation_config
     assert settings.suppress_tokens == [1, 2, 7] and settings.begin_suppress_tokens == [220]
-    assert settings.alignment_heads == [[0, 1]] and settings.language == "<|vi|>" and settings.max_length == 24
+    assert (
+        settings.alignment_heads == [[0, 1]]
+        and settings.language == "<|vi|>"
+        and settings.max_length == 24
+    )
     assert getattr(settings, "forced_decoder_ids", None) is None
     assert len(settings.lang_to_id) == 99
     in_hindi = whisper_tokenizer.make_tokenizer({**FULL.state(), "language": "hi"})
@@ -235,7 +301,9 @@ def test_ids_beyond_the_tokenizer_are_never_generated(tmp_path, no_hang):
 
 
 def test_an_english_only_model(tmp_path):
-    tokenizer = whisper_tokenizer.WhisperTokenizer(FULL.vocab, FULL.merges, FULL.specials, multilingual=False)
+    tokenizer = whisper_tokenizer.WhisperTokenizer(
+        FULL.vocab, FULL.merges, FULL.specials, multilingual=False
+    )
     model = exported(tmp_path / "en", tokenizer, base={"language": "en", "task": "transcribe"})
     assert generate(model, noise(tmp_path / "en"))[1] == [tokenizer.start, tokenizer.no_timestamps]
 
@@ -277,7 +345,10 @@ def test_export_replaces_its_own_folder_and_no_other(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text('{"model_type": "whisper"}')
     (tmp_path / "file").write_text("")
-    for foreign, reason in (("theirs", "holds files that are not replaced"), ("file", "exists and is not a folder")):
+    for foreign, reason in (
+        ("theirs", "holds files that are not replaced"),
+        ("file", "exists and is not a folder"),
+    ):
         with pytest.raises(UsageError, match=f"--export {tmp_path / foreign}: it {reason}"):
             exported(tmp_path / foreign)
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["config.json"]
@@ -330,7 +401,7 @@ def test_what_cannot_be_exported(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# --- hostile files ---------------------------------------------------------------------------------------------------
+# --- hostile files --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -401,7 +472,9 @@ def flipped(folder):
 
 def spoiled(change):
     """A pytorch_model.bin whose first convolution is `change(its bias)`."""
-    return as_bin(lambda weights: {**weights, "encoder.conv1.bias": change(weights["encoder.conv1.bias"])})
+    return as_bin(
+        lambda weights: {**weights, "encoder.conv1.bias": change(weights["encoder.conv1.bias"])}
+    )
 
 
 def unlimited(folder):
@@ -440,13 +513,22 @@ HOSTILE = {
     "config is not text": (write("config.json", b"\xff\xfe"), "not UTF-8"),
     "config is deep": (write("config.json", b"[" * 100_000), "not valid JSON"),
     "config is a pipe": (pipe("config.json"), "no config.json"),
-    "a billion layers": (rewrite(lambda c: c.update(encoder_layers=10**9)), "encoder_layers is '1000000000'"),
+    "a billion layers": (
+        rewrite(lambda c: c.update(encoder_layers=10**9)),
+        "encoder_layers is '1000000000'",
+    ),
     "a wide model": (rewrite(lambda c: c.update(d_model=2**31)), "d_model is '2147483648'"),
     "an odd width": (rewrite(lambda c: c.update(d_model=33)), "d_model is '33'"),
     "a boolean": (rewrite(lambda c: c.update(decoder_layers=True)), "decoder_layers is 'True'"),
     "a fraction": (rewrite(lambda c: c.update(num_mel_bins=80.0)), "num_mel_bins is '80.0'"),
-    "no positions": (rewrite(lambda c: c.update(max_target_positions=0)), "max_target_positions is '0'"),
-    "endless audio": (rewrite(lambda c: c.update(max_source_positions=10**9)), "max_source_positions is '1000000000'"),
+    "no positions": (
+        rewrite(lambda c: c.update(max_target_positions=0)),
+        "max_target_positions is '0'",
+    ),
+    "endless audio": (
+        rewrite(lambda c: c.update(max_source_positions=10**9)),
+        "max_source_positions is '1000000000'",
+    ),
     "a huge vocabulary": (rewrite(lambda c: c.update(vocab_size=10**30)), "vocab_size is '1000000"),
     "many layers": (rewrite(lambda c: c.update(encoder_layers=128)), "lacks 'encoder.layers.1."),
     "generation is deep": (write("generation_config.json", b'{"a":' * 100_000), "not valid JSON"),
@@ -459,24 +541,57 @@ HOSTILE = {
     "bin is compressed": (compressed, "damaged"),
     "bin is changed": (flipped, "damaged"),
     "bin is a pipe": (pipe("model.safetensors"), "no weights"),
-    "larger than its data": (spoiled(lambda w: torch.zeros(1).expand(1 << 40)), "conv1.bias' is larger than its data"),
+    "larger than its data": (
+        spoiled(lambda w: torch.zeros(1).expand(1 << 40)),
+        "conv1.bias' is larger than its data",
+    ),
     "sparse": (spoiled(lambda w: w.to_sparse()), "'encoder.conv1.bias' is not a dense tensor"),
-    "complex": (spoiled(lambda w: w.to(torch.complex64)), "'encoder.conv1.bias' is not a floating-point"),
-    "8-bit floats": (spoiled(lambda w: w.to(torch.float8_e4m3fn)), "'encoder.conv1.bias' is not a floating-point"),
-    "without data": (spoiled(lambda w: w.to("meta")), "'encoder.conv1.bias' is not a floating-point"),
-    "in place of a tensor": (spoiled(lambda w: "x" * 1000), "'encoder.conv1.bias' is not a floating-point"),
-    "a number as name": (as_bin(lambda weights: {**weights, 7: torch.ones(1)}), "'7' is not a dense tensor"),
-    "NaN": (spoiled(lambda w: w * float("nan")), "'encoder.conv1.bias' has values that are not finite"),
-    "beyond fp32": (spoiled(lambda w: w.double() + 1e300), "'encoder.conv1.bias' has values that are not finite"),
+    "complex": (
+        spoiled(lambda w: w.to(torch.complex64)),
+        "'encoder.conv1.bias' is not a floating-point",
+    ),
+    "8-bit floats": (
+        spoiled(lambda w: w.to(torch.float8_e4m3fn)),
+        "'encoder.conv1.bias' is not a floating-point",
+    ),
+    "without data": (
+        spoiled(lambda w: w.to("meta")),
+        "'encoder.conv1.bias' is not a floating-point",
+    ),
+    "in place of a tensor": (
+        spoiled(lambda w: "x" * 1000),
+        "'encoder.conv1.bias' is not a floating-point",
+    ),
+    "a number as name": (
+        as_bin(lambda weights: {**weights, 7: torch.ones(1)}),
+        "'7' is not a dense tensor",
+    ),
+    "NaN": (
+        spoiled(lambda w: w * float("nan")),
+        "'encoder.conv1.bias' has values that are not finite",
+    ),
+    "beyond fp32": (
+        spoiled(lambda w: w.double() + 1e300),
+        "'encoder.conv1.bias' has values that are not finite",
+    ),
     "infinity": (unlimited, "conv1.bias' has values that are not finite"),
     "bin is an object": (as_bin(lambda weights: Trap()), "refused"),
     "bin is numbers": (as_bin(lambda weights: {"a": 1}), "not a floating-point tensor"),
-    "bin is quantised": (as_bin(lambda w: {n: t.to(torch.int8) for n, t in w.items()}), "quantised"),
-    "untied": (as_bin(lambda w: {**w, "proj_out.weight": torch.zeros(70, 32)}), "not its embedding"),
+    "bin is quantised": (
+        as_bin(lambda w: {n: t.to(torch.int8) for n, t in w.items()}),
+        "quantised",
+    ),
+    "untied": (
+        as_bin(lambda w: {**w, "proj_out.weight": torch.zeros(70, 32)}),
+        "not its embedding",
+    ),
     "a shard is missing": (shards({"a": "model-00001-of-00002.safetensors"}), "lacks 'model-00001"),
     "a shard's name is long": (shards({"a": "x" * 300}), "lacks 'xxx"),
     "shards are lists": (shards({"a": ["model.safetensors"]}), "lists no files"),
-    "shards are deep": (write("model.safetensors.index.json", b'{"weight_map":' + b"[" * 100_000), "not valid JSON"),
+    "shards are deep": (
+        write("model.safetensors.index.json", b'{"weight_map":' + b"[" * 100_000),
+        "not valid JSON",
+    ),
     "a shard elsewhere": (shards({"a": "../other.safetensors"}), "lists no files"),
     "no shards": (shards([]), "lists no files"),
 }

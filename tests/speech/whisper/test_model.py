@@ -19,20 +19,36 @@ from speech.whisper import scratch
 from speech.whisper.model import FRAME, LAYERS, LogMel, Whisper, ctc_loss, gpu_lengths, token_loss
 
 CONFIG = {
-    "vocab_size": 20, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 80,
-    "max_source_positions": 150, "max_target_positions": 12,
-}  # fmt: skip
+    "vocab_size": 20,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "num_mel_bins": 80,
+    "max_source_positions": 150,
+    "max_target_positions": 12,
+}
 WEIGHTS = {"attention": 0.7, "ctc": 0.3}
 EOS = 19
 
 
 def shaped(d, layers, heads, mels, vocabulary, positions=300):
     return {
-        "vocab_size": vocabulary, "d_model": d, "encoder_layers": layers, "decoder_layers": layers,
-        "encoder_attention_heads": heads, "decoder_attention_heads": heads, "encoder_ffn_dim": 4 * d,
-        "decoder_ffn_dim": 4 * d, "num_mel_bins": mels, "max_source_positions": positions, "max_target_positions": 448,
-    }  # fmt: skip
+        "vocab_size": vocabulary,
+        "d_model": d,
+        "encoder_layers": layers,
+        "decoder_layers": layers,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_ffn_dim": 4 * d,
+        "decoder_ffn_dim": 4 * d,
+        "num_mel_bins": mels,
+        "max_source_positions": positions,
+        "max_target_positions": 448,
+    }
 
 
 def make_model(seed=0, dropout=0.0, **changed):
@@ -56,11 +72,18 @@ def make_items(count, seed=0, shortest=3000, longest=48_000):
         samples = longest if number == 1 else int(random.integers(shortest, longest))
         text = random.integers(0, EOS + 1, random.integers(0, 8)).tolist()
         text[1:2] = [EOS] * len(text[1:2])
-        items.append({
-            "audio": torch.from_numpy(random.normal(0, 0.1, samples) * np.linspace(0.1, 1, samples)),
-            "tokens": torch.tensor([17, 18, *text]), "labels": torch.tensor([18, *text, EOS])[: len(text) + 2],
-            "ctc_tokens": torch.tensor([token for token in text if token != EOS], dtype=torch.long),
-        })  # fmt: skip
+        items.append(
+            {
+                "audio": torch.from_numpy(
+                    random.normal(0, 0.1, samples) * np.linspace(0.1, 1, samples)
+                ),
+                "tokens": torch.tensor([17, 18, *text]),
+                "labels": torch.tensor([18, *text, EOS])[: len(text) + 2],
+                "ctc_tokens": torch.tensor(
+                    [token for token in text if token != EOS], dtype=torch.long
+                ),
+            }
+        )
     return items
 
 
@@ -78,7 +101,10 @@ def collate(items, beyond=EOS):
 
 def compute_loss(model, batch):
     encoded, mask = model.encode(batch)
-    return {"attention": token_loss(model, batch, encoded, mask), "ctc": ctc_loss(model, batch, encoded)}
+    return {
+        "attention": token_loss(model, batch, encoded, mask),
+        "ctc": ctc_loss(model, batch, encoded),
+    }
 
 
 def moved(batch):
@@ -101,24 +127,34 @@ def relative(a, b):
     return float((a - b).norm() / b.norm())
 
 
-# --- against transformers --------------------------------------------------------------------------------------------
+# --- against transformers -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [
-    shaped(384, 2, 6, 80, 2000, positions=1500), shaped(512, 2, 8, 80, 1000), shaped(320, 3, 5, 128, 4000),
-], ids=["tiny", "base", "large-v3"])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        shaped(384, 2, 6, 80, 2000, positions=1500),
+        shaped(512, 2, 8, 80, 1000),
+        shaped(320, 3, 5, 128, 4000),
+    ],
+    ids=["tiny", "base", "large-v3"],
+)
 @torch.no_grad()
 def test_outputs_are_transformers_own(config):
     torch.manual_seed(0)
     special = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2}
-    theirs = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**config, **special)).eval()
+    theirs = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(**config, **special)
+    ).eval()
     for name, parameter in theirs.named_parameters():
         if "encoder.embed_positions" not in name:
             parameter += 0.03 * torch.randn_like(parameter)
     ours = Whisper(config).eval()
     weights = {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
     del weights["proj_out.weight"]
-    assert torch.equal(weights["encoder.embed_positions.weight"], ours.encoder.embed_positions.weight)
+    assert torch.equal(
+        weights["encoder.embed_positions.weight"], ours.encoder.embed_positions.weight
+    )
     ours.load_state_dict(weights)
     features = torch.randn(1, config["num_mel_bins"], 2 * config["max_source_positions"])
     tokens = torch.randint(0, 1000, (1, 17))
@@ -138,7 +174,9 @@ def test_log_mel_is_the_feature_extractors(n_mels):
     for samples in (400, 401, 5_000, 16_000, 99_999, 479_520, 479_801, 479_990, 480_000):
         waveform = random.normal(0, 0.1, samples).astype(np.float32)
         waveform[samples // 3 :] *= 1e-4  # below the floor
-        waveform += np.sin(np.arange(samples, dtype=np.float32) * 0.3) * (np.arange(samples) > samples // 2)
+        waveform += np.sin(np.arange(samples, dtype=np.float32) * 0.3) * (
+            np.arange(samples) > samples // 2
+        )
         if samples == 5_000:
             waveform[:] = 0
         expected = extractor(waveform, sampling_rate=16_000, return_tensors="pt").input_features[0]
@@ -153,7 +191,7 @@ def test_log_mel_is_the_feature_extractors(n_mels):
         assert float((mels - expected[:, : size // 160]).abs().max()) < 1e-5
 
 
-# --- padding ---------------------------------------------------------------------------------------------------------
+# --- padding --------------------------------------------------------------------------------------
 
 
 def test_padding_changes_neither_outputs_nor_loss_nor_gradients():
@@ -173,13 +211,16 @@ def test_padding_changes_neither_outputs_nor_loss_nor_gradients():
         assert float((alone[0, :frames] - encoded[row, :frames]).abs().max()) < 1e-10
         more = loss_and_gradient(model, batch)
         alone_loss, alone_gradient = alone_loss + more[0], alone_gradient + more[1]
-    assert loss == pytest.approx(alone_loss, rel=1e-10) and relative(gradient, alone_gradient) < 1e-10
+    assert (
+        loss == pytest.approx(alone_loss, rel=1e-10) and relative(gradient, alone_gradient) < 1e-10
+    )
 
 
 @pytest.mark.parametrize("odd", [0, 1, 159, 160, 161, 319])
 @torch.no_grad()
 def test_lengths_around_frames_and_the_grid(odd):
-    """An odd number of feature frames ends in the middle of a stride; a multiple of the stride alone has no mask."""
+    """An odd number of feature frames ends in the middle of a stride; a multiple of the stride
+    alone has no mask."""
     model = make_model()
     items = make_items(3)
     items[0]["audio"] = items[1]["audio"][: FRAME - 160 + odd]
@@ -192,7 +233,8 @@ def test_lengths_around_frames_and_the_grid(odd):
 
 
 def test_what_is_loudest_at_the_very_end_sets_the_floor_alone_too():
-    """Its loudest window lies around the utterance's end, and only a longer neighbour in the batch would include it."""
+    """Its loudest window lies around the utterance's end, and only a longer neighbour in the batch
+    would include it."""
     ours, waveform = LogMel(80, 480_000), torch.zeros(FRAME)
     waveform[-60:] = torch.sin(0.4 * torch.arange(60))
     mels = ours(waveform[None])[0]
@@ -219,7 +261,9 @@ def test_eos_inside_a_text_counts():
         logits = model.logits(model.decoder(item["tokens"][None], encoded, mask))[0].log_softmax(-1)
         expected -= sum(float(logits[i, label]) for i, label in enumerate(item["labels"].tolist()))
     assert sum(item["labels"].tolist().count(EOS) > 1 for item in items) >= 3
-    assert float(compute_loss(model, moved(collate(items)))["attention"]) == pytest.approx(expected, rel=1e-10)
+    assert float(compute_loss(model, moved(collate(items)))["attention"]) == pytest.approx(
+        expected, rel=1e-10
+    )
 
 
 def test_accumulation_is_exact():
@@ -236,7 +280,7 @@ def test_accumulation_is_exact():
         assert relative(gradient, results[0][1]) < 1e-10 and relative(sums, results[0][0]) < 1e-10
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 1000])
@@ -255,10 +299,16 @@ def test_the_output_layer_in_pieces_is_the_whole(monkeypatch, rows):
     monkeypatch.setattr(whisper, "output_loss", recorded)
     again, gradient_again = loss_and_gradient(model, batch)
     assert len(weights) == 1  # cast once for all pieces, not once for each
-    assert max(calls) <= rows and again == pytest.approx(loss, rel=1e-12) and relative(gradient_again, gradient) < 1e-12
+    assert (
+        max(calls) <= rows
+        and again == pytest.approx(loss, rel=1e-12)
+        and relative(gradient_again, gradient) < 1e-12
+    )
     with torch.no_grad():
         terms = compute_loss(model, moved(batch))
-    assert sum(WEIGHTS[name] * float(term) for name, term in terms.items()) == pytest.approx(loss, rel=1e-12)
+    assert sum(WEIGHTS[name] * float(term) for name, term in terms.items()) == pytest.approx(
+        loss, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -312,7 +362,9 @@ def test_recomputing_norms_and_gelu_changes_no_bit(monkeypatch, dropout, count, 
     if option == "plain":
         batch = collate(items)
         frames, tokens = -(-batch["audio"].shape[1] // FRAME), batch["tokens"].shape[1]
-        a_frame = CONFIG["encoder_ffn_dim"] + CONFIG["d_model"] + 2  # GELU, the norm, its statistics
+        a_frame = (
+            CONFIG["encoder_ffn_dim"] + CONFIG["d_model"] + 2
+        )  # GELU, the norm, its statistics
         assert results[0][2] - results[1][2] == 2 * count * (frames + tokens) * a_frame
 
 
@@ -341,14 +393,23 @@ def test_positions_of_the_encoder_are_not_trained():
     assert model.encoder.embed_positions.weight.grad is None
 
 
-# --- a start from nothing --------------------------------------------------------------------------------------------
+# --- a start from nothing -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("d, heads, layers", [(128, 4, 4), (144, 4, 2), (192, 3, 1), (32, 1, 2), (512, 8, 6)])
+@pytest.mark.parametrize(
+    "d, heads, layers", [(128, 4, 4), (144, 4, 2), (192, 3, 1), (32, 1, 2), (512, 8, 6)]
+)
 def test_initialised_heads_look_at_their_offsets(d, heads, layers):
-    """Without content, position i of each head attends most to i + offset; near neighbours share the rest."""
+    """Without content, position i of each head attends most to i + offset; near neighbours share
+    the rest."""
     torch.manual_seed(0)
-    shape = {"d_model": d, "encoder_layers": layers, "decoder_layers": 1, "num_mel_bins": 80, "vocab_size": 50}
+    shape = {
+        "d_model": d,
+        "encoder_layers": layers,
+        "decoder_layers": 1,
+        "num_mel_bins": 80,
+        "vocab_size": 50,
+    }
     shape |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), heads)
     shape |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 2 * d)
     model = whisper.Whisper({**shape, "max_source_positions": 400, "max_target_positions": 20})
@@ -358,20 +419,26 @@ def test_initialised_heads_look_at_their_offsets(d, heads, layers):
     for layer in model.encoder.layers:
         attention = layer.self_attn
         x = layer.self_attn_layer_norm(places)
-        q, k = (attention.split(project(x)[None])[0] for project in (attention.q_proj, attention.k_proj))
+        q, k = (
+            attention.split(project(x)[None])[0] for project in (attention.q_proj, attention.k_proj)
+        )
         weights = (q @ k.transpose(-1, -2) / (d // heads) ** 0.5).softmax(-1)  # (H, T, T)
         for head in range(heads):
             peaks = weights[head].argmax(-1) - torch.arange(200)
             offset = int(peaks[50:150].median())
             seen.add(offset)
             assert offset != 0 and (peaks[50:150] - offset).abs().float().mean() < 1.5
-            near = sum(weights[head][torch.arange(60, 140), torch.arange(60, 140) + offset + i] for i in range(-6, 7))
+            near = sum(
+                weights[head][torch.arange(60, 140), torch.arange(60, 140) + offset + i]
+                for i in range(-6, 7)
+            )
             assert near.mean() > 0.5
     assert len(seen) >= min(2, heads) and min(seen) < 0  # of both signs, if there are two
 
 
 def test_an_initialised_model_listens_before_it_has_learned():
-    """The encoder's output differs between inputs, its values are moderate, and the loss begins near a uniform guess."""
+    """The encoder's output differs between inputs, its values are moderate, and the loss begins
+    near a uniform guess."""
     torch.manual_seed(0)
     model = whisper.Whisper({**CONFIG, "max_source_positions": 1500})
     waveforms = [0.1 * torch.randn(16_000), 0.2 * torch.sin(torch.arange(16_000) * 0.3)]
@@ -392,6 +459,11 @@ def test_silence_alone_initialises_finitely():
 @pytest.mark.parametrize("longest", [480_000, 160_000, 320 * 20])
 def test_a_gpu_gets_few_lengths_that_waste_little(longest):
     sizes = gpu_lengths(longest)
-    assert len(sizes) == 12 and sizes == sorted(sizes) and sizes[-1] == longest and sizes[0] < longest / 16 + FRAME
+    assert (
+        len(sizes) == 12
+        and sizes == sorted(sizes)
+        and sizes[-1] == longest
+        and sizes[0] < longest / 16 + FRAME
+    )
     assert all(size % FRAME == 0 for size in sizes)
     assert all(after <= 1.29 * before + FRAME for before, after in itertools.pairwise(sizes))

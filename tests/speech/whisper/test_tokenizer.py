@@ -1,4 +1,5 @@
-"""Whisper's tokenizer against transformers', round trips of any text, and files that are refused."""
+"""Whisper's tokenizer against transformers', round trips of any text, and files that are
+refused."""
 
 import base64
 import json
@@ -19,8 +20,20 @@ from common.errors import UsageError
 from speech.whisper import tokenizer as whisper_tokenizer
 
 MORSE = [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789É.,:?'-/()\"=+x@", "<SK>", "<AS>", "<HH>"]
-CORPUS = ["xin chào các bạn, tôi là sinh viên", "हांव घर वचता", "Dit is geen zin.", "12 máy bay, 3 tàu hỏa"] * 20
-ALPHABETS = ["abcdefgh ABC", "àảãáạăằđêếềởưữ ", "हिंदीकोंकणीांव ", "中文字符", "0123456789 .,!?'s't", "😀🎉\n\t\u200c "]
+CORPUS = [
+    "xin chào các bạn, tôi là sinh viên",
+    "हांव घर वचता",
+    "Dit is geen zin.",
+    "12 máy bay, 3 tàu hỏa",
+] * 20
+ALPHABETS = [
+    "abcdefgh ABC",
+    "àảãáạăằđêếềởưữ ",
+    "हिंदीकोंकणीांव ",
+    "中文字符",
+    "0123456789 .,!?'s't",
+    "😀🎉\n\t\u200c ",
+]
 SYMBOLS = whisper_tokenizer.train_symbols(MORSE, "en")
 BPE = whisper_tokenizer.train_bpe(CORPUS, 420, "vi")
 
@@ -28,7 +41,10 @@ BPE = whisper_tokenizer.train_bpe(CORPUS, 420, "vi")
 def random_texts(count: int, seed: int = 0) -> list[str]:
     """Multilingual, with runs of spaces, contractions and characters of up to four bytes."""
     draw = random.Random(seed)
-    words = ["".join(draw.choices(draw.choice(ALPHABETS), k=draw.randint(1, 12))) for _ in range(4 * count)]
+    words = [
+        "".join(draw.choices(draw.choice(ALPHABETS), k=draw.randint(1, 12)))
+        for _ in range(4 * count)
+    ]
     return [draw.choice(["", " "]).join(draw.choices(words, k=4)) for _ in range(count)]
 
 
@@ -70,9 +86,13 @@ def test_incomplete_utf8_is_marked():
     assert BPE.decode([*tokens[:-1], *BPE.encode("a")]) == "\ufffda"
 
 
-@pytest.mark.parametrize("text", ["<|endoftext|>", "a<|vi|>b", "<|notimestamps|> <|startoftranscript|>", "<|0.00|>"])
+@pytest.mark.parametrize(
+    "text", ["<|endoftext|>", "a<|vi|>b", "<|notimestamps|> <|startoftranscript|>", "<|0.00|>"]
+)
 def test_special_tokens_in_a_transcript_are_text(text, tmp_path):
-    tiktoken = whisper_tokenizer.read_tokenizer(tiktoken_file(tmp_path / "multilingual.tiktoken", BPE), "vi")
+    tiktoken = whisper_tokenizer.read_tokenizer(
+        tiktoken_file(tmp_path / "multilingual.tiktoken", BPE), "vi"
+    )
     for tokenizer in (BPE, tiktoken):
         tokens = tokenizer.encode(text)
         assert not set(tokens) & set(tokenizer.specials.values())
@@ -82,11 +102,23 @@ def test_special_tokens_in_a_transcript_are_text(text, tmp_path):
 def test_special_tokens_are_in_whispers_order():
     first = len(BPE.vocab)
     assert list(BPE.specials) == [
-        "<|endoftext|>", "<|startoftranscript|>", "<|vi|>", "<|translate|>", "<|transcribe|>", "<|startoflm|>",
-        "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>",
-    ]  # fmt: skip
+        "<|endoftext|>",
+        "<|startoftranscript|>",
+        "<|vi|>",
+        "<|translate|>",
+        "<|transcribe|>",
+        "<|startoflm|>",
+        "<|startofprev|>",
+        "<|nospeech|>",
+        "<|notimestamps|>",
+    ]
     assert list(BPE.specials.values()) == list(range(first, first + 9))
-    assert (BPE.eos, BPE.start, BPE.no_speech, BPE.no_timestamps) == (first, first + 1, first + 7, first + 8)
+    assert (BPE.eos, BPE.start, BPE.no_speech, BPE.no_timestamps) == (
+        first,
+        first + 1,
+        first + 7,
+        first + 8,
+    )
     assert BPE.prompt == [first + 1, first + 2, first + 4, first + 8]
     assert BPE.size == first + 9 <= 420 and BPE.timestamp_begin is None
     assert BPE.decode([*BPE.prompt, *BPE.encode("xin"), BPE.eos]) == "xin"
@@ -94,11 +126,24 @@ def test_special_tokens_are_in_whispers_order():
 
 @pytest.mark.parametrize("languages,size,transcribe", [(99, 51_865, 50_359), (100, 51_866, 50_360)])
 def test_the_released_vocabularies_ids(languages, size, transcribe):
-    specials = whisper_tokenizer.special_tokens(50_257, whisper_tokenizer.LANGUAGES[:languages], timestamps=True)
-    wanted = {"<|endoftext|>": 50_257, "<|startoftranscript|>": 50_258, "<|en|>": 50_259, "<|hi|>": 50_276,
-              "<|vi|>": 50_278, "<|mr|>": 50_320, "<|am|>": 50_334, "<|transcribe|>": transcribe,
-              "<|startofprev|>": transcribe + 2, "<|nospeech|>": transcribe + 3, "<|notimestamps|>": transcribe + 4,
-              "<|0.00|>": transcribe + 5, "<|30.00|>": size - 1}  # fmt: skip
+    specials = whisper_tokenizer.special_tokens(
+        50_257, whisper_tokenizer.LANGUAGES[:languages], timestamps=True
+    )
+    wanted = {
+        "<|endoftext|>": 50_257,
+        "<|startoftranscript|>": 50_258,
+        "<|en|>": 50_259,
+        "<|hi|>": 50_276,
+        "<|vi|>": 50_278,
+        "<|mr|>": 50_320,
+        "<|am|>": 50_334,
+        "<|transcribe|>": transcribe,
+        "<|startofprev|>": transcribe + 2,
+        "<|nospeech|>": transcribe + 3,
+        "<|notimestamps|>": transcribe + 4,
+        "<|0.00|>": transcribe + 5,
+        "<|30.00|>": size - 1,
+    }
     assert wanted.items() <= specials.items()
     assert len(set(whisper_tokenizer.LANGUAGES)) == 100
     known = transformers.models.whisper.tokenization_whisper.LANGUAGES
@@ -118,12 +163,16 @@ def test_state_makes_the_same_tokenizer(tokenizer):
         ]
 
 
-def with_language(tokenizer, code: str, task: str = "transcribe") -> whisper_tokenizer.WhisperTokenizer:
+def with_language(
+    tokenizer, code: str, task: str = "transcribe"
+) -> whisper_tokenizer.WhisperTokenizer:
     return whisper_tokenizer.make_tokenizer({**tokenizer.state(), "language": code, "task": task})
 
 
 def three_forms(tmp_path) -> dict[str, whisper_tokenizer.WhisperTokenizer]:
-    full = whisper_tokenizer.read_tokenizer(tiktoken_file(tmp_path / "multilingual.tiktoken", BPE, empty=True), "vi")
+    full = whisper_tokenizer.read_tokenizer(
+        tiktoken_file(tmp_path / "multilingual.tiktoken", BPE, empty=True), "vi"
+    )
     return {"bpe": BPE, "symbols": SYMBOLS, "full": full}
 
 
@@ -132,11 +181,17 @@ def test_transformers_reads_what_save_writes(form, tmp_path):
     tokenizer = three_forms(tmp_path)[form]
     tokenizer.save(tmp_path)
     texts = [*random_texts(100), "CQ CQ DE É5ABC/P K <SK>", "don 't stop .", " ,a"]
-    for cls in (transformers.WhisperTokenizer, transformers.WhisperTokenizerFast, transformers.AutoTokenizer):
+    for cls in (
+        transformers.WhisperTokenizer,
+        transformers.WhisperTokenizerFast,
+        transformers.AutoTokenizer,
+    ):
         theirs = cls.from_pretrained(tmp_path)
         assert len(theirs) == tokenizer.size
         assert theirs.clean_up_tokenization_spaces is False
-        assert theirs.all_special_ids == [i for name, i in tokenizer.specials.items() if "." not in name]
+        assert theirs.all_special_ids == [
+            i for name, i in tokenizer.specials.items() if "." not in name
+        ]
         named = ["<|endoftext|>", "<|notimestamps|>", *theirs.all_special_tokens]
         assert [tokenizer.specials[name] for name in named] == theirs.convert_tokens_to_ids(named)
         for text in texts:
@@ -145,20 +200,28 @@ def test_transformers_reads_what_save_writes(form, tmp_path):
             whole = [*tokenizer.prompt, *tokens, tokenizer.eos]
             assert theirs.decode(whole, skip_special_tokens=True) == tokenizer.decode(whole)
     tokens = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
-    assert {t["content"] for t in tokens if t["special"]} == {name for name in tokenizer.specials if "." not in name}
-    if form != "bpe":  # its language is not at the place that transformers expects; generation_config.json has it
+    assert {t["content"] for t in tokens if t["special"]} == {
+        name for name in tokenizer.specials if "." not in name
+    }
+    if (
+        form != "bpe"
+    ):  # its language is not at the place that transformers expects; generation_config.json has it
         assert theirs("A").input_ids == [*tokenizer.prompt, *tokenizer.encode("A"), tokenizer.eos]
 
 
 @pytest.mark.parametrize("form", ["bpe", "symbols", "full"])
-@pytest.mark.parametrize("drop", [[], ["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])
+@pytest.mark.parametrize(
+    "drop", [[], ["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]]
+)
 def test_read_gives_back_what_save_wrote(form, drop, tmp_path):
     tokenizer = three_forms(tmp_path)[form]
     (tmp_path / "multilingual.tiktoken").unlink()
     tokenizer.save(tmp_path)
     for name in drop:
         (tmp_path / name).unlink()
-    again = whisper_tokenizer.read_tokenizer(tmp_path, tokenizer.language, vocab_size=tokenizer.size + 3)
+    again = whisper_tokenizer.read_tokenizer(
+        tmp_path, tokenizer.language, vocab_size=tokenizer.size + 3
+    )
     assert again.state() == tokenizer.state()
 
 
@@ -206,13 +269,18 @@ def test_tiktoken_gives_the_ids_of_the_bpe(languages, tmp_path):
 
 
 def test_the_english_only_models(tmp_path, monkeypatch):
-    monkeypatch.setattr(whisper_tokenizer, "ENGLISH_ONLY_EOS", len(BPE.vocab))  # as in a small GPT-2
+    monkeypatch.setattr(
+        whisper_tokenizer, "ENGLISH_ONLY_EOS", len(BPE.vocab)
+    )  # as in a small GPT-2
     file = tiktoken_file(tmp_path / "gpt2.tiktoken", BPE)
     tokenizer = whisper_tokenizer.read_tokenizer(file, None)
     assert tokenizer.prompt == [tokenizer.start, tokenizer.no_timestamps]
     tokenizer.save(tmp_path)
     assert whisper_tokenizer.read_tokenizer(tmp_path, None).state() == tokenizer.state()
-    assert transformers.WhisperTokenizer.from_pretrained(tmp_path)("a").input_ids[:2] == tokenizer.prompt
+    assert (
+        transformers.WhisperTokenizer.from_pretrained(tmp_path)("a").input_ids[:2]
+        == tokenizer.prompt
+    )
     with pytest.raises(UsageError, match="English-only"):
         with_language(tokenizer, "vi")
 
@@ -220,7 +288,9 @@ def test_the_english_only_models(tmp_path, monkeypatch):
 def test_a_language_that_is_not_there(tmp_path):
     tokenizer = three_forms(tmp_path)["full"]
     assert with_language(tokenizer, "hi").prompt[1] == tokenizer.specials["<|hi|>"]
-    assert with_language(tokenizer, "hi", "translate").prompt[2] == tokenizer.specials["<|translate|>"]
+    assert (
+        with_language(tokenizer, "hi", "translate").prompt[2] == tokenizer.specials["<|translate|>"]
+    )
     with pytest.raises(UsageError, match="mr hi kn") as caught:
         with_language(tokenizer, "kok")
     assert "\n" not in str(caught.value)
@@ -253,24 +323,51 @@ def unigram() -> str:
         ("tokenizer.json", '{"model": 3}'),
         ("tokenizer.json", '{"model": {"vocab": {"a": 0}, "merges": []}}'),
         ("tokenizer.json", '{"model": {"vocab": {"a": "0"}, "merges": ["a b c"]}}'),
-        ("tokenizer.json", '{"model": {"vocab": {"<|endoftext|>": 0, "<|startoftranscript|>": 1}, "merges": ["a b"]}}'),
+        (
+            "tokenizer.json",
+            (
+                '{"model": {"vocab": {"<|endoftext|>": 0, "<|startoftranscript|>": 1}, "merges":'
+                ' ["a b"]}}'
+            ),
+        ),
         ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
         ("tokenizer.json", unigram()),
         ("tokenizer.json", "[" * 100_000),
-        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 10**12}, "merges": []}})),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 10**12}, "merges": []}}),
+        ),
         ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": -1}, "merges": []}})),
-        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 1.0}, "merges": []}})),
-        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": True}, "merges": []}})),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 1.0}, "merges": []}}),
+        ),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, "zz": True}, "merges": []}}),
+        ),
         ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "zz": 3}, "merges": []}})),
-        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, "\ud800": 400}, "merges": []}})),
-        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, **BPE.specials}, "merges": [["a"], 3]}})),
-        ("tokenizer.json", json.dumps({"model": {"vocab": {**BPE.vocab, **BPE.specials}, "merges": [[1, 2]]}})),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, "\ud800": 400}, "merges": []}}),
+        ),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, **BPE.specials}, "merges": [["a"], 3]}}),
+        ),
+        (
+            "tokenizer.json",
+            json.dumps({"model": {"vocab": {**BPE.vocab, **BPE.specials}, "merges": [[1, 2]]}}),
+        ),
         ("vocab.json", "{" * 100_000),
         ("vocab.json", '{"a": 0}'),
         ("multilingual.tiktoken", "IQ== 0\nIg== 1\n"),
         ("multilingual.tiktoken", "IQ==\n"),
         ("multilingual.tiktoken", f"IQ== {'9' * 5000}\n"),
-        ("multilingual.tiktoken", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        (
+            "multilingual.tiktoken",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        ),
         ("other.txt", ""),
     ],
 )
@@ -302,7 +399,11 @@ STATE = SYMBOLS.state()
         {"merges": ["qq ww"]},
         {"specials": {}},
         {"specials": {**STATE["specials"], "<|\n|>": 150}},
-        {"specials": {name: i for name, i in STATE["specials"].items() if name != "<|transcribe|>"}},
+        {
+            "specials": {
+                name: i for name, i in STATE["specials"].items() if name != "<|transcribe|>"
+            }
+        },
         {"symbols": ["<none>"]},
         {"symbols": [""]},
         {"symbols": "AB"},
@@ -315,7 +416,10 @@ STATE = SYMBOLS.state()
     ],
 )
 def test_a_damaged_state_is_refused_in_one_line(change, capfd):
-    for state in ({**STATE, **change}, {name: value for name, value in STATE.items() if name not in change}):
+    for state in (
+        {**STATE, **change},
+        {name: value for name, value in STATE.items() if name not in change},
+    ):
         with pytest.raises(UsageError) as caught:
             whisper_tokenizer.make_tokenizer(state)
         assert "\n" not in str(caught.value)
@@ -330,7 +434,9 @@ def test_a_token_of_thousands_of_bytes_is_refused(tmp_path, no_hang):
         whisper_tokenizer.read_tokenizer(tmp_path, "vi")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "merges.txt", "multilingual.tiktoken"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "vocab.json", "merges.txt", "multilingual.tiktoken"]
+)
 def test_pipes_are_not_waited_for(name, tmp_path, no_hang):
     BPE.save(tmp_path)
     (tmp_path / "tokenizer.json").unlink()

@@ -1,4 +1,5 @@
-"""XTTS's mel features, DVAE and Griffin-Lim, against coqui-tts and by properties that hold for any weights."""
+"""XTTS's mel features, DVAE and Griffin-Lim, against coqui-tts and by properties that hold for any
+weights."""
 
 import json
 import math
@@ -37,11 +38,13 @@ def reference_dvae() -> DVAE:
     """The fixtures' weights, without the statistics of a loss that is off."""
     dvae = DVAE(json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"])
     weights = load_file(FIXTURES / "dvae.safetensors")
-    dvae.load_state_dict({name: w.float() for name, w in weights.items() if not name.startswith("discrete_loss.")})
+    dvae.load_state_dict(
+        {name: w.float() for name, w in weights.items() if not name.startswith("discrete_loss.")}
+    )
     return dvae
 
 
-# --- mel features ----------------------------------------------------------------------------------------------------
+# --- mel features ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["dvae", "conditioning"])
@@ -85,10 +88,12 @@ def test_features_stay_in_fp32_under_autocast(kind):
         result = mel(waveforms)
         of_narrow = mel(waveforms.bfloat16())
     assert result.dtype == of_narrow.dtype == torch.float32
-    assert torch.equal(result, mel(waveforms)) and torch.equal(of_narrow, mel(waveforms.bfloat16().float()))
+    assert torch.equal(result, mel(waveforms)) and torch.equal(
+        of_narrow, mel(waveforms.bfloat16().float())
+    )
 
 
-# --- DVAE ------------------------------------------------------------------------------------------------------------
+# --- DVAE -----------------------------------------------------------------------------------------
 
 
 def test_codes_and_decoding_are_those_of_coqui():
@@ -106,10 +111,24 @@ def test_the_full_size_has_the_parameters_and_names_of_the_released_one():
     shapes = {name: tuple(tensor.shape) for name, tensor in dvae.state_dict().items()}
     assert shapes["codebook.embed"] == shapes["codebook.embed_avg"] == (512, 1024)
     assert shapes["codebook.cluster_size"] == (1024,)
-    assert shapes["encoder.0.0.weight"] == (512, 80, 3) and shapes["encoder.1.0.weight"] == (1024, 512, 3)
-    assert shapes["encoder.4.net.4.weight"] == (1024, 1024, 1) and shapes["encoder.5.weight"] == (512, 1024, 1)
-    assert shapes["decoder.0.weight"] == (1024, 512, 1) and shapes["decoder.3.net.2.weight"] == (1024, 1024, 3)
-    assert shapes["decoder.4.0.conv.weight"] == (1024, 1024, 3) and shapes["decoder.5.0.conv.weight"] == (512, 1024, 3)
+    assert shapes["encoder.0.0.weight"] == (512, 80, 3) and shapes["encoder.1.0.weight"] == (
+        1024,
+        512,
+        3,
+    )
+    assert shapes["encoder.4.net.4.weight"] == (1024, 1024, 1) and shapes["encoder.5.weight"] == (
+        512,
+        1024,
+        1,
+    )
+    assert shapes["decoder.0.weight"] == (1024, 512, 1) and shapes["decoder.3.net.2.weight"] == (
+        1024,
+        1024,
+        3,
+    )
+    assert shapes["decoder.4.0.conv.weight"] == (1024, 1024, 3) and shapes[
+        "decoder.5.0.conv.weight"
+    ] == (512, 1024, 3)
     assert shapes["decoder.6.weight"] == (80, 512, 1)
     vectors = dvae.encode(torch.empty(3, 80, 1001, device="meta"))
     assert vectors.shape == (3, 251, 512) and dvae.codebook.nearest(vectors).shape == (3, 251)
@@ -125,7 +144,14 @@ def test_four_frames_are_a_code(frames):
 
 def test_clips_have_the_number_of_codes_that_is_counted():
     """For a whole multiple of 1,024 samples the DVAE returns one code more than is trained on."""
-    assert [code_count(samples) for samples in (1, 1_023, 1_024, 1_025, 6_615, 255_995)] == [1, 1, 1, 2, 7, 250]
+    assert [code_count(samples) for samples in (1, 1_023, 1_024, 1_025, 6_615, 255_995)] == [
+        1,
+        1,
+        1,
+        2,
+        7,
+        250,
+    ]
     dvae, mel = tiny_dvae(), Mel("dvae", STATS)
     for samples in (1_023, 1_024, 1_025, 6_615, 8_191, 8_192):
         count = dvae.codes(mel(normal(1, samples))).shape[1]
@@ -164,7 +190,9 @@ def test_codes_and_decoding_stay_in_fp32_under_autocast():
         assert torch.equal(dvae.codes(mel), codes)
         assert torch.equal(dvae.codes(mel.bfloat16()), dvae.codes(mel.bfloat16().float()))
         decoded = dvae.decode(codes)
-        assert not torch.equal(dvae.codebook.nearest(dvae.encode(mel)), codes)  # bf16 would change some
+        assert not torch.equal(
+            dvae.codebook.nearest(dvae.encode(mel)), codes
+        )  # bf16 would change some
     assert decoded.dtype == torch.float32 and torch.equal(decoded, dvae.decode(codes))
 
 
@@ -178,7 +206,7 @@ def test_only_the_parts_keep_gradients():
     torch.testing.assert_close(dvae.reconstruct(dvae.codebook.vectors(codes)), dvae.decode(codes))
 
 
-# --- Griffin-Lim -----------------------------------------------------------------------------------------------------
+# --- Griffin-Lim ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hertz", [220.0, 441.0, 1_000.0, 3_500.0])
@@ -188,14 +216,18 @@ def test_griffin_lim_brings_a_tone_back(hertz):
     assert result.shape == (65 * 256,) and result.dtype == torch.float32
     middle = result[4_096:12_288]
     spectrum = torch.fft.rfft(middle * torch.hann_window(8_192)).abs()
-    band = 35 * (1 + hertz / 700) * 0.64  # Hz, the distance of mel bands there: within one nothing can be told apart
+    band = (
+        35 * (1 + hertz / 700) * 0.64
+    )  # Hz, the distance of mel bands there: within one nothing can be told apart
     assert abs(spectrum.argmax().item() * 22_050 / 8_192 - hertz) < max(band, 22)
     level = middle.square().mean() / waveform[4_096:12_288].square().mean()
     assert 0.4 < level < 1.6
 
 
 def test_griffin_lim_brings_a_voice_like_sound_back():
-    phase = torch.cumsum(2 * math.pi / 22_050 * (120 + 40 * torch.sin(torch.arange(16_384) / 4_000)), 0)
+    phase = torch.cumsum(
+        2 * math.pi / 22_050 * (120 + 40 * torch.sin(torch.arange(16_384) / 4_000)), 0
+    )
     waveform = 0.05 * sum(torch.sin(k * phase) / k for k in range(1, 30)) + 0.002 * normal(16_384)
     mel = Mel("dvae", STATS)
     features = mel(waveform[None])

@@ -1,4 +1,5 @@
-"""The DVAE's training: k-means against brute force, exact losses and gradients, crops, and the start from the data."""
+"""The DVAE's training: k-means against brute force, exact losses and gradients, crops, and the
+start from the data."""
 
 import itertools
 import math
@@ -24,7 +25,11 @@ SECONDS = (0.4, 3.0, 1.0, 1.2, 2.0, 0.9)
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Corpus:
     """Six clips of noise; those at 0 and 5 are shorter than a crop."""
-    folder, random, rows = tmp_path_factory.mktemp("clips"), np.random.default_rng(0), ["audio_file|text"]
+    folder, random, rows = (
+        tmp_path_factory.mktemp("clips"),
+        np.random.default_rng(0),
+        ["audio_file|text"],
+    )
     for number, seconds in enumerate(SECONDS):
         samples = 0.1 * random.normal(size=round(seconds * SAMPLE_RATE))
         samples *= 1 + np.sin(np.arange(len(samples)) / (300 + 400 * number))
@@ -54,7 +59,7 @@ def make_items(corpus: Corpus, dtype=torch.float64) -> list[dict]:
     return [{**item, "audio": item["audio"].to(dtype)} for item in items]
 
 
-# --- k-means ---------------------------------------------------------------------------------------------------------
+# --- k-means --------------------------------------------------------------------------------------
 
 
 def brute_force(vectors: np.ndarray, count: int, generator: torch.Generator) -> np.ndarray:
@@ -62,10 +67,18 @@ def brute_force(vectors: np.ndarray, count: int, generator: torch.Generator) -> 
     repeated = np.concatenate([vectors] * math.ceil(count / len(vectors)))
     centres = repeated[torch.randperm(len(repeated), generator=generator)[:count].numpy()]
     for _ in range(codec_training.ROUNDS):
-        codes = [min(range(count), key=lambda k: ((vector - centres[k]) ** 2).sum()) for vector in vectors]
+        codes = [
+            min(range(count), key=lambda k: ((vector - centres[k]) ** 2).sum())
+            for vector in vectors
+        ]
         drawn = vectors[torch.randint(len(vectors), (count,), generator=generator).numpy()]
-        members = [[vector for vector, code in zip(vectors, codes, strict=True) if code == k] for k in range(count)]
-        centres = np.stack([np.mean(own, axis=0) if own else drawn[k] for k, own in enumerate(members)])
+        members = [
+            [vector for vector, code in zip(vectors, codes, strict=True) if code == k]
+            for k in range(count)
+        ]
+        centres = np.stack(
+            [np.mean(own, axis=0) if own else drawn[k] for k, own in enumerate(members)]
+        )
     return centres
 
 
@@ -83,7 +96,10 @@ def test_kmeans_is_that_of_brute_force(seed, vectors, count):
     drawn = torch.randn(vectors, 3, generator=seeded(9 + seed)).round(decimals=1)
     centres = kmeans(drawn, count, seeded(seed))
     assert centres.shape == (count, 3)
-    assert np.abs(centres.numpy() - brute_force(drawn.double().numpy(), count, seeded(seed))).max() < 1e-5
+    assert (
+        np.abs(centres.numpy() - brute_force(drawn.double().numpy(), count, seeded(seed))).max()
+        < 1e-5
+    )
 
 
 def test_every_round_of_kmeans_lowers_the_inertia(monkeypatch):
@@ -97,7 +113,9 @@ def test_every_round_of_kmeans_lowers_the_inertia(monkeypatch):
 
 def test_centres_without_vectors_move():
     vectors = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]]).repeat_interleave(10, dim=0)
-    starts = [vectors[torch.randperm(30, generator=seeded(seed))[:3]].unique(dim=0) for seed in range(10)]
+    starts = [
+        vectors[torch.randperm(30, generator=seeded(seed))[:3]].unique(dim=0) for seed in range(10)
+    ]
     assert min(map(len, starts)) < 3, "no start has two equal centres"
     for seed in range(10):
         assert inertia(vectors, kmeans(vectors, 3, seeded(seed))) == 0
@@ -106,11 +124,17 @@ def test_centres_without_vectors_move():
 def test_fewer_vectors_than_centres():
     vectors = torch.randn(5, 4, generator=seeded(1))
     centres = kmeans(vectors, 17, seeded(0))
-    assert centres.shape == (17, 4) and bool(centres.isfinite().all()) and inertia(vectors, centres) < 1e-9
-    assert (torch.cdist(centres, vectors).amin(1) < 1e-6).all(), "a centre is not one of the vectors"
+    assert (
+        centres.shape == (17, 4)
+        and bool(centres.isfinite().all())
+        and inertia(vectors, centres) < 1e-9
+    )
+    assert (torch.cdist(centres, vectors).amin(1) < 1e-6).all(), (
+        "a centre is not one of the vectors"
+    )
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("quantised", [True, False])
@@ -120,14 +144,20 @@ def test_however_a_window_is_cut_its_gradient_is_the_same(corpus, quantised):
     for sizes in ([4], [2, 2], [1, 1, 1, 1], [3, 1]):
         rest = iter(items)
         batches = [codec_training.collate([next(rest) for _ in range(size)]) for size in sizes]
-        assert [batch["counts"] for batch in batches] == [dict.fromkeys(LOSS_WEIGHTS, size) for size in sizes]
+        assert [batch["counts"] for batch in batches] == [
+            dict.fromkeys(LOSS_WEIGHTS, size) for size in sizes
+        ]
         coder.zero_grad()
         totals = dict.fromkeys(LOSS_WEIGHTS, 4)
-        outcome = run_window(coder, batches, totals, codec_training.compute_loss, LOSS_WEIGHTS, Setup(), None)
+        outcome = run_window(
+            coder, batches, totals, codec_training.compute_loss, LOSS_WEIGHTS, Setup(), None
+        )
         gradients = {name: p.grad.clone() for name, p in coder.named_parameters()}
         results.append((outcome.sums, gradients))
     (sums, whole), *others = results
-    assert ("dvae.codebook.embed" in whole) == quantised and all(g.abs().max() > 0 for g in whole.values())
+    assert ("dvae.codebook.embed" in whole) == quantised and all(
+        g.abs().max() > 0 for g in whole.values()
+    )
     assert sums[0] > 0 and (sums[1:] > 0).all() == quantised
     for other, gradients in others:
         assert (other - sums).abs().max() <= 1e-10 * sums.max()
@@ -139,14 +169,20 @@ def parts_of(coder: Coder, audio: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     """Mels (B, M, F), vectors (B, N, D), and the numbers (B, N) of their codes."""
     mels = coder.features(audio)
     vectors = coder.dvae.encode(mels)
-    codes = torch.cdist(vectors.detach().flatten(0, 1), coder.dvae.codebook.embed.detach().t()).argmin(1)
+    codes = torch.cdist(
+        vectors.detach().flatten(0, 1), coder.dvae.codebook.embed.detach().t()
+    ).argmin(1)
     return mels, vectors, codes.view(vectors.shape[:2])
 
 
 def test_the_gradient_of_the_vectors_is_the_decoders_at_the_codes(corpus):
     coder, batch = make_coder(make_items(corpus)), codec_training.collate(make_items(corpus))
     mels, vectors, codes = parts_of(coder, batch["audio"])
-    assert mels.shape == (4, 80, FRAMES) and codes.shape == (4, FRAMES // 4) and len(codes.unique()) > 4
+    assert (
+        mels.shape == (4, 80, FRAMES)
+        and codes.shape == (4, FRAMES // 4)
+        and len(codes.unique()) > 4
+    )
     quantised = coder.dvae.codebook.embed.detach().t()[codes].requires_grad_()
     error = (coder.dvae.reconstruct(quantised) - mels).abs().mean((1, 2)).sum()
     (at_codes,) = torch.autograd.grad(error, quantised)
@@ -169,13 +205,23 @@ def test_the_codebook_learns_from_the_vectors_and_they_from_it(corpus):
     terms = codec_training.compute_loss(coder, batch)
     off = book.detach().t()[codes] - vectors.detach()  # (B, N, D)
     for name in ("codebook", "commitment"):
-        assert terms[name].item() == pytest.approx(off.square().mean((1, 2)).sum().item(), rel=1e-12)
-    expected = torch.zeros_like(book.t()).index_add_(0, codes.flatten(), 2 * off.flatten(0, 1) / off[0].numel()).t()
+        assert terms[name].item() == pytest.approx(
+            off.square().mean((1, 2)).sum().item(), rel=1e-12
+        )
+    expected = (
+        torch.zeros_like(book.t())
+        .index_add_(0, codes.flatten(), 2 * off.flatten(0, 1) / off[0].numel())
+        .t()
+    )
     gradients = {
-        name: torch.autograd.grad(terms[name], (book, weights), retain_graph=True, allow_unused=True)
+        name: torch.autograd.grad(
+            terms[name], (book, weights), retain_graph=True, allow_unused=True
+        )
         for name in ("codebook", "commitment")
     }
-    assert (gradients["codebook"][0] - expected).norm() <= 1e-10 * expected.norm() and gradients["codebook"][1] is None
+    assert (gradients["codebook"][0] - expected).norm() <= 1e-10 * expected.norm() and gradients[
+        "codebook"
+    ][1] is None
     assert gradients["commitment"][0] is None and gradients["commitment"][1].norm() > 0
     (toward,) = torch.autograd.grad(vectors, weights, -2 * off / off[0].numel())
     assert (gradients["commitment"][1] - toward).norm() <= 1e-10 * toward.norm()
@@ -186,13 +232,15 @@ def test_an_evaluation_adds_up_its_batches(corpus):
     items = make_items(corpus, torch.float32)
     coder = make_coder(items)
     together = codec_training.evaluate(coder, [codec_training.collate(items)])
-    apart = codec_training.evaluate(coder, [codec_training.collate(items[:1]), codec_training.collate(items[1:])])
+    apart = codec_training.evaluate(
+        coder, [codec_training.collate(items[:1]), codec_training.collate(items[1:])]
+    )
     for name, (total, count) in together.items():
         assert count == 4 and apart[name] == (pytest.approx(total, rel=1e-5), 4) and total > 0
     assert codec_training.evaluate(coder, []) == dict.fromkeys(LOSS_WEIGHTS, (0.0, 0))
 
 
-# --- crops -----------------------------------------------------------------------------------------------------------
+# --- crops ----------------------------------------------------------------------------------------
 
 
 def test_a_crop_depends_on_seed_epoch_and_clip_alone(corpus):
@@ -211,7 +259,11 @@ def test_a_crop_depends_on_seed_epoch_and_clip_alone(corpus):
 
 def test_a_crop_may_reach_into_the_silence_after_a_clip_and_no_further(corpus):
     samples = torch.from_numpy(soundfile.read(corpus.paths[3], dtype="float32")[0])
-    padded, crops, begins = torch.nn.functional.pad(samples, (0, 4 * SAMPLES_PER_CODE)), make_crops(corpus), []
+    padded, crops, begins = (
+        torch.nn.functional.pad(samples, (0, 4 * SAMPLES_PER_CODE)),
+        make_crops(corpus),
+        [],
+    )
     for epoch in range(300):
         crop = crops.item(3, epoch)["audio"]
         assert crop.shape == (CROP,)
@@ -229,12 +281,15 @@ def test_a_clip_shorter_than_a_crop(corpus, index, training):
     item = make_crops(corpus, training=training).item(index, 2)
     room = max(0, len(samples) + 4 * SAMPLES_PER_CODE - CROP)
     if not room or not training:
-        assert torch.equal(item["audio"][: len(samples)], samples) and not item["audio"][len(samples) :].any()
+        assert (
+            torch.equal(item["audio"][: len(samples)], samples)
+            and not item["audio"][len(samples) :].any()
+        )
     assert item["audio"].shape == (CROP,) and item["index"] == index
     assert make_crops(corpus).seconds(0).tolist() == [CROP / SAMPLE_RATE] * len(SECONDS)
 
 
-# --- the start -------------------------------------------------------------------------------------------------------
+# --- the start ------------------------------------------------------------------------------------
 
 
 def test_the_first_run_begins_with_the_deviations_and_means_of_the_bands(corpus):
@@ -263,11 +318,15 @@ def test_the_second_run_begins_with_the_weights_of_the_first_and_a_codebook_by_k
     second = first_coder(CONFIG, crops, first.state_dict(), 7)
     before, after = first.state_dict(), second.state_dict()
     assert before.keys() == after.keys() and second.quantised
-    assert {name for name in before if not torch.equal(before[name], after[name])} == {"dvae.codebook.embed"}
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        "dvae.codebook.embed"
+    }
     with torch.no_grad():
         audio = torch.stack([crops.item(index, 0)["audio"] for index in range(len(crops))])
         vectors = first.dvae.encode(first.features(audio)).flatten(0, 1)
-    assert torch.equal(after["dvae.codebook.embed"], kmeans(vectors, CONFIG["codes"], seeded(7)).t())
+    assert torch.equal(
+        after["dvae.codebook.embed"], kmeans(vectors, CONFIG["codes"], seeded(7)).t()
+    )
     codes = second.dvae.codebook.nearest(vectors)
     assert len(codes.unique()) > CONFIG["codes"] // 2
     parameters = dict(second.named_parameters())
@@ -285,6 +344,8 @@ def test_a_resumed_run_only_needs_the_shapes(corpus, quantised):
 def test_only_so_many_clips_are_read_for_the_start(corpus, monkeypatch):
     read, item = [], Crops.item
     monkeypatch.setattr(codec_training, "CLIPS", 3)
-    monkeypatch.setattr(Crops, "item", lambda self, *place: read.append(place) or item(self, *place))
+    monkeypatch.setattr(
+        Crops, "item", lambda self, *place: read.append(place) or item(self, *place)
+    )
     first_coder(CONFIG, make_crops(corpus), None, 1)
     assert read == [(0, 0), (1, 0), (2, 0)]

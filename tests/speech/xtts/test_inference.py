@@ -1,5 +1,5 @@
-"""Speaking with XTTS: sentences, latents, sampling, ends of clips. The GPT is a tiny one in float64, with the interface of
-the recipe's."""
+"""Speaking with XTTS: sentences, latents, sampling, ends of clips. The GPT is a tiny one in
+float64, with the interface of the recipe's."""
 
 import math
 
@@ -30,17 +30,25 @@ RATE = 22_050
 
 
 class TinyGPT(nn.Module):
-    """Two layers of causal attention with a cache, final norm, learned positions, and weights so large that every token
-    matters. `stop` is the bias of STOP."""
+    """Two layers of causal attention with a cache, final norm, learned positions, and weights so
+    large that every token matters. `stop` is the bias of STOP."""
 
     def __init__(self, seed: int = 0, stop: float = 2.0, width: int = 8, heads: int = 2):
         super().__init__()
         torch.manual_seed(seed)
         self.heads, self.calls = heads, []
-        self.text, self.text_positions = nn.Embedding(10, width), nn.Embedding(CONFIG["text_positions"], width)
-        self.mel, self.mel_positions = nn.Embedding(22, width), nn.Embedding(CONFIG["mel_positions"], width)
+        self.text, self.text_positions = (
+            nn.Embedding(10, width),
+            nn.Embedding(CONFIG["text_positions"], width),
+        )
+        self.mel, self.mel_positions = (
+            nn.Embedding(22, width),
+            nn.Embedding(CONFIG["mel_positions"], width),
+        )
         self.layers = nn.ModuleList(
-            nn.ModuleList((nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Linear(width, width)))
+            nn.ModuleList(
+                (nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Linear(width, width))
+            )
             for _ in range(2)
         )
         self.norm = nn.LayerNorm(width)
@@ -63,15 +71,23 @@ class TinyGPT(nn.Module):
 
     def run(self, x, cache=None):
         self.calls.append(len(x))
-        mask = torch.ones(x.shape[1], x.shape[1] + (cache[0][0].shape[2] if cache else 0), dtype=torch.bool)
+        mask = torch.ones(
+            x.shape[1], x.shape[1] + (cache[0][0].shape[2] if cache else 0), dtype=torch.bool
+        )
         mask = mask.tril(mask.shape[1] - mask.shape[0])
         kept = []
         for number, (qkv, out, mlp) in enumerate(self.layers):
-            q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in qkv(x).chunk(3, 2))
+            q, k, v = (
+                part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in qkv(x).chunk(3, 2)
+            )
             if cache:
-                k, v = (torch.cat([old, new], 2) for old, new in zip(cache[number], (k, v), strict=True))
+                k, v = (
+                    torch.cat([old, new], 2) for old, new in zip(cache[number], (k, v), strict=True)
+                )
             kept.append((k, v))
-            x = x + out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+            x = x + out(
+                F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+            )
             x = x + F.gelu(mlp(x))
         return self.norm(x), kept
 
@@ -80,7 +96,8 @@ class TinyGPT(nn.Module):
 
 
 class Ending(TinyGPT):
-    """Speaks code 3, with a share for STOP that grows with `growth` for each code: the likeliest after `length` codes."""
+    """Speaks code 3, with a share for STOP that grows with `growth` for each code: the likeliest
+    after `length` codes."""
 
     def __init__(self, length: int, growth: float = 1.0):
         super().__init__()
@@ -99,7 +116,9 @@ class Ending(TinyGPT):
 
 
 def voice(seed: int = 0, width: int = 8) -> torch.Tensor:
-    return torch.randn(1, 32, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        1, 32, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def without_cache(model, tokens, settings, numbers) -> tuple[list[int], torch.Tensor]:
@@ -111,7 +130,9 @@ def without_cache(model, tokens, settings, numbers) -> tuple[list[int], torch.Te
         hidden = model.run(torch.cat([voice(), text, mel], 1))[0][:, text.shape[1] + 32 :]
         logits = model.mel_logits(hidden)[:, -1]
         logits[:, START] = -math.inf
-        scores = RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)(torch.tensor([codes]).long(), logits)
+        scores = RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)(
+            torch.tensor([codes]).long(), logits
+        )
         scores = TemperatureLogitsWarper(settings.temperature)(None, scores)
         scores = TopKLogitsWarper(settings.top_k)(None, scores)
         scores = TopPLogitsWarper(settings.top_p)(None, scores)
@@ -123,15 +144,19 @@ def without_cache(model, tokens, settings, numbers) -> tuple[list[int], torch.Te
     return codes, hidden[0]
 
 
-# --- sampling --------------------------------------------------------------------------------------------------------
+# --- sampling -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [GREEDY, Sampling(seed=3), Sampling(1.5, 12, 0.95, 2.0, seed=5)])
+@pytest.mark.parametrize(
+    "settings", [GREEDY, Sampling(seed=3), Sampling(1.5, 12, 0.95, 2.0, seed=5)]
+)
 @pytest.mark.parametrize("model_seed", [0, 1, 2])
 def test_the_cache_changes_nothing(settings, model_seed):
     model = TinyGPT(model_seed)
     generator = torch.Generator().manual_seed(settings.seed)
-    numbers = torch.rand(2, min(39, settings.max_codes), dtype=torch.float64, generator=generator).tolist()
+    numbers = torch.rand(
+        2, min(39, settings.max_codes), dtype=torch.float64, generator=generator
+    ).tolist()
     for tokens in ([1, 2, 3], [4], [5, 6, 7, 8, 1]):
         [speech] = sample(model, CONFIG, voice(), [tokens], settings)
         codes, hidden = without_cache(model, tokens, settings, numbers[speech.draws - 1])
@@ -143,13 +168,21 @@ def test_the_cache_changes_nothing(settings, model_seed):
 @pytest.mark.parametrize("settings", [GREEDY, Sampling(seed=1), Sampling(1.2, 0, 1.0, 1.0, seed=4)])
 def test_a_batch_of_different_lengths_equals_one_by_one(settings):
     generator = torch.Generator().manual_seed(0)
-    sentences = [torch.randint(1, 9, (1 + number % 3,), generator=generator).tolist() for number in range(27)]
+    sentences = [
+        torch.randint(1, 9, (1 + number % 3,), generator=generator).tolist() for number in range(27)
+    ]
     model = TinyGPT()
     together = sample(model, CONFIG, voice(), sentences, settings)
-    assert max(model.calls) == inference.ROWS and len({len(speech.codes) for speech in together}) > 3
+    assert (
+        max(model.calls) == inference.ROWS and len({len(speech.codes) for speech in together}) > 3
+    )
     for tokens, speech in zip(sentences, together, strict=True):
         [alone] = sample(model, CONFIG, voice(), [tokens], settings)
-        assert (alone.codes.tolist(), alone.ended, alone.draws) == (speech.codes.tolist(), speech.ended, speech.draws)
+        assert (alone.codes.tolist(), alone.ended, alone.draws) == (
+            speech.codes.tolist(),
+            speech.ended,
+            speech.draws,
+        )
         torch.testing.assert_close(alone.latents, speech.latents, rtol=0, atol=1e-12)
 
 
@@ -157,7 +190,10 @@ def test_a_seed_makes_it_repeatable():
     model, sentences = TinyGPT(stop=0.0), [[1, 2], [3, 4, 5]]
     runs = {
         seed: [
-            [speech.codes.tolist() for speech in sample(model, CONFIG, voice(), sentences, Sampling(1.5, seed=seed))]
+            [
+                speech.codes.tolist()
+                for speech in sample(model, CONFIG, voice(), sentences, Sampling(1.5, seed=seed))
+            ]
             for _ in range(2)
         ]
         for seed in range(4)
@@ -175,7 +211,13 @@ def test_nothing_but_codes_is_drawn():
             logits[..., [START, 18, 19]] += 50.0
             return logits
 
-    speeches = sample(Astray(stop=-3.0), CONFIG | {"codes": 18}, voice(), [[1, 2], [3]], Sampling(3.0, 0, 1.0, 1.0))
+    speeches = sample(
+        Astray(stop=-3.0),
+        CONFIG | {"codes": 18},
+        voice(),
+        [[1, 2], [3]],
+        Sampling(3.0, 0, 1.0, 1.0),
+    )
     codes = [code for speech in speeches for code in speech.codes.tolist()]
     assert len(codes) > 10 and max(codes) < 18
 
@@ -196,7 +238,8 @@ def test_it_ends_where_stop_is_the_likeliest_whatever_is_drawn(length, capsys):
 
 
 def test_the_penalty_for_repetition_does_not_end_a_sentence():
-    """Once code 3 was spoken, the penalty makes STOP the most probable, although the model itself still prefers code 3."""
+    """Once code 3 was spoken, the penalty makes STOP the most probable, although the model itself
+    still prefers code 3."""
 
     class Close(TinyGPT):
         def mel_logits(self, hidden):
@@ -206,7 +249,8 @@ def test_the_penalty_for_repetition_does_not_end_a_sentence():
             return logits
 
     lengths = [
-        len(sample(Close(), CONFIG, voice(), [[1]], Sampling(1.0, seed=seed, top_p=1.0))[0].codes) for seed in range(20)
+        len(sample(Close(), CONFIG, voice(), [[1]], Sampling(1.0, seed=seed, top_p=1.0))[0].codes)
+        for seed in range(20)
     ]
     assert max(lengths) > 2 and min(lengths) == 0
 
@@ -223,7 +267,10 @@ def test_a_sentence_without_an_end_is_drawn_once_more(capsys):
     settings = Sampling(top_k=1, repetition_penalty=1.0, max_codes=10)
     [speech] = sample(Second(1000), CONFIG, voice(), [[1]], settings)
     assert speech.ended and speech.draws == 2 and speech.codes.tolist() == [3] * 4
-    assert capsys.readouterr().out == "sentence 1 reached the limit of 10 codes and was drawn once more\n"
+    assert (
+        capsys.readouterr().out
+        == "sentence 1 reached the limit of 10 codes and was drawn once more\n"
+    )
     [speech] = sample(Ending(1000), CONFIG, voice(), [[1]], settings)
     assert not speech.ended and speech.draws == 2
     assert len(speech.codes) == len(speech.latents) == 10
@@ -236,17 +283,23 @@ def test_the_second_draw_has_other_numbers_and_is_for_those_who_need_it():
     speeches = sample(model, CONFIG, voice(), sentences, settings)
     again = [number for number, speech in enumerate(speeches) if speech.draws == 2]
     assert 0 < len(again) < 4
-    numbers = torch.rand(2, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist()
+    numbers = torch.rand(
+        2, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).tolist()
     for tokens, speech in zip(sentences, speeches, strict=True):
-        expected = without_cache(model, tokens, Sampling(2.0, 22, 1.0, 1.0), numbers[speech.draws - 1])[0]
+        expected = without_cache(
+            model, tokens, Sampling(2.0, 22, 1.0, 1.0), numbers[speech.draws - 1]
+        )[0]
         assert speech.codes.tolist() == expected
-        assert (len(without_cache(model, tokens, Sampling(2.0, 22, 1.0, 1.0), numbers[0])[0]) == 15) == (
-            speech.draws == 2
-        )
+        assert (
+            len(without_cache(model, tokens, Sampling(2.0, 22, 1.0, 1.0), numbers[0])[0]) == 15
+        ) == (speech.draws == 2)
 
 
 def test_the_positions_of_the_model_are_a_limit_too():
-    [speech] = sample(Ending(1000), CONFIG, voice(), [[1]], Sampling(top_k=1, repetition_penalty=1.0))
+    [speech] = sample(
+        Ending(1000), CONFIG, voice(), [[1]], Sampling(top_k=1, repetition_penalty=1.0)
+    )
     assert len(speech.codes) == CONFIG["mel_positions"] - 1
     assert Sampling().max_codes == 602
 
@@ -260,9 +313,12 @@ def test_bad_input_is_one_line():
 
 
 @given(
-    seed=st.integers(0, 10_000), temperature=st.floats(0.1, 3), top_k=st.integers(1, 40), top_p=st.floats(0.01, 1),
+    seed=st.integers(0, 10_000),
+    temperature=st.floats(0.1, 3),
+    top_k=st.integers(1, 40),
+    top_p=st.floats(0.01, 1),
     penalty=st.floats(1, 10),
-)  # fmt: skip
+)
 def test_filters_are_those_of_transformers(seed, temperature, top_k, top_p, penalty):
     generator = torch.Generator().manual_seed(seed)
     logits = 4 * torch.randn(3, 30, dtype=torch.float64, generator=generator)
@@ -279,18 +335,20 @@ def test_filters_are_those_of_transformers(seed, temperature, top_k, top_p, pena
 
 def test_filters_can_be_off():
     logits = torch.randn(2, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert inference.filter_logits(logits, torch.ones(2, 30, dtype=torch.bool), Sampling(1.0, 0, 1.0, 1.0)).equal(
-        logits
-    )
+    assert inference.filter_logits(
+        logits, torch.ones(2, 30, dtype=torch.bool), Sampling(1.0, 0, 1.0, 1.0)
+    ).equal(logits)
 
 
 def test_draws_have_the_frequencies_of_the_probabilities():
     probabilities = torch.tensor([[0.1, 0.0, 0.6, 0.3]], dtype=torch.float64)
-    drawn = [int(inference.pick(probabilities.log(), (number + 0.5) / 1000)) for number in range(1000)]
+    drawn = [
+        int(inference.pick(probabilities.log(), (number + 0.5) / 1000)) for number in range(1000)
+    ]
     assert [drawn.count(token) for token in range(4)] == [100, 0, 600, 300]
 
 
-# --- voice -----------------------------------------------------------------------------------------------------------
+# --- voice ----------------------------------------------------------------------------------------
 
 
 def chunks_of(*seconds: float) -> list[int]:
@@ -320,12 +378,17 @@ def test_chunks_of_a_reference():
 
 def test_latents_are_the_mean_over_chunks_and_files():
     model, generator = TinyGPT(), torch.Generator().manual_seed(0)
-    first, second = (torch.randn(seconds * RATE, dtype=torch.float64, generator=generator) for seconds in (6, 3))
+    first, second = (
+        torch.randn(seconds * RATE, dtype=torch.float64, generator=generator) for seconds in (6, 3)
+    )
 
     def mel(waveforms):
         return waveforms[:, :800].reshape(1, 8, 100) * waveforms.std()
 
-    expected = [model.condition(mel(chunk[None])) for chunk in (first[: 4 * RATE], first[4 * RATE :], second)]
+    expected = [
+        model.condition(mel(chunk[None]))
+        for chunk in (first[: 4 * RATE], first[4 * RATE :], second)
+    ]
     result = inference.latents(model, mel, [first, second])
     torch.testing.assert_close(result, sum(expected) / 3, rtol=0, atol=1e-12)
 
@@ -336,7 +399,7 @@ def test_a_reference_that_is_too_short_is_refused(samples):
         inference.latents(TinyGPT(), None, [torch.ones(count) for count in samples])
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def bare(text: str) -> str:
@@ -348,7 +411,9 @@ def test_nothing_is_lost_and_every_piece_is_within_the_limit(text, most):
     for count in (len, lambda piece: len(piece.split())):
         pieces = split_sentences(text, most, count)
         assert bare("".join(pieces)) == bare(text)
-        assert all(piece == " ".join(piece.split()) and 0 < count(piece) <= most for piece in pieces)
+        assert all(
+            piece == " ".join(piece.split()) and 0 < count(piece) <= most for piece in pieces
+        )
 
 
 @given(text=st.text(max_size=60), most=st.integers(2, 40))
@@ -370,7 +435,10 @@ def test_any_text_with_a_count_that_is_not_additive(text, most):
     ("text", "sentences"),
     [
         ("ሰላም ለዓለም።እንዴት ነህ፧ ደህና!", ["ሰላም ለዓለም።", "እንዴት ነህ፧", "ደህና!"]),
-        ("What? 3.5 and 1,000 at 12:30. Yes... no", ["What?", "3.5 and 1,000 at 12:30.", "Yes...", "no"]),
+        (
+            "What? 3.5 and 1,000 at 12:30. Yes... no",
+            ["What?", "3.5 and 1,000 at 12:30.", "Yes...", "no"],
+        ),
         ("«ሰላም።» አለ። «ደህና ነኝ።»", ["«ሰላም።»", "አለ።", "«ደህና ነኝ።»"]),
         ("ሰላም፡፡ ደህና:: እሺ", ["ሰላም፡፡", "ደህና::", "እሺ"]),
         ("No! ! ?? Yes ?!", ["No! ! ??", "Yes ?!"]),
@@ -388,8 +456,15 @@ def test_sentences(text, sentences):
 
 
 def test_a_long_sentence_is_cut_at_commas_then_at_spaces_then_by_force():
-    assert split_sentences("አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤ ከበደ ሄደ።", 12, len) == ["አበበ በሶ በላ፣", "ጫላ ጩቤ ጨበጠ፤", "ከበደ ሄደ።"]
-    assert split_sentences("አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤ ከበደ ሄደ።", 25, len) == ["አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤", "ከበደ ሄደ።"]
+    assert split_sentences("አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤ ከበደ ሄደ።", 12, len) == [
+        "አበበ በሶ በላ፣",
+        "ጫላ ጩቤ ጨበጠ፤",
+        "ከበደ ሄደ።",
+    ]
+    assert split_sentences("አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤ ከበደ ሄደ።", 25, len) == [
+        "አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤",
+        "ከበደ ሄደ።",
+    ]
     assert split_sentences("a, b c d, e", 5, len) == ["a,", "b c", "d, e"]
     assert split_sentences("አንድ ሁለት ሦስት", 8, len) == ["አንድ ሁለት", "ሦስት"]
     assert split_sentences("አንድ፡ሁለት፡ሦስት", 8, len) == ["አንድ፡ሁለት፡", "ሦስት"]
@@ -415,7 +490,7 @@ def test_a_character_beyond_the_limit_is_refused():
         split_sentences("ab", 2, lambda piece: 3 * len(piece) if "b" in piece else len(piece))
 
 
-# --- waveforms -------------------------------------------------------------------------------------------------------
+# --- waveforms ------------------------------------------------------------------------------------
 
 
 def tone(seconds: float, rate: int = 24_000, level: float = 0.5) -> torch.Tensor:
@@ -424,7 +499,9 @@ def tone(seconds: float, rate: int = 24_000, level: float = 0.5) -> torch.Tensor
 
 @pytest.mark.parametrize("rate", [22_050, 24_000])
 @pytest.mark.parametrize("noise", [0.0, 0.001])
-@pytest.mark.parametrize(("tail", "kept"), [(0.0, 0.0), (0.15, 0.15), (0.3, 0.3), (0.9, 0.3), (5.0, 0.3)])
+@pytest.mark.parametrize(
+    ("tail", "kept"), [(0.0, 0.0), (0.15, 0.15), (0.3, 0.3), (0.9, 0.3), (5.0, 0.3)]
+)
 def test_quiet_above_a_third_of_a_second_is_cut(rate, noise, tail, kept):
     random = torch.Generator().manual_seed(0)
     quiet = noise * torch.randn(round(tail * rate), generator=random)

@@ -1,4 +1,5 @@
-"""Speaking: the manifests and files of held-out sentences, voices, similarity, limits. The GPT says fixed codes."""
+"""Speaking: the manifests and files of held-out sentences, voices, similarity, limits. The GPT says
+fixed codes."""
 
 from pathlib import Path
 
@@ -40,7 +41,9 @@ class Voices(nn.Module):
         super().__init__()
         self.config = {"latents": 3}
         self.heard = []
-        self.weight = nn.Parameter(torch.randn(80, WIDTH, generator=torch.Generator().manual_seed(0)))
+        self.weight = nn.Parameter(
+            torch.randn(80, WIDTH, generator=torch.Generator().manual_seed(0))
+        )
 
     def condition(self, mels: torch.Tensor) -> torch.Tensor:
         self.heard.append(mels)
@@ -80,7 +83,12 @@ def make_frozen(with_vocoder: bool) -> Frozen:
     torch.manual_seed(0)
     stats = torch.full((80,), 4.0)
     vocoder = HifiDecoder(WIDTH, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
-    parts = Mel("dvae", stats), Mel("conditioning", stats), DVAE(CONFIG), vocoder if with_vocoder else None
+    parts = (
+        Mel("dvae", stats),
+        Mel("conditioning", stats),
+        DVAE(CONFIG),
+        vocoder if with_vocoder else None,
+    )
     return Frozen(*parts).to(torch.device("cpu"))
 
 
@@ -98,9 +106,15 @@ def said(monkeypatch) -> list[tuple]:
     return calls
 
 
-def spoken(folder: Path, corpus: Corpus, with_vocoder: bool, **changes) -> tuple[str, Voices, Reader]:
+def spoken(
+    folder: Path, corpus: Corpus, with_vocoder: bool, **changes
+) -> tuple[str, Voices, Reader]:
     model, reader = Voices(), Reader()
-    given = {"references": speakers_of(corpus), "settings": inference.Sampling(), "longest": 50} | changes
+    given = {
+        "references": speakers_of(corpus),
+        "settings": inference.Sampling(),
+        "longest": 50,
+    } | changes
     said = speaking.speak_corpus(folder, model, make_frozen(with_vocoder), reader, corpus, **given)
     return said, model, reader
 
@@ -111,29 +125,44 @@ def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path, with_vocod
     line, _, reader = spoken(folder, corpus, with_vocoder)
     assert line.startswith(f"4 held-out sentences spoken: {folder}/*_synthesis.wav")
     assert {path.name for path in folder.iterdir()} == {
-        *(f"{kind}.csv" for kind in KINDS), *(f"00{number}_{kind}.wav" for kind in KINDS for number in (1, 2, 3, 4)),
-    }  # fmt: skip
+        *(f"{kind}.csv" for kind in KINDS),
+        *(f"00{number}_{kind}.wav" for kind in KINDS for number in (1, 2, 3, 4)),
+    }
     rates = dict.fromkeys(KINDS, SAMPLE_RATE) | ({"synthesis": 24_000} if with_vocoder else {})
-    sets = load_splits({kind: str(folder / f"{kind}.csv") for kind in KINDS}, normalise, Checks(strict=True))
+    sets = load_splits(
+        {kind: str(folder / f"{kind}.csv") for kind in KINDS}, normalise, Checks(strict=True)
+    )
     for kind, read in sets.items():
-        assert list(read.texts) == ["one two", "three", "four five", "six"] and list(read.speakers) == [
+        assert list(read.texts) == ["one two", "three", "four five", "six"] and list(
+            read.speakers
+        ) == [
             "a",
             "b",
             "a",
             "c",
         ]
         for index, path in enumerate(read.paths):
-            assert Path(path).name == f"00{index + 1}_{kind}.wav" and soundfile.info(path).samplerate == rates[kind]
+            assert (
+                Path(path).name == f"00{index + 1}_{kind}.wav"
+                and soundfile.info(path).samplerate == rates[kind]
+            )
     for index in range(4):
-        original, copy = (soundfile.read(one.paths[index], dtype="int16")[0] for one in (corpus, sets["reference"]))
+        original, copy = (
+            soundfile.read(one.paths[index], dtype="int16")[0]
+            for one in (corpus, sets["reference"])
+        )
         assert len(original) == len(copy) and np.abs(original.astype(int) - copy).max() <= 1
         longer = float(sets["resynthesis"].seconds[index] - corpus.seconds[index]) * SAMPLE_RATE
         assert -1 < longer < SAMPLES_PER_CODE, "it does not end with the recording"
     assert set(reader.languages) == {"de", "am"} and said[0][1] == [[*b"one|two"]]
 
 
-def test_the_similarity_of_voices_needs_a_speaker_encoder_and_half_a_second(corpus, said, tmp_path, monkeypatch):
-    (with_encoder, *_), (without, *_) = (spoken(tmp_path / str(kind), corpus, kind) for kind in (True, False))
+def test_the_similarity_of_voices_needs_a_speaker_encoder_and_half_a_second(
+    corpus, said, tmp_path, monkeypatch
+):
+    (with_encoder, *_), (without, *_) = (
+        spoken(tmp_path / str(kind), corpus, kind) for kind in (True, False)
+    )
     assert "speaker similarity" not in without and without.count("\n") == 0
     similarity = with_encoder.partition("\nspeaker similarity: ")[2]
     assert -1 <= float(similarity.split()[0]) <= 1 and similarity.endswith(
@@ -146,9 +175,14 @@ def test_the_similarity_of_voices_needs_a_speaker_encoder_and_half_a_second(corp
 
 
 def test_the_similarity_is_the_mean_cosine(corpus, tmp_path, monkeypatch):
-    vectors = {True: iter([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0], [1.0, 0.0]]), False: iter([[1.0, 0.0]] * 3)}
+    vectors = {
+        True: iter([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0], [1.0, 0.0]]),
+        False: iter([[1.0, 0.0]] * 3),
+    }
     monkeypatch.setattr(
-        Frozen, "speaker", lambda self, _, rate=SAMPLE_RATE: torch.tensor([next(vectors[rate == 24_000])])
+        Frozen,
+        "speaker",
+        lambda self, _, rate=SAMPLE_RATE: torch.tensor([next(vectors[rate == 24_000])]),
     )
     monkeypatch.setattr(speaking, "speak", lambda *_: torch.full((24_000,), 0.1))
     assert "speaker similarity: 0.65 " in spoken(tmp_path, corpus, True)[0]
@@ -179,16 +213,26 @@ def test_each_speaker_has_one_voice_from_the_references(corpus, said, tmp_path):
 
 
 def test_an_unknown_speaker_gets_the_first_reference(said, tmp_path):
-    corpus = write_corpus(tmp_path, (("one", "a", 1.0), ("two", "stranger", 1.0), ("three", "", 1.0)))
-    references = {"a": speakers_of(corpus)["a"], "b": (np.full(SAMPLE_RATE, 900, np.int16), SAMPLE_RATE)}
+    corpus = write_corpus(
+        tmp_path, (("one", "a", 1.0), ("two", "stranger", 1.0), ("three", "", 1.0))
+    )
+    references = {
+        "a": speakers_of(corpus)["a"],
+        "b": (np.full(SAMPLE_RATE, 900, np.int16), SAMPLE_RATE),
+    }
     spoken(tmp_path / "out", corpus, False, references=references)
     latents = [latents for latents, *_ in said]
     assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
     rows = (tmp_path / "out" / "synthesis.csv").read_text(encoding="utf-8").splitlines()
-    assert rows == ["audio_file|text|speaker_name", *[
-        f"00{number}_synthesis.wav|{text}|{name}"
-        for number, (text, name) in enumerate((("one", "a"), ("two", "stranger"), ("three", "speaker")), 1)
-    ]]  # fmt: skip
+    assert rows == [
+        "audio_file|text|speaker_name",
+        *[
+            f"00{number}_synthesis.wav|{text}|{name}"
+            for number, (text, name) in enumerate(
+                (("one", "a"), ("two", "stranger"), ("three", "speaker")), 1
+            )
+        ],
+    ]
 
 
 @pytest.mark.parametrize("with_vocoder", [True, False])
@@ -198,7 +242,9 @@ def test_a_sentence_without_codes_is_silent_and_long_texts_are_cut(said, monkeyp
     assert (voice.speaker is not None) == with_vocoder and voice.latents.shape == (1, 3, WIDTH)
     settings, encode = inference.Sampling(), Reader().encode
     waveform = speaking.speak(model, frozen, encode, "one two. three", voice, settings, 9)
-    assert [bytes(tokens) for tokens in said[0][1]] == [b"one two.", b"three"] and said[0][2] is settings
+    assert [bytes(tokens) for tokens in said[0][1]] == [b"one two.", b"three"] and said[0][
+        2
+    ] is settings
     once = speaking.speak(model, frozen, encode, "three", voice, settings, 9)
     assert len(waveform) > 1.5 * len(once) > 0 and waveform.ndim == 1
     nothing = inference.Speech(torch.zeros(0, dtype=torch.long), torch.zeros(1, WIDTH), ended=True)
@@ -208,4 +254,11 @@ def test_a_sentence_without_codes_is_silent_and_long_texts_are_cut(said, monkeyp
 
 def test_samples_beyond_the_range_are_clamped():
     samples = speaking.int16(torch.tensor([0.0, 1.0, -1.0, 3.0, -3.0, 0.5], dtype=torch.float16))
-    assert samples.dtype == np.int16 and samples.tolist() == [0, 32767, -32767, 32767, -32767, 16384]
+    assert samples.dtype == np.int16 and samples.tolist() == [
+        0,
+        32767,
+        -32767,
+        32767,
+        -32767,
+        16384,
+    ]

@@ -1,4 +1,5 @@
-"""What XTTS reads: front ends, tokens, faults, and extended vocabularies against the library `tokenizers`."""
+"""What XTTS reads: front ends, tokens, faults, and extended vocabularies against the library
+`tokenizers`."""
 
 import copy
 import json
@@ -34,16 +35,23 @@ def unknown_in(reader: texts.Texts, text: str, language: str | None = None) -> b
 def make_metadata(vocab: str = TEXT, language: str = "am", **text) -> dict:
     config = {**formats.SIZES["demo"], "text_tokens": Vocabulary(vocab).size}
     return {
-        "vocab": vocab, "language": language, "carried": False, "config": config, "settings": {}, "pretrained": True,
+        "vocab": vocab,
+        "language": language,
+        "carried": False,
+        "config": config,
+        "settings": {},
+        "pretrained": True,
         "text": {**PLAIN, **text},
-    }  # fmt: skip
+    }
 
 
 def make_tensors(rows: int = ROWS, width: int = 16, scale: float = 1.0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     return {
         "text_embedding.weight": torch.randn(rows, width, generator=generator),
-        "text_head.weight": scale / math.sqrt(width) * torch.randn(rows, width, generator=generator),
+        "text_head.weight": (
+            scale / math.sqrt(width) * torch.randn(rows, width, generator=generator)
+        ),
         "text_head.bias": 0.1 * torch.randn(rows, generator=generator),
     }
 
@@ -68,21 +76,29 @@ def resolved(*flags) -> start.Start:
     return start.resolve(args)
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def test_amharic_is_read_as_phonemes_which_the_vocabulary_has():
     reader = texts.Texts(make_metadata(g2p=True))
     read = reader.read("ሰላም")
-    assert read == amharic.phonemes("ሰላም", {}, True) and not texts.ETHIOPIC.search(read) and read.startswith("s")
-    assert reader.encode("ሰላም") == reader.vocabulary.encode(read, "am") and not unknown_in(reader, "ሰላም")
+    assert (
+        read == amharic.phonemes("ሰላም", {}, True)
+        and not texts.ETHIOPIC.search(read)
+        and read.startswith("s")
+    )
+    assert reader.encode("ሰላም") == reader.vocabulary.encode(read, "am") and not unknown_in(
+        reader, "ሰላም"
+    )
     assert reader.vocabulary.size == ROWS
 
 
 def test_numbers_are_written_in_words_and_ethiopic_letters_are_kept():
     reader = texts.Texts(make_metadata())
     read = reader.read("3 ሰላም።")
-    assert read == amharic.spoken("3 ሰላም።") and "3" not in read and "ሰላም" in read and "።" not in read
+    assert (
+        read == amharic.spoken("3 ሰላም።") and "3" not in read and "ሰላም" in read and "።" not in read
+    )
     assert reader.read("3 men.") == "3 men.", "a text without Ethiopic letters is left as it is"
 
 
@@ -117,9 +133,9 @@ def test_the_prefix_of_a_language_that_coqui_lacks():
     metadata = make_metadata()
     reader = texts.Texts({**metadata, "carried": True})
     vocabulary = reader.vocabulary
-    assert reader.encode("no") == vocabulary.encode("[am]no", "en") and reader.encode("no", "de") == vocabulary.encode(
+    assert reader.encode("no") == vocabulary.encode("[am]no", "en") and reader.encode(
         "no", "de"
-    )
+    ) == vocabulary.encode("no", "de")
 
 
 def test_faults():
@@ -131,12 +147,18 @@ def test_faults():
     assert new.fault("ж", None, 100)[0] == reader.fault("...", None, 100)[0] == reason
     assert reader.fault("hen", None, 3) is None and reader.fault("then", "de", 2) is None
     assert reader.fault("hens", None, 3) == ("text is longer than 3 tokens", "4 tokens")
-    assert reader.fault("ቡ a", None, 100) is None and unknown_in(reader, "ቡ a") and not unknown_in(reader, "a", "de")
+    assert (
+        reader.fault("ቡ a", None, 100) is None
+        and unknown_in(reader, "ቡ a")
+        and not unknown_in(reader, "a", "de")
+    )
 
 
 def test_a_text_to_speak_is_checked(capsys):
     reader = texts.Texts(make_metadata())
-    with pytest.raises(UsageError, match=r"^--synthesize: the vocabulary has none of the text's letters: 'ቡና'$"):
+    with pytest.raises(
+        UsageError, match=r"^--synthesize: the vocabulary has none of the text's letters: 'ቡና'$"
+    ):
         reader.check("ቡና")
     reader.check("the end")
     assert capsys.readouterr().err == ""
@@ -151,17 +173,23 @@ def test_show(capsys):
     texts.show(["ሰቡ", "hens"], texts.Texts(make_metadata()), 3)
     out, err = capsys.readouterr()
     assert out == "ሰቡ\nhens\n"
-    assert err == "warning: 'ሰቡ': the vocabulary lacks ቡ\nwarning: 'hens': 4 tokens; training takes 3 at most\n"
+    assert (
+        err
+        == "warning: 'ሰቡ': the vocabulary lacks ቡ\nwarning: 'hens': 4 tokens; training takes 3 at"
+        " most\n"
+    )
 
 
 def test_texts_of_a_flag(tmp_path):
     (tmp_path / "a.txt").write_text("ሰላም  ለሁሉም\n\nno\n", encoding="utf-8")
-    assert texts.texts_of([str(tmp_path / "a.txt")]) == ["ሰላም ለሁሉም", "no"] and texts.texts_of(["a", "b "]) == ["a", "b"]
+    assert texts.texts_of([str(tmp_path / "a.txt")]) == ["ሰላም ለሁሉም", "no"] and texts.texts_of(
+        ["a", "b "]
+    ) == ["a", "b"]
     with pytest.raises(UsageError, match="--show_text: there is no text"):
         texts.texts_of([" "], "--show_text")
 
 
-# --- flags -----------------------------------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------
 
 
 def test_flags_become_metadata_that_json_keeps(tmp_path):
@@ -169,7 +197,11 @@ def test_flags_become_metadata_that_json_keeps(tmp_path):
     flags = ["--use_amharic_g2p", "--no_epenthesis", "--lexicon", tmp_path / "words.tsv"]
     chosen = resolved("--from_scratch", *flags)
     saved = json.loads(json.dumps(chosen.text.metadata()))
-    assert saved == {"g2p": True, "epenthesis": False, "lexicon": amharic.read_lexicon(str(tmp_path / "words.tsv"))}
+    assert saved == {
+        "g2p": True,
+        "epenthesis": False,
+        "lexicon": amharic.read_lexicon(str(tmp_path / "words.tsv")),
+    }
     assert saved["lexicon"]["ሰላም"] == "səlam"
     assert checkpoint.mismatch(saved, texts.SCHEMA, "text") is None
     assert resolved("--from_scratch").text.metadata() == PLAIN
@@ -193,27 +225,64 @@ def test_damaged_metadata(text):
         (["--from_scratch", "--epenthesis"], "--epenthesis goes with --use_amharic_g2p"),
         (["--from_scratch", "--no_epenthesis"], "--no_epenthesis goes with --use_amharic_g2p"),
         (["--from_scratch", "--vocab_size", 9], "--vocab_size goes with --extend_vocab bpe"),
-        (["--from_scratch", "--vocab_size", 9, "--extend_vocab", "characters"], "--vocab_size goes with --extend_vocab bpe"),
-        (["--from_scratch", "--use_amharic_g2p", "--extend_vocab", "bpe"], "--extend_vocab and --use_amharic_g2p"),
+        (
+            ["--from_scratch", "--vocab_size", 9, "--extend_vocab", "characters"],
+            "--vocab_size goes with --extend_vocab bpe",
+        ),
+        (
+            ["--from_scratch", "--use_amharic_g2p", "--extend_vocab", "bpe"],
+            "--extend_vocab and --use_amharic_g2p",
+        ),
         (["--from_scratch", "--use_amharic_g2p", "--language", "ti"], "is for Amharic"),
         (["--show_text", "a", "--use_amharic_g2p", "--lexicon", "missing.tsv"], "missing.tsv"),
         (["--show_text", "a", "--extend_vocab", "bpe"], "--extend_vocab and --show_text"),
         (["--show_text", "a", "--evaluate"], "--show_text and --evaluate"),
         (["--evaluate", "--extend_vocab", "bpe"], "--extend_vocab and --evaluate"),
-        (["--synthesize", "a", "--speaker_wav", __file__, "--extend_vocab", "bpe"], "--extend_vocab and --synthesize"),
-        (["--synthesize", "a", "--speaker_wav", __file__, "--use_amharic_g2p"], "a checkpoint keeps how it reads"),
-        (["--synthesize", "a", "--speaker_wav", __file__, "--use_amharic_g2p", "--model_dir", ".", "--resume", "x"], "keeps how it reads"),
+        (
+            ["--synthesize", "a", "--speaker_wav", __file__, "--extend_vocab", "bpe"],
+            "--extend_vocab and --synthesize",
+        ),
+        (
+            ["--synthesize", "a", "--speaker_wav", __file__, "--use_amharic_g2p"],
+            "a checkpoint keeps how it reads",
+        ),
+        (
+            [
+                "--synthesize",
+                "a",
+                "--speaker_wav",
+                __file__,
+                "--use_amharic_g2p",
+                "--model_dir",
+                ".",
+                "--resume",
+                "x",
+            ],
+            "keeps how it reads",
+        ),
     ],
-)  # fmt: skip
+)
 def test_flags_that_contradict(flags, message):
     with pytest.raises(UsageError, match=f"{message}[^\n]*$"):
         resolved(*flags)
 
 
 def test_flags_that_agree():
-    speaking = ["--synthesize", "a", "--speaker_wav", __file__, "--model_dir", ".", "--use_amharic_g2p"]
-    assert resolved(*speaking, "--no_epenthesis").text == texts.TextOptions(g2p=True, epenthesis=False)
-    assert resolved("--from_scratch", "--extend_vocab", "bpe", "--vocab_size", 9).text.vocab_size == 9
+    speaking = [
+        "--synthesize",
+        "a",
+        "--speaker_wav",
+        __file__,
+        "--model_dir",
+        ".",
+        "--use_amharic_g2p",
+    ]
+    assert resolved(*speaking, "--no_epenthesis").text == texts.TextOptions(
+        g2p=True, epenthesis=False
+    )
+    assert (
+        resolved("--from_scratch", "--extend_vocab", "bpe", "--vocab_size", 9).text.vocab_size == 9
+    )
     assert resolved("--show_text", "a", "--use_amharic_g2p", "--language", "amh").text.g2p
 
 
@@ -223,22 +292,39 @@ G2P = {**PLAIN, "g2p": True}
 @pytest.mark.parametrize(
     "flags, text, messages",
     [
-        (["--use_amharic_g2p"], PLAIN, ["--use_amharic_g2p (the checkpoint reads text as written)"]),
+        (
+            ["--use_amharic_g2p"],
+            PLAIN,
+            ["--use_amharic_g2p (the checkpoint reads text as written)"],
+        ),
         (["--use_amharic_g2p"], G2P, []),
         (["--no_use_amharic_g2p"], G2P, ["--no_use_amharic_g2p (the checkpoint reads phonemes)"]),
         ([], {**G2P, "epenthesis": False, "lexicon": {"a": "b"}}, []),
-        (["--use_amharic_g2p", "--no_epenthesis"], G2P, ["--no_epenthesis (the checkpoint has the opposite)"]),
-        (["--extend_vocab", "bpe"], PLAIN, ["--extend_vocab bpe (the checkpoint's vocabulary was not extended)"]),
+        (
+            ["--use_amharic_g2p", "--no_epenthesis"],
+            G2P,
+            ["--no_epenthesis (the checkpoint has the opposite)"],
+        ),
+        (
+            ["--extend_vocab", "bpe"],
+            PLAIN,
+            ["--extend_vocab bpe (the checkpoint's vocabulary was not extended)"],
+        ),
         (["--extend_vocab", "bpe"], {**PLAIN, "extend_vocab": "bpe", "vocab_size": 2000}, []),
-        (["--extend_vocab", "bpe", "--vocab_size", 9], {**PLAIN, "extend_vocab": "bpe", "vocab_size": 2000},
-         ["--vocab_size 9 (the checkpoint's vocabulary was extended by bpe, 2000 at most)"]),
+        (
+            ["--extend_vocab", "bpe", "--vocab_size", 9],
+            {**PLAIN, "extend_vocab": "bpe", "vocab_size": 2000},
+            ["--vocab_size 9 (the checkpoint's vocabulary was extended by bpe, 2000 at most)"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_flags_that_contradict_a_checkpoint(flags, text, messages):
     chosen = resolved("--resume", "auto", *flags)
     assert texts.conflicts(chosen.given, chosen.text, {"text": text}) == messages
     if text == PLAIN:
-        assert texts.conflicts(chosen.given, chosen.text, {}) == messages, "a checkpoint without the entry"
+        assert texts.conflicts(chosen.given, chosen.text, {}) == messages, (
+            "a checkpoint without the entry"
+        )
 
 
 def test_a_contradiction_ends_the_resumed_run():
@@ -248,13 +334,17 @@ def test_a_contradiction_ends_the_resumed_run():
         "config": config,
         "condition": "same",
     }
-    tensors = {name: torch.zeros(shape) for name, shape in formats.expected_shapes(config)["gpt"].items()}
+    tensors = {
+        name: torch.zeros(shape) for name, shape in formats.expected_shapes(config)["gpt"].items()
+    }
     start.check_resumed(resolved("--resume", "auto"), metadata, tensors)
-    with pytest.raises(UsageError, match=r"--use_amharic_g2p \(the checkpoint reads text as written\) conflicts"):
+    with pytest.raises(
+        UsageError, match=r"--use_amharic_g2p \(the checkpoint reads text as written\) conflicts"
+    ):
         start.check_resumed(resolved("--resume", "auto", "--use_amharic_g2p"), metadata, tensors)
 
 
-# --- a larger vocabulary ---------------------------------------------------------------------------------------------
+# --- a larger vocabulary --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind, size", KINDS)
@@ -264,30 +354,60 @@ def test_an_extended_vocabulary(kind, size, capsys):
     count = reader.vocabulary.size - ROWS
     out = f"vocabulary: {count} new tokens ({kind}), {ROWS + count} in all\n"
     assert capsys.readouterr().out == out and metadata["config"]["text_tokens"] == ROWS + count
-    assert model["merges"][: len(old["merges"])] == old["merges"] and old["vocab"].items() <= model["vocab"].items()
-    assert sorted({*model["vocab"].values()} - {*old["vocab"].values()}) == [*range(ROWS, ROWS + count)]
+    assert (
+        model["merges"][: len(old["merges"])] == old["merges"]
+        and old["vocab"].items() <= model["vocab"].items()
+    )
+    assert sorted({*model["vocab"].values()} - {*old["vocab"].values()}) == [
+        *range(ROWS, ROWS + count)
+    ]
     assert [token["content"] for token in json.loads(metadata["vocab"])["added_tokens"]] == [
         token["content"] for token in json.loads(TEXT)["added_tokens"]
     ]
-    assert (reader.vocabulary.start, reader.vocabulary.stop) == (Vocabulary(TEXT).start, Vocabulary(TEXT).stop)
+    assert (reader.vocabulary.start, reader.vocabulary.stop) == (
+        Vocabulary(TEXT).start,
+        Vocabulary(TEXT).stop,
+    )
     for text in TRAINING:
         assert not unknown_in(reader, text)
         assert reader.vocabulary.decode(reader.encode(text)) == f"[am]{reader.read(text)}"
     peer = Tokenizer.from_str(metadata["vocab"])
     assert peer.get_vocab() == model["vocab"]
     lengths = [len(reader.encode(word)) for word in ("ሰላም", "ለሁሉም")]
-    assert lengths == ([2, 2] if kind == "bpe" else [4, 5]), "a word of BPE is a token after the language's"
+    assert lengths == ([2, 2] if kind == "bpe" else [4, 5]), (
+        "a word of BPE is a token after the language's"
+    )
     assert metadata["text"] == {**PLAIN, "extend_vocab": kind, "vocab_size": size}
 
 
-ALPHABET = ["the", "end", "[am]", "[SPACE]", "an", "ə", "šən", " ", "x", "1", ".", "[", "é", "ж", "𝒳", "\0", "_"]
+ALPHABET = [
+    "the",
+    "end",
+    "[am]",
+    "[SPACE]",
+    "an",
+    "ə",
+    "šən",
+    " ",
+    "x",
+    "1",
+    ".",
+    "[",
+    "é",
+    "ж",
+    "𝒳",
+    "\0",
+    "_",
+]
 MIXED = [*ALPHABET, "ሰ", "ላም", "ለመ", "ሰላም", "፩", "።", "\u135f", "ꬁ"]
 LARGER = {}
 
 
 def larger(kind: str) -> tuple[Vocabulary, Tokenizer]:
     if kind not in LARGER:
-        vocab = extended(kind, dict(KINDS)[kind], training=[*TRAINING, "abሰላምthe2ላምend abሰላምthe2ላምend"])["vocab"]
+        vocab = extended(
+            kind, dict(KINDS)[kind], training=[*TRAINING, "abሰላምthe2ላምend abሰላምthe2ላምend"]
+        )["vocab"]
         LARGER[kind] = Vocabulary(vocab), Tokenizer.from_str(vocab)
     return LARGER[kind]
 
@@ -325,25 +445,37 @@ def test_a_second_extension_keeps_what_is_there(capsys):
     first = extended("bpe", 30)
     capsys.readouterr()
     second = copy.deepcopy(first)
-    texts.extend(second, None, TRAINING, texts.TextOptions(extend_vocab="characters", vocab_size=2000))
-    assert second["vocab"] == first["vocab"] and "no new tokens (characters)" in capsys.readouterr().out
+    texts.extend(
+        second, None, TRAINING, texts.TextOptions(extend_vocab="characters", vocab_size=2000)
+    )
+    assert (
+        second["vocab"] == first["vocab"]
+        and "no new tokens (characters)" in capsys.readouterr().out
+    )
 
 
 def test_a_model_from_scratch_has_ethiopic_letters_and_phonemes(capsys):
     vocab = new_vocabulary(texts.CHARACTERS, ["en", "am"], formats.SIZES["demo"]["text_tokens"])
     vocabulary = Vocabulary(vocab)
     assert vocabulary.size == 512 and vocabulary.start == 261
-    assert not vocabulary.lacking("the quick brown fox jumps over a lazy dog ə č š ž ñ ı ä ' . , ; : ? ! - ሀ ፐ ፼")
+    assert not vocabulary.lacking(
+        "the quick brown fox jumps over a lazy dog ə č š ž ñ ı ä ' . , ; : ? ! - ሀ ፐ ፼"
+    )
     metadata = extended("characters", 2000, vocab)
     assert metadata["vocab"] == vocab and metadata["config"]["text_tokens"] == 512
-    assert capsys.readouterr().out == "vocabulary: no new tokens (characters): it has those of the training texts\n"
+    assert (
+        capsys.readouterr().out
+        == "vocabulary: no new tokens (characters): it has those of the training texts\n"
+    )
 
 
 def test_the_most_tokens():
     content = json.loads(TEXT)
     content["model"]["vocab"]["last"] = MOST_TOKENS - 2
     assert Vocabulary(add_pieces(json.dumps(content), ["ቡ"], [])).size == MOST_TOKENS
-    with pytest.raises(UsageError, match=f"would have {MOST_TOKENS + 1} tokens, and the most is {MOST_TOKENS}"):
+    with pytest.raises(
+        UsageError, match=f"would have {MOST_TOKENS + 1} tokens, and the most is {MOST_TOKENS}"
+    ):
         add_pieces(json.dumps(content), ["ቡ", "ና"], [])
 
 
@@ -366,7 +498,9 @@ def test_new_rows_and_the_old_ones(kind, size):
 
 # Sentences of eight words of five letters.
 CORPUS = [
-    " ".join("".join(chr(0x1200 + (i * i + j * k * 7 + k) % 300) for k in range(5)) for j in range(8))
+    " ".join(
+        "".join(chr(0x1200 + (i * i + j * k * 7 + k) % 300) for k in range(5)) for j in range(8)
+    )
     for i in range(60)
 ]
 
@@ -385,11 +519,17 @@ def test_the_first_loss_is_below_a_uniform_guess(kind, form):
     )
     texts.extend(metadata, tensors, CORPUS, texts.TextOptions(extend_vocab=kind, vocab_size=300))
     reader = texts.Texts(metadata)
-    targets = torch.tensor([token for text in CORPUS for token in (*reader.encode(text), reader.vocabulary.stop)])
+    targets = torch.tensor(
+        [token for text in CORPUS for token in (*reader.encode(text), reader.vocabulary.stop)]
+    )
     hidden = F.layer_norm(torch.randn(len(targets), 16, generator=generator), (16,))
-    loss = F.cross_entropy(F.linear(hidden, tensors["text_head.weight"], tensors["text_head.bias"]), targets)
+    loss = F.cross_entropy(
+        F.linear(hidden, tensors["text_head.weight"], tensors["text_head.bias"]), targets
+    )
     assert loss < math.log(size) - 0.3
     drawn = make_tensors(reader.vocabulary.size, scale=0.6)["text_head.bias"]
     tensors["text_head.bias"][size:] = drawn[size:]
-    worse = F.cross_entropy(F.linear(hidden, tensors["text_head.weight"], tensors["text_head.bias"]), targets)
+    worse = F.cross_entropy(
+        F.linear(hidden, tensors["text_head.weight"], tensors["text_head.bias"]), targets
+    )
     assert worse > math.log(size), "rows drawn like the old ones do worse than a guess"

@@ -1,4 +1,5 @@
-"""XTTS's vocabulary against the library `tokenizers` and what Coqui's own tokenizer made of the fixture's texts."""
+"""XTTS's vocabulary against the library `tokenizers` and what Coqui's own tokenizer made of the
+fixture's texts."""
 
 import copy
 import json
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from common.errors import UsageError
-from speech.xtts.vocabulary import Vocabulary, add_pieces, add_tokens, learn_merges, new_rows, new_vocabulary
+from speech.xtts.vocabulary import (
+    Vocabulary,
+    add_pieces,
+    add_tokens,
+    learn_merges,
+    new_rows,
+    new_vocabulary,
+)
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "xtts"
 TEXT = (FIXTURES / "vocab.json").read_text(encoding="utf-8")
@@ -29,13 +37,23 @@ def test_attributes_are_the_files():
     ids = PEER.get_vocab()
     assert VOCABULARY.size == max(ids.values()) + 1 and VOCABULARY.text() == TEXT
     assert [ids[name] for name in ("[START]", "[STOP]", "[UNK]")] == [
-        VOCABULARY.start, VOCABULARY.stop, VOCABULARY.unknown
-    ]  # fmt: skip
-    assert {"am", "de", "en", "fr"} <= {*VOCABULARY.languages} and "START" not in VOCABULARY.languages
+        VOCABULARY.start,
+        VOCABULARY.stop,
+        VOCABULARY.unknown,
+    ]
+    assert {"am", "de", "en", "fr"} <= {
+        *VOCABULARY.languages
+    } and "START" not in VOCABULARY.languages
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.sampled_from(["[am]", "[SPACE]", "[START]", "the", "n'", " ", "ሀ", "x", "\n", "[", "ə", "𝒳", "\0"])))
+@given(
+    st.lists(
+        st.sampled_from(
+            ["[am]", "[SPACE]", "[START]", "the", "n'", " ", "ሀ", "x", "\n", "[", "ə", "𝒳", "\0"]
+        )
+    )
+)
 def test_ids_are_those_of_tokenizers(parts):
     text = "".join(parts)
     ids = VOCABULARY.encode(text)
@@ -57,7 +75,9 @@ def test_the_row_decides_about_the_language_and_an_unknown_one_is_an_error():
 
 def test_a_token_that_is_not_special_is_not_a_language():
     content = json.loads(TEXT)
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] != "[de]"]
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if token["content"] != "[de]"
+    ]
     assert "de" not in Vocabulary(json.dumps(content)).languages
 
 
@@ -70,25 +90,30 @@ def test_decoding_leaves_out_start_and_stop():
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
-        st.sampled_from(["[am]", "[SPACE]", "the", " ", "ሀ", "ቡ", "ናቡ", "x", "[", "ж", "𝒳", "1"]) | st.text(max_size=3)
+        st.sampled_from(["[am]", "[SPACE]", "the", " ", "ሀ", "ቡ", "ናቡ", "x", "[", "ж", "𝒳", "1"])
+        | st.text(max_size=3)
     )
 )
 def test_the_characters_that_the_vocabulary_lacks(parts):
     text = "".join(parts)
     lacking = VOCABULARY.lacking(text)
-    assert bool(lacking) == (VOCABULARY.unknown in VOCABULARY.encode(text)) and len({*lacking}) == len(lacking)
+    assert bool(lacking) == (VOCABULARY.unknown in VOCABULARY.encode(text)) and len(
+        {*lacking}
+    ) == len(lacking)
     ids = json.loads(TEXT)["model"]["vocab"]
     assert all(character in text and character not in ids for character in lacking)
     for character in {*text}.difference(ids, "[]" + "SPACEam") - {*filter(str.isspace, text)}:
         assert character in lacking or VOCABULARY.encode(character)[1:] == []
 
 
-# --- larger and new ones ---------------------------------------------------------------------------------------------
+# --- larger and new ones --------------------------------------------------------------------------
 
 
 def test_added_tokens_are_never_split_and_older_ids_stay():
     content = json.loads(TEXT)
-    off = content["model"]["vocab"].pop("[am]")  # now it is special, but not in `vocab`, and numbered after it
+    off = content["model"]["vocab"].pop(
+        "[am]"
+    )  # now it is special, but not in `vocab`, and numbered after it
     content["model"]["vocab"]["off"] = off  # without merges, so no text becomes it
     tokens = ["[ti]", "ሰላም", "off", "[en]", "ሰላም"]
     text = add_tokens(json.dumps(content), tokens)
@@ -99,7 +124,11 @@ def test_added_tokens_are_never_split_and_older_ids_stay():
     assert larger.encode("[am]on", "en") == before.encode("[am]on", "en")
     assert larger.languages == sorted([*before.languages, "ti"])
     assert larger.encode("ሰላም") == [ti, word]
-    assert larger.encode("offer") == peer.encode("[ti]offer").ids == [ti, off, *VOCABULARY.encode("er")[1:]]
+    assert (
+        larger.encode("offer")
+        == peer.encode("[ti]offer").ids
+        == [ti, off, *VOCABULARY.encode("er")[1:]]
+    )
     assert len({*peer.get_vocab().values()}) == len(peer.get_vocab())
     assert larger.encode("on a hen", "en") == VOCABULARY.encode("on a hen")
     older = Tokenizer.from_str(json.dumps(content)).get_vocab()
@@ -122,7 +151,13 @@ def test_added_pieces_are_merged_and_older_ids_stay(form):
     content["model"]["vocab"].pop("[am]")  # now it is special, but not in `vocab`, and would move
     if form == "pairs":
         content["model"]["merges"] = [pair.split(" ") for pair in content["model"]["merges"]]
-    merges = [("ለ", "መ"), ("ቡ", "ና"), ("x", "y"), ("xy", "z"), ("ቡና", "ለመ")]  # the first is there; "xyz" had no merges
+    merges = [
+        ("ለ", "መ"),
+        ("ቡ", "ና"),
+        ("x", "y"),
+        ("xy", "z"),
+        ("ቡና", "ለመ"),
+    ]  # the first is there; "xyz" had no merges
     text = add_pieces(json.dumps(content), ["ቡ", "ና", "ሀ"], merges)
     larger, peer, size = Vocabulary(text, "am"), Tokenizer.from_str(text), VOCABULARY.size
     ids = peer.get_vocab()
@@ -130,7 +165,9 @@ def test_added_pieces_are_merged_and_older_ids_stay(form):
     assert larger.size == size + 5 and PEER.get_vocab().items() <= ids.items()
     assert larger.encode("ቡናለመ xyz") == [ids["[am]"], ids["ቡናለመ"], ids["[SPACE]"], ids["xyz"]]
     merges = json.loads(text)["model"]["merges"]
-    assert len(merges) == len(content["model"]["merges"]) + 4 and {type(pair) for pair in merges} == {type(merges[0])}
+    assert len(merges) == len(content["model"]["merges"]) + 4 and {
+        type(pair) for pair in merges
+    } == {type(merges[0])}
     assert add_pieces(text, ["ቡ"], [("ቡ", "ና")]) == text
     with pytest.raises(UsageError, match=r"vocab\.json is refused"):
         add_pieces(TEXT, ["\ud800"], [])
@@ -140,7 +177,11 @@ def test_merges_are_learned_from_frequencies():
     words = {"ሰላም": 5, "ሰላ": 1, "ቡና": 2, "ቤት": 1}
     merges = learn_merges(words, 100)
     assert merges[0] == ("ሰ", "ላ") and {("ቡ", "ና"), ("ሰላ", "ም")} == {*merges[1:]}, "ቤት occurs once"
-    assert learn_merges(words, 10**12) == merges and learn_merges(words, 1) == merges[:1] and learn_merges({}, 9) == []
+    assert (
+        learn_merges(words, 10**12) == merges
+        and learn_merges(words, 1) == merges[:1]
+        and learn_merges({}, 9) == []
+    )
 
 
 @pytest.mark.parametrize("tokens", [[""], ["\ud800"]])
@@ -152,7 +193,12 @@ def test_tokens_that_cannot_be_added(tokens):
 def test_a_new_vocabulary():
     text = new_vocabulary("ሀለሐመ ab.ab", ["am", "zh-cn"], 512)
     vocabulary, peer = Vocabulary(text, "am"), Tokenizer.from_str(text)
-    assert (vocabulary.size, vocabulary.start, vocabulary.stop, vocabulary.unknown) == (512, 261, 0, 1)
+    assert (vocabulary.size, vocabulary.start, vocabulary.stop, vocabulary.unknown) == (
+        512,
+        261,
+        0,
+        1,
+    )
     assert vocabulary.languages == ["am", "zh-cn"]
     ids = vocabulary.encode("ሀመ b.q")
     assert ids == peer.encode("[am]ሀመ[SPACE]b.q").ids and ids.count(1) == 1 and len(ids) == 7
@@ -175,7 +221,7 @@ def test_new_rows_have_the_mean_and_deviation_of_each_column():
     assert torch.equal(first, second) and not torch.equal(first[0], first[1])
 
 
-# --- damage ----------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def changed(**parts):
@@ -199,24 +245,40 @@ def vocab(**parts):
 
 SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 DAMAGE = {
-    "no model": changed(model=...), "a list as model": changed(model=[]), "no vocab": model(vocab=...),
-    "another type": model(type="Unigram"), "a negative id": vocab(x=-1), "an id that is a number": vocab(x=2.0),
-    "an id that is true": vocab(x=True), "a huge id": vocab(x=1 << 40), "an empty token": vocab(**{"": 3}),
+    "no model": changed(model=...),
+    "a list as model": changed(model=[]),
+    "no vocab": model(vocab=...),
+    "another type": model(type="Unigram"),
+    "a negative id": vocab(x=-1),
+    "an id that is a number": vocab(x=2.0),
+    "an id that is true": vocab(x=True),
+    "a huge id": vocab(x=1 << 40),
+    "an empty token": vocab(**{"": 3}),
     "no START": lambda c: (c["model"]["vocab"].pop("[START]"), c.update(added_tokens=[])),
     "no UNK": lambda c: c["model"]["vocab"].pop("[UNK]"),
-    "another unknown token": model(unk_token="<unk>"), "no unknown token": model(unk_token=None),
-    "a merge of nothing": model(merges=["a zz"]), "a merge of three": model(merges=["a b c"]),
-    "a merge that is a number": model(merges=[7]), "merges that are a mapping": model(merges={}),
-    "dropout": model(dropout=0.5), "a prefix": model(continuing_subword_prefix="##"),
-    "a suffix": model(end_of_word_suffix="</w>"), "bytes": model(byte_fallback=True),
-    "a pattern": changed(pre_tokenizer=SPLIT), "no splitting": changed(pre_tokenizer=None),
-    "a normalizer": changed(normalizer={"type": "Lowercase"}), "truncation": changed(truncation={"max_length": 1}),
+    "another unknown token": model(unk_token="<unk>"),
+    "no unknown token": model(unk_token=None),
+    "a merge of nothing": model(merges=["a zz"]),
+    "a merge of three": model(merges=["a b c"]),
+    "a merge that is a number": model(merges=[7]),
+    "merges that are a mapping": model(merges={}),
+    "dropout": model(dropout=0.5),
+    "a prefix": model(continuing_subword_prefix="##"),
+    "a suffix": model(end_of_word_suffix="</w>"),
+    "bytes": model(byte_fallback=True),
+    "a pattern": changed(pre_tokenizer=SPLIT),
+    "no splitting": changed(pre_tokenizer=None),
+    "a normalizer": changed(normalizer={"type": "Lowercase"}),
+    "truncation": changed(truncation={"max_length": 1}),
     "a post-processor": changed(post_processor={"type": "ByteLevel"}),
     "an added token without a name": lambda c: c["added_tokens"].append({"id": 3}),
-    "an added token with an id that is text": lambda c: c["added_tokens"].append({"id": "3", "content": "x"}),
-    "added tokens that are a mapping": changed(added_tokens={}), "a surrogate": vocab(**{"\ud800": 3}),
+    "an added token with an id that is text": (
+        lambda c: c["added_tokens"].append({"id": "3", "content": "x"})
+    ),
+    "added tokens that are a mapping": changed(added_tokens={}),
+    "a surrogate": vocab(**{"\ud800": 3}),
     "a surrogate elsewhere": changed(decoder="\ud800"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -228,7 +290,9 @@ def test_a_damaged_vocabulary_is_refused_in_one_line(name):
     assert len(str(refusal.value)) < 250
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", "[" * 100_000, TEXT[:-9], '{"model": ' * 9000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "7", "[" * 100_000, TEXT[:-9], '{"model": ' * 9000]
+)
 def test_text_that_is_not_a_vocabulary(text):
     with pytest.raises(UsageError, match=r"vocab\.json is refused: [^\n]+$"):
         Vocabulary(text)

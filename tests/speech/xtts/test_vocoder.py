@@ -1,4 +1,5 @@
-"""XTTS's HiFiGAN and speaker encoder, against coqui-tts and by properties that hold for any weights."""
+"""XTTS's HiFiGAN and speaker encoder, against coqui-tts and by properties that hold for any
+weights."""
 
 import json
 from pathlib import Path
@@ -17,9 +18,12 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def tiny_decoder() -> HifiDecoder:
-    """With statistics and scales that are not those of a new network, so that an omitted one is seen."""
+    """With statistics and scales that are not those of a new network, so that an omitted one is
+    seen."""
     torch.manual_seed(0)
-    decoder = HifiDecoder(d_model=12, channels=32, speaker=24, filters=(8, 8, 16, 16), blocks=(2, 1, 1, 1))
+    decoder = HifiDecoder(
+        d_model=12, channels=32, speaker=24, filters=(8, 8, 16, 16), blocks=(2, 1, 1, 1)
+    )
     for module in decoder.modules():
         if isinstance(module, torch.nn.BatchNorm1d | torch.nn.BatchNorm2d):
             module.running_mean.normal_()
@@ -40,7 +44,9 @@ def reference_decoder() -> HifiDecoder:
         blocks=sizes["speaker_layers"],
     )
     weights = load_file(FIXTURES / "hifigan_decoder.safetensors")
-    decoder.load_state_dict({name.removeprefix("hifigan_decoder."): w for name, w in weights.items()})
+    decoder.load_state_dict(
+        {name.removeprefix("hifigan_decoder."): w for name, w in weights.items()}
+    )
     return decoder
 
 
@@ -48,7 +54,9 @@ def test_waveforms_are_those_of_coqui():
     decoder, cases = reference_decoder(), load_file(FIXTURES / "hifigan_decoder_cases.safetensors")
     latents, speaker = cases["latents"], cases["speaker"]
     torch.testing.assert_close(decoder(latents, speaker), cases["waveform"], rtol=0, atol=1e-4)
-    torch.testing.assert_close(decoder(latents[:1, :3], speaker[:1]), cases["waveform_of_one"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        decoder(latents[:1, :3], speaker[:1]), cases["waveform_of_one"], rtol=0, atol=1e-4
+    )
     assert cases["waveform"].std() > 0.01
 
 
@@ -60,7 +68,8 @@ def test_speaker_vectors_are_those_of_coqui():
 
 
 def test_the_speaker_encoders_own_features_are_those_of_coqui():
-    """Files hold the filters and the window, too, so that weights of a new network need the right ones."""
+    """Files hold the filters and the window, too, so that weights of a new network need the right
+    ones."""
     weights = load_file(FIXTURES / "hifigan_decoder.safetensors")
     spectrogram = tiny_decoder().speaker_encoder.torch_spec.state_dict()
     assert len(spectrogram) == 3
@@ -79,16 +88,25 @@ def test_the_full_size_has_the_parameters_and_names_of_the_released_one():
     assert shapes[f"{generator}conv_pre.weight"] == (512, 1024, 7)
     assert shapes[f"{generator}ups.0.parametrizations.weight.original0"] == (512, 1, 1)
     assert shapes[f"{generator}ups.3.parametrizations.weight.original1"] == (64, 32, 4)
-    assert shapes[f"{generator}resblocks.11.convs2.2.parametrizations.weight.original1"] == (32, 32, 11)
+    assert shapes[f"{generator}resblocks.11.convs2.2.parametrizations.weight.original1"] == (
+        32,
+        32,
+        11,
+    )
     assert shapes[f"{generator}conds.3.weight"] == (32, 512, 1)
     assert shapes[f"{generator}cond_layer.weight"] == (512, 512, 1)
-    assert shapes[f"{generator}conv_post.weight"] == (1, 32, 7) and f"{generator}conv_post.bias" not in shapes
+    assert (
+        shapes[f"{generator}conv_post.weight"] == (1, 32, 7)
+        and f"{generator}conv_post.bias" not in shapes
+    )
     assert shapes[f"{encoder}torch_spec.0.filter"] == (1, 1, 2)
     assert shapes[f"{encoder}torch_spec.1.spectrogram.window"] == (400,)
     assert shapes[f"{encoder}torch_spec.1.mel_scale.fb"] == (257, 64)
     assert shapes[f"{encoder}layer3.5.se.fc.2.weight"] == (128, 16)
     assert shapes[f"{encoder}layer4.0.downsample.1.running_var"] == (256,)
-    assert shapes[f"{encoder}attention.3.weight"] == (2048, 128, 1) and shapes[f"{encoder}fc.weight"] == (512, 4096)
+    assert shapes[f"{encoder}attention.3.weight"] == (2048, 128, 1) and shapes[
+        f"{encoder}fc.weight"
+    ] == (512, 4096)
     frames, speaker = torch.empty(2, 1024, 39, device="meta"), torch.empty(2, 512, 1, device="meta")
     assert decoder.waveform_decoder(frames, speaker).shape == (2, 1, 39 * 256)
 
@@ -101,12 +119,20 @@ def test_codes_become_frames_of_256_samples_at_24_khz(codes, frames):
 
 
 def test_a_waveform_depends_on_its_own_latents_and_speaker_alone():
-    decoder, latents, speakers = tiny_decoder().double(), normal(3, 5, 12).double(), normal(3, 24).double()
+    decoder, latents, speakers = (
+        tiny_decoder().double(),
+        normal(3, 5, 12).double(),
+        normal(3, 24).double(),
+    )
     together = decoder(latents, speakers)
     for i in range(3):
-        torch.testing.assert_close(decoder(latents[i : i + 1], speakers[i : i + 1])[0], together[i], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            decoder(latents[i : i + 1], speakers[i : i + 1])[0], together[i], rtol=0, atol=1e-12
+        )
     other = decoder(latents, speakers.flip(0))
-    assert (other[0] - together[0]).abs().max() > 0.01 and torch.allclose(other[1], together[1], rtol=0, atol=1e-12)
+    assert (other[0] - together[0]).abs().max() > 0.01 and torch.allclose(
+        other[1], together[1], rtol=0, atol=1e-12
+    )
 
 
 def test_both_spellings_of_weight_norm_load():
@@ -118,7 +144,10 @@ def test_both_spellings_of_weight_norm_load():
         ): tensor
         for name, tensor in weights.items()
     }
-    assert "waveform_decoder.ups.1.weight_g" in old and "waveform_decoder.resblocks.4.convs1.2.weight_v" in old
+    assert (
+        "waveform_decoder.ups.1.weight_g" in old
+        and "waveform_decoder.resblocks.4.convs1.2.weight_v" in old
+    )
     inputs = normal(1, 3, 12), normal(1, 24)
     expected = decoder(*inputs)
     for spelling in (weights, old):
@@ -130,12 +159,19 @@ def test_both_spellings_of_weight_norm_load():
 
 
 def test_waveforms_and_speaker_vectors_stay_in_fp32_under_autocast():
-    decoder, latents, speaker, clip = tiny_decoder(), normal(1, 6, 12), normal(1, 24), normal(1, 4_800)
+    decoder, latents, speaker, clip = (
+        tiny_decoder(),
+        normal(1, 6, 12),
+        normal(1, 24),
+        normal(1, 4_800),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         waveform, vector = decoder(latents, speaker), decoder.speaker_vector(clip)
         of_narrow = decoder(latents.bfloat16(), speaker.bfloat16())
     assert waveform.dtype == vector.dtype == of_narrow.dtype == torch.float32
-    assert torch.equal(waveform, decoder(latents, speaker)) and torch.equal(vector, decoder.speaker_vector(clip))
+    assert torch.equal(waveform, decoder(latents, speaker)) and torch.equal(
+        vector, decoder.speaker_vector(clip)
+    )
     assert torch.equal(of_narrow, decoder(latents.bfloat16().float(), speaker.bfloat16().float()))
 
 
