@@ -157,7 +157,7 @@ def predict(case: Case):
     """The `Peak` of a case."""
     from common import memory
     from common.device import Setup
-    from common.loop import run_window
+    from common.loop import run_global_batch
     from dry_run.plan import Plan
 
     model, compute_loss, weights, batch, layers = {"konkani": konkani, "whisper": whisper}[
@@ -169,7 +169,7 @@ def predict(case: Case):
     states = state_bytes(model, case.options)
     setup = Setup(dtype=torch.bfloat16 if case.capability >= AMPERE else torch.float16)
     step = functools.partial(
-        run_window,
+        run_global_batch,
         totals=batch["counts"],
         compute_loss=compute_loss,
         loss_weights=weights,

@@ -25,7 +25,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import optim
 from common.device import Setup
-from common.loop import run_window
+from common.loop import run_global_batch
 from recipes import konkani_conformer as recipe
 from speech import features
 
@@ -169,7 +169,7 @@ def child(who: str, size: str, args) -> None:
     optimizer, times = optim.make_optimizer(model, learning_rate=1e-4), []
     for _ in range(args.runs + 1):
         started = time.perf_counter()
-        run_window(model, [batch], batch["counts"], loss, recipe.LOSS_WEIGHTS, Setup())
+        run_global_batch(model, [batch], batch["counts"], loss, recipe.LOSS_WEIGHTS, Setup())
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - started)

@@ -16,7 +16,7 @@ import soundfile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from speech import text
-from speech.corpus import Checks, load_corpus
+from speech.splits import Checks, load_corpus
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import steps
 from common import memory, optim
 from common.device import Setup
-from common.loop import run_window
+from common.loop import run_global_batch
 from recipes.parakeet_tdt import CHECKPOINTED, Parakeet, collate, compute_loss
 from speech.audio import SAMPLE_RATE
 from speech.parakeet.formats import shape
@@ -77,7 +77,9 @@ def our_step(args, options: list[str], clips: list[dict], where: torch.device):
 
     def step() -> torch.Tensor:
         batch = collate(clips)
-        outcome = run_window(model, [batch], batch["counts"], compute_loss, {"tdt": 1.0}, setup)
+        outcome = run_global_batch(
+            model, [batch], batch["counts"], compute_loss, {"tdt": 1.0}, setup
+        )
         if outcome.failed:
             raise SystemExit(f"out of memory: {outcome.reason}")
         optimizer.step()

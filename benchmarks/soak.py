@@ -1,7 +1,7 @@
 """A long run on short data: resident memory and open files of the trainer and its data worker must
 stay flat.
 
-    python benchmarks/soak.py [--windows 2000]
+    python benchmarks/soak.py [--global batches 2000]
 
 Prints both every twentieth of the run; the last half's growth decides the exit status."""
 
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--windows", type=int, default=2000)
+    parser.add_argument("--global batches", type=int, default=2000)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         lines = []
@@ -70,7 +70,7 @@ if __name__ == "__main__":
             "--decoder_layers",
             "1",
             "--max_steps",
-            str(args.windows),
+            str(args.global_batches),
             "--output_dir",
             folder,
             "--eval_every",
@@ -89,7 +89,7 @@ if __name__ == "__main__":
             time.sleep(0.2)
             try:
                 step = json.loads(metrics.read_text().splitlines()[-1])["step"]
-                if step >= seen + args.windows // 20 and len(tree(process.pid)) > 1:
+                if step >= seen + args.global_batches // 20 and len(tree(process.pid)) > 1:
                     seen, row = step, (step, *usage(process.pid))
                     rows.append(row)
                     print(f"| {row[0]} | {row[1]:.0f} | {row[2]} |", flush=True)
@@ -97,7 +97,7 @@ if __name__ == "__main__":
                 continue
         if process.returncode:
             sys.exit(process.stderr.read())
-        half = [row for row in rows if row[0] >= args.windows // 2]
+        half = [row for row in rows if row[0] >= args.global_batches // 2]
         growth = half[-1][1] - half[0][1], half[-1][2] - half[0][2]
         print(f"second half: {growth[0]:+.0f} MiB, {growth[1]:+d} open files")
         sys.exit(growth[0] > 50 or growth[1] > 5)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import steps
 from common import memory, optim
 from common.device import Setup
-from common.loop import run_window
+from common.loop import run_global_batch
 from recipes.whisper_vietnamese import collate
 from speech.whisper.formats import SIZES
 from speech.whisper.model import LAYERS, SAMPLE_RATE, Whisper, token_loss
@@ -95,7 +95,7 @@ def our_step(args, options: list[str], clips: list[dict], where: torch.device):
         )
         batches = [collate(piece) for piece in pieces]
         total = sum(batch["counts"]["attention"] for batch in batches)
-        outcome = run_window(
+        outcome = run_global_batch(
             model, batches, {"attention": total}, compute_loss, {"attention": 1.0}, setup
         )
         if outcome.failed:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import steps
 from common import memory, optim
 from common.device import Setup
-from common.loop import run_window
+from common.loop import run_global_batch
 from recipes import xtts_amharic as recipe
 from speech.xtts import formats, start
 from speech.xtts.codec import SAMPLE_RATE, code_count
@@ -105,7 +105,7 @@ def make_step(args, options: tuple[str, ...], where: torch.device):
         return recipe.compute_loss(model, batch, frozen)
 
     def step() -> float:
-        outcome = run_window(
+        outcome = run_global_batch(
             model, [batch], batch["counts"], compute_loss, recipe.LOSS_WEIGHTS, setup
         )
         if outcome.failed:

@@ -1,4 +1,4 @@
-"""From a data set to batches on the device: windows, worker processes, padding, splitting,
+"""From a data set to batches on the device: global batches, worker processes, padding, splitting,
 copying."""
 
 import atexit
@@ -18,9 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError, RunError
 
-POOL_WINDOWS = (
-    64  # windows that are sorted by length together: more save padding, fewer mix lengths better
-)
+POOL_BATCHES = 64  # global batches that are sorted by length together: more save padding, fewer mix lengths better
 WORKER_DIED = re.compile(
     r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)"
 )  # torch's message
@@ -28,49 +26,53 @@ MANY_FILES = 65_536  # limit of open files, if the system allows so many
 
 
 def plan_epoch(
-    seconds: np.ndarray, window_size: int, seed: int, epoch: int, done: Iterable = ()
+    seconds: np.ndarray, global_batch_size: int, seed: int, epoch: int, done: Iterable = ()
 ) -> list[np.ndarray]:
-    """The windows of an epoch, in random order: arrays of `window_size` indices of utterances of
+    """The global batches of an epoch, in random order: arrays of `global_batch_size` indices of utterances of
     similar length (one may be smaller). A pure function of its arguments. In the first epoch the
-    window with the longest utterance comes first, so that a run that does not fit into memory fails
-    at once. `done` lists [window size, windows done] of earlier runs of the same epoch with other
-    window sizes; their utterances are left out."""
+    global batch with the longest utterance comes first, so that a run that does not fit into memory fails
+    at once. `done` lists [global batch size, global batches done] of earlier runs of the same epoch with other
+    global batch sizes; their utterances are left out."""
 
     def cut(indices: np.ndarray, size: int, part: int) -> list[np.ndarray]:
         random = np.random.default_rng([seed, epoch, part])
         indices = random.permutation(indices)
         pools = [
-            indices[i : i + size * POOL_WINDOWS]
-            for i in range(0, len(indices), size * POOL_WINDOWS)
+            indices[i : i + size * POOL_BATCHES]
+            for i in range(0, len(indices), size * POOL_BATCHES)
         ]
         pools = [pool[np.argsort(seconds[pool], kind="stable")] for pool in pools]
-        windows = [pool[i : i + size] for pool in pools for i in range(0, len(pool), size)]
-        windows = [windows[i] for i in random.permutation(len(windows))]
-        if epoch == 0 and part == 0 and windows:
-            longest = max(range(len(windows)), key=lambda i: (seconds[windows[i]].max(), -i))
-            windows.insert(0, windows.pop(longest))
-        return windows
+        global_batches = [pool[i : i + size] for pool in pools for i in range(0, len(pool), size)]
+        global_batches = [global_batches[i] for i in random.permutation(len(global_batches))]
+        if epoch == 0 and part == 0 and global_batches:
+            longest = max(
+                range(len(global_batches)), key=lambda i: (seconds[global_batches[i]].max(), -i)
+            )
+            global_batches.insert(0, global_batches.pop(longest))
+        return global_batches
 
     remaining, done = np.arange(len(seconds)), list(done)
     for part, (size, count) in enumerate(done):
         remaining = np.sort(np.concatenate([*cut(remaining, size, part)[count:], remaining[:0]]))
-    return cut(remaining, window_size, len(done))
+    return cut(remaining, global_batch_size, len(done))
 
 
-def cut_window(
-    window: np.ndarray,
+def cut_global_batch(
+    global_batch: np.ndarray,
     seconds: np.ndarray,
     batch_size: int,
     max_batch_seconds: float | None = None,
     rank: int = 0,
     ranks: int = 1,
 ) -> list[list[int]]:
-    """This rank's micro-batches of a window as lists of indices, longest utterance first: at most
+    """This rank's micro-batches of a global batch as lists of indices, longest utterance first: at most
     `batch_size` utterances and at most `max_batch_seconds` of padded audio each. A longer utterance
     is a batch of its own."""
     batches: list[list[int]] = []
     most = max_batch_seconds or math.inf
-    for index in window[np.argsort(-seconds[window], kind="stable")][rank::ranks].tolist():
+    for index in global_batch[np.argsort(-seconds[global_batch], kind="stable")][
+        rank::ranks
+    ].tolist():
         size = len(batches[-1]) if batches else batch_size
         if size >= batch_size or (size + 1) * seconds[batches[-1][0]] > most:
             batches.append([])
@@ -79,7 +81,7 @@ def cut_window(
 
 
 @dataclass
-class Window:
+class GlobalBatch:
     """The micro-batches of one update, on the host. `last`: the last one of the epoch. `skipped`
     lists (file, reason) of samples that cannot be read; `error` is the message of a failure."""
 
@@ -90,7 +92,7 @@ class Window:
     skipped: list[tuple[str, str]] = field(default_factory=list)
     error: str | None = None
 
-    def pin_memory(self) -> "Window":
+    def pin_memory(self) -> "GlobalBatch":
         """The loader's pinning thread calls this method."""
         for batch in self.micro_batches:
             for key, value in batch.items():
@@ -99,36 +101,36 @@ class Window:
         return self
 
 
-class _WindowDataset(torch.utils.data.Dataset):
-    """Loads and collates the window that the sampler describes. A failure is returned as text,
+class _GlobalBatchDataset(torch.utils.data.Dataset):
+    """Loads and collates the global batch that the sampler describes. A failure is returned as text,
     without a traceback."""
 
     def __init__(self, data, collate: Callable[[list[dict]], dict], skip_bad: bool):
         self.data, self.collate, self.skip_bad = data, collate, skip_bad
 
-    def __getitem__(self, spec: tuple[int, int, bool, list[list[int]]]) -> Window:
+    def __getitem__(self, spec: tuple[int, int, bool, list[list[int]]]) -> GlobalBatch:
         epoch, number, last, batches = spec
-        window = Window(epoch, number, last, [])
+        global_batch = GlobalBatch(epoch, number, last, [])
         for indices in batches:
             items = []
             for index in indices:
                 try:
                     items.append(self.data.item(index, epoch))
                 except RunError as error:
-                    window.error = str(error)
-                    return window
+                    global_batch.error = str(error)
+                    return global_batch
                 except DataError as error:
                     if not self.skip_bad:
-                        window.error = (
+                        global_batch.error = (
                             f"{error}; fix or remove it, or skip such files with --skip_bad_audio"
                         )
-                        return window
-                    window.skipped.append(
+                        return global_batch
+                    global_batch.skipped.append(
                         (getattr(error, "path", f"utterance {index}"), str(error))
                     )
             if items:
-                window.micro_batches.append(self.collate(items))
-        return window
+                global_batch.micro_batches.append(self.collate(items))
+        return global_batch
 
 
 def _start_worker(worker: int) -> None:
@@ -171,8 +173,8 @@ def _loader(
     )
 
 
-class Windows:
-    """An endless sequence of training windows, which worker processes prepare ahead of time.
+class GlobalBatches:
+    """An endless sequence of training global batches, which worker processes prepare ahead of time.
 
     `data` is the training set: `len(data)` is the number N of utterances, `data.seconds(epoch)`
     (N,) their lengths in that epoch, `data.item(index, epoch)` one of them, and
@@ -186,32 +188,34 @@ class Windows:
             args.max_batch_seconds,
             args.seed,
         )
-        self.window_size = args.batch_size * args.gradient_accumulation_steps * setup.ranks.size
-        self.per_epoch = math.ceil(len(data) / self.window_size)
-        self.dataset = _WindowDataset(data, collate, args.skip_bad_audio)
+        self.global_batch_size = (
+            args.batch_size * args.gradient_accumulation_steps * setup.ranks.size
+        )
+        self.per_epoch = math.ceil(len(data) / self.global_batch_size)
+        self.dataset = _GlobalBatchDataset(data, collate, args.skip_bad_audio)
 
     def specs(self, epoch: int, start: int, done: list) -> Iterator[tuple]:
-        """Yields (epoch, number, last, micro-batches of indices), without end, from window `start`
+        """Yields (epoch, number, last, micro-batches of indices), without end, from global batch `start`
         of `epoch`."""
         rank, ranks = self.setup.ranks.rank, self.setup.ranks.size
         while True:
             seconds = self.data.seconds(epoch)
-            plan = plan_epoch(seconds, self.window_size, self.seed, epoch, done)
+            plan = plan_epoch(seconds, self.global_batch_size, self.seed, epoch, done)
             for number in range(start, len(plan)):
-                batches = cut_window(
+                batches = cut_global_batch(
                     plan[number], seconds, self.batch_size, self.max_seconds, rank, ranks
                 )
                 yield epoch, number, number == len(plan) - 1, batches
             epoch, start, done = epoch + 1, 0, []
 
-    def iterate(self, epoch: int = 0, start: int = 0, done: Iterable = ()) -> Iterator[Window]:
-        """Windows from a position in the data. Raises `DataError` for a bad file and `RunError` if
+    def iterate(self, epoch: int = 0, start: int = 0, done: Iterable = ()) -> Iterator[GlobalBatch]:
+        """Global batches from a position in the data. Raises `DataError` for a bad file and `RunError` if
         a worker dies."""
         specs, pin = self.specs(epoch, start, list(done)), self.setup.device.type == "cuda"
         yield from _loaded(_loader(self.dataset, specs, self.setup.workers, pin))
 
     def order(self, epoch: int) -> str:
-        """Changes with what decides in which window of an epoch an utterance is: the seed and the
+        """Changes with what decides in which global batch of an epoch an utterance is: the seed and the
         utterances' lengths."""
         return hashlib.sha1(
             repr(self.seed).encode() + self.data.seconds(epoch).tobytes()
@@ -228,8 +232,8 @@ class Windows:
         return int(min(by_epochs, args.max_steps or math.inf))
 
 
-def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[Window]:
-    """The loader's windows. Raises `DataError` for a window with an error, and `RunError` if a
+def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[GlobalBatch]:
+    """The loader's global batches. Raises `DataError` for a global batch with an error, and `RunError` if a
     worker has died."""
     try:
         items = iter(loader)
@@ -237,10 +241,10 @@ def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[Window]:
             # torch's handler would raise at an arbitrary place. Without it, the loader notices
             # within five seconds.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for window in items:
-            if window.error:
-                raise DataError(window.error)
-            yield window
+        for global_batch in items:
+            if global_batch.error:
+                raise DataError(global_batch.error)
+            yield global_batch
     except RuntimeError as error:
         if not WORKER_DIED.search(str(error)):
             raise  # a bug, whose traceback is needed
@@ -256,12 +260,12 @@ class EvalBatches:
 
     def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup):
         self.arguments, self.ranks = (args, data, collate, setup), setup.ranks
-        batches = cut_window(np.arange(len(data)), data.seconds(0), args.eval_batch_size)
+        batches = cut_global_batch(np.arange(len(data)), data.seconds(0), args.eval_batch_size)
         batches = batches[setup.ranks.rank :: setup.ranks.size]
         specs = [(0, number, False, [batch]) for number, batch in enumerate(batches)]
         self.skipped: dict[str, str] = {}
         dataset, workers = (
-            _WindowDataset(data, collate, args.skip_bad_audio),
+            _GlobalBatchDataset(data, collate, args.skip_bad_audio),
             min(setup.workers, len(specs)),
         )
         self.loader = _loader(
@@ -276,12 +280,12 @@ class EvalBatches:
         return EvalBatches(*arguments, replace(setup, ranks=type(setup.ranks)()))
 
     def __iter__(self) -> Iterator[dict]:
-        for window in _loaded(self.loader):
-            for name, reason in window.skipped:
+        for global_batch in _loaded(self.loader):
+            for name, reason in global_batch.skipped:
                 if name not in self.skipped:
                     print(f"skipped in evaluation: {reason}", flush=True)
                 self.skipped[name] = reason
-            yield from window.micro_batches
+            yield from global_batch.micro_batches
 
 
 # A batch is a dict of tensors and lists whose first dimension is the utterance. A padded tensor has
@@ -306,7 +310,7 @@ def split_batch(batch: dict, size: int) -> list[dict]:
         piece = {}
         for key, value in batch.items():
             if key == "counts":
-                # counts belong to the whole window, so splitting a batch does not change them
+                # counts belong to the whole global batch, so splitting a batch does not change them
                 continue
             value = value[first:last]
             if f"{key}_lengths" in batch:

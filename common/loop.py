@@ -3,12 +3,12 @@ errors, and a checkpoint on SIGINT or SIGTERM.
 
     task = Task(RECIPE, compute_loss, loss_weights, evaluate, metadata)   # all that the loop knows of a recipe
     run = begin(args, RECIPE)                                             # device, lock, checkpoint to resume from
-    train(args, run, model, task, windows, eval_batches)
+    train(args, run, model, task, global batches, eval_batches)
     finish(args, run, model, task, eval_batches, report_results)
 
-An update's batch is a window: batch_size x gradient_accumulation_steps x ranks utterances, in
-micro-batches. Every loss term is divided by its count in the whole window, so the gradient does not
-depend on how the window is cut."""
+An update's batch is a global batch: batch_size x gradient_accumulation_steps x ranks utterances, in
+micro-batches. Every loss term is divided by its count in the whole global batch, so the gradient does not
+depend on how the global batch is cut."""
 
 import contextlib
 import functools
@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 import torch
 
 from common import checkpoint, compiling, device, errors, gpu, memory, optim, options, preflight
-from common.batches import EvalBatches, Window, Windows, split_batch, to_device
+from common.batches import EvalBatches, GlobalBatch, GlobalBatches, split_batch, to_device
 from common.device import Setup, rng_state, set_rng_state
 from common.errors import DataError, Failure, RunError, Stopped, UsageError
 from common.report import Report, check_folder
 
-# The status of a rank after a pass over a window. The highest of all ranks decides.
+# The status of a rank after a pass over a global batch. The highest of all ranks decides.
 DONE, AGAIN, STOP, CANNOT_FIT = range(4)
 
 BUCKET_RATIO = (
@@ -117,7 +117,7 @@ def planner(args) -> tuple:
 
 @dataclass
 class Outcome:
-    """The result of one pass over a window's micro-batches. `sums`: one value per loss term, on the
+    """The result of one pass over a global batch's micro-batches. `sums`: one value per loss term, on the
     device."""
 
     sums: torch.Tensor | None = None
@@ -126,7 +126,7 @@ class Outcome:
     stopped: bool = False
 
 
-def run_window(
+def run_global_batch(
     model: torch.nn.Module,
     micro_batches: list[dict],
     totals: dict[str, float],
@@ -136,10 +136,10 @@ def run_window(
     scaler: torch.amp.GradScaler | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Forward and backward of a window, a pure function of its arguments. Gradients add up in the
+    """Forward and backward of a global batch, a pure function of its arguments. Gradients add up in the
     parameters.
 
-    `totals`: the number of targets of each term in the whole window, on all ranks. `compute_loss`
+    `totals`: the number of targets of each term in the whole global batch, on all ranks. `compute_loss`
     and `loss_weights` are those of a `Task`. If a micro-batch runs out of memory, the outcome says
     so; any other error passes through."""
     sums = None
@@ -155,7 +155,7 @@ def run_window(
                     for name, term in terms.items()
                     if totals.get(name)
                 )
-            if isinstance(loss, torch.Tensor):  # or no term has a target in the whole window
+            if isinstance(loss, torch.Tensor):  # or no term has a target in the whole global batch
                 (scaler.scale(loss) if scaler else loss).backward()
             detached = torch.stack([terms[name].detach() for name in loss_weights])
             sums = detached if sums is None else sums + detached
@@ -193,9 +193,9 @@ def start_progress(resumed: dict | None = None) -> dict:
     progress = {
         "step": 0,
         "epoch": 0,
-        "window": 0,
+        "global_batch": 0,
         "done": [],
-        "window_size": 0,
+        "global_batch_size": 0,
         "data": "",
         "order": "",
         "origin": [0, 0],
@@ -205,7 +205,7 @@ def start_progress(resumed: dict | None = None) -> dict:
         "last_evaluation": 0,
         "evaluations": [],
         "evaluations_without_gain": 0,
-        "bad_windows": 0,
+        "bad_batches": 0,
         "bad_in_a_row": 0,
         "skipped_files": 0,
         "limits": {},
@@ -213,32 +213,34 @@ def start_progress(resumed: dict | None = None) -> dict:
     return {**progress, **(resumed["progress"] if resumed else {})}
 
 
-def place_in_data(progress: dict, windows: Windows) -> None:
-    """Sets the position for this run's data and window size. If the data or their order have
-    changed, the epoch starts from its beginning, which is said. If the window size has changed, the
-    rest of the epoch is cut into new windows."""
-    epoch, data, window_size = (
+def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:
+    """Sets the position for this run's data and global batch size. If the data or their order have
+    changed, the epoch starts from its beginning, which is said. If the global batch size has changed, the
+    rest of the epoch is cut into new global batches."""
+    epoch, data, global_batch_size = (
         f"epoch {progress['epoch'] + 1}",
-        windows.data.fingerprint(),
-        windows.window_size,
+        global_batches.data.fingerprint(),
+        global_batches.global_batch_size,
     )
     changed = ""
     if progress["data"] not in ("", data):
         changed = "the training data have"
-    elif progress["order"] not in ("", windows.order(progress["epoch"])):
+    elif progress["order"] not in ("", global_batches.order(progress["epoch"])):
         changed = "the seed, or the length of the utterances (speed, padding), has"
     if changed:
-        if progress["window"] or progress["done"]:
+        if progress["global_batch"] or progress["done"]:
             print(f"{changed} changed since the checkpoint: {epoch} starts from its beginning")
-        progress.update(window=0, done=[], origin=[progress["step"], progress["epoch"]])
-    elif progress["window"] and progress["window_size"] != window_size:
-        before = progress["window_size"]
+        progress.update(global_batch=0, done=[], origin=[progress["step"], progress["epoch"]])
+    elif progress["global_batch"] and progress["global_batch_size"] != global_batch_size:
+        before = progress["global_batch_size"]
         print(
-            f"an update had {before} utterances and now has {window_size}: the rest of {epoch} is"
+            f"an update had {before} utterances and now has {global_batch_size}: the rest of {epoch} is"
             " cut anew"
         )
-        progress.update(done=[*progress["done"], [before, progress["window"]]], window=0)
-    progress.update(data=data, window_size=window_size)
+        progress.update(
+            done=[*progress["done"], [before, progress["global_batch"]]], global_batch=0
+        )
+    progress.update(data=data, global_batch_size=global_batch_size)
 
 
 @dataclass
@@ -252,7 +254,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     schedule: optim.Schedule
     scaler: torch.amp.GradScaler | None
-    windows: Windows
+    global_batches: GlobalBatches
     eval_batches: EvalBatches
     progress: dict
     report: Report
@@ -270,14 +272,19 @@ class Training:
 
 
 def train(
-    args, run: Run, model: torch.nn.Module, task: Task, windows: Windows, eval_batches: EvalBatches
+    args,
+    run: Run,
+    model: torch.nn.Module,
+    task: Task,
+    global_batches: GlobalBatches,
+    eval_batches: EvalBatches,
 ) -> dict:
     """Trains until `args.max_steps`, `args.num_epochs` or early stopping, and returns the progress.
     After a signal it raises `Stopped`, for a bad file `DataError`, and `RunError` if the run cannot
     continue; what was reached until then is saved."""
     if run.planned:
         torch.set_default_device(None)
-        sys.exit(plan(args, *run.planned, model, task, windows))
+        sys.exit(plan(args, *run.planned, model, task, global_batches))
     setup, ranks, resumed = run.setup, run.setup.ranks, run.resumed
     prepare(args, run, model, task)
     optimizer = optim.make_optimizer(
@@ -294,8 +301,8 @@ def train(
         optim.load_optimizer_state(optimizer, model, resumed["optimizer"])
         if scaler and resumed["scaler"]:
             scaler.load_state_dict(resumed["scaler"])
-    place_in_data(progress, windows)
-    steps = windows.total_steps(args, progress["origin"])
+    place_in_data(progress, global_batches)
+    steps = global_batches.total_steps(args, progress["origin"])
     schedule = optim.Schedule(optimizer, args.lr_schedule, steps, args.warmup_steps)
     schedule.set(progress["step"])
     if resumed and len(resumed["rng"]) > ranks.rank:
@@ -315,7 +322,7 @@ def train(
         optimizer=optimizer,
         schedule=schedule,
         scaler=scaler,
-        windows=windows,
+        global_batches=global_batches,
         eval_batches=eval_batches,
         progress=progress,
         report=report,
@@ -326,22 +333,26 @@ def train(
         # all is copied; views of a file would keep its disk space after --keep_last has removed it
         loaded.clear()
     with watch_signals(training), contextlib.closing(report):
-        return train_windows(training)
+        return train_global_batches(training)
 
 
-def plan(args, dry_run, card, model: torch.nn.Module, task: Task, windows: Windows) -> int:
-    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_window` on tensors
+def plan(
+    args, dry_run, card, model: torch.nn.Module, task: Task, global_batches: GlobalBatches
+) -> int:
+    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_global_batch` on tensors
     without values. Prints the answer and returns the exit status. Raises `DataError` and
     `RunError`."""
     if card is None:
         return preflight.verify(args, model)
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
     items = dry_run.longest_items(
-        windows.dataset, math.ceil(windows.total_steps(args) / windows.per_epoch), DataError
+        global_batches.dataset,
+        math.ceil(global_batches.total_steps(args) / global_batches.per_epoch),
+        DataError,
     )
 
     def step(batches: list[dict]) -> None:
-        outcome = run_window(
+        outcome = run_global_batch(
             model, batches, batches[0]["counts"], task.compute_loss, task.loss_weights, setup
         )
         if outcome.failed:
@@ -351,14 +362,14 @@ def plan(args, dry_run, card, model: torch.nn.Module, task: Task, windows: Windo
         model,
         step,
         items,
-        len(windows.data),
+        len(global_batches.data),
         functools.partial(optim.state_bytes, model),
         (
             functools.partial(memory.checkpoint_layers, model, task.checkpointed)
             if task.checkpointed
             else None
         ),
-        windows.dataset.collate,
+        global_batches.dataset.collate,
         task.compute_loss,
     )
     if args.verify_gpu:
@@ -423,15 +434,17 @@ def prepare_folders(args, run: Run, progress: dict, evaluate_first: bool) -> Non
         progress.update(best=None, last_evaluation=-1 if run.resumed or evaluate_first else 0)
 
 
-def train_windows(run: Training) -> dict:
-    """Window after window, with evaluations and checkpoints in between, until the run is
+def train_global_batches(run: Training) -> dict:
+    """Window after global batch, with evaluations and checkpoints in between, until the run is
     finished."""
     progress, ranks = run.progress, run.setup.ranks
-    source = run.windows.iterate(progress["epoch"], progress["window"], progress["done"])
+    source = run.global_batches.iterate(
+        progress["epoch"], progress["global_batch"], progress["done"]
+    )
     while True:
         if progress["step"] == 0 and is_finished(run.args, progress):
             reasons = (
-                f"{progress['bad_windows']} windows had a non-finite loss,"
+                f"{progress['bad_batches']} global batches had a non-finite loss,"
                 f" {progress['skipped_files']} files were skipped"
             )
             raise RunError(f"no update was made: {reasons}; the messages above name the files")
@@ -450,7 +463,7 @@ def train_windows(run: Training) -> dict:
             return progress
         started, error = time.monotonic(), run.report.problem
         try:
-            window = next(source)
+            global_batch = next(source)
         except Failure as failure:
             error = failure
         run.waited += time.monotonic() - started
@@ -462,9 +475,9 @@ def train_windows(run: Training) -> dict:
         if caught:
             raise saved_and_stopped(run, caught)
         try:
-            train_window(run, window)
+            train_global_batch(run, global_batch)
         except RunError:
-            save(run)  # the weights are those from before the window
+            save(run)  # the weights are those from before the global batch
             raise
 
 
@@ -507,30 +520,30 @@ def evaluation_is_due(run: Training) -> bool:
     progress, every = run.progress, run.args.eval_every
     if progress["last_evaluation"] == progress["step"]:
         return False
-    epoch_begins = progress["window"] == 0 and not progress["done"]
+    epoch_begins = progress["global_batch"] == 0 and not progress["done"]
     return is_finished(run.args, progress) or (
         progress["step"] % every == 0 if every else epoch_begins
     )
 
 
-def train_window(run: Training, window: Window) -> None:
-    """One window: forward and backward until it fits, then the update. Then the position
+def train_global_batch(run: Training, global_batch: GlobalBatch) -> None:
+    """One global batch: forward and backward until it fits, then the update. Then the position
     advances."""
     args, progress, ranks = run.args, run.progress, run.setup.ranks
     names = list(run.task.loss_weights)
-    own = [sum(batch["counts"][name] for batch in window.micro_batches) for name in names]
-    own_names = [name for batch in window.micro_batches for name in batch["names"]]
-    *counts, utterances, skipped = ranks.reduce([*own, len(own_names), len(window.skipped)])
-    note_skipped(run, window, skipped)
+    own = [sum(batch["counts"][name] for batch in global_batch.micro_batches) for name in names]
+    own_names = [name for batch in global_batch.micro_batches for name in batch["names"]]
+    *counts, utterances, skipped = ranks.reduce([*own, len(own_names), len(global_batch.skipped)])
+    note_skipped(run, global_batch, skipped)
     if utterances:
         totals = dict(zip(names, counts, strict=True))
         buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
-        sums = pass_until_it_fits(run, window, totals, buffers)
+        sums = pass_until_it_fits(run, global_batch, totals, buffers)
         terms, norm = reduce_gradients(run, sums)
         if not all(map(math.isfinite, terms)) or (run.scaler is None and not math.isfinite(norm)):
             run.optimizer.zero_grad()
             restore(buffers)
-            note_bad_window(run, own_names, terms, norm)
+            note_bad_batch(run, own_names, terms, norm)
         else:
             made = apply_update(run, norm)
             progress["bad_in_a_row"] = 0
@@ -544,10 +557,10 @@ def train_window(run: Training, window: Window) -> None:
                     for name, value in zip(names, terms, strict=True)
                 }
                 note_update(run, averages, norm)
-    progress["window"] = window.number + 1
-    if window.last:
-        progress.update(epoch=window.epoch + 1, window=0, done=[])
-    run.micro_batches += len(window.micro_batches)
+    progress["global_batch"] = global_batch.number + 1
+    if global_batch.last:
+        progress.update(epoch=global_batch.epoch + 1, global_batch=0, done=[])
+    run.micro_batches += len(global_batch.micro_batches)
     if (
         run.setup.device.type == "cuda"
         and args.empty_cache_every
@@ -557,8 +570,10 @@ def train_window(run: Training, window: Window) -> None:
         torch.cuda.empty_cache()
 
 
-def pass_until_it_fits(run: Training, window: Window, totals: dict, buffers: list) -> torch.Tensor:
-    """Forward and backward of the window, repeated in smaller micro-batches as long as a rank runs
+def pass_until_it_fits(
+    run: Training, global_batch: GlobalBatch, totals: dict, buffers: list
+) -> torch.Tensor:
+    """Forward and backward of the global batch, repeated in smaller micro-batches as long as a rank runs
     out of memory. Returns the sums of the loss terms. Every attempt starts from the same gradients,
     buffers and random state."""
     progress, setup, ranks = run.progress, run.setup, run.setup.ranks
@@ -569,8 +584,8 @@ def pass_until_it_fits(run: Training, window: Window, totals: dict, buffers: lis
         return run.caught != 0
 
     while True:
-        micro_batches = cut_to_fit(window.micro_batches, progress["limits"])
-        outcome = run_window(
+        micro_batches = cut_to_fit(global_batch.micro_batches, progress["limits"])
+        outcome = run_global_batch(
             run.model,
             micro_batches,
             totals,
@@ -607,7 +622,7 @@ def pass_until_it_fits(run: Training, window: Window, totals: dict, buffers: lis
             size, seconds = len(outcome.failed["names"]), max(outcome.failed["seconds"])
             others = gpu.gpu_processes() if setup.device.type == "cuda" else ""
             text = (
-                f"out of memory with {size} x {seconds:.1f} s: the window is repeated in smaller"
+                f"out of memory with {size} x {seconds:.1f} s: the global batch is repeated in smaller"
                 " micro-batches"
             )
             run.report.say(text + (f"; also on this GPU: {others}" if others else ""))
@@ -643,7 +658,7 @@ def restore(buffers: list) -> None:
 
 
 def reduce_gradients(run: Training, sums: torch.Tensor) -> tuple[list[float], float]:
-    """Sums gradients and loss terms over the ranks. Returns terms and gradient norm: a window's
+    """Sums gradients and loss terms over the ranks. Returns terms and gradient norm: a global batch's
     only transfer to the host."""
     ranks = run.setup.ranks
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -719,34 +734,36 @@ def note_update(run: Training, averages: dict[str, float], norm: float) -> None:
         run.since, run.waited, run.utterances = time.monotonic(), 0.0, 0
 
 
-def note_skipped(run: Training, window: Window, skipped: int) -> None:
+def note_skipped(run: Training, global_batch: GlobalBatch, skipped: int) -> None:
     run.progress["skipped_files"] += skipped
-    for name, reason in itertools.chain(*run.setup.ranks.gather(window.skipped)) if skipped else ():
+    for name, reason in (
+        itertools.chain(*run.setup.ranks.gather(global_batch.skipped)) if skipped else ()
+    ):
         if name not in run.skipped:  # or an earlier epoch has reported it
             run.skipped.add(name)
             run.report.say(f"skipped: {reason}")
             run.report.write(run.progress["step"], event="skipped", file=name, reason=reason)
 
 
-def note_bad_window(run: Training, names: list[str], terms: list[float], norm: float) -> None:
-    """Counts and lists a window whose loss or gradient is not finite. It has not changed the
+def note_bad_batch(run: Training, names: list[str], terms: list[float], norm: float) -> None:
+    """Counts and lists a global batch whose loss or gradient is not finite. It has not changed the
     weights."""
     progress = run.progress
-    progress["bad_windows"] += 1
+    progress["bad_batches"] += 1
     progress["bad_in_a_row"] += 1
     names = list(itertools.chain(*run.setup.ranks.gather(names)))
     values = ", ".join(
         f"{name} {value:g}" for name, value in zip(run.task.loss_weights, terms, strict=True)
     )
-    text = f"bad window {progress['bad_windows']}: loss {values}, gradient norm {norm:g}"
+    text = f"bad global batch {progress['bad_batches']}: loss {values}, gradient norm {norm:g}"
     run.report.say(f"{text}: skipped; its files: {', '.join(names)}")
     run.report.write(
-        progress["step"], event="bad_window", files=names, terms=[str(value) for value in terms]
+        progress["step"], event="bad_batch", files=names, terms=[str(value) for value in terms]
     )
-    if progress["bad_in_a_row"] >= run.args.max_bad_windows:
+    if progress["bad_in_a_row"] >= run.args.max_bad_batches:
         count, progress["bad_in_a_row"] = progress["bad_in_a_row"], 0
         reason = (
-            f"{count} windows in a row had a non-finite loss, and the weights from before them are"
+            f"{count} global batches in a row had a non-finite loss, and the weights from before them are"
             " saved"
         )
         raise RunError(f"{reason}: try a lower --learning_rate, --bf16 or --no_mixed_precision")
@@ -818,7 +835,7 @@ def save(run: Training) -> None:
     """Writes a checkpoint of the run as it is now, with the random state of every rank."""
     states = run.setup.ranks.gather(rng_state(run.setup.device))
     run.last_saved = run.progress["step"]
-    run.progress["order"] = run.windows.order(run.progress["epoch"])
+    run.progress["order"] = run.global_batches.order(run.progress["epoch"])
     if run.setup.ranks.first:
         flags = {name: value for name, value in vars(run.args).items() if name != "given"}
         content = {

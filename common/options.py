@@ -22,7 +22,7 @@ OTHER_NAMES = {
 # Flags that have no effect without training.
 TRAINING = (
     "batch_size gradient_accumulation_steps num_epochs max_steps learning_rate weight_decay"
-    " warmup_steps lr_schedule max_grad_norm max_bad_windows early_stopping_patience"
+    " warmup_steps lr_schedule max_grad_norm max_bad_batches early_stopping_patience"
     " gradient_checkpointing torch_compile optimizer use_cpu_offload max_batch_seconds eval_every"
     " save_every keep_last average_checkpoints log_every init_from"
 ).split()
@@ -229,7 +229,7 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
         help="clip the gradient norm to this; 0 = do not clip (1.0)",
     )
     training.add_argument(
-        "--max_bad_windows",
+        "--max_bad_batches",
         type=POSITIVE,
         default=10,
         metavar="N",

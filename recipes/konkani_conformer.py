@@ -35,20 +35,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import checkpoint, device, optim, options
-from common.batches import EvalBatches, Windows, pad
+from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
-from speech import corpus as splits
-from speech import demo, metrics, recogniser, text
+from speech import demo, metrics, recogniser, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.columns import Corpus
 from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
 from speech.layers import lean_chain
+from speech.model_files import require_room
 from speech.recogniser import SPEEDS, decode_set
 from speech.search import joint_beam, rescored_beam
-from speech.weights import require_room
 
 RECIPE = "konkani_conformer"
 N_MELS = 80
@@ -259,7 +258,7 @@ def drop_untrainable(corpus: Corpus, tokenizer, subsampling: int, strict: bool) 
 
 
 def encoder_frames(samples: int, subsampling: int) -> int:
-    """Encoder frames of so many samples at 16 kHz: 25 ms windows every 10 ms, then halved two or
+    """Encoder frames of so many samples at 16 kHz: 25 ms global batches every 10 ms, then halved two or
     three times."""
     count = frames(samples, SAMPLE_RATE)
     for _ in range(subsampling.bit_length() - 1):
@@ -653,7 +652,7 @@ def losses(
 
 
 def compute_loss(model: Conformer, batch: dict) -> dict[str, torch.Tensor]:
-    """Sums over the batch; the loop divides by the window's counts."""
+    """Sums over the batch; the loop divides by the global batch's counts."""
     return losses(model, batch, *model.encode(batch))
 
 
@@ -823,7 +822,7 @@ def main(args) -> None:
     if shape["cmvn"] == "global" and not (run.resumed or run.planned):
         measure_features(model, data["train"], args.seed)
 
-    windows = Windows(args, data["train"], collate, run.setup)
+    global_batches = GlobalBatches(args, data["train"], collate, run.setup)
     evaluation = {
         name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
     }
@@ -850,7 +849,7 @@ def main(args) -> None:
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
     )
-    train(args, run, model, task, windows, evaluation["val"])
+    train(args, run, model, task, global_batches, evaluation["val"])
     name = "test" if "test" in evaluation else "val"
     finish(
         args,

@@ -38,13 +38,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import checkpoint, device, optim, options, preflight
-from common.batches import EvalBatches, Windows, pad, to_device
+from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.device import upcast
 from common.errors import DataError, exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
-from speech import corpus as splits
-from speech import demo, metrics, recogniser, text
+from speech import demo, metrics, recogniser, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.columns import Corpus
 from speech.features import random_masks, spec_augment, valid_mask
@@ -324,7 +323,7 @@ class Attention(nn.Module):
 
 class FrozenBatchNorm(nn.BatchNorm1d):
     """BatchNorm of (B, T, D) with fixed statistics and a trained scale and shift, in fp32.
-    Statistics that are trained would depend on padding and on how a window is cut, and recomputing
+    Statistics that are trained would depend on padding and on how a global batch is cut, and recomputing
     a layer would count it twice."""
 
     measures = False  # whether the next input sets the statistics
@@ -620,7 +619,7 @@ def losses(
 
 
 def compute_loss(model: Parakeet, batch: dict) -> dict[str, torch.Tensor]:
-    """Sums over the batch; the loop divides by the window's counts."""
+    """Sums over the batch; the loop divides by the global batch's counts."""
     return losses(model, batch, *model.encode(batch))
 
 
@@ -807,7 +806,7 @@ def main(args) -> None:
     rate = starts.learning_rate(metadata, float(sets["train"].seconds.sum()) / 3600)
     print(f"{tokenizer.size} pieces; learning rate {args.learning_rate or rate:g}")
 
-    windows = Windows(args, data["train"], collate, run.setup)
+    global_batches = GlobalBatches(args, data["train"], collate, run.setup)
     evaluation = {
         name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
     }
@@ -827,7 +826,7 @@ def main(args) -> None:
         evaluate_first=released,
         decay_embeddings=False,
     )
-    train(args, run, model, task, windows, evaluation["val"])
+    train(args, run, model, task, global_batches, evaluation["val"])
     name = "test" if "test" in evaluation else "val"
     finish(
         args,

@@ -37,12 +37,11 @@ import torch
 import torch.nn.functional as F
 
 from common import checkpoint, device, options
-from common.batches import EvalBatches, Windows, pad
+from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
-from speech import corpus as splits
-from speech import demo, metrics, recogniser, text
+from speech import demo, metrics, recogniser, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.columns import Corpus
 from speech.features import random_masks
@@ -168,14 +167,14 @@ def drop_untrainable(corpus: Corpus, tokenizer, max_tokens: int, strict: bool) -
 def about_run(args, sets: dict[str, Corpus], metadata: dict, ranks: int) -> dict:
     """What is kept with the weights beside the model: how a resumed run pads, what is held out, how
     long files are cut."""
-    windows = math.ceil(
+    global_batches = math.ceil(
         len(sets["train"]) / (args.batch_size * args.gradient_accumulation_steps * ranks)
     )
     return {
         "recipe": RECIPE,
         "pad_to_30s": args.pad_to_30s,
         "pad_from": metadata.get(
-            "pad_from", starts.middle_epoch(windows, args.num_epochs, args.max_steps)
+            "pad_from", starts.middle_epoch(global_batches, args.num_epochs, args.max_steps)
         ),
         "held_out": (
             splits.held_out_keys(sets["val"])
@@ -210,7 +209,7 @@ class Utterances:
         return self.corpus.fingerprint()
 
     def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths in an epoch: after speed perturbation, and the window's if an utterance is
+        """(N,) lengths in an epoch: after speed perturbation, and the global batch's if an utterance is
         padded."""
         seconds = self.corpus.seconds
         if not self.training:
@@ -303,7 +302,7 @@ def losses(
 
 
 def compute_loss(model: Whisper, batch: dict) -> dict[str, torch.Tensor]:
-    """Sums over the batch; the loop divides by the window's counts."""
+    """Sums over the batch; the loop divides by the global batch's counts."""
     return losses(model, batch, *model.encode(batch))
 
 
@@ -449,7 +448,7 @@ def main(args) -> None:
     starts.fill(start, model, weights, data["train"])
     starts.describe(start, model, metadata)
 
-    windows = Windows(args, data["train"], collate, run.setup)
+    global_batches = GlobalBatches(args, data["train"], collate, run.setup)
     evaluation = {
         name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
     }
@@ -464,7 +463,7 @@ def main(args) -> None:
         checkpointed=LAYERS,
         compiled=LAYERS,
     )
-    train(args, run, model, task, windows, evaluation["val"])
+    train(args, run, model, task, global_batches, evaluation["val"])
     name = "test" if "test" in evaluation else "val"
     finish(
         args,

@@ -41,12 +41,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import checkpoint, device, memory, optim, options, preflight
-from common.batches import EvalBatches, Windows, pad, to_device
+from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
-from speech import checks, demo, recogniser, text
-from speech import corpus as splits
+from speech import checks, demo, recogniser, splits, text
 from speech.audio import int16, read_audio, read_utterance, write_wav
 from speech.columns import Corpus
 from speech.xtts import codec_training, inference, speaking, texts
@@ -219,7 +218,7 @@ class Utterances:
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) positions of each utterance in the GPT, as whole seconds of codes: the longest of
-        them come first. Windows of utterances with the same number of positions would teach
+        them come first. Global batches of utterances with the same number of positions would teach
         less."""
         codes = np.ceil(self.corpus.seconds * SAMPLE_RATE / SAMPLES_PER_CODE)
         return np.ceil(
@@ -625,7 +624,7 @@ def token_losses(
 
 def compute_loss(model: GPT, batch: dict, frozen: starts.Frozen) -> dict[str, torch.Tensor]:
     """Sums over the batch of the cross-entropies of text and codes; the loop divides by the
-    window's counts."""
+    global batch's counts."""
     return {name: values.sum() for name, (values, _) in token_losses(model, batch, frozen).items()}
 
 
@@ -688,9 +687,9 @@ def train_dvae(args, sets: dict[str, Corpus], config: dict) -> Path:
             {"recipe": RECIPE, "stage": stage, "config": config, "updates": own.max_steps},
             "l1",
         )
-        windows = Windows(own, data["train"], codec_training.collate, run.setup)
+        global_batches = GlobalBatches(own, data["train"], codec_training.collate, run.setup)
         eval_batches = EvalBatches(own, data["val"], codec_training.collate, run.setup)
-        train(own, run, model, task, windows, eval_batches)
+        train(own, run, model, task, global_batches, eval_batches)
         finish(own, run, model, task, eval_batches, lambda weights: print(f"\nDVAE: {weights}"))
         run.setup.ranks.gather(None)  # the first rank has written the best weights
         tensors = checkpoint.read_weights(own.checkpoint_dir / "best.safetensors", RECIPE)[0]
@@ -851,7 +850,7 @@ def main(args) -> dict | None:
         starts.fit_conditioning(model, frozen, data["train"])
     del weights
 
-    windows = Windows(args, data["train"], collate, run.setup)
+    global_batches = GlobalBatches(args, data["train"], collate, run.setup)
     evaluation = {
         name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
     }
@@ -876,7 +875,7 @@ def main(args) -> dict | None:
         decay_embeddings=False,
         betas=BETAS,
     )
-    train(args, run, model, task, windows, evaluation["val"])
+    train(args, run, model, task, global_batches, evaluation["val"])
     name = "test" if "test" in evaluation else "val"
     results = functools.partial(
         report_results, lambda: scores[name](model, evaluation[name].whole()), name

@@ -20,7 +20,7 @@ import pytest
 import soundfile
 
 from common import options
-from speech import corpus, text
+from speech import text
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -304,8 +304,8 @@ def test_the_example_for_hugging_face_data_sets_writes_a_manifest(tmp_path, monk
         for line in (tmp_path / "data/train.json").read_text(encoding="utf-8").splitlines()
     ]
     assert [line["text"] for line in lines] == [row["sentence"] for row in rows]
-    usable, rejected = corpus.load_corpus(
-        str(tmp_path / "data/train.json"), text.normalise, corpus.Checks()
+    usable, rejected = splits.load_corpus(
+        str(tmp_path / "data/train.json"), text.normalise, splits.Checks()
     )
     assert rejected.total == 0 and usable.seconds.tolist() == [1.0, 0.5]
     for line, (samples, rate) in zip(lines, noises, strict=True):

@@ -121,9 +121,9 @@ def run(
     model, data = model or Network(args.dropout).double(), data or Sequences()
     task = Task(RECIPE, compute_loss, LOSS_WEIGHTS, evaluate, {"recipe": RECIPE}, metric="rising")
     task = replace(task, checkpointed=(Layer,), compiled=(Layer,), **changes)
-    windows = batches.Windows(args, data, collate, begun.setup)
+    global_batches = batches.GlobalBatches(args, data, collate, begun.setup)
     eval_batches = batches.EvalBatches(args, Sequences(5, seed=1), collate, begun.setup)
-    progress = train(args, begun, model, task, windows, eval_batches)
+    progress = train(args, begun, model, task, global_batches, eval_batches)
     if report_results:
         finish(args, begun, model, task, eval_batches, report_results)
     return model, progress

@@ -19,12 +19,12 @@ import torch
 from common.errors import DataError, RunError, UsageError, cannot_write
 from speech.audio import SAMPLE_RATE, read_utterance, write_wav
 from speech.columns import Corpus, Rejections
-from speech.corpus import FILE_TOLERANCE, MOST_CHARACTERS, Checks, draw, drop, report_rejections
 from speech.folders import read_made_from, require_replaceable, write_folder
 from speech.headers import probe_all
 from speech.manifest import check_encoding, find_audio, parse
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
 from speech.morse.synthesis import Conditions, draw_conditions, synthesise
+from speech.splits import FILE_TOLERANCE, MOST_CHARACTERS, Checks, draw, drop, report_rejections
 
 METADATA = "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only".split(
     ","

@@ -19,7 +19,7 @@ import yaml
 
 from common import checkpoint, files
 from common.errors import UsageError, first_line
-from speech import weights as released
+from speech import model_files
 from speech.audio import SAMPLE_RATE
 from speech.parakeet import tokenizer
 from speech.parakeet.features import FLOOR, HOP, N_FFT, PRE_EMPHASIS, WINDOW, MelFeatures
@@ -363,7 +363,7 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
             )
         path = archives[0] if archives else path
     weights, config, extras = _read_folder(path) if os.path.isdir(path) else _read_nemo(path)
-    released.check_shapes(weights, expected_shapes(config), path, "Parakeet-TDT")
+    model_files.check_shapes(weights, expected_shapes(config), path, "Parakeet-TDT")
     if (size := len(tokenizer.pieces(extras["tokenizer"]))) != config["vocabulary"]:
         raise UsageError(
             f"{path}: its tokenizer has {size} pieces, but its weights are for"
@@ -373,7 +373,7 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
-    content = released.read_description(folder, "parakeet_tdt")
+    content = model_files.read_description(folder, "parakeet_tdt")
     file = folder / "config.json"
     _require(content, HF_FIXED, file)
     config = {name: _value(content, key, default) for name, (key, default) in HF.items()}
@@ -390,7 +390,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
         content, {"blank_token_id": (config["vocabulary"], *([...] if size == 8193 else []))}, file
     )
     others = {
-        name: released.read_json(folder / name)
+        name: model_files.read_json(folder / name)
         for name in ("generation_config.json", "processor_config.json", "preprocessor_config.json")
         if (folder / name).is_file()
     }
@@ -403,7 +403,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
         _require(settings.get("feature_extractor", settings), fixed, folder / name)
     source = {"config": content, "generation": generation, "processor": others}
     extras = {"tokenizer": _read_tokenizer(folder), "source": source, "loss": dict(LOSS)}
-    return released.read_folder(folder, COUNTER), config, extras
+    return model_files.read_folder(folder, COUNTER), config, extras
 
 
 def _read_tokenizer(folder: Path) -> dict:
@@ -411,7 +411,7 @@ def _read_tokenizer(folder: Path) -> dict:
     for file in (folder / name for name in ("tokenizer.model", "tokenizer.json", *tokenizer.FILES)):
         if not file.is_file():
             continue
-        released.refuse_pointer(file)
+        model_files.refuse_pointer(file)
         if file.name != "tokenizer.model":
             texts[file.name] = files.read_text(file)
         elif file.stat().st_size > TEXT_BYTES:
@@ -449,7 +449,7 @@ class _Stream:
 def _unpack(path: Path, folder: Path) -> dict[str, bytes]:
     """Copies the weights of an archive into `folder` and returns the yaml and the SentencePiece
     models by name. Nothing else is kept or written. Raises `UsageError`."""
-    released.refuse_pointer(path)
+    model_files.refuse_pointer(path)
     try:
         with open(path, "rb") as file:
             is_gzip = file.read(2) == b"\x1f\x8b"  # as before NeMo 1.7
@@ -570,7 +570,7 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
         state = _sentencepiece(content, members, path)
         try:
             file = Path(folder, CKPT)
-            weights = nemo_to_hf(released.floats(released.read_pickle(file), file, COUNTER))
+            weights = nemo_to_hf(model_files.floats(model_files.read_pickle(file), file, COUNTER))
         except UsageError as error:
             raise UsageError(str(error).replace(f"{folder}{os.sep}", f"{path}: ")) from None
     embedding = weights.get("decoder.embedding.weight")
@@ -624,7 +624,7 @@ def export(
     empty."""
     folder = Path(folder)
     check_config(config, "the model to be exported")
-    released.check_shapes(
+    model_files.check_shapes(
         weights, expected_shapes(config), "the model to be exported", "Parakeet-TDT"
     )
     pieces = tokenizer.pieces(extras["tokenizer"])
@@ -632,7 +632,7 @@ def export(
         raise UsageError(
             f"the tokenizer has {len(pieces)} pieces and the model {config['vocabulary']}"
         )
-    released.require_export(folder)
+    model_files.require_export(folder)
     kinds = {
         name: torch.float32 if w.is_floating_point() else w.dtype for name, w in weights.items()
     }
@@ -643,7 +643,7 @@ def export(
             tokenizer.sentencepiece_model(extras["tokenizer"]),
             nemo_settings(config, pieces, extras),
         )
-        return released.write_export(
+        return model_files.write_export(
             folder, lambda aside: _write_nemo(aside, tensors, settings, model)
         )
     texts = {
@@ -660,9 +660,9 @@ def export(
             (aside / name).write_text(text, encoding="utf-8")
         if model := extras["tokenizer"].get("sentencepiece"):
             (aside / "tokenizer.model").write_bytes(bytes.fromhex(model))
-        released.save_tensors(tensors, aside)
+        model_files.save_tensors(tensors, aside)
 
-    return released.write_export(folder, fill)
+    return model_files.write_export(folder, fill)
 
 
 def _merge(content: dict, changes: dict) -> dict:
@@ -715,7 +715,7 @@ def hf_settings(config: dict, pieces: list[str], extras: dict) -> dict[str, dict
         | {
             "architectures": ["ParakeetForTDT"],
             "model_type": "parakeet_tdt",
-            "exported_by": released.EXPORTED,
+            "exported_by": model_files.EXPORTED,
             "dtype": "float32",
             "is_encoder_decoder": True,
             "vocab_size": blank + 1,

@@ -10,10 +10,10 @@ import torch
 
 from common import checkpoint, options
 from common.errors import UsageError
-from speech import recogniser, text, weights
+from speech import model_files, recogniser, text
+from speech.model_files import require_room
 from speech.parakeet import formats
 from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pad_pieces
-from speech.weights import require_room
 
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
 SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
@@ -159,7 +159,7 @@ def resolve(args, is_demo: bool) -> Start:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
     pretrained = args.model_dir or args.model_file
     if args.export:
-        weights.require_export(args.export)  # now, not after hours of training
+        model_files.require_export(args.export)  # now, not after hours of training
     args.export_format = args.export_format or "hf"
     if not (
         args.transcribe
@@ -337,7 +337,7 @@ def check_saved(metadata: dict, tensors: dict[str, torch.Tensor]) -> None:
     """Raises `UsageError` if a checkpoint's metadata, which fit METADATA, and its weights are not
     those of one model. Without that check, damaged metadata could ask for a model of any size."""
     formats.check_config(metadata["config"], "the saved model")
-    weights.check_shapes(
+    model_files.check_shapes(
         tensors, formats.expected_shapes(metadata["config"]), "the saved model", "Parakeet"
     )
     tokenizer_of(metadata)

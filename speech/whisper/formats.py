@@ -12,7 +12,7 @@ import torch
 from common import checkpoint
 from common.errors import UsageError
 from speech.audio import SAMPLE_RATE
-from speech.weights import (
+from speech.model_files import (
     EXPORTED,
     check_shapes,
     floats,

@@ -18,7 +18,7 @@ from common.errors import DataError, UsageError
 from speech import recogniser
 from speech.audio import SAMPLE_RATE
 from speech.long import BY_SILENCES, BY_WINDOWS, Cutting
-from speech.weights import require_room
+from speech.model_files import require_room
 from speech.whisper import decoding, formats, scratch
 from speech.whisper.model import FRAME, Whisper
 from speech.whisper.tokenizer import (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common import checkpoint, files
 from common.errors import DataError, UsageError, first_line, require
-from speech.weights import refuse_pointer
+from speech.model_files import refuse_pointer
 from speech.whisper.formats import CONFIG
 
 # In the order of the released vocabularies; yue came with large-v3.

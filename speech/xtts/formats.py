@@ -15,7 +15,7 @@ import torch
 
 from common import checkpoint, files
 from common.errors import UsageError
-from speech import weights as released
+from speech import model_files
 from speech.audio import write_wav
 from speech.folders import read_made_from
 from speech.xtts.codec import DVAE
@@ -212,8 +212,8 @@ def read_model(folder: str | Path) -> tuple[dict, dict, dict]:
     `UsageError`."""
     folder = Path(folder)
     model, file, vocab = (_require(folder / name) for name in (MODEL, DESCRIPTION, VOCAB))
-    description = released.read_json(file)
-    released.refuse_pointer(vocab)
+    description = model_files.read_json(file)
+    model_files.refuse_pointer(vocab)
     text = files.read_text(vocab)
     config = _read_config(description, folder, text)
     groups = _read_groups(model, ("gpt", "hifigan_decoder", "dvae", "mel_stats"))
@@ -256,7 +256,9 @@ def _read_mel_stats(folder: Path, inner: torch.Tensor | None) -> torch.Tensor:
     path = folder / MEL_STATS
     if inner is not None and not os.path.isfile(path):
         return inner
-    stats = released.floats({MEL_STATS: released.read_pickle(_require(path))}, path)[MEL_STATS]
+    stats = model_files.floats({MEL_STATS: model_files.read_pickle(_require(path))}, path)[
+        MEL_STATS
+    ]
     if inner is None or (
         stats.is_meta and stats.shape == inner.shape
     ):  # a planned run's have no values
@@ -312,7 +314,7 @@ def _read_groups(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The tensors of the wanted groups by name. `prefix` is put before the names in the file."""
     with torch.serialization.safe_globals([(_Stub, name) for name in PICKLED]):
-        content = released.read_pickle(path)
+        content = model_files.read_pickle(path)
     weights = content.get("model", content) if isinstance(content, dict) else content
     del content  # and with it the optimizer
     if not isinstance(weights, dict):
@@ -340,7 +342,7 @@ def _read_groups(
     )
     if size > path.stat().st_size:
         raise UsageError(f"{path} is damaged: its tensors share their data")
-    kept = released.floats(kept, path, COUNTER)
+    kept = model_files.floats(kept, path, COUNTER)
     return {
         group: {
             name[len(group) + 1 :]: w for name, w in kept.items() if name.split(".")[0] == group
@@ -362,7 +364,7 @@ def _check(groups: dict, config: dict, path: str | Path) -> None:
     for group, tensors in groups.items():
         if group == "mel_stats":
             tensors, shapes[group] = {group: tensors}, {group: (config["mel_channels"],)}
-        released.check_shapes(tensors, shapes[group], f"{path} ({group})", "XTTS-v2")
+        model_files.check_shapes(tensors, shapes[group], f"{path} ({group})", "XTTS-v2")
 
 
 # --- exporting ------------------------------------------------------------------------------------
@@ -398,7 +400,7 @@ def export(
             f"--export: size, START and STOP are {ids} in the vocabulary, but {expected} in the"
             " model"
         )
-    released.require_export(folder)
+    model_files.require_export(folder)
     state = {
         f"{group}.{name}": w
         for group in ("gpt", "hifigan_decoder")
@@ -427,7 +429,7 @@ def export(
         for name, (samples, rate) in zip(_file_names(speakers), speakers.values(), strict=True):
             write_wav(aside / "speakers" / f"{name}.wav", np.asarray(samples, np.int16), rate)
 
-    return released.write_export(folder, fill)
+    return model_files.write_export(folder, fill)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

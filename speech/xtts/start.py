@@ -16,11 +16,11 @@ import torchaudio
 
 from common import checkpoint, options
 from common.errors import UsageError
-from speech import recogniser, weights
+from speech import model_files, recogniser
 from speech.audio import int16, read_utterance
 from speech.columns import Corpus
 from speech.layers import full_fp32
-from speech.weights import require_room
+from speech.model_files import require_room
 from speech.xtts import codec_training, formats, texts
 from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
 from speech.xtts.texts import CARRIER, OTHER_NAMES, add_language
@@ -305,7 +305,7 @@ def resolve(args) -> Start:
             f" it with: {hub}"
         )
     if args.export:
-        weights.require_export(args.export)
+        model_files.require_export(args.export)
     if options.plans(args):
         args.cache_audio = None  # nothing is written
     if missing := [path for path in args.speaker_wav or () if not os.path.isfile(path)]:
@@ -513,7 +513,7 @@ def own_parts(config: dict, folders: list[str | Path]) -> dict:
         if name.startswith("dvae.")
     }
     stats = tensors.get("mel.mel_stats", torch.zeros(0))
-    weights.check_shapes(dvae, formats.expected_shapes(config)["dvae"], path, "XTTS")
+    model_files.check_shapes(dvae, formats.expected_shapes(config)["dvae"], path, "XTTS")
     if stats.shape != (config["mel_channels"],):
         raise UsageError(f"{path}: it has not the deviations of {config['mel_channels']} bands")
     return {"dvae": dvae, "hifigan_decoder": {}, "mel_stats": stats}
@@ -574,7 +574,9 @@ def check_resumed(start: Start, metadata: dict, tensors: dict) -> None:
     are not those of one model."""
     config = metadata["config"]
     formats.check_config(config, "the saved model")
-    weights.check_shapes(tensors, formats.expected_shapes(config)["gpt"], "the saved model", "XTTS")
+    model_files.check_shapes(
+        tensors, formats.expected_shapes(config)["gpt"], "the saved model", "XTTS"
+    )
     if Vocabulary(metadata["vocab"]).size != config["text_tokens"]:
         raise UsageError(
             f"the saved model has {config['text_tokens']} text tokens, and its vocabulary"

@@ -1,4 +1,4 @@
-"""Windows as a pure function of seed and epoch, the worker processes that prepare them, padding,
+"""Global batches as a pure function of seed and epoch, the worker processes that prepare them, padding,
 splitting."""
 
 import itertools
@@ -57,14 +57,14 @@ parts = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 8)), max_size=4)
 @given(count=st.integers(1, 300), parts=parts, seed=small, epoch=st.integers(0, 3))
 def test_what_other_window_sizes_have_seen_is_left_out(count, parts, seed, epoch):
     seconds, seen, done = lengths(count, seed), [], []
-    for size, windows in parts:
-        plan = batches.plan_epoch(seconds, size, seed, epoch, done)[:windows]
-        seen += [index for window in plan for index in window.tolist()]
+    for size, global_batches in parts:
+        plan = batches.plan_epoch(seconds, size, seed, epoch, done)[:global_batches]
+        seen += [index for global_batch in plan for index in global_batch.tolist()]
         done.append([size, len(plan)])
     rest = batches.plan_epoch(seconds, 7, seed, epoch, iter(done))
-    assert sorted(seen + [index for window in rest for index in window.tolist()]) == list(
-        range(count)
-    )
+    assert sorted(
+        seen + [index for global_batch in rest for index in global_batch.tolist()]
+    ) == list(range(count))
     assert len(rest) == math.ceil((count - len(seen)) / 7)
 
 
@@ -81,17 +81,19 @@ def test_seeds_and_epochs_have_their_own_order():
 def test_windows_hold_similar_lengths_and_come_in_random_order():
     seconds = lengths(5000, 0)
     plan = batches.plan_epoch(seconds, 8, 1, 1)
-    padding = 1 - seconds.sum() / sum(seconds[window].max() * len(window) for window in plan)
+    padding = 1 - seconds.sum() / sum(
+        seconds[global_batch].max() * len(global_batch) for global_batch in plan
+    )
     random = np.random.default_rng(0).permutation(5000).reshape(-1, 8)
     assert padding < 0.05 < 0.4 < 1 - seconds.sum() / (8 * seconds[random].max(axis=1).sum())
-    means = [seconds[window].mean() for window in plan]
+    means = [seconds[global_batch].mean() for global_batch in plan]
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.1
     epochs = [
-        frozenset(map(int, window))
+        frozenset(map(int, global_batch))
         for epoch in (1, 2)
-        for window in batches.plan_epoch(seconds, 8, 1, epoch)
+        for global_batch in batches.plan_epoch(seconds, 8, 1, epoch)
     ]
-    assert len(set(epochs)) > 0.99 * len(epochs)  # every epoch has other windows
+    assert len(set(epochs)) > 0.99 * len(epochs)  # every epoch has other global batches
 
 
 @given(
@@ -103,10 +105,13 @@ def test_windows_hold_similar_lengths_and_come_in_random_order():
 )
 def test_cut_window(count, size, cap, ranks, seed):
     seconds = lengths(100, seed)
-    window = np.random.default_rng(seed).permutation(100)[:count]
-    shares = [batches.cut_window(window, seconds, size, cap, rank, ranks) for rank in range(ranks)]
+    global_batch = np.random.default_rng(seed).permutation(100)[:count]
+    shares = [
+        batches.cut_global_batch(global_batch, seconds, size, cap, rank, ranks)
+        for rank in range(ranks)
+    ]
     assert sorted(index for share in shares for batch in share for index in batch) == sorted(
-        window.tolist()
+        global_batch.tolist()
     )
     counts = [sum(map(len, share)) for share in shares]
     assert max(counts) - min(counts) <= 1
@@ -180,7 +185,7 @@ def test_to_device_keeps_the_lengths_on_the_host():
     assert list(batches.to_device([], torch.device("cpu"))) == []
 
 
-# --- windows and their workers --------------------------------------------------------------------
+# --- global batches and their workers --------------------------------------------------------------------
 
 
 class Clips:
@@ -234,25 +239,27 @@ def bad(path: str):
     return load
 
 
-def windows(
+def global_batches(
     data: Clips, *flags: str, workers: int = 0, rank: int = 0, ranks: int = 1
-) -> batches.Windows:
+) -> batches.GlobalBatches:
     args = toy.make_args(
         "unused", "--batch_size", "2", "--gradient_accumulation_steps", "3", *flags
     )
-    return batches.Windows(args, data, collate, Setup(ranks=Ranks(rank, ranks), workers=workers))
+    return batches.GlobalBatches(
+        args, data, collate, Setup(ranks=Ranks(rank, ranks), workers=workers)
+    )
 
 
-def names(window: batches.Window) -> list[str]:
-    return [name for batch in window.micro_batches for name in batch["names"]]
+def names(global_batch: batches.GlobalBatch) -> list[str]:
+    return [name for batch in global_batch.micro_batches for name in batch["names"]]
 
 
 def flat(lists) -> list:
     return list(itertools.chain.from_iterable(lists))
 
 
-def take(source, count: int) -> list[batches.Window]:
-    taken = [window for window, _ in zip(source, range(count), strict=False)]
+def take(source, count: int) -> list[batches.GlobalBatch]:
+    taken = [global_batch for global_batch, _ in zip(source, range(count), strict=False)]
     source.close()
     return taken
 
@@ -272,23 +279,23 @@ def exactly(message: str) -> str:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_windows_come_in_order_and_continue_from_any_position(workers, no_hang):
-    data = clips(20)  # four windows of six, one of them of two
-    made = windows(data, workers=workers)
-    assert made.per_epoch == 4 and made.window_size == 6
+    data = clips(20)  # four global batches of six, one of them of two
+    made = global_batches(data, workers=workers)
+    assert made.per_epoch == 4 and made.global_batch_size == 6
     taken = take(made.iterate(), 8)
     assert [(w.epoch, w.number, w.last) for w in taken] == [
         (e, n, n == 3) for e in (0, 1) for n in range(4)
     ]
-    assert sorted(len(names(window)) for window in taken[:4]) == [2, 6, 6, 6]
+    assert sorted(len(names(global_batch)) for global_batch in taken[:4]) == [2, 6, 6, 6]
     for epoch in (0, 1):
-        seen = [name for window in taken[4 * epoch :][:4] for name in names(window)]
+        seen = [name for global_batch in taken[4 * epoch :][:4] for name in names(global_batch)]
         assert sorted(seen, key=lambda name: int(name.split("/")[0])) == [
             f"{i}/{epoch}" for i in range(20)
         ]
-    assert [names(window) for window in take(made.iterate(0, 3), 3)] == [
-        names(window) for window in taken[3:6]
+    assert [names(global_batch) for global_batch in take(made.iterate(0, 3), 3)] == [
+        names(global_batch) for global_batch in taken[3:6]
     ]
-    smaller = windows(data, "--gradient_accumulation_steps", "1", workers=workers)
+    smaller = global_batches(data, "--gradient_accumulation_steps", "1", workers=workers)
     count = (20 - len(flat(map(names, taken[:2])))) // 2
     rest = take(smaller.iterate(0, 0, [[6, 2]]), count + 1)
     assert sorted(flat(map(names, taken[:2] + rest[:-1]))) == sorted(f"{i}/0" for i in range(20))
@@ -301,22 +308,22 @@ def test_every_epoch_has_its_own_lengths():
             return self.lengths if epoch == 0 else 100 - self.lengths
 
     data = Stretched(lengths(12, 0))
-    for epoch, window in ((0, 0), (1, 2)):
-        (made,) = take(windows(data).iterate(epoch, window), 1)
+    for epoch, global_batch in ((0, 0), (1, 2)):
+        (made,) = take(global_batches(data).iterate(epoch, global_batch), 1)
         order = [data.seconds(epoch)[int(name.split("/")[0])] for name in names(made)]
         assert order == sorted(order, reverse=True)
 
 
 def test_ranks_share_a_window():
-    shares = [take(windows(clips(50), rank=rank, ranks=3).iterate(), 3) for rank in range(3)]
-    alone = take(windows(clips(50), "--gradient_accumulation_steps", "9").iterate(), 3)
+    shares = [take(global_batches(clips(50), rank=rank, ranks=3).iterate(), 3) for rank in range(3)]
+    alone = take(global_batches(clips(50), "--gradient_accumulation_steps", "9").iterate(), 3)
     for number in range(3):
         union = flat(names(share[number]) for share in shares)
         assert sorted(union) == sorted(names(alone[number]))
 
 
 def test_total_steps():
-    made = windows(clips(100))
+    made = global_batches(clips(100))
     assert made.total_steps(toy.make_args("unused", "--num_epochs", "3")) == 3 * 17
     assert made.total_steps(toy.make_args("unused", "--num_epochs", "3", "--max_steps", "20")) == 20
     assert (
@@ -331,32 +338,38 @@ def test_total_steps():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_file_stops_the_run_with_its_name(no_hang, workers):
     with pytest.raises(DataError, match=exactly(f"a b.wav is truncated{ADVICE}")):
-        take(windows(clips(20, {7: bad("a b.wav")}), workers=workers).iterate(), 4)
+        take(global_batches(clips(20, {7: bad("a b.wav")}), workers=workers).iterate(), 4)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_files_are_skipped_counted_and_named(no_hang, workers):
     trouble = {3: bad("three.wav"), 7: bad("seven.wav")}
-    taken = take(windows(clips(20, trouble), "--skip_bad_audio", workers=workers).iterate(), 4)
+    taken = take(
+        global_batches(clips(20, trouble), "--skip_bad_audio", workers=workers).iterate(), 4
+    )
     assert sorted(flat(map(names, taken))) == sorted(
         f"{i}/0" for i in range(20) if i not in trouble
     )
-    skipped = dict(flat(window.skipped for window in taken))
+    skipped = dict(flat(global_batch.skipped for global_batch in taken))
     assert skipped == {"three.wav": "three.wav is truncated", "seven.wav": "seven.wav is truncated"}
 
 
 def test_a_window_of_bad_files_only_is_empty():
-    (window,) = take(windows(clips(4, everywhere(bad("a.wav"))), "--skip_bad_audio").iterate(), 1)
+    (global_batch,) = take(
+        global_batches(clips(4, everywhere(bad("a.wav"))), "--skip_bad_audio").iterate(), 1
+    )
     assert (
-        window.micro_batches == []
-        and [name for name, _ in window.skipped] == ["a.wav"] * 4
-        and window.last
+        global_batch.micro_batches == []
+        and [name for name, _ in global_batch.skipped] == ["a.wav"] * 4
+        and global_batch.last
     )
 
 
 def test_a_recipe_may_refuse_an_utterance_without_naming_a_file():
-    (window,) = take(windows(clips(1, everywhere(refuse)), "--skip_bad_audio").iterate(), 1)
-    assert window.skipped == [("utterance 0", "nothing that names a file")]
+    (global_batch,) = take(
+        global_batches(clips(1, everywhere(refuse)), "--skip_bad_audio").iterate(), 1
+    )
+    assert global_batch.skipped == [("utterance 0", "nothing that names a file")]
 
 
 @pytest.fixture
@@ -367,14 +380,14 @@ def watchful(monkeypatch):
 
 def test_a_worker_that_dies_is_one_line(no_hang, watchful):
     with pytest.raises(RunError, match=exactly(DIED)):
-        take(windows(clips(20, everywhere(die)), workers=2).iterate(), 4)
+        take(global_batches(clips(20, everywhere(die)), workers=2).iterate(), 4)
 
 
 def test_a_worker_that_dies_later_is_noticed_when_its_data_are_needed(no_hang, watchful):
     """Not in the middle of a computation of the main process, as with torch's own signal
     handler."""
     others = multiprocessing.active_children()
-    source = windows(clips(20), workers=1).iterate()
+    source = global_batches(clips(20), workers=1).iterate()
     next(source)
     (worker,) = set(multiprocessing.active_children()) - set(others)
     os.kill(worker.pid, signal.SIGKILL)
@@ -386,10 +399,10 @@ def test_a_worker_that_dies_later_is_noticed_when_its_data_are_needed(no_hang, w
 
 
 HELD = """
-from common.batches import Windows
+from common.batches import Global batches
 from common.device import Setup
 from tests import processes, toy
-source = Windows(toy.make_args("unused"), toy.Sequences(50), toy.collate, Setup(workers=1)).iterate()
+source = Global batches(toy.make_args("unused"), toy.Sequences(50), toy.collate, Setup(workers=1)).iterate()
 next(source)
 try:
     raise ValueError("the end")
@@ -410,17 +423,17 @@ def test_an_error_while_workers_run_ends_the_process():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bug_keeps_its_traceback(no_hang, workers):
     with pytest.raises(RuntimeError, match="in stumble" if workers else "^a bug$"):
-        take(windows(clips(20, everywhere(stumble)), workers=workers).iterate(), 1)
+        take(global_batches(clips(20, everywhere(stumble)), workers=workers).iterate(), 1)
     # a reference cycle in torch keeps the loader, which would wait 5 s for its worker
     batches._end_workers()
 
 
 def test_many_micro_batches_do_not_run_out_of_files(no_hang):
-    """12 micro-batches of 7 tensors, several windows ahead, against a limit of 200 open files."""
+    """12 micro-batches of 7 tensors, several global batches ahead, against a limit of 200 open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
     try:
-        made = windows(
+        made = global_batches(
             clips(72), "--batch_size", "1", "--gradient_accumulation_steps", "12", workers=2
         )
         source = made.iterate()

@@ -372,11 +372,18 @@ ALTERED = [
     ),
     *(
         put(("progress", key), ...)
-        for key in ("step", "epoch", "window", "done", "limits", "best", "evaluations")
+        for key in ("step", "epoch", "global_batch", "done", "limits", "best", "evaluations")
     ),
     *(
         put(("progress", key), -1)
-        for key in ("step", "epoch", "window", "window_size", "best_step", "bad_in_a_row")
+        for key in (
+            "step",
+            "epoch",
+            "global_batch",
+            "global_batch_size",
+            "best_step",
+            "bad_in_a_row",
+        )
     ),
     *(put(("progress", "step"), value) for value in (1.5, "1", True, None, 1 << 60, float("nan"))),
     put(("progress", "done"), [[1, "x"]]),

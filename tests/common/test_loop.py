@@ -1,4 +1,4 @@
-"""The loop's contract: exact accumulation, recovery from out of memory, bad windows kept out,
+"""The loop's contract: exact accumulation, recovery from out of memory, bad global batches kept out,
 fp16's scaler, signals."""
 
 import json
@@ -17,7 +17,7 @@ from common import checkpoint, files, report
 from common.batches import to_device
 from common.device import Ranks, Setup
 from common.errors import DataError, RunError, Stopped, UsageError
-from common.loop import Run, begin, cut_to_fit, finish, length_bucket, run_window
+from common.loop import Run, begin, cut_to_fit, finish, length_bucket, run_global_batch
 from tests import toy
 
 DRAW = report.Report.draw  # before conftest.py replaces it
@@ -40,7 +40,7 @@ def network(dropout: float = 0.0, dtype: torch.dtype = torch.float64, seed: int 
 def window_gradient(
     model, items: list[dict], sizes: list[int], scaler=None, without: str = ""
 ) -> torch.Tensor:
-    """The gradient of one window in micro-batches of `sizes` items; the term `without` has no
+    """The gradient of one global batch in micro-batches of `sizes` items; the term `without` has no
     targets."""
     model.zero_grad()
     rest = iter(items)
@@ -50,7 +50,7 @@ def window_gradient(
         for name in toy.LOSS_WEIGHTS
         if name != without
     }
-    outcome = run_window(
+    outcome = run_global_batch(
         model,
         micro_batches,
         {without: 0} | totals,
@@ -122,7 +122,7 @@ def test_a_term_without_targets_in_a_window_adds_nothing():
 def test_a_window_without_any_target_changes_nothing_and_ends_nothing():
     model = network()
     batch = toy.collate(list(toy.Sequences(2)))
-    outcome = run_window(
+    outcome = run_global_batch(
         model, [batch], {"first": 0, "rising": 0}, toy.compute_loss, toy.LOSS_WEIGHTS, Setup()
     )
     assert outcome.failed is None and all(p.grad is None for p in model.parameters())
@@ -143,7 +143,9 @@ def test_training_ends_with_the_same_weights_however_windows_are_cut(
 ):
     reference, _ = toy.run(toy.make_args(tmp_path / "a", *cut(2, 4)))
     model, progress = toy.run(toy.make_args(tmp_path / "b", *cut(batch_size, accumulation)))
-    assert progress["step"] == 2 and progress["utterances"] == 13  # 8 and the partial window of 5
+    assert (
+        progress["step"] == 2 and progress["utterances"] == 13
+    )  # 8 and the partial global batch of 5
     assert toy.relative(toy.weights(model), toy.weights(reference)) < 1e-10
 
 
@@ -446,7 +448,7 @@ def test_an_utterance_that_never_fits_is_named_with_its_length(tmp_path):
 
 
 def test_dropout_draws_the_same_again_when_a_window_is_repeated(tmp_path):
-    """The repeated window starts from the same generator: the same micro-batches give the same
+    """The repeated global batch starts from the same generator: the same micro-batches give the same
     update."""
     calls = []
 
@@ -535,9 +537,9 @@ def test_a_bad_window_never_reaches_the_weights_and_is_listed(tmp_path, place):
         data[5]["values"] = data[5]["values"] * float("nan")
     args = toy.make_args(tmp_path, *cut(2, 2))
     model, progress = toy.run(args, data=data, compute_loss=poisoned)
-    assert progress["bad_windows"] == 1 and progress["step"] == 2  # of three windows
+    assert progress["bad_batches"] == 1 and progress["step"] == 2  # of three global batches
     assert torch.isfinite(toy.weights(model)).all()
-    (listed,) = [line["files"] for line in metrics(args) if line.get("event") == "bad_window"]
+    (listed,) = [line["files"] for line in metrics(args) if line.get("event") == "bad_batch"]
     assert "item 5" in listed and len(listed) == 4
 
 
@@ -554,8 +556,8 @@ def test_bad_windows_in_a_row_stop_the_run_and_leave_what_was_trained(tmp_path, 
             else terms
         )
 
-    args = toy.make_args(tmp_path, *cut(2, 1), "--save_every", save_every, "--max_bad_windows", "3")
-    with pytest.raises(RunError, match="3 windows in a row"):
+    args = toy.make_args(tmp_path, *cut(2, 1), "--save_every", save_every, "--max_bad_batches", "3")
+    with pytest.raises(RunError, match="3 global batches in a row"):
         toy.run(args, compute_loss=later_nan)
     assert newest(args)["progress"]["step"] == 4
     _, progress = toy.run(
@@ -588,10 +590,10 @@ def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
 
     args = toy.make_args(tmp_path, *cut(2, 1))
     model, progress = fp16_run(args, overflowing)
-    assert torch.isfinite(toy.weights(model)).all() and progress["bad_windows"] == 0
+    assert torch.isfinite(toy.weights(model)).all() and progress["bad_batches"] == 0
     skipped = (
         6 - progress["step"]
-    )  # of six windows; fp16 itself may overflow once more at the initial scale
+    )  # of six global batches; fp16 itself may overflow once more at the initial scale
     assert 2 <= skipped <= 4
     assert newest(args)["scaler"]["scale"] == 65536 / 2**skipped
     assert [line["step"] for line in metrics(args) if "train/loss" in line] == list(
@@ -625,7 +627,7 @@ def test_fp16_scaling_gives_the_fp32_gradient():
 @pytest.mark.parametrize(
     "number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 )
-@pytest.mark.parametrize("moment", ["window", "evaluation"])
+@pytest.mark.parametrize("moment", ["global_batch", "evaluation"])
 def test_a_signal_discards_the_window_saves_and_resumes_to_the_same_weights(
     tmp_path, number, status, moment
 ):
@@ -635,7 +637,7 @@ def test_a_signal_discards_the_window_saves_and_resumes_to_the_same_weights(
 
     def interrupted_loss(model, batch):
         calls.append(1)
-        if moment == "window" and len(calls) == 6:  # in the middle of the third window
+        if moment == "global_batch" and len(calls) == 6:  # in the middle of the third global batch
             os.kill(os.getpid(), number)
         return toy.compute_loss(model, batch)
 
@@ -650,9 +652,9 @@ def test_a_signal_discards_the_window_saves_and_resumes_to_the_same_weights(
     assert stopped.value.status == status
     progress = newest(args)["progress"]
     assert progress["step"] in (
-        (2, 3) if moment == "window" else (2,)
-    )  # the partial window is shorter
-    assert progress["last_evaluation"] == (2 if moment == "window" else 0)
+        (2, 3) if moment == "global_batch" else (2,)
+    )  # the partial global batch is shorter
+    assert progress["last_evaluation"] == (2 if moment == "global_batch" else 0)
     model, _ = toy.run(
         toy.make_args(tmp_path / "b", *flags, "--resume", "auto"), model=network(0.2, seed=9)
     )
@@ -1147,7 +1149,7 @@ def test_a_bad_file_stops_the_run_which_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [("--num_epochs", "1"), ("--num_epochs", "3", "--max_bad_windows", "1000")]
+    "flags", [("--num_epochs", "1"), ("--num_epochs", "3", "--max_bad_batches", "1000")]
 )
 def test_a_run_without_any_update_says_so(tmp_path, flags):
     def never_finite(model, batch):
@@ -1155,7 +1157,7 @@ def test_a_run_without_any_update_says_so(tmp_path, flags):
 
     with pytest.raises(
         RunError,
-        match=r"no update was made: \d+ windows had a non-finite loss, 0 files were skipped",
+        match=r"no update was made: \d+ global batches had a non-finite loss, 0 files were skipped",
     ):
         toy.run(toy.make_args(tmp_path, *flags), compute_loss=never_finite)
 

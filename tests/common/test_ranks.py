@@ -23,8 +23,8 @@ ONE = (
     "--save_every",
     "1",
 )
-TWO = ("--batch_size", "2", *ONE[2:])  # the same window on two ranks
-DATA = 9  # utterances: a window of eight, and one that leaves nothing for the second rank
+TWO = ("--batch_size", "2", *ONE[2:])  # the same global batch on two ranks
+DATA = 9  # utterances: a global batch of eight, and one that leaves nothing for the second rank
 
 
 def work(rank: int, port: int, folder: Path, flags: tuple[str, ...], trouble: str) -> None:
@@ -94,7 +94,11 @@ def test_two_ranks_give_what_one_process_gives(tmp_path, on_two_ranks, trouble):
 def test_resume_with_another_number_of_ranks_continues_at_the_same_window(tmp_path, on_two_ranks):
     on_two_ranks(tmp_path / "two", *TWO, "--max_steps", "3")
     saved = checkpoint.resume("auto", tmp_path / "two" / "checkpoints", toy.RECIPE)
-    assert (saved["progress"]["epoch"], saved["progress"]["window"], len(saved["rng"])) == (1, 1, 2)
+    assert (saved["progress"]["epoch"], saved["progress"]["global_batch"], len(saved["rng"])) == (
+        1,
+        1,
+        2,
+    )
     weights, _ = on_one(tmp_path / "two", *ONE, "--resume", "auto")
     # The same with one process throughout.
     on_one(tmp_path / "one", *ONE, "--max_steps", "3")

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from common import memory, optim
 from common.device import Setup
-from common.loop import run_window
+from common.loop import run_global_batch
 from dry_run import hollow, plan
 from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
 from speech import layers
@@ -186,7 +186,7 @@ def make(name: str, checkpointing: bool) -> Case:
 
 
 def run(case: Case, batches: list[dict]) -> None:
-    outcome = run_window(
+    outcome = run_global_batch(
         case.model, batches, case.batch["counts"], case.compute_loss, case.loss_weights, Setup()
     )
     assert not outcome.failed

@@ -74,14 +74,18 @@ def ran(recipe, *flags) -> str:
 
 
 def planned(recipe, *flags) -> SimpleNamespace:
-    """What a run with --dry_run is planned for: its model, task, windows and two collated
+    """What a run with --dry_run is planned for: its model, task, global batches and two collated
     utterances."""
     given = []
 
     def plan(args, *others) -> int:
-        model, task, windows = others[-3:]
-        batch = windows.dataset.collate([windows.data.item(index, 0) for index in range(2)])
-        given.append(SimpleNamespace(model=model, task=task, windows=windows, batch=batch))
+        model, task, global_batches = others[-3:]
+        batch = global_batches.dataset.collate(
+            [global_batches.data.item(index, 0) for index in range(2)]
+        )
+        given.append(
+            SimpleNamespace(model=model, task=task, global_batches=global_batches, batch=batch)
+        )
         return 0
 
     with mock.patch.object(loop, "plan", plan):

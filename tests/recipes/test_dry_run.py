@@ -49,7 +49,7 @@ def test_a_plan_without_data_is_of_the_longest_utterances(recipe):
     flags, longest = RECIPES[recipe]
     plan = planned(recipe, *flags)
     assert plan.task.name == recipe.RECIPE
-    assert longest - 0.2 < max(plan.windows.data.seconds(0)) <= longest + 1e-3
+    assert longest - 0.2 < max(plan.global_batches.data.seconds(0)) <= longest + 1e-3
     assert plan.batch["audio"].shape[1] and plan.batch["tokens_lengths"].min() > 0
 
 
@@ -74,7 +74,9 @@ def manifest(tmp_path_factory) -> str:
 def test_a_plan_with_data_is_of_these(recipe, manifest):
     start = ["--from_scratch"] * (recipe != konkani_conformer)
     plan = planned(recipe, "--train_manifest", manifest, *start, "--cache_audio", "cache")
-    assert len(plan.windows.data) == 5 and plan.batch["audio"].abs().max() > 0  # one is held out
+    assert (
+        len(plan.global_batches.data) == 5 and plan.batch["audio"].abs().max() > 0
+    )  # one is held out
     assert max(plan.batch["seconds"]) < 2.3
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from common import checkpoint, report
 from recipes import konkani_conformer as recipe
-from speech.corpus import held_out_keys
+from speech.splits import held_out_keys
 from tests import processes
 from tests.recipes import runs
 from tests.recipes.runs import TINY, newest, ran, refused, run
@@ -618,7 +618,7 @@ TAMPERED = [
     ("progress", "step", -5),
     ("progress", "step", "2"),
     ("progress", "step", ...),
-    ("progress", "window", -1),
+    ("progress", "global_batch", -1),
     ("progress", "epoch", 1.5),
     ("progress", "limits", {1: 0}),
     ("progress", "done", [["a"]]),
@@ -704,7 +704,7 @@ def sets(*flags) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def in_mid_epoch(training, tmp_path_factory):
-    """The flags of a run of four windows an epoch, and its folder in the second epoch."""
+    """The flags of a run of four global batches an epoch, and its folder in the second epoch."""
     flags, folder = (
         [*training, "--gradient_accumulation_steps", "2"],
         tmp_path_factory.mktemp("mid epoch"),
@@ -734,7 +734,7 @@ def test_another_order_in_mid_epoch_starts_the_epoch_anew_and_says_so(
         (1, index) for index in range(14)
     ]  # each once, though some had been used before
     progress = newest(tmp_path / "run", recipe)["progress"]
-    assert (progress["step"], progress["epoch"], progress["window"]) == (9, 2, 0)
+    assert (progress["step"], progress["epoch"], progress["global_batch"]) == (9, 2, 0)
 
 
 def test_what_was_held_out_is_held_out_again_whatever_the_seed(konkani, tmp_path):

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from common import batches, compiling, memory
 from common.device import Setup
 from common.errors import UsageError
-from common.loop import run_window
+from common.loop import run_global_batch
 from recipes import konkani_conformer as recipe
 from speech import layers
 from speech.audio import SAMPLE_RATE
-from speech.corpus import Checks, load_corpus
 from speech.search import ctc_prefix_beam
+from speech.splits import Checks, load_corpus
 from tests.recipes import runs
 
 CPU = torch.device("cpu")
@@ -182,7 +182,7 @@ def window_gradient(model, items: list[dict], sizes: list[int]) -> torch.Tensor:
         name: sum(batch["counts"][name] for batch in micro_batches) for name in recipe.LOSS_WEIGHTS
     }
     model.zero_grad()
-    outcome = run_window(
+    outcome = run_global_batch(
         model, micro_batches, totals, recipe.compute_loss, recipe.LOSS_WEIGHTS, Setup()
     )
     assert outcome.failed is None

@@ -20,7 +20,7 @@ from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, r
 
 LONG = (
     "--max_steps 6 --save_every 1 --eval_every 3 --log_every 2".split()
-)  # an epoch and a half of four windows
+)  # an epoch and a half of four global batches
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +352,10 @@ def test_silence_has_no_text(best, silence, monkeypatch):
 @pytest.mark.parametrize("flags", [[], ["--subsampling", "8"], ["--max_duration", "1"]])
 def test_a_plan_without_data_is_of_the_longest_utterances_that_ctc_can_align(flags, tmp_path):
     plan = planned(recipe, *TINY, *flags, "--output_dir", tmp_path)
-    assert len(plan.windows.data) == 64 and len(set(plan.windows.data.corpus.texts)) == 64
+    assert (
+        len(plan.global_batches.data) == 64
+        and len(set(plan.global_batches.data.corpus.texts)) == 64
+    )
     assert "time_masks" in plan.batch and not list(tmp_path.iterdir())
 
 

@@ -20,16 +20,16 @@ from safetensors.torch import load_file, save_file
 from common import checkpoint, compiling, memory, optim
 from common.batches import to_device
 from common.device import Setup
-from common.loop import run_window
+from common.loop import run_global_batch
 from recipes import parakeet_tdt as recipe
 from speech import layers
 from speech.audio import SAMPLE_RATE, read_audio
 from speech.columns import Corpus
-from speech.corpus import Checks, load_corpus
 from speech.features import valid_mask
 from speech.parakeet import formats
 from speech.parakeet import start as starts
 from speech.parakeet.tokenizer import make_tokenizer, pad_pieces
+from speech.splits import Checks, load_corpus
 from speech.text import train_tokenizer
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, error_lines, newest, planned, ran, refused, run
@@ -286,7 +286,7 @@ def window_gradient(
     micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
     totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in weights}
     model.zero_grad()
-    outcome = run_window(model, micro_batches, totals, recipe.compute_loss, weights, Setup())
+    outcome = run_global_batch(model, micro_batches, totals, recipe.compute_loss, weights, Setup())
     assert outcome.failed is None and bool(outcome.sums.isfinite().all())
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 

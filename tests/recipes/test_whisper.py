@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from common import checkpoint, compiling, memory
 from common.device import Setup
 from common.errors import UsageError
-from common.loop import run_window
+from common.loop import run_global_batch
 from recipes import whisper_morse as morse
 from recipes import whisper_vietnamese as vietnamese
-from speech import corpus as splits
+from speech import splits
 from speech.audio import SAMPLE_RATE, read_audio
 from speech.morse import synthesis
 from speech.whisper import decoding, formats
@@ -379,7 +379,7 @@ def window_gradient(model, items: list[dict], size: int, weights: dict[str, floa
         morse.collate(items[first : first + size]) for first in range(0, len(items), size)
     ]
     totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in weights}
-    outcome = run_window(model, micro_batches, totals, morse.compute_loss, weights, Setup())
+    outcome = run_global_batch(model, micro_batches, totals, morse.compute_loss, weights, Setup())
     assert outcome.failed is None
     gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
     return torch.cat([gradient.flatten() for gradient in gradients])

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from common import checkpoint, memory, optim
 from common.batches import split_batch, to_device
 from common.device import Setup
-from common.loop import run_window
+from common.loop import run_global_batch
 from recipes import xtts_amharic as recipe
 from speech.columns import Corpus
-from speech.corpus import Checks, load_corpus
+from speech.splits import Checks, load_corpus
 from speech.xtts import codec_training, formats, inference, speaking, texts
 from speech.xtts import start as starts
 from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, code_count
@@ -352,14 +352,14 @@ def test_padding_changes_nothing(noise):
 def window_gradient(
     model, items: list[dict], sizes: list[int], frozen, setup=None, scaler=None
 ) -> tuple:
-    """The sums of the terms, and the gradient, of a window that is cut into micro-batches of these
+    """The sums of the terms, and the gradient, of a global batch that is cut into micro-batches of these
     sizes."""
     rest = iter(items)
     micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
     totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in WEIGHTS}
     model.zero_grad()
     compute_loss = functools.partial(recipe.compute_loss, frozen=frozen)
-    outcome = run_window(
+    outcome = run_global_batch(
         model, micro_batches, totals, compute_loss, WEIGHTS, setup or Setup(), scaler
     )
     assert outcome.failed is None
@@ -1129,7 +1129,7 @@ def test_a_window_that_overflows_is_skipped_and_training_recovers(
     assert state["progress"]["step"] == 5 and all(
         bool(w.isfinite().all()) for w in state["model"].values()
     )
-    assert state["progress"]["bad_windows"] == (2 if precision == "fp16" else 0)
+    assert state["progress"]["bad_batches"] == (2 if precision == "fp16" else 0)
     assert all(
         math.isfinite(line["eval/mel"]) for line in read_metrics(tmp_path) if "eval/mel" in line
     )

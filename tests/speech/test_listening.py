@@ -20,7 +20,7 @@ from common.errors import DataError, RunError, exit_with_one_line
 from speech import listening, recogniser
 from speech.audio import SAMPLE_RATE, read_utterance
 from speech.columns import Corpus
-from speech.corpus import Checks, held_out_keys, load_corpus, load_splits, report_checked
+from speech.splits import Checks, held_out_keys, load_corpus, load_splits, report_checked
 from speech.text import normalise
 
 RATE = 16_000

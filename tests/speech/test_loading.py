@@ -1,4 +1,4 @@
-"""Audio files that cannot be read, on their way through training windows and evaluation batches."""
+"""Audio files that cannot be read, on their way through training global batches and evaluation batches."""
 
 import re
 
@@ -39,14 +39,14 @@ def collate(items: list[dict]) -> dict:
     return {"names": names, "seconds": [1.0] * len(items), "audio": audio, "audio_lengths": lengths}
 
 
-def epoch(bad: dict[int, str], *flags: str, workers: int = 0) -> list[batches.Window]:
-    made = batches.Windows(
+def epoch(bad: dict[int, str], *flags: str, workers: int = 0) -> list[batches.GlobalBatch]:
+    made = batches.GlobalBatches(
         toy.make_args("unused", *flags), Files(bad), collate, Setup(workers=workers)
     )
     source = made.iterate()
-    windows = [next(source) for _ in range(made.per_epoch)]
+    global_batches = [next(source) for _ in range(made.per_epoch)]
     source.close()
-    return windows
+    return global_batches
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -63,12 +63,15 @@ def test_bad_files_are_skipped_and_named(tmp_path, no_hang, no_ffmpeg, workers):
         3: bad_file(tmp_path / "my audio", "not a number"),
         7: bad_file(tmp_path / "my audio", "flac cut"),
     }
-    windows = epoch(bad, "--skip_bad_audio", workers=workers)
+    global_batches = epoch(bad, "--skip_bad_audio", workers=workers)
     names = [
-        name for window in windows for batch in window.micro_batches for name in batch["names"]
+        name
+        for global_batch in global_batches
+        for batch in global_batch.micro_batches
+        for name in batch["names"]
     ]
     assert sorted(names, key=int) == [str(number) for number in range(20) if number not in bad]
-    assert dict(skipped for window in windows for skipped in window.skipped) == {
+    assert dict(skipped for global_batch in global_batches for skipped in global_batch.skipped) == {
         bad[3]: f"{bad[3]} holds samples that are not finite (NaN or infinity)",
         bad[7]: f"{bad[7]} is truncated or damaged: flac decoder lost sync",
     }
@@ -76,9 +79,11 @@ def test_bad_files_are_skipped_and_named(tmp_path, no_hang, no_ffmpeg, workers):
 
 def test_a_set_of_missing_files_makes_empty_windows(tmp_path):
     path = bad_file(tmp_path, "missing")
-    windows = epoch(dict.fromkeys(range(20), path), "--skip_bad_audio")
-    assert all(window.micro_batches == [] for window in windows)
-    assert [name for window in windows for name, _ in window.skipped] == [path] * 20
+    global_batches = epoch(dict.fromkeys(range(20), path), "--skip_bad_audio")
+    assert all(global_batch.micro_batches == [] for global_batch in global_batches)
+    assert [name for global_batch in global_batches for name, _ in global_batch.skipped] == [
+        path
+    ] * 20
 
 
 def test_evaluation_skips_files_and_says_so_once(tmp_path, capsys, no_ffmpeg):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from common.errors import DataError, UsageError
 from speech import columns, headers, manifest
-from speech.corpus import Checks, load_corpus, report_rejections
+from speech.splits import Checks, load_corpus, report_rejections
 from speech.text import normalise
 
 GOOD = {"audio_filepath": "good.wav", "text": "बरें"}

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, RunError, UsageError
-from speech.corpus import Checks, draw, load_corpus
 from speech.metrics import Errors, count_errors
 from speech.morse import alphabet, recordings, scores, synthesis, texts
+from speech.splits import Checks, draw, load_corpus
 
 ROOT = Path(__file__).resolve().parents[3]
 RATE = 16_000

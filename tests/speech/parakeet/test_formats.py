@@ -20,7 +20,6 @@ import yaml
 from transformers import ParakeetForTDT, ParakeetTDTConfig
 
 from common.errors import Failure, RunError, UsageError
-from speech import weights as released
 from speech.parakeet import formats
 
 
@@ -305,7 +304,7 @@ def test_a_failed_export_leaves_what_was_there(form, tmp_path, monkeypatch):
     def full_disk(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(released, "save_file", full_disk)
+    monkeypatch.setattr(model_files, "save_file", full_disk)
     monkeypatch.setattr(torch, "save", full_disk)
     with pytest.raises(RunError, match="No space left"):
         formats.export(tmp_path / "ours", form, random_weights(CONFIG, 1), CONFIG, EXTRAS)

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from common.errors import Failure, RunError, UsageError
-from speech import weights as released
 from speech.whisper import formats
 from speech.whisper import tokenizer as whisper_tokenizer
 
@@ -381,7 +380,7 @@ def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch):
     def full_disk(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(released, "save_file", full_disk)
+    monkeypatch.setattr(model_files, "save_file", full_disk)
     with pytest.raises(RunError, match="No space left"):
         exported(tmp_path / "ours", padding=2)
     assert (tmp_path / "ours" / "model.safetensors").read_bytes() == before

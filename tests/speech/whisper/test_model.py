@@ -12,7 +12,7 @@ import transformers
 
 from common import batches, memory
 from common.device import Setup
-from common.loop import run_window
+from common.loop import run_global_batch
 from speech import layers
 from speech.whisper import model as whisper
 from speech.whisper import scratch
@@ -273,7 +273,7 @@ def test_accumulation_is_exact():
         model.zero_grad()
         micro = [collate(items[i : i + size]) for i in range(0, 8, size)]
         totals = {name: sum(batch["counts"][name] for batch in micro) for name in WEIGHTS}
-        outcome = run_window(model, micro, totals, compute_loss, WEIGHTS, Setup())
+        outcome = run_global_batch(model, micro, totals, compute_loss, WEIGHTS, Setup())
         assert outcome.failed is None
         results.append((outcome.sums, gradients(model)))
     for sums, gradient in results[1:]:

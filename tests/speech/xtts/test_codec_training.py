@@ -10,9 +10,9 @@ import soundfile
 import torch
 
 from common.device import Setup
-from common.loop import run_window
+from common.loop import run_global_batch
 from speech.columns import Corpus
-from speech.corpus import Checks, load_corpus
+from speech.splits import Checks, load_corpus
 from speech.text import normalise
 from speech.xtts import codec_training
 from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, Mel
@@ -149,7 +149,7 @@ def test_however_a_window_is_cut_its_gradient_is_the_same(corpus, quantised):
         ]
         coder.zero_grad()
         totals = dict.fromkeys(LOSS_WEIGHTS, 4)
-        outcome = run_window(
+        outcome = run_global_batch(
             coder, batches, totals, codec_training.compute_loss, LOSS_WEIGHTS, Setup(), None
         )
         gradients = {name: p.grad.clone() for name, p in coder.named_parameters()}

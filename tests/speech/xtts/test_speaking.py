@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from speech.columns import Corpus
-from speech.corpus import Checks, load_corpus, load_splits
+from speech.splits import Checks, load_corpus, load_splits
 from speech.text import normalise
 from speech.xtts import codec, inference, speaking
 from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel

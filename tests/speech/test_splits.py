@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from common import options
 from common.errors import DataError, UsageError
 from common.options import Parser
-from speech import corpus as splits
-from speech import weights
+from speech import model_files, splits
 from speech.audio import read_utterance
-from speech.corpus import Checks, join_segments, load_corpus, load_splits
+from speech.splits import Checks, join_segments, load_corpus, load_splits
 from speech.text import normalise
 
 GOOD = {"audio_filepath": "good.wav", "text": "बरें"}
@@ -75,13 +74,13 @@ def test_the_data_of_a_planned_run_without_data_are_silence_of_the_longest_utter
 
 def test_weights_of_a_planned_run_take_no_memory():
     with pytest.raises(UsageError, match="too large for this machine"):
-        weights.require_room(1 << 50)
+        model_files.require_room(1 << 50)
     with torch.device("meta"):
-        weights.require_room(1 << 50)
-        copies = weights.floats({"w": torch.ones(2, dtype=torch.float64, device="cpu")}, "file")
+        model_files.require_room(1 << 50)
+        copies = model_files.floats({"w": torch.ones(2, dtype=torch.float64, device="cpu")}, "file")
         assert copies["w"].is_meta and copies["w"].dtype == torch.float32
         with pytest.raises(UsageError, match="not finite"):
-            weights.floats({"w": torch.full((2,), math.nan, device="cpu")}, "file")
+            model_files.floats({"w": torch.full((2,), math.nan, device="cpu")}, "file")
 
 
 def test_the_tables_of_contradictions_name_flags():
