@@ -20,7 +20,7 @@ import pytest
 import soundfile
 
 from common import options
-from speech import text
+from speech import splits, text
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -20,6 +20,7 @@ import yaml
 from transformers import ParakeetForTDT, ParakeetTDTConfig
 
 from common.errors import Failure, RunError, UsageError
+from speech import model_files
 from speech.parakeet import formats
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from common.errors import Failure, RunError, UsageError
+from speech import model_files
 from speech.whisper import formats
 from speech.whisper import tokenizer as whisper_tokenizer
 
