@@ -35,11 +35,8 @@ AUGMENTATION = ("spec_augment", "speed_perturbation", "dropout", "label_smoothin
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    ("transcribe", "evaluate", "give one of them"),
-    ("transcribe", "check_data", "give one of them"),
     ("transcribe", "export", "give one of them"),
-    *((flag, "transcribe", options.TRAINS) for flag in (*options.TRAINING, *AUGMENTATION)),
-    *((flag, "evaluate", options.TRAINS) for flag in AUGMENTATION),
+    *((flag, options.COMMAND, options.TRAINS) for flag in AUGMENTATION),
 )
 NEEDS = (("output", ("transcribe",), ""), ("piece_seconds", ("transcribe",), ""))
 
@@ -99,7 +96,8 @@ def add_arguments(
             metavar="N",
             help=f"hypotheses of a beam search ({beam_size})",
         )
-    decoding.add_argument(
+    parser.add_command(
+        decoding,
         "--transcribe",
         nargs="+",
         type=options.path,
