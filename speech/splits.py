@@ -23,8 +23,7 @@ WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
 STAND_INS = 4096  # utterances of `stand_in`: no global batch is larger
 DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
 
-# Rows for `common.options`: flags that exclude each other, and flags that need one of others.
-EXCLUDES = (("check_data", "evaluate", "give one of them"),)
+# Rows for `common.options`: (flag, flags of which one must be given, words to add to the message).
 NEEDS = (
     ("val_manifest", ("train_manifest",), ""),
     ("test_manifest", ("train_manifest", "evaluate", "check_data"), ""),
@@ -114,8 +113,10 @@ def add_arguments(parser) -> None:
         default=False,
         help="stop if any utterance is rejected (off)",
     )
-    group.add_argument(
+    parser.add_command(
+        group,
         "--check_data",
+        takes_training_flags=True,
         action=options.OnOff,
         default=False,
         help="read and check all data, print what is wrong with them, and exit",
