@@ -32,6 +32,7 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import exit_with_one_line
 from common.loop import Task, begin, finish, train
+from common.report import check_folder
 from speech import demo, metrics, recogniser, splits, text
 from speech.audio import SAMPLE_RATE, read_utterance
 from speech.columns import Corpus
@@ -45,7 +46,8 @@ WIDTH = 128
 LAYERS = 4
 KERNEL = 9  # of the convolutions: 0.36 s
 FIT_UTTERANCES = 200  # for the statistics of the features
-DEMO_SIZES = {"train": 600, "val": 50}  # utterances
+VOICES = demo.KONKANI_VOICES
+DEMO_SIZES = {"train": 1200, "val": 100}  # utterances
 DEMO_STEPS = 400
 
 
@@ -73,36 +75,18 @@ def resolve(args) -> recogniser.Options:
     return recogniser.resolve(args, is_demo)
 
 
-# --- data -----------------------------------------------------------------------------------------
-
-
-def read_data(args, held_out: list[str]) -> tuple[splits.DataOptions, dict[str, Corpus]]:
-    """What the data flags ask for, and the checked corpora "train", "val" and perhaps "test".
-    `held_out`: what the resumed run held out."""
-
-    def demo_manifests() -> dict[str, str]:
-        folder = Path(args.output_dir) / "data" / "template_demo"
-        return demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
-
-    asked = splits.resolve(args, held_out)
-    stand_in = functools.partial(splits.stand_in, args.max_duration)
-    sets = splits.load_splits(asked, text.normalise, demo_manifests, stand_in)
-    if "train" in sets:
-
-        def too_long(index: int) -> tuple[str, str] | None:
-            samples = int(sets["train"].seconds[index] * SAMPLE_RATE)
-            length = len(sets["train"].texts[index])
-            if 2 * length <= encoder_frames(samples):  # with a blank between any two characters
-                return None
-            return "text is too long for its audio", f"{length} characters"
-
-        sets["train"] = splits.drop(sets["train"], "training set", too_long, args.strict_data)
-    return asked, sets
-
-
-def encoder_frames(samples):
-    """Frames of the network's output for `samples`, an int or a tensor."""
-    return (frames(samples, SAMPLE_RATE) + SUBSAMPLING - 1) // SUBSAMPLING
+def read_data(args, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
+    """The checked corpora "train", "val" and, if there is one, "test"; the demo's without
+    manifests. What the run `saved` held out is held out again."""
+    folder = Path(args.output_dir) / "data" / "template_demo"
+    return splits.load_splits(
+        splits.resolve(args, saved.held_out if saved else ()),
+        text.normalise,
+        demo=lambda: demo.speech_corpus(
+            folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES
+        ),
+        stand_in=lambda: splits.stand_in(args.max_duration),
+    )
 
 
 class Utterances:
@@ -154,7 +138,9 @@ def collate(items: list[dict]) -> dict:
     return batch
 
 
-# --- model ----------------------------------------------------------------------------------------
+def encoder_frames(samples: torch.Tensor) -> torch.Tensor:
+    """Frames of the network's output for so many samples at 16 kHz."""
+    return (frames(samples, SAMPLE_RATE) + SUBSAMPLING - 1) // SUBSAMPLING
 
 
 class Layer(nn.Module):
@@ -187,9 +173,8 @@ class Network(nn.Module):
     def forward(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch's waveforms to log-probabilities (B, T, V + 1) of the characters and, last, the
         blank; and their lengths (B,) on the host, so that nothing waits for the device."""
-        x = self.feature_norm(
-            self.log_mel(batch["audio"]), frames(batch["audio_lengths"], SAMPLE_RATE)
-        )
+        lengths = frames(batch["audio_lengths"], SAMPLE_RATE)
+        x = self.feature_norm(self.log_mel(batch["audio"]), lengths)  # (B, F, M), padding is 0
         x = F.pad(x, (0, 0, 0, -x.shape[1] % SUBSAMPLING))
         x = self.input(x.unflatten(1, (-1, SUBSAMPLING)).flatten(2))  # (B, T, D)
         padding = ~valid_mask(encoder_frames(batch["audio_lengths"]), x.shape[1])[:, :, None]
@@ -201,33 +186,28 @@ class Network(nn.Module):
 
 def fit(model: Network, data: Utterances) -> None:
     """Sets the statistics of the features from a part of the training set."""
-    items = splits.some_items(data, 0, FIT_UTTERANCES)
-    if items:
-        model.feature_norm.measure([model.log_mel(item["audio"][None])[0] for item in items])
-
-
-# --- loss, decoding and evaluation ----------------------------------------------------------------
-
-
-def ctc_loss(log_probs: torch.Tensor, lengths: torch.Tensor, batch: dict) -> torch.Tensor:
-    return F.ctc_loss(
-        log_probs.transpose(0, 1),
-        batch["tokens"],
-        lengths,
-        batch["tokens_lengths_host"],
-        blank=log_probs.shape[2] - 1,
-        reduction="sum",
-        zero_infinity=True,  # an evaluation set is scored whole, also what CTC cannot align
-    )
+    items = splits.some_items(data, seed=0, count=FIT_UTTERANCES)
+    model.feature_norm.measure([model.log_mel(item["audio"][None])[0] for item in items])
 
 
 def compute_loss(model: Network, batch: dict) -> dict[str, torch.Tensor]:
     """Sums over the batch; the loop divides by the global batch's counts."""
-    return {"ctc": ctc_loss(*model(batch), batch)}
+    log_probs, lengths = model(batch)
+    loss = F.ctc_loss(
+        log_probs.transpose(0, 1),
+        batch["tokens"],
+        lengths,
+        batch["tokens_lengths_host"],
+        blank=model.blank,
+        reduction="sum",
+        zero_infinity=True,  # a text with more characters than frames cannot be aligned
+    )
+    return {"ctc": loss}
 
 
-def greedy(model: Network, log_probs: torch.Tensor, lengths: torch.Tensor) -> list[str]:
+def texts_of(model: Network, batch: dict) -> list[str]:
     """The most probable character of every frame, repeats merged, blanks removed."""
+    log_probs, lengths = model(batch)
     texts = []
     for row, length in zip(log_probs.argmax(-1).cpu(), lengths.tolist(), strict=True):
         path = row[:length].unique_consecutive().tolist()
@@ -237,43 +217,53 @@ def greedy(model: Network, log_probs: torch.Tensor, lengths: torch.Tensor) -> li
 
 def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
     """Loss, CER and WER as (numerator, denominator), which are added up over the GPUs."""
-
-    def decode(batch: dict) -> tuple[list[str], dict]:
-        log_probs, lengths = model(batch)
-        return greedy(model, log_probs, lengths), {"ctc": ctc_loss(log_probs, lengths, batch)}
-
-    rows, sums = recogniser.decode_set(model, decode, eval_batches, LOSS_WEIGHTS)
+    rows, sums = recogniser.decode_set(
+        model,
+        lambda batch: (texts_of(model, batch), compute_loss(model, batch)),
+        eval_batches,
+        LOSS_WEIGHTS,
+    )
     return {**sums, **metrics.score(rows)}
 
 
-def report_results(how: recogniser.Options, model: Network, eval_batches, title: str) -> None:
-    rows = recogniser.decode_texts(model, lambda batch: greedy(model, *model(batch)), eval_batches)
-    recogniser.print_results(rows, title, how)
+def report_results(how: recogniser.Options, model: Network, eval_batches, *title: str) -> None:
+    """Prints the error rates and examples of a set."""
+    decode = functools.partial(texts_of, model)
+    rows = recogniser.decode_texts(model, decode, eval_batches.whole())
+    recogniser.print_results(rows, ", ".join(title), how)
 
 
-def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
-    """The model of --resume, or of the best evaluation, and what was saved of its run."""
+def read_saved(saved: checkpoint.Saved | None) -> tuple:
+    """The `ModelInfo` and the `RunInfo` of a checkpoint, (None, None) without one."""
+    if saved is None:
+        return None, None
+    model_info = records.read(ModelInfo, saved.model_info, saved.path)
+    return model_info, records.read(splits.RunInfo, saved.run_info, saved.path)
+
+
+def load_trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
+    """The model of --resume, or of the best evaluation, and what is known of its run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
-    model = Network(records.read(ModelInfo, saved.model_info, saved.path))
+    model_info, run_info = read_saved(saved)
+    model = Network(model_info)
     checkpoint.load_weights(model, saved.model)
-    run_info = records.read(splits.RunInfo, saved.run_info, saved.path)
     return model.to(setup.device).eval(), run_info
 
 
 def transcribe(args, how: recogniser.Options) -> None:
     setup = device.setup(args, quiet=True)
-    model, run_info = trained(args, setup)
-    texts_of = lambda batch: greedy(model, *model(batch))
-    recogniser.transcribe_files(how, texts_of, setup, run_info.longest)
+    model, run_info = load_trained(args, setup)
+    recogniser.transcribe_files(how, functools.partial(texts_of, model), setup, run_info.longest)
 
 
 @torch.no_grad()
 def evaluate_only(args, how: recogniser.Options) -> None:
     setup = device.setup(args)
-    model, run_info = trained(args, setup)
-    _, sets = read_data(args, run_info.held_out)
-    name = "test" if "test" in sets else "val"
-    data = Utterances(sets[name], model.characters)
+    check_folder(args.log_dir)
+    model, run_info = load_trained(args, setup)
+    corpora = read_data(args, run_info)
+    name = "test" if "test" in corpora else "val"
+    data = Utterances(corpora[name], model.characters)
     with setup.autocast():
         report_results(how, model, EvalBatches(args, data, collate, setup), f"{name} set")
 
@@ -281,42 +271,41 @@ def evaluate_only(args, how: recogniser.Options) -> None:
 def main(args) -> None:
     how = resolve(args)
     if args.check_data:
-        return splits.report_checked(read_data(args, [])[1])
+        return splits.report_checked(read_data(args))
     if args.transcribe:
         return transcribe(args, how)
     if args.evaluate:
         return evaluate_only(args, how)
-    run = begin(args, RECIPE)
-    info, held_out = None, []
-    if run.resumed:
-        info = records.read(ModelInfo, run.resumed.model_info, run.resumed.path)
-        held_out = records.read(splits.RunInfo, run.resumed.run_info, run.resumed.path).held_out
 
-    asked, sets = read_data(args, held_out)
-    if info is None:
-        info = ModelInfo(WIDTH, LAYERS, sorted(set("".join(sets["train"].texts))))
-    data = {name: Utterances(corpus, info.characters) for name, corpus in sets.items()}
+    run = begin(args, RECIPE)
+    model_info, run_info = read_saved(run.resumed)
+    corpora = read_data(args, run_info)
+    if model_info is None:
+        characters = sorted(set("".join(corpora["train"].texts)))
+        model_info = ModelInfo(WIDTH, LAYERS, characters)
     with run.model_device():
-        model = Network(info, args.dropout)
+        model = Network(model_info, args.dropout)
+
+    sets = {name: Utterances(corpora[name], model_info.characters) for name in corpora}
+    global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
+    eval_batches = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = Task(
         RECIPE,
         compute_loss,
         LOSS_WEIGHTS,
         evaluate,
-        info,
-        splits.run_info(asked, sets),
+        model_info,
+        splits.run_info(splits.resolve(args), corpora),
         metric="cer",
         fit=fit,
         checkpointed=(Layer,),
         compiled=(Layer,),
         reports=recogniser.REPORTS,
     )
-    global_batches = GlobalBatches(args, data["train"], collate, run.setup)
-    eval_batches = EvalBatches(args, data["val"], collate, run.setup)
-    train(args, run, model, task, global_batches, eval_batches)
-    final = EvalBatches(args, data.get("test", data["val"]), collate, run.setup).whole()
-    report = lambda weights: report_results(how, model, final, f"{'test' if 'test' in data else 'val'} set, {weights}")
-    finish(args, run, model, task, eval_batches, report)
+    train(args, run, model, task, global_batches, eval_batches["val"])
+    name = "test" if "test" in eval_batches else "val"
+    report = functools.partial(report_results, how, model, eval_batches[name], f"{name} set")
+    finish(args, run, model, task, eval_batches["val"], report)
 
 
 if __name__ == "__main__":
