@@ -185,10 +185,11 @@ def assert_same_state(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
     assert a.model.keys() == b.model.keys()
     for name, weight in a.model.items():
         assert torch.equal(weight, b.model[name]), name
-    assert a.state["optimizer"].keys() == b.state["optimizer"].keys()
-    for name, states in a.state["optimizer"].items():
-        for key, value in states.items():
-            assert torch.equal(value, b.state["optimizer"][name][key]), (name, key)
+    ours, others = a.state["optimizer"], b.state["optimizer"]
+    assert ours.keys() == others.keys()
+    for name, state in ours.items():
+        for key, value in state.items():
+            assert torch.equal(value, others[name][key]), (name, key)
 
 
 def error_lines(out: str) -> list[str]:
