@@ -21,6 +21,7 @@ from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
 from speech.text import for_scoring, style
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
+REPORTS = ("transcripts.jsonl",)  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
 SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
@@ -79,9 +80,15 @@ def add_augmentation(parser) -> None:
 def add_arguments(
     parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
 ) -> None:
-    """The flags of a recogniser that decodes by `methods`, `method` by default, with those of
-    augmentation."""
+    """The flags of augmentation and of decoding."""
     add_augmentation(parser)
+    add_decoding(parser, methods, method, beam_size)
+
+
+def add_decoding(
+    parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
+) -> None:
+    """The flags of a recogniser that decodes by `methods`, `method` by default."""
     decoding = parser.add_argument_group("decoding and transcribing")
     if methods:
         decoding.add_argument(
@@ -124,30 +131,26 @@ def add_arguments(
     )
 
 
-def resolve_augmentation(args, augment: bool) -> None:
-    """Fills in the defaults: augmentation is on if `augment`, unless a flag says otherwise."""
-    if args.spec_augment is None:
-        args.spec_augment = augment
-    if args.speed_perturbation is None:
-        args.speed_perturbation = augment
-
-
 def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
-    """Fills in the defaults of these flags and returns what they ask for. Augmentation is on, unless
-    the recipe does not augment by default (`augments`), and except in a demo, whose voices hardly
-    vary; a plan without data is of training with augmentation. `beam_size` is the default. Raises
-    `UsageError`."""
-    if args.output:
-        check_output(args.output)
-    resolve_augmentation(args, augments and (not is_demo or options.plans(args)))
+    """Fills in the defaults of these flags and returns what they ask for, also after
+    `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not augment by default
+    (`augments`), and except in a demo, whose voices hardly vary; a plan without data is of training
+    with augmentation. `beam_size` is the default. Raises `UsageError`."""
+    augment = augments and (not is_demo or options.plans(args))
+    for name in ("spec_augment", "speed_perturbation"):
+        if getattr(args, name, False) is None:
+            setattr(args, name, augment)
     if beam_size and args.beam_size is None:
         args.beam_size = beam_size
+    output = getattr(args, "output", None)
+    if output:
+        check_output(output)
     return Options(
         method=getattr(args, "decoding", None),
         beam_size=getattr(args, "beam_size", None),
-        transcribe=args.transcribe or [],
-        output=args.output,
-        piece_seconds=args.piece_seconds,
+        transcribe=getattr(args, "transcribe", None) or [],
+        output=output,
+        piece_seconds=getattr(args, "piece_seconds", None),
         batch_size=args.eval_batch_size,
         log_dir=args.log_dir,
         seed=args.seed,
