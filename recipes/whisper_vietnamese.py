@@ -454,10 +454,11 @@ def main(args) -> None:
         run_info,
         metric="cer",
         fit=None if info.pretrained else fit,
-        freeze=Whisper.freeze_encoder,
+        freeze=Whisper.freeze_encoder if info.pretrained else None,
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, evaluation["val"])
     name = "test" if "test" in evaluation else "val"

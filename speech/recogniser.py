@@ -133,9 +133,9 @@ def add_decoding(
 
 def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
     """Fills in the defaults of these flags and returns what they ask for, also after
-    `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not augment by default
-    (`augments`), and except in a demo, whose voices hardly vary; a plan without data is of training
-    with augmentation. `beam_size` is the default. Raises `UsageError`."""
+    `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
+    augment by default (`augments`), and except in a demo, whose voices hardly vary; a plan without
+    data is of training with augmentation. `beam_size` is the default. Raises `UsageError`."""
     augment = augments and (not is_demo or options.plans(args))
     for name in ("spec_augment", "speed_perturbation"):
         if getattr(args, name, False) is None:

