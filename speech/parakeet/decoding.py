@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from speech.parakeet.model import Parakeet
+
 SPACE = "\u2581"  # begins a word in SentencePiece's pieces
 # Latin, Armenian, Arabic, Urdu, Devanagari, Myanmar, Ethiopic, Khmer, Chinese and full-width.
 SENTENCE_ENDS = tuple(
@@ -82,6 +84,20 @@ def _by_utterance(history: list[torch.Tensor], batch: int) -> list[list[Token]]:
             if pieces[row] >= 0:
                 hypothesis.append(Token(pieces[row], frames[row], durations[row]))
     return hypotheses
+
+
+def decode(model: Parakeet, encoded: torch.Tensor, frames: list[int]) -> list[list[Token]]:
+    """The tokens of every utterance of the encoder's output (B, T, D), with their times."""
+
+    def step(tokens: torch.Tensor | None, state: tuple | None) -> tuple[torch.Tensor, tuple]:
+        if tokens is None:
+            tokens = torch.full((len(encoded),), model.blank, device=encoded.device)
+        predicted, state = model.decoder(tokens[:, None], state)
+        return predicted[:, 0], state
+
+    projected = model.encoder_projector(encoded)
+    most = model.config["max_symbols"]
+    return greedy(step, model.joint.logits, projected, frames, model.joint.durations, most)
 
 
 def text_of(tokens: list[Token], tokenizer) -> str:

@@ -5,8 +5,6 @@ import torch
 from speech.features import valid_mask
 from speech.parakeet.model import FrozenBatchNorm, Parakeet
 
-BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for layers.quieten_branches
-
 
 @torch.no_grad()
 def fit_to_data(model: Parakeet, batch: dict) -> None:
