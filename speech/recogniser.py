@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -48,14 +48,14 @@ class Options:
     transcripts are written to (None: they are printed), the longest piece of a recording in seconds
     (None: what the model reads); where results are written, and the seed that chooses examples."""
 
-    method: str | None
-    beam_size: int | None
-    transcribe: list[str]
-    output: str | None
-    piece_seconds: float | None
-    batch_size: int
-    log_dir: Path
-    seed: int
+    method: str | None = None
+    beam_size: int | None = None
+    transcribe: list[str] = field(default_factory=list)
+    output: str | None = None
+    piece_seconds: float | None = None
+    batch_size: int = 8
+    log_dir: Path = Path("logs")
+    seed: int = 0
 
 
 # --- flags ----------------------------------------------------------------------------------------
