@@ -53,7 +53,7 @@ NEEDS = (("export_format", ("export",), ""),)
 LOSS = {  # a schema of records.mismatch
     "sigma": lambda value: 0 <= value < 10,
     "omega": lambda value: 0 <= value <= 1,
-    "reduction": set(formats.REDUCTIONS),
+    "reduction": set(REDUCTIONS),
     "ctc?": lambda value: 0 <= value <= 1,
 }
 
