@@ -338,8 +338,8 @@ def trained(
     """The model of --model_dir or --model_file, of --resume, or of the best evaluation; the run
     that trained it is None for a released one."""
     info, weights, saved = released.use(asked.origin, start.family(asked), RECIPE)
-    model = make_model(info, weights).to(setup.device).eval()
-    return info, model, released.read_run_info(RunInfo, saved)
+    before = released.read_run_info(RunInfo, saved)
+    return info, make_model(info, weights).to(setup.device).eval(), before
 
 
 def transcribe(args, asked: start.Options) -> None:

@@ -1152,7 +1152,7 @@ MISTAKES = [  # flags, a part of the message
     ),
     (
         "--model_size 110m --resume {saved}",
-        "--model_size 110m (the checkpoint has 16 wide, 2 layers) conflicts",
+        "--model_size 110m (the checkpoint has d_model 16, layers 2) conflicts",
     ),
     ("--vocab_size 500 --resume {saved}", "--vocab_size 500 (the checkpoint has "),
     ("--loss_reduction sum --model_dir {hf}", "argument --loss_reduction: invalid choice: 'sum'"),
@@ -1161,10 +1161,8 @@ MISTAKES = [  # flags, a part of the message
     ("--export {both} --model_dir {hf}", "--export {both}: it holds files that are not replaced"),
     (
         "",
-        (
-            "training needs a model to start from: add --model_dir DIR (Hugging Face), --model_file"
-            " model.nemo (NVIDIA), or --from_scratch"
-        ),
+        "training needs a model to start from: add --model_dir DIR (a Hugging Face folder),"
+        " --model_file FILE (NVIDIA's model.nemo), or --from_scratch",
     ),
     (
         "--resume auto",
