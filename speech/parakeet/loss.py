@@ -90,12 +90,12 @@ class _TDT(torch.autograd.Function):
         seed = int(torch.randint(1 << 62, ())) if lattice.dropout else 0
         cells = _Cells(encoded, predicted, weight, bias, lattice, dtype, seed)
         with torch.no_grad(), torch.autocast(kind, enabled=False):
-            parts = [_first_pass(cells, *piece) for piece in cells.pieces()]
-            values = torch.cat(parts)  # (N, 3 + D)
+            values = torch.cat([_first_pass(cells, *piece) for piece in cells.pieces()])
             losses, posteriors = _sum_paths(cells.on_grid(values), cells, trains)
             if trains:
-                kept = [tensor.flatten(0, 2)[cells.index] for tensor in posteriors]
-                kept = [tensor.to(values.dtype) for tensor in kept]
+                kept = []
+                for tensor in posteriors:
+                    kept.append(tensor.flatten(0, 2)[cells.index].to(values.dtype))
                 normaliser = values[:, 0].clone()  # a view would keep all of `values`
                 ctx.save_for_backward(encoded, predicted, weight, bias, normaliser, *kept)
                 ctx.settings = (lattice, dtype, seed)
@@ -184,10 +184,10 @@ class _Cells:
             start = edges[block]
             stop = edges[block + 1]
             size = (stop - start, self.encoded.shape[1])
-            drawn = torch.rand(size, device=self.device, generator=generator)
+            mask = torch.rand(size, device=self.device, generator=generator) >= self.lattice.dropout
             piece = positions[bounds[block] : bounds[block + 1]]
             pieces.append(piece)
-            masks.append((drawn >= self.lattice.dropout)[piece - start])
+            masks.append(mask[piece - start])
             count += len(piece)
             if count and (count >= self.rows or stop == total):
                 yield torch.cat(pieces), torch.cat(masks)
