@@ -4,10 +4,12 @@ demo corpus, or the stand-in of a planned run."""
 import argparse
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
@@ -47,7 +49,9 @@ class RunInfo:
     """What a checkpoint keeps about the data of its run."""
 
     held_out: list[str]  # keys of the utterances that were held out for evaluation
-    longest: float  # seconds of the longest training utterance
+    # Seconds of the longest training utterance. A file from elsewhere must not ask for pieces of
+    # recordings without a length.
+    longest: Annotated[float, lambda seconds: 0.001 <= seconds < math.inf]
     demo: bool  # whether the run trained on the demo corpus
 
 
@@ -87,6 +91,11 @@ def add_arguments(parser) -> None:
         metavar="DIR",
         help="base of audio paths, also of absolute ones of another machine (the manifest's folder)",
     )
+    _add_limits(group)
+    _add_checks(parser, group)
+
+
+def _add_limits(group) -> None:
     group.add_argument(
         "--max_samples",
         type=sample_count,
@@ -108,6 +117,15 @@ def add_arguments(parser) -> None:
         help="reject longer utterances, seconds (30)",
     )
     group.add_argument(
+        "--use_chunking",
+        action=options.OnOff,
+        default=False,
+        help="cut recordings over --max_duration by the manifest's segment times (off)",
+    )
+
+
+def _add_checks(parser, group) -> None:
+    group.add_argument(
         "--strict_data",
         action=options.OnOff,
         default=False,
@@ -126,12 +144,6 @@ def add_arguments(parser) -> None:
         action=options.OnOff,
         default=True,
         help="decode all audio once before training, and reject silent clips (on)",
-    )
-    group.add_argument(
-        "--use_chunking",
-        action=options.OnOff,
-        default=False,
-        help="cut recordings over --max_duration by the manifest's segment times (off)",
     )
     group.add_argument(
         "--cache_audio",
