@@ -11,16 +11,17 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common import files
+from common import files, records
 from common.errors import RunError, UsageError, cannot_write, first_line
 
-FORMAT = "speech-recipes checkpoint 1"
+FORMAT = "speech-recipes checkpoint 2"
 CHECKPOINT = re.compile(r"checkpoint_step_(\d{8,12})\.pt")
 WEIGHTS = ("best.safetensors", "best.json", "averaged.safetensors", "averaged.json")
 LOGS = (
@@ -32,121 +33,40 @@ LOGS = (
 )
 
 
+# What a checkpoint holds, as a schema of `records.mismatch`.
+STATE = {
+    "progress": {"step": int},
+    "optimizer": dict,
+    "scaler": (dict, type(None)),
+    "rng": list,
+    "args": dict,
+}
+CONTENT = {"recipe": str, "model_info": dict, "run_info": dict, "model": dict, **STATE}
+
+
 class Damaged(UsageError):
     """A truncated, corrupted or altered checkpoint file."""
 
 
-# A schema is a type, a tuple of schemas of which one must fit, a range, a set of values, a function
-# that says whether a value fits, [schema] for a list, or {key: schema}. A key with a question mark
-# may be missing, and other keys may be there too.
-NUMBER = (float, int)
-COUNT = range(1 << 53)
+@dataclass(frozen=True)
+class Saved:
+    """What a run saved: a checkpoint, or a .safetensors. `model_info` and `run_info` are the
+    recipe's records as `asdict` made them; read them with `records.read`. `model` are the weights,
+    which are views of the file. `state` is None for a .safetensors; otherwise it holds "progress",
+    "optimizer", "scaler", "rng" and "args"."""
 
+    path: Path
+    recipe: str
+    model_info: dict
+    run_info: dict
+    model: dict[str, torch.Tensor]
+    state: dict | None = None
 
-def within(value, allowed: range) -> bool:
-    """Whether a value is an integer in a range. (`in` alone would walk through the range for other
-    types.)"""
-    return type(value) is int and value in allowed
-
-
-RANDOM_STATE = {
-    "python": lambda state: (
-        len(state) == 3
-        and len(state[1]) == 625
-        and all(within(n, range(1 << 32)) for n in state[1])
-    ),
-    "numpy": lambda state: (
-        len(state) == 5
-        and state[0] == "MT19937"
-        and state[1].shape == (624,)
-        and within(state[2], range(625))
-    ),
-    "torch": lambda state: (
-        state.dtype == torch.uint8 and state.shape == torch.get_rng_state().shape
-    ),
-    "cuda?": lambda state: state.dtype == torch.uint8 and state.shape == (16,),
-}
-PROGRESS = {
-    **dict.fromkeys(
-        (
-            "step",
-            "epoch",
-            "global_batch",
-            "global_batch_size",
-            "utterances",
-            "best_step",
-            "evaluations_without_gain",
-        ),
-        COUNT,
-    ),
-    **dict.fromkeys(("bad_batches", "bad_in_a_row", "skipped_files"), COUNT),
-    "last_evaluation": range(-1, 1 << 53),
-    "best": (NUMBER, type(None)),
-    "data": str,
-    "done": [[range(1 << 53)]],
-    "origin?": lambda pair: len(pair) == 2 and all(within(each, COUNT) for each in pair),
-    "evaluations": [
-        lambda pair: len(pair) == 2 and within(pair[0], COUNT) and isinstance(pair[1], NUMBER)
-    ],
-    "limits": lambda limits: all(
-        isinstance(key, int) and within(size, COUNT[1:]) for key, size in limits.items()
-    ),
-}
-STATE = {
-    "step": lambda step: step.numel() == 1,
-    "exp_avg": torch.Tensor,
-    "exp_avg_sq": torch.Tensor,
-}
-CONTENT = {
-    "recipe": str, "metadata": dict, "model": dict, "progress": PROGRESS, "args": dict,
-    "optimizer": lambda states: isinstance(states, dict) and len(states) > 0,
-    "rng": lambda states: len(states) > 0 and mismatch(states, [RANDOM_STATE], "") is None,
-    "scaler": (type(None), {"scale": lambda scale: scale > 0, "_growth_tracker": COUNT}),
-}  # fmt: skip
-
-
-def mismatch(value, schema, place: str) -> str | None:
-    """The first part of `value` that does not fit the schema, as text with its place; None if all
-    fits."""
-    if isinstance(schema, tuple):
-        reasons = [mismatch(value, each, place) for each in schema]
-        return reasons[-1] if all(reasons) else None
-    if isinstance(schema, list | dict) and isinstance(value, type(schema)):
-        parts = [
-            (f"{place}[{number}]", each, schema[0])
-            for number, each in enumerate(value)
-            if type(schema) is list
-        ]
-        if type(schema) is dict:
-            needed = {
-                key: inner for key, inner in schema.items() if key[-1] != "?" or key[:-1] in value
-            }
-            names = {key.removesuffix("?"): inner for key, inner in needed.items()}
-            parts = [
-                (f"{place}.{name}", value.get(name, ...), inner) for name, inner in names.items()
-            ]
-        return next(
-            filter(None, (mismatch(each, inner, part) for part, each, inner in parts)), None
-        )
-    try:
-        if isinstance(schema, type):
-            fits = isinstance(value, schema) and (schema is bool or not isinstance(value, bool))
-        elif isinstance(schema, range):
-            fits = within(value, schema)
-        elif isinstance(schema, set):
-            fits = type(value) in (int, str) and value in schema
-        else:
-            fits = schema(value)
-    except (
-        Exception
-    ):  # whatever a value of the wrong type raises, and a list or mapping in place of another type
-        fits = False
-    return None if fits else f"{place} is {'missing' if value is ... else repr(str(value)[:40])}"
-
-
-def _require(path: Path, value, schema, place: str) -> None:
-    if reason := mismatch(value, schema, place):
-        raise Damaged(f"{path} is damaged: {reason}")
+    def forget_values(self) -> None:
+        """Gives the memory of the weights and of the optimizer's states back."""
+        self.model.clear()
+        if self.state:
+            self.state.clear()
 
 
 def check_tensors(tensors: dict, path: str | Path) -> dict[str, torch.Tensor]:
@@ -285,11 +205,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(own, key=step_of, reverse=True)
 
 
-def read(path: Path, recipe: str, metadata: dict | None = None, flag: str = "--resume") -> dict:
-    """The content of a checkpoint; its tensors are views of the file, so copy what is kept.
-    `metadata` is the schema of the recipe's. No code in the file is executed. Raises `Damaged` for
-    a truncated, corrupted or altered file, `UsageError` for one that is not a checkpoint of
-    `recipe`."""
+def read(path: Path, recipe: str, flag: str = "--resume") -> Saved:
+    """A checkpoint. Its tensors are views of the file, so copy what is kept. No code in the file is
+    executed. Raises `Damaged` for a truncated or corrupted file, and `UsageError` for one that is
+    not a checkpoint of `recipe`."""
     exists = os.path.exists(path)  # (pathlib's own raises for a name that is too long)
     if path.suffix == ".safetensors" and exists:
         raise UsageError(
@@ -298,70 +217,44 @@ def read(path: Path, recipe: str, metadata: dict | None = None, flag: str = "--r
         )
     if not exists or path.is_dir():
         checkpoints = list_checkpoints(path if exists else path.parent)
-        hint = (
-            f"there is {checkpoints[0]}" if checkpoints else "there is no checkpoint in that folder"
-        )
+        hint = "there is no checkpoint in that folder"
+        if checkpoints:
+            hint = f"there is {checkpoints[0]}"
         raise UsageError(f"{flag} {path}: {'it is a folder' if exists else 'no such file'}; {hint}")
     content = load(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        keys = (
-            ", ".join(list(map(str, content))[:5])
-            if isinstance(content, dict)
-            else type(content).__name__
-        )
-        raise UsageError(f"{path} is not a checkpoint of this project (it holds: {keys[:200]})")
-    _require(path, content, CONTENT, "it")
-    _check_metadata(path, content["metadata"], content["recipe"], recipe, metadata)
-    model = check_tensors(content["model"], path)
-    for name, state in content["optimizer"].items():
-        _require(path, name, str, "a name")
-        _require(path, state, STATE, f"the optimizer's {name[:60]}")
-        check_tensors(state, path)
-        if not _is_state_of(model.get(name), state):
-            raise Damaged(
-                f"{path} is damaged: the optimizer's states of {name[:60]!r} do not fit its weights"
-            )
-    return content
+        raise UsageError(f"{path} is not a checkpoint of this project")
+    if reason := records.mismatch(content, CONTENT, "it"):
+        raise Damaged(f"{path} is damaged: {reason}")
+    check_recipe(path, content["recipe"], recipe)
+    check_tensors(content["model"], path)
+    for states in content["optimizer"].values():
+        check_tensors(states, path)
+    return Saved(
+        path=path,
+        recipe=recipe,
+        model_info=content["model_info"],
+        run_info=content["run_info"],
+        model=content["model"],
+        state={name: content[name] for name in STATE},
+    )
 
 
-def _is_state_of(weights: torch.Tensor | None, state: dict[str, torch.Tensor]) -> bool:
-    """Whether an optimizer's averages have the shape of the weights, and 8-bit ones their scales
-    and table."""
-    for key in ("exp_avg", "exp_avg_sq"):
-        average = state[key]
-        if weights is not None and average.shape != weights.shape:
-            return False
-        if average.dtype == torch.uint8:
-            scales, table = state.get(f"{key}_scales"), state.get(f"{key}_table")
-            if (
-                scales is None
-                or table is None
-                or table.numel() != 256
-                or 256 * scales.numel() < average.numel()
-            ):
-                return False
-    return True
-
-
-def _check_metadata(
-    path: Path, content: dict, saved_by: str, recipe: str, schema: dict | None
-) -> None:
+def check_recipe(path: Path, saved_by: str, recipe: str) -> None:
+    """Raises `UsageError` if another recipe saved the file."""
     if saved_by != recipe:
         names = f"recipes/{saved_by[:60]}.py, not by recipes/{recipe}.py"
         raise UsageError(f"{path} was saved by {names}; each recipe needs its own --output_dir")
-    _require(path, content, schema or {}, "its metadata")
 
 
-def resume(
-    wanted: str | None, folder: Path, recipe: str, metadata: dict | None = None
-) -> dict | None:
-    """The content of the checkpoint that `--resume` names; None for a new run. With `auto` it is
-    the newest sound checkpoint in `folder`, and damaged ones are reported. Raises `UsageError`."""
+def resume(wanted: str | None, folder: Path, recipe: str) -> Saved | None:
+    """The checkpoint that `--resume` names; None for a new run. With `auto` it is the newest sound
+    checkpoint in `folder`, and damaged ones are reported. Raises `UsageError`."""
     if not wanted:
         return None
     for path in list_checkpoints(folder) if wanted == "auto" else [Path(wanted)]:
         try:
-            content = read(path, recipe, metadata)
+            saved = read(path, recipe)
         except Damaged as damage:
             if wanted != "auto":
                 raise UsageError(
@@ -369,8 +262,8 @@ def resume(
                 ) from None
             print(f"warning: {damage}; using the one before it", file=sys.stderr)
             continue
-        print(f"resuming from {path} (step {content['progress']['step']})")
-        return content
+        print(f"resuming from {path} (step {saved.state['progress']['step']})")
+        return saved
     print(f"--resume auto: no checkpoint in {folder}, starting a new run")
     return None
 
@@ -412,7 +305,7 @@ def best_step(folder: Path) -> int:
     with contextlib.suppress(UsageError):
         summary = files.read_json(folder / "best.json")
         if (
-            mismatch(summary, {"step": COUNT}, "it") is None
+            records.mismatch(summary, {"step": int}, "it") is None
             and (folder / "best.safetensors").is_file()
         ):
             return summary["step"]
@@ -437,14 +330,19 @@ def _move(paths: list[Path], folder: Path, logs: list[Path], log_dir: Path, pref
     return f"{prefix}-{number}"
 
 
-def save_weights(path: Path, model: torch.nn.Module, metadata: dict, summary: dict) -> None:
-    """Writes the weights to `path` (.safetensors), with `metadata` as JSON in the header, so that
-    this file is enough to rebuild the model. Writes `summary` beside it (.json). Raises
-    `RunError`."""
+def save_weights(path: Path, model: torch.nn.Module, task, summary: dict) -> None:
+    """Writes the weights to `path` (.safetensors), with the records of the loop's `task` as JSON in
+    the header, so that this file is enough to rebuild the model. Writes `summary` beside it
+    (.json). Raises `RunError`."""
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
-    header = {"format": FORMAT, "metadata": json.dumps(metadata)}
+    header = {
+        "format": FORMAT,
+        "recipe": task.name,
+        "model_info": json.dumps(asdict(task.model_info)),
+        "run_info": json.dumps(asdict(task.run_info)),
+    }
 
     def write(temporary: Path) -> None:
         with files.utf8(temporary) as name:
@@ -457,15 +355,11 @@ def save_weights(path: Path, model: torch.nn.Module, metadata: dict, summary: di
     )
 
 
-def read_weights(
-    path: str | Path, recipe: str, schema: dict | None = None, flag: str = "--resume"
-) -> tuple[dict[str, torch.Tensor], dict]:
-    """Weights, which are views of the file, and metadata of a checkpoint or of a `.safetensors`
-    that a run saved. `schema` is that of the metadata. Raises `UsageError`."""
+def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved:
+    """A checkpoint, or a `.safetensors` that a run saved. Raises `UsageError`."""
     path = Path(path)
     if path.suffix != ".safetensors":
-        content = read(path, recipe, schema, flag)
-        return content["model"], content["metadata"]
+        return read(path, recipe, flag)
     files.require_file(path, flag)
     try:
         with files.utf8(path) as name, safe_open(name, framework="pt") as file:
@@ -475,27 +369,27 @@ def read_weights(
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
     if header.get("format") != FORMAT:
         raise UsageError(f"{path} was not saved by this project")
-    metadata = None
-    with contextlib.suppress(ValueError, RecursionError):
-        metadata = json.loads(header.get("metadata", ""))
-    _require(path, metadata, {"recipe": str}, "its metadata")
-    _check_metadata(path, metadata, metadata["recipe"], recipe, schema)
-    return check_tensors(tensors, path), metadata
+    check_recipe(path, header.get("recipe", "unknown"), recipe)
+    found = {}
+    for name in ("model_info", "run_info"):
+        try:
+            found[name] = json.loads(header.get(name, ""))
+        except (ValueError, RecursionError):
+            raise Damaged(f"{path} is damaged: its {name} cannot be read") from None
+        if not isinstance(found[name], dict):
+            raise Damaged(f"{path} is damaged: its {name} is not a record")
+    return Saved(path=path, recipe=recipe, model=check_tensors(tensors, path), **found)
 
 
-def weights_to_use(
-    args, recipe: str, schema: dict | None = None
-) -> tuple[dict[str, torch.Tensor], dict]:
-    """The weights and metadata of `--resume` or, without a path, of the best evaluation. Raises
+def weights_to_use(resume: str | None, checkpoint_dir: Path, recipe: str) -> Saved:
+    """The weights that `--resume` names or, without a path, those of the best evaluation. Raises
     `UsageError`."""
-    path = (
-        Path(args.resume)
-        if args.resume and args.resume != "auto"
-        else args.checkpoint_dir / "best.safetensors"
-    )
+    path = checkpoint_dir / "best.safetensors"
+    if resume and resume != "auto":
+        path = Path(resume)
     if not os.path.exists(path):
         raise UsageError(f"no weights at {path}: train first, or name them with --resume")
-    return read_weights(path, recipe, schema)
+    return read_weights(path, recipe)
 
 
 def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
@@ -529,25 +423,16 @@ def initialise(model: torch.nn.Module, tensors: dict[str, torch.Tensor], path: s
     )
 
 
-def average(
-    folder: Path, count: int, by: str, recipe: str
-) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """The mean weights of `count` checkpoints, and their steps: the newest (`by` "last") or, among
-    those in the folder, the ones that evaluated best ("best"). Integers are those of the first.
-    Raises `UsageError` if there is none."""
-    paths = {step_of(path): path for path in list_checkpoints(folder)}
-    steps = list(paths)  # newest first
-    if by == "best" and steps:
-        errors = dict(map(tuple, read(paths[steps[0]], recipe)["progress"]["evaluations"]))
-        steps = sorted((step for step in steps if step in errors), key=errors.get)
-    if not (steps := steps[:count]):
-        advice = "make --save_every a multiple of --eval_every"
-        raise UsageError(
-            f"--average_checkpoints: {folder} keeps no checkpoint that was evaluated; {advice}"
-        )
+def average(folder: Path, count: int, recipe: str) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """The mean weights of the newest `count` checkpoints, and their updates. Integers are the
+    newest checkpoint's. Raises `UsageError` if there is none."""
+    paths = {step_of(path): path for path in list_checkpoints(folder)[:count]}
+    steps = list(paths)
+    if not steps:
+        raise UsageError(f"--average_checkpoints: {folder} has no checkpoint")
     total: dict[str, torch.Tensor] = {}
     for step in steps:
-        weights = read(paths[step], recipe)["model"]
+        weights = read(paths[step], recipe).model
         for name, tensor in weights.items():
             if name not in total:
                 total[name] = tensor.to(
@@ -576,13 +461,13 @@ def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> 
     if not best_path.exists() and checkpoints:
         advice = f"the last weights can be evaluated with --evaluate --resume {checkpoints[0]}"
         raise RunError(f"{best_path} is gone: {advice}")
-    weights, _ = read_weights(best_path, task.name)
+    weights = read_weights(best_path, task.name).model
     load_weights(model, weights)
     model.eval()
     if not args.average_checkpoints:
         return "weights of the best evaluation"
     best = score()
-    mean, steps = average(folder, args.average_checkpoints, args.average_by, task.name)
+    mean, steps = average(folder, args.average_checkpoints, task.name)
     model.load_state_dict(mean)
     averaged = score()
     shown_best, shown_average = (shown(task.metric, value) for value in (best, averaged))
@@ -590,10 +475,9 @@ def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> 
         f"average of the checkpoints of steps {str(steps)[1:-1]}: {shown_average}, best evaluation:"
         f" {shown_best}"
     )
-    if averaged > best:
+    if task.is_better(best, averaged):
         model.load_state_dict(weights)
         return "weights of the best evaluation (the average was worse)"
-    save_weights(
-        folder / "averaged.safetensors", model, task.metadata, {"steps": steps, "error": averaged}
-    )
+    summary = {"steps": steps, task.metric: averaged}
+    save_weights(folder / "averaged.safetensors", model, task, summary)
     return "averaged weights (averaged.safetensors)"

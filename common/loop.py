@@ -1,9 +1,11 @@
 """Mixed-precision training loop with exact gradient accumulation, recovery from out-of-memory
 errors, and a checkpoint on SIGINT or SIGTERM.
 
-    task = Task(RECIPE, compute_loss, loss_weights, evaluate, metadata)   # all that the loop knows of a recipe
-    run = begin(args, RECIPE)                                             # device, lock, checkpoint to resume from
-    train(args, run, model, task, global batches, eval_batches)
+    run = begin(args, RECIPE)             # device, locks, checkpoint to resume from
+    with run.model_device():
+        model = ...
+    task = Task(RECIPE, compute_loss, loss_weights, evaluate, model_info, run_info, metric="cer")
+    train(args, run, model, task, global_batches, eval_batches)
     finish(args, run, model, task, eval_batches, report_results)
 
 An update's batch is a global batch: batch_size x gradient_accumulation_steps x ranks utterances, in
@@ -19,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -45,63 +47,76 @@ class Task:
 
     `compute_loss(model, batch)` returns {term: sum over the batch}; a term without an entry in
     `loss_weights` is not trained. `evaluate(model, batches)` returns {name: (numerator,
-    denominator)}, so that the results of several ranks add up; the weights with the lowest `metric`
-    are kept as best.safetensors. `metadata` is what it takes to rebuild the model; it is saved with
-    all weights. `learning_rate` is the peak rate unless --learning_rate is given. `checkpointed`
-    and `compiled` are the layer types for --gradient_checkpointing and --torch_compile. With
-    `evaluate_first`, a new run evaluates the model before its first update. Without
-    `decay_embeddings`, embeddings have no weight decay."""
+    denominator)}, so that the results of several ranks add up. `model_info` and `run_info` are
+    dataclasses, which are saved with all weights: what it takes to rebuild the model, and what else
+    later commands must know of the run. The weights of the evaluation with the lowest `metric`, or
+    the highest with `higher_is_better`, are kept as best.safetensors; of equal ones the first.
+
+    `fit(model, data)` sets what a new model takes from the training data, such as the statistics of
+    its features. `train` calls it once, before the model moves to its device and gets the weights
+    of --init_from; not for a resumed run, and not in a dry run. `freeze(model)` is what
+    --freeze_encoder does, for the advice of a dry run. `learning_rate` is the peak rate unless
+    --learning_rate is given. `checkpointed` and `compiled` are the layer types for
+    --gradient_checkpointing and --torch_compile. With `evaluate_first`, a new run evaluates the
+    model before its first update. Without `decay_embeddings`, embeddings have no weight decay.
+    `betas` are AdamW's."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
     loss_weights: dict[str, float]
     evaluate: Callable[[torch.nn.Module, Iterable[dict]], dict[str, tuple[float, float]]]
-    metadata: dict
-    metric: str = "cer"
+    model_info: object
+    run_info: object
+    metric: str
+    higher_is_better: bool = False
+    fit: Callable[[torch.nn.Module, object], None] | None = None
+    freeze: Callable[[torch.nn.Module], None] | None = None
     learning_rate: float | None = None
     checkpointed: tuple[type, ...] = ()
     compiled: tuple[type, ...] = ()
     evaluate_first: bool = False
     decay_embeddings: bool = True
-    betas: tuple[float, float] = optim.BETAS  # of AdamW
+    betas: tuple[float, float] = optim.BETAS
+
+    def is_better(self, value: float, other: float) -> bool:
+        """Whether a value of the metric is better than another one."""
+        return value > other if self.higher_is_better else value < other
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has begun: where it computes, the content of the checkpoint that it resumes (or
-    None), and the weights of --init_from (or None); `train` empties both. `locks` hold the folders
-    as long as they exist. `planned`: see `planner`; tensors of a run that is only planned
-    (--dry_run, --verify_gpu) have no values: they are on the device "meta"."""
+    """A run that has begun: where it computes, the checkpoint that it resumes (or None), and the
+    weights of --init_from (or None); `train` empties both. `locks` hold the folders as long as they
+    exist. `planned` is what `planner` returns for --dry_run and --verify_gpu, else None."""
 
     setup: Setup
-    resumed: dict | None = None
-    initial: dict | None = None
+    resumed: checkpoint.Saved | None = None
+    initial: checkpoint.Saved | None = None
     locks: list = field(default_factory=list)
     planned: tuple | None = None
 
+    def model_device(self) -> contextlib.AbstractContextManager:
+        """Make the model, and read released weights, in this context. In a dry run they are on the
+        device "meta", where they take neither memory nor time; otherwise on the CPU."""
+        return torch.device("meta") if self.planned is not None else contextlib.nullcontext()
 
-def begin(args, name: str, metadata: dict | None = None) -> Run:
-    """Starts a run: device and ranks, the locks on its folders, the checkpoint to resume from,
-    whose metadata must fit the schema `metadata`. From here on `args` is read-only. Raises
-    `UsageError` and `RunError`."""
-    planned, locks = planner(args) if options.plans(args) else None, []
+
+def begin(args, name: str) -> Run:
+    """Starts a run: device and ranks, the locks on its folders, the checkpoint to resume from. From
+    here on `args` is read-only. Raises `UsageError` and `RunError`."""
+    planned = planner(args) if options.plans(args) else None
     errors.Output.optional = not planned  # output that cannot be written does not end a training
     setup = Setup(torch.device("meta")) if planned else device.setup(args)
+    locks = []
     if setup.ranks.first and not planned:
         check_folder(args.log_dir)
         folders = {args.checkpoint_dir: "--checkpoint_dir", args.log_dir: "--log_dir"}
         locks = [checkpoint.lock_folder(folder, flag) for folder, flag in folders.items()]
-    resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name, metadata)
-    initial = (
-        checkpoint.read_weights(args.init_from, name, flag="--init_from")[0]
-        if args.init_from
-        else None
-    )
+    resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name)
+    initial = None
+    if args.init_from:
+        initial = checkpoint.read_weights(args.init_from, name, "--init_from")
     options.freeze(args)
-    if planned:
-        torch.set_default_device(
-            "meta"
-        )  # until `train`: a model without values takes neither memory nor time
     return Run(setup, resumed, initial, locks, planned)
 
 
@@ -188,7 +203,7 @@ def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
     return pieces
 
 
-def start_progress(resumed: dict | None = None) -> dict:
+def start_progress(resumed: checkpoint.Saved | None = None) -> dict:
     """The progress of a run: plain numbers and lists, saved with every checkpoint."""
     progress = {
         "step": 0,
@@ -210,7 +225,7 @@ def start_progress(resumed: dict | None = None) -> dict:
         "skipped_files": 0,
         "limits": {},
     }
-    return {**progress, **(resumed["progress"] if resumed else {})}
+    return {**progress, **(resumed.state["progress"] if resumed else {})}
 
 
 def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:
@@ -283,10 +298,9 @@ def train(
     After a signal it raises `Stopped`, for a bad file `DataError`, and `RunError` if the run cannot
     continue; what was reached until then is saved."""
     if run.planned:
-        torch.set_default_device(None)
         sys.exit(plan(args, *run.planned, model, task, global_batches))
     setup, ranks, resumed = run.setup, run.setup.ranks, run.resumed
-    prepare(args, run, model, task)
+    prepare(args, run, model, task, global_batches.data)
     optimizer = optim.make_optimizer(
         model,
         args.learning_rate or task.learning_rate,
@@ -298,15 +312,15 @@ def train(
     )
     scaler, progress = setup.grad_scaler(), start_progress(resumed)
     if resumed:
-        optim.load_optimizer_state(optimizer, model, resumed["optimizer"])
-        if scaler and resumed["scaler"]:
-            scaler.load_state_dict(resumed["scaler"])
+        optim.load_optimizer_state(optimizer, model, resumed.state["optimizer"])
+        if scaler and resumed.state["scaler"]:
+            scaler.load_state_dict(resumed.state["scaler"])
     place_in_data(progress, global_batches)
     steps = global_batches.total_steps(args, progress["origin"])
     schedule = optim.Schedule(optimizer, args.lr_schedule, steps, args.warmup_steps)
     schedule.set(progress["step"])
-    if resumed and len(resumed["rng"]) > ranks.rank:
-        set_rng_state(resumed["rng"][ranks.rank], setup.device)
+    if resumed and len(resumed.state["rng"]) > ranks.rank:
+        set_rng_state(resumed.state["rng"][ranks.rank], setup.device)
     elif ranks.size > 1:
         torch.manual_seed(
             args.seed + 1000 * ranks.rank + progress["step"]
@@ -329,9 +343,10 @@ def train(
         utilisation=gpu.GpuUtilisation(setup.device),
         last_saved=progress["step"] if resumed else -1,
     )
-    for loaded in filter(None, (resumed and resumed["model"], resumed, run.initial)):
-        # all is copied; views of a file would keep its disk space after --keep_last has removed it
-        loaded.clear()
+    for saved in (resumed, run.initial):
+        # All is copied. Views of a file would keep its disk space after --keep_last has removed it.
+        if saved:
+            saved.forget_values()
     with watch_signals(training), contextlib.closing(report):
         return train_global_batches(training)
 
@@ -402,12 +417,15 @@ def watch_signals(run: Training) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def prepare(args, run: Run, model: torch.nn.Module, task: Task) -> None:
-    """The model as it will be trained: saved weights, device, compiled and checkpointed layers."""
+def prepare(args, run: Run, model: torch.nn.Module, task: Task, data) -> None:
+    """The model as it will be trained: fitted to the data or with saved weights, on its device,
+    with compiled and checkpointed layers."""
     if run.resumed:
-        checkpoint.load_weights(model, run.resumed["model"])
-    elif run.initial:
-        checkpoint.initialise(model, run.initial, args.init_from)
+        checkpoint.load_weights(model, run.resumed.model)
+    elif task.fit:
+        task.fit(model, data)
+    if run.initial:
+        checkpoint.initialise(model, run.initial.model, args.init_from)
     model.to(run.setup.device)
     if args.torch_compile:
         compiling.compile_layers(model, task.compiled)
@@ -798,7 +816,8 @@ def evaluate_now(run: Training) -> None:
     values = mean_values(
         run.task, dict(zip(results, zip(sums[::2], sums[1::2], strict=True), strict=True))
     )
-    improved = progress["best"] is None or values[run.task.metric] < progress["best"]
+    value, best = values[run.task.metric], progress["best"]
+    improved = best is None or run.task.is_better(value, best)
     progress["last_evaluation"] = progress["step"]
     progress["evaluations"].append([progress["step"], values[run.task.metric]])
     progress["evaluations_without_gain"] = (
@@ -809,7 +828,7 @@ def evaluate_now(run: Training) -> None:
         if setup.ranks.first:
             summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
             checkpoint.save_weights(
-                args.checkpoint_dir / "best.safetensors", model, run.task.metadata, summary
+                args.checkpoint_dir / "best.safetensors", model, run.task, summary
             )
     shown = [f"{name} {checkpoint.shown(name, value)}" for name, value in values.items()] + [
         "best so far"
@@ -837,10 +856,15 @@ def save(run: Training) -> None:
     run.last_saved = run.progress["step"]
     run.progress["order"] = run.global_batches.order(run.progress["epoch"])
     if run.setup.ranks.first:
-        flags = {name: value for name, value in vars(run.args).items() if name != "given"}
+        flags = {
+            name: value
+            for name, value in vars(run.args).items()
+            if name not in ("given", "commands")
+        }
         content = {
             "recipe": run.task.name,
-            "metadata": run.task.metadata,
+            "model_info": asdict(run.task.model_info),
+            "run_info": asdict(run.task.run_info),
             "progress": run.progress,
             "rng": states,
             "model": run.model.state_dict(),

@@ -85,7 +85,7 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> starts.Start:
     is_demo = not args.train_manifest
-    excludes = (*splits.EXCLUDES, *recogniser.EXCLUDES, *starts.EXCLUDES)
+    excludes = (*recogniser.EXCLUDES, *starts.EXCLUDES)
     options.resolve(
         args, is_demo, DEMO_STEPS, excludes, (*splits.NEEDS, *recogniser.NEEDS, *starts.NEEDS)
     )

@@ -209,7 +209,7 @@ def resolve(args) -> starts.Start:
     recorded = any(getattr(args, name) for name in RECORDED)
     released = args.model_dir or args.model_file
     is_demo = not (recorded or released or args.from_scratch or args.conditions)
-    excludes = (*splits.EXCLUDES, *recogniser.EXCLUDES, *starts.EXCLUDES, *EXCLUDES)
+    excludes = (*recogniser.EXCLUDES, *starts.EXCLUDES, *EXCLUDES)
     needs = (*splits.NEEDS, *recogniser.NEEDS, *starts.NEEDS, *NEEDS)
     usual, eval_every = (("num_epochs", 3), 0) if recorded else (("max_steps", 20_000), 1000)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs, usual, eval_every)

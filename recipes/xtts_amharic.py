@@ -120,7 +120,6 @@ def add_arguments(parser) -> None:
 def resolve(args) -> starts.Start:
     is_demo = not args.train_manifest
     excludes = (
-        *splits.EXCLUDES,
         *starts.EXCLUDES,
         ("max_audio_length", "max_duration", "both limit clips; give one"),
     )

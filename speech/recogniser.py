@@ -38,12 +38,7 @@ AUGMENTATION = (
 )  # flags for training alone
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
-EXCLUDES = (
-    ("transcribe", "evaluate", "give one of them"),
-    ("transcribe", "check_data", "give one of them"),
-    *((flag, "transcribe", options.TRAINS) for flag in (*options.TRAINING, *AUGMENTATION)),
-    *((flag, "evaluate", options.TRAINS) for flag in AUGMENTATION),
-)
+EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in AUGMENTATION),)
 NEEDS = (("output", ("transcribe",), ""), ("piece_seconds", ("transcribe",), ""))
 
 # Of recognisers that start from released weights.
@@ -150,7 +145,8 @@ def add_arguments(
             metavar="N",
             help=f"hypotheses of a beam search ({beam_size})",
         )
-    decoding.add_argument(
+    parser.add_command(
+        decoding,
         "--transcribe",
         nargs="+",
         type=options.path,

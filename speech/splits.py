@@ -33,7 +33,6 @@ DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the
 # Contradictions between flags, as `common.options` refuses them: flags that exclude each other, and
 # flags that need one of others: (flag, flags of which one must be given, words to add to the
 # message).
-EXCLUDES = (("check_data", "evaluate", "give one of them"),)
 NEEDS = (
     ("val_manifest", ("train_manifest",), ""),
     ("test_manifest", ("train_manifest", "evaluate", "check_data"), ""),
@@ -73,7 +72,8 @@ def sample_count(text: str) -> int | None:
 
 
 def add_arguments(parser) -> None:
-    add = parser.add_argument_group("data").add_argument
+    data = parser.add_argument_group("data")
+    add = data.add_argument
     add(
         "--train_manifest",
         type=options.path,
@@ -130,8 +130,10 @@ def add_arguments(parser) -> None:
         default=False,
         help="stop if any utterance is rejected (off)",
     )
-    add(
+    parser.add_command(
+        data,
         "--check_data",
+        takes_training_flags=True,
         action=options.OnOff,
         default=False,
         help="read and check all data, print what is wrong with them, and exit",

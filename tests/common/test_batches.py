@@ -399,10 +399,10 @@ def test_a_worker_that_dies_later_is_noticed_when_its_data_are_needed(no_hang, w
 
 
 HELD = """
-from common.batches import Global batches
+from common.batches import GlobalBatches
 from common.device import Setup
 from tests import processes, toy
-source = Global batches(toy.make_args("unused"), toy.Sequences(50), toy.collate, Setup(workers=1)).iterate()
+source = GlobalBatches(toy.make_args("unused"), toy.Sequences(50), toy.collate, Setup(workers=1)).iterate()
 next(source)
 try:
     raise ValueError("the end")
