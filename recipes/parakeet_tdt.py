@@ -99,7 +99,7 @@ def resolve(args) -> starts.Start:
 def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What was held out when the model with the metadata `saved` began is held out again."""
-    checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
+    checks = splits.resolve(args, (saved or {}).get("held_out", ())).checks
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.test_manifest and (args.evaluate or not args.train_manifest):
         paths = {"test": args.test_manifest}
@@ -110,7 +110,8 @@ def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
         print("no --train_manifest: using the demo corpus (synthetic speech)")
         folder = Path(args.output_dir) / "data" / "konkani_demo"
         paths = demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
-    return splits.load_splits(paths, text.normalise, checks)
+    paths = {split: path for split, path in paths.items() if path}
+    return splits.read_manifests(paths, text.normalise, checks)
 
 
 def sample_texts(corpus: Corpus, tokenizer: ParakeetTokenizer, seed: int) -> list[str]:
@@ -178,7 +179,7 @@ class Utterances:
         """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, the
         factor and the count of its loss, masks of SpecAugment."""
         args, transcript = self.args, self.corpus.texts[index]
-        waveform = read_utterance(self.corpus, index, SAMPLE_RATE, args.cache_audio)
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         random = np.random.default_rng([args.seed, epoch, index])
         if self.training:
             if args.speed_perturbation:

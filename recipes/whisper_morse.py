@@ -253,9 +253,9 @@ def read_sets(
     """The clips "train", "val" and "test" to train and evaluate on; at least "val" or "test" for
     --evaluate. What was held out when the model with the metadata `saved` began is held out again.
     `drawn`: values for the flags in DRAWN instead of the command line's."""
-    checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
+    checks = splits.resolve(args, (saved or {}).get("held_out", ())).checks
     if args.data_dir:
-        sets = read_splits(args.data_dir, checks, args.cache_audio)
+        sets = read_splits(args.data_dir, checks)
         missing = [
             name
             for name in ("train", "val")
@@ -267,13 +267,9 @@ def read_sets(
             )
         return sets
     if args.train_manifest or args.test_manifest:
-        paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-        if args.test_manifest and (args.evaluate or not args.train_manifest):
-            paths = {"test": args.test_manifest}
-        corpora = splits.load_splits(paths, normalise, checks)
+        corpora = splits.read_manifests(splits.resolve(args).manifests, normalise, checks)
         return {
-            name: from_corpus(corpora[name], f"{name} set", args.strict_data, args.cache_audio)
-            for name in corpora
+            name: from_corpus(corpora[name], f"{name} set", args.strict_data) for name in corpora
         }
     drawn = drawn or {name: getattr(args, name) for name in DRAWN}
     longest = min(drawn["clip_seconds"] or LONGEST, args.max_duration)

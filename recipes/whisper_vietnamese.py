@@ -131,7 +131,7 @@ def for_scoring(transcript: str) -> str:
 def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
     given. What was held out when the model with the metadata `saved` began is held out again."""
-    checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
+    checks = splits.resolve(args, (saved or {}).get("held_out", ())).checks
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.test_manifest and (args.evaluate or not args.train_manifest):
         paths = {"test": args.test_manifest}
@@ -146,7 +146,8 @@ def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
         paths = demo.speech_corpus(
             folder, demo.VIETNAMESE_WORDS, demo.VIETNAMESE_VOICES, DEMO_SIZES
         )
-    return splits.load_splits(paths, text.normalise, checks)
+    paths = {split: path for split, path in paths.items() if path}
+    return splits.read_manifests(paths, text.normalise, checks)
 
 
 def drop_untrainable(corpus: Corpus, tokenizer, max_tokens: int, strict: bool) -> Corpus:
@@ -231,7 +232,7 @@ class Utterances:
         SpecAugment."""
         args, limit = self.args, round(self.longest * SAMPLE_RATE)
         transcript, name = self.corpus.texts[index], self.corpus.where(index)
-        waveform = read_utterance(self.corpus, index, SAMPLE_RATE, args.cache_audio)
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         if self.training and args.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
             waveform = changed if len(changed) <= limit else waveform

@@ -207,16 +207,16 @@ def read_cached(
     return waveform
 
 
-def read_utterance(corpus, index: int, sample_rate: int, cache: str | None) -> torch.Tensor:
-    """(T,) waveform of utterance `index` through `read_cached`. `corpus`: an object with the
-    columns `paths`, `offsets` and `durations` (NaN: to the end of the file). An empty path stands
-    for silence."""
-    if not corpus.paths[index]:
-        return torch.zeros(round(corpus.durations[index] * sample_rate))
-    duration = None if np.isnan(corpus.durations[index]) else float(corpus.durations[index])
-    return read_cached(
-        cache, corpus.paths[index], sample_rate, float(corpus.offsets[index]), duration
-    )
+def read_utterance(corpus, index: int, sample_rate: int) -> torch.Tensor:
+    """(T,) waveform of utterance `index`, through the cache `corpus.cache_audio` if there is one.
+    `corpus`: an object with the columns `paths`, `offsets` and `durations` (NaN: to the end of the
+    file). An empty path stands for silence."""
+    path = corpus.paths[index]
+    duration = float(corpus.durations[index])
+    if not path:
+        return torch.zeros(round(duration * sample_rate))
+    part = (float(corpus.offsets[index]), None if math.isnan(duration) else duration)
+    return read_cached(corpus.cache_audio, path, sample_rate, *part)
 
 
 def audio_files(paths: list[str]) -> list[Path]:

@@ -4,7 +4,7 @@ import hashlib
 import re
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -171,9 +171,9 @@ class Corpus:
     speakers: Codes
     languages: Codes
     lines: np.ndarray
-    starts: np.ndarray | None = (
-        None  # the offsets in the manifest, if silence at the start has been cut
-    )
+    starts: np.ndarray | None = None  # offsets in the manifest, if silence at the start was cut
+    cache_audio: str | None = None  # folder of decoded audio
+    repeats_texts: bool = False  # training and evaluation share their texts by design
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -186,17 +186,14 @@ class Corpus:
     def select(self, indices: np.ndarray) -> "Corpus":
         """The utterances at `indices`, in that order."""
         indices = np.asarray(indices, dtype=np.int64)
-        return Corpus(
-            paths=self.paths.select(indices),
-            texts=self.texts.select(indices),
-            seconds=self.seconds[indices],
-            offsets=self.offsets[indices],
-            durations=self.durations[indices],
-            speakers=self.speakers.select(indices),
-            languages=self.languages.select(indices),
-            lines=self.lines[indices],
-            starts=None if self.starts is None else self.starts[indices],
-        )
+        columns = {}
+        for name in (each.name for each in fields(self)):
+            column = getattr(self, name)
+            if isinstance(column, np.ndarray):
+                columns[name] = column[indices]
+            elif isinstance(column, (Strings, Codes)):
+                columns[name] = column.select(indices)
+        return replace(self, **columns)
 
     def fingerprint(self) -> str:
         """Changes when the utterances, their texts or their order do."""

@@ -6,7 +6,7 @@ import hashlib
 import os
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ FILE_TOLERANCE = (
 MICROSECOND = 1e-6  # rounding error of time differences, seconds
 MOST_CHARACTERS = 10_000  # of a text; if --max_duration is over 100 s, FASTEST_SPEECH for so long
 WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
+STAND_INS = 4096  # utterances of `stand_in`: no global batch is larger
 FASTEST_SPEECH = 100  # characters per second, more than anyone says
 DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
 
@@ -43,22 +44,40 @@ NEEDS = (
 
 @dataclass(frozen=True)
 class Checks:
-    """How manifests are read and checked: what the data flags say. Durations in seconds."""
+    """How a manifest is read and checked. Durations are in seconds."""
 
     min_duration: float = 0.1
     max_duration: float = 30.0
-    audio_root: str | None = None
-    cache_dir: Path | None = None  # keeps what file headers say; None: they are read every time
+    audio_root: str | None = None  # base of audio paths; None: the manifest's folder
+    cache_dir: Path | None = None  # of file headers and audio measures; None: no cache
+    cache_audio: str | None = None  # folder of decoded audio; None: no cache
     use_chunking: bool = False
     max_samples: int | None = None  # of the training set; None: all
     strict: bool = False  # raise `DataError` if anything is rejected
-    seed: int = 1  # of the part that is held out, and of `max_samples`
+    seed: int = 1  # of the held-out part, and of `max_samples`
     held_out: tuple[str, ...] = ()  # `held_out_keys` of the part that an earlier run held out
-    listen: bool = False  # to all audio, once
+    listen: bool = False  # decode all audio once, and check it
     skip_bad_audio: bool = False  # reject what cannot be decoded instead of raising `DataError`
-    for_synthesis: bool = (
-        False  # of what was listened to: cut long silence at the ends, reject clipped clips
-    )
+    for_synthesis: bool = False  # if `listen`: trim silence at the ends, reject clipped clips
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What the data flags ask for: the manifests to read, {split: path}, and how to check them.
+    Without manifests the data are a recipe's demo corpus or, in a `planned` run, its stand-in."""
+
+    manifests: dict[str, str]
+    checks: Checks = Checks()
+    planned: bool = False
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a checkpoint keeps about the data of its run."""
+
+    held_out: list[str]  # keys of the utterances that were held out for evaluation
+    longest: float  # seconds of the longest training utterance
+    demo: bool  # whether the run trained on the demo corpus
 
 
 def sample_count(text: str) -> int | None:
@@ -164,71 +183,99 @@ def add_arguments(parser) -> None:
     )
 
 
-def resolve(args, held_out: Iterable[str] = ()) -> Checks:
-    """The checks that the flags ask for. `held_out`: what the resumed run stored. Raises
-    `UsageError`."""
+def resolve(args, held_out: Iterable[str] = (), for_synthesis: bool = False) -> DataOptions:
+    """What the flags ask for. `held_out`: keys of the utterances that the resumed run held out.
+    Raises `UsageError`."""
     if args.min_duration >= args.max_duration:
         raise UsageError(
             f"--min_duration {args.min_duration:g} is not below --max_duration"
             f" {args.max_duration:g}"
         )
-    return Checks(
+    paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
+    manifests = {split: path for split, path in paths.items() if path}
+    if args.evaluate and args.test_manifest:
+        manifests = {"test": args.test_manifest}
+    planned = options.plans(args)
+    checks = Checks(
         min_duration=args.min_duration,
         max_duration=args.max_duration,
         audio_root=args.audio_root,
-        cache_dir=None if options.plans(args) else Path(args.log_dir) / "cache",
+        cache_dir=None if planned else Path(args.log_dir) / "cache",
+        cache_audio=None if planned else args.cache_audio,
         use_chunking=args.use_chunking,
         max_samples=args.max_samples,
         strict=args.strict_data,
         seed=args.seed,
         held_out=tuple(map(str, held_out)),
-        # The demo's audio is known, and for a plan the lengths suffice.
-        listen=args.check_audio
-        and bool(args.train_manifest or args.test_manifest)
-        and not options.plans(args),
+        # The demo's audio is known to be good, and a plan needs only the lengths.
+        listen=args.check_audio and bool(manifests) and not planned,
         skip_bad_audio=args.skip_bad_audio or args.check_data,
+        for_synthesis=for_synthesis,
     )
+    return DataOptions(manifests, checks, planned)
 
 
 def load_splits(
-    paths: dict[str, str | None], normalise: Callable[[str], str], checks: Checks
+    data: DataOptions,
+    normalise: Callable[[str], str],
+    demo: Callable[[], dict[str, str]] | None = None,
+    stand_in: Callable[[], dict[str, Corpus]] | None = None,
 ) -> dict[str, Corpus]:
-    """The checked corpora of the splits that have a manifest in `paths`; prints their sizes and
-    rejections.
+    """The checked corpora "train", "val" and, if there is one, "test"; only "test" if only its
+    manifest is read. Prints their sizes and what was rejected.
+
+    Without manifests, `demo()` makes the demo corpus and returns its manifests by split, and
+    `stand_in()` returns the corpora of a planned run. Raises `UsageError` if there are no data, and
+    `DataError` if they cannot be used."""
+    manifests = data.manifests
+    if not manifests:
+        if data.planned and stand_in:
+            return stand_in()
+        if demo is None:
+            raise UsageError("there are no data: give --train_manifest")
+        print("no --train_manifest: using the demo corpus (synthetic speech)")
+        manifests = demo()
+    return read_manifests(manifests, normalise, data.checks)
+
+
+def read_manifests(
+    manifests: dict[str, str], normalise: Callable[[str], str], checks: Checks
+) -> dict[str, Corpus]:
+    """The checked corpora of `manifests`, {split: path}; prints their sizes and what was rejected.
 
     `checks.max_samples` shortens "train" to the rows of `draw`. If there is a "train" but no "val",
     a part of these rows is held out: if possible `checks.held_out`, whatever the seed and
     `max_samples` are now. Raises `DataError` and `UsageError`."""
     corpora = {}
-    for split, path in paths.items():
-        if not path:
-            continue
+    for split, path in manifests.items():
         corpus, rejected = load_corpus(path, normalise, checks)
         if split == "train":
-            whole, rows = corpus, draw(len(corpus), checks)
+            whole = corpus
+            rows = draw(len(whole), checks)
             if len(rows) < len(whole):
                 corpus = whole.select(rows)
         report_rejections(f"{split} set ({path})", corpus.seconds, rejected, checks.strict)
         corpora[split] = corpus
-    if "val" not in corpora and "train" in corpora:
+    if "train" in corpora and "val" not in corpora:
         corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, set(checks.held_out))
     return corpora
 
 
 def stand_in(seconds: float, most_characters: int = MOST_CHARACTERS) -> dict[str, Corpus]:
-    """The corpora "train" and "val" of a run that is only planned, if there are no data: silence of
-    the longest utterances that it takes, `seconds` each, by one speaker, with texts of as many
-    short words as are said in that time, cut to `most_characters`."""
+    """The corpora "train" and "val" of a planned run without data: silence of `seconds` each, by
+    one speaker, with texts of as many short words as are said in that time, cut to
+    `most_characters`. They are large enough for every global batch."""
     print(f"no data are given: planned for the longest utterances that are taken, {seconds:.1f} s")
     words = [first + vowel + last for first in "bdfg" for vowel in "aeio" for last in "lmnr"]
-    count, said = len(words), max(1, round(WORDS_PER_SECOND * seconds))
-    texts = [
-        " ".join(words[(row + place) % count] for place in range(said))[:most_characters]
-        for row in range(count)
-    ]
+    said = max(1, round(WORDS_PER_SECOND * seconds))
+    texts = []
+    for row in range(len(words)):
+        text = " ".join(words[(row + place) % len(words)] for place in range(said))
+        texts.append(text[:most_characters].strip())
+    count = STAND_INS
     corpus = Corpus(
         paths=Strings([""] * count),
-        texts=Strings(map(str.strip, texts)),
+        texts=Strings(texts[row % len(texts)] for row in range(count)),
         seconds=np.full(count, seconds),
         offsets=np.zeros(count),
         durations=np.full(count, seconds),
@@ -239,13 +286,36 @@ def stand_in(seconds: float, most_characters: int = MOST_CHARACTERS) -> dict[str
     return {"train": corpus, "val": corpus}
 
 
+def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
+    """What a checkpoint keeps about the `corpora` of `load_splits(data, ...)`."""
+    held_out = "train" in data.manifests and "val" not in data.manifests
+    return RunInfo(
+        held_out=held_out_keys(corpora["val"]) if held_out else [],
+        longest=float(corpora["train"].seconds.max()),
+        demo=not data.manifests,
+    )
+
+
+def some_items(data, seed: int, count: int) -> list[dict]:
+    """`count` items of a data set, of utterances that are drawn at random, to fit initial weights
+    or statistics to. Audio that cannot be read is left out: training itself reports it. There are
+    fewer items if `data` has no more."""
+    items: list[dict] = []
+    for index in np.random.default_rng(seed).permutation(len(data)):
+        try:
+            items.append(data.item(int(index), 0))
+        except DataError:
+            continue
+        if len(items) == count:
+            break
+    return items
+
+
 def report_checked(sets: dict[str, Corpus]) -> None:
     """Ends --check_data of a recogniser: notes what evaluation sets share with the training set,
     and says what can be used."""
     for name, other in sets.items():
-        if (
-            "train" in sets and name != "train" and isinstance(other, Corpus)
-        ):  # Morse's sets repeat their short texts
+        if "train" in sets and name != "train" and not other.repeats_texts:
             shared = Rejections()
             overlap(sets["train"], other, shared)
             if shared.notes:
@@ -290,6 +360,7 @@ def load_corpus(
         return normalise(text) if len(text) <= most else stand_in
 
     corpus = read_manifest(path, rejected, normalise_short, checks.audio_root, segments)
+    corpus.cache_audio = checks.cache_audio
     files = Codes(corpus.paths)
     file_of = np.array(files.codes)
     file_seconds, reasons = probe_all(files.names, cache_file(checks, "headers", path))
@@ -415,15 +486,12 @@ def cut_by_segments(
     all_texts = corpus.texts.select(whole)
     for text in texts:
         all_texts.append(text)
-    pieces = Corpus(
-        paths=corpus.paths.select(row_of),
+    pieces = replace(
+        corpus.select(row_of),
         texts=all_texts.select(order),
         seconds=np.concatenate([corpus.seconds[whole], durations])[order],
         offsets=np.concatenate([corpus.offsets[whole], offsets])[order],
         durations=np.concatenate([corpus.durations[whole], durations])[order],
-        speakers=corpus.speakers.select(row_of),
-        languages=corpus.languages.select(row_of),
-        lines=corpus.lines[row_of],
     )
     return pieces, row_of
 
@@ -501,8 +569,7 @@ def hold_out(whole: Corpus, rows: np.ndarray, seed: int, before: set[str]) -> tu
 def held_out_keys(corpus: Corpus) -> list[str]:
     """A short key of each utterance, which stays the same if the data set moves or grows."""
     keys = []
-    starts = getattr(corpus, "starts", None)  # Morse's recordings are never trimmed
-    offsets = corpus.offsets if starts is None else starts
+    offsets = corpus.offsets if corpus.starts is None else corpus.starts
     for path, offset, text in zip(corpus.paths, offsets.tolist(), corpus.texts, strict=True):
         row = repr((path.split(os.sep)[-2:], offset, text))
         keys.append(

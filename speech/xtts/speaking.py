@@ -229,7 +229,7 @@ def speak_corpus(
             samples, _ = references.get(name) or next(iter(references.values()))
             reference = torch.from_numpy(samples).to(device) / 32768
             voices[name] = voice_of(by.model, frozen, [reference])
-        recording = read_utterance(corpus, index, SAMPLE_RATE, None).to(device)
+        recording = read_utterance(corpus, index, SAMPLE_RATE).to(device)
         codes = frozen.codes(recording[None])[0, : code_count(len(recording))]
         most = max(SHORTEST_LIMIT, LIMIT * len(codes))
         limited = replace(settings, max_codes=min(most, settings.max_codes))

@@ -1186,7 +1186,9 @@ def test_what_was_held_out_is_held_out_again_whatever_the_seed(spoken, tmp_path)
     ran(vietnamese, *flags, "--seed", "2", "--evaluate")
     assert file_tested() == first
     assert (
-        splits.load_splits({"train": spoken["train"]}, str, splits.Checks(seed=2))["val"].paths[0]
+        splits.read_manifests({"train": spoken["train"]}, str, splits.Checks(seed=2))["val"].paths[
+            0
+        ]
         != first
     )
 

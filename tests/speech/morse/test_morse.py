@@ -670,7 +670,7 @@ def test_the_splits_that_a_recipe_reads(tmp_path, capsys):
     longest = float(np.median(whole["train"].lengths))
     capsys.readouterr()
     splits = recordings.read_splits(
-        tmp_path / "set", Checks(0.1, longest, max_samples=4), str(tmp_path / "cache")
+        tmp_path / "set", Checks(0.1, longest, cache_audio=str(tmp_path / "cache"), max_samples=4)
     )
     fits = np.flatnonzero(whole["train"].lengths <= longest)
     assert splits["train"].ids == [
@@ -690,7 +690,7 @@ def test_the_splits_that_a_recipe_reads(tmp_path, capsys):
     assert len(list((tmp_path / "cache").rglob("*.f32"))) == 1
     assert train.seconds(0) is train.seconds(7) is train.lengths
     reversed_ = train.select(np.array([3, 2, 1, 0]))
-    assert reversed_.ids == train.ids[::-1] and reversed_.cache == train.cache
+    assert reversed_.ids == train.ids[::-1] and reversed_.cache_audio == train.cache_audio
     assert (
         reversed_.fingerprint() != train.fingerprint() == train.select(np.arange(4)).fingerprint()
     )
