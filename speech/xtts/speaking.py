@@ -14,9 +14,11 @@ from common import files
 from common.errors import UsageError, cannot_write
 from speech.audio import int16, read_utterance, write_wav
 from speech.columns import Corpus
-from speech.xtts import codec, decoding
-from speech.xtts.codec import SAMPLE_RATE, Frozen, code_count
+from speech.xtts import decoding
+from speech.xtts.codec import SAMPLE_RATE, code_count
 from speech.xtts.decoding import Sampling, Speech
+from speech.xtts.frozen import Frozen
+from speech.xtts.texts import Texts
 
 # A text is cut after ends of sentences, after commas and between words. Marks and quotes that
 # follow stay with what they end. Marks within 3.5, 1,000 and 12:30 do not count. Two Ethiopic word
@@ -54,7 +56,7 @@ class Synthesiser:
 
     model: torch.nn.Module
     frozen: Frozen
-    texts: object
+    texts: Texts
     longest: int
 
 
