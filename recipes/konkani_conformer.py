@@ -23,7 +23,9 @@ import functools
 import itertools
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common  # noqa: F401  first, because a signal while torch is imported would be a traceback
@@ -34,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import checkpoint, device, optim, options
+from common import checkpoint, device, optim, options, records
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
@@ -66,28 +68,41 @@ SHAPE = {  # what the checkpoint decides when resuming
     "subsampling": 4,
     "cmvn": "global",
 }
-METADATA = {  # what a checkpoint says about the model
-    "config": {
-        "d_model": range(2, 8193),
-        "encoder_layers": range(1, 129),
-        "decoder_layers": range(1, 129),
-        "attention_heads": range(1, 129),
-        "subsampling": {4, 8},
-        "cmvn": {"global", "utterance"},
-        "vocabulary": range(1, 1 << 20),
-    },
-    "tokenizer": (
-        {"kind": {"sentencepiece"}, "model": str},
-        {"kind": {"vocab_file"}, "characters": [str]},
-    ),
-    "longest": lambda seconds: 0 < seconds < 1e6,
-    "held_out?": [str],
-    "asked?": dict,
+CONFIG = {  # what a configuration in a checkpoint must be
+    "d_model": range(2, 8193),
+    "encoder_layers": range(1, 129),
+    "decoder_layers": range(1, 129),
+    "attention_heads": range(1, 129),
+    "subsampling": {4, 8},
+    "cmvn": {"global", "utterance"},
+    "vocabulary": range(1, 1 << 20),
 }
+TOKENIZER = (
+    {"kind": {"sentencepiece"}, "model": str},
+    {"kind": {"vocab_file"}, "characters": [str]},
+)
 NEEDS = (
     ("beam_size", ("decoding rescore", "decoding beam"), ""),
     ("vocab_size", ("tokenizer bpe",), ""),
 )
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What it takes to rebuild the model. `asked`: the flags that its tokens were made by."""
+
+    config: Annotated[dict, CONFIG]
+    tokenizer: Annotated[dict, TOKENIZER]
+    asked: dict
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What else later commands must know: the keys of the held-out utterances, and the seconds of
+    the longest training utterance."""
+
+    held_out: list[str]
+    longest: float
 
 
 def add_arguments(parser) -> None:
@@ -155,7 +170,7 @@ def add_arguments(parser) -> None:
 def resolve(args) -> None:
     is_demo = not args.train_manifest
     excludes, needs = (
-        (*splits.EXCLUDES, *recogniser.EXCLUDES),
+        recogniser.EXCLUDES,
         (*splits.NEEDS, *recogniser.NEEDS, *NEEDS),
     )
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
@@ -191,15 +206,19 @@ def check_heads(config: dict) -> None:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_corpora(args, saved: dict | None) -> dict[str, Corpus]:
+def read_corpora(args, saved: checkpoint.Saved | None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What was held out when the model with the metadata `saved` began is held out again."""
-    checks = splits.resolve(args, (saved or {}).get("held_out", ())).checks
+    given. What was held out when the model `saved` began is held out again."""
+    held_out, shape = (), None
+    if saved:
+        held_out = records.read(RunInfo, saved.run_info, saved.path).held_out
+        shape = records.read(ModelInfo, saved.model_info, saved.path).config
+    checks = splits.resolve(args, held_out).checks
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.test_manifest and (args.evaluate or not args.train_manifest):
         paths = {"test": args.test_manifest}
     elif not args.train_manifest and options.plans(args):
-        subsampling = choose_shape(args, saved and saved["config"])["subsampling"]
+        subsampling = choose_shape(args, shape)["subsampling"]
         return splits.stand_in(
             args.max_duration, encoder_frames(int(args.max_duration * SAMPLE_RATE), subsampling)
         )
@@ -211,25 +230,24 @@ def read_corpora(args, saved: dict | None) -> dict[str, Corpus]:
     return splits.read_manifests(paths, text.normalise, checks)
 
 
-def make_tokenizer(args, saved: dict | None, texts):
-    """The tokenizer of the checkpoint with the metadata `saved`, which flags must not contradict;
-    or the flags'."""
+def make_tokenizer(args, saved: ModelInfo | None, texts):
+    """The tokenizer of the model `saved`, which flags must not contradict; or the flags'."""
     own = text.load_vocab_file(args.vocab_file) if args.vocab_file else None
     if not saved:
         return own or text.train_tokenizer(texts, args.tokenizer, args.vocab_size or 500)
-    asked = saved.get("asked", {})
+    asked = saved.asked
     conflicts = [
         name
         for name in args.given & {"tokenizer", "vocab_size"}
         if getattr(args, name) != asked.get(name)
     ]
-    if own and own.state() != saved["tokenizer"]:
+    if own and own.state() != saved.tokenizer:
         conflicts.append("vocab_file")
     if conflicts:
         raise UsageError(
             f"--{conflicts[0]} is not what the checkpoint's tokens were made from: leave it out"
         )
-    return text.make_tokenizer(saved["tokenizer"], saved["config"]["vocabulary"])
+    return text.make_tokenizer(saved.tokenizer, saved.config["vocabulary"])
 
 
 def drop_untrainable(corpus: Corpus, tokenizer, subsampling: int, strict: bool) -> Corpus:
@@ -741,20 +759,22 @@ def make_model(config: dict, *settings: float, weights: dict | None = None) -> C
     return Conformer(config, *settings)
 
 
-def trained(args, setup: device.Setup) -> tuple[Conformer, object, dict]:
-    """The model, tokenizer and metadata of --resume, or of the best evaluation."""
-    weights, metadata = checkpoint.weights_to_use(args, RECIPE, METADATA)
-    tokenizer = text.make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
-    model = make_model(metadata["config"], weights=weights)
-    checkpoint.load_weights(model, weights)
-    return model.to(setup.device).eval(), tokenizer, metadata
+def trained(args, setup: device.Setup) -> tuple[Conformer, object, checkpoint.Saved]:
+    """The model and tokenizer of --resume, or of the best evaluation, and what was saved."""
+    saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
+    info = records.read(ModelInfo, saved.model_info, saved.path)
+    tokenizer = text.make_tokenizer(info.tokenizer, info.config["vocabulary"])
+    model = make_model(info.config, weights=saved.model)
+    checkpoint.load_weights(model, saved.model)
+    return model.to(setup.device).eval(), tokenizer, saved
 
 
 def transcribe(args) -> None:
     setup = device.setup(args, quiet=True)
-    model, tokenizer, metadata = trained(args, setup)
+    model, tokenizer, saved = trained(args, setup)
     texts_of = functools.partial(final_texts, args, tokenizer, model)
-    longest, _ = recogniser.in_pieces(args.piece_seconds, metadata["longest"])
+    longest = records.read(RunInfo, saved.run_info, saved.path).longest
+    longest, _ = recogniser.in_pieces(args.piece_seconds, longest)
     recogniser.transcribe_files(
         args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size
     )
@@ -764,19 +784,17 @@ def transcribe(args) -> None:
 def evaluate_only(args) -> None:
     setup = device.setup(args)
     check_folder(args.log_dir)
-    model, tokenizer, metadata = trained(args, setup)
-    corpora = read_corpora(args, metadata)
+    model, tokenizer, saved = trained(args, setup)
+    corpora = read_corpora(args, saved)
     name = "test" if "test" in corpora else "val"
-    data = Utterances(
-        args, corpora[name], tokenizer, metadata["config"]["subsampling"], training=False
-    )
+    data = Utterances(args, corpora[name], tokenizer, model.config["subsampling"], training=False)
     with setup.autocast():
         report_results(
             args, tokenizer, model, EvalBatches(args, data, collate, setup), f"{name} set"
         )
 
 
-def measure_features(model: Conformer, data: Utterances, seed: int) -> None:
+def measure_features(seed: int, model: Conformer, data: Utterances) -> None:
     """Statistics for --cmvn global, from a random part of the training set."""
     measured = []
     for index in np.random.default_rng(seed).permutation(len(data)):
@@ -799,11 +817,13 @@ def main(args) -> None:
         return transcribe(args)
     if args.evaluate:
         return evaluate_only(args)
-    run = begin(args, RECIPE, METADATA)
-    saved = run.resumed["metadata"] if run.resumed else None
-    shape = choose_shape(args, saved and saved["config"])
+    run = begin(args, RECIPE)
+    saved = None
+    if run.resumed:
+        saved = records.read(ModelInfo, run.resumed.model_info, run.resumed.path)
+    shape = choose_shape(args, saved and saved.config)
 
-    corpora = read_corpora(args, saved)
+    corpora = read_corpora(args, run.resumed)
     tokenizer = make_tokenizer(args, saved, corpora["train"].texts)
     corpora["train"] = drop_untrainable(
         corpora["train"], tokenizer, shape["subsampling"], args.strict_data
@@ -813,40 +833,32 @@ def main(args) -> None:
         for name in corpora
     }
     config = {**shape, "vocabulary": tokenizer.size}
-    model = make_model(
-        config, args.dropout, args.label_smoothing, weights=run.resumed and run.resumed["model"]
-    )
+    with run.model_device():
+        model = make_model(
+            config, args.dropout, args.label_smoothing, weights=run.resumed and run.resumed.model
+        )
     print(
         f"model: {optim.count_parameters(model)[0] / 1e6:.1f} M parameters, {tokenizer.size} text"
         " tokens"
     )
-    if shape["cmvn"] == "global" and not (run.resumed or run.planned):
-        measure_features(model, data["train"], args.seed)
 
     global_batches = GlobalBatches(args, data["train"], collate, run.setup)
     evaluation = {
         name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
     }
-    longest = float(corpora["train"].seconds.max())
-    held_out = (
-        [] if args.val_manifest or not args.train_manifest else splits.held_out_keys(corpora["val"])
-    )
-    metadata = {
-        "recipe": RECIPE,
-        "config": config,
-        "tokenizer": tokenizer.state(),
-        "longest": longest,
-        "held_out": held_out,
-        "asked": (
-            (saved or {}).get("asked", {"tokenizer": args.tokenizer, "vocab_size": args.vocab_size})
-        ),
-    }
+    held_out = []
+    if args.train_manifest and not args.val_manifest:
+        held_out = splits.held_out_keys(corpora["val"])
+    asked = {"tokenizer": args.tokenizer, "vocab_size": args.vocab_size}
     task = Task(
         RECIPE,
         compute_loss,
         LOSS_WEIGHTS,
         functools.partial(evaluate, tokenizer),
-        metadata,
+        ModelInfo(config, tokenizer.state(), saved.asked if saved else asked),
+        RunInfo(held_out, float(corpora["train"].seconds.max())),
+        metric="cer",
+        fit=functools.partial(measure_features, args.seed) if shape["cmvn"] == "global" else None,
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
     )

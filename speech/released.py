@@ -3,7 +3,7 @@ can start from a released model.
 
     origin = released.resolve(args, FORMS, SIZES, "base", is_demo)        # what the flags ask for
     info, weights = released.choose(origin, family, run.resumed, run.initial, create)   # to train
-    info, weights, run_info = released.use(origin, family, RECIPE)        # to evaluate, use or export
+    info, weights, saved = released.use(origin, family, RECIPE)           # to evaluate, use or export
 """
 
 import math
@@ -34,6 +34,7 @@ EXCLUDES = (
         (model, "model_size", "a released model has its own shape; leave one of them out")
         for model in MODELS
     ),
+    ("from_scratch", options.COMMAND, options.TRAINS),
 )
 
 
@@ -133,18 +134,18 @@ def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
     return group
 
 
-def resolve(
-    args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo: bool, trains: bool = True
-) -> Origin:
+def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo: bool) -> Origin:
     """Checks the flags that say where the model starts, and fills in --model_size. `sizes` are the
-    names of model sizes and their configurations. A demo starts at random weights. Without `trains`,
-    weights need not be named. Raises `UsageError`."""
+    names of model sizes and their configurations. A demo starts at random weights, and a command
+    that does not train needs none. Raises `UsageError`."""
     path = args.model_dir or getattr(args, "model_file", None)
     flag = "--model_dir" if args.model_dir else "--model_file"
     ways = f"--model_dir DIR ({forms.folder}), "
     if forms.file:
         ways += f"--model_file FILE ({forms.file}), "
     ways += "or --from_scratch"
+    is_command = any(options.is_on(vars(args), name) for name in args.commands)
+    trains = options.plans(args) or not is_command
     starts_somewhere = path or args.from_scratch or is_demo or args.resume or args.init_from
     if trains and not starts_somewhere:
         raise UsageError(f"training needs a model to start from: add {ways}")
@@ -228,15 +229,23 @@ def choose(
 
 def use(
     origin: Origin, family: Family, recipe: str
-) -> tuple[Any, dict[str, torch.Tensor], dict | None]:
-    """A model that is not trained further: its info and weights, and the `RunInfo` of the run that
-    trained it as a dictionary (None for a released model). It is that of --model_dir or
-    --model_file, of --resume, or of the best evaluation. Raises `UsageError`."""
+) -> tuple[Any, dict[str, torch.Tensor], Saved | None]:
+    """A model that is not trained further: its info and weights, and the checkpoint that they are
+    from, None for a released model. The model is that of --model_dir or --model_file, of --resume,
+    or of the best evaluation. Raises `UsageError`."""
     if origin.path and not origin.resume:
         info, weights = family.read(origin.path)
         return info, weights, None
     saved = checkpoint.weights_to_use(origin.resume, origin.checkpoint_dir, recipe)
-    return read_info(origin, family, saved), saved.model, saved.run_info
+    return read_info(origin, family, saved), saved.model, saved
+
+
+def read_run_info(kind: type, saved: Saved | None):
+    """The `RunInfo`, a dataclass `kind`, of the run that saved a checkpoint; None without one. Raises
+    `UsageError`."""
+    if saved is None:
+        return None
+    return records.read(kind, saved.run_info, saved.path)
 
 
 def read_info(origin: Origin, family: Family, saved: Saved):
