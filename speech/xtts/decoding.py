@@ -159,7 +159,9 @@ def filter_logits(logits: torch.Tensor, seen: torch.Tensor, settings: Sampling) 
         probabilities = ordered.softmax(1)
         # Tokens are left out if the more probable ones reach top_p.
         beyond = probabilities.cumsum(1) - probabilities >= settings.top_p
-        beyond = torch.zeros_like(beyond).scatter(1, order, beyond)  # in the order of the vocabulary
+        beyond = torch.zeros_like(beyond).scatter(
+            1, order, beyond
+        )  # in the order of the vocabulary
         logits = logits.masked_fill(beyond, -torch.inf)
     return logits
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checkpoint, files
+from common import checkpoint, files, records
 from common.errors import UsageError
 from speech import model_files
 from speech.audio import write_wav
@@ -44,7 +44,8 @@ IGNORED = re.compile(
     r"|torch_mel_spectrogram_(dvae|style_encoder)\..*"  # parts of its trainer
     r"|dvae\.discrete_loss\..*"
 )
-GROUPS = ("gpt", "hifigan_decoder", "dvae", "mel_stats")
+FROZEN = ("hifigan_decoder", "dvae", "mel_stats")
+GROUPS = ("gpt", *FROZEN)
 OLD_WEIGHT_NORM = re.compile(r"\.weight_([gv])$")
 
 SMALL, POSITIONS, TOKENS = range(1, 129), range(4, 1 << 14), range(4, MOST_TOKENS + 1)
@@ -127,7 +128,7 @@ def expected_shapes(config: dict) -> dict[str, dict[str, tuple[int, ...]]]:
 
 def check_config(config: dict, path: str | Path) -> None:
     """Raises `UsageError` for a configuration that no XTTS can have."""
-    if reason := checkpoint.mismatch(config, CONFIG, "its configuration") or _contradiction(config):
+    if reason := records.mismatch(config, CONFIG, "its configuration") or _contradiction(config):
         raise UsageError(f"{path}: {reason}, which no XTTS-v2 has")
 
 
@@ -153,19 +154,16 @@ class _Stub:
 
 def read_model(folder: str | Path) -> tuple[dict, dict, dict]:
     """Groups of weights (fp32, CPU), configuration and extras of a Coqui folder. Extras: `config`
-    (config.json), `vocab` (text of vocab.json), `licence` (whether Coqui's holds, and then it is
-    printed). model.pth may be a training checkpoint. Code in the files is never run. Raises
-    `UsageError`."""
+    (config.json), `vocab` (text of vocab.json), `licence` (whether Coqui's holds). model.pth may be
+    a training checkpoint. Code in the files is never run. Raises `UsageError`."""
     folder = Path(folder)
-    model, file, vocab = (_require(folder / name) for name in (MODEL, DESCRIPTION, VOCAB))
-    description = model_files.read_json(file)
-    model_files.refuse_pointer(vocab)
-    text = files.read_text(vocab)
+    for name in (MODEL, DESCRIPTION, VOCAB):
+        _require(folder / name)
+    description = model_files.read_json(folder / DESCRIPTION)
+    model_files.refuse_pointer(folder / VOCAB)
+    text = files.read_text(folder / VOCAB)
     config = _read_config(description, folder, text)
-    groups = _read_groups(model, GROUPS)
-    groups["mel_stats"] = _read_mel_stats(folder, groups["mel_stats"].get(""))
-    if not groups["dvae"]:  # a training checkpoint holds it
-        groups["dvae"] = _read_groups(_require(folder / DVAE_FILE), ("dvae",), "dvae.")["dvae"]
+    groups = _read_files(folder, GROUPS)
     for name, tensor in (("code_dim", "codebook.embed"), ("dvae_hidden", "encoder.0.0.weight")):
         if groups["dvae"].get(tensor, torch.tensor(0)).dim():
             config[name] = len(groups["dvae"][tensor])
@@ -173,19 +171,35 @@ def read_model(folder: str | Path) -> tuple[dict, dict, dict]:
     check_config(config, folder)
     _check(groups, config, folder)
     licence = os.path.isfile(folder / LICENCE_FILE) or read_made_from(folder) is None
-    if licence:
-        print(LICENCE)
     return groups, config, {"config": description, "vocab": text, "licence": licence}
+
+
+def read_frozen(folder: str | Path, config: dict) -> dict:
+    """The groups of weights that are not trained: `dvae`, `hifigan_decoder` and `mel_stats` (fp32,
+    CPU) of the Coqui folder of a model with this configuration. Raises `UsageError`."""
+    folder = Path(folder)
+    _require(folder / MODEL)
+    groups = _read_files(folder, FROZEN)
+    _check(groups, config, folder)
+    return groups
 
 
 def read_custom(path: str | Path, config: dict) -> dict[str, torch.Tensor]:
     """The GPT's weights (fp32, CPU) of a fine-tuned model's .pth, with or without `xtts.` before
-    its names and an optimizer. Prints the licence. Raises `UsageError`."""
+    its names and an optimizer. Raises `UsageError`."""
     path = Path(path)
     weights = _read_groups(path, ("gpt",))["gpt"]
     _check({"gpt": weights}, config, path)
-    print(LICENCE)
     return weights
+
+
+def _read_files(folder: Path, groups: tuple[str, ...]) -> dict:
+    """The wanted groups of a folder, the DVAE's and the deviations among them."""
+    read = _read_groups(folder / MODEL, groups)
+    read["mel_stats"] = _read_mel_stats(folder, read["mel_stats"].get(""))
+    if not read["dvae"]:  # a training checkpoint holds it
+        read["dvae"] = _read_groups(_require(folder / DVAE_FILE), ("dvae",), "dvae.")["dvae"]
+    return read
 
 
 def _require(path: Path) -> Path:
@@ -229,7 +243,8 @@ def _read_config(description: dict, folder: Path, text: str) -> dict:
     config = dict(SIZES["full"])
     for name, (key, more, default) in ARGS.items():
         value = args.get(key, default)
-        config[name] = value + more if type(value) is int else value  # `check_config` refuses it
+        # `check_config` refuses values of other types.
+        config[name] = value + more if type(value) is int else value
     if args.get("decoder_input_dim", 1024) != config["d_model"]:
         raise UsageError(
             f"{folder / DESCRIPTION}: decoder_input_dim is not gpt_n_model_channels, the width of"
@@ -293,7 +308,7 @@ def _name_here(name: str) -> str:
 
 def _check(groups: dict, config: dict, path: str | Path) -> None:
     """Raises `UsageError` if tensors are missing, unexpected or of another shape."""
-    embedding = groups["gpt"].get("text_embedding.weight")
+    embedding = groups.get("gpt", {}).get("text_embedding.weight")
     rows = len(embedding) if embedding is not None and embedding.dim() == 2 else None
     if rows not in (None, config["text_tokens"]):
         raise UsageError(

@@ -1,6 +1,7 @@
 """Texts to speech with a trained GPT: sentences, the voice of reference clips, waveforms, and the
 held-out sentences that a training ends with."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +11,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import files
+from common import files, options
 from common.errors import UsageError, cannot_write
-from speech.audio import int16, read_utterance, write_wav
+from speech.audio import int16, read_audio, read_utterance, write_wav
 from speech.columns import Corpus
 from speech.xtts import decoding
 from speech.xtts.codec import SAMPLE_RATE, code_count
@@ -43,10 +44,22 @@ SILENT = 1e-4  # level of a frame that is quiet in any clip (-80 dB of full scal
 QUIET_SECONDS = 0.3  # kept at the end; a natural end has 0.12 to 0.18 s
 FADE_SECONDS = 0.005
 
+EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export should have
 HEADER = ("audio_file", "text", "speaker_name")  # of the manifests that are written
 KINDS = ("reference", "resynthesis", "synthesis")  # of the clips of a held-out sentence
 SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
 LIMIT = 2  # times the codes of its recording, if that is more
+
+# Rows for common.options: flags that need another one.
+NEEDS = (
+    ("synthesize", ("speaker_wav",), "a reference clip of the voice"),
+    ("speaker_wav", ("synthesize",), ""),
+    ("output", ("synthesize",), ""),
+    ("temperature", ("synthesize",), ""),
+    ("top_k", ("synthesize",), ""),
+    ("top_p", ("synthesize",), ""),
+    ("repetition_penalty", ("synthesize",), ""),
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,85 @@ class Voice:
 
     latents: torch.Tensor
     speaker: torch.Tensor | None
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser) -> None:
+    group = parser.add_argument_group("speaking")
+    parser.add_command(
+        group,
+        "--synthesize",
+        nargs="+",
+        metavar="TEXT",
+        help=(
+            "speak texts, or a file with a text in each line, with the weights of --resume"
+            " (CHECKPOINT_DIR/best.safetensors)"
+        ),
+    )
+    group.add_argument(
+        "--speaker_wav",
+        nargs="+",
+        type=options.path,
+        metavar="FILE",
+        help="reference clips of the voice",
+    )
+    group.add_argument(
+        "--output",
+        type=options.path,
+        default="speech.wav",
+        metavar="FILE",
+        help="the wav; several texts get numbers (speech.wav)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=options.number(float, 0.0, 10.0, open_low=True),
+        default=0.75,
+        metavar="X",
+        help="(0.75)",
+    )
+    group.add_argument(
+        "--top_k",
+        type=options.COUNT,
+        default=50,
+        metavar="N",
+        help="draw among the N likeliest codes; 0 = all (50)",
+    )
+    group.add_argument(
+        "--top_p",
+        type=options.number(float, 0.0, 1.0, open_low=True),
+        default=0.85,
+        metavar="P",
+        help="draw among the likeliest codes with this probability in all (0.85)",
+    )
+    group.add_argument(
+        "--repetition_penalty",
+        type=options.number(float, 1.0, 100.0),
+        default=5.0,
+        metavar="X",
+        help="divides the scores of codes that have been spoken (5)",
+    )
+
+
+def resolve(args) -> Sampling:
+    """Checks the flags of --synthesize and returns how codes are drawn. Raises `UsageError`."""
+    for path in args.speaker_wav:
+        if not os.path.isfile(path):
+            raise UsageError(f"--speaker_wav {path}: no such file")
+    if os.path.isdir(args.output) or not os.access(Path(args.output).parent, os.W_OK):
+        raise UsageError(
+            f"--output {args.output}: it must be a file in a folder that exists and can be written"
+        )
+    return Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
+
+
+def numbered(output: str, number: int, count: int) -> Path:
+    """The file for text `number` of `count`: `output` itself, or speech_001.wav and so on."""
+    path = Path(output)
+    if count == 1:
+        return path
+    return path.with_name(f"{path.stem}_{number:03d}{path.suffix or '.wav'}")
 
 
 # --- sentences ------------------------------------------------------------------------------------
@@ -123,6 +215,28 @@ def _fit(
 
 
 # --- voices and texts -----------------------------------------------------------------------------
+
+
+def read_references(paths: list[str], device: torch.device) -> list[torch.Tensor]:
+    """The clips (T,) of --speaker_wav at 22.05 kHz. Raises `UsageError` and `DataError`."""
+    clips = [read_audio(path, SAMPLE_RATE).to(device) for path in paths]
+    for path, clip in zip(paths, clips, strict=True):
+        if len(clip) < SHORTEST_SECONDS * SAMPLE_RATE:
+            raise UsageError(f"--speaker_wav {path}: it is shorter than {SHORTEST_SECONDS} s")
+    return clips
+
+
+def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
+    """A reference clip of each speaker, the one that is nearest to 10 s: int16 samples (T,) and
+    Hz."""
+    off = np.abs(corpus.seconds - EXPORTED_SECONDS)
+    best: dict[str, int] = {}
+    for index, speaker in enumerate(corpus.speakers):
+        name = speaker or "speaker"
+        if name not in best or off[index] < off[best[name]]:
+            best[name] = index
+    clips = {name: read_utterance(corpus, index, SAMPLE_RATE) for name, index in best.items()}
+    return {name: (int16(clip), SAMPLE_RATE) for name, clip in clips.items()}
 
 
 def voice_of(model, frozen: Frozen, waveforms: Sequence[torch.Tensor]) -> Voice:
