@@ -1,5 +1,5 @@
-"""Checkpoints: atomic saving, reading without executing code, the last N and the best, averaging,
-the folder's lock."""
+"""Checkpoints: saving under another name first, reading without executing code, the newest and the
+best, averaging, the lock of a folder."""
 
 import contextlib
 import fcntl
@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,17 +20,12 @@ from safetensors.torch import save_file
 
 from common import files, records
 from common.errors import RunError, UsageError, cannot_write, first_line
+from common.report import shown
 
 FORMAT = "speech-recipes checkpoint 2"
 CHECKPOINT = re.compile(r"checkpoint_step_(\d{8,12})\.pt")
 WEIGHTS = ("best.safetensors", "best.json", "averaged.safetensors", "averaged.json")
-LOGS = (
-    "metrics.jsonl",
-    "training.png",
-    "transcripts.jsonl",
-    "evaluation.json",
-    "events.out.tfevents.*",
-)
+LOGS = ("metrics.jsonl", "training.png", "events.out.tfevents.*")
 
 
 # What a checkpoint holds, as a schema of `records.mismatch`.
@@ -73,33 +68,24 @@ def check_tensors(tensors: dict, path: str | Path) -> dict[str, torch.Tensor]:
     """`tensors`, if they are dense tensors by name whose values are in the file and finite. Copies
     none. Raises `Damaged`."""
     for name, tensor in tensors.items():
-        is_dense = (
-            isinstance(tensor, torch.Tensor)
-            and tensor.layout is torch.strided
-            and not tensor.is_meta
-        )
-        if (
-            not isinstance(name, str)
-            or not is_dense
-            or (tensor.is_floating_point() and tensor.itemsize == 1)
-        ):
-            raise Damaged(
-                f"{path}: {str(name)[:60]!r} is not a dense tensor, or is one of 8-bit floats"
-            )
-        if (
-            tensor.is_quantized
-            or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes()
-        ):
-            raise Damaged(f"{path}: the tensor {name[:60]!r} is larger than its data")
-        if (
-            tensor.is_floating_point()
-            and tensor.numel()
-            and not all(map(math.isfinite, tensor.aminmax()))
-        ):
-            raise Damaged(
-                f"{path}: the tensor {name[:60]!r} has values that are not finite (NaN or infinity)"
-            )
+        place = f"{path}: the tensor {str(name)[:60]!r}"
+        if not isinstance(name, str) or not is_dense(tensor):
+            raise Damaged(f"{place} is not a dense tensor, or is one of 8-bit floats")
+        if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise Damaged(f"{place} is larger than its data")
+        has_floats = tensor.is_floating_point() and tensor.numel() > 0
+        if has_floats and not all(map(math.isfinite, tensor.aminmax())):
+            raise Damaged(f"{place} has values that are not finite (NaN or infinity)")
     return tensors
+
+
+def is_dense(tensor) -> bool:
+    """Whether this is a tensor with values, of a type that can be copied to others."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_meta or tensor.is_quantized:
+        return False
+    return not (tensor.is_floating_point() and tensor.itemsize == 1)
 
 
 def load(path: Path):
@@ -108,24 +94,8 @@ def load(path: Path):
     `UsageError` for any other file."""
     files.require_file(path)
     try:
-        with open(path, "rb") as file:
-            start = file.read(2)
-        if start != b"PK" or not zipfile.is_zipfile(
-            path
-        ):  # a tar with a zip inside passes for a zip
-            if start == b"PK" or CHECKPOINT.fullmatch(path.name):
-                raise zipfile.BadZipFile
-            if start != b"\x80\x02":  # of the format before torch 1.6, which cannot be mapped
-                raise UsageError(f"{path} is not a file of torch.save")
-        else:
-            with zipfile.ZipFile(path) as archive:
-                size = sum(entry.file_size for entry in archive.infolist())
-                if (
-                    size > path.stat().st_size or archive.testzip()
-                ):  # torch.load does not compare the checksums
-                    raise zipfile.BadZipFile
-        with files.utf8(path) as name:
-            return torch.load(name, map_location="cpu", weights_only=True, mmap=start == b"PK")
+        is_zip = _is_sound_zip(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
     except (zipfile.BadZipFile, NotImplementedError):
@@ -134,12 +104,31 @@ def load(path: Path):
         raise
     except Exception as error:  # torch.load raises several types
         if "weights_only" in str(error) or "Unsupported" in str(error):
-            reason = (
-                "torch.save did not write it, or it holds Python objects, and loading them could"
-                " run code"
-            )
-            raise UsageError(f"{path} is refused: {reason}") from None
+            raise UsageError(
+                f"{path} is refused: torch.save did not write it, or it holds Python objects, and"
+                " loading them could run code"
+            ) from None
         raise Damaged(f"{path} is damaged ({first_line(error)[:100]})") from None
+
+
+def _is_sound_zip(path: Path) -> bool:
+    """True for torch.save's zip archive, False for its format before torch 1.6, which cannot be
+    mapped. Raises `BadZipFile` for an archive that is damaged or larger than its file, and
+    `UsageError` for any other file."""
+    with open(path, "rb") as file:
+        start = file.read(2)
+    if start == b"PK" and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+            # torch.load does not compare the checksums.
+            if size > path.stat().st_size or archive.testzip():
+                raise zipfile.BadZipFile
+        return True
+    if start == b"PK" or CHECKPOINT.fullmatch(path.name):
+        raise zipfile.BadZipFile
+    if start != b"\x80\x02":  # also a tar with a zip inside, which passes for a zip
+        raise UsageError(f"{path} is not a file of torch.save")
+    return False
 
 
 def lock_folder(folder: Path, flag: str):
@@ -148,9 +137,7 @@ def lock_folder(folder: Path, flag: str):
     Raises `RunError` if another run has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.fdopen(
-            os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+"
-        )
+        lock = open(folder / ".lock", "a+")  # noqa: SIM115  it stays open
     except OSError as error:
         raise cannot_write(folder, error, flag) from None
     try:
@@ -158,6 +145,7 @@ def lock_folder(folder: Path, flag: str):
         # seconds later.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
+        lock.seek(0)
         user = f"another run (process {lock.read(20).strip() or 'unknown'})"
         raise RunError(
             f"{folder} is in use by {user}: wait for it, or choose another {flag}"
@@ -168,9 +156,8 @@ def lock_folder(folder: Path, flag: str):
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-    files.remove_stale(
-        folder, "|".join((CHECKPOINT.pattern, *WEIGHTS, *LOGS[:4]))
-    )  # of a run that was killed
+    # of a run that was killed
+    files.remove_stale(folder, "|".join((CHECKPOINT.pattern, *WEIGHTS, *LOGS[:2])))
     return lock
 
 
@@ -185,23 +172,21 @@ def save(folder: Path, step: int, content: dict, keep_last: int) -> Path:
             torch.save({"format": FORMAT, **content}, file)
 
     files.save(path, write)
-    for old in [other for other in list_checkpoints(folder) if other != path][keep_last - 1 :]:
+    others = [other for other in list_checkpoints(folder) if other != path]
+    for old in others[keep_last - 1 :]:
         old.unlink(missing_ok=True)
     return path
 
 
 def step_of(path: Path) -> int:
     """The update of a checkpoint, by its name; -1 for other names."""
-    return int(match[1]) if (match := CHECKPOINT.fullmatch(path.name)) else -1
+    match = CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match else -1
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The folder's checkpoints, newest first."""
-    own = [
-        path
-        for path in folder.glob("checkpoint_step_*.pt")
-        if step_of(path) >= 0 and path.is_file()
-    ]
+    own = [path for path in folder.glob("checkpoint_step_*.pt") if step_of(path) >= 0]
     return sorted(own, key=step_of, reverse=True)
 
 
@@ -274,11 +259,12 @@ def continues(resume: str | None, folder: Path) -> bool:
     return bool(resume) and (resume == "auto" or Path(resume).resolve().parent == folder.resolve())
 
 
-def make_room(folder: Path, log_dir: Path) -> None:
+def make_room(folder: Path, log_dir: Path, reports: Iterable[str] = ()) -> None:
     """Moves the checkpoints and logs of an earlier run into subfolders when a new run starts in its
-    folders."""
+    folders. `reports`: files of the recipe's in the log folder."""
     earlier = [*list_checkpoints(folder), *_existing(folder, WEIGHTS)]
-    name = _move(earlier, folder, _existing(log_dir, LOGS), log_dir, "earlier")
+    logs = _existing(log_dir, (*LOGS, *reports))
+    name = _move([*earlier, *logs], folder, log_dir, "earlier")
     if earlier:
         print(
             f"{folder}: an earlier run was moved to {name}/ (--resume auto would have continued it)"
@@ -288,11 +274,12 @@ def make_room(folder: Path, log_dir: Path) -> None:
 def branch(folder: Path, log_dir: Path, step: int) -> None:
     """Moves what is newer than `step`, from which the run continues, into subfolders, with a copy
     of the metrics."""
-    if not (newer := [path for path in list_checkpoints(folder) if step_of(path) > step]):
+    newer = [path for path in list_checkpoints(folder) if step_of(path) > step]
+    if not newer:
         return
     if best_step(folder) > step:
         newer += _existing(folder, WEIGHTS[:2])
-    name = _move([*newer, *_existing(folder, WEIGHTS[2:])], folder, [], log_dir, "abandoned")
+    name = _move([*newer, *_existing(folder, WEIGHTS[2:])], folder, log_dir, "abandoned")
     for path in _existing(log_dir, LOGS[:1]):
         (log_dir / name).mkdir(exist_ok=True)
         shutil.copy2(path, log_dir / name)
@@ -302,32 +289,28 @@ def branch(folder: Path, log_dir: Path, step: int) -> None:
 def best_step(folder: Path) -> int:
     """The update of the best weights in the folder; -1 if there are none, or their best.json is
     damaged."""
+    summary = {}
     with contextlib.suppress(UsageError):
         summary = files.read_json(folder / "best.json")
-        if (
-            records.mismatch(summary, {"step": int}, "it") is None
-            and (folder / "best.safetensors").is_file()
-        ):
-            return summary["step"]
-    return -1
+    is_sound = records.mismatch(summary, {"step": int}, "it") is None
+    return summary["step"] if is_sound and (folder / "best.safetensors").is_file() else -1
 
 
-def _existing(folder: Path, names: tuple[str, ...]) -> list[Path]:
-    return [
-        path for name in names for path in folder.glob(name) if path.is_file() or path.is_symlink()
-    ]
+def _existing(folder: Path, names: Iterable[str]) -> list[Path]:
+    return [path for name in names for path in folder.glob(name) if path.is_file()]
 
 
-def _move(paths: list[Path], folder: Path, logs: list[Path], log_dir: Path, prefix: str) -> str:
-    """Moves files into the first subfolder PREFIX-N that neither folder has, and returns its
-    name."""
+def _move(paths: list[Path], folder: Path, log_dir: Path, prefix: str) -> str:
+    """Moves files into the first subfolder PREFIX-N of theirs that neither `folder` nor `log_dir`
+    has, and returns its name."""
     number = 1
     while any((parent / f"{prefix}-{number}").exists() for parent in (folder, log_dir)):
         number += 1
-    for path in (*paths, *logs):
-        (path.parent / f"{prefix}-{number}").mkdir(exist_ok=True)
-        path.rename(path.parent / f"{prefix}-{number}" / path.name)
-    return f"{prefix}-{number}"
+    name = f"{prefix}-{number}"
+    for path in paths:
+        (path.parent / name).mkdir(exist_ok=True)
+        path.rename(path.parent / name / path.name)
+    return name
 
 
 def save_weights(path: Path, model: torch.nn.Module, task, summary: dict) -> None:
@@ -344,11 +327,7 @@ def save_weights(path: Path, model: torch.nn.Module, task, summary: dict) -> Non
         "run_info": json.dumps(asdict(task.run_info)),
     }
 
-    def write(temporary: Path) -> None:
-        with files.utf8(temporary) as name:
-            save_file(tensors, name, metadata=header)
-
-    files.save(path, write)
+    files.save(path, lambda temporary: save_file(tensors, temporary, metadata=header))
     text = json.dumps(summary, ensure_ascii=False, indent=1) + "\n"
     files.save(
         path.with_suffix(".json"), lambda temporary: temporary.write_text(text, encoding="utf-8")
@@ -362,7 +341,7 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
         return read(path, recipe, flag)
     files.require_file(path, flag)
     try:
-        with files.utf8(path) as name, safe_open(name, framework="pt") as file:
+        with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
     except (OSError, SafetensorError) as error:
@@ -407,20 +386,18 @@ def initialise(model: torch.nn.Module, tensors: dict[str, torch.Tensor], path: s
     """Copies the tensors whose name and shape fit into `model`. Raises `UsageError` if none
     fits."""
     own = model.state_dict()
-    fits = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name in own and own[name].shape == tensor.shape
-    }
+    fits = {}
+    for name, tensor in tensors.items():
+        if name in own and own[name].shape == tensor.shape:
+            fits[name] = tensor
     if not fits:
         raise UsageError(f"--init_from {path}: none of its {len(tensors)} tensors fits this model")
     model.load_state_dict(fits, strict=False)
     new = sorted(set(own) - set(fits))
-    names = ", ".join(new[:5]) + (" ..." if len(new) > 5 else "")
-    print(
-        f"initialised {len(fits)} of {len(own)} tensors from {path}"
-        + (f"; new: {names}" if new else "")
-    )
+    text = f"initialised {len(fits)} of {len(own)} tensors from {path}"
+    if new:
+        text += f"; new: {', '.join(new[:5])}" + (" ..." if len(new) > 5 else "")
+    print(text)
 
 
 def average(folder: Path, count: int, recipe: str) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -435,9 +412,8 @@ def average(folder: Path, count: int, recipe: str) -> tuple[dict[str, torch.Tens
         weights = read(paths[step], recipe).model
         for name, tensor in weights.items():
             if name not in total:
-                total[name] = tensor.to(
-                    torch.double if tensor.is_floating_point() else tensor.dtype, copy=True
-                )
+                kind = torch.double if tensor.is_floating_point() else tensor.dtype
+                total[name] = tensor.to(kind, copy=True)
             elif tensor.is_floating_point():
                 total[name] += tensor
     for name, tensor in weights.items():
@@ -446,18 +422,14 @@ def average(folder: Path, count: int, recipe: str) -> tuple[dict[str, torch.Tens
     return total, steps
 
 
-def shown(metric: str, value: float) -> str:
-    """The value of a metric as text; error rates in per cent."""
-    return f"{100 * value:.2f} %" if metric in ("cer", "wer") else f"{value:.3f}"
-
-
 def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> str:
-    """Loads the weights of the best evaluation or, if --average_checkpoints is given and `score()`
-    is not higher for it, the average, which is saved as averaged.safetensors. `task` is the loop's.
-    Puts the model into evaluation mode and returns a description of the weights. Call it under
-    `torch.no_grad`."""
+    """Loads the weights of the best evaluation or, with --average_checkpoints and unless `score()`,
+    the metric, is worse for it, the average, which is saved as averaged.safetensors. `task` is the
+    loop's. Puts the model into evaluation mode and returns a description of the weights. Call it
+    under `torch.no_grad`."""
     folder = args.checkpoint_dir
-    best_path, checkpoints = folder / "best.safetensors", list_checkpoints(folder)
+    best_path = folder / "best.safetensors"
+    checkpoints = list_checkpoints(folder)
     if not best_path.exists() and checkpoints:
         advice = f"the last weights can be evaluated with --evaluate --resume {checkpoints[0]}"
         raise RunError(f"{best_path} is gone: {advice}")
@@ -470,10 +442,9 @@ def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> 
     mean, steps = average(folder, args.average_checkpoints, task.name)
     model.load_state_dict(mean)
     averaged = score()
-    shown_best, shown_average = (shown(task.metric, value) for value in (best, averaged))
     print(
-        f"average of the checkpoints of steps {str(steps)[1:-1]}: {shown_average}, best evaluation:"
-        f" {shown_best}"
+        f"average of the checkpoints of steps {', '.join(map(str, steps))}:"
+        f" {shown(task.metric, averaged)}, best evaluation: {shown(task.metric, best)}"
     )
     if task.is_better(best, averaged):
         model.load_state_dict(weights)

@@ -213,7 +213,7 @@ def read_corpora(args, saved: checkpoint.Saved | None) -> dict[str, Corpus]:
     if saved:
         held_out = records.read(RunInfo, saved.run_info, saved.path).held_out
         shape = records.read(ModelInfo, saved.model_info, saved.path).config
-    checks = splits.resolve(args, held_out).checks
+    checks = splits.resolve(args, held_out)
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     if args.test_manifest and (args.evaluate or not args.train_manifest):
         paths = {"test": args.test_manifest}
@@ -226,8 +226,7 @@ def read_corpora(args, saved: checkpoint.Saved | None) -> dict[str, Corpus]:
         print("no --train_manifest: using the demo corpus (synthetic speech)")
         folder = Path(args.output_dir) / "data" / "konkani_demo"
         paths = demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
-    paths = {split: path for split, path in paths.items() if path}
-    return splits.read_manifests(paths, text.normalise, checks)
+    return splits.load_splits(paths, text.normalise, checks)
 
 
 def make_tokenizer(args, saved: ModelInfo | None, texts):
@@ -321,7 +320,7 @@ class Utterances:
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), labels (U + 1,), and masks of SpecAugment."""
         args, transcript = self.args, self.corpus.texts[index]
-        waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE, args.cache_audio)
         tokens = self.tokenizer.encode(transcript)
         if self.training and args.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
@@ -799,7 +798,7 @@ def measure_features(seed: int, model: Conformer, data: Utterances) -> None:
     measured = []
     for index in np.random.default_rng(seed).permutation(len(data)):
         try:
-            waveform = read_utterance(data.corpus, index, SAMPLE_RATE)
+            waveform = read_utterance(data.corpus, index, SAMPLE_RATE, data.args.cache_audio)
         except DataError:
             continue  # training itself reports it
         measured.append(model.log_mel(waveform[None])[0])

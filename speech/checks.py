@@ -134,19 +134,16 @@ def little_speech(train: Corpus) -> dict[int, tuple[str, str]]:
 
 
 def overlap(train: Corpus, other: Corpus, rejected: Rejections) -> None:
-    """Notes in `rejected` the utterances of an evaluation set with the audio (file and times) or
-    the text of a training one."""
+    """Notes in `rejected` the utterances of an evaluation set with the audio (file and offset) of a
+    training utterance, or with its text unless the sets share their texts by design."""
 
-    def places(corpus: Corpus) -> Iterator[tuple[str, float, float]]:
-        return zip(
-            map(os.path.abspath, corpus.paths),
-            corpus.offsets.tolist(),
-            corpus.seconds.tolist(),
-            strict=True,
-        )
+    def places(corpus: Corpus) -> Iterator[tuple[str, float]]:
+        return zip(map(os.path.abspath, corpus.paths), corpus.offsets.tolist(), strict=True)
 
     heard = set(places(other)).intersection(places(train))  # the larger set is not kept in memory
-    read = set(other.texts).intersection(train.texts)
+    read = set()
+    if not other.repeats_texts:
+        read = set(other.texts).intersection(train.texts)
     for index, (place, text) in enumerate(zip(places(other), other.texts, strict=True)):
         if place in heard:
             rejected.note("audio is in the training set, too", other.where(index))

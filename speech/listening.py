@@ -29,6 +29,7 @@ PAUSE_LEVEL, PAUSE_DEPTH = (
     40.0,
 )  # dB of full scale, dB below the loudest frame: below either a frame is silent
 CLIPPED = "audio is clipped"  # a reason
+SILENT = "audio is silent"  # a reason
 CLIPPED_SHARE = 0.01  # of the samples
 CLIPPED_RUN = 3  # samples
 CLIPPED_PEAK = 0.1  # quieter extremes are those of noise and silence
@@ -225,7 +226,7 @@ def audio_faults(
         elif silent[row]:
             yield (
                 row,
-                "audio is silent",
+                SILENT,
                 f"at most {max(measures[row, 0], -200.0):.0f} dB of full scale",
             )
         else:

@@ -113,7 +113,7 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         return read_pickle(file)
     refuse_pointer(file)
     try:
-        with files.utf8(file) as name, safe_open(name, framework="pt") as opened:
+        with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  safe_open is not a dict
     except (OSError, SafetensorError) as error:
         raise UsageError(
@@ -238,8 +238,7 @@ def write_export(folder: Path, fill: Callable[[Path], object]) -> list[str]:
 
 def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Writes model.safetensors."""
-    with files.utf8(folder / "model.safetensors") as name:
-        save_file(tensors, name, metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(
         0o666 & ~files.umask()
     )  # safetensors' file is for its owner only

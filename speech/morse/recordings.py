@@ -21,10 +21,11 @@ from speech.audio import SAMPLE_RATE, read_utterance, write_wav
 from speech.columns import Corpus, Rejections
 from speech.folders import read_made_from, require_replaceable, write_folder
 from speech.headers import probe_all
+from speech.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks
 from speech.manifest import check_encoding, find_audio, parse
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
 from speech.morse.synthesis import Conditions, draw_conditions, synthesise
-from speech.splits import FILE_TOLERANCE, MOST_CHARACTERS, Checks, draw, drop, report_rejections
+from speech.splits import draw, drop, report_rejections
 
 METADATA = "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only".split(
     ","
@@ -84,6 +85,10 @@ class Recordings:
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths of the clips, the same in every epoch."""
         return self.lengths
+
+    def where(self, index: int) -> str:
+        """The file of a clip, for messages."""
+        return self.paths[index]
 
     def load(self, index: int, epoch: int) -> tuple[torch.Tensor, str, str, None]:
         """(waveform (T,), text, name, None: recordings do not say when each symbol is sent). Raises

@@ -17,7 +17,8 @@ from common.errors import DataError, UsageError
 from common.options import Parser
 from speech import model_files, splits
 from speech.audio import read_utterance
-from speech.splits import Checks, join_segments, load_corpus, load_splits, read_manifests
+from speech.loading import Checks, join_segments, load_corpus
+from speech.splits import load_splits, read_manifests
 from speech.text import normalise
 
 GOOD = {"audio_filepath": "good.wav", "text": "बरें"}
