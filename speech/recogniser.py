@@ -124,30 +124,27 @@ def add_arguments(
     )
 
 
-def resolve_augmentation(args, augment: bool) -> None:
-    """Fills in the defaults: augmentation is on if `augment`, unless a flag says otherwise."""
+def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
+    """Fills in the defaults of these flags and returns what they ask for, also after
+    `add_augmentation` alone. Augmentation is on, unless the recipe does not augment by default
+    (`augments`), and except in a demo, whose voices hardly vary; a plan without data is of training
+    with augmentation. `beam_size` is the default. Raises `UsageError`."""
+    augment = augments and (not is_demo or options.plans(args))
     if args.spec_augment is None:
         args.spec_augment = augment
     if args.speed_perturbation is None:
         args.speed_perturbation = augment
-
-
-def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
-    """Fills in the defaults of these flags and returns what they ask for. Augmentation is on, unless
-    the recipe does not augment by default (`augments`), and except in a demo, whose voices hardly
-    vary; a plan without data is of training with augmentation. `beam_size` is the default. Raises
-    `UsageError`."""
-    if args.output:
-        check_output(args.output)
-    resolve_augmentation(args, augments and (not is_demo or options.plans(args)))
     if beam_size and args.beam_size is None:
         args.beam_size = beam_size
+    output = getattr(args, "output", None)
+    if output:
+        check_output(output)
     return Options(
         method=getattr(args, "decoding", None),
         beam_size=getattr(args, "beam_size", None),
-        transcribe=args.transcribe or [],
-        output=args.output,
-        piece_seconds=args.piece_seconds,
+        transcribe=getattr(args, "transcribe", None) or [],
+        output=output,
+        piece_seconds=getattr(args, "piece_seconds", None),
         batch_size=args.eval_batch_size,
         log_dir=args.log_dir,
         seed=args.seed,

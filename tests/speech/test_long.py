@@ -57,10 +57,10 @@ def test_pieces_are_put_together_with_their_times():
 
 
 def test_windows_and_stitching_go_together():
-    windows = long.BY_WINDOWS.cut(noise(50_000), 16_000, 2.0)
+    windows = long.BY_OVERLAP.cut(noise(50_000), 16_000, 2.0)
     assert windows[0][1] > windows[1][0]
     assert (
-        long.BY_WINDOWS.join(["one two three four", "three four five"], windows[:2])[0]
+        long.BY_OVERLAP.join(["one two three four", "three four five"], windows[:2])[0]
         == "one two three four five"
     )
 
