@@ -369,3 +369,260 @@ def evaluate(
     return sums
 
 
+def report_results(score: Callable[[], dict], name: str, weights: str) -> None:
+    """Prints a line for all languages and, if there are several, one for each."""
+    results = score()
+    print(f"\n{name} set, {weights} (cross-entropy per token and per code)")
+    lines: dict[str, list[str]] = {}
+    for key, (total, count) in results.items():
+        term, _, language = key.partition("_")
+        lines.setdefault(language or "all", []).append(f"{term} {total / max(1, count):.3f}")
+    for language, values in lines.items():
+        print(f"  {language}: {'  '.join(values)}")
+
+
+# --- model ----------------------------------------------------------------------------------------
+
+
+def first_model(
+    args, setup: device.Setup, info: ModelInfo, weights: dict[str, torch.Tensor] | None
+) -> GPT:
+    """The model that training starts with. Raises `UsageError`, and `RunError` if the disk is too
+    small for its checkpoints."""
+    device.seed_everything(args.seed)  # the DVAE's training has drawn random numbers
+    model = make_model(info.config, weights, args.dropout)
+    if args.freeze_layers > len(model.gpt.h):
+        raise UsageError(
+            f"--freeze_layers {args.freeze_layers}: the GPT has {len(model.gpt.h)} layers"
+        )
+    for block in model.gpt.h[: args.freeze_layers]:
+        block.requires_grad_(False)
+    # In a short training a small conditioning encoder, which began at random, unlearns the voices.
+    if not (info.pretrained or info.config["hifigan"]):
+        model.conditioning_encoder.requires_grad_(False)
+    use_sdpa(model, args.sdpa)
+    print(f"attention: {attention_kernel(model, setup.device, setup.dtype)}")
+    parameters, trainable = optim.count_parameters(model)
+    preflight.require_disk(args, model)
+    print(f"model: {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M of them trained")
+    return model
+
+
+@torch.no_grad()
+def fit(
+    info: ModelInfo, frozen: Frozen, added: int, seed: int, model: GPT, data: Utterances
+) -> None:
+    """What a new model takes from some training utterances: the scale of a random conditioning
+    encoder, and the biases of the `added` tokens. What all voices share would be much larger than
+    their differences otherwise, and a short training learns to ignore the voice then."""
+    items = splits.some_items(data, seed, FITTED)
+    where = frozen.conditioning_mel.mel_stats.device
+    model.to(where)
+    if not info.pretrained:
+        slices = torch.stack([item["slice"] for item in items]).to(where)
+        model.fit_conditioning(frozen.conditioning_mel(slices))
+    if added:
+
+        def forward() -> None:
+            for batch in to_device([collate([item]) for item in items], where):
+                token_losses(model, batch, frozen)
+
+        new_tokens.fit_new_tokens(model, added, forward)
+
+
+def train_dvae(args, corpora: dict[str, Corpus], config: dict) -> Path:
+    """Trains the DVAE of a model from scratch in two runs, without a codebook and then with one.
+    Returns the folder of its weights. Runs that are complete are only read."""
+    data = {
+        name: codec_training.Crops(corpora[name], args.seed, training=name == "train")
+        for name in ("train", "val")
+    }
+    tensors = None
+    for stage, steps in codec_training.STEPS.items():
+        flags = {**codec_training.FLAGS, "max_steps": steps, "eval_every": steps // 4}
+        own = options.for_stage(args, stage, **flags)
+        print(f"\nDVAE, {stage}: {own.max_steps} updates")
+        run = begin(own, RECIPE)
+        model = codec_training.Coder(config, quantised=stage == "dvae")
+        task = Task(
+            RECIPE,
+            codec_training.compute_loss,
+            codec_training.LOSS_WEIGHTS,
+            codec_training.evaluate,
+            codec_training.ModelInfo(stage, config, own.max_steps),
+            splits.RunInfo(held_out=[], longest=0.0, demo=False),
+            metric="l1",
+            fit=functools.partial(codec_training.fit, own.seed, tensors),
+        )
+        global_batches = GlobalBatches(own, data["train"], codec_training.collate, run.setup)
+        eval_batches = EvalBatches(own, data["val"], codec_training.collate, run.setup)
+        train(own, run, model, task, global_batches, eval_batches)
+        finish(own, run, model, task, eval_batches, lambda weights: print(f"\nDVAE: {weights}"))
+        run.setup.ranks.gather(None)  # the first rank has written the best weights
+        best = own.checkpoint_dir / "best.safetensors"
+        tensors = checkpoint.read_weights(best, RECIPE).model
+        del model, task
+        memory.free_memory(run.setup.device)
+    return own.checkpoint_dir
+
+
+# --- speaking -------------------------------------------------------------------------------------
+
+
+def trained(asked: start.Options, setup: device.Setup) -> tuple[ModelInfo, Synthesiser, Saved | None]:
+    """The model of --resume, of --model_dir, or of the best evaluation, ready to be used, and its
+    checkpoint, None for a released model."""
+    info, weights, frozen, saved = start.use(asked)
+    model = make_model(info.config, weights).to(setup.device).eval()
+    frozen.to(setup.device)
+    return info, Synthesiser(model, frozen, texts.Texts(info), most_text(info.config)), saved
+
+
+def synthesise(args, asked: start.Options) -> None:
+    """--synthesize: a wav for each text."""
+    sampling = speaking.resolve(args)
+    setup = device.setup(args, quiet=True)
+    _, by, _ = trained(asked, setup)
+    clips = speaking.read_references(args.speaker_wav, setup.device)
+    lines = [by.texts.check(line) for line in texts.texts_of(args.synthesize)]
+    with setup.autocast():
+        voice = speaking.voice_of(by.model, by.frozen, clips)
+        for number, line in enumerate(lines, 1):
+            waveform = speaking.speak(by, line, voice, sampling)
+            path = speaking.numbered(args.output, number, len(lines))
+            write_wav(path, int16(waveform), by.frozen.rate)
+            print(f"{path}: {len(waveform) / by.frozen.rate:.2f} s")
+
+
+def export_and_speak(
+    args, run: Run, info: ModelInfo, by: Synthesiser, corpora: dict[str, Corpus]
+) -> None:
+    """--export, and sentences that the model has not learned, each in the voice of a training clip
+    of its speaker."""
+    count, sampling = 20, GREEDY
+    if by.frozen.vocoder:
+        count, sampling = 2, Sampling(seed=args.seed)
+    if args.speak_held_out is not None:
+        count = args.speak_held_out
+    if not (args.export or count):
+        return
+    voices = speaking.speakers_of(corpora["train"])
+    if args.export:
+        start.export(args.export, info, by.model.state_dict(), by.frozen, voices)
+    if count:
+        corpus = corpora["val"].select(np.arange(min(count, len(corpora["val"]))))
+        folder = Path(args.output_dir) / "speech"
+        by.frozen.to(run.setup.device)
+        with run.setup.autocast():
+            print(speaking.speak_corpus(folder, by, corpus, voices, sampling))
+
+
+# --- without training -----------------------------------------------------------------------------
+
+
+def look_only(args, asked: start.Options) -> None:
+    """--show_text, or --check_data."""
+    info, saved = start.known_info(asked)
+    data, corpora = read_data(args, saved) if args.check_data else (None, {})
+    if info is None:
+        reader = texts.FrontEnd(asked.language, asked.text)
+        config = start.formats.SIZES["full"]
+    else:
+        if saved is None and "train" in corpora:
+            train_texts = corpora["train"].texts
+            info, _, _ = new_tokens.extend(info, None, train_texts, asked.text)
+        reader = texts.Texts(info, is_new=saved is None)
+        config = info.config
+    if args.show_text:
+        texts.show(args.show_text, reader, most_text(config))
+    else:
+        splits.say_checked(check_corpora(data, corpora, reader, config))
+
+
+@torch.no_grad()
+def evaluate_only(args, asked: start.Options) -> None:
+    """--evaluate on the test set, or the evaluation set; --export alone."""
+    setup = device.setup(args)
+    info, by, saved = trained(asked, setup)
+    if args.export:
+        return start.export(args.export, info, by.model.state_dict(), by.frozen, {})
+    data, corpora = read_data(args, saved)
+    corpora = check_corpora(data, corpora, by.texts, info.config)
+    name = "test" if "test" in corpora else "val"
+    utterances = Utterances(args, corpora[name], by.texts, info, training=False)
+    eval_batches = EvalBatches(args, utterances, collate, setup)
+    languages = by.texts.languages_of(corpora[name])
+    score = functools.partial(evaluate, by.frozen, languages, by.model, eval_batches)
+    with setup.autocast():
+        report_results(score, name, "the weights named")
+
+
+# --- main -----------------------------------------------------------------------------------------
+
+
+def main(args) -> dict | None:
+    asked = resolve(args)
+    if args.show_text or args.check_data:
+        return look_only(args, asked)
+    if args.synthesize:
+        return synthesise(args, asked)
+    if args.evaluate or released.exports_only(asked.origin):
+        return evaluate_only(args, asked)
+    run = begin(args, RECIPE)
+
+    data, read = read_data(args, run.resumed)
+    with run.model_device():
+        make_dvae = functools.partial(train_dvae, args, read)
+        info, weights, frozen = start.choose(asked, run.resumed, run.initial, make_dvae)
+        added = 0
+        if not run.resumed:
+            info, weights, added = new_tokens.extend(info, weights, read["train"].texts, asked.text)
+        model = first_model(args, run.setup, info, weights)
+    del weights
+    vocabulary = texts.Texts(info, is_new=not run.resumed)
+    corpora = check_corpora(data, read, vocabulary, info.config)
+    sets = {name: Utterances(args, corpora[name], vocabulary, info, name == "train") for name in corpora}
+
+    frozen.to(run.setup.device, speaking=False)
+    global_batches = GlobalBatches(args, sets["train"], collate, run.setup)
+    evaluation = {
+        name: EvalBatches(args, sets[name], collate, run.setup) for name in sets if name != "train"
+    }
+    scores = {
+        name: functools.partial(evaluate, frozen, vocabulary.languages_of(corpora[name]))
+        for name in evaluation
+    }
+    task = Task(
+        RECIPE,
+        functools.partial(compute_loss, frozen=frozen),
+        LOSS_WEIGHTS,
+        scores["val"],
+        info,
+        splits.run_info(data, read),
+        metric="mel",
+        fit=functools.partial(fit, info, frozen, added, args.seed),
+        learning_rate=start.learning_rate(info),
+        checkpointed=CHECKPOINTED,
+        compiled=COMPILED,
+        evaluate_first=info.pretrained,
+        decay_embeddings=False,
+        betas=BETAS,
+    )
+    train(args, run, model, task, global_batches, evaluation["val"])
+    name = "test" if "test" in evaluation else "val"
+    score = functools.partial(scores[name], model, evaluation[name].whole())
+    finish(args, run, model, task, evaluation["val"], functools.partial(report_results, score, name))
+    if run.setup.ranks.first:
+        by = Synthesiser(model, frozen, vocabulary, most_text(info.config))
+        export_and_speak(args, run, info, by, corpora)
+    return {
+        "weights": args.checkpoint_dir / "best.safetensors",
+        "logs": args.log_dir,
+        "export": args.export,
+    }
+
+
+if __name__ == "__main__":
+    parser = options.Parser(__doc__)
+    add_arguments(parser)
+    exit_with_one_line(lambda: main(parser.parse_args()) and None)

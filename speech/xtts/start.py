@@ -183,18 +183,18 @@ def resolve(args, is_demo: bool) -> Options:
 # --- the model ------------------------------------------------------------------------------------
 
 
-def family(wanted: Options) -> released.Family:
+def family(asked: Options) -> released.Family:
     return released.Family(
         model_info=ModelInfo,
-        read=functools.partial(read, wanted),
+        read=functools.partial(read, asked),
         network=lambda info: GPT(info.config),
         check=check_info,
-        conflicts=functools.partial(conflicts, wanted),
+        conflicts=functools.partial(conflicts, asked),
     )
 
 
 def choose(
-    wanted: Options,
+    asked: Options,
     resumed: Saved | None,
     initial: Saved | None,
     train_dvae: Callable[[dict], Path],
@@ -203,67 +203,67 @@ def choose(
     loads them), and the frozen parts. `resumed` and `initial` are the checkpoints of --resume and
     --init_from. `train_dvae(config)` returns the folder of a DVAE for a new model without a
     vocoder; a dry run has a random one. Raises `UsageError`."""
-    create = functools.partial(new_info, wanted, train_dvae)
-    info, weights = released.choose(wanted.origin, family(wanted), resumed, initial, create)
+    create = functools.partial(new_info, asked, train_dvae)
+    info, weights = released.choose(asked.origin, family(asked), resumed, initial, create)
     if initial:
         check_initial(initial, info)
-    return info, weights, frozen_parts(wanted.origin, info)
+    return info, weights, frozen_parts(asked.origin, info)
 
 
-def use(wanted: Options) -> tuple[ModelInfo, dict[str, torch.Tensor], Frozen, Saved | None]:
+def use(asked: Options) -> tuple[ModelInfo, dict[str, torch.Tensor], Frozen, Saved | None]:
     """A model that is not trained further: its info, the GPT's weights, the frozen parts, and the
     checkpoint that it is from, None for a released model. Raises `UsageError`."""
-    info, weights, saved = released.use(wanted.origin, family(wanted), RECIPE)
-    return info, weights, frozen_parts(wanted.origin, info), saved
+    info, weights, saved = released.use(asked.origin, family(asked), RECIPE)
+    return info, weights, frozen_parts(asked.origin, info), saved
 
 
-def known_info(wanted: Options) -> tuple[ModelInfo | None, Saved | None]:
+def known_info(asked: Options) -> tuple[ModelInfo | None, Saved | None]:
     """The info of the model that the flags name, if they name one, and the checkpoint that it is
     from. Raises `UsageError`."""
-    if wanted.origin.resume == "auto" or not (wanted.origin.resume or wanted.origin.path):
+    if asked.origin.resume == "auto" or not (asked.origin.resume or asked.origin.path):
         return None, None
-    info, _, saved = released.use(wanted.origin, family(wanted), RECIPE)
+    info, _, saved = released.use(asked.origin, family(asked), RECIPE)
     return info, saved
 
 
-def read(wanted: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+def read(asked: Options, folder: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
     """The info and the GPT's weights of a released model, with a token for the language."""
     groups, config, extras = formats.read_model(folder)
-    if wanted.version and VERSIONS[wanted.version] != config["text_tokens"]:
+    if asked.version and VERSIONS[asked.version] != config["text_tokens"]:
         raise UsageError(
-            f"--version {wanted.version}: its vocabulary has {VERSIONS[wanted.version]} tokens, and"
+            f"--version {asked.version}: its vocabulary has {VERSIONS[asked.version]} tokens, and"
             f" these weights have {config['text_tokens']}"
         )
     weights = groups["gpt"]
-    if wanted.custom_model:
-        weights = formats.read_custom(wanted.custom_model, config)
+    if asked.custom_model:
+        weights = formats.read_custom(asked.custom_model, config)
     info = ModelInfo(
         stage="gpt",
         config=config,
         vocab=extras["vocab"],
-        language=wanted.language,
+        language=asked.language,
         carried=False,
-        text=new_text(wanted),
+        text=new_text(asked),
         reads_stop=False,
-        condition=wanted.condition or "same",
+        condition=asked.condition or "same",
         slice=SLICES["full"],
         pretrained=True,
         settings=extras["config"],
-        licence=extras["licence"] or wanted.custom_model is not None,
+        licence=extras["licence"] or asked.custom_model is not None,
         model_dir=os.path.abspath(folder),
         dvae=frozen.digest(groups["dvae"]),
     )
     return new_tokens.add_language(info, weights)
 
 
-def new_info(wanted: Options, train_dvae: Callable[[dict], Path]) -> ModelInfo:
+def new_info(asked: Options, train_dvae: Callable[[dict], Path]) -> ModelInfo:
     """The info of a model from scratch, after the training of its DVAE."""
-    config = wanted.origin.size
-    require_vocoder(wanted.origin, config)
+    config = asked.origin.size
+    require_vocoder(asked.origin, config)
     vocab = new_vocabulary(
-        texts.CHARACTERS, [texts.CARRIER, wanted.language], config["text_tokens"]
+        texts.CHARACTERS, [texts.CARRIER, asked.language], config["text_tokens"]
     )
-    if config["hifigan"] or wanted.planned:
+    if config["hifigan"] or asked.planned:
         folder = None
         groups = frozen.random_groups(config)
     else:
@@ -273,12 +273,12 @@ def new_info(wanted: Options, train_dvae: Callable[[dict], Path]) -> ModelInfo:
         stage="gpt",
         config={**config, "start_text": Vocabulary(vocab).start},
         vocab=vocab,
-        language=wanted.language,
-        carried=wanted.language != texts.CARRIER,
-        text=new_text(wanted),
+        language=asked.language,
+        carried=asked.language != texts.CARRIER,
+        text=new_text(asked),
         reads_stop=True,
-        condition=wanted.condition or "other",
-        slice=SLICES[wanted.origin.size_name],
+        condition=asked.condition or "other",
+        slice=SLICES[asked.origin.size_name],
         pretrained=False,
         settings={},
         licence=False,
@@ -287,9 +287,9 @@ def new_info(wanted: Options, train_dvae: Callable[[dict], Path]) -> ModelInfo:
     )
 
 
-def new_text(wanted: Options) -> texts.TextOptions:
+def new_text(asked: Options) -> texts.TextOptions:
     """How a new model reads, whose vocabulary is not extended yet."""
-    return replace(wanted.text, extend_vocab=None, vocab_size=texts.VOCAB_SIZE)
+    return replace(asked.text, extend_vocab=None, vocab_size=texts.VOCAB_SIZE)
 
 
 def check_info(info: ModelInfo, name: str) -> None:
@@ -304,17 +304,17 @@ def check_info(info: ModelInfo, name: str) -> None:
         )
 
 
-def conflicts(wanted: Options, info: ModelInfo, saved: Saved) -> list[str]:
+def conflicts(asked: Options, info: ModelInfo, saved: Saved) -> list[str]:
     """The flags that contradict a checkpoint, each with what the checkpoint has instead."""
-    origin = wanted.origin
+    origin = asked.origin
     if not info.pretrained and info.model_dir:
         origin = replace(origin, path=None)  # --model_dir names the folder of the model's own DVAE
     found = released.conflicts(origin, info, SIZED)
-    if "language" in origin.given and wanted.language != info.language:
-        found.append(f"--language {wanted.language} (the checkpoint has {info.language})")
-    if wanted.condition not in (None, info.condition):
-        found.append(f"--condition {wanted.condition} (the checkpoint has {info.condition})")
-    return found + texts.conflicts(origin.given, wanted.text, info.text)
+    if "language" in origin.given and asked.language != info.language:
+        found.append(f"--language {asked.language} (the checkpoint has {info.language})")
+    if asked.condition not in (None, info.condition):
+        found.append(f"--condition {asked.condition} (the checkpoint has {info.condition})")
+    return found + texts.conflicts(origin.given, asked.text, info.text)
 
 
 def check_initial(initial: Saved, info: ModelInfo) -> None:
