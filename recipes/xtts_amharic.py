@@ -45,7 +45,7 @@ from common.loop import Run, Task, begin, finish, train
 from speech import checks, demo, released, splits, text
 from speech.audio import int16, read_utterance, write_wav
 from speech.columns import Corpus
-from speech.xtts import codec_training, new_tokens, speaking, start, texts
+from speech.xtts import codec_training, formats, new_tokens, speaking, start, texts
 from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from speech.xtts.decoding import GREEDY, Sampling
 from speech.xtts.frozen import Frozen
@@ -55,6 +55,7 @@ from speech.xtts.start import ModelInfo
 
 RECIPE = "xtts_amharic"
 LOSS_WEIGHTS = {"text": 0.01, "mel": 1.0}
+TRAINING = ("freeze_layers", "dropout", "sdpa", "speak_held_out")  # flags for training alone
 STOPS = 4  # STOP targets after the codes, as the released model was trained
 BETAS = (0.9, 0.96)
 MAX_SAMPLES = 255_995  # of a clip at 22.05 kHz
@@ -139,8 +140,9 @@ def resolve(args) -> start.Options:
 
 
 def read_data(args, saved: Saved | None) -> tuple[splits.DataOptions, dict[str, Corpus]]:
-    """What the data flags ask for, and the corpora "train", "val" and, if there is one, "test".
-    What the run of the checkpoint `saved` held out is held out again."""
+    """What the data flags ask for, and the corpora "train", "val" and, if there is one, "test"; the
+    demo's if no manifest is given. What the run that `saved` a checkpoint held out is held out
+    again."""
     run_info = released.read_run_info(splits.RunInfo, saved)
     held_out = run_info.held_out if run_info else ()
     data = splits.resolve(args, held_out, for_synthesis=True)
@@ -216,6 +218,9 @@ class Utterances:
         codes = np.ceil(self.corpus.seconds * SAMPLE_RATE / SAMPLES_PER_CODE)
         positions = codes + [len(tokens) for tokens in self.tokens] + 32
         return np.ceil(positions * SAMPLES_PER_CODE / SAMPLE_RATE)
+
+    def text_length(self, index: int) -> int:
+        return len(self.tokens[index])
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), the slice (S,), and the codes (first, last)
@@ -362,16 +367,23 @@ def evaluate(
         for spoken, losses in memory.split_on_oom(losses_of, batch, where):
             for name, (values, rows) in losses.items():
                 for row, language in enumerate(spoken):
-                    own = values[rows == row]
+                    own = values[rows == row].tolist()
                     for key in [name, f"{name}_{language}"] if several else [name]:
                         total, count = sums[key]
-                        sums[key] = total + float(own.sum()), count + len(own)
+                        sums[key] = sum(own, start=total), count + len(own)
     return sums
 
 
-def report_results(score: Callable[[], dict], name: str, weights: str) -> None:
-    """Prints a line for all languages and, if there are several, one for each."""
-    results = score()
+def report_results(
+    by: Synthesiser,
+    evaluation: dict[str, EvalBatches],
+    languages: dict[str, list[str]],
+    weights: str,
+) -> None:
+    """The losses of `weights` on the test set or, without one, on the evaluation set: a line for
+    all languages and, if there are several, one for each."""
+    name = "test" if "test" in evaluation else "val"
+    results = evaluate(by.frozen, languages[name], by.model, evaluation[name].whole())
     print(f"\n{name} set, {weights} (cross-entropy per token and per code)")
     lines: dict[str, list[str]] = {}
     for key, (total, count) in results.items():
@@ -385,12 +397,20 @@ def report_results(score: Callable[[], dict], name: str, weights: str) -> None:
 
 
 def first_model(
-    args, setup: device.Setup, info: ModelInfo, weights: dict[str, torch.Tensor] | None
-) -> GPT:
-    """The model that training starts with. Raises `UsageError`, and `RunError` if the disk is too
-    small for its checkpoints."""
-    device.seed_everything(args.seed)  # the DVAE's training has drawn random numbers
-    model = make_model(info.config, weights, args.dropout)
+    args, asked: start.Options, run: Run, data: splits.DataOptions, corpora: dict[str, Corpus]
+) -> tuple[ModelInfo, Synthesiser, int]:
+    """The model that training starts with, all that it takes to use it, and how many tokens were
+    added to its vocabulary. Raises `UsageError`, and `RunError` if the disk is too small for
+    checkpoints."""
+    make_dvae = functools.partial(train_dvae, args, data, corpora)
+    added = 0
+    with run.model_device():
+        info, weights, frozen = start.choose(asked, run.resumed, run.initial, make_dvae)
+        if not run.resumed:
+            train_texts = corpora["train"].texts
+            info, weights, added = new_tokens.extend(info, weights, train_texts, asked.text)
+        device.seed_everything(args.seed)  # the DVAE's training has drawn random numbers
+        model = make_model(info.config, weights, args.dropout)
     if args.freeze_layers > len(model.gpt.h):
         raise UsageError(
             f"--freeze_layers {args.freeze_layers}: the GPT has {len(model.gpt.h)} layers"
@@ -401,11 +421,13 @@ def first_model(
     if not (info.pretrained or info.config["hifigan"]):
         model.conditioning_encoder.requires_grad_(False)
     use_sdpa(model, args.sdpa)
-    print(f"attention: {attention_kernel(model, setup.device, setup.dtype)}")
-    parameters, trainable = optim.count_parameters(model)
     preflight.require_disk(args, model)
+    print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
+    parameters, trainable = optim.count_parameters(model)
     print(f"model: {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M of them trained")
-    return model
+    frozen.to(run.setup.device, speaking=False)
+    vocabulary = texts.Texts(info, is_new=not run.resumed)
+    return info, Synthesiser(model, frozen, vocabulary, most_text(info.config)), added
 
 
 @torch.no_grad()
@@ -430,13 +452,11 @@ def fit(
         new_tokens.fit_new_tokens(model, added, forward)
 
 
-def train_dvae(args, corpora: dict[str, Corpus], config: dict) -> Path:
+def train_dvae(args, data: splits.DataOptions, corpora: dict[str, Corpus], config: dict) -> Path:
     """Trains the DVAE of a model from scratch in two runs, without a codebook and then with one.
     Returns the folder of its weights. Runs that are complete are only read."""
-    data = {
-        name: codec_training.Crops(corpora[name], args.seed, training=name == "train")
-        for name in ("train", "val")
-    }
+    crops = codec_training.Crops(corpora["train"], args.seed, training=True)
+    eval_crops = codec_training.Crops(corpora["val"], args.seed, training=False)
     tensors = None
     for stage, steps in codec_training.STEPS.items():
         flags = {**codec_training.FLAGS, "max_steps": steps, "eval_every": steps // 4}
@@ -450,12 +470,12 @@ def train_dvae(args, corpora: dict[str, Corpus], config: dict) -> Path:
             codec_training.LOSS_WEIGHTS,
             codec_training.evaluate,
             codec_training.ModelInfo(stage, config, own.max_steps),
-            splits.RunInfo(held_out=[], longest=0.0, demo=False),
+            splits.run_info(data, corpora),
             metric="l1",
             fit=functools.partial(codec_training.fit, own.seed, tensors),
         )
-        global_batches = GlobalBatches(own, data["train"], codec_training.collate, run.setup)
-        eval_batches = EvalBatches(own, data["val"], codec_training.collate, run.setup)
+        global_batches = GlobalBatches(own, crops, codec_training.collate, run.setup)
+        eval_batches = EvalBatches(own, eval_crops, codec_training.collate, run.setup)
         train(own, run, model, task, global_batches, eval_batches)
         finish(own, run, model, task, eval_batches, lambda weights: print(f"\nDVAE: {weights}"))
         run.setup.ranks.gather(None)  # the first rank has written the best weights
@@ -469,7 +489,9 @@ def train_dvae(args, corpora: dict[str, Corpus], config: dict) -> Path:
 # --- speaking -------------------------------------------------------------------------------------
 
 
-def trained(asked: start.Options, setup: device.Setup) -> tuple[ModelInfo, Synthesiser, Saved | None]:
+def trained(
+    asked: start.Options, setup: device.Setup
+) -> tuple[ModelInfo, Synthesiser, Saved | None]:
     """The model of --resume, of --model_dir, or of the best evaluation, ready to be used, and its
     checkpoint, None for a released model."""
     info, weights, frozen, saved = start.use(asked)
@@ -526,7 +548,7 @@ def look_only(args, asked: start.Options) -> None:
     data, corpora = read_data(args, saved) if args.check_data else (None, {})
     if info is None:
         reader = texts.FrontEnd(asked.language, asked.text)
-        config = start.formats.SIZES["full"]
+        config = formats.SIZES["full"]
     else:
         if saved is None and "train" in corpora:
             train_texts = corpora["train"].texts
@@ -550,11 +572,21 @@ def evaluate_only(args, asked: start.Options) -> None:
     corpora = check_corpora(data, corpora, by.texts, info.config)
     name = "test" if "test" in corpora else "val"
     utterances = Utterances(args, corpora[name], by.texts, info, training=False)
-    eval_batches = EvalBatches(args, utterances, collate, setup)
-    languages = by.texts.languages_of(corpora[name])
-    score = functools.partial(evaluate, by.frozen, languages, by.model, eval_batches)
+    evaluation = {name: EvalBatches(args, utterances, collate, setup)}
+    languages = {name: by.texts.languages_of(corpora[name])}
     with setup.autocast():
-        report_results(score, name, "the weights named")
+        report_results(by, evaluation, languages, "the weights named")
+
+
+def command_of(args, asked: start.Options) -> Callable | None:
+    """What the flags ask for in place of a training; None for a training."""
+    if args.show_text or args.check_data:
+        return look_only
+    if args.synthesize:
+        return synthesise
+    if args.evaluate or released.exports_only(asked.origin):
+        return evaluate_only
+    return None
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -562,45 +594,31 @@ def evaluate_only(args, asked: start.Options) -> None:
 
 def main(args) -> dict | None:
     asked = resolve(args)
-    if args.show_text or args.check_data:
-        return look_only(args, asked)
-    if args.synthesize:
-        return synthesise(args, asked)
-    if args.evaluate or released.exports_only(asked.origin):
-        return evaluate_only(args, asked)
+    if command := command_of(args, asked):
+        return command(args, asked)
     run = begin(args, RECIPE)
 
     data, read = read_data(args, run.resumed)
-    with run.model_device():
-        make_dvae = functools.partial(train_dvae, args, read)
-        info, weights, frozen = start.choose(asked, run.resumed, run.initial, make_dvae)
-        added = 0
-        if not run.resumed:
-            info, weights, added = new_tokens.extend(info, weights, read["train"].texts, asked.text)
-        model = first_model(args, run.setup, info, weights)
-    del weights
-    vocabulary = texts.Texts(info, is_new=not run.resumed)
-    corpora = check_corpora(data, read, vocabulary, info.config)
-    sets = {name: Utterances(args, corpora[name], vocabulary, info, name == "train") for name in corpora}
+    info, by, added = first_model(args, asked, run, data, read)
+    corpora = check_corpora(data, read, by.texts, info.config)
+    sets = {}
+    for name, corpus in corpora.items():
+        sets[name] = Utterances(args, corpus, by.texts, info, training=name == "train")
 
-    frozen.to(run.setup.device, speaking=False)
     global_batches = GlobalBatches(args, sets["train"], collate, run.setup)
     evaluation = {
         name: EvalBatches(args, sets[name], collate, run.setup) for name in sets if name != "train"
     }
-    scores = {
-        name: functools.partial(evaluate, frozen, vocabulary.languages_of(corpora[name]))
-        for name in evaluation
-    }
+    languages = {name: by.texts.languages_of(corpora[name]) for name in evaluation}
     task = Task(
         RECIPE,
-        functools.partial(compute_loss, frozen=frozen),
+        functools.partial(compute_loss, frozen=by.frozen),
         LOSS_WEIGHTS,
-        scores["val"],
+        functools.partial(evaluate, by.frozen, languages["val"]),
         info,
         splits.run_info(data, read),
         metric="mel",
-        fit=functools.partial(fit, info, frozen, added, args.seed),
+        fit=functools.partial(fit, info, by.frozen, added, args.seed),
         learning_rate=start.learning_rate(info),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
@@ -608,18 +626,13 @@ def main(args) -> dict | None:
         decay_embeddings=False,
         betas=BETAS,
     )
-    train(args, run, model, task, global_batches, evaluation["val"])
-    name = "test" if "test" in evaluation else "val"
-    score = functools.partial(scores[name], model, evaluation[name].whole())
-    finish(args, run, model, task, evaluation["val"], functools.partial(report_results, score, name))
+    train(args, run, by.model, task, global_batches, evaluation["val"])
+    report = functools.partial(report_results, by, evaluation, languages)
+    finish(args, run, by.model, task, evaluation["val"], report)
     if run.setup.ranks.first:
-        by = Synthesiser(model, frozen, vocabulary, most_text(info.config))
         export_and_speak(args, run, info, by, corpora)
-    return {
-        "weights": args.checkpoint_dir / "best.safetensors",
-        "logs": args.log_dir,
-        "export": args.export,
-    }
+    weights = args.checkpoint_dir / "best.safetensors"
+    return {"weights": weights, "logs": args.log_dir, "export": args.export}
 
 
 if __name__ == "__main__":

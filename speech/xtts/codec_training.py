@@ -188,9 +188,11 @@ def kmeans(vectors: torch.Tensor, count: int, generator: torch.Generator) -> tor
 # --- a trained DVAE -------------------------------------------------------------------------------
 
 
-def read_dvae(recipe: str, config: dict, folders: list[Path], expected: dict) -> dict:
+def read_dvae(
+    recipe: str, config: dict, folders: list[Path], expected: dict
+) -> tuple[dict, ModelInfo]:
     """The weights of the DVAE that was trained into the first of `folders` that has one, as
-    `formats.read_frozen` returns them. `expected`: the shapes of its tensors. Raises
+    `formats.read_frozen` returns them, and its info. `expected`: the shapes of its tensors. Raises
     `UsageError`."""
     paths = [folder / "best.safetensors" for folder in folders]
     found = [path for path in paths if path.exists()]
@@ -201,11 +203,6 @@ def read_dvae(recipe: str, config: dict, folders: list[Path], expected: dict) ->
     path = found[0]
     saved = checkpoint.read_weights(path, recipe, "--model_dir")
     info = records.read(ModelInfo, saved.model_info, path)
-    if info.updates < STEPS["dvae"]:
-        print(
-            f"warning: the DVAE of this model had {info.updates} of {STEPS['dvae']} updates, so"
-            " speech is rough; a new --output_dir trains another"
-        )
     # in a dry run without values, on the device "meta"
     tensors = {name: w.to(torch.get_default_device()) for name, w in saved.model.items()}
     stats = tensors.pop("mel.mel_stats", torch.zeros(0))
@@ -217,4 +214,4 @@ def read_dvae(recipe: str, config: dict, folders: list[Path], expected: dict) ->
     model_files.check_shapes(dvae, expected, path, "XTTS")
     if stats.shape != (config["mel_channels"],):
         raise UsageError(f"{path}: it has not the deviations of {config['mel_channels']} bands")
-    return {"dvae": dvae, "hifigan_decoder": {}, "mel_stats": stats}
+    return {"dvae": dvae, "hifigan_decoder": {}, "mel_stats": stats}, info

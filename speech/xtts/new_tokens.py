@@ -12,7 +12,7 @@ import torch
 
 from common.errors import UsageError
 from speech import amharic
-from speech.xtts.texts import CARRIER, Texts
+from speech.xtts.texts import CARRIER, TextOptions, Texts
 from speech.xtts.tokenizer import Vocabulary, add_pieces, add_tokens, learn_merges, new_rows
 
 SEED = 0  # of the row of a language
@@ -39,11 +39,12 @@ def add_language(info, weights: Weights):
     return _with_rows(info, weights, SEED)
 
 
-def extend(info, weights: Weights, texts: Iterable[str], kind: str | None, size: int):
-    """The info and weights of a new model whose vocabulary is extended by the characters of the
-    training `texts` that it lacks and, if `kind` is "bpe", by pieces of Ethiopic words, `size`
-    tokens at most; and the number of new tokens. Without a `kind` they stay the same. Texts without
-    the new characters keep their tokens. Raises `UsageError`."""
+def extend(info, weights: Weights, texts: Iterable[str], asked: TextOptions):
+    """The info and weights of a new model whose vocabulary is extended, as `asked`, by the
+    characters of the training `texts` that it lacks and by pieces of Ethiopic words; and the number
+    of new tokens. Texts without the new characters keep their tokens. Raises `UsageError`."""
+    kind = asked.extend_vocab
+    size = asked.vocab_size
     if not kind:
         return info, weights, 0
     words, count = _count_words(Texts(info), texts)

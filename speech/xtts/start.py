@@ -22,6 +22,7 @@ from speech.xtts.tokenizer import LANGUAGE, Vocabulary, new_vocabulary
 
 RECIPE = "xtts_amharic"  # in checkpoints
 DVAE_FOLDER = "dvae"  # beside the checkpoints of a model from scratch
+DVAE_UPDATES = codec_training.STEPS["dvae"]
 FORMS = Forms(
     family="XTTS-v2",
     folder=f"a folder with Coqui's {', '.join(formats.FILES)}",
@@ -260,15 +261,13 @@ def new_info(asked: Options, train_dvae: Callable[[dict], Path]) -> ModelInfo:
     """The info of a model from scratch, after the training of its DVAE."""
     config = asked.origin.size
     require_vocoder(asked.origin, config)
-    vocab = new_vocabulary(
-        texts.CHARACTERS, [texts.CARRIER, asked.language], config["text_tokens"]
-    )
+    vocab = new_vocabulary(texts.CHARACTERS, [texts.CARRIER, asked.language], config["text_tokens"])
     if config["hifigan"] or asked.planned:
         folder = None
         groups = frozen.random_groups(config)
     else:
         folder = os.path.abspath(train_dvae(config))
-        groups = read_dvae(config, [Path(folder)])
+        groups, _ = read_dvae(config, [Path(folder)])
     return ModelInfo(
         stage="gpt",
         config={**config, "start_text": Vocabulary(vocab).start},
@@ -358,7 +357,12 @@ def frozen_parts(origin: Origin, info: ModelInfo) -> Frozen:
     else:
         # The run's folder may have moved.
         beside = [] if origin.path else [checkpoints_of(origin) / DVAE_FOLDER]
-        groups = read_dvae(info.config, [*beside, Path(folder)])
+        groups, dvae_info = read_dvae(info.config, [*beside, Path(folder)])
+        if dvae_info.updates < DVAE_UPDATES:
+            print(
+                f"warning: the DVAE of this model had {dvae_info.updates} of {DVAE_UPDATES} updates,"
+                " so speech is rough; a new --output_dir trains another"
+            )
     if frozen.digest(groups["dvae"]) not in ("", info.dvae):
         raise UsageError(
             "the DVAE is not the one that this GPT learned the codes of: name the same --model_dir"
@@ -374,7 +378,7 @@ def checkpoints_of(origin: Origin) -> Path:
     return origin.checkpoint_dir if origin.resume in (None, "auto") else Path(origin.resume).parent
 
 
-def read_dvae(config: dict, folders: list[Path]) -> dict:
+def read_dvae(config: dict, folders: list[Path]) -> tuple[dict, codec_training.ModelInfo]:
     return codec_training.read_dvae(
         RECIPE, config, folders, formats.expected_shapes(config)["dvae"]
     )
