@@ -279,7 +279,7 @@ class Texts:
         """Returns the text of --synthesize as it is. Raises `UsageError` if the model cannot read
         it, and warns of characters that the vocabulary lacks."""
         if fault := self.fault(text, None, math.inf):
-            raise UsageError(f"--synthesize: {', '.join(fault)}")
+            raise UsageError(f"--synthesize: {': '.join(fault)}")
         self.warn(text)
         return text
 
