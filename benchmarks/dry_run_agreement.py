@@ -109,7 +109,7 @@ def konkani(case: Case) -> tuple:
     }
     batch = recipe.collate([item] * case.clips)
     return (
-        recipe.Conformer({**recipe.SHAPE, **shape}),
+        recipe.Conformer({**recipe.DEFAULTS, **shape}),
         recipe.compute_loss,
         recipe.LOSS_WEIGHTS,
         batch,

@@ -153,7 +153,7 @@ def child(who: str, size: str, args) -> None:
             "decoder_layers": decoder,
             "vocabulary": VOCABULARY,
         }
-        model, loss = recipe.Conformer({**recipe.SHAPE, **config}), recipe.compute_loss
+        model, loss = recipe.Conformer({**recipe.DEFAULTS, **config}), recipe.compute_loss
     else:
         model, loss = PlainConformer(d, encoder, decoder), plain_loss
     tokens = torch.randint(0, VOCABULARY, (args.characters,))

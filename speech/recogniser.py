@@ -21,6 +21,7 @@ from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
 from speech.text import for_scoring, style
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
+REPORTS = ("transcripts.jsonl",)  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
 SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
@@ -79,9 +80,15 @@ def add_augmentation(parser) -> None:
 def add_arguments(
     parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
 ) -> None:
-    """The flags of a recogniser that decodes by `methods`, `method` by default, with those of
-    augmentation."""
+    """The flags of augmentation and of decoding."""
     add_augmentation(parser)
+    add_decoding(parser, methods, method, beam_size)
+
+
+def add_decoding(
+    parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
+) -> None:
+    """The flags of a recogniser that decodes by `methods`, `method` by default."""
     decoding = parser.add_argument_group("decoding and transcribing")
     if methods:
         decoding.add_argument(
@@ -126,14 +133,13 @@ def add_arguments(
 
 def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
     """Fills in the defaults of these flags and returns what they ask for, also after
-    `add_augmentation` alone. Augmentation is on, unless the recipe does not augment by default
+    `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not augment by default
     (`augments`), and except in a demo, whose voices hardly vary; a plan without data is of training
     with augmentation. `beam_size` is the default. Raises `UsageError`."""
     augment = augments and (not is_demo or options.plans(args))
-    if args.spec_augment is None:
-        args.spec_augment = augment
-    if args.speed_perturbation is None:
-        args.speed_perturbation = augment
+    for name in ("spec_augment", "speed_perturbation"):
+        if getattr(args, name, False) is None:
+            setattr(args, name, augment)
     if beam_size and args.beam_size is None:
         args.beam_size = beam_size
     output = getattr(args, "output", None)

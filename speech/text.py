@@ -11,6 +11,11 @@ MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
 # they shape glyphs, so they are kept for training, but are not heard, so scoring removes them
 JOINERS = "\u200c\u200d"
 
+STATE = (  # what `state()` of a tokenizer returns
+    {"kind": {"sentencepiece"}, "model": str},
+    {"kind": {"vocab_file"}, "characters": [str]},
+)
+
 
 def normalise(text: str) -> str:
     """For training: NFC, no control characters or byte-order marks, single spaces. Keeps case,

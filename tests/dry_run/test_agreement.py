@@ -101,7 +101,7 @@ def items(rate: int = SAMPLE_RATE, seconds: float = 2.0, **others) -> list[dict]
 
 def konkani() -> Case:
     config = {
-        **konkani_conformer.SHAPE,
+        **konkani_conformer.DEFAULTS,
         "d_model": 96,
         "encoder_layers": 2,
         "decoder_layers": 2,

@@ -180,20 +180,22 @@ def kill(process: processes.Process | subprocess.Popen, may_have_ended: bool = F
     assert status == -signal.SIGKILL or (may_have_ended and status == 0), status
 
 
-def newest(folder: Path, recipe) -> dict:
-    """The content of the newest checkpoint of a run with --output_dir `folder`."""
+def newest(folder: Path, recipe) -> checkpoint.Saved:
+    """The newest checkpoint of a run with --output_dir `folder`."""
     return checkpoint.read(checkpoint.list_checkpoints(folder / "checkpoints")[0], recipe.RECIPE)
 
 
-def assert_same_state(a: dict, b: dict) -> None:
+def assert_same_state(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
     """That two checkpoints are equal to the bit: position, evaluations, weights, optimizer."""
-    assert a["progress"] == b["progress"]
-    assert a["model"].keys() == b["model"].keys() and a["optimizer"].keys() == b["optimizer"].keys()
-    for name, weight in a["model"].items():
-        assert torch.equal(weight, b["model"][name]), name
-    for name, state in a["optimizer"].items():
+    assert a.state["progress"] == b.state["progress"]
+    assert a.model.keys() == b.model.keys()
+    for name, weight in a.model.items():
+        assert torch.equal(weight, b.model[name]), name
+    ours, others = a.state["optimizer"], b.state["optimizer"]
+    assert ours.keys() == others.keys()
+    for name, state in ours.items():
         for key, value in state.items():
-            assert torch.equal(value, b["optimizer"][name][key]), (name, key)
+            assert torch.equal(value, others[name][key]), (name, key)
 
 
 def error_lines(out: str) -> list[str]:
