@@ -656,7 +656,7 @@ def test_what_is_not_exported(config, change, reason, tmp_path):
 
 
 def test_another_vocabulary_is_not_exported(tmp_path):
-    extras = EXTRAS | {"vocab": vocabulary.add_tokens(VOCAB, ["[ti]"])}
+    extras = EXTRAS | {"vocab": tokenizer.add_tokens(VOCAB, ["[ti]"])}
     with pytest.raises(UsageError, match=rf"are \({TOKENS.size + 1}, .* but \({TOKENS.size}, "):
         formats.export(tmp_path / "out", random_groups(), CONFIG, extras, {})
 
