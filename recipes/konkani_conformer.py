@@ -690,12 +690,12 @@ def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dic
 
 
 def report_results(
-    how: recogniser.Options, tokenizer, model: Conformer, eval_batches, *title: str
+    how: recogniser.Options, tokenizer, model: Conformer, eval_batches, name: str, *weights: str
 ) -> None:
-    """Prints the error rates and examples of a set, decoded by --decoding."""
+    """Prints the error rates and examples of the set `name`, decoded by --decoding."""
     texts_of = functools.partial(final_texts, how, tokenizer, model)
     rows = recogniser.decode_texts(model, texts_of, eval_batches.whole())
-    title = (*title, f"{len(rows)} utterances", f"decoding: {how.method}")
+    title = (f"{name} set", *weights, f"{len(rows)} utterances", f"decoding: {how.method}")
     recogniser.print_results(rows, ", ".join(title), how)
 
 
@@ -746,7 +746,7 @@ def evaluate_only(args, how: recogniser.Options) -> None:
     data = Utterances(args, corpora[name], tokenizer, model.config["subsampling"], training=False)
     eval_batches = EvalBatches(args, data, collate, setup)
     with setup.autocast():
-        report_results(how, tokenizer, model, eval_batches, f"{name} set")
+        report_results(how, tokenizer, model, eval_batches, name)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -798,12 +798,11 @@ def main(args) -> None:
         fit=functools.partial(measure_features, args.seed),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
+        reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, eval_batches["val"])
     name = "test" if "test" in eval_batches else "val"
-    report = functools.partial(
-        report_results, how, tokenizer, model, eval_batches[name], f"{name} set"
-    )
+    report = functools.partial(report_results, how, tokenizer, model, eval_batches[name], name)
     finish(args, run, model, task, eval_batches["val"], report)
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch._dynamo  # the first update of an optimizer would import it, which takes two seconds
 
-from common import checkpoint, errors, loop, options, report
+from common import checkpoint, loop, options, report
 from common.errors import exit_with_one_line
 from speech.whisper import decoding
 from tests import processes
@@ -51,12 +51,6 @@ def run(recipe, *flags) -> tuple[int, str, str]:
         stack.enter_context(contextlib.redirect_stderr(err))
         stack.enter_context(mock.patch.object(report.Report, "draw", lambda self, metric: None))
         stack.enter_context(mock.patch.object(decoding, "make_search", short_search))
-        stack.enter_context(
-            mock.patch.object(errors.Output, "optional", False)
-        )  # a run in training sets it
-        stack.callback(
-            torch.set_default_device, None
-        )  # a planned run sets it, and a mistake may end it before `train`
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             stack.callback(signal.signal, number, signal.getsignal(number))
         try:

@@ -167,7 +167,9 @@ def test_killed_and_terminated_in_one_epoch_and_resumed_it_ends_with_the_same_bi
     with mock.patch.object(report.Report, "progress", progress):
         status, _, err = run(recipe, *again, "--output_dir", killed)
     assert status == 143 and "stopped by SIGTERM" in err and "--resume auto" in err, err
-    assert newest(killed, recipe).state["progress"]["step"] == 3 and not list(checkpoints.glob(".*.tmp"))
+    assert newest(killed, recipe).state["progress"]["step"] == 3 and not list(
+        checkpoints.glob(".*.tmp")
+    )
     ran(recipe, *again, "--output_dir", killed)
     assert_same_end(killed, reference)
 
@@ -409,7 +411,7 @@ MISTAKES = [  # flags, status, a part of the message
     (
         "--transcribe {here}/a.wav --verify_gpu",
         2,
-        "--verify_gpu and --transcribe: give one of them",
+        "--transcribe and --verify_gpu: give one of them",
     ),
     ("--evaluate --verify_gpu", 2, "--verify_gpu and --evaluate: give one of them"),
 ]
