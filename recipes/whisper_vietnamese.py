@@ -155,14 +155,19 @@ class Utterances:
     and both depend on (seed, epoch, index) alone."""
 
     def __init__(
-        self, args, corpus: Corpus, tokenizer: WhisperTokenizer, config: dict, training: bool
+        self,
+        args,
+        corpus: Corpus,
+        tokenizer: WhisperTokenizer,
+        info: start.ModelInfo,
+        training: bool,
     ):
         self.args = args
         self.corpus = corpus
         self.tokenizer = tokenizer
         self.training = training
-        self.longest = start.input_seconds(config)
-        most_tokens = args.max_target_tokens or config["max_target_positions"]
+        self.longest = start.input_seconds(info.config)
+        most_tokens = args.max_target_tokens or info.config["max_target_positions"]
         self.room = most_tokens - len(tokenizer.prompt)
         self.pad_from = 0  # the epoch from which --pad_share applies
 
@@ -364,7 +369,7 @@ def evaluate_only(args, asked: start.Options) -> None:
         corpora = read_data(args, before)
         name = "test" if "test" in corpora else "val"
         tokenizer, _ = start.make_search(asked, info)
-        data = Utterances(args, corpora[name], tokenizer, info.config, training=False)
+        data = Utterances(args, corpora[name], tokenizer, info, training=False)
         eval_batches = EvalBatches(args, data, collate, setup)
         with setup.autocast():
             report_results(args, asked, info, model, eval_batches, f"{name} set, the weights named")
@@ -430,7 +435,7 @@ def main(args) -> None:
     corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, info.config)
     data = {}
     for name, corpus in corpora.items():
-        data[name] = Utterances(args, corpus, tokenizer, info.config, training=name == "train")
+        data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
 
     global_batches = GlobalBatches(args, data["train"], collate, run.setup)
     evaluation = {
@@ -449,10 +454,11 @@ def main(args) -> None:
         run_info,
         metric="cer",
         fit=None if info.pretrained else fit,
-        freeze=Whisper.freeze_encoder,
+        freeze=Whisper.freeze_encoder if info.pretrained else None,
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, evaluation["val"])
     name = "test" if "test" in evaluation else "val"

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -49,14 +49,14 @@ class Options:
     transcripts are written to (None: they are printed), the longest piece of a recording in seconds
     (None: what the model reads); where results are written, and the seed that chooses examples."""
 
-    method: str | None
-    beam_size: int | None
-    transcribe: list[str]
-    output: str | None
-    piece_seconds: float | None
-    batch_size: int
-    log_dir: Path
-    seed: int
+    method: str | None = None
+    beam_size: int | None = None
+    transcribe: list[str] = field(default_factory=list)
+    output: str | None = None
+    piece_seconds: float | None = None
+    batch_size: int = 8
+    log_dir: Path = Path("logs")
+    seed: int = 0
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -133,9 +133,9 @@ def add_decoding(
 
 def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
     """Fills in the defaults of these flags and returns what they ask for, also after
-    `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not augment by default
-    (`augments`), and except in a demo, whose voices hardly vary; a plan without data is of training
-    with augmentation. `beam_size` is the default. Raises `UsageError`."""
+    `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
+    augment by default (`augments`), and except in a demo, whose voices hardly vary; a plan without
+    data is of training with augmentation. `beam_size` is the default. Raises `UsageError`."""
     augment = augments and (not is_demo or options.plans(args))
     for name in ("spec_augment", "speed_perturbation"):
         if getattr(args, name, False) is None:

@@ -4,10 +4,12 @@ demo corpus, or the stand-in of a planned run."""
 import argparse
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
@@ -47,7 +49,9 @@ class RunInfo:
     """What a checkpoint keeps about the data of its run."""
 
     held_out: list[str]  # keys of the utterances that were held out for evaluation
-    longest: float  # seconds of the longest training utterance
+    # Seconds of the longest training utterance. A file from elsewhere must not ask for pieces of
+    # recordings without a length.
+    longest: Annotated[float, lambda seconds: 0.001 <= seconds < math.inf]
     demo: bool  # whether the run trained on the demo corpus
 
 
