@@ -127,6 +127,11 @@ def noise(tmp_path_factory) -> tuple[str, Corpus]:
     return str(folder / "train.csv"), corpus
 
 
+def both(noise: tuple[str, Corpus]) -> list[str]:
+    """The noise for training and evaluation."""
+    return ["--train_manifest", noise[0], "--val_manifest", noise[0]]
+
+
 @functools.cache
 def coquis(name: str) -> dict[str, torch.Tensor]:
     """The tensors of a file of the fixtures; weights in fp32."""
@@ -655,7 +660,9 @@ def first_model(info: ModelInfo, weights: dict | None, folder: Path, *flags) -> 
     args = runs.parse(recipe, "--from_scratch", "--output_dir", folder, *flags)
     asked = recipe.resolve(args)
     with mock.patch.object(start, "choose", lambda *_: (info, weights, make_frozen())):
-        return recipe.first_model(args, asked, Run(Setup()), None, {"train": SimpleNamespace(texts=[])})[1].model
+        return recipe.first_model(
+            args, asked, Run(Setup()), None, {"train": SimpleNamespace(texts=[])}
+        )[1].model
 
 
 @pytest.mark.parametrize(
@@ -820,16 +827,12 @@ def places(tmp_path_factory, tiny) -> SimpleNamespace:
     )
 
 
+def manifests(places) -> list:
+    return ["--train_csv", places.train, "--eval_csv", places.val]
+
+
 def tuning(places, *flags) -> list:
-    return [
-        "--train_csv",
-        places.train,
-        "--eval_csv",
-        places.val,
-        "--model_dir",
-        places.model,
-        *flags,
-    ]
+    return [*manifests(places), "--model_dir", places.model, *flags]
 
 
 @pytest.fixture(scope="module")
@@ -1008,7 +1011,7 @@ def test_the_version_is_that_of_the_vocabulary(places, monkeypatch, capsys):
     for version in ("v2.0.3", "v2.0.2"):
         asked = recipe.resolve(runs.parse(recipe, *tuning(places), "--version", version))
         if version == "v2.0.3":
-            assert chosen(asked)[0]["config"]["text_tokens"] == ROWS + 1
+            assert chosen(asked)[0].config["text_tokens"] == ROWS + 1
             continue
         with pytest.raises(
             recipe.UsageError, match=f"vocabulary has 6681 tokens, and these weights have {ROWS}"
@@ -1069,17 +1072,7 @@ os.replace = killed
 
 def test_another_dvae_on_resume_is_refused(tuned, places, tmp_path):
     folder = shutil.copytree(tuned[0], tmp_path / "copy")
-    flags = [
-        "--train_csv",
-        places.train,
-        "--eval_csv",
-        places.val,
-        *PLAIN,
-        "--resume",
-        "auto",
-        "--output_dir",
-        folder,
-    ]
+    flags = [*manifests(places), *PLAIN, "--resume", "auto", "--output_dir", folder]
     status, err = refused(recipe, *flags, "--max_steps", "3", "--model_dir", places.other)
     assert status == 2 and "the DVAE is not the one that this GPT learned the codes of" in err
     assert (
@@ -1089,15 +1082,7 @@ def test_another_dvae_on_resume_is_refused(tuned, places, tmp_path):
 
 
 def test_a_run_from_scratch_and_its_frozen_parts(noise, tmp_path):
-    flags = [
-        "--train_manifest",
-        noise[0],
-        "--val_manifest",
-        noise[0],
-        *PLAIN,
-        "--output_dir",
-        tmp_path,
-    ]
+    flags = [*both(noise), *PLAIN, "--output_dir", tmp_path]
     out = ran(recipe, *flags, "--from_scratch")
     assert [line["step"] for line in read_metrics(tmp_path) if "eval/mel" in line] == [
         1,
@@ -1225,35 +1210,17 @@ def test_training_of_released_weights_stops_early_unless_a_flag_says_otherwise(p
 
 
 def test_an_export_without_a_vocoder_is_refused_in_one_line(noise, tmp_path):
-    flags = [
-        "--train_manifest",
-        noise[0],
-        "--val_manifest",
-        noise[0],
-        *PLAIN,
-        "--output_dir",
-        tmp_path,
-    ]
+    flags = [*both(noise), *PLAIN, "--output_dir", tmp_path]
     status, err = refused(recipe, *flags, "--from_scratch", "--export", tmp_path / "x")
     assert status == 2 and "no vocoder" in err
     assert not list(tmp_path.rglob("*.pt")), "it was refused after the training"
 
 
 def test_an_export_is_fine_tuned_again(tuned, places, tmp_path):
-    flags = [
-        "--train_csv",
-        places.train,
-        "--eval_csv",
-        places.val,
-        *PLAIN,
-        "--max_steps",
-        "1",
-        "--output_dir",
-        tmp_path,
-    ]
+    flags = [*manifests(places), *PLAIN, "--max_steps", "1", "--output_dir", tmp_path]
     ran(recipe, *flags, "--model_dir", tuned[0] / "coqui")
     info, before = info_of(newest(tmp_path, recipe)), info_of(newest(tuned[0], recipe))
-    assert info.config == before["config"] and info.vocab == before["vocab"]
+    assert info.config == before.config and info.vocab == before.vocab
     assert texts.Texts(info).encode("no") == texts.Texts(before).encode("no"), (
         "another prefix than before"
     )
@@ -1288,7 +1255,7 @@ def test_texts_are_spoken_with_the_vocoder(tuned, places, tmp_path):
 
 def test_texts_are_spoken_without_a_vocoder(noise, places, tmp_path, monkeypatch):
     monkeypatch.setitem(formats.SIZES, "demo", {**SMALL, "mel_positions": 90})
-    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *PLAIN, "--max_steps", "1"]
+    flags = [*both(noise), *PLAIN, "--max_steps", "1"]
     ran(recipe, *flags, "--from_scratch", "--output_dir", tmp_path)
     out = ran(
         recipe,
@@ -1369,18 +1336,8 @@ def test_the_whole_mask_of_another_voice_is_counted(noise):
 
 def test_another_condition_on_resume_is_refused(tuned, places, tmp_path):
     folder = shutil.copytree(tuned[0], tmp_path / "copy")
-    assert info_of(newest(folder, recipe))["condition"] == "same"
-    flags = [
-        "--train_csv",
-        places.train,
-        "--eval_csv",
-        places.val,
-        *PLAIN,
-        "--resume",
-        "auto",
-        "--output_dir",
-        folder,
-    ]
+    assert info_of(newest(folder, recipe)).condition == "same"
+    flags = [*manifests(places), *PLAIN, "--resume", "auto", "--output_dir", folder]
     status, err = refused(recipe, *flags, "--condition", "other")
     assert (
         status == 2
@@ -1499,10 +1456,11 @@ os.replace = stopped
 """
 
 
-def states_of(folder: Path, stage: str) -> tuple[dict, dict]:
+def states_of(folder: Path, stage: str) -> tuple[checkpoint.Saved, dict]:
     """The newest checkpoint of a stage and the tensors of its best evaluation."""
     saved = checkpoint.read(checkpoint.list_checkpoints(folder / stage)[0], recipe.RECIPE)
-    return saved, checkpoint.read_weights(folder / stage / "best.safetensors", recipe.RECIPE)[0]
+    best = checkpoint.read_weights(folder / stage / "best.safetensors", recipe.RECIPE)
+    return saved, best.model
 
 
 def assert_same_stages(one: Path, other: Path) -> None:
@@ -1529,22 +1487,14 @@ def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
 def scratch(noise, tmp_path_factory) -> Path:
     """The folder of three undisturbed runs of three updates."""
     folder = tmp_path_factory.mktemp("scratch")
-    flags = [
-        "--train_manifest",
-        noise[0],
-        "--val_manifest",
-        noise[0],
-        *SCRATCH,
-        "--output_dir",
-        folder,
-    ]
+    flags = [*both(noise), *SCRATCH, "--output_dir", folder]
     out = ran(recipe, *flags)
     assert out.index("DVAE, autoencoder: ") < out.index("DVAE, dvae: ") < out.index("attention: ")
     return folder
 
 
 def test_the_three_stages_have_folders_of_their_own(scratch):
-    stages = {stage: states_of(scratch, stage)[0]["info"]["stage"] for stage in STAGES}
+    stages = {stage: states_of(scratch, stage)[0].model_info["stage"] for stage in STAGES}
     assert list(stages.values()) == ["autoencoder", "dvae", "gpt"]
     for folder in ("logs/autoencoder", "logs/dvae", "logs"):
         lines = [
@@ -1576,7 +1526,7 @@ def test_the_three_stages_have_folders_of_their_own(scratch):
 def test_stopped_in_every_stage_and_resumed_it_ends_with_the_same_bits(
     scratch, noise, tmp_path, number
 ):
-    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *SCRATCH]
+    flags = [*both(noise), *SCRATCH]
     for stage in STAGES:
         process = runs.start(runs.command(recipe, *flags), tmp_path, stopped_in(stage, number))
         _, err = process.communicate()
@@ -1601,15 +1551,7 @@ def test_the_first_weights_depend_on_the_seed_alone(noise, tmp_path):
 
 def test_a_finished_run_that_is_started_again_trains_nothing(scratch, noise, tmp_path):
     folder = shutil.copytree(scratch, tmp_path / "copy")
-    flags = [
-        "--train_manifest",
-        noise[0],
-        "--val_manifest",
-        noise[0],
-        *SCRATCH,
-        "--output_dir",
-        folder,
-    ]
+    flags = [*both(noise), *SCRATCH, "--output_dir", folder]
     before, lines = stamps(folder), read_metrics(folder)
     ran(recipe, *flags)
     assert stamps(folder) == before and len(before) > 9
@@ -1665,7 +1607,7 @@ def test_a_checkpoint_of_the_dvae_is_not_one_of_the_gpt(
     path = scratch / "checkpoints" / stage / name
     flags = ["--synthesize", "ሰላም", "--speaker_wav", places.wav]
     if name.endswith(".pt"):
-        flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *PLAIN]
+        flags = [*both(noise), *PLAIN]
     status, err = refused(recipe, *flags, "--resume", path, "--output_dir", tmp_path)
     assert status == 2 and f"'{stage}'" in err and str(path) in err
 
@@ -1673,28 +1615,16 @@ def test_a_checkpoint_of_the_dvae_is_not_one_of_the_gpt(
 def test_the_synthetic_data_of_a_model_from_scratch(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "DEMO_SIZES", {"train": 10, "val": 3})
     monkeypatch.setattr(codec_training, "STEPS", {"autoencoder": 1, "dvae": 1})
-    flags = [
-        "--from_scratch",
-        *PLAIN,
-        "--max_steps",
-        "1",
-        "--speak_held_out",
-        "1",
-        "--output_dir",
-        tmp_path,
-    ]
+    flags = [*PLAIN, "--max_steps", "1", "--speak_held_out", "1", "--output_dir", tmp_path]
     out = ran(recipe, *flags)
     assert (
-        "no --train_manifest: using synthetic speech" in out
+        "no --train_manifest: using the demo corpus" in out
         and "1 held-out sentences spoken: " in out
     )
     made = {path.name for path in (tmp_path / "speech").iterdir()}
     kinds = ("reference", "resynthesis", "synthesis")
     assert made == {f"001_{kind}.wav" for kind in kinds} | {f"{kind}.csv" for kind in kinds}
-    assert (
-        "speaker similarity" not in out
-        and info_of(newest(tmp_path, recipe))["text"]["g2p"] is False
-    )
+    assert "speaker similarity" not in out and not info_of(newest(tmp_path, recipe)).text.g2p
 
 
 # --- how texts are read ---------------------------------------------------------------------------
@@ -1738,19 +1668,14 @@ def test_amharic_is_trained_exported_spoken_and_resumed(places, short_slices, tm
         recipe, *data, "--model_dir", places.model, *MODES[mode], "--export", tmp_path / "coqui"
     )
     assert "characters that the vocabulary lacks" not in out and out.count("): 8 utterances") == 2
-    saved = newest(tmp_path, recipe)
-    info, rows = saved["info"], saved["info"]["config"]["text_tokens"]
+    info = info_of(newest(tmp_path, recipe))
+    rows = info.config["text_tokens"]
     first, *_ = [line["eval/text"] for line in read_metrics(tmp_path) if "eval/text" in line]
-    assert (
-        info["text"]["g2p"] == (mode == "phonemes")
-        and info["text"].get("extend_vocab", mode) == mode
-    )
-
-    assert (
-        rows == ROWS + 1
-        if mode == "phonemes"
-        else ROWS + 1 < rows <= ROWS + 41 and first < math.log(rows)
-    )
+    if mode == "phonemes":
+        assert info.text.g2p and info.text.extend_vocab is None and rows == ROWS + 1
+    else:
+        assert not info.text.g2p and info.text.extend_vocab == mode
+        assert ROWS + 1 < rows <= ROWS + 41 and first < math.log(rows)
     reader = texts.Texts(info)
     assert not any(reader.unknown in reader.encode(text) for text in AMHARIC)
     groups, config, extras = formats.read_model(tmp_path / "coqui")
@@ -1774,7 +1699,7 @@ def test_amharic_is_trained_exported_spoken_and_resumed(places, short_slices, tm
     assert status == 2 and "conflicts with the checkpoint" in err
     assert "(step 2)" in ran(recipe, *data, "--resume", "auto", "--max_steps", "3")
     resumed = newest(tmp_path, recipe)
-    assert resumed["progress"]["step"] == 3 and resumed["info"] == info
+    assert resumed.state["progress"]["step"] == 3 and info_of(resumed) == info
 
 
 @pytest.mark.parametrize(
@@ -1904,14 +1829,11 @@ def test_data_are_checked_and_nothing_is_trained(places, tmp_path, source):
 MISTAKES = [  # flags, a part of the message
     (
         "",
-        (
-            "training needs a model to start from: add --model_dir DIR (Coqui's files) or"
-            " --from_scratch"
-        ),
+        "training needs a model to start from: add --model_dir DIR (a folder with Coqui's model.pth",
     ),
     (
         "--model_dir {here}/gone",
-        "--model_dir {here}/gone: no such folder, and nothing is downloaded here",
+        "--model_dir {here}/gone: no such file or folder, and nothing is downloaded here",
     ),
     ("--model_dir {here}", "{here} lacks model.pth: a Coqui XTTS-v2 folder has"),
     ("--model_dir {cut}", "model.pth is damaged"),
