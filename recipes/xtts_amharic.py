@@ -240,13 +240,13 @@ class Utterances:
             voice = read_utterance(self.corpus, int(chosen), SAMPLE_RATE)
         if length > len(voice):
             length = len(voice) // 2
-        begin = int(random.integers(0, len(voice) - length + 1)) if self.training else 0
+        first = int(random.integers(0, len(voice) - length + 1)) if self.training else 0
         codes = code_count(len(waveform))
-        heard = begin // SAMPLES_PER_CODE, min(codes, (begin + length) // SAMPLES_PER_CODE)
+        heard = first // SAMPLES_PER_CODE, min(codes, (first + length) // SAMPLES_PER_CODE)
         return {
             "audio": waveform,
             "tokens": torch.tensor(self.tokens[index]),
-            "slice": F.pad(voice[begin : begin + length], (0, longest - length)),
+            "slice": F.pad(voice[first : first + length], (0, longest - length)),
             "heard": (0, 0) if is_other else heard,
             "codes": codes,
             "language": self.vocabulary.language_of(self.corpus.languages[index]),
@@ -299,11 +299,11 @@ def place(batch: dict, latents: int) -> tuple[torch.Tensor, dict[str, torch.Tens
     for row, (w, s, (first, last)) in enumerate(zip(words, sounds, batch["heard"], strict=True)):
         places[row, : latents + w] = torch.arange(latents + w)
         places[row, latents + w : latents + w + s] = torch.arange(s) + latents + max(words)
-        begin = row * longest + latents
+        row_begin = row * longest + latents
         tokens = torch.arange(w)
         codes = torch.cat([torch.arange(first), torch.arange(last, s)])
-        chosen["text"].append(torch.stack([tokens + begin, tokens + row * max(words)]))
-        chosen["mel"].append(torch.stack([codes + begin + w, codes + row * max(sounds)]))
+        chosen["text"].append(torch.stack([tokens + row_begin, tokens + row * max(words)]))
+        chosen["mel"].append(torch.stack([codes + row_begin + w, codes + row * max(sounds)]))
     return places, {name: torch.cat(pairs, dim=1) for name, pairs in chosen.items()}
 
 
@@ -521,9 +521,8 @@ def export_and_speak(
 ) -> None:
     """--export, and sentences that the model has not learned, each in the voice of a training clip
     of its speaker."""
-    count, sampling = 20, GREEDY
-    if by.frozen.vocoder:
-        count, sampling = 2, Sampling(seed=args.seed)
+    count = 2 if by.frozen.vocoder else 20
+    sampling = Sampling(seed=args.seed) if by.frozen.vocoder else GREEDY
     if args.speak_held_out is not None:
         count = args.speak_held_out
     if not (args.export or count):
