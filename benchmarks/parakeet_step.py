@@ -27,7 +27,7 @@ from common.device import Setup
 from common.loop import run_global_batch
 from recipes.parakeet_tdt import CHECKPOINTED, Parakeet, collate, compute_loss
 from speech.audio import SAMPLE_RATE
-from speech.parakeet.formats import shape
+from speech.parakeet.formats import make_config
 
 SIGMA, TOKENS_A_SECOND = 0.02, 4
 SAME_LOSS = 1e-4  # fp32, relative
@@ -62,7 +62,7 @@ def make_clips(args) -> list[dict]:
 
 def make_model(args) -> Parakeet:
     torch.manual_seed(0)
-    return Parakeet(shape(1024, args.layers, 8, (640, 2), args.vocabulary), {"sigma": SIGMA})
+    return Parakeet(make_config(1024, args.layers, 8, (640, 2), args.vocabulary), SIGMA)
 
 
 def our_step(args, options: list[str], clips: list[dict], where: torch.device):

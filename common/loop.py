@@ -161,6 +161,7 @@ def train(
     if run.planned is not None:
         sys.exit(plan(args, *run.planned, model, task, global_batches))
     checks.check_collate(eval_batches.dataset, task.loss_weights)
+    preflight.require_disk(args, model)
     prepare_model(args, run, model, task, global_batches.data)
     try_evaluation(run.setup, model, task, eval_batches)
     training = begin_training(args, run, model, task, global_batches, eval_batches)

@@ -91,6 +91,11 @@ def add_arguments(parser) -> None:
         metavar="DIR",
         help="base of audio paths, also of absolute ones of another machine (the manifest's folder)",
     )
+    _add_limits(group)
+    _add_checks(parser, group)
+
+
+def _add_limits(group) -> None:
     group.add_argument(
         "--max_samples",
         type=sample_count,
@@ -112,6 +117,15 @@ def add_arguments(parser) -> None:
         help="reject longer utterances, seconds (30)",
     )
     group.add_argument(
+        "--use_chunking",
+        action=options.OnOff,
+        default=False,
+        help="cut recordings over --max_duration by the manifest's segment times (off)",
+    )
+
+
+def _add_checks(parser, group) -> None:
+    group.add_argument(
         "--strict_data",
         action=options.OnOff,
         default=False,
@@ -130,12 +144,6 @@ def add_arguments(parser) -> None:
         action=options.OnOff,
         default=True,
         help="decode all audio once before training, and reject silent clips (on)",
-    )
-    group.add_argument(
-        "--use_chunking",
-        action=options.OnOff,
-        default=False,
-        help="cut recordings over --max_duration by the manifest's segment times (off)",
     )
     group.add_argument(
         "--cache_audio",

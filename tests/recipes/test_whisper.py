@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from common import checkpoint, compiling, memory
 from common.device import Setup
-from common.errors import UsageError
 from common.loop import run_global_batch
 from recipes import whisper_morse as morse
 from recipes import whisper_vietnamese as vietnamese
@@ -695,7 +694,7 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         ),
         ("{train} --model_dir {released}/hf --model_size base", 2, "has its own shape"),
         ("{train} --model_dir {released}/hf --d_model 64", 2, "has its own shape"),
-        ("{train} --model_dir {released}/hf --vocab_size 500", 2, "has its own vocabulary"),
+        ("{train} --model_dir {released}/hf --vocab_size 500", 2, "have their own vocabulary"),
         (
             "{train} --model_dir {released}/hf --ctc_weight 0.3",
             2,
@@ -858,7 +857,7 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         (
             "--transcribe {here}/a.wav --verify_gpu",
             2,
-            "--verify_gpu and --transcribe: give one of them",
+            "--transcribe and --verify_gpu: give one of them",
         ),
         (
             "--transcribe {here}/a.wav --model_dir {released}/hf --export {here}/x",
