@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, memory, optim, options, preflight
+from common import checkpoint, device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.checkpoint import Saved
 from common.device import upcast
@@ -400,8 +400,7 @@ def first_model(
     args, asked: start.Options, run: Run, data: splits.DataOptions, corpora: dict[str, Corpus]
 ) -> tuple[ModelInfo, Synthesiser, int]:
     """The model that training starts with, all that it takes to use it, and how many tokens were
-    added to its vocabulary. Raises `UsageError`, and `RunError` if the disk is too small for
-    checkpoints."""
+    added to its vocabulary. Raises `UsageError`."""
     make_dvae = functools.partial(train_dvae, args, data, corpora)
     added = 0
     with run.model_device():
@@ -421,7 +420,6 @@ def first_model(
     if not (info.pretrained or info.config["hifigan"]):
         model.conditioning_encoder.requires_grad_(False)
     use_sdpa(model, args.sdpa)
-    preflight.require_disk(args, model)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     parameters, trainable = optim.count_parameters(model)
     print(f"model: {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M of them trained")
