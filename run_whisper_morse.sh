@@ -1,5 +1,4 @@
-#!/bin/sh
-# shellcheck shell=bash
+#!/usr/bin/env bash
 # Trains Whisper on Morse code with a preset for the GPU's memory. Without any argument it trains on synthetic clips.
 #   ./run_whisper_morse.sh [TIER] [SIZE] [any flag of recipes/whisper_morse.py] [--print]
 #   GPUS=2 ./run_whisper_morse.sh ...    trains on two GPUs, with the same update
@@ -10,11 +9,14 @@
 # An update is 96 clips in every tier (many: 256, demo: 24); the tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it; python recipes/whisper_morse.py --help lists the flags.
 # The output is written in runs/whisper_morse, unless --output_dir names another folder.
-[ -n "${BASH_VERSION:-}" ] || exec /bin/bash -p -- "$0" "$@" # not by PATH, without BASH_ENV: see common/env.sh
-set -euo pipefail
-script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_whisper_morse.sh
+set -eo pipefail
 # shellcheck source=common/env.sh
-. "${script%/*}/common/env.sh"
+. "$(dirname "$0")/common/env.sh"
+
+uses=(--transcribe --evaluate --write_dataset) # with one of these the recipe trains nothing
+# With --export and a model it trains nothing either, unless one of these is given.
+trains=(--data_dir --conditions --train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
 # R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload. Larger GPUs need the
 # clips of several data workers.
@@ -68,14 +70,14 @@ cpu   small  4 24
 cpu   many   4 64
 cpu   *      2 48 R
 '
-tier_and_size "$@"; shift "$words"
+read_arguments "$@"
 flags+=(--output_dir runs/whisper_morse) # the current folder may have another recipe's checkpoints
-trains "$@" || run whisper_morse "$@"
-row_or_demo small '--model_dir --model_file --data_dir --train_manifest --conditions --from_scratch' "$@"
-pick_row "$tier" "$row" "$@"
-if is_new_model "$row" "$@"; then
-  name=${row/#large/large-v3}
-  flags+=(--from_scratch --model_size "${name/#many/small}")
+if only_uses_a_model; then run whisper_morse; fi
+size_or_demo small --model_dir --model_file --data_dir --train_manifest --conditions --from_scratch
+pick_row
+if is_new_model; then
+  model_size=${size/#large/large-v3}
+  flags+=(--from_scratch --model_size "${model_size/#many/small}")
 fi
-resume_unless_given "$@"
-run whisper_morse "$@"
+resume_unless_given
+run whisper_morse
