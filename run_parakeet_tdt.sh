@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# Fine-tunes Parakeet-TDT with a preset for the GPU's memory. Without any argument it trains a small model on a synthetic corpus.
+# Fine-tunes Parakeet-TDT with a preset for the GPU's memory. Without arguments it trains a small
+# model on a synthetic corpus.
 #   ./run_parakeet_tdt.sh [TIER] [SIZE] [any flag of recipes/parakeet_tdt.py] [--print]
 #   GPUS=2 ./run_parakeet_tdt.sh ...    trains on two GPUs, with the same update; also 4 and 8
-# TIER: auto (default), 8gb, 16gb, 24gb, a100, cpu. SIZE: demo (default without any of the flags that follow), 0.6b (default
-# with --model_dir, --model_file, --train_manifest or --from_scratch), 110m. A model from scratch has this size. A model from
+# TIER: auto (default), 8gb, 16gb, 24gb, a100, cpu.
+# SIZE: demo (default), 0.6b (default with --model_dir, --model_file, --train_manifest,
+# --from_scratch or --init_from), 110m. A model from scratch has this size. A model from
 # --model_dir or --model_file has its own size, and SIZE only picks the row of the table.
-# An update is 120 utterances in every tier, 8 in the demo; the tier decides how many of them are on the GPU at once.
-# --print shows the command instead of running it; python recipes/parakeet_tdt.py --help lists the flags.
+# An update is 120 utterances in every tier, 8 in the demo. The tier decides how many of them are on
+# the GPU at once.
+# --print shows the command instead of running it. All flags of the recipe:
+#   python recipes/parakeet_tdt.py --help
 # The output is written in runs/parakeet_tdt, unless --output_dir names another folder.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_parakeet_tdt.sh
 set -eo pipefail
@@ -32,7 +36,7 @@ a100  0.6b 60 2 --eval_batch_size 10
 cpu   *    4 30 R
 '
 read_arguments "$@"
-flags+=(--output_dir runs/parakeet_tdt) # the current folder may have another recipe's checkpoints
+flags+=(--output_dir runs/parakeet_tdt) # a folder of its own for each recipe
 if only_uses_a_model; then run parakeet_tdt; fi
 size_or_demo 0.6b --model_dir --model_file --train_manifest --from_scratch --init_from
 pick_row

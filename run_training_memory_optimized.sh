@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Trains the Konkani Conformer with a preset for the GPU's memory. Without any argument it trains on a synthetic corpus.
+# Trains the Konkani Conformer with a preset for the GPU's memory. Without arguments it trains on a
+# synthetic corpus.
 #   ./run_training_memory_optimized.sh [TIER] [SIZE] [any flag of recipes/konkani_conformer.py] [--print]
 #   GPUS=2 ./run_training_memory_optimized.sh ...    trains on two GPUs, with the same update
-# TIER: auto (default), 4gb, 6gb, 8gb, t4, 16gb, 24gb, a100, cpu. SIZE: optimized (default), minimal, original.
-# An update is 8 utterances in every tier; the tier decides how many of them are on the GPU at once.
-# --print shows the command instead of running it; python recipes/konkani_conformer.py --help lists the flags.
-# The output is written in the current folder, unless --output_dir names another.
+# TIER: auto (default), 4gb, 6gb, 8gb, t4, 16gb, 24gb, a100, cpu.
+# SIZE: optimized (default), minimal, original.
+# An update is 8 utterances in every tier. The tier decides how many of them are on the GPU at once.
+# --print shows the command instead of running it. All flags of the recipe:
+#   python recipes/konkani_conformer.py --help
+# The output is written in the current folder, unless --output_dir names another folder.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_training_memory_optimized.sh
 set -eo pipefail
 # shellcheck source=common/env.sh

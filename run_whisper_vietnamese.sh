@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# Trains Whisper on Vietnamese with a preset for the GPU's memory. Without any argument it trains on a synthetic corpus.
+# Trains Whisper on Vietnamese with a preset for the GPU's memory. Without arguments it trains a small
+# model on a synthetic corpus.
 #   ./run_whisper_vietnamese.sh [TIER] [SIZE] [any flag of recipes/whisper_vietnamese.py] [--print]
 #   GPUS=2 ./run_whisper_vietnamese.sh ...    trains on two GPUs, with the same update
-# TIER: auto (default), 4gb, 6gb, 8gb, 16gb, 24gb, a100, cpu. SIZE: demo (default without data and model), base (default with
-# either), tiny, small, medium, large, turbo. A model from scratch has this size. A model from --model_dir or --model_file
-# has its own size, and SIZE only picks the row of the table.
-# An update is 24 utterances in every tier, 16 in the demo; the tier decides how many of them are on the GPU at once.
-# --print shows the command instead of running it; python recipes/whisper_vietnamese.py --help lists the flags.
+# TIER: auto (default), 4gb, 6gb, 8gb, 16gb, 24gb, a100, cpu.
+# SIZE: demo (default), base (default with --model_dir, --model_file or --train_manifest), tiny,
+# small, medium, large, turbo. A model from scratch has this size. A model from --model_dir or
+# --model_file has its own size, and SIZE only picks the row of the table.
+# An update is 24 utterances in every tier, 16 in the demo. The tier decides how many of them are on
+# the GPU at once.
+# --print shows the command instead of running it. All flags of the recipe:
+#   python recipes/whisper_vietnamese.py --help
 # The output is written in runs/whisper_vietnamese, unless --output_dir names another folder.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_whisper_vietnamese.sh
 set -eo pipefail
@@ -55,7 +59,7 @@ cpu   small  4 6
 cpu   *      2 12 R
 '
 read_arguments "$@"
-flags+=(--output_dir runs/whisper_vietnamese) # the current folder may have another recipe's checkpoints
+flags+=(--output_dir runs/whisper_vietnamese) # a folder of its own for each recipe
 if only_uses_a_model; then run whisper_vietnamese; fi
 size_or_demo base --model_dir --model_file --train_manifest
 pick_row

@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# Fine-tunes XTTS-v2 with a preset for the GPU's memory. Without any argument it generates synthetic speech, trains a small DVAE
-# and then a small GPT from random weights, and speaks held-out sentences into runs/xtts_amharic/speech.
+# Fine-tunes XTTS-v2 with a preset for the GPU's memory. Without arguments it generates synthetic
+# speech, trains a small DVAE and then a small GPT from random weights, and speaks held-out sentences
+# into runs/xtts_amharic/speech.
 #   ./run_xtts_amharic.sh [TIER] [SIZE] [any flag of recipes/xtts_amharic.py] [--print]
 #   GPUS=2 ./run_xtts_amharic.sh ...    trains on two GPUs, with the same update; also 4 and 8
-# TIER: auto (default), 8gb, 12gb, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb. SIZE: demo (default without any of
-# the flags that follow), full (default with --model_dir, --train_manifest, --train_csv, --from_scratch or --init_from),
-# small_data: full for about ten minutes of speech. With --from_scratch, full and small_data have random weights of full size.
-# An update is 240 utterances in every tier, 8 in small_data, 16 in the demo; the tier decides how many of them are on the
-# GPU at once.
-# --print shows the command instead of running it; python recipes/xtts_amharic.py --help lists the flags.
+# TIER: auto (default), 8gb, 12gb, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
+# SIZE: demo (default), full (default with --model_dir, --train_manifest, --train_csv,
+# --from_scratch or --init_from), small_data: full for about ten minutes of speech. With
+# --from_scratch, full and small_data have random weights of full size.
+# An update is 240 utterances in every tier, 8 in small_data, 16 in the demo. The tier decides how
+# many of them are on the GPU at once.
+# --print shows the command instead of running it. All flags of the recipe:
+#   python recipes/xtts_amharic.py --help
 # The output is written in runs/xtts_amharic, unless --output_dir names another folder.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_xtts_amharic.sh
 set -eo pipefail
@@ -38,7 +41,7 @@ a100  small_data 8 1
 cpu   small_data 4 2 R
 '
 read_arguments "$@"
-flags+=(--output_dir runs/xtts_amharic) # the current folder may have another recipe's checkpoints
+flags+=(--output_dir runs/xtts_amharic) # a folder of its own for each recipe
 if only_uses_a_model; then run xtts_amharic; fi
 size_or_demo full --model_dir --train_manifest --train_csv --from_scratch --init_from
 pick_row

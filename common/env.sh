@@ -56,9 +56,9 @@ ensure_python() {
   install "$@" 9>>"$lock"
 }
 
-# install FILE...: makes .venv if it is missing and installs the packages, for ensure_python. Another
-# run waits for the lock, file descriptor 9. Its file has text until a new .venv is complete, so
-# that an interrupted installation is repeated.
+# install FILE...: makes .venv if it is missing and installs the packages, for ensure_python. Of two
+# runs at once one waits for the lock, file descriptor 9. Its file has text until a new .venv is
+# complete, so that an interrupted installation is repeated.
 install() {
   local base=$active options=(--without-pip) pip
   if type -P flock >/dev/null && ! flock -n 9; then
