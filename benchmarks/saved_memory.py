@@ -58,7 +58,7 @@ SAVINGS = {
 
 def make_konkani(args) -> tuple:
     shape = {
-        **konkani.SHAPE,
+        **konkani.DEFAULTS,
         "d_model": 256,
         "encoder_layers": 12,
         "decoder_layers": 6,

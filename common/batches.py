@@ -1,5 +1,22 @@
 """From a data set to batches on the device: global batches, worker processes, padding, splitting,
-copying."""
+copying.
+
+A batch is a dictionary, which a recipe's `collate` makes of the items of B utterances:
+
+    key              value                                          needed by
+    "names"          list of B names of files or utterances         the loop, for messages
+    "seconds"        list of B lengths, seconds                     the loop, for out of memory
+    "counts"         {term: number of targets in the batch}         the loop, which divides by them
+    "texts"          list of B references, of any type              speech.recogniser.decode_set
+    "indices"        list of B positions in the data set            speech.recogniser.decode_set
+    "<key>_lengths"  tensor (B,), lengths of the padded tensor      splitting, which trims; the model
+                     batch[<key>]                                   also finds it on the host, under
+                                                                    "<key>_lengths_host"
+    all others       tensor or list, whose first dimension is B     compute_loss, evaluate
+
+"counts" has every term of the task's `loss_weights`. A batch that does not fit into memory is split
+between utterances, so nothing but "counts" may describe the batch as a whole, and every tensor that
+is padded must have its lengths. `checks.check_collate` checks this before the first update."""
 
 import atexit
 import hashlib
@@ -18,43 +35,47 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError, RunError
 
-POOL_BATCHES = 64  # global batches that are sorted by length together: more save padding, fewer mix lengths better
-WORKER_DIED = re.compile(
-    r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)"
-)  # torch's message
+# Global batches that are sorted by length together: more save padding, fewer mix lengths better.
+POOL_BATCHES = 64
+# torch's message
+WORKER_DIED = re.compile(r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)")
 MANY_FILES = 65_536  # limit of open files, if the system allows so many
 
 
 def plan_epoch(
     seconds: np.ndarray, global_batch_size: int, seed: int, epoch: int, done: Iterable = ()
 ) -> list[np.ndarray]:
-    """The global batches of an epoch, in random order: arrays of `global_batch_size` indices of utterances of
-    similar length (one may be smaller). A pure function of its arguments. In the first epoch the
-    global batch with the longest utterance comes first, so that a run that does not fit into memory fails
-    at once. `done` lists [global batch size, global batches done] of earlier runs of the same epoch with other
-    global batch sizes; their utterances are left out."""
+    """The global batches of an epoch, in random order: arrays of `global_batch_size` indices of
+    utterances of similar length (one may be smaller). A pure function of its arguments. In the
+    first epoch the global batch with the longest utterance comes first, so that a run that does not
+    fit into memory fails at once. `done` lists [global batch size, global batches done] of earlier
+    runs of the same epoch with other global batch sizes; their utterances are left out."""
+    remaining = np.arange(len(seconds))
+    part = 0
+    for size, count in done:
+        left = cut_epoch(remaining, seconds, size, seed, epoch, part)[count:]
+        remaining = np.sort(np.concatenate(left)) if left else remaining[:0]
+        part += 1
+    return cut_epoch(remaining, seconds, global_batch_size, seed, epoch, part)
 
-    def cut(indices: np.ndarray, size: int, part: int) -> list[np.ndarray]:
-        random = np.random.default_rng([seed, epoch, part])
-        indices = random.permutation(indices)
-        pools = [
-            indices[i : i + size * POOL_BATCHES]
-            for i in range(0, len(indices), size * POOL_BATCHES)
-        ]
-        pools = [pool[np.argsort(seconds[pool], kind="stable")] for pool in pools]
-        global_batches = [pool[i : i + size] for pool in pools for i in range(0, len(pool), size)]
-        global_batches = [global_batches[i] for i in random.permutation(len(global_batches))]
-        if epoch == 0 and part == 0 and global_batches:
-            longest = max(
-                range(len(global_batches)), key=lambda i: (seconds[global_batches[i]].max(), -i)
-            )
-            global_batches.insert(0, global_batches.pop(longest))
-        return global_batches
 
-    remaining, done = np.arange(len(seconds)), list(done)
-    for part, (size, count) in enumerate(done):
-        remaining = np.sort(np.concatenate([*cut(remaining, size, part)[count:], remaining[:0]]))
-    return cut(remaining, global_batch_size, len(done))
+def cut_epoch(
+    indices: np.ndarray, seconds: np.ndarray, size: int, seed: int, epoch: int, part: int
+) -> list[np.ndarray]:
+    """Cuts utterances into global batches of `size`: shuffles them, sorts pools of them by length,
+    cuts the pools and shuffles what was cut. `part` counts the cuts of the same epoch."""
+    random = np.random.default_rng([seed, epoch, part])
+    indices = random.permutation(indices)
+    global_batches = []
+    for first in range(0, len(indices), size * POOL_BATCHES):
+        pool = indices[first : first + size * POOL_BATCHES]
+        pool = pool[np.argsort(seconds[pool], kind="stable")]
+        global_batches += [pool[i : i + size] for i in range(0, len(pool), size)]
+    global_batches = [global_batches[i] for i in random.permutation(len(global_batches))]
+    if epoch == 0 and part == 0 and global_batches:
+        longest = [seconds[global_batch].max() for global_batch in global_batches]
+        global_batches.insert(0, global_batches.pop(longest.index(max(longest))))
+    return global_batches
 
 
 def cut_global_batch(
@@ -68,11 +89,10 @@ def cut_global_batch(
     """This rank's micro-batches of a global batch as lists of indices, longest utterance first: at most
     `batch_size` utterances and at most `max_batch_seconds` of padded audio each. A longer utterance
     is a batch of its own."""
-    batches: list[list[int]] = []
+    longest_first = global_batch[np.argsort(-seconds[global_batch], kind="stable")]
     most = max_batch_seconds or math.inf
-    for index in global_batch[np.argsort(-seconds[global_batch], kind="stable")][
-        rank::ranks
-    ].tolist():
+    batches: list[list[int]] = []
+    for index in longest_first[rank::ranks].tolist():
         size = len(batches[-1]) if batches else batch_size
         if size >= batch_size or (size + 1) * seconds[batches[-1][0]] > most:
             batches.append([])
@@ -106,7 +126,9 @@ class _GlobalBatchDataset(torch.utils.data.Dataset):
     without a traceback."""
 
     def __init__(self, data, collate: Callable[[list[dict]], dict], skip_bad: bool):
-        self.data, self.collate, self.skip_bad = data, collate, skip_bad
+        self.data = data
+        self.collate = collate
+        self.skip_bad = skip_bad
 
     def __getitem__(self, spec: tuple[int, int, bool, list[list[int]]]) -> GlobalBatch:
         epoch, number, last, batches = spec
@@ -121,13 +143,11 @@ class _GlobalBatchDataset(torch.utils.data.Dataset):
                     return global_batch
                 except DataError as error:
                     if not self.skip_bad:
-                        global_batch.error = (
-                            f"{error}; fix or remove it, or skip such files with --skip_bad_audio"
-                        )
+                        advice = "fix or remove it, or skip such files with --skip_bad_audio"
+                        global_batch.error = f"{error}; {advice}"
                         return global_batch
-                    global_batch.skipped.append(
-                        (getattr(error, "path", f"utterance {index}"), str(error))
-                    )
+                    path = getattr(error, "path", f"utterance {index}")
+                    global_batch.skipped.append((path, str(error)))
             if items:
                 global_batch.micro_batches.append(self.collate(items))
         return global_batch
@@ -152,9 +172,7 @@ def _end_workers() -> None:
 def _loader(
     dataset, specs, workers: int, pin: bool, persistent: bool = False
 ) -> torch.utils.data.DataLoader:
-    if (
-        workers
-    ):  # a worker's tensor is an open file, and 64 micro-batches exceed the usual limit of 1024
+    if workers:  # a worker's tensor is an open file, and 64 micro-batches exceed the usual 1024
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
         if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -178,25 +196,24 @@ class GlobalBatches:
 
     `data` is the training set: `len(data)` is the number N of utterances, `data.seconds(epoch)`
     (N,) their lengths in that epoch, `data.item(index, epoch)` one of them, and
-    `data.fingerprint()` a string that changes if the data change. `collate(items)` returns a
-    batch."""
+    `data.fingerprint()` a string that changes if the data change. It may have
+    `data.text_length(index)`, by which a dry run finds the utterance with the longest text.
+    `collate(items)` returns a batch."""
 
     def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup):
-        self.data, self.setup = data, setup
-        self.batch_size, self.max_seconds, self.seed = (
-            args.batch_size,
-            args.max_batch_seconds,
-            args.seed,
-        )
-        self.global_batch_size = (
-            args.batch_size * args.gradient_accumulation_steps * setup.ranks.size
-        )
+        self.data = data
+        self.setup = setup
+        self.batch_size = args.batch_size
+        self.max_seconds = args.max_batch_seconds
+        self.seed = args.seed
+        micro_batches = args.gradient_accumulation_steps * setup.ranks.size
+        self.global_batch_size = args.batch_size * micro_batches
         self.per_epoch = math.ceil(len(data) / self.global_batch_size)
         self.dataset = _GlobalBatchDataset(data, collate, args.skip_bad_audio)
 
     def specs(self, epoch: int, start: int, done: list) -> Iterator[tuple]:
-        """Yields (epoch, number, last, micro-batches of indices), without end, from global batch `start`
-        of `epoch`."""
+        """Yields (epoch, number, last, micro-batches of indices), without end, from global batch
+        `start` of `epoch`."""
         rank, ranks = self.setup.ranks.rank, self.setup.ranks.size
         while True:
             seconds = self.data.seconds(epoch)
@@ -209,32 +226,30 @@ class GlobalBatches:
             epoch, start, done = epoch + 1, 0, []
 
     def iterate(self, epoch: int = 0, start: int = 0, done: Iterable = ()) -> Iterator[GlobalBatch]:
-        """Global batches from a position in the data. Raises `DataError` for a bad file and `RunError` if
-        a worker dies."""
-        specs, pin = self.specs(epoch, start, list(done)), self.setup.device.type == "cuda"
+        """Global batches from a position in the data. Raises `DataError` for a bad file and
+        `RunError` if a worker dies."""
+        specs = self.specs(epoch, start, list(done))
+        pin = self.setup.device.type == "cuda"
         yield from _loaded(_loader(self.dataset, specs, self.setup.workers, pin))
 
     def order(self, epoch: int) -> str:
         """Changes with what decides in which global batch of an epoch an utterance is: the seed and the
         utterances' lengths."""
-        return hashlib.sha1(
-            repr(self.seed).encode() + self.data.seconds(epoch).tobytes()
-        ).hexdigest()[:16]
+        content = repr(self.seed).encode() + self.data.seconds(epoch).tobytes()
+        return hashlib.sha1(content).hexdigest()[:16]
 
     def total_steps(self, args, origin: tuple[int, int] = (0, 0)) -> int:
-        """The updates that --num_epochs and --max_steps allow; `origin`: update and epoch at which
-        these data came."""
-        by_epochs = (
-            origin[0] + (args.num_epochs - origin[1]) * self.per_epoch
-            if args.num_epochs
-            else math.inf
-        )
+        """The updates that --num_epochs and --max_steps allow. `origin`: the update and the epoch
+        at which the run got these data."""
+        by_epochs = math.inf
+        if args.num_epochs:
+            by_epochs = origin[0] + (args.num_epochs - origin[1]) * self.per_epoch
         return int(min(by_epochs, args.max_steps or math.inf))
 
 
 def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[GlobalBatch]:
-    """The loader's global batches. Raises `DataError` for a global batch with an error, and `RunError` if a
-    worker has died."""
+    """The loader's global batches. Raises `DataError` for a global batch with an error, and
+    `RunError` if a worker has died."""
     try:
         items = iter(loader)
         if loader.num_workers and threading.current_thread() is threading.main_thread():
@@ -259,18 +274,16 @@ class EvalBatches:
     `skipped` maps each file that cannot be read to the reason, which is printed once."""
 
     def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup):
-        self.arguments, self.ranks = (args, data, collate, setup), setup.ranks
+        self.arguments = args, data, collate, setup
+        self.ranks = setup.ranks
         batches = cut_global_batch(np.arange(len(data)), data.seconds(0), args.eval_batch_size)
         batches = batches[setup.ranks.rank :: setup.ranks.size]
         specs = [(0, number, False, [batch]) for number, batch in enumerate(batches)]
         self.skipped: dict[str, str] = {}
-        dataset, workers = (
-            _GlobalBatchDataset(data, collate, args.skip_bad_audio),
-            min(setup.workers, len(specs)),
-        )
-        self.loader = _loader(
-            dataset, specs, workers, setup.device.type == "cuda", args.persistent_workers
-        )
+        self.dataset = _GlobalBatchDataset(data, collate, args.skip_bad_audio)
+        workers = min(setup.workers, len(specs))
+        pin = setup.device.type == "cuda"
+        self.loader = _loader(self.dataset, specs, workers, pin, args.persistent_workers)
 
     def whole(self) -> "EvalBatches":
         """The whole set, for the evaluation on the first rank alone at the end."""
@@ -288,29 +301,24 @@ class EvalBatches:
             yield from global_batch.micro_batches
 
 
-# A batch is a dict of tensors and lists whose first dimension is the utterance. A padded tensor has
-# its lengths under "<key>_lengths". "names" and "seconds" describe the utterances; "counts" is the
-# number of targets of each loss term.
-
-
 def pad(tensors: list[torch.Tensor], value: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """B tensors (T_i, ...) as one tensor (B, T, ...), padded with `value`, and their lengths
     (B,)."""
-    return pad_sequence(tensors, batch_first=True, padding_value=value), torch.tensor(
-        [len(t) for t in tensors]
-    )
+    lengths = torch.tensor([len(tensor) for tensor in tensors])
+    return pad_sequence(tensors, batch_first=True, padding_value=value), lengths
 
 
 def split_batch(batch: dict, size: int) -> list[dict]:
     """Cuts a batch into pieces of at most `size` utterances and nearly equal size, each trimmed to
     its longest one."""
-    total, pieces = len(batch["names"]), []
+    total = len(batch["names"])
+    pieces = []
     for rows in np.array_split(np.arange(total), math.ceil(total / size)):
-        first, last = int(rows[0]), int(rows[-1]) + 1
+        first = int(rows[0])
+        last = int(rows[-1]) + 1
         piece = {}
         for key, value in batch.items():
-            if key == "counts":
-                # counts belong to the whole global batch, so splitting a batch does not change them
+            if key == "counts":  # they were added up over the global batch before
                 continue
             value = value[first:last]
             if f"{key}_lengths" in batch:
@@ -347,9 +355,8 @@ def to_device(batches: list[dict], device: torch.device) -> Iterator[dict]:
 def _moved(batch: dict, device: torch.device) -> dict:
     moved = {}
     for key, value in batch.items():
-        moved[key] = (
-            value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        )
+        is_tensor = isinstance(value, torch.Tensor)
+        moved[key] = value.to(device, non_blocking=True) if is_tensor else value
         if key.endswith("_lengths"):
             moved[f"{key}_host"] = value
     return moved

@@ -50,25 +50,19 @@ def cannot_write(folder, error: OSError, flag: str) -> RunError:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the error's type if the message is empty."""
-    return next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 class Output:
-    """A standard stream that may be closed, full or a broken pipe. The first failure is kept in
-    `error`, and what follows is dropped. It is raised as `BrokenPipeError` if nobody reads the
-    pipe, unless `optional` is set."""
-
-    optional = False  # in training: a night's work must not end with its terminal or its pipe
+    """A standard stream that may become a broken pipe or a full disk: a night's training must not
+    end with its terminal. The first failure is kept in `error`, and what follows is dropped."""
 
     def __init__(self, stream):
-        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  None if the stream was closed
+        self.stream = stream
         self.error = None
-        if hasattr(self.stream, "reconfigure"):  # a notebook's streams have no such method
-            self.stream.reconfigure(
-                errors="backslashreplace"
-            )  # print characters that the locale lacks as escapes
+        if hasattr(stream, "reconfigure"):  # a notebook's streams have no such method
+            stream.reconfigure(errors="backslashreplace")  # for characters that the locale lacks
 
     def write(self, text: str) -> int:
         self._attempt(self.stream.write, text)
@@ -86,8 +80,6 @@ class Output:
             self.error = error
             with contextlib.suppress(OSError):  # Python would flush the rest at exit and fail again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            if isinstance(error, BrokenPipeError) and not Output.optional:
-                raise
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
@@ -97,17 +89,16 @@ def exit_with_one_line(main: Callable, *args) -> None:
     """Runs `main(*args)`. A `Failure` becomes one line on stderr and its exit status, as does a
     signal; other exceptions are bugs and keep their tracebacks."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(Output, before)
+    outputs = [Output(stream) for stream in before]
+    sys.stdout, sys.stderr = outputs
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, _stop)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status = _run(main, *args)
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(BrokenPipeError):
-                stream.flush()
+        for output in outputs:
+            output.flush()
         sys.stdout, sys.stderr = before
     if os.environ.get("WORLD_SIZE") not in (None, "", "1"):
         # At exit torch.distributed's threads abort one process in ten, which torchrun would report
@@ -122,29 +113,23 @@ def _stop(number: int, frame) -> None:
 
 
 def _run(main: Callable, *args) -> int | str:
-    stdout, status = sys.stdout, 0
+    stdout = sys.stdout
+    status = 0
     try:
-        try:
-            main(*args)
-        except SystemExit as leaving:
-            status = leaving.code or 0
-        stdout.flush()
-        if stdout.error:
-            print(
-                f"error: standard output could not be written: {stdout.error.strerror}",
-                file=sys.stderr,
-            )
-            return 1
+        main(*args)
+    except SystemExit as leaving:
+        status = leaving.code or 0
     except Failure as failure:
         print(failure if isinstance(failure, Stopped) else f"error: {failure}", file=sys.stderr)
         return failure.status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        if not isinstance(stdout.error, BrokenPipeError):
-            raise  # another pipe broke: a bug, or a worker process that died
-        return 128 + signal.SIGPIPE  # the reader of stdout has gone (`... | head`)
+    stdout.flush()
+    if stdout.error:
+        reason = stdout.error.strerror
+        print(f"error: standard output could not be written: {reason}", file=sys.stderr)
+        return 1
     return status
 
 
@@ -153,10 +138,8 @@ def require(module: str, purpose: str):
     if it is missing."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        package = (
-            (error.name or module).split(".")[0].replace("_", "-")
-        )  # the module, or one that it imports
+    except ImportError as error:  # of the module, or of one that it imports
+        package = (error.name or module).split(".")[0].replace("_", "-")
         raise RunError(
             f"{purpose} needs the package {package} ({error}): pip install {package}"
         ) from None

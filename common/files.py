@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -27,21 +27,19 @@ def require_file(path: str | Path, name: str = "") -> Path:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{_label(name, path)}: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{_label(name, path)}: {reason}") from None
     if not stat.S_ISREG(mode):
-        raise UsageError(
-            f"{_label(name, path)}: it is"
-            f" {'a folder' if stat.S_ISDIR(mode) else 'not a regular file'}"
-        )
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise UsageError(f"{_label(name, path)}: it is {kind}")
     return path
 
 
 def read_text(path: str | Path, name: str = "") -> str:
     """The text of a UTF-8 file of at most `TEXT_BYTES`. Raises `UsageError`."""
     path = require_file(path, name)
-    if (size := path.stat().st_size) > TEXT_BYTES:
+    size = path.stat().st_size
+    if size > TEXT_BYTES:
         raise UsageError(
             f"{_label(name, path)}: its {size / 2**20:.0f} MiB are too much for such a file"
         )
@@ -69,20 +67,15 @@ def read_json(path: str | Path, name: str = "") -> dict:
 
 def write_file(path: Path, write: Callable[[Path], object], durable: bool = True) -> None:
     """Calls `write` with the name of an empty file and renames this file to `path`. If anything
-    fails, the earlier file is still there. A link at `path` is replaced, not followed. `durable`:
-    flush to disk first. Raises `OSError`."""
-    with contextlib.suppress(FileNotFoundError):
-        mode = path.lstat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-            raise FileExistsError(errno.EEXIST, "it exists and is not a file", str(path))
+    fails, the earlier file is still there. `durable`: flush to disk first. Raises `OSError`."""
+    if path.exists() and not path.is_file():  # /dev/null, which root would replace
+        raise FileExistsError(errno.EEXIST, "it exists and is not a file", str(path))
     handle, name = tempfile.mkstemp(".tmp", f".{path.name[:200]}.", path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
         write(temporary)
-        os.chmod(
-            temporary, 0o666 & ~umask()
-        )  # mkstemp creates files that only their owner can read
+        os.chmod(temporary, 0o666 & ~umask())  # mkstemp's are for their owner alone
         if durable:
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
@@ -126,20 +119,6 @@ def save(path: Path, write: Callable[[Path], object]) -> None:
         raise RunError(
             f"cannot save {path}: {reason}{free}; earlier checkpoints are unharmed"
         ) from None
-
-
-@contextlib.contextmanager
-def utf8(path: Path) -> Iterator[str]:
-    """A name of the path for libraries that take UTF-8 alone: a link, if its folder's name is
-    anything else."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        with tempfile.TemporaryDirectory() as folder:
-            os.symlink(path.parent.absolute(), Path(folder, "link"))
-            yield os.path.join(folder, "link", path.name)
-    else:
-        yield str(path)
 
 
 def _label(name: str, path: str | Path) -> str:

@@ -1,14 +1,16 @@
-"""Mixed-precision training loop with exact gradient accumulation, recovery from out-of-memory
+"""The training loop: mixed precision, exact gradient accumulation, recovery from out-of-memory
 errors, and a checkpoint on SIGINT or SIGTERM.
 
-    task = Task(RECIPE, compute_loss, loss_weights, evaluate, metadata)   # all that the loop knows of a recipe
-    run = begin(args, RECIPE)                                             # device, lock, checkpoint to resume from
-    train(args, run, model, task, global batches, eval_batches)
+    run = begin(args, RECIPE)             # device, locks, checkpoint to resume from
+    with run.model_device():
+        model = ...
+    task = Task(RECIPE, compute_loss, loss_weights, evaluate, model_info, run_info, metric="cer")
+    train(args, run, model, task, global_batches, eval_batches)
     finish(args, run, model, task, eval_batches, report_results)
 
-An update's batch is a global batch: batch_size x gradient_accumulation_steps x ranks utterances, in
-micro-batches. Every loss term is divided by its count in the whole global batch, so the gradient does not
-depend on how the global batch is cut."""
+The utterances of an update are a global batch: batch_size x gradient_accumulation_steps x ranks of
+them, in micro-batches. Every loss term is divided by its count in the whole global batch, so the
+gradient does not depend on how the global batch is cut."""
 
 import contextlib
 import functools
@@ -19,23 +21,33 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
-from common import checkpoint, compiling, device, errors, gpu, memory, optim, options, preflight
+from common import (
+    checkpoint,
+    checks,
+    compiling,
+    device,
+    errors,
+    gpu,
+    memory,
+    optim,
+    options,
+    preflight,
+)
 from common.batches import EvalBatches, GlobalBatch, GlobalBatches, split_batch, to_device
 from common.device import Setup, rng_state, set_rng_state
 from common.errors import DataError, Failure, RunError, Stopped, UsageError
-from common.report import Report, check_folder
+from common.report import Report, check_folder, shown
 
 # The status of a rank after a pass over a global batch. The highest of all ranks decides.
 DONE, AGAIN, STOP, CANNOT_FIT = range(4)
 
-BUCKET_RATIO = (
-    1.2  # utterances whose lengths differ by less than 20 % share a limit of the micro-batch size
-)
-# for an utterance alone in its micro-batch: another process may have taken the memory for a moment
+# Utterances whose lengths differ by less than 20 % share a limit of the micro-batch size.
+BUCKET_RATIO = 1.2
+# For an utterance alone in its micro-batch: another process may have taken the memory for a moment.
 TRIES_OF_ONE = 3
 
 
@@ -45,63 +57,78 @@ class Task:
 
     `compute_loss(model, batch)` returns {term: sum over the batch}; a term without an entry in
     `loss_weights` is not trained. `evaluate(model, batches)` returns {name: (numerator,
-    denominator)}, so that the results of several ranks add up; the weights with the lowest `metric`
-    are kept as best.safetensors. `metadata` is what it takes to rebuild the model; it is saved with
-    all weights. `learning_rate` is the peak rate unless --learning_rate is given. `checkpointed`
-    and `compiled` are the layer types for --gradient_checkpointing and --torch_compile. With
-    `evaluate_first`, a new run evaluates the model before its first update. Without
-    `decay_embeddings`, embeddings have no weight decay."""
+    denominator)}, so that the results of several ranks add up. `model_info` and `run_info` are
+    dataclasses, which are saved with all weights: what it takes to rebuild the model, and what else
+    later commands must know of the run. The weights of the evaluation with the lowest `metric`, or
+    the highest with `higher_is_better`, are kept as best.safetensors; of equal ones the first.
+
+    `fit(model, data)` sets what a new model takes from the training data, such as the statistics of
+    its features. `train` calls it once, before the model moves to its device and gets the weights
+    of --init_from; not for a resumed run, and not in a dry run. `freeze(model)` is what
+    --freeze_encoder does, for the advice of a dry run; None if there is no such flag, or if the
+    encoder is random and must be trained. `learning_rate` is the peak rate unless --learning_rate
+    is given. `checkpointed` and `compiled` are the layer types for --gradient_checkpointing and
+    --torch_compile. With `evaluate_first`, a new run evaluates the model before its first update.
+    Without `decay_embeddings`, embeddings have no weight decay. `betas` are AdamW's. `reports` are
+    the names of files that the recipe writes in the log folder; a new run moves those of an earlier
+    one aside."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
     loss_weights: dict[str, float]
     evaluate: Callable[[torch.nn.Module, Iterable[dict]], dict[str, tuple[float, float]]]
-    metadata: dict
-    metric: str = "cer"
+    model_info: object
+    run_info: object
+    metric: str
+    higher_is_better: bool = False
+    fit: Callable[[torch.nn.Module, object], None] | None = None
+    freeze: Callable[[torch.nn.Module], None] | None = None
     learning_rate: float | None = None
     checkpointed: tuple[type, ...] = ()
     compiled: tuple[type, ...] = ()
     evaluate_first: bool = False
     decay_embeddings: bool = True
-    betas: tuple[float, float] = optim.BETAS  # of AdamW
+    betas: tuple[float, float] = optim.BETAS
+    reports: tuple[str, ...] = ()
+
+    def is_better(self, value: float, other: float) -> bool:
+        """Whether a value of the metric is better than another one."""
+        return value > other if self.higher_is_better else value < other
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has begun: where it computes, the content of the checkpoint that it resumes (or
-    None), and the weights of --init_from (or None); `train` empties both. `locks` hold the folders
-    as long as they exist. `planned`: see `planner`; tensors of a run that is only planned
-    (--dry_run, --verify_gpu) have no values: they are on the device "meta"."""
+    """A run that has begun: where it computes, the checkpoint that it resumes (or None), and the
+    weights of --init_from (or None); `train` empties both. `locks` hold the folders as long as they
+    exist. `planned` is what `planner` returns for --dry_run and --verify_gpu, else None."""
 
     setup: Setup
-    resumed: dict | None = None
-    initial: dict | None = None
+    resumed: checkpoint.Saved | None = None
+    initial: checkpoint.Saved | None = None
     locks: list = field(default_factory=list)
     planned: tuple | None = None
 
+    def model_device(self) -> contextlib.AbstractContextManager:
+        """Make the model, and read released weights, in this context. In a dry run they are on the
+        device "meta", where they take neither memory nor time; otherwise on the CPU."""
+        return torch.device("meta") if self.planned is not None else contextlib.nullcontext()
 
-def begin(args, name: str, metadata: dict | None = None) -> Run:
-    """Starts a run: device and ranks, the locks on its folders, the checkpoint to resume from,
-    whose metadata must fit the schema `metadata`. From here on `args` is read-only. Raises
-    `UsageError` and `RunError`."""
-    planned, locks = planner(args) if options.plans(args) else None, []
-    errors.Output.optional = not planned  # output that cannot be written does not end a training
+
+def begin(args, name: str) -> Run:
+    """Starts a run: device and ranks, the locks on its folders, the checkpoint to resume from. From
+    here on `args` is read-only. Raises `UsageError` and `RunError`."""
+    planned = planner(args) if options.plans(args) else None
     setup = Setup(torch.device("meta")) if planned else device.setup(args)
+    locks = []
     if setup.ranks.first and not planned:
         check_folder(args.log_dir)
         folders = {args.checkpoint_dir: "--checkpoint_dir", args.log_dir: "--log_dir"}
         locks = [checkpoint.lock_folder(folder, flag) for folder, flag in folders.items()]
-    resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name, metadata)
-    initial = (
-        checkpoint.read_weights(args.init_from, name, flag="--init_from")[0]
-        if args.init_from
-        else None
-    )
+    resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name)
+    initial = None
+    if args.init_from:
+        initial = checkpoint.read_weights(args.init_from, name, "--init_from")
     options.freeze(args)
-    if planned:
-        torch.set_default_device(
-            "meta"
-        )  # until `train`: a model without values takes neither memory nor time
     return Run(setup, resumed, initial, locks, planned)
 
 
@@ -115,81 +142,150 @@ def planner(args) -> tuple:
     return dry_run, dry_run.choose_card(args.dry_run, args.device, UsageError)
 
 
-@dataclass
-class Outcome:
-    """The result of one pass over a global batch's micro-batches. `sums`: one value per loss term, on the
-    device."""
-
-    sums: torch.Tensor | None = None
-    failed: dict | None = None  # the micro-batch that did not fit
-    reason: str = ""
-    stopped: bool = False
+# --- training -------------------------------------------------------------------------------------
 
 
-def run_global_batch(
+def train(
+    args,
+    run: Run,
     model: torch.nn.Module,
-    micro_batches: list[dict],
-    totals: dict[str, float],
-    compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]],
-    loss_weights: dict[str, float],
-    setup: Setup,
-    scaler: torch.amp.GradScaler | None = None,
-    stop: Callable[[], bool] = lambda: False,
-) -> Outcome:
-    """Forward and backward of a global batch, a pure function of its arguments. Gradients add up in the
-    parameters.
-
-    `totals`: the number of targets of each term in the whole global batch, on all ranks. `compute_loss`
-    and `loss_weights` are those of a `Task`. If a micro-batch runs out of memory, the outcome says
-    so; any other error passes through."""
-    sums = None
-    batches = to_device(micro_batches, setup.device)
-    for number in range(len(micro_batches)):
-        failure = None
-        try:
-            batch = next(batches)
-            with setup.autocast():
-                terms = compute_loss(model, batch)
-                loss = sum(
-                    loss_weights[name] * term / totals[name]
-                    for name, term in terms.items()
-                    if totals.get(name)
-                )
-            if isinstance(loss, torch.Tensor):  # or no term has a target in the whole global batch
-                (scaler.scale(loss) if scaler else loss).backward()
-            detached = torch.stack([terms[name].detach() for name in loss_weights])
-            sums = detached if sums is None else sums + detached
-        except (RuntimeError, MemoryError) as error:
-            if not memory.is_out_of_memory(error):
-                raise
-            failure = errors.first_line(error)
-        # Here, outside the handler, the traceback no longer keeps the failed step's tensors alive.
-        batch = terms = loss = detached = None
-        if failure is not None:
-            return Outcome(failed=micro_batches[number], reason=failure)
-        if stop():
-            return Outcome(stopped=True)
-    return Outcome(sums=sums)
+    task: Task,
+    global_batches: GlobalBatches,
+    eval_batches: EvalBatches,
+) -> dict:
+    """Trains until `args.max_steps`, `args.num_epochs` or early stopping, and returns the progress.
+    Raises `Stopped` after a signal, `DataError` for a bad file, and `RunError` if the run cannot
+    continue; what was reached until then is saved. Raises `UsageError` before the first update if
+    the batches or the results of `task.evaluate` are not what the loop needs."""
+    checks.check_collate(global_batches.dataset, task.loss_weights)
+    if run.planned is not None:
+        sys.exit(plan(args, *run.planned, model, task, global_batches))
+    checks.check_collate(eval_batches.dataset, task.loss_weights)
+    preflight.require_disk(args, model)
+    prepare_model(args, run, model, task, global_batches.data)
+    try_evaluation(run.setup, model, task, eval_batches)
+    training = begin_training(args, run, model, task, global_batches, eval_batches)
+    for saved in (run.resumed, run.initial):
+        # All is copied. Views of a file would keep its disk space after --keep_last has removed it.
+        if saved:
+            saved.forget_values()
+    with watch_signals(training), contextlib.closing(training.report):
+        return train_global_batches(training)
 
 
-def length_bucket(batch: dict) -> int:
-    """The length bucket of a batch's longest utterance."""
-    return math.ceil(math.log(max(0.1, *batch["seconds"])) / math.log(BUCKET_RATIO))
+def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> None:
+    """Fits the model to the training set `data` or loads saved weights, moves it to its device, and
+    compiles or checkpoints its layers."""
+    if run.resumed:
+        checkpoint.load_weights(model, run.resumed.model)
+    elif task.fit:
+        task.fit(model, data)
+    if run.initial:
+        checkpoint.initialise(model, run.initial.model, args.init_from)
+    model.to(run.setup.device)
+    if args.torch_compile:
+        compiling.compile_layers(model, task.compiled)
+    if args.gradient_checkpointing:
+        memory.checkpoint_layers(model, task.checkpointed)
 
 
-def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
-    """Cuts micro-batches down to the sizes that are known to fit: `limits`, by length bucket, also
-    for longer ones."""
-    pieces = []
-    for batch in micro_batches:
-        bucket, size = length_bucket(batch), len(batch["names"])
-        limit = min((limit for known, limit in limits.items() if known <= bucket), default=size)
-        pieces += split_batch(batch, limit) if limit < size else [batch]
-    return pieces
+def try_evaluation(
+    setup: Setup, model: torch.nn.Module, task: Task, eval_batches: EvalBatches
+) -> None:
+    """Evaluates two short utterances. What `task.evaluate` returns cannot be known otherwise, and a
+    metric that is not among it would be noticed hours later, at the first evaluation."""
+    if items := checks.sample_items(eval_batches.dataset):
+        batch = eval_batches.dataset.collate(items)
+        checks.check_results(task, evaluate(setup, model, task, [batch]))
 
 
-def start_progress(resumed: dict | None = None) -> dict:
-    """The progress of a run: plain numbers and lists, saved with every checkpoint."""
+@dataclass
+class Training:
+    """The state of a run in training, which the functions below act on. `last_saved`: the update
+    after which the last checkpoint was saved; `caught`: the number of a signal, or 0; `skipped`:
+    files that were reported."""
+
+    args: object
+    setup: Setup
+    task: Task
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: optim.Schedule
+    scaler: torch.amp.GradScaler | None
+    global_batches: GlobalBatches
+    eval_batches: EvalBatches
+    progress: dict
+    report: Report
+    utilisation: gpu.GpuUtilisation
+    last_saved: int = -1
+    caught: int = 0
+    skipped: set[str] = field(default_factory=set)
+    has_told_problem: bool = False  # that there is no GPU utilisation
+    # The time of the last report and, since then, seconds spent waiting for data and utterances.
+    since: float = field(default_factory=time.monotonic)
+    waited: float = 0.0
+    utterances: int = 0
+    micro_batches: int = 0  # since the last call of torch.cuda.empty_cache()
+
+
+def begin_training(
+    args,
+    run: Run,
+    model: torch.nn.Module,
+    task: Task,
+    global_batches: GlobalBatches,
+    eval_batches: EvalBatches,
+) -> Training:
+    """The state of a new run, or of the one that is resumed. Moves an earlier run aside."""
+    setup = run.setup
+    ranks = setup.ranks
+    saved = run.resumed.state if run.resumed else None
+    optimizer = optim.make_optimizer(
+        model,
+        args.learning_rate or task.learning_rate,
+        args.weight_decay,
+        args.optimizer,
+        args.use_cpu_offload,
+        task.decay_embeddings,
+        task.betas,
+    )
+    scaler = setup.grad_scaler()
+    if saved:
+        optim.load_optimizer_state(optimizer, model, saved["optimizer"])
+        if scaler and saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
+    progress = start_progress(saved)
+    place_in_data(progress, global_batches)
+    steps = global_batches.total_steps(args, progress["origin"])
+    schedule = optim.Schedule(optimizer, args.lr_schedule, steps, args.warmup_steps)
+    schedule.set(progress["step"])
+    if saved and len(saved["rng"]) > ranks.rank:
+        set_rng_state(saved["rng"][ranks.rank], setup.device)
+    elif ranks.size > 1:  # each rank has its own dropout
+        torch.manual_seed(args.seed + 1000 * ranks.rank + progress["step"])
+    prepare_folders(args, run, progress, task)
+    report = Report(args.log_dir, progress["step"], steps, args.tensorboard, enabled=ranks.first)
+    model.train()
+    return Training(
+        args=args,
+        setup=setup,
+        task=task,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        scaler=scaler,
+        global_batches=global_batches,
+        eval_batches=eval_batches,
+        progress=progress,
+        report=report,
+        utilisation=gpu.GpuUtilisation(setup.device),
+        last_saved=progress["step"] if saved else -1,
+    )
+
+
+def start_progress(saved: dict | None = None) -> dict:
+    """The progress of a run, plain numbers and lists: a new run's, or that of the `state` of a
+    checkpoint."""
     progress = {
         "step": 0,
         "epoch": 0,
@@ -210,18 +306,18 @@ def start_progress(resumed: dict | None = None) -> dict:
         "skipped_files": 0,
         "limits": {},
     }
-    return {**progress, **(resumed["progress"] if resumed else {})}
+    if saved:
+        progress.update(saved["progress"])
+    return progress
 
 
 def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:
     """Sets the position for this run's data and global batch size. If the data or their order have
-    changed, the epoch starts from its beginning, which is said. If the global batch size has changed, the
-    rest of the epoch is cut into new global batches."""
-    epoch, data, global_batch_size = (
-        f"epoch {progress['epoch'] + 1}",
-        global_batches.data.fingerprint(),
-        global_batches.global_batch_size,
-    )
+    changed, the epoch restarts, with a message. If the global batch size has changed, the rest of
+    the epoch is cut into new global batches."""
+    epoch = f"epoch {progress['epoch'] + 1}"
+    data = global_batches.data.fingerprint()
+    size = global_batches.global_batch_size
     changed = ""
     if progress["data"] not in ("", data):
         changed = "the training data have"
@@ -231,169 +327,52 @@ def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:
         if progress["global_batch"] or progress["done"]:
             print(f"{changed} changed since the checkpoint: {epoch} starts from its beginning")
         progress.update(global_batch=0, done=[], origin=[progress["step"], progress["epoch"]])
-    elif progress["global_batch"] and progress["global_batch_size"] != global_batch_size:
+    elif progress["global_batch"] and progress["global_batch_size"] != size:
         before = progress["global_batch_size"]
         print(
-            f"an update had {before} utterances and now has {global_batch_size}: the rest of {epoch} is"
-            " cut anew"
+            f"an update had {before} utterances and now has {size}: the rest of {epoch} is cut anew"
         )
-        progress.update(
-            done=[*progress["done"], [before, progress["global_batch"]]], global_batch=0
-        )
-    progress.update(data=data, global_batch_size=global_batch_size)
+        progress["done"] = [*progress["done"], [before, progress["global_batch"]]]
+        progress["global_batch"] = 0
+    progress["data"] = data
+    progress["global_batch_size"] = size
 
 
-@dataclass
-class Training:
-    """The state of a run in training, which the functions below act on."""
-
-    args: object
-    setup: Setup
-    task: Task
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: optim.Schedule
-    scaler: torch.amp.GradScaler | None
-    global_batches: GlobalBatches
-    eval_batches: EvalBatches
-    progress: dict
-    report: Report
-    utilisation: gpu.GpuUtilisation
-    last_saved: int = -1
-    caught: int = 0  # a signal's number
-    skipped: set[str] = field(default_factory=set)  # files
-    said: bool = False  # that there is no GPU utilisation
-    # Since the last report: when it was, seconds spent waiting for data, utterances, micro-batches
-    # since empty_cache.
-    since: float = field(default_factory=time.monotonic)
-    waited: float = 0.0
-    utterances: int = 0
-    micro_batches: int = 0
-
-
-def train(
-    args,
-    run: Run,
-    model: torch.nn.Module,
-    task: Task,
-    global_batches: GlobalBatches,
-    eval_batches: EvalBatches,
-) -> dict:
-    """Trains until `args.max_steps`, `args.num_epochs` or early stopping, and returns the progress.
-    After a signal it raises `Stopped`, for a bad file `DataError`, and `RunError` if the run cannot
-    continue; what was reached until then is saved."""
-    if run.planned:
-        torch.set_default_device(None)
-        sys.exit(plan(args, *run.planned, model, task, global_batches))
-    setup, ranks, resumed = run.setup, run.setup.ranks, run.resumed
-    prepare(args, run, model, task)
-    optimizer = optim.make_optimizer(
-        model,
-        args.learning_rate or task.learning_rate,
-        args.weight_decay,
-        args.optimizer,
-        args.use_cpu_offload,
-        task.decay_embeddings,
-        task.betas,
-    )
-    scaler, progress = setup.grad_scaler(), start_progress(resumed)
-    if resumed:
-        optim.load_optimizer_state(optimizer, model, resumed["optimizer"])
-        if scaler and resumed["scaler"]:
-            scaler.load_state_dict(resumed["scaler"])
-    place_in_data(progress, global_batches)
-    steps = global_batches.total_steps(args, progress["origin"])
-    schedule = optim.Schedule(optimizer, args.lr_schedule, steps, args.warmup_steps)
-    schedule.set(progress["step"])
-    if resumed and len(resumed["rng"]) > ranks.rank:
-        set_rng_state(resumed["rng"][ranks.rank], setup.device)
-    elif ranks.size > 1:
-        torch.manual_seed(
-            args.seed + 1000 * ranks.rank + progress["step"]
-        )  # each rank has its own dropout
-    prepare_folders(args, run, progress, task.evaluate_first)
-    report = Report(args.log_dir, progress["step"], steps, args.tensorboard, enabled=ranks.first)
-    model.train()
-    training = Training(
-        args=args,
-        setup=setup,
-        task=task,
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule,
-        scaler=scaler,
-        global_batches=global_batches,
-        eval_batches=eval_batches,
-        progress=progress,
-        report=report,
-        utilisation=gpu.GpuUtilisation(setup.device),
-        last_saved=progress["step"] if resumed else -1,
-    )
-    for loaded in filter(None, (resumed and resumed["model"], resumed, run.initial)):
-        # all is copied; views of a file would keep its disk space after --keep_last has removed it
-        loaded.clear()
-    with watch_signals(training), contextlib.closing(report):
-        return train_global_batches(training)
-
-
-def plan(
-    args, dry_run, card, model: torch.nn.Module, task: Task, global_batches: GlobalBatches
-) -> int:
-    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_global_batch` on tensors
-    without values. Prints the answer and returns the exit status. Raises `DataError` and
-    `RunError`."""
-    if card is None:
-        return preflight.verify(args, model)
-    setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
-    items = dry_run.longest_items(
-        global_batches.dataset,
-        math.ceil(global_batches.total_steps(args) / global_batches.per_epoch),
-        DataError,
-    )
-
-    def step(batches: list[dict]) -> None:
-        outcome = run_global_batch(
-            model, batches, batches[0]["counts"], task.compute_loss, task.loss_weights, setup
-        )
-        if outcome.failed:
-            raise dry_run.CannotPlan(outcome.reason)
-
-    training = dry_run.Training(
-        model,
-        step,
-        items,
-        len(global_batches.data),
-        functools.partial(optim.state_bytes, model),
-        (
-            functools.partial(memory.checkpoint_layers, model, task.checkpointed)
-            if task.checkpointed
-            else None
-        ),
-        global_batches.dataset.collate,
-        task.compute_loss,
-    )
-    if args.verify_gpu:
-        return preflight.verify(args, model, lambda: training.needs(args, card))
-    return training.answer(args, card, str(setup.dtype or torch.float32), RunError)
+def prepare_folders(args, run: Run, progress: dict, task: Task) -> None:
+    """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint,
+    what is newer. A resumed run evaluates at once if its best weights are not in the folder, so
+    that they will be; so does a new run with `Task.evaluate_first`."""
+    has_best = False
+    if run.setup.ranks.first:
+        try:
+            if run.resumed and checkpoint.continues(args.resume, args.checkpoint_dir):
+                checkpoint.branch(args.checkpoint_dir, args.log_dir, progress["step"])
+                has_best = checkpoint.best_step(args.checkpoint_dir) >= progress["best_step"]
+            else:
+                checkpoint.make_room(args.checkpoint_dir, args.log_dir, task.reports)
+        except OSError as error:
+            raise errors.cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
+    (has_best,) = run.setup.ranks.reduce([int(has_best)], "max")
+    if not has_best:
+        progress["best"] = None
+        progress["last_evaluation"] = -1 if run.resumed or task.evaluate_first else 0
 
 
 @contextlib.contextmanager
-def watch_signals(run: Training) -> Iterator[None]:
-    """Records SIGTERM, SIGINT and SIGHUP (a closed terminal; ignored under nohup) in `run.caught`,
-    so that the run can save itself. A second SIGINT interrupts at once."""
+def watch_signals(training: Training) -> Iterator[None]:
+    """Records SIGTERM, SIGINT and SIGHUP (a closed terminal; ignored under nohup) in
+    `training.caught`, so that the run can save itself. A second SIGINT interrupts at once."""
 
     def catch(number: int, frame) -> None:
-        if run.caught and number == signal.SIGINT:
+        if training.caught and number == signal.SIGINT:
             raise KeyboardInterrupt
-        run.caught = number
+        training.caught = number
 
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        numbers.pop()
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     before = {}
-    with contextlib.suppress(
-        ValueError
-    ):  # not in the main thread, where Python delivers no signals
+    with contextlib.suppress(ValueError):  # in another thread, where Python delivers no signals
         before = {number: signal.signal(number, catch) for number in numbers}
     try:
         yield
@@ -402,83 +381,546 @@ def watch_signals(run: Training) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def prepare(args, run: Run, model: torch.nn.Module, task: Task) -> None:
-    """The model as it will be trained: saved weights, device, compiled and checkpointed layers."""
-    if run.resumed:
-        checkpoint.load_weights(model, run.resumed["model"])
-    elif run.initial:
-        checkpoint.initialise(model, run.initial, args.init_from)
-    model.to(run.setup.device)
-    if args.torch_compile:
-        compiling.compile_layers(model, task.compiled)
-    if args.gradient_checkpointing:
-        memory.checkpoint_layers(model, task.checkpointed)
-
-
-def prepare_folders(args, run: Run, progress: dict, evaluate_first: bool) -> None:
-    """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint,
-    what is newer. A resumed run whose best weights are not in the folder evaluates at once, so that
-    they are; a new run with `evaluate_first`."""
-    has_best = False
-    if run.setup.ranks.first:
-        try:
-            if run.resumed is not None and checkpoint.continues(args.resume, args.checkpoint_dir):
-                checkpoint.branch(args.checkpoint_dir, args.log_dir, progress["step"])
-                has_best = checkpoint.best_step(args.checkpoint_dir) >= progress["best_step"]
-            else:
-                checkpoint.make_room(args.checkpoint_dir, args.log_dir)
-        except OSError as error:
-            raise errors.cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
-    (has_best,) = run.setup.ranks.reduce([int(has_best)], "max")
-    if not has_best:
-        progress.update(best=None, last_evaluation=-1 if run.resumed or evaluate_first else 0)
-
-
-def train_global_batches(run: Training) -> dict:
-    """Window after global batch, with evaluations and checkpoints in between, until the run is
-    finished."""
-    progress, ranks = run.progress, run.setup.ranks
-    source = run.global_batches.iterate(
+def train_global_batches(training: Training) -> dict:
+    """Trains on one global batch after the other, with evaluations and checkpoints in between,
+    until the run is finished. Returns the progress."""
+    args = training.args
+    progress = training.progress
+    ranks = training.setup.ranks
+    source = training.global_batches.iterate(
         progress["epoch"], progress["global_batch"], progress["done"]
     )
     while True:
-        if progress["step"] == 0 and is_finished(run.args, progress):
-            reasons = (
-                f"{progress['bad_batches']} global batches had a non-finite loss,"
-                f" {progress['skipped_files']} files were skipped"
-            )
-            raise RunError(f"no update was made: {reasons}; the messages above name the files")
-        if evaluation_is_due(run):
-            evaluate_now(run)
-        finished, step, every = (
-            is_finished(run.args, progress),
-            progress["step"],
-            run.args.save_every,
-        )
-        if step != run.last_saved and (finished or (every and step and step % every == 0)):
-            save(run)
-        if finished and run.report.problem:
-            raise run.report.problem
+        if progress["step"] == 0 and is_finished(args, progress):
+            raise no_update(progress)
+        if evaluation_is_due(training):
+            evaluate_now(training)
+        finished = is_finished(args, progress)
+        if checkpoint_is_due(training, finished):
+            save(training)
+        if finished and training.report.problem:
+            raise training.report.problem
         if finished:
             return progress
-        started, error = time.monotonic(), run.report.problem
+        error = training.report.problem
+        started = time.monotonic()
         try:
             global_batch = next(source)
         except Failure as failure:
             error = failure
-        run.waited += time.monotonic() - started
-        run.utilisation.sample()
-        caught, failed = ranks.reduce([run.caught, int(error is not None)], "max")
+        training.waited += time.monotonic() - started
+        training.utilisation.sample()
+        caught, failed = ranks.reduce([training.caught, int(error is not None)], "max")
         if failed:
-            save(run)
+            save(training)
             raise error or RunError("another rank could not continue: see its message")
         if caught:
-            raise saved_and_stopped(run, caught)
+            raise saved_and_stopped(training, caught)
         try:
-            train_global_batch(run, global_batch)
+            train_global_batch(training, global_batch)
         except RunError:
-            save(run)  # the weights are those from before the global batch
+            save(training)  # the weights are those from before the global batch
             raise
+
+
+def is_finished(args, progress: dict) -> bool:
+    ends = {
+        "step": args.max_steps,
+        "epoch": args.num_epochs,
+        "evaluations_without_gain": args.early_stopping_patience,
+    }
+    return any(end and progress[name] >= end for name, end in ends.items())
+
+
+def no_update(progress: dict) -> RunError:
+    reasons = (
+        f"{progress['bad_batches']} global batches had a non-finite loss,"
+        f" {progress['skipped_files']} files were skipped"
+    )
+    return RunError(f"no update was made: {reasons}; the messages above name the files")
+
+
+def evaluation_is_due(training: Training) -> bool:
+    progress = training.progress
+    every = training.args.eval_every
+    if progress["last_evaluation"] == progress["step"]:
+        return False
+    if is_finished(training.args, progress):
+        return True
+    if every:
+        return progress["step"] % every == 0
+    return progress["global_batch"] == 0 and not progress["done"]  # an epoch begins
+
+
+def checkpoint_is_due(training: Training, finished: bool) -> bool:
+    step = training.progress["step"]
+    every = training.args.save_every
+    if step == training.last_saved:
+        return False
+    return finished or (every > 0 and step > 0 and step % every == 0)
+
+
+# --- one update -----------------------------------------------------------------------------------
+
+
+def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
+    """One global batch: forward and backward until it fits, then the update. Then the position
+    advances."""
+    progress = training.progress
+    ranks = training.setup.ranks
+    terms = list(training.task.loss_weights)
+    own = [sum(batch["counts"][term] for batch in global_batch.micro_batches) for term in terms]
+    names = [name for batch in global_batch.micro_batches for name in batch["names"]]
+    *counts, utterances, skipped = ranks.reduce([*own, len(names), len(global_batch.skipped)])
+    if skipped:
+        note_skipped(training, global_batch, skipped)
+    if utterances:
+        totals = dict(zip(terms, counts, strict=True))
+        buffers = [(buffer, buffer.clone()) for buffer in training.model.buffers()]
+        device_sums = pass_until_it_fits(training, global_batch, totals, buffers)
+        sums, norm = reduce_gradients(training, device_sums)
+        if not is_finite(training, sums, norm):
+            training.optimizer.zero_grad()
+            restore(buffers)
+            note_bad_batch(training, names, sums, norm)
+        else:
+            made = apply_update(training, norm)
+            progress["bad_in_a_row"] = 0
+            progress["utterances"] += utterances
+            training.utterances += utterances
+            if made:
+                progress["step"] += 1
+                training.schedule.set(progress["step"])
+                values = zip(terms, sums, strict=True)
+                averages = {term: value / max(1, totals[term]) for term, value in values}
+                note_update(training, averages, norm)
+    progress["global_batch"] = global_batch.number + 1
+    if global_batch.last:
+        progress.update(epoch=global_batch.epoch + 1, global_batch=0, done=[])
+    empty_cache(training, len(global_batch.micro_batches))
+
+
+def is_finite(training: Training, sums: list[float], norm: float) -> bool:
+    """Whether an update can be made. An infinite gradient under loss scaling is the scaler's to
+    handle."""
+    if not all(map(math.isfinite, sums)):
+        return False
+    return training.scaler is not None or math.isfinite(norm)
+
+
+def empty_cache(training: Training, micro_batches: int) -> None:
+    """Gives unused GPU memory back every `--empty_cache_every` micro-batches: batches of many
+    lengths fragment it."""
+    training.micro_batches += micro_batches
+    every = training.args.empty_cache_every
+    if training.setup.device.type == "cuda" and every and training.micro_batches >= every:
+        training.micro_batches = 0
+        torch.cuda.empty_cache()
+
+
+def pass_until_it_fits(
+    training: Training, global_batch: GlobalBatch, totals: dict, buffers: list
+) -> torch.Tensor:
+    """Forward and backward of the global batch, repeated in smaller micro-batches as long as a rank
+    runs out of memory. Returns the sums of the loss terms. Every attempt starts from the same
+    gradients, buffers and random state."""
+    task = training.task
+    setup = training.setup
+    ranks = setup.ranks
+    limits = training.progress["limits"]
+    rng = rng_state(setup.device)
+    failures = Counter()
+
+    def stop() -> bool:
+        training.utilisation.sample()
+        return training.caught != 0
+
+    while True:
+        outcome = run_global_batch(
+            training.model,
+            cut_to_fit(global_batch.micro_batches, limits),
+            totals,
+            task.compute_loss,
+            task.loss_weights,
+            setup,
+            training.scaler,
+            stop,
+        )
+        status = DONE
+        if outcome.stopped:
+            status = STOP
+        elif outcome.failed is not None:
+            status = AGAIN if learn_limit(outcome.failed, limits, failures) else CANNOT_FIT
+        worst, caught = ranks.reduce([status, training.caught], "max")
+        if worst == DONE:
+            zero = torch.zeros(len(task.loss_weights), device=setup.device)
+            return zero if outcome.sums is None else outcome.sums
+        training.optimizer.zero_grad()
+        restore(buffers)
+        set_rng_state(rng, setup.device)
+        memory.free_memory(setup.device)
+        if worst == STOP:
+            raise saved_and_stopped(training, caught)
+        if worst == CANNOT_FIT:
+            other = "an utterance of another rank does not fit into memory: see its message"
+            raise RunError(too_long(outcome) if status == CANNOT_FIT else other)
+        for other in ranks.gather(limits):  # all ranks keep the same limits
+            for bucket, size in other.items():
+                limits[bucket] = min(size, limits.get(bucket, size))
+        if status == AGAIN:
+            training.report.say(out_of_memory(outcome, setup))
+
+
+@dataclass
+class Outcome:
+    """The result of one pass over a global batch's micro-batches. `sums`: one value per loss term,
+    on the device; `failed`: the micro-batch that did not fit."""
+
+    sums: torch.Tensor | None = None
+    failed: dict | None = None
+    reason: str = ""
+    stopped: bool = False
+
+
+def run_global_batch(
+    model: torch.nn.Module,
+    micro_batches: list[dict],
+    totals: dict[str, float],
+    compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]],
+    loss_weights: dict[str, float],
+    setup: Setup,
+    scaler: torch.amp.GradScaler | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Forward and backward of a global batch, a pure function of its arguments. Gradients add up in
+    the parameters.
+
+    `totals` is the number of targets of each term in the whole global batch, on all ranks.
+    `compute_loss` and `loss_weights` are those of a `Task`. If a micro-batch runs out of memory,
+    the outcome says so; any other error passes through."""
+    sums = None
+    batches = to_device(micro_batches, setup.device)
+    for number in range(len(micro_batches)):
+        failure = None
+        try:
+            batch = next(batches)
+            with setup.autocast():
+                terms = compute_loss(model, batch)
+                loss = weighted_loss(terms, totals, loss_weights)
+            if isinstance(loss, torch.Tensor):  # or no term has a target in the whole global batch
+                (scaler.scale(loss) if scaler else loss).backward()
+            detached = torch.stack([terms[name].detach() for name in loss_weights])
+            sums = detached if sums is None else sums + detached
+        except (RuntimeError, MemoryError) as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            failure = errors.first_line(error)
+        # Here, outside the handler, the traceback no longer keeps the failed step's tensors alive.
+        batch = terms = loss = detached = None
+        if failure is not None:
+            return Outcome(failed=micro_batches[number], reason=failure)
+        if stop():
+            return Outcome(stopped=True)
+    return Outcome(sums=sums)
+
+
+def weighted_loss(
+    terms: dict[str, torch.Tensor], totals: dict[str, float], loss_weights: dict[str, float]
+) -> torch.Tensor | int:
+    """The sum over terms of weight * sum / number of targets. A term that has no weight, or no
+    target in the global batch, adds nothing."""
+    for name in loss_weights:
+        if name not in terms:
+            raise UsageError(f"compute_loss returns no {name!r}, a term of loss_weights")
+    return sum(
+        loss_weights[name] * term / totals[name] for name, term in terms.items() if totals.get(name)
+    )
+
+
+def length_bucket(batch: dict) -> int:
+    """The length bucket of a batch's longest utterance."""
+    return math.ceil(math.log(max(0.1, *batch["seconds"])) / math.log(BUCKET_RATIO))
+
+
+def cut_to_fit(micro_batches: list[dict], limits: dict[int, int]) -> list[dict]:
+    """Cuts micro-batches down to the sizes that are known to fit: `limits`, by length bucket. A
+    limit holds for longer utterances, too."""
+    pieces = []
+    for batch in micro_batches:
+        bucket = length_bucket(batch)
+        size = len(batch["names"])
+        limit = min((limit for known, limit in limits.items() if known <= bucket), default=size)
+        pieces += split_batch(batch, limit) if limit < size else [batch]
+    return pieces
+
+
+def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool:
+    """Halves the limit for a failed micro-batch's length. False if a single utterance has failed
+    `TRIES_OF_ONE` times."""
+    size = len(failed["names"])
+    if size > 1:
+        limits[length_bucket(failed)] = size // 2
+        return True
+    failures[failed["names"][0]] += 1
+    return failures[failed["names"][0]] < TRIES_OF_ONE
+
+
+def out_of_memory(outcome: Outcome, setup: Setup) -> str:
+    """The message about a micro-batch that did not fit."""
+    size = len(outcome.failed["names"])
+    seconds = max(outcome.failed["seconds"])
+    text = f"out of memory with {size} x {seconds:.1f} s"
+    text += ": the global batch is repeated in smaller micro-batches"
+    others = gpu.gpu_processes() if setup.device.type == "cuda" else ""
+    return f"{text}; also on this GPU: {others}" if others else text
+
+
+def too_long(outcome: Outcome) -> str:
+    """The message about an utterance that does not fit alone."""
+    name = outcome.failed["names"][0]
+    seconds = outcome.failed["seconds"][0]
+    problem = f"{name} ({seconds:.1f} s) does not fit into memory even alone ({outcome.reason})"
+    advice = (
+        "use --gradient_checkpointing or --mixed_precision, reject such utterances with"
+        f" --max_duration {0.9 * seconds:.1f}, or take a smaller model"
+    )
+    if others := gpu.gpu_processes():
+        advice += f"; other processes on this GPU: {others}"
+    return f"{problem}: {advice}"
+
+
+def restore(buffers: list) -> None:
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def reduce_gradients(training: Training, sums: torch.Tensor) -> tuple[list[float], float]:
+    """Sums gradients and loss terms over the ranks. Returns terms and gradient norm: a global
+    batch's only transfer to the host."""
+    ranks = training.setup.ranks
+    scaler = training.scaler
+    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    if ranks.size > 1:
+        present = ranks.reduce([int(p.grad is not None) for p in parameters], "max")
+        ranks.sum_gradients(parameters, present)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    *terms, norm = torch.cat([sums, norm.to(sums.device).reshape(1)]).tolist()
+    return ranks.reduce(terms), norm / (scaler.get_scale() if scaler else 1.0)
+
+
+def apply_update(training: Training, norm: float) -> bool:
+    """Clips the gradient and updates the weights. Returns False if the scaler of fp16 skips the
+    update because gradients overflow."""
+    optimizer = training.optimizer
+    scaler = training.scaler
+    limit = training.args.max_grad_norm
+    if scaler:
+        scaler.unscale_(optimizer)
+    if limit and norm > limit:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, limit / norm)
+    if scaler:
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < 1:
+            raise RunError(
+                f"fp16's loss scale fell below 1 at step {training.progress['step']}: the gradients"
+                " overflow at any scale; use --bf16, --no_mixed_precision or a lower"
+                " --learning_rate"
+            )
+    else:
+        optimizer.step()
+    optimizer.zero_grad()
+    return scaler is None or math.isfinite(norm)
+
+
+def note_update(training: Training, averages: dict[str, float], norm: float) -> None:
+    """Updates the progress bar, and writes a line of metrics every `log_every` updates."""
+    report = training.report
+    step = training.progress["step"]
+    elapsed = max(1e-9, time.monotonic() - training.since)
+    loss = sum(training.task.loss_weights[term] * value for term, value in averages.items())
+    rate = training.optimizer.param_groups[0]["lr"]
+    used = memory.memory_used(training.setup.device)
+    speed = training.utterances / elapsed
+    waiting = training.waited / elapsed
+    utilisation = training.utilisation.mean()
+    report.progress(step, loss, rate, speed, used, waiting, utilisation)
+    problem = training.utilisation.problem
+    if training.setup.device.type == "cuda" and problem and not training.has_told_problem:
+        training.has_told_problem = True
+        report.say(f"no GPU utilisation in the reports ({problem})")
+    if step % training.args.log_every == 0:
+        values = {
+            "loss": loss,
+            **{f"loss_{term}": value for term, value in averages.items()},
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "utterances_per_second": speed,
+            "memory_bytes": used,
+            "data_wait_share": waiting,
+            "gpu_utilisation": utilisation,
+        }
+        values = {f"train/{name}": value for name, value in values.items() if value is not None}
+        report.write(step, epoch=training.progress["epoch"], **values)
+        training.since = time.monotonic()
+        training.waited = 0.0
+        training.utterances = 0
+
+
+def note_skipped(training: Training, global_batch: GlobalBatch, count: int) -> None:
+    """Counts `count` skipped files, this rank's and the others', and reports each file once."""
+    progress = training.progress
+    progress["skipped_files"] += count
+    for name, reason in itertools.chain(*training.setup.ranks.gather(global_batch.skipped)):
+        if name not in training.skipped:  # or an earlier epoch has reported it
+            training.skipped.add(name)
+            training.report.say(f"skipped: {reason}")
+            training.report.write(progress["step"], event="skipped", file=name, reason=reason)
+
+
+def note_bad_batch(training: Training, names: list[str], terms: list[float], norm: float) -> None:
+    """Counts and lists a global batch whose loss or gradient is not finite. It has not changed the
+    weights. Raises `RunError` if there were too many in a row."""
+    progress = training.progress
+    progress["bad_batches"] += 1
+    progress["bad_in_a_row"] += 1
+    names = list(itertools.chain(*training.setup.ranks.gather(names)))
+    values = zip(training.task.loss_weights, terms, strict=True)
+    losses = ", ".join(f"{term} {value:g}" for term, value in values)
+    text = f"bad global batch {progress['bad_batches']}: loss {losses}, gradient norm {norm:g}"
+    training.report.say(f"{text}: skipped; its files: {', '.join(names)}")
+    terms = [str(value) for value in terms]
+    training.report.write(progress["step"], event="bad_batch", files=names, terms=terms)
+    count = progress["bad_in_a_row"]
+    if count >= training.args.max_bad_batches:
+        progress["bad_in_a_row"] = 0
+        raise RunError(
+            f"{count} global batches in a row had a non-finite loss, and the weights from before"
+            " them are saved: try a lower --learning_rate, --bf16 or --no_mixed_precision"
+        )
+
+
+# --- evaluation and checkpoints -------------------------------------------------------------------
+
+
+def evaluate(
+    setup: Setup, model: torch.nn.Module, task: Task, batches: Iterable[dict]
+) -> dict[str, tuple[float, float]]:
+    """What `task.evaluate` returns, without gradients. Random state and mode stay as they were."""
+    state = rng_state(setup.device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), setup.autocast():
+            return task.evaluate(model, batches)
+    finally:
+        model.train(was_training)
+        set_rng_state(state, setup.device)
+
+
+def evaluate_now(training: Training) -> None:
+    """Evaluates, reports the results, and keeps the weights if they are the best."""
+    args = training.args
+    task = training.task
+    progress = training.progress
+    ranks = training.setup.ranks
+
+    def polled() -> Iterator[dict]:
+        for batch in training.eval_batches:
+            if training.caught:
+                raise Stopped("the results of this evaluation are discarded", 128 + training.caught)
+            yield batch
+
+    started = time.monotonic()
+    results = {}
+    with contextlib.suppress(Stopped):
+        results = evaluate(training.setup, training.model, task, polled())
+    (caught,) = ranks.reduce([training.caught], "max")
+    if caught:
+        raise saved_and_stopped(training, caught)
+    sums = ranks.reduce([float(value) for pair in results.values() for value in pair])
+    pairs = zip(sums[::2], sums[1::2], strict=True)
+    values = mean_values(task, dict(zip(results, pairs, strict=True)))
+    improved = note_evaluation(task, progress, values)
+    if improved and ranks.first:
+        summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
+        path = args.checkpoint_dir / "best.safetensors"
+        checkpoint.save_weights(path, training.model, task, summary)
+    texts = [f"{name} {shown(name, value)}" for name, value in values.items()]
+    if improved:
+        texts.append("best so far")
+    place = f"step {progress['step']} (epoch {progress['epoch'] + 1})"
+    training.report.say(f"evaluation at {place}: {'  '.join(texts)}")
+    results = {f"eval/{name}": value for name, value in values.items()}
+    training.report.write(progress["step"], **results)
+    training.report.draw(task.metric)
+    training.since += time.monotonic() - started  # evaluation does not count as training time
+
+
+def note_evaluation(task: Task, progress: dict, values: dict[str, float]) -> bool:
+    """Notes an evaluation in the progress. Returns whether it is the best so far. A metric without
+    a value counts as NaN, than which every number is better."""
+    value = values.get(task.metric, math.nan)
+    best = progress["best"]
+    improved = best is None or math.isnan(best) or task.is_better(value, best)
+    progress["last_evaluation"] = progress["step"]
+    progress["evaluations"].append([progress["step"], value])
+    progress["evaluations_without_gain"] += 1
+    if improved:
+        progress["evaluations_without_gain"] = 0
+        progress["best"] = value
+        progress["best_step"] = progress["step"]
+    return improved
+
+
+def mean_values(task: Task, results: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """The values of an evaluation's (numerator, denominator), and the weighted loss if all of its
+    terms are there. A denominator of 0 gives no value."""
+    values = {name: total / count for name, (total, count) in results.items() if count}
+    if task.loss_weights.keys() <= values.keys():
+        values["loss"] = sum(weight * values[term] for term, weight in task.loss_weights.items())
+    return values
+
+
+def save(training: Training) -> None:
+    """Writes a checkpoint of the run as it is now, with the random state of every rank."""
+    args = training.args
+    progress = training.progress
+    states = training.setup.ranks.gather(rng_state(training.setup.device))
+    training.last_saved = progress["step"]
+    progress["order"] = training.global_batches.order(progress["epoch"])
+    if not training.setup.ranks.first:
+        return
+    flags = {}
+    for name, value in vars(args).items():
+        if name not in ("given", "commands"):
+            flags[name] = value if isinstance(value, int | float | str | None) else str(value)
+    content = {
+        "recipe": training.task.name,
+        "model_info": asdict(training.task.model_info),
+        "run_info": asdict(training.task.run_info),
+        "progress": progress,
+        "rng": states,
+        "model": training.model.state_dict(),
+        "optimizer": optim.optimizer_state(training.optimizer, training.model),
+        "scaler": training.scaler.state_dict() if training.scaler else None,
+        "torch": str(torch.__version__),
+        "args": flags,
+    }
+    checkpoint.save(args.checkpoint_dir, progress["step"], content, args.keep_last)
+
+
+def saved_and_stopped(training: Training, caught: int) -> Stopped:
+    """Saves the run. Returns the error that ends it after the signal `caught`."""
+    save(training)
+    step = training.progress["step"]
+    place = f"step {step} is saved in {training.args.checkpoint_dir}"
+    name = signal.Signals(caught).name
+    return Stopped(f"stopped by {name}: {place}; --resume auto continues from there", 128 + caught)
 
 
 def finish(
@@ -496,370 +938,52 @@ def finish(
         return
 
     def score() -> float:
-        return mean_values(task, task.evaluate(model, eval_batches.whole()))[task.metric]
+        values = mean_values(task, task.evaluate(model, eval_batches.whole()))
+        return values.get(task.metric, math.nan)
 
     with torch.no_grad(), run.setup.autocast():
         report_results(checkpoint.use_best(args, model, task, score))
-    print(
-        f"weights: {args.checkpoint_dir / 'best.safetensors'}; curves and all results:"
-        f" {args.log_dir}"
-    )
+    best = args.checkpoint_dir / "best.safetensors"
+    print(f"weights: {best}; curves and all results: {args.log_dir}")
     print(memory.peak(run.setup.device))
 
 
-def is_finished(args, progress: dict) -> bool:
-    ends = {
-        "step": args.max_steps,
-        "epoch": args.num_epochs,
-        "evaluations_without_gain": args.early_stopping_patience,
-    }
-    return any(end and progress[name] >= end for name, end in ends.items())
+# --- a run that is only planned -------------------------------------------------------------------
 
 
-def evaluation_is_due(run: Training) -> bool:
-    progress, every = run.progress, run.args.eval_every
-    if progress["last_evaluation"] == progress["step"]:
-        return False
-    epoch_begins = progress["global_batch"] == 0 and not progress["done"]
-    return is_finished(run.args, progress) or (
-        progress["step"] % every == 0 if every else epoch_begins
-    )
+def plan(
+    args, dry_run, card, model: torch.nn.Module, task: Task, global_batches: GlobalBatches
+) -> int:
+    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_global_batch` on tensors
+    without values. Prints the answer and returns the exit status. Raises `DataError` and
+    `RunError`."""
+    if card is None:
+        return preflight.verify(args, model)
+    setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
+    epochs = math.ceil(global_batches.total_steps(args) / global_batches.per_epoch)
 
-
-def train_global_batch(run: Training, global_batch: GlobalBatch) -> None:
-    """One global batch: forward and backward until it fits, then the update. Then the position
-    advances."""
-    args, progress, ranks = run.args, run.progress, run.setup.ranks
-    names = list(run.task.loss_weights)
-    own = [sum(batch["counts"][name] for batch in global_batch.micro_batches) for name in names]
-    own_names = [name for batch in global_batch.micro_batches for name in batch["names"]]
-    *counts, utterances, skipped = ranks.reduce([*own, len(own_names), len(global_batch.skipped)])
-    note_skipped(run, global_batch, skipped)
-    if utterances:
-        totals = dict(zip(names, counts, strict=True))
-        buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers()]
-        sums = pass_until_it_fits(run, global_batch, totals, buffers)
-        terms, norm = reduce_gradients(run, sums)
-        if not all(map(math.isfinite, terms)) or (run.scaler is None and not math.isfinite(norm)):
-            run.optimizer.zero_grad()
-            restore(buffers)
-            note_bad_batch(run, own_names, terms, norm)
-        else:
-            made = apply_update(run, norm)
-            progress["bad_in_a_row"] = 0
-            progress["utterances"] += utterances
-            run.utterances += utterances
-            if made:
-                progress["step"] += 1
-                run.schedule.set(progress["step"])
-                averages = {
-                    name: value / max(1, totals[name])
-                    for name, value in zip(names, terms, strict=True)
-                }
-                note_update(run, averages, norm)
-    progress["global_batch"] = global_batch.number + 1
-    if global_batch.last:
-        progress.update(epoch=global_batch.epoch + 1, global_batch=0, done=[])
-    run.micro_batches += len(global_batch.micro_batches)
-    if (
-        run.setup.device.type == "cuda"
-        and args.empty_cache_every
-        and run.micro_batches >= args.empty_cache_every
-    ):
-        run.micro_batches = 0
-        torch.cuda.empty_cache()
-
-
-def pass_until_it_fits(
-    run: Training, global_batch: GlobalBatch, totals: dict, buffers: list
-) -> torch.Tensor:
-    """Forward and backward of the global batch, repeated in smaller micro-batches as long as a rank runs
-    out of memory. Returns the sums of the loss terms. Every attempt starts from the same gradients,
-    buffers and random state."""
-    progress, setup, ranks = run.progress, run.setup, run.setup.ranks
-    rng, failures = rng_state(setup.device), Counter()
-
-    def stop() -> bool:
-        run.utilisation.sample()
-        return run.caught != 0
-
-    while True:
-        micro_batches = cut_to_fit(global_batch.micro_batches, progress["limits"])
+    def step(batches: list[dict]) -> None:
         outcome = run_global_batch(
-            run.model,
-            micro_batches,
-            totals,
-            run.task.compute_loss,
-            run.task.loss_weights,
-            run.setup,
-            run.scaler,
-            stop,
+            model, batches, batches[0]["counts"], task.compute_loss, task.loss_weights, setup
         )
-        status = DONE
-        if outcome.stopped:
-            status = STOP
-        elif outcome.failed is not None:
-            status = (
-                AGAIN if learn_limit(outcome.failed, progress["limits"], failures) else CANNOT_FIT
-            )
-        worst, caught = ranks.reduce([status, run.caught], "max")
-        if worst == DONE:
-            zero = torch.zeros(len(run.task.loss_weights), device=setup.device)
-            return zero if outcome.sums is None else outcome.sums
-        run.optimizer.zero_grad()
-        restore(buffers)
-        set_rng_state(rng, setup.device)
-        memory.free_memory(setup.device)
-        if worst == STOP:
-            raise saved_and_stopped(run, caught)
-        if worst == CANNOT_FIT:
-            other = "an utterance of another rank does not fit into memory: see its message"
-            raise RunError(too_long(outcome) if status == CANNOT_FIT else other)
-        for other in ranks.gather(progress["limits"]):  # all ranks keep the same limits
-            for bucket, size in other.items():
-                progress["limits"][bucket] = min(size, progress["limits"].get(bucket, size))
-        if status == AGAIN:
-            size, seconds = len(outcome.failed["names"]), max(outcome.failed["seconds"])
-            others = gpu.gpu_processes() if setup.device.type == "cuda" else ""
-            text = (
-                f"out of memory with {size} x {seconds:.1f} s: the global batch is repeated in smaller"
-                " micro-batches"
-            )
-            run.report.say(text + (f"; also on this GPU: {others}" if others else ""))
+        if outcome.failed:
+            raise dry_run.CannotPlan(outcome.reason)
 
-
-def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool:
-    """Halves the limit for a failed micro-batch's length. False if a single utterance has failed
-    `TRIES_OF_ONE` times."""
-    size = len(failed["names"])
-    if size > 1:
-        limits[length_bucket(failed)] = size // 2
-        return True
-    failures[failed["names"][0]] += 1
-    return failures[failed["names"][0]] < TRIES_OF_ONE
-
-
-def too_long(outcome: Outcome) -> str:
-    name, seconds = outcome.failed["names"][0], outcome.failed["seconds"][0]
-    others = gpu.gpu_processes()
-    advice = (
-        f"reject such utterances with --max_duration {0.9 * seconds:.1f}, or take a smaller model"
+    checkpoint_layers = None
+    if task.checkpointed:
+        checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
+    freeze = functools.partial(task.freeze, model) if task.freeze else None
+    planned = dry_run.PlannedRun(
+        model=model,
+        step=step,
+        items=dry_run.longest_items(global_batches.dataset, epochs, DataError),
+        count=len(global_batches.data),
+        states=functools.partial(optim.state_bytes, model),
+        checkpoint=checkpoint_layers,
+        freeze=freeze,
+        collate=global_batches.dataset.collate,
+        parts=task.compute_loss,
     )
-    if others:
-        advice += f"; other processes on this GPU: {others}"
-    problem = f"{name} ({seconds:.1f} s) does not fit into memory even alone ({outcome.reason})"
-    return f"{problem}: use --gradient_checkpointing or --mixed_precision, {advice}"
-
-
-def restore(buffers: list) -> None:
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
-
-
-def reduce_gradients(run: Training, sums: torch.Tensor) -> tuple[list[float], float]:
-    """Sums gradients and loss terms over the ranks. Returns terms and gradient norm: a global batch's
-    only transfer to the host."""
-    ranks = run.setup.ranks
-    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
-    if ranks.size > 1:
-        ranks.sum_gradients(
-            parameters, ranks.reduce([int(p.grad is not None) for p in parameters], "max")
-        )
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    *terms, norm = torch.cat([sums, norm.to(sums.device).reshape(1)]).tolist()
-    return ranks.reduce(terms), norm / (run.scaler.get_scale() if run.scaler else 1.0)
-
-
-def apply_update(run: Training, norm: float) -> bool:
-    """Clips the gradient and updates the weights. Returns False if fp16's scaler skips the update:
-    gradients overflow."""
-    optimizer, scaler, limit = run.optimizer, run.scaler, run.args.max_grad_norm
-    if scaler:
-        scaler.unscale_(optimizer)
-    if limit and norm > limit:
-        gradients = [
-            p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        torch._foreach_mul_(gradients, limit / norm)
-    if scaler:
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.get_scale() < 1:
-            reason = (
-                "the gradients overflow at any scale; use --bf16, --no_mixed_precision or a lower"
-                " --learning_rate"
-            )
-            raise RunError(
-                f"fp16's loss scale fell below 1 at step {run.progress['step']}: {reason}"
-            )
-    else:
-        optimizer.step()
-    optimizer.zero_grad()
-    return scaler is None or math.isfinite(norm)
-
-
-def note_update(run: Training, averages: dict[str, float], norm: float) -> None:
-    """Updates the progress bar, and writes a line of metrics every `log_every` updates."""
-    args, step = run.args, run.progress["step"]
-    elapsed = max(1e-9, time.monotonic() - run.since)
-    loss = sum(run.task.loss_weights[name] * value for name, value in averages.items())
-    rate, used = run.optimizer.param_groups[0]["lr"], memory.memory_used(run.setup.device)
-    speed, waiting, utilisation = (
-        run.utterances / elapsed,
-        run.waited / elapsed,
-        run.utilisation.mean(),
-    )
-    run.report.progress(step, loss, rate, speed, used, waiting, utilisation)
-    if run.setup.device.type == "cuda" and run.utilisation.problem and not run.said:
-        run.said = True
-        run.report.say(f"no GPU utilisation in the reports ({run.utilisation.problem})")
-    if step % args.log_every == 0:
-        values = {
-            "loss": loss,
-            **{f"loss_{name}": value for name, value in averages.items()},
-            "learning_rate": rate,
-            "gradient_norm": norm,
-            "utterances_per_second": speed,
-            "memory_bytes": used,
-            "data_wait_share": waiting,
-            "gpu_utilisation": utilisation,
-        }
-        values = {f"train/{name}": value for name, value in values.items() if value is not None}
-        run.report.write(step, epoch=run.progress["epoch"], **values)
-        run.since, run.waited, run.utterances = time.monotonic(), 0.0, 0
-
-
-def note_skipped(run: Training, global_batch: GlobalBatch, skipped: int) -> None:
-    run.progress["skipped_files"] += skipped
-    for name, reason in (
-        itertools.chain(*run.setup.ranks.gather(global_batch.skipped)) if skipped else ()
-    ):
-        if name not in run.skipped:  # or an earlier epoch has reported it
-            run.skipped.add(name)
-            run.report.say(f"skipped: {reason}")
-            run.report.write(run.progress["step"], event="skipped", file=name, reason=reason)
-
-
-def note_bad_batch(run: Training, names: list[str], terms: list[float], norm: float) -> None:
-    """Counts and lists a global batch whose loss or gradient is not finite. It has not changed the
-    weights."""
-    progress = run.progress
-    progress["bad_batches"] += 1
-    progress["bad_in_a_row"] += 1
-    names = list(itertools.chain(*run.setup.ranks.gather(names)))
-    values = ", ".join(
-        f"{name} {value:g}" for name, value in zip(run.task.loss_weights, terms, strict=True)
-    )
-    text = f"bad global batch {progress['bad_batches']}: loss {values}, gradient norm {norm:g}"
-    run.report.say(f"{text}: skipped; its files: {', '.join(names)}")
-    run.report.write(
-        progress["step"], event="bad_batch", files=names, terms=[str(value) for value in terms]
-    )
-    if progress["bad_in_a_row"] >= run.args.max_bad_batches:
-        count, progress["bad_in_a_row"] = progress["bad_in_a_row"], 0
-        reason = (
-            f"{count} global batches in a row had a non-finite loss, and the weights from before them are"
-            " saved"
-        )
-        raise RunError(f"{reason}: try a lower --learning_rate, --bf16 or --no_mixed_precision")
-
-
-def evaluate_now(run: Training) -> None:
-    """Evaluates without gradients, and keeps the weights if they are the best. Random state and
-    mode stay as they were."""
-    args, model, progress, setup = run.args, run.model, run.progress, run.setup
-
-    def polled() -> Iterable[dict]:
-        for batch in run.eval_batches:
-            if run.caught:
-                raise Stopped(
-                    "during the evaluation, whose results are discarded", 128 + run.caught
-                )
-            yield batch
-
-    state, was_training, results = rng_state(setup.device), model.training, {}
-    started = time.monotonic()
-    model.eval()
-    try:
-        with contextlib.suppress(Stopped), torch.no_grad(), setup.autocast():
-            results = run.task.evaluate(model, polled())
-    finally:
-        model.train(was_training)
-        set_rng_state(state, setup.device)
-    (caught,) = setup.ranks.reduce([run.caught], "max")
-    if caught:
-        raise saved_and_stopped(run, caught)
-    sums = setup.ranks.reduce([float(value) for pair in results.values() for value in pair])
-    values = mean_values(
-        run.task, dict(zip(results, zip(sums[::2], sums[1::2], strict=True), strict=True))
-    )
-    improved = progress["best"] is None or values[run.task.metric] < progress["best"]
-    progress["last_evaluation"] = progress["step"]
-    progress["evaluations"].append([progress["step"], values[run.task.metric]])
-    progress["evaluations_without_gain"] = (
-        0 if improved else progress["evaluations_without_gain"] + 1
-    )
-    if improved:
-        progress.update(best=values[run.task.metric], best_step=progress["step"])
-        if setup.ranks.first:
-            summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
-            checkpoint.save_weights(
-                args.checkpoint_dir / "best.safetensors", model, run.task.metadata, summary
-            )
-    shown = [f"{name} {checkpoint.shown(name, value)}" for name, value in values.items()] + [
-        "best so far"
-    ] * improved
-    run.report.say(
-        f"evaluation at step {progress['step']} (epoch {progress['epoch'] + 1}): {'  '.join(shown)}"
-    )
-    run.report.write(progress["step"], **{f"eval/{name}": value for name, value in values.items()})
-    run.report.draw(run.task.metric)
-    run.since += time.monotonic() - started  # evaluation does not count as training time
-
-
-def mean_values(task: Task, results: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """The values of an evaluation's (numerator, denominator), and the weighted loss if all of its
-    terms are there."""
-    values = {name: total / max(1.0, count) for name, (total, count) in results.items()}
-    if task.loss_weights.keys() <= values.keys():
-        values["loss"] = sum(weight * values[name] for name, weight in task.loss_weights.items())
-    return values
-
-
-def save(run: Training) -> None:
-    """Writes a checkpoint of the run as it is now, with the random state of every rank."""
-    states = run.setup.ranks.gather(rng_state(run.setup.device))
-    run.last_saved = run.progress["step"]
-    run.progress["order"] = run.global_batches.order(run.progress["epoch"])
-    if run.setup.ranks.first:
-        flags = {name: value for name, value in vars(run.args).items() if name != "given"}
-        content = {
-            "recipe": run.task.name,
-            "metadata": run.task.metadata,
-            "progress": run.progress,
-            "rng": states,
-            "model": run.model.state_dict(),
-            "optimizer": optim.optimizer_state(run.optimizer, run.model),
-            "scaler": run.scaler.state_dict() if run.scaler else None,
-            "torch": str(torch.__version__),
-            "args": {
-                key: value if isinstance(value, int | float | str | None) else str(value)
-                for key, value in flags.items()
-            },
-        }
-        checkpoint.save(run.args.checkpoint_dir, run.progress["step"], content, run.args.keep_last)
-
-
-def saved_and_stopped(run: Training, caught: int) -> Stopped:
-    save(run)
-    name, step = signal.Signals(caught).name, run.progress["step"]
-    text = (
-        f"stopped by {name}: step {step} is saved in {run.args.checkpoint_dir}; --resume auto"
-        " continues from there"
-    )
-    return Stopped(text, 128 + caught)
+    if args.verify_gpu:
+        return preflight.verify(args, model, lambda: planned.needs(args, card))
+    return planned.answer(args, card, str(setup.dtype or torch.float32), RunError)

@@ -4,6 +4,7 @@ flags contradict."""
 import argparse
 import difflib
 import functools
+import itertools
 import math
 import re
 import sys
@@ -27,14 +28,8 @@ TRAINING = (
     " save_every keep_last average_checkpoints log_every init_from"
 ).split()
 TRAINS = "the first is for training; leave it out"
-COMMANDS = (
-    "evaluate",
-    "transcribe",
-    "check_data",
-    "synthesize",
-    "show_text",
-    "write_dataset",
-)  # they train nothing
+# In a row of a table, in place of the other flag: every command that takes no training flags.
+COMMAND = "any command"
 
 # Rows (flag, other flag, reason), for flags that were given. "flag value" stands for that value of
 # the flag.
@@ -57,17 +52,8 @@ EXCLUDES = (
             " GPU memory, the second alone for faster updates"
         ),
     ),
-    *(
-        (command, other, "give one of them")
-        for command in ("verify_gpu", "dry_run")
-        for other in COMMANDS
-    ),
-    ("dry_run", "verify_gpu", "give one of them"),
-    *((flag, "evaluate", TRAINS) for flag in TRAINING),
+    *((flag, COMMAND, TRAINS) for flag in TRAINING),
 )
-NEEDS = (
-    ("average_by", ("average_checkpoints",), ""),
-)  # rows (flag, flags of which one must be given, reason)
 
 
 class OnOff(argparse.Action):
@@ -86,14 +72,23 @@ class OnOff(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations. An error is one line that offers the nearest flag, and the
-    parsed namespace has `given`: the set of names that were on the command line."""
+    """argparse without abbreviations. An error is one line that offers the nearest flag. The parsed
+    namespace has `given`, the set of names that were on the command line, and `commands`, what
+    `add_command` marked: {name: whether it takes training flags}."""
 
     def __init__(self, description: str):
         layout = functools.partial(
             argparse.RawDescriptionHelpFormatter, max_help_position=34, width=118
         )
         super().__init__(description=description, allow_abbrev=False, formatter_class=layout)
+        self.commands: dict[str, bool] = {}
+
+    def add_command(self, group, flag: str, takes_training_flags: bool = False, **settings) -> None:
+        """Adds a flag, with argparse's `settings`, that does something else than training. At most
+        one command can be given. Training flags contradict it, unless `takes_training_flags`:
+        --check_data, which checks a training's data, can be added to a training's command line."""
+        action = group.add_argument(flag, **settings)
+        self.commands[action.dest] = takes_training_flags
 
     def parse_args(self, words=None, namespace=None) -> argparse.Namespace:
         # Of several flags for one name, the first has the default. argparse keeps values that are
@@ -106,7 +101,9 @@ class Parser(argparse.ArgumentParser):
             super().parse_args(words, argparse.Namespace(**dict.fromkeys(defaults, unset)))
         )
         given = {name: value for name, value in parsed.items() if value is not unset}
-        return argparse.Namespace(**{**defaults, **given, "given": frozenset(given)})
+        return argparse.Namespace(
+            **{**defaults, **given, "given": frozenset(given), "commands": self.commands}
+        )
 
     def error(self, message: str):
         hint = ""
@@ -168,7 +165,7 @@ def path(text: str) -> str:
     return text
 
 
-def add_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
+def add_arguments(parser: Parser, **defaults) -> None:
     """Adds the shared flags in four groups. A recipe's own `defaults` replace the ones here and in
     the help: add_arguments(parser, learning_rate=1e-4), or with a text for the help:
     learning_rate=(None, "by model size")."""
@@ -365,8 +362,10 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
         default=False,
         help="skip, count and list samples that cannot be read, instead of stopping (off)",
     )
-    memory.add_argument(
+    parser.add_command(
+        memory,
         "--dry_run",
+        takes_training_flags=True,
         nargs="?",
         const="",
         metavar="CARD",
@@ -376,8 +375,10 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
             " not fit"
         ),
     )
-    memory.add_argument(
+    parser.add_command(
+        memory,
         "--verify_gpu",
+        takes_training_flags=True,
         action=OnOff,
         default=False,
         help=(
@@ -400,7 +401,8 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
         metavar="N",
         help="utterances in an evaluation batch (8)",
     )
-    output.add_argument(
+    parser.add_command(
+        output,
         "--evaluate",
         action=OnOff,
         default=False,
@@ -424,11 +426,6 @@ def add_arguments(parser: argparse.ArgumentParser, **defaults) -> None:
         type=POSITIVE,
         metavar="N",
         help="average the weights of N checkpoints at the end; used if they are not worse",
-    )
-    output.add_argument(
-        "--average_by",
-        choices=["last", "best"],
-        help="average the newest checkpoints, or those that evaluated best (last)",
     )
     output.add_argument(
         "--log_every",
@@ -498,15 +495,26 @@ def resolve(
     """Refuses flags that contradict, by the shared tables and a recipe's own `excludes` and
     `needs`, and fills in what depends on other flags. The demo lasts `demo_steps` updates, another
     run as long as `usual` says (flag, number)."""
-    refuse(args, (*EXCLUDES, *excludes), (*NEEDS, *needs))
+    refuse(args, all_excludes(args.commands, excludes), needs)
     args.checkpoint_dir = Path(args.checkpoint_dir or Path(args.output_dir) / "checkpoints")
     args.log_dir = Path(args.log_dir or Path(args.output_dir) / "logs")
-    args.average_by = args.average_by or "last"
     if not (args.num_epochs or args.max_steps):
         name, value = ("max_steps", demo_steps) if is_demo else usual
         setattr(args, name, value)
     if args.eval_every is None:
         args.eval_every = demo_steps // 6 if is_demo else usual_eval_every
+
+
+def all_excludes(commands: dict[str, bool], excludes=()) -> list[tuple[str, str, str]]:
+    """The rows of `EXCLUDES` and of a recipe's own `excludes`, with the parser's `commands` in place
+    of `COMMAND`, and a row for every two commands."""
+    rows = [(a, b, "give one of them") for a, b in itertools.combinations(commands, 2)]
+    for flag, other, reason in (*EXCLUDES, *excludes):
+        others = [other]
+        if other == COMMAND:
+            others = [name for name, takes_flags in commands.items() if not takes_flags]
+        rows += [(flag, other, reason) for other in others]
+    return rows
 
 
 def refuse(args: argparse.Namespace, excludes, needs) -> None:

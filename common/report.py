@@ -16,6 +16,12 @@ from common.errors import cannot_write, require
 from common.files import write_file, write_text
 
 PLAIN_SECONDS = 10  # between progress lines if stderr is not a terminal
+ERROR_RATES = ("cer", "wer")  # which are shown in per cent
+
+
+def shown(metric: str, value: float) -> str:
+    """The value of a metric as text; error rates in per cent."""
+    return f"{100 * value:.2f} %" if metric in ERROR_RATES else f"{value:.3f}"
 
 
 def check_folder(log_dir: Path) -> None:
@@ -40,14 +46,16 @@ class Report:
         tensorboard: bool = True,
         enabled: bool = True,
     ):
-        self.log_dir, self.first_step, self.total, self.enabled = (
-            log_dir,
-            step,
-            total_steps,
-            enabled,
-        )
-        self.bar = self.events = self.metrics = self.problem = None
-        self.last_line = self.started = time.monotonic()
+        self.log_dir = log_dir
+        self.first_step = step
+        self.total = total_steps
+        self.enabled = enabled
+        self.bar = None
+        self.events = None
+        self.metrics = None
+        self.problem = None
+        self.started = time.monotonic()
+        self.last_line = self.started
         if not enabled:
             return
         check_folder(log_dir)
@@ -77,20 +85,16 @@ class Report:
             self.problem = self.problem or cannot_write(self.log_dir, error, "--log_dir")
 
     def _drop_lines_after(self, step: int) -> None:
-        path, kept = self.log_dir / "metrics.jsonl", []
-        for line in (
-            path.read_text(encoding="utf-8", errors="replace").splitlines()
-            if path.is_file()
-            else ()
-        ):
-            with contextlib.suppress(
-                ValueError, KeyError, TypeError
-            ):  # incomplete, because the run was killed
+        path = self.log_dir / "metrics.jsonl"
+        if not path.is_file():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            # A line is incomplete if the run was killed while it was written.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
                 if json.loads(line)["step"] <= step:
-                    kept.append(line)
-        write_text(
-            path, "".join(line + "\n" for line in kept)
-        )  # replaces a link, too: nothing is written through it
+                    kept.append(line + "\n")
+        write_text(path, "".join(kept))
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
@@ -130,30 +134,27 @@ class Report:
         if not self.enabled:
             return
         gpu = [] if utilisation is None else [f"GPU {utilisation:.0%}"]
+        gib = memory / 2**30
         if self.bar is not None:
-            text = (
-                f"loss {loss:.3f} lr {learning_rate:.1e} {speed:.1f}/s {memory / 2**30:.1f}G wait"
-                f" {waiting:.0%}"
-            )
+            text = f"loss {loss:.3f} lr {learning_rate:.1e} {speed:.1f}/s {gib:.1f}G"
+            text += f" wait {waiting:.0%}"
             self.bar.set_description_str(" ".join([text, *gpu]), refresh=False)
             self.bar.update(step - self.bar.n)
         elif time.monotonic() - self.last_line >= PLAIN_SECONDS or step == self.total:
             self.last_line = time.monotonic()
-            left = (
-                (self.last_line - self.started)
-                / max(1, step - self.first_step)
-                * (self.total - step)
-            )
-            text = (
-                f"step {step}/{self.total}  loss {loss:.3f}  lr {learning_rate:.1e}  {speed:.1f}"
-                " utterances/s"
-            )
-            memory_and_data = f"{memory / 2**30:.1f} GiB  waiting {waiting:.0%}"
-            print(
-                "  ".join([text, memory_and_data, *gpu, f"{left / 60:.0f} min left"]),
-                file=sys.stderr,
-                flush=True,
-            )
+            elapsed = self.last_line - self.started
+            left = elapsed / max(1, step - self.first_step) * (self.total - step)
+            parts = [
+                f"step {step}/{self.total}",
+                f"loss {loss:.3f}",
+                f"lr {learning_rate:.1e}",
+                f"{speed:.1f} utterances/s",
+                f"{gib:.1f} GiB",
+                f"waiting {waiting:.0%}",
+                *gpu,
+                f"{left / 60:.0f} min left",
+            ]
+            print("  ".join(parts), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         for output in (self.bar, self.events, self.metrics):
@@ -174,10 +175,8 @@ class Report:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        lines = [
-            json.loads(line)
-            for line in (self.log_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        ]
+        text = (self.log_dir / "metrics.jsonl").read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines()]
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 
         def plot(axes, key: str, scale: float = 1, **style) -> None:
@@ -194,21 +193,13 @@ class Report:
             axes.set_ylabel("learning rate", color="0.5")
             left.set_zorder(axes.get_zorder() + 1)
             left.patch.set_visible(False)
-        rates = [name for name in ("cer", "wer") if any(f"eval/{name}" in line for line in lines)]
+        rates = [name for name in ERROR_RATES if any(f"eval/{name}" in line for line in lines)]
         for name in rates or [metric]:
-            plot(
-                right,
-                f"eval/{name}",
-                100 if rates else 1,
-                label=name.upper() if rates else name,
-                marker=".",
-            )
-        right.set(
-            xlabel="updates",
-            ylabel="%" if rates else metric,
-            title="Evaluation set",
-            ylim=(0, None),
-        )
+            label, scale = (name.upper(), 100) if rates else (name, 1)
+            plot(right, f"eval/{name}", scale, label=label, marker=".")
+        right.set(xlabel="updates", ylabel="%" if rates else metric, title="Evaluation set")
+        if right.get_ylim()[0] > 0:
+            right.set_ylim(bottom=0)
         for axes in (left, right):
             if axes.lines:
                 axes.legend(loc="upper right")

@@ -2,7 +2,7 @@
 without values."""
 
 from dry_run.cards import choose_card
-from dry_run.hollow import CannotPlan
-from dry_run.training import Training, longest_items
+from dry_run.fake_tensors import CannotPlan
+from dry_run.planned_run import PlannedRun, longest_items
 
-__all__ = ["CannotPlan", "Training", "choose_card", "longest_items"]
+__all__ = ["CannotPlan", "PlannedRun", "choose_card", "longest_items"]

@@ -1,4 +1,4 @@
-"""The peak of memory of a step, by running the step on hollow tensors."""
+"""The peak of memory of a step, by running the step on fake tensors."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
 )
 
 from dry_run.cuda_like import cuda_like
-from dry_run.hollow import SMALL, CannotPlan, Hollow
+from dry_run.fake_tensors import SMALL, CannotPlan, FakeTensors
 from dry_run.peak import Peak
 
 INTERNALS = {
@@ -52,14 +52,15 @@ class Plan:
     it is).
 
     `parts` are the model and whatever else holds modules that the step uses. Their weights become
-    hollow and stay so: the memory of their values is given back."""
+    fake and stay so: the memory of their values is given back."""
 
     def __init__(self, capability: tuple[int, int] | None, *parts):
-        self.capability, self.hollow = capability, Hollow()
+        self.capability = capability
+        self.fakes = FakeTensors()
         self.modules = list(dict.fromkeys(modules_in(parts)))
         known: dict[int, tuple] = {}
         for module in self.modules:
-            empty(module, self.hollow, known)
+            empty(module, self.fakes, known)
 
     def measure(
         self, step: Callable[[list[dict]], object], batches: list[dict], states: int = 0
@@ -68,26 +69,23 @@ class Plan:
         batches are all counted, although the same one may be given twice. `states`: bytes of the
         optimizer's states that are there from the start. Raises `CannotPlan`."""
         require_internals()
-        hollow, parameters = (
-            self.hollow,
-            [p for module in self.modules for p in module.parameters()],
-        )
+        fakes = self.fakes
+        parameters = [p for module in self.modules for p in module.parameters()]
         with contextlib.ExitStack() as stack:
-            hollow.restart()
-            held = [hollow.hold(states, "optimizer states")]
-            stack.callback(lambda: [hollow.release(key) for key in held])
-            moved = [hollow_batch(batch, hollow, held) for batch in batches]
+            fakes.restart()
+            held = [fakes.hold(states, "optimizer states")]
+            stack.callback(lambda: [fakes.release(key) for key in held])
+            moved = [fake_batch(batch, fakes, held) for batch in batches]
             if self.capability:
                 stack.enter_context(cuda_like(self.capability))
-            stack.enter_context(hollow)
-            stack.enter_context(watch_modules(hollow))
+            stack.enter_context(fakes)
+            stack.enter_context(watch_modules(fakes))
             step(moved)
-            if (
-                made := hollow.made_by_update()
-            ):  # the optimizer's states: they are there from the second step on
-                hollow.restart()
+            made = fakes.made_by_update()
+            if made:  # the optimizer's states, which are there from the second step on
+                fakes.restart()
                 step(moved)
-            peak = hollow.result([p.grad for p in parameters if p.grad is not None], made)
+            peak = fakes.result([p.grad for p in parameters if p.grad is not None], made)
         for parameter in parameters:
             parameter.grad = None
         return peak
@@ -102,45 +100,45 @@ def require_internals() -> None:
             )
 
 
-def empty(module: torch.nn.Module, hollow: Hollow, known: dict[int, tuple]) -> None:
-    """Makes the parameters and buffers of a module hollow. Tied ones stay tied: `known` has the
-    hollow tensors with their originals by the ids of both."""
+def empty(module: torch.nn.Module, fakes: FakeTensors, known: dict[int, tuple]) -> None:
+    """Makes the parameters and buffers of a module fake. Tied ones stay tied: `known` has the
+    fake tensors with their originals by the ids of both."""
     for name, part in module.named_modules():
-        hollow.names[id(part)] = name
+        fakes.names[id(part)] = name
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is None or not tensor.numel():
                 continue
             if id(tensor) not in known:
-                emptied = hollow.hollow(tensor.detach(), "weights")
+                emptied = fakes.like(tensor.detach(), "weights")
                 if isinstance(tensor, torch.nn.Parameter):
                     emptied = torch.nn.Parameter(emptied, tensor.requires_grad)
                 known[id(tensor)] = known[id(emptied)] = emptied, tensor
             setattr(part, key, known[id(tensor)][0])
 
 
-def hollow_batch(batch: dict, hollow: Hollow, held: list[int]) -> dict:
-    """A batch on the GPU. Large tensors of floating type become hollow. Others keep their values,
+def fake_batch(batch: dict, fakes: FakeTensors, held: list[int]) -> dict:
+    """A batch on the GPU. Large tensors of floating type become fake. Others keep their values,
     which code may read; their memory is added to `held`."""
     moved = dict(batch)
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
             if value.is_floating_point() and value.numel() > SMALL:
-                moved[key] = hollow.hollow(value, "batch")
+                moved[key] = fakes.like(value, "batch")
             else:
-                held.append(hollow.hold(value.numel() * value.element_size(), "batch"))
+                held.append(fakes.hold(value.numel() * value.element_size(), "batch"))
     return moved
 
 
 @contextlib.contextmanager
-def watch_modules(hollow: Hollow) -> Iterator[None]:
-    """Tells `hollow` which module's forward we are in, and when an optimizer makes its update."""
+def watch_modules(fakes: FakeTensors) -> Iterator[None]:
+    """Tells `fakes` which module's forward we are in, and when an optimizer makes its update."""
 
     def update(begins: bool) -> Callable:
-        return lambda *_: setattr(hollow, "updating", begins)
+        return lambda *_: setattr(fakes, "updating", begins)
 
     hooks = [
-        torch.nn.modules.module.register_module_forward_pre_hook(hollow.enter),
-        torch.nn.modules.module.register_module_forward_hook(hollow.leave, always_call=True),
+        torch.nn.modules.module.register_module_forward_pre_hook(fakes.enter),
+        torch.nn.modules.module.register_module_forward_hook(fakes.leave, always_call=True),
         register_optimizer_step_pre_hook(update(True)),
         register_optimizer_step_post_hook(update(False)),
     ]

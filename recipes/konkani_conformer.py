@@ -1,7 +1,7 @@
 """Konkani speech recognition: a small Conformer with a CTC head and an attention decoder, trained
 from scratch.
 
-    python recipes/konkani_conformer.py                       # no data needed: makes a demo corpus of synthetic speech
+    python recipes/konkani_conformer.py      # no data needed: makes a demo corpus of synthetic speech
     python recipes/konkani_conformer.py --train_manifest train.json --val_manifest val.json --resume auto
     python recipes/konkani_conformer.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
 
@@ -23,7 +23,9 @@ import functools
 import itertools
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common  # noqa: F401  first, because a signal while torch is imported would be a traceback
@@ -34,55 +36,51 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import checkpoint, device, optim, options
+from common import checkpoint, device, optim, options, records
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
-from common.errors import DataError, UsageError, exit_with_one_line
+from common.errors import UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, recogniser, splits, text
+from speech import demo, metrics, model_files, recogniser, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.columns import Corpus
 from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
-from speech.layers import lean_chain
-from speech.model_files import require_room
-from speech.recogniser import SPEEDS, decode_set
+from speech.layers import lean_chain, quieten_branches
 from speech.search import joint_beam, rescored_beam
 
 RECIPE = "konkani_conformer"
 N_MELS = 80
 LOSS_WEIGHTS = {"ctc": 0.3, "attention": 0.7}
 BEAM_SIZE = 10
-FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH = 2, 27 / 80  # share of the bands
-TIME_MASKS, TIME_MASK_WIDTH = 5, 0.05  # share of the utterance
+FREQUENCY_MASKS = 2
+FREQUENCY_MASK_WIDTH = 27 / 80  # share of the bands, at most
+TIME_MASKS = 5
+TIME_MASK_WIDTH = 0.05  # share of the utterance, at most
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 600
 NORM_UTTERANCES = 500  # for the statistics of --cmvn global
-SHAPE = {  # what the checkpoint decides when resuming
+
+DEFAULTS = {  # of the flags that a checkpoint decides
     "d_model": 192,
     "encoder_layers": 8,
     "decoder_layers": 4,
     "attention_heads": 4,
     "subsampling": 4,
     "cmvn": "global",
+    "tokenizer": "char",
+    "vocab_size": 500,
 }
-METADATA = {  # what a checkpoint says about the model
-    "config": {
-        "d_model": range(2, 8193),
-        "encoder_layers": range(1, 129),
-        "decoder_layers": range(1, 129),
-        "attention_heads": range(1, 129),
-        "subsampling": {4, 8},
-        "cmvn": {"global", "utterance"},
-        "vocabulary": range(1, 1 << 20),
-    },
-    "tokenizer": (
-        {"kind": {"sentencepiece"}, "model": str},
-        {"kind": {"vocab_file"}, "characters": [str]},
-    ),
-    "longest": lambda seconds: 0 < seconds < 1e6,
-    "held_out?": [str],
-    "asked?": dict,
+CONFIG = {  # the values of these flags, and the number of tokens, that a checkpoint may have
+    "d_model": range(2, 8193),
+    "encoder_layers": range(1, 129),
+    "decoder_layers": range(1, 129),
+    "attention_heads": range(1, 129),
+    "subsampling": {4, 8},
+    "cmvn": {"global", "utterance"},
+    "tokenizer": {"char", "bpe"},
+    "vocab_size": range(1, 200_001),
+    "vocabulary": range(1, 1 << 20),
 }
 NEEDS = (
     ("beam_size", ("decoding rescore", "decoding beam"), ""),
@@ -90,30 +88,28 @@ NEEDS = (
 )
 
 
+@dataclass(frozen=True)
+class ModelInfo:
+    """What it takes to rebuild the model."""
+
+    config: Annotated[dict, CONFIG]
+    tokenizer: Annotated[dict, text.STATE]
+
+
 def add_arguments(parser) -> None:
     splits.add_arguments(parser)
     recogniser.add_arguments(parser, ("greedy", "rescore", "beam"), "rescore", BEAM_SIZE)
-    model = parser.add_argument_group("model (its shape comes from the checkpoint when resuming)")
+    model = parser.add_argument_group("model (the checkpoint decides when resuming)")
+    layers = options.number(int, 1, 128)
     model.add_argument(
         "--d_model", type=options.number(int, 1, 8192), metavar="N", help="width (192)"
     )
+    model.add_argument("--encoder_layers", type=layers, metavar="N", help="Conformer blocks (8)")
     model.add_argument(
-        "--encoder_layers",
-        type=options.number(int, 1, 128),
-        metavar="N",
-        help="Conformer blocks (8)",
+        "--decoder_layers", type=layers, metavar="N", help="Transformer decoder layers (4)"
     )
     model.add_argument(
-        "--decoder_layers",
-        type=options.number(int, 1, 128),
-        metavar="N",
-        help="Transformer decoder layers (4)",
-    )
-    model.add_argument(
-        "--attention_heads",
-        type=options.number(int, 1, 128),
-        metavar="N",
-        help="heads in every attention (4)",
+        "--attention_heads", type=layers, metavar="N", help="heads in every attention (4)"
     )
     model.add_argument(
         "--subsampling", type=int, choices=[4, 8], help="frames of 10 ms in an encoder frame (4)"
@@ -134,12 +130,11 @@ def add_arguments(parser) -> None:
     model.add_argument(
         "--tokenizer",
         choices=["char", "bpe"],
-        default="char",
         help="SentencePiece units, trained on the training text (char)",
     )
     model.add_argument(
         "--vocab_size",
-        type=options.number(int, 1, 200000),
+        type=options.number(int, 1, 200_000),
         metavar="N",
         help="pieces of --tokenizer bpe (500)",
     )
@@ -152,34 +147,31 @@ def add_arguments(parser) -> None:
     options.add_arguments(parser)
 
 
-def resolve(args) -> None:
+def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
-    excludes, needs = (
-        (*splits.EXCLUDES, *recogniser.EXCLUDES),
-        (*splits.NEEDS, *recogniser.NEEDS, *NEEDS),
-    )
-    options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
-    augment = not is_demo or options.plans(args)  # the demo's voices hardly vary
-    recogniser.resolve(args, augment, BEAM_SIZE)
+    needs = (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
+    options.resolve(args, is_demo, DEMO_STEPS, recogniser.EXCLUDES, needs)
+    return recogniser.resolve(args, is_demo, BEAM_SIZE)
 
 
-def choose_shape(args, saved: dict | None) -> dict:
-    """The shape of the model: that of the checkpoint's configuration `saved`, which a flag must not
-    contradict; without one the flags', then the defaults. Raises `UsageError`."""
-    shape = {**SHAPE, **{name: saved[name] for name in SHAPE if saved}}
-    for name in SHAPE:
+def choose_config(args, saved: ModelInfo | None) -> dict:
+    """The values of the flags in DEFAULTS: those of the checkpoint, which a flag must not
+    contradict; without one the given flags, then the defaults. Raises `UsageError`."""
+    config = {}
+    for name, default in DEFAULTS.items():
         value = getattr(args, name)
-        if saved and value not in (None, saved[name]):
-            conflict = f"--{name} {value} conflicts with the checkpoint, which has {saved[name]}"
-            advice = (
-                "leave the flag out to continue it, or start a new run with another --output_dir"
-            )
+        if saved is None:
+            config[name] = default if value is None else value
+            continue
+        config[name] = saved.config[name]
+        if value not in (None, config[name]):
             raise UsageError(
-                f"{conflict}: {advice}, or from its weights with --init_from in place of --resume"
+                f"--{name} {value} conflicts with the checkpoint, which has {config[name]}: leave"
+                " the flag out to continue it, or start a new run with another --output_dir, or"
+                " from its weights with --init_from in place of --resume"
             )
-        shape[name] = shape[name] if value is None else value
-    check_heads(shape)
-    return shape
+    check_heads(config)
+    return config
 
 
 def check_heads(config: dict) -> None:
@@ -191,64 +183,54 @@ def check_heads(config: dict) -> None:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_corpora(args, saved: dict | None) -> dict[str, Corpus]:
-    """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What was held out when the model with the metadata `saved` began is held out again."""
-    checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
-    paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-    if args.test_manifest and (args.evaluate or not args.train_manifest):
-        paths = {"test": args.test_manifest}
-    elif not args.train_manifest and options.plans(args):
-        subsampling = choose_shape(args, saved and saved["config"])["subsampling"]
-        return splits.stand_in(
-            args.max_duration, encoder_frames(int(args.max_duration * SAMPLE_RATE), subsampling)
-        )
-    elif not args.train_manifest:
-        print("no --train_manifest: using the demo corpus (synthetic speech)")
-        folder = Path(args.output_dir) / "data" / "konkani_demo"
-        paths = demo.speech_corpus(folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES)
-    return splits.load_splits(paths, text.normalise, checks)
+def read_data(args, saved: splits.RunInfo | None = None, subsampling: int = 4) -> dict[str, Corpus]:
+    """The checked corpora "train", "val" and, if there is one, "test"; the demo's without
+    manifests. What the run `saved` held out is held out again. A planned run without data is of
+    the longest texts that CTC can align after `subsampling`."""
+    held_out = saved.held_out if saved else ()
+    folder = Path(args.output_dir) / "data" / "konkani_demo"
+    words, voices = demo.KONKANI_WORDS, demo.KONKANI_VOICES
+    most_tokens = encoder_frames(int(args.max_duration * SAMPLE_RATE), subsampling)
+    return splits.load_splits(
+        splits.resolve(args, held_out),
+        text.normalise,
+        demo=lambda: demo.speech_corpus(folder, words, voices, DEMO_SIZES),
+        stand_in=lambda: splits.stand_in(args.max_duration, most_tokens),
+    )
 
 
-def make_tokenizer(args, saved: dict | None, texts):
-    """The tokenizer of the checkpoint with the metadata `saved`, which flags must not contradict;
-    or the flags'."""
+def make_tokenizer(args, config: dict, saved: ModelInfo | None, texts):
+    """The tokenizer of the checkpoint, of --vocab_file, or trained on the `texts`."""
     own = text.load_vocab_file(args.vocab_file) if args.vocab_file else None
-    if not saved:
-        return own or text.train_tokenizer(texts, args.tokenizer, args.vocab_size or 500)
-    asked = saved.get("asked", {})
-    conflicts = [
-        name
-        for name in args.given & {"tokenizer", "vocab_size"}
-        if getattr(args, name) != asked.get(name)
-    ]
-    if own and own.state() != saved["tokenizer"]:
-        conflicts.append("vocab_file")
-    if conflicts:
+    if saved is None:
+        return own or text.train_tokenizer(texts, config["tokenizer"], config["vocab_size"])
+    if own and own.state() != saved.tokenizer:
         raise UsageError(
-            f"--{conflicts[0]} is not what the checkpoint's tokens were made from: leave it out"
+            "--vocab_file is not what the checkpoint's tokens were made from: leave it out"
         )
-    return text.make_tokenizer(saved["tokenizer"], saved["config"]["vocabulary"])
+    return text.make_tokenizer(saved.tokenizer, saved.config["vocabulary"])
 
 
-def drop_untrainable(corpus: Corpus, tokenizer, subsampling: int, strict: bool) -> Corpus:
-    """Without the utterances that no CTC alignment fits, and those of unknown characters only.
-    Other characters outside the vocabulary become its unknown token."""
+def drop_untrainable(args, corpus: Corpus, tokenizer, subsampling: int) -> Corpus:
+    """The training set without utterances that no CTC alignment fits, and without texts of unknown
+    characters only. Other characters outside the vocabulary become its unknown token."""
     unknown = 0
 
     def fault(index: int) -> tuple[str, str] | None:
         nonlocal unknown
+        seconds = corpus.seconds[index]
         tokens = tokenizer.encode(corpus.texts[index])
         share = text.unknown_share(tokenizer, tokens)
-        unknown += 0 < share < 1
         if share == 1:
             return "text is outside the vocabulary", corpus.texts[index][:60]
-        if not ctc_fits(int(corpus.seconds[index] * SAMPLE_RATE), tokens, subsampling):
-            size = f"{len(tokens)} tokens in {corpus.seconds[index]:.2f} s"
-            return "text is too long for its audio (CTC needs a frame a token)", size
+        if share > 0:
+            unknown += 1
+        if not ctc_fits(int(seconds * SAMPLE_RATE), tokens, subsampling):
+            reason = "text is too long for its audio (CTC needs a frame a token)"
+            return reason, f"{len(tokens)} tokens in {seconds:.2f} s"
         return None
 
-    kept = splits.drop(corpus, "training set", fault, strict)
+    kept = splits.drop(corpus, "training set", fault, args.strict_data)
     if unknown:
         print(
             f"{unknown} training texts hold characters outside the vocabulary; they train its"
@@ -257,12 +239,17 @@ def drop_untrainable(corpus: Corpus, tokenizer, subsampling: int, strict: bool) 
     return kept
 
 
-def encoder_frames(samples: int, subsampling: int) -> int:
-    """Encoder frames of so many samples at 16 kHz: 25 ms global batches every 10 ms, then halved two or
-    three times."""
+def halved(lengths):
+    """The lengths, numbers or a tensor, after a convolution with a stride of 2."""
+    return (lengths - 1) // 2 + 1
+
+
+def encoder_frames(samples, subsampling: int):
+    """Encoder frames of so many samples, a number or a tensor, at 16 kHz: STFT windows of 25 ms
+    every 10 ms, halved two or three times."""
     count = frames(samples, SAMPLE_RATE)
     for _ in range(subsampling.bit_length() - 1):
-        count = (count - 1) // 2 + 1
+        count = halved(count)
     return count
 
 
@@ -278,11 +265,12 @@ class Utterances:
     augmentation depends on (seed, epoch, index) alone."""
 
     def __init__(self, args, corpus: Corpus, tokenizer, subsampling: int, training: bool):
-        self.args = args
         self.corpus = corpus
         self.tokenizer = tokenizer
         self.subsampling = subsampling
-        self.training = training
+        self.seed = args.seed
+        self.changes_speed = training and args.speed_perturbation
+        self.masks = training and args.spec_augment
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -292,27 +280,25 @@ class Utterances:
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
-        if self.training and self.args.speed_perturbation:
+        if self.changes_speed:
             return self.corpus.seconds / self.speeds(epoch)
         return self.corpus.seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
-        return speed_factors(self.args.seed, epoch, len(self.corpus), SPEEDS)
+        return speed_factors(self.seed, epoch, len(self.corpus), recogniser.SPEEDS)
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), labels (U + 1,), and masks of SpecAugment."""
-        args, transcript = self.args, self.corpus.texts[index]
-        waveform = read_utterance(self.corpus, index, SAMPLE_RATE, args.cache_audio)
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
+        transcript = self.corpus.texts[index]
         tokens = self.tokenizer.encode(transcript)
-        if self.training and args.speed_perturbation:
+        if self.changes_speed:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
-            if ctc_fits(
-                len(changed), tokens, self.subsampling
-            ):  # a fast, dense utterance stays as it is
+            # A dense utterance stays as it is if it would become too short for its text.
+            if ctc_fits(len(changed), tokens, self.subsampling):
                 waveform = changed
-        eos = (
-            self.tokenizer.size
-        )  # one number past the text's: the decoder's start and end, and CTC's blank
+        # One past the text's tokens: the decoder's start and end, and CTC's blank.
+        eos = self.tokenizer.size
         item = {
             "audio": waveform,
             "tokens": torch.tensor(tokens, dtype=torch.long),
@@ -321,11 +307,18 @@ class Utterances:
             "name": self.corpus.where(index),
             "index": index,
         }
-        if self.training and args.spec_augment:
-            random = np.random.default_rng([args.seed, epoch, index])
+        if self.masks:
+            random = np.random.default_rng([self.seed, epoch, index])
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
             item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
         return item
+
+
+def make_sets(args, corpora: dict[str, Corpus], tokenizer, subsampling: int) -> dict:
+    return {
+        name: Utterances(args, corpus, tokenizer, subsampling, training=name == "train")
+        for name, corpus in corpora.items()
+    }
 
 
 def collate(items: list[dict]) -> dict:
@@ -504,14 +497,15 @@ class Subsampling(nn.Module):
 
     def __init__(self, n_mels: int, d: int, factor: int):
         super().__init__()
-        c, stages = self.CHANNELS, factor.bit_length() - 1
+        c = self.CHANNELS
+        stages = factor.bit_length() - 1
         self.first = nn.Conv2d(1, c, 3, stride=2, padding=1)
         self.depthwise = nn.ModuleList(
             [nn.Conv2d(c, c, 3, stride=2, padding=1, groups=c) for _ in range(stages - 1)]
         )
         self.pointwise = nn.ModuleList([nn.Conv2d(c, c, 1) for _ in range(stages - 1)])
         for _ in range(stages):
-            n_mels = (n_mels - 1) // 2 + 1
+            n_mels = halved(n_mels)
         self.out = nn.Linear(c * n_mels, d)
         self.norm = nn.LayerNorm(d)
         self.to(memory_format=torch.channels_last)  # twice as fast as (B, C, F, M) in memory
@@ -520,30 +514,18 @@ class Subsampling(nn.Module):
         self, features: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.first(features[:, None])  # (B, C, F / 2, M / 2)
-        lengths = (lengths - 1) // 2 + 1
+        lengths = halved(lengths)
         for depthwise, pointwise in zip(self.depthwise, self.pointwise, strict=True):
             # Masked before the ReLU: backward then keeps one tensor of this size, not two.
             x = F.relu(x.masked_fill(~valid_mask(lengths, x.shape[2])[:, None, :, None], 0.0))
             x = pointwise(depthwise(x))
-            lengths = (lengths - 1) // 2 + 1
+            lengths = halved(lengths)
         return self.norm(self.out(F.relu(x).permute(0, 2, 3, 1).flatten(2))), lengths
 
 
 CHECKPOINTED = (Subsampling, EncoderLayer, DecoderLayer)  # recomputed by --gradient_checkpointing
 COMPILED = (FeedForward, SelfAttention, CrossAttention, Convolution)  # compiled by --torch_compile
 BRANCH_OUTPUTS = (".out", ".leave", ".first.3", ".second.3", ".feed_forward.3")
-
-
-def quieten_branches(layers: nn.ModuleList) -> None:
-    """Scales what each residual branch adds by one over the root of the number of branches, without
-    a bias (GPT-2's initialisation). Otherwise eight Conformer blocks drown what was heard in
-    constants, and the decoder learns to guess sentences long before CTC aligns: on the demo 100
-    updates instead of 400 until CTC's loss is below 1."""
-    branches = [module for name, module in layers.named_modules() if name.endswith(BRANCH_OUTPUTS)]
-    with torch.no_grad():
-        for module in branches:
-            module.weight /= math.sqrt(len(branches))
-            module.bias.zero_()
 
 
 class Conformer(nn.Module):
@@ -567,15 +549,14 @@ class Conformer(nn.Module):
         )
         self.ctc_head = nn.Linear(d, self.eos + 1)
         self.embedding = nn.Embedding(self.eos + 1, d)
-        nn.init.normal_(
-            self.embedding.weight, std=d**-0.5
-        )  # tied to the output: std 1 would make it diverge
+        # It is also the output layer, which would diverge with a deviation of 1.
+        nn.init.normal_(self.embedding.weight, std=d**-0.5)
         self.decoder = nn.ModuleList(
             [DecoderLayer(d, heads, dropout) for _ in range(config["decoder_layers"])]
         )
         self.decoder_norm = nn.LayerNorm(d)
         for layers in (self.encoder, self.decoder):
-            quieten_branches(layers)
+            quieten_branches(layers, BRANCH_OUTPUTS)
 
     def encode(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """The batch's waveforms to (B, T, D), the attention mask over T (None where nothing is
@@ -586,16 +567,13 @@ class Conformer(nn.Module):
             x = spec_augment(x, lengths, batch["frequency_masks"], batch["time_masks"])
         x, lengths = self.subsampling(x, lengths)
         x = self.dropout(x)
-        host = torch.tensor(
-            [
-                encoder_frames(n, self.config["subsampling"])
-                for n in batch["audio_lengths_host"].tolist()
-            ]
-        )
-        mask = padding = None
+        host = encoder_frames(batch["audio_lengths_host"], self.config["subsampling"])
+        mask = None
+        padding = None
         if int(host.min()) < x.shape[1]:
             valid = valid_mask(lengths, x.shape[1])
-            mask, padding = valid[:, None, None, :], ~valid[:, :, None]
+            mask = valid[:, None, None, :]
+            padding = ~valid[:, :, None]
         angles = rotary_angles(x.shape[1], self.head_dim, x)
         for layer in self.encoder:
             x = layer(x, angles, mask, padding)
@@ -616,6 +594,12 @@ class Conformer(nn.Module):
 # --- loss, decoding and evaluation ----------------------------------------------------------------
 
 
+def compute_loss(model: Conformer, batch: dict) -> dict[str, torch.Tensor]:
+    """Sums over the batch; the loop divides by the global batch's counts."""
+    encoded, mask, lengths = model.encode(batch)
+    return losses(model, batch, encoded, mask, lengths)
+
+
 def losses(
     model: Conformer,
     batch: dict,
@@ -623,10 +607,10 @@ def losses(
     mask: torch.Tensor | None,
     lengths: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Sums over the batch of the CTC loss and the decoder's cross-entropy."""
-    log_probs = (
-        upcast(model.ctc_head(encoded)).log_softmax(-1).transpose(0, 1)
-    )  # (T, B, V + 1), in fp32 or better
+    """Sums over the batch of the CTC loss and the decoder's cross-entropy, of what `encode`
+    returns."""
+    # (T, B, V + 1), in fp32 or better
+    log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1).transpose(0, 1)
     # Lengths on the host spare CTC a wait for the device. What cannot be aligned was rejected
     # before training; an evaluation set is scored whole, so there it may occur.
     ctc = F.ctc_loss(
@@ -651,19 +635,14 @@ def losses(
     return {"ctc": ctc, "attention": attention}
 
 
-def compute_loss(model: Conformer, batch: dict) -> dict[str, torch.Tensor]:
-    """Sums over the batch; the loop divides by the global batch's counts."""
-    return losses(model, batch, *model.encode(batch))
-
-
 def ctc_greedy(model: Conformer, encoded: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
     """The best label of every frame, repeats merged, blanks removed."""
     best = model.ctc_head(encoded).argmax(-1).cpu()
-    paths = [
-        row[:length].unique_consecutive()
-        for row, length in zip(best, lengths.tolist(), strict=True)
-    ]
-    return [path[path != model.eos].tolist() for path in paths]
+    hypotheses = []
+    for row, length in zip(best, lengths.tolist(), strict=True):
+        path = row[:length].unique_consecutive()
+        hypotheses.append(path[path != model.eos].tolist())
+    return hypotheses
 
 
 def decode(
@@ -673,18 +652,22 @@ def decode(
     log-probabilities of CTC and the decoder as the loss does."""
     if method == "greedy":
         return ctc_greedy(model, encoded, lengths)
-    search, hypotheses = rescored_beam if method == "rescore" else joint_beam, []
+    search = rescored_beam if method == "rescore" else joint_beam
+    hypotheses = []
     for row, length in enumerate(lengths.tolist()):
         utterance = encoded[row : row + 1, :length]
         log_probs = upcast(model.ctc_head(utterance[0])).log_softmax(-1)
-
-        def decoder(tokens: torch.Tensor, utterance=utterance) -> torch.Tensor:
-            return model.decode(
-                tokens.to(utterance.device), utterance.expand(len(tokens), -1, -1), None
-            )
-
+        decoder = functools.partial(decode_prefixes, model, utterance)
         hypotheses.append(search(log_probs, decoder, model.eos, beam_size, LOSS_WEIGHTS))
     return hypotheses
+
+
+def decode_prefixes(
+    model: Conformer, utterance: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Logits (N, U, V + 1) after each of `tokens` (N, U), several prefixes of one utterance
+    (1, T, D)."""
+    return model.decode(tokens.to(utterance.device), utterance.expand(len(tokens), -1, -1), None)
 
 
 def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float, float]]:
@@ -695,172 +678,132 @@ def evaluate(tokenizer, model: Conformer, eval_batches) -> dict[str, tuple[float
         texts = [tokenizer.decode(tokens) for tokens in ctc_greedy(model, encoded, lengths)]
         return texts, losses(model, batch, encoded, mask, lengths)
 
-    rows, sums = decode_set(
-        decode_batch, eval_batches, next(model.parameters()).device, LOSS_WEIGHTS
-    )
+    rows, sums = recogniser.decode_set(model, decode_batch, eval_batches, LOSS_WEIGHTS)
     return {**sums, **metrics.score(rows)}
 
 
-def final_texts(args, tokenizer, model: Conformer, batch: dict) -> list[str]:
+def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dict) -> list[str]:
     """The texts of a batch by --decoding."""
     encoded, _, lengths = model.encode(batch)
-    return [
-        tokenizer.decode(tokens)
-        for tokens in decode(model, encoded, lengths, args.decoding, args.beam_size)
-    ]
+    hypotheses = decode(model, encoded, lengths, how.method, how.beam_size)
+    return [tokenizer.decode(tokens) for tokens in hypotheses]
 
 
-def report_results(args, tokenizer, model: Conformer, eval_batches, title: str) -> None:
-    """Prints the error rates and examples of a set, decoded by --decoding."""
-    device_of_model = next(model.parameters()).device
-    rows, _ = decode_set(
-        lambda batch: (final_texts(args, tokenizer, model, batch), {}),
-        eval_batches,
-        device_of_model,
-    )
-    title = f"{title}, {len(rows)} utterances, decoding: {args.decoding}"
-    recogniser.print_results(rows, title, args.log_dir, args.seed)
+def report_results(
+    how: recogniser.Options, tokenizer, model: Conformer, eval_batches, name: str, *weights: str
+) -> None:
+    """Prints the error rates and examples of the set `name`, decoded by --decoding."""
+    texts_of = functools.partial(final_texts, how, tokenizer, model)
+    rows = recogniser.decode_texts(model, texts_of, eval_batches.whole())
+    title = (f"{name} set", *weights, f"{len(rows)} utterances", f"decoding: {how.method}")
+    recogniser.print_results(rows, ", ".join(title), how)
+
+
+# --- a trained model ------------------------------------------------------------------------------
+
+
+def make_model(config: dict, *settings: float) -> Conformer:
+    """A model with random weights. Raises `UsageError` if it does not fit into memory."""
+    check_heads(config)
+    shapes = model_files.shapes_of(lambda: Conformer(config))
+    model_files.require_room(sum(map(math.prod, shapes.values())))
+    return Conformer(config, *settings)
+
+
+def read_saved(saved: checkpoint.Saved | None) -> tuple:
+    """The `ModelInfo` and the `RunInfo` of a checkpoint, (None, None) without one."""
+    if saved is None:
+        return None, None
+    model_info = records.read(ModelInfo, saved.model_info, saved.path)
+    return model_info, records.read(splits.RunInfo, saved.run_info, saved.path)
+
+
+def load_trained(args, setup: device.Setup) -> tuple[Conformer, object, splits.RunInfo]:
+    """The model and the tokenizer of --resume, or of the best evaluation, and what is known of its
+    run."""
+    saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
+    model_info, run_info = read_saved(saved)
+    tokenizer = text.make_tokenizer(model_info.tokenizer, model_info.config["vocabulary"])
+    model = make_model(model_info.config)
+    checkpoint.load_weights(model, saved.model)
+    return model.to(setup.device).eval(), tokenizer, run_info
+
+
+def transcribe(args, how: recogniser.Options) -> None:
+    setup = device.setup(args, quiet=True)
+    model, tokenizer, run_info = load_trained(args, setup)
+    texts_of = functools.partial(final_texts, how, tokenizer, model)
+    recogniser.transcribe_files(how, texts_of, setup, run_info.longest)
+
+
+@torch.no_grad()
+def evaluate_only(args, how: recogniser.Options) -> None:
+    setup = device.setup(args)
+    check_folder(args.log_dir)
+    model, tokenizer, run_info = load_trained(args, setup)
+    corpora = read_data(args, run_info)
+    name = "test" if "test" in corpora else "val"
+    data = Utterances(args, corpora[name], tokenizer, model.config["subsampling"], training=False)
+    eval_batches = EvalBatches(args, data, collate, setup)
+    with setup.autocast():
+        report_results(how, tokenizer, model, eval_batches, name)
 
 
 # --- main -----------------------------------------------------------------------------------------
 
 
-def make_model(config: dict, *settings: float, weights: dict | None = None) -> Conformer:
-    """A model of this configuration. Raises `UsageError` before it takes memory if it would have
-    other tensors than the `weights` that it will be given, or does not fit into memory at all."""
-    check_heads(config)
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in Conformer(config).state_dict().items()}
-    if weights and shapes != {name: tensor.shape for name, tensor in weights.items()}:
-        raise UsageError(
-            "the saved weights are not those of the model that their metadata describe; --init_from"
-            " loads what fits"
-        )
-    require_room(sum(map(math.prod, shapes.values())))
-    return Conformer(config, *settings)
+def describe(model: Conformer) -> None:
+    size = optim.count_parameters(model)[0] / 1e6
+    print(f"model: {size:.1f} M parameters, {model.eos} text tokens")
 
 
-def trained(args, setup: device.Setup) -> tuple[Conformer, object, dict]:
-    """The model, tokenizer and metadata of --resume, or of the best evaluation."""
-    weights, metadata = checkpoint.weights_to_use(args, RECIPE, METADATA)
-    tokenizer = text.make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
-    model = make_model(metadata["config"], weights=weights)
-    checkpoint.load_weights(model, weights)
-    return model.to(setup.device).eval(), tokenizer, metadata
-
-
-def transcribe(args) -> None:
-    setup = device.setup(args, quiet=True)
-    model, tokenizer, metadata = trained(args, setup)
-    texts_of = functools.partial(final_texts, args, tokenizer, model)
-    longest, _ = recogniser.in_pieces(args.piece_seconds, metadata["longest"])
-    recogniser.transcribe_files(
-        args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size
-    )
-
-
-@torch.no_grad()
-def evaluate_only(args) -> None:
-    setup = device.setup(args)
-    check_folder(args.log_dir)
-    model, tokenizer, metadata = trained(args, setup)
-    corpora = read_corpora(args, metadata)
-    name = "test" if "test" in corpora else "val"
-    data = Utterances(
-        args, corpora[name], tokenizer, metadata["config"]["subsampling"], training=False
-    )
-    with setup.autocast():
-        report_results(
-            args, tokenizer, model, EvalBatches(args, data, collate, setup), f"{name} set"
-        )
-
-
-def measure_features(model: Conformer, data: Utterances, seed: int) -> None:
+def measure_features(seed: int, model: Conformer, data: Utterances) -> None:
     """Statistics for --cmvn global, from a random part of the training set."""
-    measured = []
-    for index in np.random.default_rng(seed).permutation(len(data)):
-        try:
-            waveform = read_utterance(data.corpus, index, SAMPLE_RATE, data.args.cache_audio)
-        except DataError:
-            continue  # training itself reports it
-        measured.append(model.log_mel(waveform[None])[0])
-        if len(measured) == NORM_UTTERANCES:
-            break
-    if measured:
-        model.feature_norm.measure(measured)
+    if model.feature_norm.kind == "global":
+        items = splits.some_items(data, seed, NORM_UTTERANCES)
+        model.feature_norm.measure([model.log_mel(item["audio"][None])[0] for item in items])
 
 
 def main(args) -> None:
-    resolve(args)
+    how = resolve(args)
     if args.check_data:
-        return splits.report_checked(read_corpora(args, None))
+        return splits.report_checked(read_data(args))
     if args.transcribe:
-        return transcribe(args)
+        return transcribe(args, how)
     if args.evaluate:
-        return evaluate_only(args)
-    run = begin(args, RECIPE, METADATA)
-    saved = run.resumed["metadata"] if run.resumed else None
-    shape = choose_shape(args, saved and saved["config"])
+        return evaluate_only(args, how)
 
-    corpora = read_corpora(args, saved)
-    tokenizer = make_tokenizer(args, saved, corpora["train"].texts)
-    corpora["train"] = drop_untrainable(
-        corpora["train"], tokenizer, shape["subsampling"], args.strict_data
-    )
-    data = {
-        name: Utterances(args, corpora[name], tokenizer, shape["subsampling"], name == "train")
-        for name in corpora
-    }
-    config = {**shape, "vocabulary": tokenizer.size}
-    model = make_model(
-        config, args.dropout, args.label_smoothing, weights=run.resumed and run.resumed["model"]
-    )
-    print(
-        f"model: {optim.count_parameters(model)[0] / 1e6:.1f} M parameters, {tokenizer.size} text"
-        " tokens"
-    )
-    if shape["cmvn"] == "global" and not (run.resumed or run.planned):
-        measure_features(model, data["train"], args.seed)
+    run = begin(args, RECIPE)
+    model_info, run_info = read_saved(run.resumed)
+    config = choose_config(args, model_info)
+    corpora = read_data(args, run_info, config["subsampling"])
+    tokenizer = make_tokenizer(args, config, model_info, corpora["train"].texts)
+    corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, config["subsampling"])
+    config["vocabulary"] = tokenizer.size
+    with run.model_device():
+        model = make_model(config, args.dropout, args.label_smoothing)
+    describe(model)
 
-    global_batches = GlobalBatches(args, data["train"], collate, run.setup)
-    evaluation = {
-        name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
-    }
-    longest = float(corpora["train"].seconds.max())
-    held_out = (
-        [] if args.val_manifest or not args.train_manifest else splits.held_out_keys(corpora["val"])
-    )
-    metadata = {
-        "recipe": RECIPE,
-        "config": config,
-        "tokenizer": tokenizer.state(),
-        "longest": longest,
-        "held_out": held_out,
-        "asked": (
-            (saved or {}).get("asked", {"tokenizer": args.tokenizer, "vocab_size": args.vocab_size})
-        ),
-    }
+    sets = make_sets(args, corpora, tokenizer, config["subsampling"])
+    global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
+    eval_batches = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = Task(
         RECIPE,
         compute_loss,
         LOSS_WEIGHTS,
         functools.partial(evaluate, tokenizer),
-        metadata,
+        ModelInfo(config, tokenizer.state()),
+        splits.run_info(splits.resolve(args), corpora),
+        metric="cer",
+        fit=functools.partial(measure_features, args.seed),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
+        reports=recogniser.REPORTS,
     )
-    train(args, run, model, task, global_batches, evaluation["val"])
-    name = "test" if "test" in evaluation else "val"
-    finish(
-        args,
-        run,
-        model,
-        task,
-        evaluation["val"],
-        lambda weights: report_results(
-            args, tokenizer, model, evaluation[name].whole(), f"{name} set, {weights}"
-        ),
-    )
+    train(args, run, model, task, global_batches, eval_batches["val"])
+    name = "test" if "test" in eval_batches else "val"
+    report = functools.partial(report_results, how, tokenizer, model, eval_batches[name], name)
+    finish(args, run, model, task, eval_batches["val"], report)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ Sources: Whisper (Radford et al. 2022); ITU-R M.1677 (codes and timing); the con
 (exchanges); SpecAugment (Park et al. 2019) with the masks of WeNet's Whisper recipe.
 """
 
+import dataclasses
 import functools
-import math
-import os
 import sys
 from pathlib import Path
 
@@ -38,147 +37,62 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, options
+from common import device, options
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, UsageError, exit_with_one_line
-from common.loop import Task, begin, finish, train
+from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import metrics, recogniser, splits
+from speech import metrics, recogniser, released, splits
 from speech.audio import SAMPLE_RATE, change_speed, speed_factors
 from speech.features import random_masks
-from speech.morse import scores
-from speech.morse.alphabet import SYMBOLS, normalise
-from speech.morse.recordings import (
-    DATASET_MIX,
-    MOST_CLIPS,
-    Recordings,
-    from_corpus,
-    read_splits,
-    write_dataset,
-)
+from speech.morse import clips, scores
+from speech.morse.alphabet import SYMBOLS
 from speech.morse.scores import for_scoring
-from speech.morse.synthesis import CHOICE, CONDITIONS, LIMITS, LONGEST, Synthetic, choose_conditions
-from speech.recogniser import SPEEDS, decode_set
-from speech.whisper import decoding, formats
-from speech.whisper import start as starts
+from speech.morse.synthesis import Choice, Synthetic
+from speech.recogniser import SPEEDS, decode_set, decode_texts
+from speech.whisper import decoding, formats, scratch, start
 from speech.whisper.model import FRAME, LAYERS, Whisper, alignment_loss, ctc_loss, token_loss
-from speech.whisper.tokenizer import WhisperTokenizer, make_tokenizer, train_symbols
+from speech.whisper.tokenizer import WhisperTokenizer, train_symbols
 
 RECIPE = "whisper_morse"
 FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH = 2, 10 / 80  # share of the bands
 TIME_MASKS, TIME_MASK_WIDTH = 2, 0.05  # share of the utterance
 DEMO_STEPS = 1100
-EPOCH_CLIPS, EVAL_CLIPS, MOST_EVAL_CLIPS = 4000, 200, 1_000_000
 SIZES = {"demo": formats.shape(128, (4, 2), 4), **formats.SIZES}
-DRAWN = (
-    "conditions",
-    "wpm",
-    "tone",
-    "snr_db",
-    "clip_seconds",
-)  # flags: kept with the weights, for --evaluate
-SYNTHETIC_ONLY = (*DRAWN, "clips_per_epoch", "eval_clips")
-# Flags that go with --write_dataset: what the clips depend on, and what every command takes.
-WRITING = {
-    "write_dataset",
-    *DRAWN,
-    "seed",
-    "dataloader_num_workers",
-    "output_dir",
-    "log_dir",
-    "checkpoint_dir",
-    "device",
-    "mixed_precision",
-    "tensorboard",
-}
-RECORDED = ("data_dir", "train_manifest", "test_manifest")  # flags that name recordings
-RELEASED = ("model_dir", "model_file")
+ALIGNED = "a released encoder is aligned already; leave the first out"
+NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
 EXCLUDES = (
-    ("train_manifest", "data_dir", "both name recordings; give one of them"),
-    ("test_manifest", "data_dir", "both name recordings to test on; give one of them"),
-    (
-        "audio_root",
-        "data_dir",
-        "the paths in metadata.csv start at --data_dir; leave the first out",
-    ),
+    *recogniser.EXCLUDES,
+    *start.EXCLUDES,
+    *clips.EXCLUDES,
     (
         "alignment_weight",
         "ctc_weight",
         "both train the same output layer of the encoder; give one of them",
     ),
-    *(
-        ("alignment_weight", model, "a released encoder is aligned already; leave the first out")
-        for model in RELEASED
-    ),
-    *(
-        (flag, source, "the first is for synthetic clips only")
-        for flag in SYNTHETIC_ONLY
-        for source in RECORDED
-    ),
-    *(
-        (
-            "alignment_weight",
-            source,
-            "recordings do not say when a symbol is sent; give --ctc_weight instead",
-        )
-        for source in RECORDED
-    ),
-    *(
-        (flag, "transcribe", "the first is for training and --evaluate")
-        for flag in (*SYNTHETIC_ONLY, "data_dir")
-    ),
-    *(("alignment_weight", use, options.TRAINS) for use in starts.USES),
-    ("clips_per_epoch", "evaluate", options.TRAINS),
+    *(("alignment_weight", model, ALIGNED) for model in released.MODELS),
+    *(("alignment_weight", source, NOT_ALIGNED) for source in clips.RECORDED),
+    ("alignment_weight", options.COMMAND, options.TRAINS),
 )
-METADATA = {**starts.METADATA, "synthesis": (type(None), CHOICE)}
-NEEDS = tuple((flag, RECORDED, "") for flag in ("max_samples", "cache_audio", "audio_root"))
+NEEDS = (*splits.NEEDS, *recogniser.NEEDS, *start.NEEDS, *clips.NEEDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunInfo:
+    """What else later commands must know: the data, the epoch from which --pad_share applies, and
+    what synthetic clips were drawn from (None: the run trained on recordings)."""
+
+    data: splits.RunInfo
+    pad_from: int
+    synthesis: Choice | None
 
 
 def add_arguments(parser) -> None:
-    starts.add_arguments(parser, SIZES, language="en")
+    start.add_arguments(parser, SIZES, language="en")
     splits.add_arguments(parser)
-    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", starts.BEAM_SIZE)
+    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", start.BEAM_SIZE)
+    clips.add_arguments(parser)
     own = parser.add_argument_group("Morse")
-    own.add_argument(
-        "--conditions",
-        nargs="+",
-        choices=list(CONDITIONS),
-        metavar="NAME",
-        help=(
-            f"conditions that clips are drawn from, each equally likely: {', '.join(CONDITIONS)}"
-            " (demo; all but demo with a released model or --from_scratch)"
-        ),
-    )
-    for name, what in (
-        ("wpm", "speed, words a minute"),
-        ("tone", "tone, Hz"),
-        ("snr_db", "SNR in 2,500 Hz, dB"),
-    ):
-        own.add_argument(
-            f"--{name}",
-            type=options.number(float, *LIMITS[name]),
-            nargs=2,
-            metavar=("LOW", "HIGH"),
-            help=f"{what} (the conditions' own)",
-        )
-    own.add_argument(
-        "--clip_seconds",
-        type=options.number(float, 1.0, LONGEST),
-        metavar="S",
-        help="longest clip; a slow symbol is sent whole (29; 3 in the demo)",
-    )
-    own.add_argument(
-        "--clips_per_epoch",
-        type=options.number(int, 1, MOST_CLIPS),
-        metavar="N",
-        help=f"synthetic clips in an epoch; every epoch has new ones ({EPOCH_CLIPS})",
-    )
-    own.add_argument(
-        "--eval_clips",
-        type=options.number(int, 1, MOST_EVAL_CLIPS),
-        metavar="N",
-        help=f"synthetic clips in the evaluation set, and in the test set ({EVAL_CLIPS})",
-    )
     own.add_argument(
         "--alignment_weight",
         type=options.SHARE,
@@ -188,157 +102,79 @@ def add_arguments(parser) -> None:
             " synthetic clips from scratch (0.3 there)"
         ),
     )
-    own.add_argument(
-        "--data_dir",
-        type=options.path,
-        metavar="DIR",
-        help="train and evaluate on a folder of recordings with metadata.csv or splits/",
-    )
-    own.add_argument(
-        "--write_dataset",
-        nargs=2,
-        metavar=("DIR", "N"),
-        help="write such a folder with N synthetic clips of --conditions, and exit",
-    )
-    options.add_arguments(
-        parser, learning_rate=(None, "by the model's width, and whether it is fine-tuned")
-    )
+    rate = (None, "by the model's width, and whether it is fine-tuned")
+    options.add_arguments(parser, learning_rate=rate)
 
 
-def resolve(args) -> starts.Start:
-    recorded = any(getattr(args, name) for name in RECORDED)
-    released = args.model_dir or args.model_file
-    is_demo = not (recorded or released or args.from_scratch or args.conditions)
-    excludes = (*splits.EXCLUDES, *recogniser.EXCLUDES, *starts.EXCLUDES, *EXCLUDES)
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *starts.NEEDS, *NEEDS)
+def resolve(args) -> tuple[start.Options, clips.Options]:
+    recorded = any(getattr(args, name) for name in clips.RECORDED)
+    is_released = any(getattr(args, name) for name in released.MODELS)
+    is_demo = not (recorded or is_released or args.from_scratch or args.conditions)
     usual, eval_every = (("num_epochs", 3), 0) if recorded else (("max_steps", 20_000), 1000)
-    options.resolve(args, is_demo, DEMO_STEPS, excludes, needs, usual, eval_every)
-    recogniser.resolve(
-        args, augment=False, beam_size=starts.BEAM_SIZE
-    )  # a masked span would take symbols away
+    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, usual, eval_every)
+    # Without augmentation by default: a masked span would take symbols away.
+    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE, augments=False)
+    source = clips.resolve(args, is_demo)
     if args.alignment_weight is None:
-        args.alignment_weight = (
-            0.0 if recorded or released or args.ctc_weight else starts.AUXILIARY_WEIGHT
-        )
+        has_alignment = not (recorded or is_released or args.ctc_weight)
+        args.alignment_weight = start.AUXILIARY_WEIGHT if has_alignment else 0.0
+    if args.alignment_weight:
+        args.ctc_weight = 0.0
     if args.alignment_weight and args.speed_perturbation:
         raise UsageError(
             "--speed_perturbation would move what --alignment_weight trains on; synthetic clips"
             " have their own speeds: --wpm LOW HIGH"
         )
-    if args.alignment_weight:
-        args.ctc_weight = 0.0
-    if args.clips_per_epoch is None:
-        args.clips_per_epoch = EPOCH_CLIPS
-    if args.eval_clips is None:
-        args.eval_clips = EVAL_CLIPS
-    if args.conditions is None:
-        args.conditions = ["demo"] if is_demo else [name for name in CONDITIONS if name != "demo"]
-    if args.clip_seconds is None and is_demo:
-        args.clip_seconds = 3.0
-    choose_conditions(
-        *(getattr(args, name) for name in DRAWN)
-    )  # what is wrong with them is reported now
+    origin = released.resolve(args, start.FORMS, SIZES, "base", is_demo)
     # Released models forbid / = + - : when they decode. In Morse these are sent.
-    return starts.resolve(
-        args, SIZES, is_demo or args.check_data, bool(args.alignment_weight) or None, suppress=False
-    )
+    asked = start.resolve(args, origin, how, ("ctc_weight", "alignment_weight"), suppress=False)
+    return asked, source
 
 
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_sets(
-    args, saved: dict | None, drawn: dict | None = None
-) -> dict[str, Synthetic | Recordings]:
-    """The clips "train", "val" and "test" to train and evaluate on; at least "val" or "test" for
-    --evaluate. What was held out when the model with the metadata `saved` began is held out again.
-    `drawn`: values for the flags in DRAWN instead of the command line's."""
-    checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
-    if args.data_dir:
-        sets = read_splits(args.data_dir, checks, args.cache_audio)
-        missing = [
-            name
-            for name in ("train", "val")
-            if name not in sets and not (args.evaluate and name == "train")
-        ]
-        if missing:
-            raise DataError(
-                f"--data_dir {args.data_dir}: no usable clips in {' and '.join(missing)}"
-            )
-        return sets
-    if args.train_manifest or args.test_manifest:
-        paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-        if args.test_manifest and (args.evaluate or not args.train_manifest):
-            paths = {"test": args.test_manifest}
-        corpora = splits.load_splits(paths, normalise, checks)
-        return {
-            name: from_corpus(corpora[name], f"{name} set", args.strict_data, args.cache_audio)
-            for name in corpora
-        }
-    drawn = drawn or {name: getattr(args, name) for name in DRAWN}
-    longest = min(drawn["clip_seconds"] or LONGEST, args.max_duration)
-    mix = choose_conditions(*({**drawn, "clip_seconds": longest}[name] for name in DRAWN))
-    counts = {"train": args.clips_per_epoch, "val": args.eval_clips, "test": args.eval_clips}
-    return {
-        name: Synthetic(mix, counts[name], 3 * args.seed + stream)
-        for stream, name in enumerate(counts)
-    }
-
-
-def about_run(args, sets: dict[str, Synthetic | Recordings], metadata: dict, ranks: int) -> dict:
-    """What is kept with the weights beside the model: how a resumed run pads, what is held out, how
-    clips are drawn and long files are cut."""
-    clips = sets["train"]
-    global_batches = math.ceil(
-        len(clips) / (args.batch_size * args.gradient_accumulation_steps * ranks)
-    )
-    return {
-        "recipe": RECIPE,
-        "pad_to_30s": args.pad_to_30s,
-        "pad_from": metadata.get(
-            "pad_from", starts.middle_epoch(global_batches, args.num_epochs, args.max_steps)
-        ),
-        "held_out": (
-            splits.held_out_keys(sets["val"])
-            if args.train_manifest and not args.val_manifest
-            else []
-        ),
-        "synthesis": (
-            {name: getattr(args, name) for name in DRAWN} if isinstance(clips, Synthetic) else None
-        ),
-        "longest": max(float(clips.seconds(0).max()), metadata.get("longest", 0.0)),
-    }
+def read_data(args, source: clips.Options, before: RunInfo | None = None) -> dict[str, clips.Clips]:
+    """The clips "train", "val" and, if there is one, "test". What the run `before`, which is resumed
+    or used, held out is held out again."""
+    data = splits.resolve(args, before.data.held_out if before else ())
+    return clips.read(source, data, trains=not args.evaluate)
 
 
 class Utterances:
     """A set of clips as the model takes them. Only the training set is augmented and padded, and
     both depend on (seed, epoch, index) alone."""
 
-    def __init__(self, args, clips, tokenizer: WhisperTokenizer, metadata: dict, training: bool):
+    def __init__(
+        self,
+        args,
+        corpus: clips.Clips,
+        tokenizer: WhisperTokenizer,
+        info: start.ModelInfo,
+        training: bool,
+    ):
         self.args = args
-        self.clips = clips
+        self.corpus = corpus
         self.tokenizer = tokenizer
         self.training = training
-        self.longest = starts.window_seconds(metadata["config"])
-        self.room = (args.max_target_tokens or metadata["config"]["max_target_positions"]) - len(
-            tokenizer.prompt
-        )
-        self.pad_from = metadata.get("pad_from", 0)
+        self.longest = start.input_seconds(info.config)
+        most_tokens = args.max_target_tokens or info.config["max_target_positions"]
+        self.room = most_tokens - len(tokenizer.prompt)
+        self.pad_from = 0  # the epoch from which --pad_share applies
         # Only the synthesis knows what is being sent in every frame.
-        self.aligned = bool(
-            args.alignment_weight and metadata["ctc_tokens"] and isinstance(clips, Synthetic)
-        )
+        has_head = args.alignment_weight and info.ctc_tokens
+        self.aligned = bool(has_head) and isinstance(corpus, Synthetic)
 
     def __len__(self) -> int:
-        return len(self.clips)
+        return len(self.corpus)
 
     def fingerprint(self) -> str:
-        return self.clips.fingerprint()
+        return self.corpus.fingerprint()
 
     def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths in an epoch: after speed perturbation, and the global batch's if an utterance is
-        padded."""
-        seconds = self.clips.seconds(epoch)
+        """(N,) lengths in an epoch: after speed perturbation, and the longest input's if an
+        utterance is padded."""
+        seconds = self.corpus.seconds(epoch)
         if not self.training:
             return seconds
         if self.args.speed_perturbation:
@@ -351,25 +187,27 @@ class Utterances:
     def padded(self, epoch: int) -> np.ndarray:
         if self.args.pad_to_30s or epoch < self.pad_from:
             return np.full(len(self), self.args.pad_to_30s)
-        return starts.draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
+        return start.draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
 
     def item(self, index: int, epoch: int) -> dict:
         """One clip: waveform (T,), decoder input and labels (U,), CTC's targets (S,), masks of
         SpecAugment; if the synthesis knows it, what each encoder frame says (F,)."""
-        args, limit = self.args, round(self.longest * SAMPLE_RATE)
-        waveform, transcript, name, spans = self.clips.load(index, epoch)
+        args = self.args
+        limit = round(self.longest * SAMPLE_RATE)
+        waveform, transcript, name, spans = self.corpus.load(index, epoch)
         if self.training and args.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
-            waveform = changed if len(changed) <= limit else waveform
-        waveform, tokens = waveform[:limit], self.tokenizer.encode(transcript)
+            if len(changed) <= limit:
+                waveform = changed
+        waveform = waveform[:limit]
+        tokens = self.tokenizer.encode(transcript)
         if self.training and len(tokens) > self.room:
             raise DataError(
                 f"{name}: its text has {len(tokens)} tokens, and --max_target_tokens leaves room"
                 f" for {self.room}"
             )
-        tokens = tokens[
-            : self.room
-        ]  # only the loss of an evaluation set is cut short: the whole text is scored
+        # Only the loss of an evaluation set is cut short: the whole text is scored.
+        tokens = tokens[: self.room]
         item = {
             "audio": waveform,
             "tokens": torch.tensor([*self.tokenizer.prompt, *tokens]),
@@ -382,10 +220,8 @@ class Utterances:
         }
         if self.aligned:
             item["alignment"] = self.alignment(tokens, spans, len(waveform))
-        if self.training and self.padded(epoch)[index]:
-            item["audio"] = F.pad(
-                waveform, (0, limit - len(waveform))
-            )  # this silence is heard: it is not masked
+        if self.training and self.padded(epoch)[index]:  # this silence is heard: it is not masked
+            item["audio"] = F.pad(waveform, (0, limit - len(waveform)))
         if self.training and args.spec_augment:
             random = np.random.default_rng([args.seed, epoch, index])
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
@@ -395,15 +231,14 @@ class Utterances:
     def alignment(self, tokens: list[int], spans: np.ndarray, samples: int) -> torch.Tensor:
         """(F,) the token that is sent in each encoder frame, or the blank between tokens. `spans`:
         (N, 2) seconds of the symbols, spaces apart."""
-        sent = [token for token in tokens if token != self.tokenizer.encode(" ")[0]]
-        frames = torch.full(
-            (-(-samples // FRAME),), self.tokenizer.eos
-        )  # CTC's blank follows the text's tokens
+        space = self.tokenizer.encode(" ")[0]
+        sent = [token for token in tokens if token != space]
+        blank = self.tokenizer.eos  # CTC's blank follows the text's tokens
+        frames = torch.full((-(-samples // FRAME),), blank)
+        places = np.rint(spans * SAMPLE_RATE / FRAME).astype(int)
         # (--max_target_tokens may have cut the end of an evaluation set's text.)
-        for token, (start, end) in zip(
-            sent, np.rint(spans * SAMPLE_RATE / FRAME).astype(int), strict=self.training
-        ):
-            frames[start : max(end, start + 1)] = token
+        for token, (first, end) in zip(sent, places, strict=self.training):
+            frames[first : max(end, first + 1)] = token
         return frames
 
 
@@ -427,9 +262,8 @@ def collate(items: list[dict]) -> dict:
         "ctc": int(batch["ctc_tokens_lengths"].sum()),
     }
     if "alignment" in items[0]:
-        batch["alignment"], batch["alignment_lengths"] = pad(
-            [item["alignment"] for item in items], -100
-        )
+        alignments = [item["alignment"] for item in items]
+        batch["alignment"], batch["alignment_lengths"] = pad(alignments, -100)
         batch["counts"]["alignment"] = int(batch["alignment_lengths"].sum())
     return batch
 
@@ -441,11 +275,9 @@ def losses(
     model: Whisper, batch: dict, encoded: torch.Tensor, mask: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """Sums over the batch of the decoder's cross-entropy and, for a model from scratch, of the
-    alignment or CTC on the encoder."""
+    alignment or CTC on the encoder, which helps it to align."""
     terms = {"attention": token_loss(model, batch, encoded, mask)}
-    if (
-        model.ctc_head is not None and "alignment" in batch
-    ):  # from scratch only: it helps the encoder to align
+    if model.ctc_head is not None and "alignment" in batch:
         terms["alignment"] = alignment_loss(model, batch, encoded)
     elif model.ctc_head is not None:
         terms["ctc"] = ctc_loss(model, batch, encoded)
@@ -454,12 +286,14 @@ def losses(
 
 def compute_loss(model: Whisper, batch: dict) -> dict[str, torch.Tensor]:
     """Sums over the batch; the loop divides by the global batch's counts."""
-    return losses(model, batch, *model.encode(batch))
+    encoded, mask = model.encode(batch)
+    return losses(model, batch, encoded, mask)
 
 
-def loss_weights(args, metadata: dict) -> dict[str, float]:
+def loss_weights(args, info: start.ModelInfo) -> dict[str, float]:
+    """The share of each loss term."""
     for name, share in (("ctc", args.ctc_weight), ("alignment", args.alignment_weight)):
-        if metadata["ctc_tokens"] and share:
+        if info.ctc_tokens and share:
             return {"attention": 1.0 - share, name: share}
     return {"attention": 1.0}
 
@@ -471,31 +305,37 @@ def evaluate(
 
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, mask = model.encode(batch)
-        return decoding.greedy_texts(model, tokenizer, encoded, mask, search), losses(
-            model, batch, encoded, mask
-        )
+        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search)
+        return texts, losses(model, batch, encoded, mask)
 
-    rows, sums = decode_set(decode_batch, eval_batches, next(model.parameters()).device, terms)
+    rows, sums = decode_set(model, decode_batch, eval_batches, terms)
     return {**sums, **metrics.score(rows, for_scoring)}
 
 
-def final_texts(model: Whisper, tokenizer, search: decoding.Search, batch: dict) -> list[str]:
+def final_texts(
+    model: Whisper, tokenizer: WhisperTokenizer, search: decoding.Search, batch: dict
+) -> list[str]:
     """The texts of a batch by --decoding, with the fallback to higher temperatures."""
-    return decoding.texts(model, tokenizer, *model.encode(batch), search)
+    encoded, mask = model.encode(batch)
+    return decoding.texts(model, tokenizer, encoded, mask, search)
 
 
 def report_results(
-    args, start: starts.Start, clips, model: Whisper, metadata: dict, eval_batches, title: str
+    args,
+    asked: start.Options,
+    info: start.ModelInfo,
+    corpus: clips.Clips,
+    model: Whisper,
+    eval_batches,
+    title: str,
 ) -> None:
     """Prints error rates and examples of a set, decoded by --decoding; then tables by condition,
     contest, speed and SNR, which are kept in evaluation.json."""
-    texts_of = functools.partial(final_texts, model, *starts.make_search(start, metadata))
-    rows, _ = decode_set(
-        lambda batch: (texts_of(batch), {}), eval_batches, next(model.parameters()).device
-    )
-    rows = [clips.row(row["index"], row["hypothesis"]) for row in rows]
+    texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
+    rows = decode_texts(model, texts_of, eval_batches)
+    rows = [corpus.row(row["index"], row["hypothesis"]) for row in rows]
     title = f"{title}, {len(rows)} clips, decoding: {args.decoding}"
-    recogniser.print_results(rows, title, args.log_dir, args.seed, for_scoring)
+    recogniser.print_results(rows, title, asked.how, for_scoring)
     tables = scores.evaluation_tables(rows)
     scores.print_tables(tables)
     scores.write_evaluation(tables, args.log_dir / "evaluation.json")
@@ -504,154 +344,141 @@ def report_results(
 # --- main -----------------------------------------------------------------------------------------
 
 
-def trained(args, start: starts.Start, setup: device.Setup) -> tuple[Whisper, dict]:
-    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; and its
-    metadata."""
-    if start.pretrained and not args.resume:
-        weights, metadata = starts.read_pretrained(start)
-    else:
-        weights, metadata = checkpoint.weights_to_use(args, RECIPE, METADATA)
-        starts.check_resumed(start, metadata)
-    return starts.load_model(weights, metadata).to(setup.device), metadata
+def trained(
+    asked: start.Options, setup: device.Setup
+) -> tuple[Whisper, start.ModelInfo, RunInfo | None]:
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; the run that
+    trained it is None for a released one."""
+    info, weights, saved = released.use(asked.origin, start.family(asked), RECIPE)
+    model = start.make_model(info, weights=weights).to(setup.device).eval()
+    return model, info, released.read_run_info(RunInfo, saved)
 
 
-def transcribe(args, start: starts.Start) -> None:
+def transcribe(args, asked: start.Options) -> None:
     setup = device.setup(args, quiet=True)
-    model, metadata = trained(args, start, setup)
-    longest, cutting = recogniser.in_pieces(args.piece_seconds, *starts.long_recordings(metadata))
-    texts_of = functools.partial(final_texts, model, *starts.make_search(start, metadata))
-    recogniser.transcribe_files(
-        args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size, cutting
-    )
-
-
-def test_set(args, start: starts.Start, metadata: dict) -> tuple[str, Utterances]:
-    """The set that --evaluate is about, and its name: clips as the weights were trained on, unless
-    flags name others."""
-    starts.check_limits(start, metadata["config"])
-    drawn = None if args.given & {*DRAWN, *RECORDED} else metadata.get("synthesis")
-    if not drawn and not args.given & {*DRAWN, *RECORDED}:
-        raise UsageError(
-            "--evaluate needs a test set, because these weights were not trained on synthetic"
-            " clips: add --data_dir, --test_manifest or --conditions"
-        )
-    sets = read_sets(args, metadata, drawn)
-    name = "test" if "test" in sets else "val"
-    return name, Utterances(
-        args, sets[name], make_tokenizer(metadata["tokenizer"]), metadata, training=False
-    )
+    model, info, before = trained(asked, setup)
+    longest, cutting = start.long_recordings(info, before and before.data)
+    texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
+    recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()
-def evaluate_only(args, start: starts.Start) -> None:
+def evaluate_only(args, asked: start.Options, source: clips.Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
-    model, metadata = trained(args, start, setup)
+    model, info, before = trained(asked, setup)
     if args.evaluate:
         check_folder(args.log_dir)
-        name, data = test_set(args, start, metadata)
+        start.check_limits(asked, info.config)
+        synthesis = before.synthesis if before else None
+        sets = read_data(args, clips.as_trained(source, synthesis), before)
+        name = "test" if "test" in sets else "val"
+        tokenizer, _ = start.make_search(asked, info)
+        data = Utterances(args, sets[name], tokenizer, info, training=False)
+        eval_batches = EvalBatches(args, data, collate, setup)
+        title = f"{name} set, the weights named"
         with setup.autocast():
-            eval_batches = EvalBatches(args, data, collate, setup)
-            report_results(
-                args,
-                start,
-                data.clips,
-                model,
-                metadata,
-                eval_batches,
-                f"{name} set, the weights named",
-            )
+            report_results(args, asked, info, sets[name], model, eval_batches, title)
     if args.export:
-        starts.export(args.export, model, metadata)
+        start.export(args.export, info, model.state_dict())
 
 
-def write_clips(args) -> None:
-    """--write_dataset DIR N."""
-    if others := sorted(args.given - WRITING):
-        raise UsageError(
-            f"--write_dataset and --{others[0]}: the first trains nothing; leave the second out"
+def first_model(args, asked: start.Options, run: Run) -> tuple[start.ModelInfo, Whisper]:
+    """The model that training starts with: that of the checkpoint, a released one, or a new one
+    whose vocabulary are Morse's symbols."""
+
+    def new_info() -> start.ModelInfo:
+        return start.new_info(asked, train_symbols(SYMBOLS, args.language))
+
+    with run.model_device():
+        info, weights = released.choose(
+            asked.origin, start.family(asked), run.resumed, run.initial, new_info
         )
-    try:
-        folder, count = (
-            options.path(args.write_dataset[0]),
-            options.number(int, 1, MOST_CLIPS)(args.write_dataset[1]),
-        )
-    except options.argparse.ArgumentTypeError as error:
-        raise UsageError(f"--write_dataset {' '.join(args.write_dataset)}: {error}") from None
-    mix = choose_conditions(
-        args.conditions or DATASET_MIX, args.wpm, args.tone, args.snr_db, args.clip_seconds
-    )
-    workers, cores = args.dataloader_num_workers, os.cpu_count() or 1
-    write_dataset(
-        folder, count, args.seed, mix, cores if workers == "auto" else min(workers, cores)
-    )
+        info = dataclasses.replace(info, pad_to_30s=args.pad_to_30s)
+        start.check_limits(asked, info.config)
+        model = start.make_model(info, args.dropout, args.label_smoothing, weights)
+    if args.freeze_encoder:
+        model.freeze_encoder()
+    start.describe(info, model, args.learning_rate)
+    return info, model
+
+
+def about_run(
+    args,
+    info: start.ModelInfo,
+    source: clips.Options,
+    sets: dict[str, clips.Clips],
+    global_batches: GlobalBatches,
+    before: RunInfo | None,
+) -> RunInfo:
+    """What is kept with the weights beside the model. `before`: the same of the run that is
+    resumed."""
+    data = clips.run_info(splits.resolve(args), sets)
+    longest = start.longest_heard(info, data.longest, before and before.data)
+    steps = global_batches.total_steps(args)
+    pad_from = start.middle_epoch(steps, global_batches.per_epoch)
+    if before:
+        pad_from = before.pad_from
+    synthesis = source.choice if isinstance(sets["train"], Synthetic) else None
+    return RunInfo(dataclasses.replace(data, longest=longest), pad_from, synthesis)
 
 
 def main(args) -> None:
+    asked, source = resolve(args)
     if args.write_dataset:
-        return write_clips(args)
-    start = resolve(args)
+        return clips.write(source)
     if args.check_data:
-        return splits.report_checked(read_sets(args, None))
+        return splits.report_checked(read_data(args, source))
     if args.transcribe:
-        return transcribe(args, start)
-    own_data = {"conditions", "data_dir"} & args.given
-    if args.evaluate or (
-        not own_data
-        and recogniser.exports_only(args.export, args.resume, start.pretrained, args.given)
-    ):
-        return evaluate_only(args, start)
-    run = begin(args, RECIPE, METADATA)
+        return transcribe(args, asked)
+    if args.evaluate or released.exports_only(asked.origin, (*released.GOALS, *clips.GOALS)):
+        return evaluate_only(args, asked, source)
+    run = begin(args, RECIPE)
+    before = released.read_run_info(RunInfo, run.resumed)
 
-    sets = read_sets(args, run.resumed and run.resumed["metadata"])
-    metadata, weights = starts.choose(
-        start, run.resumed, lambda: train_symbols(SYMBOLS, args.language)
-    )
-    tokenizer, search = starts.make_search(start, metadata)
-    metadata |= about_run(args, sets, metadata, run.setup.ranks.size)
-    data = {
-        name: Utterances(args, sets[name], tokenizer, metadata, training=name == "train")
-        for name in sets
-    }
-    model = starts.make_model(metadata, args.dropout, args.label_smoothing)
-    starts.fill(start, model, weights, data["train"])
-    starts.describe(start, model, metadata)
+    sets = read_data(args, source, before)
+    info, model = first_model(args, asked, run)
+    tokenizer, search = start.make_search(asked, info)
+    data = {}
+    for name, corpus in sets.items():
+        data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
 
     global_batches = GlobalBatches(args, data["train"], collate, run.setup)
     evaluation = {
         name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
     }
-    terms = loss_weights(args, metadata)
+    run_info = about_run(args, info, source, sets, global_batches, before)
+    data["train"].pad_from = run_info.pad_from
+    terms = loss_weights(args, info)
+    fit = functools.partial(scratch.fit, seed=args.seed, initialised=bool(args.init_from))
     task = Task(
         RECIPE,
         compute_loss,
         terms,
         functools.partial(evaluate, tokenizer, search, terms),
-        metadata,
-        learning_rate=starts.learning_rate(metadata),
+        info,
+        run_info,
+        metric="cer",
+        fit=None if info.pretrained else fit,
+        freeze=Whisper.freeze_encoder if info.pretrained else None,
+        learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        reports=(*recogniser.REPORTS, "evaluation.json"),
     )
     train(args, run, model, task, global_batches, evaluation["val"])
     name = "test" if "test" in evaluation else "val"
+    report = functools.partial(report_results, args, asked, info, sets[name], model)
     finish(
         args,
         run,
         model,
         task,
         evaluation["val"],
-        lambda weights: report_results(
-            args,
-            start,
-            sets[name],
-            model,
-            metadata,
-            evaluation[name].whole(),
-            f"{name} set, {weights}",
-        ),
+        lambda weights: report(evaluation[name].whole(), f"{name} set, {weights}"),
     )
     if args.export and run.setup.ranks.first:
-        starts.export(args.export, model, metadata)
+        start.export(args.export, info, model.state_dict())
 
 
 if __name__ == "__main__":

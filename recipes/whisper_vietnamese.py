@@ -24,8 +24,8 @@ Sources: Whisper (Radford et al. 2022); variable length as in icefall's Whisper 
 
 import dataclasses
 import functools
-import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -39,42 +39,40 @@ import torch.nn.functional as F
 from common import checkpoint, device, options
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
-from common.loop import Task, begin, finish, train
+from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, recogniser, splits, text
+from speech import demo, metrics, recogniser, released, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.columns import Corpus
 from speech.features import random_masks
-from speech.recogniser import SPEEDS, decode_set
-from speech.whisper import decoding, formats
-from speech.whisper import start as starts
+from speech.recogniser import SPEEDS, decode_set, decode_texts
+from speech.whisper import decoding, formats, scratch, start
 from speech.whisper.model import LAYERS, Whisper, ctc_loss, token_loss
-from speech.whisper.tokenizer import WhisperTokenizer, make_tokenizer, train_bpe
+from speech.whisper.tokenizer import WhisperTokenizer, train_bpe
 
 RECIPE = "whisper_vietnamese"
 FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH = 2, 10 / 80  # share of the bands
 TIME_MASKS, TIME_MASK_WIDTH = 2, 0.05  # share of the utterance
 DEMO_SIZES = {"train": 6000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 1800
+DEMO_TOKENS, USUAL_TOKENS = 320, 500  # with more, the demo's CER was 62 % instead of 26 %
 PROMPT = 4  # tokens before a text
 SIZES = {"demo": formats.shape(144, (4, 2), 4), **formats.SIZES}
+OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
 EXCLUDES = (
-    *(
-        ("vocab_size", model, "a released model has its own vocabulary; leave the first out")
-        for model in ("model_dir", "model_file")
-    ),
+    *recogniser.EXCLUDES,
+    *start.EXCLUDES,
+    *(("vocab_size", model, OWN_VOCABULARY) for model in released.MODELS),
+    ("vocab_size", options.COMMAND, OWN_VOCABULARY),
     ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
-    *(
-        ("vocab_size", use, "trained weights have their own vocabulary; leave the first out")
-        for use in starts.USES
-    ),
 )
+NEEDS = (*splits.NEEDS, *recogniser.NEEDS, *start.NEEDS)
 
 
 def add_arguments(parser) -> None:
-    starts.add_arguments(parser, SIZES, language="vi")
+    start.add_arguments(parser, SIZES, language="vi")
     splits.add_arguments(parser)
-    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", starts.BEAM_SIZE)
+    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", start.BEAM_SIZE)
     own = parser.add_argument_group("Vietnamese")
     own.add_argument(
         "--vocab_size",
@@ -94,29 +92,22 @@ def add_arguments(parser) -> None:
             " of this recipe"
         ),
     )
-    options.add_arguments(
-        parser, learning_rate=(None, "by the model's width, and whether it is fine-tuned")
-    )
+    rate = (None, "by the model's width, and whether it is fine-tuned")
+    options.add_arguments(parser, learning_rate=rate)
 
 
-def resolve(args) -> starts.Start:
+def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
-    excludes = (*splits.EXCLUDES, *recogniser.EXCLUDES, *starts.EXCLUDES, *EXCLUDES)
-    options.resolve(
-        args, is_demo, DEMO_STEPS, excludes, (*splits.NEEDS, *recogniser.NEEDS, *starts.NEEDS)
-    )
-    augment = not is_demo or options.plans(args)  # the demo's voices hardly vary
-    recogniser.resolve(args, augment, starts.BEAM_SIZE)
+    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS)
+    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE)
     if args.vocab_size is None:
-        # Few, short pieces: with whole syllables as tokens the demo's CER was 62 % instead of 26 %.
-        args.vocab_size = 320 if is_demo else 500
-    start = starts.resolve(args, SIZES, is_demo or args.check_data)
+        args.vocab_size = DEMO_TOKENS if is_demo else USUAL_TOKENS
+    origin = released.resolve(args, start.FORMS, SIZES, "base", is_demo)
+    asked = start.resolve(args, origin, how)
     if args.compare_to:
-        with torch.device(
-            "meta"
-        ):  # what is wrong with it is reported now, not after hours of training
-            read_baseline(args, start)
-    return start
+        with torch.device("meta"):  # what is wrong with it is reported before the training
+            read_baseline(asked, args.compare_to)
+    return asked
 
 
 def for_scoring(transcript: str) -> str:
@@ -128,61 +119,35 @@ def for_scoring(transcript: str) -> str:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
+def read_data(args, before: start.RunInfo | None = None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What was held out when the model with the metadata `saved` began is held out again."""
-    checks = splits.resolve(args, tuple((saved or {}).get("held_out", ())))
-    paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-    if args.test_manifest and (args.evaluate or not args.train_manifest):
-        paths = {"test": args.test_manifest}
-    elif not args.train_manifest and options.plans(args):
-        positions = args.max_target_tokens or SIZES["demo"]["max_target_positions"]
-        return splits.stand_in(
-            args.max_duration, positions - PROMPT
-        )  # a token has at least a character
-    elif not args.train_manifest:
-        print("no --train_manifest: using the demo corpus (synthetic speech)")
+    given. What the run `before`, which is resumed or used, held out is held out again."""
+
+    def make_demo() -> dict[str, str]:
         folder = Path(args.output_dir) / "data" / "vietnamese_demo"
-        paths = demo.speech_corpus(
-            folder, demo.VIETNAMESE_WORDS, demo.VIETNAMESE_VOICES, DEMO_SIZES
-        )
-    return splits.load_splits(paths, text.normalise, checks)
+        return demo.speech_corpus(folder, demo.VIETNAMESE_WORDS, demo.VIETNAMESE_VOICES, DEMO_SIZES)
+
+    def stand_in() -> dict[str, Corpus]:
+        positions = args.max_target_tokens or SIZES["demo"]["max_target_positions"]
+        most_characters = positions - PROMPT  # a token has at least one
+        return splits.stand_in(args.max_duration, most_characters)
+
+    data = splits.resolve(args, before.data.held_out if before else ())
+    return splits.load_splits(data, text.normalise, make_demo, stand_in)
 
 
-def drop_untrainable(corpus: Corpus, tokenizer, max_tokens: int, strict: bool) -> Corpus:
-    """Without the utterances whose decoder input would be longer than `max_tokens`."""
+def drop_untrainable(args, corpus: Corpus, tokenizer: WhisperTokenizer, config: dict) -> Corpus:
+    """Without the utterances whose decoder input would be longer than the model's."""
+    max_tokens = args.max_target_tokens or config["max_target_positions"]
 
     def fault(index: int) -> tuple[str, str] | None:
         tokens = len(tokenizer.prompt) + len(tokenizer.encode(corpus.texts[index]))
         if tokens <= max_tokens:
             return None
-        return (
-            f"text is longer than {max_tokens} tokens (--max_target_tokens)",
-            f"{tokens} tokens with the prompt",
-        )
+        reason = f"text is longer than {max_tokens} tokens (--max_target_tokens)"
+        return reason, f"{tokens} tokens with the prompt"
 
-    return splits.drop(corpus, "training set", fault, strict)
-
-
-def about_run(args, sets: dict[str, Corpus], metadata: dict, ranks: int) -> dict:
-    """What is kept with the weights beside the model: how a resumed run pads, what is held out, how
-    long files are cut."""
-    global_batches = math.ceil(
-        len(sets["train"]) / (args.batch_size * args.gradient_accumulation_steps * ranks)
-    )
-    return {
-        "recipe": RECIPE,
-        "pad_to_30s": args.pad_to_30s,
-        "pad_from": metadata.get(
-            "pad_from", starts.middle_epoch(global_batches, args.num_epochs, args.max_steps)
-        ),
-        "held_out": (
-            splits.held_out_keys(sets["val"])
-            if args.train_manifest and not args.val_manifest
-            else []
-        ),
-        "longest": max(float(sets["train"].seconds.max()), metadata.get("longest", 0.0)),
-    }
+    return splits.drop(corpus, "training set", fault, args.strict_data)
 
 
 class Utterances:
@@ -190,17 +155,21 @@ class Utterances:
     and both depend on (seed, epoch, index) alone."""
 
     def __init__(
-        self, args, corpus: Corpus, tokenizer: WhisperTokenizer, metadata: dict, training: bool
+        self,
+        args,
+        corpus: Corpus,
+        tokenizer: WhisperTokenizer,
+        info: start.ModelInfo,
+        training: bool,
     ):
         self.args = args
         self.corpus = corpus
         self.tokenizer = tokenizer
         self.training = training
-        self.longest = starts.window_seconds(metadata["config"])
-        self.room = (args.max_target_tokens or metadata["config"]["max_target_positions"]) - len(
-            tokenizer.prompt
-        )
-        self.pad_from = metadata.get("pad_from", 0)
+        self.longest = start.input_seconds(info.config)
+        most_tokens = args.max_target_tokens or info.config["max_target_positions"]
+        self.room = most_tokens - len(tokenizer.prompt)
+        self.pad_from = 0  # the epoch from which --pad_share applies
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -209,8 +178,8 @@ class Utterances:
         return self.corpus.fingerprint()
 
     def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths in an epoch: after speed perturbation, and the global batch's if an utterance is
-        padded."""
+        """(N,) lengths in an epoch: after speed perturbation, and the longest input's if an
+        utterance is padded."""
         seconds = self.corpus.seconds
         if not self.training:
             return seconds
@@ -224,26 +193,29 @@ class Utterances:
     def padded(self, epoch: int) -> np.ndarray:
         if self.args.pad_to_30s or epoch < self.pad_from:
             return np.full(len(self), self.args.pad_to_30s)
-        return starts.draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
+        return start.draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), decoder input and labels (U,), CTC's targets (S,), masks of
         SpecAugment."""
-        args, limit = self.args, round(self.longest * SAMPLE_RATE)
-        transcript, name = self.corpus.texts[index], self.corpus.where(index)
-        waveform = read_utterance(self.corpus, index, SAMPLE_RATE, args.cache_audio)
+        args = self.args
+        limit = round(self.longest * SAMPLE_RATE)
+        transcript = self.corpus.texts[index]
+        name = self.corpus.where(index)
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         if self.training and args.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
-            waveform = changed if len(changed) <= limit else waveform
-        waveform, tokens = waveform[:limit], self.tokenizer.encode(transcript)
+            if len(changed) <= limit:
+                waveform = changed
+        waveform = waveform[:limit]
+        tokens = self.tokenizer.encode(transcript)
         if self.training and len(tokens) > self.room:
             raise DataError(
                 f"{name}: its text has {len(tokens)} tokens, and --max_target_tokens leaves room"
                 f" for {self.room}"
             )
-        tokens = tokens[
-            : self.room
-        ]  # only the loss of an evaluation set is cut short: the whole text is scored
+        # Only the loss of an evaluation set is cut short: the whole text is scored.
+        tokens = tokens[: self.room]
         item = {
             "audio": waveform,
             "tokens": torch.tensor([*self.tokenizer.prompt, *tokens]),
@@ -254,10 +226,8 @@ class Utterances:
             "name": name,
             "index": index,
         }
-        if self.training and self.padded(epoch)[index]:
-            item["audio"] = F.pad(
-                waveform, (0, limit - len(waveform))
-            )  # this silence is heard: it is not masked
+        if self.training and self.padded(epoch)[index]:  # this silence is heard: it is not masked
+            item["audio"] = F.pad(waveform, (0, limit - len(waveform)))
         if self.training and args.spec_augment:
             random = np.random.default_rng([args.seed, epoch, index])
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)
@@ -294,21 +264,24 @@ def losses(
     model: Whisper, batch: dict, encoded: torch.Tensor, mask: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """Sums over the batch of the decoder's cross-entropy and, for a model from scratch, of CTC on
-    the encoder."""
+    the encoder, which helps it to align."""
     terms = {"attention": token_loss(model, batch, encoded, mask)}
-    if model.ctc_head is not None:  # from scratch only: it helps the encoder to align
+    if model.ctc_head is not None:
         terms["ctc"] = ctc_loss(model, batch, encoded)
     return terms
 
 
 def compute_loss(model: Whisper, batch: dict) -> dict[str, torch.Tensor]:
     """Sums over the batch; the loop divides by the global batch's counts."""
-    return losses(model, batch, *model.encode(batch))
+    encoded, mask = model.encode(batch)
+    return losses(model, batch, encoded, mask)
 
 
-def loss_weights(args, metadata: dict) -> dict[str, float]:
-    share = args.ctc_weight if metadata["ctc_tokens"] else 0.0
-    return {"attention": 1.0 - share, "ctc": share} if share else {"attention": 1.0}
+def loss_weights(args, info: start.ModelInfo) -> dict[str, float]:
+    """The share of each loss term."""
+    if info.ctc_tokens and args.ctc_weight:
+        return {"attention": 1.0 - args.ctc_weight, "ctc": args.ctc_weight}
+    return {"attention": 1.0}
 
 
 def evaluate(
@@ -318,165 +291,188 @@ def evaluate(
 
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, mask = model.encode(batch)
-        return decoding.greedy_texts(model, tokenizer, encoded, mask, search), losses(
-            model, batch, encoded, mask
-        )
+        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search)
+        return texts, losses(model, batch, encoded, mask)
 
-    rows, sums = decode_set(decode_batch, eval_batches, next(model.parameters()).device, terms)
+    rows, sums = decode_set(model, decode_batch, eval_batches, terms)
     return {**sums, **metrics.score(rows, for_scoring)}
 
 
-def final_texts(model: Whisper, tokenizer, search: decoding.Search, batch: dict) -> list[str]:
+def final_texts(
+    model: Whisper, tokenizer: WhisperTokenizer, search: decoding.Search, batch: dict
+) -> list[str]:
     """The texts of a batch by --decoding, with the fallback to higher temperatures."""
-    return decoding.texts(model, tokenizer, *model.encode(batch), search)
+    encoded, mask = model.encode(batch)
+    return decoding.texts(model, tokenizer, encoded, mask, search)
 
 
 def report_results(
-    args, start: starts.Start, model: Whisper, metadata: dict, eval_batches, title: str
+    args, asked: start.Options, info: start.ModelInfo, model: Whisper, eval_batches, title: str
 ) -> None:
     """Prints error rates and examples of a set, decoded by --decoding; with --compare_to also a
     baseline's."""
-
-    def decode_all(model: Whisper, metadata: dict) -> list[dict]:
-        texts_of = functools.partial(final_texts, model, *starts.make_search(start, metadata))
-        return decode_set(
-            lambda batch: (texts_of(batch), {}), eval_batches, next(model.parameters()).device
-        )[0]
-
-    rows = decode_all(model, metadata)
+    texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
+    rows = decode_texts(model, texts_of, eval_batches)
     title = f"{title}, {len(rows)} utterances, decoding: {args.decoding}"
-    recogniser.print_results(rows, title, args.log_dir, args.seed, for_scoring)
+    recogniser.print_results(rows, title, asked.how, for_scoring)
     if args.compare_to:
-        weights, theirs = read_baseline(args, start)
-        before = decode_all(
-            starts.load_model(weights, theirs).to(next(model.parameters()).device), theirs
-        )
+        theirs, weights = read_baseline(asked, args.compare_to)
+        baseline = start.make_model(theirs, weights=weights).eval()
+        baseline.to(next(model.parameters()).device)
+        texts_of = functools.partial(final_texts, baseline, *start.make_search(asked, theirs))
+        before = decode_texts(baseline, texts_of, eval_batches)
         table = metrics.improvement_table(before, rows, for_scoring)
         print(f"compared to {args.compare_to} on the same {len(rows)} utterances:\n{table}")
 
 
-def read_baseline(args, start: starts.Start) -> tuple[dict, dict]:
-    """Weights and metadata of --compare_to. Raises `UsageError`."""
-    path, flag = Path(args.compare_to), "--compare_to"
-    if path.suffix == ".safetensors" or path.name.startswith("checkpoint_step_"):
-        weights, metadata = checkpoint.read_weights(path, RECIPE, starts.METADATA, flag)
-        starts.check_saved(metadata, weights)
-        return weights, metadata
-    tokenizer = start.tokenizer_file if start.pretrained else None
-    theirs = dataclasses.replace(
-        start, pretrained=args.compare_to, source=flag, tokenizer_file=tokenizer
-    )
-    return starts.read_pretrained(theirs)
+def read_baseline(asked: start.Options, path: str) -> tuple[start.ModelInfo, dict]:
+    """The model of --compare_to and its weights. Raises `UsageError`."""
+    name = Path(path).name
+    if name.endswith(".safetensors") or name.startswith("checkpoint_step_"):
+        saved = checkpoint.read_weights(path, RECIPE, "--compare_to")
+        return released.check_saved(start.family(asked), saved, "Whisper"), saved.model
+    released.require_source(path, "--compare_to", start.FORMS)
+    if not asked.origin.path:  # then --tokenizer_file is not a released model's
+        asked = dataclasses.replace(asked, tokenizer_file=None)
+    return start.read_released(asked, path)
 
 
 # --- main -----------------------------------------------------------------------------------------
 
 
-def trained(args, start: starts.Start, setup: device.Setup) -> tuple[Whisper, dict]:
-    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; and its
-    metadata."""
-    if start.pretrained and not args.resume:
-        weights, metadata = starts.read_pretrained(start)
-    else:
-        weights, metadata = checkpoint.weights_to_use(args, RECIPE, starts.METADATA)
-        starts.check_resumed(start, metadata)
-    return starts.load_model(weights, metadata).to(setup.device), metadata
+def trained(
+    asked: start.Options, setup: device.Setup
+) -> tuple[Whisper, start.ModelInfo, start.RunInfo | None]:
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; the run that
+    trained it is None for a released one."""
+    info, weights, saved = released.use(asked.origin, start.family(asked), RECIPE)
+    model = start.make_model(info, weights=weights).to(setup.device).eval()
+    return model, info, released.read_run_info(start.RunInfo, saved)
 
 
-def transcribe(args, start: starts.Start) -> None:
+def transcribe(args, asked: start.Options) -> None:
     setup = device.setup(args, quiet=True)
-    model, metadata = trained(args, start, setup)
-    longest, cutting = recogniser.in_pieces(args.piece_seconds, *starts.long_recordings(metadata))
-    texts_of = functools.partial(final_texts, model, *starts.make_search(start, metadata))
-    recogniser.transcribe_files(
-        args.transcribe, texts_of, setup, longest, args.output, args.eval_batch_size, cutting
-    )
-
-
-def test_set(args, start: starts.Start, metadata: dict) -> tuple[str, Utterances]:
-    """The set that --evaluate is about, and its name."""
-    starts.check_limits(start, metadata["config"])
-    sets = read_sets(args, metadata)
-    name = "test" if "test" in sets else "val"
-    return name, Utterances(
-        args, sets[name], make_tokenizer(metadata["tokenizer"]), metadata, training=False
-    )
+    model, info, before = trained(asked, setup)
+    longest, cutting = start.long_recordings(info, before and before.data)
+    texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
+    recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()
-def evaluate_only(args, start: starts.Start) -> None:
+def evaluate_only(args, asked: start.Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
-    model, metadata = trained(args, start, setup)
+    model, info, before = trained(asked, setup)
     if args.evaluate:
         check_folder(args.log_dir)
-        name, data = test_set(args, start, metadata)
+        start.check_limits(asked, info.config)
+        corpora = read_data(args, before)
+        name = "test" if "test" in corpora else "val"
+        tokenizer, _ = start.make_search(asked, info)
+        data = Utterances(args, corpora[name], tokenizer, info, training=False)
+        eval_batches = EvalBatches(args, data, collate, setup)
         with setup.autocast():
-            eval_batches = EvalBatches(args, data, collate, setup)
-            report_results(
-                args, start, model, metadata, eval_batches, f"{name} set, the weights named"
-            )
+            report_results(args, asked, info, model, eval_batches, f"{name} set, the weights named")
     if args.export:
-        starts.export(args.export, model, metadata)
+        start.export(args.export, info, model.state_dict())
+
+
+def first_model(
+    args, asked: start.Options, run: Run, texts: Iterable[str]
+) -> tuple[start.ModelInfo, Whisper]:
+    """The model that training starts with: that of the checkpoint, a released one, or a new one with
+    a vocabulary made from the training `texts`."""
+
+    def new_info() -> start.ModelInfo:
+        tokenizer = train_bpe(texts, args.vocab_size, args.language)
+        return start.new_info(asked, tokenizer)
+
+    with run.model_device():
+        info, weights = released.choose(
+            asked.origin, start.family(asked), run.resumed, run.initial, new_info
+        )
+        info = dataclasses.replace(info, pad_to_30s=args.pad_to_30s)
+        start.check_limits(asked, info.config)
+        model = start.make_model(info, args.dropout, args.label_smoothing, weights)
+    if args.freeze_encoder:
+        model.freeze_encoder()
+    start.describe(info, model, args.learning_rate)
+    return info, model
+
+
+def about_run(
+    args,
+    info: start.ModelInfo,
+    corpora: dict[str, Corpus],
+    global_batches: GlobalBatches,
+    before: start.RunInfo | None,
+) -> start.RunInfo:
+    """What is kept with the weights beside the model. `before`: the same of the run that is
+    resumed."""
+    data = splits.run_info(splits.resolve(args), corpora)
+    longest = start.longest_heard(info, data.longest, before and before.data)
+    steps = global_batches.total_steps(args)
+    pad_from = start.middle_epoch(steps, global_batches.per_epoch)
+    if before:
+        pad_from = before.pad_from
+    return start.RunInfo(dataclasses.replace(data, longest=longest), pad_from)
 
 
 def main(args) -> None:
-    start = resolve(args)
+    asked = resolve(args)
     if args.check_data:
-        return splits.report_checked(read_sets(args, None))
+        return splits.report_checked(read_data(args))
     if args.transcribe:
-        return transcribe(args, start)
-    if args.evaluate or recogniser.exports_only(
-        args.export, args.resume, start.pretrained, args.given
-    ):
-        return evaluate_only(args, start)
-    run = begin(args, RECIPE, starts.METADATA)
+        return transcribe(args, asked)
+    if args.evaluate or released.exports_only(asked.origin):
+        return evaluate_only(args, asked)
+    run = begin(args, RECIPE)
+    before = released.read_run_info(start.RunInfo, run.resumed)
 
-    sets = read_sets(args, run.resumed and run.resumed["metadata"])
-    metadata, weights = starts.choose(
-        start, run.resumed, lambda: train_bpe(sets["train"].texts, args.vocab_size, args.language)
-    )
-    tokenizer, search = starts.make_search(start, metadata)
-    max_tokens = args.max_target_tokens or metadata["config"]["max_target_positions"]
-    sets["train"] = drop_untrainable(sets["train"], tokenizer, max_tokens, args.strict_data)
-    metadata |= about_run(args, sets, metadata, run.setup.ranks.size)
-    data = {
-        name: Utterances(args, sets[name], tokenizer, metadata, training=name == "train")
-        for name in sets
-    }
-    model = starts.make_model(metadata, args.dropout, args.label_smoothing)
-    starts.fill(start, model, weights, data["train"])
-    starts.describe(start, model, metadata)
+    corpora = read_data(args, before)
+    info, model = first_model(args, asked, run, corpora["train"].texts)
+    tokenizer, search = start.make_search(asked, info)
+    corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, info.config)
+    data = {}
+    for name, corpus in corpora.items():
+        data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
 
     global_batches = GlobalBatches(args, data["train"], collate, run.setup)
     evaluation = {
         name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
     }
-    terms = loss_weights(args, metadata)
+    run_info = about_run(args, info, corpora, global_batches, before)
+    data["train"].pad_from = run_info.pad_from
+    terms = loss_weights(args, info)
+    fit = functools.partial(scratch.fit, seed=args.seed, initialised=bool(args.init_from))
     task = Task(
         RECIPE,
         compute_loss,
         terms,
         functools.partial(evaluate, tokenizer, search, terms),
-        metadata,
-        learning_rate=starts.learning_rate(metadata),
+        info,
+        run_info,
+        metric="cer",
+        fit=None if info.pretrained else fit,
+        freeze=Whisper.freeze_encoder if info.pretrained else None,
+        learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, evaluation["val"])
     name = "test" if "test" in evaluation else "val"
+    report = functools.partial(report_results, args, asked, info, model)
     finish(
         args,
         run,
         model,
         task,
         evaluation["val"],
-        lambda weights: report_results(
-            args, start, model, metadata, evaluation[name].whole(), f"{name} set, {weights}"
-        ),
+        lambda weights: report(evaluation[name].whole(), f"{name} set, {weights}"),
     )
     if args.export and run.setup.ranks.first:
-        starts.export(args.export, model, metadata)
+        start.export(args.export, info, model.state_dict())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -120,7 +119,6 @@ def add_arguments(parser) -> None:
 def resolve(args) -> starts.Start:
     is_demo = not args.train_manifest
     excludes = (
-        *splits.EXCLUDES,
         *starts.EXCLUDES,
         ("max_audio_length", "max_duration", "both limit clips; give one"),
     )
@@ -152,8 +150,9 @@ def read_sets(args, saved: dict | None) -> dict[str, Corpus]:
         paths = demo.speech_corpus(
             folder, demo.AMHARIC_WORDS, demo.AMHARIC_VOICES, DEMO_SIZES, manner=DEMO_MANNER
         )
-    rules = replace(splits.resolve(args, (saved or {}).get("held_out", ())), for_synthesis=True)
-    return splits.load_splits(paths, text.normalise, rules)
+    rules = splits.resolve(args, (saved or {}).get("held_out", ()), for_synthesis=True).checks
+    paths = {split: path for split, path in paths.items() if path}
+    return splits.read_manifests(paths, text.normalise, rules)
 
 
 def check_sets(
@@ -228,7 +227,7 @@ class Utterances:
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), the slice (S,), and the codes whose loss is
         left out, (first, last), because the slice is of them."""
-        waveform = read_utterance(self.corpus, index, SAMPLE_RATE, self.args.cache_audio)
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         random = np.random.default_rng([self.args.seed, epoch, index])
         length = (
             int(random.integers(self.slice[0], self.slice[1] + 1))
@@ -239,7 +238,7 @@ class Utterances:
         if is_other := self.other and len(clips) > 1:
             step = int(random.integers(1, len(clips))) if self.training else 1
             chosen = clips[(np.searchsorted(clips, index) + step) % len(clips)]
-            voice = read_utterance(self.corpus, int(chosen), SAMPLE_RATE, self.args.cache_audio)
+            voice = read_utterance(self.corpus, int(chosen), SAMPLE_RATE)
         if length > len(voice):
             length = len(voice) // 2
         begin = int(random.integers(0, len(voice) - length + 1)) if self.training else 0

@@ -20,27 +20,19 @@ import torch
 import torchaudio
 
 from common.errors import DataError, RunError, UsageError
-from common.files import require_file, write_file
+from common.files import write_file
 from speech.columns import printable
 from speech.headers import END_TOLERANCE, UNKNOWN_LENGTH, file_fault, format_fault
 
 SAMPLE_RATE = 16_000  # Hz, of every recogniser
-# of the ratio of two sample rates: the size of the resampling filter is the product of its terms
+# Of the ratio of two sample rates: the size of the resampling filter is the product of its terms.
 LARGEST_TERM = 1000
-# amplitude: 16-bit integers stored as floats; statistics over a set would not survive much more
+# Amplitude: that of 16-bit integers stored as floats. Statistics over a set would not survive much
+# more.
 LOUDEST = 32_768.0
 FFMPEG_SECONDS = 600  # to decode a file
-AUDIO_SUFFIXES = {
-    ".mp3",
-    ".m4a",
-    ".aac",
-    ".opus",
-    ".wma",
-    ".webm",
-    ".mp4",
-    ".oga",
-    ".aif",
-}  # besides libsndfile's own
+# of audio files, besides libsndfile's own
+AUDIO_SUFFIXES = set(".mp3 .m4a .aac .opus .wma .webm .mp4 .oga .aif".split())
 
 
 class BadAudio(DataError):
@@ -62,8 +54,9 @@ def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
     ratio = Fraction(min(source, target), max(source, target)).limit_denominator(LARGEST_TERM)
     if ratio == 1:
         return waveform
-    terms = (ratio.numerator, ratio.denominator)
-    return _resampler(*(terms if source < target else terms[::-1]))(waveform)
+    low, high = ratio.numerator, ratio.denominator
+    resampler = _resampler(low, high) if source < target else _resampler(high, low)
+    return resampler(waveform)
 
 
 def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:
@@ -86,26 +79,25 @@ def read_audio(
     averaged. Formats that libsndfile does not know are decoded by ffmpeg if it is installed. Raises
     `BadAudio` if the file is missing, truncated or empty, or if its sample rate, its channels or
     its samples are out of range."""
-    if fault := file_fault(path):
+    fault = file_fault(path)
+    if fault:
         raise BadAudio(path, f"cannot be used: {fault}")
     try:
-        file = soundfile.SoundFile(
-            os.fsencode(path)
-        )  # soundfile cannot encode names that are not UTF-8
+        # soundfile cannot encode names that are not UTF-8.
+        file = soundfile.SoundFile(os.fsencode(path))
         if file.frames >= UNKNOWN_LENGTH:
             file.close()
             raise OSError("its header states no length")
-    except (
-        OSError,
-        TypeError,
-        soundfile.LibsndfileError,
-    ) as error:  # TypeError: .raw, which has no header
-        rate, waveform = sample_rate, _read_with_ffmpeg(path, sample_rate, offset, duration, error)
+    except (OSError, TypeError, soundfile.LibsndfileError) as error:  # TypeError: .raw, no header
+        rate = sample_rate
+        waveform = _read_with_ffmpeg(path, sample_rate, offset, duration, error)
     else:
         with file:
-            if fault := format_fault(file):
+            fault = format_fault(file)
+            if fault:
                 raise BadAudio(path, f"cannot be used: {fault}")
-            rate, waveform = file.samplerate, _read(file, path, offset, duration)
+            rate = file.samplerate
+            waveform = _read(file, path, offset, duration)
     if len(waveform) == 0:
         raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
     peak = float(waveform.abs().max())
@@ -119,22 +111,19 @@ def read_audio(
 def _read(
     file: soundfile.SoundFile, path: str, offset: float, duration: float | None
 ) -> torch.Tensor:
-    rate, seconds = file.samplerate, file.frames / file.samplerate
+    rate = file.samplerate
     start = min(round(offset * rate), file.frames)
-    frames = (
-        file.frames - start
-        if duration is None
-        else min(round(duration * rate), file.frames - start)
-    )
+    frames = file.frames - start
+    if duration is not None:
+        frames = min(round(duration * rate), frames)
     try:
         file.seek(start)
         samples = file.read(frames, dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise BadAudio(path, f"is truncated or damaged: {_reason(error)}") from None
     except MemoryError:
-        raise BadAudio(
-            path, f"does not fit into memory: its header states {seconds / 3600:.0f} h"
-        ) from None
+        hours = file.frames / rate / 3600
+        raise BadAudio(path, f"does not fit into memory: its header states {hours:.0f} h") from None
     if len(samples) < frames - END_TOLERANCE * rate:  # the length of an MP3 may be an estimate
         raise BadAudio(
             path, f"is truncated: {len(samples) / rate:.2f} of {frames / rate:.2f} s could be read"
@@ -159,9 +148,8 @@ def _read_with_ffmpeg(
         raise BadAudio(path, f"cannot be read: ffmpeg failed: {_reason(failure)}") from None
     if result.returncode or result.stderr:  # for a truncated file: a complaint and status 0
         complaints = result.stderr.decode(errors="replace").strip().splitlines() or [_reason(error)]
-        complaint = re.sub(
-            r"^(\[[^\]]*\] *)+", "", complaints[0]
-        )  # without the part of ffmpeg and its address
+        # Without the part of ffmpeg that complains, and its address.
+        complaint = re.sub(r"^(\[[^\]]*\] *)+", "", complaints[0])
         raise BadAudio(path, f"cannot be read: {complaint}")
     return torch.from_numpy(np.frombuffer(result.stdout, "<f4", len(result.stdout) // 4).copy())
 
@@ -188,8 +176,8 @@ def read_cached(
     )
     name = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     cached = Path(folder) / name[:2] / f"{name}.f32"
-    with contextlib.suppress(OSError, UsageError):  # not decoded yet, or not a regular file
-        content = np.fromfile(require_file(cached), np.float32)
+    with contextlib.suppress(OSError):  # not decoded yet
+        content = np.fromfile(cached, np.float32)
         samples, checksum = content[:-1], content[-1:].view(np.uint32)
         if len(samples) and checksum == zlib.crc32(samples, zlib.crc32(name.encode())):
             return torch.from_numpy(samples)
@@ -199,24 +187,22 @@ def read_cached(
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_file(cached, lambda temporary: temporary.write_bytes(content), durable=False)
-    except FileExistsError:
-        pass  # a folder or a pipe has that name, and stays
     except OSError as error:
         reason = f"{error.strerror}; leave the flag out, or name another folder"
         raise RunError(f"--cache_audio {folder}: {reason}") from None
     return waveform
 
 
-def read_utterance(corpus, index: int, sample_rate: int, cache: str | None) -> torch.Tensor:
-    """(T,) waveform of utterance `index` through `read_cached`. `corpus`: an object with the
-    columns `paths`, `offsets` and `durations` (NaN: to the end of the file). An empty path stands
-    for silence."""
-    if not corpus.paths[index]:
-        return torch.zeros(round(corpus.durations[index] * sample_rate))
-    duration = None if np.isnan(corpus.durations[index]) else float(corpus.durations[index])
-    return read_cached(
-        cache, corpus.paths[index], sample_rate, float(corpus.offsets[index]), duration
-    )
+def read_utterance(corpus, index: int, sample_rate: int) -> torch.Tensor:
+    """(T,) waveform of utterance `index`, through the cache `corpus.cache_audio` if there is one.
+    `corpus`: an object with the columns `paths`, `offsets` and `durations` (NaN: to the end of the
+    file). An empty path stands for silence."""
+    path = corpus.paths[index]
+    duration = float(corpus.durations[index])
+    if not path:
+        return torch.zeros(round(duration * sample_rate))
+    part = (float(corpus.offsets[index]), None if math.isnan(duration) else duration)
+    return read_cached(corpus.cache_audio, path, sample_rate, *part)
 
 
 def audio_files(paths: list[str]) -> list[Path]:
@@ -232,26 +218,24 @@ def audio_files(paths: list[str]) -> list[Path]:
                 raise UsageError(f"no audio file in {path}")
             files += inside
         elif os.path.exists(path):
-            files.append(require_file(path))
+            files.append(Path(path))
         else:
             raise UsageError(f"{path}: no such file or folder")
     return files
 
 
 def _files_below(folder: str) -> Iterator[Path]:
-    """Every file below a folder. Links to folders are not followed, because they may lead back.
-    (`rglob` and `os.walk` are recursive, and fail in very deep folders.)"""
-    folders = [folder]
-    while folders:
-        try:
-            entries = list(os.scandir(folders.pop()))
-        except OSError as error:
-            raise UsageError(f"{error.filename}: {error.strerror}") from None
-        folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-        yield from (Path(entry.path) for entry in entries if os.path.isfile(entry.path))
+    """Every file below a folder. Links to folders are not followed, because they may lead back."""
+
+    def refuse(error: OSError):
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
+
+    for place, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(place, name) for name in names)
 
 
 def _reason(error: Exception) -> str:
+    """The first line of what an exception says."""
     message = (
         getattr(error, "error_string", None)
         or getattr(error, "strerror", None)

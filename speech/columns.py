@@ -1,10 +1,11 @@
 """The rows of a manifest in columns: strings in one buffer, numbers in arrays."""
 
 import hashlib
+import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -53,7 +54,8 @@ class Strings:
         return candidates
 
     def select(self, indices: np.ndarray) -> "Strings":
-        chosen, ends = Strings(), np.array(self.ends)
+        chosen = Strings()
+        ends = np.array(self.ends)
         for start, end in zip(ends[indices].tolist(), ends[indices + 1].tolist(), strict=True):
             chosen.buffer += self.buffer[start:end]
             chosen.ends.append(len(chosen.buffer))
@@ -171,9 +173,10 @@ class Corpus:
     speakers: Codes
     languages: Codes
     lines: np.ndarray
-    starts: np.ndarray | None = (
-        None  # the offsets in the manifest, if silence at the start has been cut
-    )
+    labels: Strings | None = None  # in JSON, if labels were asked for
+    starts: np.ndarray | None = None  # offsets in the manifest, if silence at the start was cut
+    cache_audio: str | None = None  # folder of decoded audio
+    repeats_texts: bool = False  # training and evaluation share their texts by design
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -183,27 +186,29 @@ class Corpus:
         offset = self.offsets[index]
         return self.paths[index] + (f" at {offset:.2f} s" if offset else "")
 
+    def label(self, index: int) -> int | float | str | list | None:
+        """The label of an utterance, None if labels were not asked for."""
+        return None if self.labels is None else json.loads(self.labels[index])
+
     def select(self, indices: np.ndarray) -> "Corpus":
         """The utterances at `indices`, in that order."""
         indices = np.asarray(indices, dtype=np.int64)
-        return Corpus(
-            paths=self.paths.select(indices),
-            texts=self.texts.select(indices),
-            seconds=self.seconds[indices],
-            offsets=self.offsets[indices],
-            durations=self.durations[indices],
-            speakers=self.speakers.select(indices),
-            languages=self.languages.select(indices),
-            lines=self.lines[indices],
-            starts=None if self.starts is None else self.starts[indices],
-        )
+        columns = {}
+        for name in (each.name for each in fields(self)):
+            column = getattr(self, name)
+            if isinstance(column, np.ndarray):
+                columns[name] = column[indices]
+            elif isinstance(column, (Strings, Codes)):
+                columns[name] = column.select(indices)
+        return replace(self, **columns)
 
     def fingerprint(self) -> str:
-        """Changes when the utterances, their texts or their order do."""
+        """Changes when the utterances, their texts, their labels or their order do."""
         digest = hashlib.sha1(self.seconds.tobytes() + self.offsets.tobytes())
-        for column in (self.paths, self.texts):
-            digest.update(column.buffer)
-            digest.update(column.ends)
+        for column in (self.paths, self.texts, self.labels):
+            if column is not None:
+                digest.update(column.buffer)
+                digest.update(column.ends)
         return digest.hexdigest()[:16]
 
 
@@ -217,7 +222,8 @@ class Segments:
         self.given = bytearray()
         self.problems = Codes()
         self.ends = array("q", [0])  # of each row in the columns below
-        self.starts, self.stops = array("d"), array("d")
+        self.starts = array("d")
+        self.stops = array("d")
         self.texts = Strings()
 
     def append(self, given: bool, parts: list[tuple[float, float, str]], problem: str) -> None:

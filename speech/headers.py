@@ -15,19 +15,19 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-from common.files import require_file, write_file
+from common.files import write_file
 
 END_TOLERANCE = 0.1  # seconds by which rounded times may miss a file's end
 UNKNOWN_LENGTH = 1 << 60  # frames: what libsndfile reports for a FLAC stream that was never closed
-RATES = (
-    1_000,
-    768_000,
-)  # Hz: speech needs more, and converters do not make more; resampling others takes gigabytes
+# Hz: speech needs more than the first, converters make no more than the second, and to resample
+# others takes gigabytes.
+RATES = (1_000, 768_000)
 CHANNELS = 64  # more than arrays of microphones have
-# what libsndfile says about the last page of an Ogg file that was cut
+# What libsndfile says about the last page of an Ogg file that was cut.
 UNENDED = "lacks an end-of-stream bit"
 UNCLOSED = 0x7FFF0000  # bytes: from this size on, a chunk's writer did not know its size
 THREADS = 16  # they wait for the disk or the network, not for the processor
+FFPROBE_SECONDS = 30  # to read a header
 MANY_FILES = 20_000  # reading more headers than this is announced
 
 
@@ -73,7 +73,8 @@ def format_fault(header) -> str:
 
 def probe(path: str) -> tuple[float, str]:
     """A file's length in seconds by its header, and why it cannot be used ("" if it can)."""
-    if fault := file_fault(path):
+    fault = file_fault(path)
+    if fault:
         return np.nan, fault
     try:
         info = soundfile.info(os.fsencode(path))  # soundfile cannot encode names that are not UTF-8
@@ -100,18 +101,11 @@ def missing_seconds(header) -> float:
 def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
     if not shutil.which("ffprobe"):
         return np.nan, "audio is unreadable (for libsndfile; ffmpeg with ffprobe is not installed)"
-    command = [
-        "ffprobe",
-        "-v",
-        "error",
-        "-show_entries",
-        "format=duration",
-        "-of",
-        "csv=p=0",
-        f"file:{path}",
-    ]
+    command = "ffprobe -v error -show_entries format=duration -of csv=p=0".split()
+    command.append(f"file:{path}")
     try:
-        seconds = float(subprocess.run(command, capture_output=True, text=True, timeout=30).stdout)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=FFPROBE_SECONDS)
+        seconds = float(result.stdout)
         if 0 <= seconds < np.inf:
             return seconds, ""
     except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -122,18 +116,19 @@ def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
 def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[str]]:
     """`probe` for every path, in parallel. Results of an earlier run in the file `cache` are used
     for files of the same size and time."""
-    reasons, stamps = [""] * len(paths), file_stamps(paths)
+    reasons = [""] * len(paths)
+    stamps = file_stamps(paths)
     seconds = recall(cache, stamps, 1)[:, 0]
     todo = np.flatnonzero(np.isnan(seconds)).tolist()
     if len(todo) > MANY_FILES:
         print(f"reading the headers of {len(todo)} audio files (kept for the next run)", flush=True)
     for part in in_threads(lambda rows: [(row, *probe(paths[row])) for row in rows], todo):
         for row, length, reason in part:
-            seconds[row], reasons[row] = length, reason
+            seconds[row] = length
+            reasons[row] = reason
     if cache and todo:
-        remember(
-            cache, stamps, np.where([reason != "" for reason in reasons], np.nan, seconds)[:, None]
-        )
+        has_fault = [reason != "" for reason in reasons]
+        remember(cache, stamps, np.where(has_fault, np.nan, seconds)[:, None])
     return seconds, reasons
 
 
@@ -167,15 +162,12 @@ def recall(cache: Path | None, stamps: np.ndarray, width: int) -> np.ndarray:
 
 
 def _read_cache(cache: Path | None, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(stamps (N, 3), values (N, width)), sorted by the stamps' first column."""
+    """(stamps (N, 3), values (N, width)), sorted by the stamps' first column; empty without a
+    cache, or if it is damaged."""
     try:
-        with np.load(require_file(cache)) as content:
+        with np.load(cache) as content:
             stamps, values = content["stamps"], content["values"]
-        if (
-            stamps.shape == (len(values), 3)
-            and values.shape == (len(values), width)
-            and np.isfinite(values).all()
-        ):
+        if stamps.shape == (len(values), 3) and values.shape == (len(values), width):
             return stamps, values
     except Exception:  # a damaged cache is made anew, whatever is wrong with it
         pass

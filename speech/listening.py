@@ -1,5 +1,5 @@
-"""All audio of a data set is listened to once, before training: what is silent, clipped or cannot
-be decoded, and how long the silence at the ends is."""
+"""Decodes all audio of a data set once, before training: finds what is silent, clipped or cannot be
+decoded, and measures the silence at the ends."""
 
 import contextlib
 import ctypes
@@ -24,19 +24,17 @@ from speech.headers import file_stamps, recall, remember
 
 FRAME = 0.01  # seconds
 SILENT_LEVEL = -60.0  # dB of full scale, RMS of the loudest frame: below it a clip is silent
-PAUSE_LEVEL, PAUSE_DEPTH = (
-    -80.0,
-    40.0,
-)  # dB of full scale, dB below the loudest frame: below either a frame is silent
+# A frame is silent below either of these.
+PAUSE_LEVEL = -80.0  # dB of full scale
+PAUSE_DEPTH = 40.0  # dB below the loudest frame
 CLIPPED = "audio is clipped"  # a reason
+SILENT = "audio is silent"  # a reason
 CLIPPED_SHARE = 0.01  # of the samples
 CLIPPED_RUN = 3  # samples
-CLIPPED_PEAK = 0.1  # quieter extremes are those of noise and silence
-NEAR_PEAK = 0.9
-LONG_PAUSE, KEPT_PAUSE = (
-    0.3,
-    0.15,
-)  # seconds: silence at an end that is cut, and how much of it stays
+CLIPPED_PEAK = 0.1  # amplitude: noise and silence have quieter extremes
+NEAR_PEAK = 0.9  # of the peak
+LONG_PAUSE = 0.3  # seconds: longer silence at an end is cut
+KEPT_PAUSE = 0.15  # seconds of it that stay
 MOST_PROCESSES = 8
 MOST_IN_PART = 256  # utterances that a process is given at once
 FEW = 32  # utterances that no processes are started for
@@ -53,12 +51,9 @@ def measure(waveform: np.ndarray, rate: int) -> tuple[float, float, float, float
     loudest = float(levels.max())
     audible = np.flatnonzero(levels >= max(loudest - PAUSE_DEPTH, PAUSE_LEVEL))
     first, last = (audible[0], audible[-1] + 1) if len(audible) else (count, count)
-    return (
-        loudest,
-        clipped_share(waveform),
-        float(first * frame / rate),
-        float((count - last) * frame / rate),
-    )
+    at_start = float(first * frame / rate)
+    at_end = float((count - last) * frame / rate)
+    return loudest, clipped_share(waveform), at_start, at_end
 
 
 def clipped_share(waveform: np.ndarray) -> float:
@@ -66,7 +61,8 @@ def clipped_share(waveform: np.ndarray) -> float:
     value; 0 if there are more samples near these values: a loud tone stays near its peak, while
     clipped speech has its peaks cut off."""
     low, high = float(waveform.min()), float(waveform.max())
-    at_peak, near = np.zeros(len(waveform), dtype=bool), np.zeros(len(waveform), dtype=bool)
+    at_peak = np.zeros(len(waveform), dtype=bool)
+    near = np.zeros(len(waveform), dtype=bool)
     for peak, signed in ((high, waveform), (-low, -waveform)):
         if peak > CLIPPED_PEAK:
             at_peak |= signed == peak
@@ -100,15 +96,16 @@ def listen(
     decoded), and by index why utterances cannot be decoded. In processes; results of an earlier run
     in the file `cache` are used for the same parts of unchanged files. Raises `DataError` for what
     cannot be decoded unless `skip_bad_audio`, and `RunError` if a process dies."""
+    faults: dict[int, str] = {}
     with _locked(cache):
-        stamps, faults = _stamps(corpus), {}
+        stamps = _stamps(corpus)
         measures = recall(cache, stamps, 4)
         todo = np.flatnonzero(np.isnan(measures[:, 0]))
         seconds = float(corpus.seconds[todo].sum())
         if seconds > LONG_PASS:
-            hours = f"{seconds / 3600:.1f} h of audio once"
             print(
-                f"listening to {hours} (kept for the next run; --no_check_audio skips this)",
+                f"listening to {seconds / 3600:.1f} h of audio once (kept for the next run;"
+                " --no_check_audio skips this)",
                 flush=True,
             )
         try:
@@ -128,14 +125,19 @@ def listen(
     return measures, faults
 
 
+def processor_count() -> int:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _results(corpus: Corpus, rows: np.ndarray) -> Iterator[tuple[int, tuple | str]]:
     """(row, `measure_utterance`) of the rows, in order."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    workers = min(MOST_PROCESSES, cores)
+    workers = min(MOST_PROCESSES, processor_count())
     if len(rows) < FEW or workers < 2:
-        yield from ((row, measure_utterance(corpus, row)) for row in rows.tolist())
+        for row in rows.tolist():
+            yield row, measure_utterance(corpus, row)
         return
     size = min(MOST_IN_PART, max(1, len(rows) // (8 * workers)))
     parts = [rows[i : i + size].tolist() for i in range(0, len(rows), size)]
@@ -153,9 +155,9 @@ def _processes(count: int, corpus: Corpus) -> Iterator[ProcessPoolExecutor]:
     try:
         yield pool
     except BrokenProcessPool:
-        reason = "often: too little main memory"
         raise RunError(
-            f"a process that listens to the audio died ({reason}): try again, or --no_check_audio"
+            "a process that listens to the audio died (often: too little main memory): try again,"
+            " or --no_check_audio"
         ) from None
     except BaseException:
         for process in set(multiprocessing.active_children()) - others:
@@ -170,9 +172,8 @@ def _start_process(corpus: Corpus) -> None:
     _corpus = corpus
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the main process acts on them
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(
-        AttributeError
-    ):  # Linux alone: PR_SET_PDEATHSIG, so that a killed command leaves nothing
+    # Linux alone: PR_SET_PDEATHSIG, so that a killed command leaves nothing.
+    with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     torch.set_num_threads(1)
 
@@ -204,9 +205,8 @@ def _stamps(corpus: Corpus) -> np.ndarray:
     stamps = file_stamps(files.names)[np.array(files.codes, dtype=np.int64)]
     places = np.stack([corpus.offsets, np.nan_to_num(corpus.durations, nan=-1.0)], axis=1)
     for row in np.flatnonzero(stamps[:, 0]).tolist():
-        name = hashlib.blake2b(
-            stamps[row, 0].tobytes() + places[row].tobytes(), digest_size=7
-        ).digest()
+        place = stamps[row, 0].tobytes() + places[row].tobytes()
+        name = hashlib.blake2b(place, digest_size=7).digest()
         stamps[row, 0] = int.from_bytes(name, "big")
     return stamps
 
@@ -216,20 +216,16 @@ def audio_faults(
 ) -> Iterator[tuple[int, str, str]]:
     """(row, reason, details) of the utterances whose audio cannot be used, by what `listen`
     returns."""
-    silent = measures[:, 0] < SILENT_LEVEL
-    for row in np.flatnonzero(
-        silent | (measures[:, 1] > CLIPPED_SHARE) | np.isnan(measures[:, 0])
-    ).tolist():
+    levels = measures[:, 0]
+    clipped = measures[:, 1]
+    is_faulty = (levels < SILENT_LEVEL) | (clipped > CLIPPED_SHARE) | np.isnan(levels)
+    for row in np.flatnonzero(is_faulty).tolist():
         if row in undecodable:
             yield row, "audio cannot be decoded", undecodable[row]
-        elif silent[row]:
-            yield (
-                row,
-                "audio is silent",
-                f"at most {max(measures[row, 0], -200.0):.0f} dB of full scale",
-            )
+        elif levels[row] < SILENT_LEVEL:
+            yield row, SILENT, f"at most {max(levels[row], -200.0):.0f} dB of full scale"
         else:
-            yield row, CLIPPED, f"{100 * measures[row, 1]:.1f} % of the samples"
+            yield row, CLIPPED, f"{100 * clipped[row]:.1f} % of the samples"
 
 
 def trim(corpus: Corpus, measures: np.ndarray, rejected: Rejections) -> None:
@@ -244,7 +240,6 @@ def trim(corpus: Corpus, measures: np.ndarray, rejected: Rejections) -> None:
         rejected.note(f"silence at an end is cut to {KEPT_PAUSE:g} s", example)
     corpus.starts = corpus.offsets.copy()
     corpus.offsets[rows] = np.round(corpus.offsets[rows] + cuts[rows, 0], 6)
-    corpus.seconds[rows] = np.round(
-        np.maximum(corpus.seconds[rows] - cuts[rows].sum(axis=1), 0.0), 6
-    )
+    left = corpus.seconds[rows] - cuts[rows].sum(axis=1)
+    corpus.seconds[rows] = np.round(np.maximum(left, 0.0), 6)
     corpus.durations[rows] = corpus.seconds[rows]

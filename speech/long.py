@@ -1,4 +1,4 @@
-"""Long recordings: cut at silences, or read in overlapping windows whose texts are stitched."""
+"""Long recordings: cut at silences, or into overlapping pieces whose texts are stitched together."""
 
 import itertools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 SILENCE_FRAME = 0.02  # seconds: resolution of cuts at silences
-OVERLAP = 5.0  # seconds shared by neighbouring windows
+OVERLAP = 5.0  # seconds shared by neighbouring pieces
 SILENT = (
     1e-4  # peak amplitude, three steps of 16 bits: digital silence, in which Whisper hallucinates
 )
@@ -47,10 +47,10 @@ def put_together(texts: list[str], pieces: list[Piece]) -> tuple[str, list[Timed
     return " ".join(filter(None, texts)), timed
 
 
-def overlapping_windows(
+def overlapping_pieces(
     waveform: torch.Tensor, sample_rate: int, max_seconds: float, overlap: float = OVERLAP
 ) -> list[Piece]:
-    """Windows over (T,), each at most `max_seconds`, as equal as possible. Neighbours share
+    """Pieces of (T,), each at most `max_seconds`, as equal as possible. Neighbours share
     `overlap` seconds, at most a third of `max_seconds`."""
     limit = int(max_seconds * sample_rate)
     shared = min(int(overlap * sample_rate), limit // 3)
@@ -62,22 +62,22 @@ def overlapping_windows(
     ]
 
 
-def stitch(texts: list[str], windows: list[Piece]) -> tuple[str, list[TimedText]]:
-    """One text from those of overlapping windows, and each window's part of it; the parts do not
+def stitch(texts: list[str], pieces: list[Piece]) -> tuple[str, list[TimedText]]:
+    """One text from those of overlapping pieces, and each piece's part of it; the parts do not
     overlap.
 
-    The change from one window to the next is in the middle of the longest run of words that both
+    The change from one piece to the next is in the middle of the longest run of words that both
     contain about where they overlap. Without such a run nothing is dropped. Words are compared
     without case and punctuation, characters instead of words if the language is written without
     spaces."""
     texts = [" ".join(text.split()) for text in texts]
     by_word = sum(map(len, texts)) <= LONG_WORDS * sum(len(text.split()) for text in texts)
     units = [text.split() if by_word else list(text) for text in texts]
-    sizes = [sum(len(unit) + by_word for unit in window) for window in units]  # characters
-    parts = [list(window) for window in units]
-    edges = [windows[0][0]]
-    for i in range(1, len(windows)):
-        (left_start, left_end), (right_start, right_end) = windows[i - 1 : i + 1]
+    sizes = [sum(len(unit) + by_word for unit in piece) for piece in units]  # characters
+    parts = [list(piece) for piece in units]
+    edges = [pieces[0][0]]
+    for i in range(1, len(pieces)):
+        (left_start, left_end), (right_start, right_end) = pieces[i - 1 : i + 1]
         shared = max(0, left_end - right_start)
         left_rate, right_rate = (
             sizes[i - 1] / max(1, left_end - left_start),
@@ -89,7 +89,7 @@ def stitch(texts: list[str], windows: list[Piece]) -> tuple[str, list[TimedText]
         parts[i - 1] = parts[i - 1][:keep]
         parts[i] = parts[i][drop:]
         edges.append(right_start + round(shared * share))
-    edges.append(windows[-1][1])
+    edges.append(pieces[-1][1])
     space = " " if by_word else ""
     timed = [
         (start, end, space.join(part).strip())
@@ -164,4 +164,4 @@ class Cutting:
 
 
 BY_SILENCES = Cutting(cut_at_silences, put_together)
-BY_WINDOWS = Cutting(overlapping_windows, stitch)
+BY_OVERLAP = Cutting(overlapping_pieces, stitch)

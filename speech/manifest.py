@@ -8,7 +8,7 @@ import os
 import re
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import NamedTuple, TextIO
 
@@ -19,26 +19,17 @@ from common.files import require_file
 from speech.columns import Codes, Corpus, Rejections, Segments, Strings
 from speech.headers import in_threads
 
-AUDIO_KEYS = (
-    "audio_filepath",
-    "audio_file",
-    "file_name",
-    "path",
-    "audio",
-    "wav",
-    "filename",
-    "file",
-)
+AUDIO_KEYS = "audio_filepath audio_file file_name path audio wav filename file".split()
 TEXT_KEYS = ("text", "transcription", "sentence", "transcript", "normalized_text")
 SPEAKER_KEYS = ("speaker", "speaker_name", "client_id", "speaker_id")
 LANGUAGE_KEYS = ("lang", "language", "locale")
 SEGMENT_OVERLAP = 1e-3  # seconds by which the rounded times of consecutive segments may overlap
-LINE_LENGTH = (
-    1 << 22
-)  # characters: six hours of speech with segment times, even if every letter is a JSON escape
+# Characters: six hours of speech with segment times, even if every letter is a JSON escape.
+LINE_LENGTH = 1 << 22
 LIST_BYTES = 1 << 30  # of a JSON list, because it is read as a whole
 CELL_LINES = 50  # that a quoted cell may take
 AUDIO_SUFFIX = re.compile(r"\.[A-Za-z]\w{1,3}$")
+NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
 WORD = re.compile(r"\b[^\W\d_]+\b")  # without digits
 UNREADABLE = f"line is longer than {LINE_LENGTH} characters, or has NUL characters"
 NOT_NORMALISED = (
@@ -59,6 +50,7 @@ class Fields(NamedTuple):
 
     audio: str
     text: str
+    label: str  # in JSON
     offset: float
     duration: float
     speaker: str
@@ -109,14 +101,15 @@ def _lines(file: TextIO, end: str) -> Iterator[Line]:
             while len(line) == LINE_LENGTH and line[-1] != end:
                 line = file.readline(LINE_LENGTH)
             yield number, ""
-        elif not (
-            line := line.lstrip("\ufeff")
-        ).isspace():  # files that begin with byte-order marks may be joined
+            continue
+        line = line.lstrip("\ufeff")  # files that begin with byte-order marks may be joined
+        if not line.isspace():
             yield number, line
 
 
 def _parse_json_list(path: Path, file: TextIO) -> list:
-    if (size := os.fstat(file.fileno()).st_size) > LIST_BYTES:
+    size = os.fstat(file.fileno()).st_size
+    if size > LIST_BYTES:
         raise DataError(
             f"manifest {path}: a JSON list of {size >> 20} MiB is not read; write one object per"
             " line"
@@ -132,17 +125,14 @@ def _parse_json_lines(lines: Iterator[Line], reject: Reject) -> Iterator[tuple[i
         try:
             yield number, _decode_json(line)
         except (ValueError, RecursionError) as error:
-            reject(
-                "line is not valid JSON" if line else UNREADABLE,
-                number,
-                getattr(error, "msg", str(error)),
-            )
+            reason = "line is not valid JSON" if line else UNREADABLE
+            reject(reason, number, getattr(error, "msg", str(error)))
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
     row = dict(pairs)
-    if len(row) < len(pairs):
-        raise ValueError("a key is given twice")  # otherwise the last of its values would win
+    if len(row) < len(pairs):  # the last value of the key would win
+        raise ValueError("a key is given twice")
     return row
 
 
@@ -156,48 +146,57 @@ def _parse_table(
     header, as in joined files, holds for the lines that follow it."""
     header, delimiter = _find_header(first[1])
     if not header and "|" not in first[1]:
-        names, line = ", ".join(AUDIO_KEYS), first[1].strip()
         raise DataError(
-            f"manifest {path}: its first line names no audio column (one of {names}); it has:"
-            f" {line[:100]!r}"
+            f"manifest {path}: its first line names no audio column (one of"
+            f" {', '.join(AUDIO_KEYS)}); it has: {first[1].strip()[:100]!r}"
         )
-    audio_names, header_line = set(AUDIO_KEYS), first[0] if header else 0
+    header_line = first[0] if header else 0
     after = 0  # the column after the text's
     for number, cells in _split(lines, delimiter, header, reject):
-        is_header = number == header_line
-        if is_header or not audio_names.isdisjoint(map(str.lower, cells)):
-            names = [cell.strip().lower() for cell in cells]
-            texts = [names.index(key) for key in TEXT_KEYS if key in names]
-            if is_header or texts:
-                if repeated := [name for name in names if name and names.count(name) > 1]:
-                    raise DataError(
-                        f"manifest {path}:{number}: its header has two columns called {repeated[0]}"
-                    )
-                if not is_header:
-                    reject("line is another header", number)
-                header[:], after = names, min(texts, default=-1) + 1
-                continue
-        if not header:
-            try:
-                yield number, _ljspeech(cells)
-            except ValueError as error:
-                reject(str(error), number)
-        elif len(cells) != len(header):
-            reject(
-                f"line has {'more' if len(cells) > len(header) else 'fewer'} cells than the header",
-                number,
+        if number == header_line or _is_header(cells):
+            if number != header_line:
+                reject("line is another header", number)
+            header[:] = _column_names(cells, f"{path}:{number}")
+            after = 1 + min((header.index(key) for key in TEXT_KEYS if key in header), default=-1)
+            continue
+        try:
+            yield number, _table_row(header, cells, delimiter, after)
+        except ValueError as error:
+            reject(str(error), number)
+
+
+def _is_header(cells: list[str]) -> bool:
+    """Whether a line that is not the first one names columns of audio and of text or labels."""
+    names = {cell.strip().lower() for cell in cells}
+    return not names.isdisjoint(AUDIO_KEYS) and not names.isdisjoint([*TEXT_KEYS, "label"])
+
+
+def _column_names(cells: list[str], place: str) -> list[str]:
+    names = [cell.strip().lower() for cell in cells]
+    for name in names:
+        if name and names.count(name) > 1:
+            raise DataError(f"manifest {place}: its header has two columns called {name}")
+    return names
+
+
+def _table_row(header: list[str], cells: list[str], delimiter: str, after: int) -> dict:
+    """A row of a table. `after`: the column after the text's, 0 if there is none. Raises
+    `ValueError` that says what is wrong."""
+    if not header:
+        return _ljspeech(cells)
+    if len(cells) != len(header):
+        more = "more" if len(cells) > len(header) else "fewer"
+        raise ValueError(f"line has {more} cells than the header")
+    if delimiter == "," and 0 < after < len(cells):
+        text, following = cells[after - 1], cells[after]
+        if following.startswith(" ") and not text.startswith(" "):
+            raise ValueError(
+                "the cell after the text begins with a space (a text with commas needs quotes)"
             )
-        elif (
-            delimiter == ","
-            and 0 < after < len(cells)
-            and cells[after][:1] == " " != cells[after - 1][:1]
-        ):
-            reject(
-                "the cell after the text begins with a space (a text with commas needs quotes)",
-                number,
-            )
-        else:
-            yield number, dict(zip(header, cells, strict=True))
+    row = dict(zip(header, cells, strict=True))
+    if "label" in row:
+        row["label"] = _cell_label(row["label"])
+    return row
 
 
 def _split(
@@ -205,7 +204,10 @@ def _split(
 ) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells) of each row. Only commas come with quotes."""
     ahead: deque[Line] = deque()  # lines that were read in search of the end of a cell
-    while (line := ahead.popleft() if ahead else next(lines, END)) is not END:
+    while True:
+        line = ahead.popleft() if ahead else next(lines, END)
+        if line is END:
+            return
         number, content = line
         if not content:
             reject(UNREADABLE, number)
@@ -231,7 +233,8 @@ def _quoted_cells(
     A line with an odd number of quotes opens a text that continues in the next lines, up to
     `CELL_LINES`. None of them may look like a row, nor have a file name between commas: a forgotten
     quote would swallow all rows up to the next one."""
-    is_open, more = row.count('"') % 2, 0
+    is_open = row.count('"') % 2
+    more = 0
     while is_open and more < CELL_LINES and len(row) < LINE_LENGTH:
         if more == len(ahead):
             ahead.append(next(lines, END))
@@ -252,16 +255,15 @@ def _quoted_cells(
 def _is_whole(header: list[str], cells: list[str]) -> bool:
     """Whether cells of several lines are one row: only texts have line breaks, and no parts that
     are file names."""
-    broken = [
-        (name, cell)
-        for name, cell in zip(header, cells, strict=False)
-        if re.search(r"[\r\n]", cell)
-    ]
-    return len(cells) == len(header) and not any(
-        name not in TEXT_KEYS or AUDIO_SUFFIX.search(part.strip(' "'))
-        for name, cell in broken
-        for part in re.split(r"[,\r\n]", cell)
-    )
+    if len(cells) != len(header):
+        return False
+    for name, cell in zip(header, cells, strict=True):
+        parts = re.split(r"[,\r\n]", cell)
+        if not re.search(r"[\r\n]", cell):
+            continue
+        if name not in TEXT_KEYS or any(AUDIO_SUFFIX.search(part.strip(' "')) for part in parts):
+            return False
+    return True
 
 
 def _ljspeech(cells: list[str]) -> dict:
@@ -283,14 +285,14 @@ def _is_normalised(spoken: str, text: str, numerals: bool) -> bool:
     the words and half of the length. With `numerals`, a text of numbers alone may become any that
     is as long and has none."""
     words = set(WORD.findall(text.casefold()))
-    if not words:
-        spelled_out = numerals and re.search(r"\d", text) and not re.search(r"\d", spoken)
-        return spoken.casefold().split() == text.casefold().split() or (
-            bool(spelled_out) and len(spoken) >= len(text)
-        )
-    return 2 * len(words.intersection(WORD.findall(spoken.casefold()))) >= len(words) and 2 * len(
-        spoken
-    ) >= len(text)
+    said = spoken.casefold()
+    if words:
+        shared = words.intersection(WORD.findall(said))
+        return 2 * len(shared) >= len(words) and 2 * len(spoken) >= len(text)
+    if said.split() == text.casefold().split():
+        return True
+    is_spelled_out = re.search(r"\d", text) and not re.search(r"\d", spoken)
+    return numerals and bool(is_spelled_out) and len(spoken) >= len(text)
 
 
 def _find_header(first: str) -> tuple[list[str], str]:
@@ -324,15 +326,16 @@ def find_audio(name: str, folder: str, audio_root: str | None = None) -> str:
     posix = PureWindowsPath(name).as_posix() if "\\" in name else name
     parts = [part for part in posix.split("/") if part]
     is_absolute = posix.startswith("/") or posix[1:3] == ":/"
-    if is_absolute and not audio_root:
+    if is_absolute and not (audio_root and parts):
         return name
     if is_absolute:
-        candidates = [os.path.join(base, *parts[start:]) for start in range(len(parts))] or [name]
+        candidates = [os.path.join(base, *parts[first:]) for first in range(len(parts))]
     else:
-        candidates = [
-            os.path.join(base, inside, *parts) for inside in ("clips", "wavs", "audio", "")
-        ]
-    return next(filter(os.path.exists, candidates), candidates[-1])
+        candidates = [os.path.join(base, place, *parts) for place in ("clips", "wavs", "audio", "")]
+    for candidate in candidates:
+        if os.path.exists(candidate):
+            return candidate
+    return candidates[-1]
 
 
 def read_manifest(
@@ -341,34 +344,28 @@ def read_manifest(
     normalise: Callable[[str], str],
     audio_root: str | None,
     segments: Segments,
+    needs: str = "text",
 ) -> Corpus:
     """The rows of a manifest with normalised texts, before their audio is checked: `seconds` is
-    NaN. Adds their segments to `segments`, and unusable rows to `rejected`. Raises `UsageError` if
-    the manifest or `audio_root` is missing, `DataError` if it is not a manifest or empty."""
+    NaN. Adds their segments to `segments`, and unusable rows to `rejected`. `needs`: the field that
+    every row must have, "text" or "label"; labels are read only for the latter. Raises `UsageError`
+    if the manifest or `audio_root` is missing, `DataError` if it is not a manifest or empty."""
     if audio_root and not os.path.isdir(audio_root):
         raise UsageError(f"--audio_root {audio_root}: no such folder")
-    audio, texts, speakers, languages = Codes(), Strings(), Codes(), Codes()
-    offsets, durations, lines = array("d"), array("d"), array("q")
-    transcribed: set[str] = set()  # names in transcripts, which begin where the command ran
+    audio = Codes()
+    texts = Strings()
+    labels = Strings()
+    speakers = Codes()
+    languages = Codes()
+    offsets = array("d")
+    durations = array("d")
+    lines = array("q")
+    transcribed: set[str] = set()  # names in transcripts, relative to where --transcribe ran
     for number, row in parse(Path(path), rejected):
-        given, parts, problem = _parts(row, segments.wanted, normalise)
-        if given and not _has_text(row):
-            if problem:
-                rejected.add(problem, f"{path}:{number}")
-                continue
-            if parts:
-                row = {**row, "text": _joined(parts)}
-        elif (
-            parts
-            and "pieces" in row
-            and "".join(str(row.get("text")).split()) != "".join(_joined(parts).split())
-        ):
-            row = {
-                **row,
-                "text": _joined(parts),
-            }  # somebody has corrected the pieces of a transcript
         try:
-            fields = _fields(row)
+            given, parts, problem = _parts(row, segments.wanted, normalise)
+            row = _with_text_of_segments(row, given, parts, problem)
+            fields = _fields(row, needs)
         except ValueError as error:
             rejected.add(str(error), f"{path}:{number}")
             continue
@@ -376,6 +373,7 @@ def read_manifest(
             transcribed.add(fields.audio)
         audio.append(fields.audio)
         texts.append(normalise(fields.text))
+        labels.append(fields.label)
         speakers.append(fields.speaker)
         languages.append(fields.language)
         offsets.append(fields.offset)
@@ -384,19 +382,7 @@ def read_manifest(
         segments.append(given, parts, problem)
     if not lines and not rejected.total:
         raise DataError(f"manifest {path} is empty")
-    folder = os.path.dirname(path)
-
-    def find(name: str) -> str:
-        place = find_audio(name, folder, audio_root)
-        return (
-            name
-            if name in transcribed and os.path.exists(name) and not os.path.exists(place)
-            else place
-        )
-
-    files: list[str] = []
-    for part in in_threads(lambda names: list(map(find, names)), audio.names):
-        files += part
+    files = _find_all(audio.names, os.path.dirname(path), audio_root, transcribed)
     return Corpus(
         paths=Strings(files[code] for code in audio.codes),
         texts=texts,
@@ -406,14 +392,33 @@ def read_manifest(
         speakers=speakers,
         languages=languages,
         lines=np.array(lines),
+        labels=labels if needs == "label" else None,
     )
+
+
+def _find_all(
+    names: list[str], folder: str, audio_root: str | None, transcribed: set[str]
+) -> list[str]:
+    """`find_audio` for all names, in threads. Names in `transcribed` may also be relative to the
+    current folder."""
+
+    def find(name: str) -> str:
+        path = find_audio(name, folder, audio_root)
+        if name in transcribed and os.path.exists(name) and not os.path.exists(path):
+            return name
+        return path
+
+    files: list[str] = []
+    for part in in_threads(lambda some: [find(name) for name in some], names):
+        files += part
+    return files
 
 
 def _has_text(row: dict) -> bool:
     return any(key in row for key in TEXT_KEYS)
 
 
-def _first(row: dict, keys: tuple[str, ...]):
+def _first(row: dict, keys: Sequence[str]):
     for key in keys:
         value = row.get(key)
         if value is not None and value != "":
@@ -421,35 +426,67 @@ def _first(row: dict, keys: tuple[str, ...]):
     return None
 
 
-def _fields(row) -> Fields:
+def _fields(row, needs: str) -> Fields:
     """Raises `ValueError` that says what is wrong with the row."""
     if not isinstance(row, dict):
         raise ValueError("line is not an object")
     audio = _first(row, AUDIO_KEYS)
     if not isinstance(audio, str) or "\0" in audio:
         raise ValueError("no audio path")
-    text = _text(row, "no text field", "text is not a string")
-    speaker, language = _first(row, SPEAKER_KEYS), _first(row, LANGUAGE_KEYS)
-    speaker, language = (
-        "" if speaker is None else str(speaker),
-        "" if language is None else str(language),
-    )
-    check_encoding(audio + text + speaker + language)
-    offset, duration = row.get("offset"), row.get("duration")
+    text = label = ""
+    if needs == "label":
+        label = _label(row)
+    if needs == "text" or _has_text(row):
+        text = _text(row, "no text field", "text is not a string")
+    speaker = _first(row, SPEAKER_KEYS)
+    language = _first(row, LANGUAGE_KEYS)
+    speaker = "" if speaker is None else str(speaker)
+    language = "" if language is None else str(language)
+    check_encoding(audio + text + label + speaker + language)
+    offset = _seconds(row, "offset", 0.0)
+    duration = _seconds(row, "duration", math.nan)
+    return Fields(audio, text, label, offset, duration, speaker, language)
+
+
+def _seconds(row: dict, key: str, default: float) -> float:
+    """A time of a row, `default` if it has none: some tables write NaN for an empty cell. Raises
+    `ValueError` that says what is wrong with it."""
+    value = row.get(key)
+    if value in (None, ""):
+        return default
     try:
-        if isinstance(offset, bool) or isinstance(duration, bool):
-            raise ValueError
-        offset = float(offset) if offset not in (None, "") else 0.0
-        duration = float(duration) if duration not in (None, "") else math.nan
+        seconds = math.inf if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        offset = math.nan
-    if not math.isfinite(offset) or math.isinf(
-        duration
-    ):  # duration NaN: an empty cell, as some tables write it
+        seconds = math.inf
+    if math.isinf(seconds) or (math.isnan(seconds) and not math.isnan(default)):
         raise ValueError("offset or duration is not a number")
-    if offset < 0 or duration < 0:
+    if seconds < 0:
         raise ValueError("offset or duration is negative")
-    return Fields(audio, text, offset, duration, speaker, language)
+    return seconds
+
+
+def _label(row: dict) -> str:
+    """The label of a row in JSON: a number, a string, or a list of these. Raises `ValueError` that
+    says what is wrong with it."""
+    label = row.get("label")
+    if label is None or label == "":
+        raise ValueError("no label field" if "label" not in row else "label is empty")
+    items = label if isinstance(label, list) else [label]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (int, float, str)):
+            raise ValueError("label is not a number, a string or a list of them")
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ValueError("label is not finite")
+    return json.dumps(label, ensure_ascii=False)
+
+
+def _cell_label(cell: str) -> int | float | str:
+    """The label in a table's cell: a number if it is one."""
+    if re.fullmatch(r"\s*[+-]?\d{1,18}\s*", cell, re.ASCII):
+        return int(cell)
+    if re.fullmatch(NUMBER, cell, re.ASCII) and math.isfinite(float(cell)):
+        return float(cell)
+    return cell.strip()
 
 
 def _text(row: dict, missing: str, wrong: str) -> str:
@@ -485,6 +522,23 @@ def _parts(
         return given, [(start, stop, normalise(text)) for start, stop, text in _segments(rows)], ""
     except ValueError as error:
         return given, [], str(error)
+
+
+def _with_text_of_segments(row, given: bool, parts: list[tuple[float, float, str]], problem: str):
+    """The row with the text of its segments, if it has no other text, or if it is a transcript whose
+    pieces somebody has corrected. Arguments are the row and what `_parts` returns for it. Raises
+    `ValueError` if the segments have a `problem`, and the row has no text without them."""
+    if not given:
+        return row
+    if not _has_text(row):
+        if problem:
+            raise ValueError(problem)
+        return {**row, "text": _joined(parts)} if parts else row
+    if parts and "pieces" in row:
+        text = _joined(parts)
+        if "".join(str(row.get("text")).split()) != "".join(text.split()):
+            return {**row, "text": text}
+    return row
 
 
 def _joined(parts: list[tuple[float, float, str]]) -> str:

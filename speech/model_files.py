@@ -113,7 +113,7 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         return read_pickle(file)
     refuse_pointer(file)
     try:
-        with files.utf8(file) as name, safe_open(name, framework="pt") as opened:
+        with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  safe_open is not a dict
     except (OSError, SafetensorError) as error:
         raise UsageError(
@@ -157,6 +157,14 @@ def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
     narrowed = {name: copies[name] for name in wide if not copies[name].is_meta}
     checkpoint.check_tensors(narrowed, path)  # fp32 may be too narrow
     return copies
+
+
+def shapes_of(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of the model that `make()` returns, by name. The model is made without
+    values: it takes no memory, and no random numbers are drawn."""
+    with torch.device("meta"):
+        model = make()
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def check_shapes(
@@ -230,8 +238,7 @@ def write_export(folder: Path, fill: Callable[[Path], object]) -> list[str]:
 
 def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Writes model.safetensors."""
-    with files.utf8(folder / "model.safetensors") as name:
-        save_file(tensors, name, metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(
         0o666 & ~files.umask()
     )  # safetensors' file is for its owner only

@@ -5,7 +5,8 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
 from speech.text import for_scoring, style
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
+REPORTS = ("transcripts.jsonl",)  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
 SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
@@ -30,101 +32,38 @@ STYLES = {  # what a warning says, and the difference between shares of texts th
     "digits": ("digits are", 0.05),
 }
 
-AUGMENTATION = (
-    "spec_augment",
-    "speed_perturbation",
-    "dropout",
-    "label_smoothing",
-)  # flags for training alone
+AUGMENTATION = ("spec_augment", "speed_perturbation", "dropout", "label_smoothing")
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    ("transcribe", "evaluate", "give one of them"),
-    ("transcribe", "check_data", "give one of them"),
-    *((flag, "transcribe", options.TRAINS) for flag in (*options.TRAINING, *AUGMENTATION)),
-    *((flag, "evaluate", options.TRAINS) for flag in AUGMENTATION),
+    ("transcribe", "export", "give one of them"),
+    *((flag, options.COMMAND, options.TRAINS) for flag in AUGMENTATION),
 )
 NEEDS = (("output", ("transcribe",), ""), ("piece_seconds", ("transcribe",), ""))
 
-# Of recognisers that start from released weights.
-MODELS = ("model_dir", "model_file")
-MODEL_EXCLUDES = (
-    ("model_dir", "model_file", "both say where the model starts; give one of them"),
-    *(
-        (model, "from_scratch", "the second starts without released weights; leave one of them out")
-        for model in MODELS
-    ),
-    *(
-        (model, "model_size", "a released model has its own shape; leave one of them out")
-        for model in MODELS
-    ),
-    ("transcribe", "export", "give one of them"),
-)
-GOALS = {
-    "train_manifest",
-    "from_scratch",
-    "max_steps",
-    "num_epochs",
-    "dry_run",
-    "verify_gpu",
-}  # flags about training
+
+@dataclass(frozen=True)
+class Options:
+    """What the flags say about decoding and transcribing: the `method` and `beam_size` of a search
+    (None if the recipe has one method only); the files and folders to transcribe, the file that the
+    transcripts are written to (None: they are printed), the longest piece of a recording in seconds
+    (None: what the model reads); where results are written, and the seed that chooses examples."""
+
+    method: str | None = None
+    beam_size: int | None = None
+    transcribe: list[str] = field(default_factory=list)
+    output: str | None = None
+    piece_seconds: float | None = None
+    batch_size: int = 8
+    log_dir: Path = Path("logs")
+    seed: int = 0
 
 
-def add_model_arguments(parser, sizes: list[str], family: str, file: str, exported: str):
-    """The flags of a recogniser that fine-tunes a released model or makes one of `sizes`, as a
-    group to add others to. The released models are a `family` in Hugging Face's form and a `file`
-    in another; `exported` describes an export."""
-    start = parser.add_argument_group(
-        "model: where it starts (its shape comes from the checkpoint when resuming)"
-    )
-    start.add_argument(
-        "--model_dir",
-        type=options.path,
-        metavar="DIR",
-        help=(
-            f"fine-tune a Hugging Face {family} folder; with --transcribe, --evaluate or --export,"
-            " use it"
-        ),
-    )
-    start.add_argument(
-        "--model_file", type=options.path, metavar="FILE", help=f"the same for {file}"
-    )
-    start.add_argument(
-        "--from_scratch",
-        action=options.OnOff,
-        default=False,
-        help="train all weights, with a vocabulary made from the training text (on for the demo)",
-    )
-    start.add_argument(
-        "--model_size",
-        choices=sizes,
-        help=f"shape of a model from scratch (demo, without data; {sizes[1]} with data)",
-    )
-    start.add_argument(
-        "--export",
-        type=options.path,
-        metavar="DIR",
-        help=(
-            f"write the weights as a folder {exported}; after training, or alone with --resume PATH"
-            " or --model_dir"
-        ),
-    )
-    return start
+# --- flags ----------------------------------------------------------------------------------------
 
 
-def exports_only(
-    export: str | None, resume: str | None, pretrained: str | None, given: Iterable[str]
-) -> bool:
-    """Whether --export is asked for alone: weights are named and no flag of `given` asks for
-    training. `--resume auto` asks for a run to continue."""
-    named = resume != "auto" if resume else pretrained
-    return bool(export and named and not GOALS & set(given))
-
-
-def add_arguments(
-    parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
-) -> None:
-    """The flags of a recogniser that decodes by `methods`, `method` by default."""
+def add_augmentation(parser) -> None:
+    """The flags of augmentation alone, for a recipe that does not decode."""
     augmentation = parser.add_argument_group("augmentation")
     augmentation.add_argument(
         "--spec_augment",
@@ -136,6 +75,20 @@ def add_arguments(
         action=options.OnOff,
         help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)",
     )
+
+
+def add_arguments(
+    parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
+) -> None:
+    """The flags of augmentation and of decoding."""
+    add_augmentation(parser)
+    add_decoding(parser, methods, method, beam_size)
+
+
+def add_decoding(
+    parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
+) -> None:
+    """The flags of a recogniser that decodes by `methods`, `method` by default."""
     decoding = parser.add_argument_group("decoding and transcribing")
     if methods:
         decoding.add_argument(
@@ -150,7 +103,8 @@ def add_arguments(
             metavar="N",
             help=f"hypotheses of a beam search ({beam_size})",
         )
-    decoding.add_argument(
+    parser.add_command(
+        decoding,
         "--transcribe",
         nargs="+",
         type=options.path,
@@ -177,38 +131,58 @@ def add_arguments(
     )
 
 
-def resolve(args, augment: bool, beam_size: int = 0) -> None:
-    """Fills in the defaults: augmentation is on if `augment`, unless a flag says otherwise. Raises
-    `UsageError`."""
-    if args.output:
-        check_output(args.output)
-    if options.plans(args):
-        args.cache_audio = None  # nothing is written
-    if args.spec_augment is None:
-        args.spec_augment = augment
-    if args.speed_perturbation is None:
-        args.speed_perturbation = augment
+def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
+    """Fills in the defaults of these flags and returns what they ask for, also after
+    `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
+    augment by default (`augments`), and except in a demo, whose voices hardly vary; a plan without
+    data is of training with augmentation. `beam_size` is the default. Raises `UsageError`."""
+    augment = augments and (not is_demo or options.plans(args))
+    for name in ("spec_augment", "speed_perturbation"):
+        if getattr(args, name, False) is None:
+            setattr(args, name, augment)
     if beam_size and args.beam_size is None:
         args.beam_size = beam_size
+    output = getattr(args, "output", None)
+    if output:
+        check_output(output)
+    return Options(
+        method=getattr(args, "decoding", None),
+        beam_size=getattr(args, "beam_size", None),
+        transcribe=getattr(args, "transcribe", None) or [],
+        output=output,
+        piece_seconds=getattr(args, "piece_seconds", None),
+        batch_size=args.eval_batch_size,
+        log_dir=args.log_dir,
+        seed=args.seed,
+    )
+
+
+# --- decoding a set -------------------------------------------------------------------------------
 
 
 def decode_set(
-    decode: Callable[[dict], tuple[list[str], dict[str, torch.Tensor]]],
+    model: torch.nn.Module,
+    decode: Callable[[dict], tuple[list, dict[str, torch.Tensor]]],
     eval_batches: Iterable[dict],
-    device: torch.device,
     terms: Iterable[str] = (),
 ) -> tuple[list[dict], dict[str, tuple[float, float]]]:
-    """Decodes batches with `decode(batch on device)`, which returns the texts and the sums of loss
-    terms. A batch that does not fit into memory is split. Returns a row {"file", "reference",
+    """Decodes batches with `decode(batch on the model's device)`, which returns a hypothesis for
+    each utterance and the sums of loss terms. References and hypotheses are texts or any other
+    objects. A batch that does not fit into memory is split. Returns a row {"file", "reference",
     "hypothesis", "index"} for each utterance, and {loss term: (sum, count)} for each of `terms`,
     zeros if there are no batches: the ranks add these up."""
-    rows, sums = [], dict.fromkeys(terms, (0.0, 0))
+    device = next(model.parameters()).device
+    rows = []
+    sums = dict.fromkeys(terms, (0.0, 0))
+
+    def decode_on_device(batch: dict) -> tuple[list, dict[str, torch.Tensor]]:
+        return decode(next(batches.to_device([batch], device)))
+
     for batch in eval_batches:
-        hypotheses, losses = [], dict.fromkeys(sums, 0.0)
-        for texts, values in memory.split_on_oom(
-            lambda b: decode(next(batches.to_device([b], device))), batch, device
-        ):
-            hypotheses += texts
+        hypotheses = []
+        losses = dict.fromkeys(sums, 0.0)
+        for decoded, values in memory.split_on_oom(decode_on_device, batch, device):
+            hypotheses += decoded
             for name in losses:
                 losses[name] += float(values[name])
         utterances = zip(batch["names"], batch["texts"], batch["indices"], hypotheses, strict=True)
@@ -222,63 +196,65 @@ def decode_set(
     return rows, sums
 
 
+def decode_texts(
+    model: torch.nn.Module, texts_of: Callable[[dict], list], eval_batches: Iterable[dict]
+) -> list[dict]:
+    """The rows of `decode_set` for `texts_of(batch on the model's device)`, without losses."""
+    return decode_set(model, lambda batch: (texts_of(batch), {}), eval_batches)[0]
+
+
 def print_results(
     rows: list[dict],
     title: str,
-    log_dir: Path,
-    seed: int = 0,
+    how: Options,
     normalise: Callable[[str], str] = for_scoring,
 ) -> None:
     """Prints WER, CER and a few of `rows` ({"file", "reference", "hypothesis"}, and perhaps timed
     "words"), and writes all of them to transcripts.jsonl. Both texts are compared after
-    `normalise`."""
+    `normalise`. Raises `RunError`."""
     print(f"\n{title}")
-    print(
-        metrics.error_table(
-            [row["reference"] for row in rows], [row["hypothesis"] for row in rows], normalise
-        )
-    )
-    for number in np.random.default_rng(seed).permutation(len(rows))[:EXAMPLES]:
-        print(
-            f"  reference:  {rows[number]['reference']}\n  transcript: {rows[number]['hypothesis']}"
-        )
-        times = [
-            f"{word['start']:.2f}-{word['end']:.2f} {word['text']}"
-            for word in rows[number].get("words", ())
-        ]
+    references = [row["reference"] for row in rows]
+    hypotheses = [row["hypothesis"] for row in rows]
+    print(metrics.error_table(references, hypotheses, normalise))
+    for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
+        row = rows[number]
+        print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
+        words = row.get("words", ())
+        times = [f"{word['start']:.2f}-{word['end']:.2f} {word['text']}" for word in words]
         print(f"  times:      {'  '.join(times)}\n" if times else "")
-    shown = ({key: value for key, value in row.items() if key != "index"} for row in rows)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in shown)
+    lines = []
+    for row in rows:
+        shown = {key: value for key, value in row.items() if key != "index"}
+        lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
     try:
-        files.write_text(log_dir / "transcripts.jsonl", text)
+        files.write_text(how.log_dir / "transcripts.jsonl", "".join(lines))
     except OSError as error:
-        raise cannot_write(log_dir, error, "--log_dir") from None
+        raise cannot_write(how.log_dir, error, "--log_dir") from None
 
 
 def warn_of_style(texts: list[str], rows: list[dict]) -> None:
-    """Says once if the training `texts` and the hypotheses in `rows` differ in style: error rates
+    """Warns once if the training `texts` and the hypotheses in `rows` differ in style: error rates
     rise while a model learns another one. `texts` is emptied."""
     if texts and rows:
-        ours, its = (style(each) for each in (texts, [row["hypothesis"] for row in rows]))
+        trained = style(texts)
+        decoded = style([row["hypothesis"] for row in rows])
         for name, (words, limit) in STYLES.items():
-            if abs(ours[name] - its[name]) > limit:
-                shares = (
-                    f"{100 * its[name]:.0f} % of the model's texts and in {100 * ours[name]:.0f} %"
-                    " of the training texts"
-                )
+            if abs(trained[name] - decoded[name]) > limit:
                 print(
-                    f"warning: {words} in {shares}: error rates rise while the model learns another"
-                    " style",
+                    f"warning: {words} in {100 * decoded[name]:.0f} % of the model's texts and in"
+                    f" {100 * trained[name]:.0f} % of the training texts: error rates rise while"
+                    " the model learns another style",
                     flush=True,
                 )
     texts.clear()
 
 
+# --- transcribing files ---------------------------------------------------------------------------
+
+
 def is_stream(path: Path) -> bool:
-    """Whether a path is a device, a pipe or an open file, such as /dev/stdout: it is written to and
-    not replaced."""
-    while path.is_symlink() and not str(path).startswith(("/dev/", "/proc/")):
-        path = path.parent / path.readlink()
+    """Whether a path is a device or a pipe, such as /dev/stdout: it is written to and not
+    replaced."""
     return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file())
 
 
@@ -292,8 +268,11 @@ def check_output(output: str) -> None:
         if is_stream(path):
             return
         for place in (path, Path(f"{output}.partial")):
-            start = place.open("rb").read(len(TRANSCRIPT)) if place.exists() else b""
-            if start not in (b"", TRANSCRIPT):
+            if not place.exists():
+                continue
+            with place.open("rb") as file:
+                beginning = file.read(len(TRANSCRIPT))
+            if beginning not in (b"", TRANSCRIPT):
                 raise UsageError(
                     f"--output {place}: it exists and does not hold transcripts; choose another"
                     " file"
@@ -308,91 +287,95 @@ def in_recording(records: list[dict], pieces: list[Piece]) -> dict[str, list[dic
     times in the recording."""
     whole: dict[str, list[dict]] = {}
     for record, (begin, _) in zip(records, pieces, strict=True):
+        shift = begin / SAMPLE_RATE
         for name, parts in record.items():
-            shift = begin / SAMPLE_RATE
-            moved = [
-                {**p, "start": round(p["start"] + shift, 3), "end": round(p["end"] + shift, 3)}
-                for p in parts
-            ]
-            whole.setdefault(name, []).extend(moved)
+            moved = whole.setdefault(name, [])
+            for part in parts:
+                start = round(part["start"] + shift, 3)
+                end = round(part["end"] + shift, 3)
+                moved.append({**part, "start": start, "end": end})
     return whole
-
-
-def in_pieces(
-    piece_seconds: float | None, longest: float, cutting: Cutting = BY_SILENCES
-) -> tuple[float, Cutting]:
-    """How `transcribe_files` cuts: `longest` and `cutting`, or by --piece_seconds at silences."""
-    return (min(longest, piece_seconds), BY_SILENCES) if piece_seconds else (longest, cutting)
 
 
 @torch.no_grad()
 def transcribe_files(
-    paths: list[str],
+    how: Options,
     decode: Callable[[dict], list[str | dict]],
     setup: Setup,
     longest: float,
-    output: str | None = None,
-    batch_size: int = 8,
     cutting: Cutting = BY_SILENCES,
     parts: tuple[str, ...] = (),
 ) -> None:
-    """Prints the text of each file in `paths` (files and folders), after its name and a tab if
-    there are several, or writes JSON Lines to `output`. `decode(batch on device)` returns the texts
-    of a batch of waveforms, or records: "text" and lists of timed `parts`, such as "words".
-    Recordings over `longest` seconds are cut, and their texts joined, by `cutting`. A file that
-    cannot be read is named on stderr and the others are transcribed; then `DataError` is raised."""
-    recordings = audio_files(paths)
+    """Transcribes the files and folders of --transcribe. Prints the text of each file, after its
+    name and a tab if there are several, or writes JSON Lines to --output.
+
+    `decode(batch on device)` returns the texts of a batch of waveforms, or records: "text" and lists
+    of timed `parts`, such as "words". Recordings over `longest` seconds are cut, and their texts
+    joined, by `cutting`; with --piece_seconds they are cut at silences. A file that cannot be read
+    is named on stderr and the others are transcribed; then `DataError` is raised."""
+    recordings = audio_files(how.transcribe)
+    if how.piece_seconds:
+        longest = min(longest, how.piece_seconds)
+        cutting = BY_SILENCES
+
+    def decode_on_device(batch: dict) -> list[str | dict]:
+        return decode(next(batches.to_device([batch], setup.device)))
 
     def records_of(waveforms: list[torch.Tensor], name: str) -> list[dict]:
         padded, lengths = batches.pad(waveforms)
         batch = {"audio": padded, "audio_lengths": lengths, "names": [name] * len(waveforms)}
         with setup.autocast():
-            pieces = memory.split_on_oom(
-                lambda b: decode(next(batches.to_device([b], setup.device))), batch, setup.device
-            )
-        return [
-            text if isinstance(text, dict) else {"text": text} for texts in pieces for text in texts
-        ]
+            results = memory.split_on_oom(decode_on_device, batch, setup.device)
+        decoded = [result for results_of_part in results for result in results_of_part]
+        return [each if isinstance(each, dict) else {"text": each} for each in decoded]
 
-    def rows() -> Iterable[dict]:
-        audible_records = unless_silent(records_of, {"text": "", **{part: [] for part in parts}})
+    silence = {"text": "", **{part: [] for part in parts}}
+    audible_records = unless_silent(records_of, silence)
+
+    def transcript(path: Path, waveform: torch.Tensor) -> dict:
+        pieces = cutting.cut(waveform, SAMPLE_RATE, longest)
+        records = []
+        for first in range(0, len(pieces), how.batch_size):
+            several = pieces[first : first + how.batch_size]
+            records += audible_records([waveform[a:b] for a, b in several], str(path))
+        text, spans = cutting.join([record.pop("text") for record in records], pieces)
+        return {
+            "file": str(path),
+            "text": text,
+            "seconds": len(waveform) / SAMPLE_RATE,
+            "pieces": [
+                {"start": a / SAMPLE_RATE, "end": b / SAMPLE_RATE, "text": part}
+                for a, b, part in spans
+            ],
+            **in_recording(records, pieces),
+        }
+
+    def transcripts() -> Iterator[dict]:
         for path in recordings:
             try:
                 waveform = read_audio(str(path), SAMPLE_RATE)
             except DataError as error:
                 print(f"error: {error}", file=sys.stderr)
                 continue
-            pieces, records = cutting.cut(waveform, SAMPLE_RATE, longest), []
-            for first in range(0, len(pieces), batch_size):
-                records += audible_records(
-                    [waveform[a:b] for a, b in pieces[first : first + batch_size]], str(path)
-                )
-            text, spans = cutting.join([record.pop("text") for record in records], pieces)
-            times = [
-                {"start": a / SAMPLE_RATE, "end": b / SAMPLE_RATE, "text": part}
-                for a, b, part in spans
-            ]
-            row = {
-                "file": str(path),
-                "text": text,
-                "seconds": len(waveform) / SAMPLE_RATE,
-                "pieces": times,
-            }
-            yield {**row, **in_recording(records, pieces)}
+            yield transcript(path, waveform)
 
-    done = 0
-    if output:
-        done = write_transcripts(Path(output), rows())
+    if how.output:
+        done = write_transcripts(Path(how.output), transcripts())
     else:
-        for row in rows():
-            done += 1
-            print(
-                f"{row['file']}\t{row['text']}" if len(recordings) > 1 else row["text"], flush=True
-            )
+        done = print_transcripts(transcripts(), with_names=len(recordings) > 1)
     if done < len(recordings):
         raise DataError(
             f"{len(recordings) - done} of {len(recordings)} files could not be transcribed"
         )
+
+
+def print_transcripts(rows: Iterable[dict], with_names: bool) -> int:
+    """Prints the texts of `rows` and returns their number."""
+    count = 0
+    for row in rows:
+        print(f"{row['file']}\t{row['text']}" if with_names else row["text"], flush=True)
+        count += 1
+    return count
 
 
 def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
@@ -410,12 +393,13 @@ def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
                     count += 1
             except BaseException:
                 if count and target != path:
-                    files.write_file(
-                        path.with_name(f"{path.name}.partial"),
-                        lambda copy: shutil.copyfile(target, copy),
-                    )
-                    print(f"the first {count} transcripts are in {path}.partial", file=sys.stderr)
+                    keep_partial(target)
                 raise
+
+    def keep_partial(target: Path) -> None:
+        partial = path.with_name(f"{path.name}.partial")
+        files.write_file(partial, lambda copy: shutil.copyfile(target, copy))
+        print(f"the first {count} transcripts are in {partial}", file=sys.stderr)
 
     try:
         if is_stream(path):

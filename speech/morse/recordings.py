@@ -21,10 +21,11 @@ from speech.audio import SAMPLE_RATE, read_utterance, write_wav
 from speech.columns import Corpus, Rejections
 from speech.folders import read_made_from, require_replaceable, write_folder
 from speech.headers import probe_all
+from speech.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks
 from speech.manifest import check_encoding, find_audio, parse
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
 from speech.morse.synthesis import Conditions, draw_conditions, synthesise
-from speech.splits import FILE_TOLERANCE, MOST_CHARACTERS, Checks, draw, drop, report_rejections
+from speech.splits import draw, drop, report_rejections
 
 METADATA = "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only".split(
     ","
@@ -57,8 +58,8 @@ NO_CODE = "text has characters without a Morse code"
 @dataclass
 class Recordings:
     """Clips on disk, in columns. Unknown values are "" or NaN. `lengths` (N,) in seconds is what
-    the files' headers say, `durations` is NaN for clips that end with their file. `cache`: folder
-    for decoded audio."""
+    the files' headers say, `durations` is NaN for clips that end with their file. `cache_audio`:
+    folder for decoded audio."""
 
     ids: list[str]
     paths: list[str]
@@ -74,7 +75,9 @@ class Recordings:
     lengths: np.ndarray
     offsets: np.ndarray
     durations: np.ndarray
-    cache: str | None = None
+    starts: None = None  # clips are not trimmed
+    cache_audio: str | None = None
+    repeats_texts: bool = True  # short texts of callsigns and numbers
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -83,10 +86,14 @@ class Recordings:
         """(N,) lengths of the clips, the same in every epoch."""
         return self.lengths
 
+    def where(self, index: int) -> str:
+        """The file of a clip, for messages."""
+        return self.paths[index]
+
     def load(self, index: int, epoch: int) -> tuple[torch.Tensor, str, str, None]:
         """(waveform (T,), text, name, None: recordings do not say when each symbol is sent). Raises
         `BadAudio`."""
-        waveform = read_utterance(self, index, SAMPLE_RATE, self.cache)
+        waveform = read_utterance(self, index, SAMPLE_RATE)
         return waveform, self.texts[index], self.paths[index], None
 
     def row(self, index: int, hypothesis: str) -> dict:
@@ -127,12 +134,9 @@ class Recordings:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_splits(
-    folder: str | Path, checks: Checks, cache: str | None = None
-) -> dict[str, Recordings]:
-    """The clips of `read_dataset` that `checks` lets through, as "train", "val" and "test", those
-    that exist; "val" is "test" if there is no other. Raises as `read_dataset` does. `cache`: folder
-    for decoded audio."""
+def read_splits(folder: str | Path, checks: Checks) -> dict[str, Recordings]:
+    """The clips of `read_dataset` that `checks` lets through, as "train", "val" and "test", if they
+    exist; "val" is "test" if there is no other. Raises as `read_dataset` does."""
     names = {"train": "train", "validation": "val", "test": "test"}
     splits = {}
     for split, recordings in read_dataset(folder, checks.cache_dir, checks.strict).items():
@@ -150,7 +154,9 @@ def read_splits(
         if split == "train":
             kept = kept[draw(len(kept), checks)]
         if len(kept):
-            splits[names[split]] = dataclasses.replace(recordings.select(kept), cache=cache)
+            splits[names[split]] = dataclasses.replace(
+                recordings.select(kept), cache_audio=checks.cache_audio
+            )
     if "val" not in splits and "test" in splits:
         splits["val"] = splits["test"]
     return splits
@@ -298,7 +304,7 @@ def _in_columns(rows: list[dict]) -> Recordings:
     )
 
 
-def from_corpus(corpus: Corpus, name: str, strict: bool, cache: str | None = None) -> Recordings:
+def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
     """The clips of a manifest. Texts with other symbols than Morse's are rejected, and reported
     under `name`."""
 
@@ -324,7 +330,7 @@ def from_corpus(corpus: Corpus, name: str, strict: bool, cache: str | None = Non
         lengths=corpus.seconds,
         offsets=corpus.offsets,
         durations=corpus.durations,
-        cache=cache,
+        cache_audio=corpus.cache_audio,
     )
 
 

@@ -3,8 +3,9 @@ conditions)."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ EDGE = 80  # samples (5 ms) of a raised-cosine edge
 SNR_BANDWIDTH = 2_500  # Hz
 CLIP_UNIT = 25 * BLOCK  # samples (0.1 s): clip lengths are multiples of it
 CHIRP_SECONDS = 0.02  # time constant with which a chirping transmitter's frequency settles
-LONGEST = 29.0  # seconds of a clip, so that it fits into Whisper's window
+LONGEST = 29.0  # seconds of a clip, so that it fits into Whisper's input
 # What clips can be drawn from. Below 5 words a minute a single character fills a clip; at 150 a dit
 # is 8 ms, of which the edges are 5. Interferers are up to 400 Hz away from a tone. Beyond these
 # SNRs there is only noise, or none.
@@ -133,6 +134,50 @@ CONDITIONS = {
 }
 
 
+def is_range(name: str) -> Callable[[Sequence[float] | None], bool]:
+    """A check of a range (low, high) of "wpm", "tone" or "snr_db" from which clips can be drawn, or
+    None."""
+    least, most = LIMITS[name]
+
+    def check(limits: Sequence[float] | None) -> bool:
+        if limits is None:
+            return True
+        low, high = limits
+        return least <= low <= high <= most
+
+    return check
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What clips are drawn from: the named `CONDITIONS`, each equally likely, with other ranges
+    (low, high) of speed, tone and SNR, and another longest clip in seconds. None keeps the
+    condition's own. It is saved with the weights."""
+
+    conditions: Annotated[list[str], lambda names: bool(names) and set(names) <= set(CONDITIONS)]
+    wpm: Annotated[list[float] | None, is_range("wpm")] = None
+    tone: Annotated[list[float] | None, is_range("tone")] = None
+    snr_db: Annotated[list[float] | None, is_range("snr_db")] = None
+    clip_seconds: Annotated[float | None, lambda s: s is None or 1 <= s <= LONGEST] = None
+
+    def mix(self) -> list[Conditions]:
+        """The conditions. Raises `UsageError` for a range from which no clip can be drawn."""
+        changes = {}
+        for name, (least, most) in LIMITS.items():
+            limits = getattr(self, name)
+            if not is_range(name)(limits):
+                given = " ".join(f"{limit:g}" for limit in limits)
+                raise UsageError(
+                    f"--{name} {given}: give two numbers from {least} to {most}, the lower one"
+                    " first"
+                )
+            if limits:
+                changes[name] = tuple(limits)
+        if self.clip_seconds:
+            changes["longest"] = self.clip_seconds
+        return [dataclasses.replace(CONDITIONS[name], **changes) for name in self.conditions]
+
+
 @dataclass(frozen=True)
 class Sample:
     """A clip. `audio` (T,) float32 at 16 kHz within -1 and 1; `text` as sent, which contains the
@@ -185,46 +230,6 @@ _STEPS = np.arange(BLOCK, dtype=np.float32)
 _FFT_SIZES = np.array(
     sorted(2**a * 3**b * 5**c for a in range(5, 20) for b in range(6) for c in range(6))
 )  # fast ones
-
-
-def in_limits(name: str, limits: Sequence[float]) -> bool:
-    """Whether clips can be drawn from a range (low, high) of "wpm", "tone" or "snr_db"."""
-    (low, high), (least, most) = limits, LIMITS[name]
-    return least <= low <= high <= most
-
-
-# The schema of the arguments of `choose_conditions`, for `common.checkpoint.mismatch`.
-CHOICE = {
-    "conditions": lambda names: bool(names) and set(names) <= set(CONDITIONS),
-    "clip_seconds": lambda seconds: seconds is None or 1 <= seconds <= LONGEST,
-    **{
-        name: lambda limits, name=name: limits is None or in_limits(name, limits) for name in LIMITS
-    },
-}
-
-
-def choose_conditions(
-    names: Sequence[str],
-    wpm: Sequence[float] | None,
-    tone: Sequence[float] | None,
-    snr_db: Sequence[float] | None,
-    longest: float | None,
-) -> list[Conditions]:
-    """The named `CONDITIONS` with ranges (low, high) of speed, tone and SNR, and the longest clip
-    in seconds, replaced. None keeps the condition's own. Raises `UsageError` for a range from which
-    no clip can be drawn."""
-    changes = {}
-    for name, limits in (("wpm", wpm), ("tone", tone), ("snr_db", snr_db)):
-        if limits and not in_limits(name, limits):
-            given, (least, most) = " ".join(f"{limit:g}" for limit in limits), LIMITS[name]
-            raise UsageError(
-                f"--{name} {given}: give two numbers from {least} to {most}, the lower one first"
-            )
-        if limits:
-            changes[name] = tuple(limits)
-    if longest:
-        changes["longest"] = longest
-    return [dataclasses.replace(CONDITIONS[name], **changes) for name in names]
 
 
 def draw_conditions(mix: Sequence[Conditions], seed: int, index: int) -> Conditions:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint
+from common import checkpoint, records
 from common.errors import UsageError
 from speech.audio import SAMPLE_RATE
 from speech.model_files import (
@@ -22,9 +22,10 @@ from speech.model_files import (
     read_pickle,
     require_export,
     save_tensors,
+    shapes_of,
     write_export,
 )
-from speech.whisper.model import FRAME, HOP, N_FFT
+from speech.whisper.model import FRAME, HOP, N_FFT, Whisper
 
 FFN = 4  # width of the feed-forward layers in units of d_model, in every released model
 
@@ -41,7 +42,7 @@ DIMS = {
     "decoder_attention_heads": "n_text_head",
     "decoder_layers": "n_text_layer",
 }
-# A schema for `checkpoint.mismatch`. The largest released model has 32 + 32 layers of 1280; damaged
+# A schema for `records.mismatch`. The largest released model has 32 + 32 layers of 1280; damaged
 # files ask for billions.
 CONFIG = {
     "num_mel_bins": range(1, 513),
@@ -115,40 +116,7 @@ SIZES = {  # of the released multilingual models
 def expected_shapes(config: dict[str, int], ctc_tokens: int = 0) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a model, by its Hugging Face name without `model.`. `ctc_tokens`
     as in `Whisper`."""
-    d = config["d_model"]
-    shapes = {}
-
-    def linear(name: str, rows: int, columns: int, bias: bool = True) -> None:
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-
-    def norm(name: str) -> None:
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (d,)
-
-    for i, channels in ((1, config["num_mel_bins"]), (2, d)):
-        shapes[f"encoder.conv{i}.weight"] = (d, channels, 3)
-        shapes[f"encoder.conv{i}.bias"] = (d,)
-    shapes["encoder.embed_positions.weight"] = (config["max_source_positions"], d)
-    shapes["decoder.embed_tokens.weight"] = (config["vocab_size"], d)
-    shapes["decoder.embed_positions.weight"] = (config["max_target_positions"], d)
-    for side, attentions in (
-        ("encoder", ["self_attn"]),
-        ("decoder", ["self_attn", "encoder_attn"]),
-    ):
-        for i in range(config[f"{side}_layers"]):
-            layer = f"{side}.layers.{i}"
-            for attention in attentions:
-                for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
-                    linear(f"{layer}.{attention}.{projection}", d, d, bias=projection != "k_proj")
-                norm(f"{layer}.{attention}_layer_norm")
-            linear(f"{layer}.fc1", config[f"{side}_ffn_dim"], d)
-            linear(f"{layer}.fc2", d, config[f"{side}_ffn_dim"])
-            norm(f"{layer}.final_layer_norm")
-        norm(f"{side}.layer_norm")
-    if ctc_tokens:
-        linear("ctc_head", ctc_tokens + 1, d)
-    return shapes
+    return shapes_of(lambda: Whisper(config, ctc_tokens=ctc_tokens))
 
 
 # --- between the two forms ------------------------------------------------------------------------
@@ -280,7 +248,7 @@ def read_config(folder: Path) -> dict[str, int]:
 
 def check_config(config: dict, path: str | Path) -> None:
     """Raises `UsageError` for a configuration that no Whisper can have."""
-    if reason := checkpoint.mismatch(config, CONFIG, "its configuration"):
+    if reason := records.mismatch(config, CONFIG, "its configuration"):
         raise UsageError(f"{path}: {reason}, which is out of range for Whisper")
     for side in ("encoder", "decoder"):
         if config["d_model"] % config[f"{side}_attention_heads"]:

@@ -6,23 +6,39 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from common.errors import UsageError
+from speech import splits
+from speech.audio import SAMPLE_RATE
 from speech.features import valid_mask
+from speech.layers import quieten_branches
 from speech.whisper.model import HOP, Attention, Whisper, angular_speeds
 
-OFFSETS = (
-    1.0,
-    3.0,
-)  # encoder frames: the range of distances that the first layer's heads look at, on either side
-OFFSETS_GROWTH, GROWING_LAYERS = (
-    1.8,
-    4,
-)  # the offsets grow by this factor from layer to layer, in the first layers
+FIT_UTTERANCES = 32  # to which the initial weights are fitted
+BRANCH_OUTPUTS = (".out_proj", ".fc2")  # names of the last layers of residual branches
+# Encoder frames: the range of distances that the first layer's heads look at, on either side.
+OFFSETS = (1.0, 3.0)
+OFFSETS_GROWTH = 1.8  # the offsets grow by this factor from layer to layer
+GROWING_LAYERS = 4  # in the first layers
 LONGEST_PERIOD = 150  # encoder frames; slower sines do not distinguish neighbours
 SHARPNESS = 1.7  # of a head's attention around its offset: its softmax covers about five frames
 BAND_WIDTH = 1.0  # mel bands, standard deviation of the filters of the first convolution
 CONTRAST = 8.0  # gain of those filters, because a band's features vary by a few tenths
 # a filter responds above its band's mean plus this, the spread of noise in a log-mel feature
 THRESHOLD = 0.14
+
+
+def fit(model: Whisper, data, seed: int, initialised: bool) -> None:
+    """Initialises a model from scratch for the training set `data`; see `initialise`. `initialised`:
+    whether --init_from gives it other weights afterwards. Raises `UsageError` if its encoder is
+    frozen and would stay random."""
+    if model.encoder_frozen and not initialised:
+        raise UsageError(
+            "--freeze_encoder: there is no checkpoint to resume, and a random encoder would stay"
+            " random"
+        )
+    items = splits.some_items(data, seed, FIT_UTTERANCES)
+    waveforms = [item["audio"][: item["heard"]] for item in items]  # without padding
+    initialise(model, waveforms or [torch.zeros(SAMPLE_RATE)])
 
 
 @torch.no_grad()
@@ -42,12 +58,7 @@ def initialise(model: Whisper, waveforms: list[torch.Tensor]) -> None:
     encoder = model.encoder
     d = model.config["d_model"]
     for layers in (encoder.layers, model.decoder.layers):
-        outputs = [m.out_proj for m in layers.modules() if isinstance(m, Attention)] + [
-            layer.fc2 for layer in layers
-        ]
-        for output in outputs:
-            output.weight /= math.sqrt(len(outputs))
-            output.bias.zero_()
+        quieten_branches(layers, BRANCH_OUTPUTS)
     for embedding in (model.decoder.embed_tokens, model.decoder.embed_positions):
         nn.init.normal_(embedding.weight, std=d**-0.5)
     _initialise_stem(model, waveforms)

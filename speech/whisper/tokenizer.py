@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from common import checkpoint, files
+from common import files, records
 from common.errors import DataError, UsageError, first_line, require
 from speech.model_files import refuse_pointer
 from speech.whisper.formats import CONFIG
@@ -50,7 +50,7 @@ _TIMESTAMPS = frozenset(TIMESTAMPS)
 ENGLISH_ONLY_SIZE = 51_864
 ENGLISH_ONLY_EOS = 50_256  # the id of eos in GPT-2's vocabulary, which the English-only models use
 LONGEST_TOKEN = 256  # bytes of a token of a .tiktoken file; the released ones have up to 128
-# The schema of `WhisperTokenizer.state()`, for `checkpoint.mismatch`.
+# The schema of `WhisperTokenizer.state()`, for `records.mismatch`.
 STATE = {
     "kind": {"whisper"},
     "vocab": dict,
@@ -336,7 +336,7 @@ def make_tokenizer(state: dict) -> WhisperTokenizer:
     """The tokenizer of a checkpoint, from its `state()`. Raises `UsageError` if the state is
     damaged."""
     with _refused("the saved tokenizer"):
-        if reason := checkpoint.mismatch(state, STATE, "it"):
+        if reason := records.mismatch(state, STATE, "it"):
             raise ValueError(reason)
         given = {name: state[name] for name in STATE if name != "kind"}
         return WhisperTokenizer(

@@ -46,7 +46,7 @@ class Crops:
         return np.full(len(self), CROP / SAMPLE_RATE)
 
     def item(self, index: int, epoch: int) -> dict:
-        waveform = F.pad(read_utterance(self.corpus, index, SAMPLE_RATE, self.cache), (0, SILENCE))
+        waveform = F.pad(read_utterance(self.corpus, index, SAMPLE_RATE), (0, SILENCE))
         room = max(0, len(waveform) - CROP)
         begin = (
             int(np.random.default_rng([self.seed, epoch, index]).integers(room + 1))

@@ -97,7 +97,7 @@ def speak_corpus(
             clip, _ = references.get(name) or next(iter(references.values()))
             voices[name] = voice_of(model, frozen, [torch.from_numpy(clip).to(device) / 32768])
         voice = voices[name]
-        recording = read_utterance(corpus, index, SAMPLE_RATE, None).to(device)
+        recording = read_utterance(corpus, index, SAMPLE_RATE).to(device)
         most = max(SHORTEST_LIMIT, LIMIT * code_count(len(recording)))
         language = corpus.languages[index]
         spoken = speak(

@@ -643,7 +643,7 @@ def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
         name, off = speaker or "speaker", abs(corpus.seconds[index] - REFERENCE_SECONDS)
         if name not in best or off < abs(corpus.seconds[best[name]] - REFERENCE_SECONDS):
             best[name] = index
-    clips = {name: read_utterance(corpus, index, SAMPLE_RATE, None) for name, index in best.items()}
+    clips = {name: read_utterance(corpus, index, SAMPLE_RATE) for name, index in best.items()}
     return {name: (int16(clip), SAMPLE_RATE) for name, clip in clips.items()}
 
 

@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from common import batches
 from common.device import Ranks, Setup
 from common.errors import DataError, RunError
-from tests import processes, toy
+from tests import processes, small
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,10 +33,10 @@ def lengths(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).lognormal(1.5, 0.6, count)
 
 
-small = st.integers(0, 10**6)
+seeds = st.integers(0, 10**6)
 
 
-@given(count=st.integers(1, 400), size=st.integers(1, 40), seed=small, epoch=st.integers(0, 100))
+@given(count=st.integers(1, 400), size=st.integers(1, 40), seed=seeds, epoch=st.integers(0, 100))
 def test_every_utterance_once_an_epoch(count, size, seed, epoch):
     seconds = lengths(count, seed)
     plan = batches.plan_epoch(seconds, size, seed, epoch)
@@ -54,7 +54,7 @@ def test_every_utterance_once_an_epoch(count, size, seed, epoch):
 parts = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 8)), max_size=4)
 
 
-@given(count=st.integers(1, 300), parts=parts, seed=small, epoch=st.integers(0, 3))
+@given(count=st.integers(1, 300), parts=parts, seed=seeds, epoch=st.integers(0, 3))
 def test_what_other_window_sizes_have_seen_is_left_out(count, parts, seed, epoch):
     seconds, seen, done = lengths(count, seed), [], []
     for size, global_batches in parts:
@@ -101,7 +101,7 @@ def test_windows_hold_similar_lengths_and_come_in_random_order():
     size=st.integers(1, 12),
     cap=st.none() | st.floats(0.5, 60),
     ranks=st.integers(1, 5),
-    seed=small,
+    seed=seeds,
 )
 def test_cut_window(count, size, cap, ranks, seed):
     seconds = lengths(100, seed)
@@ -133,9 +133,9 @@ def collate(items: list[dict]) -> dict:
         "names": [item["name"] for item in items],
         "seconds": [item["seconds"] for item in items],
     }
-    batch["values"], batch["values_lengths"] = batches.pad([item["values"] for item in items])
+    batch["audio"], batch["values_lengths"] = batches.pad([item["audio"] for item in items])
     batch["labels"], batch["labels_lengths"] = batches.pad([item["labels"] for item in items], -100)
-    batch["masks"] = torch.stack([torch.full((2, 2), float(len(item["values"]))) for item in items])
+    batch["masks"] = torch.stack([torch.full((2, 2), float(len(item["audio"]))) for item in items])
     batch["counts"] = {"ctc": int(batch["labels_lengths"].sum())}
     return batch
 
@@ -160,7 +160,7 @@ def test_split_batch_keeps_every_row_and_trims(sizes, most):
     row = 0
     for piece in pieces:
         assert "counts" not in piece
-        assert piece["values"].shape == (len(piece["names"]), int(piece["values_lengths"].max()))
+        assert piece["audio"].shape == (len(piece["names"]), int(piece["values_lengths"].max()))
         for i in range(len(piece["names"])):
             for key in ("values", "labels"):
                 length = int(piece[f"{key}_lengths"][i])
@@ -242,7 +242,7 @@ def bad(path: str):
 def global_batches(
     data: Clips, *flags: str, workers: int = 0, rank: int = 0, ranks: int = 1
 ) -> batches.GlobalBatches:
-    args = toy.make_args(
+    args = small.make_args(
         "unused", "--batch_size", "2", "--gradient_accumulation_steps", "3", *flags
     )
     return batches.GlobalBatches(
@@ -324,14 +324,16 @@ def test_ranks_share_a_window():
 
 def test_total_steps():
     made = global_batches(clips(100))
-    assert made.total_steps(toy.make_args("unused", "--num_epochs", "3")) == 3 * 17
-    assert made.total_steps(toy.make_args("unused", "--num_epochs", "3", "--max_steps", "20")) == 20
+    assert made.total_steps(small.make_args("unused", "--num_epochs", "3")) == 3 * 17
     assert (
-        made.total_steps(toy.make_args("unused", "--num_epochs", "3", "--max_steps", "2000"))
+        made.total_steps(small.make_args("unused", "--num_epochs", "3", "--max_steps", "20")) == 20
+    )
+    assert (
+        made.total_steps(small.make_args("unused", "--num_epochs", "3", "--max_steps", "2000"))
         == 3 * 17
     )
     assert (
-        made.total_steps(toy.make_args("unused", "--num_epochs", "3"), (5, 1)) == 5 + 2 * 17
+        made.total_steps(small.make_args("unused", "--num_epochs", "3"), (5, 1)) == 5 + 2 * 17
     )  # other data before
 
 
@@ -399,10 +401,10 @@ def test_a_worker_that_dies_later_is_noticed_when_its_data_are_needed(no_hang, w
 
 
 HELD = """
-from common.batches import Global batches
+from common.batches import GlobalBatches
 from common.device import Setup
-from tests import processes, toy
-source = Global batches(toy.make_args("unused"), toy.Sequences(50), toy.collate, Setup(workers=1)).iterate()
+from tests import processes, small
+source = GlobalBatches(small.make_args("unused"), small.Waveforms(50), small.collate, Setup(workers=1)).iterate()
 next(source)
 try:
     raise ValueError("the end")
@@ -450,7 +452,7 @@ def test_many_micro_batches_do_not_run_out_of_files(no_hang):
 def evaluation(
     data: Clips, *flags: str, workers: int = 0, rank: int = 0, ranks: int = 1
 ) -> batches.EvalBatches:
-    args = toy.make_args("unused", "--eval_batch_size", "4", *flags)
+    args = small.make_args("unused", "--eval_batch_size", "4", *flags)
     return batches.EvalBatches(
         args, data, collate, Setup(ranks=Ranks(rank, ranks), workers=workers)
     )

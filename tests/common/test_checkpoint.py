@@ -18,7 +18,7 @@ from common import checkpoint, optim
 from common.device import rng_state
 from common.errors import RunError, UsageError
 from common.loop import start_progress
-from tests import toy
+from tests import small
 
 WEIGHTS = {"w": torch.arange(5000.0)}
 
@@ -232,9 +232,9 @@ def test_an_unwritable_folder_is_answered_in_one_line(tmp_path):
 
 
 def test_best_weights_are_one_file_that_rebuilds_the_model(tmp_path):
-    model, other = toy.Network(), toy.Network()
+    model, other = small.Network(), small.Network()
     metadata = {
-        "recipe": toy.RECIPE,
+        "recipe": small.RECIPE,
         "config": {"width": 8},
         "tokenizer": {"characters": ["ह", "ा"]},
     }
@@ -243,31 +243,31 @@ def test_best_weights_are_one_file_that_rebuilds_the_model(tmp_path):
     assert json.loads(path.with_suffix(".json").read_text()) == {"cer": 0.5}
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode  # as the umask says
-    tensors, read = checkpoint.read_weights(path, toy.RECIPE)
-    assert not torch.equal(toy.weights(other), toy.weights(model))
+    tensors, read = checkpoint.read_weights(path, small.RECIPE)
+    assert not torch.equal(small.weights(other), small.weights(model))
     other.load_state_dict(tensors)
-    assert read == metadata and torch.equal(toy.weights(other), toy.weights(model))
+    assert read == metadata and torch.equal(small.weights(other), small.weights(model))
     shutil.copy(path, tmp_path / "cut.safetensors")
     os.truncate(tmp_path / "cut.safetensors", 1000)
     for name in ("cut.safetensors", "missing.safetensors"):
         with pytest.raises(UsageError):
-            checkpoint.read_weights(tmp_path / name, toy.RECIPE)
+            checkpoint.read_weights(tmp_path / name, small.RECIPE)
     with pytest.raises(UsageError, match=r"saved by recipes/toy\.py, not by recipes/other\.py"):
         checkpoint.read_weights(path, "other")
 
 
 def test_weights_to_use_are_those_of_resume_or_the_best(tmp_path):
-    args = toy.make_args(tmp_path)
+    args = small.make_args(tmp_path)
     with pytest.raises(
         UsageError,
         match=r"no weights at .*best\.safetensors: train first, or name them with --resume",
     ):
-        checkpoint.weights_to_use(args, toy.RECIPE)
+        checkpoint.weights_to_use(args, small.RECIPE)
     args.checkpoint_dir.mkdir()
-    models = {name: toy.Network() for name in ("best", "other")}
+    models = {name: small.Network() for name in ("best", "other")}
     for name, model in models.items():
         checkpoint.save_weights(
-            args.checkpoint_dir / f"{name}.safetensors", model, {"recipe": toy.RECIPE}, {}
+            args.checkpoint_dir / f"{name}.safetensors", model, {"recipe": small.RECIPE}, {}
         )
     other = str(args.checkpoint_dir / "other.safetensors")
     for flags, name in (
@@ -275,16 +275,16 @@ def test_weights_to_use_are_those_of_resume_or_the_best(tmp_path):
         (("--resume", "auto"), "best"),
         (("--resume", other), "other"),
     ):
-        tensors, _ = checkpoint.weights_to_use(toy.make_args(tmp_path, *flags), toy.RECIPE)
+        tensors, _ = checkpoint.weights_to_use(small.make_args(tmp_path, *flags), small.RECIPE)
         assert torch.equal(tensors["output.weight"], models[name].output.weight)
 
 
 def test_init_from_takes_what_fits(tmp_path, capsys):
-    model = toy.Network()
-    checkpoint.save_weights(tmp_path / "a.safetensors", model, {"recipe": toy.RECIPE}, {})
-    larger = toy.Network(layers=3)
+    model = small.Network()
+    checkpoint.save_weights(tmp_path / "a.safetensors", model, {"recipe": small.RECIPE}, {})
+    larger = small.Network(layers=3)
     larger.output = torch.nn.Conv1d(8, 5, 1)
-    tensors, _ = checkpoint.read_weights(tmp_path / "a.safetensors", toy.RECIPE)
+    tensors, _ = checkpoint.read_weights(tmp_path / "a.safetensors", small.RECIPE)
     checkpoint.initialise(larger, tensors, "a.safetensors")
     assert torch.equal(larger.layers[0][0].weight, model.layers[0][0].weight)
     new = "layers.2.0.bias, layers.2.0.weight, output.bias, output.weight"
@@ -301,10 +301,10 @@ def test_init_from_takes_what_fits(tmp_path, capsys):
 
 
 def test_optimizer_states_exist_from_the_start_and_survive_regrouping():
-    model = toy.Network()
-    before = toy.weights(model)
+    model = small.Network()
+    before = small.weights(model)
     optimizer = optim.make_optimizer(model, 1e-3)
-    assert torch.equal(toy.weights(model), before)
+    assert torch.equal(small.weights(model), before)
     assert len(optimizer.state) == len(list(model.parameters()))
     assert all(float(state["step"]) == 0 for state in optimizer.state.values())
     decayed = {
@@ -495,7 +495,7 @@ def test_damaged_metadata_of_weights_are_named(tmp_path, metadata):
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path):
-    model = toy.Network()
+    model = small.Network()
     model.output.bias.data[0] = float("inf")
     checkpoint.save_weights(tmp_path / "a.safetensors", model, {"recipe": "toy"}, {})
     with pytest.raises(

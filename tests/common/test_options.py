@@ -8,7 +8,7 @@ import pytest
 
 from common import options
 from common.errors import UsageError
-from tests import toy
+from tests import small
 
 
 @pytest.fixture
@@ -435,7 +435,7 @@ def test_a_stage_is_bounded_by_what_the_user_asks_for(parser, command, is_demo, 
 
 
 def test_frozen_flags_can_be_read_and_not_changed(tmp_path):
-    args = toy.make_args(tmp_path, "--batch_size", "3")
+    args = small.make_args(tmp_path, "--batch_size", "3")
     before = dict(vars(args))
     options.freeze(args)
     options.freeze(args)  # a second run may begin with the same flags

@@ -101,7 +101,7 @@ def items(rate: int = SAMPLE_RATE, seconds: float = 2.0, **others) -> list[dict]
 
 def konkani() -> Case:
     config = {
-        **konkani_conformer.SHAPE,
+        **konkani_conformer.DEFAULTS,
         "d_model": 96,
         "encoder_layers": 2,
         "decoder_layers": 2,
@@ -121,13 +121,12 @@ def konkani() -> Case:
 
 
 def parakeet_case() -> Case:
-    config = parakeet.shape(
+    config = parakeet.make_config(
         96, 2, 4, (64, 2), VOCABULARY, num_mel_bins=80, channels=32, subsampling=4, ctc=True
     )
-    loss = {"sigma": 0.02, "omega": 0.5, "reduction": "mean", "ctc_weight": 0.3}
     made = parakeet_tdt.collate(items(plain=False, factor=0.1, count=1))
-    model = parakeet_tdt.Parakeet(config, loss, 0.1, 0.1)
-    weights = parakeet_tdt.loss_weights({"loss": loss, "config": config})
+    model = parakeet_tdt.Parakeet(config, 0.02, 0.1, 0.1)
+    weights = {"tdt": 0.7, "ctc": 0.3}
     return Case(model, made, parakeet_tdt.compute_loss, weights, parakeet_tdt.CHECKPOINTED)
 
 

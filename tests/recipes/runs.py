@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch._dynamo  # the first update of an optimizer would import it, which takes two seconds
 
-from common import checkpoint, errors, loop, options, report
+from common import checkpoint, loop, options, report
 from common.errors import exit_with_one_line
 from speech.whisper import decoding
 from tests import processes
@@ -51,12 +51,6 @@ def run(recipe, *flags) -> tuple[int, str, str]:
         stack.enter_context(contextlib.redirect_stderr(err))
         stack.enter_context(mock.patch.object(report.Report, "draw", lambda self, metric: None))
         stack.enter_context(mock.patch.object(decoding, "make_search", short_search))
-        stack.enter_context(
-            mock.patch.object(errors.Output, "optional", False)
-        )  # a run in training sets it
-        stack.callback(
-            torch.set_default_device, None
-        )  # a planned run sets it, and a mistake may end it before `train`
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             stack.callback(signal.signal, number, signal.getsignal(number))
         try:
@@ -180,20 +174,22 @@ def kill(process: processes.Process | subprocess.Popen, may_have_ended: bool = F
     assert status == -signal.SIGKILL or (may_have_ended and status == 0), status
 
 
-def newest(folder: Path, recipe) -> dict:
-    """The content of the newest checkpoint of a run with --output_dir `folder`."""
+def newest(folder: Path, recipe) -> checkpoint.Saved:
+    """The newest checkpoint of a run with --output_dir `folder`."""
     return checkpoint.read(checkpoint.list_checkpoints(folder / "checkpoints")[0], recipe.RECIPE)
 
 
-def assert_same_state(a: dict, b: dict) -> None:
+def assert_same_state(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
     """That two checkpoints are equal to the bit: position, evaluations, weights, optimizer."""
-    assert a["progress"] == b["progress"]
-    assert a["model"].keys() == b["model"].keys() and a["optimizer"].keys() == b["optimizer"].keys()
-    for name, weight in a["model"].items():
-        assert torch.equal(weight, b["model"][name]), name
-    for name, state in a["optimizer"].items():
+    assert a.state["progress"] == b.state["progress"]
+    assert a.model.keys() == b.model.keys()
+    for name, weight in a.model.items():
+        assert torch.equal(weight, b.model[name]), name
+    ours, others = a.state["optimizer"], b.state["optimizer"]
+    assert ours.keys() == others.keys()
+    for name, state in ours.items():
         for key, value in state.items():
-            assert torch.equal(value, b["optimizer"][name][key]), (name, key)
+            assert torch.equal(value, others[name][key]), (name, key)
 
 
 def error_lines(out: str) -> list[str]:

@@ -71,7 +71,7 @@ def test_the_guides_defaults():
     cleared every 50."""
     args = make_parser(konkani_conformer).parse_args([])
     assert (args.batch_size, args.gradient_accumulation_steps, args.empty_cache_every) == (2, 4, 50)
-    shape = konkani_conformer.choose_shape(args, None)
+    shape = konkani_conformer.choose_config(args, None)
     assert (shape["d_model"], shape["encoder_layers"], shape["decoder_layers"]) == (192, 8, 4)
 
 

@@ -46,22 +46,23 @@ def best(reference):
     return reference[0] / "checkpoints" / "best.safetensors"
 
 
-def test_the_shape_is_the_checkpoints_or_the_flags():
+def test_the_configuration_is_the_checkpoints_or_the_flags():
     parser = options.Parser("")
     recipe.add_arguments(parser)
 
-    def shape(saved, *command):
-        return recipe.choose_shape(parser.parse_args(command), saved)
+    def config(saved, *command):
+        return recipe.choose_config(parser.parse_args(command), saved)
 
-    saved = {**recipe.SHAPE, "d_model": 128, "cmvn": "utterance", "vocabulary": 30}
-    expected = {name: saved[name] for name in recipe.SHAPE}
-    assert shape(None) == recipe.SHAPE
-    assert shape(None, "--d_model", "64") == {**recipe.SHAPE, "d_model": 64}
-    assert shape(saved) == shape(saved, "--d_model", "128") == expected
-    with pytest.raises(
-        UsageError, match=r"--d_model 192 conflicts with the checkpoint, which has 128.*--init_from"
-    ):
-        shape(saved, "--d_model", "192")
+    changes = {"d_model": 128, "cmvn": "utterance", "tokenizer": "bpe"}
+    expected = {**recipe.DEFAULTS, **changes}
+    saved = recipe.ModelInfo({**expected, "vocabulary": 30}, {})
+    assert config(None) == recipe.DEFAULTS
+    assert config(None, "--d_model", "64") == {**recipe.DEFAULTS, "d_model": 64}
+    assert config(saved) == config(saved, "--d_model", "128") == expected
+    for flag, value, has in (("d_model", "192", 128), ("tokenizer", "char", "bpe")):
+        message = f"--{flag} {value} conflicts with the checkpoint, which has {has}.*--init_from"
+        with pytest.raises(UsageError, match=message):
+            config(saved, f"--{flag}", value)
 
 
 # --- trained, stopped and resumed -----------------------------------------------------------------
@@ -155,7 +156,7 @@ def test_killed_and_terminated_in_one_epoch_and_resumed_it_ends_with_the_same_bi
 ):
     checkpoints = killed / "checkpoints"
     assert len(list(checkpoints.glob(".checkpoint_step_00000002.pt.*.tmp"))) == 1
-    assert newest(killed, recipe)["progress"]["step"] == 1
+    assert newest(killed, recipe).state["progress"]["step"] == 1
     show = report.Report.progress
 
     def progress(self, step, *values):
@@ -166,7 +167,9 @@ def test_killed_and_terminated_in_one_epoch_and_resumed_it_ends_with_the_same_bi
     with mock.patch.object(report.Report, "progress", progress):
         status, _, err = run(recipe, *again, "--output_dir", killed)
     assert status == 143 and "stopped by SIGTERM" in err and "--resume auto" in err, err
-    assert newest(killed, recipe)["progress"]["step"] == 3 and not list(checkpoints.glob(".*.tmp"))
+    assert newest(killed, recipe).state["progress"]["step"] == 3 and not list(
+        checkpoints.glob(".*.tmp")
+    )
     ran(recipe, *again, "--output_dir", killed)
     assert_same_end(killed, reference)
 
@@ -180,7 +183,7 @@ def test_terminated_with_a_worker_in_mid_epoch_and_resumed_it_ends_with_the_same
 
 def assert_trained_by_two(out: str, folder: Path) -> None:
     assert out.count("evaluation at step 2") == 1 and out.count("WER") == 1
-    state = newest(folder, recipe)
+    state = newest(folder, recipe).state
     assert (
         state["progress"]["step"] == 2
         and state["progress"]["utterances"] == 14
@@ -282,7 +285,7 @@ def test_long_recordings_are_cut_by_their_segments(konkani, flags, tmp_path):
     status, err = refused(recipe, *flags)
     assert status == 1 and "--use_chunking" in err
     ran(recipe, *flags, "--use_chunking")
-    assert 2.5 < newest(tmp_path, recipe)["metadata"]["longest"] <= 5
+    assert 2.5 < newest(tmp_path, recipe).run_info["longest"] <= 5
 
 
 # --- evaluated and transcribed --------------------------------------------------------------------
@@ -328,7 +331,7 @@ def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
     )
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [Path(row["file"]).name for row in rows] == ["long.flac", "stereo.wav"]
-    longest = checkpoint.read_weights(best, recipe.RECIPE)[1]["longest"]
+    longest = checkpoint.read_weights(best, recipe.RECIPE).run_info["longest"]
     assert len(rows[0]["pieces"]) > 4 and all(
         p["end"] - p["start"] <= longest + 1e-6 for p in rows[0]["pieces"]
     )
@@ -353,7 +356,7 @@ def test_silence_has_no_text(best, silence, monkeypatch):
 def test_a_plan_without_data_is_of_the_longest_utterances_that_ctc_can_align(flags, tmp_path):
     plan = planned(recipe, *TINY, *flags, "--output_dir", tmp_path)
     assert (
-        len(plan.global_batches.data) == 64
+        len(plan.global_batches.data) == 4096
         and len(set(plan.global_batches.data.corpus.texts)) == 64
     )
     assert "time_masks" in plan.batch and not list(tmp_path.iterdir())
@@ -383,7 +386,6 @@ MISTAKES = [  # flags, status, a part of the message
         "--beam_size goes with --decoding rescore or --decoding beam",
     ),
     ("--output x.jsonl", 2, "--output goes with --transcribe"),
-    ("--average_by best", 2, "--average_by goes with --average_checkpoints"),
     (
         "--train_manifest {train} --d_model 30",
         2,
@@ -409,7 +411,7 @@ MISTAKES = [  # flags, status, a part of the message
     (
         "--transcribe {here}/a.wav --verify_gpu",
         2,
-        "--verify_gpu and --transcribe: give one of them",
+        "--transcribe and --verify_gpu: give one of them",
     ),
     ("--evaluate --verify_gpu", 2, "--verify_gpu and --evaluate: give one of them"),
 ]

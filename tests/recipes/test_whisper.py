@@ -1,6 +1,7 @@
 """Both Whisper recipes' command lines on tiny models: demos, fine-tuning, resuming, export,
 transcribing, and mistakes."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -18,15 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from common import checkpoint, compiling, memory
 from common.device import Setup
-from common.errors import UsageError
 from common.loop import run_global_batch
 from recipes import whisper_morse as morse
 from recipes import whisper_vietnamese as vietnamese
 from speech import splits
 from speech.audio import SAMPLE_RATE, read_audio
 from speech.morse import synthesis
-from speech.whisper import decoding, formats
-from speech.whisper import start as starts
+from speech.whisper import decoding, formats, start
 from speech.whisper.model import LAYERS
 from speech.whisper.tokenizer import make_tokenizer, train_bpe, train_symbols
 from tests.recipes import runs
@@ -147,7 +146,7 @@ def test_a_longer_run_continues_the_demo_and_exports_over_its_own(morse_copy):
     assert (
         "resuming from" in out
         and "exported to" in out
-        and newest(morse_copy, morse)["progress"]["step"] == 3
+        and newest(morse_copy, morse).state["progress"]["step"] == 3
     )
 
 
@@ -155,7 +154,7 @@ def test_the_auxiliary_loss_may_end_before_the_run(morse_copy):
     flags = [*SHORT, *CLIPS, "--max_steps", "3", "--alignment_weight", "0", "--ctc_weight", "0"]
     out = ran(morse, *flags, "--resume", "auto", "--output_dir", morse_copy)
     paths = checkpoint.list_checkpoints(morse_copy / "checkpoints")
-    after, before = (checkpoint.read(path, morse.RECIPE)["model"] for path in paths)
+    after, before = (checkpoint.read(path, morse.RECIPE).model for path in paths)
     assert "(step 2)" in out and torch.equal(before["ctc_head.weight"], after["ctc_head.weight"])
     assert not torch.equal(
         before["decoder.embed_tokens.weight"], after["decoder.embed_tokens.weight"]
@@ -184,7 +183,7 @@ def test_the_vietnamese_demo_and_its_results_again(tmp_path, monkeypatch):
     )
     assert out.splitlines()[-1].startswith("memory: peak ")
     assert len((tmp_path / "logs" / "transcripts.jsonl").read_text().splitlines()) == 3
-    assert newest(tmp_path, vietnamese)["metadata"]["config"]["vocab_size"] <= 320
+    assert newest(tmp_path, vietnamese).model_info["config"]["vocab_size"] <= 320
     again = ran(vietnamese, "--evaluate", "--output_dir", tmp_path)
     assert error_lines(again) == error_lines(out) and len(error_lines(out)) == 2
 
@@ -211,7 +210,7 @@ def stopped(recipe, long, tmp_path) -> Path:
     process = runs.start(command, tmp_path, runs.signal_after(3, signal.SIGTERM))
     _, err = process.communicate()
     assert process.returncode == 143 and "--resume auto" in err, err
-    assert newest(folder, recipe)["progress"]["step"] == 3
+    assert newest(folder, recipe).state["progress"]["step"] == 3
     return folder
 
 
@@ -222,7 +221,7 @@ def test_stopped_by_a_signal_and_resumed_it_ends_with_the_same_bits(
     monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)  # weights are compared, not texts
     ran(recipe, *long, "--output_dir", tmp_path / "whole")
     assert "(step 3)" in ran(recipe, *long, "--resume", "auto", "--output_dir", stopped)
-    assert newest(stopped, recipe)["progress"]["step"] == 4
+    assert newest(stopped, recipe).state["progress"]["step"] == 4
     runs.assert_same_state(newest(tmp_path / "whole", recipe), newest(stopped, recipe))
 
 
@@ -230,21 +229,22 @@ def test_stopped_by_a_signal_and_resumed_it_ends_with_the_same_bits(
 
 
 def make_utterances(recipe, spoken, *flags, training: bool = True):
-    """The training set as a recipe's main makes it, and the metadata of a tiny model."""
+    """The training set as a recipe's main makes it, and a tiny model's info."""
     source = CLIPS if recipe is morse else data_flags(spoken)
     args = runs.parse(
         recipe, *TINY, *source, "--from_scratch", "--spec_augment", "--pad_share", "0.3", *flags
     )
-    asked, sets = recipe.resolve(args), recipe.read_sets(args, None)
-    clips = sets["train"]
     if recipe is morse:
+        asked, source = recipe.resolve(args)
+        corpus = recipe.read_data(args, source)["train"]
         tokenizer = train_symbols(morse.SYMBOLS, "en")
     else:
-        tokenizer = train_bpe(clips.texts, 300, "vi")
-    metadata, _ = starts.choose(asked, None, lambda: tokenizer)
-    metadata |= recipe.about_run(args, sets, metadata, 1) | {"pad_from": 0}
-    metadata["config"]["max_source_positions"] = 300  # 6 s: padding to 30 s would take long
-    return recipe.Utterances(args, clips, tokenizer, metadata, training), metadata
+        asked = recipe.resolve(args)
+        corpus = recipe.read_data(args)["train"]
+        tokenizer = train_bpe(corpus.texts, 300, "vi")
+    info = start.new_info(asked, tokenizer)
+    info.config["max_source_positions"] = 300  # 6 s: padding to 30 s would take long
+    return recipe.Utterances(args, corpus, tokenizer, info, training), info
 
 
 @BOTH
@@ -344,7 +344,7 @@ def test_long_recordings_are_cut_by_their_segments_or_rejected(spoken, tmp_path)
     status, err = refused(vietnamese, *flags, "--output_dir", tmp_path)
     assert status == 1 and "--use_chunking" in err
     ran(vietnamese, *flags, "--use_chunking", "--max_duration", "12", "--output_dir", tmp_path)
-    assert 6 < newest(tmp_path, vietnamese)["metadata"]["longest"] <= 12
+    assert 6 < newest(tmp_path, vietnamese).run_info["data"]["longest"] <= 12
 
 
 # --- exactness ------------------------------------------------------------------------------------
@@ -352,9 +352,9 @@ def test_long_recordings_are_cut_by_their_segments_or_rejected(spoken, tmp_path)
 
 @functools.cache
 def ragged_items() -> tuple[dict, list[dict]]:
-    """Metadata of a tiny model and eight Morse clips in float64, some of them padded to the
-    window."""
-    data, metadata = make_utterances(morse, None)
+    """The info of a tiny model and eight Morse clips in float64, some of them padded to the longest
+    input."""
+    data, info = make_utterances(morse, None)
     items = [data.item(index, 1) for index in range(8)]
     for item in items:
         for name, value in item.items():
@@ -362,19 +362,19 @@ def ragged_items() -> tuple[dict, list[dict]]:
                 item[name] = value.double()
     padded = [len(item["audio"]) > item["heard"] for item in items]
     assert any(padded) and not all(padded) and len({item["heard"] for item in items}) > 4
-    return metadata, items
+    return info, items
 
 
-def tiny_model(metadata: dict):
+def tiny_model(info: start.ModelInfo):
     torch.manual_seed(0)
-    model = starts.make_model(metadata, label_smoothing=0.1).double()
+    model = start.make_model(info, label_smoothing=0.1).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, dtype=torch.float64)
     return model.train()
 
 
-def window_gradient(model, items: list[dict], size: int, weights: dict[str, float]) -> torch.Tensor:
+def gradient_of(model, items: list[dict], size: int, weights: dict[str, float]) -> torch.Tensor:
     micro_batches = [
         morse.collate(items[first : first + size]) for first in range(0, len(items), size)
     ]
@@ -386,41 +386,39 @@ def window_gradient(model, items: list[dict], size: int, weights: dict[str, floa
 
 
 @pytest.mark.parametrize("term", ["ctc", "alignment"])
-def test_however_a_window_is_cut_its_gradient_is_the_same(term):
-    metadata, items = ragged_items()
+def test_however_a_global_batch_is_cut_its_gradient_is_the_same(term):
+    info, items = ragged_items()
     if term == "ctc":
         items = [
             {key: value for key, value in item.items() if key != "alignment"} for item in items
         ]
     whole = None
     for size in (8, 2, 1):
-        gradient = window_gradient(tiny_model(metadata), items, size, {"attention": 0.7, term: 0.3})
+        gradient = gradient_of(tiny_model(info), items, size, {"attention": 0.7, term: 0.3})
         whole = gradient if whole is None else whole
         assert (gradient - whole).norm() <= 1e-10 * whole.norm() and whole.norm() > 0
 
 
 def test_gradient_checkpointing_changes_neither_loss_nor_gradient():
-    metadata, items = ragged_items()
+    info, items = ragged_items()
     gradients = []
     for recompute in (False, True):
-        model = tiny_model(metadata)
+        model = tiny_model(info)
         if recompute:
             memory.checkpoint_layers(model, LAYERS)
-        gradients.append(window_gradient(model, items[:3], 3, {"attention": 0.7, "alignment": 0.3}))
+        gradients.append(gradient_of(model, items[:3], 3, {"attention": 0.7, "alignment": 0.3}))
     assert torch.equal(*gradients)
 
 
 @torch.no_grad()
 @BOTH
 def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(recipe):
-    metadata, items = ragged_items()
-    model, tokenizer = tiny_model(metadata).eval(), make_tokenizer(metadata["tokenizer"])
+    info, items = ragged_items()
+    model, tokenizer = tiny_model(info).eval(), make_tokenizer(info.tokenizer)
     items = [
         {key: value for key, value in item.items() if key != "alignment"} for item in items[:3]
     ]
-    search = decoding.make_search(
-        tokenizer, metadata["generation"], metadata["config"]["vocab_size"]
-    )
+    search = decoding.make_search(tokenizer, info.generation, info.config["vocab_size"])
     evaluate = functools.partial(
         recipe.evaluate, tokenizer, search, {"attention": 0.7, "ctc": 0.3}, model
     )
@@ -461,10 +459,10 @@ def test_both_released_forms_are_fine_tuned_alike(released, data, tmp_path):
     )
     a, b = newest(tmp_path / "a", vietnamese), newest(tmp_path / "b", vietnamese)
     before = formats.read_model(released / "hf")[0]
-    for name, weight in a["model"].items():
-        assert torch.equal(weight, b["model"][name]), name
+    for name, weight in a.model.items():
+        assert torch.equal(weight, b.model[name]), name
         assert torch.equal(weight, before[name]) == (name == "encoder.embed_positions.weight"), name
-    assert not a["metadata"]["pad_to_30s"]
+    assert not a.model_info["pad_to_30s"]
 
 
 def test_a_frozen_encoder_keeps_its_weights_and_hears_30_seconds(released, data, tmp_path):
@@ -479,11 +477,10 @@ def test_a_frozen_encoder_keeps_its_weights_and_hears_30_seconds(released, data,
     ]
     out = ran(vietnamese, *data, *SHORT, *flags)
     before, state = formats.read_model(released / "hf")[0], newest(tmp_path, vietnamese)
-    for name, weight in state["model"].items():
+    for name, weight in state.model.items():
         assert torch.equal(weight, before[name]) == name.startswith("encoder."), name
-    assert state["metadata"]["pad_to_30s"] and not any(
-        name.startswith("encoder.") for name in state["optimizer"]
-    )
+    assert state.model_info["pad_to_30s"]
+    assert not any(name.startswith("encoder.") for name in state.state["optimizer"])
     trained = sum(w.numel() for name, w in before.items() if name.startswith("decoder.")) / 1e6
     assert f"{trained:.1f} M of them trained" in out
 
@@ -515,7 +512,7 @@ def test_released_models_learn_morse_with_nothing_suppressed(released, tmp_path)
 
 @pytest.fixture(scope="module")
 def memorised(spoken, tmp_path_factory):
-    """A run that knows two sentences by heart, padded to its longest window: its folder, and
+    """A run that knows two sentences by heart, padded to its longest input: its folder, and
     [(file, sentence)]."""
     folder = tmp_path_factory.mktemp("memorised")
     rows = [
@@ -534,7 +531,7 @@ def memorised(spoken, tmp_path_factory):
         "--from_scratch --d_model 32 --max_steps 50 --learning_rate 1e-2 --eval_every 50"
         " --pad_to_30s --no_spec_augment --no_speed_perturbation --max_duration 3"
     )
-    with pytest.MonkeyPatch.context() as patch:  # a window of 3 s takes a tenth of the time
+    with pytest.MonkeyPatch.context() as patch:  # an input of 3 s takes a tenth of the time
         patch.setitem(
             vietnamese.SIZES, "base", {**vietnamese.SIZES["base"], "max_source_positions": 150}
         )
@@ -606,7 +603,7 @@ def test_compared_to_a_baseline(memorised, released, tmp_path):
     )
 
 
-def test_long_files_are_transcribed_in_overlapping_windows(released, tmp_path):
+def test_long_files_are_transcribed_in_overlapping_pieces(released, tmp_path):
     clips = [
         synthesis.synthesise(0, number, synthesis.CONDITIONS["clean"]).audio for number in range(12)
     ]
@@ -626,9 +623,8 @@ def test_long_files_are_transcribed_in_overlapping_windows(released, tmp_path):
     ]
     assert row["seconds"] == 35 and len(row["pieces"]) == 2
     assert row["pieces"][0]["start"] == 0 and row["pieces"][1]["end"] == 35
-    assert (
-        row["pieces"][0]["end"] == row["pieces"][1]["start"]
-    )  # what both windows heard is in one of them
+    # what both pieces heard is in one of them
+    assert row["pieces"][0]["end"] == row["pieces"][1]["start"]
 
 
 @BOTH
@@ -654,13 +650,19 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
             1,
             "no usable utterance: 2 x file is missing",
         ),
-        ("{train}", 2, "where does the model start? --model_dir DIR"),
+        ("{train}", 2, "training needs a model to start from: add --model_dir DIR"),
         (
-            "{train} --model_dir {released}/hf/config.json",
+            "{train} --model_file {released}/hf/config.json",
             2,
             "config.json is not a file of torch.save",
         ),
-        ("{train} --model_dir {released}/hf/model.safetensors", 2, "give the folder that holds it"),
+        (
+            "{train} --model_file {released}/hf/model.safetensors",
+            2,
+            "give the folder that holds it",
+        ),
+        ("{train} --model_dir {released}/openai/base.pt", 2, "it is a file: use --model_file"),
+        ("{train} --model_file {released}/hf", 2, "it is a folder: use --model_dir"),
         ("{train} --model_dir {here}/empty", 2, "holds no config.json"),
         ("{train} --model_dir openai/whisper-base", 2, "nothing is downloaded here"),
         (
@@ -688,11 +690,11 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         (
             "{train} --model_dir {released}/hf --freeze_encoder --no_pad_to_30s",
             2,
-            "only knows 30 s windows",
+            "a frozen encoder knows inputs of 30 s only",
         ),
         ("{train} --model_dir {released}/hf --model_size base", 2, "has its own shape"),
         ("{train} --model_dir {released}/hf --d_model 64", 2, "has its own shape"),
-        ("{train} --model_dir {released}/hf --vocab_size 500", 2, "has its own vocabulary"),
+        ("{train} --model_dir {released}/hf --vocab_size 500", 2, "have their own vocabulary"),
         (
             "{train} --model_dir {released}/hf --ctc_weight 0.3",
             2,
@@ -793,11 +795,6 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
             "--beam_size goes with --decoding beam",
         ),
         (
-            "{train} --model_dir {released}/hf --average_by best",
-            2,
-            "--average_by goes with --average_checkpoints",
-        ),
-        (
             "{train} --model_dir {released}/hf --pad_share 0.3 --pad_to_30s",
             2,
             "the second pads every utterance",
@@ -812,7 +809,11 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
             2,
             "the decoder has 448 positions",
         ),
-        ("{train} --model_dir {released}/hf --max_duration 60", 2, "the model's window is 30 s"),
+        (
+            "{train} --model_dir {released}/hf --max_duration 60",
+            2,
+            "the model's longest input is 30 s",
+        ),
         (
             "{train} --from_scratch --min_duration 40",
             2,
@@ -856,7 +857,7 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         (
             "--transcribe {here}/a.wav --verify_gpu",
             2,
-            "--verify_gpu and --transcribe: give one of them",
+            "--transcribe and --verify_gpu: give one of them",
         ),
         (
             "--transcribe {here}/a.wav --model_dir {released}/hf --export {here}/x",
@@ -909,7 +910,7 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
             2,
             "too large for this machine",
         ),
-        ("--conditions wide", 2, "where does the model start?"),
+        ("--conditions wide", 2, "training needs a model to start from"),
         (
             "--data_dir {here}/gone --from_scratch",
             2,
@@ -966,11 +967,10 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         ("--write_dataset {here}/new 0", 2, "0 is out of range: it must be at least 1"),
         ("--write_dataset {here}/new 10000001", 2, "it must be at most 10000000"),
         ("--write_dataset {empty} 5", 2, "the path is empty"),
-        ("--write_dataset . 5", 2, "it holds the current folder"),
         (
             "--write_dataset {here}/new 5 --max_steps 3",
             2,
-            "--write_dataset and --max_steps: the first trains nothing",
+            "--max_steps and --write_dataset: the first is for training",
         ),
         ("--write_dataset {here}/new 5 --wpm 30 20", 2, "--wpm 30 20: give two numbers"),
         (
@@ -1099,7 +1099,7 @@ def test_checkpoints_of_another_recipe_or_shape(morse_demo, released, tmp_path):
     for flags, message in (
         (
             ["--resume", saved, "--model_size", "tiny"],
-            "--model_size tiny (the checkpoint has 16 wide, 1+1 layers) conflicts",
+            "--model_size tiny (the checkpoint has d_model 16, encoder_layers 1, decoder_layers 1)",
         ),
         (
             ["--resume", saved, "--model_dir", released / "hf"],
@@ -1147,16 +1147,17 @@ CONTRADICTIONS = [  # what was saved, flags, and a part of the message
 def test_flags_that_contradict_the_checkpoint(saved, line, message, released, tmp_path):
     train_bpe(["anh em"], 265, "vi").save(tmp_path)
     tuned = vietnamese.resolve(runs.parse(vietnamese, "--model_dir", released / "hf"))
-    metadata = starts.read_pretrained(tuned)[1] | {"pretrained": saved == "tuned"}
-    line, message = (
-        text and text.format(released=released, other=tmp_path) for text in (line, message)
-    )
-    asked = vietnamese.resolve(runs.parse(vietnamese, *line.split()))
+    info, _ = start.read_released(tuned, released / "hf")
+    info = dataclasses.replace(info, pretrained=saved == "tuned")
+    state = {"args": {"vocab_size": 500}}
+    content = checkpoint.Saved(tmp_path / "x.pt", vietnamese.RECIPE, {}, {}, {}, state)
+    words = line.format(released=released, other=tmp_path).split()
+    asked = vietnamese.resolve(runs.parse(vietnamese, *words))
+    found = start.conflicts(asked, info, content)
     if message is None:
-        return starts.check_resumed(asked, metadata, 500)
-    with pytest.raises(UsageError) as caught:
-        starts.check_resumed(asked, metadata, 500)
-    assert message in str(caught.value) and "conflicts with the checkpoint" in str(caught.value)
+        assert found == []
+    else:
+        assert message.format(other=tmp_path) in ", ".join(found)
 
 
 def test_flags_that_contradict_are_refused_in_every_use(memorised, data, tmp_path):
@@ -1179,14 +1180,16 @@ def test_what_was_held_out_is_held_out_again_whatever_the_seed(spoken, tmp_path)
     flags = ["--train_manifest", spoken["train"], "--output_dir", tmp_path]
     training = [*flags, *TINY, *SHORT, "--from_scratch"]
     ran(vietnamese, *training)
-    first, before = file_tested(), newest(tmp_path, vietnamese)["metadata"]["held_out"]
+    first, before = file_tested(), newest(tmp_path, vietnamese).run_info["data"]["held_out"]
     ran(vietnamese, *training, "--seed", "2", "--max_steps", "3", "--resume", "auto")
-    assert newest(tmp_path, vietnamese)["metadata"]["held_out"] == before and len(before) == 1
+    assert newest(tmp_path, vietnamese).run_info["data"]["held_out"] == before and len(before) == 1
     assert file_tested() == first
     ran(vietnamese, *flags, "--seed", "2", "--evaluate")
     assert file_tested() == first
     assert (
-        splits.load_splits({"train": spoken["train"]}, str, splits.Checks(seed=2))["val"].paths[0]
+        splits.read_manifests({"train": spoken["train"]}, str, splits.Checks(seed=2))["val"].paths[
+            0
+        ]
         != first
     )
 
@@ -1204,49 +1207,50 @@ def test_a_manifest_of_morse_keeps_what_it_holds_out(tmp_path, wav, json_lines):
         tmp_path,
     ]
     ran(morse, *flags)
-    assert len(newest(tmp_path, morse)["metadata"]["held_out"]) == 1
+    assert len(newest(tmp_path, morse).run_info["data"]["held_out"]) == 1
 
 
-DAMAGE = {  # what is changed in the metadata of best.safetensors, and a part of the message
-    "layers": (("config", "encoder_layers"), 10**9, "config.encoder_layers is '1000000000'"),
-    "more layers": (("config", "encoder_layers"), 128, "the saved model lacks 'encoder.layers.1."),
-    "width": (("config", "d_model"), 8192, "its configuration asks for"),
-    "heads": (("config", "decoder_attention_heads"), 3, "decoder_attention_heads does not divide"),
-    "boolean": (("config", "vocab_size"), True, "config.vocab_size is 'True'"),
-    "no config": (("config",), None, "config is 'None'"),
-    "vocabulary": (("tokenizer", "vocab"), {}, "the saved tokenizer is not a Whisper tokenizer"),
-    "merges": (("tokenizer", "merges"), [["a", "b"]], "tokenizer.merges[0] is"),
-    "language": (("tokenizer", "language"), "xx", "language xx: Whisper has no token for it"),
-    "text for a number": (("pad_from",), "0", "pad_from is '0'"),
+LAYERS_ASKED = "ModelInfo.config.encoder_layers is '1000000000'"
+DAMAGE = {  # what is changed in the records of best.safetensors, and a part of the message
+    "layers": (("model_info", "config", "encoder_layers"), 10**9, LAYERS_ASKED),
+    "more layers": (("model_info", "config", "encoder_layers"), 128, "lacks 'encoder.layers.1."),
+    "width": (("model_info", "config", "d_model"), 8192, "its configuration asks for"),
+    "heads": (("model_info", "config", "decoder_attention_heads"), 3, "does not divide d_model"),
+    "boolean": (("model_info", "config", "vocab_size"), True, "config.vocab_size is 'True'"),
+    "no config": (("model_info", "config"), None, "ModelInfo.config is 'None'"),
+    "vocabulary": (("model_info", "tokenizer", "vocab"), {}, "is not a Whisper tokenizer"),
+    "merges": (("model_info", "tokenizer", "merges"), [["a", "b"]], "tokenizer.merges[0] is"),
+    "language": (("model_info", "tokenizer", "language"), "xx", "Whisper has no token for it"),
     "suppressed": (
-        ("generation",),
+        ("model_info", "generation"),
         {"suppress_tokens": [5000]},
         "its tokens are not those of its tokenizer",
     ),
-    "ctc": (("ctc_tokens",), 3, "ctc_head.weight is"),
-    "NaN": (("longest",), float("nan"), "longest is 'nan'"),
-    "no length": (("longest",), 1e-300, "longest is '1e-300'"),
-    "speed": (("synthesis", "wpm"), [4, 10**9], "synthesis.wpm is '[4, 1000000000]'"),
-    "conditions": (("synthesis", "conditions"), ["x"], "synthesis.conditions is"),
-    "held out": (("held_out",), [1], "held_out[0] is '1'"),
+    "ctc": (("model_info", "ctc_tokens"), 3, "its tokens are not those of its tokenizer"),
+    "text for a number": (("run_info", "pad_from"), "0", "RunInfo.pad_from is '0'"),
+    "NaN": (("run_info", "data", "longest"), float("nan"), "RunInfo.longest is 'nan'"),
+    "no length": (("run_info", "data", "longest"), 1e-300, "RunInfo.longest is '1e-300'"),
+    "held out": (("run_info", "data", "held_out"), [1], "RunInfo.held_out[0] is '1'"),
+    "speed": (("run_info", "synthesis", "wpm"), [4, 10**9], "Choice.wpm is '[4, 1000000000]'"),
+    "conditions": (("run_info", "synthesis", "conditions"), ["x"], "Choice.conditions is"),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damaged_metadata_are_named_before_a_model_is_made(
+def test_damaged_records_are_named_before_a_model_is_made(
     case, morse_demo, tmp_path, monkeypatch, no_hang
 ):
-    place, value, message = DAMAGE[case]
+    (record, *folders, name), value, message = DAMAGE[case]
     best = morse_demo[0] / "checkpoints" / "best.safetensors"
     with safe_open(best, framework="pt") as file:
         header = file.metadata()
-    metadata = json.loads(header["metadata"])
-    *folders, name = place
-    functools.reduce(dict.__getitem__, folders, metadata)[name] = value
-    save_file(
-        load_file(best), tmp_path / "best.safetensors", {**header, "metadata": json.dumps(metadata)}
-    )
-    monkeypatch.setattr(starts, "Whisper", lambda *inputs: pytest.fail("a model was made"))
+    content = json.loads(header[record])
+    functools.reduce(dict.__getitem__, folders, content)[name] = value
+    header[record] = json.dumps(content)
+    save_file(load_file(best), tmp_path / "best.safetensors", header)
+    if record == "model_info":
+        fail = lambda *inputs: pytest.fail("a model was made")  # noqa: E731
+        monkeypatch.setattr(checkpoint, "load_weights", fail)
     for use in (["--evaluate"], ["--export", tmp_path / "x"]):
         status, err = refused(
             morse, *use, "--resume", tmp_path / "best.safetensors", "--output_dir", tmp_path
@@ -1258,11 +1262,11 @@ def test_damaged_metadata_are_named_before_a_model_is_made(
 def test_a_plan_is_of_the_model_that_the_flags_ask_for(recipe, released, tmp_path):
     flags = ["--language", "vi", "--output_dir", tmp_path, "--export", tmp_path / "export"]
     expected = formats.read_config(released / "hf")
-    for start in (
+    for origin in (
         ["--model_dir", released / "hf"],
         ["--model_file", released / "openai" / "base.pt"],
     ):
-        model = planned(recipe, *flags, *start, "--freeze_encoder").model
+        model = planned(recipe, *flags, *origin, "--freeze_encoder").model
         assert model.config == expected and not any(
             p.requires_grad for p in model.encoder.parameters()
         )
@@ -1272,11 +1276,10 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(recipe, released, tmp_pat
 
 def test_without_data_a_released_size_has_the_released_vocabulary(spoken, tmp_path):
     def vocabulary(*flags) -> int:
-        metadata = planned(
-            vietnamese, "--from_scratch", *TINY, *flags, "--output_dir", tmp_path
-        ).task.metadata
-        assert 0 < metadata["ctc_tokens"] < 500
-        return metadata["config"]["vocab_size"]
+        flags = ["--from_scratch", *TINY, *flags, "--output_dir", tmp_path]
+        info = planned(vietnamese, *flags).task.model_info
+        assert 0 < info.ctc_tokens < 500
+        return info.config["vocab_size"]
 
     assert vocabulary() == 320
     assert (

@@ -431,31 +431,10 @@ def test_any_file_name_is_a_plain_name(tmp_path, false_ffmpeg, monkeypatch, name
     assert f"-i\nfile:{name}\n" in (tmp_path / "arguments").read_text()
 
 
-def test_audio_files_below_links_that_lead_back_and_in_deep_folders(
-    tmp_path, wav, no_hang, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_audio_files_below_links_that_lead_back(tmp_path, wav, no_hang):
     wanted = wav(tmp_path / "b" / "a.wav")
     (tmp_path / "b" / "again").symlink_to(tmp_path / "b")
-    (tmp_path / "b" / "itself.wav").symlink_to("itself.wav")
-    os.mkfifo(tmp_path / "b" / "pipe.wav")
     assert audio.audio_files([str(tmp_path / "b")]) == [Path(wanted)]
-    os.chdir("b")
-    for _ in range(17):
-        os.mkdir("d" * 250)
-        os.chdir("d" * 250)
-    with pytest.raises(UsageError, match="File name too long"):
-        audio.audio_files([str(tmp_path / "b")])
-
-
-def test_only_regular_files_are_transcribed(tmp_path, no_hang):
-    os.mkfifo(tmp_path / "pipe.wav")
-    for path, message in (
-        ("pipe.wav", "it is not a regular file"),
-        ("x" * 5000, "no such file or folder"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            audio.audio_files([str(tmp_path / path)])
 
 
 def test_audio_files(tmp_path, wav):
@@ -494,15 +473,9 @@ BAD_ENTRIES = {
     "a checksum only": lambda entry: os.truncate(entry, 4),
     "of odd length": lambda entry: os.truncate(entry, 201),
     "longer": lambda entry: entry.write_bytes(entry.read_bytes() + bytes(4)),
-    "not a number": lambda entry: entry.write_bytes(np.full(100, np.nan, "f4").tobytes()),
-    "an array of objects": lambda entry: np.save(
-        entry.open("wb"), np.array([None, "a"]), allow_pickle=True
-    ),
-    "an array of integers": lambda entry: np.save(entry.open("wb"), np.arange(100)),
     "that of another file": lambda entry: entry.write_bytes(
         next(p for p in entry.parents[1].rglob("*.f32") if p != entry).read_bytes()
     ),
-    "a broken link": lambda entry: (entry.unlink(), entry.symlink_to("gone")),
 }
 
 
@@ -515,18 +488,7 @@ def test_a_damaged_entry_of_the_cache_is_replaced(tmp_path, wav, kind):
     audio.read_cached(str(cache), wav(tmp_path / "b.wav", 2.0), 16_000)
     BAD_ENTRIES[kind](entry)
     assert torch.equal(audio.read_cached(str(cache), path, 16_000), expected)
-    assert entry.read_bytes() == good and not entry.is_symlink()
-
-
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_an_entry_of_the_cache_that_is_not_a_file_is_left_alone(tmp_path, wav, no_hang, make):
-    path, cache = wav(tmp_path / "a.wav"), tmp_path / "cache"
-    expected = audio.read_cached(str(cache), path, 16_000)
-    (entry,) = cache.rglob("*.f32")
-    entry.unlink()
-    make(entry)
-    assert torch.equal(audio.read_cached(str(cache), path, 16_000), expected)
-    assert not entry.is_file()
+    assert entry.read_bytes() == good
 
 
 def test_a_cache_that_cannot_be_written_says_so(tmp_path, wav):

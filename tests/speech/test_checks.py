@@ -84,12 +84,13 @@ def test_speakers_with_little_speech_are_rejected_unless_all_have_little(capsys)
 
 def test_overlap_is_noted():
     train = make_corpus([("one", 1.0, ""), ("two", 1.0, ""), ("three", 1.0, "")])
-    other = make_corpus([("seven", 1.0, ""), ("three", 0.5, ""), ("six", 2.0, "")])
+    other = make_corpus([("seven", 0.5, ""), ("three", 1.0, ""), ("six", 1.0, "")])
+    other.offsets[1:] = 2.0
     noted = Rejections()
     checks.overlap(train, other, noted)
     assert noted.notes.examples == {
         "audio is in the training set, too": ["/data/0.wav"],
-        "text is in the training set, too": ["/data/1.wav: three"],
+        "text is in the training set, too": ["/data/1.wav at 2.00 s: three"],
     }
     assert noted.total == 0
 

@@ -20,7 +20,8 @@ from common.errors import DataError, RunError, exit_with_one_line
 from speech import listening, recogniser
 from speech.audio import SAMPLE_RATE, read_utterance
 from speech.columns import Corpus
-from speech.splits import Checks, held_out_keys, load_corpus, load_splits, report_checked
+from speech.long import BY_OVERLAP
+from speech.splits import Checks, held_out_keys, load_corpus, read_manifests, report_checked
 from speech.text import normalise
 
 RATE = 16_000
@@ -182,9 +183,9 @@ def test_silence_at_the_ends_is_cut_by_times(data, capsys):
     assert corpus.offsets.tolist() == pytest.approx([0.35, 0, 0.35], abs=0.011)
     assert corpus.seconds.tolist() == pytest.approx([1.3, 1.45, 0.75], abs=0.011)
     assert np.isnan(corpus.durations[1]) and corpus.durations[0] == corpus.seconds[0]
-    waveform = read_utterance(corpus, 0, RATE, None).numpy()
+    waveform = read_utterance(corpus, 0, RATE).numpy()
     assert len(waveform) == round(corpus.seconds[0] * RATE) and np.abs(waveform).max() > 0.9
-    load_splits({"test": path}, normalise, Checks(listen=True, for_synthesis=True))
+    read_manifests({"test": path}, normalise, Checks(listen=True, for_synthesis=True))
     assert "test set" in (out := capsys.readouterr().out) and "noted (all are used):\n" in out
 
 
@@ -280,7 +281,7 @@ def test_an_unchanged_part_is_heard_once(data, tmp_path, heard):
     assert same() == (["a.wav", "a.wav at 0.60 s"], 2, {})
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a zip", "half", "one column", "infinite"])
+@pytest.mark.parametrize("damage", [b"", b"not a zip", "half", "one column"])
 def test_a_damaged_cache_is_made_anew(data, tmp_path, heard, damage):
     path = data({"a": speech(), "silent": np.zeros(RATE)})
     first = load(path, cache_dir=tmp_path / "cache")
@@ -290,8 +291,7 @@ def test_a_damaged_cache_is_made_anew(data, tmp_path, heard, damage):
     elif isinstance(damage, bytes):
         cache.write_bytes(damage)
     else:
-        values = {"one column": np.ones((2, 1)), "infinite": np.full((2, 4), np.inf)}[damage]
-        np.savez(cache, stamps=np.load(cache)["stamps"], values=values)
+        np.savez(cache, stamps=np.load(cache)["stamps"], values=np.ones((2, 1)))
     for expected in (["a.wav", "silent.wav"], []):
         heard.clear()
         corpus, rejected = load(path, cache_dir=tmp_path / "cache")
@@ -325,11 +325,11 @@ def test_what_is_held_out_is_the_same_with_and_without_listening(data, tmp_path)
     clips = {f"c{i}": pad(speech(0.6, seed=i), 0.1 * (i % 6), 0.4) for i in range(30)}
     path = data(clips)
     settings = {"listen": True, "for_synthesis": True}
-    first = load_splits({"train": path}, normalise, Checks(**settings))["val"]
+    first = read_manifests({"train": path}, normalise, Checks(**settings))["val"]
     keys = held_out_keys(first)
     assert (first.offsets > 0).any() and held_out_keys(first.select(np.arange(len(first)))) == keys
     for again in (Checks(held_out=tuple(keys)), Checks(**settings, held_out=tuple(keys), seed=7)):
-        assert list(load_splits({"train": path}, normalise, again)["val"].texts) == list(
+        assert list(read_manifests({"train": path}, normalise, again)["val"].texts) == list(
             first.texts
         )
 
@@ -426,26 +426,18 @@ def test_recordings_become_data_in_two_steps(tmp_path, monkeypatch, place):
         lengths.extend(batch["audio_lengths"].tolist())
         return [f"piece of {length}" for length in batch["audio_lengths"].tolist()]
 
-    longest, cutting = recogniser.in_pieces(2.5, 30.0, recogniser.BY_SILENCES)
-    recogniser.transcribe_files(["rec"], decode, Setup(), longest, rows, cutting=cutting)
+    how = recogniser.Options(transcribe=["rec"], output=rows, piece_seconds=2.5)
+    recogniser.transcribe_files(how, decode, Setup(), 30.0, BY_OVERLAP)
     assert max(lengths) <= 2.5 * SAMPLE_RATE and '"text": ""' in (tmp_path / rows).read_text()
     settings = Checks(listen=True, use_chunking=True, max_duration=2.5, skip_bad_audio=True)
-    corpora = load_splits({"test": rows}, normalise, settings)
+    corpora = read_manifests({"test": rows}, normalise, settings)
     corpus = corpora["test"]
     assert len(corpus) == len(lengths) >= 5 and set(corpus.seconds <= 2.5) == {True}
     for index, text in enumerate(corpus.texts):
-        assert text == f"piece of {len(read_utterance(corpus, index, SAMPLE_RATE, None))}"
+        assert text == f"piece of {len(read_utterance(corpus, index, SAMPLE_RATE))}"
     whole, rejected = load_corpus(rows, normalise, Checks(max_duration=30.0))
     assert len(whole) == 2 and not rejected.total and whole.texts[0].startswith("piece of")
     report_checked(corpora)
-
-
-def test_without_piece_seconds_recordings_are_cut_as_before():
-    assert recogniser.in_pieces(None, 30.0, recogniser.BY_SILENCES) == (
-        30.0,
-        recogniser.BY_SILENCES,
-    )
-    assert recogniser.in_pieces(40.0, 30.0) == (30.0, recogniser.BY_SILENCES)
 
 
 def test_pieces_are_segments_of_transcripts_alone(tmp_path, data):
@@ -470,7 +462,7 @@ def test_pieces_are_segments_of_transcripts_alone(tmp_path, data):
 
 def test_check_data_reports_what_sets_share(data, tmp_path, capsys):
     path = data({f"c{i}": speech(0.3, seed=i) for i in range(3)})
-    sets = load_splits({"train": path, "val": path}, normalise, Checks(listen=True))
+    sets = read_manifests({"train": path, "val": path}, normalise, Checks(listen=True))
     capsys.readouterr()
     report_checked(sets)
     lines = capsys.readouterr().out.splitlines()

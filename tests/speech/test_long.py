@@ -56,13 +56,11 @@ def test_pieces_are_put_together_with_their_times():
     assert timed == [(*piece, text) for piece, text in zip(pieces, texts, strict=True)]
 
 
-def test_windows_and_stitching_go_together():
-    windows = long.BY_WINDOWS.cut(noise(50_000), 16_000, 2.0)
-    assert windows[0][1] > windows[1][0]
-    assert (
-        long.BY_WINDOWS.join(["one two three four", "three four five"], windows[:2])[0]
-        == "one two three four five"
-    )
+def test_overlapping_pieces_and_stitching_go_together():
+    pieces = long.BY_OVERLAP.cut(noise(50_000), 16_000, 2.0)
+    assert pieces[0][1] > pieces[1][0]
+    texts = ["one two three four", "three four five"]
+    assert long.BY_OVERLAP.join(texts, pieces[:2])[0] == "one two three four five"
 
 
 def test_silent_pieces_are_not_decoded_and_have_a_record_of_their_own():

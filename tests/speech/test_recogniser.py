@@ -74,9 +74,8 @@ def rows_of(path) -> list[dict]:
 
 
 def transcribe(paths: list[str], decode: Decoder, output=None) -> None:
-    recogniser.transcribe_files(
-        paths, decode, Setup(), LONGEST, output and str(output), batch_size=2
-    )
+    how = recogniser.Options(transcribe=paths, output=str(output) if output else None, batch_size=2)
+    recogniser.transcribe_files(how, decode, Setup(), LONGEST)
 
 
 def test_words_and_segments_have_times_in_the_recording(spoken, tmp_path):

@@ -17,7 +17,8 @@ from common.errors import DataError, UsageError
 from common.options import Parser
 from speech import model_files, splits
 from speech.audio import read_utterance
-from speech.splits import Checks, join_segments, load_corpus, load_splits
+from speech.loading import Checks, join_segments, load_corpus
+from speech.splits import load_splits, read_manifests
 from speech.text import normalise
 
 GOOD = {"audio_filepath": "good.wav", "text": "बरें"}
@@ -32,42 +33,116 @@ def parse(*flags):
     return parser.parse_args(["--log_dir", "logs", "--seed", "3", *flags])
 
 
+def checks(*flags):
+    return splits.resolve(parse(*flags)).checks
+
+
 def test_the_flags_become_checks():
-    assert splits.resolve(parse()) == Checks(cache_dir=splits.Path("logs/cache"), seed=3)
+    assert checks() == Checks(cache_dir=splits.Path("logs/cache"), seed=3)
     flags = (
         "--min_duration 0.5 --max_duration 9 --audio_root a --max_samples 4 --strict_data"
-        " --use_chunking"
+        " --use_chunking --cache_audio b"
     )
-    assert splits.resolve(parse(*flags.split())) == Checks(
-        0.5, 9, "a", splits.Path("logs/cache"), True, 4, True, 3
+    assert checks(*flags.split()) == Checks(
+        min_duration=0.5,
+        max_duration=9,
+        audio_root="a",
+        cache_dir=splits.Path("logs/cache"),
+        cache_audio="b",
+        use_chunking=True,
+        max_samples=4,
+        strict=True,
+        seed=3,
     )
-    assert splits.resolve(parse(), ["a1", "b2"]).held_out == ("a1", "b2")
-    assert not splits.resolve(parse()).listen  # the demo's audio is known
+    assert splits.resolve(parse(), ["a1", "b2"]).checks.held_out == ("a1", "b2")
+    assert splits.resolve(parse(), for_synthesis=True).checks.for_synthesis
+    assert not checks().listen  # the demo's audio is known
     for manifest_flag in ("--train_manifest", "--test_manifest"):
-        assert splits.resolve(parse(manifest_flag, "m.json")).listen
-        assert not splits.resolve(parse(manifest_flag, "m.json", "--no_check_audio")).listen
-    assert [
-        splits.resolve(parse(*flags)).skip_bad_audio
-        for flags in ([], ["--skip_bad_audio"], ["--check_data"])
-    ] == [False, True, True]
+        assert checks(manifest_flag, "m.json").listen
+        assert not checks(manifest_flag, "m.json", "--no_check_audio").listen
+    skips = [
+        checks(*flags).skip_bad_audio for flags in ([], ["--skip_bad_audio"], ["--check_data"])
+    ]
+    assert skips == [False, True, True]
     with pytest.raises(UsageError) as error:
-        splits.resolve(parse("--min_duration", "30"))
+        checks("--min_duration", "30")
     assert str(error.value) == "--min_duration 30 is not below --max_duration 30"
+
+
+def test_evaluation_reads_the_test_set_alone():
+    paths = {"train": "a.json", "val": "b.json", "test": "c.json"}
+    flags = [word for name, path in paths.items() for word in (f"--{name}_manifest", path)]
+    assert splits.resolve(parse(*flags)).manifests == paths
+    assert splits.resolve(parse(*flags, "--evaluate")).manifests == {"test": "c.json"}
+    held_out = splits.resolve(parse("--train_manifest", "a.json", "--evaluate"))
+    assert held_out.manifests == {"train": "a.json"}
 
 
 @pytest.mark.parametrize("flags", [["--dry_run", "8GB"], ["--dry_run"], ["--verify_gpu"]])
 def test_a_planned_run_keeps_no_cache_and_does_not_listen(flags):
-    assert splits.resolve(parse("--train_manifest", "a.json")).listen
-    checks = splits.resolve(parse("--train_manifest", "a.json", *flags))
-    assert checks.cache_dir is None and not checks.listen
+    given = ["--train_manifest", "a.json", "--cache_audio", "b"]
+    assert checks(*given).listen and checks(*given).cache_audio == "b"
+    planned = splits.resolve(parse(*given, *flags))
+    assert planned.planned and not planned.checks.listen
+    assert planned.checks.cache_dir is planned.checks.cache_audio is None
+
+
+def test_without_manifests_there_is_a_demo_a_stand_in_or_an_error(
+    tmp_path, wav, json_lines, capsys
+):
+    def demo():
+        return {split: manifest(tmp_path, wav, json_lines, 4) for split in ("train", "val")}
+
+    corpora = load_splits(splits.resolve(parse()), normalise, demo)
+    assert list(corpora) == ["train", "val"] and len(corpora["train"]) == 4
+    assert "no --train_manifest: using the demo corpus" in capsys.readouterr().out
+    planned = splits.resolve(parse("--dry_run"))
+    stood_in = load_splits(planned, normalise, demo, lambda: splits.stand_in(3.0))
+    assert set(stood_in["train"].seconds) == {3.0}
+    with pytest.raises(UsageError, match="there are no data: give --train_manifest"):
+        load_splits(splits.resolve(parse()), normalise, stand_in=lambda: splits.stand_in(3.0))
+
+
+def test_what_a_checkpoint_keeps_about_the_data(tmp_path, wav, json_lines):
+    path = manifest(tmp_path, wav, json_lines, 60)
+    data = splits.resolve(parse("--train_manifest", path))
+    corpora = load_splits(data, normalise)
+    kept = splits.run_info(data, corpora)
+    assert kept.held_out == splits.held_out_keys(corpora["val"]) and len(kept.held_out) == 3
+    assert kept.longest == corpora["train"].seconds.max() and not kept.demo
+    again = load_splits(splits.resolve(parse("--train_manifest", path), kept.held_out), normalise)
+    assert list(again["val"].texts) == list(corpora["val"].texts)
+    data = splits.resolve(parse("--train_manifest", path, "--val_manifest", path))
+    assert splits.run_info(data, load_splits(data, normalise)).held_out == []
+    assert splits.run_info(splits.resolve(parse()), corpora) == splits.RunInfo(
+        [], kept.longest, True
+    )
+
+
+class Numbers:
+    """A data set whose even items cannot be read."""
+
+    def __len__(self):
+        return 10
+
+    def item(self, index: int, epoch: int) -> dict:
+        if index % 2 == 0:
+            raise DataError("unreadable")
+        return {"index": index}
+
+
+def test_some_items_are_drawn_at_random_and_unreadable_ones_left_out():
+    order = [index for index in np.random.default_rng(3).permutation(10) if index % 2]
+    assert [item["index"] for item in splits.some_items(Numbers(), 3, 4)] == order[:4]
+    assert len(splits.some_items(Numbers(), 3, 100)) == 5
 
 
 def test_the_data_of_a_planned_run_without_data_are_silence_of_the_longest_utterances(capsys):
     corpus = splits.stand_in(11.6)["train"]
     assert "the longest utterances that are taken, 11.6 s" in capsys.readouterr().out
-    assert set(corpus.seconds) == {11.6} and len(set(corpus.texts)) == len(corpus) == 64
+    assert set(corpus.seconds) == {11.6} and len(corpus) == 4096 and len(set(corpus.texts)) == 64
     assert all(text.count(" ") == 45 for text in corpus.texts)  # 4 words a second
-    waveform = read_utterance(corpus, 3, 22_050, None)
+    waveform = read_utterance(corpus, 3, 22_050)
     assert waveform.shape == (255_780,) and not waveform.any()
     assert max(map(len, splits.stand_in(30.0, 100)["val"].texts)) <= 100
 
@@ -87,8 +162,6 @@ def test_the_tables_of_contradictions_name_flags():
     known = set(vars(parse()))
     for flag, needed, extra in splits.NEEDS:
         assert {flag, *needed} <= known and isinstance(extra, str)
-    for flag, other, reason in splits.EXCLUDES:
-        assert {flag, other} <= known and reason
 
 
 # --- splits ---------------------------------------------------------------------------------------
@@ -102,8 +175,8 @@ def manifest(folder, wav, json_lines, count, name="m.json"):
 def test_without_a_val_manifest_a_part_of_the_training_data_is_held_out(
     tmp_path, wav, json_lines, capsys
 ):
-    paths = {"train": manifest(tmp_path, wav, json_lines, 60), "val": None}
-    corpora = load_splits(paths, normalise, Checks(seed=5))
+    paths = {"train": manifest(tmp_path, wav, json_lines, 60)}
+    corpora = read_manifests(paths, normalise, Checks(seed=5))
     assert [len(corpora[split]) for split in ("train", "val")] == [57, 3]
     assert sorted([*corpora["train"].texts, *corpora["val"].texts]) == sorted(
         f"t{i}" for i in range(60)
@@ -111,13 +184,13 @@ def test_without_a_val_manifest_a_part_of_the_training_data_is_held_out(
     assert (
         "no --val_manifest: 3 of the 60 training utterances are held out" in capsys.readouterr().out
     )
-    again, other = (load_splits(paths, normalise, Checks(seed=seed)) for seed in (5, 6))
+    again, other = (read_manifests(paths, normalise, Checks(seed=seed)) for seed in (5, 6))
     assert list(again["val"].texts) == list(corpora["val"].texts) != list(other["val"].texts)
 
 
 def test_the_draw_depends_on_the_seed_alone(tmp_path, wav, json_lines):
     """It is the one of earlier versions, whose checkpoints do not list what was held out."""
-    corpora = load_splits(
+    corpora = read_manifests(
         {"train": manifest(tmp_path, wav, json_lines, 60)}, normalise, Checks(seed=5)
     )
     drawn = np.sort(np.random.default_rng(5).permutation(60)[:3])
@@ -132,9 +205,9 @@ def test_the_held_out_part_comes_from_the_training_set_whatever_the_order(
         manifest(tmp_path, wav, json_lines, 60),
         manifest(tmp_path / "test", wav, json_lines, 5),
     )
-    drawn = load_splits({"train": train}, normalise, Checks(seed=5))
-    for paths in ({"train": train, "val": None, "test": test}, {"test": test, "train": train}):
-        corpora = load_splits(paths, normalise, Checks(seed=5))
+    drawn = read_manifests({"train": train}, normalise, Checks(seed=5))
+    for paths in ({"train": train, "test": test}, {"test": test, "train": train}):
+        corpora = read_manifests(paths, normalise, Checks(seed=5))
         assert {split: len(corpus) for split, corpus in corpora.items()} == {
             "train": 57,
             "val": 3,
@@ -144,7 +217,7 @@ def test_the_held_out_part_comes_from_the_training_set_whatever_the_order(
 
 
 def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
-    first = load_splits(
+    first = read_manifests(
         {"train": manifest(tmp_path / "a", wav, json_lines, 60)}, normalise, Checks(seed=5)
     )
     held_out, keys = set(first["val"].texts), splits.held_out_keys(first["val"])
@@ -156,7 +229,9 @@ def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
         {"seed": 6, "max_samples": 10},
         {"seed": 5, "max_samples": 100},
     ):
-        corpora = load_splits({"train": moved}, normalise, Checks(held_out=tuple(keys), **checks))
+        corpora = read_manifests(
+            {"train": moved}, normalise, Checks(held_out=tuple(keys), **checks)
+        )
         rows = splits.draw(100, Checks(**checks))
         assert set(corpora["val"].texts) == held_out and len(rows) == checks.get("max_samples", 100)
         assert set(corpora["train"].texts) == {f"t{i}" for i in rows} - held_out
@@ -164,7 +239,7 @@ def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
         "no --val_manifest: 3 of the 100 training utterances are held out"
         in capsys.readouterr().out
     )
-    again = load_splits(
+    again = read_manifests(
         {"train": str(tmp_path / "a" / "m.json")}, normalise, Checks(seed=5, held_out=tuple(keys))
     )
     for split in ("train", "val"):
@@ -173,27 +248,29 @@ def test_what_was_held_out_stays_held_out(tmp_path, wav, json_lines, capsys):
 
 def test_a_part_that_is_gone_is_drawn_anew(tmp_path, wav, json_lines, capsys):
     path = manifest(tmp_path, wav, json_lines, 60)
-    drawn = load_splits({"train": path}, normalise, Checks(seed=5))
-    other = load_splits({"train": path}, normalise, Checks(seed=5, held_out=("0" * 16,)))
+    drawn = read_manifests({"train": path}, normalise, Checks(seed=5))
+    other = read_manifests({"train": path}, normalise, Checks(seed=5, held_out=("0" * 16,)))
     assert list(other["val"].texts) == list(drawn["val"].texts)
     assert (
         "were held out before are not in the training set any more: others are drawn"
         in capsys.readouterr().out
     )
     partly = (splits.held_out_keys(drawn["val"])[0], "0" * 16)
-    assert len(load_splits({"train": path}, normalise, Checks(seed=6, held_out=partly))["val"]) == 1
-    corpora = load_splits({"train": path, "val": path}, normalise, Checks(held_out=partly))
+    assert (
+        len(read_manifests({"train": path}, normalise, Checks(seed=6, held_out=partly))["val"]) == 1
+    )
+    corpora = read_manifests({"train": path, "val": path}, normalise, Checks(held_out=partly))
     assert len(corpora["train"]) == len(corpora["val"]) == 60
 
 
 def test_rows_that_are_there_twice_are_held_out_together_or_as_before(tmp_path, wav, json_lines):
     wav(tmp_path / "good.wav")
     path = json_lines(tmp_path / "m.json", [{**GOOD, "text": f"t{i % 30}"} for i in range(60)])
-    first = load_splits({"train": path}, normalise, Checks(seed=5))
+    first = read_manifests({"train": path}, normalise, Checks(seed=5))
     keys = tuple(splits.held_out_keys(first["val"]))
-    again = load_splits({"train": path}, normalise, Checks(seed=5, held_out=keys))
+    again = read_manifests({"train": path}, normalise, Checks(seed=5, held_out=keys))
     assert again["train"].fingerprint() == first["train"].fingerprint()
-    other = load_splits({"train": path}, normalise, Checks(seed=6, held_out=keys))
+    other = read_manifests({"train": path}, normalise, Checks(seed=6, held_out=keys))
     assert not set(other["train"].texts) & set(other["val"].texts) and len(other["val"]) == 6
 
 
@@ -203,14 +280,14 @@ def test_a_folder_that_is_not_utf_8(tmp_path, wav, json_lines):
     os.rename(tmp_path / "a", folder)
     path = str(folder / "m.json")
     for _ in range(2):  # the second time from the cache of file headers
-        corpora = load_splits({"train": path}, normalise, Checks(cache_dir=folder / "cache"))
+        corpora = read_manifests({"train": path}, normalise, Checks(cache_dir=folder / "cache"))
         assert corpora["train"].fingerprint() and len(splits.held_out_keys(corpora["val"])) == 3
     assert len(list((folder / "cache").iterdir())) == 1
 
 
 def test_at_least_one_and_at_most_200_utterances_are_held_out(tmp_path, wav, json_lines):
     for count, held_out in ((2, 1), (4100, 200)):
-        corpora = load_splits(
+        corpora = read_manifests(
             {"train": manifest(tmp_path, wav, json_lines, count)}, normalise, Checks()
         )
         assert (len(corpora["train"]), len(corpora["val"])) == (count - held_out, held_out)
@@ -218,14 +295,14 @@ def test_at_least_one_and_at_most_200_utterances_are_held_out(tmp_path, wav, jso
         DataError,
         match="one utterance is too few to hold one out for evaluation: add --val_manifest",
     ):
-        load_splits({"train": manifest(tmp_path, wav, json_lines, 1)}, normalise, Checks())
+        read_manifests({"train": manifest(tmp_path, wav, json_lines, 1)}, normalise, Checks())
 
 
 def test_max_samples_shortens_the_training_set_only(tmp_path, wav, json_lines, capsys):
     path = manifest(tmp_path, wav, json_lines, 40)
     paths, drawn = dict.fromkeys(("train", "val", "test"), path), {}
     for seed in (1, 2):
-        corpora = load_splits(paths, normalise, Checks(max_samples=6, seed=seed))
+        corpora = read_manifests(paths, normalise, Checks(max_samples=6, seed=seed))
         assert {split: len(corpus) for split, corpus in corpora.items()} == {
             "train": 6,
             "val": 40,
@@ -233,7 +310,7 @@ def test_max_samples_shortens_the_training_set_only(tmp_path, wav, json_lines, c
         }
         numbers = [int(text[1:]) for text in corpora["train"].texts]
         assert numbers == sorted(numbers) and numbers != list(range(6))
-        again = load_splits(paths, normalise, Checks(max_samples=6, seed=seed))
+        again = read_manifests(paths, normalise, Checks(max_samples=6, seed=seed))
         assert again["train"].fingerprint() == corpora["train"].fingerprint()
         drawn[seed] = numbers
     assert drawn[1] != drawn[2] and f"train set ({path}): 6 utterances, " in capsys.readouterr().out
@@ -243,9 +320,9 @@ def test_more_samples_contain_every_smaller_choice(tmp_path, wav, json_lines):
     path = manifest(tmp_path, wav, json_lines, 60)
     sets = [
         set(
-            load_splits({"train": path, "val": path}, normalise, Checks(max_samples=count, seed=7))[
-                "train"
-            ].texts
+            read_manifests(
+                {"train": path, "val": path}, normalise, Checks(max_samples=count, seed=7)
+            )["train"].texts
         )
         for count in (1, 9, 10, 30, 59, 60, 1000, None)
     ]
@@ -256,12 +333,12 @@ def test_more_samples_contain_every_smaller_choice(tmp_path, wav, json_lines):
 def test_what_the_first_stage_holds_out_is_never_trained_on(tmp_path, wav, json_lines):
     """Stages of --max_samples with --resume, in both directions."""
     path = manifest(tmp_path, wav, json_lines, 300)
-    first = load_splits({"train": path}, normalise, Checks(max_samples=40, seed=7))
+    first = read_manifests({"train": path}, normalise, Checks(max_samples=40, seed=7))
     held_out, keys = set(first["val"].texts), tuple(splits.held_out_keys(first["val"]))
     assert len(held_out) == 2 and len(first["train"]) == 38
     parts = {}
     for count in (10, 40, 100, 200, None):
-        corpora = load_splits(
+        corpora = read_manifests(
             {"train": path}, normalise, Checks(max_samples=count, seed=7, held_out=keys)
         )
         assert (
@@ -280,7 +357,7 @@ def test_the_values_of_max_samples(capsys):
         1,
         500000,
     ]
-    assert splits.resolve(parse("--max_samples", "-1")).max_samples is None is parse().max_samples
+    assert checks("--max_samples", "-1").max_samples is None is parse().max_samples
     for text, reason in (
         ("0", "0 is out of range: it must be at least 1"),
         ("-2", "-2 is out of range: it must be at least 1"),

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from common.errors import DataError, RunError, UsageError
 from speech.metrics import Errors, count_errors
 from speech.morse import alphabet, recordings, scores, synthesis, texts
+from speech.morse.synthesis import Choice
 from speech.splits import Checks, draw, load_corpus
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -454,11 +455,11 @@ def test_static_crashes_add_to_the_noise():
 
 
 def test_chosen_conditions_replace_single_ranges():
-    assert synthesis.choose_conditions(["wide", "demo"], None, None, None, None) == [
+    assert Choice(["wide", "demo"]).mix() == [
         synthesis.CONDITIONS["wide"],
         synthesis.CONDITIONS["demo"],
     ]
-    (chosen,) = synthesis.choose_conditions(["clean"], [10, 20], [300, 400], [-5, 5], 4.0)
+    (chosen,) = Choice(["clean"], [10, 20], [300, 400], [-5, 5], 4.0).mix()
     expected = {"wpm": (10, 20), "tone": (300, 400), "snr_db": (-5, 5), "longest": 4.0}
     assert chosen == dataclasses.replace(synthesis.CONDITIONS["clean"], **expected)
 
@@ -493,9 +494,7 @@ def test_chosen_conditions_replace_single_ranges():
 )
 def test_ranges_from_which_no_clip_can_be_drawn(ranges, message):
     with pytest.raises(UsageError) as error:
-        synthesis.choose_conditions(
-            ["clean"], **{"wpm": None, "tone": None, "snr_db": None, "longest": None, **ranges}
-        )
+        Choice(["clean"], **ranges).mix()
     assert str(error.value) == message
 
 
@@ -503,7 +502,7 @@ def test_ranges_from_which_no_clip_can_be_drawn(ranges, message):
 @pytest.mark.parametrize("tone", synthesis.LIMITS["tone"])
 @pytest.mark.parametrize("snr_db", synthesis.LIMITS["snr_db"])
 def test_clips_at_the_limits_are_sound(wpm, tone, snr_db):
-    (wide,) = synthesis.choose_conditions(["wide"], [wpm] * 2, [tone] * 2, [snr_db] * 2, 1.0)
+    (wide,) = Choice(["wide"], [wpm] * 2, [tone] * 2, [snr_db] * 2, 1.0).mix()
     sample = synthesis.synthesise(0, 0, dataclasses.replace(wide, noise_only=0.0))
     assert np.isfinite(sample.audio).all() and 0.05 < np.abs(sample.audio).max() < 1 and sample.text
     assert sample.seconds < 7  # a symbol is sent whole, whatever the longest clip
@@ -670,7 +669,7 @@ def test_the_splits_that_a_recipe_reads(tmp_path, capsys):
     longest = float(np.median(whole["train"].lengths))
     capsys.readouterr()
     splits = recordings.read_splits(
-        tmp_path / "set", Checks(0.1, longest, max_samples=4), str(tmp_path / "cache")
+        tmp_path / "set", Checks(0.1, longest, cache_audio=str(tmp_path / "cache"), max_samples=4)
     )
     fits = np.flatnonzero(whole["train"].lengths <= longest)
     assert splits["train"].ids == [
@@ -690,7 +689,7 @@ def test_the_splits_that_a_recipe_reads(tmp_path, capsys):
     assert len(list((tmp_path / "cache").rglob("*.f32"))) == 1
     assert train.seconds(0) is train.seconds(7) is train.lengths
     reversed_ = train.select(np.array([3, 2, 1, 0]))
-    assert reversed_.ids == train.ids[::-1] and reversed_.cache == train.cache
+    assert reversed_.ids == train.ids[::-1] and reversed_.cache_audio == train.cache_audio
     assert (
         reversed_.fingerprint() != train.fingerprint() == train.select(np.arange(4)).fingerprint()
     )

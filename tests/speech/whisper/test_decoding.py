@@ -630,7 +630,7 @@ def test_no_loop_survives(before, unit, count, after):
 
 @given(st.integers(0, 5000), st.integers(30, 400), st.integers(0, 200))
 def test_windows_cover_everything_and_share_the_overlap(total, longest, overlap):
-    windows = long.overlapping_windows(torch.zeros(total), 10, longest / 10, overlap / 10)
+    windows = long.overlapping_pieces(torch.zeros(total), 10, longest / 10, overlap / 10)
     shared = min(overlap, longest // 3)
     assert windows[0][0] == 0 and windows[-1][1] == total
     assert all(0 <= b - a <= longest for a, b in windows)
@@ -676,7 +676,7 @@ def test_stitched_text_is_the_text(seed):
         words.append(vocabulary[random.integers(0, 60)])
         times.append((now * 1000, (now + length) * 1000))
         now += length
-    windows = long.overlapping_windows(torch.zeros(int(now * 1000) + 1), 1000, 30.0)
+    windows = long.overlapping_pieces(torch.zeros(int(now * 1000) + 1), 1000, 30.0)
     texts = [" ".join(text) for text in cut_text(words, times, windows, random, 2)]
     whole, parts = long.stitch(texts, windows)
     assert whole.split() == words
@@ -693,7 +693,7 @@ def test_languages_without_spaces_are_stitched_by_characters(seed):
     random = np.random.default_rng(seed)
     words = [chr(0x4E00 + c) for c in random.integers(0, 300, 500)]
     times = [(200 * i, 200 * i + 180) for i in range(500)]
-    windows = long.overlapping_windows(torch.zeros(100_000), 1000, 30.0)
+    windows = long.overlapping_pieces(torch.zeros(100_000), 1000, 30.0)
     texts = ["".join(text) for text in cut_text(words, times, windows, random, 1)]
     whole, parts = long.stitch([text.replace("xx", "口") for text in texts], windows)
     assert whole == "".join(words) == "".join(text for _, _, text in parts)
@@ -702,7 +702,7 @@ def test_languages_without_spaces_are_stitched_by_characters(seed):
 def test_repeated_words_are_aligned_by_time():
     """Ninety CQ, one per second: every alignment fits, so their number is known only from the
     times."""
-    windows = long.overlapping_windows(torch.zeros(90_000), 1000, 30.0)
+    windows = long.overlapping_pieces(torch.zeros(90_000), 1000, 30.0)
     texts = [" ".join(["CQ"] * ((b - a) // 1000)) for a, b in windows]
     assert len(windows) == 4
     assert 87 <= len(long.stitch(texts, windows)[0].split()) <= 93
@@ -750,7 +750,7 @@ def test_nothing_is_dropped_if_the_overlap_is_silent():
 
 def transcribe_long(waveform, decode_windows, rate, longest, overlap=long.OVERLAP, batch_size=8):
     """As `transcribe_files` does it, with times in seconds."""
-    windows = long.overlapping_windows(waveform, rate, longest, overlap)
+    windows = long.overlapping_pieces(waveform, rate, longest, overlap)
     decode = long.unless_silent(
         lambda pieces: [{"text": text} for text in decode_windows(pieces)], {"text": ""}
     )
@@ -788,14 +788,13 @@ def test_transcribe_long():
     assert transcribe_long(torch.zeros(0), decode, rate, 10.0) == ("", [(0.0, 0.0, "")])
 
 
-def test_files_in_overlapping_windows(tmp_path, wav, capsys):
+def test_files_in_overlapping_pieces(tmp_path, wav, capsys):
     file = wav(tmp_path / "a.wav", 25.0)
 
     def decode(batch):
         assert set(batch["names"]) == {file} and len(batch["audio"]) <= 2
         return ["one two three four five six" for _ in batch["names"]]
 
-    recogniser.transcribe_files(
-        [file], decode, Setup(), 14.0, batch_size=2, cutting=long.BY_WINDOWS
-    )
+    how = recogniser.Options(transcribe=[file], batch_size=2)
+    recogniser.transcribe_files(how, decode, Setup(), 14.0, long.BY_OVERLAP)
     assert set(capsys.readouterr().out.split()) == {"one", "two", "three", "four", "five", "six"}

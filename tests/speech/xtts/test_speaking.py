@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from speech.columns import Corpus
-from speech.splits import Checks, load_corpus, load_splits
+from speech.splits import Checks, load_corpus, read_manifests
 from speech.text import normalise
 from speech.xtts import codec, inference, speaking
 from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
@@ -129,7 +129,7 @@ def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path, with_vocod
         *(f"00{number}_{kind}.wav" for kind in KINDS for number in (1, 2, 3, 4)),
     }
     rates = dict.fromkeys(KINDS, SAMPLE_RATE) | ({"synthesis": 24_000} if with_vocoder else {})
-    sets = load_splits(
+    sets = read_manifests(
         {kind: str(folder / f"{kind}.csv") for kind in KINDS}, normalise, Checks(strict=True)
     )
     for kind, read in sets.items():

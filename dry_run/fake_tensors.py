@@ -1,9 +1,9 @@
-"""Tensors without values on the CPU, and a count of the memory that they would take.
+"""Fake tensors, which have no values, on the CPU, and a count of the memory that they would take.
 
-A hollow tensor has shape, strides, type and an address, but no memory behind it. `Hollow` runs no
-kernel on it: an operator's result has the shape that torch's kernels for the device "meta" give.
+A fake tensor has shape, strides, type and an address, but no memory behind it. `FakeTensors` runs
+no kernel on it: an operator's result has the shape that torch's kernels for the device "meta" give.
 Everything else is torch's own code: autograd, its accumulation of gradients, checkpointing,
-optimizers. So a step on hollow tensors allocates and frees what a real one does, in the same order,
+optimizers. So a step on fake tensors allocates and frees what a real one does, in the same order,
 in seconds and without a GPU."""
 
 import bisect
@@ -20,14 +20,10 @@ from dry_run.kernels import internal_bytes
 from dry_run.peak import PARTS, Peak
 
 ROUNDING = 512  # bytes: the CUDA allocator's
-SMALL = (
-    1 << 16
-)  # values: a tensor that is no larger and depends on no hollow one is computed: code reads lengths
-READ = {
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::is_nonzero",
-}  # operators that return a value
+# Values: a tensor that is no larger and depends on no fake one is computed, because code reads
+# lengths.
+SMALL = 1 << 16
+READ = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}  # they return a value
 CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
 aten = torch.ops.aten
 # Views that their schemas do not show.
@@ -61,15 +57,15 @@ class Operator:
     inputs, which are `written`, else "compute"."""
 
     def __init__(self, function):
-        arguments, self.returns = function._schema.arguments, function._schema.returns
+        arguments = function._schema.arguments
+        self.returns = function._schema.returns
         self.name = function._schema.name
         self.has_device = any(a.name == "device" for a in arguments)
         self.written = [
             (i, a.name) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write
         ]
-        self.kept = [
-            bool(r.alias_info and r.alias_info.is_write) for r in self.returns
-        ]  # results that are inputs
+        # Results that are inputs.
+        self.kept = [bool(r.alias_info and r.alias_info.is_write) for r in self.returns]
         if torch.Tag.inplace_view in function.tags or function in SAME_MEMORY:
             self.kind = "view"
         elif self.written:
@@ -116,28 +112,32 @@ def replaced(value, replace: Callable[[torch.Tensor], torch.Tensor]):
     )
 
 
-class Hollow(TorchDispatchMode):
+class FakeTensors(TorchDispatchMode):
     """While it is active, counts the storages that operators allocate until they are freed, and
-    lets no kernel run on hollow tensors."""
+    lets no kernel run on fake tensors."""
 
     def __init__(self):
         super().__init__()
         self.operators: dict[object, Operator] = {}
-        self.shapes: dict[
-            tuple, object
-        ] = {}  # of operators' results, as tensors of the device "meta"
+        # Of operators' results, as tensors of the device "meta".
+        self.shapes: dict[tuple, object] = {}
         self.blocks: list[Block] = []
         self.live: dict[int, Block] = {}  # by address
         self.kept: list = []  # tensors of the device "meta", which are weights
-        self.clock = self.now = self.peak = self.peak_time = self.peak_internal = self.guesses = 0
+        self.clock = 0  # allocations and frees
+        self.now = 0  # bytes
+        self.peak = 0
+        self.peak_time = 0
+        self.peak_internal = 0
+        self.guesses = 0
         self.names: dict[int, str] = {}  # of modules
         self.stack: list[str] = []  # of names of modules in whose forward we are
-        self.entered: list[
-            int
-        ] = []  # autograd's sequence numbers at which the innermost module changed,
-        self.innermost: list[str] = []  # and to which
+        # Autograd's sequence numbers at which the innermost module changed, and to which.
+        self.entered: list[int] = []
+        self.innermost: list[str] = []
         self.place = ("", "forward")
-        self.operator = self.peak_operator = ""  # of torch, now and at the peak
+        self.operator = ""  # of torch
+        self.peak_operator = ""
         self.updating = False  # an optimizer makes its update
 
     # --- storages ---
@@ -145,7 +145,7 @@ class Hollow(TorchDispatchMode):
     def make(
         self, size: Iterable[int], stride: Iterable[int], dtype: torch.dtype, part: str = ""
     ) -> torch.Tensor:
-        """A hollow tensor of this shape."""
+        """A fake tensor of this shape."""
         size, stride = tuple(size), tuple(stride)
         if 0 in size:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
@@ -185,7 +185,7 @@ class Hollow(TorchDispatchMode):
             block.died = self.clock
 
     def count(self, results) -> None:
-        """Counts the storages of tensors with values, under keys that are no addresses of hollow
+        """Counts the storages of tensors with values, under keys that are no addresses of fake
         ones."""
         for tensor in tensors_in([results]):
             storage = tensor.untyped_storage()
@@ -195,7 +195,7 @@ class Hollow(TorchDispatchMode):
                 weakref.finalize(storage, self.freed, key).atexit = False
 
     def adopt(self, written: list) -> None:
-        """Small tensors with values become hollow when a hollow one is written to them."""
+        """Small tensors with values become fake when a fake one is written to them."""
         for tensor in tensors_in(written):
             if tensor.device.type == "cpu" and tensor.numel() and self.block_of(tensor) is None:
                 storage = tensor.untyped_storage()
@@ -204,7 +204,7 @@ class Hollow(TorchDispatchMode):
                 weakref.finalize(storage, self.freed, storage.data_ptr()).atexit = False
 
     def hold(self, nbytes: int, part: str) -> int:
-        """Counts memory that has no hollow tensor, until `release` is called with the key that is
+        """Counts memory that has no fake tensor, until `release` is called with the key that is
         returned."""
         key = -1 - self.clock
         self.allocated(key, nbytes, part)
@@ -215,29 +215,31 @@ class Hollow(TorchDispatchMode):
     def restart(self) -> None:
         """Forgets the peak and what is no longer there."""
         self.blocks = list(self.live.values())
-        self.peak = self.peak_time = self.peak_internal = self.guesses = 0
-        self.entered, self.innermost = [], []
+        self.peak = 0
+        self.peak_internal = 0
+        self.guesses = 0
+        self.entered = []
+        self.innermost = []
         self.look(0)
         self.peak_time = self.clock
 
     def look(self, internal: int) -> None:
         """Notes the peak, if this is one."""
         if self.now + internal > self.peak:
-            self.peak, self.peak_time, self.peak_internal = (
-                self.now + internal,
-                self.clock,
-                internal,
-            )
-            self.place, self.peak_operator = self.locate(), self.operator
+            self.peak = self.now + internal
+            self.peak_time = self.clock
+            self.peak_internal = internal
+            self.place = self.locate()
+            self.peak_operator = self.operator
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """The block of a hollow tensor, None of another one."""
+        """The block of a fake tensor, None of another one."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
         return self.live.get(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
 
-    def hollow(self, tensor: torch.Tensor, part: str) -> torch.Tensor:
-        """A hollow tensor of the shape of `tensor`."""
+    def like(self, tensor: torch.Tensor, part: str) -> torch.Tensor:
+        """A fake tensor of the shape of `tensor`."""
         return self.make(tensor.shape, tensor.stride(), tensor.dtype, part)
 
     # --- where we are ---
@@ -280,30 +282,26 @@ class Hollow(TorchDispatchMode):
             operator = self.operators[function] = Operator(function)
         self.operator = operator.name
         tensors = tensors_in((*args, *kwargs.values()))
-        is_hollow = False
+        is_fake = False
         for tensor in tensors:
             if tensor.device.type == "meta":
                 self.note_weight(tensor)
-                is_hollow = True
-            elif not is_hollow:
-                is_hollow = self.block_of(tensor) is not None
-        if operator.kind == "view" or (operator.name in READ and not is_hollow):
+                is_fake = True
+            elif not is_fake:
+                is_fake = self.block_of(tensor) is not None
+        if operator.kind == "view" or (operator.name in READ and not is_fake):
             return function(*args, **kwargs)
         if operator.name in READ:
             self.guesses += 1
             return 1.0 if tensors[0].is_floating_point() else 1
-        if operator.kind == "in place" and is_hollow:
+        if operator.kind == "in place" and is_fake:
             written = operator.inputs_written(args, kwargs)
             self.adopt(written)
             self.look(internal_bytes(operator.name, tensors, written))
-            return (
-                None
-                if not operator.returns
-                else written[0]
-                if len(operator.returns) == 1
-                else tuple(written)
-            )
-        if not is_hollow and self.is_small(function, operator, args, kwargs):
+            if not operator.returns:
+                return None
+            return written[0] if len(operator.returns) == 1 else tuple(written)
+        if not is_fake and self.is_small(function, operator, args, kwargs):
             results = function(*args, **kwargs)
             if operator.kind == "compute":
                 self.count(results)
@@ -324,7 +322,7 @@ class Hollow(TorchDispatchMode):
             self.peak += block.size  # it was there at every earlier peak
 
     def is_small(self, function, operator: Operator, args: tuple, kwargs: dict) -> bool:
-        """Whether all results of an operator without hollow inputs are small enough to be
+        """Whether all results of an operator without fake inputs are small enough to be
         computed."""
         try:
             results = self.on_meta(function, operator, args, kwargs)
@@ -350,10 +348,8 @@ class Hollow(TorchDispatchMode):
                     )
                 return known[id(tensor)]
 
-            args, kwargs = (
-                replaced(args, meta),
-                {name: replaced(value, meta) for name, value in kwargs.items()},
-            )
+            args = replaced(args, meta)
+            kwargs = {name: replaced(value, meta) for name, value in kwargs.items()}
             if operator.has_device:
                 kwargs |= {"device": torch.device("meta")}
             if kwargs.get("pin_memory"):
@@ -362,7 +358,7 @@ class Hollow(TorchDispatchMode):
         return self.shapes[key]
 
     def compute(self, function, operator: Operator, args: tuple, kwargs: dict, tensors: list):
-        """Hollow results of an operator."""
+        """Fake results of an operator."""
         if special := SPECIAL.get(operator.name):
             results = special(self, *args, **kwargs)
         else:
@@ -442,28 +438,34 @@ def in_format(results, inputs: list[torch.Tensor]):
     )
 
 
-def _rows(hollow: Hollow, condition: torch.Tensor) -> torch.Tensor:
+def _rows(fakes: FakeTensors, condition: torch.Tensor) -> torch.Tensor:
     """How many values of a mask are true is not known: all of them, which is the most memory."""
-    hollow.guesses += 1
+    fakes.guesses += 1
     return torch.empty(condition.numel(), condition.dim(), dtype=torch.long, device="meta")
 
 
-def _index(hollow: Hollow, x: torch.Tensor, indices: list) -> torch.Tensor:
+def _index(fakes: FakeTensors, x: torch.Tensor, indices: list) -> torch.Tensor:
     """Masks count as the positions at which they are true."""
     positions = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             positions.append(index)
         else:
-            is_known = not index.is_meta and hollow.block_of(index) is None
-            positions += (index.nonzero() if is_known else _rows(hollow, index)).unbind(1)
+            is_known = not index.is_meta and fakes.block_of(index) is None
+            positions += (index.nonzero() if is_known else _rows(fakes, index)).unbind(1)
     return aten.index(
         x.to("meta"), [index if index is None else index.to("meta") for index in positions]
     )
 
 
 def _ctc(
-    hollow: Hollow, log_probs: torch.Tensor, targets: torch.Tensor, frames, lengths, *rest, **named
+    fakes: FakeTensors,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    frames,
+    lengths,
+    *rest,
+    **named,
 ) -> tuple:
     """CUDA's kernel keeps log_alpha (B, T, 2 U + 1)."""
     longest = int(max(lengths)) if len(lengths) else 0
@@ -472,7 +474,7 @@ def _ctc(
 
 
 def _ctc_backward(
-    hollow: Hollow, gradient: torch.Tensor, log_probs: torch.Tensor, *rest, **named
+    fakes: FakeTensors, gradient: torch.Tensor, log_probs: torch.Tensor, *rest, **named
 ) -> torch.Tensor:
     return torch.empty_like(log_probs, device="meta")
 

@@ -16,7 +16,7 @@ from dry_run.advice import Settings
 from dry_run.cards import Card
 from dry_run.hollow import CannotPlan
 from dry_run.training import Training, longest_items
-from tests import toy
+from tests import small
 
 
 class Lengths:
@@ -270,7 +270,7 @@ def no_default_device():
 def planned(folder, *words: str, data=None, model=None) -> tuple[int, list]:
     """The exit status of a toy's planned run, and what it left in its folder."""
     with no_default_device(), pytest.raises(SystemExit) as leaving:
-        toy.run(toy.make_args(folder, "--max_steps", "3", *words), model=model, data=data)
+        small.run(small.make_args(folder, "--max_steps", "3", *words), model=model, data=data)
     return leaving.value.code, list(folder.iterdir())
 
 
@@ -305,16 +305,16 @@ def test_a_card_that_is_not_known_is_refused_before_the_data_are_read(tmp_path):
         (("--dry_run", "-1"), "is not a GPU"),
     ):
         with no_default_device(), pytest.raises(UsageError, match=reason):
-            loop.begin(toy.make_args(tmp_path, *words), "toy")
+            loop.begin(small.make_args(tmp_path, *words), "toy")
     if not torch.cuda.is_available():
         with no_default_device(), pytest.raises(UsageError, match="no GPU here, so name one"):
-            loop.begin(toy.make_args(tmp_path, "--dry_run"), "toy")
+            loop.begin(small.make_args(tmp_path, "--dry_run"), "toy")
 
 
 def test_ranks_are_planned_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with no_default_device(), pytest.raises(UsageError, match="start them without torchrun"):
-        loop.begin(toy.make_args(tmp_path, "--dry_run", "8GB"), "toy")
+        loop.begin(small.make_args(tmp_path, "--dry_run", "8GB"), "toy")
 
 
 def test_memory_that_a_plan_itself_lacks_is_not_a_small_peak(tmp_path, monkeypatch):
@@ -327,7 +327,7 @@ def test_memory_that_a_plan_itself_lacks_is_not_a_small_peak(tmp_path, monkeypat
         no_default_device(),
         pytest.raises(RunError, match="this run cannot be planned: no memory here"),
     ):
-        toy.run(toy.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))
+        small.run(small.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))
 
 
 def test_a_step_that_cannot_be_planned_is_one_line(tmp_path, monkeypatch):
@@ -339,4 +339,4 @@ def test_a_step_that_cannot_be_planned_is_one_line(tmp_path, monkeypatch):
         no_default_device(),
         pytest.raises(RunError, match="this run cannot be planned: torch does not know the shapes"),
     ):
-        toy.run(toy.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))
+        small.run(small.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))

@@ -1,4 +1,4 @@
-"""A training as it is planned: its longest micro-batch, its settings, and what a plan answers."""
+"""A run as it is planned: its longest micro-batch, its settings, and the answer."""
 
 import contextlib
 import functools
@@ -10,67 +10,62 @@ import torch
 
 from dry_run.advice import STATES, Settings, advise
 from dry_run.cards import Card, workspace
-from dry_run.hollow import CannotPlan
+from dry_run.fake_tensors import CannotPlan
 from dry_run.peak import Peak
 from dry_run.plan import Plan
 from dry_run.report import describe, verdict
 
 EPOCHS, UTTERANCES = 10, 20  # that are looked at
-# Flags that name a trained model, whose encoder may be frozen; and data, without which there may be
-# any number of utterances.
-TRAINED, DATA = ("model_dir", "model_file", "resume", "init_from"), ("train_manifest", "data_dir")
 
 
 def longest_items(dataset, epochs: int, fault: type[Exception]) -> list[dict]:
     """Items of the longest utterances of a data set, each in the epoch of eleven in which it is
-    longest, longest first; but the second has the most targets. `dataset` is the loop's: `data` has
-    `seconds(epoch)` (N,) and `item(index, epoch)`, `collate(items)` makes a batch, and with
-    `skip_bad` a run skips items that raise a `fault`. Where `data.corpus.texts` has the texts, they
-    decide among utterances of the same length, and the longest text is looked at, too."""
-    data, collate = dataset.data, dataset.collate
+    longest. The longest comes first, the one with the most targets second. `dataset` is the loop's:
+    `data` has `seconds(epoch)` (N,) and `item(index, epoch)`, `collate(items)` makes a batch, and
+    with `skip_bad` a run skips items that raise a `fault`. If `data` has `text_length(index)`, it
+    decides among utterances of the same length, and the longest text is looked at, too."""
+    data = dataset.data
     longest = torch.as_tensor(data.seconds(0))
     epoch_of = torch.zeros(len(longest), dtype=torch.long)
     for epoch in sorted({round(i * (epochs - 1) / EPOCHS) for i in range(1, EPOCHS + 1)} - {0}):
         seconds = torch.as_tensor(data.seconds(epoch))
         epoch_of[seconds > longest] = epoch
         longest = longest.maximum(seconds)
-    texts = getattr(getattr(data, "corpus", None), "texts", None) or [""] * len(longest)
-    letters = torch.tensor([len(text) for text in texts])
-    order = letters.argsort(descending=True, stable=True)
-    longest_text, order = int(order[0]), order[longest[order].argsort(descending=True, stable=True)]
+    lengths = torch.zeros(len(longest))
+    if hasattr(data, "text_length"):
+        lengths = torch.tensor([data.text_length(index) for index in range(len(longest))])
+    by_text = lengths.argsort(descending=True, stable=True)
+    order = by_text[longest[by_text].argsort(descending=True, stable=True)]
     items = []
-    for index in dict.fromkeys([*order[:UTTERANCES].tolist(), longest_text]):
-        with contextlib.suppress(*[fault] * dataset.skip_bad):
+    for index in dict.fromkeys([*order[:UTTERANCES].tolist(), int(by_text[0])]):
+        try:
             items.append(data.item(index, int(epoch_of[index])))
-    if any(
-        isinstance(value, torch.Tensor) and value.is_meta
-        for item in items
-        for value in item.values()
-    ):
-        reason = (
-            "the data set uses tensors that it made before `train`, and in a plan these have no"
-            " values"
-        )
-        raise fault(f'{reason}: make them with device="cpu", or with numpy')
-    targets = [sum(collate([item])["counts"].values()) for item in items]
+        except fault:
+            if not dataset.skip_bad:
+                raise
+    targets = [sum(dataset.collate([item])["counts"].values()) for item in items]
     most = targets.index(max(targets)) if items else 0
-    return items if most == 0 else [items[0], items[most], *items[1:most], *items[most + 1 :]]
+    if most:
+        items.insert(1, items.pop(most))
+    return items
 
 
 @dataclass(frozen=True)
-class Training:
+class PlannedRun:
     """What is planned. `step(batches)` is forward and backward of `model` with batches on the host,
     which `collate` makes of `items`, the longest first of `count`; `states(optimizer)` are the
     bytes of an optimizer's states; `checkpoint()` makes the model's layers recompute their
-    activations (None: it has none); `parts` holds other modules that the step uses."""
+    activations and `freeze()` freezes its encoder (None: it cannot); `parts` holds other modules
+    that the step uses."""
 
     model: torch.nn.Module
     step: Callable[[list[dict]], object]
     items: list[dict]
     count: int
     states: Callable[[str], int]
-    checkpoint: Callable[[], None] | None
     collate: Callable[[list[dict]], dict]
+    checkpoint: Callable[[], None] | None = None
+    freeze: Callable[[], None] | None = None
     parts: object = None
 
     def planned(self, args, card: Card) -> Callable[[Settings], Peak]:
@@ -82,9 +77,7 @@ class Training:
         plan = Plan(card.capability, self.model, self.parts)
 
         @functools.cache
-        def without_states(
-            size: int, count: int, checkpointing: bool, frozen: bool
-        ) -> tuple[Peak, dict[str, int]]:
+        def without_states(size: int, count: int, checkpointing: bool, frozen: bool) -> tuple:
             batch = self.collate([self.items[i % len(self.items)] for i in range(size)])
             with self.settled(checkpointing, frozen):
                 states = {optimizer: self.states(optimizer) for optimizer in STATES}
@@ -95,9 +88,8 @@ class Training:
             found, states = without_states(
                 settings.batch_size, count, settings.checkpointing, settings.frozen
             )
-            return replace(
-                found, parts={**found.parts, "optimizer states": states[settings.optimizer]}
-            )
+            parts = {**found.parts, "optimizer states": states[settings.optimizer]}
+            return replace(found, parts=parts)
 
         return peak
 
@@ -108,12 +100,10 @@ class Training:
     @contextlib.contextmanager
     def settled(self, checkpointing: bool, frozen: bool) -> Iterator[None]:
         """The model in training, with checkpointed layers or a frozen encoder; then as it was."""
-        fields, trained = (
-            dict(vars(self.model)),
-            [(p, p.requires_grad) for p in self.model.parameters()],
-        )
-        if frozen:
-            self.model.freeze_encoder()
+        fields = dict(vars(self.model))
+        trained = [(p, p.requires_grad) for p in self.model.parameters()]
+        if frozen and self.freeze:
+            self.freeze()
         self.model.train()
         if checkpointing:
             self.checkpoint()
@@ -126,19 +116,27 @@ class Training:
                 parameter.requires_grad_(was_trained)
             vars(self.model).update(fields)
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether `freeze` would freeze nothing more."""
+        before = [p.requires_grad for p in self.model.parameters()]
+        with self.settled(checkpointing=False, frozen=True):
+            after = [p.requires_grad for p in self.model.parameters()]
+        return before == after
+
     def settings(self, args) -> Settings:
         """The flags that memory depends on. A micro-batch is no larger than the data or
         --max_batch_seconds allow."""
-        most = self.count if any(getattr(args, name, None) for name in DATA) else math.inf
-        update = min(args.batch_size * args.gradient_accumulation_steps, most)
-        at_once = (
-            max(1, args.max_batch_seconds // self.seconds) if args.max_batch_seconds else math.inf
-        )
-        size = min(args.batch_size, update, at_once)
-        optimizer = "offload" if args.use_cpu_offload else args.optimizer
-        frozen = getattr(args, "freeze_encoder", False)
+        update = min(args.batch_size * args.gradient_accumulation_steps, self.count)
+        size = min(args.batch_size, update)
+        if args.max_batch_seconds:
+            size = min(size, max(1, int(args.max_batch_seconds // self.seconds)))
         return Settings(
-            int(size), math.ceil(update / size), args.gradient_checkpointing, optimizer, frozen
+            batch_size=size,
+            accumulation=math.ceil(update / size),
+            checkpointing=args.gradient_checkpointing,
+            optimizer="offload" if args.use_cpu_offload else args.optimizer,
+            frozen=self.freeze is not None and self.is_frozen,
         )
 
     def needs(self, args, card: Card) -> tuple[int, str]:
@@ -165,10 +163,10 @@ class Training:
             print("Planned without --torch_compile: what the compiler keeps is not known")
         status = verdict(peak, card)[1]
         if status:
-            can = {"optimizer", *["checkpointing"] * (self.checkpoint is not None)}
-            if hasattr(self.model, "freeze_encoder") and any(
-                getattr(args, name, None) for name in TRAINED
-            ):
+            can = {"optimizer"}
+            if self.checkpoint:
+                can.add("checkpointing")
+            if self.freeze:
                 can.add("frozen")
             print(advise(measure, settings, can, card))
         return status

@@ -1,0 +1,313 @@
+"""The smallest complete recipe: a recogniser of characters by CTC, to copy and adapt.
+
+    python recipes/template.py                       # no data needed: makes a demo corpus of synthetic speech
+    python recipes/template.py --train_manifest train.json --val_manifest val.json --resume auto
+    python recipes/template.py --transcribe recording.wav folder/ --resume checkpoints/best.safetensors
+
+Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वचता"}, CSV/TSV with a header, or
+LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s. Any language: the characters are
+taken from the training text.
+
+Memory: --dry_run 8GB predicts any command. Expect a character error rate of about XX % on the
+demo's held-out sentences after its 400 updates (two CPU cores: one minute).
+
+Sources: CTC (Graves et al. 2006); gated convolutions (Dauphin et al. 2017).
+"""
+
+import functools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common import checkpoint, device, options, records
+from common.batches import EvalBatches, GlobalBatches, pad
+from common.device import upcast
+from common.errors import exit_with_one_line
+from common.loop import Task, begin, finish, train
+from common.report import check_folder
+from speech import demo, metrics, recogniser, splits, text
+from speech.audio import SAMPLE_RATE, read_utterance
+from speech.columns import Corpus
+from speech.features import FeatureNorm, LogMel, frames, valid_mask
+
+RECIPE = "template"
+LOSS_WEIGHTS = {"ctc": 1.0}
+N_MELS = 80
+SUBSAMPLING = 4  # frames of 10 ms that the network takes together
+WIDTH = 128
+LAYERS = 4
+KERNEL = 9  # of the convolutions: 0.36 s
+FIT_UTTERANCES = 200  # for the statistics of the features
+DEMO_SIZES = {"train": 1200, "val": 100}  # utterances
+DEMO_STEPS = 400
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What it takes to rebuild the model, saved with its weights."""
+
+    width: Annotated[int, range(1, 8193)]
+    layers: Annotated[int, range(1, 129)]
+    characters: list[str]
+
+
+def add_arguments(parser) -> None:
+    splits.add_arguments(parser)
+    recogniser.add_decoding(parser)
+    model = parser.add_argument_group("model")
+    model.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
+    options.add_arguments(parser)
+
+
+def resolve(args) -> recogniser.Options:
+    is_demo = not args.train_manifest
+    needs = (*splits.NEEDS, *recogniser.NEEDS)
+    options.resolve(args, is_demo, DEMO_STEPS, recogniser.EXCLUDES, needs)
+    return recogniser.resolve(args, is_demo)
+
+
+def read_data(args, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
+    """The checked corpora "train", "val" and, if there is one, "test"; the demo's without
+    manifests. What the run `saved` held out is held out again."""
+    folder = Path(args.output_dir) / "data" / "template_demo"
+    return splits.load_splits(
+        splits.resolve(args, saved.held_out if saved else ()),
+        text.normalise,
+        demo=lambda: demo.speech_corpus(
+            folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES, DEMO_SIZES
+        ),
+        stand_in=lambda: splits.stand_in(args.max_duration),
+    )
+
+
+class Utterances:
+    """A set of utterances as the model takes them. Characters that the model does not have are left
+    out."""
+
+    def __init__(self, corpus: Corpus, characters: list[str]):
+        self.corpus = corpus
+        self.tokens = {character: token for token, character in enumerate(characters)}
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint()
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        """(N,) lengths in an epoch."""
+        return self.corpus.seconds
+
+    def text_length(self, index: int) -> int:
+        return len(self.corpus.texts[index])
+
+    def item(self, index: int, epoch: int) -> dict:
+        """One utterance. Whatever is random here depends on (seed, epoch, index) alone."""
+        transcript = self.corpus.texts[index]
+        tokens = [self.tokens[character] for character in transcript if character in self.tokens]
+        return {
+            "audio": read_utterance(self.corpus, index, SAMPLE_RATE),
+            "tokens": torch.tensor(tokens, dtype=torch.long),
+            "text": transcript,
+            "name": self.corpus.where(index),
+            "index": index,
+        }
+
+
+def collate(items: list[dict]) -> dict:
+    """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths. batches.py lists the
+    keys that a batch must have."""
+    batch = {
+        "names": [item["name"] for item in items],
+        "texts": [item["text"] for item in items],
+        "indices": [item["index"] for item in items],
+        "seconds": [len(item["audio"]) / SAMPLE_RATE for item in items],
+    }
+    batch["audio"], batch["audio_lengths"] = pad([item["audio"] for item in items])
+    batch["tokens"], batch["tokens_lengths"] = pad([item["tokens"] for item in items])
+    batch["counts"] = {"ctc": int(batch["tokens_lengths"].sum())}
+    return batch
+
+
+def encoder_frames(samples: torch.Tensor) -> torch.Tensor:
+    """Frames of the network's output for so many samples at 16 kHz."""
+    return (frames(samples, SAMPLE_RATE) + SUBSAMPLING - 1) // SUBSAMPLING
+
+
+class Layer(nn.Module):
+    """A gated convolution over time with a residual connection, (B, T, D) to (B, T, D)."""
+
+    def __init__(self, width: int, dropout: float):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.convolution = nn.Conv1d(width, 2 * width, KERNEL, padding=KERNEL // 2)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x).masked_fill(padding, 0.0)  # or the convolution would see the padding
+        y = self.convolution(y.transpose(1, 2)).transpose(1, 2)
+        return x + self.dropout(F.glu(y, dim=-1))
+
+
+class Network(nn.Module):
+    def __init__(self, info: ModelInfo, dropout: float = 0.0):
+        super().__init__()
+        self.characters = info.characters
+        self.blank = len(info.characters)
+        self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
+        self.feature_norm = FeatureNorm(N_MELS, "global")
+        self.input = nn.Linear(SUBSAMPLING * N_MELS, info.width)
+        self.layers = nn.ModuleList(Layer(info.width, dropout) for _ in range(info.layers))
+        self.norm = nn.LayerNorm(info.width)
+        self.output = nn.Linear(info.width, len(info.characters) + 1)
+
+    def forward(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch's waveforms to log-probabilities (B, T, V + 1) of the characters and, last, the
+        blank; and their lengths (B,) on the host, so that nothing waits for the device."""
+        lengths = frames(batch["audio_lengths"], SAMPLE_RATE)
+        x = self.feature_norm(self.log_mel(batch["audio"]), lengths)  # (B, F, M), padding is 0
+        x = F.pad(x, (0, 0, 0, -x.shape[1] % SUBSAMPLING))
+        x = self.input(x.unflatten(1, (-1, SUBSAMPLING)).flatten(2))  # (B, T, D)
+        padding = ~valid_mask(encoder_frames(batch["audio_lengths"]), x.shape[1])[:, :, None]
+        for layer in self.layers:
+            x = layer(x, padding)
+        log_probs = upcast(self.output(self.norm(x))).log_softmax(-1)
+        return log_probs, encoder_frames(batch["audio_lengths_host"])
+
+
+def fit(model: Network, data: Utterances) -> None:
+    """Sets the statistics of the features from a part of the training set."""
+    items = splits.some_items(data, seed=0, count=FIT_UTTERANCES)
+    model.feature_norm.measure([model.log_mel(item["audio"][None])[0] for item in items])
+
+
+def compute_loss(model: Network, batch: dict) -> dict[str, torch.Tensor]:
+    """Sums over the batch; the loop divides by the global batch's counts."""
+    log_probs, lengths = model(batch)
+    loss = F.ctc_loss(
+        log_probs.transpose(0, 1),
+        batch["tokens"],
+        lengths,
+        batch["tokens_lengths_host"],
+        blank=model.blank,
+        reduction="sum",
+        zero_infinity=True,  # a text with more characters than frames cannot be aligned
+    )
+    return {"ctc": loss}
+
+
+def texts_of(model: Network, batch: dict) -> list[str]:
+    """The most probable character of every frame, repeats merged, blanks removed."""
+    log_probs, lengths = model(batch)
+    texts = []
+    for row, length in zip(log_probs.argmax(-1).cpu(), lengths.tolist(), strict=True):
+        path = row[:length].unique_consecutive().tolist()
+        texts.append("".join(model.characters[token] for token in path if token != model.blank))
+    return texts
+
+
+def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
+    """Loss, CER and WER as (numerator, denominator), which are added up over the GPUs."""
+    rows, sums = recogniser.decode_set(
+        model,
+        lambda batch: (texts_of(model, batch), compute_loss(model, batch)),
+        eval_batches,
+        LOSS_WEIGHTS,
+    )
+    return {**sums, **metrics.score(rows)}
+
+
+def report_results(how: recogniser.Options, model: Network, eval_batches, *title: str) -> None:
+    """Prints the error rates and examples of a set."""
+    decode = functools.partial(texts_of, model)
+    rows = recogniser.decode_texts(model, decode, eval_batches.whole())
+    recogniser.print_results(rows, ", ".join(title), how)
+
+
+def read_saved(saved: checkpoint.Saved | None) -> tuple:
+    """The `ModelInfo` and the `RunInfo` of a checkpoint, (None, None) without one."""
+    if saved is None:
+        return None, None
+    model_info = records.read(ModelInfo, saved.model_info, saved.path)
+    return model_info, records.read(splits.RunInfo, saved.run_info, saved.path)
+
+
+def load_trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
+    """The model of --resume, or of the best evaluation, and what is known of its run."""
+    saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
+    model_info, run_info = read_saved(saved)
+    model = Network(model_info)
+    checkpoint.load_weights(model, saved.model)
+    return model.to(setup.device).eval(), run_info
+
+
+def transcribe(args, how: recogniser.Options) -> None:
+    setup = device.setup(args, quiet=True)
+    model, run_info = load_trained(args, setup)
+    recogniser.transcribe_files(how, functools.partial(texts_of, model), setup, run_info.longest)
+
+
+@torch.no_grad()
+def evaluate_only(args, how: recogniser.Options) -> None:
+    setup = device.setup(args)
+    check_folder(args.log_dir)
+    model, run_info = load_trained(args, setup)
+    corpora = read_data(args, run_info)
+    name = "test" if "test" in corpora else "val"
+    data = Utterances(corpora[name], model.characters)
+    with setup.autocast():
+        report_results(how, model, EvalBatches(args, data, collate, setup), f"{name} set")
+
+
+def main(args) -> None:
+    how = resolve(args)
+    if args.check_data:
+        return splits.report_checked(read_data(args))
+    if args.transcribe:
+        return transcribe(args, how)
+    if args.evaluate:
+        return evaluate_only(args, how)
+
+    run = begin(args, RECIPE)
+    model_info, run_info = read_saved(run.resumed)
+    corpora = read_data(args, run_info)
+    if model_info is None:
+        characters = sorted(set("".join(corpora["train"].texts)))
+        model_info = ModelInfo(WIDTH, LAYERS, characters)
+    with run.model_device():
+        model = Network(model_info, args.dropout)
+
+    sets = {name: Utterances(corpora[name], model_info.characters) for name in corpora}
+    global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
+    eval_batches = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
+    task = Task(
+        RECIPE,
+        compute_loss,
+        LOSS_WEIGHTS,
+        evaluate,
+        model_info,
+        splits.run_info(splits.resolve(args), corpora),
+        metric="cer",
+        fit=fit,
+        checkpointed=(Layer,),
+        compiled=(Layer,),
+        reports=recogniser.REPORTS,
+    )
+    train(args, run, model, task, global_batches, eval_batches["val"])
+    name = "test" if "test" in eval_batches else "val"
+    report = functools.partial(report_results, how, model, eval_batches[name], f"{name} set")
+    finish(args, run, model, task, eval_batches["val"], report)
+
+
+if __name__ == "__main__":
+    parser = options.Parser(__doc__)
+    add_arguments(parser)
+    exit_with_one_line(lambda: main(parser.parse_args()))

@@ -1,0 +1,220 @@
+"""Which Morse clips a run trains on and is evaluated on: the flags, synthetic clips or recordings."""
+
+import argparse
+import os
+from dataclasses import dataclass, replace
+
+from common import options
+from common.errors import DataError, UsageError
+from speech import splits
+from speech.morse.alphabet import normalise
+from speech.morse.recordings import (
+    DATASET_MIX,
+    MOST_CLIPS,
+    Recordings,
+    from_corpus,
+    read_splits,
+    write_dataset,
+)
+from speech.morse.synthesis import CONDITIONS, LIMITS, LONGEST, Choice, Synthetic
+
+EPOCH_CLIPS = 4000
+EVAL_CLIPS = 200
+MOST_EVAL_CLIPS = 1_000_000
+DEMO_SECONDS = 3.0  # the longest clip of the demo
+DRAWN = ("conditions", "wpm", "tone", "snr_db", "clip_seconds")  # flags: what clips are drawn from
+SYNTHETIC_ONLY = (*DRAWN, "clips_per_epoch", "eval_clips")
+RECORDED = ("data_dir", "train_manifest", "test_manifest")  # flags that name recordings
+GOALS = ("conditions", "data_dir")  # flags that ask for training, see `released.exports_only`
+# Rows for common.options: flags that exclude each other, and flags that need another one.
+EXCLUDES = (
+    ("train_manifest", "data_dir", "both name recordings; give one of them"),
+    ("test_manifest", "data_dir", "both name recordings to test on; give one of them"),
+    (
+        "audio_root",
+        "data_dir",
+        "the paths in metadata.csv start at --data_dir; leave the first out",
+    ),
+    *(
+        (flag, source, "the first is for synthetic clips only")
+        for flag in SYNTHETIC_ONLY
+        for source in RECORDED
+    ),
+    *(
+        (flag, "transcribe", "the first is for training and --evaluate")
+        for flag in (*SYNTHETIC_ONLY, "data_dir")
+    ),
+    ("clips_per_epoch", "evaluate", options.TRAINS),
+)
+NEEDS = tuple((flag, RECORDED, "") for flag in ("max_samples", "cache_audio", "audio_root"))
+
+Clips = Synthetic | Recordings
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the flags ask for. `named`: whether they name clips, synthetic ones or recordings.
+    `counts`: synthetic clips in an epoch by split. `write`: the folder that a data set of
+    `write_count` clips is written to, with so many `workers`, or None."""
+
+    choice: Choice
+    named: bool
+    counts: dict[str, int]
+    data_dir: str | None
+    write: str | None
+    write_count: int
+    workers: int
+    seed: int
+
+
+def add_arguments(parser) -> None:
+    group = parser.add_argument_group("Morse clips")
+    group.add_argument(
+        "--conditions",
+        nargs="+",
+        choices=list(CONDITIONS),
+        metavar="NAME",
+        help=(
+            f"conditions that clips are drawn from, each equally likely: {', '.join(CONDITIONS)}"
+            " (demo; all but demo with a released model or --from_scratch)"
+        ),
+    )
+    units = {"wpm": "speed, words a minute", "tone": "tone, Hz", "snr_db": "SNR in 2,500 Hz, dB"}
+    for name, what in units.items():
+        group.add_argument(
+            f"--{name}",
+            type=options.number(float, *LIMITS[name]),
+            nargs=2,
+            metavar=("LOW", "HIGH"),
+            help=f"{what} (the conditions' own)",
+        )
+    group.add_argument(
+        "--clip_seconds",
+        type=options.number(float, 1.0, LONGEST),
+        metavar="S",
+        help="longest clip; a slow symbol is sent whole (29; 3 in the demo)",
+    )
+    group.add_argument(
+        "--clips_per_epoch",
+        type=options.number(int, 1, MOST_CLIPS),
+        metavar="N",
+        help=f"synthetic clips in an epoch; every epoch has new ones ({EPOCH_CLIPS})",
+    )
+    group.add_argument(
+        "--eval_clips",
+        type=options.number(int, 1, MOST_EVAL_CLIPS),
+        metavar="N",
+        help=f"synthetic clips in the evaluation set, and in the test set ({EVAL_CLIPS})",
+    )
+    group.add_argument(
+        "--data_dir",
+        type=options.path,
+        metavar="DIR",
+        help="train and evaluate on a folder of recordings with metadata.csv or splits/",
+    )
+    parser.add_command(
+        group,
+        "--write_dataset",
+        nargs=2,
+        metavar=("DIR", "N"),
+        help="write such a folder with N synthetic clips of --conditions, and exit",
+    )
+
+
+def resolve(args, is_demo: bool) -> Options:
+    """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
+    write, write_count = None, 0
+    conditions = [name for name in CONDITIONS if name != "demo"]
+    if args.write_dataset:
+        write, write_count = dataset_to_write(args.write_dataset)
+        conditions = list(DATASET_MIX)
+    elif is_demo:
+        conditions = ["demo"]
+        if args.clip_seconds is None:
+            args.clip_seconds = DEMO_SECONDS
+    if args.conditions is None:
+        args.conditions = conditions
+    if args.clips_per_epoch is None:
+        args.clips_per_epoch = EPOCH_CLIPS
+    if args.eval_clips is None:
+        args.eval_clips = EVAL_CLIPS
+    choice = Choice(*(getattr(args, name) for name in DRAWN))
+    choice.mix()  # what is wrong with it is reported now
+    workers = os.cpu_count() or 1
+    if args.dataloader_num_workers != "auto":
+        workers = min(args.dataloader_num_workers, workers)
+    return Options(
+        choice=choice,
+        named=bool(args.given & {*DRAWN, *RECORDED}),
+        counts={"train": args.clips_per_epoch, "val": args.eval_clips, "test": args.eval_clips},
+        data_dir=args.data_dir,
+        write=write,
+        write_count=write_count,
+        workers=workers,
+        seed=args.seed,
+    )
+
+
+def dataset_to_write(words: list[str]) -> tuple[str, int]:
+    """The folder and the number of clips of --write_dataset. Raises `UsageError`."""
+    try:
+        return options.path(words[0]), options.number(int, 1, MOST_CLIPS)(words[1])
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--write_dataset {' '.join(words)}: {error}") from None
+
+
+def write(source: Options) -> None:
+    """--write_dataset DIR N. Raises `UsageError` and `RunError`."""
+    mix = source.choice.mix()
+    write_dataset(source.write, source.write_count, source.seed, mix, source.workers)
+
+
+def read(source: Options, data: splits.DataOptions, trains: bool = True) -> dict[str, Clips]:
+    """The clips "train", "val" and "test" that exist: of --data_dir, of manifests, or synthetic
+    ones. Without `trains`, a training set may be missing. Raises `DataError` and `UsageError`."""
+    if source.data_dir:
+        sets = read_splits(source.data_dir, data.checks)
+        needed = ("train", "val") if trains else ("val",)
+        missing = [name for name in needed if name not in sets]
+        if missing:
+            raise DataError(
+                f"--data_dir {source.data_dir}: no usable clips in {' and '.join(missing)}"
+            )
+        return sets
+    if data.manifests:
+        corpora = splits.read_manifests(data.manifests, normalise, data.checks)
+        return {
+            name: from_corpus(corpus, f"{name} set", data.checks.strict)
+            for name, corpus in corpora.items()
+        }
+    longest = min(source.choice.clip_seconds or LONGEST, data.checks.max_duration)
+    mix = replace(source.choice, clip_seconds=longest).mix()
+    sets = {}
+    for stream, (name, count) in enumerate(source.counts.items()):
+        sets[name] = Synthetic(mix, count, 3 * source.seed + stream)
+    return sets
+
+
+def as_trained(source: Options, choice: Choice | None) -> Options:
+    """The clips of --evaluate: those that flags name, or drawn as those that the weights were
+    trained on, from `choice` (None: from recordings). Raises `UsageError`."""
+    if source.named:
+        return source
+    if choice is None:
+        raise UsageError(
+            "--evaluate needs a test set, because these weights were not trained on synthetic"
+            " clips: add --data_dir, --test_manifest or --conditions"
+        )
+    return replace(source, choice=choice)
+
+
+def run_info(data: splits.DataOptions, sets: dict[str, Clips]) -> splits.RunInfo:
+    """What a checkpoint keeps about these sets."""
+    held_out = []
+    if "train" in data.manifests and "val" not in data.manifests:
+        held_out = splits.held_out_keys(sets["val"])
+    return splits.RunInfo(
+        held_out=held_out,
+        longest=float(sets["train"].seconds(0).max()),
+        demo=isinstance(sets["train"], Synthetic),
+    )

@@ -1,0 +1,288 @@
+"""Where a model starts: at a checkpoint, at released weights, or at random ones. For all recipes that
+can start from a released model.
+
+    origin = released.resolve(args, FORMS, SIZES, "base", is_demo)        # what the flags ask for
+    info, weights = released.choose(origin, family, run.resumed, run.initial, create)   # to train
+    info, weights, saved = released.use(origin, family, RECIPE)           # to evaluate, use or export
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import checkpoint, options, records
+from common.checkpoint import Saved
+from common.errors import UsageError
+from speech import model_files
+
+MODELS = ("model_dir", "model_file")  # flags that name released weights
+GOALS = ("train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu")
+
+# Rows for common.options: flags that exclude each other.
+EXCLUDES = (
+    ("model_dir", "model_file", "both say where the model starts; give one of them"),
+    *(
+        (model, "from_scratch", "the second starts without released weights; leave one of them out")
+        for model in MODELS
+    ),
+    *(
+        (model, "model_size", "a released model has its own shape; leave one of them out")
+        for model in MODELS
+    ),
+    ("from_scratch", options.COMMAND, options.TRAINS),
+)
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The forms in which a family of models is released and exported, for help and messages."""
+
+    family: str  # "Whisper"
+    folder: str  # the folder that --model_dir takes: "a Hugging Face folder"
+    file: str  # the file that --model_file takes; empty if the recipe has no such flag
+    exported: str  # what loads an export: "for transformers, with OpenAI's model.pt"
+    fetch: str  # the command that fetches a released model
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the model starts, as the flags ask.
+
+    `path` is the folder or file of released weights, which the flag `flag` names, or None.
+    `may_be_random` says whether the weights may be random if there is no checkpoint. `size` is the
+    configuration of --model_size `size_name`, and None for a released model. `export` is the folder
+    to export to, or None. `given` are the names of the flags on the command line."""
+
+    given: frozenset[str]
+    path: str | None
+    flag: str
+    from_scratch: bool
+    may_be_random: bool
+    size_name: str | None
+    size: dict | None
+    resume: str | None
+    checkpoint_dir: Path
+    export: str | None
+    forms: Forms
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family of models supplies to `choose` and `use`. `info` stands for a `ModelInfo`.
+
+    `read(path)` returns the info and the weights of a released model; `network(info)` makes the
+    network with random weights. `check(info, name)` raises `UsageError` if the parts of an info that
+    was saved contradict each other; `name` is the file's. `conflicts(info, saved)` lists the flags
+    that contradict a checkpoint, each with what the checkpoint has instead; see `conflicts`."""
+
+    model_info: type
+    read: Callable[[str], tuple[Any, dict[str, torch.Tensor]]]
+    network: Callable[[Any], torch.nn.Module]
+    check: Callable[[Any, str], None]
+    conflicts: Callable[[Any, Saved], list[str]]
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
+    """Adds the flags that say where a model starts, and --export. `sizes` are the choices of
+    --model_size; the first is the demo's, and `usual_size` is the default with data. Returns the
+    group of flags, so that a family can add its own to it."""
+    sizes = list(sizes)
+    group = parser.add_argument_group(
+        "model: where it starts (its shape comes from the checkpoint when resuming)"
+    )
+    group.add_argument(
+        "--model_dir",
+        type=options.path,
+        metavar="DIR",
+        help=f"fine-tune {forms.family}, {forms.folder}; without training, use it",
+    )
+    if forms.file:
+        group.add_argument(
+            "--model_file",
+            type=options.path,
+            metavar="FILE",
+            help=f"the same for {forms.file}",
+        )
+    group.add_argument(
+        "--from_scratch",
+        action=options.OnOff,
+        default=False,
+        help="train all weights from random ones (on for the demo)",
+    )
+    group.add_argument(
+        "--model_size",
+        choices=sizes,
+        help=f"shape of a model from scratch ({sizes[0]}, without data; {usual_size} with data)",
+    )
+    group.add_argument(
+        "--export",
+        type=options.path,
+        metavar="DIR",
+        help=(
+            f"write the weights as a folder {forms.exported}; after training, or alone with"
+            " --resume PATH or --model_dir"
+        ),
+    )
+    return group
+
+
+def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo: bool) -> Origin:
+    """Checks the flags that say where the model starts, and fills in --model_size. `sizes` are the
+    names of model sizes and their configurations. A demo starts at random weights, and a command
+    that does not train needs none. Raises `UsageError`."""
+    path = args.model_dir or getattr(args, "model_file", None)
+    flag = "--model_dir" if args.model_dir else "--model_file"
+    ways = f"--model_dir DIR ({forms.folder}), "
+    if forms.file:
+        ways += f"--model_file FILE ({forms.file}), "
+    ways += "or --from_scratch"
+    is_command = any(options.is_on(vars(args), name) for name in args.commands)
+    trains = options.plans(args) or not is_command
+    starts_somewhere = path or args.from_scratch or is_demo or args.resume or args.init_from
+    if trains and not starts_somewhere:
+        raise UsageError(f"training needs a model to start from: add {ways}")
+    if path:
+        require_source(path, flag, forms)
+    if args.export:
+        model_files.require_export(args.export)  # now, not after hours of training
+    if not path and args.model_size is None:
+        args.model_size = next(iter(sizes)) if is_demo else usual_size
+    return Origin(
+        given=args.given,
+        path=path,
+        flag=flag,
+        from_scratch=args.from_scratch,
+        may_be_random=args.from_scratch or (is_demo and not path and not args.init_from),
+        size_name=args.model_size,
+        size=sizes.get(args.model_size),
+        resume=args.resume,
+        checkpoint_dir=args.checkpoint_dir,
+        export=args.export,
+        forms=forms,
+    )
+
+
+def require_source(path: str, flag: str, forms: Forms) -> None:
+    """Raises `UsageError` if there is nothing at this path, or a file in place of a folder."""
+    if not os.path.exists(path):
+        raise UsageError(
+            f"{flag} {path}: no such file or folder, and nothing is downloaded here; fetch a model"
+            f" with: {forms.fetch}"
+        )
+    is_folder = os.path.isdir(path)
+    if flag == "--model_dir" and not is_folder:
+        advice = "a file: use --model_file" if forms.file else "a file: name its folder"
+        raise UsageError(f"{flag} {path}: it is {advice}")
+    if flag == "--model_file" and is_folder:
+        raise UsageError(f"{flag} {path}: it is a folder: use --model_dir")
+
+
+def exports_only(origin: Origin, goals: Iterable[str] = GOALS) -> bool:
+    """Whether --export is asked for alone: weights are named, and none of the flags in `goals` asks
+    for training. `--resume auto` continues a run."""
+    if not origin.export or origin.given & set(goals):
+        return False
+    if origin.resume:
+        return origin.resume != "auto"
+    return origin.path is not None
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def choose(
+    origin: Origin,
+    family: Family,
+    resumed: Saved | None,
+    initial: Saved | None,
+    create: Callable[[], Any],
+) -> tuple[Any, dict[str, torch.Tensor] | None]:
+    """The info of the model to be trained, and the weights that it starts with: released ones, or
+    None if they are random or the loop loads them. `resumed` is the checkpoint that the run resumes,
+    `initial` that of --init_from, whose model is taken if no flag names another. `create()` makes
+    the info of a new model. Raises `UsageError`."""
+    if resumed:
+        return read_info(origin, family, resumed), None
+    if origin.path:
+        return family.read(origin.path)
+    if initial and not origin.may_be_random:
+        return read_info(origin, family, initial), None
+    if not origin.may_be_random:  # which is known only when --resume auto has found no checkpoint
+        ways = "--model_dir, --model_file" if origin.forms.file else "--model_dir"
+        raise UsageError(
+            "there is no checkpoint to resume from, and nothing says where the model starts: add"
+            f" {ways} or --from_scratch"
+        )
+    info = create()
+    shapes = model_files.shapes_of(lambda: family.network(info))
+    model_files.require_room(sum(map(math.prod, shapes.values())))
+    return info, None
+
+
+def use(
+    origin: Origin, family: Family, recipe: str
+) -> tuple[Any, dict[str, torch.Tensor], Saved | None]:
+    """A model that is not trained further: its info and weights, and the checkpoint that they are
+    from, None for a released model. The model is that of --model_dir or --model_file, of --resume,
+    or of the best evaluation. Raises `UsageError`."""
+    if origin.path and not origin.resume:
+        info, weights = family.read(origin.path)
+        return info, weights, None
+    saved = checkpoint.weights_to_use(origin.resume, origin.checkpoint_dir, recipe)
+    return read_info(origin, family, saved), saved.model, saved
+
+
+def read_run_info(kind: type, saved: Saved | None):
+    """The `RunInfo`, a dataclass `kind`, of the run that saved a checkpoint; None without one. Raises
+    `UsageError`."""
+    if saved is None:
+        return None
+    return records.read(kind, saved.run_info, saved.path)
+
+
+def read_info(origin: Origin, family: Family, saved: Saved):
+    """The `ModelInfo` of a checkpoint. Raises `UsageError` if it does not fit the checkpoint's
+    weights, and for flags that contradict it: otherwise `--resume auto` in a script would continue
+    an earlier demo and ignore the model that the flags name."""
+    info = check_saved(family, saved, origin.forms.family)
+    if conflicts := family.conflicts(info, saved):
+        raise UsageError(
+            f"{', '.join(conflicts)} conflicts with the checkpoint: leave it out to continue, or"
+            " start a new run with another --output_dir, or from the weights that fit with"
+            " --init_from in place of --resume"
+        )
+    return info
+
+
+def check_saved(family: Family, saved: Saved, name: str):
+    """The `ModelInfo` of a checkpoint, if it and the weights are of one model. Otherwise a damaged
+    info could ask for a model of any size. Raises `UsageError`."""
+    info = records.read(family.model_info, saved.model_info, saved.path)
+    family.check(info, str(saved.path))
+    expected = model_files.shapes_of(lambda: family.network(info))
+    model_files.check_shapes(saved.model, expected, saved.path, name)
+    return info
+
+
+def conflicts(origin: Origin, info: Any, sized: Iterable[str]) -> list[str]:
+    """The flags of `origin` that contradict a checkpoint with this info, each with what the
+    checkpoint has. `sized` are the names in its configuration that tell sizes apart."""
+    found = []
+    if "model_size" in origin.given:
+        differing = [name for name in sized if origin.size[name] != info.config[name]]
+        if differing:
+            has = ", ".join(f"{name} {info.config[name]}" for name in sized)
+            found.append(f"--model_size {origin.size_name} (the checkpoint has {has})")
+    if origin.path and not info.pretrained:
+        found.append(f"{origin.flag} {origin.path} (the checkpoint's model began from scratch)")
+    if origin.from_scratch and info.pretrained:
+        found.append("--from_scratch (the checkpoint's model began from released weights)")
+    return found
