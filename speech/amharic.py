@@ -487,9 +487,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     lexicon = read_lexicon(args.lexicon) if args.lexicon is not None else None
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(encoding="utf-8")
-    for line in sys.stdin.buffer if sys.stdin else ():
+    sys.stdout.reconfigure(encoding="utf-8")
+    for line in sys.stdin.buffer:
         print(phonemes(line.decode("utf-8-sig", "replace"), lexicon, not args.no_epenthesis))
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from common.checkpoint import mismatch
 from common.errors import UsageError, first_line, require
+from common.records import mismatch
 
 START, STOP, UNKNOWN, SPACE = "[START]", "[STOP]", "[UNK]", "[SPACE]"
 LANGUAGE = re.compile(r"\[([a-z]{2,3}(?:-[a-z]{2,4})?)\]")
