@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import step
+from speech.whisper import formats as whisper_formats
 from speech.xtts import formats
 
 SMALL = {
@@ -23,6 +24,7 @@ ROWS = [
     *(("konkani", row) for row in ("baseline", "ours")),
     ("parakeet", "transformers"),
     ("parakeet", "ours, gradient checkpointing"),
+    ("whisper", "transformers, 30 s"),
     ("whisper", "ours, in two micro-batches"),
     ("xtts", "baseline"),
     ("xtts", "+ gradient checkpointing"),
@@ -31,12 +33,16 @@ ROWS = [
 
 
 def arguments(recipe: str) -> SimpleNamespace:
-    flags = {**step.BENCHMARKS[recipe].flags, **SMALL[recipe]}
+    flags = {**step.BENCHMARKS[recipe].flags, **SMALL[recipe], "threads": 1}
     return SimpleNamespace(recipe=recipe, device="cpu", steps=1, **flags)
 
 
 @pytest.fixture(autouse=True)
-def small_xtts(monkeypatch):
+def small_models(monkeypatch):
+    tiny = whisper_formats.SIZES["tiny"]
+    width = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    monkeypatch.setitem(whisper_formats.SIZES, "tiny", {**tiny, **width, **heads})
     monkeypatch.setitem(formats.SIZES, "full", SMALL_XTTS)
     monkeypatch.setattr(step.xtts_amharic, "place", step.xtts_amharic.place)  # restored afterwards
 
