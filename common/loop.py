@@ -592,12 +592,12 @@ def run_global_batch(
     scaler: torch.amp.GradScaler | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Forward and backward of a global batch, a pure function of its arguments. Gradients add up in the
-    parameters.
+    """Forward and backward of a global batch, a pure function of its arguments. Gradients add up in
+    the parameters.
 
-    `totals`: the number of targets of each term in the whole global batch, on all ranks. `compute_loss`
-    and `loss_weights` are those of a `Task`. If a micro-batch runs out of memory, the outcome says
-    so; any other error passes through."""
+    `totals` is the number of targets of each term in the whole global batch, on all ranks.
+    `compute_loss` and `loss_weights` are those of a `Task`. If a micro-batch runs out of memory,
+    the outcome says so; any other error passes through."""
     sums = None
     batches = to_device(micro_batches, setup.device)
     for number in range(len(micro_batches)):
@@ -606,11 +606,7 @@ def run_global_batch(
             batch = next(batches)
             with setup.autocast():
                 terms = compute_loss(model, batch)
-                loss = sum(
-                    loss_weights[name] * term / totals[name]
-                    for name, term in terms.items()
-                    if totals.get(name)
-                )
+                loss = weighted_loss(terms, totals, loss_weights)
             if isinstance(loss, torch.Tensor):  # or no term has a target in the whole global batch
                 (scaler.scale(loss) if scaler else loss).backward()
             detached = torch.stack([terms[name].detach() for name in loss_weights])
@@ -626,6 +622,19 @@ def run_global_batch(
         if stop():
             return Outcome(stopped=True)
     return Outcome(sums=sums)
+
+
+def weighted_loss(
+    terms: dict[str, torch.Tensor], totals: dict[str, float], loss_weights: dict[str, float]
+) -> torch.Tensor | int:
+    """The sum over terms of weight * sum / number of targets. A term that has no weight, or no
+    target in the global batch, adds nothing."""
+    for name in loss_weights:
+        if name not in terms:
+            raise UsageError(f"compute_loss returns no {name!r}, a term of loss_weights")
+    return sum(
+        loss_weights[name] * term / totals[name] for name, term in terms.items() if totals.get(name)
+    )
 
 
 def length_bucket(batch: dict) -> int:

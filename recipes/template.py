@@ -46,7 +46,6 @@ WIDTH = 128
 LAYERS = 4
 KERNEL = 9  # of the convolutions: 0.36 s
 FIT_UTTERANCES = 200  # for the statistics of the features
-VOICES = demo.KONKANI_VOICES
 DEMO_SIZES = {"train": 1200, "val": 100}  # utterances
 DEMO_STEPS = 400
 

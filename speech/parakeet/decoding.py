@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from speech.parakeet.model import Parakeet
+
 SPACE = "\u2581"  # begins a word in SentencePiece's pieces
 # Latin, Armenian, Arabic, Urdu, Devanagari, Myanmar, Ethiopic, Khmer, Chinese and full-width.
-SENTENCE_ENDS = (
-    *".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61",
+SENTENCE_ENDS = tuple(
+    ".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61"
 )
 
 
@@ -40,13 +42,16 @@ def greedy(
     a tuple of (L, B, H); tokens and state are None at the start. Only labels move the prediction
     network. A blank lasts at least a frame. After `max_symbols` labels in a frame, the next frame
     follows."""
-    device, batch = encoded.device, len(lengths)
-    ends, steps = torch.tensor(lengths, device=device), torch.tensor(durations, device=device)
-    rows = torch.arange(batch, device=device)
-    frame, symbols = torch.zeros_like(rows), torch.zeros_like(rows)
+    device = encoded.device
+    ends = torch.tensor(lengths, device=device)
+    steps = torch.tensor(durations, device=device)
+    rows = torch.arange(len(lengths), device=device)
+    frame = torch.zeros_like(rows)
+    symbols = torch.zeros_like(rows)  # labels in this frame
     predicted, state = step(None, None)
     history = []
-    while bool((active := frame < ends).any()):
+    active = frame < ends
+    while bool(active.any()):
         logits = joint(encoded[rows, frame.clamp_max(encoded.shape[1] - 1)], predicted)
         blank = logits.shape[1] - len(durations) - 1
         token = logits[:, : blank + 1].argmax(1)
@@ -54,22 +59,45 @@ def greedy(
         is_label = active & (token != blank)
         history.append(torch.stack([torch.where(is_label, token, -1), frame, duration]))
         symbols = torch.where(is_label, symbols + 1, symbols)
-        stuck = (token == blank) | (symbols >= max_symbols)
-        duration = torch.where(stuck, duration.clamp_min(1), duration)
+        must_move = (token == blank) | (symbols >= max_symbols)
+        duration = torch.where(must_move, duration.clamp_min(1), duration)
         symbols = torch.where(duration > 0, 0, symbols)
         frame = frame + duration
-        if len(chosen := is_label.nonzero()[:, 0]):
+        active = frame < ends
+        chosen = is_label.nonzero()[:, 0]
+        if len(chosen):
             moved, new = step(token[chosen], tuple(part[:, chosen] for part in state))
             predicted = predicted.index_copy(0, chosen, moved)
-            state = tuple(
-                part.index_copy(1, chosen, value) for part, value in zip(state, new, strict=True)
-            )
-    hypotheses: list[list[Token]] = [[] for _ in lengths]
-    for moment in torch.stack(history).tolist() if history else ():
-        for hypothesis, values in zip(hypotheses, zip(*moment, strict=True), strict=True):
-            if values[0] >= 0:
-                hypothesis.append(Token(*values))
+            pairs = zip(state, new, strict=True)
+            state = tuple(part.index_copy(1, chosen, value) for part, value in pairs)
+    return _by_utterance(history, len(lengths))
+
+
+def _by_utterance(history: list[torch.Tensor], batch: int) -> list[list[Token]]:
+    """The tokens of each utterance. `history`: for each step (3, B) of pieces (-1: no label),
+    frames and durations."""
+    hypotheses: list[list[Token]] = [[] for _ in range(batch)]
+    if not history:
+        return hypotheses
+    for pieces, frames, durations in torch.stack(history).tolist():
+        for row, hypothesis in enumerate(hypotheses):
+            if pieces[row] >= 0:
+                hypothesis.append(Token(pieces[row], frames[row], durations[row]))
     return hypotheses
+
+
+def decode(model: Parakeet, encoded: torch.Tensor, frames: list[int]) -> list[list[Token]]:
+    """The tokens of every utterance of the encoder's output (B, T, D), with their times."""
+
+    def step(tokens: torch.Tensor | None, state: tuple | None) -> tuple[torch.Tensor, tuple]:
+        if tokens is None:
+            tokens = torch.full((len(encoded),), model.blank, device=encoded.device)
+        predicted, state = model.decoder(tokens[:, None], state)
+        return predicted[:, 0], state
+
+    projected = model.encoder_projector(encoded)
+    most = model.config["max_symbols"]
+    return greedy(step, model.joint.logits, projected, frames, model.joint.durations, most)
 
 
 def text_of(tokens: list[Token], tokenizer) -> str:
@@ -85,27 +113,35 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
     model predicts a duration for it; it ends when the token before it ends. A segment ends with a
     sentence. Unlike in NeMo, nothing ends after the utterance, punctuation at the start of a word
     belongs to that word, and punctuation between spaces belongs to the word before it."""
+    timed: list[dict] = []
+    for word in _words(tokens, tokenizer, frames):
+        start = word["start"] * frame_seconds
+        end = word["end"] * frame_seconds
+        text = tokenizer.decode(word["pieces"]).strip()
+        is_unknown = tokenizer.unknown in word["pieces"]
+        if timed and _is_mark("".join(text.split())) and not is_unknown:
+            timed[-1]["end"] = round(end, 3)
+            timed[-1]["text"] += f" {text}"
+        elif text:
+            timed.append({"start": round(start, 3), "end": round(max(start, end), 3), "text": text})
+    return {"text": text_of(tokens, tokenizer), "words": timed, "segments": segments(timed)}
+
+
+def _words(tokens: list[Token], tokenizer, frames: int) -> list[dict]:
+    """Words as {"start", "end", "pieces"}, in encoder frames."""
     words: list[dict] = []
     end = 0
     for token in tokens:
         piece = tokenizer.pieces[token.piece]
-        if not _is_mark(piece.removeprefix(SPACE)) or not words:
+        if not words or not _is_mark(piece.removeprefix(SPACE)):
             end = min(token.frame + token.duration, frames)
-        if (
-            not words or piece.startswith(SPACE) or token.piece == tokenizer.unknown
-        ):  # it is decoded with spaces
+        # The unknown token is decoded with spaces.
+        begins = piece.startswith(SPACE) or token.piece == tokenizer.unknown
+        if not words or begins:
             words.append({"start": token.frame, "pieces": []})
         words[-1]["pieces"].append(token.piece)
         words[-1]["end"] = end
-    timed: list[dict] = []
-    for word in words:
-        start, end = word["start"] * frame_seconds, word["end"] * frame_seconds
-        text = tokenizer.decode(word["pieces"]).strip()
-        if timed and _is_mark("".join(text.split())) and tokenizer.unknown not in word["pieces"]:
-            timed[-1] |= {"end": round(end, 3), "text": f"{timed[-1]['text']} {text}"}
-        elif text:
-            timed.append({"start": round(start, 3), "end": round(max(start, end), 3), "text": text})
-    return {"text": text_of(tokens, tokenizer), "words": timed, "segments": segments(timed)}
+    return words
 
 
 def _is_mark(text: str) -> bool:
@@ -114,11 +150,13 @@ def _is_mark(text: str) -> bool:
 
 def segments(words: list[dict]) -> list[dict]:
     """Joins words to sentences."""
-    result, begun = [], []
+    result = []
+    sentence = []
     for number, word in enumerate(words):
-        begun.append(word)
-        if number + 1 == len(words) or word["text"].endswith(SENTENCE_ENDS):
-            text = " ".join(each["text"] for each in begun)
-            result.append({"start": begun[0]["start"], "end": begun[-1]["end"], "text": text})
-            begun = []
+        sentence.append(word)
+        is_last = number + 1 == len(words)
+        if is_last or word["text"].endswith(SENTENCE_ENDS):
+            text = " ".join(each["text"] for each in sentence)
+            result.append({"start": sentence[0]["start"], "end": word["end"], "text": text})
+            sentence = []
     return result

@@ -9,7 +9,9 @@ from speech.audio import SAMPLE_RATE
 from speech.features import valid_mask
 from speech.layers import full_fp32
 
-N_FFT, WINDOW, HOP = 512, 400, 160  # samples at 16 kHz
+N_FFT = 512  # samples at 16 kHz
+WINDOW = 400
+HOP = 160
 PRE_EMPHASIS = 0.97
 FLOOR = 2.0**-24  # power added to every band before the logarithm
 EPSILON = 1e-5  # added to the standard deviation
@@ -18,7 +20,9 @@ EPSILON = 1e-5  # added to the standard deviation
 def frames(samples):
     """The number of valid frames of so many samples, an int or a tensor; at least 1."""
     count = samples // HOP
-    return count.clamp_min(1) if isinstance(count, torch.Tensor) else max(1, count)
+    if isinstance(count, torch.Tensor):
+        return count.clamp_min(1)
+    return max(1, count)
 
 
 class MelFeatures(nn.Module):
@@ -28,17 +32,10 @@ class MelFeatures(nn.Module):
 
     def __init__(self, num_mel_bins: int):
         super().__init__()
-        with torch.device(
-            "cpu"
-        ):  # torchaudio reads its result, which a model without memory (device "meta") has not
+        # torchaudio reads values of its result, which a tensor on the device "meta" does not have.
+        with torch.device("cpu"):
             filters = torchaudio.functional.melscale_fbanks(
-                N_FFT // 2 + 1,
-                0.0,
-                SAMPLE_RATE / 2,
-                num_mel_bins,
-                SAMPLE_RATE,
-                norm="slaney",
-                mel_scale="slaney",
+                N_FFT // 2 + 1, 0.0, SAMPLE_RATE / 2, num_mel_bins, SAMPLE_RATE, "slaney", "slaney"
             )
             window = torch.hann_window(WINDOW, periodic=False)
         self.register_buffer("filters", filters, persistent=False)  # (N_FFT / 2 + 1, M)
@@ -47,9 +44,8 @@ class MelFeatures(nn.Module):
     def forward(self, waveforms: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
         """`count`: the number of frames to return, that of the longest waveform."""
         with torch.autocast(waveforms.device.type, enabled=False), full_fp32(waveforms.device):
-            x = torch.cat(
-                [waveforms[:, :1], waveforms[:, 1:] - PRE_EMPHASIS * waveforms[:, :-1]], dim=1
-            )
+            x = waveforms[:, 1:] - PRE_EMPHASIS * waveforms[:, :-1]
+            x = torch.cat([waveforms[:, :1], x], dim=1)
             x = x.masked_fill(~valid_mask(lengths, x.shape[1]), 0.0)
             x = torch.stft(
                 x,
@@ -61,11 +57,11 @@ class MelFeatures(nn.Module):
                 pad_mode="constant",
                 return_complex=True,
             )
-            x = (
-                x[:, :, :count].abs().square().transpose(1, 2) @ self.filters + FLOOR
-            ).log()  # (B, F, M)
+            x = x[:, :, :count].abs().square().transpose(1, 2)  # (B, F, N_FFT / 2 + 1)
+            x = (x @ self.filters + FLOOR).log()  # (B, F, M)
             lengths = frames(lengths)
-            valid, total = valid_mask(lengths, count)[:, :, None], lengths[:, None, None]
+            valid = valid_mask(lengths, count)[:, :, None]
+            total = lengths[:, None, None]
             mean = (x * valid).sum(1, keepdim=True) / total
             variance = ((x - mean).square() * valid).sum(1, keepdim=True) / (total - 1).clamp_min(1)
             return ((x - mean) / (variance.sqrt() + EPSILON)).masked_fill(~valid, 0.0)

@@ -1,137 +1,125 @@
-"""The start of a Parakeet's training and its export: flags, released weights or a configuration
-from scratch, learning rate."""
+"""The start of a Parakeet's training: what this family adds to speech/released.py."""
 
-import math
-import os
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from common import checkpoint, options
+from common import options
+from common.checkpoint import Saved
 from common.errors import UsageError
-from speech import model_files, recogniser, text
-from speech.model_files import require_room
+from speech import recogniser, released, text
+from speech.layers import quieten_branches
 from speech.parakeet import formats
+from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pad_pieces
+from speech.released import Origin
 
+BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
 SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
 CTC_WEIGHT = 0.3  # share of the CTC head's loss, as in NVIDIA's hybrid models
-FINE_TUNING_RATE, CAREFUL_RATE, MANY_HOURS = (
-    1e-4,
-    3e-5,
-    20.0,
-)  # NVIDIA's advice for fine-tuning, by hours of speech
-SMALL, SMALL_RATE, SCRATCH_RATE = 256, 2e-3, 5e-4  # from scratch: up to this width, and above
-SAMPLE = 1000  # training texts that are looked at for the style and for unknown characters
+# Peak learning rates: NVIDIA's advice for fine-tuning depends on the hours of speech; from scratch
+# the rate depends on the model's width.
+FINE_TUNING_RATE = 1e-4
+CAREFUL_RATE = 3e-5
+MANY_HOURS = 20.0
+SMALL_WIDTH = 256
+SMALL_RATE = 2e-3
+SCRATCH_RATE = 5e-4
 
-# The schema of the metadata that are kept with the weights, for common.checkpoint.
-METADATA = {
-    "recipe": str,
-    "config": formats.CONFIG,
-    "tokenizer": STATE,
-    "source": dict,
-    "pretrained": bool,
-    "held_out?": [str],
-    "loss": {
-        "sigma": lambda s: 0 <= s < 10,
-        "omega": lambda o: 0 <= o <= 1,
-        "reduction": set(REDUCTIONS),
-        "ctc?": lambda c: 0 <= c <= 1,
-    },
-    "demo?": bool,
-    "longest": lambda seconds: type(seconds) in (int, float) and 0 < seconds < math.inf,
-}
-
-TRAINING = (
-    "from_scratch",
-    "ctc_weight",
-    "tdt_sigma",
-    "tdt_omega",
-    "loss_reduction",
-    "joint_dropout",
+FORMS = released.Forms(
+    family="Parakeet-TDT",
+    folder="a Hugging Face folder",
+    file="NVIDIA's model.nemo",
+    exported="in --export_format",
+    fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
-USES = ("transcribe", "evaluate")  # of a trained model
+TRAINING = (
+    "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
+)  # fmt: skip
+# Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
-    *recogniser.MODEL_EXCLUDES,
+    *released.EXCLUDES,
     *(
         (model, "vocab_size", "a released model has its own vocabulary; leave the second out")
-        for model in recogniser.MODELS
+        for model in released.MODELS
     ),
-    *((flag, use, options.TRAINS) for flag in (*TRAINING, "vocab_size") for use in USES),
+    *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (("export_format", ("export",), ""),)
+LOSS = {  # a schema of records.mismatch
+    "sigma": lambda value: 0 <= value < 10,
+    "omega": lambda value: 0 <= value <= 1,
+    "reduction": set(REDUCTIONS),
+    "ctc?": lambda value: 0 <= value <= 1,
+}
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where the model starts, as the flags ask. `given`: the flags on the command line;
-    `pretrained`: the folder or file of released weights that the flag `source` names, None from
-    scratch; `may_be_random`: whether the weights may be random if there is no checkpoint; `size`:
-    the configuration of --model_size; `characters`: whether the tokens of a model from scratch are
-    characters; `init_from`: weights of an earlier run, whose model is taken if nothing else names
-    one; `loss`: settings that replace the model's own."""
+class ModelInfo:
+    """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
+    settings (`ctc` is the share of the CTC head's loss), the settings of the released model that an
+    export keeps, and whether it began from released weights."""
 
-    given: frozenset[str]
-    pretrained: str | None
-    source: str
-    from_scratch: bool
-    may_be_random: bool
-    size_name: str | None
-    size: dict | None
+    config: Annotated[dict, formats.CONFIG]
+    tokenizer: Annotated[dict, STATE]
+    loss: Annotated[dict, LOSS]
+    source: dict
+    pretrained: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
+    `characters`: whether the tokens of a model from scratch are characters. `loss`: settings that
+    replace the model's. `export_format`: "hf" or "nemo"."""
+
+    origin: Origin
+    how: recogniser.Options
     characters: bool
     vocab_size: int | None
-    ctc_weight: float | None
-    init_from: str | None
     loss: dict
+    export_format: str
+
+
+# --- flags ----------------------------------------------------------------------------------------
 
 
 def add_arguments(parser) -> None:
-    names = list(formats.SIZES)
-    start = recogniser.add_model_arguments(
-        parser,
-        names,
-        "Parakeet-TDT",
-        "NVIDIA's format: parakeet-tdt-0.6b-v3.nemo",
-        "in --export_format",
-    )
-    start.add_argument(
+    group = released.add_arguments(parser, FORMS, formats.SIZES, "110m")
+    group.add_argument(
         "--export_format",
         choices=["hf", "nemo"],
         help="form of --export: a folder for transformers, or a folder with NeMo's model.nemo (hf)",
     )
-    start.add_argument(
+    group.add_argument(
         "--vocab_size",
         type=options.number(int, 2, formats.CONFIG["vocabulary"][-1]),
         metavar="N",
-        help=(
-            "SentencePiece BPE pieces of a model from scratch (by --model_size; the demo has"
-            " characters)"
-        ),
+        help="SentencePiece BPE pieces of a model from scratch (by --model_size; demo: characters)",
     )
     loss = parser.add_argument_group("loss")
     loss.add_argument(
         "--tdt_sigma",
         type=options.number(float, 0.0, 1.0),
         metavar="X",
-        help=(
-            "taken from every token's log-probability, which favours longer durations (the model's"
-            " own, 0.02)"
-        ),
+        help="taken from every token's log-probability; favours long durations (the model's, 0.02)",
     )
     loss.add_argument(
         "--tdt_omega",
         type=options.SHARE,
         metavar="P",
-        help="chance that an utterance has the plain RNN-T loss (the model's own, 0.1)",
+        help="chance that an utterance has the plain RNN-T loss (the model's, 0.1)",
     )
     loss.add_argument(
         "--loss_reduction",
         choices=REDUCTIONS,
         help=(
             "the mean over utterances of the loss per label (mean), of the loss (mean_batch), or"
-            " over labels (mean_volume) (the model's own)"
+            " over labels (mean_volume) (the model's)"
         ),
     )
     loss.add_argument(
@@ -155,223 +143,163 @@ def add_arguments(parser) -> None:
     )
 
 
-def resolve(args, is_demo: bool) -> Start:
+def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
-    pretrained = args.model_dir or args.model_file
-    if args.export:
-        model_files.require_export(args.export)  # now, not after hours of training
-    args.export_format = args.export_format or "hf"
-    if not (
-        args.transcribe
-        or args.evaluate
-        or is_demo
-        or args.resume
-        or pretrained
-        or args.from_scratch
-        or args.init_from
-    ):
-        advice = (
-            "add --model_dir DIR (Hugging Face), --model_file model.nemo (NVIDIA), or"
-            " --from_scratch"
-        )
-        raise UsageError(f"training needs a model to start from: {advice}")
-    source = "--model_dir" if args.model_dir else "--model_file"
-    if pretrained:
-        check_place(pretrained, source)  # now, not after all data have been checked
-    may_be_random = args.from_scratch or (is_demo and not (pretrained or args.init_from))
-    if not pretrained and args.model_size is None:
-        args.model_size = "demo" if is_demo else "110m"
-    asked = {
+    origin = released.resolve(args, FORMS, formats.SIZES, "110m", is_demo)
+    loss = {
         "sigma": args.tdt_sigma,
         "omega": args.tdt_omega,
         "reduction": args.loss_reduction,
         "ctc": args.ctc_weight,
     }
-    return Start(
-        given=args.given,
-        pretrained=pretrained,
-        source=source,
-        from_scratch=args.from_scratch,
-        may_be_random=may_be_random,
-        size_name=args.model_size,
-        size=formats.SIZES.get(args.model_size),
+    return Options(
+        origin=origin,
+        how=recogniser.resolve(args, is_demo),
         characters=args.model_size == "demo" and args.vocab_size is None,
         vocab_size=args.vocab_size,
-        ctc_weight=args.ctc_weight,
-        init_from=args.init_from,
-        loss={name: value for name, value in asked.items() if value is not None},
+        loss={name: value for name, value in loss.items() if value is not None},
+        export_format=args.export_format or "hf",
     )
 
 
-def check_place(pretrained: str, source: str) -> None:
-    """Raises `UsageError` if there is nothing at this path, or a file in place of a folder."""
-    if not os.path.exists(pretrained):
-        hub = "fetch it with: hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet"
-        raise UsageError(
-            f"{source} {pretrained}: no such file or folder, and nothing is downloaded here; {hub}"
-        )
-    if os.path.isdir(pretrained) != (source == "--model_dir"):
-        other = (
-            "a folder: use --model_dir" if source == "--model_file" else "a file: use --model_file"
-        )
-        raise UsageError(f"{source} {pretrained}: it is {other}")
+# --- the model ------------------------------------------------------------------------------------
+
+
+def family(asked: Options) -> released.Family:
+    """What speech/released.py has to know of Parakeet."""
+
+    def conflicts(info: ModelInfo, saved: Saved) -> list[str]:
+        return find_conflicts(asked, info)
+
+    return released.Family(ModelInfo, read, network, check, conflicts)
+
+
+def read(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    """A released model: a Hugging Face folder or a .nemo archive. Raises `UsageError`."""
+    weights, config, extras = formats.read_model(path)
+    return ModelInfo(config=config, **extras, pretrained=True), weights
+
+
+def network(info: ModelInfo, dropout: float = 0.0, joint_dropout: float = 0.0) -> Parakeet:
+    return Parakeet(info.config, info.loss["sigma"], dropout, joint_dropout)
+
+
+def make_model(
+    info: ModelInfo,
+    weights: dict[str, torch.Tensor] | None,
+    dropout: float = 0.0,
+    joint_dropout: float = 0.0,
+) -> Parakeet:
+    """A model with these weights, which become its parameters, or with random ones."""
+    if weights is None:
+        model = network(info, dropout, joint_dropout)
+        quieten_branches(model.encoder.layers, BRANCH_OUTPUTS)
+        return model
+    with torch.device("meta"):
+        model = network(info, dropout, joint_dropout)
+    model.load_state_dict(weights, assign=True)
+    # The new weights are not in this order yet.
+    model.encoder.subsampling.to(memory_format=torch.channels_last)
+    return model
+
+
+def check(info: ModelInfo, name: str) -> None:
+    """Raises `UsageError` if the parts of a saved info contradict each other."""
+    formats.check_config(info.config, name)
+    tokenizer_of(info)
+
+
+def tokenizer_of(info: ModelInfo) -> ParakeetTokenizer:
+    return make_tokenizer(info.tokenizer, info.config["vocabulary"])
+
+
+def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
+    """The flags that contradict a checkpoint, each with what the checkpoint has."""
+    origin = asked.origin
+    found = released.conflicts(origin, info, ("d_model", "layers"))
+    if asked.vocab_size and asked.vocab_size != info.config["vocabulary"]:
+        has = info.config["vocabulary"]
+        found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {has})")
+    if origin.path and info.pretrained:
+        theirs, _ = read(origin.path)
+        same_pieces = tokenizer_of(theirs).pieces == tokenizer_of(info).pieces
+        if theirs.config != info.config or not same_pieces:
+            has = "the checkpoint's model has another shape or vocabulary"
+            found.append(f"{origin.flag} {origin.path} ({has})")
+    return found
 
 
 def choose(
-    start: Start, resumed: dict | None, texts: Callable[[], Iterable[str]], recipe: str
-) -> tuple[dict, dict | None]:
-    """The metadata of the model to be trained, and its weights (None: random ones). `resumed` is
-    the content of a checkpoint; `texts()` is asked for the training texts if a vocabulary has to be
-    made; `recipe` is the name of the recipe, whose weights --init_from takes. Raises
-    `UsageError`."""
-    if resumed:
-        metadata, tensors = dict(resumed["metadata"]), resumed["model"]
-        check_resumed(start, metadata)
-        check_saved(metadata, tensors)
-    elif start.pretrained:
-        tensors, metadata = read_pretrained(start)
-    elif start.init_from and not start.may_be_random:
-        tensors, saved = checkpoint.read_weights(start.init_from, recipe, METADATA, "--init_from")
-        check_saved(saved, tensors)
-        tensors, metadata = (
-            None,
-            {name: saved[name] for name in ("config", "tokenizer", "loss", "source", "pretrained")},
-        )
+    asked: Options,
+    resumed: Saved | None,
+    initial: Saved | None,
+    texts: Callable[[], Iterable[str]],
+) -> tuple[ModelInfo, dict[str, torch.Tensor] | None]:
+    """The info of the model to be trained, and the released weights that it starts with, or None.
+    `resumed` is the checkpoint that the run resumes, `initial` that of --init_from. `texts()`
+    returns the training texts, for the vocabulary of a model from scratch. Raises `UsageError`."""
+    info, weights = released.choose(
+        asked.origin, family(asked), resumed, initial, lambda: from_scratch(asked, texts())
+    )
+    return with_loss(info, asked), weights
+
+
+def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
+    """A model with random weights and a vocabulary from `texts`."""
+    size = asked.origin.size
+    if asked.characters:
+        made = text.train_tokenizer(texts, "char", 0)
+        model = made.model
+        vocabulary = made.size
     else:
-        tensors, metadata = None, from_scratch(start, texts)
-    metadata["loss"] = {**metadata["loss"], **start.loss}
-    if metadata["loss"]["reduction"] not in REDUCTIONS:
-        reason = "its sum over a batch depends on the batch's size"
+        wanted = asked.vocab_size or size["vocabulary"]
+        made = text.train_tokenizer(texts, "bpe", wanted)
+        model = made.model
+        # A released size has its vocabulary also if the texts are too short for so many pieces.
+        if made.size < wanted:
+            model = pad_pieces(model, wanted)
+        vocabulary = max(wanted, made.size)
+    has_ctc = size["ctc"]
+    if "ctc" in asked.loss:
+        has_ctc = asked.loss["ctc"] > 0
+    return ModelInfo(
+        config={**size, "vocabulary": vocabulary, "ctc": has_ctc},
+        tokenizer={"sentencepiece": model.hex()},
+        loss=SCRATCH_LOSS,
+        source={},
+        pretrained=False,
+    )
+
+
+def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
+    """`info` with the settings of the loss that the flags ask for. Raises `UsageError`."""
+    loss = {**info.loss, **asked.loss}
+    if loss["reduction"] not in REDUCTIONS:
         raise UsageError(
-            f"{start.pretrained}: the model's loss reduction is 'sum', and {reason}; choose a"
-            " --loss_reduction"
+            f"{asked.origin.path}: the model's loss reduction is {loss['reduction']!r}, and its"
+            " sum over a batch depends on the batch's size; choose a --loss_reduction"
         )
-    if start.ctc_weight and not metadata["config"]["ctc"]:
-        raise UsageError(
-            f"--ctc_weight {start.ctc_weight:g}: the model has no CTC head; leave it out"
-        )
-    if metadata["loss"]["omega"] and not {0, 1} <= set(metadata["config"]["durations"]):
+    if not info.config["ctc"] and asked.loss.get("ctc"):
+        raise UsageError(f"--ctc_weight {loss['ctc']:g}: the model has no CTC head; leave it out")
+    if loss["omega"] and not {0, 1} <= set(info.config["durations"]):
         raise UsageError(
             "the RNN-T loss needs the durations 0 and 1, which this model does not have: add"
             " --tdt_omega 0"
         )
-    return metadata, tensors
+    loss.setdefault("ctc", CTC_WEIGHT if info.config["ctc"] else 0.0)
+    return dataclasses.replace(info, loss=loss)
 
 
-def read_pretrained(start: Start) -> tuple[dict[str, torch.Tensor], dict]:
-    """Weights and metadata of a Hugging Face folder or a .nemo archive: the metadata of this
-    project's checkpoints."""
-    tensors, config, extras = formats.read_model(start.pretrained)
-    return tensors, {"config": config, **extras, "pretrained": True}
-
-
-def from_scratch(start: Start, texts: Callable[[], Iterable[str]]) -> dict:
-    """The metadata of a model with random weights. Raises `UsageError` if the flags do not ask for
-    one, which is known only when `--resume auto` has found no checkpoint."""
-    if not start.may_be_random:
-        raise UsageError(
-            "there is no checkpoint to resume from, and nothing says where the model starts:"
-            " --model_dir DIR, --model_file model.nemo, or --from_scratch"
-        )
-    wanted = start.vocab_size or start.size["vocabulary"]
-    made = text.train_tokenizer(texts(), "char" if start.characters else "bpe", wanted)
-    # A released size has its vocabulary also if the text is too short for so many pieces.
-    model = (
-        made.model if start.characters or made.size >= wanted else pad_pieces(made.model, wanted)
-    )
-    size = made.size if start.characters else max(wanted, made.size)
-    has_ctc = start.ctc_weight > 0 if start.ctc_weight is not None else start.size["ctc"]
-    config = {**start.size, "vocabulary": size, "ctc": has_ctc}
-    require_room(sum(map(math.prod, formats.expected_shapes(config).values())))
-    state = {"sentencepiece": model.hex()}
-    return {
-        "config": config,
-        "tokenizer": state,
-        "loss": SCRATCH_LOSS,
-        "source": {},
-        "pretrained": False,
-    }
-
-
-def check_resumed(start: Start, metadata: dict) -> None:
-    """Refuses flags that contradict the model of the checkpoint with this metadata. Without that
-    check a script's `--resume auto` would continue an earlier demo and ignore the model that was
-    named."""
-    saved, conflicts = metadata["config"], []
-    if "model_size" in start.given and any(
-        start.size[name] != saved[name] for name in ("d_model", "layers")
-    ):
-        conflicts.append(
-            f"--model_size {start.size_name} (the checkpoint has {saved['d_model']} wide,"
-            f" {saved['layers']} layers)"
-        )
-    if start.vocab_size and start.vocab_size != saved["vocabulary"]:
-        conflicts.append(
-            f"--vocab_size {start.vocab_size} (the checkpoint has {saved['vocabulary']})"
-        )
-    if start.from_scratch and metadata["pretrained"]:
-        conflicts.append("--from_scratch (the checkpoint's model began from released weights)")
-    if start.pretrained and not metadata["pretrained"]:
-        conflicts.append(
-            f"{start.source} {start.pretrained} (the checkpoint's model began from scratch)"
-        )
-    elif start.pretrained:
-        theirs = read_pretrained(start)[1]
-        if (
-            theirs["config"] != saved
-            or tokenizer_of(theirs).pieces != tokenizer_of(metadata).pieces
-        ):
-            conflicts.append(
-                f"{start.source} {start.pretrained} (the checkpoint's model has another shape or"
-                " vocabulary)"
-            )
-    if conflicts:
-        raise UsageError(
-            f"{', '.join(conflicts)} conflicts with the checkpoint: leave it out to continue, or"
-            " start a new run with another --output_dir, or from the weights that fit with"
-            " --init_from in place of --resume"
-        )
-
-
-def check_saved(metadata: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """Raises `UsageError` if a checkpoint's metadata, which fit METADATA, and its weights are not
-    those of one model. Without that check, damaged metadata could ask for a model of any size."""
-    formats.check_config(metadata["config"], "the saved model")
-    model_files.check_shapes(
-        tensors, formats.expected_shapes(metadata["config"]), "the saved model", "Parakeet"
-    )
-    tokenizer_of(metadata)
-
-
-def ctc_weight(metadata: dict) -> float:
-    """The share of the CTC head's loss."""
-    return metadata["loss"].get("ctc", CTC_WEIGHT) if metadata["config"]["ctc"] else 0.0
-
-
-def tokenizer_of(metadata: dict) -> ParakeetTokenizer:
-    return make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
-
-
-def check_demo(saved: dict | None) -> None:
-    """Raises `UsageError` if the weights with these metadata (None: there are none) were not
-    trained on the demo corpus."""
-    if saved is not None and not saved.get("demo"):
-        advice = "add --train_manifest or, with --evaluate, --test_manifest"
-        raise UsageError(
-            "these weights were trained on other data than the demo corpus, which is used without"
-            f" a manifest: {advice}"
-        )
-
-
-def learning_rate(metadata: dict, hours: float) -> float:
+def learning_rate(info: ModelInfo, hours: float) -> float:
     """The peak learning rate, by the model's start and the hours of speech."""
-    if metadata["pretrained"]:
+    if info.pretrained:
         return FINE_TUNING_RATE if hours >= MANY_HOURS else CAREFUL_RATE
-    return SMALL_RATE if metadata["config"]["d_model"] <= SMALL else SCRATCH_RATE
+    return SMALL_RATE if info.config["d_model"] <= SMALL_WIDTH else SCRATCH_RATE
 
 
-def export(folder: str, form: str, tensors: dict[str, torch.Tensor], metadata: dict) -> None:
-    """Writes a trained model as a folder for transformers, or with NeMo's model.nemo."""
-    extras = {name: metadata[name] for name in ("tokenizer", "source", "loss")}
-    names = formats.export(folder, form, tensors, metadata["config"], extras)
+def export(asked: Options, info: ModelInfo, weights: dict[str, torch.Tensor]) -> None:
+    """Writes a trained model to --export in the form of --export_format."""
+    extras = {"tokenizer": info.tokenizer, "source": info.source, "loss": info.loss}
+    folder = asked.origin.export
+    names = formats.export(folder, asked.export_format, weights, info.config, extras)
     print(f"exported to {folder}: {', '.join(names)}")

@@ -1,24 +1,25 @@
 """The tokenizer of a Parakeet model: a SentencePiece model (of a `.nemo`) or a tokenizer.json (of
 Hugging Face).
 
-A tokenizer is kept in checkpoints as its state, a dict that fits `STATE` and has at least one of
-the first two keys: {"sentencepiece": hexadecimal bytes of the .model, "json": text of
-tokenizer.json, "files": {name: text} of FILES}. V is the number of pieces; the model's blank is V
-and not one of them.
+Checkpoints hold a tokenizer's state, a dict that fits `STATE` and has at least one of the first two
+keys: {"sentencepiece": hexadecimal bytes of the .model, "json": text of tokenizer.json, "files":
+{name: text} of FILES}. V is the number of pieces; the model's blank is V and not one of them.
 
-Both forms give the same ids for a text, unless
-- it spells out a special token, the unknown token or a byte (<0x41>), which are plain text for SentencePiece and tokens
-  for transformers, or it consists of one user-defined symbol, which then has no prefix;
-- the model has a normalisation table and changes a character before a combining mark: `tokenizers` drops the mark;
-- two ways of building the same piece overlap, such as ab+a and a+ba in ababa: SentencePiece prefers the left one.
-A tokenizer.json of transformers' own converter also strips other white space at the end, keeps one
+Both forms give the same ids for a text, with these exceptions:
+- The text spells out a special token, the unknown token or a byte (<0x41>), which are plain text
+  for SentencePiece and tokens for transformers.
+- The text consists of one user-defined symbol, which then has no prefix.
+- The model has a normalisation table and changes a character before a combining mark: `tokenizers`
+  drops the mark.
+- Two ways of building the same piece overlap, such as ab+a and a+ba in ababa: SentencePiece prefers
+  the left one.
+
+A tokenizer.json of transformers' converter also strips other white space at the end, keeps one
 leading space if the model keeps spaces, and puts a space after a user-defined symbol. A decoded
-text differs only if it has U+2581 itself.
-"""
+text differs only if it contains U+2581."""
 
 import base64
 import importlib
-import itertools
 import json
 import math
 import re
@@ -26,65 +27,71 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from common.checkpoint import COUNT, NUMBER, mismatch
 from common.errors import RunError, UsageError, first_line, require
+from common.records import mismatch
 from speech.text import SentencePieceTokenizer
 
-SPACE = "\u2581"
-BLANK, PAD = "<blank>", "<pad>"
+SPACE = "\u2581"  # SentencePiece's space
+BLANK = "<blank>"
+PAD = "<pad>"
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(
-    1, 7
-)  # types of SentencePiece's pieces
-UNIGRAM, BPE, WORD, CHAR = range(1, 5)  # types of its models
-SURFACE = (  # what SentencePiece decodes the unknown token to, unless the model says otherwise
-    " \u2047 "
-)
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of pieces
+UNIGRAM, BPE, WORD, CHAR = range(1, 5)  # types of SentencePiece's models
+SURFACE = " \u2047 "  # what SentencePiece decodes the unknown token to, unless the model differs
 LONGEST_PIECE = 512  # characters of a piece that merges make
 MOST_STEPS = 32  # of a normalizer or decoder
 # Patterns of normalizers. A tokenizer.json with other ones is refused, because a pattern can take
 # exponential time.
 RUN_OF_SPACES = " {2,}"
 OUTER_SPACES = rf"\A +|[ {SPACE}]+\z"
-STATE = {
-    "sentencepiece?": str,
-    "json?": str,
-    "files?": lambda files: (
-        {*files} <= {*FILES} and all(isinstance(text, str) for text in files.values())
-    ),
-}
-_ABSENT = (type(None), lambda value: value in ("", False))
+
+# --- schemas of common.records.mismatch -----------------------------------------------------------
+
+
+def _are_files(files) -> bool:
+    return set(files) <= set(FILES) and all(isinstance(text, str) for text in files.values())
+
+
+def _is_name(text) -> bool:
+    return isinstance(text, str) and text != ""
+
+
+def _is_off(value) -> bool:
+    return value in ("", False)
+
+
+def _is_short(text) -> bool:
+    return isinstance(text, str) and len(text) <= 64
+
+
+def _is_vocabulary(vocab) -> bool:
+    return all(type(number) is int and number >= 0 for number in vocab.values())
+
+
+def _is_merge(pair) -> bool:
+    parts = pair.split(" ") if isinstance(pair, str) else pair
+    return len(parts) == 2 and "".join(parts) != ""
+
+
+def _is_scored(pair) -> bool:
+    piece, score = pair
+    return isinstance(piece, str) and type(score) in (int, float) and math.isfinite(score)
+
+
+STATE = {"sentencepiece?": str, "json?": str, "files?": _are_files}
+_COUNT = range(1 << 53)
+_ABSENT = (type(None), _is_off)
 _FLAG = (type(None), bool)
-_NAME = (lambda text: isinstance(text, str) and text,)
 _ADDED = {
-    "id": COUNT, "content": _NAME, **dict.fromkeys(("special?", "normalized?"), bool),
-    **dict.fromkeys(("lstrip?", "rstrip?", "single_word?"), _ABSENT),
+    "id": _COUNT, "content": _is_name, "special?": bool, "normalized?": bool,
+    "lstrip?": _ABSENT, "rstrip?": _ABSENT, "single_word?": _ABSENT,
 }  # fmt: skip
 _BPE = {
-    "type": {"BPE"},
-    "unk_token": str,
-    **dict.fromkeys(("byte_fallback?", "fuse_unk?"), _FLAG),
-    **dict.fromkeys(
-        ("dropout?", "continuing_subword_prefix?", "end_of_word_suffix?", "ignore_merges?"), _ABSENT
-    ),
-    "vocab": lambda vocab: all(type(i) is int and i >= 0 for i in vocab.values()),
-    "merges": [
-        lambda pair: len(pair.split(" ") if isinstance(pair, str) else pair) == 2 and "".join(pair)
-    ],
-}
-_UNIGRAM = {
-    "type": {"Unigram"},
-    "unk_id": COUNT,
-    "byte_fallback?": _FLAG,
-    "vocab": [
-        lambda p: (
-            len(p) == 2
-            and isinstance(p[0], str)
-            and isinstance(p[1], NUMBER)
-            and math.isfinite(p[1])
-        )
-    ],
-}
+    "type": {"BPE"}, "unk_token": str, "vocab": _is_vocabulary, "merges": [_is_merge],
+    "byte_fallback?": _FLAG, "fuse_unk?": _FLAG, "dropout?": _ABSENT, "ignore_merges?": _ABSENT,
+    "continuing_subword_prefix?": _ABSENT, "end_of_word_suffix?": _ABSENT,
+}  # fmt: skip
+_UNIGRAM = {"type": {"Unigram"}, "unk_id": _COUNT, "byte_fallback?": _FLAG, "vocab": [_is_scored]}
 _JSON = {"model": (_BPE, _UNIGRAM), "added_tokens?": (type(None), [_ADDED])}
 _METASPACE = {
     "type": {"Metaspace"}, "replacement": {SPACE}, "prepend_scheme?": {"always", "first", "never"},
@@ -99,14 +106,12 @@ _NORMALIZERS = (
 )
 _DECODERS = (
     {"type": {"ByteFallback", "Fuse"}},
-    {"type": {"Strip"}, "content": {" "}, "start": COUNT, "stop": COUNT},
-    {
-        "type": {"Replace"},
-        "pattern": {"String": _NAME},
-        "content": lambda text: isinstance(text, str) and len(text) <= 64,
-    },
+    {"type": {"Strip"}, "content": {" "}, "start": _COUNT, "stop": _COUNT},
+    {"type": {"Replace"}, "pattern": {"String": _is_name}, "content": _is_short},
     _METASPACE,
 )
+
+# --- the tokenizer --------------------------------------------------------------------------------
 
 
 class ParakeetTokenizer:
@@ -135,9 +140,12 @@ class ParakeetTokenizer:
 
 
 class _TokenizerJson:
-    """A tokenizer.json in the library `tokenizers`. `content`: only its checked parts and its V
-    pieces, which are without `<blank>`, what follows it, and a `<pad>` that was added after the
-    last piece. `ids` has all tokens."""
+    """A tokenizer.json in the library `tokenizers`.
+
+    `content`: only its checked parts and its V pieces, without `<blank>`, what follows it, and a
+    `<pad>` that was added after the last piece. `ids`: all tokens' ids. `added`: the added tokens
+    among the pieces. `normalizer`, `splitter`, `decoder`: their steps. `charsmap`: the
+    normalisation table, or b"". `special`: ids that decoding leaves out."""
 
     def __init__(self, text: str):
         tokenizers = require("tokenizers", "the tokenizer")
@@ -154,7 +162,7 @@ class _TokenizerJson:
         content = {**self.content, "decoder": _sequence("decoders", decoder)}
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-        except Exception as error:  # the library has no exception type of its own
+        except Exception as error:  # the library has no exception type
             raise _refused(first_line(error)[:100]) from None
         ids = self.tokenizer.get_vocab()
         if any(ids.get(piece) != i for i, piece in enumerate(self.pieces)):
@@ -167,34 +175,10 @@ class _TokenizerJson:
             raise _refused(reason)
         model = content["model"]
         self.is_bpe = model["type"] == "BPE"
-        vocab = (
-            model["vocab"]
-            if self.is_bpe
-            else {piece: i for i, (piece, _) in enumerate(model["vocab"])}
-        )
-        added = [
-            {"special": False, "normalized": False, **token}
-            for token in content.get("added_tokens") or []
-        ]
-        self.ids = dict(vocab)
-        if any(
-            self.ids.setdefault(token["content"], token["id"]) != token["id"] for token in added
-        ):
-            raise _refused("a token of its tokenizer.json has two ids")
-        own = {piece: i for piece, i in self.ids.items() if i < self.ids.get(BLANK, math.inf)}
-        self.pieces = sorted(own, key=own.get)
-        if self.pieces[-1:] == [PAD] and PAD not in vocab:
-            self.pieces.pop()
+        defaults = {"special": False, "normalized": False}
+        added = [{**defaults, **token} for token in content.get("added_tokens") or []]
+        self._read_pieces(model, added)
         size = len(self.pieces)
-        is_whole = [own[piece] for piece in self.pieces] == [*range(size)] and vocab.keys() <= {
-            *self.pieces,
-            BLANK,
-        }
-        if not is_whole or "" in own or len(vocab) < len(model["vocab"]):
-            raise _refused("the ids of its tokenizer.json have gaps, or repeat")
-        self.unknown = own.get(model["unk_token"], size) if self.is_bpe else model["unk_id"]
-        if self.unknown >= size:
-            raise _refused("its tokenizer.json lacks the unknown token")
         self.added = [token for token in added if token["id"] < size]
         prefix = {
             "type": {"Replace"},
@@ -204,32 +188,53 @@ class _TokenizerJson:
         self.normalizer = _steps(content.get("normalizer"), "normalizers", (*_NORMALIZERS, prefix))
         self.splitter = _steps(content.get("pre_tokenizer"), "pretokenizers", (_METASPACE,))
         self.decoder = _steps(content.get("decoder"), "decoders", _DECODERS)
-        tables = [
-            step["precompiled_charsmap"]
-            for step in self.normalizer
-            if step["type"] == "Precompiled"
-        ]
+        tables = [step for step in self.normalizer if step["type"] == "Precompiled"]
         if len(tables) > 1:
             raise _refused("its tokenizer.json has several normalisation tables")
-        self.charsmap = (
-            _checked_table(base64.b64decode(tables[0], validate=True)) if tables else b""
-        )
-        kept = (
-            {piece: i for piece, i in vocab.items() if i < size}
-            if self.is_bpe
-            else model["vocab"][:size]
-        )
+        self.charsmap = b""
+        if tables:
+            table = base64.b64decode(tables[0]["precompiled_charsmap"], validate=True)
+            self.charsmap = _checked_table(table)
+        if self.is_bpe:
+            vocab = {piece: i for piece, i in model["vocab"].items() if i < size}
+        else:
+            vocab = model["vocab"][:size]
         self.content = _content(
-            {**model, "vocab": kept}, self.added, self.normalizer, self.splitter, self.decoder
+            {**model, "vocab": vocab}, self.added, self.normalizer, self.splitter, self.decoder
         )
+
+    def _read_pieces(self, model: dict, added: list[dict]) -> None:
+        vocab = model["vocab"]
+        if not self.is_bpe:
+            vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
+        self.ids = dict(vocab)
+        for token in added:
+            if self.ids.setdefault(token["content"], token["id"]) != token["id"]:
+                raise _refused("a token of its tokenizer.json has two ids")
+        blank = self.ids.get(BLANK, math.inf)
+        before_blank = {piece: i for piece, i in self.ids.items() if i < blank}
+        self.pieces = sorted(before_blank, key=before_blank.get)
+        if self.pieces[-1:] == [PAD] and PAD not in vocab:
+            self.pieces.pop()
+        size = len(self.pieces)
+        has_gaps = [before_blank[piece] for piece in self.pieces] != list(range(size))
+        has_others = not vocab.keys() <= {*self.pieces, BLANK}
+        has_repeats = len(vocab) < len(model["vocab"])
+        if has_gaps or has_others or has_repeats or "" in before_blank:
+            raise _refused("the ids of its tokenizer.json have gaps, or repeat")
+        if self.is_bpe:
+            self.unknown = before_blank.get(model["unk_token"], size)
+        else:
+            self.unknown = model["unk_id"]
+        if self.unknown >= size:
+            raise _refused("its tokenizer.json lacks the unknown token")
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(
-            [i for i in tokens if i not in self.special], skip_special_tokens=False
-        )
+        visible = [i for i in tokens if i not in self.special]
+        return self.tokenizer.decode(visible, skip_special_tokens=False)
 
 
 def make_tokenizer(state: dict, vocabulary: int) -> ParakeetTokenizer:
@@ -273,25 +278,26 @@ def hf_files(state: dict) -> dict[str, str]:
     the id V in it. The pad token is a piece `<pad>`, or `<blank>` if there is none. Raises
     `UsageError`."""
     model, content = _open(state)
-    names, unknown = (content or model).pieces, (content or model).unknown
-    others = {}
-    if content is None:
-        text = _text(_to_json(model))
-    elif content.ids.get(BLANK) == len(names):
-        text, others = state["json"], state.get("files", {})
-    else:
-        text = _text(
-            {**content.content, "added_tokens": [*content.added, _added(len(names), BLANK)]}
-        )
+    backend = content or model
+    names = backend.pieces
     config = {
         "tokenizer_class": "ParakeetTokenizer",
         "processor_class": "ParakeetProcessor",
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1_000_000_000,
-        "unk_token": names[unknown],
+        "unk_token": names[backend.unknown],
         "pad_token": PAD if PAD in names else BLANK,
     }
-    return {"tokenizer.json": text, "tokenizer_config.json": _text(config), **others}
+    result = {"tokenizer.json": "", "tokenizer_config.json": _text(config)}
+    if content is None:
+        result["tokenizer.json"] = _text(_to_json(model))
+    elif content.ids.get(BLANK) == len(names):
+        result["tokenizer.json"] = state["json"]
+        result.update(state.get("files", {}))
+    else:
+        added = [*content.added, _added(len(names), BLANK)]
+        result["tokenizer.json"] = _text({**content.content, "added_tokens": added})
+    return result
 
 
 def _text(content: dict) -> str:
@@ -299,12 +305,18 @@ def _text(content: dict) -> str:
 
 
 def _open(state: dict) -> tuple[SentencePieceTokenizer | None, _TokenizerJson | None]:
+    """The state's SentencePiece model and its tokenizer.json, at least one of them."""
     if reason := mismatch(state, STATE, "it"):
         raise _refused(reason)
-    if not {"sentencepiece", "json"} & state.keys():
+    if "sentencepiece" not in state and "json" not in state:
         raise _refused("it is neither a SentencePiece model nor a tokenizer.json")
-    model = _load_model(state["sentencepiece"]) if "sentencepiece" in state else None
-    return model, _TokenizerJson(state["json"]) if "json" in state else None
+    model = None
+    if "sentencepiece" in state:
+        model = _load_model(state["sentencepiece"])
+    content = None
+    if "json" in state:
+        content = _TokenizerJson(state["json"])
+    return model, content
 
 
 def _refused(reason: str) -> UsageError:
@@ -320,9 +332,9 @@ def _refused(reason: str) -> UsageError:
 def _load_model(model: str | bytes) -> SentencePieceTokenizer:
     """`model`: bytes, or these in hexadecimal."""
     try:
-        tokenizer = SentencePieceTokenizer(
-            model if isinstance(model, bytes) else bytes.fromhex(model)
-        )
+        if isinstance(model, str):
+            model = bytes.fromhex(model)
+        tokenizer = SentencePieceTokenizer(model)
         "".join(tokenizer.pieces)  # ones that are not UTF-8 are a ValueError
         return tokenizer
     except (RuntimeError, ValueError) as error:
@@ -340,87 +352,133 @@ def _messages():
 def _merges(model_pieces) -> list[tuple[str, str]]:
     """All pairs of pieces that make another one, in the order in which SentencePiece prefers
     them."""
-    products = sorted((p for p in model_pieces if p.type == NORMAL), key=lambda p: -p.score)
-    names = [p.piece for p in products]
+    products = [piece for piece in model_pieces if piece.type == NORMAL]
+    products.sort(key=lambda piece: -piece.score)
+    names = [piece.piece for piece in products]
     if max(map(len, names), default=0) > LONGEST_PIECE:
         raise _refused(f"it has a piece of more than {LONGEST_PIECE} characters")
-    pairs = ((name[:cut], name[cut:]) for name in names for cut in range(len(name) - 1, 0, -1))
-    return [*filter({*names}.issuperset, pairs)]
+    known = set(names)
+    pairs = []
+    for name in names:
+        for cut in range(len(name) - 1, 0, -1):
+            pair = (name[:cut], name[cut:])
+            if known.issuperset(pair):
+                pairs.append(pair)
+    return pairs
 
 
 def _to_model(source: _TokenizerJson) -> bytes:
-    model, names, unknown = source.content["model"], source.pieces, source.pieces[source.unknown]
-    if source.is_bpe and not model.get("fuse_unk"):
-        raise _refused("a SentencePiece model takes several unknown tokens in a row for one")
-    patterns = [step["pattern"] for step in source.normalizer if step["type"] == "Replace"]
-    if not source.splitter and {"String": " "} not in patterns:
-        raise _refused("its tokenizer.json does not replace spaces")
-    trims = {"Regex": RUN_OF_SPACES} in patterns
-    has_prefix = {"Regex": _prefix_pattern(source.added)} in patterns
-    for step in source.splitter:
-        has_prefix |= step.get("prepend_scheme", step.get("add_prefix_space", True)) not in (
-            "never",
-            False,
-        )
-    kinds = {
-        token["content"]: CONTROL if token["special"] else USER_DEFINED for token in source.added
-    }
-    all_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
-    if model.get("byte_fallback") and all_bytes.issubset(names):
-        kinds |= dict.fromkeys(all_bytes, BYTE)
-    kinds[unknown] = UNKNOWN
-    normal = {name for name in names if name not in kinds}
-    joins = any(SPACE in piece[1:] and (piece.strip(SPACE) or not trims) for piece in normal)
-    if joins and any(step.get("split", True) for step in source.splitter):
+    """The SentencePiece .model of a tokenizer.json."""
+    messages = _messages()
+    normalizer = _normalizer_spec(source)
+    kinds = _kinds(source)
+    normal = {piece for piece in source.pieces if piece not in kinds}
+    if not normalizer.remove_extra_whitespaces:
+        joining = [piece for piece in normal if SPACE in piece[1:]]
+    else:
+        joining = [piece for piece in normal if SPACE in piece[1:] and piece.strip(SPACE)]
+    if joining and any(step.get("split", True) for step in source.splitter):
         raise _refused("a SentencePiece model would join words that its tokenizer.json keeps apart")
+    merges = []
     if source.is_bpe:
-        pairs = [
-            tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]
-        ]
-        merges = [(left, right) for left, right in pairs if {left, right, left + right} <= normal]
-        products = [product for product, _ in itertools.groupby(map("".join, merges))]
-        scores = {
-            product: -float(rank) for rank, product in enumerate(products)
-        }  # one, however a piece is made
-        scores |= {
-            name: -float(len(scores) + i) for i, name in enumerate(names) if name not in scores
-        }
+        merges = _normal_merges(source, normal)
+        scores = _bpe_scores(source.pieces, merges)
         model_type = BPE if merges else CHAR
     else:
-        merges, model_type, scores = [], UNIGRAM, dict.fromkeys(names, 0.0) | dict(model["vocab"])
-    messages = _messages()
-    model_pieces = [
-        messages.ModelProto.SentencePiece(
-            piece=name, type=kinds.get(name, NORMAL), score=scores[name]
-        )
-        for name in names
-    ]
-    if merges and (len({*products}) < len(products) or {*merges} != {*_merges(model_pieces)}):
+        scores = {**dict.fromkeys(source.pieces, 0.0), **dict(source.content["model"]["vocab"])}
+        model_type = UNIGRAM
+    model_pieces = []
+    for name in source.pieces:
+        kind = kinds.get(name, NORMAL)
+        piece = messages.ModelProto.SentencePiece(piece=name, type=kind, score=scores[name])
+        model_pieces.append(piece)
+    if merges and set(merges) != set(_merges(model_pieces)):
         raise _refused("a SentencePiece model cannot express its merges")
-    surfaces = [
-        step["content"] for step in source.decoder if step.get("pattern") == {"String": unknown}
-    ]
     trainer = messages.TrainerSpec(
         model_type=model_type,
-        vocab_size=len(names),
+        vocab_size=len(source.pieces),
         unk_id=source.unknown,
-        unk_piece=unknown,
+        unk_piece=source.pieces[source.unknown],
         bos_id=-1,
         eos_id=-1,
         pad_id=-1,
-        unk_surface=[*surfaces, SURFACE][0],
+        unk_surface=_surface(source),
         byte_fallback=BYTE in kinds.values(),
     )
-    normalizer = messages.NormalizerSpec(
+    model = messages.ModelProto(
+        pieces=model_pieces, trainer_spec=trainer, normalizer_spec=normalizer
+    )
+    return model.SerializeToString(deterministic=True)
+
+
+def _normalizer_spec(source: _TokenizerJson):
+    patterns = [step["pattern"] for step in source.normalizer if step["type"] == "Replace"]
+    if not source.splitter and {"String": " "} not in patterns:
+        raise _refused("its tokenizer.json does not replace spaces")
+    has_prefix = {"Regex": _prefix_pattern(source.added)} in patterns
+    for step in source.splitter:
+        scheme = step.get("prepend_scheme", step.get("add_prefix_space", True))
+        if scheme not in ("never", False):
+            has_prefix = True
+    return _messages().NormalizerSpec(
         name="precompiled" if source.charsmap else "identity",
         precompiled_charsmap=source.charsmap,
         add_dummy_prefix=has_prefix,
-        remove_extra_whitespaces=trims,
+        remove_extra_whitespaces={"Regex": RUN_OF_SPACES} in patterns,
     )
-    proto = messages.ModelProto(
-        pieces=model_pieces, trainer_spec=trainer, normalizer_spec=normalizer
-    )
-    return proto.SerializeToString(deterministic=True)
+
+
+def _kinds(source: _TokenizerJson) -> dict[str, int]:
+    """The kinds of all pieces that are not `NORMAL`."""
+    kinds = {}
+    for token in source.added:
+        kinds[token["content"]] = CONTROL if token["special"] else USER_DEFINED
+    all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    if source.content["model"].get("byte_fallback") and set(all_bytes) <= set(source.pieces):
+        kinds.update(dict.fromkeys(all_bytes, BYTE))
+    kinds[source.pieces[source.unknown]] = UNKNOWN
+    return kinds
+
+
+def _normal_merges(source: _TokenizerJson, normal: set[str]) -> list[tuple[str, str]]:
+    """The merges of normal pieces to normal pieces, by rank."""
+    model = source.content["model"]
+    if not model.get("fuse_unk"):
+        raise _refused("a SentencePiece model takes several unknown tokens in a row for one")
+    merges = []
+    for pair in model["merges"]:
+        left, right = pair.split(" ") if isinstance(pair, str) else pair
+        if normal.issuperset((left, right, left + right)):
+            merges.append((left, right))
+    return merges
+
+
+def _bpe_scores(names: list[str], merges: list[tuple[str, str]]) -> dict[str, float]:
+    """Scores by rank: pieces that merges make, then all others. A piece that is made in several
+    ways has one rank, so these ways must follow each other."""
+    scores = {}
+    previous = None
+    for left, right in merges:
+        product = left + right
+        if product == previous:
+            continue
+        if product in scores:
+            raise _refused("a SentencePiece model cannot express its merges")
+        scores[product] = -float(len(scores))
+        previous = product
+    products = len(scores)
+    for number, name in enumerate(names):
+        scores.setdefault(name, -float(products + number))
+    return scores
+
+
+def _surface(source: _TokenizerJson) -> str:
+    """What the unknown token is decoded to."""
+    unknown = {"String": source.pieces[source.unknown]}
+    for step in source.decoder:
+        if step.get("pattern") == unknown:
+            return step["content"]
+    return SURFACE
 
 
 # --- tokenizer.json -------------------------------------------------------------------------------
@@ -428,20 +486,19 @@ def _to_model(source: _TokenizerJson) -> bytes:
 
 def _checked_table(table: bytes) -> bytes:
     """`table`, if all references in this normalisation table are sound, else a ValueError;
-    `tokenizers` follows them unchecked. It is the size of a trie, the trie (darts-clone: 32-bit
-    units), and the texts, each ending in a zero, that its leaves point at."""
+    `tokenizers` follows them unchecked. The table is the size of a trie, the trie (darts-clone:
+    32-bit units), and the texts, each ending in a zero, that its leaves point at."""
     size = int.from_bytes(table[:4], "little")
-    trie, texts = table[4 : 4 + size], table[4 + size :]
+    trie = table[4 : 4 + size]
+    texts = table[4 + size :]
     texts.decode()
     units = np.frombuffer(trie, "<u4").astype(np.int64)
     inner = np.flatnonzero(units < 1 << 31)
     children = inner ^ ((units[inner] >> 10) << ((units[inner] & 0x200) >> 6))
-    leaves = children[(units[inner] >> 8 & 1).astype(bool) & (children < len(units))]
+    has_leaf = (units[inner] >> 8 & 1).astype(bool)
+    leaves = units[children[has_leaf & (children < len(units))]] & ((1 << 31) - 1)
     starts = np.flatnonzero(np.frombuffer(texts, np.uint8) & 0xC0 != 0x80)  # of characters
-    are_inside = (
-        children.max(initial=0) < len(units)
-        and np.isin(units[leaves] & ((1 << 31) - 1), starts).all()
-    )
+    are_inside = children.max(initial=0) < len(units) and np.isin(leaves, starts).all()
     if not size or size % 1024 or texts[-1:] != b"\0" or not are_inside:
         raise ValueError("the normalisation table is damaged")
     return table
@@ -456,18 +513,17 @@ def _prefix_pattern(added: list[dict]) -> str:
 
 def _steps(component, plural: str, allowed: tuple) -> list[dict]:
     """The steps of a normalizer, pre-tokenizer or decoder, all of which have to be `allowed`."""
-    waiting, steps = [component], []
+    waiting = [component]
+    steps = []
     while waiting and len(steps) <= MOST_STEPS:
         step = waiting.pop()
-        if (
-            isinstance(step, dict)
-            and step.get("type") == "Sequence"
-            and isinstance(step.get(plural), list)
-        ):
+        is_sequence = isinstance(step, dict) and step.get("type") == "Sequence"
+        if is_sequence and isinstance(step.get(plural), list):
             waiting += reversed(step[plural])
         elif step is not None:
             steps.append(step)
-    if wrong := [step for step in steps if mismatch(step, allowed, "")] or steps[MOST_STEPS:]:
+    wrong = [step for step in steps if mismatch(step, allowed, "")] + steps[MOST_STEPS:]
+    if wrong:
         raise _refused(
             f"its tokenizer.json has a step that Parakeet's do not have: {str(wrong[0])[:80]!r}"
         )
@@ -481,67 +537,76 @@ def _to_json(tokenizer: SentencePieceTokenizer) -> dict:
         surface = proto.trainer_spec.unk_surface
     except Exception as error:  # protobuf has several, and text can be something else than UTF-8
         raise _refused(first_line(error)[:100]) from None
-    trainer, spec, names = proto.trainer_spec, proto.normalizer_spec, tokenizer.pieces
-    kinds = {piece.type for piece in proto.pieces}
-    unsupported = {
-        "pieces of words": trainer.model_type == WORD,
-        "unused pieces": UNUSED in kinds,
-        "spaces at the ends of words": trainer.treat_whitespace_as_suffix,
-        "plain spaces": not spec.escape_whitespaces,
-        "a denormalizer": proto.denormalizer_spec.precompiled_charsmap,
-        f"a piece {BLANK} of its own": BLANK in names,
-        "scores that are not finite": not all(math.isfinite(piece.score) for piece in proto.pieces),
-    }
-    if reason := next((name for name, is_present in unsupported.items() if is_present), None):
-        raise _refused(f"a tokenizer.json cannot express {reason}")
-    tokens = [
-        (i, p.piece, p.type == USER_DEFINED)
-        for i, p in enumerate(proto.pieces)
-        if p.type not in (NORMAL, BYTE)
-    ]
-    added = [
-        _added(i, name, not is_symbol or name == PAD, is_symbol) for i, name, is_symbol in tokens
-    ]
-    normalizer, unknown = [], names[tokenizer.unknown]
+    _check_features(proto)
+    added = []
+    for number, piece in enumerate(proto.pieces):
+        if piece.type not in (NORMAL, BYTE):
+            is_symbol = piece.type == USER_DEFINED
+            is_special = not is_symbol or piece.piece == PAD
+            added.append(_added(number, piece.piece, is_special, is_symbol))
+    spec = proto.normalizer_spec
+    normalizer = []
     if spec.precompiled_charsmap:
         table = base64.b64encode(spec.precompiled_charsmap).decode()
         normalizer.append({"type": "Precompiled", "precompiled_charsmap": table})
     if spec.remove_extra_whitespaces:
-        normalizer += [
-            _replace({"Regex": OUTER_SPACES}, ""),
-            _replace({"Regex": RUN_OF_SPACES}, " "),
-        ]
+        normalizer.append(_replace({"Regex": OUTER_SPACES}, ""))
+        normalizer.append(_replace({"Regex": RUN_OF_SPACES}, " "))
     if spec.add_dummy_prefix:
         normalizer.append(_replace({"Regex": _prefix_pattern(added)}, SPACE))
     normalizer.append(_replace({"String": " "}, SPACE))
+    unknown = tokenizer.pieces[tokenizer.unknown]
+    has_bytes = any(piece.type == BYTE for piece in proto.pieces)
     decoder = [_replace({"String": SPACE}, " "), _replace({"String": unknown}, surface)]
-    decoder += [{"type": "ByteFallback"}] * (BYTE in kinds) + [{"type": "Fuse"}]
+    if has_bytes:
+        decoder.append({"type": "ByteFallback"})
+    decoder.append({"type": "Fuse"})
     if spec.add_dummy_prefix:
         decoder.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    if trainer.model_type == UNIGRAM:
-        vocab = [[piece.piece, piece.score] for piece in proto.pieces]
-        model = {
+    added.append(_added(len(proto.pieces), BLANK))
+    return _content(_json_model(proto, tokenizer, has_bytes), added, normalizer, [], decoder)
+
+
+def _check_features(proto) -> None:
+    """Raises `UsageError` for a SentencePiece model that no tokenizer.json can express."""
+    trainer = proto.trainer_spec
+    unsupported = {
+        "pieces of words": trainer.model_type == WORD,
+        "unused pieces": any(piece.type == UNUSED for piece in proto.pieces),
+        "spaces at the ends of words": trainer.treat_whitespace_as_suffix,
+        "plain spaces": not proto.normalizer_spec.escape_whitespaces,
+        "a denormalizer": proto.denormalizer_spec.precompiled_charsmap,
+        f"a piece {BLANK}": any(piece.piece == BLANK for piece in proto.pieces),
+        "scores that are not finite": not all(math.isfinite(piece.score) for piece in proto.pieces),
+    }
+    for name, is_present in unsupported.items():
+        if is_present:
+            raise _refused(f"a tokenizer.json cannot express {name}")
+
+
+def _json_model(proto, tokenizer: SentencePieceTokenizer, has_bytes: bool) -> dict:
+    if proto.trainer_spec.model_type == UNIGRAM:
+        return {
             "type": "Unigram",
             "unk_id": tokenizer.unknown,
-            "vocab": vocab,
-            "byte_fallback": BYTE in kinds,
+            "vocab": [[piece.piece, piece.score] for piece in proto.pieces],
+            "byte_fallback": has_bytes,
         }
-    else:
-        model = {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": unknown,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": BYTE in kinds,
-            "ignore_merges": False,
-            "vocab": {name: i for i, name in enumerate(names)},
-            "merges": (
-                [list(pair) for pair in _merges(proto.pieces)] if trainer.model_type == BPE else []
-            ),
-        }
-    return _content(model, [*added, _added(len(names), BLANK)], normalizer, [], decoder)
+    merges = []
+    if proto.trainer_spec.model_type == BPE:
+        merges = [list(pair) for pair in _merges(proto.pieces)]
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": tokenizer.pieces[tokenizer.unknown],
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": has_bytes,
+        "ignore_merges": False,
+        "vocab": {name: i for i, name in enumerate(tokenizer.pieces)},
+        "merges": merges,
+    }
 
 
 def _content(

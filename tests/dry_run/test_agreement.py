@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from common import memory, optim
 from common.device import Setup
 from common.loop import run_global_batch
-from dry_run import hollow, plan
+from dry_run import fake_tensors, plan
 from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
 from speech import layers
 from speech.audio import SAMPLE_RATE
@@ -24,7 +24,7 @@ from speech.whisper import formats as whisper
 from speech.whisper.model import LAYERS, Whisper
 from speech.xtts import codec
 from speech.xtts import formats as xtts
-from speech.xtts import start as xtts_start
+from speech.xtts import frozen as xtts_frozen
 
 CLIPS, TOKENS, VOCABULARY = 2, 24, 40
 TOLERANCE = 0.005
@@ -47,7 +47,10 @@ class RealStorages(TorchDispatchMode):
     def add(self, tensors) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key, size = storage._cdata, -(-storage.nbytes() // hollow.ROUNDING) * hollow.ROUNDING
+            key, size = (
+                storage._cdata,
+                -(-storage.nbytes() // fake_tensors.ROUNDING) * fake_tensors.ROUNDING,
+            )
             reference = self.known.get(key)
             if size and (
                 reference is None or reference() is not storage
@@ -121,13 +124,12 @@ def konkani() -> Case:
 
 
 def parakeet_case() -> Case:
-    config = parakeet.shape(
+    config = parakeet.make_config(
         96, 2, 4, (64, 2), VOCABULARY, num_mel_bins=80, channels=32, subsampling=4, ctc=True
     )
-    loss = {"sigma": 0.02, "omega": 0.5, "reduction": "mean", "ctc_weight": 0.3}
     made = parakeet_tdt.collate(items(plain=False, factor=0.1, count=1))
-    model = parakeet_tdt.Parakeet(config, loss, 0.1, 0.1)
-    weights = parakeet_tdt.loss_weights({"loss": loss, "config": config})
+    model = parakeet_tdt.Parakeet(config, 0.02, 0.1, 0.1)
+    weights = {"tdt": 0.7, "ctc": 0.3}
     return Case(model, made, parakeet_tdt.compute_loss, weights, parakeet_tdt.CHECKPOINTED)
 
 
@@ -151,10 +153,10 @@ def vietnamese(frozen: bool = False) -> Case:
 
 def xtts_case() -> Case:
     recipe, torch_items = xtts_amharic, items(codec.SAMPLE_RATE)
-    config = xtts.shape(
+    config = xtts.make_config(
         128, 3, 2, 450, 64, latents=8, perceiver_heads=2, code_dim=32, dvae_hidden=32, hifigan=False
     )
-    frozen = xtts_start.frozen_parts(config, xtts_start.random_parts(config))
+    frozen = xtts_frozen.make_frozen(config, xtts_frozen.random_groups(config))
     for item in torch_items:
         codes = codec.code_count(len(item["audio"]))
         item |= {
@@ -260,7 +262,7 @@ def test_an_optimizer(kind, rows):
         "update" if rows == 8 and kind != "fused" else "backward"
     )  # the fused kernel allocates nothing
     assert peak.parts["optimizer states"] == pytest.approx(
-        2 * peak.parts["weights"], abs=8 * hollow.ROUNDING
+        2 * peak.parts["weights"], abs=8 * fake_tensors.ROUNDING
     )
     assert peak.total == pytest.approx(real.peak, rel=TOLERANCE)
 

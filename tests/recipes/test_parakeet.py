@@ -1,6 +1,7 @@
 """The Parakeet recipe: its model against transformers', exactness of training, data, and its
 command line on tiny models."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -17,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from common import checkpoint, compiling, memory, optim
+from common import checkpoint, compiling, memory, optim, records
 from common.batches import to_device
 from common.device import Setup
 from common.loop import run_global_batch
@@ -26,17 +27,18 @@ from speech import layers
 from speech.audio import SAMPLE_RATE, read_audio
 from speech.columns import Corpus
 from speech.features import valid_mask
-from speech.parakeet import formats
-from speech.parakeet import start as starts
-from speech.parakeet.tokenizer import make_tokenizer, pad_pieces
-from speech.splits import Checks, load_corpus
+from speech.loading import Checks, load_corpus
+from speech.parakeet import decoding, formats, start
+from speech.parakeet import model as network
+from speech.parakeet.model import Parakeet
+from speech.parakeet.tokenizer import pad_pieces
 from speech.text import train_tokenizer
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, error_lines, newest, planned, ran, refused, run
 
 CPU = torch.device("cpu")
-SMALL = formats.shape(16, 2, 2, (8, 2), 6, num_mel_bins=16, channels=4, ctc=True)
-LOSS = {"sigma": 0.02, "omega": 0.5, "reduction": "mean"}
+SMALL = formats.make_config(16, 2, 2, (8, 2), 6, num_mel_bins=16, channels=4, ctc=True)
+SIGMA = 0.02
 TEXTS = ("abc", "b", "cab ba", "ca", "a c", "bb", "ac b", "cba")
 SECONDS = (0.9, 0.5, 1.2, 0.7, 1.0, 0.6, 0.8, 1.1)
 
@@ -48,7 +50,7 @@ def tiny():
         patch.setitem(
             formats.SIZES,
             "demo",
-            formats.shape(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True),
+            formats.make_config(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True),
         )
         yield
 
@@ -70,26 +72,25 @@ def noise(tmp_path_factory) -> tuple[str, Corpus]:
 
 
 def make_utterances(noise: tuple[str, Corpus], *flags, training: bool = True, **config) -> tuple:
-    """The corpus as main reads it, and the metadata of a small model."""
+    """The corpus as main reads it, and the info of a small model."""
     path, corpus = noise
     args = runs.parse(
         recipe, "--train_manifest", path, "--from_scratch", "--model_size", "demo", *flags
     )
-    metadata, _ = starts.choose(recipe.resolve(args), None, lambda: corpus.texts, recipe.RECIPE)
-    metadata["config"] |= config
-    tokenizer = make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
-    return recipe.Utterances(args, corpus, tokenizer, metadata, training), metadata
+    info, _ = start.choose(recipe.resolve(args), None, None, lambda: corpus.texts)
+    info = dataclasses.replace(info, config={**info.config, **config})
+    return recipe.Utterances(args, corpus, start.tokenizer_of(info), info, training), info
 
 
-def make_items(noise, *flags, **config) -> tuple[dict, list[dict]]:
-    """Metadata of a small model and the eight utterances in float64, about half of them with the
-    plain loss."""
-    data, metadata = make_utterances(noise, "--tdt_omega", "0.5", *flags, **config)
+def make_items(noise, *flags, **config) -> tuple[start.ModelInfo, list[dict]]:
+    """Info of a small model and the eight utterances in float64, about half of them with the plain
+    loss."""
+    data, info = make_utterances(noise, "--tdt_omega", "0.5", *flags, **config)
     items = [data.item(index, 1) for index in range(len(data))]
     for item in items:
         item["audio"] = item["audio"].double()
     assert {item["plain"] for item in items} == {True, False} and "time_masks" in items[0]
-    return metadata, items
+    return info, items
 
 
 def awake(model, seed: int = 3):
@@ -107,11 +108,9 @@ def awake(model, seed: int = 3):
     return model
 
 
-def make_model(
-    config: dict, loss: dict = LOSS, *dropouts: float, dtype=torch.float64
-) -> recipe.Parakeet:
+def make_model(config: dict, *dropouts: float, dtype=torch.float64) -> Parakeet:
     torch.manual_seed(0)
-    return awake(recipe.Parakeet(config, loss, *dropouts).to(dtype))
+    return awake(Parakeet(config, SIGMA, *dropouts).to(dtype))
 
 
 def moved(items: list[dict]) -> dict:
@@ -141,11 +140,11 @@ def make_theirs(transformers, config: dict, dtype: torch.dtype):
     )
 
 
-def make_ours(theirs, config: dict, dtype: torch.dtype) -> recipe.Parakeet:
+def make_ours(theirs, config: dict, dtype: torch.dtype) -> Parakeet:
     """Our model with the weights of theirs. The names must be the same, apart from the CTC
     head's."""
     with torch.device("meta"):
-        model = recipe.Parakeet(config, LOSS)
+        model = Parakeet(config, SIGMA)
     weights = theirs.state_dict()
     if config["ctc"]:
         weights |= {
@@ -216,24 +215,15 @@ def test_the_model_is_that_of_transformers(transformers, changes, dtype):
 
 
 def test_a_layer_of_full_width_is_that_of_transformers(transformers):
-    compare_models(transformers, formats.shape(1024, 1, 8, (640, 1), 16), [72, 41], torch.float32)
-
-
-@pytest.mark.parametrize("name", ["110m", "0.6b"])
-@pytest.mark.parametrize("ctc", [False, True])
-def test_names_and_shapes_of_the_released_sizes_are_those_of_the_formats(name, ctc):
-    config = {**formats.SIZES[name], "ctc": ctc}
-    with torch.device("meta"):
-        model = recipe.Parakeet(config, LOSS)
-    assert {
-        key: tuple(w.shape) for key, w in model.state_dict().items()
-    } == formats.expected_shapes(config)
+    compare_models(
+        transformers, formats.make_config(1024, 1, 8, (640, 1), 16), [72, 41], torch.float32
+    )
 
 
 @pytest.mark.parametrize("vocabulary, expected", [(1024, 617_825_926), (8192, 627_008_134)])
 def test_parameters_of_the_released_models(vocabulary, expected):
     with torch.device("meta"):
-        model = recipe.Parakeet({**formats.SIZES["0.6b"], "vocabulary": vocabulary}, LOSS)
+        model = Parakeet({**formats.SIZES["0.6b"], "vocabulary": vocabulary})
     assert optim.count_parameters(model) == (expected, expected)
 
 
@@ -243,8 +233,8 @@ def test_parameters_of_the_released_models(vocabulary, expected):
 @torch.no_grad()
 @pytest.mark.parametrize("subsampling", [2, 4, 8])
 def test_padding_changes_nothing(noise, subsampling):
-    metadata, items = make_items(noise, subsampling=subsampling)
-    model = make_model(metadata["config"], metadata["loss"])
+    info, items = make_items(noise, subsampling=subsampling)
+    model = make_model(info.config)
     together, frames = model.encode(moved(items))
     sums = recipe.compute_loss(model, moved(items))
     alone = dict.fromkeys(sums, 0.0)
@@ -270,8 +260,8 @@ def gradient_of(loss: torch.Tensor, model) -> torch.Tensor:
 
 
 def test_longer_utterances_in_the_batch_change_no_gradient(noise):
-    metadata, items = make_items(noise, ctc=False)
-    model, chosen = make_model(metadata["config"], metadata["loss"]).train(), 1  # the shortest
+    info, items = make_items(noise, ctc=False)
+    model, chosen = make_model(info.config).train(), 1  # the shortest
     batch = moved(items)
     batch["factors"] *= torch.arange(len(items)) == chosen
     alone = gradient_of(recipe.compute_loss(model, moved([items[chosen]]))["tdt"], model)
@@ -279,7 +269,7 @@ def test_longer_utterances_in_the_batch_change_no_gradient(noise):
     assert alone.norm() > 0.01 and (together - alone).norm() <= 1e-10 * alone.norm()
 
 
-def window_gradient(
+def global_batch_gradient(
     model, items: list[dict], sizes: list[int], weights: dict[str, float]
 ) -> torch.Tensor:
     rest = iter(items)
@@ -291,31 +281,29 @@ def window_gradient(
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("reduction", starts.REDUCTIONS)
-def test_however_a_window_is_cut_its_gradient_is_the_same(noise, reduction):
-    metadata, items = make_items(noise, "--loss_reduction", reduction)
+@pytest.mark.parametrize("reduction", start.REDUCTIONS)
+def test_however_a_global_batch_is_cut_its_gradient_is_the_same(noise, reduction):
+    info, items = make_items(noise, "--loss_reduction", reduction)
     model, weights = (
-        make_model(metadata["config"], metadata["loss"]).train(),
+        make_model(info.config).train(),
         {"tdt": 0.7, "ctc": 0.3},
     )
-    whole = window_gradient(model, items, [8], weights)
+    whole = global_batch_gradient(model, items, [8], weights)
     assert whole.norm() > 0.01
     for sizes in ([4, 4], [2, 2, 2, 2], [1] * 8, [5, 3]):
         assert (
-            window_gradient(model, items, sizes, weights) - whole
+            global_batch_gradient(model, items, sizes, weights) - whole
         ).norm() <= 1e-10 * whole.norm()
 
 
 def test_reductions_differ_by_their_factors_and_counts(noise):
     by_reduction = {}
-    for reduction in starts.REDUCTIONS:
-        metadata, items = make_items(noise, "--loss_reduction", reduction)
+    for reduction in start.REDUCTIONS:
+        info, items = make_items(noise, "--loss_reduction", reduction)
         batch = moved(items)
         with torch.no_grad():
-            loss = recipe.compute_loss(make_model(metadata["config"], metadata["loss"]), batch)[
-                "tdt"
-            ]
-        by_reduction[reduction] = loss.item() / batch["counts"]["tdt"]
+            terms = recipe.compute_loss(make_model(info.config), batch)
+        by_reduction[reduction] = terms["tdt"].item() / batch["counts"]["tdt"]
         lengths = batch["tokens_lengths"].double()
         factors = 1 / lengths if reduction == "mean" else torch.ones(8)
         assert torch.equal(batch["factors"], factors.double())
@@ -330,10 +318,10 @@ def test_reductions_differ_by_their_factors_and_counts(noise):
 
 @pytest.mark.parametrize("at_once", [1, 100])
 def test_pieces_of_the_subsampling_change_nothing(noise, monkeypatch, at_once):
-    metadata, items = make_items(noise)
-    model, results = make_model(metadata["config"], metadata["loss"]).train(), []
-    for size in (recipe.AT_ONCE, at_once):
-        monkeypatch.setattr(recipe, "AT_ONCE", size)
+    info, items = make_items(noise)
+    model, results = make_model(info.config).train(), []
+    for size in (network.AT_ONCE, at_once):
+        monkeypatch.setattr(network, "AT_ONCE", size)
         terms = recipe.compute_loss(model, moved(items))
         results.append(
             torch.cat([torch.stack([*terms.values()]), gradient_of(sum(terms.values()), model)])
@@ -346,14 +334,12 @@ def test_pieces_of_the_subsampling_change_nothing(noise, monkeypatch, at_once):
 def test_gradient_checkpointing_changes_neither_loss_nor_gradient(
     noise, monkeypatch, autocast, at_once
 ):
-    monkeypatch.setattr(recipe, "AT_ONCE", at_once)
-    metadata, items = make_items(noise)
+    monkeypatch.setattr(network, "AT_ONCE", at_once)
+    info, items = make_items(noise)
     items = [{**item, "audio": item["audio"].float()} for item in items]
     results, kept = [], []
     for checkpointed in (False, True):
-        model = make_model(
-            metadata["config"], metadata["loss"], 0.1, 0.2, dtype=torch.float32
-        ).train()
+        model = make_model(info.config, 0.1, 0.2, dtype=torch.float32).train()
         if checkpointed:
             memory.checkpoint_layers(model, recipe.CHECKPOINTED)
         torch.manual_seed(1)
@@ -379,10 +365,8 @@ def test_compiled_and_checkpointed_layers_give_the_same_loss_and_gradients(noise
     # This backend traces and differentiates as the default one does, and runs torch's own kernels.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(layers, "SMALL", 0)
-    metadata, items = make_items(noise, layers=1, ctc=False)
-    plain, compiled = (
-        make_model(metadata["config"], metadata["loss"], 0.1, 0.2).train() for _ in range(2)
-    )
+    info, items = make_items(noise, layers=1, ctc=False)
+    plain, compiled = (make_model(info.config, 0.1, 0.2).train() for _ in range(2))
     compiling.compile_layers(compiled, recipe.COMPILED)
     memory.checkpoint_layers(compiled, recipe.CHECKPOINTED)
     for chosen in (items, items[:1]):
@@ -397,9 +381,9 @@ def test_compiled_and_checkpointed_layers_give_the_same_loss_and_gradients(noise
 
 
 def test_dropout_is_drawn_in_training_alone(noise):
-    metadata, items = make_items(noise, ctc=False)
+    info, items = make_items(noise, ctc=False)
     for dropouts in ((0.1, 0.0), (0.0, 0.2)):
-        model = make_model(metadata["config"], metadata["loss"], *dropouts)
+        model = make_model(info.config, *dropouts)
         with torch.no_grad():
             trained = [recipe.compute_loss(model.train(), moved(items))["tdt"] for _ in range(2)]
             evaluated = [recipe.compute_loss(model.eval(), moved(items))["tdt"] for _ in range(2)]
@@ -407,16 +391,16 @@ def test_dropout_is_drawn_in_training_alone(noise):
 
 
 def test_training_changes_neither_the_blank_row_nor_the_statistics(noise):
-    metadata, items = make_items(noise)
+    info, items = make_items(noise)
     torch.manual_seed(0)
-    model = recipe.Parakeet(metadata["config"], metadata["loss"], 0.1, 0.2).double().train()
+    model = Parakeet(info.config, SIGMA, 0.1, 0.2).double().train()
     statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
     embedding = model.decoder.embedding.weight
     before = embedding.detach().clone()
     assert not before[model.blank].any()
     optimizer = optim.make_optimizer(model, 1e-2, weight_decay=0.1, decay_embeddings=False)
     for _ in range(3):
-        window_gradient(model, items, [4, 4], {"tdt": 0.7, "ctc": 0.3})
+        global_batch_gradient(model, items, [4, 4], {"tdt": 0.7, "ctc": 0.3})
         optimizer.step()
     changed = (embedding != before).any(dim=1)
     assert (
@@ -432,7 +416,7 @@ def test_the_frozen_norm_is_batch_norm_in_evaluation():
     for tensor in (theirs.weight, theirs.bias, theirs.running_mean, theirs.running_var):
         torch.nn.init.uniform_(tensor, 0.3, 2.0)
     theirs.double().eval()
-    ours = recipe.FrozenBatchNorm(6).double()
+    ours = network.FrozenBatchNorm(6).double()
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     expected = theirs(x.transpose(1, 2)).transpose(1, 2)
@@ -446,15 +430,15 @@ def test_the_frozen_norm_is_batch_norm_in_evaluation():
 def test_a_model_from_scratch_is_fitted_to_the_valid_frames_of_some_utterances(
     noise, monkeypatch, scaled
 ):
-    data, metadata = make_utterances(noise, scale_input=scaled)
+    data, info = make_utterances(noise, scale_input=scaled)
     item = data.item
     monkeypatch.setattr(
         data, "item", lambda *place: {**item(*place), "audio": item(*place)["audio"].double()}
     )
     torch.manual_seed(0)
-    model = recipe.make_model(metadata, None, 0.5, 0.5).double().train()
+    model = recipe.make_model(info, None, 0.5, 0.5).double().train()
     before = model.encoder.subsampling.linear.weight.clone()
-    recipe.fit_to_data(model, data, seed=1)
+    recipe.fit(1, model, data)
     assert model.training and not any(
         norm.measures for norm in model.modules() if hasattr(norm, "measures")
     )
@@ -482,11 +466,11 @@ def test_a_model_from_scratch_is_fitted_to_the_valid_frames_of_some_utterances(
 
 
 def test_random_branches_are_quiet_in_a_deep_model_from_scratch(noise):
-    _, metadata = make_utterances(noise)
+    _, info = make_utterances(noise)
     torch.manual_seed(0)
-    ours = recipe.make_model(metadata, None).state_dict()
+    ours = recipe.make_model(info, None).state_dict()
     torch.manual_seed(0)
-    usual = recipe.Parakeet(metadata["config"], metadata["loss"]).state_dict()
+    usual = Parakeet(info.config, SIGMA).state_dict()
     changed = {name for name, weight in ours.items() if not torch.equal(weight, usual[name])}
     outputs = (
         "feed_forward1.linear2",
@@ -502,9 +486,9 @@ def test_random_branches_are_quiet_in_a_deep_model_from_scratch(noise):
 
 @torch.no_grad()
 def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(noise):
-    metadata, items = make_items(noise)
-    model = make_model(metadata["config"], metadata["loss"]).eval()
-    tokenizer = make_tokenizer(metadata["tokenizer"], metadata["config"]["vocabulary"])
+    info, items = make_items(noise)
+    model = make_model(info.config).eval()
+    tokenizer = start.tokenizer_of(info)
     evaluate = functools.partial(recipe.evaluate, tokenizer, {"tdt": 0.7, "ctc": 0.3}, [], model)
     together = evaluate([recipe.collate(items)])
     apart, nothing = evaluate([recipe.collate([item]) for item in items]), evaluate([])
@@ -659,13 +643,16 @@ def best(scratch, tmp_path_factory) -> Path:
 
 
 def write_best(
-    path: Path, source: Path, weights: dict | None = None, change: Callable = lambda metadata: None
+    path: Path, source: Path, weights: dict | None = None, change: Callable = lambda records: None
 ) -> None:
-    """Copies a best.safetensors with other weights, or with metadata that `change` has changed."""
+    """Copies a best.safetensors with other weights, or with records {"model_info", "run_info"} that
+    `change` has changed."""
     with safe_open(source, framework="pt") as file:
         header = file.metadata()
-    change(metadata := json.loads(header["metadata"]))
-    save_file(weights or load_file(source), path, {**header, "metadata": json.dumps(metadata)})
+    records = {name: json.loads(header[name]) for name in ("model_info", "run_info")}
+    change(records)
+    header |= {name: json.dumps(content) for name, content in records.items()}
+    save_file(weights or load_file(source), path, header)
 
 
 @pytest.fixture(scope="module")
@@ -726,7 +713,7 @@ def test_a_run_from_scratch_leaves_what_it_promises(scratch):
         and "outside the vocabulary" not in out
     )
     paths = checkpoint.list_checkpoints(folder / "checkpoints")
-    after, before = (checkpoint.read(path, recipe.RECIPE)["model"] for path in paths)
+    after, before = (checkpoint.read(path, recipe.RECIPE).model for path in paths)
     for name, value in statistics_of(after).items():
         assert torch.equal(value, before[name]), name
         fresh = torch.full_like(value, float(name.endswith("running_var")))
@@ -756,9 +743,9 @@ def test_resume_auto_continues_and_measures_nothing(scratch, manifests, tmp_path
     assert (
         "resuming from" in out
         and "(step 2)" in out
-        and newest(folder, recipe)["progress"]["step"] == 3
+        and newest(folder, recipe).state["progress"]["step"] == 3
     )
-    before, after = (newest(place, recipe)["model"] for place in (scratch[0], folder))
+    before, after = (newest(place, recipe).model for place in (scratch[0], folder))
     for name, value in statistics_of(after).items():
         assert torch.equal(value, before[name]), name
     assert not torch.equal(after["joint.head.weight"], before["joint.head.weight"])
@@ -795,16 +782,14 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
     )
     assert "warning" not in out  # neither writes capitals
     state, before = newest(tmp_path, recipe), formats.read_model(path[1])[0]
-    assert state["metadata"]["pretrained"] and state["metadata"]["config"]["ctc"] == (
-        form == "nemo"
-    )
-    assert state["metadata"]["loss"] == {
-        **starts.SCRATCH_LOSS,
-        **({"reduction": "mean"} if form == "hf" else {}),
-    }
-    kept = [name for name, value in state["model"].items() if torch.equal(value, before[name])]
+    has_ctc = form == "nemo"
+    assert state.model_info["pretrained"] and state.model_info["config"]["ctc"] == has_ctc
+    expected = {**start.SCRATCH_LOSS, "ctc": 0.3} if has_ctc else {**formats.LOSS, "ctc": 0.0}
+    assert state.model_info["loss"] == expected
+    kept = [name for name, value in state.model.items() if torch.equal(value, before[name])]
     assert set(statistics_of(before)) <= set(kept) and len(kept) < len(before) / 2
-    best = checkpoint.read_weights(tmp_path / "checkpoints" / "best.safetensors", recipe.RECIPE)[0]
+    best = checkpoint.read_weights(tmp_path / "checkpoints" / "best.safetensors", recipe.RECIPE)
+    best = best.model
     after = formats.read_model(tmp_path / "out")[0]
     assert after.keys() == best.keys() and all(
         torch.equal(after[name], best[name]) for name in after
@@ -813,28 +798,27 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
 
 def test_transformers_loads_an_export_and_decodes_it_alike(transformers, best, released, konkani):
     model = transformers.ParakeetForTDT.from_pretrained(released / "hf").eval()
-    saved, metadata = checkpoint.read_weights(best, recipe.RECIPE)
+    read = checkpoint.read_weights(best, recipe.RECIPE)
+    saved, info = read.model, records.read(start.ModelInfo, read.model_info, best)
     theirs = model.state_dict()
     assert theirs.keys() == {name for name in saved if not name.startswith("ctc_head.")}
     assert all(torch.equal(saved[name], w) for name, w in theirs.items())
-    ours = recipe.make_model(metadata, saved).eval()
+    ours = recipe.make_model(info, saved).eval()
     path = sorted((Path(konkani["val"]).parent / "audio").glob("val_*"))[0]
     waveform = read_audio(str(path), SAMPLE_RATE)
     length = torch.tensor([len(waveform)])
     batch = {"audio": waveform[None], "audio_lengths": length, "audio_lengths_host": length}
     with torch.no_grad():
         encoded, frames = ours.encode(batch)
-        (tokens,) = recipe.greedy(ours, encoded, frames)
+        (tokens,) = decoding.decode(ours, encoded, frames)
         features = ours.log_mel(waveform[None], length, len(waveform) // 160)
         output = model.generate(features, return_dict_in_generate=True, max_new_tokens=2000)
-    blank = metadata["config"]["vocabulary"]
+    blank = info.config["vocabulary"]
     assert [t for t in output.sequences[0].tolist() if t != blank] == [
         token.piece for token in tokens
     ] and tokens
     tokenizer = transformers.AutoTokenizer.from_pretrained(released / "hf")
-    text = (
-        make_tokenizer(metadata["tokenizer"], blank).decode(token.piece for token in tokens).strip()
-    )
+    text = start.tokenizer_of(info).decode(token.piece for token in tokens).strip()
     assert tokenizer.decode([token.piece for token in tokens], group_tokens=False).strip() == text
     for flags in (
         ["--resume", best],
@@ -872,7 +856,7 @@ def test_another_style_of_the_training_texts_is_a_warning(released, konkani, jso
         f"warning: capitals are in {rest}",
         f"warning: punctuation is in {rest}",
     ]
-    assert "50.0 % of the training texts hold characters outside the vocabulary" in out
+    assert "50.0 % of the training texts contain characters outside the vocabulary" in out
     again = ran(
         recipe, *flags, "--model_dir", released / "hf", "--max_steps", "2", "--resume", "auto"
     )
@@ -919,7 +903,10 @@ def killed(source, target):
 os.replace = killed
 """
     process = runs.start(runs.command(recipe, *tuning), tmp_path, killing)
-    assert process.wait() == -signal.SIGKILL and newest(tmp_path, recipe)["progress"]["step"] == 1
+    assert (
+        process.wait() == -signal.SIGKILL
+        and newest(tmp_path, recipe).state["progress"]["step"] == 1
+    )
     assert "(step 1)" in ran(recipe, *tuning, "--output_dir", tmp_path)
     assert_same_end(tmp_path, reference)
 
@@ -958,14 +945,15 @@ def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
     )
     one, two = (newest(tmp_path / name, recipe) for name in ("one", "two"))
     assert (
-        two["progress"]["utterances"] == one["progress"]["utterances"] == 6 and len(two["rng"]) == 2
+        two.state["progress"]["utterances"] == one.state["progress"]["utterances"] == 6
+        and len(two.state["rng"]) == 2
     )
-    start = formats.read_model(released / "hf")[0]
+    released_weights = formats.read_model(released / "hf")[0]
     moved, apart = (
         torch.cat(
-            [(weight - other[name]).double().flatten() for name, weight in one["model"].items()]
+            [(weight - other[name]).double().flatten() for name, weight in one.model.items()]
         ).norm()
-        for other in (start, two["model"])
+        for other in (released_weights, two.model)
     )
     assert moved > 0.1 and apart <= 1e-2 * moved
     ours, theirs = (read_metrics(tmp_path / name) for name in ("one", "two"))
@@ -987,11 +975,8 @@ def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
 )
 def test_the_share_of_the_ctc_head(noise, line, expected):
     args = runs.parse(recipe, "--train_manifest", noise[0], *DEMO, *line.split())
-    start = recipe.resolve(args)
-    metadata, _ = starts.choose(start, None, lambda: TEXTS, recipe.RECIPE)
-    assert recipe.loss_weights(metadata) == expected and metadata["config"]["ctc"] == (
-        "ctc" in expected
-    )
+    info, _ = start.choose(recipe.resolve(args), None, None, lambda: TEXTS)
+    assert recipe.loss_weights(info) == expected and info.config["ctc"] == ("ctc" in expected)
 
 
 def test_a_run_that_names_another_model_than_its_checkpoint_is_refused(
@@ -1033,7 +1018,7 @@ def test_a_run_starts_from_the_weights_and_the_vocabulary_of_an_earlier_one(
     out = ran(recipe, *manifests, *SHORT, "--init_from", best, "--output_dir", tmp_path)
     assert "initialised" in out and "; new: " not in out
     before, after = (
-        checkpoint.read_weights(path, recipe.RECIPE)[1]
+        checkpoint.read_weights(path, recipe.RECIPE).model_info
         for path in (best, tmp_path / "checkpoints" / "best.safetensors")
     )
     assert before["tokenizer"] == after["tokenizer"] and before["config"] == after["config"]
@@ -1105,7 +1090,7 @@ def test_transcripts_have_words_and_segments_and_long_files_are_cut(
         json.loads(line)
         for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    longest = checkpoint.read_weights(best, recipe.RECIPE)[1]["longest"]
+    longest = checkpoint.read_weights(best, recipe.RECIPE).run_info["longest"]
     assert [Path(row["file"]).name for row in rows] == ["long.flac", "short.wav", "silence.wav"]
     assert len(rows[0]["pieces"]) > 3 and len(rows[1]["pieces"]) == 1
     assert all(piece["end"] - piece["start"] <= longest + 1e-6 for piece in rows[0]["pieces"])
@@ -1167,7 +1152,7 @@ MISTAKES = [  # flags, a part of the message
     ),
     (
         "--model_size 110m --resume {saved}",
-        "--model_size 110m (the checkpoint has 16 wide, 2 layers) conflicts",
+        "--model_size 110m (the checkpoint has d_model 16, layers 2) conflicts",
     ),
     ("--vocab_size 500 --resume {saved}", "--vocab_size 500 (the checkpoint has "),
     ("--loss_reduction sum --model_dir {hf}", "argument --loss_reduction: invalid choice: 'sum'"),
@@ -1176,10 +1161,8 @@ MISTAKES = [  # flags, a part of the message
     ("--export {both} --model_dir {hf}", "--export {both}: it holds files that are not replaced"),
     (
         "",
-        (
-            "training needs a model to start from: add --model_dir DIR (Hugging Face), --model_file"
-            " model.nemo (NVIDIA), or --from_scratch"
-        ),
+        "training needs a model to start from: add --model_dir DIR (a Hugging Face folder),"
+        " --model_file FILE (NVIDIA's model.nemo), or --from_scratch",
     ),
     (
         "--resume auto",
@@ -1218,32 +1201,31 @@ def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
     assert not list(tmp_path.glob("checkpoints/*.pt"))
 
 
-DAMAGE = {  # what is changed in the metadata of best.safetensors, and a part of the message
-    "layers": (("config", "layers"), 10**9, "config.layers is '1000000000'"),
-    "more layers": (("config", "layers"), 128, "the saved model lacks 'encoder.layers.2."),
-    "width": (("config", "d_model"), 8192, "its configuration asks for"),
-    "heads": (("config", "heads"), 3, "heads does not divide d_model"),
-    "boolean": (("config", "kernel"), True, "config.kernel is 'True'"),
-    "no config": (("config",), None, "config is 'None'"),
-    "durations": (("config", "durations"), [0], "config.durations is '[0]'"),
-    "ctc": (("config", "ctc"), False, "the saved model has unexpected 'ctc_head."),
-    "tokenizer": (("tokenizer", "sentencepiece"), "00", "tokenizer"),
-    "reduction": (("loss", "reduction"), "sum", "loss.reduction is 'sum'"),
-    "omega": (("loss", "omega"), 1.5, "loss.omega is '1.5'"),
-    "NaN": (("longest",), float("nan"), "longest is 'nan'"),
-    "held out": (("held_out",), [1], "held_out[0] is '1'"),
+DAMAGE = {  # what is changed in the records of best.safetensors, and a part of the message
+    "layers": ("model_info.config.layers", 10**9, "config.layers is '1000000000'"),
+    "more layers": ("model_info.config.layers", 128, "best.safetensors lacks 'encoder.layers.2."),
+    "width": ("model_info.config.d_model", 8192, "its configuration asks for"),
+    "heads": ("model_info.config.heads", 3, "heads does not divide d_model"),
+    "boolean": ("model_info.config.kernel", True, "config.kernel is 'True'"),
+    "no config": ("model_info.config", None, "config is 'None'"),
+    "durations": ("model_info.config.durations", [0], "config.durations is '[0]'"),
+    "ctc": ("model_info.config.ctc", False, "best.safetensors has unexpected 'ctc_head."),
+    "tokenizer": ("model_info.tokenizer.sentencepiece", "00", "tokenizer"),
+    "reduction": ("model_info.loss.reduction", "sum", "loss.reduction is 'sum'"),
+    "omega": ("model_info.loss.omega", 1.5, "loss.omega is '1.5'"),
+    "held out": ("run_info.held_out", [1], "held_out[0] is '1'"),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damaged_metadata_are_named_before_a_model_is_made(
+def test_damaged_records_are_named_before_a_model_is_made(
     case, best, manifests, tmp_path, monkeypatch
 ):
     place, value, message = DAMAGE[case]
-    *folders, name = place
+    *folders, name = place.split(".")
 
-    def change(metadata: dict) -> None:
-        functools.reduce(dict.__getitem__, folders, metadata)[name] = value
+    def change(records: dict) -> None:
+        functools.reduce(dict.__getitem__, folders, records)[name] = value
 
     write_best(tmp_path / "best.safetensors", best, change=change)
     monkeypatch.setattr(recipe, "make_model", lambda *_: pytest.fail("a model was made"))
@@ -1274,11 +1256,11 @@ def test_a_model_whose_loss_is_a_sum_needs_a_reduction(released, manifests, tmp_
         and "choose a --loss_reduction" in err
     )
     ran(recipe, *flags, "--loss_reduction", "mean_volume")
-    assert newest(tmp_path, recipe)["metadata"]["loss"]["reduction"] == "mean_volume"
+    assert newest(tmp_path, recipe).model_info["loss"]["reduction"] == "mean_volume"
 
 
 def test_a_plan_is_of_the_model_that_the_flags_ask_for(released, best, manifests, tmp_path):
-    tuned = len(starts.formats.read_model(released / "hf")[0])
+    tuned = len(formats.read_model(released / "hf")[0])
     for flags in (
         ["--model_dir", released / "hf"],
         [

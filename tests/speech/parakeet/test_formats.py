@@ -42,7 +42,7 @@ def train_pieces(**options) -> bytes:
 
 PIECES = train_pieces()
 PADDED = train_pieces(pad_id=2)
-CONFIG = formats.shape(
+CONFIG = formats.make_config(
     16,
     2,
     2,
