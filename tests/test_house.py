@@ -8,7 +8,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("common", "speech", "recipes", "benchmarks", "tests", "dry_run")
-SPEECH_MAY_USE = {"errors", "files", "device", "memory", "options", "batches", "checkpoint"}
+SPEECH_MAY_USE = {
+    "errors",
+    "files",
+    "device",
+    "memory",
+    "options",
+    "batches",
+    "checkpoint",
+    "records",
+}
 
 
 def modules(folder: str) -> list[Path]:
