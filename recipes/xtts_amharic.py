@@ -215,6 +215,9 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
+    def text_length(self, index: int) -> int:
+        return len(self.corpus.texts[index])
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) positions of each utterance in the GPT, as whole seconds of codes: the longest of
         them come first. Global batches of utterances with the same number of positions would teach
