@@ -338,8 +338,9 @@ def token_losses(
     losses = {}
     for name, head, targets in (("text", model.text_head, words), ("mel", model.mel_head, sounds)):
         outputs, wanted = chosen[name].to(x.device, non_blocking=True)
-        logits = upcast(head(hidden[outputs]))
-        values = F.cross_entropy(logits, targets.flatten()[wanted], reduction="none")
+        wanted = targets.flatten()[wanted]
+        # The logits take much memory: no name may keep them.
+        values = F.cross_entropy(upcast(head(hidden[outputs])), wanted, reduction="none")
         losses[name] = values, outputs // x.shape[1]
     return losses
 
