@@ -24,7 +24,7 @@ from speech.whisper import formats as whisper
 from speech.whisper.model import LAYERS, Whisper
 from speech.xtts import codec
 from speech.xtts import formats as xtts
-from speech.xtts import start as xtts_start
+from speech.xtts import frozen as xtts_frozen
 
 CLIPS, TOKENS, VOCABULARY = 2, 24, 40
 TOLERANCE = 0.005
@@ -153,10 +153,10 @@ def vietnamese(frozen: bool = False) -> Case:
 
 def xtts_case() -> Case:
     recipe, torch_items = xtts_amharic, items(codec.SAMPLE_RATE)
-    config = xtts.shape(
+    config = xtts.make_config(
         128, 3, 2, 450, 64, latents=8, perceiver_heads=2, code_dim=32, dvae_hidden=32, hifigan=False
     )
-    frozen = xtts_start.frozen_parts(config, xtts_start.random_parts(config))
+    frozen = xtts_frozen.make_frozen(config, xtts_frozen.random_groups(config))
     for item in torch_items:
         codes = codec.code_count(len(item["audio"]))
         item |= {
