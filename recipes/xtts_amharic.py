@@ -211,6 +211,9 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
+    def text_length(self, index: int) -> int:
+        return len(self.corpus.texts[index])
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) what each utterance takes in the GPT, latents, text and codes, as whole seconds of
         codes. It is more than the length of the clip, also for --max_batch_seconds. It is rounded,
@@ -338,8 +341,9 @@ def token_losses(
     losses = {}
     for name, head, targets in (("text", model.text_head, words), ("mel", model.mel_head, sounds)):
         outputs, wanted = chosen[name].to(x.device, non_blocking=True)
-        logits = upcast(head(hidden[outputs]))
-        values = F.cross_entropy(logits, targets.flatten()[wanted], reduction="none")
+        wanted = targets.flatten()[wanted]
+        # The logits take much memory: no name may keep them.
+        values = F.cross_entropy(upcast(head(hidden[outputs])), wanted, reduction="none")
         losses[name] = values, outputs // x.shape[1]
     return losses
 

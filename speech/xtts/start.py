@@ -166,6 +166,8 @@ def resolve(args, is_demo: bool) -> Options:
             "--extend_vocab is for training, and --export alone trains nothing: add"
             " --train_manifest"
         )
+    if origin.may_be_random and not origin.resume:
+        require_vocoder(origin, origin.size)
     text = texts.resolve(args, language)
     is_read = args.synthesize or args.show_text or TEXT_FLAGS & args.given
     if origin.path and not args.train_manifest and not args.test_manifest and not is_read:
