@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, memory, optim, options, preflight
+from common import checkpoint, device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.checkpoint import Saved
 from common.device import upcast
@@ -211,6 +211,9 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
+    def text_length(self, index: int) -> int:
+        return len(self.corpus.texts[index])
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) what each utterance takes in the GPT, latents, text and codes, as whole seconds of
         codes. It is more than the length of the clip, also for --max_batch_seconds. It is rounded,
@@ -240,13 +243,13 @@ class Utterances:
             voice = read_utterance(self.corpus, int(chosen), SAMPLE_RATE)
         if length > len(voice):
             length = len(voice) // 2
-        begin = int(random.integers(0, len(voice) - length + 1)) if self.training else 0
+        first = int(random.integers(0, len(voice) - length + 1)) if self.training else 0
         codes = code_count(len(waveform))
-        heard = begin // SAMPLES_PER_CODE, min(codes, (begin + length) // SAMPLES_PER_CODE)
+        heard = first // SAMPLES_PER_CODE, min(codes, (first + length) // SAMPLES_PER_CODE)
         return {
             "audio": waveform,
             "tokens": torch.tensor(self.tokens[index]),
-            "slice": F.pad(voice[begin : begin + length], (0, longest - length)),
+            "slice": F.pad(voice[first : first + length], (0, longest - length)),
             "heard": (0, 0) if is_other else heard,
             "codes": codes,
             "language": self.vocabulary.language_of(self.corpus.languages[index]),
@@ -299,11 +302,11 @@ def place(batch: dict, latents: int) -> tuple[torch.Tensor, dict[str, torch.Tens
     for row, (w, s, (first, last)) in enumerate(zip(words, sounds, batch["heard"], strict=True)):
         places[row, : latents + w] = torch.arange(latents + w)
         places[row, latents + w : latents + w + s] = torch.arange(s) + latents + max(words)
-        begin = row * longest + latents
+        row_begin = row * longest + latents
         tokens = torch.arange(w)
         codes = torch.cat([torch.arange(first), torch.arange(last, s)])
-        chosen["text"].append(torch.stack([tokens + begin, tokens + row * max(words)]))
-        chosen["mel"].append(torch.stack([codes + begin + w, codes + row * max(sounds)]))
+        chosen["text"].append(torch.stack([tokens + row_begin, tokens + row * max(words)]))
+        chosen["mel"].append(torch.stack([codes + row_begin + w, codes + row * max(sounds)]))
     return places, {name: torch.cat(pairs, dim=1) for name, pairs in chosen.items()}
 
 
@@ -338,8 +341,9 @@ def token_losses(
     losses = {}
     for name, head, targets in (("text", model.text_head, words), ("mel", model.mel_head, sounds)):
         outputs, wanted = chosen[name].to(x.device, non_blocking=True)
-        logits = upcast(head(hidden[outputs]))
-        values = F.cross_entropy(logits, targets.flatten()[wanted], reduction="none")
+        wanted = targets.flatten()[wanted]
+        # The logits take much memory: no name may keep them.
+        values = F.cross_entropy(upcast(head(hidden[outputs])), wanted, reduction="none")
         losses[name] = values, outputs // x.shape[1]
     return losses
 
@@ -400,8 +404,7 @@ def first_model(
     args, asked: start.Options, run: Run, data: splits.DataOptions, corpora: dict[str, Corpus]
 ) -> tuple[ModelInfo, Synthesiser, int]:
     """The model that training starts with, all that it takes to use it, and how many tokens were
-    added to its vocabulary. Raises `UsageError`, and `RunError` if the disk is too small for
-    checkpoints."""
+    added to its vocabulary. Raises `UsageError`."""
     make_dvae = functools.partial(train_dvae, args, data, corpora)
     added = 0
     with run.model_device():
@@ -421,7 +424,6 @@ def first_model(
     if not (info.pretrained or info.config["hifigan"]):
         model.conditioning_encoder.requires_grad_(False)
     use_sdpa(model, args.sdpa)
-    preflight.require_disk(args, model)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     parameters, trainable = optim.count_parameters(model)
     print(f"model: {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M of them trained")
@@ -521,9 +523,8 @@ def export_and_speak(
 ) -> None:
     """--export, and sentences that the model has not learned, each in the voice of a training clip
     of its speaker."""
-    count, sampling = 20, GREEDY
-    if by.frozen.vocoder:
-        count, sampling = 2, Sampling(seed=args.seed)
+    count = 2 if by.frozen.vocoder else 20
+    sampling = Sampling(seed=args.seed) if by.frozen.vocoder else GREEDY
     if args.speak_held_out is not None:
         count = args.speak_held_out
     if not (args.export or count):

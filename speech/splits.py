@@ -3,10 +3,11 @@ demo corpus, or the stand-in of a planned run."""
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -274,18 +275,20 @@ def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
 
 
 def some_items(data, seed: int, count: int) -> list[dict]:
-    """`count` items of a data set, of utterances that are drawn at random, to fit initial weights
-    or statistics to. Audio that cannot be read is left out: training itself reports it. There are
-    fewer items if `data` has no more."""
-    items: list[dict] = []
+    """`count` items of a data set, of random utterances, to fit initial weights or statistics to.
+    There are fewer if fewer can be read."""
+    return list(itertools.islice(draw_items(data, seed), count))
+
+
+def draw_items(data, seed: int) -> Iterator[dict]:
+    """The items of a data set in random order, one at a time, without those of audio that cannot be
+    read: training itself reports it."""
     for index in np.random.default_rng(seed).permutation(len(data)):
         try:
-            items.append(data.item(int(index), 0))
+            item = data.item(int(index), 0)
         except DataError:
             continue
-        if len(items) == count:
-            break
-    return items
+        yield item
 
 
 def report_checked(sets: dict[str, Corpus]) -> None:

@@ -48,7 +48,9 @@ FROZEN = ("hifigan_decoder", "dvae", "mel_stats")
 GROUPS = ("gpt", *FROZEN)
 OLD_WEIGHT_NORM = re.compile(r"\.weight_([gv])$")
 
-SMALL, POSITIONS, TOKENS = range(1, 129), range(4, 1 << 14), range(4, MOST_TOKENS + 1)
+SMALL = range(1, 129)
+POSITIONS = range(4, 1 << 14)
+TOKENS = range(4, MOST_TOKENS + 1)
 # The schema of a configuration. `codes`: size of the DVAE's codebook; `code_dim`: width of its
 # vectors; `hifigan`: whether the weights have a vocoder and a speaker encoder.
 CONFIG = {
@@ -312,13 +314,14 @@ def _check(groups: dict, config: dict, path: str | Path) -> None:
     rows = len(embedding) if embedding is not None and embedding.dim() == 2 else None
     if rows not in (None, config["text_tokens"]):
         raise UsageError(
-            f"{path}: its text embedding has {rows} rows and {VOCAB} {config['text_tokens']} tokens:"
-            f" use the {VOCAB} with which these weights were trained"
+            f"{path}: its text embedding has {rows} rows and {VOCAB} {config['text_tokens']}"
+            f" tokens: use the {VOCAB} with which these weights were trained"
         )
     shapes = expected_shapes(config)
     for group, tensors in groups.items():
         if group == "mel_stats":
-            tensors, shapes[group] = {group: tensors}, {group: (config["mel_channels"],)}
+            tensors = {group: tensors}
+            shapes[group] = {group: (config["mel_channels"],)}
         model_files.check_shapes(tensors, shapes[group], f"{path} ({group})", "XTTS-v2")
 
 
@@ -338,9 +341,10 @@ def export(
     folder = Path(folder)
     _check_export(groups, config, extras["vocab"])
     model_files.require_export(folder)
-    state = {"mel_stats": _plain(groups["mel_stats"])}
+    state = {}
     for group in ("gpt", "hifigan_decoder"):
         state |= {f"{group}.{name}": _plain(tensor) for name, tensor in groups[group].items()}
+    state["mel_stats"] = _plain(groups["mel_stats"])
     dvae = {name: _plain(tensor) for name, tensor in groups["dvae"].items()}
     for tensors in (state, dvae):
         checkpoint.check_tensors(tensors, "the model to be exported")

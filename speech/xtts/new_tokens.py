@@ -83,8 +83,8 @@ def _set_biases(bias: torch.Tensor, added: int, shares: torch.Tensor) -> None:
     The training texts consist mostly of new tokens. With biases like the old ones, the head would
     give each of them the probability of an average token, and the first text loss would be above
     ln(V), a uniform guess."""
-    old, new = bias[:-added], shares[-added:]
-    bias[-added:] = old.logsumexp(0) + (new / shares[:-added].sum()).log().to(bias)
+    relative = shares[-added:] / shares[:-added].sum()
+    bias[-added:] = bias[:-added].logsumexp(0) + relative.log().to(bias)
 
 
 @torch.no_grad()

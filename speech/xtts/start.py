@@ -35,7 +35,8 @@ SIZED = ("d_model",)  # what tells the sizes of --model_size apart
 VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
 # The shortest and longest conditioning slice, samples.
 SLICES = {"full": (66_150, 132_300), "demo": (11_025, 22_050)}
-FINE_TUNING_RATE, SCRATCH_RATE = 5e-6, 2e-3
+FINE_TUNING_RATE = 5e-6
+SCRATCH_RATE = 2e-3
 TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
 
 EXCLUDES = (
@@ -165,6 +166,8 @@ def resolve(args, is_demo: bool) -> Options:
             "--extend_vocab is for training, and --export alone trains nothing: add"
             " --train_manifest"
         )
+    if origin.may_be_random and not origin.resume:
+        require_vocoder(origin, origin.size)
     text = texts.resolve(args, language)
     is_read = args.synthesize or args.show_text or TEXT_FLAGS & args.given
     if origin.path and not args.train_manifest and not args.test_manifest and not is_read:
@@ -328,8 +331,8 @@ def check_initial(initial: Saved, info: ModelInfo) -> None:
     same_size = other.config["text_tokens"] == info.config["text_tokens"]
     if same_size and other.vocab != info.vocab:
         raise UsageError(
-            f"--init_from {initial.path}: its vocabulary has as many tokens, but others; continue it"
-            " with --resume"
+            f"--init_from {initial.path}: its vocabulary has as many tokens, but others; continue"
+            " it with --resume"
         )
 
 

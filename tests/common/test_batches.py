@@ -55,7 +55,7 @@ parts = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 8)), max_size=4)
 
 
 @given(count=st.integers(1, 300), parts=parts, seed=seeds, epoch=st.integers(0, 3))
-def test_what_other_window_sizes_have_seen_is_left_out(count, parts, seed, epoch):
+def test_what_other_global_batch_sizes_have_seen_is_left_out(count, parts, seed, epoch):
     seconds, seen, done = lengths(count, seed), [], []
     for size, global_batches in parts:
         plan = batches.plan_epoch(seconds, size, seed, epoch, done)[:global_batches]
@@ -78,7 +78,7 @@ def test_seeds_and_epochs_have_their_own_order():
     assert len(set(plans)) == 6
 
 
-def test_windows_hold_similar_lengths_and_come_in_random_order():
+def test_global_batches_hold_similar_lengths_and_come_in_random_order():
     seconds = lengths(5000, 0)
     plan = batches.plan_epoch(seconds, 8, 1, 1)
     padding = 1 - seconds.sum() / sum(
@@ -103,7 +103,7 @@ def test_windows_hold_similar_lengths_and_come_in_random_order():
     ranks=st.integers(1, 5),
     seed=seeds,
 )
-def test_cut_window(count, size, cap, ranks, seed):
+def test_cut_global_batch(count, size, cap, ranks, seed):
     seconds = lengths(100, seed)
     global_batch = np.random.default_rng(seed).permutation(100)[:count]
     shares = [
@@ -133,9 +133,9 @@ def collate(items: list[dict]) -> dict:
         "names": [item["name"] for item in items],
         "seconds": [item["seconds"] for item in items],
     }
-    batch["audio"], batch["values_lengths"] = batches.pad([item["audio"] for item in items])
+    batch["values"], batch["values_lengths"] = batches.pad([item["values"] for item in items])
     batch["labels"], batch["labels_lengths"] = batches.pad([item["labels"] for item in items], -100)
-    batch["masks"] = torch.stack([torch.full((2, 2), float(len(item["audio"]))) for item in items])
+    batch["masks"] = torch.stack([torch.full((2, 2), float(len(item["values"]))) for item in items])
     batch["counts"] = {"ctc": int(batch["labels_lengths"].sum())}
     return batch
 
@@ -160,7 +160,7 @@ def test_split_batch_keeps_every_row_and_trims(sizes, most):
     row = 0
     for piece in pieces:
         assert "counts" not in piece
-        assert piece["audio"].shape == (len(piece["names"]), int(piece["values_lengths"].max()))
+        assert piece["values"].shape == (len(piece["names"]), int(piece["values_lengths"].max()))
         for i in range(len(piece["names"])):
             for key in ("values", "labels"):
                 length = int(piece[f"{key}_lengths"][i])
@@ -278,7 +278,7 @@ def exactly(message: str) -> str:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_windows_come_in_order_and_continue_from_any_position(workers, no_hang):
+def test_global_batches_come_in_order_and_continue_from_any_position(workers, no_hang):
     data = clips(20)  # four global batches of six, one of them of two
     made = global_batches(data, workers=workers)
     assert made.per_epoch == 4 and made.global_batch_size == 6
@@ -314,7 +314,7 @@ def test_every_epoch_has_its_own_lengths():
         assert order == sorted(order, reverse=True)
 
 
-def test_ranks_share_a_window():
+def test_ranks_share_a_global_batch():
     shares = [take(global_batches(clips(50), rank=rank, ranks=3).iterate(), 3) for rank in range(3)]
     alone = take(global_batches(clips(50), "--gradient_accumulation_steps", "9").iterate(), 3)
     for number in range(3):
@@ -356,7 +356,7 @@ def test_bad_files_are_skipped_counted_and_named(no_hang, workers):
     assert skipped == {"three.wav": "three.wav is truncated", "seven.wav": "seven.wav is truncated"}
 
 
-def test_a_window_of_bad_files_only_is_empty():
+def test_a_global_batch_of_bad_files_only_is_empty():
     (global_batch,) = take(
         global_batches(clips(4, everywhere(bad("a.wav"))), "--skip_bad_audio").iterate(), 1
     )

@@ -67,7 +67,7 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradient(dropout):
     kept, results = [], []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        model = small.Network(dropout, layers=6).double()
+        model = small.Network(dropout, width=32, layers=6).double()
         if checkpointed:
             memory.checkpoint_layers(model, (small.Layer,))
         numbers = []
@@ -86,7 +86,7 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradient(dropout):
 def test_layers_are_not_recomputed_in_evaluation():
     model, calls = small.Network(), []
     memory.checkpoint_layers(model, (small.Layer,))
-    model.layers[0][0].register_forward_hook(lambda *_: calls.append(1))
+    model.layers[0].convolution.register_forward_hook(lambda *_: calls.append(1))
     batch = small.collate(small.Waveforms(3))
     for training, expected in ((True, 2), (False, 1)):
         calls.clear()

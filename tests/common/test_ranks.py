@@ -91,14 +91,13 @@ def test_two_ranks_give_what_one_process_gives(tmp_path, on_two_ranks, trouble):
     assert bool(reached["limits"]) == bool(trouble)
 
 
-def test_resume_with_another_number_of_ranks_continues_at_the_same_window(tmp_path, on_two_ranks):
+def test_resume_with_another_number_of_ranks_continues_at_the_same_global_batch(
+    tmp_path, on_two_ranks
+):
     on_two_ranks(tmp_path / "two", *TWO, "--max_steps", "3")
     saved = checkpoint.resume("auto", tmp_path / "two" / "checkpoints", small.RECIPE)
-    assert (saved["progress"]["epoch"], saved["progress"]["global_batch"], len(saved["rng"])) == (
-        1,
-        1,
-        2,
-    )
+    progress = saved.state["progress"]
+    assert (progress["epoch"], progress["global_batch"], len(saved.state["rng"])) == (1, 1, 2)
     weights, _ = on_one(tmp_path / "two", *ONE, "--resume", "auto")
     # The same with one process throughout.
     on_one(tmp_path / "one", *ONE, "--max_steps", "3")
