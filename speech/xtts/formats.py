@@ -341,9 +341,10 @@ def export(
     folder = Path(folder)
     _check_export(groups, config, extras["vocab"])
     model_files.require_export(folder)
-    state = {"mel_stats": _plain(groups["mel_stats"])}
+    state = {}
     for group in ("gpt", "hifigan_decoder"):
         state |= {f"{group}.{name}": _plain(tensor) for name, tensor in groups[group].items()}
+    state["mel_stats"] = _plain(groups["mel_stats"])
     dvae = {name: _plain(tensor) for name, tensor in groups["dvae"].items()}
     for tensors in (state, dvae):
         checkpoint.check_tensors(tensors, "the model to be exported")

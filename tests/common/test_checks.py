@@ -11,7 +11,6 @@ from common.errors import DataError, RunError, UsageError
 from recipes import template
 from tests import small
 
-
 COLLATE = small.collate  # before a test replaces it
 
 
