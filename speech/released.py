@@ -23,6 +23,15 @@ from speech import model_files
 MODELS = ("model_dir", "model_file")  # flags that name released weights
 GOALS = ("train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu")
 
+LEAVE_OUT = (
+    "leave it out to continue, or start a new run with another --output_dir, or from the weights"
+    " that fit with --init_from in place of --resume"
+)
+FROM_SCRATCH = (
+    "leave it out to take that model, or add --from_scratch for another one, which takes the weights"
+    " that fit"
+)
+
 # Rows for common.options: flags that exclude each other.
 EXCLUDES = (
     ("model_dir", "model_file", "both say where the model starts; give one of them"),
@@ -214,7 +223,7 @@ def choose(
     if origin.path:
         return family.read(origin.path)
     if initial and not origin.may_be_random:
-        return read_info(origin, family, initial), None
+        return read_info(origin, family, initial, FROM_SCRATCH), None
     if not origin.may_be_random:  # which is known only when --resume auto has found no checkpoint
         ways = "--model_dir, --model_file" if origin.forms.file else "--model_dir"
         raise UsageError(
@@ -248,17 +257,14 @@ def read_run_info(kind: type, saved: Saved | None):
     return records.read(kind, saved.run_info, saved.path)
 
 
-def read_info(origin: Origin, family: Family, saved: Saved):
+def read_info(origin: Origin, family: Family, saved: Saved, advice: str = LEAVE_OUT):
     """The `ModelInfo` of a checkpoint. Raises `UsageError` if it does not fit the checkpoint's
     weights, and for flags that contradict it: otherwise `--resume auto` in a script would continue
-    an earlier demo and ignore the model that the flags name."""
+    an earlier demo and ignore the model that the flags name. `advice` ends that message."""
     info = check_saved(family, saved, origin.forms.family)
-    if conflicts := family.conflicts(info, saved):
-        raise UsageError(
-            f"{', '.join(conflicts)} conflicts with the checkpoint: leave it out to continue, or"
-            " start a new run with another --output_dir, or from the weights that fit with"
-            " --init_from in place of --resume"
-        )
+    found = family.conflicts(info, saved)
+    if found:
+        raise UsageError(f"{', '.join(found)} conflicts with the checkpoint: {advice}")
     return info
 
 
