@@ -33,7 +33,7 @@ CLOSED = "closed"  # a standard stream that is closed before the command starts
 
 def start_server() -> None:
     """Starts the server, which imports the libraries while other tests run."""
-    multiprocessing.set_forkserver_preload(["pytest", "tests.toy", *RECIPES, *LATER])
+    multiprocessing.set_forkserver_preload(["pytest", "tests.small", *RECIPES, *LATER])
     multiprocessing.forkserver.ensure_running()
 
 
