@@ -1,19 +1,25 @@
-#!/bin/sh
-# shellcheck shell=bash
-# Fine-tunes Parakeet-TDT with a preset for the GPU's memory. Without any argument it trains a small model on a synthetic corpus.
+#!/usr/bin/env bash
+# Fine-tunes Parakeet-TDT with a preset for the GPU's memory. Without arguments it trains a small
+# model on a synthetic corpus.
 #   ./run_parakeet_tdt.sh [TIER] [SIZE] [any flag of recipes/parakeet_tdt.py] [--print]
 #   GPUS=2 ./run_parakeet_tdt.sh ...    trains on two GPUs, with the same update; also 4 and 8
-# TIER: auto (default), 8gb, 16gb, 24gb, a100, cpu. SIZE: demo (default without any of the flags that follow), 0.6b (default
-# with --model_dir, --model_file, --train_manifest or --from_scratch), 110m. A model from scratch has this size. A model from
+# TIER: auto (default), 8gb, 16gb, 24gb, a100, cpu.
+# SIZE: demo (default), 0.6b (default with --model_dir, --model_file, --train_manifest,
+# --from_scratch or --init_from), 110m. A model from scratch has this size. A model from
 # --model_dir or --model_file has its own size, and SIZE only picks the row of the table.
-# An update is 120 utterances in every tier, 8 in the demo; the tier decides how many of them are on the GPU at once.
-# --print shows the command instead of running it; python recipes/parakeet_tdt.py --help lists the flags.
+# An update is 120 utterances in every tier, 8 in the demo. The tier decides how many of them are on
+# the GPU at once.
+# --print shows the command instead of running it. All flags of the recipe:
+#   python recipes/parakeet_tdt.py --help
 # The output is written in runs/parakeet_tdt, unless --output_dir names another folder.
-[ -n "${BASH_VERSION:-}" ] || exec /bin/bash -p -- "$0" "$@" # not by PATH, without BASH_ENV: see common/env.sh
-set -euo pipefail
-script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_parakeet_tdt.sh
+set -eo pipefail
 # shellcheck source=common/env.sh
-. "${script%/*}/common/env.sh"
+. "$(dirname "$0")/common/env.sh"
+
+uses=(--transcribe --evaluate) # with one of these the recipe trains nothing
+# With --export and a model it trains nothing either, unless one of these is given.
+trains=(--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
 # R: --gradient_checkpointing, 8: --optimizer adamw_8bit
 rows='
@@ -29,11 +35,13 @@ a100  110m 120 1 --eval_batch_size 10
 a100  0.6b 60 2 --eval_batch_size 10
 cpu   *    4 30 R
 '
-tier_and_size "$@"; shift "$words"
-flags+=(--output_dir runs/parakeet_tdt) # the current folder may have another recipe's checkpoints
-trains "$@" || run parakeet_tdt "$@"
-row_or_demo 0.6b '--model_dir --model_file --train_manifest --from_scratch --init_from' "$@"
-pick_row "$tier" "$row" "$@"
-if ! given --init_from "$@" && is_new_model "$row" "$@"; then flags+=(--from_scratch --model_size "$row"); fi
-resume_unless_given "$@"
-run parakeet_tdt "$@"
+read_arguments "$@"
+flags+=(--output_dir runs/parakeet_tdt) # a folder of its own for each recipe
+if only_uses_a_model; then run parakeet_tdt; fi
+size_or_demo 0.6b --model_dir --model_file --train_manifest --from_scratch --init_from
+pick_row
+if is_new_model && ! given --init_from; then
+  flags+=(--from_scratch --model_size "$size")
+fi
+resume_unless_given
+run parakeet_tdt

@@ -1,17 +1,20 @@
-#!/bin/sh
-# shellcheck shell=bash
-# Trains the Konkani Conformer with a preset for the GPU's memory. Without any argument it trains on a synthetic corpus.
+#!/usr/bin/env bash
+# Trains the Konkani Conformer with a preset for the GPU's memory. Without arguments it trains on a
+# synthetic corpus.
 #   ./run_training_memory_optimized.sh [TIER] [SIZE] [any flag of recipes/konkani_conformer.py] [--print]
 #   GPUS=2 ./run_training_memory_optimized.sh ...    trains on two GPUs, with the same update
-# TIER: auto (default), 4gb, 6gb, 8gb, t4, 16gb, 24gb, a100, cpu. SIZE: optimized (default), minimal, original.
-# An update is 8 utterances in every tier; the tier decides how many of them are on the GPU at once.
-# --print shows the command instead of running it; python recipes/konkani_conformer.py --help lists the flags.
-# The output is written in the current folder, unless --output_dir names another.
-[ -n "${BASH_VERSION:-}" ] || exec /bin/bash -p -- "$0" "$@" # not by PATH, without BASH_ENV: see common/env.sh
-set -euo pipefail
-script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
+# TIER: auto (default), 4gb, 6gb, 8gb, t4, 16gb, 24gb, a100, cpu.
+# SIZE: optimized (default), minimal, original.
+# An update is 8 utterances in every tier. The tier decides how many of them are on the GPU at once.
+# --print shows the command instead of running it. All flags of the recipe:
+#   python recipes/konkani_conformer.py --help
+# The output is written in the current folder, unless --output_dir names another folder.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_training_memory_optimized.sh
+set -eo pipefail
 # shellcheck source=common/env.sh
-. "${script%/*}/common/env.sh"
+. "$(dirname "$0")/common/env.sh"
+
+uses=(--transcribe --evaluate) # with one of these the recipe trains nothing
 
 rows='
 #tier size      batch accumulation, or flags
@@ -27,9 +30,10 @@ t4    *         2 4
 a100  *         8 1
 cpu   *         8 1
 '
-tier_and_size "$@"; shift "$words"
-trains "$@" || run konkani_conformer "$@"
-pick_row "$tier" "${size:-optimized}" "$@"
+read_arguments "$@"
+if only_uses_a_model; then run konkani_conformer; fi
+size=${size_given:-optimized}
+pick_row
 flags+=(--empty_cache_every 50)
-resume_unless_given "$@"
-run konkani_conformer "$@"
+resume_unless_given
+run konkani_conformer

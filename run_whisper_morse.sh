@@ -1,23 +1,30 @@
-#!/bin/sh
-# shellcheck shell=bash
-# Trains Whisper on Morse code with a preset for the GPU's memory. Without any argument it trains on synthetic clips.
+#!/usr/bin/env bash
+# Trains Whisper on Morse code with a preset for the GPU's memory. Without arguments it trains a small
+# model on synthetic clips.
 #   ./run_whisper_morse.sh [TIER] [SIZE] [any flag of recipes/whisper_morse.py] [--print]
 #   GPUS=2 ./run_whisper_morse.sh ...    trains on two GPUs, with the same update
-# TIER: auto (default), 4gb, 6gb, 8gb, 16gb, 24gb, 32gb, cpu. SIZE: demo (default without any of the flags that follow), small
-# (default with --model_dir, --model_file, --data_dir, --train_manifest, --conditions or --from_scratch), tiny, base, medium,
-# large, turbo; many: small for very large data sets. A model from scratch has this size. A model from --model_dir or
-# --model_file has its own size, and SIZE only picks the row of the table.
-# An update is 96 clips in every tier (many: 256, demo: 24); the tier decides how many of them are on the GPU at once.
-# --print shows the command instead of running it; python recipes/whisper_morse.py --help lists the flags.
+# TIER: auto (default), 4gb, 6gb, 8gb, 16gb, 24gb, 32gb, cpu.
+# SIZE: demo (default), small (default with --model_dir, --model_file, --data_dir, --train_manifest,
+# --conditions or --from_scratch), tiny, base, medium, large, turbo; many: small for very large data
+# sets. A model from scratch has this size. A model from --model_dir or --model_file has its own
+# size, and SIZE only picks the row of the table.
+# An update is 96 clips in every tier (many: 256, demo: 24). The tier decides how many of them are
+# on the GPU at once.
+# --print shows the command instead of running it. All flags of the recipe:
+#   python recipes/whisper_morse.py --help
 # The output is written in runs/whisper_morse, unless --output_dir names another folder.
-[ -n "${BASH_VERSION:-}" ] || exec /bin/bash -p -- "$0" "$@" # not by PATH, without BASH_ENV: see common/env.sh
-set -euo pipefail
-script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_whisper_morse.sh
+set -eo pipefail
 # shellcheck source=common/env.sh
-. "${script%/*}/common/env.sh"
+. "$(dirname "$0")/common/env.sh"
 
-# R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload. Larger GPUs need the
-# clips of several data workers.
+uses=(--transcribe --evaluate --write_dataset) # with one of these the recipe trains nothing
+# With --export and a model it trains nothing either, unless one of these is given.
+trains=(--train_manifest --data_dir --conditions --from_scratch --max_steps --num_epochs)
+trains+=(--dry_run --verify_gpu)
+
+# R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload.
+# Larger GPUs need the clips of several data workers.
 rows='
 #tier size   batch accumulation what, or flags
 *     demo   24 1
@@ -68,14 +75,14 @@ cpu   small  4 24
 cpu   many   4 64
 cpu   *      2 48 R
 '
-tier_and_size "$@"; shift "$words"
-flags+=(--output_dir runs/whisper_morse) # the current folder may have another recipe's checkpoints
-trains "$@" || run whisper_morse "$@"
-row_or_demo small '--model_dir --model_file --data_dir --train_manifest --conditions --from_scratch' "$@"
-pick_row "$tier" "$row" "$@"
-if is_new_model "$row" "$@"; then
-  name=${row/#large/large-v3}
-  flags+=(--from_scratch --model_size "${name/#many/small}")
+read_arguments "$@"
+flags+=(--output_dir runs/whisper_morse) # a folder of its own for each recipe
+if only_uses_a_model; then run whisper_morse; fi
+size_or_demo small --model_dir --model_file --data_dir --train_manifest --conditions --from_scratch
+pick_row
+if is_new_model; then
+  model_size=${size/#large/large-v3}
+  flags+=(--from_scratch --model_size "${model_size/#many/small}")
 fi
-resume_unless_given "$@"
-run whisper_morse "$@"
+resume_unless_given
+run whisper_morse

@@ -1,19 +1,25 @@
-#!/bin/sh
-# shellcheck shell=bash
-# Trains Whisper on Vietnamese with a preset for the GPU's memory. Without any argument it trains on a synthetic corpus.
+#!/usr/bin/env bash
+# Trains Whisper on Vietnamese with a preset for the GPU's memory. Without arguments it trains a small
+# model on a synthetic corpus.
 #   ./run_whisper_vietnamese.sh [TIER] [SIZE] [any flag of recipes/whisper_vietnamese.py] [--print]
 #   GPUS=2 ./run_whisper_vietnamese.sh ...    trains on two GPUs, with the same update
-# TIER: auto (default), 4gb, 6gb, 8gb, 16gb, 24gb, a100, cpu. SIZE: demo (default without data and model), base (default with
-# either), tiny, small, medium, large, turbo. A model from scratch has this size. A model from --model_dir or --model_file
-# has its own size, and SIZE only picks the row of the table.
-# An update is 24 utterances in every tier, 16 in the demo; the tier decides how many of them are on the GPU at once.
-# --print shows the command instead of running it; python recipes/whisper_vietnamese.py --help lists the flags.
+# TIER: auto (default), 4gb, 6gb, 8gb, 16gb, 24gb, a100, cpu.
+# SIZE: demo (default), base (default with --model_dir, --model_file or --train_manifest), tiny,
+# small, medium, large, turbo. A model from scratch has this size. A model from --model_dir or
+# --model_file has its own size, and SIZE only picks the row of the table.
+# An update is 24 utterances in every tier, 16 in the demo. The tier decides how many of them are on
+# the GPU at once.
+# --print shows the command instead of running it. All flags of the recipe:
+#   python recipes/whisper_vietnamese.py --help
 # The output is written in runs/whisper_vietnamese, unless --output_dir names another folder.
-[ -n "${BASH_VERSION:-}" ] || exec /bin/bash -p -- "$0" "$@" # not by PATH, without BASH_ENV: see common/env.sh
-set -euo pipefail
-script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_whisper_vietnamese.sh
+set -eo pipefail
 # shellcheck source=common/env.sh
-. "${script%/*}/common/env.sh"
+. "$(dirname "$0")/common/env.sh"
+
+uses=(--transcribe --evaluate) # with one of these the recipe trains nothing
+# With --export and a model it trains nothing either, unless one of these is given.
+trains=(--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
 # R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload
 rows='
@@ -52,17 +58,19 @@ cpu   base   8 3
 cpu   small  4 6
 cpu   *      2 12 R
 '
-tier_and_size "$@"; shift "$words"
-flags+=(--output_dir runs/whisper_vietnamese) # the current folder may have another recipe's checkpoints
-trains "$@" || run whisper_vietnamese "$@"
-row_or_demo base '--model_dir --model_file --train_manifest' "$@"
-pick_row "$tier" "$row" "$@"
-if is_new_model "$row" "$@"; then
-  flags+=(--from_scratch --model_size "${row/#large/large-v3}" --learning_rate 1e-4) # the guide's rate, not the recipe's
+read_arguments "$@"
+flags+=(--output_dir runs/whisper_vietnamese) # a folder of its own for each recipe
+if only_uses_a_model; then run whisper_vietnamese; fi
+size_or_demo base --model_dir --model_file --train_manifest
+pick_row
+if is_new_model; then
+  # The guide's learning rate, not the recipe's.
+  flags+=(--from_scratch --model_size "${size/#large/large-v3}" --learning_rate 1e-4)
 fi
-if given --train_manifest "$@"; then # the guide's run
-  given --num_epochs "$@" || flags+=(--max_steps 50000)
-  flags+=(--warmup_steps 1000 --lr_schedule cosine --eval_every 1000 --save_every 1000 --keep_last 5 --max_target_tokens 256)
+if given --train_manifest; then # the guide's run
+  given --num_epochs || flags+=(--max_steps 50000)
+  flags+=(--warmup_steps 1000 --lr_schedule cosine --eval_every 1000 --save_every 1000)
+  flags+=(--keep_last 5 --max_target_tokens 256)
 fi
-resume_unless_given "$@"
-run whisper_vietnamese "$@"
+resume_unless_given
+run whisper_vietnamese

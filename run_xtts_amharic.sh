@@ -1,21 +1,26 @@
-#!/bin/sh
-# shellcheck shell=bash
-# Fine-tunes XTTS-v2 with a preset for the GPU's memory. Without any argument it generates synthetic speech, trains a small DVAE
-# and then a small GPT from random weights, and speaks held-out sentences into runs/xtts_amharic/speech.
+#!/usr/bin/env bash
+# Fine-tunes XTTS-v2 with a preset for the GPU's memory. Without arguments it generates synthetic
+# speech, trains a small DVAE and then a small GPT from random weights, and speaks held-out sentences
+# into runs/xtts_amharic/speech.
 #   ./run_xtts_amharic.sh [TIER] [SIZE] [any flag of recipes/xtts_amharic.py] [--print]
 #   GPUS=2 ./run_xtts_amharic.sh ...    trains on two GPUs, with the same update; also 4 and 8
-# TIER: auto (default), 8gb, 12gb, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb. SIZE: demo (default without any of
-# the flags that follow), full (default with --model_dir, --train_manifest, --train_csv, --from_scratch or --init_from),
-# small_data: full for about ten minutes of speech. With --from_scratch, full and small_data have random weights of full size.
-# An update is 240 utterances in every tier, 8 in small_data, 16 in the demo; the tier decides how many of them are on the
-# GPU at once.
-# --print shows the command instead of running it; python recipes/xtts_amharic.py --help lists the flags.
+# TIER: auto (default), 8gb, 12gb, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
+# SIZE: demo (default), full (default with --model_dir, --train_manifest, --train_csv,
+# --from_scratch or --init_from), small_data: full for about ten minutes of speech. With
+# --from_scratch, full and small_data have random weights of full size.
+# An update is 240 utterances in every tier, 8 in small_data, 16 in the demo. The tier decides how
+# many of them are on the GPU at once.
+# --print shows the command instead of running it. All flags of the recipe:
+#   python recipes/xtts_amharic.py --help
 # The output is written in runs/xtts_amharic, unless --output_dir names another folder.
-[ -n "${BASH_VERSION:-}" ] || exec /bin/bash -p -- "$0" "$@" # not by PATH, without BASH_ENV: see common/env.sh
-set -euo pipefail
-script=$(PATH=/usr/bin:/bin:$PATH readlink -f -- "${BASH_SOURCE[0]}")
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # sh run_xtts_amharic.sh
+set -eo pipefail
 # shellcheck source=common/env.sh
-. "${script%/*}/common/env.sh"
+. "$(dirname "$0")/common/env.sh"
+
+uses=(--synthesize --evaluate) # with one of these the recipe trains nothing
+# With --export and a model it trains nothing either, unless one of these is given.
+trains=(--train_csv --train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
 # R: --gradient_checkpointing, 8: --optimizer adamw_8bit
 rows='
@@ -35,15 +40,15 @@ cpu   full       4 60 R
 a100  small_data 8 1
 cpu   small_data 4 2 R
 '
-tier_and_size "$@"; shift "$words"
-flags+=(--output_dir runs/xtts_amharic) # the current folder may have another recipe's checkpoints
-trains "$@" || run xtts_amharic "$@"
-row_or_demo full '--model_dir --train_manifest --train_csv --from_scratch --init_from' "$@"
-pick_row "$tier" "$row" "$@"
-if [ "$row" = demo ]; then
-  given --resume "$@" || flags+=(--from_scratch --model_size demo --dropout 0.05)
-elif given --from_scratch "$@" && is_new_model "$row" "$@"; then
+read_arguments "$@"
+flags+=(--output_dir runs/xtts_amharic) # a folder of its own for each recipe
+if only_uses_a_model; then run xtts_amharic; fi
+size_or_demo full --model_dir --train_manifest --train_csv --from_scratch --init_from
+pick_row
+if [ "$size" = demo ] && ! given --resume; then
+  flags+=(--from_scratch --model_size demo --dropout 0.05)
+elif is_new_model && given --from_scratch; then
   flags+=(--model_size full)
 fi
-resume_unless_given "$@"
-run xtts_amharic "$@"
+resume_unless_given
+run xtts_amharic

@@ -29,6 +29,7 @@ FORMATS = {
     "wav, 22.05 kHz": ("wav", 22_050, 1),
     "flac, 44.1 kHz stereo": ("flac", 44_100, 2),
 }
+STAGES = ("read", "resample", "speed perturbation", "log-mel and SpecAugment")
 CLIP = 10.0  # seconds
 
 
@@ -41,13 +42,9 @@ def stages(folder: Path, name: str, minutes: float) -> dict[str, float]:
         if not files[-1].exists():
             samples = np.random.default_rng(number).normal(0, 0.1, (int(CLIP * rate), channels))
             soundfile.write(files[-1], samples, rate)
-    spent = dict.fromkeys(
-        ("read", "resample", "speed perturbation", "log-mel and SpecAugment"), 0.0
-    )
-    log_mel, norm = (
-        features.LogMel(recipe.SAMPLE_RATE),
-        features.FeatureNorm(recipe.N_MELS, "utterance"),
-    )
+    spent = dict.fromkeys(STAGES, 0.0)
+    log_mel = features.LogMel(recipe.SAMPLE_RATE)
+    norm = features.FeatureNorm(recipe.N_MELS, "utterance")
     random = np.random.default_rng(0)
     for file in files:
         times = [time.perf_counter()]
@@ -59,14 +56,12 @@ def stages(folder: Path, name: str, minutes: float) -> dict[str, float]:
         times.append(time.perf_counter())
         lengths = torch.tensor([features.frames(len(waveform), recipe.SAMPLE_RATE)])
         x = norm(log_mel(waveform[None]), lengths)
-        masks = (
-            features.random_masks(random, 2, 0.3)[None],
-            features.random_masks(random, 5, 0.05)[None],
-        )
-        features.spec_augment(x, lengths, *masks)
+        bands = features.random_masks(random, 2, 0.3)[None]
+        spans = features.random_masks(random, 5, 0.05)[None]
+        features.spec_augment(x, lengths, bands, spans)
         times.append(time.perf_counter())
-        for stage, before, after in zip(spent, times, times[1:], strict=False):
-            spent[stage] += after - before
+        for number, stage in enumerate(STAGES):
+            spent[stage] += times[number + 1] - times[number]
     return spent
 
 
@@ -78,36 +73,19 @@ def waiting_share(folder: Path, steps: int) -> tuple[float, float]:
         soundfile.write(folder / f"{number}.flac", samples, 22_050)
         lines.append(json.dumps({"audio_filepath": f"{number}.flac", "text": "abc de"}))
     (folder / "train.json").write_text("\n".join(lines))
-    command = [
-        sys.executable,
-        recipe.__file__,
-        "--train_manifest",
-        str(folder / "train.json"),
-        "--device",
-        "cpu",
-        "--max_steps",
-        str(steps),
-        "--log_every",
-        "5",
-        "--output_dir",
-        str(folder),
-        "--no_tensorboard",
-        "--batch_size",
-        "8",
-        "--gradient_accumulation_steps",
-        "1",
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    logged = [
-        json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
-    ]
-    logged = [line for line in logged if "train/loss" in line][
-        1:
-    ]  # the first holds the workers' start
-    return tuple(
-        statistics.median(line[f"train/{key}"] for line in logged)
-        for key in ("data_wait_share", "utterances_per_second")
+    paths = ["--train_manifest", str(folder / "train.json"), "--output_dir", str(folder)]
+    flags = (
+        f"--device cpu --max_steps {steps} --log_every 5 --no_tensorboard --batch_size 8"
+        " --gradient_accumulation_steps 1"
     )
+    command = [sys.executable, recipe.__file__, *paths, *flags.split()]
+    subprocess.run(command, check=True, capture_output=True)
+    lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    logged = [line for line in map(json.loads, lines) if "train/loss" in line]
+    logged = logged[1:]  # the first holds the workers' start
+    share = statistics.median(line["train/data_wait_share"] for line in logged)
+    speed = statistics.median(line["train/utterances_per_second"] for line in logged)
+    return share, speed
 
 
 if __name__ == "__main__":
@@ -125,19 +103,19 @@ if __name__ == "__main__":
             f" median of {args.runs} runs"
         )
         print(
-            "| source | read | resample | speed perturbation | log-mel and SpecAugment | all: hours"
-            " of audio a second |\n|---|---|---|---|---|---|"
+            f"| source | {' | '.join(STAGES)} | all: hours of audio a second |\n|---|---|---|---|---|---|"
         )
         for name in FORMATS:
             stages(Path(folder), name, args.minutes)  # warm-up: files, filters
             runs = [stages(Path(folder), name, args.minutes) for _ in range(args.runs)]
-            medians = [statistics.median(run[stage] for run in runs) for stage in runs[0]]
-            rates = " | ".join(
-                f"{args.minutes / 60 / seconds:.1f}" if seconds > 1e-3 else "-"
-                for seconds in medians
-            )
+            rates = []
+            for stage in STAGES:
+                seconds = statistics.median(run[stage] for run in runs)
+                # A format that is not resampled takes no time for it.
+                rates.append(f"{args.minutes / 60 / seconds:.1f}" if seconds > 1e-3 else "-")
             total = statistics.median(sum(run.values()) for run in runs)
-            print(f"| {name} | {rates} | {args.minutes / 60 / total:.2f} |", flush=True)
+            line = [name, *rates, f"{args.minutes / 60 / total:.2f}"]
+            print(f"| {' | '.join(line)} |", flush=True)
         share, speed = waiting_share(Path(folder), args.steps)
         print(
             f"share of a training run on the CPU spent waiting for data: {share:.1%} at {speed:.1f}"

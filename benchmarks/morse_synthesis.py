@@ -23,10 +23,13 @@ from speech.morse.synthesis import CONDITIONS, Conditions, clip_seconds, synthes
 
 def pick_clips(conditions: Conditions, seconds: float, count: int) -> list[tuple[int, float]]:
     """Numbers of clips that are about so long, with their lengths."""
-    drawn = ((index, clip_seconds(0, index, conditions)) for index in itertools.count())
-    return list(
-        itertools.islice((one for one in drawn if abs(one[1] - seconds) <= 0.1 * seconds), count)
-    )
+    found = []
+    for index in itertools.count():
+        length = clip_seconds(0, index, conditions)
+        if abs(length - seconds) <= 0.1 * seconds:
+            found.append((index, length))
+        if len(found) == count:
+            return found
 
 
 if __name__ == "__main__":
@@ -38,16 +41,14 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    mix = {
-        name: dataclasses.replace(one, longest=1.1 * args.seconds)
-        for name, one in CONDITIONS.items()
-    }
-    clips = {
-        name: pick_clips(conditions, args.seconds, args.clips) for name, conditions in mix.items()
-    }
-    rates = {name: [] for name in mix}
+    limited = {}
+    clips = {}
+    for name, conditions in CONDITIONS.items():
+        limited[name] = dataclasses.replace(conditions, longest=1.1 * args.seconds)
+        clips[name] = pick_clips(limited[name], args.seconds, args.clips)
+    rates = {name: [] for name in limited}
     for _ in range(args.runs + 1):
-        for name, conditions in mix.items():
+        for name, conditions in limited.items():
             started = time.thread_time()
             for index, _ in clips[name]:
                 synthesise(0, index, conditions)
@@ -56,10 +57,8 @@ if __name__ == "__main__":
         f"{args.clips} clips of each condition, one core, processor time, median of {args.runs}"
         " runs"
     )
-    print(
-        f"| condition | mean length, s | clips a second | {args.seconds:g} s clips a second"
-        " |\n|---|---|---|---|"
-    )
+    print(f"| condition | mean length, s | clips a second | {args.seconds:g} s clips a second |")
+    print("|---|---|---|---|")
     for name, found in rates.items():
         mean = statistics.mean(seconds for _, seconds in clips[name])
         rate = statistics.median(found[1:])

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- tiers: begin -->", "<!-- tiers: end -->"
+BEGIN = "<!-- tiers: begin -->"
+END = "<!-- tiers: end -->"
 CARDS = {"t4": "T4, 12 GB", "12gb": "also a T4", "16gb": "RTX 4080", "a100": "80 GB"}
 LETTERS = {
     "R": "gradient checkpointing",
@@ -26,9 +28,48 @@ LETTERS = {
 }
 
 
+@dataclass(frozen=True)
+class Script:
+    """What is known of a preset script."""
+
+    page: str  # the recipe's, where its table is written
+    longest: str  # the utterances that its rows are planned for
+    flags: str = ""  # with these a plan without weights and data is that of a released model
+    sizes_share_rows: bool = False  # the table has one column of rows, and one of GiB for each size
+
+
+WHISPER = "--from_scratch --pad_to_30s --ctc_weight 0"
+SCRIPTS = {
+    "run_training_memory_optimized.sh": Script(
+        "recipes/konkani_conformer.md",
+        "utterances of 33.3 s (30 s at 0.9 times the speed)",
+        sizes_share_rows=True,
+    ),
+    "run_whisper_vietnamese.sh": Script(
+        "recipes/whisper_vietnamese.md", "clips that are padded to 30 s", WHISPER
+    ),
+    "run_whisper_morse.sh": Script(
+        "recipes/whisper_morse.md",
+        "clips that are padded to 30 s",
+        f"{WHISPER} --alignment_weight 0 --clips_per_epoch 64",
+    ),
+    "run_parakeet_tdt.sh": Script(
+        "recipes/parakeet_tdt.md",
+        "utterances of 22.2 s (20 s at 0.9 times the speed)",
+        "--from_scratch",
+    ),
+    "run_xtts_amharic.sh": Script(
+        "recipes/xtts_amharic.md", "utterances of 11.6 s", "--from_scratch"
+    ),
+}
+
+
 class Outdated(Exception):
     """A row without a prediction, or one that does not fit. The message says what to do, in one
     line."""
+
+
+# --- rows and predictions -------------------------------------------------------------------------
 
 
 def read_rows(script: str) -> list[list[str]]:
@@ -38,66 +79,118 @@ def read_rows(script: str) -> list[list[str]]:
     return [words for words in lines if words]
 
 
-def predictions() -> dict:
-    """The content of tiers.json: {"torch": version, "script tier size": {"row": cell, "gib": at the
-    peak, "verdict": text}}."""
-    path = predictions_file()
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
 def predictions_file() -> Path:
     return ROOT / "benchmarks/tiers.json"
 
 
+def predictions() -> dict:
+    """The content of tiers.json: {"torch": version, "script tier size": {"row": cell, "gib": at the
+    peak, "verdict": text}}."""
+    path = predictions_file()
+    if not path.exists():
+        return {}
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def names(rows: list[list[str]], column: int) -> list[str]:
+    """The words in a column, each once."""
     return list(dict.fromkeys(row[column] for row in rows if row[column] != "*"))
 
 
 def sizes_of(rows: list[list[str]]) -> list[str]:
-    return [size for size in names(rows, 1) if size != "demo"]  # which is the same in every tier
+    """The sizes of a table, without the demo, whose row is the same in every tier."""
+    return [size for size in names(rows, 1) if size != "demo"]
 
 
 def row_of(rows: list[list[str]], tier: str, size: str) -> list[str]:
     """The row that counts, as `pick_row` in common/env.sh chooses it."""
-    return next(
-        row for row in rows if row[0] in (tier, "*") and row[1] in (size, "*") and row[2] != "+"
-    )
-
-
-def planned_rows(rows: list[list[str]]) -> list[tuple[str, str, str]]:
-    """Tier, size and text of each row that needs a GPU."""
-    cells = [
-        (tier, size, cell(row_of(rows, tier, size)))
-        for tier in names(rows, 0)
-        for size in sizes_of(rows)
-    ]
-    return [(tier, size, text) for tier, size, text in cells if tier != "cpu" and text != "-"]
+    for row in rows:
+        if row[0] in (tier, "*") and row[1] in (size, "*") and row[2] != "+":
+            return row
+    raise LookupError(f"no row of tier {tier} and size {size}")
 
 
 def cell(row: list[str]) -> str:
+    """A row as a cell of a table, such as "8 x 12 R"; a dash if the size does not fit."""
     if row[2] == "!":
         return "-"
     letters = itertools.takewhile(lambda word: not word.startswith("--"), row[4:])
     return " ".join([row[2], "x", row[3], *letters])
 
 
+def planned_rows(rows: list[list[str]]) -> list[tuple[str, str, str]]:
+    """Tier, size and cell of each row that needs a GPU."""
+    found = []
+    for tier, size in itertools.product(names(rows, 0), sizes_of(rows)):
+        text = cell(row_of(rows, tier, size))
+        if tier != "cpu" and text != "-":
+            found.append((tier, size, text))
+    return found
+
+
 def memory(script: str, rows: list[list[str]]) -> dict[tuple[str, str], float]:
     """GiB of each tier and size. Raises `Outdated`."""
-    entries, gib = predictions(), {}
+    entries = predictions()
+    gib = {}
     for tier, size, text in planned_rows(rows):
         entry = entries.get(f"{script} {tier} {size}", {})
+        where = f"tier {tier}, size {size}: {text}"
         if entry.get("row") != text:
-            raise Outdated(
-                f"tier {tier}, size {size}: {text} is not in tiers.json: run python"
-                f" benchmarks/tiers.py {script}"
-            )
+            raise Outdated(f"{where} is not in tiers.json: run python benchmarks/tiers.py {script}")
         if entry["verdict"] != "fits":
-            raise Outdated(
-                f"tier {tier}, size {size}: {text} is predicted not to fit ({entry['verdict']}):"
-                " change the row"
-            )
+            raise Outdated(f"{where} is predicted not to fit ({entry['verdict']}): change the row")
         gib[tier, size] = entry["gib"]
     return gib
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def table_of(script: str) -> str:
+    """The table of a script in Markdown, with a note under it. Raises `Outdated`."""
+    rows = read_rows(script)
+    gib = memory(script, rows)
+    if SCRIPTS[script].sizes_share_rows:
+        table = table_of_sizes(rows, gib)
+        cells = "Every size has the same micro-batch x accumulation steps. The other cells are"
+    else:
+        table = table_of_rows(rows, gib)
+        cells = "Each cell gives micro-batch x accumulation steps, then"
+    return f"{table}\n\n{note(rows, cells, SCRIPTS[script].longest)}"
+
+
+def table_of_rows(rows: list[list[str]], gib: dict[tuple[str, str], float]) -> str:
+    """Each tier's rows and their GiB, with a column for each size."""
+    header = ["tier"]
+    for size in sizes_of(rows):
+        header.append("`many` (small)" if size == "many" else f"`{size}`")
+    lines = []
+    for tier in names(rows, 0):
+        line = [label(tier)]
+        for size in sizes_of(rows):
+            text = cell(row_of(rows, tier, size))
+            if (tier, size) in gib:
+                text += f", {gib[tier, size]:.1f}"
+            line.append(text)
+        lines.append(line)
+    return markdown(header, lines)
+
+
+def table_of_sizes(rows: list[list[str]], gib: dict[tuple[str, str], float]) -> str:
+    """Each tier's row, which all sizes share, and the GiB of each size, whose shape is in the
+    table's rows of the form "* SIZE + --d_model D --encoder_layers E --decoder_layers D"."""
+    shapes = {row[1]: f"({row[4]}, {row[6]}+{row[8]})" for row in rows if row[2] == "+"}
+    header = ["tier", "micro-batch x accumulation"]
+    header += [f"`{size}` {shape}" for size, shape in shapes.items()]
+    lines = []
+    for tier in names(rows, 0):
+        texts = {cell(row_of(rows, tier, size)) for size in shapes}
+        assert len(texts) == 1, f"tier {tier}: the sizes have different rows"
+        line = [label(tier), *texts]
+        for size in shapes:
+            line.append("fp32" if tier == "cpu" else f"{gib[tier, size]:.2f}")
+        lines.append(line)
+    return markdown(header, lines)
 
 
 def label(tier: str) -> str:
@@ -111,102 +204,27 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 
 def note(rows: list[list[str]], cells: str, longest: str) -> str:
     """The text under a table: what `cells` are, for which `longest` utterances."""
-    texts = [
-        text
-        for tier in names(rows, 0)
-        for size in sizes_of(rows)
-        for text in [cell(row_of(rows, tier, size))]
+    cells_of_table = [
+        cell(row_of(rows, tier, size))
+        for tier, size in itertools.product(names(rows, 0), sizes_of(rows))
     ]
-    letters = [
-        f"{letter}: {what}."
-        for letter, what in LETTERS.items()
-        if any(letter in text.split()[3:] for text in texts)
-    ]
+    letters = {letter for text in cells_of_table for letter in text.split()[3:]}
     torch = ".".join(predictions()["torch"].split(".")[:2])
-    return " ".join(
-        [
-            (
-                f"{cells} the GiB that a step allocates at its peak, *predicted* by"
-                f" `python~benchmarks/tiers.py` (torch {torch}) for {longest}, not measured on"
-                " these GPUs. CUDA's context and libraries take 0.55 GiB more. A row fits if a"
-                " tenth of the GPU's memory stays free."
-            ),
-            *letters,
-            *["A dash: does not fit."] * ("-" in texts),
-        ]
-    )
-
-
-def konkani_table(script: str, longest: str) -> str:
-    rows = read_rows(script)
-    gib, lines = memory(script, rows), []
-    shapes = {row[1]: f"({row[4]}, {row[6]}+{row[8]})" for row in rows if row[2] == "+"}
-    for tier in names(rows, 0):
-        row, *others = (row_of(rows, tier, size) for size in shapes)
-        assert all(other == row for other in others), f"tier {tier}: the sizes have different rows"
-        lines.append(
-            [
-                label(tier),
-                cell(row),
-                *("fp32" if tier == "cpu" else f"{gib[tier, size]:.2f}" for size in shapes),
-            ]
-        )
-    header = [
-        "tier",
-        "micro-batch x accumulation",
-        *(f"`{size}` {shape}" for size, shape in shapes.items()),
+    sentences = [
+        f"{cells} the GiB that a step allocates at its peak, *predicted* by"
+        f" `python~benchmarks/tiers.py` (torch {torch}) for {longest}, not measured on these GPUs.",
+        "CUDA's context and libraries take 0.55 GiB more.",
+        "A row fits if a tenth of the GPU's memory stays free.",
     ]
-    cells = "Every size has the same micro-batch x accumulation steps. The other cells are"
-    return f"{markdown(header, lines)}\n\n{wrapped(note(rows, cells, longest))}"
+    sentences += [f"{letter}: {what}." for letter, what in LETTERS.items() if letter in letters]
+    if "-" in cells_of_table:
+        sentences.append("A dash: does not fit.")
+    text = " ".join(sentences)
+    text = textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
+    return text.replace("~", " ")  # ~ stands for a space at which no line ends
 
 
-def table_of_cells(script: str, longest: str) -> str:
-    rows = read_rows(script)
-    gib = memory(script, rows)
-
-    def full_cell(tier: str, size: str) -> str:
-        text = cell(row_of(rows, tier, size))
-        return f"{text}, {gib[tier, size]:.1f}" if (tier, size) in gib else text
-
-    lines = [
-        [label(tier), *(full_cell(tier, size) for size in sizes_of(rows))]
-        for tier in names(rows, 0)
-    ]
-    header = [
-        "tier",
-        *("`many` (small)" if size == "many" else f"`{size}`" for size in sizes_of(rows)),
-    ]
-    return f"{markdown(header, lines)}\n\n{wrapped(note(rows, 'Each cell gives micro-batch x accumulation steps, then', longest))}"
-
-
-def wrapped(text: str) -> str:
-    """Lines of a page; ~ stands for a space at which no line ends."""
-    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False).replace(
-        "~", " "
-    )
-
-
-# The page of each script, how its table is written, and the utterances that its rows are planned
-# for.
-PAGES = {
-    "run_training_memory_optimized.sh": (
-        "recipes/konkani_conformer.md",
-        konkani_table,
-        "utterances of 33.3 s (30 s at 0.9 times the speed)",
-    ),
-    "run_whisper_vietnamese.sh": (
-        "recipes/whisper_vietnamese.md",
-        table_of_cells,
-        "windows of 30 s",
-    ),
-    "run_whisper_morse.sh": ("recipes/whisper_morse.md", table_of_cells, "windows of 30 s"),
-    "run_parakeet_tdt.sh": (
-        "recipes/parakeet_tdt.md",
-        table_of_cells,
-        "utterances of 22.2 s (20 s at 0.9 times the speed)",
-    ),
-    "run_xtts_amharic.sh": ("recipes/xtts_amharic.md", table_of_cells, "utterances of 11.6 s"),
-}
+# --- pages ----------------------------------------------------------------------------------------
 
 
 def write(scripts: Iterable[str], check: bool = False) -> list[str]:
@@ -214,7 +232,7 @@ def write(scripts: Iterable[str], check: bool = False) -> list[str]:
     for each page."""
     problems = []
     for script in scripts:
-        name, table, longest = PAGES[script]
+        name = SCRIPTS[script].page
         page = ROOT / name
         if not page.exists():
             print(f"{name}: there is no such page, so its table is not written")
@@ -223,8 +241,10 @@ def write(scripts: Iterable[str], check: bool = False) -> list[str]:
         if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
             problems.append(f"error: {name}: it needs one line {BEGIN} and below it one line {END}")
             continue
+        before, _, rest = text.partition(BEGIN)
+        after = rest.partition(END)[2]
         try:
-            new = f"{text.split(BEGIN)[0]}{BEGIN}\n{table(script, longest)}\n{END}{text.split(END)[1]}"
+            new = f"{before}{BEGIN}\n{table_of(script)}\n{END}{after}"
         except Outdated as error:
             problems.append(f"error: {script}: {error}")
             continue
@@ -246,4 +266,6 @@ if __name__ == "__main__":
     parser.add_argument(
         "--check", action="store_true", help="fail if a page is not up to date, and write nothing"
     )
-    sys.exit("\n".join(write(PAGES, parser.parse_args().check)) or None)
+    problems = write(SCRIPTS, parser.parse_args().check)
+    if problems:
+        sys.exit("\n".join(problems))

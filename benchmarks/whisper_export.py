@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -31,123 +32,125 @@ from common.batches import EvalBatches
 from common.errors import exit_with_one_line
 from recipes import whisper_morse, whisper_vietnamese
 from speech import metrics, text
-from speech.morse import scores
-from speech.recogniser import decode_set
-from speech.whisper import decoding
+from speech.morse import clips, scores
+from speech.recogniser import decode_texts
+from speech.whisper import decoding, start
 from speech.whisper.model import SAMPLE_RATE
 
-RECIPES = {
-    "vietnamese": (whisper_vietnamese, text.for_scoring),
-    "morse": (whisper_morse, scores.for_scoring),
-}
 MOST = 200  # new tokens
-THEIRS, EXAMPLES = "transformers, 30 s", 5
+EXAMPLES = 5  # transcripts that differ
 
 
 class Exported:
     """The folder as transformers loads it."""
 
-    def __init__(self, folder: str, device_of_model: torch.device):
+    def __init__(self, folder: str, device: torch.device):
         from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
-        self.model = (
-            WhisperForConditionalGeneration.from_pretrained(folder).to(device_of_model).eval()
-        )
+        self.model = WhisperForConditionalGeneration.from_pretrained(folder).to(device).eval()
         self.processor = WhisperProcessor.from_pretrained(folder)
 
     def texts(self, batch: dict) -> list[str]:
-        lengths = batch["audio_lengths"].tolist()
-        arrays = [
-            waveform[:length].numpy()
-            for waveform, length in zip(batch["audio"], lengths, strict=True)
-        ]
-        features = self.processor(
-            arrays, sampling_rate=SAMPLE_RATE, return_tensors="pt"
-        ).input_features
+        arrays = []
+        for waveform, length in zip(batch["audio"], batch["audio_lengths"].tolist(), strict=True):
+            arrays.append(waveform[:length].cpu().numpy())
+        inputs = self.processor(arrays, sampling_rate=SAMPLE_RATE, return_tensors="pt")
         tokens = self.model.generate(
-            features.to(self.model.device),
+            inputs.input_features.to(self.model.device),
             do_sample=False,
             num_beams=1,
             max_new_tokens=MOST,
             return_timestamps=False,
             force_unique_generate_call=True,
         )
-        return [
-            one.strip() for one in self.processor.batch_decode(tokens, skip_special_tokens=True)
-        ]
+        texts = self.processor.batch_decode(tokens, skip_special_tokens=True)
+        return [text.strip() for text in texts]
+
+
+def vietnamese(args, setup: device.Setup) -> tuple:
+    """The model, its record, what the flags ask for, and the test set."""
+    recipe = whisper_vietnamese
+    asked = recipe.resolve(args)
+    model, info, before = recipe.trained(asked, setup)
+    return model, info, asked, recipe.read_data(args, before)["test"]
+
+
+def morse(args, setup: device.Setup) -> tuple:
+    """The same of the Morse recipe."""
+    recipe = whisper_morse
+    asked, source = recipe.resolve(args)
+    model, info, before = recipe.trained(asked, setup)
+    source = clips.as_trained(source, before.synthesis if before else None)
+    return model, info, asked, recipe.read_data(args, source, before)["test"]
+
+
+RECIPES = {
+    "vietnamese": (whisper_vietnamese, vietnamese, text.for_scoring),
+    "morse": (whisper_morse, morse, scores.for_scoring),
+}
 
 
 def decode_by_all(
-    model, search: decoding.Search, tokenizer, batches: list[dict], exported: Exported
-) -> dict:
-    """{way of decoding: (rows, seconds)}: ours as the recipe decodes, by one greedy pass, by one at
-    30 s; theirs."""
-    padded, device_of_model, results = model.pad_to_longest, next(model.parameters()).device, {}
-    for way, texts_of, at_30s in (
-        (f"ours, {search.method}, as the recipe decodes", decoding.texts, padded),
-        ("ours, one greedy pass", decoding.greedy_texts, padded),
-        ("ours, one greedy pass, 30 s", decoding.greedy_texts, True),
-    ):
-        model.pad_to_longest, started = at_30s, time.perf_counter()
+    model, tokenizer, search: decoding.Search, batches: list[dict], exported: Exported
+) -> dict[str, tuple[list[dict], float]]:
+    """The rows and the seconds of each way of decoding: ours as the recipe decodes, by one greedy
+    pass, and by one at 30 s; transformers'."""
 
-        def decode(batch: dict, texts_of=texts_of) -> tuple[list[str], dict]:
-            return texts_of(model, tokenizer, *model.encode(batch), search), {}
+    def ours(texts_of: Callable) -> Callable:
+        return lambda batch: texts_of(model, tokenizer, *model.encode(batch), search)
 
-        rows, _ = decode_set(decode, batches, device_of_model)
+    padded = model.pad_to_longest
+    ways = {
+        f"ours, {search.method}, as the recipe decodes": (ours(decoding.texts), padded),
+        "ours, one greedy pass": (ours(decoding.greedy_texts), padded),
+        "ours, one greedy pass, 30 s": (ours(decoding.greedy_texts), True),
+        "transformers, 30 s": (exported.texts, padded),
+    }
+    results = {}
+    for way, (texts_of, at_30s) in ways.items():
+        model.pad_to_longest = at_30s
+        started = time.perf_counter()
+        rows = decode_texts(model, texts_of, batches)
         results[way] = rows, time.perf_counter() - started
-    model.pad_to_longest, started = padded, time.perf_counter()
-    texts = [text for batch in batches for text in exported.texts(batch)]
-    rows = [{**row, "hypothesis": text} for row, text in zip(rows, texts, strict=True)]
-    results[THEIRS] = rows, time.perf_counter() - started
+    model.pad_to_longest = padded
     return results
 
 
 @torch.no_grad()
-def main(both) -> None:
-    args, rest = both
-    recipe, normalise = RECIPES[args.recipe]
+def main(parsed: tuple) -> None:
+    args, flags = parsed
+    recipe, read, normalise = RECIPES[args.recipe]
     parser = options.Parser("the recipe's flags")
     recipe.add_arguments(parser)
     with tempfile.TemporaryDirectory() as logs:
-        own = parser.parse_args(
-            ["--evaluate", "--output_dir", args.against, "--log_dir", logs, *rest]
-        )
-        start = recipe.resolve(own)
+        flags = ["--evaluate", "--output_dir", args.against, "--log_dir", logs, *flags]
+        own = parser.parse_args(flags)
         setup = device.setup(own)
-        model, metadata = recipe.trained(own, start, setup)
-        batches = list(
-            EvalBatches(own, recipe.test_set(own, start, metadata)[1], recipe.collate, setup)
-        )
-    tokenizer, search = recipe.make_search(own, metadata)
-    results = decode_by_all(
-        model, search, tokenizer, batches, Exported(args.exported, setup.device)
-    )
-    found = {way: rows for way, (rows, _) in results.items()}
-    seconds = {way: spent for way, (_, spent) in results.items()}
-    theirs = found[THEIRS]
+        model, info, asked, test_set = read(own, setup)
+        tokenizer, search = start.make_search(asked, info)
+        data = recipe.Utterances(own, test_set, tokenizer, info, training=False)
+        batches = list(EvalBatches(own, data, recipe.collate, setup))
+    exported = Exported(args.exported, setup.device)
+    results = decode_by_all(model, tokenizer, search, batches, exported)
+    *_, (theirs, _) = results.values()
     print(f"\n{len(theirs)} clips of the {args.recipe} test set, {args.exported}\n")
     print("| | CER, % | WER, % | the same as transformers', % | s |\n|---|---|---|---|---|")
-    for way, rows in found.items():
-        scores = metrics.score(rows, normalise)
-        same = [
-            row["hypothesis"] == other["hypothesis"]
-            for row, other in zip(rows, theirs, strict=True)
-        ]
-        print(
-            f"| {way} | {100 * metrics.rate(scores['cer']):.2f} |"
-            f" {100 * metrics.rate(scores['wer']):.2f} | {100 * sum(same) / len(same):.1f} |"
-            f" {seconds[way]:.1f} |"
-        )
-    pairs = [
-        pair
-        for pair in zip(next(iter(found.values())), theirs, strict=True)
-        if len({one["hypothesis"] for one in pair}) > 1
-    ]
-    for ours, other in pairs[:EXAMPLES]:
-        print(
-            f"\nreference     {ours['reference']}\nours          {ours['hypothesis']}\ntransformers"
-            f"  {other['hypothesis']}"
-        )
+    for way, (rows, seconds) in results.items():
+        found = metrics.score(rows, normalise)
+        cer = 100 * metrics.rate(found["cer"])
+        wer = 100 * metrics.rate(found["wer"])
+        same = 100 * sum(map(is_same, rows, theirs)) / len(rows)
+        print(f"| {way} | {cer:.2f} | {wer:.2f} | {same:.1f} | {seconds:.1f} |")
+    ours = next(iter(results.values()))[0]
+    differ = [pair for pair in zip(ours, theirs, strict=True) if not is_same(*pair)]
+    for row, other in differ[:EXAMPLES]:
+        print(f"\nreference     {row['reference']}")
+        print(f"ours          {row['hypothesis']}")
+        print(f"transformers  {other['hypothesis']}")
+
+
+def is_same(row: dict, other: dict) -> bool:
+    return row["hypothesis"] == other["hypothesis"]
 
 
 if __name__ == "__main__":

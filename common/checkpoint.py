@@ -207,8 +207,7 @@ def read(path: Path, recipe: str, flag: str = "--resume") -> Saved:
             hint = f"there is {checkpoints[0]}"
         raise UsageError(f"{flag} {path}: {'it is a folder' if exists else 'no such file'}; {hint}")
     content = load(path)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UsageError(f"{path} is not a checkpoint of this project")
+    _check_format(path, content.get("format") if isinstance(content, dict) else None)
     if reason := records.mismatch(content, CONTENT, "it"):
         raise Damaged(f"{path} is damaged: {reason}")
     check_recipe(path, content["recipe"], recipe)
@@ -223,6 +222,14 @@ def read(path: Path, recipe: str, flag: str = "--resume") -> Saved:
         model=content["model"],
         state={name: content[name] for name in STATE},
     )
+
+
+def _check_format(path: Path, found) -> None:
+    if found == FORMAT:
+        return
+    if str(found).startswith(FORMAT.removesuffix("2")):
+        raise UsageError(f"{path} was saved by another version of this project")
+    raise UsageError(f"{path} is not a checkpoint of this project")
 
 
 def check_recipe(path: Path, saved_by: str, recipe: str) -> None:
@@ -346,8 +353,7 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
-    if header.get("format") != FORMAT:
-        raise UsageError(f"{path} was not saved by this project")
+    _check_format(path, header.get("format"))
     check_recipe(path, header.get("recipe", "unknown"), recipe)
     found = {}
     for name in ("model_info", "run_info"):

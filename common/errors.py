@@ -126,6 +126,8 @@ def _run(main: Callable, *args) -> int | str:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     stdout.flush()
+    if isinstance(stdout.error, BrokenPipeError):  # its reader has gone: `... | head`
+        return 128 + signal.SIGPIPE
     if stdout.error:
         reason = stdout.error.strerror
         print(f"error: standard output could not be written: {reason}", file=sys.stderr)

@@ -161,8 +161,10 @@ def train(
     if run.planned is not None:
         sys.exit(plan(args, *run.planned, model, task, global_batches))
     checks.check_collate(eval_batches.dataset, task.loss_weights)
+    preflight.require_disk(args, model)
     prepare_model(args, run, model, task, global_batches.data)
-    try_evaluation(run.setup, model, task, eval_batches)
+    if run.resumed or not task.evaluate_first:
+        try_evaluation(run.setup, model, task, eval_batches)
     training = begin_training(args, run, model, task, global_batches, eval_batches)
     for saved in (run.resumed, run.initial):
         # All is copied. Views of a file would keep its disk space after --keep_last has removed it.
@@ -194,8 +196,7 @@ def try_evaluation(
     """Evaluates two short utterances. What `task.evaluate` returns cannot be known otherwise, and a
     metric that is not among it would be noticed hours later, at the first evaluation."""
     if items := checks.sample_items(eval_batches.dataset):
-        batch = eval_batches.dataset.collate(items)
-        checks.check_results(task, evaluate(setup, model, task, [batch]))
+        evaluate(setup, model, task, [eval_batches.dataset.collate(items)])
 
 
 @dataclass
@@ -591,12 +592,12 @@ def run_global_batch(
     scaler: torch.amp.GradScaler | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Forward and backward of a global batch, a pure function of its arguments. Gradients add up in the
-    parameters.
+    """Forward and backward of a global batch, a pure function of its arguments. Gradients add up in
+    the parameters.
 
-    `totals`: the number of targets of each term in the whole global batch, on all ranks. `compute_loss`
-    and `loss_weights` are those of a `Task`. If a micro-batch runs out of memory, the outcome says
-    so; any other error passes through."""
+    `totals` is the number of targets of each term in the whole global batch, on all ranks.
+    `compute_loss` and `loss_weights` are those of a `Task`. If a micro-batch runs out of memory,
+    the outcome says so; any other error passes through."""
     sums = None
     batches = to_device(micro_batches, setup.device)
     for number in range(len(micro_batches)):
@@ -605,11 +606,7 @@ def run_global_batch(
             batch = next(batches)
             with setup.autocast():
                 terms = compute_loss(model, batch)
-                loss = sum(
-                    loss_weights[name] * term / totals[name]
-                    for name, term in terms.items()
-                    if totals.get(name)
-                )
+                loss = weighted_loss(terms, totals, loss_weights)
             if isinstance(loss, torch.Tensor):  # or no term has a target in the whole global batch
                 (scaler.scale(loss) if scaler else loss).backward()
             detached = torch.stack([terms[name].detach() for name in loss_weights])
@@ -625,6 +622,19 @@ def run_global_batch(
         if stop():
             return Outcome(stopped=True)
     return Outcome(sums=sums)
+
+
+def weighted_loss(
+    terms: dict[str, torch.Tensor], totals: dict[str, float], loss_weights: dict[str, float]
+) -> torch.Tensor | int:
+    """The sum over terms of weight * sum / number of targets. A term that has no weight, or no
+    target in the global batch, adds nothing."""
+    for name in loss_weights:
+        if name not in terms:
+            raise UsageError(f"compute_loss returns no {name!r}, a term of loss_weights")
+    return sum(
+        loss_weights[name] * term / totals[name] for name, term in terms.items() if totals.get(name)
+    )
 
 
 def length_bucket(batch: dict) -> int:
@@ -800,16 +810,19 @@ def note_bad_batch(training: Training, names: list[str], terms: list[float], nor
 def evaluate(
     setup: Setup, model: torch.nn.Module, task: Task, batches: Iterable[dict]
 ) -> dict[str, tuple[float, float]]:
-    """What `task.evaluate` returns, without gradients. Random state and mode stay as they were."""
+    """What `task.evaluate` returns, without gradients. Random state and mode stay as they were.
+    Raises `UsageError` if the metric is not among it."""
     state = rng_state(setup.device)
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), setup.autocast():
-            return task.evaluate(model, batches)
+            results = task.evaluate(model, batches)
     finally:
         model.train(was_training)
         set_rng_state(state, setup.device)
+    checks.check_results(task, results)
+    return results
 
 
 def evaluate_now(training: Training) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import checkpoint, compiling, device, gpu, optim, options
+from common import checkpoint, compiling, device, gpu, optim
 from common.device import Setup
 from common.errors import RunError, UsageError, cannot_write, first_line
 
@@ -163,18 +163,15 @@ def check_disk(args, model: torch.nn.Module) -> tuple[str, str]:
     free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in own)
     need = f"{args.keep_last} + 1 checkpoints of {size(each)} and the best weights, {size(needed)}"
     if free < needed:
-        return (
-            FAIL,
-            f"{size(free)} free for {need}; lower --keep_last, or choose another --checkpoint_dir",
-        )
+        advice = "lower --keep_last, or choose another --checkpoint_dir"
+        return FAIL, f"{size(free)} free for {need}; {advice}"
     return PASS, f"{size(free)} free for {need}"
 
 
 def require_disk(args, model: torch.nn.Module) -> None:
-    """Raises `RunError` if `check_disk` fails, for models whose checkpoints take gigabytes. A
-    planned run writes none."""
+    """Raises `RunError` if `check_disk` fails: a disk must not be full after hours of training."""
     try:
-        status, reason = (SKIP, "") if options.plans(args) else check_disk(args, model)
+        status, reason = check_disk(args, model)
     except OSError as error:
         raise cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
     if status == FAIL:

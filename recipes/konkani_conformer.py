@@ -28,13 +28,11 @@ from pathlib import Path
 from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import common  # noqa: F401  first, because a signal while torch is imported would be a traceback
 
-# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from common import checkpoint, device, optim, options, records
 from common.batches import EvalBatches, GlobalBatches, pad
@@ -278,6 +276,9 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
+    def text_length(self, index: int) -> int:
+        return len(self.corpus.texts[index])
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         if self.changes_speed:
@@ -343,9 +344,7 @@ def collate(items: list[dict]) -> dict:
 # --- model ----------------------------------------------------------------------------------------
 
 
-def rotary_angles(
-    length: int, head_dim: int, like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_angles(length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin (T, head_dim / 2) of rotary positions (Su et al. 2021)."""
     frequencies = 10_000.0 ** (
         -torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
@@ -354,7 +353,7 @@ def rotary_angles(
     return angles.cos(), angles.sin()
 
 
-def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Turns each pair (first half, second half) of (B, H, T, D) by its position's angle; the type
     stays."""
     cos, sin = angles
@@ -369,15 +368,10 @@ class FeedForward(nn.Sequential):
     backward."""
 
     def __init__(self, d: int, dropout: float):
-        super().__init__(
-            nn.LayerNorm(d),
-            nn.Linear(d, 4 * d),
-            nn.SiLU(),
-            nn.Linear(4 * d, d),
-            nn.Dropout(dropout),
-        )
+        layers = (nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.SiLU(), nn.Linear(4 * d, d))
+        super().__init__(*layers, nn.Dropout(dropout))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         norm, widen, _, narrow, dropout = self
         return dropout(lean_chain(x, norm, widen, F.silu, narrow))
 
@@ -395,8 +389,8 @@ class SelfAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, x: torch.Tensor, angles: tuple, mask: torch.Tensor | None = None, causal: bool = False
-    ) -> torch.Tensor:
+        self, x: Tensor, angles: tuple, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
         qkv = lean_chain(x, self.norm, self.qkv).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, D / H)
         v = v.contiguous()  # a view would keep q and k, too, which backward needs as rotated only
@@ -418,9 +412,7 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(d, d)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, x: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, encoded: Tensor, mask: Tensor | None) -> Tensor:
         q = self.q(self.norm(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = self.kv(encoded).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -441,7 +433,7 @@ class Convolution(nn.Module):
         self.leave = nn.Linear(d, d)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         x = F.glu(lean_chain(x, self.norm, self.enter), dim=-1)
         if padding is not None:
             x = x.masked_fill(padding, 0.0)  # or the kernel would see what follows the end
@@ -461,12 +453,8 @@ class EncoderLayer(nn.Module):
         self.norm = nn.LayerNorm(d)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        angles: tuple,
-        mask: torch.Tensor | None,
-        padding: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, x: Tensor, angles: tuple, mask: Tensor | None, padding: Tensor | None
+    ) -> Tensor:
         x = x + 0.5 * self.first(x)
         x = x + self.attention(x, angles, mask)
         x = x + self.convolution(x, padding)
@@ -480,9 +468,7 @@ class DecoderLayer(nn.Module):
         self.cross = CrossAttention(d, heads, dropout)
         self.feed_forward = FeedForward(d, dropout)
 
-    def forward(
-        self, x: torch.Tensor, encoded: torch.Tensor, angles: tuple, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, encoded: Tensor, angles: tuple, mask: Tensor | None) -> Tensor:
         x = x + self.attention(x, angles, causal=True)
         x = x + self.cross(x, encoded, mask)
         return x + self.feed_forward(x)
@@ -510,9 +496,7 @@ class Subsampling(nn.Module):
         self.norm = nn.LayerNorm(d)
         self.to(memory_format=torch.channels_last)  # twice as fast as (B, C, F, M) in memory
 
-    def forward(
-        self, features: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         x = self.first(features[:, None])  # (B, C, F / 2, M / 2)
         lengths = halved(lengths)
         for depthwise, pointwise in zip(self.depthwise, self.pointwise, strict=True):
@@ -545,20 +529,20 @@ class Conformer(nn.Module):
         self.subsampling = Subsampling(N_MELS, d, config["subsampling"])
         self.dropout = nn.Dropout(dropout)
         self.encoder = nn.ModuleList(
-            [EncoderLayer(d, heads, kernel, dropout) for _ in range(config["encoder_layers"])]
+            EncoderLayer(d, heads, kernel, dropout) for _ in range(config["encoder_layers"])
         )
         self.ctc_head = nn.Linear(d, self.eos + 1)
         self.embedding = nn.Embedding(self.eos + 1, d)
         # It is also the output layer, which would diverge with a deviation of 1.
         nn.init.normal_(self.embedding.weight, std=d**-0.5)
         self.decoder = nn.ModuleList(
-            [DecoderLayer(d, heads, dropout) for _ in range(config["decoder_layers"])]
+            DecoderLayer(d, heads, dropout) for _ in range(config["decoder_layers"])
         )
         self.decoder_norm = nn.LayerNorm(d)
         for layers in (self.encoder, self.decoder):
             quieten_branches(layers, BRANCH_OUTPUTS)
 
-    def encode(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def encode(self, batch: dict) -> tuple[Tensor, Tensor | None, Tensor]:
         """The batch's waveforms to (B, T, D), the attention mask over T (None where nothing is
         padded) and the lengths on the host."""
         lengths = frames(batch["audio_lengths"], SAMPLE_RATE)
@@ -579,9 +563,7 @@ class Conformer(nn.Module):
             x = layer(x, angles, mask, padding)
         return x, mask, host
 
-    def decode(
-        self, tokens: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def decode(self, tokens: Tensor, encoded: Tensor, mask: Tensor | None) -> Tensor:
         """Logits (B, U, V + 1) of the token after each of `tokens` (B, U), the first of which is
         `self.eos`."""
         x = self.dropout(self.embedding(tokens) * math.sqrt(self.config["d_model"]))
@@ -594,19 +576,15 @@ class Conformer(nn.Module):
 # --- loss, decoding and evaluation ----------------------------------------------------------------
 
 
-def compute_loss(model: Conformer, batch: dict) -> dict[str, torch.Tensor]:
+def compute_loss(model: Conformer, batch: dict) -> dict[str, Tensor]:
     """Sums over the batch; the loop divides by the global batch's counts."""
     encoded, mask, lengths = model.encode(batch)
     return losses(model, batch, encoded, mask, lengths)
 
 
 def losses(
-    model: Conformer,
-    batch: dict,
-    encoded: torch.Tensor,
-    mask: torch.Tensor | None,
-    lengths: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+    model: Conformer, batch: dict, encoded: Tensor, mask: Tensor | None, lengths: Tensor
+) -> dict[str, Tensor]:
     """Sums over the batch of the CTC loss and the decoder's cross-entropy, of what `encode`
     returns."""
     # (T, B, V + 1), in fp32 or better
@@ -635,7 +613,7 @@ def losses(
     return {"ctc": ctc, "attention": attention}
 
 
-def ctc_greedy(model: Conformer, encoded: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
+def ctc_greedy(model: Conformer, encoded: Tensor, lengths: Tensor) -> list[list[int]]:
     """The best label of every frame, repeats merged, blanks removed."""
     best = model.ctc_head(encoded).argmax(-1).cpu()
     hypotheses = []
@@ -646,7 +624,7 @@ def ctc_greedy(model: Conformer, encoded: torch.Tensor, lengths: torch.Tensor) -
 
 
 def decode(
-    model: Conformer, encoded: torch.Tensor, lengths: torch.Tensor, method: str, beam_size: int
+    model: Conformer, encoded: Tensor, lengths: Tensor, method: str, beam_size: int
 ) -> list[list[int]]:
     """Tokens of every utterance of (B, T, D) by one of --decoding's methods. Both searches mix the
     log-probabilities of CTC and the decoder as the loss does."""
@@ -662,9 +640,7 @@ def decode(
     return hypotheses
 
 
-def decode_prefixes(
-    model: Conformer, utterance: torch.Tensor, tokens: torch.Tensor
-) -> torch.Tensor:
+def decode_prefixes(model: Conformer, utterance: Tensor, tokens: Tensor) -> Tensor:
     """Logits (N, U, V + 1) after each of `tokens` (N, U), several prefixes of one utterance
     (1, T, D)."""
     return model.decode(tokens.to(utterance.device), utterance.expand(len(tokens), -1, -1), None)
@@ -690,12 +666,12 @@ def final_texts(how: recogniser.Options, tokenizer, model: Conformer, batch: dic
 
 
 def report_results(
-    how: recogniser.Options, tokenizer, model: Conformer, eval_batches, *title: str
+    how: recogniser.Options, tokenizer, model: Conformer, eval_batches, name: str, *weights: str
 ) -> None:
-    """Prints the error rates and examples of a set, decoded by --decoding."""
+    """Prints the error rates and examples of the set `name`, decoded by --decoding."""
     texts_of = functools.partial(final_texts, how, tokenizer, model)
     rows = recogniser.decode_texts(model, texts_of, eval_batches.whole())
-    title = (*title, f"{len(rows)} utterances", f"decoding: {how.method}")
+    title = (f"{name} set", *weights, f"{len(rows)} utterances", f"decoding: {how.method}")
     recogniser.print_results(rows, ", ".join(title), how)
 
 
@@ -746,7 +722,7 @@ def evaluate_only(args, how: recogniser.Options) -> None:
     data = Utterances(args, corpora[name], tokenizer, model.config["subsampling"], training=False)
     eval_batches = EvalBatches(args, data, collate, setup)
     with setup.autocast():
-        report_results(how, tokenizer, model, eval_batches, f"{name} set")
+        report_results(how, tokenizer, model, eval_batches, name)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -760,7 +736,7 @@ def describe(model: Conformer) -> None:
 def measure_features(seed: int, model: Conformer, data: Utterances) -> None:
     """Statistics for --cmvn global, from a random part of the training set."""
     if model.feature_norm.kind == "global":
-        items = splits.some_items(data, seed, NORM_UTTERANCES)
+        items = itertools.islice(splits.draw_items(data, seed), NORM_UTTERANCES)
         model.feature_norm.measure([model.log_mel(item["audio"][None])[0] for item in items])
 
 
@@ -798,12 +774,11 @@ def main(args) -> None:
         fit=functools.partial(measure_features, args.seed),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
+        reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, eval_batches["val"])
     name = "test" if "test" in eval_batches else "val"
-    report = functools.partial(
-        report_results, how, tokenizer, model, eval_batches[name], f"{name} set"
-    )
+    report = functools.partial(report_results, how, tokenizer, model, eval_batches[name], name)
     finish(args, run, model, task, eval_batches["val"], report)
 
 

@@ -152,6 +152,9 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
+    def text_length(self, index: int) -> int:
+        return len(self.corpus.texts[index])
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         if self.training and self.args.speed_perturbation:
@@ -417,6 +420,7 @@ def make_task(
         fit=None if info.pretrained else functools.partial(fit, args.seed),
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
+        reports=recogniser.REPORTS,
         compiled=COMPILED,
         evaluate_first=info.pretrained,
         decay_embeddings=False,

@@ -171,6 +171,12 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
+    def text_length(self, index: int) -> int:
+        texts = getattr(
+            self.corpus, "texts", None
+        )  # synthetic clips have none before they are drawn
+        return len(texts[index]) if texts else 0
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch: after speed perturbation, and the longest input's if an
         utterance is padded."""
@@ -460,10 +466,11 @@ def main(args) -> None:
         run_info,
         metric="cer",
         fit=None if info.pretrained else fit,
-        freeze=Whisper.freeze_encoder,
+        freeze=Whisper.freeze_encoder if info.pretrained else None,
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        reports=(*recogniser.REPORTS, "evaluation.json"),
     )
     train(args, run, model, task, global_batches, evaluation["val"])
     name = "test" if "test" in evaluation else "val"

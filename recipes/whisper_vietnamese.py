@@ -177,6 +177,9 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
+    def text_length(self, index: int) -> int:
+        return len(self.corpus.texts[index])
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch: after speed perturbation, and the longest input's if an
         utterance is padded."""
@@ -454,10 +457,11 @@ def main(args) -> None:
         run_info,
         metric="cer",
         fit=None if info.pretrained else fit,
-        freeze=Whisper.freeze_encoder,
+        freeze=Whisper.freeze_encoder if info.pretrained else None,
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, evaluation["val"])
     name = "test" if "test" in evaluation else "val"

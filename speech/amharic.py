@@ -45,9 +45,15 @@ FIRST_IS_A = ("H", "HH", "X", "GLOTTAL", "PHARYNGEAL", "RY", "MY", "FY")  # ሀ,
 
 ONES = "ዜሮ አንድ ሁለት ሦስት አራት አምስት ስድስት ሰባት ስምንት ዘጠኝ".split()
 TENS = "- አስር ሃያ ሰላሳ አርባ ሃምሳ ስልሳ ሰባ ሰማንያ ዘጠና".split()
-TEEN, HUNDRED, SCALES = "አስራ", "መቶ", ((10**9, "ቢሊዮን"), (10**6, "ሚሊዮን"), (10**3, "ሺህ"))
+TEEN = "አስራ"
+HUNDRED = "መቶ"
+SCALES = ((10**9, "ቢሊዮን"), (10**6, "ሚሊዮን"), (10**3, "ሺህ"))
 LARGEST = 10**9  # without commas; longer digit strings are phone and account numbers
-POINT, RANGE, NEGATIVE, MINUS, PERCENT = "ነጥብ", "እስከ", "ነጌቲቭ", "ሲቀነስ", "በመቶ"
+POINT = "ነጥብ"
+RANGE = "እስከ"
+NEGATIVE = "ነጌቲቭ"
+MINUS = "ሲቀነስ"
+PERCENT = "በመቶ"
 IRREGULAR_ORDINALS = {"ዘጠኝ": "ዘጠነ", "ሺህ": "ሺ"}  # the others: the last letter in its first order
 PREFIXES = ("በ", "ከ", "ለ", "የ", "ስለ", "እንደ", "እየ")  # they stay attached to a number
 SUFFIX = "(?:ዎች|ዎቹ)?[ውዋ]?[ንምናስ]{0,2}"  # these also
@@ -190,13 +196,15 @@ def read_lexicon(path: str) -> dict[str, str]:
         if not line or line.startswith("#"):
             continue
         word, tab, pronunciation = unicodedata.normalize("NFC", line).partition("\t")
-        word, pronunciation = word.strip(), " ".join(pronunciation.lower().split(" ")).strip()
+        word = word.strip()
+        pronunciation = pronunciation.lower().strip()
         place = f"--lexicon {path}, line {number}"
         if not tab or "\t" in pronunciation:
             raise UsageError(f"{place}: a line is an Amharic word, one tab and its phonemes")
         if not WORD.fullmatch(word):
             raise UsageError(f"{place}: {word!r} is not a word in Ethiopic letters")
-        is_spoken = any(map(str.isalpha, pronunciation)) and spoken(pronunciation) == pronunciation
+        has_letters = any(character.isalpha() for character in pronunciation)
+        is_spoken = has_letters and spoken(pronunciation) == pronunciation
         if not is_spoken or re.search(ETHIOPIC, pronunciation):
             raise UsageError(
                 f"{place}: {pronunciation!r} are not phonemes; write them in Latin letters, without"
@@ -225,12 +233,17 @@ def _cardinal(value: int) -> str:
             words += [_cardinal(value // size), name]
             value %= size
     if value >= 100:
-        words += [ONES[value // 100]] * (value >= 200) + [HUNDRED]
+        if value >= 200:
+            words.append(ONES[value // 100])
+        words.append(HUNDRED)
         value %= 100
     if 10 < value < 20:
         words += [TEEN, ONES[value - 10]]
-    else:
-        words += [TENS[value // 10]] * (value >= 10) + [ONES[value % 10]] * (value % 10 > 0)
+        value = 0
+    if value >= 10:
+        words.append(TENS[value // 10])
+    if value % 10:
+        words.append(ONES[value % 10])
     return " ".join(words)
 
 
@@ -263,7 +276,8 @@ def _chain(text: str) -> str:
 
 def _is_range(first: str, last: str) -> bool:
     """Whether "5-10" is a range, not a phone number or a score."""
-    first, last = first.replace(",", ""), last.replace(",", "")
+    first = first.replace(",", "")
+    last = last.replace(",", "")
     if not (first.isdecimal() and last.isdecimal()):
         return True  # of times or decimals
     return first == "0" or (first[0] != "0" and (len(first), first) < (len(last), last))
@@ -297,8 +311,9 @@ def _number(match: re.Match) -> str:
     before = match.string[max(0, match.start() - 4) : match.start()]
     letters = re.search(f"{LETTER}*$", before)[0]
     if before[-1:].isalnum() and letters not in PREFIXES:
-        words = " " + words
-    return words + suffix + " " * match.string[match.end() : match.end() + 1].isalnum()
+        words = f" {words}"
+    following = match.string[match.end() : match.end() + 1]
+    return f"{words}{suffix}{' ' if following.isalnum() else ''}"
 
 
 def _numeral(match: re.Match) -> str:
@@ -318,7 +333,9 @@ def _numeral(match: re.Match) -> str:
     digits = f"{total:,}" if total > LARGEST else str(total)
     before = match.string[max(0, match.start() - 1) : match.start()]
     after = match.string[match.end() : match.end() + 1]
-    return " " * before.isdecimal() + digits + " " * after.isdecimal()
+    if before.isdecimal():
+        digits = f" {digits}"
+    return f"{digits} " if after.isdecimal() else digits
 
 
 def _ascii_numbers(text: str) -> str:
@@ -328,7 +345,8 @@ def _ascii_numbers(text: str) -> str:
     text = re.sub(r"(?<=\d)．(?=\d)", ".", text)
     characters = []
     for c in text:
-        decimal, digit = unicodedata.decimal(c, None), unicodedata.digit(c, None)
+        decimal = unicodedata.decimal(c, None)
+        digit = unicodedata.digit(c, None)
         if decimal is not None:
             c = str(decimal)
         elif digit is not None:
@@ -363,8 +381,10 @@ def _abbreviation(match: re.Match) -> str:
     following = match.string[match.end() : match.end() + 1]
     if short.endswith("ቤ"):
         return prefix + words
-    is_joined = match.string[max(0, match.start() - 1) : match.start()].isalnum()
-    return " " * is_joined + prefix + words + " " * following.isalnum()
+    words = prefix + words
+    if match.string[max(0, match.start() - 1) : match.start()].isalnum():
+        words = f" {words}"
+    return f"{words} " if following.isalnum() else words
 
 
 def _abbreviation_pattern() -> re.Pattern:
@@ -399,7 +419,9 @@ def _punctuation(text: str) -> str:
 
 def _pronounce(word: str, epenthesis: bool) -> str:
     """The phonemes of one word in Ethiopic letters."""
-    consonants, vowels, is_long = [], [], []
+    consonants = []
+    vowels = []
+    is_long = []
     for c in word:
         if c in SYLLABLES:
             consonant, vowel = SYLLABLES[c]
@@ -412,8 +434,10 @@ def _pronounce(word: str, epenthesis: bool) -> str:
         vowels = _epenthesis(consonants, vowels, is_long)
     elif vowels[-1] == "ı":
         vowels[-1] = ""
-    sounds = [(c[:1] * long + c, v) for c, v, long in zip(consonants, vowels, is_long, strict=True)]
-    return "".join(c + v for c, v in sounds).replace("ıı", "ı") or "ı"
+    sounds = ""
+    for consonant, vowel, long in zip(consonants, vowels, is_long, strict=True):
+        sounds += (consonant[:1] if long else "") + consonant + vowel
+    return sounds.replace("ıı", "ı") or "ı"
 
 
 def _epenthesis(consonants: list[str], vowels: list[str], is_long: list[bool]) -> list[str]:
@@ -464,7 +488,10 @@ def _ends_a_word(first: str, second: str) -> bool:
 
 
 def _sonority(consonant: str) -> int:
-    return next((3 - i for i, kind in enumerate(("wy", "lr", "mnñ")) if consonant[-1:] in kind), 0)
+    for kind, value in {"wy": 3, "lr": 2, "mnñ": 1}.items():
+        if consonant[-1:] in kind:
+            return value
+    return 0
 
 
 # --- Command line ---------------------------------------------------------------------------------
@@ -487,9 +514,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     lexicon = read_lexicon(args.lexicon) if args.lexicon is not None else None
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(encoding="utf-8")
-    for line in sys.stdin.buffer if sys.stdin else ():
+    sys.stdout.reconfigure(encoding="utf-8")
+    for line in sys.stdin.buffer:
         print(phonemes(line.decode("utf-8-sig", "replace"), lexicon, not args.no_epenthesis))
 
 

@@ -10,14 +10,12 @@ import numpy as np
 from speech.columns import Corpus, Rejections, report_rejections
 
 RATED_CLIPS = 20  # of a speaker, at least: fewer do not say how fast the speaker talks
-DEVIATIONS, NORMAL = (
-    3.0,
-    1.4826,
-)  # robust deviations; deviations in a median absolute deviation of normal data
-LEAST_DEVIATION = (
-    0.15  # of the logarithm of a rate, so that even speech is not rejected for being even
-)
-SHORT_CLIP, SHORT_TOLERANCE = 2.0, 2.0  # seconds; rates of one word vary about twice as much
+DEVIATIONS = 3.0  # from the median, at most
+NORMAL = 1.4826  # standard deviations in a median absolute deviation of normal data
+# Of the logarithm of a rate: otherwise clips of a very even speaker would be rejected.
+LEAST_DEVIATION = 0.15
+SHORT_CLIP = 2.0  # seconds
+SHORT_TOLERANCE = 2.0  # rates of short clips vary about twice as much
 LITTLE_SPEECH = 6.0  # seconds of a speaker: less does not define a voice
 LITTLE_DATA = 180.0  # seconds of a training set
 MOST_SPEAKERS = 20  # lines of the table of speakers
@@ -40,8 +38,10 @@ def check_speech(
     for name, corpus in sets.items():
         problems: dict[int, tuple[str, str]] = {}
         if fault:
-            results = ((index, fault(corpus, index)) for index in range(len(corpus)))
-            problems |= {index: problem for index, problem in results if problem}
+            for index in range(len(corpus)):
+                problem = fault(corpus, index)
+                if problem:
+                    problems[index] = problem
         problems = speaking_rate(corpus, read) | problems
         corpus = _without(corpus, problems, tables[name])
         if name == "train":
@@ -61,12 +61,13 @@ def check_speech(
 
 
 def _without(corpus: Corpus, problems: dict[int, tuple[str, str]], rejected: Rejections) -> Corpus:
+    """The corpus without the utterances in `problems`, which are added to `rejected`."""
     for index in sorted(problems):
         reason, details = problems[index]
         rejected.add(reason, f"{corpus.where(index)}: {details}")
-    return (
-        corpus.select(np.setdiff1d(np.arange(len(corpus)), list(problems))) if problems else corpus
-    )
+    if not problems:
+        return corpus
+    return corpus.select(np.setdiff1d(np.arange(len(corpus)), list(problems)))
 
 
 def letters(text: str) -> int:
@@ -91,11 +92,8 @@ def speaking_rate(corpus: Corpus, read: Read | None = None) -> dict[int, tuple[s
         rates = np.log(counts[rows] / corpus.seconds[rows])
         median = float(np.median(rates))
         deviation = max(NORMAL * float(np.median(np.abs(rates - median))), LEAST_DEVIATION)
-        limits = (
-            DEVIATIONS
-            * deviation
-            * np.where(corpus.seconds[rows] < SHORT_CLIP, SHORT_TOLERANCE, 1.0)
-        )
+        tolerance = np.where(corpus.seconds[rows] < SHORT_CLIP, SHORT_TOLERANCE, 1.0)
+        limits = DEVIATIONS * deviation * tolerance
         for i in np.flatnonzero(np.abs(rates - median) > limits).tolist():
             details = (
                 f"{np.exp(rates[i]):.1f} letters a second, the speaker's median is"
@@ -154,10 +152,8 @@ def overlap(train: Corpus, other: Corpus, rejected: Rejections) -> None:
 def describe(train: Corpus) -> None:
     """Prints the minutes of each speaker, and warnings about what the training set lacks."""
     totals = _seconds_by_speaker(train)
-    print(
-        f"training speech: {train.seconds.sum() / 60:.1f} min of {len(totals)}"
-        f" speaker{'s' * (len(totals) != 1)}"
-    )
+    speakers = "1 speaker" if len(totals) == 1 else f"{len(totals)} speakers"
+    print(f"training speech: {train.seconds.sum() / 60:.1f} min of {speakers}")
     ranked = sorted(totals.items(), key=lambda pair: -pair[1])
     for speaker, seconds in ranked[:MOST_SPEAKERS]:
         print(f"  {seconds / 60:7.1f} min  {speaker or '(no speaker given)'}")

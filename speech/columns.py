@@ -13,6 +13,7 @@ from common.errors import DataError
 
 EXAMPLES = 3  # of each reason in the table of rejections
 EXAMPLE_LENGTH = 1000  # characters
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class Strings:
@@ -33,10 +34,9 @@ class Strings:
         return len(self.ends) - 1
 
     def __getitem__(self, index: int) -> str:
-        index = range(len(self))[index]
-        return self.buffer[self.ends[index] : self.ends[index + 1]].decode(
-            "utf-8", "surrogateescape"
-        )
+        index = range(len(self))[index]  # negative ones, too; raises IndexError
+        start, end = self.ends[index], self.ends[index + 1]
+        return self.buffer[start:end].decode("utf-8", "surrogateescape")
 
     def __iter__(self) -> Iterator[str]:
         return (self[i] for i in range(len(self)))
@@ -47,13 +47,13 @@ class Strings:
 
     def longer(self, length: int) -> np.ndarray:
         """(N,), True for strings of more than `length` characters."""
-        candidates = np.diff(self.ends) > length  # bytes
-        candidates[candidates] = [
-            len(self[i]) > length for i in np.flatnonzero(candidates).tolist()
-        ]
-        return candidates
+        is_longer = np.diff(self.ends) > length  # in bytes
+        for i in np.flatnonzero(is_longer).tolist():
+            is_longer[i] = len(self[i]) > length
+        return is_longer
 
     def select(self, indices: np.ndarray) -> "Strings":
+        """The strings at `indices` (N,), in that order."""
         chosen = Strings()
         ends = np.array(self.ends)
         for start, end in zip(ends[indices].tolist(), ends[indices + 1].tolist(), strict=True):
@@ -88,25 +88,21 @@ class Codes:
         return (self.names[code] for code in self.codes)
 
     def select(self, indices: np.ndarray) -> "Codes":
+        """The strings at `indices` (N,), in that order."""
         return Codes(self.names[code] for code in np.array(self.codes)[indices].tolist())
 
 
 def printable(text: str) -> str:
     """A text of a data set as a part of one line: line breaks and other control characters become
     escapes."""
-    text = re.sub(
-        r"[\x00-\x1f\x7f-\x9f\u2028\u2029]",
-        lambda match: repr(match[0])[1:-1],
-        text[: EXAMPLE_LENGTH + 1],
-    )
+    text = CONTROL.sub(lambda match: repr(match[0])[1:-1], text[: EXAMPLE_LENGTH + 1])
     return text if len(text) <= EXAMPLE_LENGTH else text[:EXAMPLE_LENGTH] + "..."
 
 
 @dataclass
 class Rejections:
-    """How many rows were rejected for each reason, with a few examples. `repeated` counts rows that
-    are used, but have the same audio as an earlier one; `notes` are the other reasons to mention
-    rows that are used."""
+    """How many rows were rejected for each reason, with a few examples. `repeated` counts the used
+    rows with the same audio as an earlier one; `notes` counts used rows that are worth a note."""
 
     repeated: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -121,7 +117,8 @@ class Rejections:
 
     def note(self, reason: str, example: str) -> None:
         """Counts a row that is used."""
-        self.notes = self.notes or Rejections()
+        if self.notes is None:
+            self.notes = Rejections()
         self.notes.add(reason, example)
 
     @property
@@ -129,9 +126,11 @@ class Rejections:
         return sum(self.counts.values())
 
     def noted(self, name: str) -> str:
+        """The notes on the set `name`, to print."""
         return f"{name}: {self.notes.total} noted (all are used):\n{self.notes.table()}"
 
     def table(self) -> str:
+        """A line for each reason, the most frequent first, with its examples below."""
         lines = []
         for reason, count in sorted(self.counts.items(), key=lambda pair: -pair[1]):
             lines.append(f"  {count:7}  {reason}")
@@ -143,9 +142,8 @@ def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, stri
     """Prints the size of a set, whose utterances last `seconds` (N,), and what was rejected. Raises
     `DataError` if nothing is left, or if `strict` and anything was rejected."""
     hours = float(seconds.sum()) / 3600
-    summary = f"{name}: {len(seconds)} utterances, " + (
-        f"{hours:.2f} h" if hours >= 0.1 else f"{60 * hours:.1f} min"
-    )
+    length = f"{hours:.2f} h" if hours >= 0.1 else f"{60 * hours:.1f} min"
+    summary = f"{name}: {len(seconds)} utterances, {length}"
     if rejected.repeated:
         summary += f"; {rejected.repeated} repeat the audio of another (all are used)"
     if rejected.total:
@@ -214,8 +212,8 @@ class Corpus:
 
 class Segments:
     """Segment times and texts of a manifest's rows, in columns. Times are in seconds from the row's
-    offset. `given`: whether a row has segments; `problems`: why they cannot be used ("" if they
-    can). Unless they are `wanted` (--use_chunking), only `given` is kept."""
+    offset. `given` says whether a row has segments, `problems` why they cannot be used ("" if they
+    can). Unless segments are `wanted` (--use_chunking), only `given` is kept."""
 
     def __init__(self, wanted: bool):
         self.wanted = wanted

@@ -23,10 +23,7 @@ KONKANI_WORDS = (
 ).split()
 # espeak-ng's Konkani voice spells vowel signs aloud; its Marathi voice reads Konkani's Devanagari
 # well.
-KONKANI_VOICES = [
-    f"mr+{variant}"
-    for variant in ("m1", "m2", "m3", "m4", "m5", "m7", "f1", "f2", "f3", "f4", "f5")
-]
+KONKANI_VOICES = [f"mr+{variant}" for variant in "m1 m2 m3 m4 m5 m7 f1 f2 f3 f4 f5".split()]
 
 # Syllables of all six tones, and pairs that differ only in the tone.
 VIETNAMESE_WORDS = (
@@ -71,8 +68,11 @@ USUAL = Manner()
 class Espeak:
     """espeak-ng's library through ctypes. The library has one global state, so use `espeak()`."""
 
-    SYNCHRONOUS, UTF8, CHARACTERS = 2, 1, 1
-    RATE, PITCH = 1, 3  # espeak_SetParameter
+    SYNCHRONOUS = 2  # espeak_Initialize
+    UTF8 = 1  # espeak_Synth
+    CHARACTERS = 1  # espeak_Synth
+    RATE = 1  # espeak_SetParameter
+    PITCH = 3  # espeak_SetParameter
 
     def __init__(self):
         loader = require("espeakng_loader", "the demo corpus")
@@ -86,9 +86,7 @@ class Espeak:
         kind = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
         )
-        self.callback = kind(
-            self._receive
-        )  # an attribute, because the library holds only its address
+        self.callback = kind(self._receive)  # kept, because the library has only its address
         self.library.espeak_SetSynthCallback(self.callback)
 
     def _receive(self, samples, count, events) -> int:
@@ -104,9 +102,8 @@ class Espeak:
         is_known = not plus or (self.variants / variant).is_file()
         if not is_known or self.library.espeak_SetVoiceByName(voice.encode()) != 0:
             raise RunError(f"espeak-ng has no voice {voice!r}")
-        self.library.espeak_ng_SetRandSeed(
-            1
-        )  # of the breath in some voices; by default the time of day
+        # Of the breath in some voices. The default is the time of day.
+        self.library.espeak_ng_SetRandSeed(1)
         self.library.espeak_SetParameter(self.RATE, rate, 0)
         self.library.espeak_SetParameter(self.PITCH, pitch, 0)
         self.pieces.clear()
@@ -163,10 +160,7 @@ def speech_corpus(
     manifests = {split: str(folder / f"{split}.json") for split in sizes}
     recipe = {"words": words, "voices": voices, "sizes": sizes, "seed": seed, "version": 2}
     if manner != USUAL:
-        recipe["manner"] = {
-            name: [*value] if isinstance(value, tuple) else value
-            for name, value in asdict(manner).items()
-        }
+        recipe["manner"] = json.loads(json.dumps(asdict(manner)))  # as it is read back
     if read_made_from(folder) == recipe:
         return manifests
 
@@ -194,36 +188,39 @@ def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> tuple[float, in
     utterances."""
     (folder / "audio").mkdir()
     random = np.random.default_rng(recipe["seed"])
-    speaker = espeak()
+    voices = recipe["voices"]
     texts = sentences(recipe["words"], sum(recipe["sizes"].values()), random, *manner.words)
     if manner != USUAL:
-        random.shuffle(
-            texts
-        )  # there are few sentences of one word, and most of them are drawn first
-    seconds, count = 0.0, 0
+        # There are few sentences of one word, and most of them are drawn first.
+        random.shuffle(texts)
+    seconds = 0.0
+    count = 0
     for split, size in recipe["sizes"].items():
-        lines = []
+        rows = []
         for _ in range(size):
             text = texts.pop()
-            voice = recipe["voices"][int(random.integers(len(recipe["voices"])))]
-            rate, pitch = (
-                int(random.integers(low, high + 1)) for low, high in (manner.rate, manner.pitch)
-            )
-            for each in recipe["voices"] if split in manner.in_all_voices else [voice]:
-                samples = speaker.say(text, each, rate, pitch)
-                if manner.trimmed:
-                    samples = trim(samples)
-                name = f"audio/{split}_{len(lines):05d}.wav"
-                write_wav(folder / name, samples, speaker.sample_rate)
-                duration = len(samples) / speaker.sample_rate
+            spoken_by = [voices[int(random.integers(len(voices)))]]
+            rate = int(random.integers(manner.rate[0], manner.rate[1] + 1))
+            pitch = int(random.integers(manner.pitch[0], manner.pitch[1] + 1))
+            if split in manner.in_all_voices:
+                spoken_by = voices
+            for voice in spoken_by:
+                name = f"audio/{split}_{len(rows):05d}.wav"
+                duration = _speak(folder / name, text, voice, rate, pitch, manner.trimmed)
                 seconds += duration
-                row = {
-                    "audio_filepath": name,
-                    "text": text,
-                    "duration": round(duration, 3),
-                    "speaker": each,
-                }
-                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-        count += len(lines)
+                row = {"audio_filepath": name, "text": text, "duration": round(duration, 3)}
+                rows.append({**row, "speaker": voice})
+        count += len(rows)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         (folder / f"{split}.json").write_text("".join(lines), encoding="utf-8")
     return seconds, count
+
+
+def _speak(path: Path, text: str, voice: str, rate: int, pitch: int, trimmed: bool) -> float:
+    """Writes a spoken sentence and returns its duration in seconds."""
+    speaker = espeak()
+    samples = speaker.say(text, voice, rate, pitch)
+    if trimmed:
+        samples = trim(samples)
+    write_wav(path, samples, speaker.sample_rate)
+    return len(samples) / speaker.sample_rate

@@ -7,15 +7,17 @@ from torch import nn
 
 from speech.layers import full_fp32
 
-WINDOW, HOP = 0.025, 0.010  # seconds: length of a frame, and distance between frames
-# power added to mel bands: above 16-bit quantisation noise, or digital silence would dominate the
-# scale
+WINDOW = 0.025  # seconds: length of a frame
+HOP = 0.010  # seconds: distance between frames
+# Power that is added to mel bands, above 16-bit quantisation noise: digital silence would dominate
+# the scale.
 FLOOR = 1e-6
 
 
 def frames(samples, sample_rate: int):
     """The number of whole frames in `samples`, an int or a tensor; at least 1."""
-    window, hop = round(WINDOW * sample_rate), round(HOP * sample_rate)
+    window = round(WINDOW * sample_rate)
+    hop = round(HOP * sample_rate)
     count = (samples - window) // hop + 1
     return count.clamp_min(1) if isinstance(count, torch.Tensor) else max(1, count)
 
@@ -27,11 +29,11 @@ class LogMel(nn.Module):
 
     def __init__(self, sample_rate: int, n_mels: int = 80):
         super().__init__()
-        self.window, self.hop = round(WINDOW * sample_rate), round(HOP * sample_rate)
+        self.window = round(WINDOW * sample_rate)
+        self.hop = round(HOP * sample_rate)
         self.n_fft = 1 << (self.window - 1).bit_length()
-        with torch.device(
-            "cpu"
-        ):  # torchaudio reads its result, which a model without memory (device "meta") has not
+        # torchaudio reads its result, which has no values on the device "meta".
+        with torch.device("cpu"):
             filters = torchaudio.functional.melscale_fbanks(
                 self.n_fft // 2 + 1, 0.0, sample_rate / 2, n_mels, sample_rate
             )
@@ -50,9 +52,9 @@ class LogMel(nn.Module):
 
 
 class FeatureNorm(nn.Module):
-    """Mean and variance normalisation of (B, F, M) features. `kind`: "global" uses statistics of
-    the training set, which are part of the weights, "utterance" those of each utterance's valid
-    frames. Padding becomes 0."""
+    """Mean and variance normalisation of features (B, F, M) with lengths (B,). The statistics are
+    those of the training set, which are part of the weights (`kind` "global"), or of each
+    utterance's valid frames ("utterance"). Padding becomes 0."""
 
     def __init__(self, n_mels: int, kind: str):
         super().__init__()
@@ -73,12 +75,14 @@ class FeatureNorm(nn.Module):
 
     @torch.no_grad()
     def measure(self, features: list[torch.Tensor]) -> None:
-        """Sets the "global" statistics from (F, M) features of training utterances."""
+        """Sets the "global" statistics from the features (F, M) of training utterances; without any
+        they stay 0 and 1."""
+        if not features:
+            return
         together = torch.cat(features).double()
         self.mean.copy_(together.mean(0))
-        self.std.copy_(
-            together.std(0, correction=0).clamp_min(1e-3)
-        )  # a single frame has no unbiased one
+        # A single frame has no unbiased deviation.
+        self.std.copy_(together.std(0, correction=0).clamp_min(1e-3))
 
 
 def valid_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
@@ -105,7 +109,7 @@ def spec_augment(
 
     Masks (B, N, 2) are shares of the number of bands and of each utterance's own length. They come
     with the batch, drawn from (seed, epoch, utterance), so an utterance's mask does not depend on
-    how its window is split."""
+    how its global batch is split."""
 
     def covered(masks: torch.Tensor, size: int, extent: torch.Tensor) -> torch.Tensor:
         edges = (masks * extent[:, None, None]).round()  # (B, N, 2)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 SMALL = 1 << 19  # elements of an input for which `lean_chain` recomputes nothing
-# The activations that it knows, with their gradients.
+# The activations of `lean_chain`, with their gradients.
 ACTIVATIONS = {
     F.gelu: torch.ops.aten.gelu_backward.default,
     F.silu: torch.ops.aten.silu_backward.default,
@@ -60,53 +60,64 @@ def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
 
     Backward keeps `x` and what the linear layers return, and computes norms and activations again,
     which is cheap. Values and gradients stay the same to the bit; under autocast norms are in fp32,
-    as in CUDA's. The steps run as they are in evaluation, under torch.compile, which chooses itself
-    what to keep, and on small inputs, for which launching the kernels from Python would take longer
-    than the kernels."""
+    as on CUDA. The steps run one by one in evaluation, under torch.compile, which chooses itself
+    what to keep, and for small inputs, for which launching the kernels from Python would take
+    longer than the kernels."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or x.numel() < SMALL:
         for step in steps:
             x = step(x)
         return x
-    parts, tensors, norm, activation = [], [], None, None
+    parts = []
+    tensors = []
+    norm = None
+    activation = None
     for step in steps:
         if isinstance(step, torch.nn.LayerNorm):
             norm = step
         elif isinstance(step, torch.nn.Linear):
             parts.append((norm, activation))
-            bias = None if step.bias is None else downcast(step.bias)
-            tensors += downcast(step.weight), bias, norm and norm.weight, norm and norm.bias
-            norm = activation = None
+            tensors.append(downcast(step.weight))
+            tensors.append(None if step.bias is None else downcast(step.bias))
+            tensors.append(norm and norm.weight)
+            tensors.append(norm and norm.bias)
+            norm = None
+            activation = None
         else:
             activation = step
     return _LeanChain.apply(parts, x, *tensors)
 
 
 class _LeanChain(torch.autograd.Function):
+    """`parts`: the norm and the activation, or None, before each linear layer. `tensors`: weight and
+    bias of each linear layer, then of the norm before it."""
+
     @staticmethod
     def forward(ctx, parts, x, *tensors):
+        weights = tensors[0::4]
+        biases = tensors[1::4]
         kept = []
-        for (norm, activation), weight, bias in zip(
-            parts, tensors[::4], tensors[1::4], strict=True
-        ):
-            kept += x, weight
-            x = F.linear(_prepare(x, norm, activation)[0].to(weight.dtype), weight, bias)
+        ctx.parts = []
+        for (norm, activation), weight, bias in zip(parts, weights, biases, strict=True):
+            kept += [x, weight]
+            ctx.parts.append((norm, activation, bias is not None))
+            inputs = _prepare(x, norm, activation)[0]
+            x = F.linear(inputs.to(weight.dtype), weight, bias)
         ctx.save_for_backward(*kept)
-        ctx.parts = [
-            (*part, bias is not None) for part, bias in zip(parts, tensors[1::4], strict=True)
-        ]
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        kept, gradients = ctx.saved_tensors, []
-        for (norm, activation, has_bias), x, weight in reversed(
-            list(zip(ctx.parts, kept[::2], kept[1::2], strict=True))
-        ):
+        kept = ctx.saved_tensors
+        layers = list(zip(ctx.parts, kept[0::2], kept[1::2], strict=True))
+        gradients = []
+        for (norm, activation, has_bias), x, weight in reversed(layers):
             y, normed, *norm_inputs = _prepare(x, norm, activation)
             gradient = gradient.flatten(0, -2)
             of_weight = gradient.t() @ y.to(weight.dtype).flatten(0, -2)
-            of_bias, of_scale, of_shift = gradient.sum(0) if has_bias else None, None, None
+            of_bias = gradient.sum(0) if has_bias else None
+            of_scale = None
+            of_shift = None
             del y  # before its gradient, which is as large
             gradient = (gradient @ weight).view(x.shape).to(normed.dtype)
             if activation:
@@ -116,19 +127,21 @@ class _LeanChain(torch.autograd.Function):
                     gradient, *norm_inputs, norm.weight, norm.bias, [True] * 3
                 )
             gradient = gradient.to(x.dtype)
-            gradients[:0] = of_weight, of_bias, of_scale, of_shift
+            gradients = [of_weight, of_bias, of_scale, of_shift, *gradients]
         return None, gradient, *gradients
 
 
 def _prepare(
     x: torch.Tensor, norm: torch.nn.LayerNorm | None, activation: Callable | None
 ) -> tuple:
-    """The input of a linear layer, that of the activation before it, and what the norm's gradient
-    needs."""
-    normed, statistics = x, ()
+    """The input of a linear layer, the input of the activation before it, and what the gradient of
+    the norm needs."""
+    normed = x
+    statistics = []
     if norm:
         x = x.to(norm.weight.dtype)
         normed, *statistics = torch.native_layer_norm(
             x, norm.normalized_shape, norm.weight, norm.bias, norm.eps
         )
-    return activation(normed) if activation else normed, normed, x, x.shape[-1:], *statistics
+    y = activation(normed) if activation else normed
+    return y, normed, x, x.shape[-1:], *statistics

@@ -10,41 +10,44 @@ from torch import nn
 
 SILENCE_FRAME = 0.02  # seconds: resolution of cuts at silences
 OVERLAP = 5.0  # seconds shared by neighbouring pieces
-SILENT = (
-    1e-4  # peak amplitude, three steps of 16 bits: digital silence, in which Whisper hallucinates
-)
-OFF_PLACE, MORE_EVIDENCE, UNMATCHED = 0.1, 0.09, 0.1  # weights of characters, see _overlap
-LONG_WORDS = (
-    15  # characters: if words are longer on average, the language is written without spaces
-)
+# Peak amplitude, three steps of 16 bits: digital silence, in which Whisper hallucinates.
+SILENT = 1e-4
+# Weights of characters, see `_overlap`.
+OFF_PLACE = 0.1
+MORE_EVIDENCE = 0.09
+UNMATCHED = 0.1
+# Characters: if words are longer on average, the language is written without spaces.
+LONG_WORDS = 15
 
 Piece = tuple[int, int]  # (start, end), samples
 TimedText = tuple[int, int, str]  # (start, end, text), samples
 
 
 def cut_at_silences(waveform: torch.Tensor, sample_rate: int, max_seconds: float) -> list[Piece]:
-    """Pieces of (T,), each at most `max_seconds`, cut at the quietest place in the second half of
-    each."""
+    """Pieces of (T,) of at most `max_seconds`. Each ends at the quietest place of the second half of
+    the longest piece that is possible."""
     limit = int(max_seconds * sample_rate)
     frame = min(round(SILENCE_FRAME * sample_rate), limit // 2)
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     while len(waveform) - start > limit:
-        span = waveform[start + limit // 2 : start + limit]
+        half = start + limit // 2
+        span = waveform[half : start + limit]
         span = span[: len(span) // frame * frame].reshape(-1, frame)
+        energy = span.square().mean(1)[None, None]
         # Smoothed over 0.2 s, so that gaps between words win over the closures of plosives.
-        energy = nn.functional.avg_pool1d(
-            span.square().mean(1)[None, None], 11, 1, 5, count_include_pad=False
-        )[0, 0]
-        cut = start + limit // 2 + (int(energy.argmin()) * frame + frame // 2)
+        energy = nn.functional.avg_pool1d(energy, 11, 1, 5, count_include_pad=False)[0, 0]
+        cut = half + int(energy.argmin()) * frame + frame // 2
         pieces.append((start, cut))
         start = cut
-    return [*pieces, (start, len(waveform))]
+    pieces.append((start, len(waveform)))
+    return pieces
 
 
 def put_together(texts: list[str], pieces: list[Piece]) -> tuple[str, list[TimedText]]:
     """The text of pieces that do not overlap, and the same with their times."""
     timed = [(start, end, text) for (start, end), text in zip(pieces, texts, strict=True)]
-    return " ".join(filter(None, texts)), timed
+    return " ".join(text for text in texts if text), timed
 
 
 def overlapping_pieces(
@@ -56,10 +59,10 @@ def overlapping_pieces(
     shared = min(int(overlap * sample_rate), limit // 3)
     total = len(waveform)
     count = max(1, -(-(total - shared) // (limit - shared)))
+    if count == 1:
+        return [(0, total)]
     edges = [round((total - shared) * i / count) for i in range(count + 1)]
-    return [
-        (start, end + shared if count > 1 else total) for start, end in itertools.pairwise(edges)
-    ]
+    return [(start, end + shared) for start, end in itertools.pairwise(edges)]
 
 
 def stitch(texts: list[str], pieces: list[Piece]) -> tuple[str, list[TimedText]]:
@@ -71,21 +74,21 @@ def stitch(texts: list[str], pieces: list[Piece]) -> tuple[str, list[TimedText]]
     without case and punctuation, characters instead of words if the language is written without
     spaces."""
     texts = [" ".join(text.split()) for text in texts]
-    by_word = sum(map(len, texts)) <= LONG_WORDS * sum(len(text.split()) for text in texts)
+    characters = sum(len(text) for text in texts)
+    words = sum(len(text.split()) for text in texts)
+    by_word = characters <= LONG_WORDS * words
     units = [text.split() if by_word else list(text) for text in texts]
     sizes = [sum(len(unit) + by_word for unit in piece) for piece in units]  # characters
     parts = [list(piece) for piece in units]
     edges = [pieces[0][0]]
     for i in range(1, len(pieces)):
-        (left_start, left_end), (right_start, right_end) = pieces[i - 1 : i + 1]
+        left_start, left_end = pieces[i - 1]
+        right_start, right_end = pieces[i]
         shared = max(0, left_end - right_start)
-        left_rate, right_rate = (
-            sizes[i - 1] / max(1, left_end - left_start),
-            sizes[i] / max(1, right_end - right_start),
-        )
-        keep, drop, share = _overlap(
-            parts[i - 1], parts[i], shared * (left_rate + right_rate) / 2, by_word
-        )
+        left_rate = sizes[i - 1] / max(1, left_end - left_start)
+        right_rate = sizes[i] / max(1, right_end - right_start)
+        expected = shared * (left_rate + right_rate) / 2
+        keep, drop, share = _overlap(parts[i - 1], parts[i], expected, by_word)
         parts[i - 1] = parts[i - 1][:keep]
         parts[i] = parts[i][drop:]
         edges.append(right_start + round(shared * share))
@@ -105,31 +108,35 @@ def _overlap(
     at that point.
 
     Each run of equal units aligns the two texts, and so says how many characters they share. Its
-    score is its length in characters, counted in full up to the `expected` number only, so that the
-    likeliest of the many alignments of "CQ CQ CQ CQ" wins; minus OFF_PLACE per character that the
-    texts share more or fewer than `expected`, and UNMATCHED per shared character that is not in the
-    run. A run with a negative score is a coincidence."""
-    left_keys, right_keys = [_key(unit) for unit in left], [_key(unit) for unit in right]
-    left_ends = np.cumsum(
-        [0, *(len(unit) + by_word for unit in left)]
-    )  # characters before each unit
+    score is its length in characters, minus OFF_PLACE for each character by which the shared number
+    differs from the `expected` one, minus UNMATCHED for each shared character that is not in the
+    run. Characters of the run beyond the `expected` number count MORE_EVIDENCE only, so that the
+    likeliest of the many alignments of "CQ CQ CQ CQ" wins. A run with a negative score is a
+    coincidence."""
+    left_keys = [_key(unit) for unit in left]
+    right_keys = [_key(unit) for unit in right]
+    # Characters before each unit.
+    left_ends = np.cumsum([0, *(len(unit) + by_word for unit in left)])
     right_ends = np.cumsum([0, *(len(unit) + by_word for unit in right)])
-    best, result = (0.0, 0), (len(left), 0, 0.5)
-    runs = [0] * (
-        len(right) + 1
-    )  # runs[j + 1]: length of the run that ends at left[i] and right[j]
+    best = (0.0, 0)
+    result = (len(left), 0, 0.5)
+    # runs[j + 1]: length of the run that ends at left[i] and right[j]
+    runs = [0] * (len(right) + 1)
     for i, left_key in enumerate(left_keys):
-        previous, runs = runs, [0] * (len(right) + 1)
+        previous = runs
+        runs = [0] * (len(right) + 1)
         for j, right_key in enumerate(right_keys):
             if left_key != right_key:
                 continue
-            runs[j + 1] = run = previous[j] + 1
+            run = previous[j] + 1
+            runs[j + 1] = run
             length = int(right_ends[j + 1] - right_ends[j + 1 - run])
             shared = int(right_ends[j + 1] + left_ends[-1] - left_ends[i + 1])
             score = min(length, expected) + MORE_EVIDENCE * max(0.0, length - expected)
             score -= OFF_PLACE * abs(shared - expected) + UNMATCHED * (shared - length)
             if (score, length) > best:
-                best, half = (score, length), run // 2
+                best = (score, length)
+                half = run // 2
                 drop = j + 1 - half
                 result = (i + 1 - half, drop, float(right_ends[drop]) / shared)
     return result

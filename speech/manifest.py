@@ -76,10 +76,10 @@ def parse(
         )
 
     def reject(reason: str, number: int, details: str = "") -> None:
-        rejected.add(reason, f"{path}:{number}" + (details and f": {details}"))
+        place = f"{path}:{number}"
+        rejected.add(reason, f"{place}: {details}" if details else place)
 
-    # A lone carriage return ends lines only if nothing else does; otherwise it is white space in a
-    # text.
+    # A carriage return alone ends lines only if nothing else does. Otherwise it is white space.
     end = "\r" if b"\r" in start and b"\n" not in start else "\n"
     # Read line by line: as one string, a manifest of millions of lines would take gigabytes.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline=end) as file:
@@ -503,6 +503,7 @@ def _text(row: dict, missing: str, wrong: str) -> str:
 
 
 def check_encoding(text: str) -> None:
+    """Raises `ValueError` for bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes that are not UTF-8 are read as lone surrogates
@@ -513,15 +514,18 @@ def _parts(
     row, wanted: bool, normalise: Callable[[str], str]
 ) -> tuple[bool, list[tuple[float, float, str]], str]:
     """(whether the row has segments, the segments with normalised texts, why they cannot be used).
-    They are parsed only if they are `wanted`, or if the row has no text but theirs."""
+    Segments are parsed if they are `wanted`, if the row has no other text, or if somebody may have
+    corrected them."""
     rows = _segment_rows(row) if isinstance(row, dict) else None
-    given = bool(rows)
-    if not given or not (wanted or not _has_text(row) or "pieces" in row):
-        return given, [], ""
+    if not rows:
+        return False, [], ""
+    if not wanted and _has_text(row) and "pieces" not in row:
+        return True, [], ""
     try:
-        return given, [(start, stop, normalise(text)) for start, stop, text in _segments(rows)], ""
+        parts = [(start, stop, normalise(text)) for start, stop, text in _segments(rows)]
     except ValueError as error:
-        return given, [], str(error)
+        return True, [], str(error)
+    return True, parts, ""
 
 
 def _with_text_of_segments(row, given: bool, parts: list[tuple[float, float, str]], problem: str):
@@ -559,28 +563,34 @@ def _segments(rows) -> list[tuple[float, float, str]]:
     order and without overlap. Raises `ValueError` that says what is wrong."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("segments are not a list of objects")
-    segments, before = [], 0.0
+    segments = []
+    before = 0.0
     for row in rows:
         text = _text(row, "a segment has no text field", "a segment's text is not a string")
         check_encoding(text)
-        try:
-            start = float(row["start"] if "start" in row else row["offset"])
-            stop = float(row["end"]) if "end" in row else start + float(row["duration"])
-        except KeyError:
-            raise ValueError(
-                "a segment has no times (start and end, or offset and duration)"
-            ) from None
-        except (TypeError, ValueError, OverflowError):
-            start = stop = math.nan
-        if not (math.isfinite(start) and math.isfinite(stop)):
-            raise ValueError("a segment's time is not a number")
-        start, stop = round(start, 6), round(stop, 6)
-        if start < 0:
-            raise ValueError("a segment's time is negative")
-        if stop <= start:
-            raise ValueError("a segment ends before it begins")
+        start, stop = _segment_times(row)
         if start < before - SEGMENT_OVERLAP or stop <= before:
             raise ValueError("segments overlap, or are not in the order of time")
         segments.append((max(start, before), stop, text))
         before = stop
     return segments
+
+
+def _segment_times(row: dict) -> tuple[float, float]:
+    """Start and end of a segment in seconds. Raises `ValueError` that says what is wrong."""
+    try:
+        start = float(row["start"] if "start" in row else row["offset"])
+        stop = float(row["end"]) if "end" in row else start + float(row["duration"])
+    except KeyError:
+        raise ValueError("a segment has no times (start and end, or offset and duration)") from None
+    except (TypeError, ValueError, OverflowError):
+        start = stop = math.nan
+    if not (math.isfinite(start) and math.isfinite(stop)):
+        raise ValueError("a segment's time is not a number")
+    start = round(start, 6)
+    stop = round(stop, 6)
+    if start < 0:
+        raise ValueError("a segment's time is negative")
+    if stop <= start:
+        raise ValueError("a segment ends before it begins")
+    return start, stop

@@ -36,18 +36,20 @@ def count_errors(
     """Edit distance summed over pairs, in "words" or "characters" (including spaces), after
     `normalise` on both sides."""
     jiwer = require("jiwer", "WER and CER")
-    errors, pairs = Errors(), []
+    process = jiwer.process_words if unit == "words" else jiwer.process_characters
+    errors = Errors()
+    spoken = []
+    decoded = []
     for reference, hypothesis in zip(references, hypotheses, strict=True):
-        reference, hypothesis = normalise(reference), normalise(hypothesis)
+        reference = normalise(reference)
+        hypothesis = normalise(hypothesis)
         if reference:
-            pairs.append((reference, hypothesis))
+            spoken.append(reference)
+            decoded.append(hypothesis)
         else:  # jiwer refuses empty references
             errors.insertions += len(hypothesis.split() if unit == "words" else hypothesis)
-    if pairs:
-        process = jiwer.process_words if unit == "words" else jiwer.process_characters
-        counts = process(
-            [reference for reference, _ in pairs], [hypothesis for _, hypothesis in pairs]
-        )
+    if spoken:
+        counts = process(spoken, decoded)
         errors.substitutions += counts.substitutions
         errors.deletions += counts.deletions
         errors.insertions += counts.insertions
@@ -58,22 +60,22 @@ def count_errors(
 def cer_and_wer(
     references: list[str], hypotheses: list[str], normalise: Callable[[str], str] = for_scoring
 ) -> dict[str, Errors]:
-    """The errors that make up "cer" and "wer"."""
-    units = {"cer": "characters", "wer": "words"}
+    """The counts of errors of which "cer" and "wer" are the rates."""
     return {
-        name: count_errors(references, hypotheses, unit, normalise) for name, unit in units.items()
+        "cer": count_errors(references, hypotheses, "characters", normalise),
+        "wer": count_errors(references, hypotheses, "words", normalise),
     }
 
 
 def score(
     rows: list[dict], normalise: Callable[[str], str] = for_scoring
 ) -> dict[str, tuple[int, int]]:
-    """ "cer" and "wer" of decoded rows ({"reference", "hypothesis"}), as (errors, length)."""
-    references, hypotheses = [row["reference"] for row in rows], [row["hypothesis"] for row in rows]
-    return {
-        name: (errors.total, errors.length)
-        for name, errors in cer_and_wer(references, hypotheses, normalise).items()
-    }
+    """The errors and the length, by which they are divided, of "cer" and "wer" of decoded rows
+    ({"reference", "hypothesis"})."""
+    references = [row["reference"] for row in rows]
+    hypotheses = [row["hypothesis"] for row in rows]
+    errors = cer_and_wer(references, hypotheses, normalise)
+    return {name: (each.total, each.length) for name, each in errors.items()}
 
 
 def rate(pair: tuple[float, float]) -> float:
@@ -90,9 +92,8 @@ def error_table(
     for name in ("wer", "cer"):
         e = errors[name]
         counts = (e.total, e.length, e.substitutions, e.deletions, e.insertions)
-        lines.append(
-            f"{name.upper():4} {100 * e.rate:7.2f} " + " ".join(f"{count:7}" for count in counts)
-        )
+        columns = " ".join(f"{count:7}" for count in counts)
+        lines.append(f"{name.upper():4} {100 * e.rate:7.2f} {columns}")
     return "\n".join(lines)
 
 
@@ -102,9 +103,11 @@ def improvement_table(
     """WER and CER of two models' rows ({"reference", "hypothesis"}) on the same set, and the
     relative reduction, as lines to print."""
     lines = [f"{'':4} {'before':>8} {'after':>8} {'lower by':>9}"]
-    scores = [score(rows, normalise) for rows in (before, after)]
+    scores_before = score(before, normalise)
+    scores_after = score(after, normalise)
     for name in ("wer", "cer"):
-        old, new = (rate(pairs[name]) for pairs in scores)
+        old = rate(scores_before[name])
+        new = rate(scores_after[name])
         reduction = f"{100 * (1 - new / old):8.1f}%" if old else f"{'-':>9}"
         lines.append(f"{name.upper():4} {100 * old:7.2f}% {100 * new:7.2f}% {reduction}")
     return "\n".join(lines)

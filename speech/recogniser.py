@@ -35,10 +35,7 @@ STYLES = {  # what a warning says, and the difference between shares of texts th
 AUGMENTATION = ("spec_augment", "speed_perturbation", "dropout", "label_smoothing")
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
-EXCLUDES = (
-    ("transcribe", "export", "give one of them"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in AUGMENTATION),
-)
+EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in AUGMENTATION),)
 NEEDS = (("output", ("transcribe",), ""), ("piece_seconds", ("transcribe",), ""))
 
 
@@ -133,9 +130,9 @@ def add_decoding(
 
 def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
     """Fills in the defaults of these flags and returns what they ask for, also after
-    `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not augment by default
-    (`augments`), and except in a demo, whose voices hardly vary; a plan without data is of training
-    with augmentation. `beam_size` is the default. Raises `UsageError`."""
+    `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
+    augment by default (`augments`), and except in a demo, whose voices hardly vary; a plan without
+    data is of training with augmentation. `beam_size` is the default. Raises `UsageError`."""
     augment = augments and (not is_demo or options.plans(args))
     for name in ("spec_augment", "speed_perturbation"):
         if getattr(args, name, False) is None:

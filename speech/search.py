@@ -23,13 +23,11 @@ def ctc_prefix_beam(
     every prefix has one score for alignments that end in a blank, and one for those that end in its
     last label. A frame extends prefixes by its `beam_size` best labels."""
     beam: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -math.inf)}
-    candidates = np.argpartition(-log_probs, min(beam_size, log_probs.shape[1] - 1), axis=1)[
-        :, :beam_size
-    ]
+    order = np.argpartition(-log_probs, min(beam_size, log_probs.shape[1] - 1), axis=1)
+    candidates = order[:, :beam_size]
     for frame, labels in zip(log_probs, candidates, strict=True):
-        scores: dict[tuple[int, ...], list[float]] = defaultdict(
-            lambda: [-math.inf, -math.inf]
-        )  # blank, label
+        # Of each prefix: [alignments that end in a blank, alignments that end in a label]
+        scores: dict[tuple[int, ...], list[float]] = defaultdict(lambda: [-math.inf, -math.inf])
         for prefix, (in_blank, in_label) in beam.items():
             either = _log_add(in_blank, in_label)
             same = scores[prefix]
@@ -68,16 +66,20 @@ def autoregressive_beam(
 
     The search ends when no unfinished hypothesis can become the best, or after `max_new_tokens`,
     when unfinished hypotheses are returned too."""
-    prefixes, scores, finished = torch.tensor([[bos]]), torch.zeros(1), []
+    prefixes = torch.tensor([[bos]])
+    scores = torch.zeros(1)
+    finished: list[tuple[list[int], float]] = []
     for length in range(1, max_new_tokens + 1):
         totals = scores[:, None] + next_log_probs(prefixes).float().cpu()  # (N, V)
         best, flat = totals.flatten().topk(min(2 * beam_size, totals.numel()))
-        rows, tokens = flat // totals.shape[1], flat % totals.shape[1]
+        rows = flat // totals.shape[1]
+        tokens = flat % totals.shape[1]
         unfinished = tokens != eos
         for row, score in zip(rows[~unfinished].tolist(), best[~unfinished].tolist(), strict=True):
             finished.append((prefixes[row, 1:].tolist(), score / length))
-        rows, tokens, scores = (values[unfinished][:beam_size] for values in (rows, tokens, best))
-        prefixes = torch.cat([prefixes[rows], tokens[:, None]], dim=1)
+        kept = unfinished.nonzero()[:beam_size, 0]
+        scores = best[kept]
+        prefixes = torch.cat([prefixes[rows[kept]], tokens[kept][:, None]], dim=1)
         finished = sorted(finished, key=lambda pair: -pair[1])[:beam_size]
         # A score can only fall, and is divided by at most `max_new_tokens`.
         if len(finished) == beam_size and finished[0][1] >= float(scores[0]) / max_new_tokens:
@@ -96,24 +98,24 @@ class CTCPrefixScores:
         self.log_probs = log_probs.astype(np.float64)  # (T, V)
         self.blank = blank
         in_blank = np.cumsum(self.log_probs[:, blank])
-        # prefix -> (log-probability; of alignments up to each frame that end in its last label
-        # (T,), in a blank (T,))
+        # Of each prefix: its log-probability, and those of its alignments up to each frame that end
+        # in its last label (T,) and in a blank (T,).
         self.states = {(): (0.0, np.full(len(log_probs), -np.inf), in_blank)}
 
     def extend(self, prefixes: list[tuple[int, ...]]) -> np.ndarray:
         """(N, V) what each next label adds to the log-probability of each prefix; the blank's
         column is for the end of the output. Prefixes must be empty or extensions of those of the
         last call."""
-        log_probs, blank = self.log_probs, self.blank
+        log_probs = self.log_probs
+        blank = self.blank
         frames, size = log_probs.shape
         states = [self.states[prefix] for prefix in prefixes]
         before = np.array([score for score, _, _ in states])
         after_label = np.stack([in_label for _, in_label, _ in states])  # (N, T)
         after_blank = np.stack([in_blank for _, _, in_blank in states])  # (N, T)
         either = np.logaddexp(after_label, after_blank)
-        start = np.repeat(
-            either[:, :, None], size, axis=2
-        )  # (N, T, V): before a label that starts at t + 1
+        # (N, T, V): before a label that starts at t + 1
+        start = np.repeat(either[:, :, None], size, axis=2)
         for row, prefix in enumerate(prefixes):
             if prefix:
                 start[row, :, prefix[-1]] = after_blank[row]
@@ -123,17 +125,16 @@ class CTCPrefixScores:
         begins = in_label[:, 0].copy()
         for t in range(1, frames):
             in_label[:, t] = np.logaddexp(in_label[:, t - 1], start[:, t - 1]) + log_probs[t]
-            in_blank[:, t] = (
-                np.logaddexp(in_blank[:, t - 1], in_label[:, t - 1]) + log_probs[t, blank]
-            )
+            either_before = np.logaddexp(in_blank[:, t - 1], in_label[:, t - 1])
+            in_blank[:, t] = either_before + log_probs[t, blank]
             begins = np.logaddexp(begins, start[:, t - 1] + log_probs[t])
         begins[:, blank] = either[:, -1]
-        self.states = {
-            (*prefix, token): (begins[row, token], in_label[row, :, token], in_blank[row, :, token])
-            for row, prefix in enumerate(prefixes)
-            for token in range(size)
-            if token != blank
-        }
+        self.states = {}
+        for row, prefix in enumerate(prefixes):
+            for token in range(size):
+                if token != blank:
+                    state = (begins[row, token], in_label[row, :, token], in_blank[row, :, token])
+                    self.states[(*prefix, token)] = state
         return begins - before[:, None]
 
 
@@ -154,10 +155,9 @@ def rescored_beam(
     labels, _ = pad([torch.tensor([*tokens, eos]) for tokens, _ in hypotheses], -100)
     labels = labels.to(log_probs.device)  # (N, U + 1)
     inputs = F.pad(labels[:, :-1].clamp_min(0), (1, 0), value=eos)
-    following = upcast(decoder(inputs)).log_softmax(-1)
-    attention = -F.nll_loss(
-        following.transpose(1, 2), labels, ignore_index=-100, reduction="none"
-    ).sum(1)
+    following = upcast(decoder(inputs)).log_softmax(-1).transpose(1, 2)
+    losses = F.nll_loss(following, labels, ignore_index=-100, reduction="none")
+    attention = -losses.sum(1)
     ctc = torch.tensor([score for _, score in hypotheses], device=log_probs.device)
     best = (weights["ctc"] * ctc + weights["attention"] * attention).argmax()
     return list(hypotheses[int(best)][0])
@@ -177,9 +177,8 @@ def joint_beam(
 
     def following(prefixes: torch.Tensor) -> torch.Tensor:
         attention = upcast(decoder(prefixes)[:, -1]).log_softmax(-1).cpu()
-        added = torch.from_numpy(ctc.extend([tuple(row[1:]) for row in prefixes.tolist()])).to(
-            attention.dtype
-        )
+        added = ctc.extend([tuple(row[1:]) for row in prefixes.tolist()])
+        added = torch.from_numpy(added).to(attention.dtype)
         return weights["attention"] * attention + weights["ctc"] * added
 
     return autoregressive_beam(following, eos, eos, beam_size, len(log_probs))[0][0]

@@ -3,11 +3,14 @@ demo corpus, or the stand-in of a planned run."""
 
 import argparse
 import hashlib
+import itertools
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
@@ -47,7 +50,9 @@ class RunInfo:
     """What a checkpoint keeps about the data of its run."""
 
     held_out: list[str]  # keys of the utterances that were held out for evaluation
-    longest: float  # seconds of the longest training utterance
+    # Seconds of the longest training utterance. A file from elsewhere must not ask for pieces of
+    # recordings without a length.
+    longest: Annotated[float, lambda seconds: 0.001 <= seconds < math.inf]
     demo: bool  # whether the run trained on the demo corpus
 
 
@@ -87,6 +92,11 @@ def add_arguments(parser) -> None:
         metavar="DIR",
         help="base of audio paths, also of absolute ones of another machine (the manifest's folder)",
     )
+    _add_limits(group)
+    _add_checks(parser, group)
+
+
+def _add_limits(group) -> None:
     group.add_argument(
         "--max_samples",
         type=sample_count,
@@ -108,6 +118,15 @@ def add_arguments(parser) -> None:
         help="reject longer utterances, seconds (30)",
     )
     group.add_argument(
+        "--use_chunking",
+        action=options.OnOff,
+        default=False,
+        help="cut recordings over --max_duration by the manifest's segment times (off)",
+    )
+
+
+def _add_checks(parser, group) -> None:
+    group.add_argument(
         "--strict_data",
         action=options.OnOff,
         default=False,
@@ -126,12 +145,6 @@ def add_arguments(parser) -> None:
         action=options.OnOff,
         default=True,
         help="decode all audio once before training, and reject silent clips (on)",
-    )
-    group.add_argument(
-        "--use_chunking",
-        action=options.OnOff,
-        default=False,
-        help="cut recordings over --max_duration by the manifest's segment times (off)",
     )
     group.add_argument(
         "--cache_audio",
@@ -262,18 +275,20 @@ def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
 
 
 def some_items(data, seed: int, count: int) -> list[dict]:
-    """`count` items of a data set, of utterances that are drawn at random, to fit initial weights
-    or statistics to. Audio that cannot be read is left out: training itself reports it. There are
-    fewer items if `data` has no more."""
-    items: list[dict] = []
+    """`count` items of a data set, of random utterances, to fit initial weights or statistics to.
+    There are fewer if fewer can be read."""
+    return list(itertools.islice(draw_items(data, seed), count))
+
+
+def draw_items(data, seed: int) -> Iterator[dict]:
+    """The items of a data set in random order, one at a time, without those of audio that cannot be
+    read: training itself reports it."""
     for index in np.random.default_rng(seed).permutation(len(data)):
         try:
-            items.append(data.item(int(index), 0))
+            item = data.item(int(index), 0)
         except DataError:
             continue
-        if len(items) == count:
-            break
-    return items
+        yield item
 
 
 def report_checked(sets: dict[str, Corpus]) -> None:

@@ -8,7 +8,7 @@ from common.errors import DataError, UsageError, require
 from common.files import read_json
 
 MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
-# they shape glyphs, so they are kept for training, but are not heard, so scoring removes them
+# They shape glyphs, so training keeps them. They are not heard, so scoring removes them.
 JOINERS = "\u200c\u200d"
 
 STATE = (  # what `state()` of a tokenizer returns
@@ -21,14 +21,12 @@ def normalise(text: str) -> str:
     """For training: NFC, no control characters or byte-order marks, single spaces. Keeps case,
     punctuation and all combining marks."""
     if not text.isprintable():  # a fast test, since characters to remove are rare
-        text = "".join(
-            c
-            for c in text
-            if c.isspace()
-            or c in JOINERS
-            or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
-        )
+        text = "".join(c for c in text if _is_kept(c))
     return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def _is_kept(c: str) -> bool:
+    return c.isspace() or c in JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
 
 
 def for_scoring(text: str) -> str:
@@ -42,7 +40,8 @@ def style(texts: list[str]) -> dict[str, float]:
     """The shares of `texts` that have capitals, punctuation and digits."""
 
     def share(has: Callable[[str], bool]) -> float:
-        return sum(any(map(has, text)) for text in texts) / max(1, len(texts))
+        count = sum(any(has(c) for c in text) for text in texts)
+        return count / max(1, len(texts))
 
     return {
         "case": share(str.isupper),
@@ -114,9 +113,8 @@ def load_vocab_file(path: str) -> CharTokenizer:
     if not isinstance(mapping, dict):
         raise UsageError(f"--vocab_file {path}: char2idx is not a JSON object")
     numbers = {c: i for c, i in mapping.items() if len(c) == 1 and unicodedata.category(c) != "Cs"}
-    if any(type(i) is not int or i < 0 for i in numbers.values()) or len(
-        set(numbers.values())
-    ) < len(numbers):
+    are_numbers = all(type(i) is int and i >= 0 for i in numbers.values())
+    if not are_numbers or len(set(numbers.values())) < len(numbers):
         raise UsageError(
             f"--vocab_file {path}: it does not map each character to a number of its own"
         )
@@ -126,10 +124,9 @@ def load_vocab_file(path: str) -> CharTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> SentencePieceTokenizer:
-    """A SentencePiece model of `texts`, which are read twice. `kind`: "char", whose tokens are the
-    characters of the texts, or "bpe", which adds longer pieces up to `vocab_size`. Raises
-    `UsageError` if `vocab_size` is less than the characters, `DataError` if there is too little
-    text."""
+    """A SentencePiece model of `texts`, which are read twice. The tokens of `kind` "char" are the
+    characters of the texts; "bpe" adds longer pieces up to `vocab_size`. Raises `UsageError` if
+    `vocab_size` is below the number of characters, and `DataError` if there is too little text."""
     sentencepiece = require("sentencepiece", "the tokenizer")
     characters: set[str] = set()
     for text in texts:
@@ -151,9 +148,7 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> Sentenc
             vocab_size=vocab_size if kind == "bpe" else 100_000,
             hard_vocab_limit=False,
             character_coverage=1.0,
-            required_chars="".join(
-                sorted(characters)
-            ),  # including those of texts beyond MOST_SENTENCES
+            required_chars="".join(sorted(characters)),  # also of texts beyond MOST_SENTENCES
             unk_id=0,
             bos_id=-1,
             eos_id=-1,

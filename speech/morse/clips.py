@@ -26,19 +26,6 @@ DRAWN = ("conditions", "wpm", "tone", "snr_db", "clip_seconds")  # flags: what c
 SYNTHETIC_ONLY = (*DRAWN, "clips_per_epoch", "eval_clips")
 RECORDED = ("data_dir", "train_manifest", "test_manifest")  # flags that name recordings
 GOALS = ("conditions", "data_dir")  # flags that ask for training, see `released.exports_only`
-# Flags that go with --write_dataset: what the clips depend on, and what every command takes.
-WRITING = {
-    "write_dataset",
-    *DRAWN,
-    "seed",
-    "dataloader_num_workers",
-    "output_dir",
-    "log_dir",
-    "checkpoint_dir",
-    "device",
-    "mixed_precision",
-    "tensorboard",
-}
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     ("train_manifest", "data_dir", "both name recordings; give one of them"),
@@ -136,10 +123,11 @@ def add_arguments(parser) -> None:
 
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
-    write, write_count = None, 0
+    write = None
+    write_count = 0
     conditions = [name for name in CONDITIONS if name != "demo"]
     if args.write_dataset:
-        write, write_count = dataset_to_write(args.write_dataset, args.given)
+        write, write_count = dataset_to_write(args.write_dataset)
         conditions = list(DATASET_MIX)
     elif is_demo:
         conditions = ["demo"]
@@ -168,12 +156,8 @@ def resolve(args, is_demo: bool) -> Options:
     )
 
 
-def dataset_to_write(words: list[str], given: frozenset[str]) -> tuple[str, int]:
+def dataset_to_write(words: list[str]) -> tuple[str, int]:
     """The folder and the number of clips of --write_dataset. Raises `UsageError`."""
-    if others := sorted(given - WRITING):
-        raise UsageError(
-            f"--write_dataset and --{others[0]}: the first trains nothing; leave the second out"
-        )
     try:
         return options.path(words[0]), options.number(int, 1, MOST_CLIPS)(words[1])
     except argparse.ArgumentTypeError as error:

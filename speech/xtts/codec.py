@@ -1,5 +1,4 @@
-"""Waveforms to the codes that XTTS speaks in, and back: mel spectrograms, the discrete VAE,
-Griffin-Lim.
+"""Waveforms to XTTS's codes and back: mel spectrograms, the discrete VAE, Griffin-Lim.
 
 The tensors of the DVAE have the names of Coqui's dvae.pth. Its design is that of Tortoise (Betker
 2023)."""
@@ -12,7 +11,8 @@ from common.device import upcast
 from speech.layers import full_fp32
 
 SAMPLE_RATE = 22_050
-WINDOW, HOP = 1024, 256  # samples of a frame, and between frames
+WINDOW = 1024  # samples of a frame
+HOP = 256  # samples between frames
 HIGHEST = 8_000  # Hz, the upper edge of the last mel band
 FLOOR = 1e-5  # least power of a mel band
 N_FFT = {"dvae": 1024, "conditioning": 2048}
@@ -25,21 +25,20 @@ SMALLEST = 1e-10  # power of a frequency bin; a bin at 0 would stay there
 
 
 def code_count(samples: int) -> int:
-    """The number of codes that a clip of so many samples at 22.05 kHz trains on. `DVAE.codes`
-    returns one more if `samples` is a multiple of 1,024, since the last frame is centred on the
+    """The number of codes that a clip of so many samples at 22.05 kHz has in training. `DVAE.codes`
+    returns one more if `samples` is a multiple of 1,024, because the last frame is centred on the
     sample after the end."""
     return -(-samples // SAMPLES_PER_CODE)
 
 
 @torch.no_grad()
 def griffin_lim(mel: torch.Tensor, mel_stats: torch.Tensor) -> torch.Tensor:
-    """The waveform (256 F,) at 22.05 kHz of "dvae" mel features (M, F), F > 2, without a vocoder.
-    Nothing is random. The algorithm is Griffin and Lim's (1984) with the momentum of Perraudin et
+    """The waveform (256 F,) at 22.05 kHz of "dvae" mel features (M, F), F > 2, without a vocoder
+    and without random phases: Griffin and Lim's algorithm (1984) with the momentum of Perraudin et
     al. (2013)."""
     with torch.autocast(mel.device.type, enabled=False), full_fp32(mel.device):
-        mel = nn.functional.pad(
-            upcast(mel), (0, 1), "replicate"
-        )  # F + 1 frames have F hops between their centres
+        # F + 1 frames have F hops between their centres
+        mel = nn.functional.pad(upcast(mel), (0, 1), "replicate")
         features = Mel("dvae", mel_stats).to(mel)
         power = linear_power((mel * features.mel_stats[:, None]).exp(), features.power.mel_scale.fb)
         return torchaudio.functional.griffinlim(
@@ -74,9 +73,7 @@ class Mel(nn.Module):
 
     def __init__(self, kind: str, mel_stats: torch.Tensor):
         super().__init__()
-        with torch.device(
-            "cpu"
-        ):  # torchaudio reads its filters, which a model without memory (device "meta") has not
+        with torch.device("cpu"):  # torchaudio reads its filters, which have no values on "meta"
             self.power = torchaudio.transforms.MelSpectrogram(
                 SAMPLE_RATE,
                 N_FFT[kind],
@@ -97,14 +94,16 @@ class DVAE(nn.Module):
     """The discrete VAE between mel features (B, M, F) and the codes (B, ceil(F / 4)) of a codebook.
 
     `config` gives "mel_channels" (M), "dvae_hidden" (width of the first layer; the second is twice
-    as wide), "codes" (size of the codebook) and "code_dim". `codes` and `decode` serve frozen
-    weights. `encode`, `codebook.nearest` and `reconstruct` are their parts; they follow autocast,
-    and `encode` and `reconstruct` have gradients."""
+    as wide), "codes" (size of the codebook) and "code_dim". `codes` and `decode` are for frozen
+    weights. Training uses their parts, `encode`, `codebook.nearest` and `reconstruct`, which follow
+    autocast."""
 
     def __init__(self, config: dict):
         super().__init__()
-        bands, inner, code_dim = config["mel_channels"], config["dvae_hidden"], config["code_dim"]
+        bands = config["mel_channels"]
+        inner = config["dvae_hidden"]
         width = 2 * inner
+        code_dim = config["code_dim"]
         self.encoder = nn.Sequential(
             nn.Sequential(nn.Conv1d(bands, inner, 3, stride=2, padding=1), nn.ReLU()),
             nn.Sequential(nn.Conv1d(inner, width, 3, stride=2, padding=1), nn.ReLU()),
@@ -169,16 +168,16 @@ class UpsampledConv(nn.Module):
 
 
 def nearest(vectors: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The numbers (N,) of the columns of `codes` (D, K) that are nearest to vectors (N, D)."""
-    # The order of the terms decides how near ties are rounded; this one is that of the released
-    # weights.
+    """The indices (N,) of the columns of `codes` (D, K) that are nearest to vectors (N, D)."""
+    # The order of the terms decides how near ties are rounded. This is the released model's.
     distance = vectors.square().sum(1, keepdim=True) - 2 * vectors @ codes + codes.square().sum(0)
     return distance.argmin(1)
 
 
 class Codebook(nn.Module):
-    """K vectors of width D (`embed`, (D, K)). Training moves them by moving averages:
-    `cluster_size` (K,) counts the vectors nearest to each code, `embed_avg` (D, K) is their sum."""
+    """K vectors of width D, `embed` (D, K). The released ones were trained by moving averages:
+    `cluster_size` (K,) is the number of vectors nearest to each code, `embed_avg` (D, K) their
+    sum."""
 
     def __init__(self, code_dim: int, codes: int):
         super().__init__()

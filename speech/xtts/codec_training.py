@@ -1,39 +1,59 @@
-"""What a DVAE for XTTS is trained on and by: crops of speech, the losses of a vector-quantised
+"""Training of a DVAE for an XTTS from scratch: crops of speech, the losses of a vector-quantised
 autoencoder (van den Oord et al. 2017), and k-means for its first codebook."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import batches, memory
+from common import batches, checkpoint, memory, records
 from common.device import upcast
+from common.errors import UsageError
+from speech import model_files
 from speech.audio import read_utterance
 from speech.columns import Corpus
+from speech.splits import some_items
 from speech.xtts.codec import DVAE, HOP, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, nearest
 
 STEPS = {"autoencoder": 300, "dvae": 900}  # updates of the two runs that make a DVAE
+FLAGS = {  # of these runs, in place of the GPT's
+    "learning_rate": 1e-3, "weight_decay": 0.0, "warmup_steps": None, "early_stopping_patience": 0,
+    "average_checkpoints": None, "gradient_checkpointing": False, "torch_compile": False,
+    "init_from": None,
+}  # fmt: skip
 FRAMES = 96  # of a crop, 1.1 s
 CROP = FRAMES * HOP  # samples
-SILENCE = (
-    4 * SAMPLES_PER_CODE
-)  # samples after a clip that a crop may reach, because codes of the end see them
+SILENCE = 4 * SAMPLES_PER_CODE  # samples after a clip in a crop: codes at the end depend on them
 LOSS_WEIGHTS = {"l1": 1.0, "codebook": 1.0, "commitment": 0.25}
-CLIPS = 512  # of which the first codebook and the bands' deviations are made
+FITTED = 512  # crops that the first codebook and the deviations of the bands are made of
 LEAST_DEVIATION = 0.1  # of a band, which may have the same power throughout
 ROUNDS = 20  # of k-means
 
 
-class Crops:
-    """A set of utterances as the DVAE takes them: (CROP,) samples, at a place that depends on
-    (seed, epoch, index) alone; in evaluation the beginning of the clip."""
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a DVAE's checkpoints say about it. `updates` are those of its complete run."""
 
-    def __init__(self, corpus: Corpus, seed: int, cache: str | None, training: bool):
+    stage: Annotated[str, {*STEPS}]
+    config: dict
+    updates: int
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+class Crops:
+    """A set of utterances as the DVAE takes them: crops (CROP,), whose place depends on (seed,
+    epoch, index) alone; in evaluation the beginning of the clip."""
+
+    def __init__(self, corpus: Corpus, seed: int, training: bool):
         self.corpus = corpus
         self.seed = seed
-        self.cache = cache
         self.training = training
 
     def __len__(self) -> int:
@@ -47,12 +67,11 @@ class Crops:
 
     def item(self, index: int, epoch: int) -> dict:
         waveform = F.pad(read_utterance(self.corpus, index, SAMPLE_RATE), (0, SILENCE))
-        room = max(0, len(waveform) - CROP)
-        begin = (
-            int(np.random.default_rng([self.seed, epoch, index]).integers(room + 1))
-            if self.training
-            else 0
-        )
+        begin = 0
+        if self.training:
+            room = max(0, len(waveform) - CROP)
+            random = np.random.default_rng([self.seed, epoch, index])
+            begin = int(random.integers(room + 1))
         crop = waveform[begin : begin + CROP]
         return {
             "audio": F.pad(crop, (0, CROP - len(crop))),
@@ -71,21 +90,24 @@ def collate(items: list[dict]) -> dict:
     }
 
 
+# --- model and loss -------------------------------------------------------------------------------
+
+
 class Coder(nn.Module):
-    """A DVAE in training, with the mels that it codes. Until it is `quantised`, vectors are decoded
-    as they are; from then on the codebook is a parameter, because moving averages would depend on
+    """A DVAE in training, with the mels that it codes. Unless it is `quantised`, the encoder's
+    vectors are decoded as they are. A codebook is a parameter here: moving averages would depend on
     how an update is cut into micro-batches."""
 
-    def __init__(self, config: dict, mel_stats: torch.Tensor, quantised: bool):
+    def __init__(self, config: dict, quantised: bool):
         super().__init__()
         self.dvae = DVAE(config)
-        self.mel = Mel("dvae", mel_stats)
+        self.mel = Mel("dvae", torch.ones(config["mel_channels"]))
         self.quantised = quantised
         if quantised:
             codebook = self.dvae.codebook
-            start = codebook.embed
+            initial = codebook.embed
             del codebook.embed
-            codebook.embed = nn.Parameter(start)
+            codebook.embed = nn.Parameter(initial)
 
     def features(self, audio: torch.Tensor) -> torch.Tensor:
         """(B, CROP) to (B, M, FRAMES)."""
@@ -98,7 +120,8 @@ def compute_loss(model: Coder, batch: dict) -> dict[str, torch.Tensor]:
     vectors."""
     mels = model.features(batch["audio"])
     vectors = upcast(model.dvae.encode(mels))
-    decoded, zero = vectors, vectors.new_zeros(len(mels))
+    decoded = vectors
+    zero = vectors.new_zeros(len(mels))
     terms = {"codebook": zero, "commitment": zero}
     if model.quantised:
         with torch.autocast(mels.device.type, enabled=False):  # as the GPT's codes will be computed
@@ -113,42 +136,39 @@ def compute_loss(model: Coder, batch: dict) -> dict[str, torch.Tensor]:
 def evaluate(model: Coder, eval_batches: Iterable[dict]) -> dict[str, tuple[float, float]]:
     """The losses as (sum, count)."""
     device = model.mel.mel_stats.device
-    sums, count = dict.fromkeys(LOSS_WEIGHTS, 0.0), 0
+    sums = dict.fromkeys(LOSS_WEIGHTS, 0.0)
+    count = 0
+
+    def losses_of(batch: dict) -> dict[str, torch.Tensor]:
+        return compute_loss(model, next(batches.to_device([batch], device)))
+
     for batch in eval_batches:
-        for terms in memory.split_on_oom(
-            lambda b: compute_loss(model, next(batches.to_device([b], device))), batch, device
-        ):
-            sums = {name: sums[name] + float(terms[name]) for name in sums}
+        for terms in memory.split_on_oom(losses_of, batch, device):
+            sums = {name: total + float(terms[name]) for name, total in sums.items()}
         count += len(batch["names"])
     return {name: (total, count) for name, total in sums.items()}
 
 
+# --- what is fitted to the data -------------------------------------------------------------------
+
+
 @torch.no_grad()
-def first_coder(
-    config: dict, crops: Crops, tensors: dict[str, torch.Tensor] | None, seed: int | None
-) -> Coder:
-    """The DVAE that a run begins with: random ones for mels of deviation 1 in each band, with their
-    mean as its output or, from the `tensors` of an earlier run, these with a codebook by k-means of
-    the vectors of `CLIPS` crops. Without a `seed` its weights are yet to be loaded."""
-    deviation = torch.ones(config["mel_channels"])
-    if seed is None:
-        return Coder(config, deviation, quantised=tensors is not None)
-    audio = torch.stack([crops.item(i, 0)["audio"] for i in range(min(CLIPS, len(crops)))])
+def fit(seed: int, tensors: dict[str, torch.Tensor] | None, model: Coder, data: Crops) -> None:
+    """Prepares the DVAE of a new run. The first run gets the deviation of each band, and the bands'
+    means as its output. The second one gets `tensors`, those of the first, and a codebook by
+    k-means of the encoder's vectors."""
+    audio = torch.stack([item["audio"] for item in some_items(data, seed, FITTED)])
     if tensors is None:
-        mels = Mel("dvae", deviation)(audio)
-        deviation, mean = torch.std_mean(mels, dim=(0, 2))
+        deviation, mean = torch.std_mean(model.mel(audio), dim=(0, 2))
         deviation = deviation.clamp_min(LEAST_DEVIATION)
-        model = Coder(config, deviation, quantised=False)
+        model.mel.mel_stats.copy_(deviation)
         model.dvae.decoder[-1].bias.copy_(mean / deviation)
-        return model
-    model = Coder(config, deviation, quantised=True)
+        return
     model.load_state_dict(tensors)
-    vectors = torch.cat(
-        [model.dvae.encode(model.features(part)).flatten(0, 1) for part in audio.split(32)]
-    )
+    vectors = [model.dvae.encode(model.features(part)).flatten(0, 1) for part in audio.split(32)]
     codes = model.dvae.codebook.embed
-    codes.copy_(kmeans(vectors, codes.shape[1], torch.Generator().manual_seed(seed)).t())
-    return model
+    generator = torch.Generator().manual_seed(seed)
+    codes.copy_(kmeans(torch.cat(vectors), codes.shape[1], generator).t())
 
 
 def kmeans(vectors: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -163,3 +183,35 @@ def kmeans(vectors: torch.Tensor, count: int, generator: torch.Generator) -> tor
         drawn = vectors[torch.randint(len(vectors), (count,), generator=generator)]
         centres = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp_min(1), drawn)
     return centres
+
+
+# --- a trained DVAE -------------------------------------------------------------------------------
+
+
+def read_dvae(
+    recipe: str, config: dict, folders: list[Path], expected: dict
+) -> tuple[dict, ModelInfo]:
+    """The weights of the DVAE that was trained into the first of `folders` that has one, as
+    `formats.read_frozen` returns them, and its info. `expected`: the shapes of its tensors. Raises
+    `UsageError`."""
+    paths = [folder / "best.safetensors" for folder in folders]
+    found = [path for path in paths if path.exists()]
+    if not found:
+        raise UsageError(
+            f"the DVAE of this model is not in {folders[-1]}: name its folder with --model_dir"
+        )
+    path = found[0]
+    saved = checkpoint.read_weights(path, recipe, "--model_dir")
+    info = records.read(ModelInfo, saved.model_info, path)
+    # in a dry run without values, on the device "meta"
+    tensors = {name: w.to(torch.get_default_device()) for name, w in saved.model.items()}
+    stats = tensors.pop("mel.mel_stats", torch.zeros(0))
+    dvae = {
+        name.removeprefix("dvae."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("dvae.")
+    }
+    model_files.check_shapes(dvae, expected, path, "XTTS")
+    if stats.shape != (config["mel_channels"],):
+        raise UsageError(f"{path}: it has not the deviations of {config['mel_channels']} bands")
+    return {"dvae": dvae, "hifigan_decoder": {}, "mel_stats": stats}, info

@@ -1,6 +1,8 @@
-"""Texts to speech with a trained GPT: a voice from reference clips, whole texts, and the held-out
-sentences after training."""
+"""Texts to speech with a trained GPT: sentences, the voice of reference clips, waveforms, and the
+held-out sentences that a training ends with."""
 
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,19 +11,66 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import files
-from common.errors import cannot_write
-from speech.audio import int16, read_utterance, write_wav
+from common import files, options
+from common.errors import UsageError, cannot_write
+from speech.audio import int16, read_audio, read_utterance, write_wav
 from speech.columns import Corpus
-from speech.xtts import codec, inference
+from speech.xtts import decoding
 from speech.xtts.codec import SAMPLE_RATE, code_count
-from speech.xtts.start import Frozen
+from speech.xtts.decoding import Sampling, Speech
+from speech.xtts.frozen import Frozen
+from speech.xtts.texts import Texts
 
+# A text is cut after ends of sentences, after commas and between words. Marks and quotes that
+# follow stay with what they end. Marks within 3.5, 1,000 and 12:30 do not count. Two Ethiopic word
+# spaces or two colons are often typed for ።.
+END = r"(?:[።፧፨!?…؟।。！？]|፡፡|::|(?<!\.)\.+(?![\w.]))"
+CUTS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        END + r"""(?:["')\]»”’]|\s*(?:""" + END + r"|[)\]»”’]))*\s*",
+        r"""(?:[፣፤፥፦،؛，、；：–—]|[,;:](?!\w))+["')\]»”’]*\s*""",
+        r"[\s፡]+",
+    )
+)
+
+REFERENCE_SECONDS = 30  # of each reference clip, as in Coqui's configuration of the released model
+CHUNK_SECONDS = 4
+SHORTEST_SECONDS = 0.33  # of a chunk, as in Coqui's code
+
+FRAME_SECONDS = 0.01
+QUIET = 0.01  # level of a frame relative to the loudest one (-40 dB)
+SILENT = 1e-4  # level of a frame that is quiet in any clip (-80 dB of full scale)
+QUIET_SECONDS = 0.3  # kept at the end; a natural end has 0.12 to 0.18 s
+FADE_SECONDS = 0.005
+
+EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export should have
 HEADER = ("audio_file", "text", "speaker_name")  # of the manifests that are written
-SHORTEST_LIMIT, LIMIT = (
-    40,
-    2,
-)  # a held-out sentence may have so many codes, or twice those of its recording
+KINDS = ("reference", "resynthesis", "synthesis")  # of the clips of a held-out sentence
+SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
+LIMIT = 2  # times the codes of its recording, if that is more
+
+# Rows for common.options: flags that need another one.
+NEEDS = (
+    ("synthesize", ("speaker_wav",), "a reference clip of the voice"),
+    ("speaker_wav", ("synthesize",), ""),
+    ("output", ("synthesize",), ""),
+    ("temperature", ("synthesize",), ""),
+    ("top_k", ("synthesize",), ""),
+    ("top_p", ("synthesize",), ""),
+    ("repetition_penalty", ("synthesize",), ""),
+)
+
+
+@dataclass(frozen=True)
+class Synthesiser:
+    """A GPT with the frozen parts, and a `Texts` that reads texts and encodes them. Sentences of
+    more than `longest` tokens are cut."""
+
+    model: torch.nn.Module
+    frozen: Frozen
+    texts: Texts
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -33,111 +82,319 @@ class Voice:
     speaker: torch.Tensor | None
 
 
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser) -> None:
+    group = parser.add_argument_group("speaking")
+    parser.add_command(
+        group,
+        "--synthesize",
+        nargs="+",
+        metavar="TEXT",
+        help=(
+            "speak texts, or a file with a text in each line, with the weights of --resume"
+            " (CHECKPOINT_DIR/best.safetensors)"
+        ),
+    )
+    group.add_argument(
+        "--speaker_wav",
+        nargs="+",
+        type=options.path,
+        metavar="FILE",
+        help="reference clips of the voice",
+    )
+    group.add_argument(
+        "--output",
+        type=options.path,
+        default="speech.wav",
+        metavar="FILE",
+        help="the wav; several texts get numbers (speech.wav)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=options.number(float, 0.0, 10.0, open_low=True),
+        default=0.75,
+        metavar="X",
+        help="(0.75)",
+    )
+    group.add_argument(
+        "--top_k",
+        type=options.COUNT,
+        default=50,
+        metavar="N",
+        help="draw among the N likeliest codes; 0 = all (50)",
+    )
+    group.add_argument(
+        "--top_p",
+        type=options.number(float, 0.0, 1.0, open_low=True),
+        default=0.85,
+        metavar="P",
+        help="draw among the likeliest codes with this probability in all (0.85)",
+    )
+    group.add_argument(
+        "--repetition_penalty",
+        type=options.number(float, 1.0, 100.0),
+        default=5.0,
+        metavar="X",
+        help="divides the scores of codes that have been spoken (5)",
+    )
+
+
+def resolve(args) -> Sampling:
+    """Checks the flags of --synthesize and returns how codes are drawn. Raises `UsageError`."""
+    for path in args.speaker_wav:
+        if not os.path.isfile(path):
+            raise UsageError(f"--speaker_wav {path}: no such file")
+    if os.path.isdir(args.output) or not os.access(Path(args.output).parent, os.W_OK):
+        raise UsageError(
+            f"--output {args.output}: it must be a file in a folder that exists and can be written"
+        )
+    return Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
+
+
+def numbered(output: str, number: int, count: int) -> Path:
+    """The file for text `number` of `count`: `output` itself, or speech_001.wav and so on."""
+    path = Path(output)
+    if count == 1:
+        return path
+    return path.with_name(f"{path.stem}_{number:03d}{path.suffix or '.wav'}")
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def split_sentences(text: str, most_tokens: int, count: Callable[[str], int]) -> list[str]:
+    """The sentences of `text`. One with more than `most_tokens`, as `count(piece)` says, is cut
+    after commas, else between words, else within a word, into pieces as long as possible. Nothing
+    but white space is changed or lost. Raises `UsageError` if a single character has too many
+    tokens."""
+    pieces = []
+    for sentence in _cut(CUTS[0], " ".join(text.split())):
+        pieces += _fit(sentence, most_tokens, count, CUTS[1:])
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def _cut(pattern: re.Pattern, text: str) -> list[str]:
+    """The parts of `text`, each with at least a letter or a digit if `text` has any."""
+    parts = []
+    begin = 0  # of the next part
+    searched = 0
+    for match in pattern.finditer(text):
+        if re.search(r"\w", text[searched : match.end()]):
+            parts.append(text[begin : match.end()])
+            begin = match.end()
+        searched = match.end()
+    if not parts or re.search(r"\w", text[begin:]):
+        return [*parts, text[begin:]]
+    return [*parts[:-1], parts[-1] + text[begin:]]
+
+
+def _fit(
+    text: str, most_tokens: int, count: Callable[[str], int], cuts: tuple[re.Pattern, ...]
+) -> list[str]:
+    """Pieces of `text` that are as long as `most_tokens` allow, cut by the first of `cuts` that is
+    fine enough."""
+    if count(text.strip()) <= most_tokens:
+        return [text]
+    if len(text) == 1:
+        raise UsageError(
+            f"the character {text!r} has more than {most_tokens} tokens: use another vocabulary"
+        )
+    pieces = []
+    piece = ""
+    for part in _cut(cuts[0], text) if cuts else text:
+        if count((piece + part).strip()) <= most_tokens:
+            piece += part
+            continue
+        if piece:
+            pieces.append(piece)
+        *rest, piece = _fit(part, most_tokens, count, cuts[1:])
+        pieces += rest
+    return [*pieces, piece]
+
+
+# --- voices and texts -----------------------------------------------------------------------------
+
+
+def read_references(paths: list[str], device: torch.device) -> list[torch.Tensor]:
+    """The clips (T,) of --speaker_wav at 22.05 kHz. Raises `UsageError` and `DataError`."""
+    clips = [read_audio(path, SAMPLE_RATE).to(device) for path in paths]
+    for path, clip in zip(paths, clips, strict=True):
+        if len(clip) < SHORTEST_SECONDS * SAMPLE_RATE:
+            raise UsageError(f"--speaker_wav {path}: it is shorter than {SHORTEST_SECONDS} s")
+    return clips
+
+
+def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
+    """A reference clip of each speaker, the one that is nearest to 10 s: int16 samples (T,) and
+    Hz."""
+    off = np.abs(corpus.seconds - EXPORTED_SECONDS)
+    best: dict[str, int] = {}
+    for index, speaker in enumerate(corpus.speakers):
+        name = speaker or "speaker"
+        if name not in best or off[index] < off[best[name]]:
+            best[name] = index
+    clips = {name: read_utterance(corpus, index, SAMPLE_RATE) for name, index in best.items()}
+    return {name: (int16(clip), SAMPLE_RATE) for name, clip in clips.items()}
+
+
 def voice_of(model, frozen: Frozen, waveforms: Sequence[torch.Tensor]) -> Voice:
     """The voice of reference clips (T,) at 22.05 kHz on the model's device. Raises `UsageError` if
     they are too short."""
-    latents = inference.latents(model, frozen.conditioning_mel, waveforms)
+    latents = latents_of(model, frozen.conditioning_mel, waveforms)
     return Voice(latents, frozen.speaker(list(waveforms)) if frozen.vocoder else None)
 
 
 @torch.no_grad()
+def latents_of(
+    model, mel: Callable[[torch.Tensor], torch.Tensor], waveforms: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Conditioning latents (1, L, d) of a voice from waveforms (T,) at 22.05 kHz: the mean over
+    chunks of 4 s of the first 30 s of each. `mel` maps (1, T) to "conditioning" features (1, M, F).
+    A remainder of at least 0.33 s is a chunk without padding; a shorter one is ignored, as in
+    Coqui's code. Raises `UsageError` if there is no chunk."""
+    chunks = [
+        chunk
+        for waveform in waveforms
+        for chunk in waveform[: REFERENCE_SECONDS * SAMPLE_RATE].split(CHUNK_SECONDS * SAMPLE_RATE)
+        if len(chunk) >= SHORTEST_SECONDS * SAMPLE_RATE
+    ]
+    if not chunks:
+        raise UsageError(
+            f"the reference audio is shorter than {SHORTEST_SECONDS} s: give a longer --speaker_wav"
+        )
+    return torch.stack([model.condition(mel(chunk[None])) for chunk in chunks]).mean(0)
+
+
+@torch.no_grad()
 def speak(
-    model,
-    frozen: Frozen,
-    encode: Callable[[str], list[int]],
+    synthesiser: Synthesiser,
     text: str,
     voice: Voice,
-    settings: inference.Sampling,
-    longest: int,
+    settings: Sampling,
+    language: str | None = None,
 ) -> torch.Tensor:
-    """A text as samples (T,) at `frozen.rate`. Sentences of more than `longest` tokens are cut."""
-    sentences = inference.split_sentences(text, longest, lambda piece: len(encode(piece)))
-    spoken = inference.sample(
-        model, model.config, voice.latents, [encode(each) for each in sentences], settings
+    """A text as samples (T,) at `frozen.rate`."""
+
+    def encode(sentence: str) -> list[int]:
+        return synthesiser.texts.encode(sentence, language)
+
+    read = synthesiser.texts.read(text, language)
+    sentences = split_sentences(read, synthesiser.longest, lambda piece: len(encode(piece)))
+    tokens = [encode(sentence) for sentence in sentences]
+    spoken = decoding.sample(
+        synthesiser.model, synthesiser.model.config, voice.latents, tokens, settings
     )
-    return inference.join([_waveform(frozen, speech, voice) for speech in spoken], frozen.rate)
+    return join(
+        [_waveform(synthesiser.frozen, speech, voice) for speech in spoken], synthesiser.frozen.rate
+    )
 
 
-def _waveform(frozen: Frozen, speech: inference.Speech, voice: Voice) -> torch.Tensor:
+def _waveform(frozen: Frozen, speech: Speech, voice: Voice) -> torch.Tensor:
     if not len(speech.codes):
         return voice.latents.new_zeros(0)
     if frozen.vocoder:
         return frozen.vocoder(speech.latents[None], voice.speaker)[0]
-    return codec.griffin_lim(frozen.dvae.decode(speech.codes[None])[0], frozen.dvae_mel.mel_stats)
+    return frozen.resynthesise(speech.codes)
+
+
+# --- waveforms ------------------------------------------------------------------------------------
+
+
+def finish(waveform: torch.Tensor, rate: int) -> torch.Tensor:
+    """A waveform (T,) whose end is cut 0.3 s after it becomes quiet, and whose last 5 ms are faded
+    out."""
+    size = round(FRAME_SECONDS * rate)
+    frames = F.pad(waveform, (0, -len(waveform) % size)).view(-1, size)
+    levels = frames.square().mean(1).sqrt()
+    end = 0
+    if len(levels):
+        loud = (levels > max(SILENT, QUIET * float(levels.max()))).nonzero()
+        end = (int(loud[-1]) + 1) * size if len(loud) else 0
+    waveform = waveform[: end + round(QUIET_SECONDS * rate)].clone()
+    fade = min(len(waveform), round(FADE_SECONDS * rate))
+    factors = torch.linspace(1, 0, fade + 1, dtype=waveform.dtype, device=waveform.device)
+    waveform[len(waveform) - fade :] *= factors[1:]
+    return waveform
+
+
+def join(waveforms: Sequence[torch.Tensor], rate: int) -> torch.Tensor:
+    """The finished waveforms (T,) of sentences as one."""
+    return torch.cat([finish(waveform, rate) for waveform in waveforms])
+
+
+# --- held-out sentences ---------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def speak_corpus(
     folder: Path,
-    model,
-    frozen: Frozen,
-    texts,
+    synthesiser: Synthesiser,
     corpus: Corpus,
     references: dict[str, tuple[np.ndarray, int]],
-    settings: inference.Sampling,
-    longest: int,
+    settings: Sampling,
 ) -> str:
-    """Speaks the sentences of a corpus with the voices of `references` {speaker: (int16 samples,
-    rate)}, and makes their recordings anew from their codes, into wav files in `folder` and the
-    manifests reference.csv, resynthesis.csv and synthesis.csv. `texts` is a `Texts`. Returns a line
-    that says so, with the similarity of the voices if there is a speaker encoder. Raises `RunError`
-    if they cannot be written."""
-    device = next(model.parameters()).device
+    """Speaks the sentences of a corpus with the voices of `references`, {speaker: (int16 samples,
+    Hz)}, and makes their recordings anew from their codes. Writes wav files into `folder`, and the
+    manifests reference.csv, resynthesis.csv and synthesis.csv. Returns a message, with the
+    similarity of the voices if there is a speaker encoder. Raises `RunError` if the files cannot be
+    written."""
+    frozen = synthesiser.frozen
+    device = next(synthesiser.model.parameters()).device
     voices: dict[str, Voice] = {}
-    rows: dict[str, list[tuple[str, str, str]]] = {
-        "reference": [],
-        "resynthesis": [],
-        "synthesis": [],
-    }
-    waves: dict[str, tuple[np.ndarray, int]] = {}
-    likeness = []
+    rows = {kind: [] for kind in KINDS}
+    clips: dict[str, tuple[np.ndarray, int]] = {}
+    similarities = []
     for index in range(len(corpus)):
-        text, name = corpus.texts[index], corpus.speakers[index] or "speaker"
+        text = corpus.texts[index]
+        name = corpus.speakers[index] or "speaker"
         if name not in voices:
-            clip, _ = references.get(name) or next(iter(references.values()))
-            voices[name] = voice_of(model, frozen, [torch.from_numpy(clip).to(device) / 32768])
-        voice = voices[name]
+            samples, _ = references.get(name) or next(iter(references.values()))
+            reference = torch.from_numpy(samples).to(device) / 32768
+            voices[name] = voice_of(synthesiser.model, frozen, [reference])
         recording = read_utterance(corpus, index, SAMPLE_RATE).to(device)
-        most = max(SHORTEST_LIMIT, LIMIT * code_count(len(recording)))
-        language = corpus.languages[index]
-        spoken = speak(
-            model,
-            frozen,
-            lambda t, language=language: texts.encode(t, language),
-            texts.read(text, language),
-            voice,
-            replace(settings, max_codes=min(most, settings.max_codes)),
-            longest,
-        )
+        codes = frozen.codes(recording[None])[0, : code_count(len(recording))]
+        most = max(SHORTEST_LIMIT, LIMIT * len(codes))
+        limited = replace(settings, max_codes=min(most, settings.max_codes))
+        spoken = speak(synthesiser, text, voices[name], limited, corpus.languages[index])
         if frozen.vocoder and len(spoken) > frozen.rate // 2:
-            likeness.append(
-                float(F.cosine_similarity(frozen.speaker([spoken], frozen.rate), voice.speaker)[0])
-            )
-        codes = frozen.codes(recording[None])[:, : code_count(len(recording))]
-        copy = codec.griffin_lim(frozen.dvae.decode(codes)[0], frozen.dvae_mel.mel_stats)
+            heard = frozen.speaker([spoken], frozen.rate)
+            similarities.append(float(F.cosine_similarity(heard, voices[name].speaker)[0]))
         outputs = {
             "reference": (recording, SAMPLE_RATE),
-            "resynthesis": (copy, SAMPLE_RATE),
+            "resynthesis": (frozen.resynthesise(codes), SAMPLE_RATE),
             "synthesis": (spoken, frozen.rate),
         }
         for kind, (waveform, rate) in outputs.items():
-            rows[kind].append((f"{index + 1:03d}_{kind}.wav", text, name))
-            waves[rows[kind][-1][0]] = int16(waveform), rate
+            file = f"{index + 1:03d}_{kind}.wav"
+            rows[kind].append((file, text, name))
+            clips[file] = int16(waveform), rate
+    write_speech(folder, clips, rows)
+    message = (
+        f"{len(corpus)} held-out sentences spoken: {folder}/*_synthesis.wav; manifests beside them"
+    )
+    if similarities:
+        mean = sum(similarities) / len(similarities)
+        message += (
+            f"\nspeaker similarity: {mean:.2f} (cosine between vectors of the speaker encoder)"
+        )
+    return message
+
+
+def write_speech(
+    folder: Path,
+    clips: dict[str, tuple[np.ndarray, int]],
+    rows: dict[str, list[tuple[str, str, str]]],
+) -> None:
+    """Writes `clips`, {file: (int16 samples, Hz)}, and a manifest of each kind of `rows` (file,
+    text, speaker). Raises `RunError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, (samples, rate) in waves.items():
+        for file, (samples, rate) in clips.items():
             write_wav(folder / file, samples, rate)
         for kind, lines in rows.items():
             table = ["|".join(cell.replace("|", " ") for cell in row) for row in (HEADER, *lines)]
             files.write_text(folder / f"{kind}.csv", "\n".join(table) + "\n")
     except OSError as error:
         raise cannot_write(folder, error, "--output_dir") from None
-    said = (
-        f"{len(corpus)} held-out sentences spoken: {folder}/*_synthesis.wav; manifests beside them"
-    )
-    if likeness:
-        said += (
-            f"\nspeaker similarity: {sum(likeness) / len(likeness):.2f} (cosine between vectors of"
-            " the speaker encoder)"
-        )
-    return said

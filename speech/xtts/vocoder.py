@@ -1,9 +1,8 @@
 """Latents of the GPT to a waveform in a speaker's voice: HiFiGAN and the speaker encoder of
 XTTS-v2.
 
-HiFiGAN is that of Kong et al. (2020), the speaker encoder is the SE-ResNet of Heo et al. (2020).
-The tensors have the names that are below `hifigan_decoder.` in Coqui's model.pth. Nothing here is
-trained."""
+HiFiGAN is Kong et al.'s (2020), the speaker encoder the SE-ResNet of Heo et al. (2020). The tensors
+have the names that are below `hifigan_decoder.` in Coqui's model.pth. Nothing here is trained."""
 
 import math
 
@@ -22,8 +21,10 @@ SPEAKER_RATE = 16_000
 SPEAKER_BANDS = 64
 PRE_EMPHASIS = 0.97
 FLOOR = 1e-6  # power added to every band before the logarithm
-KERNELS, DILATIONS = (3, 7, 11), (1, 3, 5)  # of HiFiGAN's residual blocks
-SLOPE, LAST_SLOPE = 0.1, 0.01  # of its leaky ReLU
+KERNELS = (3, 7, 11)  # of HiFiGAN's residual blocks
+DILATIONS = (1, 3, 5)
+SLOPE = 0.1  # of HiFiGAN's leaky ReLU
+LAST_SLOPE = 0.01
 
 
 def _stage(channels: int, width: int, blocks: int, stride: int) -> nn.Sequential:
@@ -135,14 +136,12 @@ class DilatedBlock(nn.Module):
 
 
 class SpeakerEncoder(nn.Module):
-    """Waveforms (B, T) at 16 kHz to vectors (B, `speaker`) of length 1. It stays in evaluation
+    """Waveforms (B, T) at 16 kHz to vectors (B, `speaker`) of length 1, always in evaluation
     mode."""
 
     def __init__(self, speaker: int, filters: tuple[int, ...], blocks: tuple[int, ...]):
         super().__init__()
-        with torch.device(
-            "cpu"
-        ):  # torchaudio reads its filters, which a model without memory (device "meta") has not
+        with torch.device("cpu"):  # torchaudio reads its filters, which have no values on "meta"
             mel = torchaudio.transforms.MelSpectrogram(
                 SPEAKER_RATE,
                 n_fft=512,

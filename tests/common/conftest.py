@@ -27,7 +27,7 @@ def small_heap():
 def pytest_collection_modifyitems(items) -> None:
     """Starts the server of `in_processes`, so that it imports torch while other tests run."""
     if any("in_processes" in getattr(item, "fixturenames", ()) for item in items):
-        multiprocessing.set_forkserver_preload(["pytest", "tests.toy", "torch._dynamo"])
+        multiprocessing.set_forkserver_preload(["pytest", "tests.small", "torch._dynamo"])
         multiprocessing.forkserver.ensure_running()
 
 

@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from common import batches
 from common.device import Ranks, Setup
 from common.errors import DataError, RunError
-from tests import processes, toy
+from tests import processes, small
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,10 +33,10 @@ def lengths(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).lognormal(1.5, 0.6, count)
 
 
-small = st.integers(0, 10**6)
+seeds = st.integers(0, 10**6)
 
 
-@given(count=st.integers(1, 400), size=st.integers(1, 40), seed=small, epoch=st.integers(0, 100))
+@given(count=st.integers(1, 400), size=st.integers(1, 40), seed=seeds, epoch=st.integers(0, 100))
 def test_every_utterance_once_an_epoch(count, size, seed, epoch):
     seconds = lengths(count, seed)
     plan = batches.plan_epoch(seconds, size, seed, epoch)
@@ -54,8 +54,8 @@ def test_every_utterance_once_an_epoch(count, size, seed, epoch):
 parts = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 8)), max_size=4)
 
 
-@given(count=st.integers(1, 300), parts=parts, seed=small, epoch=st.integers(0, 3))
-def test_what_other_window_sizes_have_seen_is_left_out(count, parts, seed, epoch):
+@given(count=st.integers(1, 300), parts=parts, seed=seeds, epoch=st.integers(0, 3))
+def test_what_other_global_batch_sizes_have_seen_is_left_out(count, parts, seed, epoch):
     seconds, seen, done = lengths(count, seed), [], []
     for size, global_batches in parts:
         plan = batches.plan_epoch(seconds, size, seed, epoch, done)[:global_batches]
@@ -78,7 +78,7 @@ def test_seeds_and_epochs_have_their_own_order():
     assert len(set(plans)) == 6
 
 
-def test_windows_hold_similar_lengths_and_come_in_random_order():
+def test_global_batches_hold_similar_lengths_and_come_in_random_order():
     seconds = lengths(5000, 0)
     plan = batches.plan_epoch(seconds, 8, 1, 1)
     padding = 1 - seconds.sum() / sum(
@@ -101,9 +101,9 @@ def test_windows_hold_similar_lengths_and_come_in_random_order():
     size=st.integers(1, 12),
     cap=st.none() | st.floats(0.5, 60),
     ranks=st.integers(1, 5),
-    seed=small,
+    seed=seeds,
 )
-def test_cut_window(count, size, cap, ranks, seed):
+def test_cut_global_batch(count, size, cap, ranks, seed):
     seconds = lengths(100, seed)
     global_batch = np.random.default_rng(seed).permutation(100)[:count]
     shares = [
@@ -242,7 +242,7 @@ def bad(path: str):
 def global_batches(
     data: Clips, *flags: str, workers: int = 0, rank: int = 0, ranks: int = 1
 ) -> batches.GlobalBatches:
-    args = toy.make_args(
+    args = small.make_args(
         "unused", "--batch_size", "2", "--gradient_accumulation_steps", "3", *flags
     )
     return batches.GlobalBatches(
@@ -278,7 +278,7 @@ def exactly(message: str) -> str:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_windows_come_in_order_and_continue_from_any_position(workers, no_hang):
+def test_global_batches_come_in_order_and_continue_from_any_position(workers, no_hang):
     data = clips(20)  # four global batches of six, one of them of two
     made = global_batches(data, workers=workers)
     assert made.per_epoch == 4 and made.global_batch_size == 6
@@ -314,7 +314,7 @@ def test_every_epoch_has_its_own_lengths():
         assert order == sorted(order, reverse=True)
 
 
-def test_ranks_share_a_window():
+def test_ranks_share_a_global_batch():
     shares = [take(global_batches(clips(50), rank=rank, ranks=3).iterate(), 3) for rank in range(3)]
     alone = take(global_batches(clips(50), "--gradient_accumulation_steps", "9").iterate(), 3)
     for number in range(3):
@@ -324,14 +324,16 @@ def test_ranks_share_a_window():
 
 def test_total_steps():
     made = global_batches(clips(100))
-    assert made.total_steps(toy.make_args("unused", "--num_epochs", "3")) == 3 * 17
-    assert made.total_steps(toy.make_args("unused", "--num_epochs", "3", "--max_steps", "20")) == 20
+    assert made.total_steps(small.make_args("unused", "--num_epochs", "3")) == 3 * 17
     assert (
-        made.total_steps(toy.make_args("unused", "--num_epochs", "3", "--max_steps", "2000"))
+        made.total_steps(small.make_args("unused", "--num_epochs", "3", "--max_steps", "20")) == 20
+    )
+    assert (
+        made.total_steps(small.make_args("unused", "--num_epochs", "3", "--max_steps", "2000"))
         == 3 * 17
     )
     assert (
-        made.total_steps(toy.make_args("unused", "--num_epochs", "3"), (5, 1)) == 5 + 2 * 17
+        made.total_steps(small.make_args("unused", "--num_epochs", "3"), (5, 1)) == 5 + 2 * 17
     )  # other data before
 
 
@@ -354,7 +356,7 @@ def test_bad_files_are_skipped_counted_and_named(no_hang, workers):
     assert skipped == {"three.wav": "three.wav is truncated", "seven.wav": "seven.wav is truncated"}
 
 
-def test_a_window_of_bad_files_only_is_empty():
+def test_a_global_batch_of_bad_files_only_is_empty():
     (global_batch,) = take(
         global_batches(clips(4, everywhere(bad("a.wav"))), "--skip_bad_audio").iterate(), 1
     )
@@ -401,8 +403,8 @@ def test_a_worker_that_dies_later_is_noticed_when_its_data_are_needed(no_hang, w
 HELD = """
 from common.batches import GlobalBatches
 from common.device import Setup
-from tests import processes, toy
-source = GlobalBatches(toy.make_args("unused"), toy.Sequences(50), toy.collate, Setup(workers=1)).iterate()
+from tests import processes, small
+source = GlobalBatches(small.make_args("unused"), small.Waveforms(50), small.collate, Setup(workers=1)).iterate()
 next(source)
 try:
     raise ValueError("the end")
@@ -450,7 +452,7 @@ def test_many_micro_batches_do_not_run_out_of_files(no_hang):
 def evaluation(
     data: Clips, *flags: str, workers: int = 0, rank: int = 0, ranks: int = 1
 ) -> batches.EvalBatches:
-    args = toy.make_args("unused", "--eval_batch_size", "4", *flags)
+    args = small.make_args("unused", "--eval_batch_size", "4", *flags)
     return batches.EvalBatches(
         args, data, collate, Setup(ranks=Ranks(rank, ranks), workers=workers)
     )

@@ -14,11 +14,11 @@ import torch
 import torch._dynamo  # the first update of an optimizer would import it, which takes two seconds
 from safetensors.torch import save_file
 
-from common import checkpoint, optim
+from common import checkpoint, optim, records
 from common.device import rng_state
 from common.errors import RunError, UsageError
 from common.loop import start_progress
-from tests import toy
+from tests import small
 
 WEIGHTS = {"w": torch.arange(5000.0)}
 
@@ -28,7 +28,8 @@ def content(step=1, model=WEIGHTS, **progress):
     zeros = torch.zeros_like(model["w"])
     return {
         "recipe": "r",
-        "metadata": {"recipe": "r"},
+        "model_info": {"width": 8},
+        "run_info": {},
         "model": dict(model),
         "optimizer": {"w": {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros}},
         "scaler": None,
@@ -51,7 +52,7 @@ def test_round_trip_and_rotation(tmp_path):
     assert [checkpoint.step_of(p) for p in checkpoint.list_checkpoints(tmp_path)] == [100, 50, 2]
     assert (tmp_path / "best.safetensors").exists() and not list(tmp_path.glob("*.tmp"))
     read = checkpoint.read(tmp_path / "checkpoint_step_00000100.pt", "r")
-    assert torch.equal(read["model"]["w"], WEIGHTS["w"])
+    assert torch.equal(read.model["w"], WEIGHTS["w"])
 
 
 def test_other_names_in_the_folder_are_not_touched(tmp_path):
@@ -65,11 +66,10 @@ def test_other_names_in_the_folder_are_not_touched(tmp_path):
     for name in names:
         (tmp_path / name).write_text("mine")
     (tmp_path / "x.tmp").mkdir()
-    (tmp_path / "checkpoint_step_00000099.pt").mkdir()  # newest, and a folder
     checkpoint.lock_folder(tmp_path, "--checkpoint_dir").close()
     for step in (1, 2, 3, 123_456_789):
         save(tmp_path, step)
-    assert checkpoint.resume("auto", tmp_path, "r")["progress"]["step"] == 123_456_789
+    assert checkpoint.resume("auto", tmp_path, "r").state["progress"]["step"] == 123_456_789
     checkpoint.make_room(tmp_path, tmp_path / "logs")
     assert (
         all((tmp_path / name).read_text() == "mine" for name in names)
@@ -96,7 +96,7 @@ def test_a_damaged_newest_file_is_reported_and_the_one_before_it_is_used(tmp_pat
     for step in (1, 2):
         save(tmp_path, step)
     damage(tmp_path / "checkpoint_step_00000002.pt", how)
-    assert checkpoint.resume("auto", tmp_path, "r")["progress"]["step"] == 1
+    assert checkpoint.resume("auto", tmp_path, "r").state["progress"]["step"] == 1
     assert "checkpoint_step_00000002.pt is damaged" in capsys.readouterr().err
     with pytest.raises(UsageError, match=r"checkpoint_step_00000002\.pt is damaged.*--resume auto"):
         checkpoint.resume(str(tmp_path / "checkpoint_step_00000002.pt"), tmp_path, "r")
@@ -129,16 +129,15 @@ def test_what_is_not_a_checkpoint_is_answered_in_one_line(tmp_path):
     torch.save(
         {"model_state_dict": {}}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False
     )
+    torch.save({"format": "speech-recipes checkpoint 1"}, tmp_path / "older.pt")
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "best.safetensors").touch()
     save(tmp_path, 7)
     for name, message in [
-        (
-            "checkpoint_epoch_15.pt",
-            "is not a checkpoint of this project .it holds: model_state_dict, epoch",
-        ),
-        ("tensor.pt", "is not a checkpoint of this project .it holds: Tensor"),
+        ("checkpoint_epoch_15.pt", "is not a checkpoint of this project"),
+        ("tensor.pt", "is not a checkpoint of this project"),
         ("legacy.pt", "is not a checkpoint of this project"),
+        ("older.pt", "was saved by another version of this project"),
         ("notes.txt", "is not a file of torch.save"),
         ("missing.pt", r"no such file; there is .*checkpoint_step_00000007\.pt"),
         ("", "it is a folder"),
@@ -216,11 +215,10 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_what_is_missing(tm
         with pytest.raises(RunError, match=r"cannot save .*00000002\.pt: .*MiB free.*unharmed"):
             checkpoint.save(tmp_path, 2, content(2, {"w": torch.zeros(10**6)}), keep_last=3)
         with pytest.raises(RunError, match=r"cannot save .*best"):
-            checkpoint.save_weights(
-                tmp_path / "best.safetensors", torch.nn.Linear(1000, 1000), {"recipe": "r"}, {}
-            )
+            large = torch.nn.Linear(1000, 1000)
+            checkpoint.save_weights(tmp_path / "best.safetensors", large, small.task(), {})
         assert [p.name for p in tmp_path.iterdir()] == [good.name]
-        assert checkpoint.resume("auto", tmp_path, "r")["progress"]["step"] == 1
+        assert checkpoint.resume("auto", tmp_path, "r").state["progress"]["step"] == 1
     finally:
         subprocess.run(["umount", str(tmp_path)])
 
@@ -232,67 +230,58 @@ def test_an_unwritable_folder_is_answered_in_one_line(tmp_path):
 
 
 def test_best_weights_are_one_file_that_rebuilds_the_model(tmp_path):
-    model, other = toy.Network(), toy.Network()
-    metadata = {
-        "recipe": toy.RECIPE,
-        "config": {"width": 8},
-        "tokenizer": {"characters": ["ह", "ा"]},
-    }
+    model, other = small.Network(), small.Network()
+    task = small.task(model_info=small.ModelInfo("ह"), run_info=small.RunInfo(("ा", "b")))
     path = tmp_path / "best.safetensors"
-    checkpoint.save_weights(path, model, metadata, {"cer": 0.5})
+    checkpoint.save_weights(path, model, task, {"cer": 0.5})
     assert json.loads(path.with_suffix(".json").read_text()) == {"cer": 0.5}
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode  # as the umask says
-    tensors, read = checkpoint.read_weights(path, toy.RECIPE)
-    assert not torch.equal(toy.weights(other), toy.weights(model))
-    other.load_state_dict(tensors)
-    assert read == metadata and torch.equal(toy.weights(other), toy.weights(model))
+    saved = checkpoint.read_weights(path, small.RECIPE)
+    assert not torch.equal(small.weights(other), small.weights(model))
+    other.load_state_dict(saved.model)
+    assert torch.equal(small.weights(other), small.weights(model)) and saved.state is None
+    assert records.read(small.ModelInfo, saved.model_info, saved.path) == task.model_info
+    assert records.read(small.RunInfo, saved.run_info, saved.path) == task.run_info
     shutil.copy(path, tmp_path / "cut.safetensors")
     os.truncate(tmp_path / "cut.safetensors", 1000)
     for name in ("cut.safetensors", "missing.safetensors"):
         with pytest.raises(UsageError):
-            checkpoint.read_weights(tmp_path / name, toy.RECIPE)
-    with pytest.raises(UsageError, match=r"saved by recipes/toy\.py, not by recipes/other\.py"):
+            checkpoint.read_weights(tmp_path / name, small.RECIPE)
+    with pytest.raises(UsageError, match=r"saved by recipes/small\.py, not by recipes/other\.py"):
         checkpoint.read_weights(path, "other")
 
 
 def test_weights_to_use_are_those_of_resume_or_the_best(tmp_path):
-    args = toy.make_args(tmp_path)
     with pytest.raises(
         UsageError,
         match=r"no weights at .*best\.safetensors: train first, or name them with --resume",
     ):
-        checkpoint.weights_to_use(args, toy.RECIPE)
-    args.checkpoint_dir.mkdir()
-    models = {name: toy.Network() for name in ("best", "other")}
+        checkpoint.weights_to_use(None, tmp_path, small.RECIPE)
+    models = {name: small.Network() for name in ("best", "other")}
     for name, model in models.items():
-        checkpoint.save_weights(
-            args.checkpoint_dir / f"{name}.safetensors", model, {"recipe": toy.RECIPE}, {}
-        )
-    other = str(args.checkpoint_dir / "other.safetensors")
-    for flags, name in (
-        ((), "best"),
-        (("--resume", "auto"), "best"),
-        (("--resume", other), "other"),
-    ):
-        tensors, _ = checkpoint.weights_to_use(toy.make_args(tmp_path, *flags), toy.RECIPE)
-        assert torch.equal(tensors["output.weight"], models[name].output.weight)
+        checkpoint.save_weights(tmp_path / f"{name}.safetensors", model, small.task(), {})
+    other = str(tmp_path / "other.safetensors")
+    for resume, name in ((None, "best"), ("auto", "best"), (other, "other")):
+        saved = checkpoint.weights_to_use(resume, tmp_path, small.RECIPE)
+        assert torch.equal(saved.model["output.weight"], models[name].output.weight)
 
 
 def test_init_from_takes_what_fits(tmp_path, capsys):
-    model = toy.Network()
-    checkpoint.save_weights(tmp_path / "a.safetensors", model, {"recipe": toy.RECIPE}, {})
-    larger = toy.Network(layers=3)
-    larger.output = torch.nn.Conv1d(8, 5, 1)
-    tensors, _ = checkpoint.read_weights(tmp_path / "a.safetensors", toy.RECIPE)
+    model = small.Network()
+    checkpoint.save_weights(tmp_path / "a.safetensors", model, small.task(), {})
+    larger = small.Network(layers=3)
+    larger.output = torch.nn.Linear(8, 7)
+    tensors = checkpoint.read_weights(tmp_path / "a.safetensors", small.RECIPE).model
     checkpoint.initialise(larger, tensors, "a.safetensors")
-    assert torch.equal(larger.layers[0][0].weight, model.layers[0][0].weight)
-    new = "layers.2.0.bias, layers.2.0.weight, output.bias, output.weight"
-    assert (
-        capsys.readouterr().out == f"initialised 6 of 10 tensors from a.safetensors; new: {new}\n"
-    )
+    first = larger.layers[0].convolution.weight
+    assert torch.equal(first, model.layers[0].convolution.weight)
+    new = "layers.2.convolution.bias, layers.2.convolution.weight, layers.2.norm.bias,"
+    new += " layers.2.norm.weight, output.bias ..."
+    out = capsys.readouterr().out
+    assert out == f"initialised 14 of 20 tensors from a.safetensors; new: {new}\n"
     with pytest.raises(UsageError, match="none of its"):
-        checkpoint.initialise(torch.nn.Linear(2, 2), tensors, "a.safetensors")
+        checkpoint.initialise(torch.nn.Linear(2, 3), tensors, "a.safetensors")
     with pytest.raises(
         UsageError, match=r"do not fit this model \(Missing key.*--init_from"
     ) as caught:
@@ -301,10 +290,10 @@ def test_init_from_takes_what_fits(tmp_path, capsys):
 
 
 def test_optimizer_states_exist_from_the_start_and_survive_regrouping():
-    model = toy.Network()
-    before = toy.weights(model)
+    model = small.Network()
+    before = small.weights(model)
     optimizer = optim.make_optimizer(model, 1e-3)
-    assert torch.equal(toy.weights(model), before)
+    assert torch.equal(small.weights(model), before)
     assert len(optimizer.state) == len(list(model.parameters()))
     assert all(float(state["step"]) == 0 for state in optimizer.state.values())
     decayed = {
@@ -324,22 +313,16 @@ def test_optimizer_states_exist_from_the_start_and_survive_regrouping():
     assert set(saved) == set(dict(model.named_parameters()))
 
 
-def test_averaging_the_last_and_the_best(tmp_path):
+def test_averaging_the_newest(tmp_path):
     for step, value in ((1, 4.0), (2, 1.0), (3, 7.0), (4, 10.0)):
-        evaluations = [[1, 0.5], [2, 0.9], [3, 0.1]][:step]
         model = {"w": torch.full((3,), value), "n": torch.tensor(step)}
-        checkpoint.save(tmp_path, step, content(step, model, evaluations=evaluations), keep_last=9)
-    last, steps = checkpoint.average(tmp_path, 2, "last", "r")
-    assert (
-        steps == [4, 3]
-        and torch.equal(last["w"], torch.full((3,), 8.5))
-        and last["w"].dtype == torch.float32
-    )
-    best, steps = checkpoint.average(tmp_path, 2, "best", "r")
-    assert steps == [3, 1] and torch.equal(best["w"], torch.full((3,), 5.5))
-    assert checkpoint.average(tmp_path, 100, "last", "r")[1] == [4, 3, 2, 1]
-    with pytest.raises(UsageError, match="keeps no checkpoint"):
-        checkpoint.average(tmp_path / "empty", 2, "last", "r")
+        checkpoint.save(tmp_path, step, content(step, model), keep_last=9)
+    mean, steps = checkpoint.average(tmp_path, 2, "r")
+    assert steps == [4, 3]
+    assert torch.equal(mean["w"], torch.full((3,), 8.5)) and mean["w"].dtype == torch.float32
+    assert checkpoint.average(tmp_path, 100, "r")[1] == [4, 3, 2, 1]
+    with pytest.raises(UsageError, match="has no checkpoint"):
+        checkpoint.average(tmp_path / "empty", 2, "r")
 
 
 # --- files that were damaged or altered -----------------------------------------------------------
@@ -361,65 +344,20 @@ def put(place: tuple, value):
 
 NAN, ONE = torch.tensor([1.0, float("nan")]), torch.ones(1)
 STATE = {"step": torch.tensor(1.0), "exp_avg": torch.ones(5000), "exp_avg_sq": torch.ones(5000)}
+PARTS = ("recipe", "model_info", "run_info", "model", "optimizer", "rng", "progress", "scaler")
 ALTERED = [
-    *(
-        put((key,), ...)
-        for key in ("recipe", "metadata", "model", "optimizer", "rng", "progress", "scaler")
-    ),
-    *(
-        put((key,), 3)
-        for key in ("recipe", "metadata", "model", "optimizer", "rng", "progress", "scaler")
-    ),
-    *(
-        put(("progress", key), ...)
-        for key in ("step", "epoch", "global_batch", "done", "limits", "best", "evaluations")
-    ),
-    *(
-        put(("progress", key), -1)
-        for key in (
-            "step",
-            "epoch",
-            "global_batch",
-            "global_batch_size",
-            "best_step",
-            "bad_in_a_row",
-        )
-    ),
-    *(put(("progress", "step"), value) for value in (1.5, "1", True, None, 1 << 60, float("nan"))),
-    put(("progress", "done"), [[1, "x"]]),
-    put(("progress", "done"), [[-1, 2]]),
-    put(("progress", "limits"), {1: 0}),
-    put(("progress", "limits"), {"a": 1}),
-    put(("progress", "evaluations"), [[1]]),
-    put(("progress", "evaluations"), [["a", 1]]),
-    put(("progress", "best"), "low"),
-    put(("progress", "data"), 3),
-    put(("progress", "last_evaluation"), -2),
-    put(("rng",), [3]),
-    put(("rng", 0, "torch"), ONE),
-    put(("rng", 0, "torch"), ...),
-    put(("rng", 0, "python"), [3, [1], None]),
-    put(("rng", 0, "numpy"), ["MT19937", ONE, 0, 0, 0.0]),
-    put(("rng", 0, "numpy"), ["x"]),
-    put(("rng", 0, "cuda"), 3),
-    put(("scaler",), {"scale": -1.0, "_growth_tracker": 0}),
-    put(("scaler",), {}),
+    *(put((key,), ...) for key in PARTS),
+    *(put((key,), 3) for key in PARTS),
     put(("model", "w"), 3),
     put(("model", 3), ONE),
     put(("model", "w"), NAN),
     put(("model", "w"), torch.ones(1).expand(10**12)),
     put(("model", "w"), torch.ones(2).to_sparse()),
     put(("optimizer",), {"w": {**STATE, "exp_avg": NAN}}),
-    put(("optimizer",), {"w": {**STATE, "exp_avg_sq": ONE}}),
-    put(("optimizer",), {"w": {**STATE, "step": torch.ones(2)}}),
-    put(("optimizer",), {"w": {"step": ONE}}),
     put(("model", "w"), torch.ones(5000).to(torch.float8_e4m3fn)),
     put(("model", "w"), torch.ones(5000).to(torch.float8_e5m2)),
     put(("model", "w"), torch.ones(5000, device="meta")),
     put(("model", "w"), torch.tensor([1.0, float("-inf")])),
-    put(("optimizer",), {"w": 3}),
-    put(("optimizer",), {3: STATE}),
-    put(("optimizer",), {"w": {**STATE, "exp_avg": torch.ones(5000, dtype=torch.uint8)}}),
 ]
 
 
@@ -429,7 +367,7 @@ def test_an_altered_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, 
     altered = content(2)
     altered["optimizer"] = {"w": dict(STATE)}
     path = checkpoint.save(tmp_path, 2, altered, keep_last=3)
-    assert checkpoint.resume("auto", tmp_path, "r")["progress"]["step"] == 2
+    assert checkpoint.resume("auto", tmp_path, "r").state["progress"]["step"] == 2
     alter(altered)
     checkpoint.save(tmp_path, 2, altered, keep_last=3)
     for read in (
@@ -439,7 +377,7 @@ def test_an_altered_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, 
         with pytest.raises(UsageError, match=r"00000002\.pt( is damaged)?: ") as refused:
             read()
         assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
-    assert checkpoint.resume("auto", tmp_path, "r")["progress"]["step"] == 1
+    assert checkpoint.resume("auto", tmp_path, "r").state["progress"]["step"] == 1
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -461,48 +399,28 @@ def test_a_pipe_is_refused_without_waiting(tmp_path, no_hang):
     for name in ("checkpoint_step_00000001.pt", "best.safetensors"):
         with pytest.raises(UsageError, match="not a regular file"):
             checkpoint.read_weights(tmp_path / name, "r")
-    assert checkpoint.resume("auto", tmp_path, "r") is None
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        None,
-        "",
-        "{",
-        "[]",
-        "3",
-        "null",
-        '"x"',
-        "[" * 100_000,
-        "{}",
-        '{"recipe": 3}',
-        '{"recipe": "toy"}',
-        '{"recipe": "toy", "size": "8"}',
-        '{"recipe": "toy", "size": -1}',
-        '{"recipe": "toy", "size": true}',
-        '{"recipe": "toy", "size": 1e999}',
-    ],
-)
-def test_damaged_metadata_of_weights_are_named(tmp_path, metadata):
-    header = {"format": checkpoint.FORMAT} | ({} if metadata is None else {"metadata": metadata})
+@pytest.mark.parametrize("info", [None, "", "{", "[]", "3", "null", '"x"', "[" * 100_000])
+def test_damaged_records_of_weights_are_named(tmp_path, info):
+    header = {"format": checkpoint.FORMAT, "recipe": "r", "model_info": "{}"}
+    if info is not None:
+        header["run_info"] = info
     save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors", metadata=header)
-    with pytest.raises(UsageError, match=r"a\.safetensors is damaged: its metadata") as refused:
-        checkpoint.read_weights(
-            tmp_path / "a.safetensors", "toy", {"recipe": str, "size": range(1, 9)}
-        )
+    with pytest.raises(UsageError, match=r"a\.safetensors is damaged: its run_info") as refused:
+        checkpoint.read_weights(tmp_path / "a.safetensors", "r")
     assert "\n" not in str(refused.value)
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path):
-    model = toy.Network()
+    model = small.Network()
     model.output.bias.data[0] = float("inf")
-    checkpoint.save_weights(tmp_path / "a.safetensors", model, {"recipe": "toy"}, {})
+    checkpoint.save_weights(tmp_path / "a.safetensors", model, small.task(), {})
     with pytest.raises(
         UsageError,
         match=r"a\.safetensors: the tensor 'output\.bias' has values that are not finite",
     ):
-        checkpoint.read_weights(tmp_path / "a.safetensors", "toy")
+        checkpoint.read_weights(tmp_path / "a.safetensors", small.RECIPE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -539,10 +457,8 @@ def is_mapped(path: Path) -> bool:
 
 
 def test_a_checkpoint_is_mapped_and_never_written_to(tmp_path):
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))  # not UTF-8
-    folder.mkdir()
-    path = save(folder, 123456)
-    written, weights = path.read_bytes(), checkpoint.read_weights(path, "r")[0]
+    path = save(tmp_path, 123456)
+    written, weights = path.read_bytes(), checkpoint.read_weights(path, "r").model
     assert is_mapped(path)
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(5000))
@@ -560,7 +476,7 @@ def test_an_average_has_no_view_of_a_file(tmp_path, dtype):
     for step in (654321, 654322):
         path = checkpoint.save(tmp_path, step, content(step, model), keep_last=9)
     before = path.read_bytes()
-    mean, _ = checkpoint.average(tmp_path, 2, "last", "r")
+    mean, _ = checkpoint.average(tmp_path, 2, "r")
     assert not is_mapped(path) and path.read_bytes() == before
     assert all(
         torch.equal(mean[name], value) and mean[name].dtype == value.dtype
@@ -572,7 +488,6 @@ def test_best_json_is_believed_only_if_it_is_sound(tmp_path):
     (tmp_path / "best.safetensors").touch()
     for text, step in (
         ('{"step": 7}', 7),
-        ('{"step": -7}', -1),
         ('{"step": "7"}', -1),
         ("[]", -1),
         ("[" * 100_000, -1),
@@ -625,13 +540,3 @@ def test_what_is_newer_than_the_resumed_checkpoint_is_moved_aside(tmp_path, caps
     assert (tmp_path / "best.safetensors").exists()  # it is older than the branch
     checkpoint.branch(tmp_path, logs, 2)
     assert not (tmp_path / "abandoned-4").exists()
-
-
-def test_links_in_the_folders_of_a_run_are_not_followed(tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / ".lock").symlink_to(precious)
-    with pytest.raises(RunError, match=r"cannot write in .*choose another --checkpoint_dir"):
-        checkpoint.lock_folder(tmp_path / "c", "--checkpoint_dir")
-    assert precious.read_text() == "mine"

@@ -16,7 +16,7 @@ import torch
 from common import device, gpu
 from common.device import Ranks, Setup
 from common.errors import UsageError
-from tests import toy
+from tests import small
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -356,7 +356,7 @@ def test_set_allocator(monkeypatch, given, expected):
 
 
 def arguments(*flags: str):
-    return toy.make_args("unused", "--device", "auto", "--allocator_conf", "x:1", *flags)
+    return small.make_args("unused", "--device", "auto", "--allocator_conf", "x:1", *flags)
 
 
 def test_variables_are_set_before_cuda_starts(machine, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common import gpu
-from tests import toy
+from tests import small
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # torch 2.11 on PyPI
 CUDA_126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
@@ -197,14 +197,14 @@ def test_utilisation_in_the_reports_of_a_run(tmp_path, nvml, monkeypatch, capsys
 
     def evaluate(model, eval_batches):
         asked.append(fake.asked)
-        results = toy.evaluate(model, eval_batches)
+        results = small.evaluate(model, eval_batches)
         assert fake.asked == asked[-1]
         return results
 
-    args = toy.make_args(
+    args = small.make_args(
         tmp_path, "--batch_size", "1", "--gradient_accumulation_steps", "1", "--eval_every", "5"
     )
-    toy.run(args, evaluate=evaluate)
+    small.run(args, evaluate=evaluate)
     lines = [json.loads(line) for line in (args.log_dir / "metrics.jsonl").read_text().splitlines()]
     values = [line["train/gpu_utilisation"] for line in lines if "train/gpu_utilisation" in line]
     assert len(values) == 13 and values == sorted(values) and 0 < asked[0] < asked[1] < asked[2]

@@ -9,7 +9,7 @@ import torch
 
 from common import memory
 from common.errors import RunError, UsageError
-from tests import toy
+from tests import small
 
 CPU = torch.device("cpu")
 OUT_OF_MEMORY = [
@@ -37,7 +37,7 @@ def test_what_counts_as_out_of_memory(error):
 
 
 def test_evaluation_splits_what_does_not_fit_and_names_what_never_does():
-    batch, names = toy.collate(toy.Sequences(6)), []
+    batch, names = small.collate(small.Waveforms(6)), []
 
     def decode(piece):
         if len(piece["names"]) > 2:
@@ -63,18 +63,18 @@ def test_evaluation_splits_what_does_not_fit_and_names_what_never_does():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradient_checkpointing_changes_neither_loss_nor_gradient(dropout):
-    batch = toy.collate(toy.Sequences(3))
+    batch = small.collate(small.Waveforms(3))
     kept, results = [], []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        model = toy.Network(dropout, layers=6).double()
+        model = small.Network(dropout, width=32, layers=6).double()
         if checkpointed:
-            memory.checkpoint_layers(model, (toy.Layer,))
+            memory.checkpoint_layers(model, (small.Layer,))
         numbers = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, n=numbers: n.append(t.numel()) or t, lambda t: t
         ):
-            terms = toy.compute_loss(model, batch)
+            terms = small.compute_loss(model, batch)
         kept.append(sum(numbers))
         loss = sum(terms.values())
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
@@ -84,20 +84,20 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradient(dropout):
 
 
 def test_layers_are_not_recomputed_in_evaluation():
-    model, calls = toy.Network(), []
-    memory.checkpoint_layers(model, (toy.Layer,))
-    model.layers[0][0].register_forward_hook(lambda *_: calls.append(1))
-    batch = toy.collate(toy.Sequences(3))
+    model, calls = small.Network(), []
+    memory.checkpoint_layers(model, (small.Layer,))
+    model.layers[0].convolution.register_forward_hook(lambda *_: calls.append(1))
+    batch = small.collate(small.Waveforms(3))
     for training, expected in ((True, 2), (False, 1)):
         calls.clear()
         model.train(training)
-        sum(toy.compute_loss(model, batch).values()).backward()
+        sum(small.compute_loss(model, batch).values()).backward()
         assert len(calls) == expected
 
 
 def test_checkpointing_a_model_without_layers_is_an_error():
     with pytest.raises(UsageError, match="--gradient_checkpointing: Linear has no layer"):
-        memory.checkpoint_layers(torch.nn.Linear(2, 2), (toy.Layer,))
+        memory.checkpoint_layers(torch.nn.Linear(2, 2), (small.Layer,))
 
 
 def test_the_peak_on_a_cpu_is_resident_memory():

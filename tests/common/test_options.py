@@ -8,13 +8,13 @@ import pytest
 
 from common import options
 from common.errors import UsageError
-from tests import toy
+from tests import small
 
 
 @pytest.fixture
 def parser():
     """The shared flags and one of a recipe."""
-    made = options.Parser("a toy")
+    made = options.Parser("a test")
     made.add_argument(
         "--dropout", type=options.SHARE, default=0.1, metavar="P", help="in every layer (0.1)"
     )
@@ -160,6 +160,7 @@ def test_given_are_the_flags_on_the_command_line(parser, command, given):
 def test_values_are_those_of_argparse(parser, command):
     args = vars(parser.parse_args(command.split()))
     args.pop("given")
+    args.pop("commands")
     assert args == vars(argparse.ArgumentParser.parse_args(parser, command.split()))
 
 
@@ -278,9 +279,10 @@ def refusal(parser, *command: str, **settings) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "flag, other, reason", [row for row in options.EXCLUDES if row[1] not in options.COMMANDS[1:]]
-)
+COMMANDS = {"dry_run": True, "verify_gpu": True, "evaluate": False}  # {name: takes training flags}
+
+
+@pytest.mark.parametrize("flag, other, reason", options.all_excludes(COMMANDS))
 def test_flags_that_exclude_each_other(parser, flag, other, reason):
     message = refusal(parser, *words(parser, flag), *words(parser, other))
     assert message == f"{options.shown(flag)} and {options.shown(other)}: {reason}"
@@ -288,14 +290,21 @@ def test_flags_that_exclude_each_other(parser, flag, other, reason):
         resolved(parser, *words(parser, alone))
 
 
-@pytest.mark.parametrize("flag, others, reason", options.NEEDS)
-def test_flags_that_need_another(parser, flag, others, reason):
-    message = refusal(parser, *words(parser, flag))
-    assert message.startswith(
-        f"{options.shown(flag)} goes with {options.shown(others[0])}"
-    ) and message.endswith(reason)
-    for other in others:
-        resolved(parser, *words(parser, flag), *words(parser, other))
+def test_a_command_of_a_recipe_is_marked_by_the_parser(parser):
+    group = parser.add_argument_group("more")
+    parser.add_command(group, "--transcribe", nargs="+")
+    parser.add_command(group, "--check_data", takes_training_flags=True, action=options.OnOff)
+    assert resolved(parser).commands == {**COMMANDS, "transcribe": False, "check_data": True}
+    resolved(parser, "--check_data", "--batch_size", "2")
+    for words_of in ("--transcribe a --check_data", "--transcribe a --evaluate"):
+        assert refusal(parser, *words_of.split()).endswith(": give one of them")
+    assert refusal(parser, "--dry_run", "--check_data").endswith(": give one of them")
+    message = refusal(parser, "--batch_size", "2", "--transcribe", "a")
+    assert message == f"--batch_size and --transcribe: {options.TRAINS}"
+    own = (("dropout", options.COMMAND, options.TRAINS),)
+    message = refusal(parser, "--dropout", "0.2", "--evaluate", excludes=own)
+    assert message == f"--dropout and --evaluate: {options.TRAINS}"
+    resolved(parser, "--dropout", "0.2", "--check_data", excludes=own)
 
 
 def test_the_two_ways_to_save_memory_exclude_each_other(parser):
@@ -363,17 +372,6 @@ def test_folders(parser):
     assert folders("--checkpoint_dir", "c") == (Path("c"), Path("logs"))
 
 
-def test_averaging_is_of_the_newest_unless_a_flag_says_otherwise(parser):
-    assert (
-        resolved(parser).average_by
-        == resolved(parser, "--average_checkpoints", "3").average_by
-        == "last"
-    )
-    assert (
-        resolved(parser, "--average_checkpoints", "3", "--average_by", "best").average_by == "best"
-    )
-
-
 def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
     args = resolved(
         parser,
@@ -435,7 +433,7 @@ def test_a_stage_is_bounded_by_what_the_user_asks_for(parser, command, is_demo, 
 
 
 def test_frozen_flags_can_be_read_and_not_changed(tmp_path):
-    args = toy.make_args(tmp_path, "--batch_size", "3")
+    args = small.make_args(tmp_path, "--batch_size", "3")
     before = dict(vars(args))
     options.freeze(args)
     options.freeze(args)  # a second run may begin with the same flags

@@ -14,7 +14,7 @@ from common import checkpoint, compiling, device, preflight
 from common import gpu as gpus
 from common.device import Setup
 from common.errors import RunError
-from tests import toy
+from tests import small
 
 NAMES = ["GPU", "memory", "precision", "attention", "torch.compile", "disk"]
 MILLION = 1_000_000
@@ -23,7 +23,7 @@ FITS = int(6.5 * 2**30), "fits"
 
 
 def arguments(folder, *flags: str):
-    return toy.make_args(folder, "--device", "auto", "--dataloader_num_workers", "auto", *flags)
+    return small.make_args(folder, "--device", "auto", "--dataloader_num_workers", "auto", *flags)
 
 
 def with_parameters(count: int) -> torch.nn.Module:
@@ -224,11 +224,11 @@ def test_the_plan_decides_about_the_memory(tmp_path, capsys, gpu, needed, word, 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_size_of_a_checkpoint_is_predicted(tmp_path, monkeypatch, kind, frozen):
     monkeypatch.setattr(preflight, "size", lambda count: f"{count:.0f} bytes")
-    args = toy.make_args(tmp_path, "--max_steps", "1", "--eval_every", "9", *kind)
-    model = toy.Network(width=128)
+    args = small.make_args(tmp_path, "--max_steps", "1", "--eval_every", "9", *kind)
+    model = small.Network(width=128)
     if frozen:
         model.layers[0].requires_grad_(False)
-    toy.run(args, model=model, data=toy.Sequences(4))
+    small.run(args, model=model, data=small.Waveforms(4))
     (file,) = checkpoint.list_checkpoints(args.checkpoint_dir)
     reason = preflight.check_disk(args, model)[1]
     assert int(re.search(r"checkpoints of (\d+) bytes", reason)[1]) == pytest.approx(

@@ -11,7 +11,7 @@ import torch
 
 from common import checkpoint, report
 from common.errors import RunError
-from tests import toy
+from tests import small
 
 ONE = (
     "--batch_size",
@@ -48,13 +48,13 @@ def work(rank: int, port: int, folder: Path, flags: tuple[str, ...], trouble: st
             trouble == "never fits" or (trouble == "out of memory" and len(batch["names"]) > 1)
         ):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return toy.compute_loss(model, batch)
+        return small.compute_loss(model, batch)
 
     try:
-        model, progress = toy.run(
-            toy.make_args(folder, *flags), data=toy.Sequences(DATA), compute_loss=compute_loss
+        model, progress = small.run(
+            small.make_args(folder, *flags), data=small.Waveforms(DATA), compute_loss=compute_loss
         )
-        torch.save((toy.weights(model), progress), folder / f"rank{rank}.pt")
+        torch.save((small.weights(model), progress), folder / f"rank{rank}.pt")
     except RunError as error:
         (folder / f"error{rank}.txt").write_text(str(error))
     os._exit(0)  # as errors.exit_with_one_line does, and why
@@ -77,8 +77,8 @@ def on_two_ranks(in_processes):
 
 
 def on_one(folder: Path, *flags: str) -> tuple[torch.Tensor, dict]:
-    model, progress = toy.run(toy.make_args(folder, *flags), data=toy.Sequences(DATA))
-    return toy.weights(model), progress
+    model, progress = small.run(small.make_args(folder, *flags), data=small.Waveforms(DATA))
+    return small.weights(model), progress
 
 
 @pytest.mark.parametrize("trouble", ["", "out of memory"])
@@ -86,24 +86,23 @@ def test_two_ranks_give_what_one_process_gives(tmp_path, on_two_ranks, trouble):
     reference, progress = on_one(tmp_path / "one", *ONE)
     (first, reached), (second, _) = on_two_ranks(tmp_path / "two", *TWO, trouble=trouble)
     assert torch.equal(first, second)
-    assert toy.relative(first, reference) < 1e-10
+    assert small.relative(first, reference) < 1e-10
     assert reached["utterances"] == progress["utterances"] == 18 and reached["step"] == 4
     assert bool(reached["limits"]) == bool(trouble)
 
 
-def test_resume_with_another_number_of_ranks_continues_at_the_same_window(tmp_path, on_two_ranks):
+def test_resume_with_another_number_of_ranks_continues_at_the_same_global_batch(
+    tmp_path, on_two_ranks
+):
     on_two_ranks(tmp_path / "two", *TWO, "--max_steps", "3")
-    saved = checkpoint.resume("auto", tmp_path / "two" / "checkpoints", toy.RECIPE)
-    assert (saved["progress"]["epoch"], saved["progress"]["global_batch"], len(saved["rng"])) == (
-        1,
-        1,
-        2,
-    )
+    saved = checkpoint.resume("auto", tmp_path / "two" / "checkpoints", small.RECIPE)
+    progress = saved.state["progress"]
+    assert (progress["epoch"], progress["global_batch"], len(saved.state["rng"])) == (1, 1, 2)
     weights, _ = on_one(tmp_path / "two", *ONE, "--resume", "auto")
     # The same with one process throughout.
     on_one(tmp_path / "one", *ONE, "--max_steps", "3")
     again, _ = on_one(tmp_path / "one", *ONE, "--resume", "auto")
-    assert toy.relative(weights, again) < 1e-10
+    assert small.relative(weights, again) < 1e-10
 
 
 def test_an_utterance_that_never_fits_on_one_rank_ends_all(tmp_path, on_two_ranks):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from common import memory, optim
 from common.device import Setup
 from common.loop import run_global_batch
-from dry_run import hollow, plan
+from dry_run import fake_tensors, plan
 from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
 from speech import layers
 from speech.audio import SAMPLE_RATE
@@ -24,7 +24,7 @@ from speech.whisper import formats as whisper
 from speech.whisper.model import LAYERS, Whisper
 from speech.xtts import codec
 from speech.xtts import formats as xtts
-from speech.xtts import start as xtts_start
+from speech.xtts import frozen as xtts_frozen
 
 CLIPS, TOKENS, VOCABULARY = 2, 24, 40
 TOLERANCE = 0.005
@@ -47,7 +47,10 @@ class RealStorages(TorchDispatchMode):
     def add(self, tensors) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            key, size = storage._cdata, -(-storage.nbytes() // hollow.ROUNDING) * hollow.ROUNDING
+            key, size = (
+                storage._cdata,
+                -(-storage.nbytes() // fake_tensors.ROUNDING) * fake_tensors.ROUNDING,
+            )
             reference = self.known.get(key)
             if size and (
                 reference is None or reference() is not storage
@@ -150,10 +153,10 @@ def vietnamese(frozen: bool = False) -> Case:
 
 def xtts_case() -> Case:
     recipe, torch_items = xtts_amharic, items(codec.SAMPLE_RATE)
-    config = xtts.shape(
+    config = xtts.make_config(
         128, 3, 2, 450, 64, latents=8, perceiver_heads=2, code_dim=32, dvae_hidden=32, hifigan=False
     )
-    frozen = xtts_start.frozen_parts(config, xtts_start.random_parts(config))
+    frozen = xtts_frozen.make_frozen(config, xtts_frozen.random_groups(config))
     for item in torch_items:
         codes = codec.code_count(len(item["audio"]))
         item |= {
@@ -259,7 +262,7 @@ def test_an_optimizer(kind, rows):
         "update" if rows == 8 and kind != "fused" else "backward"
     )  # the fused kernel allocates nothing
     assert peak.parts["optimizer states"] == pytest.approx(
-        2 * peak.parts["weights"], abs=8 * hollow.ROUNDING
+        2 * peak.parts["weights"], abs=8 * fake_tensors.ROUNDING
     )
     assert peak.total == pytest.approx(real.peak, rel=TOLERANCE)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dry_run.cuda_like import RESERVE, autocast_lists, cuda_like
-from dry_run.hollow import Hollow
+from dry_run.fake_tensors import FakeTensors
 
 AMPERE, TURING = (8, 0), (7, 5)
 HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
@@ -18,9 +18,9 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def gpu(capability: tuple[int, int] = AMPERE):
-    """Yields a function that makes hollow tensors (as weights if `trained`) on a GPU, and the
+    """Yields a function that makes fake tensors (as weights if `trained`) on a GPU, and the
     mode."""
-    mode = Hollow()
+    mode = FakeTensors()
 
     def make(
         *shape: int, dtype: torch.dtype = torch.float32, trained: bool = False
@@ -131,7 +131,7 @@ def test_weights_are_cast_once_with_the_cache(cached):
         assert mode.now == before
 
 
-def kernels_of(mode: Hollow) -> set[str]:
+def kernels_of(mode: FakeTensors) -> set[str]:
     """The kernels of attention that ran."""
     names = {
         operator.name.removeprefix("aten::_scaled_dot_product_")

@@ -1,4 +1,4 @@
-"""Steps on hollow tensors: nothing is computed, values that code may read stay, and memory is
+"""Steps on fake tensors: nothing is computed, values that code may read stay, and memory is
 counted from birth to death."""
 
 import functools
@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import memory
-from dry_run import hollow as hollow_module
-from dry_run.hollow import ROUNDING, CannotPlan, Hollow
+from dry_run.fake_tensors import ROUNDING, SMALL, CannotPlan, FakeTensors
 from dry_run.plan import Plan, modules_in
 
 MIB = 1 << 20
 
 
-def make(mode: Hollow, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def make(mode: FakeTensors, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return mode.make(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
@@ -54,8 +53,8 @@ def test_nothing_is_computed():
     assert peak.guesses == 0
 
 
-def test_a_hollow_tensor_cannot_be_read_by_a_kernel():
-    mode = Hollow()
+def test_a_fake_tensor_cannot_be_read_by_a_kernel():
+    mode = FakeTensors()
     x = make(mode, 1000, 1000)
     with mode:
         y = (x @ x).relu().add_(1)
@@ -66,7 +65,7 @@ def test_a_hollow_tensor_cannot_be_read_by_a_kernel():
 
 
 def test_small_integers_keep_their_values():
-    mode = Hollow()
+    mode = FakeTensors()
     x = make(mode, 2, 50, 8)
     with mode:
         lengths = torch.tensor([50, 20])
@@ -85,7 +84,7 @@ def test_small_integers_keep_their_values():
 
 
 def test_a_value_that_is_not_known_is_a_guess():
-    mode = Hollow()
+    mode = FakeTensors()
     x = make(mode, 100)
     with mode:
         assert (
@@ -103,8 +102,8 @@ def test_a_value_that_is_not_known_is_a_guess():
         assert torch.tensor(3).item() == 3 and mode.guesses == 6
 
 
-def test_what_hollow_values_are_written_to_becomes_hollow():
-    mode = Hollow()
+def test_what_fake_values_are_written_to_becomes_fake():
+    mode = FakeTensors()
     x = make(mode, 10)
     with mode:
         before = mode.now
@@ -118,7 +117,7 @@ def test_what_hollow_values_are_written_to_becomes_hollow():
 
 
 def test_views_share_memory():
-    mode = Hollow()
+    mode = FakeTensors()
     x = make(mode, 8, 16, 32)
     before = mode.now
     with mode:
@@ -148,7 +147,7 @@ def test_views_share_memory():
 
 
 def test_what_is_changed_in_place_takes_no_memory():
-    mode = Hollow()
+    mode = FakeTensors()
     x, y = make(mode, 64, 64), make(mode, 64, 64)
     before = mode.now
     with mode:
@@ -203,7 +202,7 @@ def test_gradients_of_a_plan_are_gone_after_it():
     model = nn.Linear(256, 256)
     plan, first = measure(model, {"x": torch.zeros(512, 256)})
     assert all(p.grad is None for p in model.parameters())
-    assert plan.hollow.now == first.parts["weights"]
+    assert plan.fakes.now == first.parts["weights"]
     again = plan.measure(
         lambda batches: model(batches[0]["x"]).sum().backward(), [{"x": torch.zeros(512, 256)}]
     )
@@ -305,7 +304,7 @@ def test_the_place_of_a_peak_in_the_update():
 
 
 def test_what_is_freed_is_counted_as_freed():
-    mode = Hollow()
+    mode = FakeTensors()
     x = make(mode, 256, 1024)
     with mode:
         for _ in range(5):
@@ -319,7 +318,7 @@ def test_what_is_freed_is_counted_as_freed():
 
 
 def test_an_operator_without_shapes():
-    mode = Hollow()
+    mode = FakeTensors()
     x = make(mode, 100, 100)
     with mode, pytest.raises(CannotPlan, match=r"aten::_unique2"):
         x.unique()
@@ -334,15 +333,12 @@ def test_states_that_are_there_from_the_start():
         states=5 * MIB,
     )
     assert peak.parts["optimizer states"] == 5 * MIB and peak.total < 6 * MIB
-    assert plan.hollow.now == peak.parts["weights"]  # neither states nor batch are held any longer
+    assert plan.fakes.now == peak.parts["weights"]  # neither states nor batch are held any longer
 
 
 def test_what_is_small_is_computed():
-    mode = Hollow()
+    mode = FakeTensors()
     with mode:
-        assert (
-            torch.arange(hollow_module.SMALL)[-1].item() == hollow_module.SMALL - 1
-            and not mode.guesses
-        )
-        large = torch.arange(hollow_module.SMALL + 1)
+        assert torch.arange(SMALL)[-1].item() == SMALL - 1 and not mode.guesses
+        large = torch.arange(SMALL + 1)
         assert large[-1].item() == 1 and mode.guesses == 1 and mode.now >= large.nbytes

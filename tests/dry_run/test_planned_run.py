@@ -1,7 +1,6 @@
 """What is planned of a training: its longest utterances, its settings, the answer, and the loop's
 part in it."""
 
-import contextlib
 import functools
 import types
 
@@ -14,9 +13,9 @@ from common import loop, memory, optim, options
 from common.errors import DataError, RunError, UsageError
 from dry_run.advice import Settings
 from dry_run.cards import Card
-from dry_run.hollow import CannotPlan
-from dry_run.training import Training, longest_items
-from tests import toy
+from dry_run.fake_tensors import CannotPlan
+from dry_run.planned_run import PlannedRun, longest_items
+from tests import small
 
 
 class Lengths:
@@ -85,18 +84,9 @@ def test_the_longest_text_is_looked_at_and_decides_among_equal_lengths():
     texts = ["a"] * 60
     texts[50], texts[30] = "abcdef", "abc"
     data = Lengths([[9.0] * 40 + [1.0] * 20], [len(text) for text in texts])
-    data.corpus = types.SimpleNamespace(texts=texts)
+    data.text_length = lambda index: len(texts[index])
     items = found(data)
     assert (items[0]["index"], items[1]["index"], len(items)) == (30, 50, 21)
-
-
-def test_a_data_set_whose_tensors_have_no_values(monkeypatch):
-    """A copied recipe may make a table in its data set's constructor, which a plan runs with the
-    default device "meta"."""
-    data = Lengths([[5, 4, 3]], [1, 1, 1])
-    data.item = lambda index, epoch: {"table": torch.zeros(3, device="meta")}
-    with pytest.raises(DataError, match='make them with device="cpu"'):
-        found(data)
 
 
 def test_items_that_cannot_be_read():
@@ -122,15 +112,16 @@ class Network(nn.Module):
         )
         self.encoder_frozen = False
 
-    def freeze_encoder(self) -> None:
-        self.encoder_frozen = True
-        self.encoder.requires_grad_(False)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.encoder(x))
 
 
-def training_of(model: nn.Module, items: list | None = None, checkpoint: bool = True) -> Training:
+def freeze(model: Network) -> None:
+    model.encoder_frozen = True
+    model.encoder.requires_grad_(False)
+
+
+def run_of(model: nn.Module, items: list | None = None, can_freeze: bool = True) -> PlannedRun:
     """Sequences of 1000 frames for each second."""
 
     def batch(items: list[dict]) -> dict:
@@ -142,14 +133,15 @@ def training_of(model: nn.Module, items: list | None = None, checkpoint: bool = 
         for each in batches:
             model(each["x"]).sum().backward()
 
-    return Training(
+    return PlannedRun(
         model,
         step,
         [{"index": 0, "seconds": 2.0, "targets": 1}] if items is None else items,
         9,
         functools.partial(optim.state_bytes, model),
-        functools.partial(memory.checkpoint_layers, model, (Layer,)) if checkpoint else None,
         batch,
+        functools.partial(memory.checkpoint_layers, model, (Layer,)),
+        functools.partial(freeze, model) if can_freeze else None,
     )
 
 
@@ -157,49 +149,48 @@ CARD = Card("card", 24 << 30, (8, 6))
 
 
 def flags(*words: str):
-    """The flags of a recipe whose encoder can be frozen."""
     parser = options.Parser("")
     options.add_arguments(parser)
-    parser.add_argument("--freeze_encoder", action=options.OnOff, default=False)
-    parser.add_argument("--model_dir")
-    parser.add_argument("--train_manifest")
     return parser.parse_args(["--batch_size", "8", "--gradient_accumulation_steps", "2", *words])
 
 
 def test_settings_by_the_flags():
-    training = training_of(Network())
-    assert training.settings(flags()) == Settings(8, 2, False, "adamw", False)
-    changed = training.settings(
-        flags("--use_cpu_offload", "--gradient_checkpointing", "--freeze_encoder")
-    )
-    assert changed == Settings(8, 2, True, "offload", True)
-    assert training.settings(flags("--optimizer", "adamw_8bit")).optimizer == "adamw_8bit"
+    few = ("--gradient_accumulation_steps", "1")  # the data have nine utterances
+    planned = run_of(Network())
+    assert planned.settings(flags(*few)) == Settings(8, 1, False, "adamw", False)
+    changed = planned.settings(flags(*few, "--use_cpu_offload", "--gradient_checkpointing"))
+    assert changed == Settings(8, 1, True, "offload", False)
+    assert planned.settings(flags("--optimizer", "adamw_8bit")).optimizer == "adamw_8bit"
+    model = Network()
+    freeze(model)
+    assert run_of(model).settings(flags()).frozen
+    assert not run_of(model, can_freeze=False).settings(flags()).frozen
 
 
 @pytest.mark.parametrize(
     ("words", "size", "accumulation"),
     [
         ("--max_batch_seconds 100", 8, 2),
-        ("--max_batch_seconds 4.5", 2, 8),
-        ("--max_batch_seconds 1", 1, 16),
+        ("--max_batch_seconds 4.5", 2, 5),
+        ("--max_batch_seconds 1", 1, 9),
         ("--max_batch_seconds 7 --batch_size 8 --gradient_accumulation_steps 1", 3, 3),
-        ("--train_manifest x --batch_size 1000", 9, 1),
-        ("--train_manifest x --batch_size 2", 2, 2),
-        ("--train_manifest x --batch_size 4 --gradient_accumulation_steps 50", 4, 3),
+        ("--batch_size 1000", 9, 1),
+        ("--batch_size 2", 2, 2),
+        ("--batch_size 4 --gradient_accumulation_steps 50", 4, 3),
     ],
 )
 def test_a_micro_batch_is_no_larger_than_the_data_and_max_batch_seconds_allow(
     words, size, accumulation
 ):
-    """Clips of 2 s, 9 of them in a manifest."""
-    settings = training_of(Network()).settings(flags(*words.split()))
+    """Nine clips of 2 s."""
+    settings = run_of(Network()).settings(flags(*words.split()))
     assert (settings.batch_size, settings.accumulation) == (size, accumulation)
 
 
 def test_each_setting_needs_less_and_leaves_the_model_as_it_was():
     model = Network()
     model.eval()
-    peak = training_of(model).planned(flags(), CARD)
+    peak = run_of(model).planned(flags(), CARD)
     given = Settings(8, 2, False, "adamw", False)
     whole = peak(given)
     for change in (
@@ -219,7 +210,7 @@ def test_each_setting_needs_less_and_leaves_the_model_as_it_was():
 
 def test_accumulation_keeps_the_gradients_and_a_second_batch():
     model = Network()
-    peak = training_of(model).planned(flags(), CARD)
+    peak = run_of(model).planned(flags(), CARD)
     once, twice, often = (peak(Settings(2, steps, False, "adamw", False)) for steps in (1, 2, 50))
     batch = 4 * 2 * 2000 * 64
     assert twice == often and twice.parts["batch"] - once.parts["batch"] >= batch
@@ -230,28 +221,30 @@ def test_accumulation_keeps_the_gradients_and_a_second_batch():
 
 def test_without_items_there_is_no_plan():
     with pytest.raises(CannotPlan, match="none of the longest utterances can be read"):
-        training_of(Network(), items=[]).planned(flags(), CARD)
+        run_of(Network(), items=[]).planned(flags(), CARD)
 
 
 def test_the_answer(capsys):
-    assert training_of(Network()).answer(flags(), CARD, "torch.float32", RunError) == 0
+    assert run_of(Network()).answer(flags(), CARD, "torch.float32", RunError) == 0
     out = capsys.readouterr().out
     assert (
         out.startswith("Dry run: 8 x 2.0 s, accumulation 2, float32\n") and "Verdict: fits" in out
     )
     assert "--gradient" not in out
-    small = Card("small", int(0.62 * 2**30), (8, 6))  # CUDA's context and libraries take 0.55 GiB
+    small_card = Card(
+        "small", int(0.62 * 2**30), (8, 6)
+    )  # CUDA's context and libraries take 0.55 GiB
     assert (
-        training_of(Network(512), [{"index": 0, "seconds": 9.0, "targets": 1}]).answer(
-            flags(), small, "torch.float32", RunError
+        run_of(Network(512), [{"index": 0, "seconds": 9.0, "targets": 1}], can_freeze=False).answer(
+            flags(), small_card, "torch.float32", RunError
         )
         == 3
     )
     out = capsys.readouterr().out
     assert "Verdict: does not fit" in out and "--freeze_encoder" not in out
     assert "--batch_size" in out or "--gradient_checkpointing" in out
-    training_of(Network(512), [{"index": 0, "seconds": 90.0, "targets": 1}]).answer(
-        flags("--model_dir", "released"), small, "torch.float32", RunError
+    run_of(Network(512), [{"index": 0, "seconds": 90.0, "targets": 1}]).answer(
+        flags(), small_card, "torch.float32", RunError
     )
     assert "--freeze_encoder" in capsys.readouterr().out  # nothing else would do
 
@@ -259,18 +252,10 @@ def test_the_answer(capsys):
 # --- in the loop ----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def no_default_device():
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
 def planned(folder, *words: str, data=None, model=None) -> tuple[int, list]:
-    """The exit status of a toy's planned run, and what it left in its folder."""
-    with no_default_device(), pytest.raises(SystemExit) as leaving:
-        toy.run(toy.make_args(folder, "--max_steps", "3", *words), model=model, data=data)
+    """The exit status of a planned run, and what it left in its folder."""
+    with pytest.raises(SystemExit) as leaving:
+        small.run(small.make_args(folder, "--max_steps", "3", *words), model=model, data=data)
     return leaving.value.code, list(folder.iterdir())
 
 
@@ -304,39 +289,33 @@ def test_a_card_that_is_not_known_is_refused_before_the_data_are_read(tmp_path):
         (("--dry_run", "8XB"), "'8XB' is not a GPU"),
         (("--dry_run", "-1"), "is not a GPU"),
     ):
-        with no_default_device(), pytest.raises(UsageError, match=reason):
-            loop.begin(toy.make_args(tmp_path, *words), "toy")
+        with pytest.raises(UsageError, match=reason):
+            loop.begin(small.make_args(tmp_path, *words), small.RECIPE)
     if not torch.cuda.is_available():
-        with no_default_device(), pytest.raises(UsageError, match="no GPU here, so name one"):
-            loop.begin(toy.make_args(tmp_path, "--dry_run"), "toy")
+        with pytest.raises(UsageError, match="no GPU here, so name one"):
+            loop.begin(small.make_args(tmp_path, "--dry_run"), small.RECIPE)
 
 
 def test_ranks_are_planned_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with no_default_device(), pytest.raises(UsageError, match="start them without torchrun"):
-        loop.begin(toy.make_args(tmp_path, "--dry_run", "8GB"), "toy")
+    with pytest.raises(UsageError, match="start them without torchrun"):
+        loop.begin(small.make_args(tmp_path, "--dry_run", "8GB"), small.RECIPE)
 
 
 def test_memory_that_a_plan_itself_lacks_is_not_a_small_peak(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        toy,
+        small,
         "compute_loss",
         lambda model, batch: (_ for _ in ()).throw(MemoryError("no memory here")),
     )
-    with (
-        no_default_device(),
-        pytest.raises(RunError, match="this run cannot be planned: no memory here"),
-    ):
-        toy.run(toy.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))
+    with pytest.raises(RunError, match="this run cannot be planned: no memory here"):
+        small.run(small.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))
 
 
 def test_a_step_that_cannot_be_planned_is_one_line(tmp_path, monkeypatch):
     def cannot(*_):
         raise CannotPlan("torch does not know the shapes")
 
-    monkeypatch.setattr(Training, "planned", cannot)
-    with (
-        no_default_device(),
-        pytest.raises(RunError, match="this run cannot be planned: torch does not know the shapes"),
-    ):
-        toy.run(toy.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))
+    monkeypatch.setattr(PlannedRun, "planned", cannot)
+    with pytest.raises(RunError, match="this run cannot be planned: torch does not know the shap"):
+        small.run(small.make_args(tmp_path, "--max_steps", "3", "--dry_run", "8GB"))

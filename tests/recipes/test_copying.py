@@ -1,38 +1,74 @@
-"""A recipe that somebody copies and renames trains, and continues, as its original does."""
+"""A copy of recipes/template.py trains and continues as its original does, and becomes a recipe for
+another task by the changes that README's "Copy a recipe" lists."""
 
+import ast
+import importlib.util
+import json
 import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
+import torch
+from safetensors.torch import save_file
 
-from common import checkpoint
+from common import checkpoint, checks
 from tests.recipes import runs
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = 'DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}'
+TEMPLATE = ROOT / "recipes" / "template.py"
+RATE = 16_000
+
+
+def replace(source: str, *changes: tuple[str, str]) -> str:
+    """The source with plain texts replaced, each of which occurs once."""
+    for old, new in changes:
+        assert source.count(old) == 1, (source.count(old), old)
+        source = source.replace(old, new)
+    return source
+
+
+def parts(source: str) -> dict[str, str]:
+    """The top-level functions and classes, by name, without their decorators."""
+    nodes = [node for node in ast.parse(source).body if hasattr(node, "name")]
+    return {node.name: ast.get_source_segment(source, node) for node in nodes}
+
+
+def redefine(source: str, definitions: str, removed: tuple[str, ...] = ()) -> str:
+    """The source with the top-level functions and classes of `definitions` in place of those of the
+    same name, and without the `removed` ones."""
+    new = parts(definitions)
+    for name, old in parts(source).items():
+        if name in new or name in removed:
+            source = replace(source, (old, new.pop(name, "")))
+    assert not new, f"the template does not define {list(new)}"
+    return source
+
+
+# --- a copy with another name ---------------------------------------------------------------------
+
+RENAMED = ('RECIPE = "template"', 'RECIPE = "my_model"')
+SMALL = (
+    ("WIDTH = 128", "WIDTH = 32"),
+    ("LAYERS = 4", "LAYERS = 2"),
+    ('DEMO_SIZES = {"train": 1200, "val": 100}', 'DEMO_SIZES = {"train": 8, "val": 2}'),
+)
 
 
 def copy_project(folder: Path) -> Path:
-    """recipes/my_model.py in a copy of the project, with a demo of a few utterances."""
+    """recipes/my_model.py in a copy of the project, small, with a demo of a few utterances."""
     for name in ("common", "speech", "recipes"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    text = (folder / "recipes" / "konkani_conformer.py").read_text(encoding="utf-8")
-    for old, new in (
-        ('RECIPE = "konkani_conformer"', 'RECIPE = "my_model"'),
-        (SIZES, 'DEMO_SIZES = {"train": 8, "val": 2, "test": 2}'),
-    ):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    (folder / "recipes" / "my_model.py").write_text(text, encoding="utf-8")
+    copy = replace(TEMPLATE.read_text(encoding="utf-8"), RENAMED, *SMALL)
+    (folder / "recipes" / "my_model.py").write_text(copy, encoding="utf-8")
     return folder
 
 
 def finish(folder: Path, start, *flags: str) -> str:
     """The stdout of the copied recipe, which must succeed, with TensorBoard."""
-    process = start(
-        [sys.executable, "recipes/my_model.py", *runs.TINY, "--device", "cpu", *flags], folder
-    )
+    process = start([sys.executable, "recipes/my_model.py", "--device", "cpu", *flags], folder)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "\r" not in err  # plain lines, because stderr is not a terminal
@@ -41,22 +77,16 @@ def finish(folder: Path, start, *flags: str) -> str:
 
 
 def assert_trained(folder: Path, out: str) -> None:
-    assert (
-        "demo corpus: 12 utterances" in out
-        and "test set, " in out
-        and len(runs.error_lines(out)) == 2
-    )
+    assert "demo corpus: 10 utterances" in out and "val set" in out
+    assert len(runs.error_lines(out)) == 2
     assert list((folder / "logs").glob("events.*"))
 
 
 def assert_resumed(folder: Path, out: str) -> None:
     assert "resuming from checkpoints/checkpoint_step_00000002.pt (step 2)" in out
     newest = checkpoint.list_checkpoints(folder / "checkpoints")[0]
-    state = checkpoint.read(newest, "my_model")
-    assert (
-        state["recipe"] == state["metadata"]["recipe"] == "my_model"
-        and state["progress"]["step"] == 4
-    )
+    saved = checkpoint.read(newest, "my_model")
+    assert saved.recipe == "my_model" and saved.state["progress"]["step"] == 4
     assert checkpoint.read_weights(folder / "checkpoints" / "best.safetensors", "my_model")
 
 
@@ -83,3 +113,408 @@ def test_a_copy_in_a_new_interpreter(tmp_path):
     assert_trained(folder, finish(folder, runs.start_anew, "--max_steps", "2"))
     assert (folder / "logs" / "training.png").read_bytes()[:4] == b"\x89PNG"
     assert_resumed(folder, finish(folder, runs.start_anew, "--resume", "auto", "--max_steps", "4"))
+
+
+# --- a copy for another task ----------------------------------------------------------------------
+
+# Both tasks below learn from a `label` in place of a text, decode nothing and have no demo.
+WITHOUT_TEXT = """
+def add_arguments(parser) -> None:
+    splits.add_arguments(parser)
+    model = parser.add_argument_group("model")
+    model.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
+    options.add_arguments(parser)
+
+
+def resolve(args) -> None:
+    options.resolve(args, False, 0, needs=splits.NEEDS)
+
+
+def read_data(args, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
+    return splits.load_splits(
+        splits.resolve(args, saved.held_out if saved else (), needs="label"),
+        text.normalise,
+        stand_in=lambda: splits.stand_in(args.max_duration, labels=STAND_INS),
+    )
+
+
+@torch.no_grad()
+def evaluate_only(args) -> None:
+    setup = device.setup(args)
+    check_folder(args.log_dir)
+    model, run_info = load_trained(args, setup)
+    corpora = read_data(args, run_info)
+    name = "test" if "test" in corpora else "val"
+    data = Utterances(corpora[name], model.classes)
+    with setup.autocast():
+        report_results(model, EvalBatches(args, data, collate, setup), f"{name} set")
+"""
+MAIN_WITHOUT_TEXT = (
+    ("    how = resolve(args)\n", "    resolve(args)\n"),
+    ("    if args.transcribe:\n        return transcribe(args, how)\n", ""),
+    ("return evaluate_only(args, how)", "return evaluate_only(args)"),
+    ("report_results, how, model,", "report_results, model,"),
+    ("        reports=recogniser.REPORTS,\n", ""),
+)
+
+KEYWORDS = """
+@dataclass(frozen=True)
+class ModelInfo:
+    width: Annotated[int, range(1, 8193)]
+    layers: Annotated[int, range(1, 129)]
+    classes: list[str]
+
+
+class Utterances:
+    def __init__(self, corpus: Corpus, classes: list[str]):
+        self.corpus = corpus
+        self.numbers = {name: number for number, name in enumerate(classes)}
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint()
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        return self.corpus.seconds
+
+    def item(self, index: int, epoch: int) -> dict:
+        label = self.corpus.label(index)
+        return {
+            "audio": read_utterance(self.corpus, index, SAMPLE_RATE),
+            "class": self.numbers[label],
+            "text": label,
+            "name": self.corpus.where(index),
+            "index": index,
+        }
+
+
+def collate(items: list[dict]) -> dict:
+    batch = {
+        "names": [item["name"] for item in items],
+        "texts": [item["text"] for item in items],
+        "indices": [item["index"] for item in items],
+        "seconds": [len(item["audio"]) / SAMPLE_RATE for item in items],
+        "classes": torch.tensor([item["class"] for item in items]),
+    }
+    batch["audio"], batch["audio_lengths"] = pad([item["audio"] for item in items])
+    batch["counts"] = {"class": len(items)}
+    return batch
+
+
+class Network(nn.Module):
+    def __init__(self, info: ModelInfo, dropout: float = 0.0):
+        super().__init__()
+        self.classes = info.classes
+        self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
+        self.feature_norm = FeatureNorm(N_MELS, "global")
+        self.input = nn.Linear(SUBSAMPLING * N_MELS, info.width)
+        self.layers = nn.ModuleList(Layer(info.width, dropout) for _ in range(info.layers))
+        self.norm = nn.LayerNorm(info.width)
+        self.output = nn.Linear(info.width, len(info.classes))
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        lengths = frames(batch["audio_lengths"], SAMPLE_RATE)
+        x = self.feature_norm(self.log_mel(batch["audio"]), lengths)
+        x = F.pad(x, (0, 0, 0, -x.shape[1] % SUBSAMPLING))
+        x = self.input(x.unflatten(1, (-1, SUBSAMPLING)).flatten(2))
+        lengths = encoder_frames(batch["audio_lengths"])
+        padding = ~valid_mask(lengths, x.shape[1])[:, :, None]
+        for layer in self.layers:
+            x = layer(x, padding)
+        x = self.norm(x).masked_fill(padding, 0.0).sum(1) / lengths[:, None]
+        return upcast(self.output(x)).log_softmax(-1)
+
+
+def compute_loss(model: Network, batch: dict) -> dict[str, torch.Tensor]:
+    return {"class": F.nll_loss(model(batch), batch["classes"], reduction="sum")}
+
+
+def texts_of(model: Network, batch: dict) -> list[str]:
+    return [model.classes[number] for number in model(batch).argmax(-1).tolist()]
+
+
+def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
+    rows, sums = recogniser.decode_set(
+        model,
+        lambda batch: (texts_of(model, batch), compute_loss(model, batch)),
+        eval_batches,
+        LOSS_WEIGHTS,
+    )
+    right = sum(row["reference"] == row["hypothesis"] for row in rows)
+    return {**sums, "accuracy": (right, len(rows))}
+
+
+def report_results(model: Network, eval_batches, *title: str) -> None:
+    right, count = evaluate(model, eval_batches.whole())["accuracy"]
+    print(f"{', '.join(title)}: accuracy {100 * right / count:.1f} % of {count}")
+"""
+
+FRAMES = """
+@dataclass(frozen=True)
+class ModelInfo:
+    width: Annotated[int, range(1, 8193)]
+    layers: Annotated[int, range(1, 129)]
+    classes: Annotated[int, range(2, 1000)]
+
+
+class Utterances:
+    def __init__(self, corpus: Corpus, classes: int):
+        self.corpus = corpus
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint()
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        return self.corpus.seconds
+
+    def item(self, index: int, epoch: int) -> dict:
+        waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
+        labels = torch.tensor(self.corpus.label(index)[: encoder_frames(len(waveform))])
+        return {"audio": waveform, "labels": labels, "name": self.corpus.where(index)}
+
+
+def collate(items: list[dict]) -> dict:
+    batch = {
+        "names": [item["name"] for item in items],
+        "seconds": [len(item["audio"]) / SAMPLE_RATE for item in items],
+    }
+    batch["audio"], batch["audio_lengths"] = pad([item["audio"] for item in items])
+    batch["labels"], batch["labels_lengths"] = pad([item["labels"] for item in items], -100)
+    batch["counts"] = {"frame": int(batch["labels_lengths"].sum())}
+    return batch
+
+
+class Network(nn.Module):
+    def __init__(self, info: ModelInfo, dropout: float = 0.0):
+        super().__init__()
+        self.classes = info.classes
+        self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
+        self.feature_norm = FeatureNorm(N_MELS, "global")
+        self.input = nn.Linear(SUBSAMPLING * N_MELS, info.width)
+        self.layers = nn.ModuleList(Layer(info.width, dropout) for _ in range(info.layers))
+        self.norm = nn.LayerNorm(info.width)
+        self.output = nn.Linear(info.width, info.classes)
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        lengths = frames(batch["audio_lengths"], SAMPLE_RATE)
+        x = self.feature_norm(self.log_mel(batch["audio"]), lengths)
+        x = F.pad(x, (0, 0, 0, -x.shape[1] % SUBSAMPLING))
+        x = self.input(x.unflatten(1, (-1, SUBSAMPLING)).flatten(2))
+        padding = ~valid_mask(encoder_frames(batch["audio_lengths"]), x.shape[1])[:, :, None]
+        for layer in self.layers:
+            x = layer(x, padding)
+        x = self.norm(x)[:, : batch["labels"].shape[1]]
+        return upcast(self.output(x)).log_softmax(-1)
+
+
+def compute_loss(model: Network, batch: dict) -> dict[str, torch.Tensor]:
+    log_probs = model(batch).transpose(1, 2)
+    return {"frame": F.nll_loss(log_probs, batch["labels"], ignore_index=-100, reduction="sum")}
+
+
+def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
+    target = next(model.parameters()).device
+    loss = wrong = count = 0.0
+    for batch in to_device(eval_batches, target):
+        labels = batch["labels"]
+        best = model(batch).argmax(-1)
+        loss += float(compute_loss(model, batch)["frame"])
+        wrong += int(((best != labels) & (labels != -100)).sum())
+        count += batch["counts"]["frame"]
+    return {"frame": (loss, count), "error": (wrong, count)}
+
+
+def report_results(model: Network, eval_batches, *title: str) -> None:
+    wrong, count = evaluate(model, eval_batches.whole())["error"]
+    print(f"{', '.join(title)}: frame error {100 * wrong / count:.1f} % of {count:.0f}")
+"""
+
+
+def keyword_recipe(source: str) -> str:
+    source = redefine(source, WITHOUT_TEXT + KEYWORDS, removed=("transcribe",))
+    return replace(
+        source,
+        RENAMED,
+        *SMALL[:2],
+        ('LOSS_WEIGHTS = {"ctc": 1.0}', 'LOSS_WEIGHTS = {"class": 1.0}\nSTAND_INS = ("yes", "no")'),
+        *MAIN_WITHOUT_TEXT,
+        (
+            '        characters = sorted(set("".join(corpora["train"].texts)))\n',
+            "        train_set = corpora['train']\n"
+            "        classes = sorted({train_set.label(i) for i in range(len(train_set))})\n",
+        ),
+        ("ModelInfo(WIDTH, LAYERS, characters)", "ModelInfo(WIDTH, LAYERS, classes)"),
+        ("model_info.characters) for name", "model_info.classes) for name"),
+        ('metric="cer",', 'metric="accuracy",\n        higher_is_better=True,'),
+    )
+
+
+def frame_recipe(source: str) -> str:
+    source = redefine(source, WITHOUT_TEXT + FRAMES, removed=("transcribe", "texts_of"))
+    return replace(
+        source,
+        RENAMED,
+        *SMALL[:2],
+        (
+            'LOSS_WEIGHTS = {"ctc": 1.0}',
+            'LOSS_WEIGHTS = {"frame": 1.0}\nSTAND_INS = ([0, 1] * 500,)',
+        ),
+        ("GlobalBatches, pad\n", "GlobalBatches, pad, to_device\n"),
+        *MAIN_WITHOUT_TEXT,
+        ('        characters = sorted(set("".join(corpora["train"].texts)))\n', ""),
+        ("ModelInfo(WIDTH, LAYERS, characters)", "ModelInfo(WIDTH, LAYERS, classes=2)"),
+        ("model_info.characters) for name", "model_info.classes) for name"),
+        ('metric="cer",', 'metric="error",'),
+    )
+
+
+def made(folder: Path, source: str):
+    """The recipe with this source, as a module."""
+    path = folder / "my_model.py"
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("my_model", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["my_model"] = module  # records look up types in their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def tone(frequency: float, count: int) -> np.ndarray:
+    return 0.3 * np.sin(2 * np.pi * frequency * np.arange(count) / RATE)
+
+
+@pytest.fixture
+def keywords(tmp_path):
+    """Clips of low and high tones in noise, and the manifest that labels them."""
+    random = np.random.default_rng(0)
+    lines = []
+    for number in range(40):
+        label = ("low", "high")[number % 2]
+        count = int(random.integers(6_000, 12_000))
+        samples = tone({"low": 300, "high": 2000}[label], count) + 0.1 * random.normal(size=count)
+        soundfile.write(tmp_path / f"{number}.wav", samples, RATE)
+        lines.append(json.dumps({"audio_filepath": f"{number}.wav", "label": label}) + "\n")
+    (tmp_path / "keywords.json").write_text("".join(lines))
+    return tmp_path / "keywords.json"
+
+
+@pytest.fixture
+def activity(tmp_path):
+    """Clips of tones between pauses, and the manifest with a label for every 40 ms."""
+    random = np.random.default_rng(0)
+    lines = []
+    for number in range(40):
+        labels = np.repeat(random.integers(0, 2, int(random.integers(3, 7))), 5)
+        samples = np.repeat(labels, 640) * tone(500, 640 * len(labels))
+        samples += 0.01 * random.normal(size=len(samples))
+        soundfile.write(tmp_path / f"{number}.wav", samples, RATE)
+        row = {"audio_filepath": f"{number}.wav", "label": labels.tolist()}
+        lines.append(json.dumps(row) + "\n")
+    (tmp_path / "activity.json").write_text("".join(lines))
+    return tmp_path / "activity.json"
+
+
+TRAINING = "--max_steps 30 --eval_every 10 --learning_rate 3e-3".split()
+
+
+def assert_works(recipe, manifest: Path, folder: Path) -> list[str]:
+    """Trains, resumes, evaluates, plans and checks the data; returns the lines of the results of
+    the training and of --evaluate."""
+    flags = ["--train_manifest", manifest, "--output_dir", folder / "run"]
+    out = runs.ran(recipe, *flags, *TRAINING)
+    again = runs.ran(recipe, *flags, *TRAINING[:-2], "--resume", "auto", "--max_steps", "31")
+    assert "resuming from" in again and "(step 30)" in again
+    evaluated = runs.ran(recipe, *flags, "--evaluate")
+    checked = runs.ran(recipe, *flags, "--check_data")
+    assert "checked: 38 utterances in train, 2 utterances in val can be used" in checked
+    runs.ran(recipe, *flags, "--dry_run", "8GB")
+    plan = runs.planned(recipe, "--output_dir", folder / "plan")
+    assert len(plan.batch["names"]) == 2
+    assert runs.refused(recipe, "--output_dir", folder)[1].endswith("give --train_manifest\n")
+    return [line for text in (out, evaluated) for line in text.splitlines() if "val set" in line]
+
+
+def assert_loss_adds_up(recipe, manifest: Path) -> None:
+    """As README advises before the first training."""
+    args = runs.parse(recipe, "--train_manifest", manifest)
+    recipe.resolve(args)
+    corpus = recipe.read_data(args)["train"]
+    classes = ["high", "low"] if "keywords" in manifest.name else 2
+    model = recipe.Network(recipe.ModelInfo(8, 1, classes))
+    data = recipe.Utterances(corpus, classes)
+    items = [data.item(index, 0) for index in range(3)]
+    checks.check_loss(model, recipe.collate(items), recipe.compute_loss)
+
+
+def test_a_keyword_classifier(tmp_path, keywords):
+    recipe = made(tmp_path, keyword_recipe(TEMPLATE.read_text(encoding="utf-8")))
+    assert_loss_adds_up(recipe, keywords)
+    trained, evaluated = assert_works(recipe, keywords, tmp_path)
+    assert "accuracy 100.0 % of 2" in trained and "accuracy 100.0 % of 2" in evaluated
+
+
+def test_a_label_for_every_frame(tmp_path, activity):
+    recipe = made(tmp_path, frame_recipe(TEMPLATE.read_text(encoding="utf-8")))
+    assert_loss_adds_up(recipe, activity)
+    for line in assert_works(recipe, activity, tmp_path):
+        assert float(line.split("frame error ")[1].split()[0]) < 10
+
+
+def test_changed_labels_are_noticed_when_a_run_is_resumed(tmp_path, keywords):
+    recipe = made(tmp_path, keyword_recipe(TEMPLATE.read_text(encoding="utf-8")))
+    flags = ["--train_manifest", keywords, "--output_dir", tmp_path / "run", "--max_steps"]
+    runs.ran(recipe, *flags, "1")
+    text = keywords.read_text()
+    keywords.write_text(
+        text.replace('"low"', '"x"').replace('"high"', '"low"').replace("x", "high")
+    )
+    out = runs.ran(recipe, *flags, "2", "--resume", "auto")
+    assert "the training data have changed since the checkpoint" in out
+
+
+# --- a copy that starts at released weights -------------------------------------------------------
+
+FROM_A_FOLDER = """
+def fit(model: Network, data: Utterances) -> None:
+    items = splits.some_items(data, seed=0, count=FIT_UTTERANCES)
+    model.feature_norm.measure([model.log_mel(item["audio"][None])[0] for item in items])
+    weights = model_files.read_folder(Path(RELEASED))
+    prefix = "encoder."
+    encoder = {
+        name.removeprefix(prefix): value
+        for name, value in weights.items()
+        if name.startswith(prefix)
+    }
+    model.layers.load_state_dict(encoder)
+"""
+
+
+def test_a_released_encoder_as_a_start(tmp_path, konkani):
+    """As README shows it: `fit` reads the folder once for a new model, and a plan does not."""
+    source = redefine(TEMPLATE.read_text(encoding="utf-8"), FROM_A_FOLDER)
+    source = replace(
+        source,
+        RENAMED,
+        *SMALL,
+        ("import demo, metrics, recogniser", "import demo, metrics, model_files, recogniser"),
+        ("N_MELS = 80", f'N_MELS = 80\nRELEASED = "{tmp_path}/released"'),
+    )
+    recipe = made(tmp_path, source)
+    torch.manual_seed(5)
+    layers = recipe.Network(recipe.ModelInfo(32, 2, ["a"])).layers
+    weights = {f"encoder.{name}": value for name, value in layers.state_dict().items()}
+    flags = ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
+    flags += ["--max_steps", "1", "--learning_rate", "1e-30", "--output_dir", tmp_path]
+    runs.ran(recipe, *flags, "--dry_run", "8GB")
+    (tmp_path / "released").mkdir()
+    save_file(weights | {"decoder.weight": torch.ones(1)}, tmp_path / "released/model.safetensors")
+    runs.ran(recipe, *flags)
+    saved = checkpoint.read_weights(tmp_path / "checkpoints" / "best.safetensors", "my_model")
+    for name, value in layers.state_dict().items():
+        assert torch.allclose(saved.model[f"layers.{name}"], value, atol=1e-20)

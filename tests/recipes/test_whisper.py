@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from common import checkpoint, compiling, memory
 from common.device import Setup
-from common.errors import UsageError
 from common.loop import run_global_batch
 from recipes import whisper_morse as morse
 from recipes import whisper_vietnamese as vietnamese
@@ -657,7 +656,11 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
             2,
             "config.json is not a file of torch.save",
         ),
-        ("{train} --model_file {released}/hf/model.safetensors", 2, "give the folder that holds it"),
+        (
+            "{train} --model_file {released}/hf/model.safetensors",
+            2,
+            "give the folder that holds it",
+        ),
         ("{train} --model_dir {released}/openai/base.pt", 2, "it is a file: use --model_file"),
         ("{train} --model_file {released}/hf", 2, "it is a folder: use --model_dir"),
         ("{train} --model_dir {here}/empty", 2, "holds no config.json"),
@@ -691,7 +694,7 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         ),
         ("{train} --model_dir {released}/hf --model_size base", 2, "has its own shape"),
         ("{train} --model_dir {released}/hf --d_model 64", 2, "has its own shape"),
-        ("{train} --model_dir {released}/hf --vocab_size 500", 2, "has its own vocabulary"),
+        ("{train} --model_dir {released}/hf --vocab_size 500", 2, "have their own vocabulary"),
         (
             "{train} --model_dir {released}/hf --ctc_weight 0.3",
             2,
@@ -806,7 +809,11 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
             2,
             "the decoder has 448 positions",
         ),
-        ("{train} --model_dir {released}/hf --max_duration 60", 2, "the model's longest input is 30 s"),
+        (
+            "{train} --model_dir {released}/hf --max_duration 60",
+            2,
+            "the model's longest input is 30 s",
+        ),
         (
             "{train} --from_scratch --min_duration 40",
             2,
@@ -850,7 +857,7 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
         (
             "--transcribe {here}/a.wav --verify_gpu",
             2,
-            "--verify_gpu and --transcribe: give one of them",
+            "--transcribe and --verify_gpu: give one of them",
         ),
         (
             "--transcribe {here}/a.wav --model_dir {released}/hf --export {here}/x",
@@ -1203,46 +1210,47 @@ def test_a_manifest_of_morse_keeps_what_it_holds_out(tmp_path, wav, json_lines):
     assert len(newest(tmp_path, morse).run_info["data"]["held_out"]) == 1
 
 
-DAMAGE = {  # what is changed in the metadata of best.safetensors, and a part of the message
-    "layers": (("config", "encoder_layers"), 10**9, "config.encoder_layers is '1000000000'"),
-    "more layers": (("config", "encoder_layers"), 128, "the saved model lacks 'encoder.layers.1."),
-    "width": (("config", "d_model"), 8192, "its configuration asks for"),
-    "heads": (("config", "decoder_attention_heads"), 3, "decoder_attention_heads does not divide"),
-    "boolean": (("config", "vocab_size"), True, "config.vocab_size is 'True'"),
-    "no config": (("config",), None, "config is 'None'"),
-    "vocabulary": (("tokenizer", "vocab"), {}, "the saved tokenizer is not a Whisper tokenizer"),
-    "merges": (("tokenizer", "merges"), [["a", "b"]], "tokenizer.merges[0] is"),
-    "language": (("tokenizer", "language"), "xx", "language xx: Whisper has no token for it"),
-    "text for a number": (("pad_from",), "0", "pad_from is '0'"),
+LAYERS_ASKED = "ModelInfo.config.encoder_layers is '1000000000'"
+DAMAGE = {  # what is changed in the records of best.safetensors, and a part of the message
+    "layers": (("model_info", "config", "encoder_layers"), 10**9, LAYERS_ASKED),
+    "more layers": (("model_info", "config", "encoder_layers"), 128, "lacks 'encoder.layers.1."),
+    "width": (("model_info", "config", "d_model"), 8192, "its configuration asks for"),
+    "heads": (("model_info", "config", "decoder_attention_heads"), 3, "does not divide d_model"),
+    "boolean": (("model_info", "config", "vocab_size"), True, "config.vocab_size is 'True'"),
+    "no config": (("model_info", "config"), None, "ModelInfo.config is 'None'"),
+    "vocabulary": (("model_info", "tokenizer", "vocab"), {}, "is not a Whisper tokenizer"),
+    "merges": (("model_info", "tokenizer", "merges"), [["a", "b"]], "tokenizer.merges[0] is"),
+    "language": (("model_info", "tokenizer", "language"), "xx", "Whisper has no token for it"),
     "suppressed": (
-        ("generation",),
+        ("model_info", "generation"),
         {"suppress_tokens": [5000]},
         "its tokens are not those of its tokenizer",
     ),
-    "ctc": (("ctc_tokens",), 3, "ctc_head.weight is"),
-    "NaN": (("longest",), float("nan"), "longest is 'nan'"),
-    "no length": (("longest",), 1e-300, "longest is '1e-300'"),
-    "speed": (("synthesis", "wpm"), [4, 10**9], "synthesis.wpm is '[4, 1000000000]'"),
-    "conditions": (("synthesis", "conditions"), ["x"], "synthesis.conditions is"),
-    "held out": (("held_out",), [1], "held_out[0] is '1'"),
+    "ctc": (("model_info", "ctc_tokens"), 3, "its tokens are not those of its tokenizer"),
+    "text for a number": (("run_info", "pad_from"), "0", "RunInfo.pad_from is '0'"),
+    "NaN": (("run_info", "data", "longest"), float("nan"), "RunInfo.longest is 'nan'"),
+    "no length": (("run_info", "data", "longest"), 1e-300, "RunInfo.longest is '1e-300'"),
+    "held out": (("run_info", "data", "held_out"), [1], "RunInfo.held_out[0] is '1'"),
+    "speed": (("run_info", "synthesis", "wpm"), [4, 10**9], "Choice.wpm is '[4, 1000000000]'"),
+    "conditions": (("run_info", "synthesis", "conditions"), ["x"], "Choice.conditions is"),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damaged_metadata_are_named_before_a_model_is_made(
+def test_damaged_records_are_named_before_a_model_is_made(
     case, morse_demo, tmp_path, monkeypatch, no_hang
 ):
-    place, value, message = DAMAGE[case]
+    (record, *folders, name), value, message = DAMAGE[case]
     best = morse_demo[0] / "checkpoints" / "best.safetensors"
     with safe_open(best, framework="pt") as file:
         header = file.metadata()
-    metadata = json.loads(header["metadata"])
-    *folders, name = place
-    functools.reduce(dict.__getitem__, folders, metadata)[name] = value
-    save_file(
-        load_file(best), tmp_path / "best.safetensors", {**header, "metadata": json.dumps(metadata)}
-    )
-    monkeypatch.setattr(starts, "Whisper", lambda *inputs: pytest.fail("a model was made"))
+    content = json.loads(header[record])
+    functools.reduce(dict.__getitem__, folders, content)[name] = value
+    header[record] = json.dumps(content)
+    save_file(load_file(best), tmp_path / "best.safetensors", header)
+    if record == "model_info":
+        fail = lambda *inputs: pytest.fail("a model was made")  # noqa: E731
+        monkeypatch.setattr(checkpoint, "load_weights", fail)
     for use in (["--evaluate"], ["--export", tmp_path / "x"]):
         status, err = refused(
             morse, *use, "--resume", tmp_path / "best.safetensors", "--output_dir", tmp_path

@@ -6,8 +6,10 @@ import json
 import math
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,27 +17,43 @@ import soundfile
 import torch
 from safetensors.torch import load_file
 
-from common import checkpoint, memory, optim
+from common import checkpoint, memory, optim, records
 from common.batches import split_batch, to_device
 from common.device import Setup
-from common.loop import run_global_batch
+from common.loop import Run, run_global_batch
 from recipes import xtts_amharic as recipe
+from speech import splits
 from speech.columns import Corpus
-from speech.splits import Checks, load_corpus
-from speech.xtts import codec_training, formats, inference, speaking, texts
-from speech.xtts import start as starts
+from speech.splits import Checks, RunInfo, load_corpus
+from speech.xtts import (
+    codec_training,
+    decoding,
+    formats,
+    new_tokens,
+    speaking,
+    start,
+    texts,
+)
+from speech.xtts import frozen as frozen_parts
+from speech.xtts import model as xtts
 from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, code_count
-from speech.xtts.vocabulary import Vocabulary, new_vocabulary
+from speech.xtts.decoding import Sampling
+from speech.xtts.frozen import Frozen
+from speech.xtts.model import GPT
+from speech.xtts.speaking import Synthesiser
+from speech.xtts.start import ModelInfo
+from speech.xtts.tokenizer import Vocabulary, new_vocabulary
 from speech.xtts.vocoder import HifiDecoder
 from tests.recipes import runs
 from tests.recipes.runs import newest, planned, ran, refused
+from tests.speech.xtts.infos import make_info
 
 CPU = torch.device("cpu")
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "xtts"
 COQUI = json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))["sizes"] | {
     "hifigan": False
 }
-SMALL = formats.shape(
+SMALL = formats.make_config(
     16,
     2,
     2,
@@ -51,7 +69,7 @@ SMALL = formats.shape(
 TEXTS = ("ሰላም", "ቤት ውሃ", "ዳቦ", "ቡና ወተት ሥጋ", "መንገድ", "ከተማ ሰው", "ሴት ልጅ አባት", "እናት")
 SECONDS = (0.9, 0.5, 3.4, 0.7, 1.0, 0.6, 2.0, 1.1)
 WEIGHTS = recipe.LOSS_WEIGHTS
-SLICE = starts.SLICES["full"]
+SLICE = start.SLICES["full"]
 
 
 def small_vocoder(d_model: int) -> HifiDecoder:
@@ -71,17 +89,19 @@ def tiny():
         patch.setattr(formats, "expected_shapes", remembered)
         patch.setitem(formats.SIZES, "demo", SMALL)
         patch.setattr(formats, "HifiDecoder", small_vocoder)
-        patch.setattr(starts, "HifiDecoder", small_vocoder)
+        patch.setattr(frozen_parts, "HifiDecoder", small_vocoder)
         yield
 
 
 def write_dvae(folder: Path) -> Path:
     """The folder of a random DVAE as the second run of `train_dvae` leaves it."""
     torch.manual_seed(0)
-    coder = codec_training.Coder(SMALL, torch.full((80,), 4.0), quantised=True)
-    metadata = {"recipe": recipe.RECIPE, "stage": "dvae", "config": SMALL}
+    coder = codec_training.Coder(SMALL, quantised=True)
+    coder.mel.mel_stats.fill_(4.0)
+    info = codec_training.ModelInfo("dvae", SMALL, codec_training.STEPS["dvae"])
+    task = SimpleNamespace(name=recipe.RECIPE, model_info=info, run_info=RunInfo([], 1.0, False))
     folder.mkdir()
-    checkpoint.save_weights(folder / "best.safetensors", coder, metadata, {})
+    checkpoint.save_weights(folder / "best.safetensors", coder, task, {})
     return folder
 
 
@@ -107,6 +127,11 @@ def noise(tmp_path_factory) -> tuple[str, Corpus]:
     return str(folder / "train.csv"), corpus
 
 
+def both(noise: tuple[str, Corpus]) -> list[str]:
+    """The noise for training and evaluation."""
+    return ["--train_manifest", noise[0], "--val_manifest", noise[0]]
+
+
 @functools.cache
 def coquis(name: str) -> dict[str, torch.Tensor]:
     """The tensors of a file of the fixtures; weights in fp32."""
@@ -116,14 +141,14 @@ def coquis(name: str) -> dict[str, torch.Tensor]:
     }
 
 
-def make_frozen(dtype=torch.float64) -> starts.Frozen:
+def make_frozen(dtype=torch.float64) -> Frozen:
     """Real mels and the DVAE of the fixtures, whose codes differ between frames."""
     dvae, stats = DVAE(SMALL), torch.full((80,), 4.0)
     weights = {
         name: w for name, w in coquis("dvae").items() if not name.startswith("discrete_loss.")
     }
     dvae.load_state_dict(weights)
-    frozen = starts.Frozen(Mel("dvae", stats), Mel("conditioning", stats), dvae, None)
+    frozen = Frozen(Mel("dvae", stats), Mel("conditioning", stats), dvae, None)
     for part in (frozen.dvae_mel, frozen.conditioning_mel, dvae):
         part.to(dtype)
     return frozen.to(CPU)
@@ -135,17 +160,16 @@ def make_utterances(
     """The noise as released weights are trained on it, unless told otherwise."""
     path, corpus = noise
     args = runs.parse(recipe, "--train_manifest", path, "--from_scratch", *flags)
-    metadata, weights, _ = starts.choose(
-        recipe.resolve(args), None, lambda _: Path(path).with_name("dvae")
-    )
-    assert (
-        weights is None
-        and metadata["condition"] == "other"
-        and metadata["slice"] == starts.SLICES["demo"]
-    )
-    assert metadata["reads_stop"]
-    metadata |= {"condition": condition, "slice": slices, "reads_stop": False}
-    return recipe.Utterances(args, corpus, texts.Texts(metadata), metadata, training)
+    info, weights, _ = chosen(recipe.resolve(args), lambda _: Path(path).with_name("dvae"))
+    assert weights is None and info.condition == "other" and info.slice == start.SLICES["demo"]
+    assert info.reads_stop
+    info = replace(info, condition=condition, slice=tuple(slices), reads_stop=False)
+    return recipe.Utterances(args, corpus, texts.Texts(info), info, training)
+
+
+def chosen(asked: start.Options, train_dvae=None) -> tuple[ModelInfo, dict | None, Frozen]:
+    """A new model."""
+    return start.choose(asked, None, None, train_dvae)
 
 
 def make_items(noise, dtype=torch.float64) -> list[dict]:
@@ -168,9 +192,9 @@ def awake(model, seed: int = 3):
     return model
 
 
-def make_model(dropout: float = 0.0, dtype=torch.float64, config: dict = SMALL) -> recipe.GPT:
+def make_model(dropout: float = 0.0, dtype=torch.float64, config: dict = SMALL) -> GPT:
     torch.manual_seed(0)
-    return awake(recipe.GPT(config, dropout).to(dtype))
+    return awake(GPT(config, dropout).to(dtype))
 
 
 def moved(items: list[dict]) -> dict:
@@ -190,13 +214,13 @@ def gradient_of(loss: torch.Tensor, model) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> recipe.GPT:
+def theirs() -> GPT:
     """Our GPT with Coqui's random weights, in evaluation. The names must be the same."""
     weights = {name.removeprefix("gpt."): w for name, w in coquis("gpt").items()}
     assert {name: tuple(w.shape) for name, w in weights.items()} == formats.expected_shapes(COQUI)[
         "gpt"
     ]
-    return recipe.make_model(COQUI, weights).eval()
+    return xtts.make_model(COQUI, weights).eval()
 
 
 def stub(codes: torch.Tensor, mels: torch.Tensor) -> SimpleNamespace:
@@ -281,20 +305,18 @@ def test_conditioning_latents_are_coquis(theirs):
 def test_conditioning_latents_of_a_waveform_are_coquis(theirs, monkeypatch):
     cases = coquis("mel_cases")
     mel = Mel("conditioning", cases["mel_stats"])
-    monkeypatch.setattr(inference, "CHUNK_SECONDS", 1)
+    monkeypatch.setattr(speaking, "CHUNK_SECONDS", 1)
     waveform = load_file(FIXTURES / "mel_cases.safetensors")["waveform"].float() / 32768
     assert (
-        inference.latents(theirs, mel, [waveform]) - cases["chunked_latents"]
+        speaking.latents_of(theirs, mel, [waveform]) - cases["chunked_latents"]
     ).abs().max() < 2e-5
 
 
 @torch.no_grad()
 def test_greedy_codes_and_latents_are_coquis(theirs, capsys):
     cases = coquis("gpt_cases")
-    settings = inference.Sampling(
-        temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=1.0, max_codes=20
-    )
-    (speech,) = inference.sample(
+    settings = Sampling(temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=1.0, max_codes=20)
+    (speech,) = decoding.sample(
         theirs, COQUI, cases["style"][1:2], [cases["text"][1].tolist()], settings
     )
     assert torch.equal(speech.codes, cases["greedy"][0]) and len(speech.codes.unique()) > 3
@@ -304,11 +326,9 @@ def test_greedy_codes_and_latents_are_coquis(theirs, capsys):
 @torch.no_grad()
 def test_the_stop_of_the_text_is_seen_by_the_codes(theirs, capsys):
     cases = coquis("gpt_cases")
-    settings = inference.Sampling(
-        temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=1.0, max_codes=2
-    )
+    settings = Sampling(temperature=1.0, top_k=1, top_p=1.0, repetition_penalty=1.0, max_codes=2)
     sample = functools.partial(
-        inference.sample, theirs, COQUI, cases["style"][1:2], [cases["text"][1].tolist()], settings
+        decoding.sample, theirs, COQUI, cases["style"][1:2], [cases["text"][1].tolist()], settings
     )
     before = sample()[0].latents
     row = theirs.text_embedding.weight[COQUI["stop_text"]]
@@ -319,14 +339,11 @@ def test_the_stop_of_the_text_is_seen_by_the_codes(theirs, capsys):
     assert (after[0] - before[0]).abs().max() > 1e-3
 
 
-def test_names_shapes_and_parameters_of_the_full_model():
+def test_parameters_of_the_full_model():
     config = formats.SIZES["full"]
     with torch.device("meta"):
-        model = recipe.GPT(config)
-    assert {name: tuple(w.shape) for name, w in model.state_dict().items()} == formats._gpt_shapes(
-        config
-    )
-    assert optim.count_parameters(model) == (441_018_563, 441_018_563)
+        full = GPT(config)
+    assert optim.count_parameters(full) == (441_018_563, 441_018_563)
 
 
 # --- exactness ------------------------------------------------------------------------------------
@@ -396,7 +413,7 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradient(noise, autocas
         for block in model.gpt.h:
             block.attn.sdpa = sdpa
         if checkpointed:
-            memory.checkpoint_layers(model, recipe.CHECKPOINTED)
+            memory.checkpoint_layers(model, xtts.CHECKPOINTED)
         calls, size = dict.fromkeys(("gpt", "encoder", "perceiver"), 0), 0
 
         def count(name, calls=calls):
@@ -437,13 +454,12 @@ def test_dropout_is_drawn_in_training_alone(noise):
 
 def test_the_explicit_product_is_the_fused_attention(noise, monkeypatch):
     items, model, frozen = make_items(noise)[:4], make_model().train(), make_frozen()
-    explicit, calls, results = recipe.explicit_attention, [], []
+    explicit, calls, results = xtts.explicit_attention, [], []
     monkeypatch.setattr(
-        recipe, "explicit_attention", lambda *inputs: calls.append(1) or explicit(*inputs)
+        xtts, "explicit_attention", lambda *inputs: calls.append(1) or explicit(*inputs)
     )
     for sdpa, expected in ((True, 0), (False, 2)):
-        args = runs.parse(recipe, "--from_scratch", *([] if sdpa else ["--no_sdpa"]))
-        recipe.set_up(args, model, Setup())
+        xtts.use_sdpa(model, sdpa)
         terms = recipe.compute_loss(model, moved(items), frozen)
         results.append([*terms.values(), gradient_of(sum(terms.values()), model)])
         assert len(calls) == expected
@@ -489,8 +505,8 @@ def test_a_model_from_scratch_speaks_as_it_was_trained(noise, reads_stop):
     """When a model speaks, its codes follow START, text, STOP. Those of a model from scratch do so
     in training."""
     vocab = new_vocabulary(texts.CHARACTERS, ["en", "am"], SMALL["text_tokens"])
-    metadata = {"vocab": vocab, "language": "am", "carried": False, "reads_stop": reads_stop}
-    reader, model, frozen = texts.Texts(metadata), make_model().eval(), make_frozen()
+    info = replace(make_info(vocab), reads_stop=reads_stop)
+    reader, model, frozen = texts.Texts(info), make_model().eval(), make_frozen()
     item = {
         **make_items(noise)[3],
         "tokens": torch.tensor(reader.encode("ab") + reader.ending),
@@ -639,6 +655,16 @@ def test_sixteen_bits_give_finite_losses_near_those_of_fp32(noise, dtype):
 # --- memory options -------------------------------------------------------------------------------
 
 
+def first_model(info: ModelInfo, weights: dict | None, folder: Path, *flags) -> GPT:
+    """The model that training starts with if this info and these weights are chosen."""
+    args = runs.parse(recipe, "--from_scratch", "--output_dir", folder, *flags)
+    asked = recipe.resolve(args)
+    with mock.patch.object(start, "choose", lambda *_: (info, weights, make_frozen())):
+        return recipe.first_model(
+            args, asked, Run(Setup()), None, {"train": SimpleNamespace(texts=[])}
+        )[1].model
+
+
 @pytest.mark.parametrize(
     ("layers", "with_vocoder", "is_pretrained"),
     [
@@ -655,11 +681,8 @@ def test_frozen_layers_have_no_gradient_and_do_not_change(
 ):
     config = {**SMALL, "hifigan": with_vocoder}
     weights = make_model(dtype=torch.float32, config=config).state_dict()
-    args = runs.parse(recipe, "--from_scratch", "--freeze_layers", layers, "--output_dir", tmp_path)
-    recipe.resolve(args)
-    model = recipe.first_model(
-        args, Setup(), {"config": config, "pretrained": is_pretrained}, weights
-    ).train()
+    info = replace(make_info(), config=config, pretrained=is_pretrained)
+    model = first_model(info, weights, tmp_path, "--freeze_layers", layers).train()
     with_encoder = with_vocoder or is_pretrained
     frozen_names = {name for name, p in model.named_parameters() if not p.requires_grad}
     parts = [f"gpt.h.{i}." for i in range(layers)] + ["conditioning_encoder."] * (not with_encoder)
@@ -667,7 +690,7 @@ def test_frozen_layers_have_no_gradient_and_do_not_change(
     assert frozen_names == expected and len(expected) == 12 * layers + 38 * (not with_encoder)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = optim.make_optimizer(model, 1e-2, weight_decay=0.1, decay_embeddings=False)
-    memory.checkpoint_layers(model, recipe.CHECKPOINTED)
+    memory.checkpoint_layers(model, xtts.CHECKPOINTED)
     terms = recipe.compute_loss(
         model, moved(make_items(noise, torch.float32)[:2]), make_frozen(torch.float32)
     )
@@ -731,7 +754,7 @@ VOCAB = json.loads((FIXTURES / "vocab.json").read_text(encoding="utf-8"))
 VOCAB["added_tokens"] = [token for token in VOCAB["added_tokens"] if token["content"] != "[am]"]
 VOCAB["model"]["vocab"].pop("[am]")  # the last one
 ROWS = len(VOCAB["model"]["vocab"])
-RELEASED = formats.shape(
+RELEASED = formats.make_config(
     16,
     2,
     2,
@@ -745,10 +768,10 @@ RELEASED = formats.shape(
 )
 SPOKEN = ("hello", "the end", "ሀለመ ረሰ", "and then", "it's on", "sand", "ለመ", "shell, no")
 SMALL_VOCODER = """
-from speech.xtts import formats, start, vocoder
+from speech.xtts import formats, frozen, vocoder
 def small(d_model):
     return vocoder.HifiDecoder(d_model, channels=16, speaker=8, filters=(8, 8, 8, 8), blocks=(1, 1, 1, 1))
-formats.HifiDecoder = start.HifiDecoder = small
+formats.HifiDecoder = frozen.HifiDecoder = small
 """
 PLAIN = (
     "--max_steps 2 --batch_size 2 --gradient_accumulation_steps 1 --save_every 1 --log_every 1"
@@ -766,7 +789,7 @@ def write_released(folder: Path, seed: int = 0, vocab: dict = VOCAB) -> Path:
     config = {**RELEASED, "text_tokens": len(vocab["model"]["vocab"])}
     dvae = {name: w for name, w in coquis("dvae").items() if not name.startswith("discrete_loss.")}
     groups = {
-        "gpt": awake(recipe.GPT(config), seed).state_dict(),
+        "gpt": awake(GPT(config), seed).state_dict(),
         "dvae": {n: w + 0.1 * seed for n, w in dvae.items()},
         "hifigan_decoder": small_vocoder(16).state_dict(),
         "mel_stats": torch.full((80,), 4.0),
@@ -804,16 +827,12 @@ def places(tmp_path_factory, tiny) -> SimpleNamespace:
     )
 
 
+def manifests(places) -> list:
+    return ["--train_csv", places.train, "--eval_csv", places.val]
+
+
 def tuning(places, *flags) -> list:
-    return [
-        "--train_csv",
-        places.train,
-        "--eval_csv",
-        places.val,
-        "--model_dir",
-        places.model,
-        *flags,
-    ]
+    return [*manifests(places), "--model_dir", places.model, *flags]
 
 
 @pytest.fixture(scope="module")
@@ -838,8 +857,13 @@ def read_metrics(folder: Path) -> list[dict]:
     ]
 
 
-def best_of(folder: Path) -> tuple[dict, dict]:
-    return checkpoint.read_weights(folder / "checkpoints" / "best.safetensors", recipe.RECIPE)
+def best_of(folder: Path) -> tuple[dict, ModelInfo]:
+    saved = checkpoint.read_weights(folder / "checkpoints" / "best.safetensors", recipe.RECIPE)
+    return saved.model, info_of(saved)
+
+
+def info_of(saved: checkpoint.Saved) -> ModelInfo:
+    return records.read(ModelInfo, saved.model_info, saved.path)
 
 
 def test_released_weights_are_evaluated_first_and_their_export_is_read_again(tuned, places):
@@ -853,17 +877,15 @@ def test_released_weights_are_evaluated_first_and_their_export_is_read_again(tun
     assert len(losses) == 2 and out.count(formats.LICENCE) == 1 and "attention: " in out
     groups, config, extras = formats.read_model(folder / "coqui")
     before = formats.read_model(places.model)[0]
-    best, metadata = best_of(folder)
-    assert (
-        config == metadata["config"] and extras["vocab"] == metadata["vocab"] and extras["licence"]
-    )
+    best, info = best_of(folder)
+    assert config == info.config and extras["vocab"] == info.vocab and extras["licence"]
     assert groups["gpt"].keys() == best.keys() and all(
         torch.equal(groups["gpt"][name], w) for name, w in best.items()
     )
     for group in ("dvae", "hifigan_decoder"):
         assert groups[group].keys() == before[group].keys()
         assert all(torch.equal(w, before[group][name]) for name, w in groups[group].items())
-    state = newest(folder, recipe)["model"]
+    state = newest(folder, recipe).model
     same = [name for name, w in before["gpt"].items() if torch.equal(w, state[name])]
     assert len(same) < 5 and not any(name.startswith(("dvae", "hifigan")) for name in state)
     clips = {
@@ -907,16 +929,16 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(tuned, places, tmp_path, 
 
 def test_a_language_that_the_vocabulary_lacks_gets_a_token(tuned, places):
     folder, out = tuned
-    best, metadata = best_of(folder)
-    vocabulary, before = Vocabulary(metadata["vocab"]), formats.read_model(places.model)[0]["gpt"]
+    best, info = best_of(folder)
+    vocabulary, before = Vocabulary(info.vocab), formats.read_model(places.model)[0]["gpt"]
     assert (
         "language am: a new token" in out
-        and metadata["carried"]
-        and metadata["config"]["text_tokens"] == ROWS + 1
+        and info.carried
+        and info.config["text_tokens"] == ROWS + 1
     )
     for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
         assert len(best[name]) == len(before[name]) + 1
-    reader = texts.Texts(metadata)
+    reader = texts.Texts(info)
     ids = VOCAB["model"]["vocab"]
     assert (
         vocabulary.encode("[am]no", "en")
@@ -927,16 +949,16 @@ def test_a_language_that_the_vocabulary_lacks_gets_a_token(tuned, places):
 
 
 def test_new_rows_are_drawn_like_the_old_ones(places, capsys):
-    start = recipe.resolve(runs.parse(recipe, *tuning(places)))
-    metadata, weights, _ = starts.choose(start, None)
-    again = starts.choose(start, None)[1]
+    asked = recipe.resolve(runs.parse(recipe, *tuning(places)))
+    info, weights, _ = chosen(asked)
+    again = chosen(asked)[1]
     before = formats.read_model(places.model)[0]["gpt"]
     for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
         assert torch.equal(weights[name][:-1], before[name]) and torch.equal(
             weights[name], again[name]
         )
         assert ((weights[name][-1] - before[name].mean(0)).abs() < 5 * before[name].std(0)).all()
-    model = recipe.make_model(metadata["config"], weights)
+    model = xtts.make_model(info.config, weights)
     assert model.text_embedding.weight.shape == (ROWS + 1, 16) == model.text_head.weight.shape
 
 
@@ -951,9 +973,9 @@ def test_a_language_that_the_vocabulary_has_gets_none(places, tmp_path):
         "--output_dir",
         tmp_path,
     )
-    metadata = newest(tmp_path, recipe)["metadata"]
-    assert not metadata["carried"] and metadata["config"]["text_tokens"] == ROWS
-    assert texts.Texts(metadata).encode("no")[0] == VOCAB["model"]["vocab"]["[de]"]
+    info = info_of(newest(tmp_path, recipe))
+    assert not info.carried and info.config["text_tokens"] == ROWS
+    assert texts.Texts(info).encode("no")[0] == VOCAB["model"]["vocab"]["[de]"]
 
 
 def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, tmp_path):
@@ -967,10 +989,11 @@ def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, 
     ]
     corpus, _ = load_corpus(json_lines(tmp_path / "m.json", rows), recipe.text.normalise, Checks())
     args = runs.parse(recipe, *tuning(places))
-    metadata, _, _ = starts.choose(recipe.resolve(args), None)
-    reader = texts.Texts(metadata)
-    assert len(recipe.check_sets(args, {"val": corpus}, reader, metadata["config"])["val"]) == 4
-    data = recipe.Utterances(args, corpus, reader, metadata, training=True)
+    info, _, _ = chosen(recipe.resolve(args))
+    reader = texts.Texts(info)
+    data = splits.resolve(args, for_synthesis=True)
+    assert len(recipe.check_corpora(data, {"val": corpus}, reader, info.config)["val"]) == 4
+    data = recipe.Utterances(args, corpus, reader, info, training=True)
     german, *others = data.tokens
     assert german == reader.encode("no", "de") and others == [reader.encode("no")] * 3
     assert [data.item(index, 0)["language"] for index in range(4)] == ["de", "am", "am", "am"]
@@ -979,21 +1002,21 @@ def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, 
 
 @pytest.mark.parametrize("language", ["amh", "Amharic", "am"])
 def test_names_of_amharic(places, language):
-    start = recipe.resolve(runs.parse(recipe, *tuning(places), "--language", language))
-    assert start.language == "am"
+    asked = recipe.resolve(runs.parse(recipe, *tuning(places), "--language", language))
+    assert asked.language == "am"
 
 
 def test_the_version_is_that_of_the_vocabulary(places, monkeypatch, capsys):
-    monkeypatch.setitem(starts.VERSIONS, "v2.0.3", ROWS)
+    monkeypatch.setitem(start.VERSIONS, "v2.0.3", ROWS)
     for version in ("v2.0.3", "v2.0.2"):
-        start = recipe.resolve(runs.parse(recipe, *tuning(places), "--version", version))
+        asked = recipe.resolve(runs.parse(recipe, *tuning(places), "--version", version))
         if version == "v2.0.3":
-            assert starts.choose(start, None)[0]["config"]["text_tokens"] == ROWS + 1
+            assert chosen(asked)[0].config["text_tokens"] == ROWS + 1
             continue
         with pytest.raises(
             recipe.UsageError, match=f"vocabulary has 6681 tokens, and these weights have {ROWS}"
         ):
-            starts.choose(start, None)
+            chosen(asked)
 
 
 @pytest.mark.parametrize("form", ["xtts. and an optimizer", "plain"])
@@ -1007,7 +1030,7 @@ def test_the_gpt_of_an_already_tuned_file(tuned, places, tmp_path, form):
     )
     flags = ["--custom_model", tmp_path / "tuned.pth", "--language", "en", "--output_dir", tmp_path]
     ran(recipe, *tuning(places, *PLAIN, *flags), "--max_steps", "1", "--freeze_layers", "2")
-    state = newest(tmp_path, recipe)["model"]
+    state = newest(tmp_path, recipe).model
     kept = {name for name, w in source["gpt"].items() if torch.equal(w, state[name])}
     assert {name for name in source["gpt"] if name.startswith("gpt.h.")} <= kept and len(
         kept
@@ -1049,47 +1072,25 @@ os.replace = killed
 
 def test_another_dvae_on_resume_is_refused(tuned, places, tmp_path):
     folder = shutil.copytree(tuned[0], tmp_path / "copy")
-    flags = [
-        "--train_csv",
-        places.train,
-        "--eval_csv",
-        places.val,
-        *PLAIN,
-        "--resume",
-        "auto",
-        "--output_dir",
-        folder,
-    ]
+    flags = [*manifests(places), *PLAIN, "--resume", "auto", "--output_dir", folder]
     status, err = refused(recipe, *flags, "--max_steps", "3", "--model_dir", places.other)
     assert status == 2 and "the DVAE is not the one that this GPT learned the codes of" in err
     assert (
         "(step 2)" in ran(recipe, *flags, "--max_steps", "3")
-        and newest(folder, recipe)["progress"]["step"] == 3
+        and newest(folder, recipe).state["progress"]["step"] == 3
     )
 
 
 def test_a_run_from_scratch_and_its_frozen_parts(noise, tmp_path):
-    flags = [
-        "--train_manifest",
-        noise[0],
-        "--val_manifest",
-        noise[0],
-        *PLAIN,
-        "--output_dir",
-        tmp_path,
-    ]
+    flags = [*both(noise), *PLAIN, "--output_dir", tmp_path]
     out = ran(recipe, *flags, "--from_scratch")
     assert [line["step"] for line in read_metrics(tmp_path) if "eval/mel" in line] == [
         1,
         2,
     ] and formats.LICENCE not in out
     assert "(step 2)" in ran(recipe, *flags, "--max_steps", "3", "--resume", "auto")
-    metadata = newest(tmp_path, recipe)["metadata"]
-    assert (
-        not metadata["licence"]
-        and not metadata["pretrained"]
-        and metadata["config"]["text_tokens"] == 450
-    )
+    info = info_of(newest(tmp_path, recipe))
+    assert not info.licence and not info.pretrained and info.config["text_tokens"] == 450
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -1111,7 +1112,7 @@ def test_a_window_that_overflows_is_skipped_and_training_recovers(
         return terms
 
     monkeypatch.setitem(
-        starts.SLICES, "full", [6_615, 13_230]
+        start.SLICES, "full", [6_615, 13_230]
     )  # convolutions in fp16 are slow on a CPU
     monkeypatch.setattr(recipe, "compute_loss", overflowing)
     flags = [
@@ -1126,10 +1127,10 @@ def test_a_window_that_overflows_is_skipped_and_training_recovers(
     ]
     ran(recipe, *tuning(places, *PLAIN, *flags))
     state = newest(tmp_path, recipe)
-    assert state["progress"]["step"] == 5 and all(
-        bool(w.isfinite().all()) for w in state["model"].values()
+    assert state.state["progress"]["step"] == 5 and all(
+        bool(w.isfinite().all()) for w in state.model.values()
     )
-    assert state["progress"]["bad_batches"] == (2 if precision == "fp16" else 0)
+    assert state.state["progress"]["bad_batches"] == (2 if precision == "fp16" else 0)
     assert all(
         math.isfinite(line["eval/mel"]) for line in read_metrics(tmp_path) if "eval/mel" in line
     )
@@ -1189,7 +1190,7 @@ def test_the_export_has_the_weights_of_the_best_evaluation_not_the_last(
     losses = [line["eval/mel"] for line in read_metrics(tmp_path) if "eval/mel" in line]
     assert len(losses) == 3 and losses == sorted(losses)
     assert same_folders(tmp_path / "out", places.model)
-    trained = newest(tmp_path, recipe)["model"]
+    trained = newest(tmp_path, recipe).model
     assert not all(
         torch.equal(w, trained[name])
         for name, w in formats.read_model(places.model)[0]["gpt"].items()
@@ -1209,36 +1210,18 @@ def test_training_of_released_weights_stops_early_unless_a_flag_says_otherwise(p
 
 
 def test_an_export_without_a_vocoder_is_refused_in_one_line(noise, tmp_path):
-    flags = [
-        "--train_manifest",
-        noise[0],
-        "--val_manifest",
-        noise[0],
-        *PLAIN,
-        "--output_dir",
-        tmp_path,
-    ]
+    flags = [*both(noise), *PLAIN, "--output_dir", tmp_path]
     status, err = refused(recipe, *flags, "--from_scratch", "--export", tmp_path / "x")
     assert status == 2 and "no vocoder" in err
     assert not list(tmp_path.rglob("*.pt")), "it was refused after the training"
 
 
 def test_an_export_is_fine_tuned_again(tuned, places, tmp_path):
-    flags = [
-        "--train_csv",
-        places.train,
-        "--eval_csv",
-        places.val,
-        *PLAIN,
-        "--max_steps",
-        "1",
-        "--output_dir",
-        tmp_path,
-    ]
+    flags = [*manifests(places), *PLAIN, "--max_steps", "1", "--output_dir", tmp_path]
     ran(recipe, *flags, "--model_dir", tuned[0] / "coqui")
-    metadata, before = newest(tmp_path, recipe)["metadata"], newest(tuned[0], recipe)["metadata"]
-    assert metadata["config"] == before["config"] and metadata["vocab"] == before["vocab"]
-    assert texts.Texts(metadata).encode("no") == texts.Texts(before).encode("no"), (
+    info, before = info_of(newest(tmp_path, recipe)), info_of(newest(tuned[0], recipe))
+    assert info.config == before.config and info.vocab == before.vocab
+    assert texts.Texts(info).encode("no") == texts.Texts(before).encode("no"), (
         "another prefix than before"
     )
 
@@ -1272,7 +1255,7 @@ def test_texts_are_spoken_with_the_vocoder(tuned, places, tmp_path):
 
 def test_texts_are_spoken_without_a_vocoder(noise, places, tmp_path, monkeypatch):
     monkeypatch.setitem(formats.SIZES, "demo", {**SMALL, "mel_positions": 90})
-    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *PLAIN, "--max_steps", "1"]
+    flags = [*both(noise), *PLAIN, "--max_steps", "1"]
     ran(recipe, *flags, "--from_scratch", "--output_dir", tmp_path)
     out = ran(
         recipe,
@@ -1353,18 +1336,8 @@ def test_the_whole_mask_of_another_voice_is_counted(noise):
 
 def test_another_condition_on_resume_is_refused(tuned, places, tmp_path):
     folder = shutil.copytree(tuned[0], tmp_path / "copy")
-    assert newest(folder, recipe)["metadata"]["condition"] == "same"
-    flags = [
-        "--train_csv",
-        places.train,
-        "--eval_csv",
-        places.val,
-        *PLAIN,
-        "--resume",
-        "auto",
-        "--output_dir",
-        folder,
-    ]
+    assert info_of(newest(folder, recipe)).condition == "same"
+    flags = [*manifests(places), *PLAIN, "--resume", "auto", "--output_dir", folder]
     status, err = refused(recipe, *flags, "--condition", "other")
     assert (
         status == 2
@@ -1483,17 +1456,18 @@ os.replace = stopped
 """
 
 
-def states_of(folder: Path, stage: str) -> tuple[dict, dict]:
+def states_of(folder: Path, stage: str) -> tuple[checkpoint.Saved, dict]:
     """The newest checkpoint of a stage and the tensors of its best evaluation."""
     saved = checkpoint.read(checkpoint.list_checkpoints(folder / stage)[0], recipe.RECIPE)
-    return saved, checkpoint.read_weights(folder / stage / "best.safetensors", recipe.RECIPE)[0]
+    best = checkpoint.read_weights(folder / stage / "best.safetensors", recipe.RECIPE)
+    return saved, best.model
 
 
 def assert_same_stages(one: Path, other: Path) -> None:
     for stage in STAGES:
         (state, best), (again, best_again) = states_of(one, stage), states_of(other, stage)
         runs.assert_same_state(state, again)
-        assert state["progress"]["step"] == 3 and best.keys() == best_again.keys()
+        assert state.state["progress"]["step"] == 3 and best.keys() == best_again.keys()
         assert all(torch.equal(w, best_again[name]) for name, w in best.items()), stage
 
 
@@ -1513,22 +1487,14 @@ def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
 def scratch(noise, tmp_path_factory) -> Path:
     """The folder of three undisturbed runs of three updates."""
     folder = tmp_path_factory.mktemp("scratch")
-    flags = [
-        "--train_manifest",
-        noise[0],
-        "--val_manifest",
-        noise[0],
-        *SCRATCH,
-        "--output_dir",
-        folder,
-    ]
+    flags = [*both(noise), *SCRATCH, "--output_dir", folder]
     out = ran(recipe, *flags)
     assert out.index("DVAE, autoencoder: ") < out.index("DVAE, dvae: ") < out.index("attention: ")
     return folder
 
 
 def test_the_three_stages_have_folders_of_their_own(scratch):
-    stages = {stage: states_of(scratch, stage)[0]["metadata"]["stage"] for stage in STAGES}
+    stages = {stage: states_of(scratch, stage)[0].model_info["stage"] for stage in STAGES}
     assert list(stages.values()) == ["autoencoder", "dvae", "gpt"]
     for folder in ("logs/autoencoder", "logs/dvae", "logs"):
         lines = [
@@ -1544,12 +1510,12 @@ def test_the_three_stages_have_folders_of_their_own(scratch):
         torch.equal(first[1]["mel.mel_stats"], second[1]["mel.mel_stats"])
         and (first[1]["mel.mel_stats"] > 0).all()
     )
-    metadata = newest(scratch, recipe)["metadata"]
-    assert metadata["condition"] == "other" and metadata["slice"] == starts.SLICES["demo"]
-    start = recipe.resolve(
+    info = info_of(newest(scratch, recipe))
+    assert info.condition == "other" and info.slice == start.SLICES["demo"]
+    asked = recipe.resolve(
         runs.parse(recipe, "--resume", scratch / "checkpoints" / "best.safetensors")
     )
-    frozen = starts.choose(start, newest(scratch, recipe))[2]
+    frozen = start.choose(asked, newest(scratch, recipe), None, None)[2]
     assert all(
         torch.equal(w, second[1][f"dvae.{name}"]) for name, w in frozen.dvae.state_dict().items()
     )
@@ -1560,7 +1526,7 @@ def test_the_three_stages_have_folders_of_their_own(scratch):
 def test_stopped_in_every_stage_and_resumed_it_ends_with_the_same_bits(
     scratch, noise, tmp_path, number
 ):
-    flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *SCRATCH]
+    flags = [*both(noise), *SCRATCH]
     for stage in STAGES:
         process = runs.start(runs.command(recipe, *flags), tmp_path, stopped_in(stage, number))
         _, err = process.communicate()
@@ -1575,32 +1541,17 @@ def test_stopped_in_every_stage_and_resumed_it_ends_with_the_same_bits(
 
 
 def test_the_first_weights_depend_on_the_seed_alone(noise, tmp_path):
-    args = runs.parse(
-        recipe, "--from_scratch", "--train_manifest", noise[0], "--output_dir", tmp_path
-    )
-    recipe.resolve(args)
     models = []
+    info = replace(make_info(), config=SMALL, pretrained=False)
     for state in (1, 2):
         torch.manual_seed(state)
-        models.append(
-            recipe.first_model(
-                args, Setup(), {"config": SMALL, "pretrained": False}, None
-            ).state_dict()
-        )
+        models.append(first_model(info, None, tmp_path).state_dict())
     assert all(torch.equal(w, models[1][name]) for name, w in models[0].items())
 
 
 def test_a_finished_run_that_is_started_again_trains_nothing(scratch, noise, tmp_path):
     folder = shutil.copytree(scratch, tmp_path / "copy")
-    flags = [
-        "--train_manifest",
-        noise[0],
-        "--val_manifest",
-        noise[0],
-        *SCRATCH,
-        "--output_dir",
-        folder,
-    ]
+    flags = [*both(noise), *SCRATCH, "--output_dir", folder]
     before, lines = stamps(folder), read_metrics(folder)
     ran(recipe, *flags)
     assert stamps(folder) == before and len(before) > 9
@@ -1656,7 +1607,7 @@ def test_a_checkpoint_of_the_dvae_is_not_one_of_the_gpt(
     path = scratch / "checkpoints" / stage / name
     flags = ["--synthesize", "ሰላም", "--speaker_wav", places.wav]
     if name.endswith(".pt"):
-        flags = ["--train_manifest", noise[0], "--val_manifest", noise[0], *PLAIN]
+        flags = [*both(noise), *PLAIN]
     status, err = refused(recipe, *flags, "--resume", path, "--output_dir", tmp_path)
     assert status == 2 and f"'{stage}'" in err and str(path) in err
 
@@ -1664,28 +1615,16 @@ def test_a_checkpoint_of_the_dvae_is_not_one_of_the_gpt(
 def test_the_synthetic_data_of_a_model_from_scratch(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "DEMO_SIZES", {"train": 10, "val": 3})
     monkeypatch.setattr(codec_training, "STEPS", {"autoencoder": 1, "dvae": 1})
-    flags = [
-        "--from_scratch",
-        *PLAIN,
-        "--max_steps",
-        "1",
-        "--speak_held_out",
-        "1",
-        "--output_dir",
-        tmp_path,
-    ]
+    flags = [*PLAIN, "--max_steps", "1", "--speak_held_out", "1", "--output_dir", tmp_path]
     out = ran(recipe, *flags)
     assert (
-        "no --train_manifest: using synthetic speech" in out
+        "no --train_manifest: using the demo corpus" in out
         and "1 held-out sentences spoken: " in out
     )
     made = {path.name for path in (tmp_path / "speech").iterdir()}
     kinds = ("reference", "resynthesis", "synthesis")
     assert made == {f"001_{kind}.wav" for kind in kinds} | {f"{kind}.csv" for kind in kinds}
-    assert (
-        "speaker similarity" not in out
-        and newest(tmp_path, recipe)["metadata"]["text"]["g2p"] is False
-    )
+    assert "speaker similarity" not in out and not info_of(newest(tmp_path, recipe)).text.g2p
 
 
 # --- how texts are read ---------------------------------------------------------------------------
@@ -1718,7 +1657,7 @@ def write_amharic(places, folder: Path, written: tuple[str, ...] = AMHARIC) -> P
 @pytest.fixture
 def short_slices(monkeypatch):
     """A tenth of a second of a voice, and so shorter runs."""
-    monkeypatch.setitem(starts.SLICES, "full", [2_205, 4_410])
+    monkeypatch.setitem(start.SLICES, "full", [2_205, 4_410])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -1729,23 +1668,18 @@ def test_amharic_is_trained_exported_spoken_and_resumed(places, short_slices, tm
         recipe, *data, "--model_dir", places.model, *MODES[mode], "--export", tmp_path / "coqui"
     )
     assert "characters that the vocabulary lacks" not in out and out.count("): 8 utterances") == 2
-    saved = newest(tmp_path, recipe)
-    metadata, rows = saved["metadata"], saved["metadata"]["config"]["text_tokens"]
+    info = info_of(newest(tmp_path, recipe))
+    rows = info.config["text_tokens"]
     first, *_ = [line["eval/text"] for line in read_metrics(tmp_path) if "eval/text" in line]
-    assert (
-        metadata["text"]["g2p"] == (mode == "phonemes")
-        and metadata["text"].get("extend_vocab", mode) == mode
-    )
-
-    assert (
-        rows == ROWS + 1
-        if mode == "phonemes"
-        else ROWS + 1 < rows <= ROWS + 41 and first < math.log(rows)
-    )
-    reader = texts.Texts(metadata)
+    if mode == "phonemes":
+        assert info.text.g2p and info.text.extend_vocab is None and rows == ROWS + 1
+    else:
+        assert not info.text.g2p and info.text.extend_vocab == mode
+        assert ROWS + 1 < rows <= ROWS + 41 and first < math.log(rows)
+    reader = texts.Texts(info)
     assert not any(reader.unknown in reader.encode(text) for text in AMHARIC)
     groups, config, extras = formats.read_model(tmp_path / "coqui")
-    assert config["text_tokens"] == rows and extras["vocab"] == metadata["vocab"]
+    assert config["text_tokens"] == rows and extras["vocab"] == info.vocab
     assert all(torch.equal(w, groups["gpt"][name]) for name, w in best_of(tmp_path)[0].items())
     flags, spoken = (
         ["--synthesize", "ሰላም 3 ቡና።", "--speaker_wav", places.wav, "--output", tmp_path / "o.wav"],
@@ -1765,7 +1699,7 @@ def test_amharic_is_trained_exported_spoken_and_resumed(places, short_slices, tm
     assert status == 2 and "conflicts with the checkpoint" in err
     assert "(step 2)" in ran(recipe, *data, "--resume", "auto", "--max_steps", "3")
     resumed = newest(tmp_path, recipe)
-    assert resumed["progress"]["step"] == 3 and resumed["metadata"] == metadata
+    assert resumed.state["progress"]["step"] == 3 and info_of(resumed) == info
 
 
 @pytest.mark.parametrize(
@@ -1789,13 +1723,11 @@ def test_synthetic_amharic_is_read_as_phonemes_by_released_weights(places, line,
 
 
 def test_the_biases_of_new_tokens_alone_are_fitted(places, short_slices, tmp_path, monkeypatch):
-    fit, calls = texts.fit_new_tokens, []
+    fit, calls = new_tokens.fit_new_tokens, []
 
-    def spy(model, count, losses, reduce):
-        if not count:
-            return
+    def spy(model, count, forward):
         before = {name: w.clone() for name, w in model.state_dict().items()}
-        fit(model, count, losses, reduce)
+        fit(model, count, forward)
         changed = {
             name: w != before[name]
             for name, w in model.state_dict().items()
@@ -1805,7 +1737,7 @@ def test_the_biases_of_new_tokens_alone_are_fitted(places, short_slices, tmp_pat
             (count, changed, before["text_head.bias"], model.text_head.bias.detach().clone())
         )
 
-    monkeypatch.setattr(texts, "fit_new_tokens", spy)
+    monkeypatch.setattr(new_tokens, "fit_new_tokens", spy)
     manifest = write_amharic(places, tmp_path)
     flags = [
         "--train_csv",
@@ -1897,14 +1829,11 @@ def test_data_are_checked_and_nothing_is_trained(places, tmp_path, source):
 MISTAKES = [  # flags, a part of the message
     (
         "",
-        (
-            "training needs a model to start from: add --model_dir DIR (Coqui's files) or"
-            " --from_scratch"
-        ),
+        "training needs a model to start from: add --model_dir DIR (a folder with Coqui's model.pth",
     ),
     (
         "--model_dir {here}/gone",
-        "--model_dir {here}/gone: no such folder, and nothing is downloaded here",
+        "--model_dir {here}/gone: no such file or folder, and nothing is downloaded here",
     ),
     ("--model_dir {here}", "{here} lacks model.pth: a Coqui XTTS-v2 folder has"),
     ("--model_dir {cut}", "model.pth is damaged"),
@@ -2045,16 +1974,16 @@ def test_what_has_no_positions_or_no_letters_is_rejected(places, tmp_path):
 
 @pytest.mark.parametrize("with_vocoder", [True, False])
 def test_a_model_that_says_nothing(places, with_vocoder, capsys):
-    start = recipe.resolve(runs.parse(recipe, *tuning(places)))
-    metadata, weights, frozen = starts.choose(start, None)
-    weights["mel_head.bias"][metadata["config"]["stop_audio"]] = 1e4
-    model = recipe.make_model(metadata["config"], weights).eval()
+    asked = recipe.resolve(runs.parse(recipe, *tuning(places)))
+    info, weights, frozen = chosen(asked)
+    weights["mel_head.bias"][info.config["stop_audio"]] = 1e4
+    model = xtts.make_model(info.config, weights).eval()
     if not with_vocoder:
         frozen.vocoder = None
     voice = [torch.randn(SAMPLE_RATE) * 0.1]
-    encode, settings = texts.Texts(metadata).encode, inference.Sampling()
+    synthesiser = Synthesiser(model, frozen, texts.Texts(info), 56)
     voice = speaking.voice_of(model, frozen, voice)
-    waveform = speaking.speak(model, frozen, encode, "hello. no", voice, settings, 56)
+    waveform = speaking.speak(synthesiser, "hello. no", voice, Sampling())
     assert waveform.ndim == 1 and bool(waveform.isfinite().all())
 
 
@@ -2070,7 +1999,7 @@ def test_sentences_of_a_batch_that_end_at_different_times_are_as_alone():
         "stop_audio": 33,
     }
     config = {**formats.SIZES["demo"], "codes": 32, **sizes}
-    model = recipe.GPT(config).double().eval()
+    model = GPT(config).double().eval()
     with torch.no_grad():  # so that texts differ in what they make
         for tensor in (model.text_embedding.weight, model.mel_embedding.weight):
             tensor.mul_(50)
@@ -2079,11 +2008,11 @@ def test_sentences_of_a_batch_that_end_at_different_times_are_as_alone():
         model.mel_head.weight.mul_(3)
     voice = torch.randn(1, config["latents"], 32, dtype=torch.float64)
     sentences = [[7, number, 9] for number in range(10, 16)]
-    settings = inference.Sampling(seed=1, max_codes=30)
-    together = inference.sample(model, config, voice, sentences, settings)
+    settings = Sampling(seed=1, max_codes=30)
+    together = decoding.sample(model, config, voice, sentences, settings)
     assert len({len(speech.codes) for speech in together}) > 1
     for tokens, speech in zip(sentences, together, strict=True):
-        (alone,) = inference.sample(model, config, voice, [tokens], settings)
+        (alone,) = decoding.sample(model, config, voice, [tokens], settings)
         assert torch.equal(alone.codes, speech.codes) and torch.allclose(
             alone.latents, speech.latents, atol=1e-8
         )

@@ -20,6 +20,7 @@ from common.errors import DataError, RunError, exit_with_one_line
 from speech import listening, recogniser
 from speech.audio import SAMPLE_RATE, read_utterance
 from speech.columns import Corpus
+from speech.long import BY_OVERLAP
 from speech.splits import Checks, held_out_keys, load_corpus, read_manifests, report_checked
 from speech.text import normalise
 
@@ -425,17 +426,8 @@ def test_recordings_become_data_in_two_steps(tmp_path, monkeypatch, place):
         lengths.extend(batch["audio_lengths"].tolist())
         return [f"piece of {length}" for length in batch["audio_lengths"].tolist()]
 
-    how = recogniser.Options(
-        method=None,
-        beam_size=None,
-        transcribe=["rec"],
-        output=rows,
-        piece_seconds=2.5,
-        batch_size=8,
-        log_dir=tmp_path,
-        seed=1,
-    )
-    recogniser.transcribe_files(how, decode, Setup(), longest=30.0)
+    how = recogniser.Options(transcribe=["rec"], output=rows, piece_seconds=2.5)
+    recogniser.transcribe_files(how, decode, Setup(), 30.0, BY_OVERLAP)
     assert max(lengths) <= 2.5 * SAMPLE_RATE and '"text": ""' in (tmp_path / rows).read_text()
     settings = Checks(listen=True, use_chunking=True, max_duration=2.5, skip_bad_audio=True)
     corpora = read_manifests({"test": rows}, normalise, settings)

@@ -162,8 +162,6 @@ def test_the_tables_of_contradictions_name_flags():
     known = set(vars(parse()))
     for flag, needed, extra in splits.NEEDS:
         assert {flag, *needed} <= known and isinstance(extra, str)
-    for flag, other, reason in splits.EXCLUDES:
-        assert {flag, other} <= known and reason
 
 
 # --- splits ---------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ import torch
 from common.device import Setup
 from common.loop import run_global_batch
 from speech.columns import Corpus
-from speech.splits import Checks, load_corpus
+from speech.splits import Checks, load_corpus, some_items
 from speech.text import normalise
 from speech.xtts import codec_training
 from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, Mel
-from speech.xtts.codec_training import CROP, FRAMES, LOSS_WEIGHTS, Coder, Crops, first_coder, kmeans
+from speech.xtts.codec_training import CROP, FRAMES, LOSS_WEIGHTS, Coder, Crops, fit, kmeans
 
 CONFIG = {"mel_channels": 80, "dvae_hidden": 8, "codes": 12, "code_dim": 4}
 SECONDS = (0.4, 3.0, 1.0, 1.2, 2.0, 0.9)
@@ -40,7 +40,7 @@ def corpus(tmp_path_factory) -> Corpus:
 
 
 def make_crops(corpus: Corpus, seed: int = 1, training: bool = True) -> Crops:
-    return Crops(corpus, seed, None, training)
+    return Crops(corpus, seed, training)
 
 
 @torch.no_grad()
@@ -48,7 +48,8 @@ def make_coder(items: list[dict], quantised: bool = True) -> Coder:
     """A DVAE whose codes are near vectors of the crops, so that all are used."""
     torch.manual_seed(0)
     audio = torch.stack([item["audio"] for item in items])
-    coder = Coder(CONFIG, torch.full((80,), 4.0), quantised).to(audio.dtype)
+    coder = Coder(CONFIG, quantised).to(audio.dtype)
+    coder.mel.mel_stats.fill_(4.0)
     vectors = coder.dvae.encode(coder.features(audio)).flatten(0, 1)[::8]
     coder.dvae.codebook.embed.copy_(1.1 * vectors.t())
     return coder
@@ -292,11 +293,21 @@ def test_a_clip_shorter_than_a_crop(corpus, index, training):
 # --- the start ------------------------------------------------------------------------------------
 
 
+def fitted(crops: Crops, seed: int, tensors: dict | None = None) -> Coder:
+    coder = Coder(CONFIG, quantised=tensors is not None)
+    fit(seed, tensors, coder, crops)
+    return coder
+
+
+def audio_of(crops: Crops, seed: int) -> torch.Tensor:
+    """All crops, in the order in which they are drawn."""
+    return torch.stack([item["audio"] for item in some_items(crops, seed, len(crops))])
+
+
 def test_the_first_run_begins_with_the_deviations_and_means_of_the_bands(corpus):
     crops = make_crops(corpus)
-    coder = first_coder(CONFIG, crops, None, 1)
-    audio = torch.stack([crops.item(index, 0)["audio"] for index in range(len(crops))])
-    mels = Mel("dvae", torch.ones(80))(audio).double()
+    coder = fitted(crops, 1)
+    mels = Mel("dvae", torch.ones(80))(audio_of(crops, 1)).double()
     deviation = mels.std((0, 2)).clamp_min(codec_training.LEAST_DEVIATION)
     assert (coder.mel.mel_stats - deviation).abs().max() < 1e-4 and not coder.quantised
     assert (coder.dvae.decoder[-1].bias - mels.mean((0, 2)) / deviation).abs().max() < 1e-4
@@ -308,22 +319,21 @@ def test_a_band_without_power_has_a_deviation(tmp_path):
     soundfile.write(tmp_path / "a.wav", np.zeros(SAMPLE_RATE), SAMPLE_RATE)
     (tmp_path / "m.csv").write_text("audio_file|text\na.wav|a", encoding="utf-8")
     corpus = load_corpus(str(tmp_path / "m.csv"), normalise, Checks())[0]
-    coder = first_coder(CONFIG, make_crops(corpus), None, 1)
+    coder = fitted(make_crops(corpus), 1)
     assert torch.equal(coder.mel.mel_stats, torch.full((80,), codec_training.LEAST_DEVIATION))
 
 
 def test_the_second_run_begins_with_the_weights_of_the_first_and_a_codebook_by_kmeans(corpus):
     crops = make_crops(corpus)
-    first = first_coder(CONFIG, crops, None, 1)
-    second = first_coder(CONFIG, crops, first.state_dict(), 7)
+    first = fitted(crops, 1)
+    second = fitted(crops, 7, first.state_dict())
     before, after = first.state_dict(), second.state_dict()
     assert before.keys() == after.keys() and second.quantised
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         "dvae.codebook.embed"
     }
     with torch.no_grad():
-        audio = torch.stack([crops.item(index, 0)["audio"] for index in range(len(crops))])
-        vectors = first.dvae.encode(first.features(audio)).flatten(0, 1)
+        vectors = first.dvae.encode(first.features(audio_of(crops, 7))).flatten(0, 1)
     assert torch.equal(
         after["dvae.codebook.embed"], kmeans(vectors, CONFIG["codes"], seeded(7)).t()
     )
@@ -333,19 +343,13 @@ def test_the_second_run_begins_with_the_weights_of_the_first_and_a_codebook_by_k
     assert parameters["dvae.codebook.embed"].requires_grad
 
 
-@pytest.mark.parametrize("quantised", [True, False])
-def test_a_resumed_run_only_needs_the_shapes(corpus, quantised):
-    tensors = {} if quantised else None
-    coder = first_coder(CONFIG, None, tensors, None)
-    coder.load_state_dict(make_coder(make_items(corpus, torch.float32), quantised).state_dict())
-    assert coder.quantised == quantised
-
-
-def test_only_so_many_clips_are_read_for_the_start(corpus, monkeypatch):
+def test_only_some_clips_are_read_for_the_start_and_not_the_first_ones(corpus, monkeypatch):
+    """The first clips of a manifest that is sorted by speaker are of one voice."""
     read, item = [], Crops.item
-    monkeypatch.setattr(codec_training, "CLIPS", 3)
+    monkeypatch.setattr(codec_training, "FITTED", 3)
     monkeypatch.setattr(
         Crops, "item", lambda self, *place: read.append(place) or item(self, *place)
     )
-    first_coder(CONFIG, make_crops(corpus), None, 1)
-    assert read == [(0, 0), (1, 0), (2, 0)]
+    fitted(make_crops(corpus), 1)
+    assert len(set(read)) == 3 and {epoch for _, epoch in read} == {0}
+    assert sorted(index for index, _ in read) != [0, 1, 2]

@@ -1,5 +1,5 @@
-"""Speaking: the manifests and files of held-out sentences, voices, similarity, limits. The GPT says
-fixed codes."""
+"""Speaking: the manifests and files of held-out sentences, voices, similarity, limits; sentences of
+a text, latents of reference clips, ends of clips. The GPT says fixed codes."""
 
 from pathlib import Path
 
@@ -7,14 +7,19 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
+from common.errors import UsageError
 from speech.columns import Corpus
 from speech.splits import Checks, load_corpus, read_manifests
 from speech.text import normalise
-from speech.xtts import codec, inference, speaking
+from speech.xtts import codec, decoding, speaking
 from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
-from speech.xtts.start import Frozen, speakers_of
+from speech.xtts.decoding import Sampling
+from speech.xtts.frozen import Frozen
+from speech.xtts.speaking import Synthesiser, speakers_of, split_sentences
 from speech.xtts.vocoder import HifiDecoder
 
 CONFIG = {"mel_channels": 80, "dvae_hidden": 8, "codes": 12, "code_dim": 4}
@@ -99,10 +104,10 @@ def said(monkeypatch) -> list[tuple]:
 
     def sample(model, config, latents, sentences, settings):
         calls.append((latents, sentences, settings))
-        speech = inference.Speech(torch.arange(20) % 12, torch.randn(21, WIDTH), ended=True)
+        speech = decoding.Speech(torch.arange(20) % 12, torch.randn(21, WIDTH), ended=True)
         return [speech] * len(sentences)
 
-    monkeypatch.setattr(inference, "sample", sample)
+    monkeypatch.setattr(decoding, "sample", sample)
     return calls
 
 
@@ -110,13 +115,10 @@ def spoken(
     folder: Path, corpus: Corpus, with_vocoder: bool, **changes
 ) -> tuple[str, Voices, Reader]:
     model, reader = Voices(), Reader()
-    given = {
-        "references": speakers_of(corpus),
-        "settings": inference.Sampling(),
-        "longest": 50,
-    } | changes
-    said = speaking.speak_corpus(folder, model, make_frozen(with_vocoder), reader, corpus, **given)
-    return said, model, reader
+    references = changes.get("references") or speakers_of(corpus)
+    synthesiser = Synthesiser(model, make_frozen(with_vocoder), reader, 50)
+    settings = changes.get("settings", Sampling())
+    return speaking.speak_corpus(folder, synthesiser, corpus, references, settings), model, reader
 
 
 @pytest.mark.parametrize("with_vocoder", [True, False])
@@ -189,13 +191,13 @@ def test_the_similarity_is_the_mean_cosine(corpus, tmp_path, monkeypatch):
 
 
 def test_a_sentence_may_have_twice_the_codes_of_its_recording(corpus, said, tmp_path):
-    spoken(tmp_path, corpus, False, settings=inference.Sampling(top_k=7, seed=3))
+    spoken(tmp_path, corpus, False, settings=Sampling(top_k=7, seed=3))
     codes = [-(-round(seconds * SAMPLE_RATE) // SAMPLES_PER_CODE) for *_, seconds in ROWS]
     expected = [max(40, 2 * count) for count in codes]
     assert [settings.max_codes for *_, settings in said] == expected and max(expected) > 100
     assert all((settings.top_k, settings.seed) == (7, 3) for *_, settings in said)
     said.clear()
-    spoken(tmp_path, corpus, False, settings=inference.Sampling(max_codes=50))
+    spoken(tmp_path, corpus, False, settings=Sampling(max_codes=50))
     assert [settings.max_codes for *_, settings in said] == [min(50, most) for most in expected]
 
 
@@ -240,16 +242,16 @@ def test_a_sentence_without_codes_is_silent_and_long_texts_are_cut(said, monkeyp
     model, frozen = Voices(), make_frozen(with_vocoder)
     voice = speaking.voice_of(model, frozen, [torch.randn(SAMPLE_RATE) * 0.1])
     assert (voice.speaker is not None) == with_vocoder and voice.latents.shape == (1, 3, WIDTH)
-    settings, encode = inference.Sampling(), Reader().encode
-    waveform = speaking.speak(model, frozen, encode, "one two. three", voice, settings, 9)
-    assert [bytes(tokens) for tokens in said[0][1]] == [b"one two.", b"three"] and said[0][
-        2
-    ] is settings
-    once = speaking.speak(model, frozen, encode, "three", voice, settings, 9)
+    settings, synthesiser = Sampling(), Synthesiser(model, frozen, Reader(), 9)
+    waveform = speaking.speak(synthesiser, "one two. three", voice, settings)
+    sentences, given_settings = said[0][1:]
+    assert [bytes(tokens) for tokens in sentences] == [b"one two.", b"three"]
+    assert given_settings is settings
+    once = speaking.speak(synthesiser, "three", voice, settings)
     assert len(waveform) > 1.5 * len(once) > 0 and waveform.ndim == 1
-    nothing = inference.Speech(torch.zeros(0, dtype=torch.long), torch.zeros(1, WIDTH), ended=True)
-    monkeypatch.setattr(inference, "sample", lambda *_: [nothing])
-    assert not speaking.speak(model, frozen, encode, "a", voice, settings, 9).abs().gt(0).any()
+    nothing = decoding.Speech(torch.zeros(0, dtype=torch.long), torch.zeros(1, WIDTH), ended=True)
+    monkeypatch.setattr(decoding, "sample", lambda *_: [nothing])
+    assert not speaking.speak(synthesiser, "a", voice, settings).abs().gt(0).any()
 
 
 def test_samples_beyond_the_range_are_clamped():
@@ -262,3 +264,207 @@ def test_samples_beyond_the_range_are_clamped():
         -32767,
         16384,
     ]
+
+
+# --- voice ----------------------------------------------------------------------------------------
+
+
+class Listener:
+    """A GPT whose latents are multiples of the mean of the features."""
+
+    def condition(self, mels: torch.Tensor) -> torch.Tensor:
+        return mels.mean(2)[:, None].repeat(1, 32, 1) * torch.arange(1, 33)[:, None]
+
+
+def chunks_of(*seconds: float) -> list[int]:
+    """The lengths of the chunks that are encoded, in samples."""
+    lengths = []
+
+    def mel(waveforms):
+        lengths.append(waveforms.shape[1])
+        return waveforms.mean(1).expand(1, 8, 5)
+
+    waveforms = [torch.ones(round(second * SAMPLE_RATE)) for second in seconds]
+    assert speaking.latents_of(Listener(), mel, waveforms).shape == (1, 32, 8)
+    return lengths
+
+
+def test_chunks_of_a_reference():
+    chunk = 4 * SAMPLE_RATE
+    assert chunks_of(4) == [chunk]
+    assert chunks_of(3.5) == [round(3.5 * SAMPLE_RATE)]
+    assert chunks_of(9) == [chunk, chunk, SAMPLE_RATE]
+    assert chunks_of(30) == chunks_of(31) == chunks_of(300) == [chunk] * 7 + [2 * SAMPLE_RATE]
+    assert chunks_of(8.32) == [chunk, chunk]
+    assert chunks_of(8.34) == [chunk, chunk, round(0.34 * SAMPLE_RATE)]
+    assert chunks_of(5, 0.1, 40) == [chunk, SAMPLE_RATE] + [chunk] * 7 + [2 * SAMPLE_RATE]
+    assert chunks_of(7277 / SAMPLE_RATE) == [7277]  # 0.33 s are 7,276.5 samples
+
+
+def test_latents_are_the_mean_over_chunks_and_files():
+    model, generator = Listener(), torch.Generator().manual_seed(0)
+    first, second = (
+        torch.randn(seconds * SAMPLE_RATE, dtype=torch.float64, generator=generator)
+        for seconds in (6, 3)
+    )
+
+    def mel(waveforms):
+        return waveforms[:, :800].reshape(1, 8, 100) * waveforms.std()
+
+    expected = [
+        model.condition(mel(chunk[None]))
+        for chunk in (first[: 4 * SAMPLE_RATE], first[4 * SAMPLE_RATE :], second)
+    ]
+    result = speaking.latents_of(model, mel, [first, second])
+    torch.testing.assert_close(result, sum(expected) / 3, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("samples", [(), (0,), (7276,), (7276, 5000)])
+def test_a_reference_that_is_too_short_is_refused(samples):
+    with pytest.raises(UsageError, match=r"shorter than 0\.33 s: give a longer --speaker_wav"):
+        speaking.latents_of(Listener(), None, [torch.ones(count) for count in samples])
+
+
+# --- sentences -------------------------------------------------------------------------------------
+
+
+def bare(text: str) -> str:
+    return "".join(text.split())
+
+
+@given(text=st.text("ab ሰላም።፧፣፤፡.!?,;:»«\"'()3\n\t", max_size=80), most=st.integers(1, 30))
+def test_nothing_is_lost_and_every_piece_is_within_the_limit(text, most):
+    for count in (len, lambda piece: len(piece.split())):
+        pieces = split_sentences(text, most, count)
+        assert bare("".join(pieces)) == bare(text)
+        assert all(
+            piece == " ".join(piece.split()) and 0 < count(piece) <= most for piece in pieces
+        )
+
+
+@given(text=st.text(max_size=60), most=st.integers(2, 40))
+def test_any_text_with_a_count_that_is_not_additive(text, most):
+    def count(piece):
+        """Like a tokenizer that merges pairs of equal characters and adds a language token."""
+        tokens, previous = 1, None
+        for character in piece:
+            previous = None if character == previous else character
+            tokens += previous is not None
+        return tokens
+
+    pieces = split_sentences(text, most, count)
+    assert bare("".join(pieces)) == bare(text)
+    assert all(0 < count(piece) <= most for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("ሰላም ለዓለም።እንዴት ነህ፧ ደህና!", ["ሰላም ለዓለም።", "እንዴት ነህ፧", "ደህና!"]),
+        (
+            "What? 3.5 and 1,000 at 12:30. Yes... no",
+            ["What?", "3.5 and 1,000 at 12:30.", "Yes...", "no"],
+        ),
+        ("«ሰላም።» አለ። «ደህና ነኝ።»", ["«ሰላም።»", "አለ።", "«ደህና ነኝ።»"]),
+        ("ሰላም፡፡ ደህና:: እሺ", ["ሰላም፡፡", "ደህና::", "እሺ"]),
+        ("No! ! ?? Yes ?!", ["No! ! ??", "Yes ?!"]),
+        ('He said "go." "Why?"', ['He said "go."', '"Why?"']),
+        ("... so", ["... so"]),
+        ("a. « b", ["a.", "« b"]),
+        ("?!", ["?!"]),
+        ("one\n two", ["one two"]),
+        ("", []),
+        (" \n\t\u00a0", []),
+    ],
+)
+def test_sentences(text, sentences):
+    assert split_sentences(text, 100, len) == sentences
+
+
+def test_a_long_sentence_is_cut_at_commas_then_at_spaces_then_by_force():
+    assert split_sentences("አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤ ከበደ ሄደ።", 12, len) == [
+        "አበበ በሶ በላ፣",
+        "ጫላ ጩቤ ጨበጠ፤",
+        "ከበደ ሄደ።",
+    ]
+    assert split_sentences("አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤ ከበደ ሄደ።", 25, len) == [
+        "አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤",
+        "ከበደ ሄደ።",
+    ]
+    assert split_sentences("a, b c d, e", 5, len) == ["a,", "b c", "d, e"]
+    assert split_sentences("አንድ ሁለት ሦስት", 8, len) == ["አንድ ሁለት", "ሦስት"]
+    assert split_sentences("አንድ፡ሁለት፡ሦስት", 8, len) == ["አንድ፡ሁለት፡", "ሦስት"]
+    assert split_sentences("abcdefgh", 3, len) == ["abc", "def", "gh"]
+    assert split_sentences("ab cdefgh i", 4, len) == ["ab", "cdef", "gh i"]
+
+
+def test_one_very_long_word():
+    text = "ሀ" * 3000
+    pieces = split_sentences(text, 200, len)
+    assert [len(piece) for piece in pieces] == [200] * 15 and "".join(pieces) == text
+
+
+@pytest.mark.parametrize("unit", [".", "! « ", "?! ", ", ", "» ", "a.", "a b, ", "፡", "::"])
+def test_long_texts_take_linear_time(unit, no_hang):
+    """Quadratic time would be minutes."""
+    pieces = split_sentences(unit * 25_000, 200, len)
+    assert bare("".join(pieces)) == bare(unit) * 25_000
+
+
+def test_a_character_beyond_the_limit_is_refused():
+    with pytest.raises(UsageError, match="the character 'b' has more than 2 tokens"):
+        split_sentences("ab", 2, lambda piece: 3 * len(piece) if "b" in piece else len(piece))
+
+
+# --- waveforms ------------------------------------------------------------------------------------
+
+
+def tone(seconds: float, rate: int = 24_000, level: float = 0.5) -> torch.Tensor:
+    return level * torch.sin(torch.arange(round(seconds * rate)) * 0.3)
+
+
+@pytest.mark.parametrize("rate", [22_050, 24_000])
+@pytest.mark.parametrize("noise", [0.0, 0.001])
+@pytest.mark.parametrize(
+    ("tail", "kept"), [(0.0, 0.0), (0.15, 0.15), (0.3, 0.3), (0.9, 0.3), (5.0, 0.3)]
+)
+def test_quiet_above_a_third_of_a_second_is_cut(rate, noise, tail, kept):
+    random = torch.Generator().manual_seed(0)
+    quiet = noise * torch.randn(round(tail * rate), generator=random)
+    waveform = torch.cat([tone(0.5, rate), quiet, tone(0.5, rate), quiet])
+    before = waveform.clone()
+    result = speaking.finish(waveform, rate)
+    speech = len(waveform) - len(quiet)
+    assert abs(len(result) - speech - kept * rate) <= 0.01 * rate  # a frame
+    fade = round(0.005 * rate)
+    assert result[:-fade].equal(waveform[: len(result) - fade])
+    assert result[-1] == 0 and waveform.equal(before)
+
+
+def test_the_fade_is_a_ramp():
+    result = speaking.finish(torch.ones(24_000), 24_000)
+    assert len(result) == 24_000 and result[-121:-119].tolist() == pytest.approx([1, 1 - 1 / 120])
+    assert result.diff()[-120:].tolist() == pytest.approx([-1 / 120] * 120, abs=1e-6)
+
+
+def test_a_soft_voice_is_not_quiet():
+    assert len(speaking.finish(tone(2.0, level=0.002), 24_000)) == 48_000
+
+
+@pytest.mark.parametrize("level", [0.0, 5e-5])
+def test_silence_alone(level):
+    assert len(speaking.finish(tone(2.0, level=level), 24_000)) == round(0.3 * 24_000)
+
+
+@pytest.mark.parametrize("samples", [0, 1, 2, 119, 120, 121, 240, 241])
+def test_very_short_clips(samples):
+    result = speaking.finish(torch.ones(samples), 24_000)
+    assert len(result) == samples and result.isfinite().all()
+    assert not samples or result[-1] == 0
+
+
+def test_join_finishes_every_sentence():
+    parts = [torch.cat([tone(0.2), torch.zeros(24_000)]), tone(0.3)]
+    joined = speaking.join(parts, 24_000)
+    assert joined.equal(torch.cat([speaking.finish(part, 24_000) for part in parts]))
+    assert abs(len(joined) - 0.8 * 24_000) <= 240

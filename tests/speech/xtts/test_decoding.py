@@ -1,5 +1,4 @@
-"""Speaking with XTTS: sentences, latents, sampling, ends of clips. The GPT is a tiny one in
-float64, with the interface of the recipe's."""
+"""Sampling with XTTS. The GPT is a tiny one in float64, with the interface of `model.GPT`."""
 
 import math
 
@@ -17,8 +16,8 @@ from transformers import (
 )
 
 from common.errors import RunError, UsageError
-from speech.xtts import inference
-from speech.xtts.inference import Sampling, sample, split_sentences
+from speech.xtts import decoding
+from speech.xtts.decoding import Sampling, sample
 
 CODES, START, STOP = 20, 20, 21
 CONFIG = {
@@ -173,9 +172,7 @@ def test_a_batch_of_different_lengths_equals_one_by_one(settings):
     ]
     model = TinyGPT()
     together = sample(model, CONFIG, voice(), sentences, settings)
-    assert (
-        max(model.calls) == inference.ROWS and len({len(speech.codes) for speech in together}) > 3
-    )
+    assert max(model.calls) == decoding.ROWS and len({len(speech.codes) for speech in together}) > 3
     for tokens, speech in zip(sentences, together, strict=True):
         [alone] = sample(model, CONFIG, voice(), [tokens], settings)
         assert (alone.codes.tolist(), alone.ended, alone.draws) == (
@@ -329,13 +326,13 @@ def test_filters_are_those_of_transformers(seed, temperature, top_k, top_p, pena
     expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    result = inference.filter_logits(logits, seen, Sampling(temperature, top_k, top_p, penalty))
+    result = decoding.filter_logits(logits, seen, Sampling(temperature, top_k, top_p, penalty))
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
 
 
 def test_filters_can_be_off():
     logits = torch.randn(2, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert inference.filter_logits(
+    assert decoding.filter_logits(
         logits, torch.ones(2, 30, dtype=torch.bool), Sampling(1.0, 0, 1.0, 1.0)
     ).equal(logits)
 
@@ -343,202 +340,6 @@ def test_filters_can_be_off():
 def test_draws_have_the_frequencies_of_the_probabilities():
     probabilities = torch.tensor([[0.1, 0.0, 0.6, 0.3]], dtype=torch.float64)
     drawn = [
-        int(inference.pick(probabilities.log(), (number + 0.5) / 1000)) for number in range(1000)
+        int(decoding.pick(probabilities.log(), (number + 0.5) / 1000)) for number in range(1000)
     ]
     assert [drawn.count(token) for token in range(4)] == [100, 0, 600, 300]
-
-
-# --- voice ----------------------------------------------------------------------------------------
-
-
-def chunks_of(*seconds: float) -> list[int]:
-    """The lengths of the chunks that are encoded, in samples."""
-    lengths = []
-
-    def mel(waveforms):
-        lengths.append(waveforms.shape[1])
-        return waveforms.mean(1).expand(1, 8, 5)
-
-    waveforms = [torch.ones(round(second * RATE)) for second in seconds]
-    assert inference.latents(TinyGPT(), mel, waveforms).shape == (1, 32, 8)
-    return lengths
-
-
-def test_chunks_of_a_reference():
-    chunk = 4 * RATE
-    assert chunks_of(4) == [chunk]
-    assert chunks_of(3.5) == [round(3.5 * RATE)]
-    assert chunks_of(9) == [chunk, chunk, RATE]
-    assert chunks_of(30) == chunks_of(31) == chunks_of(300) == [chunk] * 7 + [2 * RATE]
-    assert chunks_of(8.32) == [chunk, chunk]
-    assert chunks_of(8.34) == [chunk, chunk, round(0.34 * RATE)]
-    assert chunks_of(5, 0.1, 40) == [chunk, RATE] + [chunk] * 7 + [2 * RATE]
-    assert chunks_of(7277 / RATE) == [7277]  # 0.33 s are 7,276.5 samples
-
-
-def test_latents_are_the_mean_over_chunks_and_files():
-    model, generator = TinyGPT(), torch.Generator().manual_seed(0)
-    first, second = (
-        torch.randn(seconds * RATE, dtype=torch.float64, generator=generator) for seconds in (6, 3)
-    )
-
-    def mel(waveforms):
-        return waveforms[:, :800].reshape(1, 8, 100) * waveforms.std()
-
-    expected = [
-        model.condition(mel(chunk[None]))
-        for chunk in (first[: 4 * RATE], first[4 * RATE :], second)
-    ]
-    result = inference.latents(model, mel, [first, second])
-    torch.testing.assert_close(result, sum(expected) / 3, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("samples", [(), (0,), (7276,), (7276, 5000)])
-def test_a_reference_that_is_too_short_is_refused(samples):
-    with pytest.raises(UsageError, match=r"shorter than 0\.33 s: give a longer --speaker_wav"):
-        inference.latents(TinyGPT(), None, [torch.ones(count) for count in samples])
-
-
-# --- text -----------------------------------------------------------------------------------------
-
-
-def bare(text: str) -> str:
-    return "".join(text.split())
-
-
-@given(text=st.text("ab ሰላም።፧፣፤፡.!?,;:»«\"'()3\n\t", max_size=80), most=st.integers(1, 30))
-def test_nothing_is_lost_and_every_piece_is_within_the_limit(text, most):
-    for count in (len, lambda piece: len(piece.split())):
-        pieces = split_sentences(text, most, count)
-        assert bare("".join(pieces)) == bare(text)
-        assert all(
-            piece == " ".join(piece.split()) and 0 < count(piece) <= most for piece in pieces
-        )
-
-
-@given(text=st.text(max_size=60), most=st.integers(2, 40))
-def test_any_text_with_a_count_that_is_not_additive(text, most):
-    def count(piece):
-        """Like a tokenizer that merges pairs of equal characters and adds a language token."""
-        tokens, previous = 1, None
-        for character in piece:
-            previous = None if character == previous else character
-            tokens += previous is not None
-        return tokens
-
-    pieces = split_sentences(text, most, count)
-    assert bare("".join(pieces)) == bare(text)
-    assert all(0 < count(piece) <= most for piece in pieces)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentences"),
-    [
-        ("ሰላም ለዓለም።እንዴት ነህ፧ ደህና!", ["ሰላም ለዓለም።", "እንዴት ነህ፧", "ደህና!"]),
-        (
-            "What? 3.5 and 1,000 at 12:30. Yes... no",
-            ["What?", "3.5 and 1,000 at 12:30.", "Yes...", "no"],
-        ),
-        ("«ሰላም።» አለ። «ደህና ነኝ።»", ["«ሰላም።»", "አለ።", "«ደህና ነኝ።»"]),
-        ("ሰላም፡፡ ደህና:: እሺ", ["ሰላም፡፡", "ደህና::", "እሺ"]),
-        ("No! ! ?? Yes ?!", ["No! ! ??", "Yes ?!"]),
-        ('He said "go." "Why?"', ['He said "go."', '"Why?"']),
-        ("... so", ["... so"]),
-        ("a. « b", ["a.", "« b"]),
-        ("?!", ["?!"]),
-        ("one\n two", ["one two"]),
-        ("", []),
-        (" \n\t\u00a0", []),
-    ],
-)
-def test_sentences(text, sentences):
-    assert split_sentences(text, 100, len) == sentences
-
-
-def test_a_long_sentence_is_cut_at_commas_then_at_spaces_then_by_force():
-    assert split_sentences("አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤ ከበደ ሄደ።", 12, len) == [
-        "አበበ በሶ በላ፣",
-        "ጫላ ጩቤ ጨበጠ፤",
-        "ከበደ ሄደ።",
-    ]
-    assert split_sentences("አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤ ከበደ ሄደ።", 25, len) == [
-        "አበበ በሶ በላ፣ ጫላ ጩቤ ጨበጠ፤",
-        "ከበደ ሄደ።",
-    ]
-    assert split_sentences("a, b c d, e", 5, len) == ["a,", "b c", "d, e"]
-    assert split_sentences("አንድ ሁለት ሦስት", 8, len) == ["አንድ ሁለት", "ሦስት"]
-    assert split_sentences("አንድ፡ሁለት፡ሦስት", 8, len) == ["አንድ፡ሁለት፡", "ሦስት"]
-    assert split_sentences("abcdefgh", 3, len) == ["abc", "def", "gh"]
-    assert split_sentences("ab cdefgh i", 4, len) == ["ab", "cdef", "gh i"]
-
-
-def test_one_very_long_word():
-    text = "ሀ" * 3000
-    pieces = split_sentences(text, 200, len)
-    assert [len(piece) for piece in pieces] == [200] * 15 and "".join(pieces) == text
-
-
-@pytest.mark.parametrize("unit", [".", "! « ", "?! ", ", ", "» ", "a.", "a b, ", "፡", "::"])
-def test_long_texts_take_linear_time(unit, no_hang):
-    """Quadratic time would be minutes."""
-    pieces = split_sentences(unit * 25_000, 200, len)
-    assert bare("".join(pieces)) == bare(unit) * 25_000
-
-
-def test_a_character_beyond_the_limit_is_refused():
-    with pytest.raises(UsageError, match="the character 'b' has more than 2 tokens"):
-        split_sentences("ab", 2, lambda piece: 3 * len(piece) if "b" in piece else len(piece))
-
-
-# --- waveforms ------------------------------------------------------------------------------------
-
-
-def tone(seconds: float, rate: int = 24_000, level: float = 0.5) -> torch.Tensor:
-    return level * torch.sin(torch.arange(round(seconds * rate)) * 0.3)
-
-
-@pytest.mark.parametrize("rate", [22_050, 24_000])
-@pytest.mark.parametrize("noise", [0.0, 0.001])
-@pytest.mark.parametrize(
-    ("tail", "kept"), [(0.0, 0.0), (0.15, 0.15), (0.3, 0.3), (0.9, 0.3), (5.0, 0.3)]
-)
-def test_quiet_above_a_third_of_a_second_is_cut(rate, noise, tail, kept):
-    random = torch.Generator().manual_seed(0)
-    quiet = noise * torch.randn(round(tail * rate), generator=random)
-    waveform = torch.cat([tone(0.5, rate), quiet, tone(0.5, rate), quiet])
-    before = waveform.clone()
-    result = inference.finish(waveform, rate)
-    speech = len(waveform) - len(quiet)
-    assert abs(len(result) - speech - kept * rate) <= 0.01 * rate  # a frame
-    fade = round(0.005 * rate)
-    assert result[:-fade].equal(waveform[: len(result) - fade])
-    assert result[-1] == 0 and waveform.equal(before)
-
-
-def test_the_fade_is_a_ramp():
-    result = inference.finish(torch.ones(24_000), 24_000)
-    assert len(result) == 24_000 and result[-121:-119].tolist() == pytest.approx([1, 1 - 1 / 120])
-    assert result.diff()[-120:].tolist() == pytest.approx([-1 / 120] * 120, abs=1e-6)
-
-
-def test_a_soft_voice_is_not_quiet():
-    assert len(inference.finish(tone(2.0, level=0.002), 24_000)) == 48_000
-
-
-@pytest.mark.parametrize("level", [0.0, 5e-5])
-def test_silence_alone(level):
-    assert len(inference.finish(tone(2.0, level=level), 24_000)) == round(0.3 * 24_000)
-
-
-@pytest.mark.parametrize("samples", [0, 1, 2, 119, 120, 121, 240, 241])
-def test_very_short_clips(samples):
-    result = inference.finish(torch.ones(samples), 24_000)
-    assert len(result) == samples and result.isfinite().all()
-    assert not samples or result[-1] == 0
-
-
-def test_join_finishes_every_sentence():
-    parts = [torch.cat([tone(0.2), torch.zeros(24_000)]), tone(0.3)]
-    joined = inference.join(parts, 24_000)
-    assert joined.equal(torch.cat([inference.finish(part, 24_000) for part in parts]))
-    assert abs(len(joined) - 0.8 * 24_000) <= 240

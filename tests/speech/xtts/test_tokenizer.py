@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from common.errors import UsageError
-from speech.xtts.vocabulary import (
+from speech.xtts.tokenizer import (
     Vocabulary,
     add_pieces,
     add_tokens,

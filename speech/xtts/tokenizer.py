@@ -1,29 +1,32 @@
-"""XTTS's vocabulary: Coqui's vocab.json, a byte-pair encoding in the format of the library
-`tokenizers`.
+"""XTTS's tokenizer: Coqui's vocab.json, a byte-pair encoding in the format of the library
+`tokenizers`, and larger vocabularies.
 
 Special tokens stand for the language, which comes first, and for spaces:
 "[en]how[SPACE]are[SPACE]you". V is the number of rows that the model's embedding needs: the largest
 id plus one."""
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
 
 import torch
 
-from common.checkpoint import mismatch
 from common.errors import UsageError, first_line, require
+from common.records import mismatch
 
-START, STOP, UNKNOWN, SPACE = "[START]", "[STOP]", "[UNK]", "[SPACE]"
+START = "[START]"
+STOP = "[STOP]"
+UNKNOWN = "[UNK]"
+SPACE = "[SPACE]"
 LANGUAGE = re.compile(r"\[([a-z]{2,3}(?:-[a-z]{2,4})?)\]")
 MOST_TOKENS = 1 << 17
 _ABSENT = (type(None), lambda value: value in ("", False))
 _TEXT = (lambda text: isinstance(text, str) and text,)
 _FLAGS = dict.fromkeys(("special?", "normalized?", "lstrip?", "rstrip?", "single_word?"), bool)
+_SPECIAL = {**dict.fromkeys((flag.removesuffix("?") for flag in _FLAGS), False), "special": True}
 _ADDED = {"id": range(MOST_TOKENS), "content": _TEXT, **_FLAGS}
-# Anything else, such as a normaliser, changes what the model was trained on. A pattern can take
-# exponential time.
+# Anything else, such as a normaliser, would make other tokens than the model was trained on, and a
+# pattern can take exponential time.
 _CONTENT = {
     **dict.fromkeys(("truncation?", "padding?", "normalizer?", "post_processor?"), type(None)),
     "added_tokens?": (type(None), [_ADDED]),
@@ -62,8 +65,7 @@ class Vocabulary:
             if model.get(key) is not None
         }
         added = [
-            {**dict.fromkeys(_plain(_FLAGS), False), **token}
-            for token in content.get("added_tokens") or []
+            {**_SPECIAL, "special": False, **token} for token in content.get("added_tokens") or []
         ]
         checked = {
             "version": "1.0",
@@ -81,10 +83,11 @@ class Vocabulary:
             if token not in names:
                 raise _refused(f"it has no {token}")
         self.size = max(ids.values()) + 1
-        self.start, self.stop, self.unknown = ids[START], ids[STOP], ids[UNKNOWN]
-        self.languages = sorted(
-            match[1] for token in self._special if (match := LANGUAGE.fullmatch(token))
-        )
+        self.start = ids[START]
+        self.stop = ids[STOP]
+        self.unknown = ids[UNKNOWN]
+        matches = [LANGUAGE.fullmatch(token) for token in self._special]
+        self.languages = sorted(match[1] for match in matches if match)
         self._language = self._require_language(language) if language else None
 
     def encode(self, text: str, language: str | None = None) -> list[int]:
@@ -100,16 +103,11 @@ class Vocabulary:
         """The characters of a text that the vocabulary lacks, in order, each once."""
         spaced = text.replace(" ", SPACE)
         encoding = self._tokenizer.encode(spaced)
-        spans = [
-            span
-            for token, span in zip(encoding.ids, encoding.offsets, strict=True)
-            if token == self.unknown
-        ]
-        return list(
-            dict.fromkeys(
-                itertools.chain.from_iterable(spaced[first:last] for first, last in spans)
-            )
-        )
+        lacking: dict[str, None] = {}
+        for token, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token == self.unknown:
+                lacking |= dict.fromkeys(spaced[first:last])
+        return list(lacking)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of ids below V, without START and STOP. Languages and the unknown token are
@@ -155,20 +153,15 @@ def add_tokens(text: str, tokens: list[str]) -> str:
     Those that are in the vocabulary keep their ids, the others get V, V + 1, ... in order. Raises
     `UsageError`."""
     content, size = _with_all_ids(text)
-    added = content["added_tokens"] = content.get("added_tokens") or []
-    special, ids = {token["content"] for token in added}, content["model"]["vocab"]
+    added = content.get("added_tokens") or []
+    content["added_tokens"] = added
+    special = {token["content"] for token in added}
+    ids = content["model"]["vocab"]
     for token in dict.fromkeys(tokens):
         if token in special:
             continue
         size += _number(ids, token, size)
-        added.append(
-            {
-                "id": ids[token],
-                "content": token,
-                **dict.fromkeys(_plain(_FLAGS), False),
-                "special": True,
-            }
-        )
+        added.append({"id": ids[token], "content": token, **_SPECIAL})
     return _checked(content, size)
 
 
@@ -176,15 +169,16 @@ def add_pieces(text: str, characters: Iterable[str], merges: Iterable[tuple[str,
     """The text of a vocab.json that also has `characters` and, after its own, `merges`, which are
     pairs of its tokens. New tokens get V, V + 1, ... in order. Raises `UsageError`."""
     content, size = _with_all_ids(text)
-    model = content["model"]
-    ids, known = model["vocab"], model["merges"]
-    pairs = {tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in known}
+    ids = content["model"]["vocab"]
+    known = content["model"]["merges"]
+    has_lists = bool(known) and isinstance(known[0], list)  # as newer versions of the library write
+    pairs = {_pair(merge) for merge in known}
     for character in characters:
         size += _number(ids, character, size)
     for pair in merges:
         size += _number(ids, "".join(pair), size)
         if pair not in pairs:
-            known.append(list(pair) if known and isinstance(known[0], list) else " ".join(pair))
+            known.append(list(pair) if has_lists else " ".join(pair))
     return _checked(content, size)
 
 
@@ -198,6 +192,11 @@ def _with_all_ids(text: str) -> tuple[dict, int]:
     if len({*ids.values()}) < len(ids):
         raise _refused("two of its tokens have one id")
     return content, before.size
+
+
+def _pair(merge: str | list[str]) -> tuple[str, ...]:
+    """The two tokens of a merge in either form of vocab.json."""
+    return tuple(merge.split(" ") if isinstance(merge, str) else merge)
 
 
 def _number(ids: dict[str, int], token: str, size: int) -> int:
@@ -222,15 +221,12 @@ def learn_merges(words: Mapping[str, int], count: int) -> list[tuple[str, str]]:
     if not words:
         return []
     learner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    size = len(set().union(*words)) + min(
-        count, MOST_TOKENS
-    )  # the trainer reserves memory for so many
+    characters = set().union(*words)
+    size = len(characters) + min(count, MOST_TOKENS)  # the trainer reserves memory for so many
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, min_frequency=2, show_progress=False)
-    learner.train_from_iterator(
-        itertools.chain.from_iterable(map(itertools.repeat, words, words.values())), trainer
-    )
-    merges = json.loads(learner.to_str())["model"]["merges"]
-    return [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in merges]
+    repeated = (word for word, times in words.items() for _ in range(times))
+    learner.train_from_iterator(repeated, trainer)
+    return [_pair(merge) for merge in json.loads(learner.to_str())["model"]["merges"]]
 
 
 def new_vocabulary(characters: str, languages: list[str], size: int) -> str:
@@ -243,15 +239,15 @@ def new_vocabulary(characters: str, languages: list[str], size: int) -> str:
     if len(names) > size:
         raise UsageError(f"a vocabulary of {size} rows is too small for {len(names)} tokens")
     names += [f"[unused {i}]" for i in range(len(names), size)]
-    start, usual = names.index(START), min(261, size - 1)
-    names[start], names[usual] = names[usual], START
+    usual = min(261, size - 1)  # START's id in the released vocabulary
+    names[names.index(START)] = names[usual]
+    names[usual] = START
     ids = {name: i for i, name in enumerate(names)}
-    flags = {**dict.fromkeys(_plain(_FLAGS), False), "special": True}
     content = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": ids[name], "content": name, **flags} for name in special],
+        "added_tokens": [{"id": ids[name], "content": name, **_SPECIAL} for name in special],
         "normalizer": None,
         "pre_tokenizer": {"type": "Whitespace"},
         "post_processor": None,

@@ -1,0 +1,172 @@
+"""Decoding of XTTS's GPT: codes of sentences, sampled with a key/value cache."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from common.errors import RunError, UsageError
+
+MAX_CODES = 602  # of a sentence, 28 s; as in Coqui's code
+ROWS = 8  # sentences that are sampled at once; a full-size model's cache takes 0.2 GB each in fp32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How codes are drawn. `top_k=1` is greedy; `top_k=0`, `top_p=1` and `repetition_penalty=1`
+    change nothing."""
+
+    temperature: float = 0.75
+    top_k: int = 50
+    top_p: float = 0.85
+    repetition_penalty: float = 5.0
+    seed: int = 0
+    max_codes: int = MAX_CODES
+
+
+GREEDY = Sampling(top_k=1, top_p=1.0, repetition_penalty=1.0)
+
+
+@dataclass(frozen=True)
+class Speech:
+    """A sentence as the GPT speaks it: `codes` (N,), and `latents` (N + 1, d) for the vocoder, or
+    (N, d) if it has not `ended` at STOP. `draws` is 2 if it was drawn again."""
+
+    codes: torch.Tensor
+    latents: torch.Tensor
+    ended: bool
+    draws: int = 1
+
+
+@torch.no_grad()
+def sample(
+    model, config: dict, voice: torch.Tensor, sentences: Sequence[Sequence[int]], settings: Sampling
+) -> list[Speech]:
+    """Codes and latents of sentences, given as text tokens without START and STOP, in the voice of
+    `latents` (1, 32, d).
+
+    A sentence ends where STOP is drawn, or where it is the most probable token before the
+    repetition penalty, because a draw may miss it. A sentence that reaches `max_codes` is drawn
+    once more, and a message says so. A seed gives each sentence the same random numbers, whatever
+    it is sampled with. Sentences of the same number of tokens are sampled together. `model` is in
+    evaluation mode. Raises `UsageError` for a sentence beyond the text positions, `RunError` for
+    logits that are not finite."""
+    longest = config["text_positions"] - 2
+    for number, tokens in enumerate(sentences, 1):
+        if len(tokens) > longest:
+            raise UsageError(f"sentence {number} has {len(tokens)} tokens: shorten it to {longest}")
+    limit = min(settings.max_codes, config["mel_positions"] - 1)
+    generator = torch.Generator().manual_seed(settings.seed)
+    numbers = torch.rand(2, limit, dtype=torch.float64, generator=generator).tolist()
+    spoken: dict[int, Speech] = {}
+    again = list(range(len(sentences)))
+    for draw in (1, 2):
+        for rows in _batches(again, sentences):
+            text = [[config["start_text"], *sentences[row], config["stop_text"]] for row in rows]
+            embedded = model.embed_text(torch.tensor(text, device=voice.device))
+            prefix = torch.cat([voice.expand(len(rows), -1, -1), embedded], 1)
+            results = _extend(model, config, prefix, settings, numbers[draw - 1])
+            for row, result in zip(rows, results, strict=True):
+                spoken[row] = Speech(*result, draw)
+        again = [row for row in again if not spoken[row].ended]
+    for row, speech in sorted(spoken.items()):
+        if not speech.ended:
+            print(
+                f"sentence {row + 1} reached the limit of {limit} codes twice: try another --seed"
+                " or a shorter sentence"
+            )
+        elif speech.draws == 2:
+            print(f"sentence {row + 1} reached the limit of {limit} codes and was drawn once more")
+    return [spoken[row] for row in range(len(sentences))]
+
+
+def _batches(rows: list[int], sentences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Batches of at most `ROWS` sentences with the same number of tokens: there is no mask for
+    padding."""
+    lengths = [len(tokens) for tokens in sentences]
+    for _, group in itertools.groupby(sorted(rows, key=lengths.__getitem__), lengths.__getitem__):
+        while batch := list(itertools.islice(group, ROWS)):
+            yield batch
+
+
+def _extend(
+    model, config: dict, prefix: torch.Tensor, settings: Sampling, numbers: list[float]
+) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """(codes, latents, ended) for each row of `prefix` (B, T, d). `numbers`: a random number for
+    each step.
+
+    The latents are the GPT's hidden states at START and at the codes, which Coqui's code computes
+    in a second pass."""
+    batch = len(prefix)
+    device = prefix.device
+    stop = config["stop_audio"]
+    forbidden = torch.ones(config["audio_tokens"], dtype=torch.bool, device=device)
+    forbidden[: config["codes"]] = False
+    forbidden[stop] = False
+    seen = torch.zeros(batch, len(forbidden), dtype=torch.bool, device=device)
+    codes: list[list[int]] = [[] for _ in range(batch)]
+    states: list[list[torch.Tensor]] = [[] for _ in range(batch)]
+    rows = list(range(batch))  # the rows that have not ended
+    cache = None
+    start = torch.full((batch, 1), config["start_audio"], device=device)
+    x = torch.cat([prefix, model.embed_mel(start, 0)], 1)
+    for step, number in enumerate(numbers):
+        hidden, cache = model.run(x, cache)
+        logits = model.mel_logits(hidden[:, -1:])[:, 0].double()
+        finite = logits.isfinite().all(1)
+        logits = logits.masked_fill(forbidden, -torch.inf)
+        drawn = pick(filter_logits(logits, seen, settings), number)
+        ends = (drawn == stop) | (logits.argmax(1) == stop)
+        # one transfer from the device
+        values, stops, all_finite = torch.stack([drawn, ends, finite]).tolist()
+        if not all(all_finite):
+            raise RunError(
+                f"the GPT's logits are not finite at code {step}: use fp32, or another checkpoint"
+            )
+        for row, state in zip(rows, hidden[:, -1], strict=True):
+            states[row].append(state)
+        for row, value, end in zip(rows, values, stops, strict=True):
+            if not end:
+                codes[row].append(value)
+        rows = [row for row, end in zip(rows, stops, strict=True) if not end]
+        if not rows:
+            break
+        if any(stops):
+            active = (~ends).nonzero()[:, 0]
+            seen = seen[active]
+            drawn = drawn[active]
+            cache = [[keys[active], values[active]] for keys, values in cache]
+        seen = seen.scatter(1, drawn[:, None], True)
+        x = model.embed_mel(drawn[:, None], step + 1)
+    lines = [torch.tensor(line, dtype=torch.long, device=device) for line in codes]
+    return [(lines[row], torch.stack(states[row]), row not in rows) for row in range(batch)]
+
+
+def filter_logits(logits: torch.Tensor, seen: torch.Tensor, settings: Sampling) -> torch.Tensor:
+    """Logits (B, V) after the repetition penalty on tokens in `seen` (B, V), temperature, top-k and
+    top-p, in the order and with the results of transformers' processors. Tokens that cannot be
+    drawn have -inf."""
+    penalty = settings.repetition_penalty
+    penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
+    logits = torch.where(seen, penalised, logits)
+    logits = logits / settings.temperature
+    if settings.top_k:
+        kth = logits.topk(min(settings.top_k, logits.shape[1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if settings.top_p < 1:
+        ordered, order = logits.sort(1, descending=True)
+        probabilities = ordered.softmax(1)
+        # Tokens are left out if the more probable ones reach top_p.
+        beyond = probabilities.cumsum(1) - probabilities >= settings.top_p
+        beyond = torch.zeros_like(beyond).scatter(
+            1, order, beyond
+        )  # in the order of the vocabulary
+        logits = logits.masked_fill(beyond, -torch.inf)
+    return logits
+
+
+def pick(logits: torch.Tensor, number: float) -> torch.Tensor:
+    """The tokens (B,) that a random `number` in [0, 1) draws from the softmax of logits (B, V)."""
+    cumulative = logits.softmax(1).cumsum(1)
+    return (cumulative <= number * cumulative[:, -1:]).sum(1).clamp_max(logits.shape[1] - 1)
