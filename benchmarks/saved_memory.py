@@ -16,8 +16,11 @@ import statistics
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -56,34 +59,41 @@ SAVINGS = {
 }
 
 
-def make_konkani(args) -> tuple:
-    shape = {
-        **konkani.DEFAULTS,
-        "d_model": 256,
-        "encoder_layers": 12,
-        "decoder_layers": 6,
-        "vocabulary": 60,
-    }
+@dataclass(frozen=True)
+class Step:
+    """What is measured. `module` is where the model's `lean_chain` is looked up, `layers` are those
+    that gradient checkpointing recomputes."""
+
+    model: torch.nn.Module
+    batch: dict
+    compute_loss: Callable
+    module: ModuleType
+    layers: tuple
+
+
+def make_konkani(args) -> Step:
+    size = {"d_model": 256, "encoder_layers": 12, "decoder_layers": 6, "vocabulary": 60}
     tokens = torch.arange(200) % 50
     item = {
         "audio": torch.randn(int(args.seconds * konkani.SAMPLE_RATE)) * 0.1,
         "tokens": tokens,
-        "text": "",
-        "name": "x",
-        "index": 0,
         "labels": torch.cat([tokens, tokens[:1]]),
+        "text": "",
+        "name": "clip",
+        "index": 0,
     }
     batch = konkani.collate([item] * args.batch_size)
-    return (
-        konkani.Conformer(shape),
-        batch,
-        lambda model, b: sum(konkani.compute_loss(model, b).values()),
-        konkani,
-    )
+    model = konkani.Conformer({**konkani.DEFAULTS, **size})
+
+    def compute_loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+        return sum(konkani.compute_loss(model, batch).values())
+
+    return Step(model, batch, compute_loss, konkani, konkani.CHECKPOINTED)
 
 
-def make_whisper(args) -> tuple:
-    clips, samples = args.batch_size, int(args.seconds * whisper.SAMPLE_RATE)
+def make_whisper(args) -> Step:
+    clips = args.batch_size
+    samples = int(args.seconds * whisper.SAMPLE_RATE)
     batch = {
         "audio": torch.randn(clips, samples) * 0.1,
         "audio_lengths": torch.full((clips,), samples),
@@ -92,141 +102,11 @@ def make_whisper(args) -> tuple:
         "labels_lengths": torch.full((clips,), 120),
     }
     model = whisper.Whisper(formats.SIZES["small"])
-    return model, batch, lambda m, b: whisper.token_loss(m, b, *m.encode(b)), whisper
 
+    def compute_loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+        return whisper.token_loss(model, batch, *model.encode(batch))
 
-def plain(stack: ExitStack, model: torch.nn.Module, module, used: set[str]) -> None:
-    """Switches off every saving that is not in `used`."""
-    names = {linear: name for name, linear in model.named_modules()}
-
-    def lean_chain(x, *steps):
-        ends = [place for place, step in enumerate(steps, 1) if isinstance(step, torch.nn.Linear)]
-        parts = [steps[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        leans = [names[part[-1]].endswith(tuple(used)) for part in parts]
-        if all(leans):
-            return layers.lean_chain(x, *steps)
-        for part, lean in zip(parts, leans, strict=True):
-            x = (
-                layers.lean_chain(x, *part)
-                if lean
-                else functools.reduce(lambda value, step: step(value), part, x)
-            )
-        return x
-
-    def patch(target, name, value):
-        stack.enter_context(mock.patch.object(target, name, value))
-
-    patch(module, "lean_chain", lean_chain)
-    if "contiguous" not in used:
-        patch(torch.Tensor, "contiguous", lambda tensor: tensor)
-    if "pieces" not in used:
-        patch(whisper, "LOGITS_AT_ONCE", 1 << 24)
-    if "cache" not in used:
-        patch(
-            Setup, "autocast", lambda s: torch.autocast("cpu", s.dtype, enabled=s.dtype is not None)
-        )
-
-
-def cuda_layer_norm(x, *rest):
-    """CUDA's autocast computes it in fp32, the CPU's does not."""
-    return torch.layer_norm(x.float() if torch.is_autocast_enabled("cpu") else x, *rest)
-
-
-def forward(model, batch, compute_loss, setup) -> torch.Tensor:
-    with setup.autocast():
-        return compute_loss(model, next(to_device([batch], setup.device))) / 1000
-
-
-def measure(model, batch, compute_loss, setup) -> tuple[int, int]:
-    """Bytes kept for backward, and at the peak of the step."""
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor
-
-    live = LiveStorages()
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-        live.add(p)
-        live.add(p.grad)
-    live.now += 8 * sum(p.numel() for p in model.parameters() if p.requires_grad)  # AdamW's states
-    with live:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = forward(model, batch, compute_loss, setup)
-        loss.backward()
-    return sum(kept.values()), live.peak
-
-
-def clock(model, batch, compute_loss, setup) -> float:
-    started = time.process_time()
-    forward(model, batch, compute_loss, setup).backward()
-    return time.process_time() - started
-
-
-def main(args) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model, batch, compute_loss, module = (
-        make_konkani if args.model == "konkani" else make_whisper
-    )(args)
-    if args.checkpointing:
-        memory.checkpoint_layers(
-            model, konkani.CHECKPOINTED if args.model == "konkani" else whisper.LAYERS
-        )
-    setup = Setup(dtype=None if args.fp32 else torch.bfloat16)
-    savings = SAVINGS[args.model]
-    every = {end for ends in savings.values() for end in ends}
-    rows = {"none": set(), **{name: set(ends) for name, ends in savings.items()}, "all": every}
-
-    def run(function, used: set[str]):
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(F, "layer_norm", cuda_layer_norm))
-            plain(stack, model, module, used)
-            return function(model, batch, compute_loss, setup)
-
-    options = ("fp32" if args.fp32 else "bf16 autocast") + (
-        ", checkpointing" if args.checkpointing else ""
-    )
-    print(
-        f"torch {torch.__version__}, {args.model}, {args.batch_size} x {args.seconds:g} s,"
-        f" {options}\n"
-    )
-    if args.steps:
-        order, rounds = list(rows), []
-        for _ in range(
-            args.steps + 1
-        ):  # each round begins with another row; the first is not counted
-            order.append(order.pop(0))
-            rounds.append({name: run(clock, rows[name]) for name in order})
-        rounds = rounds[1:]
-        print("| saving | processor, s | of a step without, % |\n|---|---|---|")
-        for name in rows:
-            ratio = statistics.median(times[name] / times["none"] for times in rounds)
-            print(
-                f"| {name} | {statistics.median(times[name] for times in rounds):.2f} |"
-                f" {100 * ratio:.1f} |"
-            )
-        return
-    print(
-        "| saving | kept for backward, MiB | saved, % | peak, MiB | saved, %"
-        " |\n|---|---|---|---|---|"
-    )
-    first = None
-    for name, used in rows.items():
-        kept, peak = run(measure, used)
-        first = first or (kept, peak)
-        less = [
-            f"{100 * (1 - now / before):.1f}"
-            for now, before in zip((kept, peak), first, strict=True)
-        ]
-        print(
-            f"| {name} | {kept / MIB:,.0f} | {less[0]} | {peak / MIB:,.0f} | {less[1]} |",
-            flush=True,
-        )
+    return Step(model, batch, compute_loss, whisper, whisper.LAYERS)
 
 
 class LiveStorages(TorchDispatchMode):
@@ -235,18 +115,19 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.known: dict[int, tuple[weakref.ref, int]] = {}  # by address: the storage and its bytes
-        self.now, self.peak = 0, 0
+        self.now = 0
+        self.peak = 0
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, -(-storage.nbytes() // ROUNDING) * ROUNDING
+        key = storage._cdata
+        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
         reference, freed = self.known.get(key, (lambda: None, 0))
         if reference() is storage:
             return
         self.known[key] = weakref.ref(storage, lambda dead: self.drop(key, dead)), size
-        self.now += (
-            size - freed
-        )  # a freed storage may still be listed when its address is used again
+        # A freed storage may still be listed when its address is used again.
+        self.now += size - freed
         self.peak = max(self.peak, self.now)
 
     def drop(self, key: int, dead: weakref.ref) -> None:
@@ -259,6 +140,157 @@ class LiveStorages(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf)
         return result
+
+
+# --- savings on and off ---------------------------------------------------------------------------
+
+
+def switch_off(stack: ExitStack, step: Step, used: set[str]) -> None:
+    """Switches off every saving that is not in `used`, until the stack is left."""
+
+    def patch(target, name, value):
+        stack.enter_context(mock.patch.object(target, name, value))
+
+    names = {module: name for name, module in step.model.named_modules()}
+    patch(step.module, "lean_chain", functools.partial(lean_chain, names, used))
+    if "contiguous" not in used:
+        patch(torch.Tensor, "contiguous", lambda tensor: tensor)
+    if "pieces" not in used:
+        patch(whisper, "LOGITS_AT_ONCE", 1 << 24)
+    if "cache" not in used:
+        patch(Setup, "autocast", cached_autocast)
+    patch(F, "layer_norm", cuda_layer_norm)
+
+
+def lean_chain(
+    names: dict[torch.nn.Module, str], used: set[str], x: torch.Tensor, *steps
+) -> torch.Tensor:
+    """As `layers.lean_chain` for the parts of a chain that end with a linear layer in `used`, and
+    step by step for the other parts. `names`: those of all modules."""
+    part = []
+    parts = []
+    for one in steps:
+        part.append(one)
+        if isinstance(one, torch.nn.Linear):
+            parts.append(part)
+            part = []
+    leans = [names[part[-1]].endswith(tuple(used)) for part in parts]
+    if all(leans):
+        return layers.lean_chain(x, *steps)
+    for part, lean in zip(parts, leans, strict=True):
+        if lean:
+            x = layers.lean_chain(x, *part)
+        else:
+            for one in part:
+                x = one(x)
+    return x
+
+
+def cached_autocast(setup: Setup):
+    return torch.autocast("cpu", setup.dtype, enabled=setup.dtype is not None)
+
+
+def cuda_layer_norm(x: torch.Tensor, *rest) -> torch.Tensor:
+    """CUDA's autocast computes it in fp32, the CPU's does not."""
+    return torch.layer_norm(x.float() if torch.is_autocast_enabled("cpu") else x, *rest)
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def forward(step: Step, setup: Setup) -> torch.Tensor:
+    with setup.autocast():
+        batch = next(to_device([step.batch], setup.device))
+        return step.compute_loss(step.model, batch) / 1000
+
+
+def measure(step: Step, setup: Setup) -> tuple[int, int]:
+    """Bytes kept for backward, and at the peak of the step."""
+    parameters = list(step.model.parameters())
+    weights = {p.untyped_storage()._cdata for p in parameters}
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    live = LiveStorages()
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+        live.add(p)
+        live.add(p.grad)
+    live.now += 8 * sum(p.numel() for p in parameters if p.requires_grad)  # AdamW's states
+    with live:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = forward(step, setup)
+        loss.backward()
+    return sum(kept.values()), live.peak
+
+
+def clock(step: Step, setup: Setup) -> float:
+    """Processor seconds of forward and backward."""
+    started = time.process_time()
+    forward(step, setup).backward()
+    return time.process_time() - started
+
+
+def print_times(rows: dict[str, set[str]], run: Callable, steps: int) -> None:
+    """Prints the table of --steps. Each round begins with another row; the first does not count."""
+    order = list(rows)
+    rounds = []
+    for _ in range(steps + 1):
+        order.append(order.pop(0))
+        rounds.append({name: run(clock, rows[name]) for name in order})
+    print("| saving | processor, s | of a step without, % |\n|---|---|---|")
+    for name in rows:
+        seconds = statistics.median(times[name] for times in rounds[1:])
+        ratio = statistics.median(times[name] / times["none"] for times in rounds[1:])
+        print(f"| {name} | {seconds:.2f} | {100 * ratio:.1f} |")
+
+
+def print_memory(rows: dict[str, set[str]], run: Callable) -> None:
+    print("| saving | kept for backward, MiB | saved, % | peak, MiB | saved, % |")
+    print("|---|---|---|---|---|")
+    first = None
+    for name, used in rows.items():
+        kept, peak = run(measure, used)
+        if first is None:
+            first = (kept, peak)
+        less_kept = 100 * (1 - kept / first[0])
+        less_peak = 100 * (1 - peak / first[1])
+        print(
+            f"| {name} | {kept / MIB:,.0f} | {less_kept:.1f} | {peak / MIB:,.0f} | {less_peak:.1f} |",
+            flush=True,
+        )
+
+
+def main(args) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    step = make_konkani(args) if args.model == "konkani" else make_whisper(args)
+    if args.checkpointing:
+        memory.checkpoint_layers(step.model, step.layers)
+    setup = Setup(dtype=None if args.fp32 else torch.bfloat16)
+    savings = SAVINGS[args.model]
+    rows = {"none": set(), **{name: set(ends) for name, ends in savings.items()}}
+    rows["all"] = set().union(*rows.values())
+
+    def run(function: Callable, used: set[str]):
+        with ExitStack() as stack:
+            switch_off(stack, step, used)
+            return function(step, setup)
+
+    settings = ["fp32" if args.fp32 else "bf16 autocast"]
+    if args.checkpointing:
+        settings.append("checkpointing")
+    clips = f"{args.batch_size} x {args.seconds:g} s"
+    print(f"torch {torch.__version__}, {args.model}, {clips}, {', '.join(settings)}\n")
+    if args.steps:
+        print_times(rows, run, args.steps)
+    else:
+        print_memory(rows, run)
 
 
 if __name__ == "__main__":

@@ -211,9 +211,6 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
-    def text_length(self, index: int) -> int:
-        return len(self.corpus.texts[index])
-
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) what each utterance takes in the GPT, latents, text and codes, as whole seconds of
         codes. It is more than the length of the clip, also for --max_batch_seconds. It is rounded,
@@ -379,7 +376,7 @@ def evaluate(
 
 
 def report_results(
-    by: Synthesiser,
+    synthesiser: Synthesiser,
     evaluation: dict[str, EvalBatches],
     languages: dict[str, list[str]],
     weights: str,
@@ -387,7 +384,9 @@ def report_results(
     """The losses of `weights` on the test set or, without one, on the evaluation set: a line for
     all languages and, if there are several, one for each."""
     name = "test" if "test" in evaluation else "val"
-    results = evaluate(by.frozen, languages[name], by.model, evaluation[name].whole())
+    results = evaluate(
+        synthesiser.frozen, languages[name], synthesiser.model, evaluation[name].whole()
+    )
     print(f"\n{name} set, {weights} (cross-entropy per token and per code)")
     lines: dict[str, list[str]] = {}
     for key, (total, count) in results.items():
@@ -436,13 +435,16 @@ def first_model(
 def fit(
     info: ModelInfo, frozen: Frozen, added: int, seed: int, model: GPT, data: Utterances
 ) -> None:
-    """What a new model takes from some training utterances: the scale of a random conditioning
-    encoder, and the biases of the `added` tokens. What all voices share would be much larger than
-    their differences otherwise, and a short training learns to ignore the voice then."""
+    """Fits a new model to some training utterances: the scale of a random conditioning encoder, and
+    the biases of the `added` tokens."""
+    if info.pretrained and not added:
+        return
     items = splits.some_items(data, seed, FITTED)
     where = frozen.conditioning_mel.mel_stats.device
     model.to(where)
     if not info.pretrained:
+        # What all voices share would be much larger than their differences otherwise, and in a
+        # short training the model learns to ignore the voice then.
         slices = torch.stack([item["slice"] for item in items]).to(where)
         model.fit_conditioning(frozen.conditioning_mel(slices))
     if added:
@@ -506,38 +508,38 @@ def synthesise(args, asked: start.Options) -> None:
     """--synthesize: a wav for each text."""
     sampling = speaking.resolve(args)
     setup = device.setup(args, quiet=True)
-    _, by, _ = trained(asked, setup)
+    _, synthesiser, _ = trained(asked, setup)
     clips = speaking.read_references(args.speaker_wav, setup.device)
-    lines = [by.texts.check(line) for line in texts.texts_of(args.synthesize)]
+    lines = [synthesiser.texts.check(line) for line in texts.texts_of(args.synthesize)]
     with setup.autocast():
-        voice = speaking.voice_of(by.model, by.frozen, clips)
+        voice = speaking.voice_of(synthesiser.model, synthesiser.frozen, clips)
         for number, line in enumerate(lines, 1):
-            waveform = speaking.speak(by, line, voice, sampling)
+            waveform = speaking.speak(synthesiser, line, voice, sampling)
             path = speaking.numbered(args.output, number, len(lines))
-            write_wav(path, int16(waveform), by.frozen.rate)
-            print(f"{path}: {len(waveform) / by.frozen.rate:.2f} s")
+            write_wav(path, int16(waveform), synthesiser.frozen.rate)
+            print(f"{path}: {len(waveform) / synthesiser.frozen.rate:.2f} s")
 
 
 def export_and_speak(
-    args, run: Run, info: ModelInfo, by: Synthesiser, corpora: dict[str, Corpus]
+    args, run: Run, info: ModelInfo, synthesiser: Synthesiser, corpora: dict[str, Corpus]
 ) -> None:
     """--export, and sentences that the model has not learned, each in the voice of a training clip
     of its speaker."""
-    count = 2 if by.frozen.vocoder else 20
-    sampling = Sampling(seed=args.seed) if by.frozen.vocoder else GREEDY
+    count = 2 if synthesiser.frozen.vocoder else 20
+    sampling = Sampling(seed=args.seed) if synthesiser.frozen.vocoder else GREEDY
     if args.speak_held_out is not None:
         count = args.speak_held_out
     if not (args.export or count):
         return
     voices = speaking.speakers_of(corpora["train"])
     if args.export:
-        start.export(args.export, info, by.model.state_dict(), by.frozen, voices)
+        start.export(args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, voices)
     if count:
         corpus = corpora["val"].select(np.arange(min(count, len(corpora["val"]))))
         folder = Path(args.output_dir) / "speech"
-        by.frozen.to(run.setup.device)
+        synthesiser.frozen.to(run.setup.device)
         with run.setup.autocast():
-            print(speaking.speak_corpus(folder, by, corpus, voices, sampling))
+            print(speaking.speak_corpus(folder, synthesiser, corpus, voices, sampling))
 
 
 # --- without training -----------------------------------------------------------------------------
@@ -566,17 +568,19 @@ def look_only(args, asked: start.Options) -> None:
 def evaluate_only(args, asked: start.Options) -> None:
     """--evaluate on the test set, or the evaluation set; --export alone."""
     setup = device.setup(args)
-    info, by, saved = trained(asked, setup)
+    info, synthesiser, saved = trained(asked, setup)
     if args.export:
-        return start.export(args.export, info, by.model.state_dict(), by.frozen, {})
+        return start.export(
+            args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, {}
+        )
     data, corpora = read_data(args, saved)
-    corpora = check_corpora(data, corpora, by.texts, info.config)
+    corpora = check_corpora(data, corpora, synthesiser.texts, info.config)
     name = "test" if "test" in corpora else "val"
-    utterances = Utterances(args, corpora[name], by.texts, info, training=False)
+    utterances = Utterances(args, corpora[name], synthesiser.texts, info, training=False)
     evaluation = {name: EvalBatches(args, utterances, collate, setup)}
-    languages = {name: by.texts.languages_of(corpora[name])}
+    languages = {name: synthesiser.texts.languages_of(corpora[name])}
     with setup.autocast():
-        report_results(by, evaluation, languages, "the weights named")
+        report_results(synthesiser, evaluation, languages, "the weights named")
 
 
 def command_of(args, asked: start.Options) -> Callable | None:
@@ -600,26 +604,26 @@ def main(args) -> dict | None:
     run = begin(args, RECIPE)
 
     data, read = read_data(args, run.resumed)
-    info, by, added = first_model(args, asked, run, data, read)
-    corpora = check_corpora(data, read, by.texts, info.config)
+    info, synthesiser, added = first_model(args, asked, run, data, read)
+    corpora = check_corpora(data, read, synthesiser.texts, info.config)
     sets = {}
     for name, corpus in corpora.items():
-        sets[name] = Utterances(args, corpus, by.texts, info, training=name == "train")
+        sets[name] = Utterances(args, corpus, synthesiser.texts, info, training=name == "train")
 
     global_batches = GlobalBatches(args, sets["train"], collate, run.setup)
     evaluation = {
         name: EvalBatches(args, sets[name], collate, run.setup) for name in sets if name != "train"
     }
-    languages = {name: by.texts.languages_of(corpora[name]) for name in evaluation}
+    languages = {name: synthesiser.texts.languages_of(corpora[name]) for name in evaluation}
     task = Task(
         RECIPE,
-        functools.partial(compute_loss, frozen=by.frozen),
+        functools.partial(compute_loss, frozen=synthesiser.frozen),
         LOSS_WEIGHTS,
-        functools.partial(evaluate, by.frozen, languages["val"]),
+        functools.partial(evaluate, synthesiser.frozen, languages["val"]),
         info,
         splits.run_info(data, read),
         metric="mel",
-        fit=functools.partial(fit, info, by.frozen, added, args.seed),
+        fit=functools.partial(fit, info, synthesiser.frozen, added, args.seed),
         learning_rate=start.learning_rate(info),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
@@ -627,11 +631,11 @@ def main(args) -> dict | None:
         decay_embeddings=False,
         betas=BETAS,
     )
-    train(args, run, by.model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, by, evaluation, languages)
-    finish(args, run, by.model, task, evaluation["val"], report)
+    train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
+    report = functools.partial(report_results, synthesiser, evaluation, languages)
+    finish(args, run, synthesiser.model, task, evaluation["val"], report)
     if run.setup.ranks.first:
-        export_and_speak(args, run, info, by, corpora)
+        export_and_speak(args, run, info, synthesiser, corpora)
     weights = args.checkpoint_dir / "best.safetensors"
     return {"weights": weights, "logs": args.log_dir, "export": args.export}
 

@@ -16,6 +16,7 @@ from speech.folders import require_replaceable, write_folder
 
 EXPORTED = "speech-recipes"  # in made_from.json and config.json of an export
 POINTER = b"version https://git-lfs"
+OTHER_FORMATS = (".h5", ".msgpack", ".onnx", ".gguf")  # of weights that cannot be read
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # --- reading --------------------------------------------------------------------------------------
@@ -36,12 +37,9 @@ def require_room(parameters: int) -> None:
 def refuse_pointer(file: Path) -> None:
     """Raises `UsageError` for a Git LFS pointer, which a clone without Git LFS has in place of a
     large file, and for anything but a regular file."""
-    try:
-        with open(files.require_file(file), "rb") as opened:
-            is_pointer = opened.read(len(POINTER)) == POINTER
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from None
-    if is_pointer:
+    with open(files.require_file(file), "rb") as opened:
+        beginning = opened.read(len(POINTER))
+    if beginning == POINTER:
         raise UsageError(
             f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`"
         )
@@ -84,9 +82,7 @@ def _weight_files(folder: Path) -> list[Path]:
         index = folder / f"{name}.index.json"
         if index.is_file():
             return _shards(index)
-    others = sorted(
-        p.name for p in folder.glob("*") if p.suffix in (".h5", ".msgpack", ".onnx", ".gguf")
-    )
+    others = sorted(path.name for path in folder.glob("*") if path.suffix in OTHER_FORMATS)
     only = f" (only {', '.join(others)})" if others else ""
     raise UsageError(
         f"{folder} holds no weights that can be read{only}: it needs model.safetensors or"
@@ -136,27 +132,35 @@ def floats(weights, path: Path, counters: str = "") -> dict[str, torch.Tensor]:
     for anything but dense, finite tensors by name."""
     if not isinstance(weights, dict):
         raise UsageError(f"{path} holds a {type(weights).__name__}, not weights by name")
-    for name, w in weights.items():
-        kinds = (torch.int64,) if counters and str(name).endswith(counters) else FLOATS
-        if not isinstance(w, torch.Tensor) or w.dtype not in kinds or w.is_meta or w.is_nested:
-            kind = (
-                "an int64 tensor"
-                if kinds != FLOATS
-                else "a floating-point tensor; quantised weights cannot be read"
-            )
+    for name, tensor in weights.items():
+        is_counter = bool(counters) and str(name).endswith(counters)
+        if not _is_plain(tensor, (torch.int64,) if is_counter else FLOATS):
+            kind = "a floating-point tensor; quantised weights cannot be read"
+            if is_counter:
+                kind = "an int64 tensor"
             raise UsageError(f"{path}: {str(name)[:60]!r} is not {kind}")
-        weights[name] = w.detach()  # some files hold parameters
+        weights[name] = tensor.detach()  # some files hold parameters
     checkpoint.check_tensors(weights, path)
-    wide = [name for name, w in weights.items() if w.dtype == torch.float64]
     copies = {}
     for name in list(weights):
-        tensor = weights.pop(name)
-        kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        copies[name] = tensor.to(torch.get_default_device(), kind, copy=True).contiguous()
-        del tensor
-    narrowed = {name: copies[name] for name in wide if not copies[name].is_meta}
-    checkpoint.check_tensors(narrowed, path)  # fp32 may be too narrow
+        copies[name] = _copy(weights.pop(name), name, path)
     return copies
+
+
+def _is_plain(tensor, types: tuple[torch.dtype, ...]) -> bool:
+    """Whether this is a tensor of one of these types that has values."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in types:
+        return False
+    return not (tensor.is_meta or tensor.is_nested)
+
+
+def _copy(tensor: torch.Tensor, name: str, path: Path) -> torch.Tensor:
+    """A copy on the default device, floats in fp32. Raises `UsageError` if fp32 is too narrow."""
+    kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    copy = tensor.to(torch.get_default_device(), kind, copy=True).contiguous()
+    if tensor.dtype == torch.float64 and not copy.is_meta:
+        checkpoint.check_tensors({name: copy}, path)
+    return copy
 
 
 def shapes_of(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, ...]]:
@@ -176,13 +180,14 @@ def check_shapes(
     """Raises `UsageError` if tensors are missing, unexpected or of another shape. Nothing may be
     built before: the file's tensors bound the memory that its configuration asks for. `model` is
     its name for messages."""
-    missing = [name for name in expected if name not in weights]
+    missing = []
+    wrong = []
+    for name, shape in expected.items():
+        if name not in weights:
+            missing.append(name)
+        elif tuple(weights[name].shape) != shape:
+            wrong.append(name)
     unexpected = [name for name in weights if name not in expected]
-    wrong = [
-        name
-        for name in expected
-        if name in weights and tuple(weights[name].shape) != expected[name]
-    ]
     if wrong:
         name = wrong[0]
         raise UsageError(
@@ -209,14 +214,12 @@ def require_export(folder: str | Path) -> None:
     try:
         require_replaceable(folder)
         parent = next(parent for parent in folder.parents if parent.exists())
-        if not os.access(parent, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if not parent.is_dir():
             raise NotADirectoryError
+        if not os.access(parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except UsageError as error:
         raise UsageError(f"--export {error}") from None
-    except RuntimeError as error:  # links in a circle
-        raise cannot_write(folder, OSError(errno.ELOOP, first_line(error)), "--export") from None
     except OSError as error:
         raise cannot_write(folder, error, "--export") from None
 
@@ -226,10 +229,7 @@ def write_export(folder: Path, fill: Callable[[Path], object]) -> list[str]:
     Raises `UsageError` and `RunError`."""
     try:
         write_folder(folder, fill, {"exported_by": EXPORTED})
-    except (
-        SafetensorError,
-        RuntimeError,
-    ) as error:  # both libraries wrap the operating system's errors
+    except (SafetensorError, RuntimeError) as error:  # safetensors and torch wrap a system's errors
         raise cannot_write(folder, OSError(0, first_line(error)), "--export") from None
     except OSError as error:
         raise cannot_write(folder, error, "--export") from None
@@ -238,7 +238,6 @@ def write_export(folder: Path, fill: Callable[[Path], object]) -> list[str]:
 
 def save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Writes model.safetensors."""
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(
-        0o666 & ~files.umask()
-    )  # safetensors' file is for its owner only
+    file = folder / "model.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o666 & ~files.umask())  # safetensors makes files that only their owner can read

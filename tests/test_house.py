@@ -1,4 +1,4 @@
-"""The walls of the house, read from the syntax trees: who may import whom."""
+"""The walls of the house, read from the syntax trees: who may import whom, and who may ask what."""
 
 import ast
 import sys
@@ -7,77 +7,100 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ("common", "speech", "recipes", "benchmarks", "tests", "dry_run")
-SPEECH_MAY_USE = {"errors", "files", "device", "memory", "options", "batches", "checkpoint"}
+FOLDERS = ("common", "speech", "dry_run", "recipes", "webui", "benchmarks", "tests")
+SPEECH_MAY_USE = (
+    "errors",
+    "files",
+    "device",
+    "memory",
+    "options",
+    "batches",
+    "records",
+    "checkpoint",
+)
 
 
-def modules(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
-
-
-def imported(path: Path) -> set[str]:
-    """The dotted names of the project's modules that a file imports, at its top or inside a
-    function."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in names if name.split(".")[0] in OURS}
+def modules(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", modules("common"), ids=label)
-def test_common_knows_no_speech(path):
-    for name in imported(path):
-        is_plan = (
-            path.name == "loop.py" and name == "dry_run"
-        )  # only --dry_run and --verify_gpu load it
-        assert name.split(".")[0] == "common" or is_plan, f"{label(path)} imports {name}"
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(node: ast.AST) -> set[str]:
+    """The dotted names that a module or function imports, at its top or inside."""
+    names = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Import):
+            names |= {alias.name for alias in each.names}
+        elif isinstance(each, ast.ImportFrom) and each.module:
+            names |= {f"{each.module}.{alias.name}" for alias in each.names}
+    return names
+
+
+def imported_folders(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported(tree_of(path))} & set(FOLDERS)
+
+
+@pytest.mark.parametrize(
+    "folder, allowed",
+    [
+        ("common", {"common"}),
+        ("speech", {"common", "speech"}),
+        ("dry_run", {"dry_run"}),
+        ("recipes", {"common", "speech"}),
+        ("webui", set(FOLDERS) - {"benchmarks", "tests"}),
+        ("benchmarks", set(FOLDERS) - {"webui", "tests"}),
+    ],
+)
+def test_what_a_folder_imports(folder, allowed):
+    for path in modules(folder):
+        is_loop = label(path) == "common/loop.py"  # see the next test
+        assert imported_folders(path) <= allowed | ({"dry_run"} if is_loop else set()), label(path)
 
 
 def test_only_a_planned_run_loads_the_planner():
-    tree = ast.parse((ROOT / "common" / "loop.py").read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    names = [
-        f.name
-        for f in functions
-        for node in ast.walk(f)
-        if isinstance(node, ast.Import) and node.names[0].name == "dry_run"
+    tree = tree_of(ROOT / "common" / "loop.py")
+    loading = [getattr(node, "name", "") for node in tree.body if "dry_run" in imported(node)]
+    assert loading == ["planner"]
+
+
+def test_the_planner_needs_only_torch():
+    for path in modules("dry_run"):
+        roots = {name.split(".")[0] for name in imported(tree_of(path))}
+        assert roots <= {"torch", "dry_run", *sys.stdlib_module_names}, label(path)
+
+
+def test_speech_knows_no_loop():
+    for path in modules("speech"):
+        used = {name.split(".")[1] for name in imported(tree_of(path)) if name[:7] == "common."}
+        assert used <= set(SPEECH_MAY_USE), label(path)
+
+
+def test_nobody_asks_whether_a_run_is_only_planned():
+    """Except functions named `resolve`, which fill the records by which others know it."""
+    for path in modules("recipes", "speech"):
+        tree = tree_of(path)
+        tree.body = [node for node in tree.body if getattr(node, "name", "") != "resolve"]
+        asked = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not asked & {"options.plans", "run.planned"}, label(path)
+
+
+def test_train_uses_all_that_it_takes():
+    (train,) = [
+        node
+        for node in tree_of(ROOT / "common" / "loop.py").body
+        if getattr(node, "name", "") == "train"
     ]
-    assert names == ["planner"]
+    used = {node.id for node in ast.walk(train) if isinstance(node, ast.Name)}
+    assert {argument.arg for argument in train.args.args} <= used
 
 
-@pytest.mark.parametrize("path", modules("dry_run"), ids=label)
-def test_the_planner_imports_only_torch(path):
-    roots = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            roots |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            roots.add((node.module or "").split(".")[0])
-    assert roots <= {"torch", "dry_run", *sys.stdlib_module_names}
-
-
-@pytest.mark.parametrize("path", modules("speech"), ids=label)
-def test_speech_knows_no_loop(path):
-    for name in imported(path):
-        package, module = name.split(".")[:2]
-        assert package in ("common", "speech"), f"{label(path)} imports {name}"
-        assert package == "speech" or module in SPEECH_MAY_USE, f"{label(path)} imports {name}"
-
-
-@pytest.mark.parametrize("path", modules("recipes"), ids=label)
-def test_a_recipe_imports_no_other_recipe(path):
-    for name in imported(path):
-        assert name.split(".")[0] in ("common", "speech"), f"{label(path)} imports {name}"
-
-
-@pytest.mark.parametrize("path", modules("benchmarks"), ids=label)
-def test_a_benchmark_imports_no_test(path):
-    for name in imported(path):
-        assert name.split(".")[0] != "tests", f"{label(path)} imports {name}"
+def test_the_template_is_among_the_recipes():
+    names = [path.stem for path in modules("recipes")]
+    assert "template" in names and len(names) == 6

@@ -123,7 +123,8 @@ def add_arguments(parser) -> None:
 
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
-    write, write_count = None, 0
+    write = None
+    write_count = 0
     conditions = [name for name in CONDITIONS if name != "demo"]
     if args.write_dataset:
         write, write_count = dataset_to_write(args.write_dataset)

@@ -27,14 +27,19 @@ from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
 from speech.morse.synthesis import Conditions, draw_conditions, synthesise
 from speech.splits import draw, drop, report_rejections
 
-METADATA = "id,audio_file,text,contest_type,sample_type,wpm,condition,duration,is_noise_only".split(
-    ","
-)
-MORE_METADATA = [
-    "snr_db",
-    "callsigns",
-    "exchange",
-]  # columns that data sets of other origin may lack
+METADATA = [
+    "id",
+    "audio_file",
+    "text",
+    "contest_type",
+    "sample_type",
+    "wpm",
+    "condition",
+    "duration",
+    "is_noise_only",
+]
+MORE_METADATA = ["snr_db", "callsigns", "exchange"]  # columns that other data sets may lack
+# The conditions of a data set that is written.
 DATASET_MIX = (
     "clean",
     "contest_good",
@@ -42,8 +47,8 @@ DATASET_MIX = (
     "contest_poor",
     "dx_expedition",
     "wide",
-)  # to be written
-SPLITS = {
+)
+SPLITS = {  # name of a file in splits/: what it is for
     "train": "train",
     "validation": "validation",
     "valid": "validation",
@@ -143,12 +148,10 @@ def read_splits(folder: str | Path, checks: Checks) -> dict[str, Recordings]:
         lengths = recordings.lengths
         kept = np.flatnonzero((lengths >= checks.min_duration) & (lengths <= checks.max_duration))
         if len(kept) < len(recordings):
-            limits = (
-                f"--min_duration {checks.min_duration:g}, --max_duration {checks.max_duration:g}"
-            )
             print(
                 f"{split} set: {len(recordings) - len(kept)} clips are too short or too long"
-                f" ({limits}) and left out; --use_chunking cuts long recordings, with"
+                f" (--min_duration {checks.min_duration:g}, --max_duration"
+                f" {checks.max_duration:g}) and left out; --use_chunking cuts long recordings, with"
                 " --train_manifest"
             )
         if split == "train":
@@ -165,56 +168,63 @@ def read_splits(folder: str | Path, checks: Checks) -> dict[str, Recordings]:
 def read_dataset(
     folder: str | Path, cache_dir: Path | None = None, strict: bool = False
 ) -> dict[str, Recordings]:
-    """The usable clips of a folder as `write_dataset` writes it, by split: "train", "validation",
-    "test", those that exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of
-    the id. The columns audio_file and text are required. What file headers say is kept in
+    """The usable clips of a folder as `write_dataset` writes it, by split: "train", "validation" and
+    "test", as far as they exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of
+    the id. The columns audio_file and text are required. The lengths in file headers are kept in
     `cache_dir`.
 
     Clips with missing or truncated files, without text, or with text beyond Morse are reported by
-    reason, and so are damaged lines (those of metadata.csv with the training set). Raises
-    `DataError` if no clip is left, or if `strict` and any was rejected; and `UsageError` if there
-    is no table."""
-    folder, rejections = Path(folder), defaultdict(Rejections)
-    files = {name: folder / "splits" / f"{name}.csv" for name in sorted(SPLITS)}
-    tables = {SPLITS[name]: path for name, path in files.items() if os.path.exists(path)}
-    if tables:
-        rows = {split: _read_table(path, rejections[split]) for split, path in tables.items()}
-    elif os.path.exists(folder / "metadata.csv"):
-        rows = _divide(_read_table(folder / "metadata.csv", rejections["train"]))
-    else:
-        raise UsageError(f"--data_dir {folder}: neither splits/train.csv nor metadata.csv is there")
-    cache = f"headers-{hashlib.sha1(os.fsencode(os.path.abspath(folder))).hexdigest()[:12]}.npz"
-    order = [
-        split
-        for split in ("train", "validation", "test")
-        if rows.get(split) or rejections[split].total
-    ]
-    paths = [find_audio(row["audio_file"], str(folder)) for split in order for row in rows[split]]
-    lengths, reasons = probe_all(paths, cache_dir / cache if cache_dir else None)
+    reason. So are damaged lines; for metadata.csv they are reported with the training set. Raises
+    `DataError` if no clip is left, or if `strict` and any was rejected, and `UsageError` if there is
+    no table."""
+    folder = Path(folder)
+    rejections = defaultdict(Rejections)
+    rows = _read_tables(folder, rejections)
+    names = ("train", "validation", "test")
+    order = [name for name in names if rows.get(name) or rejections[name].total]
+    paths = [find_audio(row["audio_file"], str(folder)) for name in order for row in rows[name]]
+    cache = None
+    if cache_dir:
+        key = hashlib.sha1(os.fsencode(os.path.abspath(folder))).hexdigest()[:12]
+        cache = cache_dir / f"headers-{key}.npz"
+    lengths, reasons = probe_all(paths, cache)
     probed = iter(zip(paths, lengths.tolist(), reasons, strict=True))
     recordings = {}
-    for split in order:
-        rejected, usable = rejections[split], []
-        for row in rows[split]:
-            row["path"], row["seconds"], reason = next(probed)
-            if reason := reason or _fault(row):
-                rejected.add(reason, f"{row['place']}: {row['audio_file']}")
+    for name in order:
+        usable = []
+        for row in rows[name]:
+            row["path"], row["seconds"], unreadable = next(probed)
+            reason = unreadable or _fault(row)
+            if reason:
+                rejections[name].add(reason, f"{row['place']}: {row['audio_file']}")
             else:
                 usable.append(row)
-        recordings[split] = _in_columns(usable)
-        report_rejections(f"{split} set ({folder})", recordings[split].lengths, rejected, strict)
+        columns = _in_columns(usable)
+        report_rejections(f"{name} set ({folder})", columns.lengths, rejections[name], strict)
+        recordings[name] = columns
     if not recordings:
         raise DataError(f"{folder}: its tables have no rows")
     return recordings
 
 
+def _read_tables(folder: Path, rejections: dict[str, Rejections]) -> dict[str, list[dict]]:
+    """The rows of splits/*.csv or of metadata.csv, by split."""
+    files = {name: folder / "splits" / f"{name}.csv" for name in sorted(SPLITS)}
+    tables = {SPLITS[name]: path for name, path in files.items() if os.path.exists(path)}
+    if tables:
+        return {name: _read_table(path, rejections[name]) for name, path in tables.items()}
+    metadata = folder / "metadata.csv"
+    if not os.path.exists(metadata):
+        raise UsageError(f"--data_dir {folder}: neither splits/train.csv nor metadata.csv is there")
+    return _divide(_read_table(metadata, rejections["train"]))
+
+
 def _divide(rows: list[dict]) -> dict[str, list[dict]]:
+    """Rows by split, 80/10/10 by a hash of their id."""
     splits = {"train": [], "validation": [], "test": []}
     for row in rows:
-        share = (
-            int.from_bytes(hashlib.blake2b(row["id"].encode(), digest_size=4).digest(), "big")
-            / 2**32
-        )
+        digest = hashlib.blake2b(row["id"].encode(), digest_size=4).digest()
+        share = int.from_bytes(digest, "big") / 2**32
         if share < 0.8:
             splits["train"].append(row)
         elif share < 0.9:
@@ -271,15 +281,16 @@ def _parse_row(cells: dict[str, str]) -> dict:
         raise ValueError("is_noise_only is neither true nor false")
     row["is_noise_only"] = flag in ("true", "1", "yes")
     row["text"] = normalise(row["text"])
-    row["callsigns"] = (
-        row["callsigns"].split() if "callsigns" in cells else find_callsigns(row["text"])
-    )
+    if "callsigns" in cells:
+        row["callsigns"] = row["callsigns"].split()
+    else:
+        row["callsigns"] = find_callsigns(row["text"])
     return row
 
 
 def find_callsigns(text: str) -> list[str]:
     """The words of a text that have the form of a callsign."""
-    return list(filter(CALLSIGN.fullmatch, text.split()))
+    return [word for word in text.split() if CALLSIGN.fullmatch(word)]
 
 
 def _in_columns(rows: list[dict]) -> Recordings:
@@ -314,7 +325,8 @@ def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
         return NO_CODE, corpus.texts[index][:60]
 
     corpus = drop(corpus, name, fault, strict)
-    count, texts = len(corpus), list(corpus.texts)
+    count = len(corpus)
+    texts = list(corpus.texts)
     return Recordings(
         ids=[corpus.where(index) for index in range(count)],
         paths=list(corpus.paths),
@@ -322,7 +334,7 @@ def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
         contest_types=[""] * count,
         sample_types=[""] * count,
         conditions=[""] * count,
-        callsigns=list(map(find_callsigns, texts)),
+        callsigns=[find_callsigns(text) for text in texts],
         exchanges=[""] * count,
         wpm=np.full(count, np.nan),
         snr_db=np.full(count, np.nan),
@@ -360,16 +372,17 @@ def write_dataset(
         if read_made_from(folder) == settings:
             print(f"data set: {count} clips are already in {folder}")
             return
-        rows = write_folder(
-            folder, lambda aside: _write_clips(aside, count, seed, mix, workers), settings
-        )
+
+        def fill(aside: Path) -> list[dict]:
+            return _write_clips(aside, count, seed, mix, workers)
+
+        rows = write_folder(folder, fill, settings)
     except UsageError as error:
         raise UsageError(f"--write_dataset {error}") from None
     except OSError as error:
         raise cannot_write(folder, error, "--write_dataset") from None
-    print(
-        f"data set: {count} clips, {sum(row['duration'] for row in rows) / 3600:.2f} h, in {folder}"
-    )
+    hours = sum(row["duration"] for row in rows) / 3600
+    print(f"data set: {count} clips, {hours:.2f} h, in {folder}")
 
 
 def _write_clips(
@@ -388,15 +401,15 @@ def _write_clips(
 
 
 def _in_parallel(clips: list[tuple], workers: int) -> list[dict]:
-    """`_write_clip` of all `clips` in so many processes, none of which is left at the end, also if
-    it fails. There are no locks, which a signal could leave behind."""
+    """`_write_clip` of all `clips` in so many processes. None of them is left at the end, also if it
+    fails. There are no locks, which a signal could leave behind."""
     # A signal reaches the whole process group, but only the main process acts on it: the workers
     # inherit the mask.
-    signals, context = (
-        {signal.SIGINT, signal.SIGTERM, signal.SIGHUP},
-        multiprocessing.get_context("fork"),
-    )
-    rows, shares, processes = [{}] * len(clips), {}, []
+    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    context = multiprocessing.get_context("fork")
+    rows = [{}] * len(clips)
+    shares = {}
+    processes = []
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         for first in range(workers):

@@ -24,33 +24,27 @@ def for_scoring(text: str) -> str:
 def measure(rows: list[dict]) -> dict:
     """Metrics of some clips; None for a share of nothing. A callsign is right if it is a word of
     the hypothesis, an exchange if its words are consecutive there."""
-    references, hypotheses = (
-        [row["reference"] for row in rows],
-        [normalise(row["hypothesis"]) for row in rows],
-    )
+    references = [row["reference"] for row in rows]
+    hypotheses = [normalise(row["hypothesis"]) for row in rows]
     errors = metrics.cer_and_wer(references, hypotheses, for_scoring)
-    pairs = list(zip(rows, hypotheses, strict=True))
-    right = {
-        "perfect": [
-            normalise(row["reference"]) == text for row, text in pairs if not row["is_noise_only"]
-        ],
-        "callsigns": [
-            f" {call} " in f" {text} " for row, text in pairs for call in row["callsigns"]
-        ],
-        "exchanges": [
-            f" {row['exchange']} " in f" {text} " for row, text in pairs if row["exchange"]
-        ],
-        "noise_only": [not text for row, text in pairs if row["is_noise_only"]],
-    }
-    return {
-        "samples": len(rows),
-        **{name: errors[name].rate if errors[name].length else None for name in ("wer", "cer")},
-        **{
-            f"{name}_right": sum(marks) / len(marks) if marks else None
-            for name, marks in right.items()
-        },
-        **{f"{name}_count": len(marks) for name, marks in right.items()},
-    }
+    right = {"perfect": [], "callsigns": [], "exchanges": [], "noise_only": []}
+    for row, text in zip(rows, hypotheses, strict=True):
+        if row["is_noise_only"]:
+            right["noise_only"].append(not text)
+        else:
+            right["perfect"].append(normalise(row["reference"]) == text)
+        for call in row["callsigns"]:
+            right["callsigns"].append(f" {call} " in f" {text} ")
+        if row["exchange"]:
+            right["exchanges"].append(f" {row['exchange']} " in f" {text} ")
+    measures = {"samples": len(rows)}
+    for name in ("wer", "cer"):
+        measures[name] = errors[name].rate if errors[name].length else None
+    for name, marks in right.items():
+        measures[f"{name}_right"] = sum(marks) / len(marks) if marks else None
+    for name, marks in right.items():
+        measures[f"{name}_count"] = len(marks)
+    return measures
 
 
 def evaluation_tables(rows: list[dict]) -> dict[str, dict[str, dict]]:
@@ -80,11 +74,8 @@ def evaluation_tables(rows: list[dict]) -> dict[str, dict[str, dict]]:
         groups: dict[tuple, list[dict]] = {}
         for row in rows:
             groups.setdefault(key(row), []).append(row)
-        tables[table] = {
-            str(group[-1]): measure(groups[group])
-            for group in sorted(groups)
-            if group and group[-1]
-        }
+        named = [group for group in sorted(groups) if group and group[-1]]
+        tables[table] = {str(group[-1]): measure(groups[group]) for group in named}
     return tables
 
 

@@ -44,10 +44,8 @@ class Conditions:
     wpm: tuple[float, float] = (15, 40)  # speed of the characters, words (PARIS) per minute
     tone: tuple[float, float] = (600, 800)  # Hz
     snr_db: tuple[float, float] = (20, 30)  # in 2,500 Hz, see `synthesise`
-    jitter: tuple[float, float] = (
-        0.02,
-        0.08,
-    )  # relative standard deviation of element and gap lengths
+    # Relative standard deviation of the lengths of elements and gaps.
+    jitter: tuple[float, float] = (0.02, 0.08)
     farnsworth: tuple[float, float] = (1.0, 1.0)  # factor on the gaps between characters and words
     qsb_hz: tuple[float, float] = (0.1, 0.5)  # frequency of fading
     qsb_depth: tuple[float, float] = (0.0, 0.0)  # share of the amplitude that fading takes away
@@ -62,10 +60,8 @@ class Conditions:
     noise_only: float = 0.05  # share of clips without a station
     longest: float = LONGEST  # seconds; texts are shortened to it, to at least one symbol
     silence: tuple[float, float] = (0.1, 0.6)  # seconds before and after the transmission
-    sample_types: tuple[str, ...] = (
-        *CONTEST_SAMPLES,
-        "words",
-    )  # equally likely; repeat one to make it more frequent
+    # Equally likely; repeat one to make it more frequent.
+    sample_types: tuple[str, ...] = (*CONTEST_SAMPLES, "words")
     characters: tuple[int, int] = (1, 20)  # number of symbols of the sample type "characters"
     alphabet: tuple[str, ...] = tuple(MORSE)  # of the sample type "characters"
 
@@ -227,9 +223,10 @@ _ELEMENTS = {
 _RISE = (0.5 - 0.5 * np.cos(np.pi * (np.arange(EDGE) + 0.5) / EDGE)).astype(np.float32)
 _EDGES = np.stack([_RISE, _RISE[::-1]])  # key down, key up
 _STEPS = np.arange(BLOCK, dtype=np.float32)
+# Lengths for which an FFT is fast.
 _FFT_SIZES = np.array(
     sorted(2**a * 3**b * 5**c for a in range(5, 20) for b in range(6) for c in range(6))
-)  # fast ones
+)
 
 
 def draw_conditions(mix: Sequence[Conditions], seed: int, index: int) -> Conditions:
@@ -254,9 +251,8 @@ def fit(random: np.random.Generator, text: str, room: float, farnsworth: float) 
     random one on, or the beginning of that word if it is too long by itself."""
     words = text.split()
     gap = 7 * farnsworth
-    ends = np.cumsum(
-        [keying(word, farnsworth).sum() + gap for word in words]
-    )  # each with the gap after it
+    # The end of each word with the gap after it.
+    ends = np.cumsum([keying(word, farnsworth).sum() + gap for word in words])
     if not words or ends[-1] - gap <= room:
         return text
     begins = ends - np.diff(ends, prepend=0)
@@ -317,9 +313,8 @@ def transmit(
 def interferer(random: np.random.Generator, samples: int, tone: float) -> np.ndarray:
     """(samples,) of amplitude 1: another station that repeats a call or exchange, 60 to 400 Hz away
     from `tone`."""
-    text = contest_text(random, pick(random, tuple(CONTESTS)), pick(random, ("call", "exchange")))[
-        0
-    ]
+    contest = pick(random, tuple(CONTESTS))
+    text, _, _ = contest_text(random, contest, pick(random, ("call", "exchange")))
     runs = np.append(keying(text), random.uniform(7, 40)) * (1.2 / random.uniform(15, 40))
     runs = np.tile(runs, int(samples / SAMPLE_RATE / runs.sum()) + 2)[:-1]
     offset = random.integers(EDGE, samples)  # the clip starts here in the station's transmission
@@ -335,11 +330,11 @@ def add_noise(random: np.random.Generator, signal: np.ndarray, crashes: float) -
     `crashes` static crashes per second it is 10 to 30 dB louder for some tens of milliseconds."""
     noise = random.standard_normal(len(signal), dtype=np.float32)
     for _ in range(random.poisson(crashes * len(signal) / SAMPLE_RATE)):
-        first, decay = random.integers(len(signal)), random.uniform(0.01, 0.1) * SAMPLE_RATE
+        first = random.integers(len(signal))
+        decay = random.uniform(0.01, 0.1) * SAMPLE_RATE
         part = noise[first : first + int(5 * decay)]
-        part *= 1 + 10 ** random.uniform(0.5, 1.5) * np.exp(
-            -np.arange(len(part), dtype=np.float32) / np.float32(decay)
-        )
+        fall = np.exp(-np.arange(len(part), dtype=np.float32) / np.float32(decay))
+        part *= 1 + 10 ** random.uniform(0.5, 1.5) * fall
     signal += noise
 
 
@@ -364,46 +359,43 @@ def control_gain(audio: np.ndarray, decay: float, strength: float) -> np.ndarray
 def plan_clip(random: np.random.Generator, conditions: Conditions) -> Plan:
     """Draws text, speed, keying and length, before any sound is made."""
     sample_type = pick(random, conditions.sample_types)
-    contest_type, exchange = NO_CONTEST, ""
+    contest_type = NO_CONTEST
+    exchange = ""
+    callsigns = []
     if sample_type == "characters":
         low, high = conditions.characters
-        text, callsigns = (
-            random_groups(random, random.integers(low, high + 1), conditions.alphabet),
-            [],
-        )
+        text = random_groups(random, random.integers(low, high + 1), conditions.alphabet)
     elif sample_type == "words":
         text, callsigns = everyday_text(random)
     else:
         contest_type = pick(random, tuple(CONTESTS))
         text, callsigns, exchange = contest_text(random, contest_type, sample_type)
-    wpm, tone, snr_db = (
-        random.uniform(*limits) for limits in (conditions.wpm, conditions.tone, conditions.snr_db)
-    )
-    jitter, farnsworth = random.uniform(*conditions.jitter), random.uniform(*conditions.farnsworth)
+    wpm = random.uniform(*conditions.wpm)
+    tone = random.uniform(*conditions.tone)
+    snr_db = random.uniform(*conditions.snr_db)
+    jitter = random.uniform(*conditions.jitter)
+    farnsworth = random.uniform(*conditions.farnsworth)
     before, after = random.uniform(*conditions.silence, size=2)
     unit = 1.2 / wpm
     text = fit(random, text, (conditions.longest - before - after) / unit, farnsworth)
     runs = keying(text, farnsworth)
     varied = runs * (1 + jitter * random.standard_normal(len(runs)).clip(-3, 3))
-    runs = varied * (
-        unit * runs.sum() / varied.sum()
-    )  # jitter does not change the duration of the whole
-    samples = int((before + runs.sum() + after) * SAMPLE_RATE / CLIP_UNIT) * CLIP_UNIT
-    samples = max(
-        samples, int(np.ceil(((before + runs.sum()) * SAMPLE_RATE + EDGE) / CLIP_UNIT)) * CLIP_UNIT
-    )
+    # Jitter does not change the duration of the whole.
+    runs = varied * (unit * runs.sum() / varied.sum())
+    wanted = int((before + runs.sum() + after) * SAMPLE_RATE / CLIP_UNIT)
+    needed = int(np.ceil(((before + runs.sum()) * SAMPLE_RATE + EDGE) / CLIP_UNIT))
     return Plan(
-        text,
-        callsigns,
-        exchange,
-        contest_type,
-        sample_type,
-        wpm,
-        tone,
-        snr_db,
-        before,
-        runs,
-        samples,
+        text=text,
+        callsigns=callsigns,
+        exchange=exchange,
+        contest_type=contest_type,
+        sample_type=sample_type,
+        wpm=wpm,
+        tone=tone,
+        snr_db=snr_db,
+        start=before,
+        runs=runs,
+        samples=max(wanted, needed) * CLIP_UNIT,
     )
 
 
@@ -425,17 +417,17 @@ def stations(random: np.random.Generator, plan: Plan, conditions: Conditions) ->
     """(T,) float32: the planned station as it arrives, scaled to its SNR over noise of power 1,
     with interferers."""
     sign = pick(random, (-1, 1))
-    drift, chirp = (
-        sign * random.uniform(*conditions.drift),
-        sign * random.uniform(*conditions.chirp),
-    )
+    drift = sign * random.uniform(*conditions.drift)
+    chirp = sign * random.uniform(*conditions.chirp)
     amplitude = envelope(plan.runs, plan.start, plan.samples)
     audio = transmit(random, amplitude, plan.tone, drift, chirp)
-    if (depth := random.uniform(*conditions.qsb_depth)) > 0:
+    depth = random.uniform(*conditions.qsb_depth)
+    if depth > 0:
         times = np.arange(plan.samples // BLOCK + 1) * (BLOCK / SAMPLE_RATE)
         turns = random.uniform(*conditions.qsb_hz) * times + random.random()
         audio *= interpolate(1 - depth * (0.5 + 0.5 * np.cos(2 * np.pi * turns)))
-    if (delay := int(random.uniform(*conditions.multipath) * SAMPLE_RATE)) > 0:
+    delay = int(random.uniform(*conditions.multipath) * SAMPLE_RATE)
+    if delay > 0:
         audio[delay:] += np.float32(random.uniform(0.1, 0.6)) * audio[:-delay]
     power = np.vdot(audio, audio) / np.vdot(amplitude, amplitude)
     wanted = 10 ** (plan.snr_db / 10) * SNR_BANDWIDTH / (SAMPLE_RATE / 2)
@@ -455,27 +447,34 @@ def synthesise(seed: int, index: int, conditions: Conditions) -> Sample:
     control, without interferers and crashes."""
     random = np.random.default_rng([seed, index])
     plan = plan_clip(random, conditions)
-    text, snr_db = plan.text, plan.snr_db
+    text = plan.text
+    snr_db = plan.snr_db
     spans = symbol_spans(text, plan.start, plan.runs)
     is_noise_only = bool(random.random() < conditions.noise_only)
     if is_noise_only:
-        text, snr_db, spans = "", np.nan, spans[:0]
+        text = ""
+        snr_db = np.nan
+        spans = spans[:0]
         audio = np.zeros(plan.samples, dtype=np.float32)
     else:
         audio = stations(random, plan, conditions)
     add_noise(random, audio, random.uniform(*conditions.crashes))
-    if width := pick(random, conditions.filters):
+    width = pick(random, conditions.filters)
+    if width:
         audio = receiver_filter(audio, plan.tone + random.uniform(-0.1, 0.1) * width, width)
     if random.random() < conditions.agc:
         audio = control_gain(audio, random.uniform(1, 10), random.uniform(0.3, 1.0))
     audio *= np.float32(random.uniform(0.1, 0.95) / max(audio.max(), -audio.min()))
-    sent = f" {text} "  # `fit` may have removed callsigns or the exchange
+    # `fit` may have removed callsigns or the exchange.
+    sent = f" {text} "
+    callsigns = [call for call in plan.callsigns if f" {call} " in sent]
+    has_exchange = plan.exchange and f" {plan.exchange} " in sent
     return Sample(
         audio=audio,
         text=text,
         spans=spans,
-        callsigns=tuple(dict.fromkeys(call for call in plan.callsigns if f" {call} " in sent)),
-        exchange=plan.exchange if plan.exchange and f" {plan.exchange} " in sent else "",
+        callsigns=tuple(dict.fromkeys(callsigns)),
+        exchange=plan.exchange if has_exchange else "",
         contest_type=plan.contest_type,
         sample_type=plan.sample_type,
         condition=conditions.name,
@@ -515,12 +514,8 @@ class Synthetic:
         """(waveform (T,), text, name, spans (N, 2) of its symbols in seconds)."""
         number = epoch * self.count + index
         sample = self._synthesise(number)
-        return (
-            torch.from_numpy(sample.audio),
-            sample.text,
-            f"synthetic clip {self.seed}/{number}",
-            sample.spans,
-        )
+        name = f"synthetic clip {self.seed}/{number}"
+        return torch.from_numpy(sample.audio), sample.text, name, sample.spans
 
     def row(self, index: int, hypothesis: str) -> dict:
         """A row for `scores.evaluation_tables`, of a clip of epoch 0."""

@@ -4,7 +4,8 @@ import re
 
 import numpy as np
 
-LETTERS, DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+DIGITS = "0123456789"
 CONTESTS = {  # name: (what follows CQ, fields of the exchange)
     "CQWW": ("TEST WW", ("rst", "cq_zone")),
     "CQWPX": ("TEST WPX", ("rst", "serial")),
@@ -15,12 +16,8 @@ CONTESTS = {  # name: (what follows CQ, fields of the exchange)
     "SPRINT": ("NA", ("other_call", "own_call", "serial", "name", "state")),
     "IARU": ("TEST IARU", ("rst", "itu_zone")),
 }
-AMERICAN = (
-    "FIELD_DAY",
-    "NAQP",
-    "SWEEPSTAKES",
-    "SPRINT",
-)  # nearly all participants are from the USA or Canada
+# Contests whose participants are nearly all from the USA or Canada.
+AMERICAN = ("FIELD_DAY", "NAQP", "SWEEPSTAKES", "SPRINT")
 QUERIES = {  # field: how to ask for it
     "rst": "RST?",
     "cq_zone": "ZONE?",
@@ -103,6 +100,9 @@ PREFIXES = (
     " DS VU HS YB 9M 9V DU VK ZL KH PY PP LU LW CE XQ CX HK YV XE TI HI CO KP V3 8P 9Y ZS 5H 5Z ST"
     " CN EL UN EX 4L EK OD A6 A7 9K HZ VP FK FO"
 ).split()
+ABROAD = ("W1/", "W4/", "KH6/", "VE3/", "EA8/", "F/", "DL/", "OH0/", "VP5/", "PJ2/")
+# Digits that some operators send as shorter letters.
+CUT_NUMBERS = ({}, {"0": "T"}, {"0": "T", "9": "N"}, {"0": "T", "9": "N", "1": "A"})
 POWERS = ("KW", "K", "1TT", "100", "ATT", "5TT", "400", "5", "200")
 SOCIETIES = (
     "ARRL RAC DARC RSGB REF ARI JARL URE SRR PZK CRC OEVSV USKA VERON MRASZ HRS LRMD CRSA AC R1"
@@ -158,11 +158,9 @@ PHRASES = [  # of everyday contacts, with {slots}
 SLOTS = {
     "name": NAMES,
     "city": (
-        (
-            "BOSTON BERLIN PARIS TOKYO OSAKA LONDON LEEDS DALLAS MIAMI OSLO ROMA PRAHA WIEN SPLIT"
-            " KIEV LIMA QUITO"
-        ).split()
-    ),
+        "BOSTON BERLIN PARIS TOKYO OSAKA LONDON LEEDS DALLAS MIAMI OSLO ROMA PRAHA WIEN SPLIT"
+        " KIEV LIMA QUITO"
+    ).split(),
     "weather": "SUNNY CLOUDY RAIN SNOW WINDY FOG COLD WARM HOT FINE".split(),
     "rig": "K3 K4 KX2 KX3 IC7300 IC705 FT8 FTDX10 TS590 TS850 QCX HOMEBREW".split(),
     "antenna": "DIPOLE VERTICAL YAGI LOOP G5RV EFHW LW GP QUAD BEAM".split(),
@@ -183,39 +181,30 @@ def callsign(random: np.random.Generator, american: bool) -> str:
     country."""
     kind = random.random()
     if not american:
-        digits, suffix = (
-            (pick(random, (2, 3)), 3) if kind < 0.04 else (1, pick(random, (1, 2, 2, 3, 3, 3)))
-        )
+        if kind < 0.04:
+            digits = pick(random, (2, 3))
+            suffix = 3
+        else:
+            digits = 1
+            suffix = pick(random, (1, 2, 2, 3, 3, 3))
         call = pick(random, PREFIXES) + letters(random, digits, DIGITS) + letters(random, suffix)
     elif kind < 0.12:
-        call = (
-            pick(random, ("VE", "VA", "VO", "VY"))
-            + pick(random, DIGITS[1:])
-            + letters(random, pick(random, (2, 3)))
-        )
+        call = pick(random, ("VE", "VA", "VO", "VY")) + pick(random, DIGITS[1:])
+        call += letters(random, pick(random, (2, 3)))
     elif kind < 0.16:  # of a special event, 1x1
-        call = (
-            pick(random, "KNW")
-            + pick(random, DIGITS)
-            + letters(random, 1, LETTERS.replace("X", ""))
-        )
+        call = pick(random, "KNW") + pick(random, DIGITS)
+        call += letters(random, 1, LETTERS.replace("X", ""))
     else:
         first, suffix = pick(random, ((1, 2), (1, 3), (1, 3), (2, 1), (2, 2), (2, 3)))
-        prefix = pick(random, "KW" if (first, suffix) == (2, 3) else "KNW") + letters(
-            random, first - 1
-        )
+        prefix = pick(random, "KW" if (first, suffix) == (2, 3) else "KNW")
+        prefix += letters(random, first - 1)
         if first == 2 and suffix < 3 and random.random() < 0.25:
             prefix = "A" + pick(random, "ABCDEFGIJK")
         call = prefix + pick(random, DIGITS) + letters(random, suffix)
     if random.random() < 0.06:
         call += pick(random, ("/P", "/M", "/QRP", "/MM", "/" + pick(random, DIGITS)))
     elif random.random() < 0.03:
-        call = (
-            pick(
-                random, ("W1/", "W4/", "KH6/", "VE3/", "EA8/", "F/", "DL/", "OH0/", "VP5/", "PJ2/")
-            )
-            + call
-        )
+        call = pick(random, ABROAD) + call
     return call
 
 
@@ -224,9 +213,7 @@ def exchange_fields(
 ) -> list[str]:
     """The fields of the exchange that `own` sends to `other` in a contest. Numbers may be cut: T
     for 0, N for 9, A for 1, as some operators send them."""
-    cut = str.maketrans(
-        pick(random, ({}, {"0": "T"}, {"0": "T", "9": "N"}, {"0": "T", "9": "N", "1": "A"}))
-    )
+    cut = str.maketrans(pick(random, CUT_NUMBERS))
 
     def number(form: str, low: int, high: int) -> str:
         return format(random.integers(low, high), form).translate(cut)
@@ -244,9 +231,8 @@ def exchange_fields(
         "state": lambda: pick(random, STATES),
         "name": lambda: pick(random, NAMES),
         "precedence": lambda: pick(random, "QABUMS"),
-        "check": lambda: f"{random.integers(50, 125) % 100:02d}".translate(
-            cut
-        ),  # year of the first licence
+        # Year of the first licence.
+        "check": lambda: f"{random.integers(50, 125) % 100:02d}".translate(cut),
         "own_call": lambda: own,
         "other_call": lambda: other,
     }
@@ -259,17 +245,17 @@ def contest_text(
     """(text, its callsigns, its exchange, the first one for a full contact) of a contest
     transmission."""
     first = contest in AMERICAN or bool(random.random() < 0.4)
-    second = (
-        not first if contest == "ARRLDX" else contest in AMERICAN or bool(random.random() < 0.4)
-    )
-    own, other = callsign(random, first), callsign(random, second)
+    if contest == "ARRLDX":
+        second = not first
+    else:
+        second = contest in AMERICAN or bool(random.random() < 0.4)
+    own = callsign(random, first)
+    other = callsign(random, second)
     cq, names = CONTESTS[contest]
     fields = exchange_fields(random, contest, own, other, first)
     number = random.integers(len(names))
-    sent, received = (
-        " ".join(fields),
-        " ".join(exchange_fields(random, contest, other, own, second)),
-    )
+    sent = " ".join(fields)
+    received = " ".join(exchange_fields(random, contest, other, own, second))
     form = pick(random, FORMS["full_qso" if sample_type == "partial" else sample_type])
     text = form.format(
         cq=cq,
@@ -291,7 +277,8 @@ def contest_text(
 
 def everyday_text(random: np.random.Generator) -> tuple[str, list[str]]:
     """(text, its callsigns) of one to four phrases of everyday contacts."""
-    a, b = (callsign(random, random.random() < 0.3) for _ in range(2))
+    a = callsign(random, random.random() < 0.3)
+    b = callsign(random, random.random() < 0.3)
     text = " ".join(pick(random, PHRASES) for _ in range(random.integers(1, 5)))
 
     def fill(slot: re.Match) -> str:
@@ -310,9 +297,12 @@ def everyday_text(random: np.random.Generator) -> tuple[str, list[str]]:
 
 def random_groups(random: np.random.Generator, count: int, alphabet: tuple[str, ...]) -> str:
     """`count` symbols of `alphabet`, equally likely, in groups of one to six."""
-    text, left = "", 0
+    text = ""
+    left = 0  # symbols of the group that are still to come
     for number in random.integers(len(alphabet), size=count):
         if not left:
-            text, left = f"{text} ", random.integers(1, 7)
-        text, left = text + alphabet[number], left - 1
+            text += " "
+            left = random.integers(1, 7)
+        text += alphabet[number]
+        left -= 1
     return text.strip()

@@ -19,19 +19,16 @@ from speech.whisper.tokenizer import TIMESTAMPS, WhisperTokenizer
 # The fallback's settings, as in openai/whisper. 0 stands for the search's own method, the others
 # are for sampling.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-COMPRESSION_RATIO_THRESHOLD = (
-    2.4  # a text that zlib makes smaller than that repeats itself: it is decoded again
-)
-LOG_PROBABILITY_THRESHOLD = (
-    -1.0
-)  # mean per token; a text below it is decoded again, unless the utterance is silent
-NO_SPEECH_THRESHOLD = (
-    0.6  # probability; above it, and with a log-probability below its threshold, it is silent
-)
-CHECK_EVERY = {
-    "cuda": 8
-}  # steps between checks for ended rows (1 elsewhere), because each check waits for the GPU
-LOOP_REPEATS, LOOP_CHARACTERS = 4, 40  # see cut_loops
+# A text that zlib compresses by a higher ratio repeats itself: it is decoded again.
+COMPRESSION_RATIO_THRESHOLD = 2.4
+# Mean per token. A text below it is decoded again, unless the utterance is silent.
+LOG_PROBABILITY_THRESHOLD = -1.0
+# Probability. Above it, and with a log-probability below its threshold, an utterance is silent.
+NO_SPEECH_THRESHOLD = 0.6
+# Steps between checks for ended rows (1 elsewhere), because each check waits for the GPU.
+CHECK_EVERY = {"cuda": 8}
+LOOP_REPEATS = 4  # see cut_loops
+LOOP_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
@@ -42,12 +39,10 @@ class Search:
     eos: int
     suppress: Sequence[int] = ()  # tokens that are never generated
     suppress_first: Sequence[int] = ()  # tokens that are not generated directly after the prompt
-    no_speech: int | None = (
-        None  # the token whose probability after <|startoftranscript|> is that of silence
-    )
-    max_new_tokens: int = (
-        224  # what the released models were trained to give for 30 s; cut to the model's positions
-    )
+    # The token whose probability after <|startoftranscript|> is the probability of silence.
+    no_speech: int | None = None
+    # What the released models were trained to give for 30 s; cut to the model's positions.
+    max_new_tokens: int = 224
     method: str = "greedy"  # or "beam"
     beam_size: int = 5
     seed: int = 0  # of the fallback's samples
@@ -160,7 +155,9 @@ def beam(
     finished hypotheses, or at `max_new_tokens`, where unfinished ones count, too. This is
     transformers' beam search with early_stopping=True and length_penalty=1."""
     kv_cache, logits, no_speech = _read_prompt(model, encoded, mask, search)
-    beam_size, vocab_size, device = search.beam_size, logits.shape[1], encoded.device
+    beam_size = search.beam_size
+    vocab_size = logits.shape[1]
+    device = encoded.device
     max_new_tokens = _token_limit(model, search)
     bias, first_bias = _biases(logits, search)
     rows = torch.arange(len(encoded), device=device).repeat_interleave(beam_size)
@@ -176,26 +173,22 @@ def beam(
         is_last = step + 1 == max_new_tokens
         log_probs = (logits + (bias if step else first_bias)).log_softmax(-1)
         totals = (scores.reshape(-1, 1) + log_probs).view(len(active), -1)  # (N, K V)
-        best, flat = totals.topk(
-            2 * beam_size
-        )  # enough, because each beam has one continuation with eos
-        best, flat = torch.stack(
-            [best.double(), flat.double()]
-        ).tolist()  # waits for the device once per step
-        kept, origins, kept_scores = [], [], []
+        # Twice the beams are enough, because each beam has one continuation with eos.
+        best, flat = totals.topk(2 * beam_size)
+        # One transfer waits for the device once per step.
+        best, flat = torch.stack([best.double(), flat.double()]).tolist()
+        kept = []
+        origins = []
+        kept_scores = []
         for position, utterance in enumerate(active):
-            alive = []  # continuations without eos, best first
-            for rank, (score, index) in enumerate(zip(best[position], flat[position], strict=True)):
+            candidates = []
+            for score, index in zip(best[position], flat[position], strict=True):
                 row, token = divmod(int(index), vocab_size)
-                row += position * beam_size
-                ends = token == search.eos
-                if (ends or is_last) and rank < beam_size and score > -math.inf:
-                    tokens = prefixes[row] if ends else [*prefixes[row], token]
-                    finished[utterance].append(
-                        Hypothesis(tokens, score, ends, no_speech[utterance])
-                    )
-                elif not ends:
-                    alive.append((score, row, token))
+                candidates.append((score, position * beam_size + row, token))
+            ended, alive = _sort_candidates(candidates, prefixes, search, is_last)
+            for hypothesis in ended:
+                hypothesis.no_speech_probability = no_speech[utterance]
+            finished[utterance] += ended
             if len(finished[utterance]) < beam_size and alive and alive[0][0] > -math.inf:
                 kept.append(position)
                 origins += [(row, token) for _, row, token in alive[:beam_size]]
@@ -212,6 +205,26 @@ def beam(
         max(hypotheses, key=lambda hypothesis: hypothesis.mean_log_probability)
         for hypotheses in finished
     ]
+
+
+def _sort_candidates(
+    candidates: list[tuple[float, int, int]],
+    prefixes: list[list[int]],
+    search: Search,
+    is_last: bool,
+) -> tuple[list[Hypothesis], list[tuple[float, int, int]]]:
+    """One utterance's candidates (score, row, token), best first, as finished hypotheses and as
+    candidates that continue. `prefixes`: the tokens of each row."""
+    finished = []
+    alive = []
+    for rank, (score, row, token) in enumerate(candidates):
+        ends = token == search.eos
+        if (ends or is_last) and rank < search.beam_size and score > -math.inf:
+            tokens = prefixes[row] if ends else [*prefixes[row], token]
+            finished.append(Hypothesis(tokens, score, ends))
+        elif not ends:
+            alive.append((score, row, token))
+    return finished, alive
 
 
 def _token_limit(model: Whisper, search: Search) -> int:
@@ -275,7 +288,8 @@ def _extend(
     """One hypothesis per utterance, whose next tokens are `pick(logits (N, V), step)`. Ended ones
     leave the batch."""
     kv_cache, logits, no_speech = _read_prompt(model, encoded, mask, search)
-    device, max_new_tokens = encoded.device, _token_limit(model, search)
+    device = encoded.device
+    max_new_tokens = _token_limit(model, search)
     bias, first_bias = _biases(logits, search)
     tokens = torch.full((len(encoded), max_new_tokens), search.eos, device=device)
     scores = torch.zeros(len(encoded), dtype=logits.dtype, device=device)
@@ -284,9 +298,8 @@ def _extend(
     check_every = CHECK_EVERY.get(device.type, 1)
     for step in range(max_new_tokens):
         logits = logits + (bias if step else first_bias)
-        following = pick(
-            logits, step
-        )  # rows that are done continue until the next check; the rest is cut off below
+        # Rows that are done continue until the next check; the rest is cut off below.
+        following = pick(logits, step)
         score = logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(-1)
         scores[active] += score.masked_fill(done, 0.0)
         tokens[active, step] = following
@@ -300,7 +313,9 @@ def _extend(
             if len(kept) < len(done):
                 rows = torch.tensor(kept).to(device)
                 mask = _select(kv_cache, mask, rows, kept)
-                following, done, active = following[rows], done[rows], active[rows]
+                following = following[rows]
+                done = done[rows]
+                active = active[rows]
         logits = _next_logits(model, following, encoded, mask, kv_cache)
     hypotheses = []
     for row, score, probability in zip(tokens.tolist(), scores.tolist(), no_speech, strict=True):
@@ -357,7 +372,7 @@ def decode(
     failed = list(range(len(encoded)))
     for number, temperature in enumerate(TEMPERATURES):
         rows = torch.tensor(failed, device=encoded.device)
-        inputs = model, encoded[rows], None if mask is None else mask[rows], search
+        inputs = (model, encoded[rows], None if mask is None else mask[rows], search)
         if temperature > 0:
             generator = torch.Generator().manual_seed(search.seed * len(TEMPERATURES) + number)
             hypotheses = sample(*inputs, temperature, generator)
@@ -378,8 +393,14 @@ def decode(
 
 def _decoded(tokenizer: WhisperTokenizer, hypothesis: Hypothesis, temperature: float) -> Decoded:
     text = tokenizer.decode(hypothesis.tokens).strip()
-    mean, no_speech = hypothesis.mean_log_probability, hypothesis.no_speech_probability
-    return Decoded(text, hypothesis.tokens, mean, compression_ratio(text), temperature, no_speech)
+    return Decoded(
+        text,
+        hypothesis.tokens,
+        hypothesis.mean_log_probability,
+        compression_ratio(text),
+        temperature,
+        hypothesis.no_speech_probability,
+    )
 
 
 def _is_silent(decoded: Decoded) -> bool:

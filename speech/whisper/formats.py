@@ -78,6 +78,14 @@ OUTSIDE = {  # the other tensors
     "decoder.layer_norm.weight": "decoder.ln.weight",
     "decoder.layer_norm.bias": "decoder.ln.bias",
 }
+# Settings of a released generation config that another tokenizer or version of transformers replaces.
+NOT_KEPT = (
+    "_from_model_config",
+    "transformers_version",
+    "forced_decoder_ids",
+    "language",
+    "task",
+)
 IN_LAYERS_BACK = {openai: hf for hf, openai in IN_LAYERS.items()}
 OUTSIDE_BACK = {openai: hf for hf, openai in OUTSIDE.items()}
 
@@ -165,13 +173,11 @@ def config_to_dims(config: dict[str, int]) -> dict[str, int]:
 def dims_to_config(dims: dict[str, int]) -> dict[str, int]:
     """The configuration of OpenAI's `dims`, to be checked. Raises `KeyError`, `TypeError` and
     `ValueError`."""
-    if type(dims["n_text_state"]) is not int or dims["n_text_state"] != dims["n_audio_state"]:
+    width = dims["n_text_state"]
+    if type(width) is not int or width != dims["n_audio_state"]:
         raise ValueError("encoder and decoder differ in width")
     config = {hf: dims[openai] for hf, openai in DIMS.items()}
-    return {
-        **config,
-        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), FFN * dims["n_text_state"]),
-    }
+    return {**config, "encoder_ffn_dim": FFN * width, "decoder_ffn_dim": FFN * width}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -194,12 +200,9 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
     else:
         content = read_pickle(path)
         if not isinstance(content, dict) or not {"dims", "model_state_dict"} <= set(content):
-            keys = (
-                list(map(str, content))[:5] if isinstance(content, dict) else type(content).__name__
-            )
             raise UsageError(
-                f"{path} is not OpenAI's form of Whisper, which has dims and model_state_dict (it"
-                f" has {str(keys)[:200]}); for a Hugging Face model give its folder"
+                f"{path} is not OpenAI's form of Whisper, which has dims and model_state_dict; for a"
+                " Hugging Face model give its folder"
             )
         try:
             config = dims_to_config(content["dims"])
@@ -207,23 +210,21 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
             raise UsageError(f"{path}: its dims are not Whisper's") from None
         check_config(config, path)
         weights = openai_to_hf(floats(content["model_state_dict"], path))
-    output, embedding = (
-        weights.pop("proj_out.weight", None),
-        weights.get("decoder.embed_tokens.weight"),
-    )
-    # A planned run's tensors have no values.
-    if output is not None and (
-        embedding is None or not (output.is_meta or torch.equal(output, embedding))
-    ):
+    output = weights.pop("proj_out.weight", None)
+    if output is not None and not is_same(output, weights.get("decoder.embed_tokens.weight")):
         raise UsageError(
             f"{path}: its output layer is not its embedding; Whisper has one matrix for both"
         )
     check(weights, config, path)
-    return (
-        weights,
-        config,
-        {"generation": generation, "tokenizer": path if path.is_dir() else path.parent},
-    )
+    folder = path if path.is_dir() else path.parent
+    return weights, config, {"generation": generation, "tokenizer": folder}
+
+
+def is_same(output: torch.Tensor, embedding: torch.Tensor | None) -> bool:
+    """Whether two tensors are equal, if they have values."""
+    if embedding is None:
+        return False
+    return output.is_meta or torch.equal(output, embedding)
 
 
 def check(
@@ -248,7 +249,8 @@ def read_config(folder: Path) -> dict[str, int]:
 
 def check_config(config: dict, path: str | Path) -> None:
     """Raises `UsageError` for a configuration that no Whisper can have."""
-    if reason := records.mismatch(config, CONFIG, "its configuration"):
+    reason = records.mismatch(config, CONFIG, "its configuration")
+    if reason:
         raise UsageError(f"{path}: {reason}, which is out of range for Whisper")
     for side in ("encoder", "decoder"):
         if config["d_model"] % config[f"{side}_attention_heads"]:
@@ -282,9 +284,9 @@ def export(
         )
     features = feature_settings(config)
     generation = generation_settings(config, tokenizer, base)
-    tensors = {
-        n: t.detach().to("cpu", torch.float32, copy=True).contiguous() for n, t in weights.items()
-    }
+    tensors = {}
+    for name, tensor in weights.items():
+        tensors[name] = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
     checkpoint.check_tensors(tensors, "the model to be exported")
 
     def fill(temporary: Path) -> None:
@@ -297,8 +299,8 @@ def export(
 
 
 def feature_settings(config: dict[str, int]) -> dict:
-    """`preprocessor_config.json`. Raises `UsageError` if the encoder's window is not a whole number
-    of seconds, which `WhisperFeatureExtractor` requires."""
+    """`preprocessor_config.json`. Raises `UsageError` if the longest input is not a whole number of
+    seconds, which `WhisperFeatureExtractor` requires."""
     samples = config["max_source_positions"] * FRAME
     if samples % SAMPLE_RATE:
         step = SAMPLE_RATE // math.gcd(SAMPLE_RATE, FRAME)
@@ -327,14 +329,7 @@ def generation_settings(config: dict[str, int], tokenizer, base: dict | None) ->
     """`generation_config.json`: `base`, overridden by this tokenizer's prompt. If the model's
     vocabulary is padded, ids beyond the tokenizer are suppressed: `transformers` takes them for
     timestamps, and generation may never end."""
-    dropped = (
-        "_from_model_config",
-        "transformers_version",
-        "forced_decoder_ids",
-        "language",
-        "task",
-    )
-    kept = {name: value for name, value in (base or {}).items() if name not in dropped}
+    kept = {name: value for name, value in (base or {}).items() if name not in NOT_KEPT}
     settings = {
         "suppress_tokens": [],
         "begin_suppress_tokens": [],
@@ -398,13 +393,12 @@ def _write_settings(folder: Path, config: dict, features: dict, generation: dict
         "preprocessor_config.json": features,
     }
     for name, content in contents.items():
-        (folder / name).write_text(
-            json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(content, ensure_ascii=False, indent=1)
+        (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
-    save_tensors({f"model.{n}": t for n, t in tensors.items()}, folder)
+    save_tensors({f"model.{name}": tensor for name, tensor in tensors.items()}, folder)
     try:
         dims = config_to_dims(config)
     except UsageError as reason:

@@ -21,9 +21,8 @@ from speech.layers import downcast, full_fp32, lean_chain
 N_FFT = 400  # samples, 25 ms
 HOP = 160  # samples, 10 ms
 FRAME = 2 * HOP  # samples per encoder frame, 20 ms, because the second convolution has stride 2
-LOGITS_AT_ONCE = (
-    1 << 23
-)  # elements; the loss of more logits is computed in pieces, which backward recomputes
+# Elements. The loss of more logits is computed in pieces, which backward recomputes.
+LOGITS_AT_ONCE = 1 << 23
 
 
 @functools.cache
@@ -56,27 +55,23 @@ class LogMel(nn.Module):
         finally:
             torch.set_default_dtype(default)
         self.register_buffer("filters", filters.to(default), persistent=False)  # (N_FFT / 2 + 1, M)
-        # A band covers few bins: four groups of bands, each with the bins that it needs, take a
+        # A band covers few bins. Four groups of bands, each with the bins that it needs, take a
         # third of the work.
         self.parts = []
         for part in torch.arange(n_mels, device="cpu").chunk(4):
             bins = self.filters[:, part].any(1).nonzero()
-            self.parts.append(
-                (
-                    slice(int(bins.min()), int(bins.max()) + 1),
-                    slice(int(part[0]), int(part[-1]) + 1),
-                )
-            )
+            needed = slice(int(bins.min()), int(bins.max()) + 1)
+            bands = slice(int(part[0]), int(part[-1]) + 1)
+            self.parts.append((needed, bands))
         self.register_buffer("taper", torch.hann_window(N_FFT), persistent=False)
 
     def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
         edge = N_FFT // 2
-        after = edge + 2 * HOP  # windows that begin after the end may hold the maximum, too
+        after = edge + 2 * HOP  # STFT windows that begin after the end may hold the maximum, too
         with torch.autocast(waveforms.device.type, enabled=False):
             x = upcast(waveforms)
             rows, length = x.shape
-            # Zeros follow the waveform, but the reference reflects at the end of the longest
-            # window.
+            # Zeros follow the waveform, but the reference reflects at the end of the longest input.
             missing = self.longest - length
             end = edge + length + min(missing, after)
             padded = x.new_zeros(rows, end if missing >= after else end + edge)
@@ -87,17 +82,13 @@ class LogMel(nn.Module):
             spectrum = torch.stft(
                 padded, N_FFT, HOP, window=self.taper, center=False, return_complex=True
             )
-            real, imaginary = torch.view_as_real(
-                spectrum.transpose(1, 2)[:, : self.longest // HOP]
-            ).unbind(-1)
-            power = real.square().addcmul_(
-                imaginary, imaginary
-            )  # (B, F, N_FFT / 2 + 1); abs() would take roots
+            spectrum = spectrum.transpose(1, 2)[:, : self.longest // HOP]
+            real, imaginary = torch.view_as_real(spectrum).unbind(-1)
+            # (B, F, N_FFT / 2 + 1). abs() would take roots.
+            power = real.square().addcmul_(imaginary, imaginary)
             with full_fp32(power.device):
-                mel = torch.cat(
-                    [power[..., bins] @ self.filters[bins, bands] for bins, bands in self.parts],
-                    dim=-1,
-                )
+                mels = [power[..., bins] @ self.filters[bins, bands] for bins, bands in self.parts]
+                mel = torch.cat(mels, dim=-1)
             log = mel.clamp_(min=1e-10).log10_()  # (B, F, M)
             log = torch.maximum(log, log.amax((1, 2), keepdim=True) - 8.0)[:, : length // HOP]
             return log.add_(4.0).div_(4.0).transpose(1, 2)
@@ -202,11 +193,8 @@ class Attention(nn.Module):
         # After the first call each row has one query, which sees all tokens before it.
         causal = source is None and is_first and q.shape[2] > 1
         beams = q.shape[0] // cache.keys.shape[0]
-        if (
-            beams > 1
-            # the beams of an utterance become further queries, so that the encoder's keys are not
-            # copied
-        ):
+        if beams > 1:
+            # The beams of an utterance become further queries: the encoder's keys are not copied.
             q = q.unflatten(0, (-1, beams)).transpose(1, 2).flatten(2, 3)  # (B, H, K U, D / H)
         y = F.scaled_dot_product_attention(
             q, cache.keys, cache.values, attn_mask=mask, is_causal=causal
@@ -330,9 +318,8 @@ class Decoder(nn.Module):
         ffn = config["decoder_ffn_dim"]
         self.embed_tokens = nn.Embedding(config["vocab_size"], d)
         self.embed_positions = nn.Embedding(config["max_target_positions"], d)
-        nn.init.normal_(
-            self.embed_tokens.weight, std=0.02
-        )  # tied to the output: std 1 would break training
+        # Tied to the output: a deviation of 1 would break training.
+        nn.init.normal_(self.embed_tokens.weight, std=0.02)
         nn.init.normal_(self.embed_positions.weight, std=0.02)
         self.layers = nn.ModuleList(
             [DecoderLayer(d, heads, ffn, dropout) for _ in range(config["decoder_layers"])]
@@ -384,7 +371,7 @@ class Whisper(nn.Module):
         self.decoder = Decoder(config, dropout)
         self.ctc_head = nn.Linear(config["d_model"], ctc_tokens + 1) if ctc_tokens else None
         self.encoder_frozen = False
-        # whether `encode` pads to the longest window, as the released models were trained
+        # Whether `encode` pads to the longest input, as the released models were trained.
         self.pad_to_longest = False
 
     def freeze_encoder(self) -> None:
@@ -400,7 +387,7 @@ class Whisper(nn.Module):
 
     @property
     def longest(self) -> int:
-        """Samples in the longest window, 30 s in every released model."""
+        """Samples of the longest input, 30 s in every released model."""
         return self.log_mel.longest
 
     def encode(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -423,14 +410,13 @@ class Whisper(nn.Module):
         return encoded, mask
 
     def _padded_length(self, waveforms: torch.Tensor) -> int:
-        length, longest = waveforms.shape[1], self.longest
+        length = waveforms.shape[1]
         if self.pad_to_longest:
-            return longest
-        if (
-            waveforms.is_cuda
-        ):  # a GPU searches for kernels at every new shape, so it gets one of twelve lengths
-            return next(size for size in gpu_lengths(longest) if size >= length)
-        return min(longest, -(-length // FRAME) * FRAME)
+            return self.longest
+        if waveforms.is_cuda:
+            # A GPU searches for kernels at every new shape, so it gets one of twelve lengths.
+            return next(size for size in gpu_lengths(self.longest) if size >= length)
+        return min(self.longest, -(-length // FRAME) * FRAME)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """The decoder's (..., D) to (..., V)."""
@@ -479,8 +465,8 @@ def output_loss(
 
 def ctc_loss(model: Whisper, batch: dict, encoded: torch.Tensor) -> torch.Tensor:
     """CTC loss of the encoder's head and `ctc_tokens` (B, S), summed over the batch, in fp32 or
-    better. Only the frames of the utterance itself count (`heard_lengths`, samples), not those of
-    silence that fills its window."""
+    better. Only the frames of the utterance itself count (`heard_lengths`, samples), not the silence
+    that it is padded with."""
     log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1).transpose(0, 1)  # (T, B, V + 1)
     frames = (batch["heard_lengths_host"] + FRAME - 1) // FRAME
     blank = model.ctc_head.out_features - 1

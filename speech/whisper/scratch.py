@@ -85,8 +85,10 @@ def initialise(model: Whisper, waveforms: list[torch.Tensor]) -> None:
 
 def _initialise_stem(model: Whisper, waveforms: list[torch.Tensor]) -> None:
     """Fits the two convolutions to the features of these waveforms."""
-    first, second = model.encoder.conv1, model.encoder.conv2
-    d, n_mels = first.out_channels, first.in_channels
+    first = model.encoder.conv1
+    second = model.encoder.conv2
+    d = first.out_channels
+    n_mels = first.in_channels
     longest = max(map(len, waveforms))
     padded = [
         F.pad(waveform, (0, longest - len(waveform)))[None].to(first.weight.dtype)

@@ -34,10 +34,7 @@ TASKS = ("translate", "transcribe")
 EOS = "<|endoftext|>"
 START = "<|startoftranscript|>"
 NO_TIMESTAMPS = "<|notimestamps|>"
-NO_SPEECH = (
-    "<|nospeech|>",
-    "<|nocaptions|>",
-)  # OpenAI's name, and that of older Hugging Face folders
+NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")  # OpenAI's name, and older Hugging Face folders'
 AFTER_LANGUAGES = (
     *(f"<|{t}|>" for t in TASKS),
     "<|startoflm|>",
@@ -90,9 +87,8 @@ def _raw(token: str) -> bytes:
 
 
 def _library():
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # its threads conflict with forked data workers
+    # Its threads conflict with forked data workers.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return require("tokenizers", "Whisper's tokenizer")
 
 
@@ -102,7 +98,7 @@ def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]]):
         model = tokenizers.models.BPE(
             vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix=""
         )
-    except Exception as error:  # the library has no exception type of its own
+    except Exception as error:  # the library raises no other type
         raise ValueError(str(error)) from None
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -156,10 +152,8 @@ class WhisperTokenizer:
         self.raw = {i: _raw(token) for token, i in vocab.items()}
         self.bpe = _byte_level(vocab, merges)
         # The BPE does not know the special tokens, so a transcript cannot contain one.
-        tokenizers = _library()
-        self.bpe.add_tokens(
-            [tokenizers.AddedToken(symbol, normalized=False) for symbol in self.symbols]
-        )
+        added = _library().AddedToken
+        self.bpe.add_tokens([added(symbol, normalized=False) for symbol in self.symbols])
         if task not in TASKS:
             raise UsageError(f"task {task}: Whisper knows {' and '.join(TASKS)}")
         self.task = task
@@ -184,10 +178,11 @@ class WhisperTokenizer:
         if code is None:
             raise UsageError(f"the language is not given; Whisper knows {' '.join(self.languages)}")
         near = [related for related in RELATED.get(code, ()) if related in self.languages]
-        near = near or difflib.get_close_matches(code, self.languages, 5, 0.5) or self.languages
+        if not near:
+            near = difflib.get_close_matches(code, self.languages, 5, 0.5)
         raise UsageError(
-            f"language {code}: Whisper has no token for it; fine-tune with that of a related"
-            f" language: {' '.join(near)}"
+            f"language {code}: Whisper has no token for it; fine-tune with the token of a related"
+            f" language: {' '.join(near or self.languages)}"
         )
 
     def encode(self, text: str) -> list[int]:
@@ -199,9 +194,8 @@ class WhisperTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`, without special tokens and ids beyond the vocabulary; U+FFFD for
         incomplete UTF-8."""
-        return b"".join(self.raw.get(int(token), b"") for token in tokens).decode(
-            "utf-8", "replace"
-        )
+        raw = b"".join(self.raw.get(int(token), b"") for token in tokens)
+        return raw.decode("utf-8", "replace")
 
     def state(self) -> dict:
         """Dicts, lists and strings for a checkpoint, from which `make_tokenizer` restores the
@@ -231,9 +225,8 @@ class WhisperTokenizer:
         added += [(name, i, name not in _TIMESTAMPS) for name, i in ordered]
         # The library numbers added tokens after the vocabulary. If that gives other ids, the
         # vocabulary includes them.
-        is_appended = [i for _, i in ordered] == list(
-            range(len(self.vocab), len(self.vocab) + len(ordered))
-        )
+        first = len(self.vocab)
+        is_appended = [i for _, i in ordered] == list(range(first, first + len(ordered)))
         vocab = self.vocab if is_appended else {**self.vocab, **self.specials}
         special = {
             **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), EOS),
@@ -245,12 +238,12 @@ class WhisperTokenizer:
             "vocab.json": vocab,
             "special_tokens_map.json": special,
             "added_tokens.json": {name: i for name, i, _ in added},
-            **({"normalizer.json": self.spelling} if self.spelling else {}),
         }
+        if self.spelling:
+            contents["normalizer.json"] = self.spelling
         for name, content in contents.items():
-            text = json.dumps(
-                content, ensure_ascii=False, indent=None if name == "vocab.json" else 1
-            )
+            indent = None if name == "vocab.json" else 1
+            text = json.dumps(content, ensure_ascii=False, indent=indent)
             (folder / name).write_text(text + "\n", encoding="utf-8")
         lines = ["#version: 0.2", *(" ".join(pair) for pair in self.merges)]
         (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -259,17 +252,18 @@ class WhisperTokenizer:
         """The content of `tokenizer.json`."""
         tokenizers = _library()
         whole = _byte_level(vocab, self.merges)
-        for is_special, group in itertools.groupby(
-            added, key=lambda entry: entry[2]
-        ):  # few calls, each is slow
+        # In groups, because each call is slow.
+        for is_special, group in itertools.groupby(added, key=lambda entry: entry[2]):
             tokens = [
                 tokenizers.AddedToken(name, normalized=False, special=is_special)
                 for name, _, _ in group
             ]
-            (whole.add_special_tokens if is_special else whole.add_tokens)(tokens)
-        prompt = [
-            next(name for name, i in self.specials.items() if i == token) for token in self.prompt
-        ]
+            if is_special:
+                whole.add_special_tokens(tokens)
+            else:
+                whole.add_tokens(tokens)
+        names = {i: name for name, i in self.specials.items()}
+        prompt = [names[token] for token in self.prompt]
         whole.post_processor = tokenizers.processors.TemplateProcessing(
             single=[*prompt, "$A:0", EOS],
             pair=[*prompt, "$A:0", "$B:1", EOS],
@@ -304,8 +298,9 @@ class WhisperTokenizer:
 
 
 def _require_sound(vocab: dict, merges: list, specials: dict, symbols: Iterable) -> None:
-    """Raises `ValueError` or `TypeError` if these cannot be those of a `WhisperTokenizer`."""
-    ids, most = [*vocab.values(), *specials.values()], CONFIG["vocab_size"][-1]
+    """Raises `ValueError` or `TypeError` if a `WhisperTokenizer` cannot be made of these."""
+    ids = [*vocab.values(), *specials.values()]
+    most = CONFIG["vocab_size"][-1]
     if any(type(i) is not int or not 0 <= i < most for i in ids):
         raise ValueError(f"its ids are not whole numbers below {most}")
     if len(set(ids)) < len(ids):
@@ -336,23 +331,19 @@ def make_tokenizer(state: dict) -> WhisperTokenizer:
     """The tokenizer of a checkpoint, from its `state()`. Raises `UsageError` if the state is
     damaged."""
     with _refused("the saved tokenizer"):
-        if reason := records.mismatch(state, STATE, "it"):
+        reason = records.mismatch(state, STATE, "it")
+        if reason:
             raise ValueError(reason)
         given = {name: state[name] for name in STATE if name != "kind"}
-        return WhisperTokenizer(
-            **{**given, "merges": [tuple(pair.split(" ")) for pair in state["merges"]]}
-        )
+        given["merges"] = [tuple(pair.split(" ")) for pair in state["merges"]]
+        return WhisperTokenizer(**given)
 
 
 def special_tokens(first: int, languages: Iterable[str], timestamps: bool) -> dict[str, int]:
     """Special tokens to ids from `first` on, in OpenAI's order."""
-    names = [
-        EOS,
-        START,
-        *(f"<|{code}|>" for code in languages),
-        *AFTER_LANGUAGES,
-        *(TIMESTAMPS if timestamps else ()),
-    ]
+    names = [EOS, START, *(f"<|{code}|>" for code in languages), *AFTER_LANGUAGES]
+    if timestamps:
+        names += TIMESTAMPS
     return {name: first + i for i, name in enumerate(names)}
 
 
@@ -378,13 +369,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, language: str) -> WhisperTo
     )
     bpe.train_from_iterator(iter(texts), trainer)
     trained = json.loads(bpe.to_str())["model"]
-    merges = [
-        tuple(pair) if isinstance(pair, list) else tuple(pair.split(" "))
-        for pair in trained["merges"]
-    ]
-    return WhisperTokenizer(
-        trained["vocab"], merges, special_tokens(len(trained["vocab"]), [language], False)
-    )
+    vocab = trained["vocab"]
+    specials = special_tokens(len(vocab), [language], timestamps=False)
+    return WhisperTokenizer(vocab, _pairs(trained["merges"]), specials)
+
+
+def _pairs(merges: list) -> list[tuple[str, ...]]:
+    """Merges as pairs: tokenizer.json has them as lists or, in older files, with a space between."""
+    return [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
 
 
 def train_symbols(symbols: Iterable[str], language: str) -> WhisperTokenizer:
@@ -400,21 +392,22 @@ def train_symbols(symbols: Iterable[str], language: str) -> WhisperTokenizer:
                 f"the symbol {symbol!r}: one of several characters must be printable ASCII without"
                 " spaces"
             )
-    tokens, merges = [], []
+    tokens = []
+    merges = []
     for symbol in symbols:
+        if symbol in longer:
+            tokens.append(symbol)
+            continue
         raw = symbol.encode()
-        tokens.append(symbol if symbol in longer else _byte_level_token(raw))
-        if symbol not in longer:
-            merges += [
-                (_byte_level_token(raw[:i]), _byte_level_token(raw[i : i + 1]))
-                for i in range(1, len(raw))
-            ]
+        tokens.append(_byte_level_token(raw))
+        for i in range(1, len(raw)):
+            merges.append((_byte_level_token(raw[:i]), _byte_level_token(raw[i : i + 1])))
     # The parts of the merges come last: `encode` does not return them.
-    tokens = dict.fromkeys([*tokens, *(part for pair in merges for part in (*pair, "".join(pair)))])
-    vocab = {token: i for i, token in enumerate(tokens)}
-    return WhisperTokenizer(
-        vocab, list(dict.fromkeys(merges)), special_tokens(len(vocab), [language], False), longer
-    )
+    for first, second in merges:
+        tokens += [first, second, first + second]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    specials = special_tokens(len(vocab), [language], timestamps=False)
+    return WhisperTokenizer(vocab, list(dict.fromkeys(merges)), specials, longer)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -462,55 +455,60 @@ def _json(file: Path) -> dict:
 
 
 def _from_hugging_face(file: Path, language: str | None) -> WhisperTokenizer:
-    content = files.read_json(file)
-    if file.name == "vocab.json":
-        vocab = content
-        lines = files.read_text(file.parent / "merges.txt").split("\n")
-        merges = [
-            tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")
-        ]
-        described = _json(file.parent / "tokenizer_config.json").get("added_tokens_decoder", {})
-        added = {entry["content"]: int(i) for i, entry in described.items()}
-        added |= _json(file.parent / "added_tokens.json")
-        special = {entry["content"] for entry in described.values() if entry.get("special")}
-    else:
-        model = content["model"]
-        if model.get("type", "BPE") != "BPE":
-            raise UsageError(
-                f"{file} holds a {model['type']} tokenizer; Whisper's is a byte-level BPE"
-            )
-        vocab = model["vocab"]
-        merges = [
-            tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair)
-            for pair in model["merges"]
-        ]
-        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
-        special = {
-            entry["content"] for entry in content.get("added_tokens", []) if entry.get("special")
-        }
-    tokens = vocab | added
-    pattern = re.compile(r"<\|[^|]+\|>")
-    specials = {
-        token: i for token, i in tokens.items() if pattern.fullmatch(token) or token in special
-    }
+    """The tokenizer in a vocab.json with its merges.txt, or in a tokenizer.json."""
+    read = _read_vocab_json if file.name == "vocab.json" else _read_tokenizer_json
+    vocab, merges, added, special = read(file)
+    specials = {}
+    text_tokens = {}
+    for token, i in (vocab | added).items():
+        is_special = token in special or re.fullmatch(r"<\|[^|]+\|>", token)
+        (specials if is_special else text_tokens)[token] = i
     symbols = [token for token in sorted(added, key=added.get) if token not in specials]
-    vocab = {token: i for token, i in tokens.items() if token not in specials}
-    english_only = specials.get(EOS) == ENGLISH_ONLY_EOS and len(vocab) == ENGLISH_ONLY_EOS
-    spelling = _json(file.parent / "normalizer.json") or None
+    is_gpt2 = specials.get(EOS) == ENGLISH_ONLY_EOS and len(text_tokens) == ENGLISH_ONLY_EOS
     return WhisperTokenizer(
-        vocab, merges, specials, symbols, language, multilingual=not english_only, spelling=spelling
+        text_tokens,
+        merges,
+        specials,
+        symbols,
+        language,
+        multilingual=not is_gpt2,
+        spelling=_json(file.parent / "normalizer.json") or None,
     )
 
 
+def _read_vocab_json(file: Path) -> tuple[dict, list, dict, set]:
+    """Vocabulary, merges, added tokens with their ids, and the names of special tokens."""
+    lines = files.read_text(file.parent / "merges.txt").split("\n")
+    merges = _pairs([line for line in lines if line and not line.startswith("#version")])
+    described = _json(file.parent / "tokenizer_config.json").get("added_tokens_decoder", {})
+    added = {entry["content"]: int(i) for i, entry in described.items()}
+    added |= _json(file.parent / "added_tokens.json")
+    special = {entry["content"] for entry in described.values() if entry.get("special")}
+    return files.read_json(file), merges, added, special
+
+
+def _read_tokenizer_json(file: Path) -> tuple[dict, list, dict, set]:
+    """The same of a tokenizer.json."""
+    content = files.read_json(file)
+    model = content["model"]
+    if model.get("type", "BPE") != "BPE":
+        raise UsageError(f"{file} holds a {model['type']} tokenizer; Whisper's is a byte-level BPE")
+    entries = content.get("added_tokens", [])
+    added = {entry["content"]: entry["id"] for entry in entries}
+    special = {entry["content"] for entry in entries if entry.get("special")}
+    return model["vocab"], _pairs(model["merges"]), added, special
+
+
 def _from_tiktoken(file: Path, language: str | None, vocab_size: int | None) -> WhisperTokenizer:
-    rows = [line.split() for line in files.read_text(file).encode().splitlines() if line.strip()]
-    # OpenAI's multilingual file ends with a token of no bytes ("="), which some decoders refuse.
-    ranks = {
-        base64.b64decode(token) if token.strip(b"=") else b"": int(rank) for token, rank in rows
-    }
-    if sorted(ranks.values()) != list(range(len(rows))) or any(
-        bytes([byte]) not in ranks for byte in range(256)
-    ):
+    """The tokenizer in one of OpenAI's files: a token in base64 and its rank in each line."""
+    ranks = {}
+    lines = [line.split() for line in files.read_text(file).encode().splitlines() if line.strip()]
+    for token, rank in lines:
+        # OpenAI's multilingual file ends with a token of no bytes ("="), which some decoders refuse.
+        raw = base64.b64decode(token) if token.strip(b"=") else b""
+        ranks[raw] = int(rank)
+    lacks_bytes = any(bytes([byte]) not in ranks for byte in range(256))
+    if lacks_bytes or sorted(ranks.values()) != list(range(len(lines))):
         raise ValueError("its ranks are not 0, 1, 2 ..., or bytes are missing")
     if max(map(len, ranks)) > LONGEST_TOKEN:
         raise ValueError(f"it has a token of more than {LONGEST_TOKEN} bytes")
@@ -532,11 +530,11 @@ def _from_tiktoken(file: Path, language: str | None, vocab_size: int | None) -> 
 def _merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[str, str]:
     """The merge that makes `token`: the two parts that BPE leaves of it with the tokens of lower
     rank."""
-    parts, limit = [token[i : i + 1] for i in range(len(token))], ranks[token]
+    parts = [token[i : i + 1] for i in range(len(token))]
+    limit = ranks[token]
     while len(parts) > 2:
-        rank, i = min(
-            (ranks.get(a + b, limit), i) for i, (a, b) in enumerate(itertools.pairwise(parts))
-        )
+        pairs = enumerate(itertools.pairwise(parts))
+        rank, i = min((ranks.get(a + b, limit), i) for i, (a, b) in pairs)
         if rank >= limit:
             break
         parts[i : i + 2] = [parts[i] + parts[i + 1]]

@@ -269,18 +269,26 @@ def latents_of(
 
 @torch.no_grad()
 def speak(
-    by: Synthesiser, text: str, voice: Voice, settings: Sampling, language: str | None = None
+    synthesiser: Synthesiser,
+    text: str,
+    voice: Voice,
+    settings: Sampling,
+    language: str | None = None,
 ) -> torch.Tensor:
     """A text as samples (T,) at `frozen.rate`."""
 
     def encode(sentence: str) -> list[int]:
-        return by.texts.encode(sentence, language)
+        return synthesiser.texts.encode(sentence, language)
 
-    read = by.texts.read(text, language)
-    sentences = split_sentences(read, by.longest, lambda piece: len(encode(piece)))
+    read = synthesiser.texts.read(text, language)
+    sentences = split_sentences(read, synthesiser.longest, lambda piece: len(encode(piece)))
     tokens = [encode(sentence) for sentence in sentences]
-    spoken = decoding.sample(by.model, by.model.config, voice.latents, tokens, settings)
-    return join([_waveform(by.frozen, speech, voice) for speech in spoken], by.frozen.rate)
+    spoken = decoding.sample(
+        synthesiser.model, synthesiser.model.config, voice.latents, tokens, settings
+    )
+    return join(
+        [_waveform(synthesiser.frozen, speech, voice) for speech in spoken], synthesiser.frozen.rate
+    )
 
 
 def _waveform(frozen: Frozen, speech: Speech, voice: Voice) -> torch.Tensor:
@@ -322,7 +330,7 @@ def join(waveforms: Sequence[torch.Tensor], rate: int) -> torch.Tensor:
 @torch.no_grad()
 def speak_corpus(
     folder: Path,
-    by: Synthesiser,
+    synthesiser: Synthesiser,
     corpus: Corpus,
     references: dict[str, tuple[np.ndarray, int]],
     settings: Sampling,
@@ -332,8 +340,8 @@ def speak_corpus(
     manifests reference.csv, resynthesis.csv and synthesis.csv. Returns a message, with the
     similarity of the voices if there is a speaker encoder. Raises `RunError` if the files cannot be
     written."""
-    frozen = by.frozen
-    device = next(by.model.parameters()).device
+    frozen = synthesiser.frozen
+    device = next(synthesiser.model.parameters()).device
     voices: dict[str, Voice] = {}
     rows = {kind: [] for kind in KINDS}
     clips: dict[str, tuple[np.ndarray, int]] = {}
@@ -344,12 +352,12 @@ def speak_corpus(
         if name not in voices:
             samples, _ = references.get(name) or next(iter(references.values()))
             reference = torch.from_numpy(samples).to(device) / 32768
-            voices[name] = voice_of(by.model, frozen, [reference])
+            voices[name] = voice_of(synthesiser.model, frozen, [reference])
         recording = read_utterance(corpus, index, SAMPLE_RATE).to(device)
         codes = frozen.codes(recording[None])[0, : code_count(len(recording))]
         most = max(SHORTEST_LIMIT, LIMIT * len(codes))
         limited = replace(settings, max_codes=min(most, settings.max_codes))
-        spoken = speak(by, text, voices[name], limited, corpus.languages[index])
+        spoken = speak(synthesiser, text, voices[name], limited, corpus.languages[index])
         if frozen.vocoder and len(spoken) > frozen.rate // 2:
             heard = frozen.speaker([spoken], frozen.rate)
             similarities.append(float(F.cosine_similarity(heard, voices[name].speaker)[0]))

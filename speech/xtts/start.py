@@ -360,11 +360,11 @@ def frozen_parts(origin: Origin, info: ModelInfo) -> Frozen:
     else:
         # The run's folder may have moved.
         beside = [] if origin.path else [checkpoints_of(origin) / DVAE_FOLDER]
-        groups, dvae_info = read_dvae(info.config, [*beside, Path(folder)])
-        if dvae_info.updates < DVAE_UPDATES:
+        groups, coder = read_dvae(info.config, [*beside, Path(folder)])
+        if coder.updates < DVAE_UPDATES:
             print(
-                f"warning: the DVAE of this model had {dvae_info.updates} of {DVAE_UPDATES} updates,"
-                " so speech is rough; a new --output_dir trains another"
+                f"warning: the DVAE of this model had {coder.updates} of {DVAE_UPDATES} updates, so"
+                " speech is rough; a new --output_dir trains another"
             )
     if frozen.digest(groups["dvae"]) not in ("", info.dvae):
         raise UsageError(

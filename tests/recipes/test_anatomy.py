@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 
 from common import options
-from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
+from recipes import (
+    konkani_conformer,
+    parakeet_tdt,
+    template,
+    whisper_morse,
+    whisper_vietnamese,
+    xtts_amharic,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-RECOGNISERS = [konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese]
+RECOGNISERS = [konkani_conformer, parakeet_tdt, template, whisper_morse, whisper_vietnamese]
 RECIPES = [*RECOGNISERS, xtts_amharic]
 ORDER = ("add_arguments", "resolve", "Utterances", "collate", "compute_loss", "evaluate", "main")
 USE = {xtts_amharic: ("synthesise", "--synthesize")}  # the function and the flag that use a model

@@ -1981,9 +1981,9 @@ def test_a_model_that_says_nothing(places, with_vocoder, capsys):
     if not with_vocoder:
         frozen.vocoder = None
     voice = [torch.randn(SAMPLE_RATE) * 0.1]
-    by = Synthesiser(model, frozen, texts.Texts(info), 56)
+    synthesiser = Synthesiser(model, frozen, texts.Texts(info), 56)
     voice = speaking.voice_of(model, frozen, voice)
-    waveform = speaking.speak(by, "hello. no", voice, Sampling())
+    waveform = speaking.speak(synthesiser, "hello. no", voice, Sampling())
     assert waveform.ndim == 1 and bool(waveform.isfinite().all())
 
 

@@ -116,9 +116,9 @@ def spoken(
 ) -> tuple[str, Voices, Reader]:
     model, reader = Voices(), Reader()
     references = changes.get("references") or speakers_of(corpus)
-    by = Synthesiser(model, make_frozen(with_vocoder), reader, 50)
+    synthesiser = Synthesiser(model, make_frozen(with_vocoder), reader, 50)
     settings = changes.get("settings", Sampling())
-    return speaking.speak_corpus(folder, by, corpus, references, settings), model, reader
+    return speaking.speak_corpus(folder, synthesiser, corpus, references, settings), model, reader
 
 
 @pytest.mark.parametrize("with_vocoder", [True, False])
@@ -242,16 +242,16 @@ def test_a_sentence_without_codes_is_silent_and_long_texts_are_cut(said, monkeyp
     model, frozen = Voices(), make_frozen(with_vocoder)
     voice = speaking.voice_of(model, frozen, [torch.randn(SAMPLE_RATE) * 0.1])
     assert (voice.speaker is not None) == with_vocoder and voice.latents.shape == (1, 3, WIDTH)
-    settings, by = Sampling(), Synthesiser(model, frozen, Reader(), 9)
-    waveform = speaking.speak(by, "one two. three", voice, settings)
+    settings, synthesiser = Sampling(), Synthesiser(model, frozen, Reader(), 9)
+    waveform = speaking.speak(synthesiser, "one two. three", voice, settings)
     sentences, given_settings = said[0][1:]
     assert [bytes(tokens) for tokens in sentences] == [b"one two.", b"three"]
     assert given_settings is settings
-    once = speaking.speak(by, "three", voice, settings)
+    once = speaking.speak(synthesiser, "three", voice, settings)
     assert len(waveform) > 1.5 * len(once) > 0 and waveform.ndim == 1
     nothing = decoding.Speech(torch.zeros(0, dtype=torch.long), torch.zeros(1, WIDTH), ended=True)
     monkeypatch.setattr(decoding, "sample", lambda *_: [nothing])
-    assert not speaking.speak(by, "a", voice, settings).abs().gt(0).any()
+    assert not speaking.speak(synthesiser, "a", voice, settings).abs().gt(0).any()
 
 
 def test_samples_beyond_the_range_are_clamped():
