@@ -305,18 +305,6 @@ def test_a_second_run_in_a_folder_moves_the_first_one_aside(copied, training):
 # --- standard streams -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
-def test_closed_streams_do_not_hinder_training(closed, training, tmp_path):
-    """The files that the run opens must not become its stdout or stderr."""
-    process = start(
-        tmp_path, *training, "--max_steps", "1", streams=dict.fromkeys(closed, processes.CLOSED)
-    )
-    status, _, err = ended(process)
-    assert status == 0 and "error" not in err, err
-    assert newest(tmp_path, recipe)["progress"]["step"] == 1
-    assert checkpoint.read_weights(tmp_path / "checkpoints" / "best.safetensors", recipe.RECIPE)
-
-
 FULL = "error: standard output could not be written: No space left on device"
 
 
