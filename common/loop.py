@@ -163,7 +163,8 @@ def train(
     checks.check_collate(eval_batches.dataset, task.loss_weights)
     preflight.require_disk(args, model)
     prepare_model(args, run, model, task, global_batches.data)
-    try_evaluation(run.setup, model, task, eval_batches)
+    if run.resumed or not task.evaluate_first:
+        try_evaluation(run.setup, model, task, eval_batches)
     training = begin_training(args, run, model, task, global_batches, eval_batches)
     for saved in (run.resumed, run.initial):
         # All is copied. Views of a file would keep its disk space after --keep_last has removed it.
@@ -195,8 +196,7 @@ def try_evaluation(
     """Evaluates two short utterances. What `task.evaluate` returns cannot be known otherwise, and a
     metric that is not among it would be noticed hours later, at the first evaluation."""
     if items := checks.sample_items(eval_batches.dataset):
-        batch = eval_batches.dataset.collate(items)
-        checks.check_results(task, evaluate(setup, model, task, [batch]))
+        evaluate(setup, model, task, [eval_batches.dataset.collate(items)])
 
 
 @dataclass
@@ -810,16 +810,19 @@ def note_bad_batch(training: Training, names: list[str], terms: list[float], nor
 def evaluate(
     setup: Setup, model: torch.nn.Module, task: Task, batches: Iterable[dict]
 ) -> dict[str, tuple[float, float]]:
-    """What `task.evaluate` returns, without gradients. Random state and mode stay as they were."""
+    """What `task.evaluate` returns, without gradients. Random state and mode stay as they were.
+    Raises `UsageError` if the metric is not among it."""
     state = rng_state(setup.device)
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), setup.autocast():
-            return task.evaluate(model, batches)
+            results = task.evaluate(model, batches)
     finally:
         model.train(was_training)
         set_rng_state(state, setup.device)
+    checks.check_results(task, results)
+    return results
 
 
 def evaluate_now(training: Training) -> None:

@@ -211,9 +211,6 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
-    def text_length(self, index: int) -> int:
-        return len(self.corpus.texts[index])
-
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) what each utterance takes in the GPT, latents, text and codes, as whole seconds of
         codes. It is more than the length of the clip, also for --max_batch_seconds. It is rounded,

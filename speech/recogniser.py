@@ -35,10 +35,7 @@ STYLES = {  # what a warning says, and the difference between shares of texts th
 AUGMENTATION = ("spec_augment", "speed_perturbation", "dropout", "label_smoothing")
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
-EXCLUDES = (
-    ("transcribe", "export", "give one of them"),
-    *((flag, options.COMMAND, options.TRAINS) for flag in AUGMENTATION),
-)
+EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in AUGMENTATION),)
 NEEDS = (("output", ("transcribe",), ""), ("piece_seconds", ("transcribe",), ""))
 
 

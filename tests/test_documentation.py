@@ -41,10 +41,7 @@ FOREIGN = {
 SPELLINGS = {"--x", "--no_x", "--print"}  # how on/off flags look; the preset scripts' own flag
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SMALL = (
-    "--d_model 16 --encoder_layers 1 --decoder_layers 1 --attention_heads 2 --no_tensorboard"
-    " --dataloader_num_workers 0"
-)
+SMALL = "--no_tensorboard --dataloader_num_workers 0"
 
 
 def name_of(path: Path) -> str:
@@ -118,7 +115,7 @@ def source_texts() -> list[str]:
 
 
 def test_the_readme_is_short():
-    assert len(read(README).splitlines()) <= 160
+    assert len(read(README).splitlines()) <= 185
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -128,7 +125,8 @@ def test_lines_are_wrapped(page):
 
 
 def test_every_recipe_has_a_page_with_markers_for_its_table():
-    for recipe in RECIPES:
+    assert "template" in RECIPES  # which README describes, and which has no presets
+    for recipe in set(RECIPES) - {"template"}:
         page = ROOT / "recipes" / f"{recipe}.md"
         lines = read(page).splitlines()
         assert lines.count("<!-- tiers: begin -->") == lines.count("<!-- tiers: end -->") == 1
@@ -183,7 +181,7 @@ def test_commands_are_accepted(page, tmp_path):
         number = next(i for i, word in enumerate(words) if word.endswith(".py"))
         recipe = Path(words[number]).stem
         if recipe == "my_model":
-            recipe = "konkani_conformer"
+            recipe = "template"
         args = parser_of(recipe).parse_args(words[number + 1 :])
         assert isinstance(args, argparse.Namespace)
 

@@ -43,6 +43,7 @@ TRAINING = (
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *released.EXCLUDES,
+    ("transcribe", "export", "give one of them"),
     *(
         (model, "vocab_size", "a released model has its own vocabulary; leave the second out")
         for model in released.MODELS

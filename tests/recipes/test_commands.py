@@ -171,10 +171,7 @@ def test_flags_that_exclude_each_other(recipe, tables):
     parser = make_parser(recipe)
     excludes, _ = tables(recipe)
     assert len(excludes) > len(options.EXCLUDES)
-    names = {action.dest for action in parser._actions}
     for flag, other, _ in excludes:
-        if other in options.COMMANDS and other not in names:
-            continue  # the table of all recipes has commands that one lacks
         message = refusal(recipe, [*words(parser, flag), *words(parser, other)])
         assert options.shown(flag) in message and options.shown(other) in message, (flag, other)
 
@@ -183,7 +180,7 @@ def test_flags_that_exclude_each_other(recipe, tables):
 def test_flags_that_need_another(recipe, tables):
     parser = make_parser(recipe)
     _, needs = tables(recipe)
-    assert len(needs) > len(options.NEEDS)
+    assert needs
     for flag, others, reason in needs:
         message = refusal(recipe, [*words(parser, flag), *without(parser, others)])
         assert (
