@@ -146,7 +146,8 @@ class FakeTensors(TorchDispatchMode):
         self, size: Iterable[int], stride: Iterable[int], dtype: torch.dtype, part: str = ""
     ) -> torch.Tensor:
         """A fake tensor of this shape."""
-        size, stride = tuple(size), tuple(stride)
+        size = tuple(size)
+        stride = tuple(stride)
         if 0 in size:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         nbytes = (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))) * dtype.itemsize
