@@ -279,6 +279,17 @@ def check_output(output: str) -> None:
         raise UsageError(f"--output {output}: {error.strerror}") from None
 
 
+def join_records(records: list[dict], pieces: list[Piece], cutting: Cutting) -> dict:
+    """The "text" of a recording, the texts of its "pieces" with their times in seconds, and timed
+    parts, from the records of its pieces."""
+    texts = [record.pop("text") for record in records]
+    text, spans = cutting.join(texts, pieces)
+    timed = []
+    for start, end, part in spans:
+        timed.append({"start": start / SAMPLE_RATE, "end": end / SAMPLE_RATE, "text": part})
+    return {"text": text, "pieces": timed, **in_recording(records, pieces)}
+
+
 def in_recording(records: list[dict], pieces: list[Piece]) -> dict[str, list[dict]]:
     """The timed parts ("start" and "end", seconds) in the records of a recording's pieces, with
     times in the recording."""
@@ -335,17 +346,8 @@ def transcribe_files(
         for first in range(0, len(pieces), how.batch_size):
             several = pieces[first : first + how.batch_size]
             records += audible_records([waveform[a:b] for a, b in several], str(path))
-        text, spans = cutting.join([record.pop("text") for record in records], pieces)
-        return {
-            "file": str(path),
-            "text": text,
-            "seconds": len(waveform) / SAMPLE_RATE,
-            "pieces": [
-                {"start": a / SAMPLE_RATE, "end": b / SAMPLE_RATE, "text": part}
-                for a, b, part in spans
-            ],
-            **in_recording(records, pieces),
-        }
+        row = {"file": str(path), "text": "", "seconds": len(waveform) / SAMPLE_RATE}
+        return {**row, **join_records(records, pieces, cutting)}
 
     def transcripts() -> Iterator[dict]:
         for path in recordings:

@@ -180,7 +180,11 @@ def add_arguments(parser, sizes: dict[str, dict], language: str) -> None:
         default=False,
         help="train the decoder only, with inputs of 30 s (off)",
     )
-    losses = parser.add_argument_group("losses and padding")
+    add_loss_arguments(parser.add_argument_group("losses and padding"))
+
+
+def add_loss_arguments(losses) -> None:
+    """Adds the flags of losses and padding to this group."""
     losses.add_argument("--dropout", type=options.SHARE, default=0.0, metavar="P", help="(0)")
     losses.add_argument(
         "--label_smoothing",
