@@ -177,10 +177,7 @@ class Utterances:
         return self.corpus.fingerprint()
 
     def text_length(self, index: int) -> int:
-        texts = getattr(
-            self.corpus, "texts", None
-        )  # synthetic clips have none before they are drawn
-        return len(texts[index]) if texts else 0
+        return self.corpus.text_length(index)
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch: after speed perturbation, and the longest input's if an

@@ -87,6 +87,9 @@ class Recordings:
     def __len__(self) -> int:
         return len(self.paths)
 
+    def text_length(self, index: int) -> int:
+        return len(self.texts[index])
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths of the clips, the same in every epoch."""
         return self.lengths

@@ -506,6 +506,9 @@ class Synthetic:
     def __len__(self) -> int:
         return self.count
 
+    def text_length(self, index: int) -> int:
+        return 0  # texts are not known before the clips are made
+
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths of an epoch's clips."""
         return _epoch_seconds(tuple(self.mix), self.count, self.seed, epoch)

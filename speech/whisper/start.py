@@ -114,7 +114,7 @@ class Options:
 
     `origin`: where the model starts. `how`: how it decodes. `shape`: the flags that change the size
     of a model from scratch. `vocabulary`: the tokens that a planned run without data has, None for
-    the tokenizer's. `auxiliary`: the shares of the losses that the encoder has of its own, by flag.
+    the tokenizer's. `auxiliary`: the shares of the encoder's auxiliary losses, by flag.
     `suppress`: whether the tokens that a released model does not generate are suppressed."""
 
     origin: released.Origin
