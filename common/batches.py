@@ -88,7 +88,7 @@ def cut_global_batch(
 ) -> list[list[int]]:
     """This rank's micro-batches of a global batch as lists of indices, longest utterance first: at most
     `batch_size` utterances and at most `max_batch_seconds` of padded audio each. A longer utterance
-    is a batch of its own."""
+    is alone in its batch."""
     longest_first = global_batch[np.argsort(-seconds[global_batch], kind="stable")]
     most = max_batch_seconds or math.inf
     batches: list[list[int]] = []
@@ -214,16 +214,23 @@ class GlobalBatches:
     def specs(self, epoch: int, start: int, done: list) -> Iterator[tuple]:
         """Yields (epoch, number, last, micro-batches of indices), without end, from global batch
         `start` of `epoch`."""
-        rank, ranks = self.setup.ranks.rank, self.setup.ranks.size
+        ranks = self.setup.ranks
         while True:
             seconds = self.data.seconds(epoch)
             plan = plan_epoch(seconds, self.global_batch_size, self.seed, epoch, done)
             for number in range(start, len(plan)):
                 batches = cut_global_batch(
-                    plan[number], seconds, self.batch_size, self.max_seconds, rank, ranks
+                    plan[number],
+                    seconds,
+                    self.batch_size,
+                    self.max_seconds,
+                    ranks.rank,
+                    ranks.size,
                 )
                 yield epoch, number, number == len(plan) - 1, batches
-            epoch, start, done = epoch + 1, 0, []
+            epoch += 1
+            start = 0
+            done = []
 
     def iterate(self, epoch: int = 0, start: int = 0, done: Iterable = ()) -> Iterator[GlobalBatch]:
         """Global batches from a position in the data. Raises `DataError` for a bad file and

@@ -72,10 +72,8 @@ def pick_dtype(wanted: str, capability: tuple[int, int] | None) -> tuple[torch.d
     if wanted == "auto":
         if major >= 8:
             return torch.bfloat16, f"bf16 (auto: compute capability {major}.{minor})"
-        return (
-            torch.float16,
-            f"fp16 with loss scaling (auto: compute capability {major}.{minor} has no bf16 units)",
-        )
+        reason = f"auto: compute capability {major}.{minor} has no bf16 units"
+        return torch.float16, f"fp16 with loss scaling ({reason})"
     slow = f"; compute capability {major}.{minor} emulates it slowly, fp16 is faster"
     return DTYPES[wanted], f"{wanted} (asked for{slow if wanted == 'bf16' and major < 8 else ''})"
 
@@ -126,9 +124,8 @@ class Ranks:
         for transfer in [dist.all_reduce(total, async_op=True) for total in sums]:
             transfer.wait()
         for parameter, total in zip(used, sums, strict=True):
-            if (
-                total is not parameter.grad
-            ):  # it was not contiguous, as the gradients of a channels_last convolution
+            # The gradient of a channels_last convolution is not contiguous, so `total` is a copy.
+            if total is not parameter.grad:
                 parameter.grad.copy_(total)
 
 
@@ -180,9 +177,8 @@ def setup(args, quiet: bool = False) -> Setup:
     cannot be used."""
     set_allocator(args.allocator_conf)
     if args.deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS reads it when CUDA starts
+        # cuBLAS reads it when CUDA starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torchrun("WORLD_SIZE", 1) > 1 and torchrun("RANK", 0) > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  only the first rank prints; errors still reach stderr
     device = pick_device(args.device, quiet)
@@ -215,9 +211,9 @@ def pick_workers(wanted: int | str, device: torch.device, quiet: bool = False) -
     four."""
     if wanted != "auto":
         return wanted
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
     workers = 1 if device.type == "cpu" else min(4, cores)
     if not quiet:
         print(f"data workers: {workers} (auto: {cores} cores, training on {device.type})")

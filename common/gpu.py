@@ -31,44 +31,38 @@ def cuda_problem(index: int = 0) -> str | None:
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # ten lines about the architecture; kernel_problem says it in one
+            # Ten lines about the architecture; kernel_problem says it in one.
+            warnings.simplefilter("ignore")
             torch.cuda.init()
         count = torch.cuda.device_count()
     except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:
-        reason, count = first_line(error), 0
+        reason = first_line(error)
+        count = 0
         if driver := re.search(r"too old \(found version (\d+)\)", reason):
-            newest = int(
-                driver[1]
-            )  # of the versions of CUDA that the driver supports: 12040 stands for 12.4
-            supports = (
-                f"the NVIDIA driver supports CUDA {newest // 1000}.{newest % 1000 // 10} at"
-                " most and"
-            )
-            oldest = (
-                525 if torch.version.cuda.startswith("12.") else 580
-            )  # NVIDIA's "Minor Version Compatibility"
+            # Of the versions of CUDA that the driver supports; 12040 stands for 12.4.
+            newest = int(driver[1])
+            version = f"{newest // 1000}.{newest % 1000 // 10}"
+            # NVIDIA's "Minor Version Compatibility"
+            oldest = 525 if torch.version.cuda.startswith("12.") else 580
             instead = f", or install {CUDA_126}" if newest >= 12000 else ""
             return (
-                f"{supports} is too old for torch {torch.__version__}: update it to {oldest} or"
-                f" newer{instead}"
+                f"the NVIDIA driver supports CUDA {version} at most and is too old for torch"
+                f" {torch.__version__}: update it to {oldest} or newer{instead}"
             )
         if "no NVIDIA driver" in reason:
             return "there is no NVIDIA driver on this machine (nvidia-smi should list the GPU)"
         if "No CUDA GPUs" not in reason:
             return f"CUDA does not start: {reason}"
     if index >= count:
-        missing = (
-            f"no cuda:{index}, only {count} GPU{'s' if count > 1 else ''}"
-            if count
-            else "no NVIDIA GPU"
-        )
+        problem = "there is no NVIDIA GPU"
+        if count:
+            problem = f"there is no cuda:{index}, only {count} GPU{'s' if count > 1 else ''}"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return f"there is {missing}" + (
-            f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
-        )
-    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        if visible is not None:
+            problem += f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+        return problem
+    name = torch.cuda.get_device_name(index)
+    capability = torch.cuda.get_device_capability(index)
     if problem := kernel_problem(name, capability, torch.cuda.get_arch_list()):
         return problem
     try:  # fails if another process has filled the GPU or uses it exclusively
@@ -86,9 +80,8 @@ def kernel_problem(name: str, capability: tuple[int, int], architectures: list[s
     """Why a torch built for `architectures` (["sm_75", ..., "compute_120"]) has no kernels for this
     GPU, or None. Binaries ("sm_") run on later minor versions of the same major version, PTX
     ("compute_") on all later versions."""
-    built = re.findall(
-        r"(sm|compute)_(\d+)(\d)", " ".join(architectures)
-    )  # AMD's architectures have other names
+    # AMD's architectures have other names.
+    built = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(architectures))
     versions = [(kind, (int(major), int(minor))) for kind, major, minor in built]
     if not versions or any(
         v <= capability and (kind == "compute" or v[0] == capability[0]) for kind, v in versions
@@ -133,7 +126,9 @@ class GpuUtilisation:
     error."""
 
     def __init__(self, device: torch.device, seconds: float = 1.0):
-        self.device, self.seconds, self.due = device, seconds, time.monotonic() + seconds
+        self.device = device
+        self.seconds = seconds
+        self.due = time.monotonic() + seconds
         self.problem = "" if device.type == "cuda" else "no NVIDIA GPU"
         self.readings = collections.deque(maxlen=30)
 
@@ -151,13 +146,9 @@ class GpuUtilisation:
                 f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
             )
             self.readings.append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
-        except (
-            Exception
-        ) as error:  # no library, no driver, or no readings for this GPU: a slice of one has none
-            self.problem, self.readings = (
-                f"NVML of the package nvidia-ml-py: {first_line(error)}",
-                [],
-            )
+        except Exception as error:  # no library, no driver, or no readings: a slice has none
+            self.problem = f"NVML of the package nvidia-ml-py: {first_line(error)}"
+            self.readings.clear()
 
     def mean(self) -> float | None:
         """The mean of the last half minute of training; None without a reading."""

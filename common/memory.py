@@ -24,10 +24,8 @@ OUT_OF_MEMORY_WORDS = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "Unable to find a valid cuDNN algorithm",
     "can't allocate memory",
-    (
-        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a"
-        " non-contiguous input"
-    ),
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a"
+    " non-contiguous input",
     "unable to find an engine to execute this computation",
 )
 
@@ -61,15 +59,14 @@ def split_on_oom(function: Callable[[dict], object], batch: dict, device: torch.
     free_memory(device)  # outside the handler, in which the traceback keeps the tensors alive
     size = len(batch["names"])
     if size == 1:
+        name = batch["names"][0]
         raise RunError(
-            f"{batch['names'][0]} does not fit into memory even alone and without gradients"
-            f" ({reason})"
+            f"{name} does not fit into memory even alone and without gradients ({reason})"
         )
-    return [
-        result
-        for piece in split_batch(batch, (size + 1) // 2)
-        for result in split_on_oom(function, piece, device)
-    ]
+    results = []
+    for piece in split_batch(batch, (size + 1) // 2):
+        results += split_on_oom(function, piece, device)
+    return results
 
 
 def checkpoint_layers(model: torch.nn.Module, kinds: tuple[type, ...]) -> None:
@@ -109,10 +106,8 @@ def peak(device: torch.device) -> str:
     the device's total."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        allocated, reserved = (
-            torch.cuda.max_memory_allocated(device),
-            torch.cuda.max_memory_reserved(device),
-        )
+        allocated = torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.max_memory_reserved(device)
         peaks = f"{allocated / 2**30:.2f} GiB allocated, {reserved / 2**30:.2f} GiB reserved"
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -41,9 +41,9 @@ def parameter_groups(
         raise UsageError(
             f"every parameter of {type(model).__name__} is frozen: there is nothing to train"
         )
-    spared = {p for p in trained if p.dim() <= 1} | (
-        set() if decay_embeddings else _embedding_weights(model)
-    )
+    spared = {p for p in trained if p.dim() <= 1}
+    if not decay_embeddings:
+        spared |= _embedding_weights(model)
     decayed = {"params": [p for p in trained if p not in spared], "weight_decay": weight_decay}
     others = {"params": [p for p in trained if p in spared], "weight_decay": 0.0}
     return [group for group in (decayed, others) if group["params"]]
@@ -68,10 +68,8 @@ def make_optimizer(
     host memory (`offload`). The states are allocated here, so the first update needs no additional
     memory. Raises `UsageError` if all parameters are frozen, `RunError` if bitsandbytes does not
     work."""
-    groups, settings = (
-        parameter_groups(model, weight_decay, decay_embeddings),
-        {"lr": learning_rate, "betas": betas},
-    )
+    groups = parameter_groups(model, weight_decay, decay_embeddings)
+    settings = {"lr": learning_rate, "betas": betas}
     if offload:
         optimizer = OffloadedAdamW(groups, **settings, eps=EPSILON)
     elif kind == "adamw_8bit":
@@ -88,14 +86,14 @@ def make_optimizer(
 def state_bytes(model: torch.nn.Module, kind: str) -> int:
     """Bytes on the device of the states that `make_states` makes: `kind` "adamw", "adamw_8bit" or
     "offload"."""
-    trained, embeddings = (
-        {p for p in model.parameters() if p.requires_grad},
-        _embedding_weights(model),
-    )
-    in_8bit = {
-        p for p in trained - embeddings if kind == "adamw_8bit" and p.numel() >= SMALLEST_8BIT
-    }
-    in_32bit = trained - in_8bit if kind != "offload" else ()
+    if kind == "offload":
+        return 0
+    trained = {p for p in model.parameters() if p.requires_grad}
+    in_8bit = set()
+    if kind == "adamw_8bit":
+        large = {p for p in trained if p.numel() >= SMALLEST_8BIT}
+        in_8bit = large - _embedding_weights(model)
+    in_32bit = trained - in_8bit
     scaled = sum(2 * (p.numel() + 4 * math.ceil(p.numel() / BLOCK)) for p in in_8bit)
     return 8 * sum(p.numel() for p in in_32bit) + scaled
 
@@ -151,10 +149,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], **settings):
         super().__init__(groups, settings)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        size, pinned = (
-            max(SLOT, *(torch.atleast_1d(p)[:1].nbytes for p in parameters)),
-            parameters[0].is_cuda,
-        )
+        size = max(SLOT, *(torch.atleast_1d(p)[:1].nbytes for p in parameters))
+        pinned = parameters[0].is_cuda
         memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(4)]
         self.slots = memory[:2], memory[2:]  # each for weights and for gradients
 
@@ -244,10 +240,12 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, saved: dict
 ) -> None:
     """Copies saved states, of any kind of optimizer, into this one. The copy is exact unless 32
-    bits become 8. Learning rate and weight decay stay those of the command line. A parameter
+    bits become 8. Learning rate and weight decay stay as the command line says. A parameter
     without a saved state of its shape starts with a fresh state, and the state of a parameter that
     is now frozen is dropped; the numbers of both are printed."""
-    own, fresh, frozen = optimizer_state(optimizer, model), 0, 0
+    own = optimizer_state(optimizer, model)
+    fresh = 0
+    frozen = 0
     for name, p in model.named_parameters():
         if name not in own:
             frozen += name in saved
@@ -255,9 +253,11 @@ def load_optimizer_state(
         if name not in saved or saved[name]["exp_avg"].shape != p.shape:
             fresh += 1
             continue
-        source, target = saved[name], own[name]
+        source = saved[name]
+        target = own[name]
         for key in AVERAGES:
-            values, scales = source[key], source.get(f"{key}_scales")
+            values = source[key]
+            scales = source.get(f"{key}_scales")
             if f"{key}_scales" in target:
                 if scales is None:
                     values, scales = quantize(values, target[f"{key}_table"].cpu())
@@ -266,9 +266,10 @@ def load_optimizer_state(
                 values = dequantize(values, scales, source[f"{key}_table"])
             target[key].copy_(values)
         step = optimizer.state[p]["step"]
-        optimizer.state[p]["step"] = (
-            step.copy_(source["step"]) if torch.is_tensor(step) else int(source["step"])
-        )
+        if torch.is_tensor(step):
+            step.copy_(source["step"])
+        else:
+            optimizer.state[p]["step"] = int(source["step"])
     if fresh:
         print(
             f"optimizer: {fresh} of {len(own)} parameters start with fresh states: the checkpoint"
@@ -311,8 +312,12 @@ class Schedule:
         total_steps: int,
         warmup_steps: int | None = None,
     ):
-        self.optimizer, self.kind, self.total = optimizer, kind, total_steps
-        self.warmup = min(2000, max(1, total_steps // 10)) if warmup_steps is None else warmup_steps
+        self.optimizer = optimizer
+        self.kind = kind
+        self.total = total_steps
+        self.warmup = warmup_steps
+        if warmup_steps is None:
+            self.warmup = min(2000, max(1, total_steps // 10))
 
     def factor(self, step: int) -> float:
         """The share of the peak rate for the update that follows `step` updates."""

@@ -96,7 +96,8 @@ class Parser(argparse.ArgumentParser):
         actions = [
             action for action in reversed(self._actions) if action.default is not argparse.SUPPRESS
         ]
-        defaults, unset = {action.dest: action.default for action in actions}, object()
+        defaults = {action.dest: action.default for action in actions}
+        unset = object()
         parsed = vars(
             super().parse_args(words, argparse.Namespace(**dict.fromkeys(defaults, unset)))
         )
@@ -170,231 +171,250 @@ def add_arguments(parser: Parser, **defaults) -> None:
     the help: add_arguments(parser, learning_rate=1e-4), or with a text for the help:
     learning_rate=(None, "by model size")."""
     training = parser.add_argument_group("training")
-    training.add_argument(
+    _add_updates(training)
+    _add_limits(training)
+    memory = parser.add_argument_group("memory and speed")
+    _add_device(memory)
+    _add_speed(memory)
+    _add_checks(parser, memory)
+    output = parser.add_argument_group("evaluation and output")
+    _add_evaluation(parser, output)
+    _add_places(output)
+    shared = {action.dest: action for action in reversed(parser._actions)}
+    for name, value in defaults.items():
+        text = None
+        if isinstance(value, tuple):
+            value, text = value
+        elif isinstance(value, bool):
+            text = "on" if value else "off"
+        shared[name].default = value
+        text = value if text is None else text
+        shared[name].help = re.sub(r"\([^()]*\)$", f"({text})", shared[name].help)
+
+
+def _add_updates(group) -> None:
+    add = group.add_argument
+    add(
         "--batch_size",
         type=POSITIVE,
         default=2,
         metavar="N",
         help="utterances in a micro-batch (2)",
     )
-    training.add_argument(
+    add(
         "--gradient_accumulation_steps",
         type=POSITIVE,
         default=4,
         metavar="N",
         help="micro-batches in an update (4)",
     )
-    training.add_argument(
+    add(
         "--num_epochs",
         type=POSITIVE,
         metavar="N",
         help="passes over the training data (100 unless --max_steps is given)",
     )
-    training.add_argument(
+    add(
         "--max_steps",
         type=POSITIVE,
         metavar="N",
         help="stop after so many updates, whatever the epoch",
     )
-    training.add_argument(
-        "--learning_rate", type=RATE, default=1e-3, metavar="X", help="peak learning rate (1e-3)"
-    )
-    training.add_argument(
+    add("--learning_rate", type=RATE, default=1e-3, metavar="X", help="peak learning rate (1e-3)")
+    add(
         "--weight_decay",
         type=number(float, 0.0),
         default=0.01,
         metavar="X",
         help="decoupled weight decay; not applied to norms and biases (0.01)",
     )
-    training.add_argument(
+    add(
         "--warmup_steps",
         type=COUNT,
         metavar="N",
         help="updates with a rising learning rate (a tenth of all, at most 2000)",
     )
-    training.add_argument(
+    add(
         "--lr_schedule",
         choices=["inverse_sqrt", "cosine", "constant"],
         default="cosine",
         help="schedule after the warm-up (cosine)",
     )
-    training.add_argument(
+
+
+def _add_limits(group) -> None:
+    add = group.add_argument
+    add(
         "--max_grad_norm",
         type=number(float, 0.0),
         default=1.0,
         metavar="X",
         help="clip the gradient norm to this; 0 = do not clip (1.0)",
     )
-    training.add_argument(
+    add(
         "--max_bad_batches",
         type=POSITIVE,
         default=10,
         metavar="N",
         help="stop after so many non-finite losses in a row (10)",
     )
-    training.add_argument(
+    add(
         "--early_stopping_patience",
         type=COUNT,
         default=0,
         metavar="N",
         help="stop after N evaluations without a better result; 0 = never (0)",
     )
-    training.add_argument(
+    add(
         "--seed",
         type=COUNT,
         default=1,
         metavar="N",
         help="seed of initialisation, order, augmentation and dropout (1)",
     )
-    training.add_argument(
+    add(
         "--deterministic",
         action=OnOff,
         default=False,
         help="use deterministic kernels if they exist; slower on CUDA (off)",
     )
 
-    memory = parser.add_argument_group("memory and speed")
-    memory.add_argument(
-        "--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N (auto)"
-    )
-    memory.add_argument(
+
+def _add_device(group) -> None:
+    add = group.add_argument
+    add("--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N (auto)")
+    add(
         "--mixed_precision",
         nargs="?",
         const="auto",
         default="auto",
         choices=["auto", "fp16", "bf16"],
-        help=(
-            "16-bit activations; auto: bf16 from compute capability 8.0, fp16 below, fp32 on a CPU"
-            " (auto)"
-        ),
+        help="16-bit activations; auto: bf16 from compute capability 8.0,"
+        " fp16 below, fp32 on a CPU (auto)",
     )
-    memory.add_argument(
+    add(
         "--no_mixed_precision",
         dest="mixed_precision",
         action="store_const",
         const="no",
         help="fp32 throughout",
     )
-    memory.add_argument(
+    add(
         "--bf16",
         dest="mixed_precision",
         action="store_const",
         const="bf16",
         help="same as --mixed_precision bf16",
     )
-    memory.add_argument(
+    add(
         "--gradient_checkpointing",
         action=OnOff,
         default=False,
         help="recompute activations in backward: less memory, about a third more time (off)",
     )
-    memory.add_argument(
+    add(
         "--torch_compile",
         action=OnOff,
         default=False,
-        help=(
-            "compile the layers: faster updates after a slow start; needs a C compiler, on a GPU"
-            " also triton (off)"
-        ),
+        help="compile the layers: faster updates after a slow start;"
+        " needs a C compiler, on a GPU also triton (off)",
     )
-    memory.add_argument(
+    add(
         "--optimizer",
         choices=["adamw", "adamw_8bit"],
         default="adamw",
-        help=(
-            "adamw_8bit keeps optimizer states in 8 bits, a quarter of the memory; needs"
-            " bitsandbytes (adamw)"
-        ),
+        help="adamw_8bit keeps optimizer states in 8 bits, a quarter of the memory;"
+        " needs bitsandbytes (adamw)",
     )
-    memory.add_argument(
+    add(
         "--use_cpu_offload",
         action=OnOff,
         default=False,
-        help=(
-            "keep AdamW's states in host memory and update there: no GPU memory for them, slower"
-            " updates (off)"
-        ),
+        help="keep AdamW's states in host memory and update there:"
+        " no GPU memory for them, slower updates (off)",
     )
-    memory.add_argument(
+
+
+def _add_speed(group) -> None:
+    add = group.add_argument
+    add(
         "--max_batch_seconds",
         type=RATE,
         metavar="S",
         help="limit of a micro-batch's padded audio, seconds (no limit)",
     )
-    memory.add_argument(
+    add(
         "--empty_cache_every",
         type=COUNT,
         default=50,
         metavar="N",
         help="micro-batches between calls of torch.cuda.empty_cache(); 0 = never (50)",
     )
-    memory.add_argument(
+    add(
         "--allocator_conf",
         default="expandable_segments:True",
         metavar="CONF",
         help="PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it (expandable_segments:True)",
     )
-    memory.add_argument(
-        "--tf32", action=OnOff, default=True, help="use TF32 for fp32 operations on CUDA (on)"
-    )
-    memory.add_argument(
+    add("--tf32", action=OnOff, default=True, help="use TF32 for fp32 operations on CUDA (on)")
+    add(
         "--cudnn_benchmark",
         action=OnOff,
         default=False,
         help="let cuDNN time its kernels for every new shape; slower with varying lengths (off)",
     )
-    memory.add_argument(
+    add(
         "--dataloader_num_workers",
         type=workers,
         default="auto",
         metavar="N",
         help="data worker processes; 0 = load in the main process (auto)",
     )
-    memory.add_argument(
+    add(
         "--persistent_workers",
         action=OnOff,
         default=True,
         help="keep the evaluation's workers between evaluations (on)",
     )
-    memory.add_argument(
+    add(
         "--skip_bad_audio",
         action=OnOff,
         default=False,
         help="skip, count and list samples that cannot be read, instead of stopping (off)",
     )
+
+
+def _add_checks(parser: Parser, group) -> None:
     parser.add_command(
-        memory,
+        group,
         "--dry_run",
         takes_training_flags=True,
         nargs="?",
         const="",
         metavar="CARD",
-        help=(
-            "predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD"
-            " (8GB, 24gb, t4; default: the one that is there), and exit: status 3 if it does"
-            " not fit"
-        ),
+        help="predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD"
+        " (8GB, 24gb, t4; default: the one that is there), and exit: status 3 if it does not fit",
     )
     parser.add_command(
-        memory,
+        group,
         "--verify_gpu",
         takes_training_flags=True,
         action=OnOff,
         default=False,
-        help=(
-            "check GPU, driver, memory, precision, attention, compiler and disk for this run, and"
-            " exit"
-        ),
+        help="check GPU, driver, memory, precision, attention, compiler and disk for this run,"
+        " and exit",
     )
 
-    output = parser.add_argument_group("evaluation and output")
-    output.add_argument(
+
+def _add_evaluation(parser: Parser, group) -> None:
+    add = group.add_argument
+    add(
         "--eval_every",
         type=COUNT,
         metavar="N",
         help="updates between evaluations; 0 = at the end of each epoch (0)",
     )
-    output.add_argument(
+    add(
         "--eval_batch_size",
         type=POSITIVE,
         default=8,
@@ -402,85 +422,72 @@ def add_arguments(parser: Parser, **defaults) -> None:
         help="utterances in an evaluation batch (8)",
     )
     parser.add_command(
-        output,
+        group,
         "--evaluate",
         action=OnOff,
         default=False,
-        help=(
-            "only evaluate the weights of --resume (CHECKPOINT_DIR/best.safetensors) on the"
-            " test set"
-        ),
+        help="only evaluate the weights of --resume (CHECKPOINT_DIR/best.safetensors)"
+        " on the test set",
     )
-    output.add_argument(
+    add(
         "--save_every",
         type=COUNT,
         default=500,
         metavar="N",
         help="updates between checkpoints; 0 = only at the end and on signals (500)",
     )
-    output.add_argument(
-        "--keep_last", type=POSITIVE, default=5, metavar="N", help="checkpoints to keep (5)"
-    )
-    output.add_argument(
+    add("--keep_last", type=POSITIVE, default=5, metavar="N", help="checkpoints to keep (5)")
+    add(
         "--average_checkpoints",
         type=POSITIVE,
         metavar="N",
         help="average the weights of N checkpoints at the end; used if they are not worse",
     )
-    output.add_argument(
+    add(
         "--log_every",
         type=POSITIVE,
         default=10,
         metavar="N",
         help="updates between lines of metrics.jsonl (10)",
     )
-    output.add_argument(
+
+
+def _add_places(group) -> None:
+    add = group.add_argument
+    add(
         "--output_dir",
         type=path,
         default=".",
         metavar="DIR",
         help="folder for checkpoints/ and logs/ unless --checkpoint_dir or --log_dir is given (.)",
     )
-    output.add_argument(
+    add(
         "--checkpoint_dir",
         type=path,
         metavar="DIR",
         help="checkpoints and the best weights (OUTPUT_DIR/checkpoints)",
     )
-    output.add_argument(
+    add(
         "--log_dir",
         type=path,
         metavar="DIR",
         help="metrics.jsonl, TensorBoard events, training.png (OUTPUT_DIR/logs)",
     )
-    output.add_argument(
-        "--tensorboard", action=OnOff, default=True, help="write TensorBoard events (on)"
-    )
-    output.add_argument(
+    add("--tensorboard", action=OnOff, default=True, help="write TensorBoard events (on)")
+    add(
         "--resume",
         type=path,
         metavar="PATH|auto",
-        help=(
-            "continue from a checkpoint; auto: from the newest sound one, or start a new run if"
-            " there is none"
-        ),
+        help="continue from a checkpoint; auto: from the newest sound one,"
+        " or start a new run if there is none",
     )
-    output.add_argument(
+    add(
         "--init_from",
         type=path,
         metavar="PATH",
-        help=(
-            "start a new run from the weights in a checkpoint or .safetensors, as far as their"
-            " shapes fit"
-        ),
+        help="start a new run from the weights in a checkpoint or .safetensors,"
+        " as far as their shapes fit",
     )
-    shared = {action.dest: action for action in reversed(parser._actions)}
-    for name, value in defaults.items():
-        value, shown = value if isinstance(value, tuple) else (value, None)
-        shared[name].default = value
-        if shown is None:
-            shown = ("on" if value else "off") if isinstance(value, bool) else value
-        shared[name].help = re.sub(r"\([^()]*\)$", f"({shown})", shared[name].help)
 
 
 def resolve(
@@ -556,7 +563,7 @@ def plans(args: argparse.Namespace) -> bool:
 
 
 def freeze(args: argparse.Namespace) -> None:
-    """Makes `args` read-only: what a run computes from its flags has a name of its own."""
+    """Makes `args` read-only: what a run computes from its flags gets another name."""
     if not isinstance(args, ReadOnly):
         args.__class__ = ReadOnly
 

@@ -17,25 +17,25 @@ from common.device import Setup
 from common.errors import RunError, UsageError, cannot_write, first_line
 
 PASS, FAIL, SKIP = "pass", "FAIL", "skip"
-BACKENDS = {
+BACKENDS = {  # torch's names
     "flash": "FLASH_ATTENTION",
     "memory-efficient": "EFFICIENT_ATTENTION",
     "math": "MATH",
-}  # of torch
+}
 
 
 def verify(args, model: torch.nn.Module, plan: Callable[[], tuple[int, str]] | None = None) -> int:
     """Prints a line for each check of what a run with these flags needs, and returns the exit
     status: 1 if one fails. `plan()`: the bytes that must be free for the longest micro-batch, and
     the verdict. Nothing is written."""
-    on_gpu = argparse.Namespace(
-        **{**vars(args), "device": args.device.replace("auto", "cuda")}
-    )  # not the CPU instead
+    wanted = args.device.replace("auto", "cuda")  # not the CPU instead
+    on_gpu = argparse.Namespace(**{**vars(args), "device": wanted})
     try:
         setup = device.setup(on_gpu, quiet=True)
         found = check_gpu(setup)
     except UsageError as error:
-        setup, found = Setup(), (FAIL, str(error))
+        setup = Setup()
+        found = FAIL, str(error)
     needs_gpu = {"memory", "attention", "precision" if found[0] == FAIL else ""}
     checks = {
         "GPU": lambda: found,
@@ -61,25 +61,16 @@ def verify(args, model: torch.nn.Module, plan: Callable[[], tuple[int, str]] | N
 def check_gpu(setup: Setup) -> tuple[str, str]:
     if setup.device.type != "cuda":
         return SKIP, "--device cpu"
-    name, (major, minor) = (
-        torch.cuda.get_device_name(setup.device),
-        torch.cuda.get_device_capability(setup.device),
-    )
+    name = torch.cuda.get_device_name(setup.device)
+    major, minor = torch.cuda.get_device_capability(setup.device)
     driver = "unknown"
-    with contextlib.suppress(
-        Exception
-    ):  # NVML is missing or does not know this GPU, which computes all the same
+    with contextlib.suppress(Exception):  # NVML is missing or does not know this GPU
         import pynvml
 
         pynvml.nvmlInit()
         driver = pynvml.nvmlSystemGetDriverVersion()
-    return (
-        PASS,
-        (
-            f"{name}, compute capability {major}.{minor}, driver {driver}, torch for CUDA"
-            f" {torch.version.cuda}"
-        ),
-    )
+    versions = f"driver {driver}, torch for CUDA {torch.version.cuda}"
+    return PASS, f"{name}, compute capability {major}.{minor}, {versions}"
 
 
 def check_memory(setup: Setup, needed: int, verdict: str) -> tuple[str, str]:
@@ -98,13 +89,11 @@ def check_memory(setup: Setup, needed: int, verdict: str) -> tuple[str, str]:
 
 def check_precision(args, setup: Setup) -> tuple[str, str]:
     """Whether a product under autocast has the type of the run."""
-    capability = (
-        torch.cuda.get_device_capability(setup.device) if setup.device.type == "cuda" else None
-    )
-    wanted, matrix = (
-        device.pick_dtype(args.mixed_precision, capability)[1],
-        torch.ones(16, 16, device=setup.device),
-    )
+    capability = None
+    if setup.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(setup.device)
+    wanted = device.pick_dtype(args.mixed_precision, capability)[1]
+    matrix = torch.ones(16, 16, device=setup.device)
     with setup.autocast():
         dtype = (matrix @ matrix).dtype
     status = PASS if dtype is (setup.dtype or torch.float32) else FAIL
@@ -123,18 +112,15 @@ def check_attention(setup: Setup) -> tuple[str, str]:
                 sdpa_kernel(getattr(SDPBackend, kernel)),
                 contextlib.suppress(RuntimeError),
             ):
-                warnings.simplefilter(
-                    "ignore"
-                )  # torch explains at length why it did not use the other back ends
+                # Torch explains at length why it did not use the other back ends.
+                warnings.simplefilter("ignore")
                 F.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum().backward()
                 works.setdefault(mask is None, []).append(name)
     if len(works) < 2:
         return FAIL, "no back end of scaled_dot_product_attention computes on this GPU"
-    only = (
-        " (math alone: memory grows with the square of the length)"
-        if works[False] == ["math"]
-        else ""
-    )
+    only = ""
+    if works[False] == ["math"]:
+        only = " (math alone: memory grows with the square of the length)"
     return PASS, f"{', '.join(works[True])}; with a padding mask: {', '.join(works[False])}{only}"
 
 
@@ -154,9 +140,8 @@ def check_disk(args, model: torch.nn.Module) -> tuple[str, str]:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return FAIL, f"cannot write in {existing}; choose another --checkpoint_dir"
     weights = 4 * optim.count_parameters(model)[0]
-    each = weights + optim.state_bytes(
-        model, args.optimizer
-    )  # with the states, also if they are in host memory
+    # With the states, also if they are in host memory.
+    each = weights + optim.state_bytes(model, args.optimizer)
     needed = (args.keep_last + 1) * each + 2 * weights
     replaced = [*checkpoint.list_checkpoints(folder), *folder.glob("best.safetensors")]
     own = replaced if checkpoint.continues(args.resume, folder) else []

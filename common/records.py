@@ -56,7 +56,8 @@ def _convert(value, hint, place: str, source: str | Path):
         return read(hint, value, source)
     if isinstance(hint, types.UnionType):
         return _convert_union(value, hint, place, source)
-    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    origin = typing.get_origin(hint) or hint
+    inner = typing.get_args(hint)
     allowed = {float: (float, int), tuple: (tuple, list)}.get(origin, origin)
     if origin is typing.Any:
         return value

@@ -8,13 +8,11 @@ import torch
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MOST = 300  # GiB of a GPU: a larger number is the name of a model
-CONTEXT = (
-    GIB // 2
-)  # the CUDA context, which torch's allocator does not count: 0.4 to 0.6 GiB by GPU and driver
-CUBLAS, CUBLAS_HOPPER = (
-    8 * MIB + 128 * KIB,
-    32 * MIB,
-)  # torch's default workspaces, the second from capability 9.0
+# The CUDA context, which torch's allocator does not count: 0.4 to 0.6 GiB by GPU and driver.
+CONTEXT = GIB // 2
+# Torch's default workspaces of cuBLAS, the second from compute capability 9.0.
+CUBLAS = 8 * MIB + 128 * KIB
+CUBLAS_HOPPER = 32 * MIB
 KERNELS = 32 * MIB  # an allowance for cuDNN's workspaces and the buffers of reductions
 
 
@@ -61,9 +59,12 @@ CARDS = tuple(
 def choose_card(text: str | None, device: str, error: type[Exception]) -> Card | None:
     """The card that `text` names or, if it is empty, the one that `device` names (auto, cpu, cuda,
     cuda:N); None if it is None and none is there. Raises an `error` of this type."""
-    index = device.partition(":")[2]
+    _, _, index = device.partition(":")
     try:
-        card = find_card(text) if text else card_here(int(index) if index.isdecimal() else 0)
+        if text:
+            card = find_card(text)
+        else:
+            card = card_here(int(index) if index.isdecimal() else 0)
     except ValueError as reason:
         raise error(f"--dry_run: {reason}") from None
     if card is None and text is not None:

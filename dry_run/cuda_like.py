@@ -14,20 +14,14 @@ import torch.nn.functional as F
 from dry_run.fake_tensors import CannotPlan
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
-LISTS = (
-    "LOWER_PRECISION_FP",
-    "FP32",
-    "FP32_SET_OPT_DTYPE",
-    "PROMOTE",
-)  # of operators, in the header
+# Of operators, in the header.
+LISTS = ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE")
 FLASH = (8, 0)  # compute capability that flash attention needs
-TENSOR_CORES = (
-    7,
-    0,
-)  # compute capability from which 16-bit products take heads of multiples of 8 only
+# Compute capability from which 16-bit products take heads of multiples of 8 only.
+TENSOR_CORES = (7, 0)
 FLASH_HEAD = 256  # widest head of flash attention
-# values for each step and cell that cuDNN's LSTM keeps: an estimate, because cuDNN does not
-# document it
+# Values for each step and cell that cuDNN's LSTM keeps: an estimate, because cuDNN does not
+# document it.
 RESERVE = 6
 ALIGNMENT = 8  # of the strides of a mask for memory-efficient attention
 aten = torch.ops.aten
@@ -58,7 +52,7 @@ def autocast_lists() -> dict[str, list[str]]:
 
 
 def cast(value, dtype: torch.dtype):
-    """A floating tensor, or those of a list, in autocast's `dtype`."""
+    """A floating tensor, or every one of a list, in autocast's `dtype`."""
     if isinstance(value, (list, tuple)):
         return type(value)(cast(each, dtype) for each in value)
     if (
@@ -128,7 +122,8 @@ def attention_for(capability: tuple[int, int]) -> Callable:
     def attention(
         q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
     ):
-        halves, head = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+        halves = q.dtype in (torch.float16, torch.bfloat16)
+        head = q.shape[-1]
         usual = (
             q.dim() == 4
             and not enable_gqa
@@ -147,7 +142,9 @@ def attention_for(capability: tuple[int, int]) -> Callable:
         known = q.dtype in (torch.float16, torch.float32) or (
             q.dtype is torch.bfloat16 and capability >= FLASH
         )
-        aligned = 8 if halves and capability >= TENSOR_CORES else 4 if capability >= FLASH else 1
+        aligned = 4 if capability >= FLASH else 1
+        if halves and capability >= TENSOR_CORES:
+            aligned = 8
         if usual and known and head % aligned == 0:
             bias = attn_mask
             if bias is not None:

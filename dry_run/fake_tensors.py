@@ -146,7 +146,8 @@ class FakeTensors(TorchDispatchMode):
         self, size: Iterable[int], stride: Iterable[int], dtype: torch.dtype, part: str = ""
     ) -> torch.Tensor:
         """A fake tensor of this shape."""
-        size, stride = tuple(size), tuple(stride)
+        size = tuple(size)
+        stride = tuple(stride)
         if 0 in size:
             return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
         nbytes = (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))) * dtype.itemsize
@@ -394,7 +395,7 @@ class FakeTensors(TorchDispatchMode):
         ]
 
     def result(self, gradients: Iterable[torch.Tensor], states: Iterable[Block] = ()) -> Peak:
-        """The peak so far. `gradients`: those of the parameters, which are still there; `states`:
+        """The peak so far. `gradients` of the parameters, which are still there; `states`:
         blocks of the optimizer's."""
         for block in states:
             block.part = "optimizer states"

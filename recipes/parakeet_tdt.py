@@ -47,7 +47,7 @@ from speech import demo, metrics, recogniser, released, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.columns import Corpus
 from speech.features import random_masks
-from speech.parakeet import decoding, features, start
+from speech.parakeet import decoding, start
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
 from speech.parakeet.scratch import fit_to_data
@@ -136,7 +136,7 @@ class Utterances:
         corpus: Corpus,
         tokenizer: ParakeetTokenizer,
         info: ModelInfo,
-        training: bool = False,
+        training: bool,
     ):
         self.args = args
         self.corpus = corpus
@@ -287,19 +287,9 @@ def evaluate(
     return {**sums, **metrics.score(rows)}
 
 
-def transcripts(tokenizer: ParakeetTokenizer, model: Parakeet, batch: dict) -> list[dict]:
-    """The texts of a batch with the times of words and segments."""
-    frame_seconds = model.config["subsampling"] * features.HOP / SAMPLE_RATE
-    encoded, frames = model.encode(batch)
-    hypotheses = zip(decoding.decode(model, encoded, frames), frames, strict=True)
-    return [
-        decoding.transcript(each, tokenizer, frame_seconds, count) for each, count in hypotheses
-    ]
-
-
 def decode_words(tokenizer: ParakeetTokenizer, model: Parakeet, eval_batches) -> list[dict]:
     """The rows of a decoded set, with the times of their words."""
-    decode = functools.partial(transcripts, tokenizer, model)
+    decode = functools.partial(decoding.transcripts, model, tokenizer)
     rows = []
     for row in recogniser.decode_texts(model, decode, eval_batches):
         decoded = row["hypothesis"]
@@ -348,7 +338,7 @@ def trained(
 def transcribe(args, asked: start.Options) -> None:
     setup = device.setup(args, quiet=True)
     info, model, before = trained(asked, setup)
-    decode = functools.partial(transcripts, start.tokenizer_of(info), model)
+    decode = functools.partial(decoding.transcripts, model, start.tokenizer_of(info))
     longest = (before or RELEASED).longest
     recogniser.transcribe_files(asked.how, decode, setup, longest, parts=("words", "segments"))
 

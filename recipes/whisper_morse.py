@@ -55,8 +55,10 @@ from speech.whisper.model import FRAME, LAYERS, Whisper, alignment_loss, ctc_los
 from speech.whisper.tokenizer import WhisperTokenizer, train_symbols
 
 RECIPE = "whisper_morse"
-FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH = 2, 10 / 80  # share of the bands
-TIME_MASKS, TIME_MASK_WIDTH = 2, 0.05  # share of the utterance
+FREQUENCY_MASKS = 2
+FREQUENCY_MASK_WIDTH = 10 / 80  # share of the bands
+TIME_MASKS = 2
+TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_STEPS = 1100
 SIZES = {"demo": formats.shape(128, (4, 2), 4), **formats.SIZES}
 ALIGNED = "a released encoder is aligned already; leave the first out"
@@ -110,8 +112,11 @@ def resolve(args) -> tuple[start.Options, clips.Options]:
     recorded = any(getattr(args, name) for name in clips.RECORDED)
     is_released = any(getattr(args, name) for name in released.MODELS)
     is_demo = not (recorded or is_released or args.from_scratch or args.conditions)
-    usual, eval_every = (("num_epochs", 3), 0) if recorded else (("max_steps", 20_000), 1000)
-    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, usual, eval_every)
+    if recorded:
+        options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, ("num_epochs", 3))
+    else:
+        usual = ("max_steps", 20_000)
+        options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, usual, usual_eval_every=1000)
     # Without augmentation by default: a masked span would take symbols away.
     how = recogniser.resolve(args, is_demo, start.BEAM_SIZE, augments=False)
     source = clips.resolve(args, is_demo)
@@ -330,17 +335,20 @@ def report_results(
     args,
     asked: start.Options,
     info: start.ModelInfo,
-    corpus: clips.Clips,
     model: Whisper,
-    eval_batches,
-    title: str,
+    evaluation: dict[str, EvalBatches],
+    weights: str,
 ) -> None:
-    """Prints error rates and examples of a set, decoded by --decoding; then tables by condition,
-    contest, speed and SNR, which are kept in evaluation.json."""
+    """Prints error rates and examples of the test set, or of "val" without one, decoded by
+    --decoding; then tables by condition, contest, speed and SNR, which are kept in evaluation.json.
+    `weights`: which weights the model has, for the title."""
+    name = "test" if "test" in evaluation else "val"
+    eval_batches = evaluation[name].whole()
+    corpus = eval_batches.dataset.data.corpus
     texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
     rows = decode_texts(model, texts_of, eval_batches)
     rows = [corpus.row(row["index"], row["hypothesis"]) for row in rows]
-    title = f"{title}, {len(rows)} clips, decoding: {args.decoding}"
+    title = f"{name} set, {weights}, {len(rows)} clips, decoding: {args.decoding}"
     recogniser.print_results(rows, title, asked.how, for_scoring)
     tables = scores.evaluation_tables(rows)
     scores.print_tables(tables)
@@ -377,14 +385,15 @@ def evaluate_only(args, asked: start.Options, source: clips.Options) -> None:
         check_folder(args.log_dir)
         start.check_limits(asked, info.config)
         synthesis = before.synthesis if before else None
-        sets = read_data(args, clips.as_trained(source, synthesis), before)
-        name = "test" if "test" in sets else "val"
+        corpora = read_data(args, clips.as_trained(source, synthesis), before)
         tokenizer, _ = start.make_search(asked, info)
-        data = Utterances(args, sets[name], tokenizer, info, training=False)
-        eval_batches = EvalBatches(args, data, collate, setup)
-        title = f"{name} set, the weights named"
+        corpora.pop("train", None)
+        evaluation = {}
+        for name, corpus in corpora.items():
+            data = Utterances(args, corpus, tokenizer, info, training=False)
+            evaluation[name] = EvalBatches(args, data, collate, setup)
         with setup.autocast():
-            report_results(args, asked, info, sets[name], model, eval_batches, title)
+            report_results(args, asked, info, model, evaluation, "the weights named")
     if args.export:
         start.export(args.export, info, model.state_dict())
 
@@ -413,20 +422,46 @@ def about_run(
     args,
     info: start.ModelInfo,
     source: clips.Options,
-    sets: dict[str, clips.Clips],
+    corpora: dict[str, clips.Clips],
     global_batches: GlobalBatches,
     before: RunInfo | None,
 ) -> RunInfo:
     """What is kept with the weights beside the model. `before`: the same of the run that is
     resumed."""
-    data = clips.run_info(splits.resolve(args), sets)
+    data = clips.run_info(splits.resolve(args), corpora)
     longest = start.longest_heard(info, data.longest, before and before.data)
     steps = global_batches.total_steps(args)
     pad_from = start.middle_epoch(steps, global_batches.per_epoch)
     if before:
         pad_from = before.pad_from
-    synthesis = source.choice if isinstance(sets["train"], Synthetic) else None
+    synthesis = source.choice if isinstance(corpora["train"], Synthetic) else None
     return RunInfo(dataclasses.replace(data, longest=longest), pad_from, synthesis)
+
+
+def make_task(args, asked: start.Options, info: start.ModelInfo, run_info: RunInfo) -> Task:
+    """What the loop has to know of this recipe."""
+    tokenizer, search = start.make_search(asked, info)
+    terms = loss_weights(args, info)
+    fit = None
+    freeze = Whisper.freeze_encoder
+    if not info.pretrained:
+        fit = functools.partial(scratch.fit, seed=args.seed, initialised=bool(args.init_from))
+        freeze = None
+    return Task(
+        RECIPE,
+        compute_loss,
+        terms,
+        functools.partial(evaluate, tokenizer, search, terms),
+        info,
+        run_info,
+        metric="cer",
+        fit=fit,
+        freeze=freeze,
+        learning_rate=start.learning_rate(info),
+        checkpointed=LAYERS,
+        compiled=LAYERS,
+        reports=(*recogniser.REPORTS, "evaluation.json"),
+    )
 
 
 def main(args) -> None:
@@ -442,47 +477,21 @@ def main(args) -> None:
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
 
-    sets = read_data(args, source, before)
+    corpora = read_data(args, source, before)
     info, model = first_model(args, asked, run)
-    tokenizer, search = start.make_search(asked, info)
+    tokenizer, _ = start.make_search(asked, info)
     data = {}
-    for name, corpus in sets.items():
+    for name, corpus in corpora.items():
         data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
 
     global_batches = GlobalBatches(args, data["train"], collate, run.setup)
-    evaluation = {
-        name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
-    }
-    run_info = about_run(args, info, source, sets, global_batches, before)
-    data["train"].pad_from = run_info.pad_from
-    terms = loss_weights(args, info)
-    fit = functools.partial(scratch.fit, seed=args.seed, initialised=bool(args.init_from))
-    task = Task(
-        RECIPE,
-        compute_loss,
-        terms,
-        functools.partial(evaluate, tokenizer, search, terms),
-        info,
-        run_info,
-        metric="cer",
-        fit=None if info.pretrained else fit,
-        freeze=Whisper.freeze_encoder if info.pretrained else None,
-        learning_rate=start.learning_rate(info),
-        checkpointed=LAYERS,
-        compiled=LAYERS,
-        reports=(*recogniser.REPORTS, "evaluation.json"),
-    )
+    run_info = about_run(args, info, source, corpora, global_batches, before)
+    data.pop("train").pad_from = run_info.pad_from
+    evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
+    task = make_task(args, asked, info, run_info)
     train(args, run, model, task, global_batches, evaluation["val"])
-    name = "test" if "test" in evaluation else "val"
-    report = functools.partial(report_results, args, asked, info, sets[name], model)
-    finish(
-        args,
-        run,
-        model,
-        task,
-        evaluation["val"],
-        lambda weights: report(evaluation[name].whole(), f"{name} set, {weights}"),
-    )
+    report = functools.partial(report_results, args, asked, info, model, evaluation)
+    finish(args, run, model, task, evaluation["val"], report)
     if args.export and run.setup.ranks.first:
         start.export(args.export, info, model.state_dict())
 

@@ -51,11 +51,14 @@ from speech.whisper.model import LAYERS, Whisper, ctc_loss, token_loss
 from speech.whisper.tokenizer import WhisperTokenizer, train_bpe
 
 RECIPE = "whisper_vietnamese"
-FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH = 2, 10 / 80  # share of the bands
-TIME_MASKS, TIME_MASK_WIDTH = 2, 0.05  # share of the utterance
+FREQUENCY_MASKS = 2
+FREQUENCY_MASK_WIDTH = 10 / 80  # share of the bands
+TIME_MASKS = 2
+TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_SIZES = {"train": 6000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 1800
-DEMO_TOKENS, USUAL_TOKENS = 320, 500  # with more, the demo's CER was 62 % instead of 26 %
+USUAL_TOKENS = 500
+DEMO_TOKENS = 320  # with whole syllables as tokens the demo's CER was 62 % instead of 26 %
 PROMPT = 4  # tokens before a text
 SIZES = {"demo": formats.shape(144, (4, 2), 4), **formats.SIZES}
 OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
@@ -310,19 +313,28 @@ def final_texts(
 
 
 def report_results(
-    args, asked: start.Options, info: start.ModelInfo, model: Whisper, eval_batches, title: str
+    args,
+    asked: start.Options,
+    info: start.ModelInfo,
+    model: Whisper,
+    evaluation: dict[str, EvalBatches],
+    weights: str,
 ) -> None:
-    """Prints error rates and examples of a set, decoded by --decoding; with --compare_to also a
-    baseline's."""
+    """Prints error rates and examples of the test set, or of "val" without one, decoded by
+    --decoding; with --compare_to also a baseline's. `weights`: which weights the model has, for the
+    title."""
+    name = "test" if "test" in evaluation else "val"
+    eval_batches = evaluation[name].whole()
     texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
     rows = decode_texts(model, texts_of, eval_batches)
-    title = f"{title}, {len(rows)} utterances, decoding: {args.decoding}"
+    title = f"{name} set, {weights}, {len(rows)} utterances, decoding: {args.decoding}"
     recogniser.print_results(rows, title, asked.how, for_scoring)
     if args.compare_to:
-        theirs, weights = read_baseline(asked, args.compare_to)
-        baseline = start.make_model(theirs, weights=weights).eval()
+        baseline_info, baseline_weights = read_baseline(asked, args.compare_to)
+        baseline = start.make_model(baseline_info, weights=baseline_weights).eval()
         baseline.to(next(model.parameters()).device)
-        texts_of = functools.partial(final_texts, baseline, *start.make_search(asked, theirs))
+        search = start.make_search(asked, baseline_info)
+        texts_of = functools.partial(final_texts, baseline, *search)
         before = decode_texts(baseline, texts_of, eval_batches)
         table = metrics.improvement_table(before, rows, for_scoring)
         print(f"compared to {args.compare_to} on the same {len(rows)} utterances:\n{table}")
@@ -370,12 +382,14 @@ def evaluate_only(args, asked: start.Options) -> None:
         check_folder(args.log_dir)
         start.check_limits(asked, info.config)
         corpora = read_data(args, before)
-        name = "test" if "test" in corpora else "val"
         tokenizer, _ = start.make_search(asked, info)
-        data = Utterances(args, corpora[name], tokenizer, info, training=False)
-        eval_batches = EvalBatches(args, data, collate, setup)
+        corpora.pop("train", None)
+        evaluation = {}
+        for name, corpus in corpora.items():
+            data = Utterances(args, corpus, tokenizer, info, training=False)
+            evaluation[name] = EvalBatches(args, data, collate, setup)
         with setup.autocast():
-            report_results(args, asked, info, model, eval_batches, f"{name} set, the weights named")
+            report_results(args, asked, info, model, evaluation, "the weights named")
     if args.export:
         start.export(args.export, info, model.state_dict())
 
@@ -421,6 +435,32 @@ def about_run(
     return start.RunInfo(dataclasses.replace(data, longest=longest), pad_from)
 
 
+def make_task(args, asked: start.Options, info: start.ModelInfo, run_info: start.RunInfo) -> Task:
+    """What the loop has to know of this recipe."""
+    tokenizer, search = start.make_search(asked, info)
+    terms = loss_weights(args, info)
+    fit = None
+    freeze = Whisper.freeze_encoder
+    if not info.pretrained:
+        fit = functools.partial(scratch.fit, seed=args.seed, initialised=bool(args.init_from))
+        freeze = None
+    return Task(
+        RECIPE,
+        compute_loss,
+        terms,
+        functools.partial(evaluate, tokenizer, search, terms),
+        info,
+        run_info,
+        metric="cer",
+        fit=fit,
+        freeze=freeze,
+        learning_rate=start.learning_rate(info),
+        checkpointed=LAYERS,
+        compiled=LAYERS,
+        reports=recogniser.REPORTS,
+    )
+
+
 def main(args) -> None:
     asked = resolve(args)
     if args.check_data:
@@ -434,46 +474,20 @@ def main(args) -> None:
 
     corpora = read_data(args, before)
     info, model = first_model(args, asked, run, corpora["train"].texts)
-    tokenizer, search = start.make_search(asked, info)
+    tokenizer, _ = start.make_search(asked, info)
     corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, info.config)
     data = {}
     for name, corpus in corpora.items():
         data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
 
     global_batches = GlobalBatches(args, data["train"], collate, run.setup)
-    evaluation = {
-        name: EvalBatches(args, data[name], collate, run.setup) for name in data if name != "train"
-    }
     run_info = about_run(args, info, corpora, global_batches, before)
-    data["train"].pad_from = run_info.pad_from
-    terms = loss_weights(args, info)
-    fit = functools.partial(scratch.fit, seed=args.seed, initialised=bool(args.init_from))
-    task = Task(
-        RECIPE,
-        compute_loss,
-        terms,
-        functools.partial(evaluate, tokenizer, search, terms),
-        info,
-        run_info,
-        metric="cer",
-        fit=None if info.pretrained else fit,
-        freeze=Whisper.freeze_encoder if info.pretrained else None,
-        learning_rate=start.learning_rate(info),
-        checkpointed=LAYERS,
-        compiled=LAYERS,
-        reports=recogniser.REPORTS,
-    )
+    data.pop("train").pad_from = run_info.pad_from
+    evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
+    task = make_task(args, asked, info, run_info)
     train(args, run, model, task, global_batches, evaluation["val"])
-    name = "test" if "test" in evaluation else "val"
-    report = functools.partial(report_results, args, asked, info, model)
-    finish(
-        args,
-        run,
-        model,
-        task,
-        evaluation["val"],
-        lambda weights: report(evaluation[name].whole(), f"{name} set, {weights}"),
-    )
+    report = functools.partial(report_results, args, asked, info, model, evaluation)
+    finish(args, run, model, task, evaluation["val"], report)
     if args.export and run.setup.ranks.first:
         start.export(args.export, info, model.state_dict())
 

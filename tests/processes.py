@@ -22,18 +22,13 @@ from pathlib import Path
 CONTEXT = multiprocessing.get_context("forkserver")
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = [f"recipes.{path.stem}" for path in sorted((ROOT / "recipes").glob("*.py"))]
-LATER = [
-    "torch._dynamo",
-    "torch.utils.tensorboard",
-    "matplotlib.pyplot",
-    "espeakng_loader",
-]  # imported in a run
-CLOSED = "closed"  # a standard stream that is closed before the command starts
+# What a run imports only where it uses it.
+LATER = ["torch._dynamo", "torch.utils.tensorboard", "matplotlib.pyplot", "espeakng_loader"]
 
 
 def start_server() -> None:
     """Starts the server, which imports the libraries while other tests run."""
-    multiprocessing.set_forkserver_preload(["pytest", "tests.toy", *RECIPES, *LATER])
+    multiprocessing.set_forkserver_preload(["pytest", "tests.small", *RECIPES, *LATER])
     multiprocessing.forkserver.ensure_running()
 
 
@@ -53,14 +48,9 @@ class Process:
     ):
         self.folder = tempfile.TemporaryDirectory()
         kept = {number: os.path.join(self.folder.name, str(number)) for number in (1, 2)}
-        arguments = (
-            [*map(str, words)],
-            str(folder),
-            environment,
-            {0: os.devnull, **kept, **streams},
-            prelude,
-            ignored,
-        )
+        streams = {0: os.devnull, **kept, **streams}
+        words = [str(word) for word in words]
+        arguments = (words, str(folder), environment, streams, prelude, ignored)
         self.process = CONTEXT.Process(target=_command, args=arguments)
         self.process.start()
         self.pid = self.process.pid
@@ -113,8 +103,8 @@ def start(
 ) -> Process:
     """Starts `python WORDS ...` in `folder`: a script or -c, and its arguments. The `environment`
     is added to this one's. stdout (1) and stderr (2) are kept for `communicate` unless `streams`
-    maps them to a path, to `CLOSED` or to the writing end of a `multiprocessing.Pipe`. `prelude` is
-    code that runs first. The signals in `ignored` are ignored, as by nohup."""
+    maps them to a path or to the writing end of a `multiprocessing.Pipe`. `prelude` is code that
+    runs first. The signals in `ignored` are ignored, as by nohup."""
     start_server()
     return Process(words, folder, environment or {}, streams or {}, prelude, ignored)
 
@@ -146,23 +136,21 @@ def _command(
     os.environ.update(environment)
     gc.freeze()  # or a collection would copy every page that this process shares with the server
     torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, signal.SIG_IGN if number in ignored else default)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     for descriptor, stream in streams.items():
         _redirect(descriptor, stream)
-    sys.stdin, sys.stdout, sys.stderr = (
-        None,
-        _text_stream(1, "strict"),
-        _text_stream(2, "backslashreplace"),
-    )
+    sys.stdin = None
+    sys.stdout = _text_stream(1, "strict")
+    sys.stderr = _text_stream(2, "backslashreplace")
     os._exit(_finish(_run(words, prelude)))
 
 
 def _redirect(descriptor: int, stream) -> None:
-    if stream == CLOSED:
-        os.close(descriptor)
-    elif isinstance(stream, str | Path):
+    if isinstance(stream, str | Path):
         file = os.open(stream, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
@@ -172,18 +160,8 @@ def _redirect(descriptor: int, stream) -> None:
 
 
 def _text_stream(descriptor: int, errors: str):
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return None  # as Python does
-    return open(
-        descriptor,
-        "w",
-        encoding="utf-8",
-        errors=errors,
-        closefd=False,
-        buffering=1 if descriptor == 2 else -1,
-    )
+    buffering = 1 if descriptor == 2 else -1  # stderr is written line by line
+    return open(descriptor, "w", buffering, encoding="utf-8", errors=errors, closefd=False)
 
 
 def _run(words: list[str], prelude: str) -> int:
@@ -215,10 +193,9 @@ def _import_anew(root: Path) -> None:
     if root == ROOT:
         importlib.reload(importlib.import_module("common"))
     else:
-        for name in [
-            name for name in sys.modules if name.split(".")[0] in ("common", "speech", "recipes")
-        ]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            if name.split(".")[0] in ("common", "speech", "recipes"):
+                del sys.modules[name]
 
 
 def _finish(status: int) -> int:
@@ -226,8 +203,7 @@ def _finish(status: int) -> int:
     threading._shutdown()
     atexit._run_exitfuncs()
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError:
         return 120
     return status

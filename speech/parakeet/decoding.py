@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from speech.audio import SAMPLE_RATE
+from speech.parakeet.features import HOP
 from speech.parakeet.model import Parakeet
+from speech.parakeet.tokenizer import SPACE, ParakeetTokenizer
 
-SPACE = "\u2581"  # begins a word in SentencePiece's pieces
 # Latin, Armenian, Arabic, Urdu, Devanagari, Myanmar, Ethiopic, Khmer, Chinese and full-width.
 SENTENCE_ENDS = tuple(
     ".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61"
@@ -98,6 +100,16 @@ def decode(model: Parakeet, encoded: torch.Tensor, frames: list[int]) -> list[li
     projected = model.encoder_projector(encoded)
     most = model.config["max_symbols"]
     return greedy(step, model.joint.logits, projected, frames, model.joint.durations, most)
+
+
+def transcripts(model: Parakeet, tokenizer: ParakeetTokenizer, batch: dict) -> list[dict]:
+    """The `transcript` of every utterance of a batch."""
+    encoded, frames = model.encode(batch)
+    frame_seconds = model.config["subsampling"] * HOP / SAMPLE_RATE
+    results = []
+    for tokens, count in zip(decode(model, encoded, frames), frames, strict=True):
+        results.append(transcript(tokens, tokenizer, frame_seconds, count))
+    return results
 
 
 def text_of(tokens: list[Token], tokenizer) -> str:

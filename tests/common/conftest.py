@@ -11,7 +11,7 @@ from common import report
 
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch):
-    """Drawing training.png takes longer than a run of the toy; test_report.py draws it."""
+    """Drawing training.png takes longer than a small run; test_report.py draws it."""
     monkeypatch.setattr(report.Report, "draw", lambda self, metric: None)
 
 

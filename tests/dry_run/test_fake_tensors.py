@@ -255,12 +255,12 @@ class Stack(nn.Module):
 ROWS = {"x": torch.zeros(MIB // 4, 1)}  # 1 MiB
 
 
-def toy_loss(model: Stack, batch: dict) -> torch.Tensor:
+def stack_loss(model: Stack, batch: dict) -> torch.Tensor:
     return model(batch["x"].detach().requires_grad_())
 
 
 def test_the_place_of_a_peak_in_forward():
-    _, peak = measure(Stack((2, 1), (3, 40), (1, 1)), ROWS, toy_loss)
+    _, peak = measure(Stack((2, 1), (3, 40), (1, 1)), ROWS, stack_loss)
     assert (peak.module, peak.phase) == ("blocks.1", "forward")
     # What passes, what the first block keeps, and its output.
     assert peak.parts["activations"] == (40 + 2 + 1) * MIB and peak.parts["batch"] == MIB
@@ -268,7 +268,7 @@ def test_the_place_of_a_peak_in_forward():
 
 
 def test_the_place_of_a_peak_in_backward():
-    _, peak = measure(Stack((20, 1), (10, 1), (20, 1)), ROWS, toy_loss)
+    _, peak = measure(Stack((20, 1), (10, 1), (20, 1)), ROWS, stack_loss)
     assert (peak.module, peak.phase) == ("blocks.2", "backward")
     # The last block's exponential and its gradient, while all others are there.
     assert peak.parts["activations"] == 50 * MIB + 2 * ROUNDING  # and the loss
@@ -278,7 +278,7 @@ def test_the_place_of_a_peak_in_backward():
 def test_the_place_of_a_peak_in_recomputation():
     model = Stack((2, 1), (3, 40), (4, 1))
     memory.checkpoint_layers(model, (Block,))
-    _, peak = measure(model, ROWS, toy_loss)
+    _, peak = measure(model, ROWS, stack_loss)
     assert (peak.module, peak.phase) == ("blocks.1", "recomputation")
     assert 42 * MIB <= peak.total <= 44 * MIB
 

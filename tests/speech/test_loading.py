@@ -10,7 +10,7 @@ from common import batches
 from common.device import Setup
 from common.errors import DataError
 from speech.audio import read_audio
-from tests import toy
+from tests import small
 from tests.speech.test_audio import bad_file
 
 ADVICE = "; fix or remove it, or skip such files with --skip_bad_audio"
@@ -41,7 +41,7 @@ def collate(items: list[dict]) -> dict:
 
 def epoch(bad: dict[int, str], *flags: str, workers: int = 0) -> list[batches.GlobalBatch]:
     made = batches.GlobalBatches(
-        toy.make_args("unused", *flags), Files(bad), collate, Setup(workers=workers)
+        small.make_args("unused", *flags), Files(bad), collate, Setup(workers=workers)
     )
     source = made.iterate()
     global_batches = [next(source) for _ in range(made.per_epoch)]
@@ -89,13 +89,13 @@ def test_a_set_of_missing_files_makes_empty_windows(tmp_path):
 def test_evaluation_skips_files_and_says_so_once(tmp_path, capsys, no_ffmpeg):
     path = bad_file(tmp_path / "my audio", "empty")
     made = batches.EvalBatches(
-        toy.make_args("unused", "--skip_bad_audio"), Files({2: path}), collate, Setup()
+        small.make_args("unused", "--skip_bad_audio"), Files({2: path}), collate, Setup()
     )
     for _ in range(2):
         assert sum(len(batch["names"]) for batch in made) == 19
     reason = f"{path} cannot be used: file is empty"
     assert made.skipped == {path: reason}
     assert capsys.readouterr().out == f"skipped in evaluation: {reason}\n"
-    strict = batches.EvalBatches(toy.make_args("unused"), Files({2: path}), collate, Setup())
+    strict = batches.EvalBatches(small.make_args("unused"), Files({2: path}), collate, Setup())
     with pytest.raises(DataError, match=f"^{re.escape(f'{reason}{ADVICE}')}$"):
         list(strict)

@@ -63,7 +63,8 @@ def test_waveforms_are_those_of_coqui():
 def test_speaker_vectors_are_those_of_coqui():
     cases = load_file(FIXTURES / "hifigan_decoder_cases.safetensors")
     vectors = reference_decoder().speaker_vector(cases["clips"] / 32_768)
-    torch.testing.assert_close(vectors, cases["speaker_vector"], rtol=0, atol=1e-5)
+    atol = 1e-4 * float(cases["speaker_vector"].abs().max())
+    torch.testing.assert_close(vectors, cases["speaker_vector"], rtol=0, atol=atol)
     assert (vectors[0] - vectors[1]).abs().max() > 0.01
 
 
@@ -75,7 +76,9 @@ def test_the_speaker_encoders_own_features_are_those_of_coqui():
     assert len(spectrogram) == 3
     for name, tensor in spectrogram.items():
         expected = weights[f"hifigan_decoder.speaker_encoder.torch_spec.{name}"].float()
-        torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-6)
+        # The edges of the filters, up to 8 kHz in fp32, are rounded by 1e-5 of a filter's width.
+        atol = 3e-5 * float(expected.abs().max())
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=atol)
 
 
 def test_the_full_size_has_the_parameters_and_names_of_the_released_one():
