@@ -263,7 +263,7 @@ class Utterances:
 
 def collate(items: list[dict]) -> dict:
     """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths, and slices (B, S).
-    The targets of a text are its tokens and STOP; those of a clip are the codes that are not in the
+    The targets of a text are its tokens and STOP. The targets of a clip are the codes outside the
     slice, and four STOPs."""
     audio, audio_lengths = pad([item["audio"] for item in items])
     tokens, tokens_lengths = pad([item["tokens"] for item in items])
@@ -360,7 +360,7 @@ def compute_loss(model: GPT, batch: dict, frozen: Frozen) -> dict[str, torch.Ten
 def evaluate(
     frozen: Frozen, languages: list[str], model: GPT, eval_batches
 ) -> dict[str, tuple[float, float]]:
-    """The losses as (sum, count) and, if there are several `languages`, those of each, such as
+    """The losses as (sum, count). With several `languages` there is also one for each, such as
     "mel_am"."""
     where = next(model.parameters()).device
     several = len(languages) > 1
