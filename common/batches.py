@@ -88,7 +88,7 @@ def cut_global_batch(
 ) -> list[list[int]]:
     """This rank's micro-batches of a global batch as lists of indices, longest utterance first: at most
     `batch_size` utterances and at most `max_batch_seconds` of padded audio each. A longer utterance
-    is a batch of its own."""
+    is alone in its batch."""
     longest_first = global_batch[np.argsort(-seconds[global_batch], kind="stable")]
     most = max_batch_seconds or math.inf
     batches: list[list[int]] = []

@@ -366,6 +366,17 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
     return Saved(path=path, recipe=recipe, model=check_tensors(tensors, path), **found)
 
 
+def read_infos(saved: Saved | None, model_info: type, run_info: type) -> tuple:
+    """The `ModelInfo` and the `RunInfo` of a checkpoint, given their classes; (None, None) without a
+    checkpoint. Raises `UsageError`."""
+    if saved is None:
+        return None, None
+    return (
+        records.read(model_info, saved.model_info, saved.path),
+        records.read(run_info, saved.run_info, saved.path),
+    )
+
+
 def weights_to_use(resume: str | None, checkpoint_dir: Path, recipe: str) -> Saved:
     """The weights that `--resume` names or, without a path, those of the best evaluation. Raises
     `UsageError`."""

@@ -124,7 +124,7 @@ class Ranks:
         for transfer in [dist.all_reduce(total, async_op=True) for total in sums]:
             transfer.wait()
         for parameter, total in zip(used, sums, strict=True):
-            # A gradient may not be contiguous: those of a channels_last convolution are not.
+            # The gradient of a channels_last convolution is not contiguous, so `total` is a copy.
             if total is not parameter.grad:
                 parameter.grad.copy_(total)
 

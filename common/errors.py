@@ -94,6 +94,7 @@ def exit_with_one_line(main: Callable, *args) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, _stop)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's `... &` ignores it
     try:
         status = _run(main, *args)
     finally:

@@ -70,8 +70,8 @@ class Task:
     is given. `checkpointed` and `compiled` are the layer types for --gradient_checkpointing and
     --torch_compile. With `evaluate_first`, a new run evaluates the model before its first update.
     Without `decay_embeddings`, embeddings have no weight decay. `betas` are AdamW's. `reports` are
-    the names of files that the recipe writes in the log folder; a new run moves those of an earlier
-    one aside."""
+    the names of files that the recipe writes in the log folder; a new run moves an earlier run's
+    files aside."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -596,8 +596,8 @@ def run_global_batch(
     the parameters.
 
     `totals` is the number of targets of each term in the whole global batch, on all ranks.
-    `compute_loss` and `loss_weights` are those of a `Task`. If a micro-batch runs out of memory,
-    the outcome says so; any other error passes through."""
+    `compute_loss` and `loss_weights` are a `Task`'s. If a micro-batch runs out of memory, the
+    outcome says so; any other error passes through."""
     sums = None
     batches = to_device(micro_batches, setup.device)
     for number in range(len(micro_batches)):

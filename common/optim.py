@@ -240,7 +240,7 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, saved: dict
 ) -> None:
     """Copies saved states, of any kind of optimizer, into this one. The copy is exact unless 32
-    bits become 8. Learning rate and weight decay stay those of the command line. A parameter
+    bits become 8. Learning rate and weight decay stay as the command line says. A parameter
     without a saved state of its shape starts with a fresh state, and the state of a parameter that
     is now frozen is dropped; the numbers of both are printed."""
     own = optimizer_state(optimizer, model)

@@ -563,7 +563,7 @@ def plans(args: argparse.Namespace) -> bool:
 
 
 def freeze(args: argparse.Namespace) -> None:
-    """Makes `args` read-only: what a run computes from its flags has a name of its own."""
+    """Makes `args` read-only: what a run computes from its flags gets another name."""
     if not isinstance(args, ReadOnly):
         args.__class__ = ReadOnly
 

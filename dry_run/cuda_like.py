@@ -52,7 +52,7 @@ def autocast_lists() -> dict[str, list[str]]:
 
 
 def cast(value, dtype: torch.dtype):
-    """A floating tensor, or those of a list, in autocast's `dtype`."""
+    """A floating tensor, or every one of a list, in autocast's `dtype`."""
     if isinstance(value, (list, tuple)):
         return type(value)(cast(each, dtype) for each in value)
     if (

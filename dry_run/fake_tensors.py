@@ -395,7 +395,7 @@ class FakeTensors(TorchDispatchMode):
         ]
 
     def result(self, gradients: Iterable[torch.Tensor], states: Iterable[Block] = ()) -> Peak:
-        """The peak so far. `gradients`: those of the parameters, which are still there; `states`:
+        """The peak so far. `gradients` of the parameters, which are still there; `states`:
         blocks of the optimizer's."""
         for block in states:
             block.part = "optimizer states"

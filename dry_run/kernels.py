@@ -1,4 +1,4 @@
-"""What CUDA's kernels allocate inside themselves while they run, as far as it is known."""
+"""The memory that some of CUDA's kernels allocate inside themselves while they run."""
 
 
 def internal_bytes(name: str, inputs: list, outputs: list) -> int:

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import checkpoint, device, optim, options, records
+from common import checkpoint, device, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
@@ -686,19 +686,11 @@ def make_model(config: dict, *settings: float) -> Conformer:
     return Conformer(config, *settings)
 
 
-def read_saved(saved: checkpoint.Saved | None) -> tuple:
-    """The `ModelInfo` and the `RunInfo` of a checkpoint, (None, None) without one."""
-    if saved is None:
-        return None, None
-    model_info = records.read(ModelInfo, saved.model_info, saved.path)
-    return model_info, records.read(splits.RunInfo, saved.run_info, saved.path)
-
-
 def load_trained(args, setup: device.Setup) -> tuple[Conformer, object, splits.RunInfo]:
     """The model and the tokenizer of --resume, or of the best evaluation, and what is known of its
     run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
-    model_info, run_info = read_saved(saved)
+    model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     tokenizer = text.make_tokenizer(model_info.tokenizer, model_info.config["vocabulary"])
     model = make_model(model_info.config)
     checkpoint.load_weights(model, saved.model)
@@ -750,7 +742,7 @@ def main(args) -> None:
         return evaluate_only(args, how)
 
     run = begin(args, RECIPE)
-    model_info, run_info = read_saved(run.resumed)
+    model_info, run_info = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
     corpora = read_data(args, run_info, config["subsampling"])
     tokenizer = make_tokenizer(args, config, model_info, corpora["train"].texts)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import checkpoint, device, options, records
+from common import checkpoint, device, options
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.device import upcast
 from common.errors import exit_with_one_line
@@ -107,9 +107,6 @@ class Utterances:
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
         return self.corpus.seconds
-
-    def text_length(self, index: int) -> int:
-        return len(self.corpus.texts[index])
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance. Whatever is random here depends on (seed, epoch, index) alone."""
@@ -234,18 +231,10 @@ def report_results(how: recogniser.Options, model: Network, eval_batches, *title
     recogniser.print_results(rows, ", ".join(title), how)
 
 
-def read_saved(saved: checkpoint.Saved | None) -> tuple:
-    """The `ModelInfo` and the `RunInfo` of a checkpoint, (None, None) without one."""
-    if saved is None:
-        return None, None
-    model_info = records.read(ModelInfo, saved.model_info, saved.path)
-    return model_info, records.read(splits.RunInfo, saved.run_info, saved.path)
-
-
 def load_trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
     """The model of --resume, or of the best evaluation, and what is known of its run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
-    model_info, run_info = read_saved(saved)
+    model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     model = Network(model_info)
     checkpoint.load_weights(model, saved.model)
     return model.to(setup.device).eval(), run_info
@@ -279,7 +268,7 @@ def main(args) -> None:
         return evaluate_only(args, how)
 
     run = begin(args, RECIPE)
-    model_info, run_info = read_saved(run.resumed)
+    model_info, run_info = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
     corpora = read_data(args, run_info)
     if model_info is None:
         characters = sorted(set("".join(corpora["train"].texts)))
