@@ -37,38 +37,19 @@ from speech.xtts.codec import SAMPLE_RATE, Mel, griffin_lim
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "konkani_conformer.py"
 KINDS = ("reference", "resynthesis", "synthesis")
-LIMITS = {
-    "resynthesis": ("reference", 5.0),
-    "synthesis": ("resynthesis", 12.0),
-}  # points of CER above another kind
+# Points of CER that a kind may be above another one.
+LIMITS = {"resynthesis": ("reference", 5.0), "synthesis": ("resynthesis", 12.0)}
 HELD_BACK = 100  # clips that evaluate the judge
 COPIED = {"train": 150, "val": 30}  # clips with a Griffin-Lim copy, which takes a third of a second
 REPEATS = 4  # of each copy in the training set
-SHAPE = [
-    "--d_model",
-    "96",
-    "--encoder_layers",
-    "4",
-    "--decoder_layers",
-    "1",
-    "--attention_heads",
-    "4",
-]
-TRAINING = [
-    "--batch_size",
-    "16",
-    "--gradient_accumulation_steps",
-    "1",
-    "--learning_rate",
-    "2e-3",
-    "--seed",
-    "1",
-    "--no_spec_augment",
-    "--no_speed_perturbation",
-    "--decoding",
-    "greedy",
-]
-STEPS, MOST_ROUNDS, MOST_CER = 800, 3, 0.05
+SHAPE = "--d_model 96 --encoder_layers 4 --decoder_layers 1 --attention_heads 4".split()
+TRAINING = (
+    "--batch_size 16 --gradient_accumulation_steps 1 --learning_rate 2e-3 --seed 1"
+    " --no_spec_augment --no_speed_perturbation --decoding greedy"
+).split()
+STEPS = 800  # updates of a round
+MOST_ROUNDS = 3
+MOST_CER = 0.05  # of the judge
 SHORT = 2  # words
 
 # Letters that sound alike: rows of seven orders, and the fourth order of ሀ and አ, which sounds like
@@ -139,17 +120,19 @@ def write_data(demo_dir: Path, folder: Path) -> bool:
             for number, (path, sentence) in enumerate(part[: COPIED[split]]):
                 name = f"{split}_{number:03d}.wav"
                 copy_clip(path, aside / name)
-                lines += [{"audio_filepath": name, "text": sentence}] * (
-                    REPEATS if split == "train" else 1
-                )
-            content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            files.write_text(aside / f"{split}.json", content)
+                repeats = REPEATS if split == "train" else 1
+                lines += [{"audio_filepath": name, "text": sentence}] * repeats
+            write_json_lines(aside / f"{split}.json", lines)
 
     try:
         write_folder(folder, fill, made_from)
     except OSError as error:
         raise cannot_write(folder, error, "--judge_dir") from None
     return False
+
+
+def write_json_lines(path: Path, rows: list[dict]) -> None:
+    files.write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def run_recipe(*words: object) -> None:
@@ -182,40 +165,27 @@ def train_judge(judge_dir: Path, has_data: bool, steps: int) -> tuple[float, int
 def recognise(judge_dir: Path, speech: dict[str, list[tuple[str, str]]]) -> dict[str, list[dict]]:
     """Rows {"reference", "hypothesis"} of each kind. A clip without samples has the hypothesis
     ""."""
-    manifest, logs = judge_dir / "spoken.json", judge_dir / "spoken"
-    lines = [
-        {"audio_filepath": path, "text": sentence}
-        for rows in speech.values()
-        for path, sentence in rows
-    ]
-    files.write_text(
-        manifest, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    )
-    run_recipe(
-        "--evaluate",
-        "--test_manifest",
-        manifest,
-        "--resume",
-        judge_dir / "checkpoints" / "best.safetensors",
-        "--log_dir",
-        logs,
-        "--output_dir",
-        judge_dir,
-        "--decoding",
-        "greedy",
-        "--no_check_audio",
-        "--min_duration",
-        0,
-    )
-    rows = map(json.loads, files.read_text(logs / "transcripts.jsonl").splitlines())
-    transcripts = {row["file"]: fold(row["hypothesis"]) for row in rows}
-    return {
-        kind: [
+    manifest = judge_dir / "spoken.json"
+    logs = judge_dir / "spoken"
+    best = judge_dir / "checkpoints" / "best.safetensors"
+    lines = []
+    for rows in speech.values():
+        lines += [{"audio_filepath": path, "text": sentence} for path, sentence in rows]
+    write_json_lines(manifest, lines)
+    folders = ["--log_dir", logs, "--output_dir", judge_dir]
+    how = "--decoding greedy --no_check_audio --min_duration 0".split()
+    run_recipe("--evaluate", "--test_manifest", manifest, "--resume", best, *folders, *how)
+    transcripts = {}
+    for line in files.read_text(logs / "transcripts.jsonl").splitlines():
+        row = json.loads(line)
+        transcripts[row["file"]] = fold(row["hypothesis"])
+    recognised = {}
+    for kind, rows in speech.items():
+        recognised[kind] = [
             {"reference": sentence, "hypothesis": transcripts.get(path, "")}
             for path, sentence in rows
         ]
-        for kind, rows in speech.items()
-    }
+    return recognised
 
 
 def error_rates(rows: list[dict]) -> list[float]:

@@ -11,16 +11,16 @@ if the manifest has segment times. The text is trained on as it is written: give
 punctuation that the model shall write.
 
 --model_file takes NVIDIA's .nemo archive, --model_dir a Hugging Face folder; --from_scratch
---model_size 110m makes a model with a vocabulary of its own. --export DIR --export_format hf|nemo
+--model_size 110m makes a new model with a new vocabulary. --export DIR --export_format hf|nemo
 writes what transformers' ParakeetForTDT and NeMo load.
 
 Memory: weights and gradients of 0.6 billion parameters take 4.7 GiB of the GPU, optimizer states
-4.7, in 8 bits 1.2, and on the host none. run_parakeet_tdt.sh has presets from 8 GB. Expect a
+4.7, in 8 bits 1.2, and none with --use_cpu_offload. run_parakeet_tdt.sh has presets from 8 GB. Expect a
 character error rate below 5 % on the demo's held-out sentences.
 
 Sources: FastConformer (Rekesh et al. 2023); TDT (Xu et al. 2023); relative positions (Dai et al.
-2019, "Transformer-XL"); SpecAugment (Park et al. 2019). NVIDIA's NeMo defines the model; nothing of
-it is needed here.
+2019, "Transformer-XL"); SpecAugment (Park et al. 2019). NVIDIA's NeMo defines the model; it need not
+be installed.
 """
 
 import dataclasses
@@ -385,8 +385,8 @@ def fit(seed: int, model: Parakeet, data: Utterances) -> None:
 
 
 def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo | None) -> RunInfo:
-    """What is kept with the weights beside the model. `before`: the same of the run that is
-    resumed. Recordings are cut into pieces as long as any that the model was trained on."""
+    """What is saved about the run. `before`: the same of the run that is resumed. Recordings are
+    later cut into pieces as long as any utterance that the model was trained on."""
     if before is None and info.pretrained:
         before = RELEASED
     run_info = splits.run_info(splits.resolve(args), corpora)

@@ -158,6 +158,12 @@ def read_data(args, saved: Saved | None) -> tuple[splits.DataOptions, dict[str, 
     return data, corpora
 
 
+def draw_seed(args, data: splits.DataOptions) -> int | None:
+    """The seed by which the utterances that a new model is fitted to are drawn. The demo corpus is
+    in random order already; a manifest may be sorted by speaker."""
+    return args.seed if data.manifests else None
+
+
 def check_corpora(
     data: splits.DataOptions,
     corpora: dict[str, Corpus],
@@ -257,7 +263,7 @@ class Utterances:
 
 def collate(items: list[dict]) -> dict:
     """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths, and slices (B, S).
-    The targets of a text are its tokens and STOP; those of a clip are the codes that are not in the
+    The targets of a text are its tokens and STOP. The targets of a clip are the codes outside the
     slice, and four STOPs."""
     audio, audio_lengths = pad([item["audio"] for item in items])
     tokens, tokens_lengths = pad([item["tokens"] for item in items])
@@ -354,7 +360,7 @@ def compute_loss(model: GPT, batch: dict, frozen: Frozen) -> dict[str, torch.Ten
 def evaluate(
     frozen: Frozen, languages: list[str], model: GPT, eval_batches
 ) -> dict[str, tuple[float, float]]:
-    """The losses as (sum, count) and, if there are several `languages`, those of each, such as
+    """The losses as (sum, count). With several `languages` there is also one for each, such as
     "mel_am"."""
     where = next(model.parameters()).device
     several = len(languages) > 1
@@ -433,7 +439,7 @@ def first_model(
 
 @torch.no_grad()
 def fit(
-    info: ModelInfo, frozen: Frozen, added: int, seed: int, model: GPT, data: Utterances
+    info: ModelInfo, frozen: Frozen, added: int, seed: int | None, model: GPT, data: Utterances
 ) -> None:
     """Fits a new model to some training utterances: the scale of a random conditioning encoder, and
     the biases of the `added` tokens."""
@@ -476,7 +482,7 @@ def train_dvae(args, data: splits.DataOptions, corpora: dict[str, Corpus], confi
             codec_training.ModelInfo(stage, config, own.max_steps),
             splits.run_info(data, corpora),
             metric="l1",
-            fit=functools.partial(codec_training.fit, own.seed, tensors),
+            fit=functools.partial(codec_training.fit, own.seed, draw_seed(args, data), tensors),
         )
         global_batches = GlobalBatches(own, crops, codec_training.collate, run.setup)
         eval_batches = EvalBatches(own, eval_crops, codec_training.collate, run.setup)
@@ -623,7 +629,7 @@ def main(args) -> dict | None:
         info,
         splits.run_info(data, read),
         metric="mel",
-        fit=functools.partial(fit, info, synthesiser.frozen, added, args.seed),
+        fit=functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args, data)),
         learning_rate=start.learning_rate(info),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,

@@ -274,16 +274,19 @@ def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
     )
 
 
-def some_items(data, seed: int, count: int) -> list[dict]:
+def some_items(data, seed: int | None, count: int) -> list[dict]:
     """`count` items of a data set, of random utterances, to fit initial weights or statistics to.
-    There are fewer if fewer can be read."""
+    There are fewer if fewer can be read. `seed`: see `draw_items`."""
     return list(itertools.islice(draw_items(data, seed), count))
 
 
-def draw_items(data, seed: int) -> Iterator[dict]:
+def draw_items(data, seed: int | None) -> Iterator[dict]:
     """The items of a data set in random order, one at a time, without those of audio that cannot be
-    read: training itself reports it."""
-    for index in np.random.default_rng(seed).permutation(len(data)):
+    read: training itself reports it. Data that are in random order already need no `seed`."""
+    order = np.arange(len(data))
+    if seed is not None:
+        order = np.random.default_rng(seed).permutation(len(data))
+    for index in order:
         try:
             item = data.item(int(index), 0)
         except DataError:

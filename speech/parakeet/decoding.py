@@ -121,8 +121,8 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
     """The text of an utterance of `frames` encoder frames, and its `words` and `segments` as lists
     of {"start", "end", "text"} in seconds.
 
-    Words, segments and times are those of NVIDIA's NeMo: punctuation takes no time, although the
-    model predicts a duration for it; it ends when the token before it ends. A segment ends with a
+    Words, segments and times are NeMo's: punctuation takes no time, although the model predicts a
+    duration for it; it ends when the token before it ends. A segment ends with a
     sentence. Unlike in NeMo, nothing ends after the utterance, punctuation at the start of a word
     belongs to that word, and punctuation between spaces belongs to the word before it."""
     timed: list[dict] = []

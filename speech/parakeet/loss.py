@@ -73,7 +73,7 @@ def tdt_losses(
     if has_plain and not {0, 1} <= set(durations):
         raise ValueError(f"the RNN-T loss needs the durations 0 and 1, and there are {durations}")
     if int(lattice.frames.min()) < 1 or int(lattice.frames.max()) > encoded.shape[1]:
-        raise ValueError("frames: every utterance needs at least 1, and at most those of `encoded`")
+        raise ValueError("frames: every utterance needs at least 1, and at most `encoded` has")
     most = int(lattice.labels.max())
     if most >= predicted.shape[1] or most > lattice.targets.shape[1]:
         raise ValueError("labels: there are more of them than in `predicted` or `targets`")

@@ -263,7 +263,7 @@ def sentencepiece_model(state: dict) -> bytes:
 
 
 def pad_pieces(model: bytes, count: int) -> bytes:
-    """A SentencePiece .model with `count` pieces: those of `model`, and others that no text has."""
+    """A SentencePiece .model with `count` pieces: `model`'s, and pieces that no text contains."""
     proto = _messages().ModelProto.FromString(model)
     lowest = min(piece.score for piece in proto.pieces)
     for number in range(count - len(proto.pieces)):

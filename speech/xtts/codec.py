@@ -25,7 +25,7 @@ SMALLEST = 1e-10  # power of a frequency bin; a bin at 0 would stay there
 
 
 def code_count(samples: int) -> int:
-    """The number of codes that a clip of so many samples at 22.05 kHz has in training. `DVAE.codes`
+    """The number of codes in training of a clip of `samples` samples at 22.05 kHz. `DVAE.codes`
     returns one more if `samples` is a multiple of 1,024, because the last frame is centred on the
     sample after the end."""
     return -(-samples // SAMPLES_PER_CODE)

@@ -37,7 +37,7 @@ ROUNDS = 20  # of k-means
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a DVAE's checkpoints say about it. `updates` are those of its complete run."""
+    """What a DVAE's checkpoints say about it. `updates`: the length of its run."""
 
     stage: Annotated[str, {*STEPS}]
     config: dict
@@ -153,11 +153,17 @@ def evaluate(model: Coder, eval_batches: Iterable[dict]) -> dict[str, tuple[floa
 
 
 @torch.no_grad()
-def fit(seed: int, tensors: dict[str, torch.Tensor] | None, model: Coder, data: Crops) -> None:
+def fit(
+    seed: int,
+    draw_seed: int | None,
+    tensors: dict[str, torch.Tensor] | None,
+    model: Coder,
+    data: Crops,
+) -> None:
     """Prepares the DVAE of a new run. The first run gets the deviation of each band, and the bands'
-    means as its output. The second one gets `tensors`, those of the first, and a codebook by
-    k-means of the encoder's vectors."""
-    audio = torch.stack([item["audio"] for item in some_items(data, seed, FITTED)])
+    means as its output. The second run gets `tensors`, the weights of the first, and a codebook by
+    k-means of the encoder's vectors. `draw_seed` draws the utterances: see `splits.draw_items`."""
+    audio = torch.stack([item["audio"] for item in some_items(data, draw_seed, FITTED)])
     if tensors is None:
         deviation, mean = torch.std_mean(model.mel(audio), dim=(0, 2))
         deviation = deviation.clamp_min(LEAST_DEVIATION)
@@ -213,5 +219,5 @@ def read_dvae(
     }
     model_files.check_shapes(dvae, expected, path, "XTTS")
     if stats.shape != (config["mel_channels"],):
-        raise UsageError(f"{path}: it has not the deviations of {config['mel_channels']} bands")
+        raise UsageError(f"{path}: it lacks the deviations of {config['mel_channels']} bands")
     return {"dvae": dvae, "hifigan_decoder": {}, "mel_stats": stats}, info

@@ -128,7 +128,7 @@ class ConditioningBlock(nn.Module):
 
 
 def group_count(channels: int) -> int:
-    """The number of groups that Tortoise normalises so many channels in."""
+    """The number of groups of a GroupNorm, as in Tortoise."""
     if channels > 64:
         groups = 32
     elif channels > 16:

@@ -201,8 +201,8 @@ class FrontEnd:
 
 
 class Texts:
-    """Texts to tokens. A language that Coqui knows has its token as a prefix; another one has its
-    own after English's. `info`: the model's `ModelInfo`. `is_new`: the vocabulary may still be
+    """Texts to tokens. The token of a language that Coqui knows comes first; the token of another
+    one follows English's. `info`: the model's `ModelInfo`. `is_new`: the vocabulary may still be
     extended, which error messages advise."""
 
     def __init__(self, info, is_new: bool = False):

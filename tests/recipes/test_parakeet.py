@@ -284,10 +284,7 @@ def global_batch_gradient(
 @pytest.mark.parametrize("reduction", start.REDUCTIONS)
 def test_however_a_global_batch_is_cut_its_gradient_is_the_same(noise, reduction):
     info, items = make_items(noise, "--loss_reduction", reduction)
-    model, weights = (
-        make_model(info.config).train(),
-        {"tdt": 0.7, "ctc": 0.3},
-    )
+    model, weights = (make_model(info.config).train(), {"tdt": 0.7, "ctc": 0.3})
     whole = global_batch_gradient(model, items, [8], weights)
     assert whole.norm() > 0.01
     for sizes in ([4, 4], [2, 2, 2, 2], [1] * 8, [5, 3]):
@@ -613,19 +610,9 @@ def manifests(konkani) -> list[str]:
 def scratch(manifests, tmp_path_factory) -> tuple[Path, str]:
     """The folder and the stdout of two updates from scratch, exported to "hf"."""
     folder = tmp_path_factory.mktemp("scratch")
-    steps = [
-        "--save_every",
-        "1",
-        "--log_every",
-        "1",
-        "--eval_every",
-        "1",
-        "--learning_rate",
-        "1e-2",
-    ]
-    return folder, ran(
-        recipe, *manifests, *DEMO, *SHORT, *steps, "--export", folder / "hf", "--output_dir", folder
-    )
+    steps = "--save_every 1 --log_every 1 --eval_every 1 --learning_rate 1e-2".split()
+    places = ["--export", folder / "hf", "--output_dir", folder]
+    return folder, ran(recipe, *manifests, *DEMO, *SHORT, *steps, *places)
 
 
 @pytest.fixture(scope="module")
@@ -660,17 +647,9 @@ def released(best, tmp_path_factory) -> Path:
     """The same weights in both released forms, exported alone: "hf" and "nemo"."""
     folder = tmp_path_factory.mktemp("released")
     for form, files in (("hf", "tokenizer_config.json"), ("nemo", "made_from.json, model.nemo")):
-        flags = [
-            "--resume",
-            best,
-            "--export",
-            folder / form,
-            "--export_format",
-            form,
-            "--output_dir",
-            folder,
-        ]
-        line = ran(recipe, *flags).splitlines()[-1]
+        export = ["--export", folder / form, "--export_format", form]
+        out = ran(recipe, "--resume", best, *export, "--output_dir", folder)
+        line = out.splitlines()[-1]
         assert line.startswith(f"exported to {folder / form}: ") and line.endswith(files)
     return folder
 
@@ -728,23 +707,10 @@ def test_resume_auto_continues_and_measures_nothing(scratch, manifests, tmp_path
     monkeypatch.setattr(
         recipe, "fit_to_data", lambda *_: pytest.fail("the statistics were measured again")
     )
-    out = ran(
-        recipe,
-        *manifests,
-        *DEMO,
-        *SHORT,
-        "--max_steps",
-        "3",
-        "--resume",
-        "auto",
-        "--output_dir",
-        folder,
-    )
-    assert (
-        "resuming from" in out
-        and "(step 2)" in out
-        and newest(folder, recipe).state["progress"]["step"] == 3
-    )
+    longer = ["--max_steps", "3", "--resume", "auto", "--output_dir", folder]
+    out = ran(recipe, *manifests, *DEMO, *SHORT, *longer)
+    assert "resuming from" in out and "(step 2)" in out
+    assert newest(folder, recipe).state["progress"]["step"] == 3
     before, after = (newest(place, recipe).model for place in (scratch[0], folder))
     for name, value in statistics_of(after).items():
         assert torch.equal(value, before[name]), name
@@ -762,18 +728,8 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
         "hf": ["--model_dir", released / "hf"],
         "nemo": ["--model_file", released / "nemo" / "model.nemo"],
     }[form]
-    flags = [
-        *path,
-        "--max_steps",
-        "1",
-        "--export",
-        tmp_path / "out",
-        "--export_format",
-        form,
-        "--output_dir",
-        tmp_path,
-    ]
-    out = ran(recipe, *manifests, *flags)
+    export = ["--export", tmp_path / "out", "--export_format", form]
+    out = ran(recipe, *manifests, *path, "--max_steps", "1", *export, "--output_dir", tmp_path)
     assert [line["step"] for line in read_metrics(tmp_path) if "eval/wer" in line] == [0, 1]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text())["step"] in (0, 1)
     assert (
@@ -837,17 +793,9 @@ def test_another_style_of_the_training_texts_is_a_warning(released, konkani, jso
         row["audio_filepath"] = str(Path(konkani["train"]).parent / row["audio_filepath"])
         row["text"] = row["text"] + (", Yes." if number % 2 else "")
     manifest = json_lines(tmp_path / "m.json", rows)
-    flags = [
-        "--train_manifest",
-        manifest,
-        "--val_manifest",
-        konkani["val"],
-        "--max_steps",
-        "1",
-        "--output_dir",
-        tmp_path,
-    ]
-    out = ran(recipe, *flags, "--model_dir", released / "hf")
+    flags = ["--train_manifest", manifest, "--val_manifest", konkani["val"]]
+    flags += ["--model_dir", released / "hf", "--max_steps", "1", "--output_dir", tmp_path]
+    out = ran(recipe, *flags)
     rest = (
         "0 % of the model's texts and in 50 % of the training texts: error rates rise while the"
         " model learns another style"
@@ -857,24 +805,15 @@ def test_another_style_of_the_training_texts_is_a_warning(released, konkani, jso
         f"warning: punctuation is in {rest}",
     ]
     assert "50.0 % of the training texts contain characters outside the vocabulary" in out
-    again = ran(
-        recipe, *flags, "--model_dir", released / "hf", "--max_steps", "2", "--resume", "auto"
-    )
+    again = ran(recipe, *flags, "--max_steps", "2", "--resume", "auto")
     assert "resuming from" in again and "warning" not in again
 
 
 @pytest.fixture(scope="module")
 def tuning(released, manifests) -> list:
     """The flags of a run of six updates from released weights."""
-    return [
-        *manifests,
-        "--model_dir",
-        released / "hf",
-        *LONG,
-        "--gradient_checkpointing",
-        "--resume",
-        "auto",
-    ]
+    model = ["--model_dir", released / "hf"]
+    return [*manifests, *model, *LONG, "--gradient_checkpointing", "--resume", "auto"]
 
 
 @pytest.fixture(scope="module")
@@ -903,10 +842,8 @@ def killed(source, target):
 os.replace = killed
 """
     process = runs.start(runs.command(recipe, *tuning), tmp_path, killing)
-    assert (
-        process.wait() == -signal.SIGKILL
-        and newest(tmp_path, recipe).state["progress"]["step"] == 1
-    )
+    assert process.wait() == -signal.SIGKILL
+    assert newest(tmp_path, recipe).state["progress"]["step"] == 1
     assert "(step 1)" in ran(recipe, *tuning, "--output_dir", tmp_path)
     assert_same_end(tmp_path, reference)
 
@@ -994,15 +931,8 @@ def test_a_run_that_names_another_model_than_its_checkpoint_is_refused(
     formats.export(tmp_path / "other", "hf", weights, config, other)
     _, line = refused(recipe, *flags, "--model_dir", tmp_path / "other", "--resume", "auto")
     assert "another shape or vocabulary" in line
-    status, out, _ = run(
-        recipe,
-        *flags,
-        "--resume",
-        "auto",
-        "--model_file",
-        released / "nemo" / "model.nemo",
-        "--from_scratch",
-    )
+    model = ["--model_file", released / "nemo" / "model.nemo", "--from_scratch"]
+    status, out, _ = run(recipe, *flags, "--resume", "auto", *model)
     assert status == 2 and "train set" not in out
 
 
@@ -1042,24 +972,12 @@ def test_the_results_again_from_the_weights_alone(scratch, manifests, konkani, t
     again = ran(
         recipe, *manifests, "--evaluate", "--resume", best, "--output_dir", tmp_path / "same"
     )
-    alone = ran(
-        recipe,
-        "--evaluate",
-        "--test_manifest",
-        konkani["val"],
-        "--resume",
-        best,
-        "--output_dir",
-        tmp_path / "alone",
-    )
-    assert (
-        "val set, the weights named, 4 utterances" in again
-        and "test set, the weights named, 4 utterances" in alone
-    )
-    assert (
-        error_lines(scratch[1]) == error_lines(again) == error_lines(alone)
-        and len(error_lines(again)) == 2
-    )
+    flags = ["--test_manifest", konkani["val"], "--resume", best, "--output_dir"]
+    alone = ran(recipe, "--evaluate", *flags, tmp_path / "alone")
+    assert "val set, the weights named, 4 utterances" in again
+    assert "test set, the weights named, 4 utterances" in alone
+    assert error_lines(scratch[1]) == error_lines(again) == error_lines(alone)
+    assert len(error_lines(again)) == 2
     assert len((tmp_path / "alone" / "logs" / "transcripts.jsonl").read_text().splitlines()) == 4
     assert "demo corpus" not in alone and not list((tmp_path / "alone").glob("checkpoints/*"))
 
@@ -1250,26 +1168,18 @@ def test_a_model_whose_loss_is_a_sum_needs_a_reduction(released, manifests, tmp_
         tmp_path,
     ]
     status, err = refused(recipe, *flags)
-    assert (
-        status == 2
-        and "the model's loss reduction is 'sum'" in err
-        and "choose a --loss_reduction" in err
-    )
+    assert status == 2 and "the model's loss reduction is 'sum'" in err
+    assert "choose a --loss_reduction" in err
     ran(recipe, *flags, "--loss_reduction", "mean_volume")
     assert newest(tmp_path, recipe).model_info["loss"]["reduction"] == "mean_volume"
 
 
 def test_a_plan_is_of_the_model_that_the_flags_ask_for(released, best, manifests, tmp_path):
     tuned = len(formats.read_model(released / "hf")[0])
+    archive = released / "nemo" / "model.nemo"
     for flags in (
         ["--model_dir", released / "hf"],
-        [
-            "--model_file",
-            released / "nemo" / "model.nemo",
-            *manifests,
-            "--export",
-            tmp_path / "export",
-        ],
+        ["--model_file", archive, *manifests, "--export", tmp_path / "export"],
         ["--init_from", best, *manifests],
     ):
         model = planned(recipe, *flags, "--output_dir", tmp_path).model

@@ -1522,6 +1522,14 @@ def test_the_three_stages_have_folders_of_their_own(scratch):
     assert torch.equal(frozen.dvae_mel.mel_stats, second[1]["mel.mel_stats"])
 
 
+def test_a_new_model_is_fitted_to_random_utterances_of_a_manifest(noise):
+    """Those of a manifest may be sorted by speaker, those of the demo are in random order."""
+    for flags, expected in ((both(noise), 5), ([], None)):
+        args = runs.parse(recipe, "--from_scratch", "--seed", 5, *flags)
+        recipe.resolve(args)
+        assert recipe.draw_seed(args, splits.resolve(args)) == expected
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
 def test_stopped_in_every_stage_and_resumed_it_ends_with_the_same_bits(
     scratch, noise, tmp_path, number

@@ -135,6 +135,7 @@ def test_some_items_are_drawn_at_random_and_unreadable_ones_left_out():
     order = [index for index in np.random.default_rng(3).permutation(10) if index % 2]
     assert [item["index"] for item in splits.some_items(Numbers(), 3, 4)] == order[:4]
     assert len(splits.some_items(Numbers(), 3, 100)) == 5
+    assert [item["index"] for item in splits.some_items(Numbers(), None, 3)] == [1, 3, 5]
 
 
 def test_the_data_of_a_planned_run_without_data_are_silence_of_the_longest_utterances(capsys):

@@ -295,7 +295,7 @@ def test_a_clip_shorter_than_a_crop(corpus, index, training):
 
 def fitted(crops: Crops, seed: int, tensors: dict | None = None) -> Coder:
     coder = Coder(CONFIG, quantised=tensors is not None)
-    fit(seed, tensors, coder, crops)
+    fit(seed, seed, tensors, coder, crops)
     return coder
 
 
