@@ -37,7 +37,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import device, optim, options, preflight
+from common import device, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
@@ -373,7 +373,6 @@ def first_model(
         info, weights = start.choose(asked, run.resumed, run.initial, texts)
         model = make_model(info, weights, args.dropout, args.joint_dropout)
     model.trains_ctc = "ctc" in loss_weights(info)
-    preflight.require_disk(args, model)
     return info, model
 
 

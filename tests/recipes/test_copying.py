@@ -442,7 +442,7 @@ def assert_works(recipe, manifest: Path, folder: Path) -> list[str]:
 
 def assert_loss_adds_up(recipe, manifest: Path) -> None:
     """As README advises before the first training."""
-    args = runs.parse(recipe, "--train_manifest", manifest)
+    args = runs.parse(recipe, "--train_manifest", manifest, "--output_dir", manifest.parent)
     recipe.resolve(args)
     corpus = recipe.read_data(args)["train"]
     classes = ["high", "low"] if "keywords" in manifest.name else 2
