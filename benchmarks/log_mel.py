@@ -5,8 +5,8 @@ and difference.
 
 The extractor fills every clip up to 30 s; ours computes what the clip is long, and the difference
 is over that part. They take turns, five calls each; the median of --runs turns, in processor time
-of the thread, which neighbours on the machine disturb less. "ours, 30 s" is ours with the clip filled
-up as well: the rest of what ours saves comes from shorter clips."""
+of the thread, which neighbours on the machine disturb less. "ours, 30 s" is ours with the clip
+filled up as well: the rest of what ours saves comes from shorter clips."""
 
 import argparse
 import os

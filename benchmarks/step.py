@@ -14,12 +14,12 @@ The first row of the table is the reference.
 - xtts: our GPT in fp32 with all attention scores in memory and AdamW's states in fp32; the width is
   that of XTTS-v2, weights are random, those of the frozen DVAE as well.
 
-All steps start from the same waveforms and weights; dropout is off, except in konkani. On a GPU they
-run under bf16 autocast, except xtts, which has a row for it. Every measurement runs in a separate
-process; the rows take turns, --runs times. The first step of a process is not timed: its loss is the
-one in the table. On a CPU that others use, too, mind the processor time (of all threads together,
-which sleep while they wait): the clock's is what the others leave. Memory is that of the whole
-process, or on a GPU the allocator's peak."""
+All steps start from the same waveforms and weights; dropout is off, except in konkani. On a GPU
+they run under bf16 autocast, except xtts, which has a row for it. Every measurement runs in a
+separate process; the rows take turns, --runs times. The first step of a process is not timed: its
+loss is the one in the table. On a CPU that others use, too, mind the processor time (of all threads
+together, which sleep while they wait): the clock's is what the others leave. Memory is that of the
+whole process, or on a GPU the allocator's peak."""
 
 import argparse
 import json
@@ -631,7 +631,7 @@ def print_table(args, found: dict[str, list[dict]]) -> list[str]:
     return wrong
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -648,7 +648,11 @@ def main() -> None:
         one.add_argument("--rows", nargs="+", choices=list(benchmark.rows), help="and the first")
         one.add_argument("--device", default="cpu")
         one.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     if args.child:
         measure(args, args.child)
         return

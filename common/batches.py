@@ -9,8 +9,8 @@ A batch is a dictionary, which a recipe's `collate` makes of the items of B utte
     "counts"         {term: number of targets in the batch}         the loop, which divides by them
     "texts"          list of B references, of any type              speech.recogniser.decode_set
     "indices"        list of B positions in the data set            speech.recogniser.decode_set
-    "<key>_lengths"  tensor (B,), lengths of the padded tensor      splitting, which trims; the model
-                     batch[<key>]                                   also finds it on the host, under
+    "<key>_lengths"  tensor (B,), lengths of the padded tensor      splitting, which trims; models,
+                     batch[<key>]                                   also on the host, where it is
                                                                     "<key>_lengths_host"
     all others       tensor or list, whose first dimension is B     compute_loss, evaluate
 
@@ -86,9 +86,9 @@ def cut_global_batch(
     rank: int = 0,
     ranks: int = 1,
 ) -> list[list[int]]:
-    """This rank's micro-batches of a global batch as lists of indices, longest utterance first: at most
-    `batch_size` utterances and at most `max_batch_seconds` of padded audio each. A longer utterance
-    is alone in its batch."""
+    """This rank's micro-batches of a global batch as lists of indices, longest utterance first: at
+    most `batch_size` utterances and at most `max_batch_seconds` of padded audio each. A longer
+    utterance is alone in its batch."""
     longest_first = global_batch[np.argsort(-seconds[global_batch], kind="stable")]
     most = max_batch_seconds or math.inf
     batches: list[list[int]] = []
@@ -122,8 +122,8 @@ class GlobalBatch:
 
 
 class _GlobalBatchDataset(torch.utils.data.Dataset):
-    """Loads and collates the global batch that the sampler describes. A failure is returned as text,
-    without a traceback."""
+    """Loads and collates the global batch that the sampler describes. A failure is returned as
+    text, without a traceback."""
 
     def __init__(self, data, collate: Callable[[list[dict]], dict], skip_bad: bool):
         self.data = data
@@ -240,8 +240,8 @@ class GlobalBatches:
         yield from _loaded(_loader(self.dataset, specs, self.setup.workers, pin))
 
     def order(self, epoch: int) -> str:
-        """Changes with what decides in which global batch of an epoch an utterance is: the seed and the
-        utterances' lengths."""
+        """Changes with what decides in which global batch of an epoch an utterance is: the seed and
+        the utterances' lengths."""
         content = repr(self.seed).encode() + self.data.seconds(epoch).tobytes()
         return hashlib.sha1(content).hexdigest()[:16]
 

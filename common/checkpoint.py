@@ -350,7 +350,8 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from None
     _check_format(path, header.get("format"))
@@ -367,8 +368,8 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
 
 
 def read_infos(saved: Saved | None, model_info: type, run_info: type) -> tuple:
-    """The `ModelInfo` and the `RunInfo` of a checkpoint, given their classes; (None, None) without a
-    checkpoint. Raises `UsageError`."""
+    """The `ModelInfo` and the `RunInfo` of a checkpoint, given their classes; (None, None) without
+    a checkpoint. Raises `UsageError`."""
     if saved is None:
         return None, None
     return (

@@ -126,7 +126,7 @@ def check_loss(
         parts = [piece[name] for piece in pieces]
         if not abs(whole - sum(parts)) <= LOSS_TOLERANCE * sum(map(abs, parts)):
             raise RunError(
-                f"compute_loss: {name!r} of a batch of {len(parts)} utterances is {whole:g}, and the"
-                f" sum over its utterances is {sum(parts):g}: the padding is seen (a mask is"
+                f"compute_loss: {name!r} of a batch of {len(parts)} utterances is {whole:g}, and"
+                f" the sum over its utterances is {sum(parts):g}: the padding is seen (a mask is"
                 " missing), or the term is a mean and not a sum"
             )

@@ -180,7 +180,8 @@ def setup(args, quiet: bool = False) -> Setup:
         # cuBLAS reads it when CUDA starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torchrun("WORLD_SIZE", 1) > 1 and torchrun("RANK", 0) > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  only the first rank prints; errors still reach stderr
+        # Only the first rank prints. Errors still reach stderr.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     device = pick_device(args.device, quiet)
     ranks = start_ranks(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None

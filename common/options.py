@@ -513,8 +513,8 @@ def resolve(
 
 
 def all_excludes(commands: dict[str, bool], excludes=()) -> list[tuple[str, str, str]]:
-    """The rows of `EXCLUDES` and of a recipe's own `excludes`, with the parser's `commands` in place
-    of `COMMAND`, and a row for every two commands."""
+    """The rows of `EXCLUDES` and of a recipe's own `excludes`, with the parser's `commands` in
+    place of `COMMAND`, and a row for every two commands."""
     rows = [(a, b, "give one of them") for a, b in itertools.combinations(commands, 2)]
     for flag, other, reason in (*EXCLUDES, *excludes):
         others = [other]

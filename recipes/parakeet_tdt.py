@@ -15,12 +15,12 @@ punctuation that the model shall write.
 writes what transformers' ParakeetForTDT and NeMo load.
 
 Memory: weights and gradients of 0.6 billion parameters take 4.7 GiB of the GPU, optimizer states
-4.7, in 8 bits 1.2, and none with --use_cpu_offload. run_parakeet_tdt.sh has presets from 8 GB. Expect a
-character error rate below 5 % on the demo's held-out sentences.
+4.7, in 8 bits 1.2, and none with --use_cpu_offload. run_parakeet_tdt.sh has presets from 8 GB.
+Expect a character error rate below 5 % on the demo's held-out sentences.
 
 Sources: FastConformer (Rekesh et al. 2023); TDT (Xu et al. 2023); relative positions (Dai et al.
-2019, "Transformer-XL"); SpecAugment (Park et al. 2019). NVIDIA's NeMo defines the model; it need not
-be installed.
+2019, "Transformer-XL"); SpecAugment (Park et al. 2019). NVIDIA's NeMo defines the model; it need
+not be installed.
 """
 
 import dataclasses
@@ -30,9 +30,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import common  # noqa: F401  first, because a signal while torch is imported would be a traceback
 
-# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F

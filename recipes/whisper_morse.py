@@ -30,9 +30,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import common  # noqa: F401  first, because a signal while torch is imported would be a traceback
 
-# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -60,7 +58,7 @@ FREQUENCY_MASK_WIDTH = 10 / 80  # share of the bands
 TIME_MASKS = 2
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_STEPS = 1100
-SIZES = {"demo": formats.shape(128, (4, 2), 4), **formats.SIZES}
+SIZES = {"demo": formats.make_config(128, (4, 2), 4), **formats.SIZES}
 ALIGNED = "a released encoder is aligned already; leave the first out"
 NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
 EXCLUDES = (
@@ -140,8 +138,8 @@ def resolve(args) -> tuple[start.Options, clips.Options]:
 
 
 def read_data(args, source: clips.Options, before: RunInfo | None = None) -> dict[str, clips.Clips]:
-    """The clips "train", "val" and, if there is one, "test". What the run `before`, which is resumed
-    or used, held out is held out again."""
+    """The clips "train", "val" and, if there is one, "test". What the run `before`, which is
+    resumed or used, held out is held out again."""
     data = splits.resolve(args, before.data.held_out if before else ())
     return clips.read(source, data, trains=not args.evaluate)
 
@@ -358,8 +356,8 @@ def report_results(
 def trained(
     asked: start.Options, setup: device.Setup
 ) -> tuple[Whisper, start.ModelInfo, RunInfo | None]:
-    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; the run that
-    trained it is None for a released one."""
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; the run
+    that trained it is None for a released one."""
     info, weights, saved = released.use(asked.origin, start.family(asked), RECIPE)
     model = start.make_model(info, weights=weights).to(setup.device).eval()
     return model, info, released.read_run_info(RunInfo, saved)

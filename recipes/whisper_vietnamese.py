@@ -29,9 +29,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import common  # noqa: F401  first, because a signal while torch is imported would be a traceback
 
-# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -60,7 +58,7 @@ DEMO_STEPS = 1800
 USUAL_TOKENS = 500
 DEMO_TOKENS = 320  # with whole syllables as tokens the demo's CER was 62 % instead of 26 %
 PROMPT = 4  # tokens before a text
-SIZES = {"demo": formats.shape(144, (4, 2), 4), **formats.SIZES}
+SIZES = {"demo": formats.make_config(144, (4, 2), 4), **formats.SIZES}
 OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
 EXCLUDES = (
     *recogniser.EXCLUDES,
@@ -358,8 +356,8 @@ def read_baseline(asked: start.Options, path: str) -> tuple[start.ModelInfo, dic
 def trained(
     asked: start.Options, setup: device.Setup
 ) -> tuple[Whisper, start.ModelInfo, start.RunInfo | None]:
-    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; the run that
-    trained it is None for a released one."""
+    """The model of --model_dir or --model_file, of --resume, or of the best evaluation; the run
+    that trained it is None for a released one."""
     info, weights, saved = released.use(asked.origin, start.family(asked), RECIPE)
     model = start.make_model(info, weights=weights).to(setup.device).eval()
     return model, info, released.read_run_info(start.RunInfo, saved)
@@ -397,8 +395,8 @@ def evaluate_only(args, asked: start.Options) -> None:
 def first_model(
     args, asked: start.Options, run: Run, texts: Iterable[str]
 ) -> tuple[start.ModelInfo, Whisper]:
-    """The model that training starts with: that of the checkpoint, a released one, or a new one with
-    a vocabulary made from the training `texts`."""
+    """The model that training starts with: that of the checkpoint, a released one, or a new one
+    with a vocabulary made from the training `texts`."""
 
     def new_info() -> start.ModelInfo:
         tokenizer = train_bpe(texts, args.vocab_size, args.language)

@@ -29,9 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import common  # noqa: F401  first, because a signal while torch is imported would be a traceback
 
-# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -88,8 +88,8 @@ def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
 
 
 class _LeanChain(torch.autograd.Function):
-    """`parts`: the norm and the activation, or None, before each linear layer. `tensors`: weight and
-    bias of each linear layer, then of the norm before it."""
+    """`parts`: the norm and the activation, or None, before each linear layer. `tensors`: weight
+    and bias of each linear layer, then of the norm before it."""
 
     @staticmethod
     def forward(ctx, parts, x, *tensors):

@@ -1,5 +1,5 @@
-"""A manifest to a corpus of checked utterances: lengths, texts, segment times and sound. What cannot
-be used is rejected with a reason."""
+"""A manifest to a corpus of checked utterances: lengths, texts, segment times and sound. What
+cannot be used is rejected with a reason."""
 
 import hashlib
 import os
@@ -170,9 +170,9 @@ def reject_short(rows: Rows, checks: Checks) -> None:
 
 
 def check_sound(rows: Rows, checks: Checks) -> None:
-    """Decodes all audio. Rejects what cannot be decoded, silence (but not for labels: a class may be
-    silence), and for synthesis clipped clips, whose ends are also trimmed. A recogniser will hear
-    clipped speech, too: it is only noted."""
+    """Decodes all audio. Rejects what cannot be decoded, silence (but not for labels: a class may
+    be silence), and for synthesis clipped clips, whose ends are also trimmed. A recogniser will
+    hear clipped speech, too: it is only noted."""
     used = set()
     if checks.needs == "label":
         used.add(SILENT)

@@ -1,4 +1,5 @@
-"""Long recordings: cut at silences, or into overlapping pieces whose texts are stitched together."""
+"""Long recordings: cut at silences, or into overlapping pieces whose texts are stitched
+together."""
 
 import itertools
 from collections.abc import Callable
@@ -24,8 +25,8 @@ TimedText = tuple[int, int, str]  # (start, end, text), samples
 
 
 def cut_at_silences(waveform: torch.Tensor, sample_rate: int, max_seconds: float) -> list[Piece]:
-    """Pieces of (T,) of at most `max_seconds`. Each ends at the quietest place of the second half of
-    the longest piece that is possible."""
+    """Pieces of (T,) of at most `max_seconds`. Each ends at the quietest place of the second half
+    of the longest piece that is possible."""
     limit = int(max_seconds * sample_rate)
     frame = min(round(SILENCE_FRAME * sample_rate), limit // 2)
     pieces = []

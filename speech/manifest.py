@@ -529,9 +529,9 @@ def _parts(
 
 
 def _with_text_of_segments(row, given: bool, parts: list[tuple[float, float, str]], problem: str):
-    """The row with the text of its segments, if it has no other text, or if it is a transcript whose
-    pieces somebody has corrected. Arguments are the row and what `_parts` returns for it. Raises
-    `ValueError` if the segments have a `problem`, and the row has no text without them."""
+    """The row with the text of its segments, if it has no other text, or if it is a transcript
+    whose pieces somebody has corrected. Arguments are the row and what `_parts` returns for it.
+    Raises `ValueError` if the segments have a `problem`, and the row has no text without them."""
     if not given:
         return row
     if not _has_text(row):

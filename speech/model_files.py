@@ -110,7 +110,8 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
     refuse_pointer(file)
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  safe_open is not a dict
+            names = opened.keys()
+            return {name: opened.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise UsageError(
             f"{file} is damaged or cut short ({first_line(error)}): fetch it again"
@@ -164,8 +165,8 @@ def _copy(tensor: torch.Tensor, name: str, path: Path) -> torch.Tensor:
 
 
 def shapes_of(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of the model that `make()` returns, by name. The model is made without
-    values: it takes no memory, and no random numbers are drawn."""
+    """The shapes of the tensors of the model that `make()` returns, by name. The model is made
+    without values: it takes no memory, and no random numbers are drawn."""
     with torch.device("meta"):
         model = make()
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -317,10 +317,10 @@ def transcribe_files(
     """Transcribes the files and folders of --transcribe. Prints the text of each file, after its
     name and a tab if there are several, or writes JSON Lines to --output.
 
-    `decode(batch on device)` returns the texts of a batch of waveforms, or records: "text" and lists
-    of timed `parts`, such as "words". Recordings over `longest` seconds are cut, and their texts
-    joined, by `cutting`; with --piece_seconds they are cut at silences. A file that cannot be read
-    is named on stderr and the others are transcribed; then `DataError` is raised."""
+    `decode(batch on device)` returns the texts of a batch of waveforms, or records: "text" and
+    lists of timed `parts`, such as "words". Recordings over `longest` seconds are cut, and their
+    texts joined, by `cutting`; with --piece_seconds they are cut at silences. A file that cannot be
+    read is named on stderr and the others are transcribed; then `DataError` is raised."""
     recordings = audio_files(how.transcribe)
     if how.piece_seconds:
         longest = min(longest, how.piece_seconds)

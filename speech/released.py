@@ -1,9 +1,12 @@
-"""Where a model starts: at a checkpoint, at released weights, or at random ones. For all recipes that
-can start from a released model.
+"""Where a model starts: at a checkpoint, at released weights, or at random ones. For all recipes
+that can start from a released model.
 
-    origin = released.resolve(args, FORMS, SIZES, "base", is_demo)        # what the flags ask for
-    info, weights = released.choose(origin, family, run.resumed, run.initial, create)   # to train
-    info, weights, saved = released.use(origin, family, RECIPE)           # to evaluate, use or export
+    # What the flags ask for
+    origin = released.resolve(args, FORMS, SIZES, "base", is_demo)
+    # The model to train
+    info, weights = released.choose(origin, family, run.resumed, run.initial, create)
+    # The model to evaluate, use or export
+    info, weights, saved = released.use(origin, family, RECIPE)
 """
 
 import math
@@ -28,8 +31,8 @@ LEAVE_OUT = (
     " that fit with --init_from in place of --resume"
 )
 FROM_SCRATCH = (
-    "leave it out to take that model, or add --from_scratch for another one, which takes the weights"
-    " that fit"
+    "leave it out to take that model, or add --from_scratch for another one, which takes the"
+    " weights that fit"
 )
 
 # Rows for common.options: flags that exclude each other.
@@ -85,9 +88,10 @@ class Family:
     """What a family of models supplies to `choose` and `use`. `info` stands for a `ModelInfo`.
 
     `read(path)` returns the info and the weights of a released model; `network(info)` makes the
-    network with random weights. `check(info, name)` raises `UsageError` if the parts of an info that
-    was saved contradict each other; `name` is the file's. `conflicts(info, saved)` lists the flags
-    that contradict a checkpoint, each with what the checkpoint has instead; see `conflicts`."""
+    network with random weights. `check(info, name)` raises `UsageError` if the parts of an info
+    that was saved contradict each other; `name` is the file's. `conflicts(info, saved)` lists the
+    flags that contradict a checkpoint, each with what the checkpoint has instead; see
+    `conflicts`."""
 
     model_info: type
     read: Callable[[str], tuple[Any, dict[str, torch.Tensor]]]
@@ -215,9 +219,9 @@ def choose(
     create: Callable[[], Any],
 ) -> tuple[Any, dict[str, torch.Tensor] | None]:
     """The info of the model to be trained, and the weights that it starts with: released ones, or
-    None if they are random or the loop loads them. `resumed` is the checkpoint that the run resumes,
-    `initial` that of --init_from, whose model is taken if no flag names another. `create()` makes
-    the info of a new model. Raises `UsageError`."""
+    None if they are random or the loop loads them. `resumed` is the checkpoint that the run
+    resumes, `initial` that of --init_from, whose model is taken if no flag names another.
+    `create()` makes the info of a new model. Raises `UsageError`."""
     if resumed:
         return read_info(origin, family, resumed), None
     if origin.path:
@@ -250,8 +254,8 @@ def use(
 
 
 def read_run_info(kind: type, saved: Saved | None):
-    """The `RunInfo`, a dataclass `kind`, of the run that saved a checkpoint; None without one. Raises
-    `UsageError`."""
+    """The `RunInfo`, a dataclass `kind`, of the run that saved a checkpoint; None without one.
+    Raises `UsageError`."""
     if saved is None:
         return None
     return records.read(kind, saved.run_info, saved.path)

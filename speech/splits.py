@@ -1,5 +1,5 @@
-"""The data flags, and the sets that they name: "train", "val" and "test", a part that is held out, a
-demo corpus, or the stand-in of a planned run."""
+"""The data flags, and the sets that they name: "train", "val" and "test", a part that is held out,
+a demo corpus, or the stand-in of a planned run."""
 
 import argparse
 import hashlib
@@ -90,7 +90,9 @@ def add_arguments(parser) -> None:
         "--audio_root",
         type=options.path,
         metavar="DIR",
-        help="base of audio paths, also of absolute ones of another machine (the manifest's folder)",
+        help=(
+            "base of audio paths, also of absolute ones of another machine (the manifest's folder)"
+        ),
     )
     _add_limits(group)
     _add_checks(parser, group)

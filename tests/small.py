@@ -1,6 +1,6 @@
-"""A small task for the tests of `common`: the network and the batches of recipes/template.py, on short
-waveforms in memory. Each character is a tone. A second term of the loss is added, so that the tests
-have two."""
+"""A small task for the tests of `common`: the network and the batches of recipes/template.py, on
+short waveforms in memory. Each character is a tone. A second term of the loss is added, so that the
+tests have two."""
 
 from collections import Counter
 from dataclasses import dataclass, replace

@@ -1,4 +1,5 @@
-"""Which Morse clips a run trains on and is evaluated on: the flags, synthetic clips or recordings."""
+"""Which Morse clips a run trains on and is evaluated on: the flags, synthetic clips or
+recordings."""
 
 import argparse
 import os

@@ -171,15 +171,15 @@ def read_splits(folder: str | Path, checks: Checks) -> dict[str, Recordings]:
 def read_dataset(
     folder: str | Path, cache_dir: Path | None = None, strict: bool = False
 ) -> dict[str, Recordings]:
-    """The usable clips of a folder as `write_dataset` writes it, by split: "train", "validation" and
-    "test", as far as they exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a hash of
-    the id. The columns audio_file and text are required. The lengths in file headers are kept in
-    `cache_dir`.
+    """The usable clips of a folder as `write_dataset` writes it, by split: "train", "validation"
+    and "test", as far as they exist. Without splits/*.csv, metadata.csv is divided 80/10/10 by a
+    hash of the id. The columns audio_file and text are required. The lengths in file headers are
+    kept in `cache_dir`.
 
     Clips with missing or truncated files, without text, or with text beyond Morse are reported by
     reason. So are damaged lines; for metadata.csv they are reported with the training set. Raises
-    `DataError` if no clip is left, or if `strict` and any was rejected, and `UsageError` if there is
-    no table."""
+    `DataError` if no clip is left, or if `strict` and any was rejected, and `UsageError` if there
+    is no table."""
     folder = Path(folder)
     rejections = defaultdict(Rejections)
     rows = _read_tables(folder, rejections)
@@ -404,8 +404,8 @@ def _write_clips(
 
 
 def _in_parallel(clips: list[tuple], workers: int) -> list[dict]:
-    """`_write_clip` of all `clips` in so many processes. None of them is left at the end, also if it
-    fails. There are no locks, which a signal could leave behind."""
+    """`_write_clip` of all `clips` in so many processes. None of them is left at the end, also if
+    it fails. There are no locks, which a signal could leave behind."""
     # A signal reaches the whole process group, but only the main process acts on it: the workers
     # inherit the mask.
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}

@@ -78,7 +78,8 @@ OUTSIDE = {  # the other tensors
     "decoder.layer_norm.weight": "decoder.ln.weight",
     "decoder.layer_norm.bias": "decoder.ln.bias",
 }
-# Settings of a released generation config that another tokenizer or version of transformers replaces.
+# Settings of a released generation config that another tokenizer or version of transformers
+# replaces.
 NOT_KEPT = (
     "_from_model_config",
     "transformers_version",
@@ -90,7 +91,7 @@ IN_LAYERS_BACK = {openai: hf for hf, openai in IN_LAYERS.items()}
 OUTSIDE_BACK = {openai: hf for hf, openai in OUTSIDE.items()}
 
 
-def shape(
+def make_config(
     d_model: int, layers: tuple[int, int], heads: int, mels: int = 80, vocabulary: int = 51_865
 ) -> dict[str, int]:
     """A configuration with the proportions of the released models. `layers`: the encoder's and the
@@ -111,13 +112,13 @@ def shape(
 
 
 SIZES = {  # of the released multilingual models
-    "tiny": shape(384, (4, 4), 6),
-    "base": shape(512, (6, 6), 8),
-    "small": shape(768, (12, 12), 12),
-    "medium": shape(1024, (24, 24), 16),
-    "large-v2": shape(1280, (32, 32), 20),
-    "large-v3": shape(1280, (32, 32), 20, 128, 51_866),
-    "turbo": shape(1280, (32, 4), 20, 128, 51_866),
+    "tiny": make_config(384, (4, 4), 6),
+    "base": make_config(512, (6, 6), 8),
+    "small": make_config(768, (12, 12), 12),
+    "medium": make_config(1024, (24, 24), 16),
+    "large-v2": make_config(1280, (32, 32), 20),
+    "large-v3": make_config(1280, (32, 32), 20, 128, 51_866),
+    "turbo": make_config(1280, (32, 4), 20, 128, 51_866),
 }
 
 
@@ -201,8 +202,8 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, int
         content = read_pickle(path)
         if not isinstance(content, dict) or not {"dims", "model_state_dict"} <= set(content):
             raise UsageError(
-                f"{path} is not OpenAI's form of Whisper, which has dims and model_state_dict; for a"
-                " Hugging Face model give its folder"
+                f"{path} is not OpenAI's form of Whisper, which has dims and model_state_dict; for"
+                " a Hugging Face model give its folder"
             )
         try:
             config = dims_to_config(content["dims"])

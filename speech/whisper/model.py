@@ -465,8 +465,8 @@ def output_loss(
 
 def ctc_loss(model: Whisper, batch: dict, encoded: torch.Tensor) -> torch.Tensor:
     """CTC loss of the encoder's head and `ctc_tokens` (B, S), summed over the batch, in fp32 or
-    better. Only the frames of the utterance itself count (`heard_lengths`, samples), not the silence
-    that it is padded with."""
+    better. Only the frames of the utterance itself count (`heard_lengths`, samples), not the
+    silence that it is padded with."""
     log_probs = upcast(model.ctc_head(encoded)).log_softmax(-1).transpose(0, 1)  # (T, B, V + 1)
     frames = (batch["heard_lengths_host"] + FRAME - 1) // FRAME
     blank = model.ctc_head.out_features - 1

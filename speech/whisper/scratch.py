@@ -28,9 +28,9 @@ THRESHOLD = 0.14
 
 
 def fit(model: Whisper, data, seed: int, initialised: bool) -> None:
-    """Initialises a model from scratch for the training set `data`; see `initialise`. `initialised`:
-    whether --init_from gives it other weights afterwards. Raises `UsageError` if its encoder is
-    frozen and would stay random."""
+    """Initialises a model from scratch for the training set `data`; see `initialise`.
+    `initialised`: whether --init_from gives it other weights afterwards. Raises `UsageError` if its
+    encoder is frozen and would stay random."""
     if model.encoder_frozen and not initialised:
         raise UsageError(
             "--freeze_encoder: there is no checkpoint to resume, and a random encoder would stay"
@@ -49,11 +49,13 @@ def initialise(model: Whisper, waveforms: list[torch.Tensor]) -> None:
     Whisper has no convolutions after its stem and no relative positions. With random weights its
     encoder needs many thousand updates until it attends to neighbouring frames. These initial
     weights need no change of architecture:
-    - Each filter of the stem covers one place of the mel axis and responds to what exceeds the noise there.
-    - Attention heads look at given offsets: queries and keys read the sines and cosines of the positions, and the
-      queries are rotated by an offset, so q k is a sum of cosines of the distance to that offset. Nothing else is
-      written to the dimensions of those sines. (Initialising attention with a pattern that it usually learns is the
-      idea of Trockman and Kolter 2023, "Mimetic initialization of self-attention layers".)
+    - Each filter of the stem covers one place of the mel axis and responds to what exceeds the
+      noise there.
+    - Attention heads look at given offsets: queries and keys read the sines and cosines of the
+      positions, and the queries are rotated by an offset, so q k is a sum of cosines of the
+      distance to that offset. Nothing else is written to the dimensions of those sines.
+      (Initialising attention with a pattern that it usually learns is the idea of Trockman and
+      Kolter 2023, "Mimetic initialization of self-attention layers".)
     - Residual branches start small, by their number (Zhang et al. 2019, "Fixup")."""
     encoder = model.encoder
     d = model.config["d_model"]

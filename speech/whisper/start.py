@@ -37,7 +37,8 @@ FINE_TUNING_RATES = {384: 3.75e-5, 512: 2.5e-5, 768: 1.25e-5, 1024: 6.25e-6, 128
 SMALL_RATE = 2e-3  # from scratch, for models narrower than the smallest released one
 # Seconds. A model that was trained on shorter clips, as the demos are, reads the cut words at the
 # ends of a piece badly, and two or three whole words are too few to stitch by: long files are cut
-# at silences for it (the Morse demo on clips of 6 to 12 s: CER 19 %, with overlapping pieces 159 %).
+# at silences for it (the Morse demo on clips of 6 to 12 s: CER 19 %, with overlapping pieces 159
+# %).
 LEAST_OVERLAPPED = 10.0
 SHAPE = ("d_model", "encoder_layers", "decoder_layers", "attention_heads")
 SIZED = ("d_model", "encoder_layers", "decoder_layers")  # what tells sizes apart
@@ -102,7 +103,8 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What else later commands must know: the data, and the epoch from which --pad_share applies."""
+    """What else later commands must know: the data, and the epoch from which --pad_share
+    applies."""
 
     data: splits.RunInfo
     pad_from: Annotated[int, range(1 << 31)]

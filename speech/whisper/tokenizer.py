@@ -375,7 +375,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, language: str) -> WhisperTo
 
 
 def _pairs(merges: list) -> list[tuple[str, ...]]:
-    """Merges as pairs: tokenizer.json has them as lists or, in older files, with a space between."""
+    """Merges as pairs: tokenizer.json has them as lists or, in older files, with a space
+    between."""
     return [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]
 
 
@@ -504,7 +505,8 @@ def _from_tiktoken(file: Path, language: str | None, vocab_size: int | None) -> 
     ranks = {}
     lines = [line.split() for line in files.read_text(file).encode().splitlines() if line.strip()]
     for token, rank in lines:
-        # OpenAI's multilingual file ends with a token of no bytes ("="), which some decoders refuse.
+        # OpenAI's multilingual file ends with a token of no bytes ("="), which some decoders
+        # refuse.
         raw = base64.b64decode(token) if token.strip(b"=") else b""
         ranks[raw] = int(rank)
     lacks_bytes = any(bytes([byte]) not in ranks for byte in range(256))

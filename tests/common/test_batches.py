@@ -1,5 +1,5 @@
-"""Global batches as a pure function of seed and epoch, the worker processes that prepare them, padding,
-splitting."""
+"""Global batches as a pure function of seed and epoch, the worker processes that prepare them,
+padding, splitting."""
 
 import itertools
 import math
@@ -185,7 +185,7 @@ def test_to_device_keeps_the_lengths_on_the_host():
     assert list(batches.to_device([], torch.device("cpu"))) == []
 
 
-# --- global batches and their workers --------------------------------------------------------------------
+# --- global batches and their workers -------------------------------------------------------------
 
 
 class Clips:
@@ -431,7 +431,8 @@ def test_a_bug_keeps_its_traceback(no_hang, workers):
 
 
 def test_many_micro_batches_do_not_run_out_of_files(no_hang):
-    """12 micro-batches of 7 tensors, several global batches ahead, against a limit of 200 open files."""
+    """12 micro-batches of 7 tensors, several global batches ahead, against a limit of 200 open
+    files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
     try:

@@ -1,5 +1,5 @@
-"""The loop's contract: exact accumulation, recovery from out of memory, bad global batches kept out,
-fp16's scaler, signals."""
+"""The loop's contract: exact accumulation, recovery from out of memory, bad global batches kept
+out, fp16's scaler, signals."""
 
 import json
 import math
@@ -570,8 +570,8 @@ def test_an_utterance_that_never_fits_is_named_with_its_length(tmp_path):
 
 
 def test_dropout_draws_the_same_again_when_a_global_batch_is_repeated(tmp_path):
-    """The repeated global batch starts from the same generator: the same micro-batches give the same
-    update."""
+    """The repeated global batch starts from the same generator: the same micro-batches give the
+    same update."""
     calls = []
 
     def once(model, batch):

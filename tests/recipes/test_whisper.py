@@ -56,7 +56,7 @@ def released(spoken, tmp_path_factory):
         for line in Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
     ]
     tokenizer = train_bpe(texts, 300, "vi")
-    config = formats.shape(16, (1, 1), 2, vocabulary=tokenizer.size)
+    config = formats.make_config(16, (1, 1), 2, vocabulary=tokenizer.size)
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos)
     torch.manual_seed(0)
     settings = transformers.WhisperConfig(

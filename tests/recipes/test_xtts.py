@@ -369,8 +369,8 @@ def test_padding_changes_nothing(noise):
 def window_gradient(
     model, items: list[dict], sizes: list[int], frozen, setup=None, scaler=None
 ) -> tuple:
-    """The sums of the terms, and the gradient, of a global batch that is cut into micro-batches of these
-    sizes."""
+    """The sums of the terms, and the gradient, of a global batch that is cut into micro-batches of
+    these sizes."""
     rest = iter(items)
     micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
     totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in WEIGHTS}

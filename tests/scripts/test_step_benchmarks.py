@@ -1,9 +1,9 @@
 """The benchmark of a training step makes a step of every row with the recipes as they are now."""
 
+import argparse
 import json
 import math
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -32,9 +32,11 @@ ROWS = [
 ]
 
 
-def arguments(recipe: str) -> SimpleNamespace:
-    flags = {**step.BENCHMARKS[recipe].flags, **SMALL[recipe], "threads": 1}
-    return SimpleNamespace(recipe=recipe, device="cpu", steps=1, **flags)
+def arguments(recipe: str) -> argparse.Namespace:
+    words = [recipe, "--steps", "1", "--threads", "1"]
+    for flag, value in SMALL[recipe].items():
+        words += [f"--{flag}", str(value)]
+    return step.make_parser().parse_args(words)
 
 
 @pytest.fixture(autouse=True)
@@ -67,5 +69,5 @@ def test_a_table_has_ratios_to_the_first_row_and_names_a_loss_that_differs(capsy
 
 def test_a_row_that_fails_has_no_result(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["-c", "raise SystemExit(1)"])
-    args = SimpleNamespace(recipe="konkani", rows=None, runs=1)
+    args = step.make_parser().parse_args(["konkani", "--runs", "1"])
     assert step.run_rows(args) == {"baseline": [], "ours": []}

@@ -1,4 +1,5 @@
-"""Audio files that cannot be read, on their way through training global batches and evaluation batches."""
+"""Audio files that cannot be read, on their way through training global batches and evaluation
+batches."""
 
 import re
 

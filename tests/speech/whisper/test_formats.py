@@ -38,7 +38,7 @@ FULL = timestamped()
 
 def tiny(vocabulary: int, **changes) -> dict[str, int]:
     return {
-        **formats.shape(32, (1, 2), 2, vocabulary=vocabulary),
+        **formats.make_config(32, (1, 2), 2, vocabulary=vocabulary),
         "max_source_positions": 50,
         "max_target_positions": 24,
         **changes,

@@ -1,4 +1,5 @@
-"""Extended vocabularies, against the library `tokenizers`, and the rows and biases of new tokens."""
+"""Extended vocabularies, against the library `tokenizers`, and the rows and biases of new
+tokens."""
 
 import json
 import math

@@ -325,7 +325,7 @@ def test_a_reference_that_is_too_short_is_refused(samples):
         speaking.latents_of(Listener(), None, [torch.ones(count) for count in samples])
 
 
-# --- sentences -------------------------------------------------------------------------------------
+# --- sentences ------------------------------------------------------------------------------------
 
 
 def bare(text: str) -> str:
