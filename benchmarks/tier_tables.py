@@ -51,7 +51,7 @@ SCRIPTS = {
     "run_whisper_morse.sh": Script(
         "recipes/whisper_morse.md",
         "clips that are padded to 30 s",
-        f"{WHISPER} --alignment_weight 0 --clips_per_epoch 64",
+        f"{WHISPER} --alignment_weight 0 --clips_per_epoch 96",
     ),
     "run_parakeet_tdt.sh": Script(
         "recipes/parakeet_tdt.md",
