@@ -109,8 +109,10 @@ def check_loss(
     Raises `RunError` with the term and both values if it is not. Then either the model sees the
     padding, because a mask is missing, or `compute_loss` returns a mean instead of a sum. Training
     would depend on how a global batch is cut into micro-batches. The model stays as it is."""
-    if len(batch["names"]) < 2:
-        raise UsageError("check_loss needs a batch of two or more utterances")
+    check_batch(batch, {})
+    lengths = [value.tolist() for key, value in batch.items() if key.endswith("_lengths")]
+    if len(batch["names"]) < 2 or (lengths and all(len(set(each)) == 1 for each in lengths)):
+        raise UsageError("check_loss needs a batch of two or more utterances of different length")
     model = copy.deepcopy(model).double().cpu().eval()
 
     def losses(piece: dict) -> dict[str, float]:

@@ -83,10 +83,10 @@ def checkpoint_layers(model: torch.nn.Module, kinds: tuple[type, ...]) -> None:
         layer.forward = functools.partial(_recomputed, layer, layer.forward)
 
 
-def _recomputed(layer: torch.nn.Module, forward, *inputs):
+def _recomputed(layer: torch.nn.Module, forward, *inputs, **named):
     if layer.training and torch.is_grad_enabled():
-        return checkpoint(forward, *inputs, use_reentrant=False)
-    return forward(*inputs)
+        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+    return forward(*inputs, **named)
 
 
 def memory_used(device: torch.device) -> int:

@@ -135,7 +135,7 @@ def parakeet_case() -> Case:
 
 def morse() -> Case:
     made = whisper_morse.collate(items(alignment=torch.arange(80) % VOCABULARY))
-    model = Whisper(whisper.shape(128, (2, 2), 4, vocabulary=4000), 0.1, 0.1, VOCABULARY)
+    model = Whisper(whisper.make_config(128, (2, 2), 4, vocabulary=4000), 0.1, 0.1, VOCABULARY)
     return Case(
         model, made, whisper_morse.compute_loss, {"attention": 0.7, "alignment": 0.3}, LAYERS
     )
@@ -143,7 +143,7 @@ def morse() -> Case:
 
 def vietnamese(frozen: bool = False) -> Case:
     made = whisper_vietnamese.collate(items())
-    model = Whisper(whisper.shape(128, (2, 2), 4, vocabulary=4000), 0.1, 0.1, VOCABULARY)
+    model = Whisper(whisper.make_config(128, (2, 2), 4, vocabulary=4000), 0.1, 0.1, VOCABULARY)
     if frozen:
         model.freeze_encoder()
     return Case(
