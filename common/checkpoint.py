@@ -58,7 +58,7 @@ class Saved:
     state: dict | None = None
 
     def forget_values(self) -> None:
-        """Gives the memory of the weights and of the optimizer's states back."""
+        """Drops the weights and the optimizer's states, when all is copied."""
         self.model.clear()
         if self.state:
             self.state.clear()
@@ -156,7 +156,7 @@ def lock_folder(folder: Path, flag: str):
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-    # of a run that was killed
+    # Temporary files that a killed run has left.
     files.remove_stale(folder, "|".join((CHECKPOINT.pattern, *WEIGHTS, *LOGS[:2])))
     return lock
 
@@ -228,7 +228,10 @@ def _check_format(path: Path, found) -> None:
     if found == FORMAT:
         return
     if str(found).startswith(FORMAT.removesuffix("2")):
-        raise UsageError(f"{path} was saved by another version of this project")
+        raise UsageError(
+            f"{path} was saved by another version of this project: use that version, or start a"
+            " new run with another --output_dir"
+        )
     raise UsageError(f"{path} is not a checkpoint of this project")
 
 
@@ -387,6 +390,21 @@ def weights_to_use(resume: str | None, checkpoint_dir: Path, recipe: str) -> Sav
     if not os.path.exists(path):
         raise UsageError(f"no weights at {path}: train first, or name them with --resume")
     return read_weights(path, recipe)
+
+
+def check_network(saved: Saved | None, make: Callable[[], torch.nn.Module]) -> None:
+    """Raises `UsageError` if the weights of a checkpoint are not those of the network that `make()`
+    returns. Call it before the network is made: here it has no values, because the infos in a file
+    from elsewhere may describe one of any size. Does nothing without a checkpoint."""
+    if saved is None:
+        return
+    with torch.device("meta"):
+        expected = {name: tensor.shape for name, tensor in make().state_dict().items()}
+    if expected != {name: tensor.shape for name, tensor in saved.model.items()}:
+        raise UsageError(
+            f"{saved.path}: its weights are not those of the model that it describes, or the recipe"
+            " has changed since; --init_from loads those that fit"
+        )
 
 
 def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:

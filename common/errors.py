@@ -85,6 +85,11 @@ class Output:
         return getattr(self.stream, name)
 
 
+def reader_has_gone() -> bool:
+    """Whether the reader of standard output has ended: `... | head`."""
+    return isinstance(getattr(sys.stdout, "error", None), BrokenPipeError)
+
+
 def exit_with_one_line(main: Callable, *args) -> None:
     """Runs `main(*args)`. A `Failure` becomes one line on stderr and its exit status, as does a
     signal; other exceptions are bugs and keep their tracebacks."""
@@ -127,7 +132,7 @@ def _run(main: Callable, *args) -> int | str:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     stdout.flush()
-    if isinstance(stdout.error, BrokenPipeError):  # its reader has gone: `... | head`
+    if reader_has_gone():
         return 128 + signal.SIGPIPE
     if stdout.error:
         reason = stdout.error.strerror

@@ -16,6 +16,7 @@ from common.errors import UsageError
 # one.
 OTHER_NAMES = {
     "--lr": "--learning_rate",
+    "--max_bad_windows": "--max_bad_batches",
     "--fp16": "--mixed_precision fp16",
     "--fp32": "--no_mixed_precision",
 }

@@ -678,9 +678,11 @@ def report_results(
 # --- a trained model ------------------------------------------------------------------------------
 
 
-def make_model(config: dict, *settings: float) -> Conformer:
-    """A model with random weights. Raises `UsageError` if it does not fit into memory."""
+def make_model(config: dict, *settings: float, saved: checkpoint.Saved | None = None) -> Conformer:
+    """A model with random weights. Raises `UsageError` if it does not fit into memory, or if the
+    weights of the checkpoint `saved` are not for it."""
     check_heads(config)
+    checkpoint.check_network(saved, lambda: Conformer(config))
     shapes = model_files.shapes_of(lambda: Conformer(config))
     model_files.require_room(sum(map(math.prod, shapes.values())))
     return Conformer(config, *settings)
@@ -692,7 +694,7 @@ def load_trained(args, setup: device.Setup) -> tuple[Conformer, object, splits.R
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
     model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     tokenizer = text.make_tokenizer(model_info.tokenizer, model_info.config["vocabulary"])
-    model = make_model(model_info.config)
+    model = make_model(model_info.config, saved=saved)
     checkpoint.load_weights(model, saved.model)
     return model.to(setup.device).eval(), tokenizer, run_info
 
@@ -749,7 +751,7 @@ def main(args) -> None:
     corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, config["subsampling"])
     config["vocabulary"] = tokenizer.size
     with run.model_device():
-        model = make_model(config, args.dropout, args.label_smoothing)
+        model = make_model(config, args.dropout, args.label_smoothing, saved=run.resumed)
     describe(model)
 
     sets = make_sets(args, corpora, tokenizer, config["subsampling"])

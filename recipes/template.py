@@ -235,6 +235,7 @@ def load_trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
     """The model of --resume, or of the best evaluation, and what is known of its run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
     model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
+    checkpoint.check_network(saved, lambda: Network(model_info))
     model = Network(model_info)
     checkpoint.load_weights(model, saved.model)
     return model.to(setup.device).eval(), run_info
@@ -273,6 +274,7 @@ def main(args) -> None:
     if model_info is None:
         characters = sorted(set("".join(corpora["train"].texts)))
         model_info = ModelInfo(WIDTH, LAYERS, characters)
+    checkpoint.check_network(run.resumed, lambda: Network(model_info))
     with run.model_device():
         model = Network(model_info, args.dropout)
 

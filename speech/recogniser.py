@@ -3,6 +3,7 @@ transcripts of files."""
 
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,14 @@ import torch
 
 from common import batches, files, memory, options
 from common.device import Setup
-from common.errors import DataError, RunError, UsageError, cannot_write
+from common.errors import (
+    DataError,
+    RunError,
+    Stopped,
+    UsageError,
+    cannot_write,
+    reader_has_gone,
+)
 from speech import metrics
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
@@ -369,10 +377,13 @@ def transcribe_files(
 
 
 def print_transcripts(rows: Iterable[dict], with_names: bool) -> int:
-    """Prints the texts of `rows` and returns their number."""
+    """Prints the texts of `rows` and returns their number. Raises `Stopped` if nobody reads them
+    any more."""
     count = 0
     for row in rows:
         print(f"{row['file']}\t{row['text']}" if with_names else row["text"], flush=True)
+        if reader_has_gone():
+            raise Stopped("nobody reads the transcripts any more", 128 + signal.SIGPIPE)
         count += 1
     return count
 

@@ -5,8 +5,10 @@ import re
 import pytest
 import torch
 
-from common import checks
+from common import checkpoint, checks
+from common.loop import Task
 from recipes import template
+from speech import splits
 from tests.recipes import runs
 
 SHORT = (*runs.SHORT, "--save_every", "1", "--eval_every", "1")
@@ -74,3 +76,15 @@ def test_characters_that_the_model_does_not_have_are_left_out(konkani):
     first = corpus.texts[0]
     item = template.Utterances(corpus, [first[0]]).item(0, 0)
     assert item["tokens"].tolist() == [0] * first.count(first[0]) and item["text"] == first
+
+
+def test_weights_of_another_network_are_refused_before_one_is_made(tmp_path):
+    """A file from elsewhere may describe a network that does not fit into memory."""
+    model = template.Network(template.ModelInfo(8, 1, ["a"]))
+    info = template.ModelInfo(8192, 128, ["a"])
+    run_info = splits.RunInfo([], 1.0, False)
+    task = Task("template", template.compute_loss, {}, template.evaluate, info, run_info, "cer")
+    checkpoint.save_weights(tmp_path / "best.safetensors", model, task, {"step": 0})
+    flags = ["--transcribe", tmp_path, "--resume", tmp_path / "best.safetensors"]
+    status, err = runs.refused(template, *flags)
+    assert status == 2 and "not those of the model that it describes" in err
