@@ -60,7 +60,7 @@ class Task:
     denominator)}, so that the results of several ranks add up. `model_info` and `run_info` are
     dataclasses, which are saved with all weights: what it takes to rebuild the model, and what else
     later commands must know of the run. The weights of the evaluation with the lowest `metric`, or
-    the highest with `higher_is_better`, are kept as best.safetensors; of equal ones the first.
+    the highest with `higher_is_better`, are kept as best.safetensors; among equal ones, the first.
 
     `fit(model, data)` sets what a new model takes from the training data, such as the statistics of
     its features. `train` calls it once, before the model moves to its device and gets the weights
@@ -100,7 +100,7 @@ class Task:
 class Run:
     """A run that has begun: where it computes, the checkpoint that it resumes (or None), and the
     weights of --init_from (or None); `train` empties both. `locks` hold the folders as long as they
-    exist. `planned` is what `planner` returns for --dry_run and --verify_gpu, else None."""
+    exist. `planned` is the result of `planner` for --dry_run and --verify_gpu, else None."""
 
     setup: Setup
     resumed: checkpoint.Saved | None = None
@@ -340,8 +340,8 @@ def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:
 
 def prepare_folders(args, run: Run, progress: dict, task: Task) -> None:
     """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint,
-    what is newer. A resumed run evaluates at once if its best weights are not in the folder, so
-    that they will be; so does a new run with `Task.evaluate_first`."""
+    what is newer. A resumed run without best weights in its folder, and a new run with
+    `Task.evaluate_first`, evaluate before the first update."""
     has_best = False
     if run.setup.ranks.first:
         try:

@@ -564,7 +564,7 @@ def plans(args: argparse.Namespace) -> bool:
 
 
 def freeze(args: argparse.Namespace) -> None:
-    """Makes `args` read-only: what a run computes from its flags gets another name."""
+    """Makes `args` read-only: what a run derives from its flags is kept elsewhere."""
     if not isinstance(args, ReadOnly):
         args.__class__ = ReadOnly
 

@@ -19,7 +19,7 @@ from speech.manifest import read_manifest
 FILE_TOLERANCE = 0.5
 MICROSECOND = 1e-6  # rounding error of time differences, seconds
 FASTEST_SPEECH = 100  # characters per second, more than anyone says
-MOST_CHARACTERS = 10_000  # of a text; of longer utterances than 100 s, FASTEST_SPEECH a second
+MOST_CHARACTERS = 10_000  # of a text; FASTEST_SPEECH per second if --max_duration is over 100 s
 
 
 @dataclass(frozen=True)

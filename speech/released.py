@@ -31,7 +31,7 @@ LEAVE_OUT = (
     " that fit with --init_from in place of --resume"
 )
 FROM_SCRATCH = (
-    "leave it out to take that model, or add --from_scratch for another one, which takes the"
+    "leave it out to take that model, or add --from_scratch to make a new one, which takes the"
     " weights that fit"
 )
 
