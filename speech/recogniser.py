@@ -15,14 +15,7 @@ import torch
 
 from common import batches, files, memory, options
 from common.device import Setup
-from common.errors import (
-    DataError,
-    RunError,
-    Stopped,
-    UsageError,
-    cannot_write,
-    reader_has_gone,
-)
+from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
 from speech import metrics
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
@@ -377,13 +370,13 @@ def transcribe_files(
 
 
 def print_transcripts(rows: Iterable[dict], with_names: bool) -> int:
-    """Prints the texts of `rows` and returns their number. Raises `Stopped` if nobody reads them
+    """Prints the texts of `rows` and returns their number. Ends the command if nobody reads them
     any more."""
     count = 0
     for row in rows:
         print(f"{row['file']}\t{row['text']}" if with_names else row["text"], flush=True)
         if reader_has_gone():
-            raise Stopped("nobody reads the transcripts any more", 128 + signal.SIGPIPE)
+            sys.exit(128 + signal.SIGPIPE)
         count += 1
     return count
 

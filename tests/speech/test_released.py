@@ -93,7 +93,7 @@ def test_all_flags_that_contradict_are_in_one_message():
     with pytest.raises(UsageError) as caught:
         choose(origin, resumed=saved)
     assert "--model_size base (the checkpoint has width 3), --model_dir toy (" in str(caught.value)
-    with pytest.raises(UsageError, match="add --from_scratch for another one"):
+    with pytest.raises(UsageError, match="add --from_scratch to make a new one"):
         choose(replace(origin, path=None), initial=saved)
     scratch = make_origin(from_scratch=True)
     with pytest.raises(UsageError, match=r"--from_scratch .*began from released weights"):
