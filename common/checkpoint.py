@@ -392,15 +392,21 @@ def weights_to_use(resume: str | None, checkpoint_dir: Path, recipe: str) -> Sav
     return read_weights(path, recipe)
 
 
+def shapes_of(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of the model that `make()` returns, by name. The model is made
+    without values: it takes no memory, and no random numbers are drawn."""
+    with torch.device("meta"):
+        model = make()
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
 def check_network(saved: Saved | None, make: Callable[[], torch.nn.Module]) -> None:
     """Raises `UsageError` if the weights of a checkpoint are not those of the network that `make()`
-    returns. Call it before the network is made: here it has no values, because the infos in a file
-    from elsewhere may describe one of any size. Does nothing without a checkpoint."""
+    returns. Call it before the network is made, because the infos in a file from elsewhere may
+    describe one of any size. Does nothing without a checkpoint."""
     if saved is None:
         return
-    with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in make().state_dict().items()}
-    if expected != {name: tensor.shape for name, tensor in saved.model.items()}:
+    if shapes_of(make) != {name: tuple(tensor.shape) for name, tensor in saved.model.items()}:
         raise UsageError(
             f"{saved.path}: its weights are not those of the model that it describes, or the recipe"
             " has changed since; --init_from loads those that fit"

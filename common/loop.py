@@ -31,6 +31,7 @@ from common import (
     compiling,
     device,
     errors,
+    files,
     gpu,
     memory,
     optim,
@@ -344,6 +345,7 @@ def prepare_folders(args, run: Run, progress: dict, task: Task) -> None:
     `Task.evaluate_first`, evaluate before the first update."""
     has_best = False
     if run.setup.ranks.first:
+        files.remove_stale(args.log_dir, "|".join(task.reports))
         try:
             if run.resumed and checkpoint.continues(args.resume, args.checkpoint_dir):
                 checkpoint.branch(args.checkpoint_dir, args.log_dir, progress["step"])

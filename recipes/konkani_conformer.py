@@ -683,7 +683,7 @@ def make_model(config: dict, *settings: float, saved: checkpoint.Saved | None = 
     weights of the checkpoint `saved` are not for it."""
     check_heads(config)
     checkpoint.check_network(saved, lambda: Conformer(config))
-    shapes = model_files.shapes_of(lambda: Conformer(config))
+    shapes = checkpoint.shapes_of(lambda: Conformer(config))
     model_files.require_room(sum(map(math.prod, shapes.values())))
     return Conformer(config, *settings)
 

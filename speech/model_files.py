@@ -164,14 +164,6 @@ def _copy(tensor: torch.Tensor, name: str, path: Path) -> torch.Tensor:
     return copy
 
 
-def shapes_of(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of the model that `make()` returns, by name. The model is made
-    without values: it takes no memory, and no random numbers are drawn."""
-    with torch.device("meta"):
-        model = make()
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
 def check_shapes(
     weights: dict[str, torch.Tensor],
     expected: dict[str, tuple[int, ...]],

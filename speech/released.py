@@ -235,7 +235,7 @@ def choose(
             f" {ways} or --from_scratch"
         )
     info = create()
-    shapes = model_files.shapes_of(lambda: family.network(info))
+    shapes = checkpoint.shapes_of(lambda: family.network(info))
     model_files.require_room(sum(map(math.prod, shapes.values())))
     return info, None
 
@@ -277,7 +277,7 @@ def check_saved(family: Family, saved: Saved, name: str):
     info could ask for a model of any size. Raises `UsageError`."""
     info = records.read(family.model_info, saved.model_info, saved.path)
     family.check(info, str(saved.path))
-    expected = model_files.shapes_of(lambda: family.network(info))
+    expected = checkpoint.shapes_of(lambda: family.network(info))
     model_files.check_shapes(saved.model, expected, saved.path, name)
     return info
 

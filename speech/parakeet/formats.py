@@ -222,7 +222,7 @@ def check_config(config: dict, path: str | Path) -> None:
 def expected_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a model, by its Hugging Face name. Takes no memory. Check the
     configuration first: it may come from a file."""
-    return model_files.shapes_of(lambda: Parakeet(config))
+    return checkpoint.shapes_of(lambda: Parakeet(config))
 
 
 # --- between the two forms ------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from speech.model_files import (
     read_pickle,
     require_export,
     save_tensors,
-    shapes_of,
     write_export,
 )
 from speech.whisper.model import FRAME, HOP, N_FFT, Whisper
@@ -125,7 +124,7 @@ SIZES = {  # of the released multilingual models
 def expected_shapes(config: dict[str, int], ctc_tokens: int = 0) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a model, by its Hugging Face name without `model.`. `ctc_tokens`
     as in `Whisper`."""
-    return shapes_of(lambda: Whisper(config, ctc_tokens=ctc_tokens))
+    return checkpoint.shapes_of(lambda: Whisper(config, ctc_tokens=ctc_tokens))
 
 
 # --- between the two forms ------------------------------------------------------------------------

@@ -88,3 +88,13 @@ def test_weights_of_another_network_are_refused_before_one_is_made(tmp_path):
     flags = ["--transcribe", tmp_path, "--resume", tmp_path / "best.safetensors"]
     status, err = runs.refused(template, *flags)
     assert status == 2 and "not those of the model that it describes" in err
+
+
+def test_what_a_killed_run_left_of_its_reports_is_removed(konkani, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / ".transcripts.jsonl.abcd1234.tmp").write_text("half")
+    (logs / ".notes.abcd1234.tmp").write_text("of the user")
+    data = ("--train_manifest", konkani["train"], "--val_manifest", konkani["val"])
+    runs.ran(template, *data, *SHORT, "--max_steps", "1", "--output_dir", tmp_path)
+    assert [path.name for path in logs.glob(".*.tmp")] == [".notes.abcd1234.tmp"]
