@@ -41,7 +41,7 @@ from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from speech import checks, demo, released, splits, text
-from speech.audio import int16, read_utterance, write_wav
+from speech.audio import read_utterance
 from speech.columns import Corpus
 from speech.xtts import codec_training, formats, new_tokens, speaking, start, texts
 from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
@@ -510,17 +510,17 @@ def trained(
 
 def synthesise(args, asked: start.Options) -> None:
     """--synthesize: a wav for each text."""
-    sampling = speaking.resolve(args)
+    wanted = texts.texts_of(args.synthesize)
+    sampling, outputs = speaking.resolve(args, len(wanted))
     setup = device.setup(args, quiet=True)
     _, synthesiser, _ = trained(asked, setup)
     clips = speaking.read_references(args.speaker_wav, setup.device)
-    lines = [synthesiser.texts.check(line) for line in texts.texts_of(args.synthesize)]
+    lines = [synthesiser.texts.check(line) for line in wanted]
     with setup.autocast():
         voice = speaking.voice_of(synthesiser.model, synthesiser.frozen, clips)
-        for number, line in enumerate(lines, 1):
+        for path, line in zip(outputs, lines, strict=True):
             waveform = speaking.speak(synthesiser, line, voice, sampling)
-            path = speaking.numbered(args.output, number, len(lines))
-            write_wav(path, int16(waveform), synthesiser.frozen.rate)
+            speaking.write(path, waveform, synthesiser.frozen.rate)
             print(f"{path}: {len(waveform) / synthesiser.frozen.rate:.2f} s")
 
 

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 
 from common import files, options
 from common.errors import UsageError, cannot_write
-from speech.audio import int16, read_audio, read_utterance, write_wav
+from speech.audio import (
+    int16,
+    is_own_speech,
+    read_audio,
+    read_utterance,
+    write_speech,
+    write_wav,
+)
 from speech.columns import Corpus
 from speech.xtts import decoding
 from speech.xtts.codec import SAMPLE_RATE, code_count
@@ -141,16 +148,20 @@ def add_arguments(parser) -> None:
     )
 
 
-def resolve(args) -> Sampling:
-    """Checks the flags of --synthesize and returns how codes are drawn. Raises `UsageError`."""
+def resolve(args, count: int) -> tuple[Sampling, list[Path]]:
+    """Checks the flags of --synthesize for `count` texts. Returns how codes are drawn, and the file
+    for each text. Raises `UsageError`."""
     for path in args.speaker_wav:
         if not os.path.isfile(path):
             raise UsageError(f"--speaker_wav {path}: no such file")
-    if os.path.isdir(args.output) or not os.access(Path(args.output).parent, os.W_OK):
-        raise UsageError(
-            f"--output {args.output}: it must be a file in a folder that exists and can be written"
-        )
-    return Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
+    outputs = [numbered(args.output, number, count) for number in range(1, count + 1)]
+    inputs = options.paths_in(args, "output")
+    for path in outputs:
+        files.require_output(path, "--output", inputs, is_own_speech)
+    sampling = Sampling(
+        args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed
+    )
+    return sampling, outputs
 
 
 def numbered(output: str, number: int, count: int) -> Path:
@@ -159,6 +170,16 @@ def numbered(output: str, number: int, count: int) -> Path:
     if count == 1:
         return path
     return path.with_name(f"{path.stem}_{number:03d}{path.suffix or '.wav'}")
+
+
+def write(path: Path, waveform: torch.Tensor, rate: int) -> None:
+    """Writes speech (T,) to --output, if `path` is still what `resolve` allows. Raises `UsageError`
+    and `RunError`."""
+    files.require_output(path, "--output", is_earlier=is_own_speech)
+    try:
+        write_speech(path, int16(waveform), rate)
+    except OSError as error:
+        raise cannot_write(path.parent, error, "--output") from None
 
 
 # --- sentences ------------------------------------------------------------------------------------
@@ -370,7 +391,7 @@ def speak_corpus(
             file = f"{index + 1:03d}_{kind}.wav"
             rows[kind].append((file, text, name))
             clips[file] = int16(waveform), rate
-    write_speech(folder, clips, rows)
+    write_corpus(folder, clips, rows)
     message = (
         f"{len(corpus)} held-out sentences spoken: {folder}/*_synthesis.wav; manifests beside them"
     )
@@ -382,7 +403,7 @@ def speak_corpus(
     return message
 
 
-def write_speech(
+def write_corpus(
     folder: Path,
     clips: dict[str, tuple[np.ndarray, int]],
     rows: dict[str, list[tuple[str, str, str]]],

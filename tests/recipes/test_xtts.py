@@ -1906,11 +1906,11 @@ SPEAKING_MISTAKES = [
     ),
     (
         "--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}/no/such/o.wav",
-        "o.wav: it must be a file",
+        "o.wav: No such file or directory",
     ),
     (
         "--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}",
-        "{here}: it must be a file",
+        "{here}: it is a folder; name a file",
     ),
 ]
 
