@@ -148,6 +148,20 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
     )
 
 
+def move_aside(paths: Iterable[Path], folders: Iterable[Path], prefix: str = "earlier") -> str:
+    """Moves files, folders, and links as they are, into the first subfolder PREFIX-N of theirs that
+    none of `folders` has yet. Returns its name. Raises `OSError`."""
+    number = 1
+    while any(os.path.lexists(folder / f"{prefix}-{number}") for folder in folders):
+        number += 1
+    name = f"{prefix}-{number}"
+    for path in paths:
+        if os.path.lexists(path):  # or it was moved already, if two of the folders are the same one
+            (path.parent / name).mkdir(exist_ok=True)
+            path.rename(path.parent / name / path.name)
+    return name
+
+
 def remove_stale(folder: Path, names: str) -> None:
     """Removes what a killed run left of the files whose names match the pattern `names`, and
     nothing else."""

@@ -101,7 +101,7 @@ def add_arguments(parser) -> None:
         type=options.COUNT,
         metavar="N",
         help=(
-            "sentences of the evaluation set to speak after training, in OUTPUT_DIR/speech (2; 20"
+            "sentences of the evaluation set to speak after training, in LOG_DIR/speech (2; 20"
             " from scratch)"
         ),
     )
@@ -408,7 +408,7 @@ def first_model(
 ) -> tuple[ModelInfo, Synthesiser, int]:
     """The model that training starts with, all that it takes to use it, and how many tokens were
     added to its vocabulary. Raises `UsageError`."""
-    make_dvae = functools.partial(train_dvae, args, data, corpora)
+    make_dvae = functools.partial(train_dvae, args, run.setup.ranks.first, data, corpora)
     added = 0
     with run.model_device():
         info, weights, frozen = start.choose(asked, run.resumed, run.initial, make_dvae)
@@ -460,9 +460,15 @@ def fit(
         new_tokens.fit_new_tokens(model, added, forward)
 
 
-def train_dvae(args, data: splits.DataOptions, corpora: dict[str, Corpus], config: dict) -> Path:
+def train_dvae(
+    args, is_first: bool, data: splits.DataOptions, corpora: dict[str, Corpus], config: dict
+) -> Path:
     """Trains the DVAE of a model from scratch in two runs, without a codebook and then with one.
-    Returns the folder of its weights. Runs that are complete are only read."""
+    Returns the folder of its weights. With --resume auto, runs that are complete are only read.
+    Otherwise the first rank moves an earlier run aside, so that its GPT and DVAE stay together."""
+    if is_first and not args.resume:
+        stages = codec_training.STEPS
+        checkpoint.make_room(args.checkpoint_dir, args.log_dir, speaking.REPORTS, stages)
     crops = codec_training.Crops(corpora["train"], args.seed, training=True)
     eval_crops = codec_training.Crops(corpora["val"], args.seed, training=False)
     tensors = None
@@ -540,7 +546,7 @@ def export_and_speak(
         start.export(args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, voices)
     if count:
         corpus = corpora["val"].select(np.arange(min(count, len(corpora["val"]))))
-        folder = Path(args.output_dir) / "speech"
+        folder = args.log_dir / speaking.REPORTS[0]
         synthesiser.frozen.to(run.setup.device)
         with run.setup.autocast():
             print(speaking.speak_corpus(folder, synthesiser, corpus, voices, sampling))
@@ -634,6 +640,7 @@ def main(args) -> dict | None:
         evaluate_first=info.pretrained,
         decay_embeddings=False,
         betas=BETAS,
+        reports=speaking.REPORTS,
     )
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation, languages)

@@ -22,6 +22,7 @@ from speech.audio import (
     write_wav,
 )
 from speech.columns import Corpus
+from speech.folders import is_replaceable, write_folder
 from speech.xtts import decoding
 from speech.xtts.codec import SAMPLE_RATE, code_count
 from speech.xtts.decoding import Sampling, Speech
@@ -54,6 +55,7 @@ FADE_SECONDS = 0.005
 EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export should have
 HEADER = ("audio_file", "text", "speaker_name")  # of the manifests that are written
 KINDS = ("reference", "resynthesis", "synthesis")  # of the clips of a held-out sentence
+REPORTS = ("speech",)  # in the log folder
 SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
 LIMIT = 2  # times the codes of its recording, if that is more
 
@@ -409,13 +411,25 @@ def write_corpus(
     rows: dict[str, list[tuple[str, str, str]]],
 ) -> None:
     """Writes `clips`, {file: (int16 samples, Hz)}, and a manifest of each kind of `rows` (file,
-    text, speaker). Raises `RunError`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    text, speaker) in a new `folder`. An earlier one is replaced if nobody has changed it, and moved
+    to earlier-N/ otherwise. Raises `RunError`."""
+
+    def fill(aside: Path) -> None:
         for file, (samples, rate) in clips.items():
-            write_wav(folder / file, samples, rate)
+            write_wav(aside / file, samples, rate)
         for kind, lines in rows.items():
-            table = ["|".join(cell.replace("|", " ") for cell in row) for row in (HEADER, *lines)]
-            files.write_text(folder / f"{kind}.csv", "\n".join(table) + "\n")
+            table = ["|".join(map(_cell, row)) for row in (HEADER, *lines)]
+            (aside / f"{kind}.csv").write_text("\n".join(table) + "\n", encoding="utf-8")
+
+    try:
+        if folder.is_symlink() or not is_replaceable(folder):
+            name = files.move_aside([folder], [folder.parent])
+            print(f"{folder}: what was there was moved to {folder.parent / name}/")
+        write_folder(folder, fill, {"spoken": len(rows["synthesis"])})
     except OSError as error:
-        raise cannot_write(folder, error, "--output_dir") from None
+        raise cannot_write(folder, error, "--log_dir") from None
+
+
+def _cell(text: str) -> str:
+    """A text as a cell of a manifest, in one line."""
+    return " ".join(text.replace("|", " ").split())
