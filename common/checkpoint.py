@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -95,7 +96,9 @@ def load(path: Path):
     files.require_file(path)
     try:
         is_zip = _is_sound_zip(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about sparse tensors, which are refused later
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
     except (zipfile.BadZipFile, NotImplementedError):
