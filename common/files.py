@@ -76,8 +76,6 @@ def require_output(
     it. Call it before any work. Raises `UsageError` for anything else: a folder, a link, a device
     or a pipe, one of the `inputs` of the command (also by another name), and other files."""
     place = f"{flag} {path}"
-    if str(path).endswith("/"):
-        raise UsageError(f"{place}: it is the name of a folder; name a file")
     path = Path(path)
     try:
         mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG

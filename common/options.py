@@ -168,6 +168,13 @@ def path(text: str) -> str:
     return text
 
 
+def file(text: str) -> str:
+    """An argparse type: a path whose last part is a name, not `folder/`."""
+    if path(text).endswith(("/", "/.", "/..")):
+        raise argparse.ArgumentTypeError(f"{text} is the name of a folder; name a file")
+    return text
+
+
 def add_arguments(parser: Parser, **defaults) -> None:
     """Adds the shared flags in four groups. A recipe's own `defaults` replace the ones here and in
     the help: add_arguments(parser, learning_rate=1e-4), or with a text for the help:

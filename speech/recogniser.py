@@ -114,7 +114,7 @@ def add_decoding(
     )
     decoding.add_argument(
         "--output",
-        type=options.path,
+        type=options.file,
         metavar="FILE",
         help="write the transcripts to this file as JSON Lines",
     )

@@ -115,7 +115,7 @@ def add_arguments(parser) -> None:
     )
     group.add_argument(
         "--output",
-        type=options.path,
+        type=options.file,
         default="speech.wav",
         metavar="FILE",
         help="the wav; several texts get numbers (speech.wav)",
