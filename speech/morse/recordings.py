@@ -371,10 +371,10 @@ def write_dataset(
     }
     settings = json.loads(json.dumps(settings))  # tuples to lists, as they are read back
     try:
+        require_replaceable(folder)
         if read_made_from(folder) == settings:
             print(f"data set: {count} clips are already in {folder}")
             return
-        require_replaceable(folder)
 
         def fill(aside: Path) -> list[dict]:
             return _write_clips(aside, count, seed, mix, workers)
