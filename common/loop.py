@@ -70,9 +70,11 @@ class Task:
     encoder is random and must be trained. `learning_rate` is the peak rate unless --learning_rate
     is given. `checkpointed` and `compiled` are the layer types for --gradient_checkpointing and
     --torch_compile. With `evaluate_first`, a new run evaluates the model before its first update.
-    Without `decay_embeddings`, embeddings have no weight decay. `betas` are AdamW's. `reports` are
-    the names of files that the recipe writes in the log folder; a new run moves an earlier run's
-    files aside."""
+    Without `decay_embeddings`, embeddings have no weight decay. `betas` are AdamW's. `new_rows` are
+    those of a new run; a resumed one has them in its checkpoint. With `fine_tunes` the model began
+    from released weights: the length of the run, its evaluations and its patience follow the hours
+    of speech. `reports` are the names of files that the recipe writes in the log folder; a new run
+    moves an earlier run's files aside."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -90,6 +92,8 @@ class Task:
     evaluate_first: bool = False
     decay_embeddings: bool = True
     betas: tuple[float, float] = optim.BETAS
+    fine_tunes: bool = False
+    new_rows: optim.NewRows | None = None
     reports: tuple[str, ...] = ()
 
     def is_better(self, value: float, other: float) -> bool:
@@ -241,6 +245,7 @@ def begin_training(
     setup = run.setup
     ranks = setup.ranks
     saved = run.resumed.state if run.resumed else None
+    progress = start_progress(saved)
     optimizer = optim.make_optimizer(
         model,
         args.learning_rate or task.learning_rate,
@@ -249,13 +254,13 @@ def begin_training(
         args.use_cpu_offload,
         task.decay_embeddings,
         task.betas,
+        note_new_rows(progress, task),
     )
     scaler = setup.grad_scaler()
     if saved:
         optim.load_optimizer_state(optimizer, model, saved["optimizer"])
         if scaler and saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
-    progress = start_progress(saved)
     place_in_data(progress, global_batches)
     steps = global_batches.total_steps(args, progress["origin"])
     schedule = optim.Schedule(optimizer, args.lr_schedule, steps, args.warmup_steps)
@@ -306,10 +311,21 @@ def start_progress(saved: dict | None = None) -> dict:
         "bad_in_a_row": 0,
         "skipped_files": 0,
         "limits": {},
+        "new_rows": None,
     }
     if saved:
         progress.update(saved["progress"])
     return progress
+
+
+def note_new_rows(progress: dict, task: Task) -> optim.NewRows | None:
+    """The new rows of the run: the checkpoint's, or the task's, which are noted in the progress."""
+    if progress["new_rows"]:
+        return optim.NewRows(**progress["new_rows"])
+    if task.new_rows:
+        rows = {name: list(map(int, numbers)) for name, numbers in task.new_rows.rows.items()}
+        progress["new_rows"] = {"rows": rows, "learning_rate": task.new_rows.learning_rate}
+    return task.new_rows
 
 
 def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:

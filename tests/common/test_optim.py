@@ -4,6 +4,7 @@ and a change of kind."""
 import copy
 import io
 import itertools
+import math
 import sys
 
 import pytest
@@ -607,6 +608,139 @@ def test_a_tied_weight_is_one_parameter(kind):
     assert float(second.state[again.out.weight]["step"]) == 1
 
 
+# --- rows that were drawn new ---------------------------------------------------------------------
+
+OLD, NEW = 7, 4  # rows
+NEW_NUMBERS = (3, 7, 8, 10)  # also among the old ones
+
+
+class Rows(nn.Module):
+    """An embedding, a head and its bias, whose new rows are rows of three weights."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(OLD + NEW, 5)
+        self.head = nn.Linear(5, OLD + NEW)
+        self.to(dtype)
+
+
+class Apart(nn.Module):
+    """The same weights with the new rows as parameters of their own."""
+
+    def __init__(self, model: Rows):
+        super().__init__()
+        new = torch.zeros(OLD + NEW, dtype=torch.bool)
+        new[list(NEW_NUMBERS)] = True
+        for name, p in model.named_parameters():
+            for part, rows in (("old", ~new), ("new", new)):
+                self.register_parameter(
+                    f"{part}_{name.replace('.', '_')}", nn.Parameter(p.detach()[rows].clone())
+                )
+        self.places = new
+
+    def whole(self, name: str) -> torch.Tensor:
+        old, new = (getattr(self, f"{part}_{name.replace('.', '_')}") for part in ("old", "new"))
+        joined = old.new_zeros(OLD + NEW, *old.shape[1:])
+        return joined.masked_scatter(
+            self.places.view(-1, *[1] * (old.dim() - 1)), new
+        ).masked_scatter(~self.places.view(-1, *[1] * (old.dim() - 1)), old)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "offload"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 3e-7), (torch.float64, 1e-15)], ids=str
+)
+def test_new_rows_learn_as_parameters_of_their_own(kind, dtype, tolerance):
+    model = Rows(dtype)
+    apart = Apart(model)
+    names = [name for name, _ in model.named_parameters()]
+    new_rows = optim.NewRows(dict.fromkeys(names, NEW_NUMBERS), 1e-2)
+    optimizer = optim.make_optimizer(model, 1e-4, 0.1, **KINDS[kind], new_rows=new_rows)
+    groups = []
+    for name, p in apart.named_parameters():
+        decay = 0.1 if p.dim() > 1 else 0.0
+        rate = 1e-2 if name.startswith("new") else 1e-4
+        groups.append({"params": [p], "lr": rate, "weight_decay": decay, "initial_lr": rate})
+    peer = torch.optim.AdamW(groups, betas=optim.BETAS, eps=optim.EPSILON, foreach=False)
+    for step in range(20):
+        for p in model.parameters():  # some rows have no gradient, as most embeddings
+            p.grad = torch.randn_like(p) * (torch.rand(p.shape[:1]) < 0.7).view(
+                -1, *[1] * (p.dim() - 1)
+            )
+        if step % 5 == 4:  # without a gradient nothing changes
+            model.head.weight.grad = None
+        for name, p in model.named_parameters():
+            for part, rows in (("old", ~apart.places), ("new", apart.places)):
+                other = getattr(apart, f"{part}_{name.replace('.', '_')}")
+                other.grad = None if p.grad is None else p.grad[rows]
+        for each in (optimizer, peer):
+            for group in each.param_groups:
+                group["lr"] = group["initial_lr"] * 0.9**step
+            each.step()
+    for name, p in model.named_parameters():
+        assert (p - apart.whole(name)).abs().max() < tolerance, name
+    # The rows would have moved by a hundredth of that with the others.
+    assert (model.head.bias - Rows(dtype).head.bias)[list(NEW_NUMBERS)].abs().max() > 1e-2
+
+
+def test_new_rows_in_8_bits_move_by_their_own_rate():
+    pytest.importorskip("bitsandbytes")
+    moved = {}
+    for rate in (None, 1e-3):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"embedding": nn.Embedding(90, 64), "head": nn.Linear(64, 90)})
+        start = copy.deepcopy(model)
+        new_rows = optim.NewRows({"embedding.weight": [89], "head.weight": [0, 5]}, rate or 0.0)
+        optimizer = optim.make_optimizer(
+            model, 1e-5, 0.0, "adamw_8bit", new_rows=new_rows if rate else None
+        )
+        assert optimizer.state[model["head"].weight]["state1"].dtype == torch.uint8
+        for step in range(5):
+            set_gradients(model, step)
+            optimizer.step()
+        moved[rate] = [
+            (new - old).detach()
+            for new, old in zip(model.parameters(), start.parameters(), strict=True)
+        ]
+    for name, rows, number in (("embedding", [89], 0), ("head", [0, 5], 1)):
+        plain, fast = moved[None][number], moved[1e-3][number]
+        others = [row for row in range(90) if row not in rows]
+        assert torch.equal(plain[others], fast[others]), name
+        ratio = fast[rows].norm() / plain[rows].norm()
+        assert abs(ratio - 100) < 0.1, name
+
+
+def test_new_rows_never_learn_more_slowly_than_the_others():
+    moved = []
+    for rate in (1e-3, 1e-2):
+        model = Rows(torch.float32)
+        before = model.head.weight.detach().clone()
+        optimizer = optim.make_optimizer(
+            model, 1e-2, 0.0, new_rows=optim.NewRows({"head.weight": [1]}, rate)
+        )
+        set_gradients(model, 0)
+        optimizer.step()
+        moved.append(model.head.weight.detach() - before)
+    assert torch.equal(*moved)
+
+
+def test_a_scaler_that_skips_a_step_leaves_new_rows_alone():
+    model = Rows(torch.float32)
+    start = copy.deepcopy(model)
+    new_rows = optim.NewRows({"head.weight": [0, 2]}, 1e-2)
+    optimizer = optim.make_optimizer(model, 1e-4, 0.5, new_rows=new_rows)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    for gradient, moves in ((math.inf, False), (1.0, True)):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, gradient)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (largest_difference(model, start) > 0) == moves
+
+
 # --- schedules ------------------------------------------------------------------------------------
 
 
@@ -671,9 +805,9 @@ def network(dropout: float = 0.0, width: int = 48, seed: int = 0) -> small.Netwo
     return small.Network(dropout, width, layers=6)
 
 
-def run(folder, kind, *flags):
+def run(folder, kind, *flags, **task):
     args = small.make_args(folder, *RUN, *FLAGS[kind], *flags)
-    small.run(args, model=network(0.1, seed=5 if args.resume else 0))
+    small.run(args, model=network(0.1, seed=5 if args.resume else 0), **task)
     return newest(args)
 
 
@@ -683,9 +817,11 @@ def newest(args) -> dict:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path, kind):
-    whole = run(tmp_path / "a", kind, "--max_steps", "4")
-    run(tmp_path / "b", kind, "--max_steps", "2")
+@pytest.mark.parametrize("rows", [None, optim.NewRows({"output.weight": [0, 3]}, 1e-2)])
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, kind, rows):
+    whole = run(tmp_path / "a", kind, "--max_steps", "4", new_rows=rows)
+    run(tmp_path / "b", kind, "--max_steps", "2", new_rows=rows)
+    # (The checkpoint knows the rows.)
     parts = run(tmp_path / "b", kind, "--max_steps", "4", "--resume", "auto")
     assert whole["progress"]["step"] == parts["progress"]["step"] == 4
     for name, value in whole["model"].items():
