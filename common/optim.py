@@ -356,7 +356,8 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -
 
 class Schedule:
     """The learning rate as a function of the number of updates: linear warm-up, then `kind`; cosine
-    ends at 1 %."""
+    ends at 1 %. A resumed run of another length warms up once more, from the rate that it had: what
+    the new length asks for may be a hundred times more, which would undo what was learned."""
 
     def __init__(
         self,
@@ -368,12 +369,28 @@ class Schedule:
         self.optimizer = optimizer
         self.kind = kind
         self.total = total_steps
-        self.warmup = warmup_steps
-        if warmup_steps is None:
-            self.warmup = min(2000, max(1, total_steps // 10))
+        self.given_warmup = warmup_steps
+        self.warmup = self.warmup_of(total_steps)
+        # A later warm-up: the update after which it begins, its length, the share of the peak rate
+        # that it begins with.
+        self.again = (0, 0, 0.0)
+
+    def warmup_of(self, steps: int) -> int:
+        """The updates of the warm-up before or within so many updates."""
+        if self.given_warmup is not None:
+            return self.given_warmup
+        return min(2000, max(1, steps // 10))
 
     def factor(self, step: int) -> float:
         """The share of the peak rate for the update that follows `step` updates."""
+        begin, length, low = self.again
+        if step < begin + length:
+            high = self.usual_factor(begin + length)
+            return low + (high - low) * (step - begin) / length
+        return self.usual_factor(step)
+
+    def usual_factor(self, step: int) -> float:
+        """`factor` without a later warm-up."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.kind == "inverse_sqrt":
@@ -387,3 +404,19 @@ class Schedule:
         """Sets the rate for the update that follows `step` updates."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self.factor(step)
+
+    def state(self) -> dict:
+        """What `resume` needs."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        return {"total": self.total, "again": list(self.again), "rate": rate}
+
+    def resume(self, saved: dict | None, step: int) -> bool:
+        """Continues the schedule with the `state` that a checkpoint has, after `step` updates.
+        Returns whether the run is longer than it was going to be."""
+        if not saved:
+            return False
+        self.again = tuple(saved["again"])
+        if saved["total"] != self.total:
+            low = min(1.0, saved["rate"] / self.optimizer.param_groups[0]["initial_lr"])
+            self.again = (step, self.warmup_of(self.total - step), low)
+        return self.total > saved["total"]

@@ -785,6 +785,67 @@ def test_the_usual_warm_up_is_a_tenth_of_all_updates_and_at_most_2000(total, war
     assert optim.Schedule(optimizer, "cosine", total).warmup == warmup
 
 
+def rates_of(schedule: optim.Schedule, steps: range) -> list[float]:
+    rates = []
+    for step in steps:
+        schedule.set(step)
+        rates.append(schedule.optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("kind", ["inverse_sqrt", "cosine", "constant"])
+@pytest.mark.parametrize("warmup", [None, 40])
+@pytest.mark.parametrize(
+    "parts",  # (the update at which the run is resumed, its updates from then on)
+    [
+        [(0, 700), (700, 2100)],
+        [(0, 700), (350, 2100)],
+        [(0, 700), (30, 7000)],  # in the first warm-up
+        [(0, 700), (700, 1400), (1400, 2800)],
+        [(0, 700), (700, 2100), (750, 2800)],  # in a later warm-up
+        [(0, 2100), (300, 700)],  # shorter
+    ],
+)
+def test_a_resumed_run_of_another_length_warms_up_again_without_a_jump(kind, warmup, parts):
+    rates, state, warmups = [], None, []
+    ends = [begin for begin, _ in parts[1:]] + [parts[-1][1]]
+    for (begin, total), end in zip(parts, ends, strict=True):
+        optimizer = optim.make_optimizer(nn.Linear(3, 2), 0.1)
+        schedule = optim.Schedule(optimizer, kind, total, warmup)
+        is_longer = schedule.resume(state, begin)
+        assert is_longer == (state is not None and total > state["total"])
+        rates += rates_of(schedule, range(begin, end))
+        schedule.set(end)
+        state = through_a_file(schedule.state())
+        warmups.append(schedule.warmup_of(total - begin))
+    steps = [abs(after - before) for before, after in itertools.pairwise([0.0, *rates])]
+    # A step of a warm-up from zero to the peak is the largest. (The cosine's fall takes longer.)
+    assert max(steps) < 1.01 * 0.1 / min(warmups)
+    assert min(rates) > 0 and max(rates) <= 0.1 + 1e-12
+    begin, total = parts[-1]
+    end = begin + warmups[-1]  # from here on the rates are those of the new length
+    assert rates[end:] == rates_of(schedule_of(kind, total, warmup), range(end, total))
+
+
+def schedule_of(kind: str, total: int, warmup: int | None) -> optim.Schedule:
+    return optim.Schedule(optim.make_optimizer(nn.Linear(3, 2), 0.1), kind, total, warmup)
+
+
+@pytest.mark.parametrize("kind", ["inverse_sqrt", "cosine", "constant"])
+def test_a_resumed_run_of_the_same_length_has_the_same_rates(kind):
+    first = schedule_of(kind, 500, None)
+    longer = schedule_of(kind, 900, None)
+    first.set(500)
+    assert longer.resume(first.state(), 500)
+    for schedule, total, at in ((first, 500, 20), (first, 500, 300), (longer, 900, 510)):
+        whole = rates_of(schedule, range(at, total + 1))
+        schedule.set(at)
+        resumed = schedule_of(kind, total, None)
+        assert not resumed.resume(through_a_file(schedule.state()), at)
+        assert rates_of(resumed, range(at, total + 1)) == whole
+    assert not first.resume(None, 3)  # a checkpoint without a schedule
+
+
 # --- whole runs -----------------------------------------------------------------------------------
 
 RUN = (
