@@ -7,14 +7,20 @@ from typing import Annotated
 
 import torch
 
-from common import options
+from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import recogniser, released, text
 from speech.layers import quieten_branches
 from speech.parakeet import formats
 from speech.parakeet.model import Parakeet
-from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pad_pieces
+from speech.parakeet.tokenizer import (
+    STATE,
+    ParakeetTokenizer,
+    make_tokenizer,
+    pad_pieces,
+    pieces,
+)
 from speech.released import Origin
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
@@ -36,6 +42,9 @@ FORMS = released.Forms(
     file="NVIDIA's model.nemo",
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
+)
+NEW_VOCABULARY = (
+    "make a new vocabulary from the training texts with --train_tokenizer bpe --vocab_size 1024"
 )
 TRAINING = (
     "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
@@ -212,6 +221,32 @@ def check(info: ModelInfo, name: str) -> None:
 
 def tokenizer_of(info: ModelInfo) -> ParakeetTokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
+
+
+def makes_tokenizer(asked: Options, resumed: Saved | None, initial: Saved | None) -> bool:
+    """Whether `choose` makes a tokenizer from the training texts."""
+    origin = asked.origin
+    if resumed or origin.path:
+        return False
+    return origin.may_be_random or initial is None
+
+
+def given_tokenizer(asked: Options, recipe: str, init_from: str | None) -> ParakeetTokenizer | None:
+    """The tokenizer that a training begins with, read without the weights of a released model; None
+    if it is made from the training texts. Raises `UsageError`."""
+    origin = asked.origin
+    resumed = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
+    initial = None
+    if init_from:
+        initial = checkpoint.read_weights(init_from, recipe, "--init_from")
+    if makes_tokenizer(asked, resumed, initial):
+        return None
+    saved = resumed or initial
+    if origin.path and not resumed:
+        state = formats.read_tokenizer(origin.path)
+    else:
+        state = records.read(ModelInfo, saved.model_info, saved.path).tokenizer
+    return make_tokenizer(state, len(pieces(state)))
 
 
 def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
