@@ -213,11 +213,11 @@ def make_tokenizer(args, config: dict, saved: ModelInfo | None, texts):
     return text.make_tokenizer(saved.tokenizer, saved.config["vocabulary"])
 
 
-def check_texts(args, corpora: dict[str, Corpus], tokenizer, is_fixed: bool = True) -> None:
-    """Prints which characters the vocabulary lacks. Raises `DataError` if they are many and the
-    vocabulary is given, not made from the training texts."""
-    allow = args.allow_unknown or not is_fixed
-    unknown.check_unknown(corpora, unknown.not_encoded(tokenizer), allow, NEW_VOCABULARY)
+def check_texts(args, corpora: dict[str, Corpus], tokenizer) -> None:
+    """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
+    lacking = unknown.not_encoded(tokenizer)
+    is_own = tokenizer.state()["kind"] != "vocab_file"
+    unknown.check_unknown(corpora, lacking, args.allow_unknown, NEW_VOCABULARY, is_own)
 
 
 def check_data(args) -> None:
@@ -760,7 +760,7 @@ def main(args) -> None:
     config = choose_config(args, model_info)
     corpora = read_data(args, run_info, config["subsampling"])
     tokenizer = make_tokenizer(args, config, model_info, corpora["train"].texts)
-    check_texts(args, corpora, tokenizer, is_fixed=bool(args.vocab_file or run.resumed))
+    check_texts(args, corpora, tokenizer)
     corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, config["subsampling"])
     config["vocabulary"] = tokenizer.size
     with run.model_device():

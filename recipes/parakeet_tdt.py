@@ -113,21 +113,19 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
 
 
 def check_texts(
-    args, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_fixed: bool = True
+    args, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_own: bool
 ) -> None:
-    """Prints which characters the vocabulary lacks. Raises `DataError` if they are many and the
-    vocabulary is given, not made from the training texts."""
-    allow = args.allow_unknown or not is_fixed
+    """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
     lacking = unknown.not_encoded(tokenizer)
-    unknown.check_unknown(corpora, lacking, allow, start.NEW_VOCABULARY)
+    unknown.check_unknown(corpora, lacking, args.allow_unknown, start.NEW_VOCABULARY, is_own)
 
 
 def check_data(args, asked: start.Options) -> None:
     """--check_data. The texts are compared with the vocabulary of the model that flags name."""
     corpora = read_data(args)
-    tokenizer = start.given_tokenizer(asked, RECIPE, args.init_from)
+    tokenizer, is_own = start.given_tokenizer(asked, RECIPE, args.init_from)
     if tokenizer:
-        check_texts(args, corpora, tokenizer)
+        check_texts(args, corpora, tokenizer, is_own)
     splits.report_checked(corpora)
 
 
@@ -364,7 +362,7 @@ def evaluate_only(args, asked: start.Options) -> None:
         corpora = read_data(args, before or RELEASED)
         corpora.pop("train", None)
         tokenizer = start.tokenizer_of(info)
-        check_texts(args, corpora, tokenizer)
+        check_texts(args, corpora, tokenizer, info.own_vocabulary)
         evaluation = {}
         for name, corpus in corpora.items():
             data = Utterances(args, corpus, tokenizer, info, training=False)
@@ -454,8 +452,7 @@ def main(args) -> None:
     info, model = first_model(args, asked, run, lambda: read()["train"].texts)
     corpora = read()
     tokenizer = start.tokenizer_of(info)
-    is_fixed = not start.makes_tokenizer(asked, run.resumed, run.initial)
-    check_texts(args, corpora, tokenizer, is_fixed)
+    check_texts(args, corpora, tokenizer, info.own_vocabulary)
     data = {}
     for name, corpus in corpora.items():
         data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")

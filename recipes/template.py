@@ -91,11 +91,10 @@ def read_data(args, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
     )
 
 
-def check_texts(args, corpora: dict[str, Corpus], characters: list[str], is_fixed=True) -> None:
-    """Prints which characters the model lacks. Raises `DataError` if they are many and the model's
-    characters are given, not those of the training texts."""
-    allow = args.allow_unknown or not is_fixed
-    unknown.check_unknown(corpora, unknown.outside(characters), allow, NEW_CHARACTERS)
+def check_texts(args, corpora: dict[str, Corpus], characters: list[str]) -> None:
+    """Prints which characters the model lacks. Raises `DataError` if they are many."""
+    lacking = unknown.outside(characters)
+    unknown.check_unknown(corpora, lacking, args.allow_unknown, NEW_CHARACTERS, is_own=True)
 
 
 def check_data(args) -> None:
@@ -293,7 +292,7 @@ def main(args) -> None:
     if model_info is None:
         characters = sorted(set("".join(corpora["train"].texts)))
         model_info = ModelInfo(WIDTH, LAYERS, characters)
-    check_texts(args, corpora, model_info.characters, is_fixed=run.resumed is not None)
+    check_texts(args, corpora, model_info.characters)
     checkpoint.check_network(run.resumed, lambda: Network(model_info))
     with run.model_device():
         model = Network(model_info, args.dropout)

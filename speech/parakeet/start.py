@@ -72,13 +72,15 @@ LOSS = {  # a schema of records.mismatch
 class ModelInfo:
     """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
     settings (`ctc` is the share of the CTC head's loss), the settings of the released model that an
-    export keeps, and whether it began from released weights."""
+    export keeps, whether it began from released weights, and whether its vocabulary was made from
+    the training texts."""
 
     config: Annotated[dict, formats.CONFIG]
     tokenizer: Annotated[dict, STATE]
     loss: Annotated[dict, LOSS]
     source: dict
     pretrained: bool
+    own_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,22 +233,28 @@ def makes_tokenizer(asked: Options, resumed: Saved | None, initial: Saved | None
     return origin.may_be_random or initial is None
 
 
-def given_tokenizer(asked: Options, recipe: str, init_from: str | None) -> ParakeetTokenizer | None:
-    """The tokenizer that a training begins with, read without the weights of a released model; None
-    if it is made from the training texts. Raises `UsageError`."""
+def given_tokenizer(
+    asked: Options, recipe: str, init_from: str | None
+) -> tuple[ParakeetTokenizer | None, bool]:
+    """The tokenizer that a training begins with, read without the weights of a released model, and
+    `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
+    `UsageError`."""
     origin = asked.origin
     resumed = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
     initial = None
     if init_from:
         initial = checkpoint.read_weights(init_from, recipe, "--init_from")
     if makes_tokenizer(asked, resumed, initial):
-        return None
-    saved = resumed or initial
+        return None, True
     if origin.path and not resumed:
         state = formats.read_tokenizer(origin.path)
+        is_own = False
     else:
-        state = records.read(ModelInfo, saved.model_info, saved.path).tokenizer
-    return make_tokenizer(state, len(pieces(state)))
+        saved = resumed or initial
+        info = records.read(ModelInfo, saved.model_info, saved.path)
+        state = info.tokenizer
+        is_own = info.own_vocabulary
+    return make_tokenizer(state, len(pieces(state))), is_own
 
 
 def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
@@ -304,6 +312,7 @@ def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
         loss=SCRATCH_LOSS,
         source={},
         pretrained=False,
+        own_vocabulary=True,
     )
 
 
