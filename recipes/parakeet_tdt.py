@@ -433,6 +433,7 @@ def make_task(
         compiled=COMPILED,
         evaluate_first=info.pretrained,
         decay_embeddings=False,
+        fine_tunes=info.pretrained,
     )
 
 

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, options
+from common import checkpoint, device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
@@ -177,6 +177,9 @@ class Utterances:
 
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
+
+    def hours(self) -> float:
+        return float(self.corpus.seconds.sum()) / 3600
 
     def text_length(self, index: int) -> int:
         return len(self.corpus.texts[index])
@@ -426,7 +429,7 @@ def about_run(
     resumed."""
     data = splits.run_info(splits.resolve(args), corpora)
     longest = start.longest_heard(info, data.longest, before and before.data)
-    steps = global_batches.total_steps(args)
+    steps = run_length.choose(args, global_batches, info.pretrained).total
     pad_from = start.middle_epoch(steps, global_batches.per_epoch)
     if before:
         pad_from = before.pad_from
@@ -455,6 +458,7 @@ def make_task(args, asked: start.Options, info: start.ModelInfo, run_info: start
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        fine_tunes=info.pretrained,
         reports=recogniser.REPORTS,
     )
 
