@@ -739,6 +739,17 @@ def describe(model: Conformer) -> None:
     print(f"model: {size:.1f} M parameters, {model.eos} text tokens")
 
 
+def vocabulary(tokenizer, initial: checkpoint.Saved | None) -> checkpoint.Vocabulary | None:
+    """What the rows of the embedding and of the CTC layer mean, here and in the weights of
+    --init_from."""
+    if initial is None:
+        return None
+    before, _ = checkpoint.read_infos(initial, ModelInfo, splits.RunInfo)
+    old = text.make_tokenizer(before.tokenizer, before.config["vocabulary"])
+    names = ("embedding.weight", "ctc_head.weight", "ctc_head.bias")
+    return checkpoint.Vocabulary(names, [*tokenizer.pieces, "<eos>"], [*old.pieces, "<eos>"])
+
+
 def measure_features(seed: int, model: Conformer, data: Utterances) -> None:
     """Statistics for --cmvn global, from a random part of the training set."""
     if model.feature_norm.kind == "global":
@@ -779,6 +790,7 @@ def main(args) -> None:
         splits.run_info(splits.resolve(args), corpora),
         metric="cer",
         fit=functools.partial(measure_features, args.seed),
+        vocabulary=vocabulary(tokenizer, run.initial),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
         reports=recogniser.REPORTS,

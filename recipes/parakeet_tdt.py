@@ -434,6 +434,7 @@ def make_task(
         evaluate_first=info.pretrained,
         decay_embeddings=False,
         fine_tunes=info.pretrained,
+        vocabulary=start.vocabulary(info, run.initial),
     )
 
 

@@ -15,6 +15,7 @@ from speech.layers import quieten_branches
 from speech.parakeet import formats
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import (
+    BLANK,
     STATE,
     ParakeetTokenizer,
     make_tokenizer,
@@ -24,6 +25,14 @@ from speech.parakeet.tokenizer import (
 from speech.released import Origin
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
+# The tensors with a row for each token.
+ROWS = (
+    "decoder.embedding.weight",
+    "joint.head.weight",
+    "joint.head.bias",
+    "ctc_head.weight",
+    "ctc_head.bias",
+)
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
 SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
 CTC_WEIGHT = 0.3  # share of the CTC head's loss, as in NVIDIA's hybrid models
@@ -314,6 +323,22 @@ def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
         pretrained=False,
         own_vocabulary=True,
     )
+
+
+def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+    """What the rows of the embedding and of the output layers mean, here and in the weights of
+    --init_from."""
+    if initial is None:
+        return None
+    before = records.read(ModelInfo, initial.model_info, initial.path)
+    return checkpoint.Vocabulary(ROWS, row_names(info), row_names(before))
+
+
+def row_names(info: ModelInfo) -> list[str]:
+    """What each row of the joint network's output means. An embedding and a CTC head have the first
+    of them, up to the blank."""
+    durations = [f"<duration {frames}>" for frames in info.config["durations"]]
+    return [*pieces(info.tokenizer), BLANK, *durations]
 
 
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
