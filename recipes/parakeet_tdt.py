@@ -357,6 +357,7 @@ def evaluate_only(args, asked: start.Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
     setup = device.setup(args)
     info, model, before = trained(asked, setup)
+    start.check_export(asked, info)
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, before or RELEASED)
@@ -403,13 +404,22 @@ def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo
     return dataclasses.replace(run_info, longest=longest)
 
 
+def new_rows(info: ModelInfo, model: Parakeet) -> optim.NewRows | None:
+    """The rows of pieces that the released model does not have."""
+    if not (info.pretrained and info.new_pieces):
+        return None
+    names = [name for name, _ in model.named_parameters() if name in start.ROWS]
+    return optim.NewRows(dict.fromkeys(names, info.new_pieces), start.NEW_ROWS_RATE)
+
+
 def make_task(
     args, run: Run, info: ModelInfo, run_info: RunInfo, train_set: Corpus, model: Parakeet
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer = start.tokenizer_of(info)
     texts = []
-    if info.pretrained and not run.resumed:  # only a released model can have another style
+    # Only a released model can have another style.
+    if info.pretrained and not info.own_vocabulary and not run.resumed:
         texts = sample_texts(train_set, args.seed)
     rate = start.learning_rate(info, float(train_set.seconds.sum()) / 3600)
     millions = optim.count_parameters(model)[0] / 1e6
@@ -434,6 +444,7 @@ def make_task(
         evaluate_first=info.pretrained,
         decay_embeddings=False,
         fine_tunes=info.pretrained,
+        new_rows=new_rows(info, model),
         vocabulary=start.vocabulary(info, run.initial),
     )
 
@@ -444,7 +455,8 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    if args.evaluate or released.exports_only(asked.origin):
+    goals = (*released.GOALS, "train_tokenizer")
+    if args.evaluate or released.exports_only(asked.origin, goals):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)

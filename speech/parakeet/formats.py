@@ -509,6 +509,17 @@ def _sentencepiece(content: dict, members: dict[str, bytes], path: Path) -> dict
 # --- exporting ------------------------------------------------------------------------------------
 
 
+def check_form(form: str, config: dict, extras: dict) -> None:
+    """Raises `UsageError` if `export` cannot write such a model in this form."""
+    pieces = tokenizer.pieces(extras["tokenizer"])
+    if form == "nemo":
+        nemo_settings(config, pieces, extras)
+        tokenizer.sentencepiece_model(extras["tokenizer"])
+    else:
+        hf_settings(config, pieces, extras)
+        tokenizer.hf_files(extras["tokenizer"])
+
+
 def export(
     folder: str | Path, form: str, weights: dict[str, torch.Tensor], config: dict, extras: dict
 ) -> list[str]:
