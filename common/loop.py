@@ -75,7 +75,8 @@ class Task:
     Without `decay_embeddings`, embeddings have no weight decay. `betas` are AdamW's. `new_rows` are
     those of a new run; a resumed one has them in its checkpoint. With `fine_tunes` the model began
     from released weights: the length of the run, its evaluations and its patience follow the hours
-    of speech. `reports` are the names of files that the recipe writes in the log folder; a new run
+    of speech. `vocabulary`: the tokens of the model and of --init_from; without it, tensors with a
+    row for each token are copied by number. `reports` are the names of files that the recipe writes in the log folder; a new run
     moves an earlier run's files aside."""
 
     name: str
@@ -96,6 +97,7 @@ class Task:
     betas: tuple[float, float] = optim.BETAS
     fine_tunes: bool = False
     new_rows: optim.NewRows | None = None
+    vocabulary: checkpoint.Vocabulary | None = None
     reports: tuple[str, ...] = ()
 
     def is_better(self, value: float, other: float) -> bool:
@@ -189,7 +191,7 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> N
     elif task.fit:
         task.fit(model, data)
     if run.initial:
-        checkpoint.initialise(model, run.initial.model, args.init_from)
+        checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
     model.to(run.setup.device)
     if args.torch_compile:
         compiling.compile_layers(model, task.compiled)

@@ -433,7 +433,9 @@ def about_run(
     return RunInfo(dataclasses.replace(data, longest=longest), pad_from, synthesis)
 
 
-def make_task(args, asked: start.Options, info: start.ModelInfo, run_info: RunInfo) -> Task:
+def make_task(
+    args, asked: start.Options, run: Run, info: start.ModelInfo, run_info: RunInfo
+) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
     terms = loss_weights(args, info)
@@ -456,6 +458,7 @@ def make_task(args, asked: start.Options, info: start.ModelInfo, run_info: RunIn
         checkpointed=LAYERS,
         compiled=LAYERS,
         fine_tunes=info.pretrained,
+        vocabulary=start.vocabulary(info, run.initial),
         reports=(*recogniser.REPORTS, "evaluation.json"),
     )
 
@@ -484,7 +487,7 @@ def main(args) -> None:
     run_info = about_run(args, info, source, corpora, global_batches, before)
     data.pop("train").pad_from = run_info.pad_from
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
-    task = make_task(args, asked, info, run_info)
+    task = make_task(args, asked, run, info, run_info)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     finish(args, run, model, task, evaluation["val"], report)
