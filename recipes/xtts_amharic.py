@@ -43,7 +43,7 @@ from common.loop import Run, Task, begin, finish, train
 from speech import checks, demo, released, splits, text
 from speech.audio import int16, read_utterance, write_wav
 from speech.columns import Corpus
-from speech.xtts import codec_training, formats, new_tokens, speaking, start, texts
+from speech.xtts import cleaners, codec_training, formats, new_tokens, speaking, start, texts
 from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from speech.xtts.decoding import GREEDY, Sampling
 from speech.xtts.frozen import Frozen
@@ -175,13 +175,13 @@ def check_corpora(
     most_codes = config["mel_positions"] - STOPS
 
     def fault(corpus: Corpus, index: int) -> tuple[str, str] | None:
-        reason = reader.fault(corpus.texts[index], corpus.languages[index], most_text(config))
+        reason = reader.fault(corpus.read[index], corpus.languages[index], most_text(config))
         codes = code_count(int(corpus.seconds[index] * SAMPLE_RATE))
         if reason is None and codes > most_codes:
             reason = f"clip is longer than {most_codes} codes", f"{codes} codes"
         return reason
 
-    return checks.check_speech(corpora, data.checks.strict, fault, reader.read)
+    return checks.check_speech(corpora, data.checks.strict, fault)
 
 
 def most_text(config: dict) -> int:
@@ -249,7 +249,7 @@ class Utterances:
         heard = first // SAMPLES_PER_CODE, min(codes, (first + length) // SAMPLES_PER_CODE)
         return {
             "audio": waveform,
-            "tokens": torch.tensor(self.tokens[index]),
+            "tokens": torch.from_numpy(self.tokens[index]).long(),
             "slice": F.pad(voice[first : first + length], (0, longest - length)),
             "heard": (0, 0) if is_other else heard,
             "codes": codes,
@@ -412,9 +412,11 @@ def first_model(
     added = 0
     with run.model_device():
         info, weights, frozen = start.choose(asked, run.resumed, run.initial, make_dvae)
+        texts.read_corpora(texts.Texts(info), corpora)
         if not run.resumed:
-            train_texts = corpora["train"].texts
-            info, weights, added = new_tokens.extend(info, weights, train_texts, asked.text)
+            info, weights, added = new_tokens.extend(
+                info, weights, corpora["train"].read, asked.text
+            )
         device.seed_everything(args.seed)  # the DVAE's training has drawn random numbers
         model = make_model(info.config, weights, args.dropout)
     if args.freeze_layers > len(model.gpt.h):
@@ -554,12 +556,14 @@ def look_only(args, asked: start.Options) -> None:
     info, saved = start.known_info(asked)
     data, corpora = read_data(args, saved) if args.check_data else (None, {})
     if info is None:
-        reader = texts.FrontEnd(asked.language, asked.text)
+        carried = asked.language not in cleaners.LANGUAGES
+        reader = texts.FrontEnd(asked.language, asked.text, carried)
         config = formats.SIZES["full"]
+        texts.read_corpora(reader, corpora)
     else:
+        texts.read_corpora(texts.Texts(info), corpora)
         if saved is None and "train" in corpora:
-            train_texts = corpora["train"].texts
-            info, _, _ = new_tokens.extend(info, None, train_texts, asked.text)
+            info, _, _ = new_tokens.extend(info, None, corpora["train"].read, asked.text)
         reader = texts.Texts(info, is_new=saved is None)
         config = info.config
     if args.show_text:
@@ -578,6 +582,7 @@ def evaluate_only(args, asked: start.Options) -> None:
             args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, {}
         )
     data, corpora = read_data(args, saved)
+    texts.read_corpora(synthesiser.texts, corpora)
     corpora = check_corpora(data, corpora, synthesiser.texts, info.config)
     name = "test" if "test" in corpora else "val"
     utterances = Utterances(args, corpora[name], synthesiser.texts, info, training=False)

@@ -103,6 +103,7 @@ BEFORE_CENTS = {"es": " con ", "fr": " et ", "de": " und ", "pt": " e ", "it": "
 DECIMAL = re.compile(r"(?<![0-9])[0-9]+[.,][0-9]+")
 NO_DECIMALS = ("tr",)
 DIGITS = re.compile("[0-9]+")
+GROUPS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:([.,\u00a0 ])[0-9]{3})(?:\1[0-9]{3})*(?![0-9])")
 UNREAD = re.compile("[0-9]")  # in a text whose numbers cannot be read
 
 _SIGN_TABLES = {
@@ -166,6 +167,19 @@ def expand_numbers(text: str, language: str) -> str:
         text = DECIMAL.sub(lambda match: _decimal(match[0], language), text)
     if language in _ORDINALS:
         text = _ORDINALS[language].sub(lambda match: _number(match[1], language, "ordinal"), text)
+    return DIGITS.sub(lambda match: _number(match[0], language), text)
+
+
+def plain_numbers(text: str, language: str) -> str:
+    """A text of a language that Coqui does not speak with its numbers in words, if num2words knows
+    the language. A comma, full stop or space before each three digits groups them."""
+    if not UNREAD.search(text):
+        return text
+    library = require("num2words", "a text with numbers")
+    if language not in library.CONVERTER_CLASSES:
+        return text
+    text = GROUPS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+    text = DECIMAL.sub(lambda match: _decimal(match[0], language), text)
     return DIGITS.sub(lambda match: _number(match[0], language), text)
 
 

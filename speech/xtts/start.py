@@ -157,7 +157,7 @@ def add_other_names(parser) -> None:
 
 def resolve(args, is_demo: bool) -> Options:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
-    language = texts.OTHER_NAMES.get(args.language.lower(), args.language.lower())
+    language = texts.code_of(args.language)
     if not LANGUAGE.fullmatch(f"[{language}]"):
         raise UsageError(f"--language {args.language[:40]}: it must be a code such as am or en")
     origin = released.resolve(args, FORMS, formats.SIZES, "demo", is_demo)
