@@ -164,6 +164,7 @@ def make_utterances(
     assert weights is None and info.condition == "other" and info.slice == start.SLICES["demo"]
     assert info.reads_stop
     info = replace(info, condition=condition, slice=tuple(slices), reads_stop=False)
+    texts.read_corpora(texts.Texts(info), {"": corpus})
     return recipe.Utterances(args, corpus, texts.Texts(info), info, training)
 
 
