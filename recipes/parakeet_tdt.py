@@ -41,7 +41,7 @@ from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, recogniser, released, splits, text
+from speech import demo, metrics, recogniser, released, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.columns import Corpus
 from speech.features import random_masks
@@ -61,7 +61,7 @@ FREQUENCY_MASK_BANDS = 27  # width of a mask
 TIME_MASKS = 10
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 FIT_UTTERANCES = 64  # that a model from scratch is fitted to
-STYLE_TEXTS = 1000  # training texts that are looked at for style and unknown characters
+STYLE_TEXTS = 1000  # training texts that are looked at for style
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 800
 RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a released model was trained
@@ -69,7 +69,7 @@ RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a releas
 
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
-    splits.add_arguments(parser)
+    splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
     options.add_arguments(
@@ -112,16 +112,27 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
 
 
-def sample_texts(corpus: Corpus, tokenizer: ParakeetTokenizer, seed: int) -> list[str]:
-    """A random part of the texts, because millions would take minutes. Prints how many of them
-    contain characters that the model cannot write."""
+def check_texts(
+    args, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_own: bool
+) -> None:
+    """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
+    lacking = unknown.not_encoded(tokenizer)
+    unknown.check_unknown(corpora, lacking, args.allow_unknown, start.NEW_VOCABULARY, is_own)
+
+
+def check_data(args, asked: start.Options) -> None:
+    """--check_data. The texts are compared with the vocabulary of the model that flags name."""
+    corpora = read_data(args)
+    tokenizer, is_own = start.given_tokenizer(asked, RECIPE, args.init_from)
+    if tokenizer:
+        check_texts(args, corpora, tokenizer, is_own)
+    splits.report_checked(corpora)
+
+
+def sample_texts(corpus: Corpus, seed: int) -> list[str]:
+    """A random part of the texts, because millions would take minutes."""
     chosen = np.random.default_rng(seed).permutation(len(corpus))[:STYLE_TEXTS]
-    texts = [corpus.texts[int(row)] for row in chosen]
-    unknown = sum(tokenizer.unknown in tokenizer.encode(each) for each in texts)
-    if unknown:
-        share = f"{100 * unknown / len(texts):.1f} % of the training texts"
-        print(f"{share} contain characters outside the vocabulary; they become its unknown token")
-    return texts
+    return [corpus.texts[int(row)] for row in chosen]
 
 
 class Utterances:
@@ -349,12 +360,13 @@ def evaluate_only(args, asked: start.Options) -> None:
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, before or RELEASED)
+        corpora.pop("train", None)
         tokenizer = start.tokenizer_of(info)
+        check_texts(args, corpora, tokenizer, info.own_vocabulary)
         evaluation = {}
         for name, corpus in corpora.items():
-            if name != "train":
-                data = Utterances(args, corpus, tokenizer, info, training=False)
-                evaluation[name] = EvalBatches(args, data, collate, setup)
+            data = Utterances(args, corpus, tokenizer, info, training=False)
+            evaluation[name] = EvalBatches(args, data, collate, setup)
         is_trained = before is not None
         with setup.autocast():
             report_results(asked, is_trained, tokenizer, model, evaluation, "the weights named")
@@ -396,9 +408,9 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer = start.tokenizer_of(info)
-    texts = sample_texts(train_set, tokenizer, args.seed)
-    if run.resumed or not info.pretrained:
-        texts = []  # only a released model can have another style
+    texts = []
+    if info.pretrained and not run.resumed:  # only a released model can have another style
+        texts = sample_texts(train_set, args.seed)
     rate = start.learning_rate(info, float(train_set.seconds.sum()) / 3600)
     millions = optim.count_parameters(model)[0] / 1e6
     print(
@@ -421,13 +433,15 @@ def make_task(
         compiled=COMPILED,
         evaluate_first=info.pretrained,
         decay_embeddings=False,
+        fine_tunes=info.pretrained,
+        vocabulary=start.vocabulary(info, run.initial),
     )
 
 
 def main(args) -> None:
     asked = resolve(args)
     if args.check_data:
-        return splits.report_checked(read_data(args))
+        return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
     if args.evaluate or released.exports_only(asked.origin):
@@ -440,6 +454,7 @@ def main(args) -> None:
     info, model = first_model(args, asked, run, lambda: read()["train"].texts)
     corpora = read()
     tokenizer = start.tokenizer_of(info)
+    check_texts(args, corpora, tokenizer, info.own_vocabulary)
     data = {}
     for name, corpus in corpora.items():
         data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")

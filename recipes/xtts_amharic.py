@@ -61,7 +61,6 @@ MIN_SECONDS = 0.5  # of a clip
 DEMO_MIN_SECONDS = 0.2
 MAX_TEXT = 200  # tokens of a text
 FITTED = 64  # utterances that initial weights are fitted to
-PATIENCE = 5  # evaluations without a gain, for released weights
 DEMO_SIZES = {"train": 3000, "val": 100}  # sentences
 DEMO_MANNER = demo.Manner(
     rate=(170, 170), pitch=(50, 50), words=(1, 4), trimmed=True, in_all_voices=("train",)
@@ -80,7 +79,6 @@ def add_arguments(parser) -> None:
         keep_last=2,
         max_duration=(MAX_SAMPLES / SAMPLE_RATE, "11.6"),
         min_duration=MIN_SECONDS,
-        early_stopping_patience=(None, f"{PATIENCE} for released weights, else never"),
     )
     own = parser.add_argument_group("XTTS")
     own.add_argument(
@@ -128,9 +126,6 @@ def resolve(args) -> start.Options:
         args.max_duration = args.max_audio_length / SAMPLE_RATE
     if is_demo and "min_duration" not in args.given:
         args.min_duration = DEMO_MIN_SECONDS
-    if args.early_stopping_patience is None:
-        is_random = args.from_scratch or (is_demo and not args.model_dir)
-        args.early_stopping_patience = 0 if is_random else PATIENCE
     return start.resolve(args, is_demo)
 
 
@@ -214,6 +209,9 @@ class Utterances:
 
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
+
+    def hours(self) -> float:
+        return float(self.corpus.seconds.sum()) / 3600
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) what each utterance takes in the GPT, latents, text and codes, as whole seconds of
@@ -638,6 +636,7 @@ def main(args) -> dict | None:
         compiled=COMPILED,
         evaluate_first=info.pretrained,
         decay_embeddings=False,
+        fine_tunes=info.pretrained,
         betas=BETAS,
     )
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])

@@ -7,17 +7,32 @@ from typing import Annotated
 
 import torch
 
-from common import options
+from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import recogniser, released, text
 from speech.layers import quieten_branches
 from speech.parakeet import formats
 from speech.parakeet.model import Parakeet
-from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pad_pieces
+from speech.parakeet.tokenizer import (
+    BLANK,
+    STATE,
+    ParakeetTokenizer,
+    make_tokenizer,
+    pad_pieces,
+    pieces,
+)
 from speech.released import Origin
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
+# The tensors with a row for each token.
+ROWS = (
+    "decoder.embedding.weight",
+    "joint.head.weight",
+    "joint.head.bias",
+    "ctc_head.weight",
+    "ctc_head.bias",
+)
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
 SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
 CTC_WEIGHT = 0.3  # share of the CTC head's loss, as in NVIDIA's hybrid models
@@ -36,6 +51,9 @@ FORMS = released.Forms(
     file="NVIDIA's model.nemo",
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
+)
+NEW_VOCABULARY = (
+    "make a new vocabulary from the training texts with --train_tokenizer bpe --vocab_size 1024"
 )
 TRAINING = (
     "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
@@ -63,13 +81,15 @@ LOSS = {  # a schema of records.mismatch
 class ModelInfo:
     """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
     settings (`ctc` is the share of the CTC head's loss), the settings of the released model that an
-    export keeps, and whether it began from released weights."""
+    export keeps, whether it began from released weights, and whether its vocabulary was made from
+    the training texts."""
 
     config: Annotated[dict, formats.CONFIG]
     tokenizer: Annotated[dict, STATE]
     loss: Annotated[dict, LOSS]
     source: dict
     pretrained: bool
+    own_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,6 +234,38 @@ def tokenizer_of(info: ModelInfo) -> ParakeetTokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
+def makes_tokenizer(asked: Options, resumed: Saved | None, initial: Saved | None) -> bool:
+    """Whether `choose` makes a tokenizer from the training texts."""
+    origin = asked.origin
+    if resumed or origin.path:
+        return False
+    return origin.may_be_random or initial is None
+
+
+def given_tokenizer(
+    asked: Options, recipe: str, init_from: str | None
+) -> tuple[ParakeetTokenizer | None, bool]:
+    """The tokenizer that a training begins with, read without the weights of a released model, and
+    `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
+    `UsageError`."""
+    origin = asked.origin
+    resumed = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
+    initial = None
+    if init_from:
+        initial = checkpoint.read_weights(init_from, recipe, "--init_from")
+    if makes_tokenizer(asked, resumed, initial):
+        return None, True
+    if origin.path and not resumed:
+        state = formats.read_tokenizer(origin.path)
+        is_own = False
+    else:
+        saved = resumed or initial
+        info = records.read(ModelInfo, saved.model_info, saved.path)
+        state = info.tokenizer
+        is_own = info.own_vocabulary
+    return make_tokenizer(state, len(pieces(state))), is_own
+
+
 def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
     """The flags that contradict a checkpoint, each with what the checkpoint has."""
     origin = asked.origin
@@ -269,7 +321,24 @@ def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
         loss=SCRATCH_LOSS,
         source={},
         pretrained=False,
+        own_vocabulary=True,
     )
+
+
+def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+    """What the rows of the embedding and of the output layers mean, here and in the weights of
+    --init_from."""
+    if initial is None:
+        return None
+    before = records.read(ModelInfo, initial.model_info, initial.path)
+    return checkpoint.Vocabulary(ROWS, row_names(info), row_names(before))
+
+
+def row_names(info: ModelInfo) -> list[str]:
+    """What each row of the joint network's output means. An embedding and a CTC head have the first
+    of them, up to the blank."""
+    durations = [f"<duration {frames}>" for frames in info.config["durations"]]
+    return [*pieces(info.tokenizer), BLANK, *durations]
 
 
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
