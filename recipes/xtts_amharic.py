@@ -72,7 +72,7 @@ FULL_DEMO_STEPS = 200  # of a full size, which only shows that it works
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
     speaking.add_arguments(parser)
-    splits.add_arguments(parser)
+    splits.add_arguments(parser, allow_unknown=True)
     options.add_arguments(
         parser,
         learning_rate=(None, "5e-6 for released weights, 2e-3 from scratch"),
@@ -158,13 +158,15 @@ def draw_seed(args, data: splits.DataOptions) -> int | None:
 
 
 def check_corpora(
+    args,
     data: splits.DataOptions,
     corpora: dict[str, Corpus],
     reader: texts.Texts | texts.FrontEnd,
     config: dict,
 ) -> dict[str, Corpus]:
     """The corpora without what harms the training, and without texts and clips that the model has
-    no letters or positions for. A demo and a dry run's stand-in are as they should be."""
+    no letters or positions for. A demo and a dry run's stand-in are as they should be. Raises
+    `DataError` if the vocabulary lacks many characters."""
     if not data.manifests:
         return corpora
     most_codes = config["mel_positions"] - STOPS
@@ -176,7 +178,10 @@ def check_corpora(
             reason = f"clip is longer than {most_codes} codes", f"{codes} codes"
         return reason
 
-    return checks.check_speech(corpora, data.checks.strict, fault)
+    corpora = checks.check_speech(corpora, data.checks.strict, fault)
+    if isinstance(reader, texts.Texts):
+        reader.check_unknown(corpora, args.allow_unknown)
+    return corpora
 
 
 def most_text(config: dict) -> int:
@@ -567,7 +572,7 @@ def look_only(args, asked: start.Options) -> None:
     if args.show_text:
         texts.show(args.show_text, reader, most_text(config))
     else:
-        splits.say_checked(check_corpora(data, corpora, reader, config))
+        splits.say_checked(check_corpora(args, data, corpora, reader, config))
 
 
 @torch.no_grad()
@@ -581,7 +586,7 @@ def evaluate_only(args, asked: start.Options) -> None:
         )
     data, corpora = read_data(args, saved)
     texts.read_corpora(synthesiser.texts, corpora)
-    corpora = check_corpora(data, corpora, synthesiser.texts, info.config)
+    corpora = check_corpora(args, data, corpora, synthesiser.texts, info.config)
     name = "test" if "test" in corpora else "val"
     utterances = Utterances(args, corpora[name], synthesiser.texts, info, training=False)
     evaluation = {name: EvalBatches(args, utterances, collate, setup)}
@@ -612,7 +617,7 @@ def main(args) -> dict | None:
 
     data, read = read_data(args, run.resumed)
     info, synthesiser, added = first_model(args, asked, run, data, read)
-    corpora = check_corpora(data, read, synthesiser.texts, info.config)
+    corpora = check_corpora(args, data, read, synthesiser.texts, info.config)
     sets = {}
     for name, corpus in corpora.items():
         sets[name] = Utterances(args, corpus, synthesiser.texts, info, training=name == "train")
@@ -622,6 +627,8 @@ def main(args) -> dict | None:
         name: EvalBatches(args, sets[name], collate, run.setup) for name in sets if name != "train"
     }
     languages = {name: synthesiser.texts.languages_of(corpora[name]) for name in evaluation}
+    rows = start.new_rows(info, run.initial)
+    new_rows = optim.NewRows(rows, start.NEW_ROWS_RATE) if rows else None
     task = Task(
         RECIPE,
         functools.partial(compute_loss, frozen=synthesiser.frozen),
@@ -637,6 +644,8 @@ def main(args) -> dict | None:
         evaluate_first=info.pretrained,
         decay_embeddings=False,
         fine_tunes=info.pretrained,
+        new_rows=new_rows,
+        vocabulary=start.vocabulary(info, run.initial),
         betas=BETAS,
     )
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])

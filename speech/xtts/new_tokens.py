@@ -175,10 +175,11 @@ def _with_rows(info, weights: Weights, seed: int):
     configuration says."""
     before = info.config["text_tokens"]
     size = Vocabulary(info.vocab).size
+    new = info.new_tokens + size - before
     if weights is not None:
         generator = torch.Generator().manual_seed(seed)
         weights = dict(weights)
         for name in TEXT_ROWS:
             rows = new_rows(weights[name], size - before, generator)
             weights[name] = torch.cat([weights[name], rows])
-    return replace(info, config={**info.config, "text_tokens": size}), weights
+    return replace(info, config={**info.config, "text_tokens": size}, new_tokens=new), weights

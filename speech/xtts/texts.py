@@ -11,7 +11,8 @@ import os
 import re
 import sys
 import unicodedata
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
@@ -21,6 +22,7 @@ from common.errors import UsageError
 from speech import amharic
 from speech.columns import Corpus, Strings
 from speech.text import normalise
+from speech.unknown import check_unknown, named
 from speech.xtts import cleaners
 from speech.xtts.tokenizer import MOST_TOKENS, Vocabulary
 
@@ -357,6 +359,13 @@ class Texts:
             return f"text is longer than {longest} tokens", f"{len(tokens)} tokens"
         return None
 
+    def check_unknown(self, corpora: dict[str, Corpus], allow: bool) -> None:
+        """Prints the characters that the vocabulary lacks in what is read of the texts. Raises
+        `DataError` if they are many, unless `allow`."""
+        read = {name: replace(corpus, texts=corpus.read) for name, corpus in corpora.items()}
+        advice = "--extend_vocab adds letters to it" if self.is_new else ""
+        check_unknown(read, self.vocabulary.lacking, allow, advice)
+
     def check(self, text: str) -> str:
         """Returns the text of --synthesize as it is. Raises `UsageError` if the model cannot read
         it, and warns of characters that the vocabulary lacks."""
@@ -367,11 +376,8 @@ class Texts:
 
     def warn(self, text: str) -> None:
         """Prints on stderr which characters of a text the vocabulary lacks."""
-        if lacking := self.vocabulary.lacking(self.read(text)):
-            print(
-                f"warning: {text[:40]!r}: the vocabulary lacks {' '.join(lacking[:20])}",
-                file=sys.stderr,
-            )
+        if lacking := Counter(self.vocabulary.lacking(self.read(text))):
+            print(f"warning: {text[:40]!r}: the vocabulary lacks {named(lacking)}", file=sys.stderr)
 
 
 def show(wanted: list[str], reader: FrontEnd | Texts, longest: int) -> None:
