@@ -210,7 +210,7 @@ def make_tokenizer(args, config: dict, saved: ModelInfo | None, texts):
         raise UsageError(
             "--vocab_file is not what the checkpoint's tokens were made from: leave it out"
         )
-    return text.make_tokenizer(saved.tokenizer, saved.config["vocabulary"])
+    return text.make_tokenizer(saved.tokenizer, saved.config["vocabulary"], f"--resume {args.resume}")
 
 
 def check_texts(args, corpora: dict[str, Corpus], tokenizer) -> None:
@@ -704,7 +704,8 @@ def load_trained(args, setup: device.Setup) -> tuple[Conformer, object, splits.R
     run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
     model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
-    tokenizer = text.make_tokenizer(model_info.tokenizer, model_info.config["vocabulary"])
+    size = model_info.config["vocabulary"]
+    tokenizer = text.make_tokenizer(model_info.tokenizer, size, saved.path)
     model = make_model(model_info.config, saved=saved)
     checkpoint.load_weights(model, saved.model)
     return model.to(setup.device).eval(), tokenizer, run_info

@@ -331,6 +331,21 @@ def report_results(
         print(f"released model, and trained model, on these utterances:\n{table}")
 
 
+def export_and_report(
+    asked: start.Options,
+    info: ModelInfo,
+    tokenizer: ParakeetTokenizer,
+    model: Parakeet,
+    evaluation: dict[str, EvalBatches],
+    weights: str,
+) -> None:
+    """--export, and then the results: the released model, which they are compared with, may be gone
+    by now."""
+    if asked.origin.export:
+        start.export(asked, info, model.state_dict())
+    report_results(asked, True, tokenizer, model, evaluation, weights)
+
+
 # --- main -----------------------------------------------------------------------------------------
 
 
@@ -354,9 +369,11 @@ def transcribe(args, asked: start.Options) -> None:
 
 @torch.no_grad()
 def evaluate_only(args, asked: start.Options) -> None:
-    """--evaluate on the test set, --export, or both, without training."""
+    """--export, --evaluate on the test set, or both, without training."""
     setup = device.setup(args)
     info, model, before = trained(asked, setup)
+    if args.export:
+        start.export(asked, info, model.state_dict())
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, before or RELEASED)
@@ -370,8 +387,6 @@ def evaluate_only(args, asked: start.Options) -> None:
         is_trained = before is not None
         with setup.autocast():
             report_results(asked, is_trained, tokenizer, model, evaluation, "the weights named")
-    if args.export:
-        start.export(asked, info, model.state_dict())
 
 
 def first_model(
@@ -464,10 +479,8 @@ def main(args) -> None:
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, run, info, run_info, corpora["train"], model)
     train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, asked, True, tokenizer, model, evaluation)
+    report = functools.partial(export_and_report, asked, info, tokenizer, model, evaluation)
     finish(args, run, model, task, evaluation["val"], report)
-    if args.export and run.setup.ranks.first:
-        start.export(asked, info, model.state_dict())
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from speech import checks, demo, released, splits, text
-from speech.audio import int16, read_utterance, write_wav
+from speech.audio import read_utterance
 from speech.columns import Corpus
 from speech.xtts import cleaners, codec_training, formats, new_tokens, speaking, start, texts
 from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
@@ -99,7 +99,7 @@ def add_arguments(parser) -> None:
         type=options.COUNT,
         metavar="N",
         help=(
-            "sentences of the evaluation set to speak after training, in OUTPUT_DIR/speech (2; 20"
+            "sentences of the evaluation set to speak after training, in LOG_DIR/speech (2; 20"
             " from scratch)"
         ),
     )
@@ -411,7 +411,7 @@ def first_model(
 ) -> tuple[ModelInfo, Synthesiser, int]:
     """The model that training starts with, all that it takes to use it, and how many tokens were
     added to its vocabulary. Raises `UsageError`."""
-    make_dvae = functools.partial(train_dvae, args, data, corpora)
+    make_dvae = functools.partial(train_dvae, args, run.setup.ranks.first, data, corpora)
     added = 0
     with run.model_device():
         info, weights, frozen = start.choose(asked, run.resumed, run.initial, make_dvae)
@@ -465,9 +465,15 @@ def fit(
         new_tokens.fit_new_tokens(model, added, forward)
 
 
-def train_dvae(args, data: splits.DataOptions, corpora: dict[str, Corpus], config: dict) -> Path:
+def train_dvae(
+    args, is_first: bool, data: splits.DataOptions, corpora: dict[str, Corpus], config: dict
+) -> Path:
     """Trains the DVAE of a model from scratch in two runs, without a codebook and then with one.
-    Returns the folder of its weights. Runs that are complete are only read."""
+    Returns the folder of its weights. With --resume auto, runs that are complete are only read.
+    Otherwise the first rank moves an earlier run aside, so that its GPT and DVAE stay together."""
+    if is_first and not args.resume:
+        stages = codec_training.STEPS
+        checkpoint.make_room(args.checkpoint_dir, args.log_dir, speaking.REPORTS, stages)
     crops = codec_training.Crops(corpora["train"], args.seed, training=True)
     eval_crops = codec_training.Crops(corpora["val"], args.seed, training=False)
     tensors = None
@@ -515,17 +521,17 @@ def trained(
 
 def synthesise(args, asked: start.Options) -> None:
     """--synthesize: a wav for each text."""
-    sampling = speaking.resolve(args)
+    wanted = texts.texts_of(args.synthesize)
+    sampling, outputs = speaking.resolve(args, len(wanted))
     setup = device.setup(args, quiet=True)
     _, synthesiser, _ = trained(asked, setup)
     clips = speaking.read_references(args.speaker_wav, setup.device)
-    lines = [synthesiser.texts.check(line) for line in texts.texts_of(args.synthesize)]
+    lines = [synthesiser.texts.check(line) for line in wanted]
     with setup.autocast():
         voice = speaking.voice_of(synthesiser.model, synthesiser.frozen, clips)
-        for number, line in enumerate(lines, 1):
+        for path, line in zip(outputs, lines, strict=True):
             waveform = speaking.speak(synthesiser, line, voice, sampling)
-            path = speaking.numbered(args.output, number, len(lines))
-            write_wav(path, int16(waveform), synthesiser.frozen.rate)
+            speaking.write(path, waveform, synthesiser.frozen.rate)
             print(f"{path}: {len(waveform) / synthesiser.frozen.rate:.2f} s")
 
 
@@ -545,7 +551,7 @@ def export_and_speak(
         start.export(args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, voices)
     if count:
         corpus = corpora["val"].select(np.arange(min(count, len(corpora["val"]))))
-        folder = Path(args.output_dir) / "speech"
+        folder = args.log_dir / speaking.REPORTS[0]
         synthesiser.frozen.to(run.setup.device)
         with run.setup.autocast():
             print(speaking.speak_corpus(folder, synthesiser, corpus, voices, sampling))
@@ -647,6 +653,7 @@ def main(args) -> dict | None:
         new_rows=new_rows,
         vocabulary=start.vocabulary(info, run.initial),
         betas=BETAS,
+        reports=speaking.REPORTS,
     )
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation, languages)

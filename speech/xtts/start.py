@@ -22,6 +22,7 @@ from speech.xtts.tokenizer import LANGUAGE, Vocabulary, new_vocabulary
 
 RECIPE = "xtts_amharic"  # in checkpoints
 DVAE_FOLDER = "dvae"  # beside the checkpoints of a model from scratch
+OF_DVAE = "it is of the DVAE's training; name a checkpoint or weights in the folder above it"
 DVAE_UPDATES = codec_training.STEPS["dvae"]
 FORMS = Forms(
     family="XTTS-v2",
@@ -60,7 +61,7 @@ NEEDS = (
 class ModelInfo:
     """What a checkpoint says about its GPT."""
 
-    stage: Annotated[str, {"gpt"}]  # a checkpoint of the DVAE has another one
+    stage: Annotated[str, {"gpt"}, OF_DVAE]
     config: dict  # see `formats.CONFIG`
     vocab: str  # text of vocab.json
     language: str  # of rows without a language
@@ -373,9 +374,12 @@ def frozen_parts(origin: Origin, info: ModelInfo) -> Frozen:
     elif folder is None:
         groups = frozen.random_groups(info.config)
     else:
-        # The run's folder may have moved.
-        beside = [] if origin.path else [checkpoints_of(origin) / DVAE_FOLDER]
-        groups, coder = read_dvae(info.config, [*beside, Path(folder)])
+        folders = [Path(folder)]
+        if not origin.path:
+            # The run's folder may have moved, or the GPT alone: to abandoned-1/.
+            place = checkpoints_of(origin)
+            folders = [place / DVAE_FOLDER, place.parent / DVAE_FOLDER, *folders]
+        groups, coder = read_dvae(info.config, folders, info.dvae)
         if coder.updates < DVAE_UPDATES:
             print(
                 f"warning: the DVAE of this model had {coder.updates} of {DVAE_UPDATES} updates, so"
@@ -396,10 +400,20 @@ def checkpoints_of(origin: Origin) -> Path:
     return origin.checkpoint_dir if origin.resume in (None, "auto") else Path(origin.resume).parent
 
 
-def read_dvae(config: dict, folders: list[Path]) -> tuple[dict, codec_training.ModelInfo]:
-    return codec_training.read_dvae(
-        RECIPE, config, folders, formats.expected_shapes(config)["dvae"]
-    )
+def read_dvae(
+    config: dict, folders: list[Path], wanted: str = ""
+) -> tuple[dict, codec_training.ModelInfo]:
+    """The DVAE in the first of `folders` that has one with the digest `wanted`, else in the first
+    that has one. Raises `UsageError`."""
+    shapes = formats.expected_shapes(config)["dvae"]
+    there = [folder for folder in folders if (folder / "best.safetensors").exists()]
+    first = None
+    for folder in there or folders[-1:]:
+        found = codec_training.read_dvae(RECIPE, config, folder, shapes)
+        first = first or found
+        if frozen.digest(found[0]["dvae"]) == wanted:
+            return found
+    return first
 
 
 def require_vocoder(origin: Origin, config: dict) -> None:

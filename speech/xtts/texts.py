@@ -21,6 +21,7 @@ from common import files, options
 from common.errors import UsageError
 from speech import amharic
 from speech.columns import Corpus, Strings
+from speech.manifest import check_encoding
 from speech.text import normalise
 from speech.unknown import check_unknown, named
 from speech.xtts import cleaners
@@ -191,9 +192,16 @@ def texts_of(wanted: list[str], flag: str = "--synthesize") -> list[str]:
     """The texts of a flag: the name of a file stands for its lines. Raises `UsageError`."""
     lines = wanted
     if len(wanted) == 1 and os.path.isfile(wanted[0]):
-        lines = files.read_text(wanted[0]).splitlines()
+        lines = files.read_text(wanted[0]).split("\n")  # other separators may be within a text
     elif len(wanted) == 1 and FILE.fullmatch(wanted[0]):
         raise UsageError(f"{flag} {wanted[0]}: no such file")
+    for line in lines:
+        try:
+            check_encoding(line)
+        except ValueError:
+            raise UsageError(
+                f"{flag} {line[:40]!r}: it is not UTF-8, or the locale is not: set LC_ALL=C.UTF-8"
+            ) from None
     texts = [normalise(line) for line in lines]
     texts = [text for text in texts if text]
     if not texts:

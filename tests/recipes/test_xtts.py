@@ -1631,9 +1631,10 @@ def test_the_synthetic_data_of_a_model_from_scratch(tmp_path, monkeypatch):
         "no --train_manifest: using the demo corpus" in out
         and "1 held-out sentences spoken: " in out
     )
-    made = {path.name for path in (tmp_path / "speech").iterdir()}
+    made = {path.name for path in (tmp_path / "logs" / "speech").iterdir()}
     kinds = ("reference", "resynthesis", "synthesis")
-    assert made == {f"001_{kind}.wav" for kind in kinds} | {f"{kind}.csv" for kind in kinds}
+    files = {f"001_{kind}.wav" for kind in kinds} | {f"{kind}.csv" for kind in kinds}
+    assert made == {*files, "made_from.json"}
     assert "speaker similarity" not in out and not info_of(newest(tmp_path, recipe)).text.g2p
 
 
@@ -1908,11 +1909,11 @@ SPEAKING_MISTAKES = [
     ),
     (
         "--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}/no/such/o.wav",
-        "o.wav: it must be a file",
+        "o.wav: No such file or directory",
     ),
     (
         "--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}",
-        "{here}: it must be a file",
+        "{here}: it is a folder; name a file",
     ),
 ]
 

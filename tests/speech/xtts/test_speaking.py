@@ -127,6 +127,7 @@ def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path, with_vocod
     line, _, reader = spoken(folder, corpus, with_vocoder)
     assert line.startswith(f"4 held-out sentences spoken: {folder}/*_synthesis.wav")
     assert {path.name for path in folder.iterdir()} == {
+        "made_from.json",
         *(f"{kind}.csv" for kind in KINDS),
         *(f"00{number}_{kind}.wav" for kind in KINDS for number in (1, 2, 3, 4)),
     }
