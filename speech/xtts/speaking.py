@@ -301,7 +301,7 @@ def speak(
     """A text as samples (T,) at `frozen.rate`."""
 
     def encode(sentence: str) -> list[int]:
-        return synthesiser.texts.encode(sentence, language)
+        return synthesiser.texts.encode_read(sentence, language)
 
     read = synthesiser.texts.read(text, language)
     sentences = split_sentences(read, synthesiser.longest, lambda piece: len(encode(piece)))

@@ -166,6 +166,7 @@ def make_utterances(
     assert weights is None and info.condition == "other" and info.slice == start.SLICES["demo"]
     assert info.reads_stop
     info = replace(info, condition=condition, slice=tuple(slices), reads_stop=False)
+    texts.read_corpora(texts.Texts(info), {"": corpus})
     return recipe.Utterances(args, corpus, texts.Texts(info), info, training)
 
 
@@ -307,7 +308,7 @@ def test_conditioning_latents_are_coquis(theirs):
 def test_conditioning_latents_of_a_waveform_are_coquis(theirs, monkeypatch):
     cases = coquis("mel_cases")
     mel = Mel("conditioning", cases["mel_stats"])
-    monkeypatch.setattr(speaking, "CHUNK_SECONDS", 1)
+    lengths = formats.Conditioning(gpt_cond_chunk_len=1)
     waveform = load_file(FIXTURES / "mel_cases.safetensors")["waveform"].float() / 32768
     assert (
         speaking.latents_of(theirs, mel, [waveform]) - cases["chunked_latents"]
@@ -663,7 +664,7 @@ def first_model(info: ModelInfo, weights: dict | None, folder: Path, *flags) -> 
     asked = recipe.resolve(args)
     with mock.patch.object(start, "choose", lambda *_: (info, weights, make_frozen())):
         return recipe.first_model(
-            args, asked, Run(Setup()), None, {"train": SimpleNamespace(texts=[])}
+            args, asked, Run(Setup()), None, {"train": SimpleNamespace(texts=[], languages=[])}
         )[1].model
 
 
@@ -993,8 +994,9 @@ def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, 
     args = runs.parse(recipe, *tuning(places))
     info, _, _ = chosen(recipe.resolve(args))
     reader = texts.Texts(info)
+    texts.read_corpora(reader, {"val": corpus})
     data = splits.resolve(args, for_synthesis=True)
-    assert len(recipe.check_corpora(data, {"val": corpus}, reader, info.config)["val"]) == 4
+    assert len(recipe.check_corpora(args, data, {"val": corpus}, reader, info.config)["val"]) == 4
     data = recipe.Utterances(args, corpus, reader, info, training=True)
     german, *others = data.tokens
     assert german == reader.encode("no", "de") and others == [reader.encode("no")] * 3
