@@ -18,6 +18,7 @@ from common.device import Setup
 from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
 from speech import metrics
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
+from speech.augment import read_noises
 from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
 from speech.text import for_scoring, style
 
@@ -33,11 +34,22 @@ STYLES = {  # what a warning says, and the difference between shares of texts th
     "digits": ("digits are", 0.05),
 }
 
-AUGMENTATION = ("spec_augment", "speed_perturbation", "dropout", "label_smoothing")
+AUGMENTATIONS = ("spec_augment", "speed_perturbation", "wave_augment")  # flags that are on or off
+REGULARISATION = (*AUGMENTATIONS, "noise_dir", "dropout", "label_smoothing")
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
-EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in AUGMENTATION),)
-NEEDS = (("output", ("transcribe",), ""), ("piece_seconds", ("transcribe",), ""))
+EXCLUDES = (
+    *((flag, options.COMMAND, options.TRAINS) for flag in REGULARISATION),
+    (
+        "noise_dir",
+        "wave_augment False",
+        "without the second no noise is added; leave one of them out",
+    ),
+)
+NEEDS = (
+    ("output", ("transcribe",), ""),
+    ("piece_seconds", ("transcribe",), ""),
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,17 @@ def add_augmentation(parser) -> None:
         "--speed_perturbation",
         action=options.OnOff,
         help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)",
+    )
+    augmentation.add_argument(
+        "--wave_augment",
+        action=options.OnOff,
+        help="add silence at the ends and noise, and change the level (on; off for the demo)",
+    )
+    augmentation.add_argument(
+        "--noise_dir",
+        type=options.path,
+        metavar="DIR",
+        help="audio files of noise for --wave_augment, instead of white to pink noise",
     )
 
 
@@ -133,9 +156,13 @@ def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> O
     """Fills in the defaults of these flags and returns what they ask for, also after
     `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
     augment by default (`augments`), and except in a demo, whose voices hardly vary; a plan without
-    data is of training with augmentation. `beam_size` is the default. Raises `UsageError`."""
+    data is of training with augmentation. `beam_size` is the default. Raises `UsageError`, and
+    `DataError` for a file in --noise_dir."""
     augment = augments and (not is_demo or options.plans(args))
-    for name in ("spec_augment", "speed_perturbation"):
+    if getattr(args, "noise_dir", None):
+        args.wave_augment = True
+        read_noises(args.noise_dir)  # what is wrong with it is reported now
+    for name in AUGMENTATIONS:
         if getattr(args, name, False) is None:
             setattr(args, name, augment)
     if beam_size and args.beam_size is None:
