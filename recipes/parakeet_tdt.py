@@ -145,7 +145,8 @@ class Utterances:
         self.reduction = info.loss["reduction"]
         self.frequency_mask_width = FREQUENCY_MASK_BANDS / info.config["num_mel_bins"]
         self.augmentation = None
-        if training and args.wave_augment:
+        by_default = args.wave_augment is None and info.pretrained
+        if training and (args.wave_augment or by_default):
             longest = args.max_duration / min(recogniser.SPEEDS)
             self.augmentation = Augmentation(args.seed, len(corpus), longest, args.noise_dir)
 

@@ -173,7 +173,8 @@ class Utterances:
         self.room = most_tokens - len(tokenizer.prompt)
         self.pad_from = 0  # the epoch from which --pad_share applies
         self.augmentation = None
-        if training and args.wave_augment:
+        by_default = args.wave_augment is None and info.pretrained
+        if training and (args.wave_augment or by_default):
             self.augmentation = Augmentation(args.seed, len(corpus), self.longest, args.noise_dir)
 
     def __len__(self) -> int:

@@ -50,8 +50,8 @@ AMHARIC_WORDS = (
 AMHARIC_VOICES = ["am+m1", "am+f2"]
 
 VERSION = 3  # of what a corpus sounds like
-NOISE_SNR = (20.0, 50.0)  # dB: the level of the noise below that of the speech
-NO_NOISE = 0.25  # share of the recordings without noise
+NOISE_SNR = (30.0, 60.0)  # dB: the level of the noise below that of the speech
+NO_NOISE = 0.5  # share of the recordings without noise
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ STYLES = {  # what a warning says, and the difference between shares of texts th
     "digits": ("digits are", 0.05),
 }
 
-AUGMENTATIONS = ("spec_augment", "speed_perturbation", "wave_augment")  # flags that are on or off
-REGULARISATION = (*AUGMENTATIONS, "noise_dir", "dropout", "label_smoothing")
+REGULARISATION = (
+    "spec_augment speed_perturbation wave_augment noise_dir dropout label_smoothing".split()
+)
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
@@ -88,7 +89,10 @@ def add_augmentation(parser) -> None:
     augmentation.add_argument(
         "--wave_augment",
         action=options.OnOff,
-        help="add silence at the ends and noise, and change the level (on; off for the demo)",
+        help=(
+            "add silence at the ends and noise, and change the level (on for released weights; off"
+            " from scratch and for the demo)"
+        ),
     )
     augmentation.add_argument(
         "--noise_dir",
@@ -155,16 +159,18 @@ def add_decoding(
 def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
     """Fills in the defaults of these flags and returns what they ask for, also after
     `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
-    augment by default (`augments`), and except in a demo, whose voices hardly vary; a plan without
-    data is of training with augmentation. `beam_size` is the default. Raises `UsageError`, and
+    augment by default (`augments`), and except in a demo, whose voices hardly vary; --wave_augment
+    also needs released weights. A plan without data is of training with augmentation. `beam_size` is the default. Raises `UsageError`, and
     `DataError` for a file in --noise_dir."""
     augment = augments and (not is_demo or options.plans(args))
     if getattr(args, "noise_dir", None):
         args.wave_augment = True
         read_noises(args.noise_dir)  # what is wrong with it is reported now
-    for name in AUGMENTATIONS:
+    for name in ("spec_augment", "speed_perturbation"):
         if getattr(args, name, False) is None:
             setattr(args, name, augment)
+    if getattr(args, "wave_augment", False) is None and not augment:
+        args.wave_augment = False  # None: if the weights are released ones
     if beam_size and args.beam_size is None:
         args.beam_size = beam_size
     output = getattr(args, "output", None)
