@@ -43,6 +43,7 @@ from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import demo, metrics, recogniser, released, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.augment import Augmentation
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.parakeet import decoding, start
@@ -154,6 +155,11 @@ class Utterances:
         self.omega = info.loss["omega"] if training else 0.0
         self.reduction = info.loss["reduction"]
         self.frequency_mask_width = FREQUENCY_MASK_BANDS / info.config["num_mel_bins"]
+        self.augmentation = None
+        by_default = args.wave_augment is None and info.pretrained
+        if training and (args.wave_augment or by_default):
+            longest = args.max_duration / min(recogniser.SPEEDS)
+            self.augmentation = Augmentation(args.seed, len(corpus), longest, args.noise_dir)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -166,9 +172,10 @@ class Utterances:
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
+        seconds = self.corpus.seconds
         if self.training and self.args.speed_perturbation:
-            return self.corpus.seconds / self.speeds(epoch)
-        return self.corpus.seconds
+            seconds = seconds / self.speeds(epoch)
+        return self.augmentation.lengths(seconds, epoch) if self.augmentation else seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
         return speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
@@ -184,6 +191,8 @@ class Utterances:
         if self.training:
             if args.speed_perturbation:
                 waveform = change_speed(waveform, float(self.speeds(epoch)[index]))
+            if self.augmentation:
+                waveform = self.augmentation.apply(waveform, index, epoch)
             noise = random.standard_normal(len(waveform), dtype=np.float32)
             waveform = waveform + DITHER * torch.from_numpy(noise)
         item = {
