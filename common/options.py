@@ -73,6 +73,13 @@ class OnOff(argparse.Action):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
 
 
+class Joined(argparse.Action):
+    """The words that follow a flag as one text: `--dry_run 8 GB`."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, " ".join(values))
+
+
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations. An error is one line that offers the nearest flag. The parsed
     namespace has `given`, the set of names that were on the command line, and `commands`, what
@@ -221,7 +228,8 @@ def _add_updates(group) -> None:
         "--num_epochs",
         type=POSITIVE,
         metavar="N",
-        help="passes over the training data (100 unless --max_steps is given)",
+        help="passes over the training data (100; fine-tuning by the hours of speech; any number"
+        " with --max_steps)",
     )
     add(
         "--max_steps",
@@ -270,9 +278,9 @@ def _add_limits(group) -> None:
     add(
         "--early_stopping_patience",
         type=COUNT,
-        default=0,
         metavar="N",
-        help="stop after N evaluations without a better result; 0 = never (0)",
+        help="stop after N evaluations without a better result; 0 = never"
+        " (0; fine-tuning: a third of them, at least 5)",
     )
     add(
         "--seed",
@@ -398,8 +406,8 @@ def _add_checks(parser: Parser, group) -> None:
         group,
         "--dry_run",
         takes_training_flags=True,
-        nargs="?",
-        const="",
+        action=Joined,
+        nargs="*",
         metavar="CARD",
         help="predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD"
         " (8GB, 24gb, t4; default: the one that is there), and exit: status 3 if it does not fit",
@@ -421,7 +429,7 @@ def _add_evaluation(parser: Parser, group) -> None:
         "--eval_every",
         type=COUNT,
         metavar="N",
-        help="updates between evaluations; 0 = at the end of each epoch (0)",
+        help="updates between evaluations; 0 = at the end of each epoch (an epoch's, at least 100)",
     )
     add(
         "--eval_batch_size",
@@ -505,18 +513,18 @@ def resolve(
     demo_steps: int,
     excludes=(),
     needs=(),
-    usual: tuple[str, int] = ("num_epochs", 100),
-    usual_eval_every: int = 0,
+    usual_steps: int | None = None,
+    usual_eval_every: int | None = None,
 ) -> None:
     """Refuses flags that contradict, by the shared tables and a recipe's own `excludes` and
     `needs`, and fills in what depends on other flags. The demo lasts `demo_steps` updates, another
-    run as long as `usual` says (flag, number)."""
+    run `usual_steps`; if they are None, its length is chosen by `run_length` when it begins, and so
+    are its evaluations."""
     refuse(args, all_excludes(args.commands, excludes), needs)
     args.checkpoint_dir = Path(args.checkpoint_dir or Path(args.output_dir) / "checkpoints")
     args.log_dir = Path(args.log_dir or Path(args.output_dir) / "logs")
     if not (args.num_epochs or args.max_steps):
-        name, value = ("max_steps", demo_steps) if is_demo else usual
-        setattr(args, name, value)
+        args.max_steps = demo_steps if is_demo else usual_steps
     if args.eval_every is None:
         args.eval_every = demo_steps // 6 if is_demo else usual_eval_every
 

@@ -19,6 +19,7 @@ from common.device import Setup
 from common.errors import DataError, RunError, cannot_write, reader_has_gone
 from speech import metrics
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
+from speech.augment import read_noises
 from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
 from speech.text import for_scoring, style
 
@@ -35,11 +36,23 @@ STYLES = {  # what a warning says, and the difference between shares of texts th
     "digits": ("digits are", 0.05),
 }
 
-AUGMENTATION = ("spec_augment", "speed_perturbation", "dropout", "label_smoothing")
+REGULARISATION = (
+    "spec_augment speed_perturbation wave_augment noise_dir dropout label_smoothing".split()
+)
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
-EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in AUGMENTATION),)
-NEEDS = (("output", ("transcribe",), ""), ("piece_seconds", ("transcribe",), ""))
+EXCLUDES = (
+    *((flag, options.COMMAND, options.TRAINS) for flag in REGULARISATION),
+    (
+        "noise_dir",
+        "wave_augment False",
+        "without the second no noise is added; leave one of them out",
+    ),
+)
+NEEDS = (
+    ("output", ("transcribe",), ""),
+    ("piece_seconds", ("transcribe",), ""),
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,20 @@ def add_augmentation(parser) -> None:
         "--speed_perturbation",
         action=options.OnOff,
         help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)",
+    )
+    augmentation.add_argument(
+        "--wave_augment",
+        action=options.OnOff,
+        help=(
+            "add silence at the ends and noise, and change the level (on for released weights; off"
+            " from scratch and for the demo)"
+        ),
+    )
+    augmentation.add_argument(
+        "--noise_dir",
+        type=options.path,
+        metavar="DIR",
+        help="audio files of noise for --wave_augment, instead of white to pink noise",
     )
 
 
@@ -134,12 +161,18 @@ def add_decoding(
 def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
     """Fills in the defaults of these flags and returns what they ask for, also after
     `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
-    augment by default (`augments`), and except in a demo, whose voices hardly vary; a plan without
-    data is of training with augmentation. `beam_size` is the default. Raises `UsageError`."""
+    augment by default (`augments`), and except in a demo, whose voices hardly vary; --wave_augment
+    also needs released weights. A plan without data is of training with augmentation. `beam_size` is the default. Raises `UsageError`, and
+    `DataError` for a file in --noise_dir."""
     augment = augments and (not is_demo or options.plans(args))
+    if getattr(args, "noise_dir", None):
+        args.wave_augment = True
+        read_noises(args.noise_dir)  # what is wrong with it is reported now
     for name in ("spec_augment", "speed_perturbation"):
         if getattr(args, name, False) is None:
             setattr(args, name, augment)
+    if getattr(args, "wave_augment", False) is None and not augment:
+        args.wave_augment = False  # None: if the weights are released ones
     if beam_size and args.beam_size is None:
         args.beam_size = beam_size
     output = getattr(args, "output", None)

@@ -61,6 +61,11 @@ class CharTokenizer:
         self.unknown = 0
         self.spaces = set(self.encode(" ")) - {self.unknown}
 
+    @property
+    def pieces(self) -> list[str]:
+        """By id, as a `SentencePieceTokenizer` has them."""
+        return ["<unk>", *("\u2581" if c == " " else c for c in self.characters)]
+
     def encode(self, text: str) -> list[int]:
         return [self.index.get(character, self.unknown) for character in text]
 

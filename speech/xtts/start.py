@@ -10,7 +10,7 @@ from typing import Annotated
 
 import torch
 
-from common import options, records
+from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import released
@@ -38,6 +38,7 @@ VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
 SLICES = {"full": (66_150, 132_300), "demo": (11_025, 22_050)}
 FINE_TUNING_RATE = 5e-6
 SCRATCH_RATE = 2e-3
+NEW_ROWS_RATE = 1e-4  # of tokens that are new in a released model
 TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
 
 EXCLUDES = (
@@ -74,6 +75,7 @@ class ModelInfo:
     licence: bool  # the weights derive from Coqui's
     model_dir: str | None  # the folder of the frozen parts; None: random ones
     dvae: str  # `digest` of the DVAE
+    new_tokens: int = 0  # the last ones, which the released vocabulary lacked
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def add_other_names(parser) -> None:
 
 def resolve(args, is_demo: bool) -> Options:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
-    language = texts.OTHER_NAMES.get(args.language.lower(), args.language.lower())
+    language = texts.code_of(args.language)
     if not LANGUAGE.fullmatch(f"[{language}]"):
         raise UsageError(f"--language {args.language[:40]}: it must be a code such as am or en")
     origin = released.resolve(args, FORMS, formats.SIZES, "demo", is_demo)
@@ -321,20 +323,33 @@ def conflicts(asked: Options, info: ModelInfo, saved: Saved) -> list[str]:
 
 
 def check_initial(initial: Saved, info: ModelInfo) -> None:
-    """Raises `UsageError` if the model of --init_from has learned other codes, or other tokens of
-    the same ids."""
+    """Raises `UsageError` if the model of --init_from has learned other codes."""
     other = records.read(ModelInfo, initial.model_info, initial.path)
     if info.dvae not in ("", other.dvae):
         raise UsageError(
             f"--init_from {initial.path}: its model has learned the codes of another DVAE; name the"
             " same --model_dir"
         )
-    same_size = other.config["text_tokens"] == info.config["text_tokens"]
-    if same_size and other.vocab != info.vocab:
-        raise UsageError(
-            f"--init_from {initial.path}: its vocabulary has as many tokens, but others; continue"
-            " it with --resume"
-        )
+
+
+def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+    """What the rows of the text embedding and head mean, here and in the weights of --init_from."""
+    if initial is None:
+        return None
+    before = records.read(ModelInfo, initial.model_info, initial.path)
+    names = [Vocabulary(each.vocab).tokens() for each in (info, before)]
+    return checkpoint.Vocabulary(new_tokens.TEXT_ROWS, *names)
+
+
+def new_rows(info: ModelInfo, initial: Saved | None) -> dict[str, list[int]]:
+    """The rows of tokens that the released vocabulary lacked, and that the weights of --init_from
+    have not learned: {parameter: row numbers}."""
+    size = info.config["text_tokens"]
+    rows = range(size - info.new_tokens, size)
+    if named := vocabulary(info, initial):
+        known = set(named.saved)
+        rows = [row for row in rows if named.tokens[row] not in known]
+    return {name: list(rows) for name in new_tokens.TEXT_ROWS} if rows else {}
 
 
 def learning_rate(info: ModelInfo) -> float:

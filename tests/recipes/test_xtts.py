@@ -166,6 +166,7 @@ def make_utterances(
     assert weights is None and info.condition == "other" and info.slice == start.SLICES["demo"]
     assert info.reads_stop
     info = replace(info, condition=condition, slice=tuple(slices), reads_stop=False)
+    texts.read_corpora(texts.Texts(info), {"": corpus})
     return recipe.Utterances(args, corpus, texts.Texts(info), info, training)
 
 
@@ -307,7 +308,7 @@ def test_conditioning_latents_are_coquis(theirs):
 def test_conditioning_latents_of_a_waveform_are_coquis(theirs, monkeypatch):
     cases = coquis("mel_cases")
     mel = Mel("conditioning", cases["mel_stats"])
-    monkeypatch.setattr(speaking, "CHUNK_SECONDS", 1)
+    lengths = formats.Conditioning(gpt_cond_chunk_len=1)
     waveform = load_file(FIXTURES / "mel_cases.safetensors")["waveform"].float() / 32768
     assert (
         speaking.latents_of(theirs, mel, [waveform]) - cases["chunked_latents"]
@@ -663,7 +664,7 @@ def first_model(info: ModelInfo, weights: dict | None, folder: Path, *flags) -> 
     asked = recipe.resolve(args)
     with mock.patch.object(start, "choose", lambda *_: (info, weights, make_frozen())):
         return recipe.first_model(
-            args, asked, Run(Setup()), None, {"train": SimpleNamespace(texts=[])}
+            args, asked, Run(Setup()), None, {"train": SimpleNamespace(texts=[], languages=[])}
         )[1].model
 
 
@@ -993,8 +994,9 @@ def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, 
     args = runs.parse(recipe, *tuning(places))
     info, _, _ = chosen(recipe.resolve(args))
     reader = texts.Texts(info)
+    texts.read_corpora(reader, {"val": corpus})
     data = splits.resolve(args, for_synthesis=True)
-    assert len(recipe.check_corpora(data, {"val": corpus}, reader, info.config)["val"]) == 4
+    assert len(recipe.check_corpora(args, data, {"val": corpus}, reader, info.config)["val"]) == 4
     data = recipe.Utterances(args, corpus, reader, info, training=True)
     german, *others = data.tokens
     assert german == reader.encode("no", "de") and others == [reader.encode("no")] * 3
@@ -1400,13 +1402,13 @@ def test_a_new_run_moves_all_of_the_earlier_one_aside(noise, places, tmp_path, m
     flags = [*both(noise), *PLAIN, "--from_scratch", "--max_steps", "1", "--speak_held_out", "2"]
     ran(recipe, *flags, "--output_dir", folder)
     first = everything(folder)
-    speech = folder / "logs" / "speech"
+    speech = folder / "speech"
     (speech / "001_reference.wav").unlink()
     (speech / "001_reference.wav").symlink_to(precious)
     (speech / "mine.txt").write_text("mine")
     ran(recipe, *flags, "--seed", "1", "--output_dir", folder)
     assert precious.read_text() == "precious"
-    earlier = folder / "logs" / "earlier-1" / "speech"
+    earlier = folder / "earlier-1" / "speech"
     assert (earlier / "mine.txt").read_text() == "mine"
     assert (earlier / "001_reference.wav").is_symlink()
     assert not (speech / "001_reference.wav").is_symlink() and not (speech / "mine.txt").exists()
@@ -1425,7 +1427,7 @@ def test_a_new_run_moves_all_of_the_earlier_one_aside(noise, places, tmp_path, m
     (speech / "mine.txt").write_text("mine")
     out = ran(recipe, *flags, "--seed", "1", "--output_dir", folder, "--resume", "auto")
     assert "what was there was moved to " in out
-    assert (folder / "logs" / "earlier-2" / "speech" / "mine.txt").read_text() == "mine"
+    assert (folder / "earlier-2" / "speech" / "mine.txt").read_text() == "mine"
     out = ran(recipe, *flags, "--seed", "1", "--output_dir", folder, "--resume", "auto")
     assert "what was there was moved to " not in out
 
@@ -1787,7 +1789,7 @@ def test_the_synthetic_data_of_a_model_from_scratch(tmp_path, monkeypatch):
         "no --train_manifest: using the demo corpus" in out
         and "1 held-out sentences spoken: " in out
     )
-    made = {path.name for path in (tmp_path / "logs" / "speech").iterdir()}
+    made = {path.name for path in (tmp_path / "speech").iterdir()}
     kinds = ("reference", "resynthesis", "synthesis")
     files = {f"001_{kind}.wav" for kind in kinds} | {f"{kind}.csv" for kind in kinds}
     assert made == {*files, "made_from.json"}

@@ -62,7 +62,7 @@ class Reader:
     def read(self, text: str, language: str | None = None) -> str:
         return text
 
-    def encode(self, text: str, language: str | None = None) -> list[int]:
+    def encode_read(self, text: str, language: str | None = None) -> list[int]:
         self.languages.append(language)
         return [*text.encode()]
 
