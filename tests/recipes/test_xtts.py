@@ -1432,6 +1432,28 @@ def test_a_new_run_moves_all_of_the_earlier_one_aside(noise, places, tmp_path, m
     assert "what was there was moved to " not in out
 
 
+@pytest.mark.parametrize("kind", ["recordings", "link", "file", "code"])
+def test_a_folder_speech_of_somebody_else_stays_where_it_is(noise, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(codec_training, "STEPS", {"autoencoder": 1, "dvae": 1})
+    mine = tmp_path / "speech"
+    if kind == "file":
+        mine.write_text("mine")
+    elif kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "a.wav").write_text("mine")
+        mine.symlink_to("elsewhere")
+    else:
+        mine.mkdir()
+        (mine / ("a.wav" if kind == "recordings" else "__init__.py")).write_text("mine")
+    before = everything(tmp_path)
+    flags = [*both(noise), *PLAIN, "--from_scratch", "--max_steps", "1", "--speak_held_out", "1"]
+    for _ in range(2):
+        ran(recipe, *flags, "--output_dir", tmp_path)
+        assert before.items() <= everything(tmp_path).items()
+    assert (tmp_path / "speech-2" / "001_synthesis.wav").is_file()
+    assert (tmp_path / "earlier-1" / "speech-2" / "001_synthesis.wav").is_file()
+
+
 # --- the voice of another clip --------------------------------------------------------------------
 
 
