@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import signal
 import sys
 import time
@@ -75,8 +76,10 @@ class Task:
     Without `decay_embeddings`, embeddings have no weight decay. `betas` are AdamW's. `new_rows` are
     those of a new run; a resumed one has them in its checkpoint. With `fine_tunes` the model began
     from released weights: the length of the run, its evaluations and its patience follow the hours
-    of speech. `reports` are the names of files that the recipe writes in the log folder; a new run
-    moves an earlier run's files aside."""
+    of speech. `vocabulary`: the tokens of the model and of --init_from; without it, tensors with a
+    row for each token are copied by number. `reports` are the files and folders that the
+    recipe writes, by their names in the log folder or by their absolute paths; a new run moves an
+    earlier run's aside."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -96,6 +99,7 @@ class Task:
     betas: tuple[float, float] = optim.BETAS
     fine_tunes: bool = False
     new_rows: optim.NewRows | None = None
+    vocabulary: checkpoint.Vocabulary | None = None
     reports: tuple[str, ...] = ()
 
     def is_better(self, value: float, other: float) -> bool:
@@ -189,7 +193,7 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> N
     elif task.fit:
         task.fit(model, data)
     if run.initial:
-        checkpoint.initialise(model, run.initial.model, args.init_from)
+        checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
     model.to(run.setup.device)
     if args.torch_compile:
         compiling.compile_layers(model, task.compiled)
@@ -371,7 +375,8 @@ def prepare_folders(args, run: Run, progress: dict, task: Task) -> None:
     `Task.evaluate_first`, evaluate before the first update."""
     has_best = False
     if run.setup.ranks.first:
-        files.remove_stale(args.log_dir, "|".join(task.reports))
+        in_log_dir = [name for name in task.reports if not os.path.isabs(name)]
+        files.remove_stale(args.log_dir, "|".join(in_log_dir))
         try:
             if run.resumed and checkpoint.continues(args.resume, args.checkpoint_dir):
                 checkpoint.branch(args.checkpoint_dir, args.log_dir, progress["step"])

@@ -6,6 +6,7 @@ import difflib
 import functools
 import itertools
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -171,6 +172,13 @@ def path(text: str) -> str:
     new run."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
+def file(text: str) -> str:
+    """An argparse type: a path whose last part is a name, not `folder/`."""
+    if path(text).endswith(("/", "/.", "/..")):
+        raise argparse.ArgumentTypeError(f"{text} is the name of a folder; name a file")
     return text
 
 
@@ -557,6 +565,16 @@ def is_on(values: dict, flag: str) -> bool:
 
 def shown(flag: str) -> str:
     return f"--no_{flag.split()[0]}" if flag.endswith(" False") else f"--{flag}"
+
+
+def paths_in(args: argparse.Namespace, *outputs: str) -> list[str]:
+    """The values of the flags on the command line that name a file or a folder that exists, but
+    for the flags `outputs`: what a command may read, and must not replace."""
+    values = []
+    for name in sorted(args.given - {*outputs}):
+        value = getattr(args, name)
+        values += value if isinstance(value, list) else [value]
+    return [str(v) for v in values if isinstance(v, str | Path) and os.path.exists(v)]
 
 
 class ReadOnly(argparse.Namespace):
