@@ -22,6 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common
+
+common.spin_briefly()  # before torch is imported
+
 BATCH = 4
 FRAMES = 100
 LABELS = 30
@@ -135,6 +139,7 @@ def main() -> int:
         measure(name, int(outputs), kind, args.rounds)
         return 0
     failed = False
+    print(common.spinning())
     for outputs, kind in ROWS:
         theirs = measured("peer", outputs, kind, args.rounds)
         ours = measured("lean", outputs, kind, args.rounds)

@@ -30,6 +30,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -621,7 +625,6 @@ def main(args) -> dict | None:
     if command := command_of(args, asked):
         return command(args, asked)
     run = begin(args, RECIPE)
-
     data, read = read_data(args, run.resumed)
     info, synthesiser, added = first_model(args, asked, run, data, read)
     corpora = check_corpora(args, data, read, synthesiser.texts, info.config)

@@ -1201,16 +1201,12 @@ def test_the_export_has_the_weights_of_the_best_evaluation_not_the_last(
     )
 
 
-def test_training_of_released_weights_stops_early_unless_a_flag_says_otherwise(places):
-    for flags, expected in (
-        (tuning(places), 5),
-        (tuning(places, "--early_stopping_patience", 2), 2),
-        (tuning(places, "--early_stopping_patience", 0), 0),
-        (["--from_scratch"], 0),
-    ):
-        args = runs.parse(recipe, *flags)
-        recipe.resolve(args)
-        assert args.early_stopping_patience == expected
+def test_only_a_training_of_released_weights_follows_the_hours_of_speech(places, noise):
+    tuned = runs.planned(recipe, *tuning(places))
+    assert tuned.task.fine_tunes and tuned.task.evaluate_first
+    seconds = [soundfile.info(places.folder / f"{number}.wav").duration for number in range(6)]
+    assert tuned.global_batches.hours == pytest.approx(sum(seconds) / 3600)
+    assert not runs.planned(recipe, *both(noise), "--from_scratch").task.fine_tunes
 
 
 def test_an_export_without_a_vocoder_is_refused_in_one_line(noise, tmp_path):
