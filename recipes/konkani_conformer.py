@@ -210,7 +210,9 @@ def make_tokenizer(args, config: dict, saved: ModelInfo | None, texts):
         raise UsageError(
             "--vocab_file is not what the checkpoint's tokens were made from: leave it out"
         )
-    return text.make_tokenizer(saved.tokenizer, saved.config["vocabulary"], f"--resume {args.resume}")
+    return text.make_tokenizer(
+        saved.tokenizer, saved.config["vocabulary"], f"--resume {args.resume}"
+    )
 
 
 def check_texts(args, corpora: dict[str, Corpus], tokenizer) -> None:

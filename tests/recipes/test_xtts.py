@@ -40,7 +40,6 @@ from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, code_cou
 from speech.xtts.decoding import Sampling
 from speech.xtts.frozen import Frozen
 from speech.xtts.model import GPT
-from speech.xtts.speaking import Synthesiser
 from speech.xtts.start import ModelInfo
 from speech.xtts.tokenizer import Vocabulary, new_vocabulary
 from speech.xtts.vocoder import HifiDecoder
@@ -309,7 +308,7 @@ def test_conditioning_latents_of_a_waveform_are_coquis(theirs, monkeypatch):
     lengths = formats.Conditioning(gpt_cond_chunk_len=1)
     waveform = load_file(FIXTURES / "mel_cases.safetensors")["waveform"].float() / 32768
     assert (
-        speaking.latents_of(theirs, mel, [waveform]) - cases["chunked_latents"]
+        speaking.latents_of(theirs, mel, waveform, lengths) - cases["chunked_latents"]
     ).abs().max() < 2e-5
 
 
@@ -1992,9 +1991,9 @@ def test_a_model_that_says_nothing(places, with_vocoder, capsys):
     if not with_vocoder:
         frozen.vocoder = None
     voice = [torch.randn(SAMPLE_RATE) * 0.1]
-    synthesiser = Synthesiser(model, frozen, texts.Texts(info), 56)
-    voice = speaking.voice_of(model, frozen, voice)
-    waveform = speaking.speak(synthesiser, "hello. no", voice, Sampling())
+    synthesiser = recipe.synthesiser_of(info, model, frozen, texts.Texts(info))
+    voice = speaking.voice_of(synthesiser, voice)
+    [waveform] = speaking.speak(synthesiser, ["hello. no"], voice, Sampling())
     assert waveform.ndim == 1 and bool(waveform.isfinite().all())
 
 
@@ -2018,7 +2017,7 @@ def test_sentences_of_a_batch_that_end_at_different_times_are_as_alone():
             tensor.mul_(10 if tensor.dim() > 1 else 1)
         model.mel_head.weight.mul_(3)
     voice = torch.randn(1, config["latents"], 32, dtype=torch.float64)
-    sentences = [[7, number, 9] for number in range(10, 16)]
+    sentences = [[7, *[number] * (number % 4 + 1), 9] for number in range(10, 16)]
     settings = Sampling(seed=1, max_codes=30)
     together = decoding.sample(model, config, voice, sentences, settings)
     assert len({len(speech.codes) for speech in together}) > 1

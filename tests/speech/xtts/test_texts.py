@@ -123,7 +123,7 @@ def test_a_text_to_speak_is_checked(capsys):
     reader.check("the end")
     assert capsys.readouterr().err == ""
     reader.check("aቡ bናቡ")
-    assert capsys.readouterr().err == "warning: 'aቡ bናቡ': the vocabulary lacks ቡ ና\n"
+    assert capsys.readouterr().err == "warning: 'aቡ bናቡ': the vocabulary lacks ቡ x 2, ና x 1\n"
 
 
 def test_show(capsys):
@@ -135,7 +135,7 @@ def test_show(capsys):
     assert out == "ሰቡ\nhens\n"
     assert (
         err
-        == "warning: 'ሰቡ': the vocabulary lacks ቡ\nwarning: 'hens': text is longer than 3 tokens:"
+        == "warning: 'ሰቡ': the vocabulary lacks ቡ x 1\nwarning: 'hens': text is longer than 3 tokens:"
         " 4 tokens\n"
     )
 
