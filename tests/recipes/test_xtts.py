@@ -20,10 +20,11 @@ from safetensors.torch import load_file
 from common import checkpoint, memory, optim, records
 from common.batches import split_batch, to_device
 from common.device import Setup
+from common.errors import DataError
 from common.loop import Run, run_global_batch
 from recipes import xtts_amharic as recipe
 from speech import splits
-from speech.columns import Corpus
+from speech.columns import Corpus, Strings
 from speech.splits import Checks, RunInfo, load_corpus
 from speech.xtts import (
     codec_training,
@@ -650,6 +651,17 @@ def test_sixteen_bits_give_finite_losses_near_those_of_fp32(noise, dtype):
     assert sums.dtype == ours.dtype == torch.float32 and bool(scaled.isfinite().all())
     assert ((ours - sums) / sums).abs().max() < 0.01
     assert (scaled - gradient).norm() < 0.1 * gradient.norm() and not torch.equal(scaled, gradient)
+
+
+def test_a_clip_that_became_longer_after_the_check_is_named(noise, tmp_path):
+    data = make_utterances(noise)
+    path = tmp_path / "grown.wav"
+    soundfile.write(path, np.full(40 * SAMPLE_RATE, 0.1), SAMPLE_RATE)
+    data.corpus = data.corpus.select(np.arange(1))
+    data.corpus.paths = Strings([str(path)])
+    data.corpus.durations[:] = np.nan
+    with pytest.raises(DataError, match=r"grown\.wav: it has become longer .* 40\.00 s"):
+        data.item(0, 0)
 
 
 # --- memory options -------------------------------------------------------------------------------
