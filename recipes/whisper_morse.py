@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import device, options
+from common import device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
@@ -111,11 +111,8 @@ def resolve(args) -> tuple[start.Options, clips.Options]:
     recorded = any(getattr(args, name) for name in clips.RECORDED)
     is_released = any(getattr(args, name) for name in released.MODELS)
     is_demo = not (recorded or is_released or args.from_scratch or args.conditions)
-    if recorded:
-        options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, ("num_epochs", 3))
-    else:
-        usual = ("max_steps", 20_000)
-        options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, usual, usual_eval_every=1000)
+    usual = (None, None) if recorded else (20_000, 1000)  # updates, and between evaluations
+    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, *usual)
     # Without augmentation by default: a masked span would take symbols away.
     how = recogniser.resolve(args, is_demo, start.BEAM_SIZE, augments=False)
     source = clips.resolve(args, is_demo)
@@ -178,6 +175,9 @@ class Utterances:
 
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
+
+    def hours(self) -> float:
+        return float(self.corpus.seconds(0).sum()) / 3600
 
     def text_length(self, index: int) -> int:
         return self.corpus.text_length(index)
@@ -440,7 +440,7 @@ def about_run(
     resumed."""
     data = clips.run_info(splits.resolve(args), corpora)
     longest = start.longest_heard(info, data.longest, before and before.data)
-    steps = global_batches.total_steps(args)
+    steps = run_length.choose(args, global_batches, info.pretrained).total
     pad_from = start.middle_epoch(steps, global_batches.per_epoch)
     if before:
         pad_from = before.pad_from
@@ -451,6 +451,7 @@ def about_run(
 def make_task(
     args,
     asked: start.Options,
+    run: Run,
     info: start.ModelInfo,
     run_info: RunInfo,
     train_set: Utterances,
@@ -477,6 +478,8 @@ def make_task(
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        fine_tunes=info.pretrained,
+        vocabulary=start.vocabulary(info, run.initial),
         reports=(*recogniser.REPORTS, "evaluation.json"),
     )
 
@@ -506,7 +509,7 @@ def main(args) -> None:
     train_set = data.pop("train")
     train_set.pad_from = run_info.pad_from
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
-    task = make_task(args, asked, info, run_info, train_set)
+    task = make_task(args, asked, run, info, run_info, train_set)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     finish(args, run, model, task, evaluation["val"], report)

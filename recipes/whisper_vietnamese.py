@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, options
+from common import checkpoint, device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
@@ -182,6 +182,9 @@ class Utterances:
 
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
+
+    def hours(self) -> float:
+        return float(self.corpus.seconds.sum()) / 3600
 
     def text_length(self, index: int) -> int:
         return len(self.corpus.texts[index])
@@ -441,7 +444,7 @@ def about_run(
     resumed."""
     data = splits.run_info(splits.resolve(args), corpora)
     longest = start.longest_heard(info, data.longest, before and before.data)
-    steps = global_batches.total_steps(args)
+    steps = run_length.choose(args, global_batches, info.pretrained).total
     pad_from = start.middle_epoch(steps, global_batches.per_epoch)
     if before:
         pad_from = before.pad_from
@@ -451,6 +454,7 @@ def about_run(
 def make_task(
     args,
     asked: start.Options,
+    run: Run,
     info: start.ModelInfo,
     run_info: start.RunInfo,
     train_set: Utterances,
@@ -477,6 +481,8 @@ def make_task(
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        fine_tunes=info.pretrained,
+        vocabulary=start.vocabulary(info, run.initial),
         reports=recogniser.REPORTS,
     )
 
@@ -505,7 +511,7 @@ def main(args) -> None:
     train_set = data.pop("train")
     train_set.pad_from = run_info.pad_from
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
-    task = make_task(args, asked, info, run_info, train_set)
+    task = make_task(args, asked, run, info, run_info, train_set)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     finish(args, run, model, task, evaluation["val"], report)

@@ -5,7 +5,6 @@ import json
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from common import batches, files, memory, options
 from common.device import Setup
-from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
+from common.errors import DataError, RunError, cannot_write, reader_has_gone
 from speech import metrics
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.augment import read_noises
@@ -23,6 +22,7 @@ from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
 from speech.text import for_scoring, style
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
+STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # how the names of open files begin
 REPORTS = ("transcripts.jsonl",)  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
@@ -141,7 +141,7 @@ def add_decoding(
     )
     decoding.add_argument(
         "--output",
-        type=options.path,
+        type=options.file,
         metavar="FILE",
         help="write the transcripts to this file as JSON Lines",
     )
@@ -175,7 +175,7 @@ def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> O
         args.beam_size = beam_size
     output = getattr(args, "output", None)
     if output:
-        check_output(output)
+        check_output(output, options.paths_in(args, "output"))
     return Options(
         method=getattr(args, "decoding", None),
         beam_size=getattr(args, "beam_size", None),
@@ -286,31 +286,28 @@ def warn_of_style(texts: list[str], rows: list[dict]) -> None:
 def is_stream(path: Path) -> bool:
     """Whether a path is a device or a pipe, such as /dev/stdout: it is written to and not
     replaced."""
-    return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file())
+    return str(path).startswith(STREAMS) or (
+        path.exists() and not (path.is_file() or path.is_dir())
+    )
 
 
-def check_output(output: str) -> None:
-    """Raises `UsageError` if --output would replace anything but transcripts, or cannot be
-    written."""
+def check_output(output: str, inputs: Iterable[str]) -> None:
+    """Raises `UsageError` if --output would replace anything but transcripts, or one of `inputs`,
+    or cannot be written."""
     path = Path(output)
-    try:
-        if path.is_dir():
-            raise UsageError(f"--output {output}: it is a folder; name a file")
-        if is_stream(path):
-            return
-        for place in (path, Path(f"{output}.partial")):
-            if not place.exists():
-                continue
-            with place.open("rb") as file:
-                beginning = file.read(len(TRANSCRIPT))
-            if beginning not in (b"", TRANSCRIPT):
-                raise UsageError(
-                    f"--output {place}: it exists and does not hold transcripts; choose another"
-                    " file"
-                )
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise UsageError(f"--output {output}: {error.strerror}") from None
+    if not is_stream(path):
+        files.require_output(output, "--output", inputs, _holds_transcripts)
+        files.require_output(partial_of(path), "--output", inputs, _holds_transcripts)
+
+
+def _holds_transcripts(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(TRANSCRIPT)) in (b"", TRANSCRIPT)
+
+
+def partial_of(path: Path) -> Path:
+    """Where transcripts are kept if a command ends before its last file."""
+    return path.with_name(f"{path.name}.partial")
 
 
 def join_records(records: list[dict], pieces: list[Piece], cutting: Cutting) -> dict:
@@ -433,7 +430,7 @@ def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
                 raise
 
     def keep_partial(target: Path) -> None:
-        partial = path.with_name(f"{path.name}.partial")
+        partial = partial_of(path)
         files.write_file(partial, lambda copy: shutil.copyfile(target, copy))
         print(f"the first {count} transcripts are in {partial}", file=sys.stderr)
 
