@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -107,7 +108,9 @@ def load(path: Path):
     files.require_file(path)
     try:
         is_zip = _is_sound_zip(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about sparse tensors, which are refused later
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
     except (zipfile.BadZipFile, NotImplementedError):
@@ -281,12 +284,19 @@ def continues(resume: str | None, folder: Path) -> bool:
     return bool(resume) and (resume == "auto" or Path(resume).resolve().parent == folder.resolve())
 
 
-def make_room(folder: Path, log_dir: Path, reports: Iterable[str] = ()) -> None:
-    """Moves the checkpoints and logs of an earlier run into subfolders when a new run starts in its
-    folders. `reports`: files of the recipe's in the log folder."""
-    earlier = [*list_checkpoints(folder), *_existing(folder, WEIGHTS)]
-    logs = _existing(log_dir, (*LOGS, *reports))
-    name = _move([*earlier, *logs], folder, log_dir, "earlier")
+def make_room(
+    folder: Path, log_dir: Path, reports: Iterable[str] = (), stages: Iterable[str] = ()
+) -> None:
+    """Moves all that an earlier run has written into subfolders when a new run starts in its
+    folders. `reports`: files and folders of the recipe's, by their names in the log folder or by
+    their absolute paths. `stages`: folders in both that belong to the run (see
+    `options.for_stage`). Raises `RunError`."""
+    earlier = [*list_checkpoints(folder), *_existing(folder, (*WEIGHTS, *stages))]
+    logs = _existing(log_dir, (*LOGS, *reports, *stages))
+    try:
+        name = files.move_aside([*earlier, *logs], (folder, log_dir))
+    except OSError as error:
+        raise cannot_write(folder, error, "--checkpoint_dir") from None
     if earlier:
         print(
             f"{folder}: an earlier run was moved to {name}/ (--resume auto would have continued it)"
@@ -301,8 +311,9 @@ def branch(folder: Path, log_dir: Path, step: int) -> None:
         return
     if best_step(folder) > step:
         newer += _existing(folder, WEIGHTS[:2])
-    name = _move([*newer, *_existing(folder, WEIGHTS[2:])], folder, log_dir, "abandoned")
-    for path in _existing(log_dir, LOGS[:1]):
+    newer += _existing(folder, WEIGHTS[2:])
+    name = files.move_aside(newer, (folder, log_dir), "abandoned")
+    for path in filter(Path.is_file, _existing(log_dir, LOGS[:1])):
         (log_dir / name).mkdir(exist_ok=True)
         shutil.copy2(path, log_dir / name)
     print(f"{folder}: the run continues from step {step}; what is newer was moved to {name}/")
@@ -319,20 +330,10 @@ def best_step(folder: Path) -> int:
 
 
 def _existing(folder: Path, names: Iterable[str]) -> list[Path]:
-    return [path for name in names for path in folder.glob(name) if path.is_file()]
-
-
-def _move(paths: list[Path], folder: Path, log_dir: Path, prefix: str) -> str:
-    """Moves files into the first subfolder PREFIX-N of theirs that neither `folder` nor `log_dir`
-    has, and returns its name."""
-    number = 1
-    while any((parent / f"{prefix}-{number}").exists() for parent in (folder, log_dir)):
-        number += 1
-    name = f"{prefix}-{number}"
-    for path in paths:
-        (path.parent / name).mkdir(exist_ok=True)
-        path.rename(path.parent / name / path.name)
-    return name
+    found = []
+    for name in names:
+        found += [Path(name)] if os.path.isabs(name) else folder.glob(name)
+    return found
 
 
 def save_weights(path: Path, model: torch.nn.Module, task, summary: dict) -> None:

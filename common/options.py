@@ -6,6 +6,7 @@ import difflib
 import functools
 import itertools
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -70,6 +71,13 @@ class OnOff(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
+
+
+class Joined(argparse.Action):
+    """The words that follow a flag as one text: `--dry_run 8 GB`."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, " ".join(values))
 
 
 class Parser(argparse.ArgumentParser):
@@ -164,6 +172,13 @@ def path(text: str) -> str:
     new run."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
+def file(text: str) -> str:
+    """An argparse type: a path whose last part is a name, not `folder/`."""
+    if path(text).endswith(("/", "/.", "/..")):
+        raise argparse.ArgumentTypeError(f"{text} is the name of a folder; name a file")
     return text
 
 
@@ -391,8 +406,8 @@ def _add_checks(parser: Parser, group) -> None:
         group,
         "--dry_run",
         takes_training_flags=True,
-        nargs="?",
-        const="",
+        action=Joined,
+        nargs="*",
         metavar="CARD",
         help="predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD"
         " (8GB, 24gb, t4; default: the one that is there), and exit: status 3 if it does not fit",
@@ -550,6 +565,16 @@ def is_on(values: dict, flag: str) -> bool:
 
 def shown(flag: str) -> str:
     return f"--no_{flag.split()[0]}" if flag.endswith(" False") else f"--{flag}"
+
+
+def paths_in(args: argparse.Namespace, *outputs: str) -> list[str]:
+    """The values of the flags on the command line that name a file or a folder that exists, but
+    for the flags `outputs`: what a command may read, and must not replace."""
+    values = []
+    for name in sorted(args.given - {*outputs}):
+        value = getattr(args, name)
+        values += value if isinstance(value, list) else [value]
+    return [str(v) for v in values if isinstance(v, str | Path) and os.path.exists(v)]
 
 
 class ReadOnly(argparse.Namespace):

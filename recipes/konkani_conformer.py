@@ -42,6 +42,7 @@ from common.loop import Task, begin, finish, train
 from common.report import check_folder
 from speech import demo, metrics, model_files, recogniser, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.augment import Augmentation
 from speech.columns import Corpus
 from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
 from speech.layers import lean_chain, quieten_branches
@@ -216,7 +217,9 @@ def make_tokenizer(args, config: dict, saved: ModelInfo | None, texts):
         raise UsageError(
             "--vocab_file is not what the checkpoint's tokens were made from: leave it out"
         )
-    return text.make_tokenizer(saved.tokenizer, saved.config["vocabulary"])
+    return text.make_tokenizer(
+        saved.tokenizer, saved.config["vocabulary"], f"--resume {args.resume}"
+    )
 
 
 def check_texts(args, corpora: dict[str, Corpus], tokenizer) -> None:
@@ -286,6 +289,10 @@ class Utterances:
         self.seed = args.seed
         self.changes_speed = training and args.speed_perturbation
         self.masks = training and args.spec_augment
+        self.augmentation = None
+        if training and args.wave_augment:
+            longest = args.max_duration / min(recogniser.SPEEDS)
+            self.augmentation = Augmentation(args.seed, len(corpus), longest, args.noise_dir)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -298,9 +305,10 @@ class Utterances:
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
+        seconds = self.corpus.seconds
         if self.changes_speed:
-            return self.corpus.seconds / self.speeds(epoch)
-        return self.corpus.seconds
+            seconds = seconds / self.speeds(epoch)
+        return self.augmentation.lengths(seconds, epoch) if self.augmentation else seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
         return speed_factors(self.seed, epoch, len(self.corpus), recogniser.SPEEDS)
@@ -315,6 +323,8 @@ class Utterances:
             # A dense utterance stays as it is if it would become too short for its text.
             if ctc_fits(len(changed), tokens, self.subsampling):
                 waveform = changed
+        if self.augmentation:
+            waveform = self.augmentation.apply(waveform, index, epoch)
         # One past the text's tokens: the decoder's start and end, and CTC's blank.
         eos = self.tokenizer.size
         item = {
@@ -710,7 +720,8 @@ def load_trained(args, setup: device.Setup) -> tuple[Conformer, object, splits.R
     run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
     model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
-    tokenizer = text.make_tokenizer(model_info.tokenizer, model_info.config["vocabulary"])
+    size = model_info.config["vocabulary"]
+    tokenizer = text.make_tokenizer(model_info.tokenizer, size, saved.path)
     model = make_model(model_info.config, saved=saved)
     checkpoint.load_weights(model, saved.model)
     return model.to(setup.device).eval(), tokenizer, run_info

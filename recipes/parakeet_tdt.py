@@ -43,6 +43,7 @@ from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import demo, metrics, recogniser, released, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.augment import Augmentation
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.parakeet import decoding, start
@@ -155,6 +156,11 @@ class Utterances:
         self.omega = info.loss["omega"] if training else 0.0
         self.reduction = info.loss["reduction"]
         self.frequency_mask_width = FREQUENCY_MASK_BANDS / info.config["num_mel_bins"]
+        self.augmentation = None
+        by_default = args.wave_augment is None and info.pretrained
+        if training and (args.wave_augment or by_default):
+            longest = args.max_duration / min(recogniser.SPEEDS)
+            self.augmentation = Augmentation(args.seed, len(corpus), longest, args.noise_dir)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -167,9 +173,10 @@ class Utterances:
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
+        seconds = self.corpus.seconds
         if self.training and self.args.speed_perturbation:
-            return self.corpus.seconds / self.speeds(epoch)
-        return self.corpus.seconds
+            seconds = seconds / self.speeds(epoch)
+        return self.augmentation.lengths(seconds, epoch) if self.augmentation else seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
         return speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
@@ -185,6 +192,8 @@ class Utterances:
         if self.training:
             if args.speed_perturbation:
                 waveform = change_speed(waveform, float(self.speeds(epoch)[index]))
+            if self.augmentation:
+                waveform = self.augmentation.apply(waveform, index, epoch)
             noise = random.standard_normal(len(waveform), dtype=np.float32)
             waveform = waveform + DITHER * torch.from_numpy(noise)
         item = {
@@ -332,6 +341,21 @@ def report_results(
         print(f"released model, and trained model, on these utterances:\n{table}")
 
 
+def export_and_report(
+    asked: start.Options,
+    info: ModelInfo,
+    tokenizer: ParakeetTokenizer,
+    model: Parakeet,
+    evaluation: dict[str, EvalBatches],
+    weights: str,
+) -> None:
+    """--export, and then the results: the released model, which they are compared with, may be gone
+    by now."""
+    if asked.origin.export:
+        start.export(asked, info, model.state_dict())
+    report_results(asked, True, tokenizer, model, evaluation, weights)
+
+
 # --- main -----------------------------------------------------------------------------------------
 
 
@@ -355,10 +379,12 @@ def transcribe(args, asked: start.Options) -> None:
 
 @torch.no_grad()
 def evaluate_only(args, asked: start.Options) -> None:
-    """--evaluate on the test set, --export, or both, without training."""
+    """--export, --evaluate on the test set, or both, without training."""
     setup = device.setup(args)
     info, model, before = trained(asked, setup)
     start.check_export(asked, info)
+    if args.export:
+        start.export(asked, info, model.state_dict())
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, before or RELEASED)
@@ -372,8 +398,6 @@ def evaluate_only(args, asked: start.Options) -> None:
         is_trained = before is not None
         with setup.autocast():
             report_results(asked, is_trained, tokenizer, model, evaluation, "the weights named")
-    if args.export:
-        start.export(asked, info, model.state_dict())
 
 
 def first_model(
@@ -503,10 +527,8 @@ def main(args) -> None:
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
     train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, asked, True, tokenizer, model, evaluation)
+    report = functools.partial(export_and_report, asked, info, tokenizer, model, evaluation)
     finish(args, run, model, task, evaluation["val"], report)
-    if args.export and run.setup.ranks.first:
-        start.export(asked, info, model.state_dict())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import gzip
 import re
 import shutil
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,16 @@ class UniqueKeys(LOADER):
 
 
 # --- reading --------------------------------------------------------------------------------------
+
+
+def temporary_folder(path: Path) -> tempfile.TemporaryDirectory:
+    """Where `unpack` can put the checkpoint of the archive `path`. Raises `UsageError`."""
+    try:
+        return tempfile.TemporaryDirectory()
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be unpacked: {error.strerror}; name a folder in TMPDIR"
+        ) from None
 
 
 def unpack(path: Path, folder: Path | None = None) -> dict[str, bytes]:

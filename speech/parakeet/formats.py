@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -420,7 +419,7 @@ def _read_tokenizer(folder: Path) -> dict:
 def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     if path.suffix == ".safetensors":
         raise UsageError(f"{path}: give the folder that holds it and config.json, not the file")
-    with tempfile.TemporaryDirectory() as folder:
+    with archive.temporary_folder(path) as folder:
         members = archive.unpack(path, Path(folder))
         content = archive.load_yaml(members[archive.YAML], path)
         config = _nemo_config(content, path)
