@@ -416,7 +416,8 @@ class Schedule:
         if not saved:
             return False
         self.again = tuple(saved["again"])
-        if saved["total"] != self.total:
-            low = min(1.0, saved["rate"] / self.optimizer.param_groups[0]["initial_lr"])
+        low = min(1.0, saved["rate"] / self.optimizer.param_groups[0]["initial_lr"])
+        jumps = not math.isclose(self.factor(step), low)
+        if saved["total"] != self.total and jumps:
             self.again = (step, self.warmup_of(self.total - step), low)
         return self.total > saved["total"]
