@@ -15,9 +15,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.errors import UsageError, exit_with_one_line
 from speech import metrics, text
 from speech.audio import SAMPLE_RATE, int16, read_audio, write_wav
