@@ -15,13 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common
 
 common.spin_briefly()  # before torch is imported
+
+import numpy as np
 
 from common.errors import UsageError, exit_with_one_line
 from speech import metrics, text
