@@ -76,8 +76,6 @@ def require_output(
     it. Call it before any work. Raises `UsageError` for anything else: a folder, a link, a device
     or a pipe, one of the `inputs` of the command (also by another name), and other files."""
     place = f"{flag} {path}"
-    if str(path).endswith("/"):
-        raise UsageError(f"{place}: it is the name of a folder; name a file")
     path = Path(path)
     try:
         mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
@@ -150,7 +148,9 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
 def move_aside(paths: Iterable[Path], folders: Iterable[Path], prefix: str = "earlier") -> str:
     """Moves files, folders, and links as they are, into the first subfolder PREFIX-N of theirs that
-    none of `folders` has yet. Returns its name. Raises `OSError`."""
+    none of `folders` and of the paths' own folders has yet. Returns its name. Raises `OSError`."""
+    paths = list(paths)
+    folders = {*folders, *(path.parent for path in paths)}
     number = 1
     while any(os.path.lexists(folder / f"{prefix}-{number}") for folder in folders):
         number += 1

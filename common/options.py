@@ -73,6 +73,13 @@ class OnOff(argparse.Action):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
 
 
+class Joined(argparse.Action):
+    """The words that follow a flag as one text: `--dry_run 8 GB`."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, " ".join(values))
+
+
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations. An error is one line that offers the nearest flag. The parsed
     namespace has `given`, the set of names that were on the command line, and `commands`, what
@@ -165,6 +172,13 @@ def path(text: str) -> str:
     new run."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
+def file(text: str) -> str:
+    """An argparse type: a path whose last part is a name, not `folder/`."""
+    if path(text).endswith(("/", "/.", "/..")):
+        raise argparse.ArgumentTypeError(f"{text} is the name of a folder; name a file")
     return text
 
 
@@ -392,8 +406,8 @@ def _add_checks(parser: Parser, group) -> None:
         group,
         "--dry_run",
         takes_training_flags=True,
-        nargs="?",
-        const="",
+        action=Joined,
+        nargs="*",
         metavar="CARD",
         help="predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD"
         " (8GB, 24gb, t4; default: the one that is there), and exit: status 3 if it does not fit",

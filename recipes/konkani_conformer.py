@@ -29,6 +29,10 @@ from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -42,6 +46,7 @@ from common.loop import Task, begin, finish, train
 from common.report import check_folder
 from speech import demo, metrics, model_files, recogniser, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.augment import Augmentation
 from speech.columns import Corpus
 from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
 from speech.layers import lean_chain, quieten_branches
@@ -84,6 +89,12 @@ CONFIG = {  # the values of these flags, and the number of tokens, that a checkp
     "vocab_size": range(1, 200_001),
     "vocabulary": range(1, 1 << 20),
 }
+HAS_CHARACTERS = "the first is a vocabulary of characters; leave one of them out"
+EXCLUDES = (
+    *recogniser.EXCLUDES,
+    ("vocab_file", "tokenizer bpe", HAS_CHARACTERS),
+    ("vocab_file", "vocab_size", HAS_CHARACTERS),
+)
 NEEDS = (
     ("beam_size", ("decoding rescore", "decoding beam"), ""),
     ("vocab_size", ("tokenizer bpe",), ""),
@@ -152,7 +163,7 @@ def add_arguments(parser) -> None:
 def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
     needs = (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
-    options.resolve(args, is_demo, DEMO_STEPS, recogniser.EXCLUDES, needs)
+    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, needs)
     return recogniser.resolve(args, is_demo, BEAM_SIZE)
 
 
@@ -282,6 +293,10 @@ class Utterances:
         self.seed = args.seed
         self.changes_speed = training and args.speed_perturbation
         self.masks = training and args.spec_augment
+        self.augmentation = None
+        if training and args.wave_augment:
+            longest = args.max_duration / min(recogniser.SPEEDS)
+            self.augmentation = Augmentation(args.seed, len(corpus), longest, args.noise_dir)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -294,9 +309,10 @@ class Utterances:
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
+        seconds = self.corpus.seconds
         if self.changes_speed:
-            return self.corpus.seconds / self.speeds(epoch)
-        return self.corpus.seconds
+            seconds = seconds / self.speeds(epoch)
+        return self.augmentation.lengths(seconds, epoch) if self.augmentation else seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
         return speed_factors(self.seed, epoch, len(self.corpus), recogniser.SPEEDS)
@@ -311,6 +327,8 @@ class Utterances:
             # A dense utterance stays as it is if it would become too short for its text.
             if ctc_fits(len(changed), tokens, self.subsampling):
                 waveform = changed
+        if self.augmentation:
+            waveform = self.augmentation.apply(waveform, index, epoch)
         # One past the text's tokens: the decoder's start and end, and CTC's blank.
         eos = self.tokenizer.size
         item = {

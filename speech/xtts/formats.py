@@ -221,7 +221,10 @@ def read_custom(path: str | Path, config: dict) -> dict[str, torch.Tensor]:
 def _read_files(folder: Path, groups: tuple[str, ...]) -> dict:
     """The wanted groups of a folder, the DVAE's and the deviations among them."""
     read = _read_groups(folder / MODEL, groups)
-    read["mel_stats"] = _read_mel_stats(folder, read["mel_stats"].get(""))
+    stats = _read_mel_stats(folder, read["mel_stats"].get(""))
+    if not stats.is_meta and not bool((stats > 0).all()):
+        raise UsageError(f"{folder}: its mel_stats are deviations, and some are not above 0")
+    read["mel_stats"] = stats
     if not read["dvae"]:  # a training checkpoint holds it
         read["dvae"] = _read_groups(_require(folder / DVAE_FILE), ("dvae",), "dvae.")["dvae"]
     return read

@@ -22,7 +22,7 @@ from speech.audio import (
     write_wav,
 )
 from speech.columns import Corpus
-from speech.folders import is_replaceable, write_folder
+from speech.folders import is_replaceable, made_from, write_folder
 from speech.xtts import decoding
 from speech.xtts.codec import SAMPLE_RATE, code_count
 from speech.xtts.decoding import Sampling, Speech
@@ -55,7 +55,7 @@ FADE_SECONDS = 0.005
 EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export should have
 HEADER = ("audio_file", "text", "speaker_name")  # of the manifests that are written
 KINDS = ("reference", "resynthesis", "synthesis")  # of the clips of a held-out sentence
-REPORTS = ("speech",)  # in the log folder
+MADE_BY = {"made_by": "xtts_amharic"}  # in the made_from.json of held-out sentences
 SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
 LIMIT = 2  # times the codes of its recording, if that is more
 
@@ -116,7 +116,7 @@ def add_arguments(parser) -> None:
     )
     group.add_argument(
         "--output",
-        type=options.path,
+        type=options.file,
         default="speech.wav",
         metavar="FILE",
         help="the wav; several texts get numbers (speech.wav)",
@@ -438,6 +438,18 @@ def speak_corpus(
     return message
 
 
+def folder_of(output_dir: str | Path) -> Path:
+    """Where the held-out sentences of a run are spoken: in OUTPUT_DIR/speech or, if that is
+    somebody else's (recordings of the user or, in this project's own folder, its code), in
+    OUTPUT_DIR/speech-2."""
+    names = ("speech", *(f"speech-{number}" for number in range(2, 100)))
+    for folder in (Path(output_dir).absolute() / name for name in names):
+        is_own = not folder.is_symlink() and made_from(folder) == MADE_BY
+        if is_own or not os.path.lexists(folder):
+            break
+    return folder
+
+
 def write_corpus(
     folder: Path,
     clips: dict[str, tuple[np.ndarray, int]],
@@ -455,12 +467,12 @@ def write_corpus(
             (aside / f"{kind}.csv").write_text("\n".join(table) + "\n", encoding="utf-8")
 
     try:
-        if folder.is_symlink() or not is_replaceable(folder):
+        if not is_replaceable(folder):
             name = files.move_aside([folder], [folder.parent])
             print(f"{folder}: what was there was moved to {folder.parent / name}/")
-        write_folder(folder, fill, {"spoken": len(rows["synthesis"])})
+        write_folder(folder, fill, MADE_BY)
     except OSError as error:
-        raise cannot_write(folder, error, "--log_dir") from None
+        raise cannot_write(folder, error, "--output_dir") from None
 
 
 def _cell(text: str) -> str:

@@ -1,9 +1,11 @@
 """The XTTS recipe: its GPT against Coqui's, exactness of training, data, memory options, and its
 command line on tiny models."""
 
+import errno
 import functools
 import json
 import math
+import os
 import shutil
 import signal
 from dataclasses import replace
@@ -1210,16 +1212,12 @@ def test_the_export_has_the_weights_of_the_best_evaluation_not_the_last(
     )
 
 
-def test_training_of_released_weights_stops_early_unless_a_flag_says_otherwise(places):
-    for flags, expected in (
-        (tuning(places), 5),
-        (tuning(places, "--early_stopping_patience", 2), 2),
-        (tuning(places, "--early_stopping_patience", 0), 0),
-        (["--from_scratch"], 0),
-    ):
-        args = runs.parse(recipe, *flags)
-        recipe.resolve(args)
-        assert args.early_stopping_patience == expected
+def test_only_a_training_of_released_weights_follows_the_hours_of_speech(places, noise):
+    tuned = runs.planned(recipe, *tuning(places))
+    assert tuned.task.fine_tunes and tuned.task.evaluate_first
+    seconds = [soundfile.info(places.folder / f"{number}.wav").duration for number in range(6)]
+    assert tuned.global_batches.hours == pytest.approx(sum(seconds) / 3600)
+    assert not runs.planned(recipe, *both(noise), "--from_scratch").task.fine_tunes
 
 
 def test_an_export_without_a_vocoder_is_refused_in_one_line(noise, tmp_path):
@@ -1283,6 +1281,184 @@ def test_texts_are_spoken_without_a_vocoder(noise, places, tmp_path, monkeypatch
     )
     samples, rate = soundfile.read(tmp_path / "o.wav")
     assert rate == 22_050 and 500 < len(samples) <= 90 * SAMPLES_PER_CODE and "o.wav: " in out
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def desk(tuned, places, tmp_path, monkeypatch) -> Path:
+    """The current folder of a user who speaks with weights of his own: none of it may change."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(tuned[0] / "checkpoints" / "best.safetensors", "best.safetensors")
+    for name in ("voice.wav", "speech.wav", "n_002.wav"):
+        shutil.copy(places.wav, name)
+    Path("link.wav").symlink_to("voice.wav")
+    Path("hard.wav").hardlink_to("voice.wav")
+    Path("dangling.wav").symlink_to("nowhere.wav")
+    Path("book.txt").write_text("hello\nthe end\n", encoding="utf-8")
+    Path("folder").mkdir()
+    os.mkfifo("fifo")
+    return tmp_path
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    """The content of each regular file in a folder, and the names of the others."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+SPEAK = ["--speaker_wav", "voice.wav", "--resume", "best.safetensors", "--top_k", "1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "output", "message"),
+    [
+        ("hello", "voice.wav", "this command reads it (voice.wav)"),
+        ("hello", "hard.wav", "this command reads it (voice.wav)"),
+        ("hello", "best.safetensors", "this command reads it (best.safetensors)"),
+        ("hello", "book.txt", "it exists, and this command did not write it"),
+        ("hello", "link.wav", "it is a link"),
+        ("hello", "dangling.wav", "it is a link"),
+        ("hello", "folder", "it is a folder"),
+        ("hello", "fifo", "it is a device or a pipe"),
+        ("hello", "/dev/full", "it is a device or a pipe"),
+        ("hello", None, "--output speech.wav: it exists, and this command did not write it"),
+        ("book.txt", "n.wav", "n_002.wav: it exists, and this command did not write it"),
+        ("hello", "no/such.wav", "No such file or directory"),
+        ("hello", "x" * 300, "File name too long"),
+    ],
+)
+def test_speech_replaces_no_file_of_the_user(desk, text, output, message, monkeypatch):
+    monkeypatch.setattr(recipe, "trained", lambda *_: pytest.fail("it is refused too late"))
+    before = everything(desk)
+    status, err = refused(
+        recipe, "--synthesize", text, *SPEAK, *(["--output", output] if output else [])
+    )
+    assert status == 2 and err.startswith("error: --output ") and message in err
+    assert everything(desk) == before
+
+
+def test_speech_of_the_same_command_is_replaced_until_somebody_changes_it(desk):
+    speak = ["--synthesize", "hello", *SPEAK, "--output", "out.wav"]
+    ran(recipe, *speak)
+    first = Path("out.wav").read_bytes()
+    ran(recipe, *speak, "--seed", "3", "--top_k", "9")
+    assert Path("out.wav").read_bytes() != first
+    status, err = refused(recipe, *speak, "--speaker_wav", "voice.wav", "out.wav")
+    assert status == 2 and "this command reads it (out.wav)" in err
+    changed = bytearray(first)
+    changed[1000] ^= 1
+    for content in (changed, first[:-90], first + b"x", b""):
+        Path("out.wav").write_bytes(content)
+        status, err = refused(recipe, *speak)
+        assert status == 2 and Path("out.wav").read_bytes() == content
+    with soundfile.SoundFile(desk / "voice.wav") as file:
+        assert len(file)  # it is still a wav
+
+
+def test_a_file_that_appears_while_it_is_spoken_is_not_replaced(desk, monkeypatch):
+    def speak(*_):
+        Path("out.wav").write_text("mine")
+        return torch.zeros(1000)
+
+    monkeypatch.setattr(speaking, "speak", speak)
+    status, _ = refused(recipe, "--synthesize", "hello", *SPEAK, "--output", "out.wav")
+    assert status == 2 and Path("out.wav").read_text() == "mine"
+
+
+def test_speech_on_a_full_disk_is_one_line_and_no_half_file(desk, monkeypatch):
+    ran(recipe, "--synthesize", "hello", *SPEAK, "--output", "out.wav")
+    before = everything(desk)
+    write_bytes = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> None:
+        write_bytes(path, content[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    for text, output in (("hello", "out.wav"), ("book.txt", "m.wav")):
+        status, err = refused(recipe, "--synthesize", text, *SPEAK, "--output", output)
+        assert status == 1 and "No space left on device" in err and "--output" in err
+        assert everything(desk) == before
+
+
+def test_a_text_that_cannot_be_decoded_is_refused(desk):
+    undecoded = b"abc \xff def".decode(errors="surrogateescape")
+    for flags in (["--synthesize", undecoded, *SPEAK], ["--show_text", "abc", undecoded]):
+        status, err = refused(recipe, *flags)
+        assert status == 2 and f"{flags[0]} 'abc \\udcff def': it is not UTF-8" in err
+
+
+def test_only_the_end_of_a_line_divides_texts(desk):
+    Path("book.txt").write_text("one\u2028two\u0085three\vfour\ffive\r\nsix", encoding="utf-8")
+    out = ran(recipe, "--synthesize", "book.txt", *SPEAK, "--output", "out.wav")
+    assert out.count(".wav: ") == 2 and {*desk.glob("out_*.wav")} == {
+        desk / "out_001.wav",
+        desk / "out_002.wav",
+    }
+
+
+def test_a_new_run_moves_all_of_the_earlier_one_aside(noise, places, tmp_path, monkeypatch):
+    monkeypatch.setattr(codec_training, "STEPS", {"autoencoder": 1, "dvae": 1})
+    precious = tmp_path / "precious.wav"
+    precious.write_text("precious")
+    folder = tmp_path / "out"
+    flags = [*both(noise), *PLAIN, "--from_scratch", "--max_steps", "1", "--speak_held_out", "2"]
+    ran(recipe, *flags, "--output_dir", folder)
+    first = everything(folder)
+    speech = folder / "speech"
+    (speech / "001_reference.wav").unlink()
+    (speech / "001_reference.wav").symlink_to(precious)
+    (speech / "mine.txt").write_text("mine")
+    ran(recipe, *flags, "--seed", "1", "--output_dir", folder)
+    assert precious.read_text() == "precious"
+    earlier = folder / "earlier-1" / "speech"
+    assert (earlier / "mine.txt").read_text() == "mine"
+    assert (earlier / "001_reference.wav").is_symlink()
+    assert not (speech / "001_reference.wav").is_symlink() and not (speech / "mine.txt").exists()
+    for stage in STAGES:
+        before = first[f"{stage}/best.safetensors"]
+        moved_to = stage.replace("checkpoints", "checkpoints/earlier-1")
+        assert (folder / moved_to / "best.safetensors").read_bytes() == before
+    ran(
+        recipe,
+        "--synthesize",
+        "ሰላም",
+        *("--speaker_wav", places.wav, "--output", tmp_path / "o.wav", "--output_dir", tmp_path),
+        *("--resume", folder / "checkpoints" / "earlier-1" / "best.safetensors"),
+    )
+    # The same run, spoken again: its own sentences are replaced, those of somebody else are kept.
+    (speech / "mine.txt").write_text("mine")
+    out = ran(recipe, *flags, "--seed", "1", "--output_dir", folder, "--resume", "auto")
+    assert "what was there was moved to " in out
+    assert (folder / "earlier-2" / "speech" / "mine.txt").read_text() == "mine"
+    out = ran(recipe, *flags, "--seed", "1", "--output_dir", folder, "--resume", "auto")
+    assert "what was there was moved to " not in out
+
+
+@pytest.mark.parametrize("kind", ["recordings", "link", "file", "code"])
+def test_a_folder_speech_of_somebody_else_stays_where_it_is(noise, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(codec_training, "STEPS", {"autoencoder": 1, "dvae": 1})
+    mine = tmp_path / "speech"
+    if kind == "file":
+        mine.write_text("mine")
+    elif kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "a.wav").write_text("mine")
+        mine.symlink_to("elsewhere")
+    else:
+        mine.mkdir()
+        (mine / ("a.wav" if kind == "recordings" else "__init__.py")).write_text("mine")
+    before = everything(tmp_path)
+    flags = [*both(noise), *PLAIN, "--from_scratch", "--max_steps", "1", "--speak_held_out", "1"]
+    for _ in range(2):
+        ran(recipe, *flags, "--output_dir", tmp_path)
+        assert before.items() <= everything(tmp_path).items()
+    assert (tmp_path / "speech-2" / "001_synthesis.wav").is_file()
+    assert (tmp_path / "earlier-1" / "speech-2" / "001_synthesis.wav").is_file()
 
 
 # --- the voice of another clip --------------------------------------------------------------------
@@ -1630,7 +1806,7 @@ def test_a_checkpoint_of_the_dvae_is_not_one_of_the_gpt(
     if name.endswith(".pt"):
         flags = [*both(noise), *PLAIN]
     status, err = refused(recipe, *flags, "--resume", path, "--output_dir", tmp_path)
-    assert status == 2 and f"'{stage}'" in err and str(path) in err
+    assert status == 2 and f"'{stage}': it is of the DVAE's training" in err and str(path) in err
 
 
 def test_the_synthetic_data_of_a_model_from_scratch(tmp_path, monkeypatch):
@@ -1642,7 +1818,7 @@ def test_the_synthetic_data_of_a_model_from_scratch(tmp_path, monkeypatch):
         "no --train_manifest: using the demo corpus" in out
         and "1 held-out sentences spoken: " in out
     )
-    made = {path.name for path in (tmp_path / "logs" / "speech").iterdir()}
+    made = {path.name for path in (tmp_path / "speech").iterdir()}
     kinds = ("reference", "resynthesis", "synthesis")
     files = {f"001_{kind}.wav" for kind in kinds} | {f"{kind}.csv" for kind in kinds}
     assert made == {*files, "made_from.json"}
