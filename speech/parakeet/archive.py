@@ -8,6 +8,7 @@ import gzip
 import re
 import shutil
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +33,33 @@ DAMAGED = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, RecursionEr
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
+
+class UniqueKeys(LOADER):
+    """Refuses a key that is given twice, of which yaml would take the last."""
+
+    def construct_mapping(self, node, deep: bool = False) -> dict:
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) < len(node.value):
+            raise yaml.YAMLError(f"a key is there twice among {', '.join(map(str, mapping))[:60]}")
+        return mapping
+
+
 # --- reading --------------------------------------------------------------------------------------
 
 
-def unpack(path: Path, folder: Path) -> dict[str, bytes]:
-    """Copies the checkpoint of an archive to `folder` / CKPT, and returns the yaml and the
-    SentencePiece models by name. Other members are skipped. Raises `UsageError`."""
+def temporary_folder(path: Path) -> tempfile.TemporaryDirectory:
+    """Where `unpack` can put the checkpoint of the archive `path`. Raises `UsageError`."""
+    try:
+        return tempfile.TemporaryDirectory()
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be unpacked: {error.strerror}; name a folder in TMPDIR"
+        ) from None
+
+
+def unpack(path: Path, folder: Path | None = None) -> dict[str, bytes]:
+    """Copies the checkpoint of an archive to `folder` / CKPT, if one is given, and returns the yaml
+    and the SentencePiece models by name. Other members are skipped. Raises `UsageError`."""
     model_files.refuse_pointer(path)
     try:
         with open(path, "rb") as file:
@@ -58,8 +80,10 @@ def unpack(path: Path, folder: Path) -> dict[str, bytes]:
         ) from None
     except OSError as error:
         reason = error.strerror or error
-        raise UsageError(f"{path} cannot be unpacked in {folder.parent}: {reason}") from None
-    for name, is_there in ((YAML, YAML in members), (CKPT, (folder / CKPT).is_file())):
+        where = f"unpacked in {folder.parent}" if folder else "read"
+        raise UsageError(f"{path} cannot be {where}: {reason}") from None
+    needed = {YAML: YAML in members, CKPT: folder is None or (folder / CKPT).is_file()}
+    for name, is_there in needed.items():
         if not is_there:
             raise UsageError(f"{path} is not a .nemo archive: it lacks {name}")
     return members
@@ -87,7 +111,7 @@ class _Stream:
         return self.file.tell()
 
 
-def _read_members(archive: tarfile.TarFile, path: Path, folder: Path) -> dict[str, bytes]:
+def _read_members(archive: tarfile.TarFile, path: Path, folder: Path | None) -> dict[str, bytes]:
     names = set()
     texts = {}
     for member in archive:
@@ -99,7 +123,7 @@ def _read_members(archive: tarfile.TarFile, path: Path, folder: Path) -> dict[st
             continue
         if _is_text(name):
             texts[name] = archive.extractfile(member).read()
-        elif name == CKPT:
+        elif name == CKPT and folder:
             with open(folder / CKPT, "wb") as file:
                 shutil.copyfileobj(archive.extractfile(member), file, 1 << 20)
     return texts
@@ -131,7 +155,7 @@ def load_yaml(raw: bytes, path: str | Path) -> dict:
     try:
         text = raw.decode()
         _check_events(text)
-        content = yaml.load(text, Loader=LOADER)
+        content = yaml.load(text, Loader=UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, OverflowError) as error:
         raise UsageError(f"{path}: its {YAML} is refused: {first_line(error)[:100]}") from None
     if not isinstance(content, dict):

@@ -41,7 +41,12 @@ def asked(kind: str, size: int) -> texts.TextOptions:
 def extended(
     kind: str, size: int, vocab: str = TEXT, training: list[str] = TRAINING
 ) -> start.ModelInfo:
-    return new_tokens.extend(make_info(vocab), None, training, asked(kind, size))[0]
+    return new_tokens.extend(make_info(vocab), None, read(training), asked(kind, size))[0]
+
+
+def read(written: list[str]) -> list[str]:
+    reader = texts.Texts(make_info())
+    return [reader.read(text) for text in written]
 
 
 @pytest.mark.parametrize("kind, size", KINDS)
@@ -141,7 +146,7 @@ def test_merges_are_of_ethiopic_letters_only_and_the_limit_holds():
 def test_a_second_extension_keeps_what_is_there(capsys):
     first = extended("bpe", 30)
     capsys.readouterr()
-    second, _, added = new_tokens.extend(first, None, TRAINING, asked("characters", 2000))
+    second, _, added = new_tokens.extend(first, None, read(TRAINING), asked("characters", 2000))
     assert second.vocab == first.vocab and not added
     assert "no new tokens (characters)" in capsys.readouterr().out
 
@@ -174,7 +179,7 @@ def test_the_most_tokens():
 @pytest.mark.parametrize("kind, size", KINDS)
 def test_new_rows_and_the_old_ones(kind, size):
     given, before = make_tensors(), make_tensors()
-    info, tensors, new = new_tokens.extend(make_info(), given, TRAINING, asked(kind, size))
+    info, tensors, new = new_tokens.extend(make_info(), given, read(TRAINING), asked(kind, size))
     assert new == info.config["text_tokens"] - ROWS > 5
     assert all(torch.equal(tensor, before[name]) for name, tensor in given.items())
     for name in new_tokens.TEXT_ROWS:
@@ -207,7 +212,7 @@ def test_the_first_loss_is_below_a_uniform_guess(kind, form):
         tensors["text_head.bias"][[2, *range(400, 405)]] += 10
     info = make_info(new_vocabulary("abcdefg.", ["en", "am"], size))
     generator = torch.Generator().manual_seed(0)
-    info, tensors, _ = new_tokens.extend(info, tensors, CORPUS, asked(kind, 300))
+    info, tensors, _ = new_tokens.extend(info, tensors, read(CORPUS), asked(kind, 300))
     reader = texts.Texts(info)
     targets = torch.tensor(
         [token for text in CORPUS for token in (*reader.encode(text), reader.vocabulary.stop)]
@@ -223,3 +228,42 @@ def test_the_first_loss_is_below_a_uniform_guess(kind, form):
         F.linear(hidden, tensors["text_head.weight"], tensors["text_head.bias"]), targets
     )
     assert worse > math.log(size), "rows drawn like the old ones do worse than a guess"
+
+
+@pytest.mark.parametrize("language", ["am", "de", "en", "xx"])
+@pytest.mark.parametrize("kind", texts.KINDS)
+def test_what_coqui_never_reads_becomes_no_token(kind, language):
+    written = (
+        'COVID ÄÖ "x" “y” «z» 😀 👩\u200d🚀 # & @ % ° + = € ₹ * … — ’ ž ᎒ ق। ሰላም።' + "\ufe0f\u200c"
+    )
+    reader = texts.Texts(make_info(language=language))
+    info = new_tokens.extend(
+        make_info(language=language), None, [reader.read(written)] * 3, asked(kind, 300)
+    )[0]
+    new = {*Vocabulary(info.vocab).tokens()} - {*Vocabulary(TEXT).tokens()}
+    assert "ق" in new
+    for character in "".join(new):
+        assert character.isalpha() or character in "።።।", new
+        assert character == character.lower()
+
+
+def test_pieces_of_any_script_that_coqui_lacks():
+    words = ["გამარჯობა მსოფლიო hello welt", "ᱡᱚᱦᱟᱨ ខ្មែរ ខ្មែរ", "नमस्ते ळ"]
+    info = make_info(language="xx")
+    info, _, _ = new_tokens.extend(info, None, words * 3, asked("bpe", 300))
+    vocabulary = Vocabulary(info.vocab)
+    for word in ("გამარჯობა", "ខ្មែរ", "ᱡᱚᱦᱟᱨ"):
+        assert len(vocabulary.encode(word, "en")) == 2, "one token after the language's"
+    new = {*vocabulary.tokens()} - {*Vocabulary(TEXT).tokens()}
+    assert not any(len(token) > 1 for token in new if token[0] in "नमस्तेळabcdefghijklmnopqrstuvwxyz")
+
+
+def test_the_new_tokens_are_counted():
+    info = make_info(language="xx")
+    info, _ = new_tokens.add_language(info, None)
+    assert info.new_tokens == 1
+    info, _, added = new_tokens.extend(info, None, ["გამარჯობა"], asked("characters", 10))
+    assert info.new_tokens == 1 + added == 8
+    rows = start.new_rows(info, None)
+    assert rows == {name: [*range(ROWS, ROWS + 8)] for name in new_tokens.TEXT_ROWS}
+    assert start.new_rows(make_info(), None) == {}
