@@ -186,7 +186,8 @@ def _spaced(match: re.Match) -> str:
 
 def _any(match: re.Match) -> str:
     written = match[0].rstrip("./")
-    pieces = [written] if _LETTER_NAMES.fullmatch(written) else _SENTENCES.split(written)
+    is_one = _LETTER_NAMES.fullmatch(written) or _entry(re.split("[./]", written), True, True)
+    pieces = [written] if is_one else _SENTENCES.split(written)
     words = ". ".join(map(_words, pieces))
     is_dotted = any("." in piece for piece in pieces)
     return words if is_dotted else words + match[0][len(written) :].replace("/", "")

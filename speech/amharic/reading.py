@@ -60,6 +60,7 @@ def _fold(c: str) -> str:
 
 _FOLDED = _Folded()
 _PLAIN = re.compile(f"[{LETTERS} ,;?!፡።፣፤፧]*[.]?")
+_AMPERSAND = re.compile("(?<![^ ])&(?![^ ])")
 _DASH = re.compile("(?<= )-+(?= )|--+")
 _NOT_SPOKEN = re.compile(f"[^{SPOKEN}]+")
 _STRAY = re.compile(
@@ -78,7 +79,7 @@ def spoken(text: str) -> str:
         return _marks(" ".join(_punctuation(text).split()))
     text = expand(_AFTER_ORDINAL.sub(" ", ascii_numerals(_addresses(_quotes(text)))))
     text = _punctuation(say_numbers(_colons(text)))
-    text = _DASH.sub(",", text.replace(" & ", f" {AND} "))
+    text = _DASH.sub(",", _AMPERSAND.sub(AND, text))
     text = _STRAY.sub("", _NOT_SPOKEN.sub(" ", text))
     return expand(_marks(" ".join(text.split())))  # ዓ.ም that a removed character had cut
 
