@@ -7,6 +7,7 @@ word ኢሕአዴግ, as in newscasts. In an unknown one with slashes, each part
 """
 
 import re
+from functools import lru_cache
 
 from speech.amharic.letters import HOMOPHONES, LETTER, SYLLABLES
 
@@ -175,8 +176,8 @@ def expand(text: str) -> str:
     """The abbreviations of `text` in words. No slash or point stays between Ethiopic letters,
     except the full stop between two words, which gets a space."""
     if "/" in text or "." in text:
-        text = _SPACED.sub(_spaced, _ANY.sub(_any, text))
-    return text
+        text = _ANY.sub(_any, text)
+    return _SPACED.sub(_spaced, text) if ". " in text else text
 
 
 def _spaced(match: re.Match) -> str:
@@ -185,12 +186,14 @@ def _spaced(match: re.Match) -> str:
 
 def _any(match: re.Match) -> str:
     written = match[0].rstrip("./")
-    pieces = [written] if _LETTER_NAMES.fullmatch(written) else _SENTENCES.split(written)
+    is_one = _LETTER_NAMES.fullmatch(written) or _entry(re.split("[./]", written), True, True)
+    pieces = [written] if is_one else _SENTENCES.split(written)
     words = ". ".join(map(_words, pieces))
     is_dotted = any("." in piece for piece in pieces)
     return words if is_dotted else words + match[0][len(written) :].replace("/", "")
 
 
+@lru_cache(maxsize=2**14)
 def _words(short: str) -> str:
     """The words of one abbreviation, which may have a prefix and a suffix. Initials must be known
     to their end: አ.አ.ተ is not አ.አ and a letter."""

@@ -8,6 +8,7 @@ of recipes/xtts_amharic.md.
 """
 
 import re
+from functools import lru_cache
 
 from speech.amharic.letters import LETTER, SYLLABLES
 
@@ -95,6 +96,7 @@ def _digits(text: str) -> str:
     return " ".join(ONES[int(c)] for c in text if c.isdecimal())
 
 
+@lru_cache(maxsize=2**14)
 def _integer(text: str) -> str:
     """The words of "2016" and "1,000,000". Digit by digit with a leading zero or beyond the
     limit."""
@@ -158,17 +160,24 @@ class _Chain:
         self.before = before
         self.after = after
         self.has_hour = has_hour  # the word ሰዓት follows
-        self.is_verse = bool(BOOKS.search(before))
-        self.is_sum = before.rstrip().endswith(
-            tuple(OPERATORS.values())
-        ) or after.lstrip().startswith(tuple(OPERATORS.values()))
         self.is_time = False
 
+    @property
+    def is_verse(self) -> bool:
+        return bool(BOOKS.search(self.before))
+
+    @property
+    def is_sum(self) -> bool:
+        signs = tuple(OPERATORS.values())
+        return self.before.rstrip().endswith(signs) or self.after.lstrip().startswith(signs)
+
     def words(self, text: str) -> str:
+        if text.isdecimal():
+            return _integer(text)
         if "፥" in text or _DATE.fullmatch(text):
             return _cardinals(re.findall(r"\d+", text))
         sides = text.split("-")
-        if self.is_sum and len(sides) > 1:
+        if len(sides) > 1 and self.is_sum:
             return f" {MINUS} ".join(map(self._one, sides))
         if len(sides) > 2:
             return " ".join(map(_digits, sides))
@@ -265,6 +274,10 @@ _CALLED = re.compile(
 )
 _MIXED = re.compile(r"(?<![\d./:,⁄-])(\d{1,3}) (\d{1,2})([/⁄])(\d{1,4})(?![\d/⁄]|[.,:-]\d)")
 _SPACED_DASH = re.compile(r"(?<=\d)(?: -{1,3} |-{2,3})(?=\d)")
+_RANGE = re.compile(
+    f"(?:(?<=[ኛ%‰°{''.join(CURRENCIES)}])|(?<=ሺ)|(?<=ሺህ)|(?<=ሚሊዮን)|(?<=ቢሊዮን))(?: - |-)"
+    f"(?=[{''.join(CURRENCIES)}]?\\d)|(?<=\\d)(?: - |-)(?=[{''.join(CURRENCIES)}]\\d)"
+)
 _LONE_PREFIX = re.compile(f"(?<!{LETTER})([በከለየ]) (?=\\d)")
 _CURRENCY = "[" + "".join(CURRENCIES) + "]"
 _CURRENCY_FIRST = re.compile(rf"(?<!\d)({_CURRENCY}) ?({_AMOUNT})")
@@ -281,17 +294,25 @@ _OPERATOR = re.compile(f"(?<=\\d) ?([{''.join(OPERATORS)}]) ?(?=[-−+]?\\d)")
 _PREFIXED_MINUS = re.compile(f"(?<!{LETTER})([በከለየ])[-−](?=\\d{{1,3}}(?!\\d))")
 _MINUS = re.compile(r"(?<![^\s(\[\"'])[-−](?=\d)|−(?=\d)")
 _PLUS = re.compile(r"(?<![^\s(\[\"'])\+(?=\d)")
+_DIGIT = re.compile(r"\d")
+_SIGN = re.compile(f"[-#{''.join([*CURRENCIES, *PERCENT, *OPERATORS])}]")
 _COUNT = re.compile(r"#(?=\d)")
 
 
 def say_numbers(text: str) -> str:
     """`text` with its ASCII digits in words. Numbers that are not understood are read digit by
     digit."""
-    text = _PHONE.sub(_phone, text)
-    text = _CALLED.sub(lambda m: f"{m[1]} {_digits(m[2])}" if _is_phone(m[2]) else m[0], text)
-    text = _LONE_PREFIX.sub(r"\1", text)
-    text = _MIXED.sub(_mixed, text)
-    text = _symbols(_SPACED_DASH.sub("-", text))
+    if not _DIGIT.search(text):
+        return text
+    if "0" in text or "+" in text:
+        text = _PHONE.sub(_phone, text)
+    if "ስልክ" in text:
+        text = _CALLED.sub(lambda m: f"{m[1]} {_digits(m[2])}" if _is_phone(m[2]) else m[0], text)
+    if " " in text:
+        text = _MIXED.sub(_mixed, _LONE_PREFIX.sub(r"\1", text))
+    if _SIGN.search(text):
+        text = _symbols(_RANGE.sub(f" {RANGE} ", _SPACED_DASH.sub("-", text)))
+    text = _UNIT.sub(lambda m: f" {UNITS[m[1].rstrip('.')]} ", text)
     return _NUMBER.sub(_number, text)
 
 
@@ -324,7 +345,6 @@ def _symbols(text: str) -> str:
     text = _CURRENCY_FIRST.sub(lambda m: f"{m[2]} {CURRENCIES[m[1]]} ", text)
     text = _CURRENCY_LAST.sub(lambda m: f" {CURRENCIES[m[1]]} ", text)
     text = _PERCENT.sub(lambda m: f" {PERCENT[m[1]]} ", text)
-    text = _UNIT.sub(lambda m: f" {UNITS[m[1].rstrip('.')]} ", text)
     text = _OPERATOR.sub(lambda m: f" {OPERATORS[m[1]]} ", text)
     text = _PREFIXED_MINUS.sub(rf"\1{NEGATIVE} ", text)
     text = _PLUS.sub(f"{PLUS} ", _MINUS.sub(f"{NEGATIVE} ", text))

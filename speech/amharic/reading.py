@@ -59,7 +59,8 @@ def _fold(c: str) -> str:
 
 
 _FOLDED = _Folded()
-_PLAIN = re.compile(f"[{LETTERS} ,;?!።፣፤፧]*[.]?")
+_PLAIN = re.compile(f"[{LETTERS} ,;?!፡።፣፤፧]*[.]?")
+_AMPERSAND = re.compile("(?<![^ ])&(?![^ ])")
 _DASH = re.compile("(?<= )-+(?= )|--+")
 _NOT_SPOKEN = re.compile(f"[^{SPOKEN}]+")
 _STRAY = re.compile(
@@ -74,15 +75,13 @@ def spoken(text: str) -> str:
     addresses become words, Latin letters lower case without accents. Emoji, brackets, quotes and
     letters of other scripts are left out. Idempotent."""
     text = " ".join(text.translate(_FOLDED).split())
-    if not _PLAIN.fullmatch(text):
-        text = _addresses(_quotes(text))
-        text = expand(_AFTER_ORDINAL.sub(" ", ascii_numerals(text)))
-        text = say_numbers(_colons(text)).replace(" & ", f" {AND} ")
-        text = _STRAY.sub("", _NOT_SPOKEN.sub(" ", _DASH.sub(",", _punctuation(text))))
-        text = expand(_marks(" ".join(text.split())))  # those that the removed characters had cut
-    else:
-        text = _marks(_punctuation(text))
-    return text
+    if _PLAIN.fullmatch(text):
+        return _marks(" ".join(_punctuation(text).split()))
+    text = expand(_AFTER_ORDINAL.sub(" ", ascii_numerals(_addresses(_quotes(text)))))
+    text = _punctuation(say_numbers(_colons(text)))
+    text = _DASH.sub(",", _AMPERSAND.sub(AND, text))
+    text = _STRAY.sub("", _NOT_SPOKEN.sub(" ", text))
+    return expand(_marks(" ".join(text.split())))  # ዓ.ም that a removed character had cut
 
 
 def _marks(text: str) -> str:
@@ -123,7 +122,7 @@ def _addresses(text: str) -> str:
     """Web and e-mail addresses as they are spelled aloud, @name, and the initials of U.S.A."""
     if "." in text:
         text = _LATIN_INITIALS.sub(lambda m: m[0].replace(".", " "), _ADDRESS.sub(_address, text))
-    return re.sub(r"@(?=\w)", f" {AT} ", text)
+    return re.sub(r"@(?=\w)", f" {AT} ", text) if "@" in text else text
 
 
 def _address(match: re.Match) -> str:
@@ -136,15 +135,17 @@ def _address(match: re.Match) -> str:
 
 
 def _colons(text: str) -> str:
-    """Two word spaces (፡፡) are a common spelling of the full stop, and one between digits is a
-    colon."""
-    text = text.replace("፡፡", "።").replace("፡-", "፦")
-    text = re.sub(r"(?<=\d) ?፡ ?(?=\d)", ":", text)
-    return re.sub(r"(?<=\d) ?፥ ?(?=\d)", "፥", text)
+    """A word space (፡) between digits is a colon."""
+    if "፡" in text or "፥" in text:
+        text = re.sub(r"(?<=\d) ?፡ ?(?=\d)", ":", text.replace("፡፡", "።"))
+        text = re.sub(r"(?<=\d) ?፥ ?(?=\d)", "፥", text)
+    return text
 
 
 def _punctuation(text: str) -> str:
-    """Latin punctuation, also for ፡፡ on a Latin keyboard."""
+    """Latin punctuation. Two word spaces (፡፡, and :: on a Latin keyboard) are a common spelling of
+    the full stop."""
+    text = text.replace("፡፡", ".").replace("፡-", ":")
     for ethiopic, latin in PUNCTUATION.items():
         text = text.replace(ethiopic, latin)
-    return re.sub(r"::(?![a-z])", ".", text)
+    return re.sub(r"::(?![a-z])", ".", text) if "::" in text else text

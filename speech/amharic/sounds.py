@@ -102,7 +102,7 @@ def _epenthesis(consonants: list[str], vowels: list[str], is_long: list[bool]) -
             is_open = True
         elif left == 0:
             vowels[i] = ""
-        elif is_open and _closes(consonants[i:], vowels[i:], is_long[i:]):
+        elif is_open and _closes(consonants[i : i + 4], vowels[i : i + 4], is_long[i]):
             vowels[i] = ""
             is_open = False
         else:
@@ -114,9 +114,10 @@ def _epenthesis(consonants: list[str], vowels: list[str], is_long: list[bool]) -
     return vowels
 
 
-def _closes(consonants: list[str], vowels: list[str], is_long: list[bool]) -> bool:
-    """Whether the first of the remaining consonants closes the open syllable before it."""
-    if is_long[0] or consonants[0] == "":
+def _closes(consonants: list[str], vowels: list[str], is_long: bool) -> bool:
+    """Whether the first of the remaining consonants closes the open syllable before it. Of more
+    than four, the first four."""
+    if is_long or consonants[0] == "":
         return False
     if vowels[1] != "ı":
         return True

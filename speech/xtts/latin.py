@@ -6,7 +6,7 @@ import re
 import string
 from collections.abc import Callable
 
-from common.errors import require
+from common.errors import RunError, require
 
 # --- Chinese --------------------------------------------------------------------------------------
 
@@ -182,4 +182,8 @@ def romaji(text: str) -> str:
 
 @functools.cache
 def _cutlet():
-    return require("cutlet", "Japanese text").Cutlet()
+    library = require("cutlet", "Japanese text")
+    try:
+        return library.Cutlet()
+    except RuntimeError:  # of MeCab, over many lines
+        raise RunError("Japanese text needs a dictionary: pip install unidic-lite") from None

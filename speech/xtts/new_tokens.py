@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from common.errors import UsageError
-from speech.xtts.texts import CARRIER, TextOptions, Texts
+from speech.xtts.texts import CARRIER, VARIANTS, TextOptions, Texts
 from speech.xtts.tokenizer import Vocabulary, add_pieces, add_tokens, learn_merges, new_rows
 
 SEED = 0  # of the row of a language
@@ -130,6 +130,8 @@ def _count_words(texts: Iterable[str]) -> Counter[str]:
 def _is_learned(character: str) -> bool:
     """Whether a character can become a token: small letters, marks, and the marks of a script that
     end sentences. Coqui's code never lets a capital or a double quote reach the model."""
+    if ord(character) in VARIANTS:  # of emoji
+        return False
     kind = unicodedata.category(character)
     is_own_mark = kind == "Po" and ord(character) in OWN_MARKS
     return kind in ("Ll", "Lo", "Lm", "Mn", "Mc") or is_own_mark

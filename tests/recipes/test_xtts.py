@@ -1009,7 +1009,7 @@ def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, 
     data = splits.resolve(args, for_synthesis=True)
     assert len(recipe.check_corpora(args, data, {"val": corpus}, reader, info.config)["val"]) == 4
     data = recipe.Utterances(args, corpus, reader, info, training=True)
-    german, *others = data.tokens
+    german, *others = [row.tolist() for row in data.tokens]
     assert german == reader.encode("no", "de") and others == [reader.encode("no")] * 3
     assert [data.item(index, 0)["language"] for index in range(4)] == ["de", "am", "am", "am"]
     assert german[0] == VOCAB["model"]["vocab"]["[de]"] and german[1:] == others[0][2:]
