@@ -247,9 +247,28 @@ def make_utterances(recipe, spoken, *flags, training: bool = True):
     return recipe.Utterances(args, corpus, tokenizer, info, training), info
 
 
+def test_released_weights_hear_silence_noise_and_other_levels(spoken, tmp_path):
+    flags = ("--output_dir", tmp_path, "--pad_share", "0")
+    plain, info = make_utterances(vietnamese, spoken, *flags)
+    released = dataclasses.replace(info, pretrained=True)
+    given = (plain.args, plain.corpus, plain.tokenizer, released)
+    data = vietnamese.Utterances(*given, training=True)
+    assert data.augmentation and not plain.augmentation
+    assert not vietnamese.Utterances(*given, training=False).augmentation
+    for index in range(5):
+        item, before = data.item(index, 0), plain.item(index, 0)
+        assert not torch.equal(item["audio"], before["audio"])
+        for key in ("tokens", "labels", "ctc_tokens"):
+            assert torch.equal(item[key], before[key])
+        assert item["heard"] / SAMPLE_RATE <= data.longest
+        assert item["heard"] / SAMPLE_RATE == pytest.approx(data.seconds(0)[index], abs=0.01)
+
+
 @BOTH
 def test_augmentation_depends_on_seed_epoch_and_utterance_alone(recipe, spoken, tmp_path):
     flags = ["--output_dir", tmp_path]
+    if recipe is vietnamese:
+        flags.append("--wave_augment")
     data, _ = make_utterances(recipe, spoken, *flags)
     other = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
     wanted = [(3, 0), (1, 2), (3, 2)]
@@ -948,6 +967,7 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
             "a random encoder would stay random",
         ),
         ("--speed_perturbation", 2, "would move what --alignment_weight trains on"),
+        ("--wave_augment", 2, "--wave_augment would move what --alignment_weight trains on"),
         (
             "--max_samples 9",
             2,
