@@ -1199,7 +1199,6 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(released, best, manifests
     assert optim.count_parameters(model) == (627_008_134, 627_008_134)
 
 
-<<<<<<< HEAD
 # --- a language that the vocabulary cannot write --------------------------------------------------
 
 
@@ -1339,7 +1338,8 @@ def test_an_export_that_cannot_be_is_refused_before_training(manifests, tmp_path
     status, err = refused(recipe, *flags)
     assert status == 2 and "joint_width is 12" in err
     assert not list(tmp_path.rglob("checkpoint_step*"))
-=======
+
+
 def test_the_export_comes_before_the_comparison_with_the_released_model(
     released, manifests, tmp_path, monkeypatch
 ):
@@ -1378,4 +1378,3 @@ def test_an_archive_needs_a_temporary_folder(released, tmp_path, monkeypatch):
     flags = ["--model_file", released / "nemo" / "model.nemo", "--export", tmp_path / "x"]
     status, err = refused(recipe, *flags)
     assert status == 2 and "model.nemo cannot be unpacked: No usable temporary directory" in err
->>>>>>> main
