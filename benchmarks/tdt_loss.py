@@ -22,16 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-<<<<<<< HEAD
-=======
 import common
 
 common.spin_briefly()  # before torch is imported
 
-# What is freed goes back to the system at once. Otherwise resident memory depends on the places
-# that the allocator happens to use again: 71 or 95 MiB for the same row.
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
->>>>>>> main
 BATCH = 4
 FRAMES = 100
 LABELS = 30
