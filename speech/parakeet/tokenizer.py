@@ -116,7 +116,9 @@ _DECODERS = (
 
 class ParakeetTokenizer:
     """Attributes: `size` (V), `unknown` (an id), `pieces` (V strings, with U+2581 for a space),
-    `spaces` (ids of the pieces of spaces alone)."""
+    `spaces` (ids of the pieces of spaces alone), `delimiters` (those that are decoded to a space
+    when they are alone: they are no part of a word's time, as in NeMo; a tokenizer that begins a
+    text with a space decodes them to nothing)."""
 
     def __init__(self, state: dict, backend):
         self._state = state
@@ -125,6 +127,7 @@ class ParakeetTokenizer:
         self.size = len(self.pieces)
         self.unknown = backend.unknown
         self.spaces = {i for i, piece in enumerate(self.pieces) if not piece.strip(SPACE)}
+        self.delimiters = {i for i in self.spaces if self.decode([i]) == " "}
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, below V, in which special tokens are plain text."""

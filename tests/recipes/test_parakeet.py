@@ -26,7 +26,7 @@ from common.loop import run_global_batch
 from recipes import parakeet_tdt as recipe
 from speech import layers
 from speech.audio import SAMPLE_RATE, read_audio
-from speech.columns import Corpus
+from speech.columns import Corpus, Strings
 from speech.features import valid_mask
 from speech.loading import Checks, load_corpus
 from speech.parakeet import decoding, formats, start
@@ -1197,6 +1197,147 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(released, best, manifests
         recipe, "--from_scratch", "--model_size", "0.6b", "--output_dir", tmp_path
     ).model
     assert optim.count_parameters(model) == (627_008_134, 627_008_134)
+
+
+# --- a language that the vocabulary cannot write --------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def foreign(spoken, released) -> list:
+    """The flags of a fine-tuning on another script."""
+    data = ["--train_manifest", spoken["train"], "--val_manifest", spoken["val"]]
+    return [*data, "--model_file", released / "nemo" / "model.nemo"]
+
+
+@pytest.fixture(scope="module")
+def retrained(foreign, tmp_path_factory) -> tuple[Path, str]:
+    """The folder and the stdout of such a fine-tuning with a new vocabulary."""
+    folder = tmp_path_factory.mktemp("retrained")
+    flags = ["--train_tokenizer", "bpe", "--vocab_size", "100", "--max_steps", "1"]
+    places = ["--export", folder / "hf", "--output_dir", folder]
+    return folder, ran(recipe, *foreign, *flags, "--save_every", "1", *places)
+
+
+@pytest.mark.parametrize("command", [[], ["--check_data"]])
+def test_another_script_is_refused_with_the_way_out(foreign, command, tmp_path):
+    status, err = refused(recipe, *foreign, *command, "--output_dir", tmp_path)
+    assert status == 1 and err.startswith("error: train set: the vocabulary cannot write ")
+    assert "--train_tokenizer bpe --vocab_size 1024" in err and "--allow_unknown" in err
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_data_are_checked_without_the_weights(foreign, released, tmp_path):
+    shutil.copytree(released / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    flags = [*foreign[:4], "--model_dir", tmp_path / "hf", "--output_dir", tmp_path]
+    status, _ = refused(recipe, *flags, "--check_data")
+    assert status == 1
+    assert "can be used" in ran(recipe, *flags, "--check_data", "--allow_unknown")
+
+
+def test_a_new_vocabulary_keeps_what_the_old_one_shares(retrained, released):
+    folder, out = retrained
+    old, config, extras = formats.read_model(released / "nemo" / "model.nemo")
+    saved = newest(folder, recipe)
+    info = records.read(start.ModelInfo, saved.model_info, "the run")
+    assert info.config == {**config, "vocabulary": 100} and info.own_vocabulary
+    pieces = start.row_names(info)
+    before = start.row_names(
+        dataclasses.replace(info, config=config, tokenizer=extras["tokenizer"])
+    )
+    shared = [row for row, piece in enumerate(pieces) if piece in before]
+    assert sorted([*shared, *info.new_pieces]) == list(range(len(pieces)))
+    assert f"{len(info.new_pieces)} are new" in out
+    names = {"<blank>", "<unk>", *(f"<duration {n}>" for n in config["durations"])}
+    assert names <= {pieces[row] for row in shared}
+    info, weights = start.read(released / "nemo" / "model.nemo")
+    asked = recipe.resolve(
+        runs.parse(
+            recipe, "--train_manifest", "x", "--model_dir", released, "--train_tokenizer", "char"
+        )
+    )
+    info, weights = start.with_new_vocabulary(info, weights, asked, ["abक ख", "xyz"])
+    rows = start.row_names(info)
+    for name in start.ROWS:
+        assert len(weights[name]) == len(rows) - (
+            0 if "joint" in name else len(config["durations"])
+        )
+        for row, piece in enumerate(rows[: len(weights[name])]):
+            if piece in before:
+                assert torch.equal(weights[name][row], old[name][before.index(piece)])
+            else:
+                assert row in info.new_pieces
+
+
+def test_fitted_rows_begin_below_random_ones(noise):
+    """A model that has learned TEXTS gets a vocabulary for the same texts in other letters."""
+    path, corpus = noise
+    data, info = make_utterances(noise, training=False)
+    batch = moved([data.item(index, 0) for index in range(len(data))])
+    torch.manual_seed(0)
+    old = recipe.make_model(info, None)
+    recipe.fit_to_data(old, batch)
+    optimizer = torch.optim.Adam(old.parameters(), 1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        terms = recipe.compute_loss(old, batch)
+        (terms["tdt"] + terms["ctc"]).backward()
+        optimizer.step()
+    others = [text.translate(str.maketrans("abc", "कखग")) for text in corpus.texts]
+    args = runs.parse(
+        recipe, "--train_manifest", path, "--from_scratch", "--train_tokenizer", "char"
+    )
+    weights = {name: tensor.detach() for name, tensor in old.state_dict().items()}
+    new, changed = start.with_new_vocabulary(info, weights, recipe.resolve(args), others)
+    corpus = dataclasses.replace(corpus, texts=Strings(others))
+    data = recipe.Utterances(data.args, corpus, start.tokenizer_of(new), new, training=False)
+    batch = moved([data.item(index, 0) for index in range(len(data))])
+    fresh = recipe.make_model(new, None).state_dict()
+    losses = {}
+    for kind in ("fresh", "fitted"):
+        model = recipe.make_model(new, {name: tensor.clone() for name, tensor in changed.items()})
+        if kind == "fitted":
+            recipe.fit_new_rows(model, batch, new.new_pieces, weights, info.config["vocabulary"])
+        else:
+            for name in start.ROWS:
+                model.state_dict()[name][new.new_pieces] = fresh[name][new.new_pieces]
+        with torch.no_grad():
+            losses[kind] = recipe.compute_loss(model.eval(), batch)
+    for term in ("tdt", "ctc"):
+        assert losses["fitted"][term] < losses["fresh"][term], losses
+
+
+def test_a_run_with_a_new_vocabulary_is_resumed_and_exported(
+    transformers, retrained, foreign, tmp_path
+):
+    folder = shutil.copytree(retrained[0], tmp_path / "copy")
+    flags = ["--train_tokenizer", "bpe", "--vocab_size", "100", "--max_steps", "2"]
+    export = ["--export", tmp_path / "nemo", "--export_format", "nemo"]
+    out = ran(recipe, *foreign, *flags, "--resume", "auto", *export, "--output_dir", folder)
+    assert "resuming from" in out and "new vocabulary" not in out
+    model = transformers.ParakeetForTDT.from_pretrained(retrained[0] / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(retrained[0] / "hf")
+    assert model.config.vocab_size == 101 and model.config.blank_token_id == 100
+    info = records.read(start.ModelInfo, newest(folder, recipe).model_info, "the run")
+    ours = start.tokenizer_of(info)
+    text = "xin chào các bạn"
+    assert tokenizer(text, add_special_tokens=False).input_ids == ours.encode(text)
+    _, config, extras = formats.read_model(tmp_path / "nemo")
+    assert config["vocabulary"] == 100
+    assert formats.tokenizer.pieces(extras["tokenizer"]) == ours.pieces
+
+
+def test_a_vocabulary_cannot_change_in_a_run(foreign, tuning, reference, retrained, tmp_path):
+    status, err = refused(recipe, *tuning, "--train_tokenizer", "bpe", "--output_dir", reference)
+    assert status == 2 and "--train_tokenizer bpe (the checkpoint has the released" in err
+
+
+def test_an_export_that_cannot_be_is_refused_before_training(manifests, tmp_path, monkeypatch):
+    monkeypatch.setitem(formats.SIZES, "demo", {**formats.SIZES["demo"], "joint_width": 12})
+    flags = [*manifests, *DEMO, *SHORT, "--output_dir", tmp_path, "--export", tmp_path / "x"]
+    status, err = refused(recipe, *flags)
+    assert status == 2 and "joint_width is 12" in err
+    assert not list(tmp_path.rglob("checkpoint_step*"))
 
 
 def test_the_export_comes_before_the_comparison_with_the_released_model(

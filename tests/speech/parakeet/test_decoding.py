@@ -254,13 +254,15 @@ PIECES = [
 ]
 
 
-def make(pieces: list[str]):
+def make(pieces: list[str], prefix: bool = True):
     proto = sentencepiece_model_pb2.ModelProto()
     for number, piece in enumerate(pieces):
         kind = UNKNOWN if number == 0 else BYTE if piece.startswith("<0x") else NORMAL
         proto.pieces.add(piece=piece, score=-float(number), type=kind)
     proto.trainer_spec.vocab_size = len(pieces)
     proto.trainer_spec.model_type = UNIGRAM
+    proto.normalizer_spec.add_dummy_prefix = prefix
+    proto.normalizer_spec.remove_extra_whitespaces = prefix
     proto.trainer_spec.byte_fallback = "<0xC3>" in pieces
     return make_tokenizer({"sentencepiece": proto.SerializeToString().hex()}, len(pieces))
 
@@ -386,6 +388,12 @@ def test_opening_punctuation_belongs_to_the_word_after_it():
 
 def test_spaces_between_words_are_not_words():
     assert words_of("▁t:0+4 ▁:10+4 ▁:20+3 in:24+2 ▁:30+1") == [("t", 0, 4), ("in", 20, 26)]
+
+
+def test_a_space_that_is_decoded_to_one_is_no_part_of_a_word_as_in_nemo():
+    tokenizer = make(["<unk>", "▁", *"abc"], prefix=False)  # as --train_tokenizer char makes it
+    record = record_of("a:1+1 b:3+1 ▁:4+1 c:7+1 ▁:8+1 ▁:9+1 a:12+2", 20, tokenizer)
+    assert record["words"] == [("ab", 1, 4), ("c", 7, 8), ("a", 12, 14)]
 
 
 def test_an_unknown_token_begins_a_word():

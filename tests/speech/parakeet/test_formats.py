@@ -719,6 +719,10 @@ FOLDERS = {
         rewrite("processor_config.json", "feature_extractor.n_fft", 400),
         "n_fft is '400'",
     ),
+    "no features": (
+        rewrite("processor_config.json", "feature_extractor", []),
+        "extractor is '\\[\\]'",
+    ),
     "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], "no tokenizer"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
     "a pointer": (lambda f: (f / "tokenizer.model").write_bytes(LFS), "git lfs pull"),
@@ -748,3 +752,40 @@ def test_files_that_are_not_there(sound, tmp_path, no_hang):
     ):
         with pytest.raises(UsageError, match=expected):
             formats.read_model(path)
+
+
+@pytest.mark.parametrize("key", ["labels", "joint.vocabulary"])
+def test_pieces_that_are_not_the_labels_are_refused(key, sound, tmp_path):
+    def swap(content):
+        labels = content["labels"]
+        set_value(key, [labels[0], labels[2], labels[1], *labels[3:]])(content)
+
+    members = with_yaml(unpacked(sound / "nemo" / "model.nemo"), swap)
+    with pytest.raises(UsageError, match=f"piece 1 of its SentencePiece model .* its {key} say"):
+        formats.read_model(packed(tmp_path / "x.nemo", members))
+
+
+def test_a_yaml_key_that_is_there_twice_is_refused(sound, tmp_path):
+    members = unpacked(sound / "nemo" / "model.nemo")
+    members["./model_config.yaml"] += b"sample_rate: 8000\n"
+    with pytest.raises(UsageError, match="a key is there twice"):
+        formats.read_model(packed(tmp_path / "x.nemo", members))
+
+
+def test_a_tokenizer_is_read_without_weights(sound, tmp_path):
+    members = unpacked(sound / "nemo" / "model.nemo")
+    members["./model_weights.ckpt"] = b"no weights"
+    state = formats.read_tokenizer(packed(tmp_path / "x.nemo", members))
+    shutil.copytree(sound / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    of_folder = formats.read_tokenizer(tmp_path / "hf")
+    assert state["sentencepiece"] == of_folder["sentencepiece"]
+
+
+def test_a_form_that_cannot_be_is_known_without_weights():
+    formats.check_form("hf", CONFIG, EXTRAS)
+    formats.check_form("nemo", CONFIG, EXTRAS)
+    with pytest.raises(UsageError, match="joint_width is 20"):
+        formats.check_form("hf", {**CONFIG, "joint_width": 20}, EXTRAS)
+    with pytest.raises(UsageError, match="ffn is 50"):
+        formats.check_form("nemo", {**CONFIG, "ffn": 50}, EXTRAS)
