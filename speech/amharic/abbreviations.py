@@ -84,7 +84,7 @@ WHOLE_BY_SOURCE = {
         "ፖ.ሳ.ቁ": "ፖስታ ሳጥን ቁጥር",
     },
 }  # fmt: skip
-# A letter, how the word after it begins, and what the letter stands for; the first row that fits.
+# A letter, how the word after it begins, and what the letter stands for.
 # The last letter of a word is left out where a suffix changes it. A hyphen: any other word.
 HEADS_BY_SOURCE = {
     "Press": """
@@ -143,7 +143,7 @@ def _heads() -> dict[str, list[tuple[tuple[str, ...], str]]]:
     for letter, beginnings, words in filter(None, map(str.split, rows)):
         beginnings = _key(beginnings.replace("-", "")).split(",")
         heads.setdefault(_key(letter), []).append((tuple(beginnings), words))
-    return heads
+    return {letter: sorted(rows, key=lambda row: "" in row[0]) for letter, rows in heads.items()}
 
 
 def _spellings(letter: str) -> str:

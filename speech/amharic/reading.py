@@ -76,12 +76,13 @@ def spoken(text: str) -> str:
     letters of other scripts are left out. Idempotent."""
     text = " ".join(text.translate(_FOLDED).split())
     if _PLAIN.fullmatch(text):
-        return _marks(" ".join(_punctuation(text).split()))
+        return expand(_marks(" ".join(_punctuation(text).split())))
     text = expand(_AFTER_ORDINAL.sub(" ", ascii_numerals(_addresses(_quotes(text)))))
     text = _punctuation(say_numbers(_colons(text)))
     text = _DASH.sub(",", _AMPERSAND.sub(AND, text))
     text = _STRAY.sub("", _NOT_SPOKEN.sub(" ", text))
-    return expand(_marks(" ".join(text.split())))  # ዓ.ም that a removed character had cut
+    # Also ዓ. ም that a removed character had cut.
+    return expand(_marks(" ".join(text.split())))
 
 
 def _marks(text: str) -> str:
