@@ -1,6 +1,7 @@
 """The rows of a manifest in columns: strings in one buffer, numbers in arrays."""
 
 import hashlib
+import itertools
 import json
 import re
 from array import array
@@ -201,6 +202,18 @@ class Corpus:
                 columns[name] = column.select(indices)
         return replace(self, **columns)
 
+    def with_rows_of(self, other: "Corpus") -> "Corpus":
+        """The utterances, and then those of `other`, which has the same columns."""
+        columns = {}
+        for name in (each.name for each in fields(self)):
+            column = getattr(self, name)
+            more = getattr(other, name)
+            if isinstance(column, np.ndarray):
+                columns[name] = np.concatenate([column, more])
+            elif isinstance(column, (Strings, Codes)):
+                columns[name] = type(column)(itertools.chain(column, more))
+        return replace(self, **columns)
+
     def fingerprint(self) -> str:
         """Changes when the utterances, their texts, their labels or their order do."""
         digest = hashlib.sha1(self.seconds.tobytes() + self.offsets.tobytes())
@@ -241,3 +254,11 @@ class Segments:
             (self.starts[i], self.stops[i], self.texts[i])
             for i in range(self.ends[index], self.ends[index + 1])
         ]
+
+    def select(self, rows: np.ndarray) -> "Segments":
+        """The segments of `rows` (M,), in that order."""
+        chosen = Segments(self.wanted)
+        for row in rows.tolist():
+            parts = self.row(row) if self.wanted else []
+            chosen.append(self.given[row], parts, self.problems[row] if self.wanted else "")
+        return chosen
