@@ -1,6 +1,7 @@
 """The rows of a manifest in columns: strings in one buffer, numbers in arrays."""
 
 import hashlib
+import itertools
 import json
 import re
 from array import array
@@ -13,6 +14,16 @@ from common.errors import DataError
 
 EXAMPLES = 3  # of each reason in the table of rejections
 EXAMPLE_LENGTH = 1000  # characters
+# What helps, by the beginning of a reason.
+ADVICE = {
+    "file is missing": "paths are relative to the manifest's folder or, if given, --audio_root",
+    "line is not UTF-8": "save the manifest as UTF-8",
+    "no audio path": "name its key or column audio_filepath, audio_file, file_name or path",
+    "no text field": "name it text, transcription, sentence or transcript",
+    "line is not valid JSON": "write one object per line, each key once",
+    "line has more cells": "a text with commas needs quotes",
+    "text is empty": "transcribe these, or leave the rows out",
+}
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -99,6 +110,12 @@ def printable(text: str) -> str:
     return text if len(text) <= EXAMPLE_LENGTH else text[:EXAMPLE_LENGTH] + "..."
 
 
+def advice(reason: str) -> str:
+    """What helps against a reason, in parentheses, or ""."""
+    known = [text for start, text in ADVICE.items() if reason.startswith(start)]
+    return f" ({known[0]})" if known else ""
+
+
 @dataclass
 class Rejections:
     """How many rows were rejected for each reason, with a few examples. `repeated` counts the used
@@ -133,7 +150,7 @@ class Rejections:
         """A line for each reason, the most frequent first, with its examples below."""
         lines = []
         for reason, count in sorted(self.counts.items(), key=lambda pair: -pair[1]):
-            lines.append(f"  {count:7}  {reason}")
+            lines.append(f"  {count:7}  {reason}{advice(reason)}")
             lines += [f"           {example}" for example in self.examples[reason]]
         return "\n".join(lines)
 
@@ -152,7 +169,9 @@ def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, stri
         summary += f"\n{rejected.noted(name)}"
     print(summary)
     if not len(seconds):
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in rejected.counts.items())
+        reasons = "; ".join(
+            f"{count} x {reason}{advice(reason)}" for reason, count in rejected.counts.items()
+        )
         raise DataError(f"{name}: no usable utterance: {reasons or 'the manifest is empty'}")
     if strict and rejected.total:
         raise DataError(f"{name}: {rejected.total} utterances rejected (--strict_data)")
@@ -201,6 +220,18 @@ class Corpus:
                 columns[name] = column.select(indices)
         return replace(self, **columns)
 
+    def with_rows_of(self, other: "Corpus") -> "Corpus":
+        """The utterances, and then those of `other`, which has the same columns."""
+        columns = {}
+        for name in (each.name for each in fields(self)):
+            column = getattr(self, name)
+            more = getattr(other, name)
+            if isinstance(column, np.ndarray):
+                columns[name] = np.concatenate([column, more])
+            elif isinstance(column, (Strings, Codes)):
+                columns[name] = type(column)(itertools.chain(column, more))
+        return replace(self, **columns)
+
     def fingerprint(self) -> str:
         """Changes when the utterances, their texts, their labels or their order do."""
         digest = hashlib.sha1(self.seconds.tobytes() + self.offsets.tobytes())
@@ -241,3 +272,11 @@ class Segments:
             (self.starts[i], self.stops[i], self.texts[i])
             for i in range(self.ends[index], self.ends[index + 1])
         ]
+
+    def select(self, rows: np.ndarray) -> "Segments":
+        """The segments of `rows` (M,), in that order."""
+        chosen = Segments(self.wanted)
+        for row in rows.tolist():
+            parts = self.row(row) if self.wanted else []
+            chosen.append(self.given[row], parts, self.problems[row] if self.wanted else "")
+        return chosen

@@ -175,14 +175,18 @@ def _read_cache(cache: Path | None, width: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def remember(cache: Path, stamps: np.ndarray, values: np.ndarray) -> None:
-    """Keeps `values` (N, width) in the file `cache`, without rows that have a NaN or no stamp. The
-    folder is created."""
+    """Keeps `values` (N, width) in the file `cache`, without rows that have a NaN or no stamp,
+    beside what it has of other files. The folder is created."""
     good = np.flatnonzero(np.isfinite(values).all(axis=1) & (stamps[:, 0] != 0))
-    good = good[np.argsort(stamps[good, 0], kind="stable")]
+    known_stamps, known_values = _read_cache(cache, values.shape[1])
+    others = ~np.isin(known_stamps[:, 0], stamps[:, 0])
+    stamps = np.concatenate([stamps[good], known_stamps[others]])
+    values = np.concatenate([values[good], known_values[others]])
+    order = np.argsort(stamps[:, 0], kind="stable")
 
     def write(path: Path) -> None:
         with open(path, "wb") as file:
-            np.savez(file, stamps=stamps[good], values=values[good])
+            np.savez(file, stamps=stamps[order], values=values[order])
 
     with contextlib.suppress(OSError):  # without a cache the next run is only slower
         cache.parent.mkdir(parents=True, exist_ok=True)

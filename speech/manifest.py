@@ -148,7 +148,8 @@ def _parse_table(
     if not header and "|" not in first[1]:
         raise DataError(
             f"manifest {path}: its first line names no audio column (one of"
-            f" {', '.join(AUDIO_KEYS)}); it has: {first[1].strip()[:100]!r}"
+            f" {', '.join(AUDIO_KEYS)}), as audio_file,text or audio_file|text do; it has:"
+            f" {first[1].strip()[:100]!r}"
         )
     header_line = first[0] if header else 0
     after = 0  # the column after the text's

@@ -2,11 +2,9 @@
 a demo corpus, or the stand-in of a planned run."""
 
 import argparse
-import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,14 @@ from common import options
 from common.errors import DataError, UsageError
 from speech.checks import overlap
 from speech.columns import Codes, Corpus, Rejections, Strings, report_rejections
-from speech.loading import MOST_CHARACTERS, Checks, load_corpus
+from speech.loading import (
+    MOST_CHARACTERS,
+    Checks,
+    held_out_keys,
+    load_corpus,
+    load_sample,
+    sample_order,
+)
 
 HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --val_manifest
 MOST_HELD_OUT = 200  # utterances, at most
@@ -229,17 +234,23 @@ def read_manifests(
 ) -> dict[str, Corpus]:
     """The checked corpora of `manifests`, {split: path}; prints their sizes and what was rejected.
 
-    `checks.max_samples` shortens "train" to the rows of `draw`. If there is a "train" but no "val",
+    `checks.max_samples` shortens "train" to the rows of `load_sample`. If there is a "train" but no "val",
     a part of these rows is held out: if possible `checks.held_out`, whatever the seed and
     `max_samples` are now. Raises `DataError` and `UsageError`."""
     corpora = {}
     for split, path in manifests.items():
-        corpus, rejected = load_corpus(path, normalise, checks)
-        if split == "train":
-            whole = corpus
-            rows = draw(len(whole), checks)
-            if len(rows) < len(whole):
-                corpus = whole.select(rows)
+        if split == "train" and checks.max_samples is not None:
+            sample = load_sample(path, normalise, checks)
+            whole, rows, rejected = sample.corpus, sample.rows, sample.rejected
+            corpus = whole.select(rows)
+            if sample.checked < sample.total:
+                print(
+                    f"--max_samples: {sample.checked} of {sample.total} rows of {path} were checked"
+                )
+        else:
+            corpus, rejected = load_corpus(path, normalise, checks)
+            if split == "train":
+                whole, rows = corpus, np.arange(len(corpus))
         report_rejections(f"{split} set ({path})", corpus.seconds, rejected, checks.strict)
         corpora[split] = corpus
     if "train" in corpora and "val" not in corpora:
@@ -331,13 +342,11 @@ def say_checked(sets: dict[str, Corpus]) -> None:
 
 
 def draw(count: int, checks: Checks) -> np.ndarray:
-    """The rows of a training set of `count` that `checks.max_samples` leaves, ascending: the first
-    ones of an order that depends on the seed and `count` alone, so that more rows contain every
-    smaller choice."""
+    """The rows of a checked training set of `count` that `checks.max_samples` leaves, ascending:
+    the first ones of `sample_order`."""
     if checks.max_samples is None or checks.max_samples >= count:
         return np.arange(count)
-    order = np.random.default_rng([checks.seed, DRAW]).permutation(count)
-    return np.sort(order[: checks.max_samples])
+    return np.sort(sample_order(count, checks.seed)[: checks.max_samples])
 
 
 def drop(
@@ -387,13 +396,3 @@ def hold_out(whole: Corpus, rows: np.ndarray, seed: int, before: set[str]) -> tu
     total = len(chosen) + len(rest)
     print(f"no --val_manifest: {len(chosen)} of the {total} training utterances are held out")
     return whole.select(rest), whole.select(chosen)
-
-
-def held_out_keys(corpus: Corpus) -> list[str]:
-    """A short key of each utterance, which stays the same if the data set moves or grows."""
-    offsets = corpus.offsets if corpus.starts is None else corpus.starts
-    keys = []
-    for path, offset, text in zip(corpus.paths, offsets.tolist(), corpus.texts, strict=True):
-        row = repr((path.split(os.sep)[-2:], offset, text)).encode("utf-8", "surrogateescape")
-        keys.append(hashlib.blake2b(row, digest_size=8).hexdigest())
-    return keys

@@ -1,7 +1,10 @@
 """What the tests share."""
 
+import getpass
 import json
+import os
 import signal
+import tempfile
 from pathlib import Path
 
 import common
@@ -16,6 +19,9 @@ from hypothesis import settings
 
 from speech import audio
 
+# Torch's own choice, which a plan in this process would change for the tests that compile.
+CACHE = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", CACHE)
 settings.register_profile("busy machine", deadline=None, max_examples=50, database=None)
 settings.load_profile("busy machine")
 signal.signal(

@@ -1,15 +1,27 @@
 """--dry_run in every recipe: it reaches the plan with tensors without values, and writes
 nothing."""
 
+import functools
 import json
+import os
 import re
+import resource
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import soundfile
 
 from common import loop, options
-from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
+from recipes import (
+    konkani_conformer,
+    parakeet_tdt,
+    template,
+    whisper_morse,
+    whisper_vietnamese,
+    xtts_amharic,
+)
 from speech import demo, released
 from speech.audio import SAMPLE_RATE
 from tests.recipes.runs import planned, refused, run
@@ -108,6 +120,21 @@ def test_the_answer_for_a_card(recipe, card, fits, manifest):
     assert ("Verdict: fits" in out) == fits and (
         "--optimizer" in out or "--batch_size" in out or "smallest card" in out
     ) != fits
+
+
+def test_a_plan_of_a_billion_utterances_takes_seconds_and_leaves_nothing(tmp_path_factory):
+    """Not even torch's folder for what it compiles."""
+    folder = tmp_path_factory.mktemp("temporary")
+    command = [sys.executable, template.__file__, "--dry_run", "8GB", "--batch_size", "2147483647"]
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_CPU, (100, 100))
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # left by a plan in this process
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, preexec_fn=limit
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert "Verdict: does not fit" in ended.stdout and ": fits\n" in ended.stdout
+    assert not list(folder.iterdir())
 
 
 @EACH

@@ -972,9 +972,9 @@ def test_every_bad_line_is_counted_and_three_are_shown(hostile_files, json_lines
     click = f"{path}:8: {hostile_files}/click.wav (0.00 s)"
     assert capsys.readouterr().out.splitlines() == [
         "training set: 1 utterances, 0.0 min; 7 rejected:",
-        "        5  file is missing",
+        f"        5  file is missing ({columns.ADVICE['file is missing']})",
         *[f"           {path}:{i + 2}: {hostile_files}/none {i}.wav" for i in range(3)],
-        "        1  line is not valid JSON",
+        "        1  line is not valid JSON (write one object per line, each key once)",
         f"           {path}:7: Expecting property name enclosed in double quotes",
         "        1  shorter than 0.1 s (--min_duration)",
         f"           {click}",
@@ -1011,7 +1011,8 @@ def test_nothing_usable_is_an_error(hostile_files, json_lines):
         report_rejections("set", corpus.seconds, rejected, strict=False)
     assert (
         str(error.value)
-        == "set: no usable utterance: 2 x line is not valid JSON; 1 x file is empty"
+        == "set: no usable utterance: 2 x line is not valid JSON (write one object per line, each"
+        " key once); 1 x file is empty"
     )
 
 
@@ -1028,7 +1029,8 @@ def test_a_header_of_unknown_size_does_not_mean_truncation(tmp_path, wav, json_l
 AUDIO_COLUMNS = "audio_filepath, audio_file, file_name, path, audio, wav, filename, file"
 NO_TEXT = "manifest {path} is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)"
 NO_HEADER = (
-    f"manifest {{path}}: its first line names no audio column (one of {AUDIO_COLUMNS}); it has: "
+    f"manifest {{path}}: its first line names no audio column (one of {AUDIO_COLUMNS}), as"
+    " audio_file,text or audio_file|text do; it has: "
 )
 HOSTILE_MANIFESTS = {  # name: (file name, content, message)
     "of no bytes": ("m.json", b"", "manifest {path} is empty"),
