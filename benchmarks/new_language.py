@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import xtts_demo
 from common import checkpoint, files, options
-from common.errors import RunError, UsageError, exit_with_one_line
+from common.errors import exit_with_one_line
 from speech import demo, metrics, model_files
 from speech.audio import write_wav
 from speech.folders import read_made_from, write_folder
