@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Fine-tunes Parakeet-TDT with a preset for the GPU's memory. Without arguments it trains a small
 # model on a synthetic corpus.
-#   ./run_parakeet_tdt.sh [TIER] [SIZE] [any flag of recipes/parakeet_tdt.py] [--print]
+#   ./run_parakeet_tdt.sh [TIER] [SIZE] [DATA] [any flag of recipes/parakeet_tdt.py] [--print]
 #   GPUS=2 ./run_parakeet_tdt.sh ...    trains on two GPUs, with the same update; also 4 and 8
 # TIER: auto (default), 8gb, 16gb, 24gb, a100, cpu.
 # SIZE: demo (default), 0.6b (default with --model_dir, --model_file, --train_manifest,
 # --from_scratch or --init_from), 110m. A model from scratch has this size. A model from
 # --model_dir or --model_file has its own size, and SIZE only picks the row of the table.
-# An update is 120 utterances in every tier, 8 in the demo. The tier decides how many of them are on
-# the GPU at once.
+# DATA: auto (default: by the hours of speech in --train_manifest), small_data (under 2 h),
+# medium_data (under 20 h), large_data.
+# An update is 120 utterances in every tier, 48 with medium_data, 16 with small_data, 8 in the demo.
+# The tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it. All flags of the recipe:
 #   python recipes/parakeet_tdt.py --help
 # The output is written in runs/parakeet_tdt, unless --output_dir names another folder.
@@ -18,6 +20,7 @@ set -eo pipefail
 . "$(dirname "$0")/common/env.sh"
 
 uses=(--transcribe --evaluate) # with one of these the recipe trains nothing
+recorded=(--train_manifest)    # names the training data
 # With --export and a model it trains nothing either, unless one of these is given.
 trains=(--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 

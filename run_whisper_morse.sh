@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Trains Whisper on Morse code with a preset for the GPU's memory. Without arguments it trains a small
 # model on synthetic clips.
-#   ./run_whisper_morse.sh [TIER] [SIZE] [any flag of recipes/whisper_morse.py] [--print]
+#   ./run_whisper_morse.sh [TIER] [SIZE] [DATA] [any flag of recipes/whisper_morse.py] [--print]
 #   GPUS=2 ./run_whisper_morse.sh ...    trains on two GPUs, with the same update
 # TIER: auto (default), 4gb, 6gb, 8gb, 16gb, 24gb, 32gb, cpu.
 # SIZE: demo (default), small (default with --model_dir, --model_file, --data_dir, --train_manifest,
 # --conditions or --from_scratch), tiny, base, medium, large, turbo; many: small for very large data
 # sets. A model from scratch has this size. A model from --model_dir or --model_file has its own
 # size, and SIZE only picks the row of the table.
-# An update is 96 clips in every tier (many: 256, demo: 24). The tier decides how many of them are
-# on the GPU at once.
+# DATA: auto (default: by the hours of recordings in --train_manifest or --data_dir), small_data
+# (under 2 h), medium_data (under 20 h), large_data.
+# An update is 96 clips in every tier (many: 256, medium_data: 48, small_data: 16, demo: 24). The
+# tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it. All flags of the recipe:
 #   python recipes/whisper_morse.py --help
 # The output is written in runs/whisper_morse, unless --output_dir names another folder.
@@ -19,6 +21,7 @@ set -eo pipefail
 . "$(dirname "$0")/common/env.sh"
 
 uses=(--transcribe --evaluate --write_dataset) # with one of these the recipe trains nothing
+recorded=(--train_manifest --data_dir) # name the training data
 # With --export and a model it trains nothing either, unless one of these is given.
 trains=(--train_manifest --data_dir --conditions --from_scratch --max_steps --num_epochs)
 trains+=(--dry_run --verify_gpu)
@@ -83,6 +86,9 @@ pick_row
 if is_new_model; then
   model_size=${size/#large/large-v3}
   flags+=(--from_scratch --model_size "${model_size/#many/small}")
+fi
+if [ "$size" = many ] && given --data_dir; then # the guide's run
+  given --max_steps || flags+=(--num_epochs 3)
 fi
 resume_unless_given
 run whisper_morse

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Trains Whisper on Vietnamese with a preset for the GPU's memory. Without arguments it trains a small
 # model on a synthetic corpus.
-#   ./run_whisper_vietnamese.sh [TIER] [SIZE] [any flag of recipes/whisper_vietnamese.py] [--print]
+#   ./run_whisper_vietnamese.sh [TIER] [SIZE] [DATA] [any flag of recipes/whisper_vietnamese.py] [--print]
 #   GPUS=2 ./run_whisper_vietnamese.sh ...    trains on two GPUs, with the same update
 # TIER: auto (default), 4gb, 6gb, 8gb, 16gb, 24gb, a100, cpu.
 # SIZE: demo (default), base (default with --model_dir, --model_file or --train_manifest), tiny,
 # small, medium, large, turbo. A model from scratch has this size. A model from --model_dir or
 # --model_file has its own size, and SIZE only picks the row of the table.
-# An update is 24 utterances in every tier, 16 in the demo. The tier decides how many of them are on
-# the GPU at once.
+# DATA: auto (default: by the hours of speech in --train_manifest), small_data (under 2 h),
+# medium_data (under 20 h), large_data.
+# An update is 24 utterances in every tier, 16 with small_data and in the demo. The tier decides how
+# many of them are on the GPU at once. large_data trains as the guide does, for 50,000 updates.
 # --print shows the command instead of running it. All flags of the recipe:
 #   python recipes/whisper_vietnamese.py --help
 # The output is written in runs/whisper_vietnamese, unless --output_dir names another folder.
@@ -18,6 +20,7 @@ set -eo pipefail
 . "$(dirname "$0")/common/env.sh"
 
 uses=(--transcribe --evaluate) # with one of these the recipe trains nothing
+recorded=(--train_manifest)    # names the training data
 # With --export and a model it trains nothing either, unless one of these is given.
 trains=(--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
@@ -67,10 +70,11 @@ if is_new_model; then
   # The guide's learning rate, not the recipe's.
   flags+=(--from_scratch --model_size "${size/#large/large-v3}" --learning_rate 1e-4)
 fi
-if given --train_manifest; then # the guide's run
+if given --train_manifest; then flags+=(--max_target_tokens 256); fi
+if given --train_manifest && [ "$data" = large_data ]; then # the guide's run
   given --num_epochs || flags+=(--max_steps 50000)
   flags+=(--warmup_steps 1000 --lr_schedule cosine --eval_every 1000 --save_every 1000)
-  flags+=(--keep_last 5 --max_target_tokens 256)
+  flags+=(--keep_last 5)
 fi
 resume_unless_given
 run whisper_vietnamese

@@ -2,14 +2,15 @@
 # Fine-tunes XTTS-v2 with a preset for the GPU's memory. Without arguments it generates synthetic
 # speech, trains a small DVAE and then a small GPT from random weights, and speaks held-out sentences
 # into runs/xtts_amharic/speech.
-#   ./run_xtts_amharic.sh [TIER] [SIZE] [any flag of recipes/xtts_amharic.py] [--print]
+#   ./run_xtts_amharic.sh [TIER] [SIZE] [DATA] [any flag of recipes/xtts_amharic.py] [--print]
 #   GPUS=2 ./run_xtts_amharic.sh ...    trains on two GPUs, with the same update; also 4 and 8
 # TIER: auto (default), 8gb, 12gb, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
 # SIZE: demo (default), full (default with --model_dir, --train_manifest, --train_csv,
-# --from_scratch or --init_from), small_data: full for about ten minutes of speech. With
-# --from_scratch, full and small_data have random weights of full size.
-# An update is 240 utterances in every tier, 8 in small_data, 16 in the demo. The tier decides how
-# many of them are on the GPU at once.
+# --from_scratch or --init_from). With --from_scratch, full has random weights.
+# DATA: auto (default: by the hours of speech in --train_csv or --train_manifest), small_data (under 2 h),
+# medium_data (under 20 h), large_data.
+# An update is 240 utterances in every tier, 48 with medium_data, 16 with small_data and in the demo.
+# The tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it. All flags of the recipe:
 #   python recipes/xtts_amharic.py --help
 # The output is written in runs/xtts_amharic, unless --output_dir names another folder.
@@ -19,26 +20,20 @@ set -eo pipefail
 . "$(dirname "$0")/common/env.sh"
 
 uses=(--synthesize --evaluate) # with one of these the recipe trains nothing
+recorded=(--train_csv --train_manifest) # name the training data
 # With --export and a model it trains nothing either, unless one of these is given.
 trains=(--train_csv --train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
 # R: --gradient_checkpointing, 8: --optimizer adamw_8bit
 rows='
-#tier size       batch accumulation what
-*     demo       16 1
-8gb   full       20 12 R 8
-12gb  full       30 8 R
-16gb  full       8 30
-24gb  full       16 15
-a100  full       80 3
-cpu   full       4 60 R
-*     small_data + --num_epochs 20 --warmup_steps 50 --early_stopping_patience 3
-8gb   small_data 8 1 R 8
-12gb  small_data 8 1 R
-16gb  small_data 8 1
-24gb  small_data 8 1
-a100  small_data 8 1
-cpu   small_data 4 2 R
+#tier size batch accumulation what
+*     demo 16 1
+8gb   full 20 12 R 8
+12gb  full 30 8 R
+16gb  full 8 30
+24gb  full 16 15
+a100  full 80 3
+cpu   full 4 60 R
 '
 read_arguments "$@"
 flags+=(--output_dir runs/xtts_amharic) # a folder of its own for each recipe

@@ -19,6 +19,7 @@ between utterances, so nothing but "counts" may describe the batch as a whole, a
 is padded must have its lengths. `checks.check_collate` checks this before the first update."""
 
 import atexit
+import functools
 import hashlib
 import math
 import multiprocessing
@@ -197,8 +198,9 @@ class GlobalBatches:
     `data` is the training set: `len(data)` is the number N of utterances, `data.seconds(epoch)`
     (N,) their lengths in that epoch, `data.item(index, epoch)` one of them, and
     `data.fingerprint()` a string that changes if the data change. It may have
-    `data.text_length(index)`, by which a dry run finds the utterance with the longest text.
-    `collate(items)` returns a batch."""
+    `data.text_length(index)`, by which a dry run finds the utterance with the longest text, and
+    `data.hours()` of speech if `seconds` counts something else, too. `collate(items)` returns a
+    batch."""
 
     def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup):
         self.data = data
@@ -245,13 +247,12 @@ class GlobalBatches:
         content = repr(self.seed).encode() + self.data.seconds(epoch).tobytes()
         return hashlib.sha1(content).hexdigest()[:16]
 
-    def total_steps(self, args, origin: tuple[int, int] = (0, 0)) -> int:
-        """The updates that --num_epochs and --max_steps allow. `origin`: the update and the epoch
-        at which the run got these data."""
-        by_epochs = math.inf
-        if args.num_epochs:
-            by_epochs = origin[0] + (args.num_epochs - origin[1]) * self.per_epoch
-        return int(min(by_epochs, args.max_steps or math.inf))
+    @functools.cached_property
+    def hours(self) -> float:
+        """The hours of the data."""
+        if hasattr(self.data, "hours"):
+            return self.data.hours()
+        return float(np.sum(self.data.seconds(0))) / 3600
 
 
 def _loaded(loader: torch.utils.data.DataLoader) -> Iterator[GlobalBatch]:

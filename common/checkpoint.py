@@ -9,8 +9,9 @@ import os
 import re
 import shutil
 import sys
+import warnings
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,6 +38,18 @@ STATE = {
     "args": dict,
 }
 CONTENT = {"recipe": str, "model_info": dict, "run_info": dict, "model": dict, **STATE}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the rows of embeddings and output layers stand for, so that --init_from copies them to a
+    model with other tokens by what they mean. `names`: the tensors with a row for each token, or
+    for the first ones. `tokens`: what the rows of the new model mean, by number; `saved`: those of
+    the weights that are copied. A token is its text."""
+
+    names: tuple[str, ...]
+    tokens: Sequence[str]
+    saved: Sequence[str]
 
 
 class Damaged(UsageError):
@@ -95,7 +108,9 @@ def load(path: Path):
     files.require_file(path)
     try:
         is_zip = _is_sound_zip(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about sparse tensors, which are refused later
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
     except (zipfile.BadZipFile, NotImplementedError):
@@ -269,12 +284,18 @@ def continues(resume: str | None, folder: Path) -> bool:
     return bool(resume) and (resume == "auto" or Path(resume).resolve().parent == folder.resolve())
 
 
-def make_room(folder: Path, log_dir: Path, reports: Iterable[str] = ()) -> None:
-    """Moves the checkpoints and logs of an earlier run into subfolders when a new run starts in its
-    folders. `reports`: files of the recipe's in the log folder."""
-    earlier = [*list_checkpoints(folder), *_existing(folder, WEIGHTS)]
-    logs = _existing(log_dir, (*LOGS, *reports))
-    name = _move([*earlier, *logs], folder, log_dir, "earlier")
+def make_room(
+    folder: Path, log_dir: Path, reports: Iterable[str] = (), stages: Iterable[str] = ()
+) -> None:
+    """Moves all that an earlier run has written into subfolders when a new run starts in its
+    folders. `reports`: files and folders of the recipe's in the log folder. `stages`: folders in
+    both that belong to the run (see `options.for_stage`). Raises `RunError`."""
+    earlier = [*list_checkpoints(folder), *_existing(folder, (*WEIGHTS, *stages))]
+    logs = _existing(log_dir, (*LOGS, *reports, *stages))
+    try:
+        name = files.move_aside([*earlier, *logs], (folder, log_dir))
+    except OSError as error:
+        raise cannot_write(folder, error, "--checkpoint_dir") from None
     if earlier:
         print(
             f"{folder}: an earlier run was moved to {name}/ (--resume auto would have continued it)"
@@ -289,8 +310,9 @@ def branch(folder: Path, log_dir: Path, step: int) -> None:
         return
     if best_step(folder) > step:
         newer += _existing(folder, WEIGHTS[:2])
-    name = _move([*newer, *_existing(folder, WEIGHTS[2:])], folder, log_dir, "abandoned")
-    for path in _existing(log_dir, LOGS[:1]):
+    newer += _existing(folder, WEIGHTS[2:])
+    name = files.move_aside(newer, (folder, log_dir), "abandoned")
+    for path in filter(Path.is_file, _existing(log_dir, LOGS[:1])):
         (log_dir / name).mkdir(exist_ok=True)
         shutil.copy2(path, log_dir / name)
     print(f"{folder}: the run continues from step {step}; what is newer was moved to {name}/")
@@ -307,20 +329,7 @@ def best_step(folder: Path) -> int:
 
 
 def _existing(folder: Path, names: Iterable[str]) -> list[Path]:
-    return [path for name in names for path in folder.glob(name) if path.is_file()]
-
-
-def _move(paths: list[Path], folder: Path, log_dir: Path, prefix: str) -> str:
-    """Moves files into the first subfolder PREFIX-N of theirs that neither `folder` nor `log_dir`
-    has, and returns its name."""
-    number = 1
-    while any((parent / f"{prefix}-{number}").exists() for parent in (folder, log_dir)):
-        number += 1
-    name = f"{prefix}-{number}"
-    for path in paths:
-        (path.parent / name).mkdir(exist_ok=True)
-        path.rename(path.parent / name / path.name)
-    return name
+    return [path for name in names for path in folder.glob(name)]
 
 
 def save_weights(path: Path, model: torch.nn.Module, task, summary: dict) -> None:
@@ -424,10 +433,18 @@ def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> No
         raise UsageError(f"the saved weights do not fit this model ({reason}): {advice}") from None
 
 
-def initialise(model: torch.nn.Module, tensors: dict[str, torch.Tensor], path: str) -> None:
-    """Copies the tensors whose name and shape fit into `model`. Raises `UsageError` if none
-    fits."""
+def initialise(
+    model: torch.nn.Module,
+    tensors: dict[str, torch.Tensor],
+    path: str,
+    vocabulary: Vocabulary | None = None,
+) -> None:
+    """Copies the tensors whose name and shape fit into `model`, and of those that have a row for
+    each token the rows of tokens that both vocabularies have. Raises `UsageError` if none fits."""
     own = model.state_dict()
+    copied = ""
+    if vocabulary and list(vocabulary.tokens) != list(vocabulary.saved):
+        tensors, copied = copy_rows(own, tensors, vocabulary)
     fits = {}
     for name, tensor in tensors.items():
         if name in own and own[name].shape == tensor.shape:
@@ -439,7 +456,30 @@ def initialise(model: torch.nn.Module, tensors: dict[str, torch.Tensor], path: s
     text = f"initialised {len(fits)} of {len(own)} tensors from {path}"
     if new:
         text += f"; new: {', '.join(new[:5])}" + (" ..." if len(new) > 5 else "")
-    print(text)
+    print(text + copied)
+
+
+def copy_rows(
+    own: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor], vocabulary: Vocabulary
+) -> tuple[dict[str, torch.Tensor], str]:
+    """`tensors` with those of a vocabulary in the shape of the model's `own`: the rows of shared
+    tokens are theirs, the others the model's. Also says how many rows are copied."""
+    numbers = {token: number for number, token in enumerate(vocabulary.saved)}
+    shared = [token in numbers for token in vocabulary.tokens]
+    rows = torch.tensor([row for row, is_shared in enumerate(shared) if is_shared])
+    sources = torch.tensor([numbers[token] for token in vocabulary.tokens if token in numbers])
+    moved = dict(tensors)
+    for name in vocabulary.names:
+        old = moved.pop(name, None)
+        if old is None or name not in own or own[name].shape[1:] != old.shape[1:]:
+            continue
+        # An embedding can have fewer rows than an output layer.
+        is_there = (rows < len(own[name])) & (sources < len(old))
+        moved[name] = own[name].clone()
+        moved[name][rows[is_there]] = old[sources[is_there]].to(own[name].dtype)
+    count = sum(shared)
+    text = f"; rows of {count} of {len(shared)} tokens are copied, {len(shared) - count} are new"
+    return moved, text
 
 
 def average(folder: Path, count: int, recipe: str) -> tuple[dict[str, torch.Tensor], list[int]]:

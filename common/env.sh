@@ -40,17 +40,22 @@ assert numbers(metadata.version("torch"))[:2] == numbers(metadata.version("torch
 ' "$2" 2>/dev/null
 }
 
-# ensure_python FILE...: sets PYTHON to an interpreter that meets these requirement files: the
-# active one if it does, else that of .venv, which is made on first use. Nothing is installed
-# anywhere else.
-ensure_python() {
-  local needed active lock=$ROOT/.venv.lock
+# find_python FILE...: sets PYTHON to an interpreter that meets these requirement files: the active
+# one if it does, else that of .venv. Fails if neither does.
+find_python() {
+  lock=$ROOT/.venv.lock
   needed=$(cd "$ROOT" && cat "$@")
   active=$(type -P python3 || type -P python || true)
   PYTHON=$active
   if meets "$PYTHON" "$needed"; then return; fi
   PYTHON=$ROOT/.venv/bin/python
-  if [ ! -s "$lock" ] && meets "$PYTHON" "$needed"; then return; fi
+  [ ! -s "$lock" ] && meets "$PYTHON" "$needed"
+}
+
+# ensure_python FILE...: the same; .venv is made on first use. Nothing is installed anywhere else.
+ensure_python() {
+  local needed active lock
+  if find_python "$@"; then return; fi
   { true >>"$lock"; } 2>/dev/null ||
     fail "$* is not installed and $ROOT cannot be written to: activate an environment that has it"
   install "$@" 9>>"$lock"
@@ -97,15 +102,11 @@ install() {
   true >"$lock"
 }
 
-# --- the allocator and the threads ---
+# --- the allocator ---
 
 # CUDA reads these when it starts, under the old or the new name. A user's values stay.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-${PYTORCH_ALLOC_CONF-expandable_segments:True}}
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-$PYTORCH_CUDA_ALLOC_CONF}
-# How long a waiting CPU thread spins before it sleeps. With the default, a training step on two
-# cores took 3 s instead of 0.4 s as soon as another process needed one of them. On idle cores this
-# setting costs a tenth.
-export GOMP_SPINCOUNT=${GOMP_SPINCOUNT-1000}
 
 # --- the tier and the size ---
 
@@ -125,30 +126,57 @@ column() {
 
 # given FLAG...: whether the user gave one of these flags, as FLAG or FLAG=value.
 given() {
-  local argument
+  local argument flag
   for argument in "${arguments[@]}"; do
-    if has "${argument%%=*}" "$*"; then return 0; fi
+    for flag in "$@"; do
+      if [ "${argument%%=*}" = "$flag" ]; then return 0; fi
+    done
   done
   return 1
 }
 
-# read_arguments ARGUMENT...: sets tier, size_given (SIZE, or empty), arguments (what follows them),
-# gpus, and the first of the flags. It answers --rows and --help itself, because the recipe's
-# --help would need the packages, 5 GB, first.
+# value_of FLAG...: prints the words that follow the last of these flags, or nothing.
+value_of() {
+  local argument flag value='' follows=''
+  for argument in "${arguments[@]}"; do
+    if [[ $argument != -* ]]; then
+      if [ -n "$follows" ]; then value+=${value:+ }$argument; fi
+      continue
+    fi
+    follows=''
+    for flag in "$@"; do
+      if [ "${argument%%=*}" = "$flag" ]; then
+        follows=yes
+        value=${argument#"$flag"}
+        value=${value#=}
+      fi
+    done
+  done
+  echo "$value"
+}
+
+# read_arguments ARGUMENT...: sets tier, size_given (SIZE, or empty), data (DATA, or auto), arguments
+# (what follows them), gpus, and the first of the flags. It answers --rows and --help itself, because
+# the recipe's --help would need the packages, 5 GB, first.
 read_arguments() {
-  local tiers sizes device=cpu
+  local tiers sizes device=cpu words=0
   tiers=$(column 1)
   sizes=$(column 2)
   tier=auto
   size_given=''
-  if [ $# -gt 0 ] && [[ $1 != -* ]]; then
-    tier=$1
-    shift
-    if [ $# -gt 0 ] && [[ $1 != -* ]]; then
-      size_given=$1
-      shift
+  data=auto
+  while [ $# -gt 0 ] && [[ $1 != -* ]]; do
+    if [ ${#recorded[@]} -gt 0 ] && has "$1" "$DATA"; then
+      data=$1
+    else
+      case $((words += 1)) in
+        1) tier=$1 ;;
+        2) size_given=$1 ;;
+        *) fail "the word '$1' is too much: first come TIER and SIZE, then flags" 2 ;;
+      esac
     fi
-  fi
+    shift
+  done
   arguments=("$@")
   if given --help -h; then
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
@@ -184,11 +212,13 @@ MEMORY='a100:70000 32gb:31000 24gb:22000 16gb:15900 12gb:11500 t4:11000 8gb:7000
 # pick_tier TIERS: sets tier to the card of a plan, else to the largest of these tiers that the
 # first visible GPU has the memory for, or to cpu without a GPU.
 pick_tier() {
-  local word memory gpu=${CUDA_VISIBLE_DEVICES-0}
+  local word words memory card gpu=${CUDA_VISIBLE_DEVICES-0}
   local query=(nvidia-smi --query-gpu=memory.total "--format=csv,noheader,nounits")
   if given --dry_run; then
-    for word in $(tr '[:upper:]' '[:lower:]' <<<"${arguments[*]}"); do
-      if has "$word" "$1"; then tier=$word; fi
+    card=$(value_of --dry_run | tr '[:upper:]' '[:lower:]')
+    read -ra words <<<"$card"
+    for word in "${card// /}" "${words[@]}"; do # "8 GB", "A100 80GB"
+      if [ -n "$word" ] && has "$word" "$1"; then tier=$word; fi
     done
     if [ "$tier" != auto ]; then return; fi
   fi
@@ -213,7 +243,7 @@ pick_tier() {
 only_uses_a_model() {
   if given "${uses[@]}"; then return 0; fi
   if ! given --export || ! given --resume --model_dir --model_file; then return 1; fi
-  case " ${arguments[*]} " in *' --resume auto '* | *' --resume=auto '*) return 1 ;; esac
+  if [ "$(value_of --resume)" = auto ]; then return 1; fi
   ! given "${trains[@]}"
 }
 
@@ -231,10 +261,40 @@ size_or_demo() {
   fi
 }
 
-# pick_row: adds the flags of the row of tier and size. On several GPUs each one takes its share
-# of the row's update, in micro-batches that are as large as the row allows and divide the share.
+# How much speech there is: under 2 hours, under 20 hours, more (speech/hours.py). An update has 16
+# utterances, 48, or those of the row, and never more than those. A script that has DATA sets
+# `recorded` to the flags that name the training data.
+DATA='small_data medium_data large_data'
+recorded=()
+
+# pick_data: replaces data=auto by the word for the hours of speech in the training data.
+pick_data() {
+  local manifest answer flag passed=()
+  if [ "$data" != auto ]; then return; fi
+  data=large_data
+  manifest=$(value_of "${recorded[@]}")
+  if [ ! -e "$manifest" ]; then return; fi
+  if given --print && ! find_python requirements.txt; then
+    say "data: $data (auto: the hours of speech are not known before the packages are installed)"
+    return
+  fi
+  given --print || ensure_python requirements.txt
+  for flag in --audio_root --max_samples; do
+    if given $flag; then passed+=("$flag" "$(value_of $flag)"); fi
+  done
+  if answer=$("$PYTHON" "$ROOT/speech/hours.py" "$manifest" "${passed[@]}" 2>/dev/null); then
+    data=${answer%% *}
+    say "data: $data (auto: ${answer#* } h of speech)"
+  else
+    say "data: $data (auto: the hours of speech are not known)"
+  fi
+}
+
+# pick_row: adds the flags of the row of tier and size, with the update of data. On several GPUs each
+# one takes its share of the update, in micro-batches that are as large as the row allows and divide
+# the share.
 pick_row() {
-  local row_tier row_size batch accumulation what more='' letters update share
+  local row_tier row_size batch accumulation what more='' letters update most share
   while read -r row_tier row_size batch what; do
     if [[ $row_tier != "$tier" && $row_tier != '*' ]]; then continue; fi
     if [[ $row_size != "$size" && $row_size != '*' ]]; then continue; fi
@@ -247,6 +307,13 @@ pick_row() {
   read -r accumulation what <<<"$what"
 
   update=$((batch * accumulation))
+  if [ ${#recorded[@]} -gt 0 ] && [ "$size" != demo ]; then
+    pick_data
+    case "$data" in small_data) most=16 ;; medium_data) most=48 ;; *) most=$update ;; esac
+    if [ "$most" -lt "$update" ]; then update=$most; fi
+  elif [ "$data" != auto ]; then
+    fail "$data is for your own recordings: add ${recorded[*]}, or a model" 2
+  fi
   share=$((update / gpus))
   if [ $((share * gpus)) = "$update" ]; then
     while ((share % batch)); do batch=$((batch - 1)); done

@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -65,12 +65,53 @@ def read_json(path: str | Path, name: str = "") -> dict:
     return content
 
 
+def require_output(
+    path: str | Path,
+    flag: str,
+    inputs: Iterable[str | Path | None] = (),
+    is_earlier: Callable[[Path], bool] | None = None,
+) -> Path:
+    """`path`, which `flag` names, if `write_file` may write it: it does not exist in a folder that
+    can be written, or `is_earlier(path)` says that the same command wrote it and nobody has changed
+    it. Call it before any work. Raises `UsageError` for anything else: a folder, a link, a device
+    or a pipe, one of the `inputs` of the command (also by another name), and other files."""
+    place = f"{flag} {path}"
+    path = Path(path)
+    try:
+        mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
+        if not stat.S_ISREG(mode):
+            kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link to another place"}
+            kind = kinds.get(stat.S_IFMT(mode), "a device or a pipe")
+            raise UsageError(f"{place}: it is {kind}; name a file")
+        tempfile.TemporaryFile(dir=path.parent).close()
+        if not path.exists():
+            return path
+        for other in inputs:
+            if other and os.path.exists(other) and path.samefile(other):
+                raise UsageError(f"{place}: this command reads it ({other}); name another file")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"{place}: {reason}; name a file in a folder that can be written"
+        ) from None
+    try:
+        is_own = is_earlier is not None and is_earlier(path)
+    except OSError:
+        is_own = False
+    if not is_own:
+        raise UsageError(
+            f"{place}: it exists, and this command did not write it or somebody has changed it;"
+            " name another file"
+        )
+    return path
+
+
 def write_file(path: Path, write: Callable[[Path], object], durable: bool = True) -> None:
     """Calls `write` with the name of an empty file and renames this file to `path`. If anything
     fails, the earlier file is still there. `durable`: flush to disk first. Raises `OSError`."""
     if path.exists() and not path.is_file():  # /dev/null, which root would replace
         raise FileExistsError(errno.EEXIST, "it exists and is not a file", str(path))
-    handle, name = tempfile.mkstemp(".tmp", f".{path.name[:200]}.", path.parent)
+    handle, name = tempfile.mkstemp(".tmp", hidden(path), path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -89,6 +130,12 @@ def write_file(path: Path, write: Callable[[Path], object], durable: bool = True
         temporary.unlink(missing_ok=True)
 
 
+def hidden(path: Path) -> str:
+    """How the temporary names for `path` begin. The file system limits names to 255 bytes."""
+    beginning = path.name.encode("utf-8", "ignore")[:200].decode("utf-8", "ignore")
+    return f".{beginning}."
+
+
 def write_text(path: Path, text: str, durable: bool = False) -> None:
     """Writes UTF-8 through `write_file`. A path that is not UTF-8 becomes escapes, which JSON
     understands."""
@@ -97,6 +144,20 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
         lambda temporary: temporary.write_text(text, encoding="utf-8", errors="backslashreplace"),
         durable,
     )
+
+
+def move_aside(paths: Iterable[Path], folders: Iterable[Path], prefix: str = "earlier") -> str:
+    """Moves files, folders, and links as they are, into the first subfolder PREFIX-N of theirs that
+    none of `folders` has yet. Returns its name. Raises `OSError`."""
+    number = 1
+    while any(os.path.lexists(folder / f"{prefix}-{number}") for folder in folders):
+        number += 1
+    name = f"{prefix}-{number}"
+    for path in paths:
+        if os.path.lexists(path):  # or it was moved already, if two of the folders are the same one
+            (path.parent / name).mkdir(exist_ok=True)
+            path.rename(path.parent / name / path.name)
+    return name
 
 
 def remove_stale(folder: Path, names: str) -> None:

@@ -37,11 +37,13 @@ from common import (
     optim,
     options,
     preflight,
+    run_length,
 )
 from common.batches import EvalBatches, GlobalBatch, GlobalBatches, split_batch, to_device
 from common.device import Setup, rng_state, set_rng_state
 from common.errors import DataError, Failure, RunError, Stopped, UsageError
 from common.report import Report, check_folder, shown
+from common.run_length import RunLength
 
 # The status of a rank after a pass over a global batch. The highest of all ranks decides.
 DONE, AGAIN, STOP, CANNOT_FIT = range(4)
@@ -70,9 +72,12 @@ class Task:
     encoder is random and must be trained. `learning_rate` is the peak rate unless --learning_rate
     is given. `checkpointed` and `compiled` are the layer types for --gradient_checkpointing and
     --torch_compile. With `evaluate_first`, a new run evaluates the model before its first update.
-    Without `decay_embeddings`, embeddings have no weight decay. `betas` are AdamW's. `reports` are
-    the names of files that the recipe writes in the log folder; a new run moves an earlier run's
-    files aside."""
+    Without `decay_embeddings`, embeddings have no weight decay. `betas` are AdamW's. `new_rows` are
+    those of a new run; a resumed one has them in its checkpoint. With `fine_tunes` the model began
+    from released weights: the length of the run, its evaluations and its patience follow the hours
+    of speech. `vocabulary`: the tokens of the model and of --init_from; without it, tensors with a
+    row for each token are copied by number. `reports` are the names of files that the recipe writes in the log folder; a new run
+    moves an earlier run's files aside."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -90,6 +95,9 @@ class Task:
     evaluate_first: bool = False
     decay_embeddings: bool = True
     betas: tuple[float, float] = optim.BETAS
+    fine_tunes: bool = False
+    new_rows: optim.NewRows | None = None
+    vocabulary: checkpoint.Vocabulary | None = None
     reports: tuple[str, ...] = ()
 
     def is_better(self, value: float, other: float) -> bool:
@@ -154,7 +162,7 @@ def train(
     global_batches: GlobalBatches,
     eval_batches: EvalBatches,
 ) -> dict:
-    """Trains until `args.max_steps`, `args.num_epochs` or early stopping, and returns the progress.
+    """Trains as long as the flags or `run_length` say, and returns the progress.
     Raises `Stopped` after a signal, `DataError` for a bad file, and `RunError` if the run cannot
     continue; what was reached until then is saved. Raises `UsageError` before the first update if
     the batches or the results of `task.evaluate` are not what the loop needs."""
@@ -183,7 +191,7 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> N
     elif task.fit:
         task.fit(model, data)
     if run.initial:
-        checkpoint.initialise(model, run.initial.model, args.init_from)
+        checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
     model.to(run.setup.device)
     if args.torch_compile:
         compiling.compile_layers(model, task.compiled)
@@ -209,6 +217,7 @@ class Training:
     args: object
     setup: Setup
     task: Task
+    length: RunLength
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     schedule: optim.Schedule
@@ -241,6 +250,7 @@ def begin_training(
     setup = run.setup
     ranks = setup.ranks
     saved = run.resumed.state if run.resumed else None
+    progress = start_progress(saved)
     optimizer = optim.make_optimizer(
         model,
         args.learning_rate or task.learning_rate,
@@ -249,28 +259,34 @@ def begin_training(
         args.use_cpu_offload,
         task.decay_embeddings,
         task.betas,
+        note_new_rows(progress, task),
     )
     scaler = setup.grad_scaler()
     if saved:
         optim.load_optimizer_state(optimizer, model, saved["optimizer"])
         if scaler and saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
-    progress = start_progress(saved)
     place_in_data(progress, global_batches)
-    steps = global_batches.total_steps(args, progress["origin"])
-    schedule = optim.Schedule(optimizer, args.lr_schedule, steps, args.warmup_steps)
+    length = run_length.choose(args, global_batches, task.fine_tunes, progress["origin"])
+    print(run_length.describe(length, global_batches))
+    schedule = optim.Schedule(optimizer, args.lr_schedule, length.total, args.warmup_steps)
+    if schedule.resume(progress["schedule"], progress["step"]):
+        progress["evaluations_without_gain"] = 0
     schedule.set(progress["step"])
     if saved and len(saved["rng"]) > ranks.rank:
         set_rng_state(saved["rng"][ranks.rank], setup.device)
     elif ranks.size > 1:  # each rank has its own dropout
         torch.manual_seed(args.seed + 1000 * ranks.rank + progress["step"])
     prepare_folders(args, run, progress, task)
-    report = Report(args.log_dir, progress["step"], steps, args.tensorboard, enabled=ranks.first)
+    report = Report(
+        args.log_dir, progress["step"], length.total, args.tensorboard, enabled=ranks.first
+    )
     model.train()
     return Training(
         args=args,
         setup=setup,
         task=task,
+        length=length,
         model=model,
         optimizer=optimizer,
         schedule=schedule,
@@ -306,10 +322,22 @@ def start_progress(saved: dict | None = None) -> dict:
         "bad_in_a_row": 0,
         "skipped_files": 0,
         "limits": {},
+        "new_rows": None,
+        "schedule": None,
     }
     if saved:
         progress.update(saved["progress"])
     return progress
+
+
+def note_new_rows(progress: dict, task: Task) -> optim.NewRows | None:
+    """The new rows of the run: the checkpoint's, or the task's, which are noted in the progress."""
+    if progress["new_rows"]:
+        return optim.NewRows(**progress["new_rows"])
+    if task.new_rows:
+        rows = {name: list(map(int, numbers)) for name, numbers in task.new_rows.rows.items()}
+        progress["new_rows"] = {"rows": rows, "learning_rate": task.new_rows.learning_rate}
+    return task.new_rows
 
 
 def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:
@@ -386,18 +414,17 @@ def watch_signals(training: Training) -> Iterator[None]:
 def train_global_batches(training: Training) -> dict:
     """Trains on one global batch after the other, with evaluations and checkpoints in between,
     until the run is finished. Returns the progress."""
-    args = training.args
     progress = training.progress
     ranks = training.setup.ranks
     source = training.global_batches.iterate(
         progress["epoch"], progress["global_batch"], progress["done"]
     )
     while True:
-        if progress["step"] == 0 and is_finished(args, progress):
+        if progress["step"] == 0 and training.length.has_ended(progress):
             raise no_update(progress)
         if evaluation_is_due(training):
             evaluate_now(training)
-        finished = is_finished(args, progress)
+        finished = training.length.has_ended(progress)
         if checkpoint_is_due(training, finished):
             save(training)
         if finished and training.report.problem:
@@ -425,15 +452,6 @@ def train_global_batches(training: Training) -> dict:
             raise
 
 
-def is_finished(args, progress: dict) -> bool:
-    ends = {
-        "step": args.max_steps,
-        "epoch": args.num_epochs,
-        "evaluations_without_gain": args.early_stopping_patience,
-    }
-    return any(end and progress[name] >= end for name, end in ends.items())
-
-
 def no_update(progress: dict) -> RunError:
     reasons = (
         f"{progress['bad_batches']} global batches had a non-finite loss,"
@@ -444,10 +462,10 @@ def no_update(progress: dict) -> RunError:
 
 def evaluation_is_due(training: Training) -> bool:
     progress = training.progress
-    every = training.args.eval_every
+    every = training.length.eval_every
     if progress["last_evaluation"] == progress["step"]:
         return False
-    if is_finished(training.args, progress):
+    if training.length.has_ended(progress):
         return True
     if every:
         return progress["step"] % every == 0
@@ -898,6 +916,7 @@ def save(training: Training) -> None:
     states = training.setup.ranks.gather(rng_state(training.setup.device))
     training.last_saved = progress["step"]
     progress["order"] = training.global_batches.order(progress["epoch"])
+    progress["schedule"] = training.schedule.state()
     if not training.setup.ranks.first:
         return
     flags = {}
@@ -965,7 +984,8 @@ def plan(
     if card is None:
         return preflight.verify(args, model)
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
-    epochs = math.ceil(global_batches.total_steps(args) / global_batches.per_epoch)
+    length = run_length.choose(args, global_batches, task.fine_tunes)
+    epochs = math.ceil(length.total / global_batches.per_epoch)
 
     def step(batches: list[dict]) -> None:
         outcome = run_global_batch(

@@ -4,6 +4,8 @@ can load."""
 import itertools
 import logging
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.optim.adamw import adamw
@@ -24,6 +26,16 @@ NAMES = {  # of the states in checkpoints, which are torch's, and in bitsandbyte
 }  # fmt: skip
 AVERAGES = ("exp_avg", "exp_avg_sq")
 SLOT = 2**24  # bytes of weights, and as many of gradients, that are copied to the host at a time
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Rows of weights that were drawn at random in a model whose other weights are trained, such as
+    the embeddings of new tokens: {parameter name: row numbers}. They have a peak learning rate of
+    their own, on the schedule of all. It is at least that of the other weights."""
+
+    rows: dict[str, Sequence[int]]
+    learning_rate: float
 
 
 def _embedding_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
@@ -63,10 +75,11 @@ def make_optimizer(
     offload: bool = False,
     decay_embeddings: bool = True,
     betas: tuple = BETAS,
+    new_rows: NewRows | None = None,
 ) -> torch.optim.Optimizer:
     """AdamW: torch's fused kernel, bitsandbytes' 8-bit states (`kind` "adamw_8bit"), or states in
     host memory (`offload`). The states are allocated here, so the first update needs no additional
-    memory. Raises `UsageError` if all parameters are frozen, `RunError` if bitsandbytes does not
+    memory. `new_rows` learn at a rate of their own. Raises `UsageError` if all parameters are frozen, `RunError` if bitsandbytes does not
     work."""
     groups = parameter_groups(model, weight_decay, decay_embeddings)
     settings = {"lr": learning_rate, "betas": betas}
@@ -80,7 +93,47 @@ def make_optimizer(
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     make_states(optimizer, model)
+    if new_rows is not None:
+        speed_up(optimizer, model, new_rows)
     return optimizer
+
+
+def speed_up(optimizer: torch.optim.Optimizer, model: torch.nn.Module, new_rows: NewRows) -> None:
+    """Makes `new_rows` learn at their own rate, in every kind of optimizer. Frozen parameters stay
+    as they are.
+
+    AdamW's step is w - rate * (decay * w + u), and u depends on the gradients alone. So the rows are
+    zero during a step, which leaves -rate * u of them, to the last digits. A step with another
+    rate follows from it."""
+    groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+    chosen = []
+    for name, rows in new_rows.rows.items():
+        parameter = model.get_parameter(name)
+        places = torch.tensor(list(rows), dtype=torch.long, device=parameter.device)
+        chosen += [(group, p, places) for group, p in groups if p is parameter]
+    before = []
+
+    @torch.no_grad()
+    def take_out(*arguments) -> None:
+        for group, p, places in chosen:
+            if p.grad is not None:
+                before.append((group, p, places, p[places]))
+                p[places] = 0.0
+
+    @torch.no_grad()
+    def put_back(*arguments) -> None:
+        # fp16's scaler has the fused kernel skip the step after an overflow.
+        skipped = getattr(optimizer, "found_inf", None)
+        while before:
+            group, p, places, values = before.pop()
+            ratio = max(1.0, new_rows.learning_rate / group["initial_lr"])
+            decay = ratio * group["lr"] * group["weight_decay"]
+            if skipped is not None:
+                decay = decay * (1 - skipped)
+            p[places] = values * (1 - decay) + ratio * p[places]
+
+    optimizer.register_step_pre_hook(take_out)
+    optimizer.register_step_post_hook(put_back)
 
 
 def state_bytes(model: torch.nn.Module, kind: str) -> int:
@@ -303,7 +356,8 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -
 
 class Schedule:
     """The learning rate as a function of the number of updates: linear warm-up, then `kind`; cosine
-    ends at 1 %."""
+    ends at 1 %. A resumed run of another length warms up once more, from the rate that it had: what
+    the new length asks for may be a hundred times more, which would undo what was learned."""
 
     def __init__(
         self,
@@ -315,12 +369,28 @@ class Schedule:
         self.optimizer = optimizer
         self.kind = kind
         self.total = total_steps
-        self.warmup = warmup_steps
-        if warmup_steps is None:
-            self.warmup = min(2000, max(1, total_steps // 10))
+        self.given_warmup = warmup_steps
+        self.warmup = self.warmup_of(total_steps)
+        # A later warm-up: the update after which it begins, its length, the share of the peak rate
+        # that it begins with.
+        self.again = (0, 0, 0.0)
+
+    def warmup_of(self, steps: int) -> int:
+        """The updates of the warm-up before or within so many updates."""
+        if self.given_warmup is not None:
+            return self.given_warmup
+        return min(2000, max(1, steps // 10))
 
     def factor(self, step: int) -> float:
         """The share of the peak rate for the update that follows `step` updates."""
+        begin, length, low = self.again
+        if step < begin + length:
+            high = self.usual_factor(begin + length)
+            return low + (high - low) * (step - begin) / length
+        return self.usual_factor(step)
+
+    def usual_factor(self, step: int) -> float:
+        """`factor` without a later warm-up."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.kind == "inverse_sqrt":
@@ -334,3 +404,19 @@ class Schedule:
         """Sets the rate for the update that follows `step` updates."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self.factor(step)
+
+    def state(self) -> dict:
+        """What `resume` needs."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        return {"total": self.total, "again": list(self.again), "rate": rate}
+
+    def resume(self, saved: dict | None, step: int) -> bool:
+        """Continues the schedule with the `state` that a checkpoint has, after `step` updates.
+        Returns whether the run is longer than it was going to be."""
+        if not saved:
+            return False
+        self.again = tuple(saved["again"])
+        if saved["total"] != self.total:
+            low = min(1.0, saved["rate"] / self.optimizer.param_groups[0]["initial_lr"])
+            self.again = (step, self.warmup_of(self.total - step), low)
+        return self.total > saved["total"]

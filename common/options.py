@@ -6,6 +6,7 @@ import difflib
 import functools
 import itertools
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -70,6 +71,13 @@ class OnOff(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
+
+
+class Joined(argparse.Action):
+    """The words that follow a flag as one text: `--dry_run 8 GB`."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, " ".join(values))
 
 
 class Parser(argparse.ArgumentParser):
@@ -167,6 +175,13 @@ def path(text: str) -> str:
     return text
 
 
+def file(text: str) -> str:
+    """An argparse type: a path whose last part is a name, not `folder/`."""
+    if path(text).endswith(("/", "/.", "/..")):
+        raise argparse.ArgumentTypeError(f"{text} is the name of a folder; name a file")
+    return text
+
+
 def add_arguments(parser: Parser, **defaults) -> None:
     """Adds the shared flags in four groups. A recipe's own `defaults` replace the ones here and in
     the help: add_arguments(parser, learning_rate=1e-4), or with a text for the help:
@@ -213,7 +228,8 @@ def _add_updates(group) -> None:
         "--num_epochs",
         type=POSITIVE,
         metavar="N",
-        help="passes over the training data (100 unless --max_steps is given)",
+        help="passes over the training data (100; fine-tuning by the hours of speech; any number"
+        " with --max_steps)",
     )
     add(
         "--max_steps",
@@ -262,9 +278,9 @@ def _add_limits(group) -> None:
     add(
         "--early_stopping_patience",
         type=COUNT,
-        default=0,
         metavar="N",
-        help="stop after N evaluations without a better result; 0 = never (0)",
+        help="stop after N evaluations without a better result; 0 = never"
+        " (0; fine-tuning: a third of them, at least 5)",
     )
     add(
         "--seed",
@@ -390,8 +406,8 @@ def _add_checks(parser: Parser, group) -> None:
         group,
         "--dry_run",
         takes_training_flags=True,
-        nargs="?",
-        const="",
+        action=Joined,
+        nargs="*",
         metavar="CARD",
         help="predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD"
         " (8GB, 24gb, t4; default: the one that is there), and exit: status 3 if it does not fit",
@@ -413,7 +429,7 @@ def _add_evaluation(parser: Parser, group) -> None:
         "--eval_every",
         type=COUNT,
         metavar="N",
-        help="updates between evaluations; 0 = at the end of each epoch (0)",
+        help="updates between evaluations; 0 = at the end of each epoch (an epoch's, at least 100)",
     )
     add(
         "--eval_batch_size",
@@ -497,18 +513,18 @@ def resolve(
     demo_steps: int,
     excludes=(),
     needs=(),
-    usual: tuple[str, int] = ("num_epochs", 100),
-    usual_eval_every: int = 0,
+    usual_steps: int | None = None,
+    usual_eval_every: int | None = None,
 ) -> None:
     """Refuses flags that contradict, by the shared tables and a recipe's own `excludes` and
     `needs`, and fills in what depends on other flags. The demo lasts `demo_steps` updates, another
-    run as long as `usual` says (flag, number)."""
+    run `usual_steps`; if they are None, its length is chosen by `run_length` when it begins, and so
+    are its evaluations."""
     refuse(args, all_excludes(args.commands, excludes), needs)
     args.checkpoint_dir = Path(args.checkpoint_dir or Path(args.output_dir) / "checkpoints")
     args.log_dir = Path(args.log_dir or Path(args.output_dir) / "logs")
     if not (args.num_epochs or args.max_steps):
-        name, value = ("max_steps", demo_steps) if is_demo else usual
-        setattr(args, name, value)
+        args.max_steps = demo_steps if is_demo else usual_steps
     if args.eval_every is None:
         args.eval_every = demo_steps // 6 if is_demo else usual_eval_every
 
@@ -549,6 +565,16 @@ def is_on(values: dict, flag: str) -> bool:
 
 def shown(flag: str) -> str:
     return f"--no_{flag.split()[0]}" if flag.endswith(" False") else f"--{flag}"
+
+
+def paths_in(args: argparse.Namespace, *outputs: str) -> list[str]:
+    """The values of the flags on the command line that name a file or a folder that exists, but
+    for the flags `outputs`: what a command may read, and must not replace."""
+    values = []
+    for name in sorted(args.given - {*outputs}):
+        value = getattr(args, name)
+        values += value if isinstance(value, list) else [value]
+    return [str(v) for v in values if isinstance(v, str | Path) and os.path.exists(v)]
 
 
 class ReadOnly(argparse.Namespace):

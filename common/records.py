@@ -6,7 +6,8 @@ again:
 
     @dataclass(frozen=True)
     class ModelInfo:
-        layers: Annotated[int, range(1, 129)]   # the second is a schema that values must fit
+        # The second is a schema that values must fit. A text ends the message if they do not.
+        layers: Annotated[int, range(1, 129), "this recipe makes smaller models"]
         vocabulary: list[str]
 
     info = records.read(ModelInfo, saved.model_info, saved.path)
@@ -47,9 +48,10 @@ def _convert(value, hint, place: str, source: str | Path):
     dictionaries become records."""
     if typing.get_origin(hint) is typing.Annotated:
         hint, *schemas = typing.get_args(hint)
+        advice = "".join(f": {text}" for text in schemas if isinstance(text, str))
         for schema in schemas:
-            if reason := mismatch(value, schema, place):
-                raise UsageError(f"{source}: {reason}")
+            if not isinstance(schema, str) and (reason := mismatch(value, schema, place)):
+                raise UsageError(f"{source}: {reason}{advice}")
     if dataclasses.is_dataclass(hint):
         if reason := mismatch(value, dict, place):
             raise UsageError(f"{source}: {reason}")

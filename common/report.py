@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def check_folder(log_dir: Path) -> None:
         tempfile.TemporaryFile(dir=log_dir).close()
     except OSError as error:
         raise cannot_write(log_dir, error, "--log_dir") from None
+
+
+def _unless_kept(failure) -> None:
+    """In place of `threading.excepthook`: prints a traceback, but not for TensorBoard's writer,
+    which keeps its exception and raises it when it is used again."""
+    if getattr(failure.thread, "exception", None) is not failure.exc_value:
+        threading.__excepthook__(failure)
 
 
 class Report:
@@ -69,6 +77,7 @@ class Report:
                 writer = require(
                     "torch.utils.tensorboard", "--tensorboard (on by default)"
                 ).SummaryWriter
+                threading.excepthook = _unless_kept
                 self.events = writer(str(log_dir), purge_step=step + 1 if step else None)
         if sys.stderr.isatty():
             width = min(80, shutil.get_terminal_size().columns)

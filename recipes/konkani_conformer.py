@@ -40,8 +40,9 @@ from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, model_files, recogniser, splits, text
+from speech import demo, metrics, model_files, recogniser, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.augment import Augmentation
 from speech.columns import Corpus
 from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
 from speech.layers import lean_chain, quieten_branches
@@ -69,6 +70,10 @@ DEFAULTS = {  # of the flags that a checkpoint decides
     "tokenizer": "char",
     "vocab_size": 500,
 }
+NEW_VOCABULARY = (
+    "leave --vocab_file out, or start a new run with another --output_dir (--init_from takes the"
+    " weights that fit): its characters are its training texts'"
+)
 CONFIG = {  # the values of these flags, and the number of tokens, that a checkpoint may have
     "d_model": range(2, 8193),
     "encoder_layers": range(1, 129),
@@ -95,7 +100,7 @@ class ModelInfo:
 
 
 def add_arguments(parser) -> None:
-    splits.add_arguments(parser)
+    splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_arguments(parser, ("greedy", "rescore", "beam"), "rescore", BEAM_SIZE)
     model = parser.add_argument_group("model (the checkpoint decides when resuming)")
     layers = options.number(int, 1, 128)
@@ -206,35 +211,44 @@ def make_tokenizer(args, config: dict, saved: ModelInfo | None, texts):
         raise UsageError(
             "--vocab_file is not what the checkpoint's tokens were made from: leave it out"
         )
-    return text.make_tokenizer(saved.tokenizer, saved.config["vocabulary"])
+    return text.make_tokenizer(
+        saved.tokenizer, saved.config["vocabulary"], f"--resume {args.resume}"
+    )
+
+
+def check_texts(args, corpora: dict[str, Corpus], tokenizer) -> None:
+    """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
+    lacking = unknown.not_encoded(tokenizer)
+    is_own = tokenizer.state()["kind"] != "vocab_file"
+    unknown.check_unknown(corpora, lacking, args.allow_unknown, NEW_VOCABULARY, is_own)
+
+
+def check_data(args) -> None:
+    """--check_data. The texts are compared with the vocabulary of --vocab_file or --resume."""
+    saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
+    model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
+    config = choose_config(args, model_info)
+    corpora = read_data(args, run_info, config["subsampling"])
+    if args.vocab_file or model_info:
+        check_texts(args, corpora, make_tokenizer(args, config, model_info, ()))
+    splits.report_checked(corpora)
 
 
 def drop_untrainable(args, corpus: Corpus, tokenizer, subsampling: int) -> Corpus:
     """The training set without utterances that no CTC alignment fits, and without texts of unknown
     characters only. Other characters outside the vocabulary become its unknown token."""
-    unknown = 0
 
     def fault(index: int) -> tuple[str, str] | None:
-        nonlocal unknown
         seconds = corpus.seconds[index]
         tokens = tokenizer.encode(corpus.texts[index])
-        share = text.unknown_share(tokenizer, tokens)
-        if share == 1:
+        if text.unknown_share(tokenizer, tokens) == 1:
             return "text is outside the vocabulary", corpus.texts[index][:60]
-        if share > 0:
-            unknown += 1
         if not ctc_fits(int(seconds * SAMPLE_RATE), tokens, subsampling):
             reason = "text is too long for its audio (CTC needs a frame a token)"
             return reason, f"{len(tokens)} tokens in {seconds:.2f} s"
         return None
 
-    kept = splits.drop(corpus, "training set", fault, args.strict_data)
-    if unknown:
-        print(
-            f"{unknown} training texts hold characters outside the vocabulary; they train its"
-            " unknown token"
-        )
-    return kept
+    return splits.drop(corpus, "training set", fault, args.strict_data)
 
 
 def halved(lengths):
@@ -269,6 +283,10 @@ class Utterances:
         self.seed = args.seed
         self.changes_speed = training and args.speed_perturbation
         self.masks = training and args.spec_augment
+        self.augmentation = None
+        if training and args.wave_augment:
+            longest = args.max_duration / min(recogniser.SPEEDS)
+            self.augmentation = Augmentation(args.seed, len(corpus), longest, args.noise_dir)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -281,9 +299,10 @@ class Utterances:
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
+        seconds = self.corpus.seconds
         if self.changes_speed:
-            return self.corpus.seconds / self.speeds(epoch)
-        return self.corpus.seconds
+            seconds = seconds / self.speeds(epoch)
+        return self.augmentation.lengths(seconds, epoch) if self.augmentation else seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
         return speed_factors(self.seed, epoch, len(self.corpus), recogniser.SPEEDS)
@@ -298,6 +317,8 @@ class Utterances:
             # A dense utterance stays as it is if it would become too short for its text.
             if ctc_fits(len(changed), tokens, self.subsampling):
                 waveform = changed
+        if self.augmentation:
+            waveform = self.augmentation.apply(waveform, index, epoch)
         # One past the text's tokens: the decoder's start and end, and CTC's blank.
         eos = self.tokenizer.size
         item = {
@@ -693,7 +714,8 @@ def load_trained(args, setup: device.Setup) -> tuple[Conformer, object, splits.R
     run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
     model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
-    tokenizer = text.make_tokenizer(model_info.tokenizer, model_info.config["vocabulary"])
+    size = model_info.config["vocabulary"]
+    tokenizer = text.make_tokenizer(model_info.tokenizer, size, saved.path)
     model = make_model(model_info.config, saved=saved)
     checkpoint.load_weights(model, saved.model)
     return model.to(setup.device).eval(), tokenizer, run_info
@@ -713,6 +735,7 @@ def evaluate_only(args, how: recogniser.Options) -> None:
     model, tokenizer, run_info = load_trained(args, setup)
     corpora = read_data(args, run_info)
     name = "test" if "test" in corpora else "val"
+    check_texts(args, {name: corpora[name]}, tokenizer)
     data = Utterances(args, corpora[name], tokenizer, model.config["subsampling"], training=False)
     eval_batches = EvalBatches(args, data, collate, setup)
     with setup.autocast():
@@ -727,6 +750,17 @@ def describe(model: Conformer) -> None:
     print(f"model: {size:.1f} M parameters, {model.eos} text tokens")
 
 
+def vocabulary(tokenizer, initial: checkpoint.Saved | None) -> checkpoint.Vocabulary | None:
+    """What the rows of the embedding and of the CTC layer mean, here and in the weights of
+    --init_from."""
+    if initial is None:
+        return None
+    before, _ = checkpoint.read_infos(initial, ModelInfo, splits.RunInfo)
+    old = text.make_tokenizer(before.tokenizer, before.config["vocabulary"])
+    names = ("embedding.weight", "ctc_head.weight", "ctc_head.bias")
+    return checkpoint.Vocabulary(names, [*tokenizer.pieces, "<eos>"], [*old.pieces, "<eos>"])
+
+
 def measure_features(seed: int, model: Conformer, data: Utterances) -> None:
     """Statistics for --cmvn global, from a random part of the training set."""
     if model.feature_norm.kind == "global":
@@ -737,7 +771,7 @@ def measure_features(seed: int, model: Conformer, data: Utterances) -> None:
 def main(args) -> None:
     how = resolve(args)
     if args.check_data:
-        return splits.report_checked(read_data(args))
+        return check_data(args)
     if args.transcribe:
         return transcribe(args, how)
     if args.evaluate:
@@ -748,6 +782,7 @@ def main(args) -> None:
     config = choose_config(args, model_info)
     corpora = read_data(args, run_info, config["subsampling"])
     tokenizer = make_tokenizer(args, config, model_info, corpora["train"].texts)
+    check_texts(args, corpora, tokenizer)
     corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, config["subsampling"])
     config["vocabulary"] = tokenizer.size
     with run.model_device():
@@ -766,6 +801,7 @@ def main(args) -> None:
         splits.run_info(splits.resolve(args), corpora),
         metric="cer",
         fit=functools.partial(measure_features, args.seed),
+        vocabulary=vocabulary(tokenizer, run.initial),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
         reports=recogniser.REPORTS,

@@ -41,8 +41,9 @@ from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, recogniser, released, splits, text
+from speech import demo, metrics, recogniser, released, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.augment import Augmentation
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.parakeet import decoding, start
@@ -61,7 +62,7 @@ FREQUENCY_MASK_BANDS = 27  # width of a mask
 TIME_MASKS = 10
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 FIT_UTTERANCES = 64  # that a model from scratch is fitted to
-STYLE_TEXTS = 1000  # training texts that are looked at for style and unknown characters
+STYLE_TEXTS = 1000  # training texts that are looked at for style
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 800
 RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a released model was trained
@@ -69,7 +70,7 @@ RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a releas
 
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
-    splits.add_arguments(parser)
+    splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
     options.add_arguments(
@@ -112,16 +113,27 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
 
 
-def sample_texts(corpus: Corpus, tokenizer: ParakeetTokenizer, seed: int) -> list[str]:
-    """A random part of the texts, because millions would take minutes. Prints how many of them
-    contain characters that the model cannot write."""
+def check_texts(
+    args, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_own: bool
+) -> None:
+    """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
+    lacking = unknown.not_encoded(tokenizer)
+    unknown.check_unknown(corpora, lacking, args.allow_unknown, start.NEW_VOCABULARY, is_own)
+
+
+def check_data(args, asked: start.Options) -> None:
+    """--check_data. The texts are compared with the vocabulary of the model that flags name."""
+    corpora = read_data(args)
+    tokenizer, is_own = start.given_tokenizer(asked, RECIPE, args.init_from)
+    if tokenizer:
+        check_texts(args, corpora, tokenizer, is_own)
+    splits.report_checked(corpora)
+
+
+def sample_texts(corpus: Corpus, seed: int) -> list[str]:
+    """A random part of the texts, because millions would take minutes."""
     chosen = np.random.default_rng(seed).permutation(len(corpus))[:STYLE_TEXTS]
-    texts = [corpus.texts[int(row)] for row in chosen]
-    unknown = sum(tokenizer.unknown in tokenizer.encode(each) for each in texts)
-    if unknown:
-        share = f"{100 * unknown / len(texts):.1f} % of the training texts"
-        print(f"{share} contain characters outside the vocabulary; they become its unknown token")
-    return texts
+    return [corpus.texts[int(row)] for row in chosen]
 
 
 class Utterances:
@@ -143,6 +155,11 @@ class Utterances:
         self.omega = info.loss["omega"] if training else 0.0
         self.reduction = info.loss["reduction"]
         self.frequency_mask_width = FREQUENCY_MASK_BANDS / info.config["num_mel_bins"]
+        self.augmentation = None
+        by_default = args.wave_augment is None and info.pretrained
+        if training and (args.wave_augment or by_default):
+            longest = args.max_duration / min(recogniser.SPEEDS)
+            self.augmentation = Augmentation(args.seed, len(corpus), longest, args.noise_dir)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -155,9 +172,10 @@ class Utterances:
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch."""
+        seconds = self.corpus.seconds
         if self.training and self.args.speed_perturbation:
-            return self.corpus.seconds / self.speeds(epoch)
-        return self.corpus.seconds
+            seconds = seconds / self.speeds(epoch)
+        return self.augmentation.lengths(seconds, epoch) if self.augmentation else seconds
 
     def speeds(self, epoch: int) -> np.ndarray:
         return speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
@@ -173,6 +191,8 @@ class Utterances:
         if self.training:
             if args.speed_perturbation:
                 waveform = change_speed(waveform, float(self.speeds(epoch)[index]))
+            if self.augmentation:
+                waveform = self.augmentation.apply(waveform, index, epoch)
             noise = random.standard_normal(len(waveform), dtype=np.float32)
             waveform = waveform + DITHER * torch.from_numpy(noise)
         item = {
@@ -320,6 +340,21 @@ def report_results(
         print(f"released model, and trained model, on these utterances:\n{table}")
 
 
+def export_and_report(
+    asked: start.Options,
+    info: ModelInfo,
+    tokenizer: ParakeetTokenizer,
+    model: Parakeet,
+    evaluation: dict[str, EvalBatches],
+    weights: str,
+) -> None:
+    """--export, and then the results: the released model, which they are compared with, may be gone
+    by now."""
+    if asked.origin.export:
+        start.export(asked, info, model.state_dict())
+    report_results(asked, True, tokenizer, model, evaluation, weights)
+
+
 # --- main -----------------------------------------------------------------------------------------
 
 
@@ -343,23 +378,25 @@ def transcribe(args, asked: start.Options) -> None:
 
 @torch.no_grad()
 def evaluate_only(args, asked: start.Options) -> None:
-    """--evaluate on the test set, --export, or both, without training."""
+    """--export, --evaluate on the test set, or both, without training."""
     setup = device.setup(args)
     info, model, before = trained(asked, setup)
+    start.check_export(asked, info)
+    if args.export:
+        start.export(asked, info, model.state_dict())
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, before or RELEASED)
+        corpora.pop("train", None)
         tokenizer = start.tokenizer_of(info)
+        check_texts(args, corpora, tokenizer, info.own_vocabulary)
         evaluation = {}
         for name, corpus in corpora.items():
-            if name != "train":
-                data = Utterances(args, corpus, tokenizer, info, training=False)
-                evaluation[name] = EvalBatches(args, data, collate, setup)
+            data = Utterances(args, corpus, tokenizer, info, training=False)
+            evaluation[name] = EvalBatches(args, data, collate, setup)
         is_trained = before is not None
         with setup.autocast():
             report_results(asked, is_trained, tokenizer, model, evaluation, "the weights named")
-    if args.export:
-        start.export(asked, info, model.state_dict())
 
 
 def first_model(
@@ -391,14 +428,23 @@ def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo
     return dataclasses.replace(run_info, longest=longest)
 
 
+def new_rows(info: ModelInfo, model: Parakeet) -> optim.NewRows | None:
+    """The rows of pieces that the released model does not have."""
+    if not (info.pretrained and info.new_pieces):
+        return None
+    names = [name for name, _ in model.named_parameters() if name in start.ROWS]
+    return optim.NewRows(dict.fromkeys(names, info.new_pieces), start.NEW_ROWS_RATE)
+
+
 def make_task(
     args, run: Run, info: ModelInfo, run_info: RunInfo, train_set: Corpus, model: Parakeet
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer = start.tokenizer_of(info)
-    texts = sample_texts(train_set, tokenizer, args.seed)
-    if run.resumed or not info.pretrained:
-        texts = []  # only a released model can have another style
+    texts = []
+    # Only a released model can have another style.
+    if info.pretrained and not info.own_vocabulary and not run.resumed:
+        texts = sample_texts(train_set, args.seed)
     rate = start.learning_rate(info, float(train_set.seconds.sum()) / 3600)
     millions = optim.count_parameters(model)[0] / 1e6
     print(
@@ -421,16 +467,20 @@ def make_task(
         compiled=COMPILED,
         evaluate_first=info.pretrained,
         decay_embeddings=False,
+        fine_tunes=info.pretrained,
+        new_rows=new_rows(info, model),
+        vocabulary=start.vocabulary(info, run.initial),
     )
 
 
 def main(args) -> None:
     asked = resolve(args)
     if args.check_data:
-        return splits.report_checked(read_data(args))
+        return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    if args.evaluate or released.exports_only(asked.origin):
+    goals = (*released.GOALS, "train_tokenizer")
+    if args.evaluate or released.exports_only(asked.origin, goals):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
     before = released.read_run_info(RunInfo, run.resumed)
@@ -440,6 +490,7 @@ def main(args) -> None:
     info, model = first_model(args, asked, run, lambda: read()["train"].texts)
     corpora = read()
     tokenizer = start.tokenizer_of(info)
+    check_texts(args, corpora, tokenizer, info.own_vocabulary)
     data = {}
     for name, corpus in corpora.items():
         data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
@@ -449,10 +500,8 @@ def main(args) -> None:
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, run, info, run_info, corpora["train"], model)
     train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, asked, True, tokenizer, model, evaluation)
+    report = functools.partial(export_and_report, asked, info, tokenizer, model, evaluation)
     finish(args, run, model, task, evaluation["val"], report)
-    if args.export and run.setup.ranks.first:
-        start.export(asked, info, model.state_dict())
 
 
 if __name__ == "__main__":

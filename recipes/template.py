@@ -35,7 +35,7 @@ from common.device import upcast
 from common.errors import exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, recogniser, splits, text
+from speech import demo, metrics, recogniser, splits, text, unknown
 from speech.audio import SAMPLE_RATE, read_utterance
 from speech.columns import Corpus
 from speech.features import FeatureNorm, LogMel, frames, valid_mask
@@ -50,6 +50,7 @@ KERNEL = 9  # of the convolutions: 0.36 s
 FIT_UTTERANCES = 200  # for the statistics of the features
 DEMO_SIZES = {"train": 1200, "val": 100}  # utterances
 DEMO_STEPS = 400
+NEW_CHARACTERS = "start a new run with another --output_dir: its characters are its training texts'"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class ModelInfo:
 
 
 def add_arguments(parser) -> None:
-    splits.add_arguments(parser)
+    splits.add_arguments(parser, allow_unknown=True)
     recogniser.add_decoding(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
@@ -88,6 +89,22 @@ def read_data(args, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
         ),
         stand_in=lambda: splits.stand_in(args.max_duration),
     )
+
+
+def check_texts(args, corpora: dict[str, Corpus], characters: list[str]) -> None:
+    """Prints which characters the model lacks. Raises `DataError` if they are many."""
+    lacking = unknown.outside(characters)
+    unknown.check_unknown(corpora, lacking, args.allow_unknown, NEW_CHARACTERS, is_own=True)
+
+
+def check_data(args) -> None:
+    """--check_data. The characters that a run resumes with are compared with the texts."""
+    saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
+    model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
+    corpora = read_data(args, run_info)
+    if model_info:
+        check_texts(args, corpora, model_info.characters)
+    splits.report_checked(corpora)
 
 
 class Utterances:
@@ -254,15 +271,26 @@ def evaluate_only(args, how: recogniser.Options) -> None:
     model, run_info = load_trained(args, setup)
     corpora = read_data(args, run_info)
     name = "test" if "test" in corpora else "val"
+    check_texts(args, {name: corpora[name]}, model.characters)
     data = Utterances(corpora[name], model.characters)
     with setup.autocast():
         report_results(how, model, EvalBatches(args, data, collate, setup), f"{name} set")
 
 
+def vocabulary(characters: list[str], initial: checkpoint.Saved | None):
+    """What the rows of the output layer mean, here and in the weights of --init_from."""
+    if initial is None:
+        return None
+    before, _ = checkpoint.read_infos(initial, ModelInfo, splits.RunInfo)
+    names = ("output.weight", "output.bias")
+    tokens, saved = [*characters, "<blank>"], [*before.characters, "<blank>"]
+    return checkpoint.Vocabulary(names, tokens, saved)
+
+
 def main(args) -> None:
     how = resolve(args)
     if args.check_data:
-        return splits.report_checked(read_data(args))
+        return check_data(args)
     if args.transcribe:
         return transcribe(args, how)
     if args.evaluate:
@@ -274,6 +302,7 @@ def main(args) -> None:
     if model_info is None:
         characters = sorted(set("".join(corpora["train"].texts)))
         model_info = ModelInfo(WIDTH, LAYERS, characters)
+    check_texts(args, corpora, model_info.characters)
     checkpoint.check_network(run.resumed, lambda: Network(model_info))
     with run.model_device():
         model = Network(model_info, args.dropout)
@@ -290,6 +319,7 @@ def main(args) -> None:
         splits.run_info(splits.resolve(args), corpora),
         metric="cer",
         fit=fit,
+        vocabulary=vocabulary(model_info.characters, run.initial),
         checkpointed=(Layer,),
         compiled=(Layer,),
         reports=recogniser.REPORTS,

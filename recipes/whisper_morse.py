@@ -35,13 +35,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import device, options
+from common import device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import metrics, recogniser, released, splits
 from speech.audio import SAMPLE_RATE, change_speed, speed_factors
+from speech.augment import Augmentation
 from speech.features import random_masks
 from speech.morse import clips, scores
 from speech.morse.alphabet import SYMBOLS
@@ -110,11 +111,8 @@ def resolve(args) -> tuple[start.Options, clips.Options]:
     recorded = any(getattr(args, name) for name in clips.RECORDED)
     is_released = any(getattr(args, name) for name in released.MODELS)
     is_demo = not (recorded or is_released or args.from_scratch or args.conditions)
-    if recorded:
-        options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, ("num_epochs", 3))
-    else:
-        usual = ("max_steps", 20_000)
-        options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, usual, usual_eval_every=1000)
+    usual = (None, None) if recorded else (20_000, 1000)  # updates, and between evaluations
+    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS, *usual)
     # Without augmentation by default: a masked span would take symbols away.
     how = recogniser.resolve(args, is_demo, start.BEAM_SIZE, augments=False)
     source = clips.resolve(args, is_demo)
@@ -123,10 +121,11 @@ def resolve(args) -> tuple[start.Options, clips.Options]:
         args.alignment_weight = start.AUXILIARY_WEIGHT if has_alignment else 0.0
     if args.alignment_weight:
         args.ctc_weight = 0.0
-    if args.alignment_weight and args.speed_perturbation:
+    if args.alignment_weight and (args.speed_perturbation or args.wave_augment):
+        flag = "speed_perturbation" if args.speed_perturbation else "wave_augment"
         raise UsageError(
-            "--speed_perturbation would move what --alignment_weight trains on; synthetic clips"
-            " have their own speeds: --wpm LOW HIGH"
+            f"--{flag} would move what --alignment_weight trains on; synthetic clips have speeds,"
+            " silence and noise of their own: --wpm LOW HIGH, --snr_db LOW HIGH"
         )
     origin = released.resolve(args, start.FORMS, SIZES, "base", is_demo)
     # Released models forbid / = + - : when they decode. In Morse these are sent.
@@ -164,6 +163,9 @@ class Utterances:
         most_tokens = args.max_target_tokens or info.config["max_target_positions"]
         self.room = most_tokens - len(tokenizer.prompt)
         self.pad_from = 0  # the epoch from which --pad_share applies
+        self.augmentation = None
+        if training and args.wave_augment:
+            self.augmentation = Augmentation(args.seed, len(corpus), self.longest, args.noise_dir)
         # Only the synthesis knows what is being sent in every frame.
         has_head = args.alignment_weight and info.ctc_tokens
         self.aligned = bool(has_head) and isinstance(corpus, Synthetic)
@@ -174,17 +176,22 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
+    def hours(self) -> float:
+        return float(self.corpus.seconds(0).sum()) / 3600
+
     def text_length(self, index: int) -> int:
         return self.corpus.text_length(index)
 
     def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths in an epoch: after speed perturbation, and the longest input's if an
-        utterance is padded."""
+        """(N,) lengths in an epoch: after speed perturbation, with silence at the ends, and the
+        longest input's if an utterance is padded."""
         seconds = self.corpus.seconds(epoch)
         if not self.training:
             return seconds
         if self.args.speed_perturbation:
             seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
+        if self.augmentation:
+            seconds = self.augmentation.lengths(seconds, epoch)
         return np.where(self.padded(epoch), self.longest, seconds)
 
     def speeds(self, epoch: int) -> np.ndarray:
@@ -206,6 +213,8 @@ class Utterances:
             if len(changed) <= limit:
                 waveform = changed
         waveform = waveform[:limit]
+        if self.augmentation:
+            waveform = self.augmentation.apply(waveform, index, epoch)
         tokens = self.tokenizer.encode(transcript)
         if self.training and len(tokens) > self.room:
             raise DataError(
@@ -305,13 +314,19 @@ def loss_weights(args, info: start.ModelInfo) -> dict[str, float]:
 
 
 def evaluate(
-    tokenizer, search: decoding.Search, terms: dict[str, float], model: Whisper, eval_batches
+    tokenizer: WhisperTokenizer,
+    search: decoding.Search,
+    rate: decoding.TokenRate,
+    terms: dict[str, float],
+    model: Whisper,
+    eval_batches,
 ) -> dict[str, tuple[float, float]]:
     """The losses named in `terms`, CER and WER of one greedy pass, as (numerator, denominator)."""
 
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, mask = model.encode(batch)
-        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search)
+        limits = rate.limits(batch["audio_lengths_host"])
+        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search, limits)
         return texts, losses(model, batch, encoded, mask)
 
     rows, sums = decode_set(model, decode_batch, eval_batches, terms)
@@ -425,7 +440,7 @@ def about_run(
     resumed."""
     data = clips.run_info(splits.resolve(args), corpora)
     longest = start.longest_heard(info, data.longest, before and before.data)
-    steps = global_batches.total_steps(args)
+    steps = run_length.choose(args, global_batches, info.pretrained).total
     pad_from = start.middle_epoch(steps, global_batches.per_epoch)
     if before:
         pad_from = before.pad_from
@@ -433,9 +448,17 @@ def about_run(
     return RunInfo(dataclasses.replace(data, longest=longest), pad_from, synthesis)
 
 
-def make_task(args, asked: start.Options, info: start.ModelInfo, run_info: RunInfo) -> Task:
+def make_task(
+    args,
+    asked: start.Options,
+    run: Run,
+    info: start.ModelInfo,
+    run_info: RunInfo,
+    train_set: Utterances,
+) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
+    rate = decoding.measure_rate(train_set, args.seed)
     terms = loss_weights(args, info)
     fit = None
     freeze = Whisper.freeze_encoder
@@ -446,7 +469,7 @@ def make_task(args, asked: start.Options, info: start.ModelInfo, run_info: RunIn
         RECIPE,
         compute_loss,
         terms,
-        functools.partial(evaluate, tokenizer, search, terms),
+        functools.partial(evaluate, tokenizer, search, rate, terms),
         info,
         run_info,
         metric="cer",
@@ -455,6 +478,8 @@ def make_task(args, asked: start.Options, info: start.ModelInfo, run_info: RunIn
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        fine_tunes=info.pretrained,
+        vocabulary=start.vocabulary(info, run.initial),
         reports=(*recogniser.REPORTS, "evaluation.json"),
     )
 
@@ -481,9 +506,10 @@ def main(args) -> None:
 
     global_batches = GlobalBatches(args, data["train"], collate, run.setup)
     run_info = about_run(args, info, source, corpora, global_batches, before)
-    data.pop("train").pad_from = run_info.pad_from
+    train_set = data.pop("train")
+    train_set.pad_from = run_info.pad_from
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
-    task = make_task(args, asked, info, run_info)
+    task = make_task(args, asked, run, info, run_info, train_set)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     finish(args, run, model, task, evaluation["val"], report)

@@ -34,13 +34,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, options
+from common import checkpoint, device, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import demo, metrics, recogniser, released, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
+from speech.augment import Augmentation
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.recogniser import SPEEDS, decode_set, decode_texts
@@ -171,6 +172,10 @@ class Utterances:
         most_tokens = args.max_target_tokens or info.config["max_target_positions"]
         self.room = most_tokens - len(tokenizer.prompt)
         self.pad_from = 0  # the epoch from which --pad_share applies
+        self.augmentation = None
+        by_default = args.wave_augment is None and info.pretrained
+        if training and (args.wave_augment or by_default):
+            self.augmentation = Augmentation(args.seed, len(corpus), self.longest, args.noise_dir)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -178,17 +183,22 @@ class Utterances:
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
 
+    def hours(self) -> float:
+        return float(self.corpus.seconds.sum()) / 3600
+
     def text_length(self, index: int) -> int:
         return len(self.corpus.texts[index])
 
     def seconds(self, epoch: int) -> np.ndarray:
-        """(N,) lengths in an epoch: after speed perturbation, and the longest input's if an
-        utterance is padded."""
+        """(N,) lengths in an epoch: after speed perturbation, with silence at the ends, and the
+        longest input's if an utterance is padded."""
         seconds = self.corpus.seconds
         if not self.training:
             return seconds
         if self.args.speed_perturbation:
             seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
+        if self.augmentation:
+            seconds = self.augmentation.lengths(seconds, epoch)
         return np.where(self.padded(epoch), self.longest, seconds)
 
     def speeds(self, epoch: int) -> np.ndarray:
@@ -212,6 +222,8 @@ class Utterances:
             if len(changed) <= limit:
                 waveform = changed
         waveform = waveform[:limit]
+        if self.augmentation:
+            waveform = self.augmentation.apply(waveform, index, epoch)
         tokens = self.tokenizer.encode(transcript)
         if self.training and len(tokens) > self.room:
             raise DataError(
@@ -289,13 +301,19 @@ def loss_weights(args, info: start.ModelInfo) -> dict[str, float]:
 
 
 def evaluate(
-    tokenizer, search: decoding.Search, terms: dict[str, float], model: Whisper, eval_batches
+    tokenizer: WhisperTokenizer,
+    search: decoding.Search,
+    rate: decoding.TokenRate,
+    terms: dict[str, float],
+    model: Whisper,
+    eval_batches,
 ) -> dict[str, tuple[float, float]]:
     """The losses named in `terms`, CER and WER of one greedy pass, as (numerator, denominator)."""
 
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, mask = model.encode(batch)
-        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search)
+        limits = rate.limits(batch["audio_lengths_host"])
+        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search, limits)
         return texts, losses(model, batch, encoded, mask)
 
     rows, sums = decode_set(model, decode_batch, eval_batches, terms)
@@ -426,16 +444,24 @@ def about_run(
     resumed."""
     data = splits.run_info(splits.resolve(args), corpora)
     longest = start.longest_heard(info, data.longest, before and before.data)
-    steps = global_batches.total_steps(args)
+    steps = run_length.choose(args, global_batches, info.pretrained).total
     pad_from = start.middle_epoch(steps, global_batches.per_epoch)
     if before:
         pad_from = before.pad_from
     return start.RunInfo(dataclasses.replace(data, longest=longest), pad_from)
 
 
-def make_task(args, asked: start.Options, info: start.ModelInfo, run_info: start.RunInfo) -> Task:
+def make_task(
+    args,
+    asked: start.Options,
+    run: Run,
+    info: start.ModelInfo,
+    run_info: start.RunInfo,
+    train_set: Utterances,
+) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
+    rate = decoding.measure_rate(train_set, args.seed)
     terms = loss_weights(args, info)
     fit = None
     freeze = Whisper.freeze_encoder
@@ -446,7 +472,7 @@ def make_task(args, asked: start.Options, info: start.ModelInfo, run_info: start
         RECIPE,
         compute_loss,
         terms,
-        functools.partial(evaluate, tokenizer, search, terms),
+        functools.partial(evaluate, tokenizer, search, rate, terms),
         info,
         run_info,
         metric="cer",
@@ -455,6 +481,8 @@ def make_task(args, asked: start.Options, info: start.ModelInfo, run_info: start
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        fine_tunes=info.pretrained,
+        vocabulary=start.vocabulary(info, run.initial),
         reports=recogniser.REPORTS,
     )
 
@@ -480,9 +508,10 @@ def main(args) -> None:
 
     global_batches = GlobalBatches(args, data["train"], collate, run.setup)
     run_info = about_run(args, info, corpora, global_batches, before)
-    data.pop("train").pad_from = run_info.pad_from
+    train_set = data.pop("train")
+    train_set.pad_from = run_info.pad_from
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
-    task = make_task(args, asked, info, run_info)
+    task = make_task(args, asked, run, info, run_info, train_set)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     finish(args, run, model, task, evaluation["val"], report)

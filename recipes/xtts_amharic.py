@@ -41,9 +41,9 @@ from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from speech import checks, demo, released, splits, text
-from speech.audio import int16, read_utterance, write_wav
+from speech.audio import read_utterance
 from speech.columns import Corpus
-from speech.xtts import codec_training, formats, new_tokens, speaking, start, texts
+from speech.xtts import cleaners, codec_training, formats, new_tokens, speaking, start, texts
 from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from speech.xtts.decoding import GREEDY, Sampling
 from speech.xtts.frozen import Frozen
@@ -61,7 +61,6 @@ MIN_SECONDS = 0.5  # of a clip
 DEMO_MIN_SECONDS = 0.2
 MAX_TEXT = 200  # tokens of a text
 FITTED = 64  # utterances that initial weights are fitted to
-PATIENCE = 5  # evaluations without a gain, for released weights
 DEMO_SIZES = {"train": 3000, "val": 100}  # sentences
 DEMO_MANNER = demo.Manner(
     rate=(170, 170), pitch=(50, 50), words=(1, 4), trimmed=True, in_all_voices=("train",)
@@ -73,14 +72,13 @@ FULL_DEMO_STEPS = 200  # of a full size, which only shows that it works
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
     speaking.add_arguments(parser)
-    splits.add_arguments(parser)
+    splits.add_arguments(parser, allow_unknown=True)
     options.add_arguments(
         parser,
         learning_rate=(None, "5e-6 for released weights, 2e-3 from scratch"),
         keep_last=2,
         max_duration=(MAX_SAMPLES / SAMPLE_RATE, "11.6"),
         min_duration=MIN_SECONDS,
-        early_stopping_patience=(None, f"{PATIENCE} for released weights, else never"),
     )
     own = parser.add_argument_group("XTTS")
     own.add_argument(
@@ -101,7 +99,7 @@ def add_arguments(parser) -> None:
         type=options.COUNT,
         metavar="N",
         help=(
-            "sentences of the evaluation set to speak after training, in OUTPUT_DIR/speech (2; 20"
+            "sentences of the evaluation set to speak after training, in LOG_DIR/speech (2; 20"
             " from scratch)"
         ),
     )
@@ -128,9 +126,6 @@ def resolve(args) -> start.Options:
         args.max_duration = args.max_audio_length / SAMPLE_RATE
     if is_demo and "min_duration" not in args.given:
         args.min_duration = DEMO_MIN_SECONDS
-    if args.early_stopping_patience is None:
-        is_random = args.from_scratch or (is_demo and not args.model_dir)
-        args.early_stopping_patience = 0 if is_random else PATIENCE
     return start.resolve(args, is_demo)
 
 
@@ -163,25 +158,30 @@ def draw_seed(args, data: splits.DataOptions) -> int | None:
 
 
 def check_corpora(
+    args,
     data: splits.DataOptions,
     corpora: dict[str, Corpus],
     reader: texts.Texts | texts.FrontEnd,
     config: dict,
 ) -> dict[str, Corpus]:
     """The corpora without what harms the training, and without texts and clips that the model has
-    no letters or positions for. A demo and a dry run's stand-in are as they should be."""
+    no letters or positions for. A demo and a dry run's stand-in are as they should be. Raises
+    `DataError` if the vocabulary lacks many characters."""
     if not data.manifests:
         return corpora
     most_codes = config["mel_positions"] - STOPS
 
     def fault(corpus: Corpus, index: int) -> tuple[str, str] | None:
-        reason = reader.fault(corpus.texts[index], corpus.languages[index], most_text(config))
+        reason = reader.fault(corpus.read[index], corpus.languages[index], most_text(config))
         codes = code_count(int(corpus.seconds[index] * SAMPLE_RATE))
         if reason is None and codes > most_codes:
             reason = f"clip is longer than {most_codes} codes", f"{codes} codes"
         return reason
 
-    return checks.check_speech(corpora, data.checks.strict, fault, reader.read)
+    corpora = checks.check_speech(corpora, data.checks.strict, fault)
+    if isinstance(reader, texts.Texts):
+        reader.check_unknown(corpora, args.allow_unknown)
+    return corpora
 
 
 def most_text(config: dict) -> int:
@@ -214,6 +214,9 @@ class Utterances:
 
     def fingerprint(self) -> str:
         return self.corpus.fingerprint()
+
+    def hours(self) -> float:
+        return float(self.corpus.seconds.sum()) / 3600
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) what each utterance takes in the GPT, latents, text and codes, as whole seconds of
@@ -249,7 +252,7 @@ class Utterances:
         heard = first // SAMPLES_PER_CODE, min(codes, (first + length) // SAMPLES_PER_CODE)
         return {
             "audio": waveform,
-            "tokens": torch.tensor(self.tokens[index]),
+            "tokens": torch.from_numpy(self.tokens[index]).long(),
             "slice": F.pad(voice[first : first + length], (0, longest - length)),
             "heard": (0, 0) if is_other else heard,
             "codes": codes,
@@ -408,13 +411,15 @@ def first_model(
 ) -> tuple[ModelInfo, Synthesiser, int]:
     """The model that training starts with, all that it takes to use it, and how many tokens were
     added to its vocabulary. Raises `UsageError`."""
-    make_dvae = functools.partial(train_dvae, args, data, corpora)
+    make_dvae = functools.partial(train_dvae, args, run.setup.ranks.first, data, corpora)
     added = 0
     with run.model_device():
         info, weights, frozen = start.choose(asked, run.resumed, run.initial, make_dvae)
+        texts.read_corpora(texts.Texts(info), corpora)
         if not run.resumed:
-            train_texts = corpora["train"].texts
-            info, weights, added = new_tokens.extend(info, weights, train_texts, asked.text)
+            info, weights, added = new_tokens.extend(
+                info, weights, corpora["train"].read, asked.text
+            )
         device.seed_everything(args.seed)  # the DVAE's training has drawn random numbers
         model = make_model(info.config, weights, args.dropout)
     if args.freeze_layers > len(model.gpt.h):
@@ -460,9 +465,15 @@ def fit(
         new_tokens.fit_new_tokens(model, added, forward)
 
 
-def train_dvae(args, data: splits.DataOptions, corpora: dict[str, Corpus], config: dict) -> Path:
+def train_dvae(
+    args, is_first: bool, data: splits.DataOptions, corpora: dict[str, Corpus], config: dict
+) -> Path:
     """Trains the DVAE of a model from scratch in two runs, without a codebook and then with one.
-    Returns the folder of its weights. Runs that are complete are only read."""
+    Returns the folder of its weights. With --resume auto, runs that are complete are only read.
+    Otherwise the first rank moves an earlier run aside, so that its GPT and DVAE stay together."""
+    if is_first and not args.resume:
+        stages = codec_training.STEPS
+        checkpoint.make_room(args.checkpoint_dir, args.log_dir, speaking.REPORTS, stages)
     crops = codec_training.Crops(corpora["train"], args.seed, training=True)
     eval_crops = codec_training.Crops(corpora["val"], args.seed, training=False)
     tensors = None
@@ -510,17 +521,17 @@ def trained(
 
 def synthesise(args, asked: start.Options) -> None:
     """--synthesize: a wav for each text."""
-    sampling = speaking.resolve(args)
+    wanted = texts.texts_of(args.synthesize)
+    sampling, outputs = speaking.resolve(args, len(wanted))
     setup = device.setup(args, quiet=True)
     _, synthesiser, _ = trained(asked, setup)
     clips = speaking.read_references(args.speaker_wav, setup.device)
-    lines = [synthesiser.texts.check(line) for line in texts.texts_of(args.synthesize)]
+    lines = [synthesiser.texts.check(line) for line in wanted]
     with setup.autocast():
         voice = speaking.voice_of(synthesiser.model, synthesiser.frozen, clips)
-        for number, line in enumerate(lines, 1):
+        for path, line in zip(outputs, lines, strict=True):
             waveform = speaking.speak(synthesiser, line, voice, sampling)
-            path = speaking.numbered(args.output, number, len(lines))
-            write_wav(path, int16(waveform), synthesiser.frozen.rate)
+            speaking.write(path, waveform, synthesiser.frozen.rate)
             print(f"{path}: {len(waveform) / synthesiser.frozen.rate:.2f} s")
 
 
@@ -540,7 +551,7 @@ def export_and_speak(
         start.export(args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, voices)
     if count:
         corpus = corpora["val"].select(np.arange(min(count, len(corpora["val"]))))
-        folder = Path(args.output_dir) / "speech"
+        folder = args.log_dir / speaking.REPORTS[0]
         synthesiser.frozen.to(run.setup.device)
         with run.setup.autocast():
             print(speaking.speak_corpus(folder, synthesiser, corpus, voices, sampling))
@@ -554,18 +565,20 @@ def look_only(args, asked: start.Options) -> None:
     info, saved = start.known_info(asked)
     data, corpora = read_data(args, saved) if args.check_data else (None, {})
     if info is None:
-        reader = texts.FrontEnd(asked.language, asked.text)
+        carried = asked.language not in cleaners.LANGUAGES
+        reader = texts.FrontEnd(asked.language, asked.text, carried)
         config = formats.SIZES["full"]
+        texts.read_corpora(reader, corpora)
     else:
+        texts.read_corpora(texts.Texts(info), corpora)
         if saved is None and "train" in corpora:
-            train_texts = corpora["train"].texts
-            info, _, _ = new_tokens.extend(info, None, train_texts, asked.text)
+            info, _, _ = new_tokens.extend(info, None, corpora["train"].read, asked.text)
         reader = texts.Texts(info, is_new=saved is None)
         config = info.config
     if args.show_text:
         texts.show(args.show_text, reader, most_text(config))
     else:
-        splits.say_checked(check_corpora(data, corpora, reader, config))
+        splits.say_checked(check_corpora(args, data, corpora, reader, config))
 
 
 @torch.no_grad()
@@ -578,7 +591,8 @@ def evaluate_only(args, asked: start.Options) -> None:
             args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, {}
         )
     data, corpora = read_data(args, saved)
-    corpora = check_corpora(data, corpora, synthesiser.texts, info.config)
+    texts.read_corpora(synthesiser.texts, corpora)
+    corpora = check_corpora(args, data, corpora, synthesiser.texts, info.config)
     name = "test" if "test" in corpora else "val"
     utterances = Utterances(args, corpora[name], synthesiser.texts, info, training=False)
     evaluation = {name: EvalBatches(args, utterances, collate, setup)}
@@ -609,7 +623,7 @@ def main(args) -> dict | None:
 
     data, read = read_data(args, run.resumed)
     info, synthesiser, added = first_model(args, asked, run, data, read)
-    corpora = check_corpora(data, read, synthesiser.texts, info.config)
+    corpora = check_corpora(args, data, read, synthesiser.texts, info.config)
     sets = {}
     for name, corpus in corpora.items():
         sets[name] = Utterances(args, corpus, synthesiser.texts, info, training=name == "train")
@@ -619,6 +633,8 @@ def main(args) -> dict | None:
         name: EvalBatches(args, sets[name], collate, run.setup) for name in sets if name != "train"
     }
     languages = {name: synthesiser.texts.languages_of(corpora[name]) for name in evaluation}
+    rows = start.new_rows(info, run.initial)
+    new_rows = optim.NewRows(rows, start.NEW_ROWS_RATE) if rows else None
     task = Task(
         RECIPE,
         functools.partial(compute_loss, frozen=synthesiser.frozen),
@@ -633,7 +649,11 @@ def main(args) -> dict | None:
         compiled=COMPILED,
         evaluate_first=info.pretrained,
         decay_embeddings=False,
+        fine_tunes=info.pretrained,
+        new_rows=new_rows,
+        vocabulary=start.vocabulary(info, run.initial),
         betas=BETAS,
+        reports=speaking.REPORTS,
     )
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation, languages)

@@ -7,8 +7,8 @@ import math
 import os
 import re
 import shutil
+import struct
 import subprocess
-import wave
 import zlib
 from collections.abc import Iterator
 from fractions import Fraction
@@ -30,6 +30,8 @@ LARGEST_TERM = 1000
 # Amplitude: that of 16-bit integers stored as floats. Statistics over a set would not survive much
 # more.
 LOUDEST = 32_768.0
+SOFTWARE = "speech-recipes --synthesize"  # in the wavs of --output
+DIGEST = 32  # hexadecimal digits of the hash there
 FFMPEG_SECONDS = 600  # to decode a file
 # of audio files, besides libsndfile's own
 AUDIO_SUFFIXES = set(".mp3 .m4a .aac .opus .wma .webm .mp4 .oga .aif".split())
@@ -251,9 +253,44 @@ def int16(waveform: torch.Tensor) -> np.ndarray:
 
 
 def write_wav(path: Path, samples: np.ndarray, sample_rate: int) -> None:
-    """Writes int16 samples (T,) as a mono wav."""
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(sample_rate)
-        file.writeframes(samples.tobytes())
+    """Writes int16 samples (T,) as a mono wav to a new `path`, in a folder that is written aside or
+    as `files.write_file` names it. Raises `OSError`."""
+    path.write_bytes(_wav(samples, sample_rate))
+
+
+def write_speech(path: Path, samples: np.ndarray, sample_rate: int) -> None:
+    """The same for --output, aside and renamed, with a mark at the end by which `is_own_speech`
+    knows the file. Raises `OSError`."""
+    content = _wav(samples, sample_rate, more=len(_mark(b"")))
+    write_file(path, lambda temporary: temporary.write_bytes(content + _mark(content)))
+
+
+def is_own_speech(path: Path) -> bool:
+    """Whether `write_speech` wrote this file and nobody has changed it since. Raises `OSError`."""
+    size = len(_mark(b""))
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) < size:
+            return False
+        file.seek(-size, os.SEEK_END)
+        if SOFTWARE.encode() not in file.read():
+            return False
+    content = path.read_bytes()
+    return content[-size:] == _mark(content[:-size])
+
+
+def _wav(samples: np.ndarray, sample_rate: int, more: int = 0) -> bytes:
+    """A wav of 16-bit samples; `more` bytes of chunks follow."""
+    data = samples.astype("<i2", copy=False).tobytes()
+    form = struct.pack("<IHHIIHH", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
+    header = b"RIFF" + struct.pack("<I", 36 + len(data) + more) + b"WAVEfmt " + form
+    return header + b"data" + struct.pack("<I", len(data)) + data
+
+
+def _mark(content: bytes) -> bytes:
+    """The chunk of a wav that names the program (LIST INFO ISFT), with a hash of the `content`
+    before it."""
+    digest = hashlib.blake2b(content, digest_size=DIGEST // 2).hexdigest()
+    text = f"{SOFTWARE} {digest}".encode() + b"\0"
+    text += b"\0" * (len(text) % 2)
+    info = b"INFOISFT" + struct.pack("<I", len(text)) + text
+    return b"LIST" + struct.pack("<I", len(info)) + info

@@ -21,18 +21,16 @@ LITTLE_DATA = 180.0  # seconds of a training set
 MOST_SPEAKERS = 20  # lines of the table of speakers
 
 Fault = Callable[[Corpus, int], tuple[str, str] | None]  # (reason, details) to reject an utterance
-Read = Callable[[str, str], str]  # (text, language)
 
 
 def check_speech(
-    sets: dict[str, Corpus], strict: bool, fault: Fault | None = None, read: Read | None = None
+    sets: dict[str, Corpus], strict: bool, fault: Fault | None = None
 ) -> dict[str, Corpus]:
     """The sets without the utterances that harm the training of a TTS model: those that
     `fault(corpus, index)` rejects with (reason, details), those spoken much faster or slower than
-    their speaker's others, and in "train" speakers with hardly any speech. `read(text, language)`
-    returns a text as it is spoken, numbers in words. Prints a table for each set and a description
-    of "train". Raises `DataError` if a set is empty then, or if `strict` and anything was
-    rejected."""
+    their speaker's others, and in "train" speakers with hardly any speech. Prints a table for each
+    set and a description of "train". Raises `DataError` if a set is empty then, or if `strict` and
+    anything was rejected."""
     tables = {name: Rejections() for name in sets}
     checked = {}
     for name, corpus in sets.items():
@@ -42,7 +40,7 @@ def check_speech(
                 problem = fault(corpus, index)
                 if problem:
                     problems[index] = problem
-        problems = speaking_rate(corpus, read) | problems
+        problems = speaking_rate(corpus) | problems
         corpus = _without(corpus, problems, tables[name])
         if name == "train":
             corpus = _without(corpus, little_speech(corpus), tables[name])
@@ -75,14 +73,14 @@ def letters(text: str) -> int:
     return sum(unicodedata.category(character)[0] in "LM" for character in text)
 
 
-def speaking_rate(corpus: Corpus, read: Read | None = None) -> dict[int, tuple[str, str]]:
+def speaking_rate(corpus: Corpus) -> dict[int, tuple[str, str]]:
     """{index: (reason, details)} of clips with far more or fewer letters a second than their
     speaker's others, which often means that the text is not the one that is spoken. Rates are
     compared by their logarithms, to the median of a speaker with at least RATED_CLIPS clips; clips
-    under SHORT_CLIP seconds vary more and are allowed to."""
+    under SHORT_CLIP seconds vary more and are allowed to. `corpus.read`, where there is one, has
+    numbers in words."""
     problems = {}
-    pairs = zip(corpus.texts, corpus.languages, strict=True)
-    counts = np.array([letters(read(*pair) if read else pair[0]) for pair in pairs], dtype=float)
+    counts = np.array([letters(text) for text in corpus.read or corpus.texts], dtype=float)
     speakers = np.array(corpus.speakers.codes, dtype=np.int64)
     rated = np.flatnonzero((counts > 0) & (corpus.seconds > 0))
     rated = rated[np.argsort(speakers[rated], kind="stable")]

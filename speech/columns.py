@@ -174,6 +174,7 @@ class Corpus:
     labels: Strings | None = None  # in JSON, if labels were asked for
     starts: np.ndarray | None = None  # offsets in the manifest, if silence at the start was cut
     cache_audio: str | None = None  # folder of decoded audio
+    read: Strings | None = None  # what a synthesis model reads of the texts
     repeats_texts: bool = False  # training and evaluation share their texts by design
 
     def __len__(self) -> int:

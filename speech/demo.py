@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import RunError, require
+from speech import augment
 from speech.audio import write_wav
 from speech.folders import read_made_from, write_folder
 
@@ -48,12 +49,17 @@ AMHARIC_WORDS = (
 ).split()
 AMHARIC_VOICES = ["am+m1", "am+f2"]
 
+VERSION = 3  # of what a corpus sounds like
+NOISE_SNR = (30.0, 60.0)  # dB: the level of the noise below that of the speech
+NO_NOISE = 0.5  # share of the recordings without noise
+
 
 @dataclass(frozen=True)
 class Manner:
     """How a corpus is spoken: the range of the rate in words a minute, of the pitch (0 to 99) and
-    of the words in a sentence, whether the silence at the ends is cut, and the splits in which
-    every voice speaks each sentence, not just one."""
+    of the words in a sentence; whether the silence at the ends is cut, as synthesis needs it, or
+    silence and low noise are added, as in recordings of people; and the splits in which every voice
+    speaks each sentence, not just one."""
 
     rate: tuple[int, int] = (140, 220)
     pitch: tuple[int, int] = (30, 70)
@@ -123,6 +129,18 @@ def trim(samples: np.ndarray) -> np.ndarray:
     return samples[loud[0] : loud[-1] + 1] if len(loud) else samples
 
 
+def recorded(samples: np.ndarray, sample_rate: int, random: np.random.Generator) -> np.ndarray:
+    """int16 samples (T,) with silence at the ends and low noise throughout, each of which may be
+    missing. A model that was trained without them loses the first word after a pause."""
+    before, after = np.rint(augment.silences(random.random(2)) * sample_rate).astype(int)
+    speech = samples.astype(np.float32)
+    whole = np.pad(speech, (before, after))
+    if random.random() >= NO_NOISE:
+        noise = augment.drawn_noise(random, len(whole))
+        whole += augment.at_snr(noise, augment.power(speech), random.uniform(*NOISE_SNR))
+    return whole.round().clip(-32768, 32767).astype(np.int16)
+
+
 @functools.cache
 def espeak() -> Espeak:
     """The only `Espeak` of this process: initialising the library a second time can crash it."""
@@ -158,7 +176,7 @@ def speech_corpus(
     number of utterances per split; no sentence is in two splits. Returns {split: manifest path}.
     Raises `RunError` if it cannot be written."""
     manifests = {split: str(folder / f"{split}.json") for split in sizes}
-    recipe = {"words": words, "voices": voices, "sizes": sizes, "seed": seed, "version": 2}
+    recipe = {"words": words, "voices": voices, "sizes": sizes, "seed": seed, "version": VERSION}
     if manner != USUAL:
         recipe["manner"] = json.loads(json.dumps(asdict(manner)))  # as it is read back
     if read_made_from(folder) == recipe:
@@ -193,6 +211,7 @@ def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> tuple[float, in
     if manner != USUAL:
         # There are few sentences of one word, and most of them are drawn first.
         random.shuffle(texts)
+    speaker = espeak()
     seconds = 0.0
     count = 0
     for split, size in recipe["sizes"].items():
@@ -205,8 +224,15 @@ def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> tuple[float, in
             if split in manner.in_all_voices:
                 spoken_by = voices
             for voice in spoken_by:
+                samples = speaker.say(text, voice, rate, pitch)
+                if manner.trimmed:
+                    samples = trim(samples)
+                else:
+                    ends = np.random.default_rng([recipe["seed"], count + len(rows)])
+                    samples = recorded(samples, speaker.sample_rate, ends)
                 name = f"audio/{split}_{len(rows):05d}.wav"
-                duration = _speak(folder / name, text, voice, rate, pitch, manner.trimmed)
+                write_wav(folder / name, samples, speaker.sample_rate)
+                duration = len(samples) / speaker.sample_rate
                 seconds += duration
                 row = {"audio_filepath": name, "text": text, "duration": round(duration, 3)}
                 rows.append({**row, "speaker": voice})
@@ -214,13 +240,3 @@ def _write_corpus(folder: Path, recipe: dict, manner: Manner) -> tuple[float, in
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         (folder / f"{split}.json").write_text("".join(lines), encoding="utf-8")
     return seconds, count
-
-
-def _speak(path: Path, text: str, voice: str, rate: int, pitch: int, trimmed: bool) -> float:
-    """Writes a spoken sentence and returns its duration in seconds."""
-    speaker = espeak()
-    samples = speaker.say(text, voice, rate, pitch)
-    if trimmed:
-        samples = trim(samples)
-    write_wav(path, samples, speaker.sample_rate)
-    return len(samples) / speaker.sample_rate

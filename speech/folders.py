@@ -1,38 +1,98 @@
-"""Folders that this project writes: data sets and exported models. They are written aside and
-renamed, and a folder that holds anything else is never replaced."""
+"""Folders that this project writes: data sets, exported models, spoken sentences. They are written
+aside and renamed, and a folder that holds anything else is never replaced."""
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common import files
 from common.errors import UsageError
 
 MADE_FROM = "made_from.json"
+STALE = r"[a-z0-9_]{8}\.(tmp|old)"  # how temporary names end
+READ = 1 << 20  # bytes that are hashed at once
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object], made_from: dict):
     """Calls `fill(temporary_folder)`, renames that folder to `folder` and returns the result of
-    `fill`. `made_from` is stored inside, with the list of files. Replaces an empty folder, and an
-    earlier one of `write_folder` that nobody has changed. Raises `UsageError` for any other folder,
-    `OSError`, and whatever `fill` raises; then the earlier folder is still there."""
+    `fill`. `made_from` is stored inside, with the size and the hash of each file. Replaces an empty
+    folder, and an earlier one of `write_folder` that nobody has changed. Raises `UsageError` for
+    any other folder, `OSError`, and whatever `fill` raises; then the earlier folder is still
+    there."""
     folder = folder.resolve()  # a link to a folder stays
-    require_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(".tmp", f".{folder.name[:200]}.", folder.parent))
-    try:
-        aside.chmod(0o777 & ~files.umask())
+    _remove_stale(folder)
+    require_replaceable(folder)
+    with _temporary(folder) as aside:
         result = fill(aside)
-        content = {"made_from": made_from, "files": _sizes(aside)}
+        content = {"made_from": made_from, "files": {**_hashes(aside)}}
         (aside / MADE_FROM).write_text(json.dumps(content), encoding="utf-8")
         require_replaceable(folder)  # again, because `fill` may have taken hours
         _move(aside, folder)
-        return result
+    return result
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, which is removed at the end unless it was renamed. It is locked
+    as long as this process lives, so that others know it from what a killed process has left."""
+    while True:
+        aside = Path(tempfile.mkdtemp(".tmp", files.hidden(folder), folder.parent))
+        lock = _lock(aside, fcntl.LOCK_EX)
+        if aside.exists():  # or another process has removed it before it was locked
+            break
+        _unlock(lock)
+    try:
+        aside.chmod(0o777 & ~files.umask())
+        yield aside
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        _unlock(lock)
+
+
+def _lock(folder: Path, operation: int) -> int | None:
+    """A descriptor of the folder, which is locked as long as it is open. None if somebody else has
+    locked it, or if it cannot be locked, as on some network file systems."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _unlock(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Removes what a killed process has left of `folder`. If it was killed between two renames, a
+    complete folder gets its name back."""
+    name = re.escape(files.hidden(folder)) + STALE
+    for path in folder.parent.glob(".*"):
+        if not re.fullmatch(name, path.name):
+            continue
+        lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock is None:
+            continue
+        if not folder.exists() and _made(path)[1] and not _changes(path):
+            path.rename(folder)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        _unlock(lock)
 
 
 def _move(aside: Path, folder: Path) -> None:
@@ -40,13 +100,16 @@ def _move(aside: Path, folder: Path) -> None:
     if not folder.exists():
         aside.rename(folder)
         return
-    old = Path(tempfile.mkdtemp(".old", f".{folder.name[:200]}.", folder.parent))
+    lock = _lock(folder, fcntl.LOCK_EX)  # it holds for any name of the folder
+    old = Path(tempfile.mkdtemp(".old", files.hidden(folder), folder.parent))
     folder.rename(old)  # onto an empty folder
     try:
         aside.rename(folder)
     except OSError:
         old.rename(folder)
         raise
+    finally:
+        _unlock(lock)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -65,39 +128,70 @@ def require_replaceable(folder: Path) -> None:
         )
 
 
+def is_replaceable(folder: Path) -> bool:
+    """Whether `write_folder` may replace what is at this path. Raises `OSError`."""
+    return not folder.exists() or (folder.is_dir() and not _changes(folder))
+
+
 def read_made_from(folder: Path) -> dict | None:
     """The `made_from` that `write_folder` stored in the folder; None if there is none, or if files
-    are missing or of another size. Other files may be there too."""
-    made_from, sizes = _made(folder)
-    if not sizes:
+    are missing or of another size. Other files may be there too. Fast: no file is read."""
+    made_from, written = _made(folder)
+    if not written:
         return None
     present = _sizes(folder)
-    is_complete = all(present.get(name) == size for name, size in sizes.items())
+    is_complete = all(present.get(name) == size for name, (size, _) in written.items())
     return made_from if is_complete else None
 
 
-def _made(folder: Path) -> tuple[dict | None, dict]:
-    """The `made_from` of a folder, and the sizes of the files that were written."""
+def _made(folder: Path) -> tuple[dict | None, dict[str, tuple[int, str | None]]]:
+    """The `made_from` of a folder, and the size and the hash of each file that was written. Earlier
+    versions stored sizes only."""
     try:
         content = files.read_json(folder / MADE_FROM, "")
-        return dict(content["made_from"]), dict(content["files"])
-    except (UsageError, KeyError, TypeError, ValueError):
+        written = {}
+        for name, entry in content["files"].items():
+            size, digest = entry if isinstance(entry, list) else (entry, None)
+            written[name] = size, digest
+        return dict(content["made_from"]), written
+    except (UsageError, KeyError, TypeError, ValueError, AttributeError):
         return None, {}
 
 
 def _changes(folder: Path) -> list[str]:
     """The files in which a folder differs from what `write_folder` left; all of them if it did not
     write the folder."""
-    _, sizes = _made(folder)
-    present = _sizes(folder)
-    if not sizes:
+    _, written = _made(folder)
+    if not written:
         return sorted(path.name for path in folder.iterdir())
-    written = (folder / MADE_FROM).stat().st_mtime_ns
-    changed = {name for name in {**sizes, **present} if sizes.get(name) != present.get(name)}
-    for name in present:
-        if (folder / name).lstat().st_mtime_ns > written:
+    sizes = _sizes(folder)
+    changed = {name for name in sizes if name not in written}
+    for name, (size, digest) in written.items():
+        if sizes.get(name) != size or not _is_as_written(folder, name, digest):
             changed.add(name)
     return sorted(changed)
+
+
+def _is_as_written(folder: Path, name: str, digest: str | None) -> bool:
+    if digest is None:
+        return (folder / name).lstat().st_mtime_ns <= (folder / MADE_FROM).stat().st_mtime_ns
+    return _hash(folder / name) == digest
+
+
+def _hashes(folder: Path) -> dict[str, tuple[int, str]]:
+    """The size and the hash of each file below a folder, by its path there."""
+    return {name: (size, _hash(folder / name)) for name, size in _sizes(folder).items()}
+
+
+def _hash(path: Path) -> str:
+    """The hash of a file's content; empty for what is not a regular file."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while block := file.read(READ):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -5,7 +5,6 @@ import json
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +14,15 @@ import torch
 
 from common import batches, files, memory, options
 from common.device import Setup
-from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
+from common.errors import DataError, RunError, cannot_write, reader_has_gone
 from speech import metrics
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
+from speech.augment import read_noises
 from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
 from speech.text import for_scoring, style
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
+STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # how the names of open files begin
 REPORTS = ("transcripts.jsonl",)  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
@@ -33,11 +34,23 @@ STYLES = {  # what a warning says, and the difference between shares of texts th
     "digits": ("digits are", 0.05),
 }
 
-AUGMENTATION = ("spec_augment", "speed_perturbation", "dropout", "label_smoothing")
+REGULARISATION = (
+    "spec_augment speed_perturbation wave_augment noise_dir dropout label_smoothing".split()
+)
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
-EXCLUDES = (*((flag, options.COMMAND, options.TRAINS) for flag in AUGMENTATION),)
-NEEDS = (("output", ("transcribe",), ""), ("piece_seconds", ("transcribe",), ""))
+EXCLUDES = (
+    *((flag, options.COMMAND, options.TRAINS) for flag in REGULARISATION),
+    (
+        "noise_dir",
+        "wave_augment False",
+        "without the second no noise is added; leave one of them out",
+    ),
+)
+NEEDS = (
+    ("output", ("transcribe",), ""),
+    ("piece_seconds", ("transcribe",), ""),
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,20 @@ def add_augmentation(parser) -> None:
         "--speed_perturbation",
         action=options.OnOff,
         help="play at 0.9, 1.0 or 1.1 times the speed (on; off for the demo)",
+    )
+    augmentation.add_argument(
+        "--wave_augment",
+        action=options.OnOff,
+        help=(
+            "add silence at the ends and noise, and change the level (on for released weights; off"
+            " from scratch and for the demo)"
+        ),
+    )
+    augmentation.add_argument(
+        "--noise_dir",
+        type=options.path,
+        metavar="DIR",
+        help="audio files of noise for --wave_augment, instead of white to pink noise",
     )
 
 
@@ -114,7 +141,7 @@ def add_decoding(
     )
     decoding.add_argument(
         "--output",
-        type=options.path,
+        type=options.file,
         metavar="FILE",
         help="write the transcripts to this file as JSON Lines",
     )
@@ -132,17 +159,23 @@ def add_decoding(
 def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
     """Fills in the defaults of these flags and returns what they ask for, also after
     `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
-    augment by default (`augments`), and except in a demo, whose voices hardly vary; a plan without
-    data is of training with augmentation. `beam_size` is the default. Raises `UsageError`."""
+    augment by default (`augments`), and except in a demo, whose voices hardly vary; --wave_augment
+    also needs released weights. A plan without data is of training with augmentation. `beam_size` is the default. Raises `UsageError`, and
+    `DataError` for a file in --noise_dir."""
     augment = augments and (not is_demo or options.plans(args))
+    if getattr(args, "noise_dir", None):
+        args.wave_augment = True
+        read_noises(args.noise_dir)  # what is wrong with it is reported now
     for name in ("spec_augment", "speed_perturbation"):
         if getattr(args, name, False) is None:
             setattr(args, name, augment)
+    if getattr(args, "wave_augment", False) is None and not augment:
+        args.wave_augment = False  # None: if the weights are released ones
     if beam_size and args.beam_size is None:
         args.beam_size = beam_size
     output = getattr(args, "output", None)
     if output:
-        check_output(output)
+        check_output(output, options.paths_in(args, "output"))
     return Options(
         method=getattr(args, "decoding", None),
         beam_size=getattr(args, "beam_size", None),
@@ -253,31 +286,28 @@ def warn_of_style(texts: list[str], rows: list[dict]) -> None:
 def is_stream(path: Path) -> bool:
     """Whether a path is a device or a pipe, such as /dev/stdout: it is written to and not
     replaced."""
-    return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file())
+    return str(path).startswith(STREAMS) or (
+        path.exists() and not (path.is_file() or path.is_dir())
+    )
 
 
-def check_output(output: str) -> None:
-    """Raises `UsageError` if --output would replace anything but transcripts, or cannot be
-    written."""
+def check_output(output: str, inputs: Iterable[str]) -> None:
+    """Raises `UsageError` if --output would replace anything but transcripts, or one of `inputs`,
+    or cannot be written."""
     path = Path(output)
-    try:
-        if path.is_dir():
-            raise UsageError(f"--output {output}: it is a folder; name a file")
-        if is_stream(path):
-            return
-        for place in (path, Path(f"{output}.partial")):
-            if not place.exists():
-                continue
-            with place.open("rb") as file:
-                beginning = file.read(len(TRANSCRIPT))
-            if beginning not in (b"", TRANSCRIPT):
-                raise UsageError(
-                    f"--output {place}: it exists and does not hold transcripts; choose another"
-                    " file"
-                )
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise UsageError(f"--output {output}: {error.strerror}") from None
+    if not is_stream(path):
+        files.require_output(output, "--output", inputs, _holds_transcripts)
+        files.require_output(partial_of(path), "--output", inputs, _holds_transcripts)
+
+
+def _holds_transcripts(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(TRANSCRIPT)) in (b"", TRANSCRIPT)
+
+
+def partial_of(path: Path) -> Path:
+    """Where transcripts are kept if a command ends before its last file."""
+    return path.with_name(f"{path.name}.partial")
 
 
 def join_records(records: list[dict], pieces: list[Piece], cutting: Cutting) -> dict:
@@ -400,7 +430,7 @@ def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
                 raise
 
     def keep_partial(target: Path) -> None:
-        partial = path.with_name(f"{path.name}.partial")
+        partial = partial_of(path)
         files.write_file(partial, lambda copy: shutil.copyfile(target, copy))
         print(f"the first {count} transcripts are in {partial}", file=sys.stderr)
 

@@ -166,6 +166,8 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         require_source(path, flag, forms)
     if args.export:
         model_files.require_export(args.export)  # now, not after hours of training
+        for folder in (args.checkpoint_dir, args.log_dir, Path(args.output_dir)):
+            refuse_overlap(Path(args.export), folder)
     if not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
     return Origin(
@@ -181,6 +183,15 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         export=args.export,
         forms=forms,
     )
+
+
+def refuse_overlap(export: Path, folder: Path) -> None:
+    """Raises `UsageError` if the files of a run in `folder` would lie in the export."""
+    if folder.resolve().is_relative_to(export.resolve()):
+        raise UsageError(
+            f"--export {export}: this run writes in {folder}; name a folder of its own for the"
+            " export"
+        )
 
 
 def require_source(path: str, flag: str, forms: Forms) -> None:

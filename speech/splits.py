@@ -66,7 +66,9 @@ def sample_count(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{error} (-1 means all)") from None
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser, allow_unknown: bool = False) -> None:
+    """The flags of data. `allow_unknown`: with the flag for `speech.unknown.check_unknown`, for a
+    recipe whose vocabulary can lack characters."""
     group = parser.add_argument_group("data")
     group.add_argument(
         "--train_manifest",
@@ -96,6 +98,13 @@ def add_arguments(parser) -> None:
     )
     _add_limits(group)
     _add_checks(parser, group)
+    if allow_unknown:
+        group.add_argument(
+            "--allow_unknown",
+            action=options.OnOff,
+            default=False,
+            help="also use texts of which the vocabulary lacks over 5 %% of the characters (off)",
+        )
 
 
 def _add_limits(group) -> None:

@@ -3,6 +3,7 @@
 import io
 import unicodedata
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from common.errors import DataError, UsageError, require
 from common.files import read_json
@@ -59,6 +60,11 @@ class CharTokenizer:
         self.size = len(characters) + 1
         self.unknown = 0
         self.spaces = set(self.encode(" ")) - {self.unknown}
+
+    @property
+    def pieces(self) -> list[str]:
+        """By id, as a `SentencePieceTokenizer` has them."""
+        return ["<unk>", *("\u2581" if c == " " else c for c in self.characters)]
 
     def encode(self, text: str) -> list[int]:
         return [self.index.get(character, self.unknown) for character in text]
@@ -169,9 +175,9 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> Sentenc
     return SentencePieceTokenizer(model.getvalue())
 
 
-def make_tokenizer(state: dict, size: int):
-    """The tokenizer with this `state()` and `size`, from a checkpoint. Raises `UsageError` if it is
-    damaged."""
+def make_tokenizer(state: dict, size: int, source: str | Path = "the checkpoint"):
+    """The tokenizer with this `state()` and `size`, from the file `source`. Raises `UsageError` if
+    it is damaged."""
     try:
         if state["kind"] == "sentencepiece":
             tokenizer = SentencePieceTokenizer(bytes.fromhex(state["model"]))
@@ -180,5 +186,5 @@ def make_tokenizer(state: dict, size: int):
     except (ValueError, RuntimeError):
         tokenizer = None
     if tokenizer is None or tokenizer.size != size:
-        raise UsageError("the tokenizer in the checkpoint is damaged")
+        raise UsageError(f"{source}: its tokenizer is damaged")
     return tokenizer

@@ -22,7 +22,7 @@ LOSS_WEIGHTS = {"first": 0.3, "ctc": 0.7}
 CHARACTERS = list("abcd")
 SHORT = (
     "--device cpu --dataloader_num_workers 0 --no_tensorboard --num_epochs 1 --warmup_steps 2"
-    " --log_every 1 --save_every 0"
+    " --log_every 1 --save_every 0 --eval_every 0"
 )
 
 

@@ -1,6 +1,7 @@
 """The walls of the house, read from the syntax trees: who may import whom, and who may ask what."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -80,6 +81,12 @@ def test_speech_knows_no_loop():
     for path in modules("speech"):
         used = {name.split(".")[1] for name in imported(tree_of(path)) if name[:7] == "common."}
         assert used <= set(SPEECH_MAY_USE), label(path)
+
+
+def test_manifests_and_headers_are_read_without_torch():
+    """What a script asks before it starts a run must answer at once."""
+    command = "import sys, speech.manifest, speech.headers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], cwd=ROOT).returncode == 0
 
 
 def test_nobody_asks_whether_a_run_is_only_planned():

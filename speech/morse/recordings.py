@@ -8,7 +8,7 @@ import math
 import multiprocessing.connection
 import os
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from speech.manifest import check_encoding, find_audio, parse
 from speech.morse.alphabet import CALLSIGN, SYMBOLS, normalise, symbols
 from speech.morse.synthesis import Conditions, draw_conditions, synthesise
 from speech.splits import draw, drop, report_rejections
+from speech.unknown import named
 
 METADATA = [
     "id",
@@ -323,9 +324,11 @@ def from_corpus(corpus: Corpus, name: str, strict: bool) -> Recordings:
     under `name`."""
 
     def fault(index: int) -> tuple[str, str] | None:
-        if set(symbols(corpus.texts[index])).issubset(SYMBOLS):
+        labels = symbols(corpus.texts[index])
+        if set(labels).issubset(SYMBOLS):
             return None
-        return NO_CODE, corpus.texts[index][:60]
+        others = Counter(label for label in labels if label not in SYMBOLS)
+        return NO_CODE, f"{corpus.texts[index][:60]} ({named(others, 5)})"
 
     corpus = drop(corpus, name, fault, strict)
     count = len(corpus)

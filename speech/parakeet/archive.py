@@ -8,6 +8,7 @@ import gzip
 import re
 import shutil
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -35,9 +36,19 @@ DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 # --- reading --------------------------------------------------------------------------------------
 
 
-def unpack(path: Path, folder: Path) -> dict[str, bytes]:
-    """Copies the checkpoint of an archive to `folder` / CKPT, and returns the yaml and the
-    SentencePiece models by name. Other members are skipped. Raises `UsageError`."""
+def temporary_folder(path: Path) -> tempfile.TemporaryDirectory:
+    """Where `unpack` can put the checkpoint of the archive `path`. Raises `UsageError`."""
+    try:
+        return tempfile.TemporaryDirectory()
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be unpacked: {error.strerror}; name a folder in TMPDIR"
+        ) from None
+
+
+def unpack(path: Path, folder: Path | None = None) -> dict[str, bytes]:
+    """Copies the checkpoint of an archive to `folder` / CKPT, if one is given, and returns the yaml
+    and the SentencePiece models by name. Other members are skipped. Raises `UsageError`."""
     model_files.refuse_pointer(path)
     try:
         with open(path, "rb") as file:
@@ -58,8 +69,10 @@ def unpack(path: Path, folder: Path) -> dict[str, bytes]:
         ) from None
     except OSError as error:
         reason = error.strerror or error
-        raise UsageError(f"{path} cannot be unpacked in {folder.parent}: {reason}") from None
-    for name, is_there in ((YAML, YAML in members), (CKPT, (folder / CKPT).is_file())):
+        where = f"unpacked in {folder.parent}" if folder else "read"
+        raise UsageError(f"{path} cannot be {where}: {reason}") from None
+    needed = {YAML: YAML in members, CKPT: folder is None or (folder / CKPT).is_file()}
+    for name, is_there in needed.items():
         if not is_there:
             raise UsageError(f"{path} is not a .nemo archive: it lacks {name}")
     return members
@@ -87,7 +100,7 @@ class _Stream:
         return self.file.tell()
 
 
-def _read_members(archive: tarfile.TarFile, path: Path, folder: Path) -> dict[str, bytes]:
+def _read_members(archive: tarfile.TarFile, path: Path, folder: Path | None) -> dict[str, bytes]:
     names = set()
     texts = {}
     for member in archive:
@@ -99,7 +112,7 @@ def _read_members(archive: tarfile.TarFile, path: Path, folder: Path) -> dict[st
             continue
         if _is_text(name):
             texts[name] = archive.extractfile(member).read()
-        elif name == CKPT:
+        elif name == CKPT and folder:
             with open(folder / CKPT, "wb") as file:
                 shutil.copyfileobj(archive.extractfile(member), file, 1 << 20)
     return texts

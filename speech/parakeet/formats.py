@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -319,15 +318,7 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     extras of a Hugging Face folder, a `.nemo`, or a folder that holds one. Extras: `tokenizer` (see
     tokenizer.py), `source` (the settings that an export keeps), `loss` (sigma, omega, reduction).
     Runs no code in the files. Raises `UsageError`."""
-    path = Path(path)
-    if os.path.isdir(path) and not (path / "config.json").is_file():
-        archives = sorted(path.glob("*.nemo"))
-        if len(archives) > 1:
-            raise UsageError(
-                f"{path} holds {len(archives)} .nemo archives and no config.json: name one of them"
-            )
-        if archives:
-            path = archives[0]
+    path = _place(path)
     read = _read_folder if os.path.isdir(path) else _read_nemo
     weights, config, extras = read(path)
     model_files.check_shapes(weights, expected_shapes(config), path, "Parakeet-TDT")
@@ -338,6 +329,30 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
             f" {config['vocabulary']}"
         )
     return weights, config, extras
+
+
+def read_tokenizer(path: str | Path) -> dict:
+    """The tokenizer's state of what `read_model` takes, without its weights. Raises
+    `UsageError`."""
+    path = _place(path)
+    if os.path.isdir(path):
+        return _read_tokenizer(path)
+    members = archive.unpack(path)
+    return _sentencepiece(archive.load_yaml(members[archive.YAML], path), members, path)
+
+
+def _place(path: str | Path) -> Path:
+    """A Hugging Face folder, or a `.nemo`, also if only the folder that holds it is named."""
+    path = Path(path)
+    if os.path.isdir(path) and not (path / "config.json").is_file():
+        archives = sorted(path.glob("*.nemo"))
+        if len(archives) > 1:
+            raise UsageError(
+                f"{path} holds {len(archives)} .nemo archives and no config.json: name one of them"
+            )
+        if archives:
+            return archives[0]
+    return path
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
@@ -401,7 +416,7 @@ def _read_tokenizer(folder: Path) -> dict:
 def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     if path.suffix == ".safetensors":
         raise UsageError(f"{path}: give the folder that holds it and config.json, not the file")
-    with tempfile.TemporaryDirectory() as folder:
+    with archive.temporary_folder(path) as folder:
         members = archive.unpack(path, Path(folder))
         content = archive.load_yaml(members[archive.YAML], path)
         config = _nemo_config(content, path)
@@ -491,6 +506,17 @@ def _sentencepiece(content: dict, members: dict[str, bytes], path: Path) -> dict
 
 
 # --- exporting ------------------------------------------------------------------------------------
+
+
+def check_form(form: str, config: dict, extras: dict) -> None:
+    """Raises `UsageError` if `export` cannot write such a model in this form."""
+    pieces = tokenizer.pieces(extras["tokenizer"])
+    if form == "nemo":
+        nemo_settings(config, pieces, extras)
+        tokenizer.sentencepiece_model(extras["tokenizer"])
+    else:
+        hf_settings(config, pieces, extras)
+        tokenizer.hf_files(extras["tokenizer"])
 
 
 def export(

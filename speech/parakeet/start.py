@@ -2,22 +2,37 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 
-from common import options
+from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import recogniser, released, text
 from speech.layers import quieten_branches
 from speech.parakeet import formats
 from speech.parakeet.model import Parakeet
-from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pad_pieces
+from speech.parakeet.tokenizer import (
+    BLANK,
+    STATE,
+    ParakeetTokenizer,
+    make_tokenizer,
+    pad_pieces,
+    pieces,
+)
 from speech.released import Origin
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
+# The tensors with a row for each token.
+ROWS = (
+    "decoder.embedding.weight",
+    "joint.head.weight",
+    "joint.head.bias",
+    "ctc_head.weight",
+    "ctc_head.bias",
+)
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
 SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
 CTC_WEIGHT = 0.3  # share of the CTC head's loss, as in NVIDIA's hybrid models
@@ -29,6 +44,9 @@ MANY_HOURS = 20.0
 SMALL_WIDTH = 256
 SMALL_RATE = 2e-3
 SCRATCH_RATE = 5e-4
+NEW_ROWS_RATE = 1e-3  # of the pieces that --train_tokenizer adds to a released model
+NOISE = 0.1  # their first deviation from the mean of the old rows, in deviations of these
+NEW_PIECES = 1024  # of --train_tokenizer bpe
 
 FORMS = released.Forms(
     family="Parakeet-TDT",
@@ -37,17 +55,17 @@ FORMS = released.Forms(
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
+NEW_VOCABULARY = (
+    "make a new vocabulary from the training texts with --train_tokenizer bpe --vocab_size 1024"
+)
 TRAINING = (
-    "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
+    "train_tokenizer", "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
 )  # fmt: skip
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *released.EXCLUDES,
     ("transcribe", "export", "give one of them"),
-    *(
-        (model, "vocab_size", "a released model has its own vocabulary; leave the second out")
-        for model in released.MODELS
-    ),
+    ("vocab_size", "train_tokenizer char", "the second has the characters of the training texts"),
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (("export_format", ("export",), ""),)
@@ -63,24 +81,29 @@ LOSS = {  # a schema of records.mismatch
 class ModelInfo:
     """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
     settings (`ctc` is the share of the CTC head's loss), the settings of the released model that an
-    export keeps, and whether it began from released weights."""
+    export keeps, whether it began from released weights, and whether its vocabulary was made from
+    the training texts. `new_pieces`: the ids of pieces that the released model does not have, which
+    learn at a rate of their own."""
 
     config: Annotated[dict, formats.CONFIG]
     tokenizer: Annotated[dict, STATE]
     loss: Annotated[dict, LOSS]
     source: dict
     pretrained: bool
+    own_vocabulary: bool = False
+    new_pieces: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Options:
     """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
-    `characters`: whether the tokens of a model from scratch are characters. `loss`: settings that
+    `tokenizer`: the kind of the pieces that are made from the training texts, "bpe" or "char"; None
+    for the model's own, or a new model's usual ones. `loss`: settings that
     replace the model's. `export_format`: "hf" or "nemo"."""
 
     origin: Origin
     how: recogniser.Options
-    characters: bool
+    tokenizer: str | None
     vocab_size: int | None
     loss: dict
     export_format: str
@@ -100,7 +123,18 @@ def add_arguments(parser) -> None:
         "--vocab_size",
         type=options.number(int, 2, formats.CONFIG["vocabulary"][-1]),
         metavar="N",
-        help="SentencePiece BPE pieces of a model from scratch (by --model_size; demo: characters)",
+        help=(
+            f"pieces of --train_tokenizer bpe ({NEW_PIECES}; from scratch by --model_size; demo:"
+            " characters)"
+        ),
+    )
+    group.add_argument(
+        "--train_tokenizer",
+        choices=["bpe", "char"],
+        help=(
+            "make a new vocabulary from the training texts, for a script that the released model"
+            " cannot write (on from scratch)"
+        ),
     )
     loss = parser.add_argument_group("loss")
     loss.add_argument(
@@ -147,6 +181,11 @@ def add_arguments(parser) -> None:
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
     origin = released.resolve(args, FORMS, formats.SIZES, "110m", is_demo)
+    if origin.path and args.vocab_size and not args.train_tokenizer:
+        raise UsageError(
+            f"{origin.flag} and --vocab_size: a released model has its own vocabulary; add"
+            " --train_tokenizer bpe to make a new one, or leave the second out"
+        )
     loss = {
         "sigma": args.tdt_sigma,
         "omega": args.tdt_omega,
@@ -156,7 +195,7 @@ def resolve(args, is_demo: bool) -> Options:
     return Options(
         origin=origin,
         how=recogniser.resolve(args, is_demo),
-        characters=args.model_size == "demo" and args.vocab_size is None,
+        tokenizer=args.train_tokenizer,
         vocab_size=args.vocab_size,
         loss={name: value for name, value in loss.items() if value is not None},
         export_format=args.export_format or "hf",
@@ -166,11 +205,11 @@ def resolve(args, is_demo: bool) -> Options:
 # --- the model ------------------------------------------------------------------------------------
 
 
-def family(asked: Options) -> released.Family:
-    """What speech/released.py has to know of Parakeet."""
+def family(asked: Options, resumes: bool = True) -> released.Family:
+    """What speech/released.py has to know of Parakeet. `resumes`: see `find_conflicts`."""
 
     def conflicts(info: ModelInfo, saved: Saved) -> list[str]:
-        return find_conflicts(asked, info)
+        return find_conflicts(asked, info, resumes)
 
     return released.Family(ModelInfo, read, network, check, conflicts)
 
@@ -214,17 +253,57 @@ def tokenizer_of(info: ModelInfo) -> ParakeetTokenizer:
     return make_tokenizer(info.tokenizer, info.config["vocabulary"])
 
 
-def find_conflicts(asked: Options, info: ModelInfo) -> list[str]:
-    """The flags that contradict a checkpoint, each with what the checkpoint has."""
+def makes_tokenizer(asked: Options, resumed: Saved | None, initial: Saved | None) -> bool:
+    """Whether `choose` makes a tokenizer from the training texts."""
+    origin = asked.origin
+    if resumed:
+        return False
+    if asked.tokenizer:
+        return True
+    return not origin.path and (origin.may_be_random or initial is None)
+
+
+def given_tokenizer(
+    asked: Options, recipe: str, init_from: str | None
+) -> tuple[ParakeetTokenizer | None, bool]:
+    """The tokenizer that a training begins with, read without the weights of a released model, and
+    `ModelInfo.own_vocabulary`. The tokenizer is None if the training texts will make it. Raises
+    `UsageError`."""
+    origin = asked.origin
+    resumed = checkpoint.resume(origin.resume, origin.checkpoint_dir, recipe)
+    initial = None
+    if init_from:
+        initial = checkpoint.read_weights(init_from, recipe, "--init_from")
+    if makes_tokenizer(asked, resumed, initial):
+        return None, True
+    if origin.path and not resumed:
+        state = formats.read_tokenizer(origin.path)
+        is_own = False
+    else:
+        saved = resumed or initial
+        info = records.read(ModelInfo, saved.model_info, saved.path)
+        state = info.tokenizer
+        is_own = info.own_vocabulary
+    return make_tokenizer(state, len(pieces(state))), is_own
+
+
+def find_conflicts(asked: Options, info: ModelInfo, resumes: bool) -> list[str]:
+    """The flags that contradict a checkpoint, each with what the checkpoint has. `resumes`: whether
+    its vocabulary must stay."""
     origin = asked.origin
     found = released.conflicts(origin, info, ("d_model", "layers"))
-    if asked.vocab_size and asked.vocab_size != info.config["vocabulary"]:
+    keeps_vocabulary = resumes or not asked.tokenizer
+    if keeps_vocabulary and asked.vocab_size and asked.vocab_size != info.config["vocabulary"]:
         has = info.config["vocabulary"]
         found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {has})")
+    if asked.tokenizer and resumes and not info.own_vocabulary:
+        has = "the checkpoint has the released model's vocabulary"
+        found.append(f"--train_tokenizer {asked.tokenizer} ({has})")
     if origin.path and info.pretrained:
         theirs, _ = read(origin.path)
-        same_pieces = tokenizer_of(theirs).pieces == tokenizer_of(info).pieces
-        if theirs.config != info.config or not same_pieces:
+        config = {**theirs.config, "vocabulary": info.config["vocabulary"]}
+        is_same = info.own_vocabulary or pieces(theirs.tokenizer) == pieces(info.tokenizer)
+        if config != info.config or not is_same:
             has = "the checkpoint's model has another shape or vocabulary"
             found.append(f"{origin.flag} {origin.path} ({has})")
     return found
@@ -240,36 +319,130 @@ def choose(
     `resumed` is the checkpoint that the run resumes, `initial` that of --init_from. `texts()`
     returns the training texts, for the vocabulary of a model from scratch. Raises `UsageError`."""
     info, weights = released.choose(
-        asked.origin, family(asked), resumed, initial, lambda: from_scratch(asked, texts())
+        asked.origin,
+        family(asked, resumes=resumed is not None),
+        resumed,
+        initial,
+        lambda: from_scratch(asked, texts()),
     )
+    if initial:  # what was new in that run has been trained
+        info = dataclasses.replace(info, new_pieces=[])
+    is_initial = initial and not asked.origin.may_be_random
+    if asked.tokenizer and weights is None and is_initial:
+        weights = {name: tensor.clone() for name, tensor in initial.model.items()}
+    if asked.tokenizer and weights is not None:
+        info, weights = with_new_vocabulary(info, weights, asked, texts())
+    check_export(asked, info)
     return with_loss(info, asked), weights
 
 
 def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
     """A model with random weights and a vocabulary from `texts`."""
     size = asked.origin.size
-    if asked.characters:
-        made = text.train_tokenizer(texts, "char", 0)
-        model = made.model
-        vocabulary = made.size
-    else:
-        wanted = asked.vocab_size or size["vocabulary"]
-        made = text.train_tokenizer(texts, "bpe", wanted)
-        model = made.model
-        # A released size has its vocabulary also if the texts are too short for so many pieces.
-        if made.size < wanted:
-            model = pad_pieces(model, wanted)
-        vocabulary = max(wanted, made.size)
+    kind = asked.tokenizer
+    if kind is None:
+        is_demo = asked.origin.size_name == "demo" and asked.vocab_size is None
+        kind = "char" if is_demo else "bpe"
+    state, vocabulary = train_tokenizer(texts, kind, asked.vocab_size or size["vocabulary"])
     has_ctc = size["ctc"]
     if "ctc" in asked.loss:
         has_ctc = asked.loss["ctc"] > 0
     return ModelInfo(
         config={**size, "vocabulary": vocabulary, "ctc": has_ctc},
-        tokenizer={"sentencepiece": model.hex()},
+        tokenizer=state,
         loss=SCRATCH_LOSS,
         source={},
         pretrained=False,
+        own_vocabulary=True,
     )
+
+
+def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> tuple[dict, int]:
+    """The state of a tokenizer made from `texts`, and its size: `vocab_size` for "bpe", also if the
+    texts are too short for so many pieces, as many as there are characters for "char"."""
+    made = text.train_tokenizer(texts, kind, vocab_size)
+    model = made.model
+    size = made.size
+    if kind == "bpe" and size < vocab_size:
+        model = pad_pieces(model, vocab_size)
+        size = vocab_size
+    return {"sentencepiece": model.hex()}, size
+
+
+def with_new_vocabulary(
+    info: ModelInfo, weights: dict[str, torch.Tensor], asked: Options, texts: Iterable[str]
+) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    """A trained model with a vocabulary from `texts`. Rows of pieces that it has are kept, as are
+    those of blank and durations. The others begin near the mean of all pieces' rows: so they are as
+    likely as each other, and less likely than the blank where that was likely before."""
+    state, size = train_tokenizer(texts, asked.tokenizer, asked.vocab_size or NEW_PIECES)
+    new = dataclasses.replace(
+        info,
+        config={**info.config, "vocabulary": size},
+        tokenizer=state,
+        source=without_token_ids(info.source),
+        own_vocabulary=True,
+    )
+    numbers = {name: row for row, name in enumerate(row_names(info))}
+    rows = [numbers.get(name) for name in row_names(new)]
+    added = [row for row, old in enumerate(rows) if old is None]
+    changed = dict(weights)
+    for name in ROWS:
+        if name in weights:
+            # An embedding and a CTC head end with the blank, and have no rows of durations.
+            count = len(rows) - (len(numbers) - len(weights[name]))
+            changed[name] = with_rows(weights[name], rows[:count], info.config["vocabulary"])
+    print(
+        f"new vocabulary: {size} pieces; rows of {size - len(added)} are the released model's,"
+        f" {len(added)} are new"
+    )
+    return dataclasses.replace(new, new_pieces=added), changed
+
+
+def with_rows(old: torch.Tensor, rows: list[int | None], vocabulary: int) -> torch.Tensor:
+    """The rows of `old` with these numbers. Those for None are near the mean of its first
+    `vocabulary` rows."""
+    pieces = old[:vocabulary]
+    noise = torch.randn(len(rows), *old.shape[1:]) * NOISE * pieces.std(0, correction=0)
+    kept = old[torch.tensor([row or 0 for row in rows])]
+    is_new = torch.tensor([row is None for row in rows]).view(-1, *[1] * (old.dim() - 1))
+    return torch.where(is_new, pieces.mean(0) + noise, kept)
+
+
+def without_token_ids(source: dict) -> dict:
+    """Settings of a released model without ids of its vocabulary."""
+    kept = dict(source)
+    for name in ("config", "generation"):
+        if kept.get(name):
+            kept[name] = {k: value for k, value in kept[name].items() if "token_id" not in k}
+    return kept
+
+
+def exported(info: ModelInfo) -> dict:
+    """What an export has besides weights and configuration."""
+    return {"tokenizer": info.tokenizer, "source": info.source, "loss": info.loss}
+
+
+def check_export(asked: Options, info: ModelInfo) -> None:
+    """Raises `UsageError` if --export is given and its form cannot express this model."""
+    if asked.origin.export:
+        formats.check_form(asked.export_format, info.config, exported(info))
+
+
+def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+    """What the rows of the embedding and of the output layers mean, here and in the weights of
+    --init_from."""
+    if initial is None:
+        return None
+    before = records.read(ModelInfo, initial.model_info, initial.path)
+    return checkpoint.Vocabulary(ROWS, row_names(info), row_names(before))
+
+
+def row_names(info: ModelInfo) -> list[str]:
+    """What each row of the joint network's output means. An embedding and a CTC head have the first
+    of them, up to the blank."""
+    durations = [f"<duration {frames}>" for frames in info.config["durations"]]
+    return [*pieces(info.tokenizer), BLANK, *durations]
 
 
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
@@ -300,7 +473,6 @@ def learning_rate(info: ModelInfo, hours: float) -> float:
 
 def export(asked: Options, info: ModelInfo, weights: dict[str, torch.Tensor]) -> None:
     """Writes a trained model to --export in the form of --export_format."""
-    extras = {"tokenizer": info.tokenizer, "source": info.source, "loss": info.loss}
     folder = asked.origin.export
-    names = formats.export(folder, asked.export_format, weights, info.config, extras)
+    names = formats.export(folder, asked.export_format, weights, info.config, exported(info))
     print(f"exported to {folder}: {', '.join(names)}")

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from common.device import upcast
+from speech import splits
+from speech.audio import SAMPLE_RATE
 from speech.whisper.model import KVCache, Whisper
 from speech.whisper.tokenizer import TIMESTAMPS, WhisperTokenizer
 
@@ -29,6 +31,10 @@ NO_SPEECH_THRESHOLD = 0.6
 CHECK_EVERY = {"cuda": 8}
 LOOP_REPEATS = 4  # see cut_loops
 LOOP_CHARACTERS = 40
+RATE_ITEMS = 200  # training utterances whose tokens per second are measured
+RATE_MARGIN = 1.5  # of what is held out over the densest of them
+SPARE_TOKENS = 4  # that a text of any length may have
+NO_LIMIT = 1e6  # tokens
 
 
 @dataclass(frozen=True)
@@ -105,17 +111,47 @@ def make_search(
     )
 
 
+@dataclass(frozen=True)
+class TokenRate:
+    """How many tokens an utterance can have, by its length. Without such a limit, a single
+    utterance of a hundred whose text does not end adds ten points to the error rate, and so decides
+    which weights are the best."""
+
+    per_second: float
+
+    def limits(self, samples: torch.Tensor) -> torch.Tensor:
+        """(B,) the most tokens of utterances of so many samples (B,)."""
+        most = (samples * (self.per_second / SAMPLE_RATE)).clamp_max(NO_LIMIT)
+        return most.ceil().long() + SPARE_TOKENS
+
+
+def measure_rate(data, seed: int) -> TokenRate:
+    """The rate of the densest of some training utterances, with a margin; no limit if none can be
+    read."""
+    items = splits.some_items(data, seed, RATE_ITEMS)
+    rates = [len(item["ctc_tokens"]) / item["heard"] * SAMPLE_RATE for item in items]
+    return TokenRate(RATE_MARGIN * max(rates, default=math.inf))
+
+
 # --- searches -------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def greedy(
-    model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
+    model: Whisper,
+    encoded: torch.Tensor,
+    mask: torch.Tensor | None,
+    search: Search,
+    limits: torch.Tensor | None = None,
 ) -> list[Hypothesis]:
-    """The most probable token at each step, for each utterance."""
+    """The most probable token at each step, for each utterance. `limits` (B,) on the host: after so
+    many tokens an utterance ends."""
+    if limits is None:
+        limits = torch.full((len(encoded),), search.max_new_tokens)
+    limits = limits.to(encoded.device, non_blocking=True)
 
-    def pick(logits: torch.Tensor, step: int) -> torch.Tensor:
-        return logits.argmax(-1)
+    def pick(logits: torch.Tensor, step: int, active: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(-1).masked_fill(limits[active] <= step, search.eos)
 
     return _extend(model, encoded, mask, search, pick)
 
@@ -136,7 +172,7 @@ def sample(
         encoded.device
     )
 
-    def pick(logits: torch.Tensor, step: int) -> torch.Tensor:
+    def pick(logits: torch.Tensor, step: int, active: torch.Tensor) -> torch.Tensor:
         cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
         drawn = numbers[step] * cumulative[:, -1:]
         return (cumulative <= drawn).sum(-1).clamp_max(logits.shape[1] - 1)
@@ -283,10 +319,10 @@ def _extend(
     encoded: torch.Tensor,
     mask: torch.Tensor | None,
     search: Search,
-    pick: Callable[[torch.Tensor, int], torch.Tensor],
+    pick: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
 ) -> list[Hypothesis]:
-    """One hypothesis per utterance, whose next tokens are `pick(logits (N, V), step)`. Ended ones
-    leave the batch."""
+    """One hypothesis per utterance. Ended ones leave the batch; the next tokens of the others, the
+    numbers `active` (N,), are `pick(logits (N, V), step, active)`."""
     kv_cache, logits, no_speech = _read_prompt(model, encoded, mask, search)
     device = encoded.device
     max_new_tokens = _token_limit(model, search)
@@ -299,7 +335,7 @@ def _extend(
     for step in range(max_new_tokens):
         logits = logits + (bias if step else first_bias)
         # Rows that are done continue until the next check; the rest is cut off below.
-        following = pick(logits, step)
+        following = pick(logits, step, active)
         score = logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(-1)
         scores[active] += score.masked_fill(done, 0.0)
         tokens[active, step] = following
@@ -334,11 +370,13 @@ def greedy_texts(
     encoded: torch.Tensor,
     mask: torch.Tensor | None,
     search: Search,
+    limits: torch.Tensor | None = None,
 ) -> list[str]:
-    """Texts of one greedy pass without fallback, which evaluations during training can afford."""
+    """Texts of one greedy pass without fallback, which evaluations during training can afford.
+    `limits` (B,): the most tokens of each text, see `TokenRate`."""
     return [
         cut_loops(tokenizer.decode(hypothesis.tokens).strip())
-        for hypothesis in greedy(model, encoded, mask, search)
+        for hypothesis in greedy(model, encoded, mask, search, limits)
     ]
 
 

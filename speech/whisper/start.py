@@ -440,6 +440,18 @@ def make_search(asked: Options, info: ModelInfo) -> tuple[WhisperTokenizer, deco
 # --- training -------------------------------------------------------------------------------------
 
 
+def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+    """What the rows of the embedding and of the CTC layer mean, here and in the weights of
+    --init_from. CTC's blank has the number of the end of text."""
+    if initial is None:
+        return None
+    before = records.read(ModelInfo, initial.model_info, initial.path)
+    names = ("decoder.embed_tokens.weight", "ctc_head.weight", "ctc_head.bias")
+    return checkpoint.Vocabulary(
+        names, *(make_tokenizer(each.tokenizer).tokens for each in (info, before))
+    )
+
+
 def learning_rate(info: ModelInfo) -> float:
     """The peak learning rate by the model's width: for fine-tuning a fortieth of pre-training's;
     from scratch that of pre-training, and more for models narrower than the smallest released

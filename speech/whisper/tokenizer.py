@@ -185,6 +185,12 @@ class WhisperTokenizer:
             f" language: {' '.join(near or self.languages)}"
         )
 
+    @property
+    def tokens(self) -> list[str]:
+        """The tokens by id; those of the text in BYTES characters."""
+        names = {i: token for token, i in (*self.vocab.items(), *self.specials.items())}
+        return [names.get(i, f"<unused {i}>") for i in range(self.size)]
+
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`, in which the name of a special token is plain text. As in
         `transformers`, bytes without a token, which only a vocabulary of `train_symbols` has, are

@@ -194,19 +194,14 @@ def kmeans(vectors: torch.Tensor, count: int, generator: torch.Generator) -> tor
 # --- a trained DVAE -------------------------------------------------------------------------------
 
 
-def read_dvae(
-    recipe: str, config: dict, folders: list[Path], expected: dict
-) -> tuple[dict, ModelInfo]:
-    """The weights of the DVAE that was trained into the first of `folders` that has one, as
-    `formats.read_frozen` returns them, and its info. `expected`: the shapes of its tensors. Raises
-    `UsageError`."""
-    paths = [folder / "best.safetensors" for folder in folders]
-    found = [path for path in paths if path.exists()]
-    if not found:
+def read_dvae(recipe: str, config: dict, folder: Path, expected: dict) -> tuple[dict, ModelInfo]:
+    """The weights of the DVAE that was trained into `folder`, as `formats.read_frozen` returns
+    them, and its info. `expected`: the shapes of its tensors. Raises `UsageError`."""
+    path = folder / "best.safetensors"
+    if not path.exists():
         raise UsageError(
-            f"the DVAE of this model is not in {folders[-1]}: name its folder with --model_dir"
+            f"the DVAE of this model is not in {folder}: name its folder with --model_dir"
         )
-    path = found[0]
     saved = checkpoint.read_weights(path, recipe, "--model_dir")
     info = records.read(ModelInfo, saved.model_info, path)
     # in a dry run without values, on the device "meta"

@@ -1,10 +1,10 @@
 """Decoding of XTTS's GPT: codes of sentences, sampled with a key/value cache."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from common.errors import RunError, UsageError
 
@@ -49,8 +49,8 @@ def sample(
     A sentence ends where STOP is drawn, or where it is the most probable token before the
     repetition penalty, because a draw may miss it. A sentence that reaches `max_codes` is drawn
     once more, and a message says so. A seed gives each sentence the same random numbers, whatever
-    it is sampled with. Sentences of the same number of tokens are sampled together. `model` is in
-    evaluation mode. Raises `UsageError` for a sentence beyond the text positions, `RunError` for
+    it is sampled with. Up to `ROWS` sentences of about the same length are sampled together.
+    `model` is in evaluation mode. Raises `UsageError` for a sentence beyond the text positions, `RunError` for
     logits that are not finite."""
     longest = config["text_positions"] - 2
     for number, tokens in enumerate(sentences, 1):
@@ -63,10 +63,12 @@ def sample(
     again = list(range(len(sentences)))
     for draw in (1, 2):
         for rows in _batches(again, sentences):
-            text = [[config["start_text"], *sentences[row], config["stop_text"]] for row in rows]
-            embedded = model.embed_text(torch.tensor(text, device=voice.device))
-            prefix = torch.cat([voice.expand(len(rows), -1, -1), embedded], 1)
-            results = _extend(model, config, prefix, settings, numbers[draw - 1])
+            prefixes = []
+            for row in rows:
+                text = [config["start_text"], *sentences[row], config["stop_text"]]
+                embedded = model.embed_text(torch.tensor([text], device=voice.device))
+                prefixes.append(torch.cat([voice, embedded], 1))
+            results = _extend(model, config, prefixes, settings, numbers[draw - 1])
             for row, result in zip(rows, results, strict=True):
                 spoken[row] = Speech(*result, draw)
         again = [row for row in again if not spoken[row].ended]
@@ -82,24 +84,42 @@ def sample(
 
 
 def _batches(rows: list[int], sentences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Batches of at most `ROWS` sentences with the same number of tokens: there is no mask for
-    padding."""
-    lengths = [len(tokens) for tokens in sentences]
-    for _, group in itertools.groupby(sorted(rows, key=lengths.__getitem__), lengths.__getitem__):
-        while batch := list(itertools.islice(group, ROWS)):
-            yield batch
+    """Batches of at most `ROWS` sentences, those of similar lengths together."""
+    ordered = sorted(rows, key=lambda row: len(sentences[row]))
+    for first in range(0, len(ordered), ROWS):
+        yield ordered[first : first + ROWS]
+
+
+def _fill_cache(model, prefixes: list[torch.Tensor]) -> tuple[torch.Tensor, list, torch.Tensor]:
+    """The last hidden states (B, 1, d) of prefixes (1, T, d), each run alone, their keys and values
+    with padding on the left, and which of these (B, T) are not padding."""
+    runs = [model.run(prefix) for prefix in prefixes]
+    hidden = torch.cat([states[:, -1:] for states, _ in runs])
+    lengths = torch.tensor([prefix.shape[1] for prefix in prefixes], device=hidden.device)
+    longest = int(lengths.max())
+    cache = []
+    for layers in zip(*(layers for _, layers in runs), strict=True):
+        parts = zip(*layers, strict=True)
+        cache.append(
+            [
+                torch.cat([F.pad(part, (0, 0, longest - part.shape[2], 0)) for part in padded])
+                for padded in parts
+            ]
+        )
+    steps = torch.arange(longest, device=hidden.device)
+    return hidden, cache, steps >= longest - lengths[:, None]
 
 
 def _extend(
-    model, config: dict, prefix: torch.Tensor, settings: Sampling, numbers: list[float]
+    model, config: dict, prefixes: list[torch.Tensor], settings: Sampling, numbers: list[float]
 ) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """(codes, latents, ended) for each row of `prefix` (B, T, d). `numbers`: a random number for
-    each step.
+    """(codes, latents, ended) for each of `prefixes` (1, T, d), which may differ in length.
+    `numbers`: a random number for each step.
 
     The latents are the GPT's hidden states at START and at the codes, which Coqui's code computes
     in a second pass."""
-    batch = len(prefix)
-    device = prefix.device
+    batch = len(prefixes)
+    device = prefixes[0].device
     stop = config["stop_audio"]
     forbidden = torch.ones(config["audio_tokens"], dtype=torch.bool, device=device)
     forbidden[: config["codes"]] = False
@@ -108,11 +128,9 @@ def _extend(
     codes: list[list[int]] = [[] for _ in range(batch)]
     states: list[list[torch.Tensor]] = [[] for _ in range(batch)]
     rows = list(range(batch))  # the rows that have not ended
-    cache = None
-    start = torch.full((batch, 1), config["start_audio"], device=device)
-    x = torch.cat([prefix, model.embed_mel(start, 0)], 1)
+    start = model.embed_mel(torch.full((1, 1), config["start_audio"], device=device), 0)
+    hidden, cache, heard = _fill_cache(model, [torch.cat([each, start], 1) for each in prefixes])
     for step, number in enumerate(numbers):
-        hidden, cache = model.run(x, cache)
         logits = model.mel_logits(hidden[:, -1:])[:, 0].double()
         finite = logits.isfinite().all(1)
         logits = logits.masked_fill(forbidden, -torch.inf)
@@ -135,10 +153,13 @@ def _extend(
         if any(stops):
             active = (~ends).nonzero()[:, 0]
             seen = seen[active]
+            heard = heard[active]
             drawn = drawn[active]
             cache = [[keys[active], values[active]] for keys, values in cache]
         seen = seen.scatter(1, drawn[:, None], True)
-        x = model.embed_mel(drawn[:, None], step + 1)
+        if step + 1 < len(numbers):
+            heard = F.pad(heard, (0, 1), value=True)
+            hidden, cache = model.run(model.embed_mel(drawn[:, None], step + 1), cache, heard)
     lines = [torch.tensor(line, dtype=torch.long, device=device) for line in codes]
     return [(lines[row], torch.stack(states[row]), row not in rows) for row in range(batch)]
 

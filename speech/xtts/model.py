@@ -44,9 +44,11 @@ class Attention(nn.Module):
         self.c_attn = Conv1D(d, 3 * d)
         self.c_proj = Conv1D(d, d)
 
-    def forward(self, x: torch.Tensor, cache: list | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cache: list | None = None, heard: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`cache` holds the keys and values (B, H, P, D / H) of earlier positions; this call
-        appends its own."""
+        appends its own. `heard` (B, P + 1), for one position: which keys are not padding."""
         heads = self.c_attn(x).unflatten(-1, (3, self.heads, -1))
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, H, T, D / H)
         if cache:
@@ -56,7 +58,9 @@ class Attention(nn.Module):
             cache[:] = k, v
         dropout = self.dropout if self.training else 0.0
         is_one = q.shape[2] == 1  # a single query attends to all keys
-        if self.sdpa and (is_one or q.shape == k.shape):
+        if heard is not None:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=heard[:, None, None])
+        elif self.sdpa and (is_one or q.shape == k.shape):
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=not is_one)
         else:
             y = explicit_attention(q, k, v, dropout)
@@ -100,8 +104,10 @@ class Block(nn.Module):
         self.mlp = MLP(d, dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, cache: list | None = None) -> torch.Tensor:
-        x = x + self.dropout(self.attn(self.ln_1(x), cache))
+    def forward(
+        self, x: torch.Tensor, cache: list | None = None, heard: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = x + self.dropout(self.attn(self.ln_1(x), cache, heard))
         return x + self.mlp(self.ln_2(x))
 
 
@@ -263,12 +269,15 @@ class GPT(nn.Module):
             x = block(x)
         return self.final_norm(self.gpt.ln_f(x))
 
-    def run(self, x: torch.Tensor, cache: list | None = None) -> tuple[torch.Tensor, list]:
+    def run(
+        self, x: torch.Tensor, cache: list | None = None, heard: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, list]:
         """Hidden states as `hidden` returns them, of positions that follow those in `cache`, and
-        the extended cache: keys and values of each layer."""
+        the extended cache: keys and values of each layer. `heard` (B, P + 1), for a position after
+        others of different lengths: which of the P + 1 are not padding."""
         cache = [[] for _ in self.gpt.h] if cache is None else cache
         for block, past in zip(self.gpt.h, cache, strict=True):
-            x = block(x, past)
+            x = block(x, past, heard)
         return self.final_norm(self.gpt.ln_f(x)), cache
 
     def mel_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -4,19 +4,28 @@ the GPT's text embedding and head.
 The functions return a new `ModelInfo` and new weights; those that they are given stay as they
 are."""
 
+import functools
+import itertools
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
 from common.errors import UsageError
-from speech import amharic
 from speech.xtts.texts import CARRIER, TextOptions, Texts
 from speech.xtts.tokenizer import Vocabulary, add_pieces, add_tokens, learn_merges, new_rows
 
 SEED = 0  # of the row of a language
 TEXT_ROWS = ("text_embedding.weight", "text_head.weight", "text_head.bias")  # a row for each token
+
+# The scripts of Coqui's languages, by the first words of their characters' names.
+SCRIPTS = (
+    "LATIN", "CYRILLIC", "ARABIC", "DEVANAGARI", "CJK", "HANGUL", "HIRAGANA", "KATAKANA",
+    "KATAKANA-HIRAGANA", "HALFWIDTH", "FULLWIDTH", "MODIFIER", "COMBINING", "FEMININE", "MASCULINE",
+)  # fmt: skip
+OWN_MARKS = range(0x0370, 0x2000)  # punctuation that belongs to a script
 
 Weights = dict[str, torch.Tensor] | None  # the GPT's; None: random ones
 
@@ -39,16 +48,17 @@ def add_language(info, weights: Weights):
     return _with_rows(info, weights, SEED)
 
 
-def extend(info, weights: Weights, texts: Iterable[str], asked: TextOptions):
-    """The info and weights of a new model whose vocabulary is extended, as `asked`, by the
-    characters of the training `texts` that it lacks and by pieces of Ethiopic words; and the number
-    of new tokens. Texts without the new characters keep their tokens. Raises `UsageError`."""
+def extend(info, weights: Weights, texts: Sequence[str], asked: TextOptions):
+    """The info and weights of a new model whose vocabulary is extended, as `asked`, by the letters
+    and marks that it lacks in `texts`, what it reads of the training texts, and by pieces of words
+    in scripts that none of Coqui's languages has; and the number of new tokens. Texts without the
+    new letters keep their tokens. Raises `UsageError`."""
     kind = asked.extend_vocab
     size = asked.vocab_size
     if not kind:
         return info, weights, 0
-    words, count = _count_words(Texts(info), texts)
-    characters = " ".join(sorted(set().union(*words)))
+    words = _count_words(texts)
+    characters = " ".join(sorted(filter(_is_learned, set().union(*words))))
     lacking = sorted(Vocabulary(info.vocab).lacking(characters))
     merges = []
     if kind == "bpe":
@@ -57,7 +67,7 @@ def extend(info, weights: Weights, texts: Iterable[str], asked: TextOptions):
                 f"--vocab_size {size} is too few for the {len(lacking)} characters that are new:"
                 " raise it"
             )
-        merges = learn_merges(_ethiopic(words), size - len(lacking))
+        merges = learn_merges(_runs(words), size - len(lacking))
     before = info.config["text_tokens"]
     info = replace(
         info,
@@ -71,7 +81,7 @@ def extend(info, weights: Weights, texts: Iterable[str], asked: TextOptions):
         print(f"vocabulary: no new tokens ({kind}): it has those of the training texts")
         return info, weights, 0
     if weights is not None:
-        _set_biases(weights["text_head.bias"], added, _shares(Texts(info), words, count))
+        _set_biases(weights["text_head.bias"], added, _shares(Texts(info), words, len(texts)))
     print(f"vocabulary: {added} new tokens ({kind}), {before + added} in all")
     return info, weights, added
 
@@ -107,27 +117,43 @@ def fit_new_tokens(model, added: int, forward: Callable[[], object]) -> None:
     bias[-added:] += float(torch.cat(levels).mean() - bias[:-added].double().cpu().logsumexp(0))
 
 
-def _count_words(reader: Texts, texts: Iterable[str]) -> tuple[Counter[str], int]:
-    """The frequencies of the words, and of the spaces between them, in what the model reads, and
-    the number of texts."""
+def _count_words(texts: Iterable[str]) -> Counter[str]:
+    """The frequencies of the words, and of the spaces between them."""
     words = Counter()
-    count = 0
     for text in texts:
-        parts = reader.read(text).split(" ")
+        parts = text.split(" ")
         words.update(parts)
         words[" "] += len(parts) - 1
-        count += 1
-    return words, count
+    return words
 
 
-def _ethiopic(words: Counter[str]) -> Counter[str]:
-    """The frequencies of the runs of Ethiopic letters in words. Merges of these change no text
-    without such letters."""
+def _is_learned(character: str) -> bool:
+    """Whether a character can become a token: small letters, marks, and the marks of a script that
+    end sentences. Coqui's code never lets a capital or a double quote reach the model."""
+    kind = unicodedata.category(character)
+    is_own_mark = kind == "Po" and ord(character) in OWN_MARKS
+    return kind in ("Ll", "Lo", "Lm", "Mn", "Mc") or is_own_mark
+
+
+def _script(character: str) -> str:
+    """The first word of a character's name, which is its script: ETHIOPIC, LATIN."""
+    return unicodedata.name(character, "").split(" ")[0]
+
+
+def _runs(words: Counter[str]) -> Counter[str]:
+    """The frequencies of the runs of letters and marks of a script that no language of Coqui has.
+    Merges of these change no text without such letters."""
     runs = Counter()
     for word, count in words.items():
-        for run in amharic.WORD.findall(word):
-            runs[run] += count
+        for is_other, run in itertools.groupby(word, _is_of_other_script):
+            if is_other:
+                runs["".join(run)] += count
     return runs
+
+
+@functools.cache
+def _is_of_other_script(character: str) -> bool:
+    return unicodedata.category(character)[0] in "LM" and _script(character) not in SCRIPTS
 
 
 def _shares(reader: Texts, words: Counter[str], count: int) -> torch.Tensor:
@@ -149,10 +175,11 @@ def _with_rows(info, weights: Weights, seed: int):
     configuration says."""
     before = info.config["text_tokens"]
     size = Vocabulary(info.vocab).size
+    new = info.new_tokens + size - before
     if weights is not None:
         generator = torch.Generator().manual_seed(seed)
         weights = dict(weights)
         for name in TEXT_ROWS:
             rows = new_rows(weights[name], size - before, generator)
             weights[name] = torch.cat([weights[name], rows])
-    return replace(info, config={**info.config, "text_tokens": size}), weights
+    return replace(info, config={**info.config, "text_tokens": size}, new_tokens=new), weights

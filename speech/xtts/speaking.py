@@ -13,8 +13,16 @@ import torch.nn.functional as F
 
 from common import files, options
 from common.errors import UsageError, cannot_write
-from speech.audio import int16, read_audio, read_utterance, write_wav
+from speech.audio import (
+    int16,
+    is_own_speech,
+    read_audio,
+    read_utterance,
+    write_speech,
+    write_wav,
+)
 from speech.columns import Corpus
+from speech.folders import is_replaceable, write_folder
 from speech.xtts import decoding
 from speech.xtts.codec import SAMPLE_RATE, code_count
 from speech.xtts.decoding import Sampling, Speech
@@ -47,6 +55,7 @@ FADE_SECONDS = 0.005
 EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export should have
 HEADER = ("audio_file", "text", "speaker_name")  # of the manifests that are written
 KINDS = ("reference", "resynthesis", "synthesis")  # of the clips of a held-out sentence
+REPORTS = ("speech",)  # in the log folder
 SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
 LIMIT = 2  # times the codes of its recording, if that is more
 
@@ -106,7 +115,7 @@ def add_arguments(parser) -> None:
     )
     group.add_argument(
         "--output",
-        type=options.path,
+        type=options.file,
         default="speech.wav",
         metavar="FILE",
         help="the wav; several texts get numbers (speech.wav)",
@@ -141,16 +150,20 @@ def add_arguments(parser) -> None:
     )
 
 
-def resolve(args) -> Sampling:
-    """Checks the flags of --synthesize and returns how codes are drawn. Raises `UsageError`."""
+def resolve(args, count: int) -> tuple[Sampling, list[Path]]:
+    """Checks the flags of --synthesize for `count` texts. Returns how codes are drawn, and the file
+    for each text. Raises `UsageError`."""
     for path in args.speaker_wav:
         if not os.path.isfile(path):
             raise UsageError(f"--speaker_wav {path}: no such file")
-    if os.path.isdir(args.output) or not os.access(Path(args.output).parent, os.W_OK):
-        raise UsageError(
-            f"--output {args.output}: it must be a file in a folder that exists and can be written"
-        )
-    return Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
+    outputs = [numbered(args.output, number, count) for number in range(1, count + 1)]
+    inputs = options.paths_in(args, "output")
+    for path in outputs:
+        files.require_output(path, "--output", inputs, is_own_speech)
+    sampling = Sampling(
+        args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed
+    )
+    return sampling, outputs
 
 
 def numbered(output: str, number: int, count: int) -> Path:
@@ -159,6 +172,16 @@ def numbered(output: str, number: int, count: int) -> Path:
     if count == 1:
         return path
     return path.with_name(f"{path.stem}_{number:03d}{path.suffix or '.wav'}")
+
+
+def write(path: Path, waveform: torch.Tensor, rate: int) -> None:
+    """Writes speech (T,) to --output, if `path` is still what `resolve` allows. Raises `UsageError`
+    and `RunError`."""
+    files.require_output(path, "--output", is_earlier=is_own_speech)
+    try:
+        write_speech(path, int16(waveform), rate)
+    except OSError as error:
+        raise cannot_write(path.parent, error, "--output") from None
 
 
 # --- sentences ------------------------------------------------------------------------------------
@@ -278,7 +301,7 @@ def speak(
     """A text as samples (T,) at `frozen.rate`."""
 
     def encode(sentence: str) -> list[int]:
-        return synthesiser.texts.encode(sentence, language)
+        return synthesiser.texts.encode_read(sentence, language)
 
     read = synthesiser.texts.read(text, language)
     sentences = split_sentences(read, synthesiser.longest, lambda piece: len(encode(piece)))
@@ -370,7 +393,7 @@ def speak_corpus(
             file = f"{index + 1:03d}_{kind}.wav"
             rows[kind].append((file, text, name))
             clips[file] = int16(waveform), rate
-    write_speech(folder, clips, rows)
+    write_corpus(folder, clips, rows)
     message = (
         f"{len(corpus)} held-out sentences spoken: {folder}/*_synthesis.wav; manifests beside them"
     )
@@ -382,19 +405,31 @@ def speak_corpus(
     return message
 
 
-def write_speech(
+def write_corpus(
     folder: Path,
     clips: dict[str, tuple[np.ndarray, int]],
     rows: dict[str, list[tuple[str, str, str]]],
 ) -> None:
     """Writes `clips`, {file: (int16 samples, Hz)}, and a manifest of each kind of `rows` (file,
-    text, speaker). Raises `RunError`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    text, speaker) in a new `folder`. An earlier one is replaced if nobody has changed it, and moved
+    to earlier-N/ otherwise. Raises `RunError`."""
+
+    def fill(aside: Path) -> None:
         for file, (samples, rate) in clips.items():
-            write_wav(folder / file, samples, rate)
+            write_wav(aside / file, samples, rate)
         for kind, lines in rows.items():
-            table = ["|".join(cell.replace("|", " ") for cell in row) for row in (HEADER, *lines)]
-            files.write_text(folder / f"{kind}.csv", "\n".join(table) + "\n")
+            table = ["|".join(map(_cell, row)) for row in (HEADER, *lines)]
+            (aside / f"{kind}.csv").write_text("\n".join(table) + "\n", encoding="utf-8")
+
+    try:
+        if folder.is_symlink() or not is_replaceable(folder):
+            name = files.move_aside([folder], [folder.parent])
+            print(f"{folder}: what was there was moved to {folder.parent / name}/")
+        write_folder(folder, fill, {"spoken": len(rows["synthesis"])})
     except OSError as error:
-        raise cannot_write(folder, error, "--output_dir") from None
+        raise cannot_write(folder, error, "--log_dir") from None
+
+
+def _cell(text: str) -> str:
+    """A text as a cell of a manifest, in one line."""
+    return " ".join(text.replace("|", " ").split())

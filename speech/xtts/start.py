@@ -10,7 +10,7 @@ from typing import Annotated
 
 import torch
 
-from common import options, records
+from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import released
@@ -22,6 +22,7 @@ from speech.xtts.tokenizer import LANGUAGE, Vocabulary, new_vocabulary
 
 RECIPE = "xtts_amharic"  # in checkpoints
 DVAE_FOLDER = "dvae"  # beside the checkpoints of a model from scratch
+OF_DVAE = "it is of the DVAE's training; name a checkpoint or weights in the folder above it"
 DVAE_UPDATES = codec_training.STEPS["dvae"]
 FORMS = Forms(
     family="XTTS-v2",
@@ -37,6 +38,7 @@ VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
 SLICES = {"full": (66_150, 132_300), "demo": (11_025, 22_050)}
 FINE_TUNING_RATE = 5e-6
 SCRATCH_RATE = 2e-3
+NEW_ROWS_RATE = 1e-4  # of tokens that are new in a released model
 TEXT_FLAGS = {"use_amharic_g2p", "extend_vocab"}
 
 EXCLUDES = (
@@ -59,7 +61,7 @@ NEEDS = (
 class ModelInfo:
     """What a checkpoint says about its GPT."""
 
-    stage: Annotated[str, {"gpt"}]  # a checkpoint of the DVAE has another one
+    stage: Annotated[str, {"gpt"}, OF_DVAE]
     config: dict  # see `formats.CONFIG`
     vocab: str  # text of vocab.json
     language: str  # of rows without a language
@@ -73,6 +75,7 @@ class ModelInfo:
     licence: bool  # the weights derive from Coqui's
     model_dir: str | None  # the folder of the frozen parts; None: random ones
     dvae: str  # `digest` of the DVAE
+    new_tokens: int = 0  # the last ones, which the released vocabulary lacked
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def add_other_names(parser) -> None:
 
 def resolve(args, is_demo: bool) -> Options:
     """Checks these flags and returns what they ask for. Raises `UsageError`."""
-    language = texts.OTHER_NAMES.get(args.language.lower(), args.language.lower())
+    language = texts.code_of(args.language)
     if not LANGUAGE.fullmatch(f"[{language}]"):
         raise UsageError(f"--language {args.language[:40]}: it must be a code such as am or en")
     origin = released.resolve(args, FORMS, formats.SIZES, "demo", is_demo)
@@ -320,20 +323,33 @@ def conflicts(asked: Options, info: ModelInfo, saved: Saved) -> list[str]:
 
 
 def check_initial(initial: Saved, info: ModelInfo) -> None:
-    """Raises `UsageError` if the model of --init_from has learned other codes, or other tokens of
-    the same ids."""
+    """Raises `UsageError` if the model of --init_from has learned other codes."""
     other = records.read(ModelInfo, initial.model_info, initial.path)
     if info.dvae not in ("", other.dvae):
         raise UsageError(
             f"--init_from {initial.path}: its model has learned the codes of another DVAE; name the"
             " same --model_dir"
         )
-    same_size = other.config["text_tokens"] == info.config["text_tokens"]
-    if same_size and other.vocab != info.vocab:
-        raise UsageError(
-            f"--init_from {initial.path}: its vocabulary has as many tokens, but others; continue"
-            " it with --resume"
-        )
+
+
+def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+    """What the rows of the text embedding and head mean, here and in the weights of --init_from."""
+    if initial is None:
+        return None
+    before = records.read(ModelInfo, initial.model_info, initial.path)
+    names = [Vocabulary(each.vocab).tokens() for each in (info, before)]
+    return checkpoint.Vocabulary(new_tokens.TEXT_ROWS, *names)
+
+
+def new_rows(info: ModelInfo, initial: Saved | None) -> dict[str, list[int]]:
+    """The rows of tokens that the released vocabulary lacked, and that the weights of --init_from
+    have not learned: {parameter: row numbers}."""
+    size = info.config["text_tokens"]
+    rows = range(size - info.new_tokens, size)
+    if named := vocabulary(info, initial):
+        known = set(named.saved)
+        rows = [row for row in rows if named.tokens[row] not in known]
+    return {name: list(rows) for name in new_tokens.TEXT_ROWS} if rows else {}
 
 
 def learning_rate(info: ModelInfo) -> float:
@@ -358,9 +374,12 @@ def frozen_parts(origin: Origin, info: ModelInfo) -> Frozen:
     elif folder is None:
         groups = frozen.random_groups(info.config)
     else:
-        # The run's folder may have moved.
-        beside = [] if origin.path else [checkpoints_of(origin) / DVAE_FOLDER]
-        groups, coder = read_dvae(info.config, [*beside, Path(folder)])
+        folders = [Path(folder)]
+        if not origin.path:
+            # The run's folder may have moved, or the GPT alone: to abandoned-1/.
+            place = checkpoints_of(origin)
+            folders = [place / DVAE_FOLDER, place.parent / DVAE_FOLDER, *folders]
+        groups, coder = read_dvae(info.config, folders, info.dvae)
         if coder.updates < DVAE_UPDATES:
             print(
                 f"warning: the DVAE of this model had {coder.updates} of {DVAE_UPDATES} updates, so"
@@ -381,10 +400,20 @@ def checkpoints_of(origin: Origin) -> Path:
     return origin.checkpoint_dir if origin.resume in (None, "auto") else Path(origin.resume).parent
 
 
-def read_dvae(config: dict, folders: list[Path]) -> tuple[dict, codec_training.ModelInfo]:
-    return codec_training.read_dvae(
-        RECIPE, config, folders, formats.expected_shapes(config)["dvae"]
-    )
+def read_dvae(
+    config: dict, folders: list[Path], wanted: str = ""
+) -> tuple[dict, codec_training.ModelInfo]:
+    """The DVAE in the first of `folders` that has one with the digest `wanted`, else in the first
+    that has one. Raises `UsageError`."""
+    shapes = formats.expected_shapes(config)["dvae"]
+    there = [folder for folder in folders if (folder / "best.safetensors").exists()]
+    first = None
+    for folder in there or folders[-1:]:
+        found = codec_training.read_dvae(RECIPE, config, folder, shapes)
+        first = first or found
+        if frozen.digest(found[0]["dvae"]) == wanted:
+            return found
+    return first
 
 
 def require_vocoder(origin: Origin, config: dict) -> None:

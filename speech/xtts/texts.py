@@ -1,6 +1,8 @@
-"""Texts as XTTS reads them: phonemes or letters, then tokens.
+"""Texts as XTTS reads them: in lower case, without double quotes, with numbers in words, then tokens.
 
-Coqui's vocabulary has no Ethiopic letters. Amharic is read as phonemes in Latin letters that it has
+Languages that Coqui speaks are written as its tokenizer does (`cleaners`). Others are written here,
+so that it leaves them as they are: an export gets the tokens that were trained. The released
+vocabulary has no Ethiopic letters. Amharic is read as phonemes in Latin letters that it has
 (--use_amharic_g2p), or the vocabulary is extended by Ethiopic characters, or by these and pieces of
 words (--extend_vocab, see `new_tokens`)."""
 
@@ -8,20 +10,29 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Annotated
+
+import numpy as np
 
 from common import files, options
 from common.errors import UsageError
 from speech import amharic
-from speech.columns import Corpus
+from speech.columns import Corpus, Strings
+from speech.manifest import check_encoding
 from speech.text import normalise
+from speech.unknown import check_unknown, named
+from speech.xtts import cleaners
 from speech.xtts.tokenizer import MOST_TOKENS, Vocabulary
 
 AMHARIC = "am"
 OTHER_NAMES = {
-    "amh": "am", "amharic": "am", "eng": "en", "fra": "fr", "deu": "de", "spa": "es", "ara": "ar",
-    "ita": "it",
+    "amh": "am", "amharic": "am", "ara": "ar", "ces": "cs", "cze": "cs", "deu": "de", "ger": "de",
+    "eng": "en", "spa": "es", "fra": "fr", "fre": "fr", "hin": "hi", "hun": "hu", "ita": "it",
+    "jpn": "ja", "kor": "ko", "nld": "nl", "dut": "nl", "pol": "pl", "por": "pt", "rus": "ru",
+    "tur": "tr", "zh": "zh-cn", "zho": "zh-cn", "chi": "zh-cn", "cmn": "zh-cn",
 }  # fmt: skip
 # Coqui speaks a language that it does not know as English text that begins with the new token.
 CARRIER = "en"
@@ -31,6 +42,14 @@ PHONEMES = "abcdefghijklmnopqrstuvwxyzäəčšžñı'"
 # The characters of a model from scratch.
 CHARACTERS = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-" + PHONEMES
 ETHIOPIC = re.compile(amharic.ETHIOPIC)
+# Of languages that Coqui does not speak: quotes, and marks that stand for others.
+MARKS = str.maketrans({**dict.fromkeys('"“”„‟«»‹›〝〞＂'), **dict.fromkeys("’‘", "'"), "…": "..."})
+DOTLESS = str.maketrans("Iİ", "ıi")  # capitals of languages with ı
+WITH_DOTLESS = ("az", "crh", "kaa", "tt")
+# Not heard, above all emoji, and what shapes or combines glyphs.
+UNHEARD = ("So", "Sk", "Me", "Cc", "Cf", "Cn", "Co", "Cs")
+VARIANTS = range(0xFE00, 0xFE10)  # select the glyph of the character before
+SIGNS = re.compile(f"[0-9{cleaners.SIGNS}]")  # numbers and signs that are read in words
 FILE = re.compile(r"\S+\.(txt|csv|tsv|json)")  # an argument that must be the name of a file
 
 _LATER = "the vocabulary of a trained model is not extended; leave it out"
@@ -161,13 +180,28 @@ def _switch(flag: str, on: bool) -> str:
     return f"--{flag}" if on else f"--no_{flag}"
 
 
+def code_of(name: str) -> str:
+    """The code of a language that is written in another case, with a region or in another way
+    (en-US, eng, Amharic)."""
+    code = name.lower().replace("_", "-")
+    without_region = code.split("-")[0]
+    return OTHER_NAMES.get(without_region, without_region)
+
+
 def texts_of(wanted: list[str], flag: str = "--synthesize") -> list[str]:
     """The texts of a flag: the name of a file stands for its lines. Raises `UsageError`."""
     lines = wanted
     if len(wanted) == 1 and os.path.isfile(wanted[0]):
-        lines = files.read_text(wanted[0]).splitlines()
+        lines = files.read_text(wanted[0]).split("\n")  # other separators may be within a text
     elif len(wanted) == 1 and FILE.fullmatch(wanted[0]):
         raise UsageError(f"{flag} {wanted[0]}: no such file")
+    for line in lines:
+        try:
+            check_encoding(line)
+        except ValueError:
+            raise UsageError(
+                f"{flag} {line[:40]!r}: it is not UTF-8, or the locale is not: set LC_ALL=C.UTF-8"
+            ) from None
     texts = [normalise(line) for line in lines]
     texts = [text for text in texts if text]
     if not texts:
@@ -179,25 +213,82 @@ def texts_of(wanted: list[str], flag: str = "--synthesize") -> list[str]:
 
 
 class FrontEnd:
-    """Texts of the model's language to what the model reads. Amharic becomes phonemes, or is
-    written without numerals and abbreviations. Other languages are left as they are."""
+    """Texts to what the model reads. `language`: of texts without one. `carried`: Coqui's code takes
+    texts of that language for English."""
 
-    def __init__(self, language: str, text: TextOptions):
+    def __init__(self, language: str, text: TextOptions, carried: bool):
         self.language = language
         self.text = text
+        self.carried = carried
+
+    def language_of(self, language: str | None) -> str:
+        """The language that a row is read in: its own, or the model's if the row has none."""
+        return code_of(language) if language else self.language
 
     def read(self, text: str, language: str | None = None) -> str:
-        if self.language != AMHARIC or language not in (None, "", AMHARIC):
-            return text
-        if self.text.g2p:
-            return amharic.phonemes(text, self.text.lexicon, self.text.epenthesis)
-        has_letters = any(character.isalpha() for character in text)
-        if ETHIOPIC.search(text) or (re.search(r"\d", text) and not has_letters):
-            return amharic.spoken(text)
-        return text
+        """What the model reads of a text."""
+        language = self.language_of(language)
+        is_carried = self.carried and language == self.language
+        if language in cleaners.LANGUAGES:
+            text = cleaners.clean(text, language)
+        elif language == AMHARIC and self.text.g2p:
+            text = plain(amharic.phonemes(text, self.text.lexicon, self.text.epenthesis), language)
+        elif language == AMHARIC:
+            text = plain(amharic.spoken(text), language)
+        else:
+            text = plain(text, language)
+        return cleaners.shield(text) if is_carried else text
 
-    def fault(self, text: str, language: str | None, longest: float) -> None:
-        """None: without a vocabulary every text can be read."""
+    def unread(self, text: str, language: str | None) -> list[str]:
+        """The digits and signs in what `read` has returned, which are not in words because nothing
+        here knows how they are read."""
+        language = self.language_of(language)
+        if language in (
+            cleaners.CHINESE,
+            cleaners.JAPANESE,
+        ):  # tones, and digits as in Coqui's code
+            return []
+        pattern = cleaners.UNREAD if language in cleaners.LANGUAGES else SIGNS
+        return list(dict.fromkeys(pattern.findall(text)))
+
+    def fault(self, read: str, language: str | None, longest: float) -> tuple[str, str] | None:
+        """Why what was `read` of a text cannot be trained on, as (reason, details). None if it
+        can."""
+        if signs := self.unread(read, language):
+            return (
+                f"numbers or signs that are not read in words in {self.language_of(language)}:"
+                " write them as words",
+                f"{' '.join(signs[:20])} in {read[:40]!r}",
+            )
+        return None
+
+
+def plain(text: str, language: str) -> str:
+    """A text of a language that Coqui does not speak: lower case, numbers in words if num2words
+    knows the language, without quotes, emoji and what is not heard."""
+    text = text.translate(MARKS)
+    if language in WITH_DOTLESS:
+        text = text.translate(DOTLESS)
+    text = text.lower()
+    if not text.isascii():
+        text = "".join(_heard(character) for character in text)
+    return " ".join(cleaners.plain_numbers(text, language).split())
+
+
+def _heard(character: str) -> str:
+    """The character; "" if it is not heard, and 0 to 9 for digits of other scripts."""
+    kind = unicodedata.category(character)
+    if kind == "Nd":
+        return str(unicodedata.digit(character))
+    is_kept = kind not in UNHEARD or character in cleaners.SIGNS or character.isspace()
+    return character if is_kept and ord(character) not in VARIANTS else ""
+
+
+def read_corpora(reader: "FrontEnd | Texts", corpora: dict[str, Corpus]) -> None:
+    """Puts what the model reads of each text into the corpora. This is slow, so it is done once."""
+    for corpus in corpora.values():
+        pairs = zip(corpus.texts, corpus.languages, strict=True)
+        corpus.read = Strings(reader.read(*pair) for pair in pairs)
 
 
 class Texts:
@@ -209,9 +300,8 @@ class Texts:
         self.vocabulary = Vocabulary(info.vocab)
         self.language = info.language
         self.unknown = self.vocabulary.unknown
-        self.is_carried = info.carried
         self.is_new = is_new
-        self.front_end = FrontEnd(info.language, info.text)
+        self.front_end = FrontEnd(info.language, info.text, info.carried)
         # When XTTS speaks, the codes follow STOP. In the training of the released model they do not
         # attend to it. A model from scratch that is trained like that adds a syllable at the end,
         # because it has never seen STOP.
@@ -223,29 +313,21 @@ class Texts:
         return self._known(language) or self.language
 
     def _known(self, language: str | None) -> str | None:
-        """The vocabulary's code of a language, which may be in another case or have a region
-        (en-US) or three letters (eng)."""
-        code = (language or "").lower().replace("_", "-")
-        without_region = code.split("-")[0]
-        for each in (code, OTHER_NAMES.get(code), OTHER_NAMES.get(without_region, without_region)):
-            if each in self.vocabulary.languages:
-                return each
-        return None
+        """The vocabulary's code of a language."""
+        code = code_of(language or "")
+        return code if code in self.vocabulary.languages else None
 
     def languages_of(self, corpus: Corpus) -> list[str]:
         """The languages that the rows of a corpus are read in, sorted."""
         return sorted({self.language_of(language) for language in corpus.languages})
 
-    def tokens_of(self, corpus: Corpus) -> list[list[int]]:
-        """The tokens of each row, as they are trained on. Warns of rows with characters, or a
-        language, that the vocabulary lacks."""
-        pairs = zip(corpus.texts, corpus.languages, strict=True)
-        tokens = [self.encode(text, language) + self.ending for text, language in pairs]
-        if unknown := sum(self.unknown in row for row in tokens):
-            print(
-                f"warning: {unknown} texts have characters that the vocabulary lacks: see"
-                " --show_text"
-            )
+    def tokens_of(self, corpus: Corpus) -> list[np.ndarray]:
+        """The tokens (U,) of each row, as they are trained on. Warns of rows with a language that
+        the vocabulary lacks."""
+        tokens = []
+        for read, language in zip(corpus.read, corpus.languages, strict=True):
+            row = self.encode_read(read, language) + self.ending
+            tokens.append(np.array(row, dtype=np.int32))
         foreign = [code for code in corpus.languages if code and not self._known(code)]
         if foreign:
             reason = f"a language that the vocabulary lacks, such as {foreign[0][:20]!r}"
@@ -254,62 +336,66 @@ class Texts:
 
     def read(self, text: str, language: str | None = None) -> str:
         """What the model reads of a text."""
-        return self.front_end.read(text) if self.language_of(language) == self.language else text
+        return self.front_end.read(text, self.language_of(language))
 
     def encode(self, text: str, language: str | None = None) -> list[int]:
         """The tokens of what the model reads of a text, after those of the language."""
-        return self._encode_read(self.read(text, language), language)
+        return self.encode_read(self.read(text, language), language)
 
-    def fault(self, text: str, language: str | None, longest: float) -> tuple[str, str] | None:
-        """Why the model cannot read a text, as (reason, details): the vocabulary has none of its
-        letters, or the text has more than `longest` tokens. None if it can."""
-        prefix = self._encode_read("", language)
-        tokens = self.encode(text, language)[len(prefix) :]
+    def encode_read(self, read: str, language: str | None = None) -> list[int]:
+        """The tokens of what was `read` of a text, after those of the language."""
+        language = self.language_of(language)
+        if self.front_end.carried and language == self.language:
+            return self.vocabulary.encode(f"[{language}]{read}", CARRIER)
+        return self.vocabulary.encode(read, language)
+
+    def fault(self, read: str, language: str | None, longest: float) -> tuple[str, str] | None:
+        """Why the model cannot learn what was `read` of a text, as (reason, details): numbers or
+        signs are not in words, the vocabulary has none of its letters, or it has more than
+        `longest` tokens. None if it can."""
+        if fault := self.front_end.fault(read, self.language_of(language), longest):
+            return fault
+        prefix = self.encode_read("", language)
+        tokens = self.encode_read(read, language)[len(prefix) :]
         written = self.vocabulary.decode([token for token in tokens if token != self.unknown])
         if not any(character.isalnum() for character in written):
             reason = "the vocabulary has none of the text's letters"
-            if self.is_new and ETHIOPIC.search(text):
+            if self.is_new and ETHIOPIC.search(read):
                 reason += ": --use_amharic_g2p or --extend_vocab"
-            return reason, repr(text[:40])
+            return reason, repr(read[:40])
         if len(tokens) > longest:
             return f"text is longer than {longest} tokens", f"{len(tokens)} tokens"
         return None
 
+    def check_unknown(self, corpora: dict[str, Corpus], allow: bool) -> None:
+        """Prints the characters that the vocabulary lacks in what is read of the texts. Raises
+        `DataError` if they are many, unless `allow`."""
+        read = {name: replace(corpus, texts=corpus.read) for name, corpus in corpora.items()}
+        advice = "--extend_vocab adds letters to it" if self.is_new else ""
+        check_unknown(read, self.vocabulary.lacking, allow, advice)
+
     def check(self, text: str) -> str:
         """Returns the text of --synthesize as it is. Raises `UsageError` if the model cannot read
         it, and warns of characters that the vocabulary lacks."""
-        if fault := self.fault(text, None, math.inf):
+        if fault := self.fault(self.read(text), None, math.inf):
             raise UsageError(f"--synthesize: {': '.join(fault)}")
         self.warn(text)
         return text
 
     def warn(self, text: str) -> None:
         """Prints on stderr which characters of a text the vocabulary lacks."""
-        if lacking := self.vocabulary.lacking(self.read(text)):
-            print(
-                f"warning: {text[:40]!r}: the vocabulary lacks {' '.join(lacking[:20])}",
-                file=sys.stderr,
-            )
-
-    def _encode_read(self, text: str, language: str | None) -> list[int]:
-        language = self.language_of(language)
-        if self.is_carried and language == self.language:
-            return self.vocabulary.encode(f"[{language}]{text}", CARRIER)
-        return self.vocabulary.encode(text, language)
+        if lacking := Counter(self.vocabulary.lacking(self.read(text))):
+            print(f"warning: {text[:40]!r}: the vocabulary lacks {named(lacking)}", file=sys.stderr)
 
 
 def show(wanted: list[str], reader: FrontEnd | Texts, longest: int) -> None:
-    """--show_text: prints what `reader` makes of each text, one line each. With a vocabulary, warns
-    on stderr of characters that it lacks and of texts with more than `longest` tokens, which are
-    not trained on."""
+    """--show_text: prints what `reader` makes of each text, one line each. Warns on stderr of
+    numbers and signs that are not in words and, with a vocabulary, of characters that it lacks and
+    of texts with more than `longest` tokens. These are not trained on."""
     for text in texts_of(wanted, "--show_text"):
-        print(reader.read(text))
-        if isinstance(reader, FrontEnd):
-            continue
-        reader.warn(text)
-        count = len(reader.encode(text)) - len(reader.encode(""))
-        if count > longest:
-            print(
-                f"warning: {text[:40]!r}: {count} tokens; training takes {longest} at most",
-                file=sys.stderr,
-            )
+        read = reader.read(text)
+        print(read)
+        if fault := reader.fault(read, None, longest):
+            print(f"warning: {text[:40]!r}: {': '.join(fault)}", file=sys.stderr)
+        if isinstance(reader, Texts):
+            reader.warn(text)

@@ -100,14 +100,18 @@ class Vocabulary:
         return self._tokenizer.encode(f"[{code}]{text}".replace(" ", SPACE)).ids
 
     def lacking(self, text: str) -> list[str]:
-        """The characters of a text that the vocabulary lacks, in order, each once."""
+        """The characters of a text that the vocabulary lacks, in order."""
         spaced = text.replace(" ", SPACE)
         encoding = self._tokenizer.encode(spaced)
-        lacking: dict[str, None] = {}
+        lacking = []
         for token, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
             if token == self.unknown:
-                lacking |= dict.fromkeys(spaced[first:last])
-        return list(lacking)
+                lacking += spaced[first:last]
+        return lacking
+
+    def tokens(self) -> list[str]:
+        """What the V ids stand for."""
+        return [self._tokenizer.id_to_token(i) or f"[no token {i}]" for i in range(self.size)]
 
     def decode(self, tokens: list[int]) -> str:
         """The text of ids below V, without START and STOP. Languages and the unknown token are

@@ -322,21 +322,6 @@ def test_ranks_share_a_global_batch():
         assert sorted(union) == sorted(names(alone[number]))
 
 
-def test_total_steps():
-    made = global_batches(clips(100))
-    assert made.total_steps(small.make_args("unused", "--num_epochs", "3")) == 3 * 17
-    assert (
-        made.total_steps(small.make_args("unused", "--num_epochs", "3", "--max_steps", "20")) == 20
-    )
-    assert (
-        made.total_steps(small.make_args("unused", "--num_epochs", "3", "--max_steps", "2000"))
-        == 3 * 17
-    )
-    assert (
-        made.total_steps(small.make_args("unused", "--num_epochs", "3"), (5, 1)) == 5 + 2 * 17
-    )  # other data before
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_file_stops_the_run_with_its_name(no_hang, workers):
     with pytest.raises(DataError, match=exactly(f"a b.wav is truncated{ADVICE}")):

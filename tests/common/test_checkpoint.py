@@ -289,6 +289,58 @@ def test_init_from_takes_what_fits(tmp_path, capsys):
     assert "\n" not in str(caught.value)
 
 
+class Reader(torch.nn.Module):
+    """An embedding, and an output layer with two more rows."""
+
+    def __init__(self, tokens: int, value: float):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(tokens + 1, 3)
+        self.output = torch.nn.Linear(3, tokens + 3)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(value + torch.arange(p.numel()).view(p.shape))
+
+
+ROWS = ("embedding.weight", "output.weight", "output.bias")
+
+
+@pytest.mark.parametrize("texts", ["cb", "cbd"])
+def test_init_from_copies_rows_by_what_tokens_mean(texts, capsys):
+    old, new = Reader(2, 1000.0), Reader(len(texts), 0.0)
+    before = {name: tensor.clone() for name, tensor in new.state_dict().items()}
+    tokens = [[*texts, "blank", "0", "1"], ["b", "c", "blank", "0", "1"]]
+    vocabulary = checkpoint.Vocabulary(ROWS, *tokens)
+    checkpoint.initialise(new, old.state_dict(), "a.safetensors", vocabulary)
+    for name, tensor in new.state_dict().items():
+        theirs = old.state_dict()[name]
+        for row, token in enumerate(tokens[0][: len(tensor)]):
+            expected = before[name][row]
+            if token in tokens[1]:
+                expected = theirs[tokens[1].index(token)]
+            assert torch.equal(tensor[row], expected), (name, token)
+    count = f"rows of 5 of {len(texts) + 3} tokens are copied, {len(texts) - 2} are new"
+    assert capsys.readouterr().out == f"initialised 3 of 3 tensors from a.safetensors; {count}\n"
+
+
+def test_init_from_says_nothing_of_the_same_tokens(capsys):
+    old, new = Reader(2, 1000.0), Reader(2, 0.0)
+    vocabulary = checkpoint.Vocabulary(ROWS, list("ab012"), list("ab012"))
+    checkpoint.initialise(new, old.state_dict(), "a.safetensors", vocabulary)
+    assert capsys.readouterr().out == "initialised 3 of 3 tensors from a.safetensors\n"
+    assert torch.equal(new.output.weight, old.output.weight)
+
+
+def test_rows_of_another_width_stay_new(capsys):
+    old, new = Reader(2, 1000.0), Reader(2, 0.0)
+    old.embedding = torch.nn.Embedding(3, 7)
+    vocabulary = checkpoint.Vocabulary(ROWS, list("ab012"), list("xb012"))
+    checkpoint.initialise(new, old.state_dict(), "a.safetensors", vocabulary)
+    assert (
+        "initialised 2 of 3 tensors from a.safetensors; new: embedding.weight; rows of 4 of 5"
+        in (capsys.readouterr().out)
+    )
+
+
 def test_optimizer_states_exist_from_the_start_and_survive_regrouping():
     model = small.Network()
     before = small.weights(model)

@@ -4,6 +4,7 @@ and a change of kind."""
 import copy
 import io
 import itertools
+import math
 import sys
 
 import pytest
@@ -607,6 +608,139 @@ def test_a_tied_weight_is_one_parameter(kind):
     assert float(second.state[again.out.weight]["step"]) == 1
 
 
+# --- rows that were drawn new ---------------------------------------------------------------------
+
+OLD, NEW = 7, 4  # rows
+NEW_NUMBERS = (3, 7, 8, 10)  # also among the old ones
+
+
+class Rows(nn.Module):
+    """An embedding, a head and its bias, whose new rows are rows of three weights."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(OLD + NEW, 5)
+        self.head = nn.Linear(5, OLD + NEW)
+        self.to(dtype)
+
+
+class Apart(nn.Module):
+    """The same weights with the new rows as parameters of their own."""
+
+    def __init__(self, model: Rows):
+        super().__init__()
+        new = torch.zeros(OLD + NEW, dtype=torch.bool)
+        new[list(NEW_NUMBERS)] = True
+        for name, p in model.named_parameters():
+            for part, rows in (("old", ~new), ("new", new)):
+                self.register_parameter(
+                    f"{part}_{name.replace('.', '_')}", nn.Parameter(p.detach()[rows].clone())
+                )
+        self.places = new
+
+    def whole(self, name: str) -> torch.Tensor:
+        old, new = (getattr(self, f"{part}_{name.replace('.', '_')}") for part in ("old", "new"))
+        joined = old.new_zeros(OLD + NEW, *old.shape[1:])
+        return joined.masked_scatter(
+            self.places.view(-1, *[1] * (old.dim() - 1)), new
+        ).masked_scatter(~self.places.view(-1, *[1] * (old.dim() - 1)), old)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "offload"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 3e-7), (torch.float64, 1e-15)], ids=str
+)
+def test_new_rows_learn_as_parameters_of_their_own(kind, dtype, tolerance):
+    model = Rows(dtype)
+    apart = Apart(model)
+    names = [name for name, _ in model.named_parameters()]
+    new_rows = optim.NewRows(dict.fromkeys(names, NEW_NUMBERS), 1e-2)
+    optimizer = optim.make_optimizer(model, 1e-4, 0.1, **KINDS[kind], new_rows=new_rows)
+    groups = []
+    for name, p in apart.named_parameters():
+        decay = 0.1 if p.dim() > 1 else 0.0
+        rate = 1e-2 if name.startswith("new") else 1e-4
+        groups.append({"params": [p], "lr": rate, "weight_decay": decay, "initial_lr": rate})
+    peer = torch.optim.AdamW(groups, betas=optim.BETAS, eps=optim.EPSILON, foreach=False)
+    for step in range(20):
+        for p in model.parameters():  # some rows have no gradient, as most embeddings
+            p.grad = torch.randn_like(p) * (torch.rand(p.shape[:1]) < 0.7).view(
+                -1, *[1] * (p.dim() - 1)
+            )
+        if step % 5 == 4:  # without a gradient nothing changes
+            model.head.weight.grad = None
+        for name, p in model.named_parameters():
+            for part, rows in (("old", ~apart.places), ("new", apart.places)):
+                other = getattr(apart, f"{part}_{name.replace('.', '_')}")
+                other.grad = None if p.grad is None else p.grad[rows]
+        for each in (optimizer, peer):
+            for group in each.param_groups:
+                group["lr"] = group["initial_lr"] * 0.9**step
+            each.step()
+    for name, p in model.named_parameters():
+        assert (p - apart.whole(name)).abs().max() < tolerance, name
+    # The rows would have moved by a hundredth of that with the others.
+    assert (model.head.bias - Rows(dtype).head.bias)[list(NEW_NUMBERS)].abs().max() > 1e-2
+
+
+def test_new_rows_in_8_bits_move_by_their_own_rate():
+    pytest.importorskip("bitsandbytes")
+    moved = {}
+    for rate in (None, 1e-3):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"embedding": nn.Embedding(90, 64), "head": nn.Linear(64, 90)})
+        start = copy.deepcopy(model)
+        new_rows = optim.NewRows({"embedding.weight": [89], "head.weight": [0, 5]}, rate or 0.0)
+        optimizer = optim.make_optimizer(
+            model, 1e-5, 0.0, "adamw_8bit", new_rows=new_rows if rate else None
+        )
+        assert optimizer.state[model["head"].weight]["state1"].dtype == torch.uint8
+        for step in range(5):
+            set_gradients(model, step)
+            optimizer.step()
+        moved[rate] = [
+            (new - old).detach()
+            for new, old in zip(model.parameters(), start.parameters(), strict=True)
+        ]
+    for name, rows, number in (("embedding", [89], 0), ("head", [0, 5], 1)):
+        plain, fast = moved[None][number], moved[1e-3][number]
+        others = [row for row in range(90) if row not in rows]
+        assert torch.equal(plain[others], fast[others]), name
+        ratio = fast[rows].norm() / plain[rows].norm()
+        assert abs(ratio - 100) < 0.1, name
+
+
+def test_new_rows_never_learn_more_slowly_than_the_others():
+    moved = []
+    for rate in (1e-3, 1e-2):
+        model = Rows(torch.float32)
+        before = model.head.weight.detach().clone()
+        optimizer = optim.make_optimizer(
+            model, 1e-2, 0.0, new_rows=optim.NewRows({"head.weight": [1]}, rate)
+        )
+        set_gradients(model, 0)
+        optimizer.step()
+        moved.append(model.head.weight.detach() - before)
+    assert torch.equal(*moved)
+
+
+def test_a_scaler_that_skips_a_step_leaves_new_rows_alone():
+    model = Rows(torch.float32)
+    start = copy.deepcopy(model)
+    new_rows = optim.NewRows({"head.weight": [0, 2]}, 1e-2)
+    optimizer = optim.make_optimizer(model, 1e-4, 0.5, new_rows=new_rows)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    for gradient, moves in ((math.inf, False), (1.0, True)):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, gradient)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (largest_difference(model, start) > 0) == moves
+
+
 # --- schedules ------------------------------------------------------------------------------------
 
 
@@ -651,6 +785,67 @@ def test_the_usual_warm_up_is_a_tenth_of_all_updates_and_at_most_2000(total, war
     assert optim.Schedule(optimizer, "cosine", total).warmup == warmup
 
 
+def rates_of(schedule: optim.Schedule, steps: range) -> list[float]:
+    rates = []
+    for step in steps:
+        schedule.set(step)
+        rates.append(schedule.optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("kind", ["inverse_sqrt", "cosine", "constant"])
+@pytest.mark.parametrize("warmup", [None, 40])
+@pytest.mark.parametrize(
+    "parts",  # (the update at which the run is resumed, its updates from then on)
+    [
+        [(0, 700), (700, 2100)],
+        [(0, 700), (350, 2100)],
+        [(0, 700), (30, 7000)],  # in the first warm-up
+        [(0, 700), (700, 1400), (1400, 2800)],
+        [(0, 700), (700, 2100), (750, 2800)],  # in a later warm-up
+        [(0, 2100), (300, 700)],  # shorter
+    ],
+)
+def test_a_resumed_run_of_another_length_warms_up_again_without_a_jump(kind, warmup, parts):
+    rates, state, warmups = [], None, []
+    ends = [begin for begin, _ in parts[1:]] + [parts[-1][1]]
+    for (begin, total), end in zip(parts, ends, strict=True):
+        optimizer = optim.make_optimizer(nn.Linear(3, 2), 0.1)
+        schedule = optim.Schedule(optimizer, kind, total, warmup)
+        is_longer = schedule.resume(state, begin)
+        assert is_longer == (state is not None and total > state["total"])
+        rates += rates_of(schedule, range(begin, end))
+        schedule.set(end)
+        state = through_a_file(schedule.state())
+        warmups.append(schedule.warmup_of(total - begin))
+    steps = [abs(after - before) for before, after in itertools.pairwise([0.0, *rates])]
+    # A step of a warm-up from zero to the peak is the largest. (The cosine's fall takes longer.)
+    assert max(steps) < 1.01 * 0.1 / min(warmups)
+    assert min(rates) > 0 and max(rates) <= 0.1 + 1e-12
+    begin, total = parts[-1]
+    end = begin + warmups[-1]  # from here on the rates are those of the new length
+    assert rates[end:] == rates_of(schedule_of(kind, total, warmup), range(end, total))
+
+
+def schedule_of(kind: str, total: int, warmup: int | None) -> optim.Schedule:
+    return optim.Schedule(optim.make_optimizer(nn.Linear(3, 2), 0.1), kind, total, warmup)
+
+
+@pytest.mark.parametrize("kind", ["inverse_sqrt", "cosine", "constant"])
+def test_a_resumed_run_of_the_same_length_has_the_same_rates(kind):
+    first = schedule_of(kind, 500, None)
+    longer = schedule_of(kind, 900, None)
+    first.set(500)
+    assert longer.resume(first.state(), 500)
+    for schedule, total, at in ((first, 500, 20), (first, 500, 300), (longer, 900, 510)):
+        whole = rates_of(schedule, range(at, total + 1))
+        schedule.set(at)
+        resumed = schedule_of(kind, total, None)
+        assert not resumed.resume(through_a_file(schedule.state()), at)
+        assert rates_of(resumed, range(at, total + 1)) == whole
+    assert not first.resume(None, 3)  # a checkpoint without a schedule
+
+
 # --- whole runs -----------------------------------------------------------------------------------
 
 RUN = (
@@ -671,9 +866,9 @@ def network(dropout: float = 0.0, width: int = 48, seed: int = 0) -> small.Netwo
     return small.Network(dropout, width, layers=6)
 
 
-def run(folder, kind, *flags):
+def run(folder, kind, *flags, **task):
     args = small.make_args(folder, *RUN, *FLAGS[kind], *flags)
-    small.run(args, model=network(0.1, seed=5 if args.resume else 0))
+    small.run(args, model=network(0.1, seed=5 if args.resume else 0), **task)
     return newest(args)
 
 
@@ -683,9 +878,11 @@ def newest(args) -> dict:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path, kind):
-    whole = run(tmp_path / "a", kind, "--max_steps", "4")
-    run(tmp_path / "b", kind, "--max_steps", "2")
+@pytest.mark.parametrize("rows", [None, optim.NewRows({"output.weight": [0, 3]}, 1e-2)])
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, kind, rows):
+    whole = run(tmp_path / "a", kind, "--max_steps", "4", new_rows=rows)
+    run(tmp_path / "b", kind, "--max_steps", "2", new_rows=rows)
+    # (The checkpoint knows the rows.)
     parts = run(tmp_path / "b", kind, "--max_steps", "4", "--resume", "auto")
     assert whole["progress"]["step"] == parts["progress"]["step"] == 4
     for name, value in whole["model"].items():

@@ -351,11 +351,11 @@ def test_resolve(parser):
         return args.max_steps, args.num_epochs, args.eval_every
 
     assert lengths("", is_demo=True) == (1200, None, 200)
-    assert lengths("") == (None, 100, 0)
+    assert lengths("") == (None, None, None)
     assert lengths("--max_steps 5 --eval_every 2") == (5, None, 2)
     assert lengths("--num_epochs 3", is_demo=True) == (None, 3, 200)
-    assert lengths("--num_epochs 3 --max_steps 9") == (9, 3, 0)
-    assert lengths("", usual=("max_steps", 4000), usual_eval_every=500) == (4000, None, 500)
+    assert lengths("--num_epochs 3 --max_steps 9") == (9, 3, None)
+    assert lengths("", usual_steps=4000, usual_eval_every=500) == (4000, None, 500)
     assert lengths("--eval_every 0", is_demo=True, usual_eval_every=500) == (1200, None, 0)
 
 
@@ -403,7 +403,6 @@ def test_a_stage_has_folders_of_its_own_and_changes_win(parser):
         "weight_decay",
         "new",
         "max_steps",
-        "num_epochs",
     }
     assert {
         name for name in vars(stage) if getattr(stage, name) != before.get(name, ...)

@@ -22,11 +22,11 @@ def no_process_is_left():
 
 @pytest.fixture(scope="session")
 def konkani(tmp_path_factory):
-    """Manifests "train" and "val" of spoken Konkani."""
-    folder = tmp_path_factory.mktemp("konkani")
-    return demo.speech_corpus(
-        folder, demo.KONKANI_WORDS, demo.KONKANI_VOICES[:3], {"train": 14, "val": 4}
-    )
+    """Manifests "train" and "val" of spoken Konkani. The seed is one with which "train" has every
+    character of "val"."""
+    folder, sizes = tmp_path_factory.mktemp("konkani"), {"train": 14, "val": 4}
+    voices = demo.KONKANI_VOICES[:3]
+    return demo.speech_corpus(folder, demo.KONKANI_WORDS, voices, sizes, seed=19)
 
 
 @pytest.fixture(scope="session")

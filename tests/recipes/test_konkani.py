@@ -412,11 +412,23 @@ def test_augmentation_depends_on_seed_epoch_and_utterance_alone(utterances):
 def test_an_evaluation_set_and_a_set_without_augmentation_are_read_as_they_are(utterances):
     for data in (
         utterances(training=False),
-        utterances("--no_spec_augment", "--no_speed_perturbation"),
+        utterances("--no_spec_augment", "--no_speed_perturbation", "--no_wave_augment"),
     ):
         items = [data.item(index, 1) for index in range(10)]
         assert {len(item["audio"]) for item in items} == {16_000} and "time_masks" not in items[0]
         assert (data.seconds(1) == 1.0).all() and len(data) == 40
+
+
+def test_silence_noise_and_level_change_the_waveform_and_nothing_else(utterances):
+    plain, data = utterances(), utterances("--wave_augment")
+    for index in range(10):
+        item, before = data.item(index, 1), plain.item(index, 1)
+        assert not torch.equal(item["audio"], before["audio"])
+        for key in ("tokens", "labels", "time_masks", "frequency_masks"):
+            assert torch.equal(item[key], before[key])
+        assert item["text"] == before["text"]
+        assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(data.seconds(1)[index], abs=0.001)
+    assert (data.seconds(1) >= plain.seconds(1)).all() and data.seconds(1).max() > 1.2
 
 
 def test_speed_perturbation_never_makes_an_utterance_infeasible(utterances):

@@ -8,6 +8,7 @@ import math
 import pickle
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -532,7 +533,7 @@ def test_augmentation_depends_on_seed_epoch_and_utterance_alone(noise):
 
 
 def test_dither_is_tiny_and_an_evaluation_set_is_read_as_it_is(noise):
-    flags = ("--tdt_omega", "1", "--no_speed_perturbation")
+    flags = ("--tdt_omega", "1", "--no_speed_perturbation", "--no_wave_augment")
     data, _ = make_utterances(noise, *flags)
     evaluated, _ = make_utterances(noise, *flags, training=False)
     for index in range(8):
@@ -760,13 +761,16 @@ def test_transformers_loads_an_export_and_decodes_it_alike(transformers, best, r
     assert theirs.keys() == {name for name in saved if not name.startswith("ctc_head.")}
     assert all(torch.equal(saved[name], w) for name, w in theirs.items())
     ours = recipe.make_model(info, saved).eval()
-    path = sorted((Path(konkani["val"]).parent / "audio").glob("val_*"))[0]
-    waveform = read_audio(str(path), SAMPLE_RATE)
-    length = torch.tensor([len(waveform)])
-    batch = {"audio": waveform[None], "audio_lengths": length, "audio_lengths_host": length}
+    most = info.config["max_symbols"]  # of a frame, which transformers does not bound
+    for path in sorted((Path(konkani["val"]).parent / "audio").glob("*.wav")):
+        waveform = read_audio(str(path), SAMPLE_RATE)
+        length = torch.tensor([len(waveform)])
+        batch = {"audio": waveform[None], "audio_lengths": length, "audio_lengths_host": length}
+        with torch.no_grad():
+            (tokens,) = decoding.decode(ours, *ours.encode(batch))
+        if tokens and max(Counter(token.frame for token in tokens).values()) < most:
+            break
     with torch.no_grad():
-        encoded, frames = ours.encode(batch)
-        (tokens,) = decoding.decode(ours, encoded, frames)
         features = ours.log_mel(waveform[None], length, len(waveform) // 160)
         output = model.generate(features, return_dict_in_generate=True, max_new_tokens=2000)
     blank = info.config["vocabulary"]
@@ -795,18 +799,22 @@ def test_another_style_of_the_training_texts_is_a_warning(released, konkani, jso
     manifest = json_lines(tmp_path / "m.json", rows)
     flags = ["--train_manifest", manifest, "--val_manifest", konkani["val"]]
     flags += ["--model_dir", released / "hf", "--max_steps", "1", "--output_dir", tmp_path]
+    flags += ["--allow_unknown"]
     out = ran(recipe, *flags)
     rest = (
         "0 % of the model's texts and in 50 % of the training texts: error rates rise while the"
         " model learns another style"
     )
-    assert [line for line in out.splitlines() if line.startswith("warning")] == [
+    lacking, *others = [line for line in out.splitlines() if line.startswith("warning")]
+    assert (
+        "of the characters are outside the vocabulary: , x 3, . x 3, Y x 3, e x 3, s x 3" in lacking
+    )
+    assert others == [
         f"warning: capitals are in {rest}",
         f"warning: punctuation is in {rest}",
     ]
-    assert "50.0 % of the training texts contain characters outside the vocabulary" in out
     again = ran(recipe, *flags, "--max_steps", "2", "--resume", "auto")
-    assert "resuming from" in again and "warning" not in again
+    assert "resuming from" in again and "learns another style" not in again
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,11 @@
 """The XTTS recipe: its GPT against Coqui's, exactness of training, data, memory options, and its
 command line on tiny models."""
 
+import errno
 import functools
 import json
 import math
+import os
 import shutil
 import signal
 from dataclasses import replace
@@ -164,6 +166,7 @@ def make_utterances(
     assert weights is None and info.condition == "other" and info.slice == start.SLICES["demo"]
     assert info.reads_stop
     info = replace(info, condition=condition, slice=tuple(slices), reads_stop=False)
+    texts.read_corpora(texts.Texts(info), {"": corpus})
     return recipe.Utterances(args, corpus, texts.Texts(info), info, training)
 
 
@@ -305,7 +308,7 @@ def test_conditioning_latents_are_coquis(theirs):
 def test_conditioning_latents_of_a_waveform_are_coquis(theirs, monkeypatch):
     cases = coquis("mel_cases")
     mel = Mel("conditioning", cases["mel_stats"])
-    monkeypatch.setattr(speaking, "CHUNK_SECONDS", 1)
+    lengths = formats.Conditioning(gpt_cond_chunk_len=1)
     waveform = load_file(FIXTURES / "mel_cases.safetensors")["waveform"].float() / 32768
     assert (
         speaking.latents_of(theirs, mel, [waveform]) - cases["chunked_latents"]
@@ -661,7 +664,7 @@ def first_model(info: ModelInfo, weights: dict | None, folder: Path, *flags) -> 
     asked = recipe.resolve(args)
     with mock.patch.object(start, "choose", lambda *_: (info, weights, make_frozen())):
         return recipe.first_model(
-            args, asked, Run(Setup()), None, {"train": SimpleNamespace(texts=[])}
+            args, asked, Run(Setup()), None, {"train": SimpleNamespace(texts=[], languages=[])}
         )[1].model
 
 
@@ -991,8 +994,9 @@ def test_the_language_of_a_row_goes_before_that_of_the_flag(places, json_lines, 
     args = runs.parse(recipe, *tuning(places))
     info, _, _ = chosen(recipe.resolve(args))
     reader = texts.Texts(info)
+    texts.read_corpora(reader, {"val": corpus})
     data = splits.resolve(args, for_synthesis=True)
-    assert len(recipe.check_corpora(data, {"val": corpus}, reader, info.config)["val"]) == 4
+    assert len(recipe.check_corpora(args, data, {"val": corpus}, reader, info.config)["val"]) == 4
     data = recipe.Utterances(args, corpus, reader, info, training=True)
     german, *others = data.tokens
     assert german == reader.encode("no", "de") and others == [reader.encode("no")] * 3
@@ -1270,6 +1274,162 @@ def test_texts_are_spoken_without_a_vocoder(noise, places, tmp_path, monkeypatch
     )
     samples, rate = soundfile.read(tmp_path / "o.wav")
     assert rate == 22_050 and 500 < len(samples) <= 90 * SAMPLES_PER_CODE and "o.wav: " in out
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def desk(tuned, places, tmp_path, monkeypatch) -> Path:
+    """The current folder of a user who speaks with weights of his own: none of it may change."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(tuned[0] / "checkpoints" / "best.safetensors", "best.safetensors")
+    for name in ("voice.wav", "speech.wav", "n_002.wav"):
+        shutil.copy(places.wav, name)
+    Path("link.wav").symlink_to("voice.wav")
+    Path("hard.wav").hardlink_to("voice.wav")
+    Path("dangling.wav").symlink_to("nowhere.wav")
+    Path("book.txt").write_text("hello\nthe end\n", encoding="utf-8")
+    Path("folder").mkdir()
+    os.mkfifo("fifo")
+    return tmp_path
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    """The content of each regular file in a folder, and the names of the others."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+SPEAK = ["--speaker_wav", "voice.wav", "--resume", "best.safetensors", "--top_k", "1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "output", "message"),
+    [
+        ("hello", "voice.wav", "this command reads it (voice.wav)"),
+        ("hello", "hard.wav", "this command reads it (voice.wav)"),
+        ("hello", "best.safetensors", "this command reads it (best.safetensors)"),
+        ("hello", "book.txt", "it exists, and this command did not write it"),
+        ("hello", "link.wav", "it is a link"),
+        ("hello", "dangling.wav", "it is a link"),
+        ("hello", "folder", "it is a folder"),
+        ("hello", "fifo", "it is a device or a pipe"),
+        ("hello", "/dev/full", "it is a device or a pipe"),
+        ("hello", None, "--output speech.wav: it exists, and this command did not write it"),
+        ("book.txt", "n.wav", "n_002.wav: it exists, and this command did not write it"),
+        ("hello", "no/such.wav", "No such file or directory"),
+        ("hello", "x" * 300, "File name too long"),
+    ],
+)
+def test_speech_replaces_no_file_of_the_user(desk, text, output, message, monkeypatch):
+    monkeypatch.setattr(recipe, "trained", lambda *_: pytest.fail("it is refused too late"))
+    before = everything(desk)
+    status, err = refused(
+        recipe, "--synthesize", text, *SPEAK, *(["--output", output] if output else [])
+    )
+    assert status == 2 and err.startswith("error: --output ") and message in err
+    assert everything(desk) == before
+
+
+def test_speech_of_the_same_command_is_replaced_until_somebody_changes_it(desk):
+    speak = ["--synthesize", "hello", *SPEAK, "--output", "out.wav"]
+    ran(recipe, *speak)
+    first = Path("out.wav").read_bytes()
+    ran(recipe, *speak, "--seed", "3", "--top_k", "9")
+    assert Path("out.wav").read_bytes() != first
+    status, err = refused(recipe, *speak, "--speaker_wav", "voice.wav", "out.wav")
+    assert status == 2 and "this command reads it (out.wav)" in err
+    changed = bytearray(first)
+    changed[1000] ^= 1
+    for content in (changed, first[:-90], first + b"x", b""):
+        Path("out.wav").write_bytes(content)
+        status, err = refused(recipe, *speak)
+        assert status == 2 and Path("out.wav").read_bytes() == content
+    with soundfile.SoundFile(desk / "voice.wav") as file:
+        assert len(file)  # it is still a wav
+
+
+def test_a_file_that_appears_while_it_is_spoken_is_not_replaced(desk, monkeypatch):
+    def speak(*_):
+        Path("out.wav").write_text("mine")
+        return torch.zeros(1000)
+
+    monkeypatch.setattr(speaking, "speak", speak)
+    status, _ = refused(recipe, "--synthesize", "hello", *SPEAK, "--output", "out.wav")
+    assert status == 2 and Path("out.wav").read_text() == "mine"
+
+
+def test_speech_on_a_full_disk_is_one_line_and_no_half_file(desk, monkeypatch):
+    ran(recipe, "--synthesize", "hello", *SPEAK, "--output", "out.wav")
+    before = everything(desk)
+    write_bytes = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> None:
+        write_bytes(path, content[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    for text, output in (("hello", "out.wav"), ("book.txt", "m.wav")):
+        status, err = refused(recipe, "--synthesize", text, *SPEAK, "--output", output)
+        assert status == 1 and "No space left on device" in err and "--output" in err
+        assert everything(desk) == before
+
+
+def test_a_text_that_cannot_be_decoded_is_refused(desk):
+    undecoded = b"abc \xff def".decode(errors="surrogateescape")
+    for flags in (["--synthesize", undecoded, *SPEAK], ["--show_text", "abc", undecoded]):
+        status, err = refused(recipe, *flags)
+        assert status == 2 and f"{flags[0]} 'abc \\udcff def': it is not UTF-8" in err
+
+
+def test_only_the_end_of_a_line_divides_texts(desk):
+    Path("book.txt").write_text("one\u2028two\u0085three\vfour\ffive\r\nsix", encoding="utf-8")
+    out = ran(recipe, "--synthesize", "book.txt", *SPEAK, "--output", "out.wav")
+    assert out.count(".wav: ") == 2 and {*desk.glob("out_*.wav")} == {
+        desk / "out_001.wav",
+        desk / "out_002.wav",
+    }
+
+
+def test_a_new_run_moves_all_of_the_earlier_one_aside(noise, places, tmp_path, monkeypatch):
+    monkeypatch.setattr(codec_training, "STEPS", {"autoencoder": 1, "dvae": 1})
+    precious = tmp_path / "precious.wav"
+    precious.write_text("precious")
+    folder = tmp_path / "out"
+    flags = [*both(noise), *PLAIN, "--from_scratch", "--max_steps", "1", "--speak_held_out", "2"]
+    ran(recipe, *flags, "--output_dir", folder)
+    first = everything(folder)
+    speech = folder / "logs" / "speech"
+    (speech / "001_reference.wav").unlink()
+    (speech / "001_reference.wav").symlink_to(precious)
+    (speech / "mine.txt").write_text("mine")
+    ran(recipe, *flags, "--seed", "1", "--output_dir", folder)
+    assert precious.read_text() == "precious"
+    earlier = folder / "logs" / "earlier-1" / "speech"
+    assert (earlier / "mine.txt").read_text() == "mine"
+    assert (earlier / "001_reference.wav").is_symlink()
+    assert not (speech / "001_reference.wav").is_symlink() and not (speech / "mine.txt").exists()
+    for stage in STAGES:
+        before = first[f"{stage}/best.safetensors"]
+        moved_to = stage.replace("checkpoints", "checkpoints/earlier-1")
+        assert (folder / moved_to / "best.safetensors").read_bytes() == before
+    ran(
+        recipe,
+        "--synthesize",
+        "ሰላም",
+        *("--speaker_wav", places.wav, "--output", tmp_path / "o.wav", "--output_dir", tmp_path),
+        *("--resume", folder / "checkpoints" / "earlier-1" / "best.safetensors"),
+    )
+    # The same run, spoken again: its own sentences are replaced, those of somebody else are kept.
+    (speech / "mine.txt").write_text("mine")
+    out = ran(recipe, *flags, "--seed", "1", "--output_dir", folder, "--resume", "auto")
+    assert "what was there was moved to " in out
+    assert (folder / "logs" / "earlier-2" / "speech" / "mine.txt").read_text() == "mine"
+    out = ran(recipe, *flags, "--seed", "1", "--output_dir", folder, "--resume", "auto")
+    assert "what was there was moved to " not in out
 
 
 # --- the voice of another clip --------------------------------------------------------------------
@@ -1617,7 +1777,7 @@ def test_a_checkpoint_of_the_dvae_is_not_one_of_the_gpt(
     if name.endswith(".pt"):
         flags = [*both(noise), *PLAIN]
     status, err = refused(recipe, *flags, "--resume", path, "--output_dir", tmp_path)
-    assert status == 2 and f"'{stage}'" in err and str(path) in err
+    assert status == 2 and f"'{stage}': it is of the DVAE's training" in err and str(path) in err
 
 
 def test_the_synthetic_data_of_a_model_from_scratch(tmp_path, monkeypatch):
@@ -1629,9 +1789,10 @@ def test_the_synthetic_data_of_a_model_from_scratch(tmp_path, monkeypatch):
         "no --train_manifest: using the demo corpus" in out
         and "1 held-out sentences spoken: " in out
     )
-    made = {path.name for path in (tmp_path / "speech").iterdir()}
+    made = {path.name for path in (tmp_path / "logs" / "speech").iterdir()}
     kinds = ("reference", "resynthesis", "synthesis")
-    assert made == {f"001_{kind}.wav" for kind in kinds} | {f"{kind}.csv" for kind in kinds}
+    files = {f"001_{kind}.wav" for kind in kinds} | {f"{kind}.csv" for kind in kinds}
+    assert made == {*files, "made_from.json"}
     assert "speaker similarity" not in out and not info_of(newest(tmp_path, recipe)).text.g2p
 
 
@@ -1906,11 +2067,11 @@ SPEAKING_MISTAKES = [
     ),
     (
         "--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}/no/such/o.wav",
-        "o.wav: it must be a file",
+        "o.wav: No such file or directory",
     ),
     (
         "--synthesize hello --speaker_wav {wav} --model_dir {model} --output {here}",
-        "{here}: it must be a file",
+        "{here}: it is a folder; name a file",
     ),
 ]
 

@@ -52,7 +52,7 @@ UPDATES = {
         **dict.fromkeys("tiny base small medium large turbo".split(), 96),
     },
     PARAKEET: {"demo": 8, "110m": 120, "0.6b": 120},
-    XTTS: {"demo": 16, "small_data": 8, "full": 240},
+    XTTS: {"demo": 16, "full": 240},
 }
 
 
@@ -290,6 +290,10 @@ def test_vietnamese_defaults_are_the_guides():
     args = resolved(VIETNAMESE, words)
     assert (args.num_epochs, args.max_steps) == (3, None)
     assert (args.learning_rate, args.warmup_steps) == (None, 1000)
+    for word in ("small_data", "medium_data"):  # the guide's run is for much speech
+        args = resolved(VIETNAMESE, command_of(VIETNAMESE, "8gb", word, *DATA))
+        assert (args.warmup_steps, args.max_steps, args.eval_every) == (None, None, None)
+        assert (args.learning_rate, args.max_target_tokens) == (1e-4, 256)
 
 
 def test_morse_rows_are_the_guides():
@@ -339,14 +343,139 @@ def test_only_from_scratch_asks_for_an_xtts_with_random_weights(tier):
         args = resolved(XTTS, words)
         assert args.from_scratch == is_new and ("--model_size" in words) == is_new
         assert args.model_size == "full" or not is_new
-        assert args.early_stopping_patience == (0 if is_new else 5)
-        assert args.warmup_steps is None
+        assert args.early_stopping_patience is args.warmup_steps is None
         has_data = given[-2] in (DATA[0], "--eval_csv") if len(given) > 1 else False
-        assert (args.num_epochs, args.max_steps) == ((100, None) if has_data else (None, 200))
+        assert (args.num_epochs, args.max_steps) == (None, None if has_data else 200)
 
-        args = resolved(XTTS, command_of(XTTS, tier, "small_data", *given))
-        assert (args.num_epochs, args.max_steps, args.warmup_steps) == (20, None, 50)
-        assert args.early_stopping_patience == 3
+
+# --- how much speech there is ---------------------------------------------------------------------
+
+TUNING = [script for script in SCRIPTS if script != KONKANI]
+
+
+@pytest.mark.parametrize(
+    ("script", "tier"), [(script, tier) for script, tier in ROWS if script != KONKANI]
+)
+def test_little_speech_has_smaller_updates_in_every_row(script, tier):
+    for size in SIZES[script]:
+        row = row_of(script, tier, size)
+        if size == "demo" or row is None:
+            continue
+        whole = command_of(script, tier, size, "large_data", *MODEL)
+        assert whole == command_of(script, tier, size, *MODEL) and cut_of(whole) == row[:2]
+        for word, update in {"small_data": 16, "medium_data": 48}.items():
+            words = command_of(script, tier, size, word, *MODEL)
+            batch, accumulation = cut_of(words)
+            assert batch * accumulation == min(update, row[0] * row[1])
+            fitting = [n for n in range(1, row[0] + 1) if batch * accumulation % n == 0]
+            assert batch == max(fitting)
+            for flag in ("--batch_size", "--gradient_accumulation_steps"):
+                words[words.index(flag) + 1] = value(whole, flag)
+            assert words == whole
+
+
+def test_the_word_for_the_data_stands_beside_tier_and_size():
+    expected = command_of(PARAKEET, "8gb", "110m", "small_data", *MODEL)
+    for words in ("8gb small_data 110m", "small_data 8gb 110m"):
+        assert command_of(PARAKEET, *words.split(), *MODEL) == expected
+    assert update_of(command_of(XTTS, "small_data", *MODEL)) == 16
+    words = command_of(XTTS, "8gb", "small_data", *MODEL, gpus="4")
+    assert cut_of(words) == (4, 1)
+    mine = ["--batch_size", "5", "--gradient_accumulation_steps", "7"]
+    assert cut_of(command_of(XTTS, "8gb", "small_data", *MODEL, *mine)) == (5, 7)
+    assert "no size 'small_data'" in error_of(KONKANI, "8gb", "small_data")
+    for script in TUNING:
+        assert "small_data is for your own" in error_of(script, "8gb", "small_data")
+        assert "the word 'c' is too much" in error_of(script, "a", "b", "c")
+    assert "does not divide an update of 16" in error_of(
+        XTTS, "8gb", "small_data", *MODEL, gpus="3"
+    )
+
+
+def write_manifest(path: Path, hours: float) -> Path:
+    row = {"audio_filepath": "a.wav", "text": "a", "duration": 6.0}
+    path.write_text((json.dumps(row) + "\n") * round(600 * hours), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("script", TUNING)
+@pytest.mark.parametrize(
+    ("hours", "word", "told"),
+    [(1.5, "small_data", "1.5 h"), (3, "medium_data", "3 h"), (30, "large_data", "20 or more h")],
+)
+def test_auto_is_the_hours_of_the_manifest(tmp_path, script, hours, word, told):
+    flag = "--train_csv" if script == XTTS else "--train_manifest"
+    manifest = write_manifest(tmp_path / "my train*.json", hours)
+    for given in ([flag, str(manifest)], [f"{flag}={manifest}"]):
+        result = run_here(script, "16gb", *MODEL, *given)
+        assert result.stderr == f"data: {word} (auto: {told} of speech)\n"
+        by_hand = run_here(script, "16gb", word, *MODEL, *given)
+        assert by_hand.stdout == result.stdout and not by_hand.stderr
+    other = run_here(script, "16gb", "small_data", *MODEL, *given)
+    assert (other.stdout == result.stdout) == (word == "small_data") and not other.stderr
+
+
+def run_here(script: str, *words: str, **extra) -> subprocess.CompletedProcess:
+    """With the interpreter of the tests."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        [str(ROOT / script), *words, "--print"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": path, **extra},
+    )
+
+
+def test_morse_recordings_are_a_folder(tmp_path):
+    rows = ["id,audio_file,text,duration", *(f"{n},a{n}.wav,CQ,20" for n in range(200))]
+    (tmp_path / "metadata.csv").write_text("\n".join(rows))
+    result = run_here(MORSE, "8gb", *MODEL, "--data_dir", str(tmp_path))
+    assert result.stderr == "data: small_data (auto: 1.1 h of speech)\n"
+    assert update_of(result.stdout.split()) == 16
+    assert "--num_epochs" not in result.stdout
+    words = command_of(MORSE, "8gb", "many", "--data_dir", "d")
+    assert value(words, "--num_epochs") == "3" and update_of(words) == 256
+
+
+def test_hours_that_are_not_known_are_many_and_nothing_is_installed(project, tmp_path):
+    shutil.copy(ROOT / PARAKEET, project / PARAKEET)
+    manifest = write_manifest(tmp_path / "train.json", 1)
+    command = [str(project / PARAKEET), "8gb", *MODEL]
+    result = run(project, "--train_manifest", str(manifest), "--print", command=command)
+    assert result.returncode == 0 and not (project / ".venv").exists()
+    assert result.stderr == (
+        "data: large_data (auto: the hours of speech are not known before the packages are"
+        " installed)\n"
+    )
+    manifest.write_text("no manifest")
+    result = run_here(PARAKEET, "8gb", *MODEL, "--train_manifest", str(manifest))
+    assert result.stderr == "data: large_data (auto: the hours of speech are not known)\n"
+    assert update_of(result.stdout.split()) == 120
+    # That the file is missing is the recipe's to say.
+    assert not run_here(PARAKEET, "8gb", *MODEL, *DATA).stderr
+
+
+# --- words inside of values -----------------------------------------------------------------------
+
+
+def test_a_value_is_not_taken_for_a_flag_or_a_word(tmp_path):
+    """Of a folder's name, of a pattern, and of a text."""
+    (tmp_path / "a100").touch()
+    for name in ("x --resume auto y", "--from_scratch --max_steps", "* "):
+        alone = ["--resume", "a.pt", f"--export={name}"]
+        result = run_here(PARAKEET, "8gb", *alone)
+        assert "--batch_size" not in result.stdout, name
+    result = run_here(PARAKEET, "8gb", "--export", "x --resume auto y", "--resume", "a.pt")
+    assert "--batch_size" not in result.stdout
+    for card in (["*"], ["8GB", "--init_from", "a100"], ["8", "GB", "--init_from", "a 24gb b"]):
+        result = subprocess.run(
+            [str(ROOT / PARAKEET), "--dry_run", *card, "--print"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+        assert result.stderr == f"tier: {'cpu' if card == ['*'] else '8gb'} (auto)\n", card
 
 
 # --- a user's flags -------------------------------------------------------------------------------
@@ -384,7 +513,7 @@ def test_xttss_flags_of_the_replaced_project_win_over_the_rows():
     )
     args = resolved(XTTS, command_of(XTTS, "16gb", "small_data", *MODEL, *mine.split()))
     assert (args.output_dir, args.gradient_accumulation_steps, args.batch_size) == ("there", 2, 8)
-    assert (args.num_epochs, args.warmup_steps, args.mixed_precision) == (10, 50, "auto")
+    assert (args.num_epochs, args.warmup_steps, args.mixed_precision) == (10, None, "auto")
     assert args.gradient_checkpointing and args.sdpa
     mine = ["--use_cpu_offload", "--no_gradient_checkpointing"]
     args = resolved(XTTS, command_of(XTTS, "8gb", *MODEL, *mine))

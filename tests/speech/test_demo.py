@@ -232,7 +232,7 @@ def expected_calls(
     return calls
 
 
-def test_the_usual_corpus_is_that_of_before_manners(recorder, tmp_path):
+def test_the_usual_corpus_sounds_like_recordings(recorder, tmp_path):
     make(tmp_path / "c")
     expected = expected_calls(
         demo.KONKANI_WORDS, demo.KONKANI_VOICES, SIZES, (140, 220), (30, 70), (2, 5)
@@ -244,19 +244,43 @@ def test_the_usual_corpus_is_that_of_before_manners(recorder, tmp_path):
         "voices": demo.KONKANI_VOICES,
         "sizes": SIZES,
         "seed": 0,
-        "version": 2,
+        "version": demo.VERSION,
     }
     assert made_from == usual
     samples, rate = soundfile.read(tmp_path / "c" / "audio" / "train_00001.wav", dtype="int16")
-    recorder.calls.pop(), recorder.calls.clear()
+    recorder.calls.clear()
     recorder.say()
-    assert rate == 22_050 and np.array_equal(samples, recorder.say())
-    assert rows(tmp_path / "c", "train")[0] == {
+    ends = np.random.default_rng([0, 1])  # of the seed and the number of the recording
+    assert rate == 22_050
+    assert np.array_equal(samples, demo.recorded(recorder.say(), 22_050, ends))
+    first = rows(tmp_path / "c", "train")[0]
+    length = soundfile.info(tmp_path / "c" / first["audio_filepath"]).duration
+    assert first == {
         "audio_filepath": "audio/train_00000.wav",
         "text": expected[0][0],
-        "duration": 0.3,
+        "duration": round(length, 3),
         "speaker": expected[0][1],
     }
+
+
+def test_recordings_have_silence_and_noise_or_none():
+    loud = np.random.default_rng(0).integers(-9000, 9000, 4000).astype(np.int16)
+    made = [demo.recorded(loud, 16_000, np.random.default_rng(seed)) for seed in range(100)]
+    assert sum(np.array_equal(each, loud) for each in made) > 10, "some are as they were"
+    lengths = np.array([len(each) for each in made])
+    assert lengths.min() == 4000 and 15_000 < lengths.max() <= 4000 + 2 * 9_600
+    noisy = [each for each in made if len(each) > 4100 and np.abs(each[:50]).max() > 0]
+    quiet = [each for each in made if len(each) > 4100 and not each[:50].any()]
+    assert len(noisy) > 10 and len(quiet) > 10
+    power = np.square(loud, dtype=np.float64).mean()
+    levels = []
+    for each in made:
+        if len(each) == len(loud) and not np.array_equal(each, loud):
+            noise = np.square(each.astype(float) - loud).mean()
+            levels.append(10 * np.log10(power / noise))
+    assert len(levels) > 5 and min(levels) > 29.5 and max(levels) < 60.5
+    loudest = demo.recorded(np.full(999, 32_767, np.int16), 16_000, np.random.default_rng(3))
+    assert loudest.min() >= 0, "what is too loud is cut off, not wrapped"
 
 
 def test_another_manner(recorder, tmp_path, capsys):

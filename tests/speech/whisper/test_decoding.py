@@ -533,6 +533,30 @@ def test_texts_of_a_greedy_pass(monkeypatch):
     assert decoding.greedy_texts(None, spaced, None, None, SEARCH) == expected
 
 
+def test_a_text_ends_at_its_limit(pair):
+    """Of what a search without limits gives, the beginning; other utterances are the same."""
+    _, model, _, encoded, search = pair
+    free = tokens_of(decoding.greedy(model, encoded, None, search))
+    limits = torch.arange(len(encoded)) % 40
+    ended = tokens_of(decoding.greedy(model, encoded, None, search, limits))
+    assert ended == [row[:limit] for row, limit in zip(free, limits.tolist(), strict=True)]
+    assert sum(row != whole for row, whole in zip(ended, free, strict=True)) > 5
+
+
+def test_limits_follow_the_densest_training_utterance():
+    items = [
+        {"ctc_tokens": torch.zeros(tokens), "heard": round(seconds * 16_000)}
+        for tokens, seconds in ((10, 4.0), (6, 1.5), (0, 2.0))
+    ]
+    data = type("Data", (), {"__len__": lambda _: 3, "item": lambda _, index, epoch: items[index]})
+    rate = decoding.measure_rate(data(), 0)
+    assert rate.per_second == pytest.approx(1.5 * 4)
+    samples = torch.tensor([1, 16_000, 40_000])
+    assert rate.limits(samples).tolist() == [5, 10, 19]
+    unknown = decoding.measure_rate(type("None", (), {"__len__": lambda _: 0})(), 0)
+    assert unknown.limits(samples).min() > 448
+
+
 def test_the_search_of_a_model():
     """It suppresses the config's tokens, ids beyond the tokenizer, and timestamps."""
     tokenizer = SimpleNamespace(

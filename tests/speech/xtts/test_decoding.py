@@ -68,12 +68,14 @@ class TinyGPT(nn.Module):
     def embed_mel(self, codes, first):
         return self.mel(codes) + self.mel_positions(torch.arange(first, first + codes.shape[1]))
 
-    def run(self, x, cache=None):
+    def run(self, x, cache=None, heard=None):
         self.calls.append(len(x))
         mask = torch.ones(
             x.shape[1], x.shape[1] + (cache[0][0].shape[2] if cache else 0), dtype=torch.bool
         )
         mask = mask.tril(mask.shape[1] - mask.shape[0])
+        if heard is not None:
+            mask = mask & heard[:, None, None]
         kept = []
         for number, (qkv, out, mlp) in enumerate(self.layers):
             q, k, v = (
@@ -103,9 +105,9 @@ class Ending(TinyGPT):
         self.length, self.growth = length, growth
         self.said = 0
 
-    def run(self, x, cache=None):
+    def run(self, x, cache=None, heard=None):
         self.said = 0 if cache is None else self.said + 1
-        return super().run(x, cache)
+        return super().run(x, cache, heard)
 
     def mel_logits(self, hidden):
         logits = torch.zeros(*hidden.shape[:2], 22, dtype=torch.float64)
@@ -256,10 +258,10 @@ def test_a_sentence_without_an_end_is_drawn_once_more(capsys):
     """A model that ends only in its second draw, and one that never does."""
 
     class Second(Ending):
-        def run(self, x, cache=None):
+        def run(self, x, cache=None, heard=None):
             self.prefills = getattr(self, "prefills", 0) + (cache is None)
             self.length = 4 if self.prefills > 1 else 1000
-            return super().run(x, cache)
+            return super().run(x, cache, heard)
 
     settings = Sampling(top_k=1, repetition_penalty=1.0, max_codes=10)
     [speech] = sample(Second(1000), CONFIG, voice(), [[1]], settings)

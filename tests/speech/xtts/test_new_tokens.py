@@ -41,7 +41,12 @@ def asked(kind: str, size: int) -> texts.TextOptions:
 def extended(
     kind: str, size: int, vocab: str = TEXT, training: list[str] = TRAINING
 ) -> start.ModelInfo:
-    return new_tokens.extend(make_info(vocab), None, training, asked(kind, size))[0]
+    return new_tokens.extend(make_info(vocab), None, read(training), asked(kind, size))[0]
+
+
+def read(written: list[str]) -> list[str]:
+    reader = texts.Texts(make_info())
+    return [reader.read(text) for text in written]
 
 
 @pytest.mark.parametrize("kind, size", KINDS)
@@ -141,7 +146,7 @@ def test_merges_are_of_ethiopic_letters_only_and_the_limit_holds():
 def test_a_second_extension_keeps_what_is_there(capsys):
     first = extended("bpe", 30)
     capsys.readouterr()
-    second, _, added = new_tokens.extend(first, None, TRAINING, asked("characters", 2000))
+    second, _, added = new_tokens.extend(first, None, read(TRAINING), asked("characters", 2000))
     assert second.vocab == first.vocab and not added
     assert "no new tokens (characters)" in capsys.readouterr().out
 
@@ -174,7 +179,7 @@ def test_the_most_tokens():
 @pytest.mark.parametrize("kind, size", KINDS)
 def test_new_rows_and_the_old_ones(kind, size):
     given, before = make_tensors(), make_tensors()
-    info, tensors, new = new_tokens.extend(make_info(), given, TRAINING, asked(kind, size))
+    info, tensors, new = new_tokens.extend(make_info(), given, read(TRAINING), asked(kind, size))
     assert new == info.config["text_tokens"] - ROWS > 5
     assert all(torch.equal(tensor, before[name]) for name, tensor in given.items())
     for name in new_tokens.TEXT_ROWS:
@@ -207,7 +212,7 @@ def test_the_first_loss_is_below_a_uniform_guess(kind, form):
         tensors["text_head.bias"][[2, *range(400, 405)]] += 10
     info = make_info(new_vocabulary("abcdefg.", ["en", "am"], size))
     generator = torch.Generator().manual_seed(0)
-    info, tensors, _ = new_tokens.extend(info, tensors, CORPUS, asked(kind, 300))
+    info, tensors, _ = new_tokens.extend(info, tensors, read(CORPUS), asked(kind, 300))
     reader = texts.Texts(info)
     targets = torch.tensor(
         [token for text in CORPUS for token in (*reader.encode(text), reader.vocabulary.stop)]

@@ -62,7 +62,7 @@ class Reader:
     def read(self, text: str, language: str | None = None) -> str:
         return text
 
-    def encode(self, text: str, language: str | None = None) -> list[int]:
+    def encode_read(self, text: str, language: str | None = None) -> list[int]:
         self.languages.append(language)
         return [*text.encode()]
 
@@ -127,6 +127,7 @@ def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path, with_vocod
     line, _, reader = spoken(folder, corpus, with_vocoder)
     assert line.startswith(f"4 held-out sentences spoken: {folder}/*_synthesis.wav")
     assert {path.name for path in folder.iterdir()} == {
+        "made_from.json",
         *(f"{kind}.csv" for kind in KINDS),
         *(f"00{number}_{kind}.wav" for kind in KINDS for number in (1, 2, 3, 4)),
     }

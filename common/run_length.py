@@ -1,0 +1,80 @@
+"""How long a run is, how often it is evaluated, and when it stops early."""
+
+import math
+from dataclasses import dataclass
+
+from common.batches import GlobalBatches
+
+# Fine-tuning makes so many updates from an hour of speech on, fewer below, and at least so many
+# epochs. With 300 updates of an hour, AdamW moves no weight far enough for a new language.
+UPDATES = 2000
+FEWEST_UPDATES = 300
+FINE_TUNING_EPOCHS = 10
+EPOCHS = 100  # from scratch
+EVALUATION_UPDATES = 100  # between evaluations, at least
+PATIENCE = 5  # evaluations without a better result, at least: a third of a fine-tuning
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """A run ends at `max_steps` updates, at `num_epochs`, or after `patience` evaluations without a
+    better result, whichever comes first; None or 0: never. `total`: the updates that it makes if it
+    does not stop early. It is evaluated every `eval_every` updates; 0: at the end of each epoch."""
+
+    max_steps: int | None
+    num_epochs: int | None
+    total: int
+    eval_every: int
+    patience: int
+
+    def has_ended(self, progress: dict) -> bool:
+        ends = {
+            "step": self.max_steps,
+            "epoch": self.num_epochs,
+            "evaluations_without_gain": self.patience,
+        }
+        return any(end and progress[name] >= end for name, end in ends.items())
+
+
+def choose(
+    args, global_batches: GlobalBatches, fine_tunes: bool, origin: tuple[int, int] = (0, 0)
+) -> RunLength:
+    """The length that the flags ask for or, without them, the usual one. If the model began from
+    released weights (`fine_tunes`), the usual one follows the hours of speech. `origin`: the update
+    and the epoch at which the run got these data."""
+    step, epoch = origin
+    per_epoch = global_batches.per_epoch
+    max_steps = args.max_steps
+    num_epochs = args.num_epochs
+    if not (max_steps or num_epochs) and fine_tunes:
+        updates = max(FEWEST_UPDATES, round(UPDATES * min(1.0, global_batches.hours)))
+        if FINE_TUNING_EPOCHS * per_epoch >= updates:
+            num_epochs = epoch + FINE_TUNING_EPOCHS
+        else:
+            max_steps = step + updates
+    elif not (max_steps or num_epochs):
+        num_epochs = EPOCHS
+    by_epochs = step + (num_epochs - epoch) * per_epoch if num_epochs else math.inf
+    total = int(min(by_epochs, max_steps or math.inf))
+    every = args.eval_every
+    if every is None:
+        every = max(EVALUATION_UPDATES, per_epoch)
+    patience = args.early_stopping_patience
+    if patience is None and fine_tunes:
+        patience = max(PATIENCE, math.ceil(total / (every or per_epoch) / 3))
+    return RunLength(max_steps, num_epochs, total, every, patience or 0)
+
+
+def describe(length: RunLength, global_batches: GlobalBatches) -> str:
+    """The line that says what was chosen."""
+    hours = global_batches.hours
+    data = f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+    epochs = length.total / global_batches.per_epoch
+    text = f"length: {length.total} updates of {global_batches.global_batch_size}, {epochs:.1f}"
+    text += f" epochs of {data} (--max_steps, --num_epochs)"
+    every = f"every {length.eval_every} updates" if length.eval_every else "after each epoch"
+    text += f"; evaluated {every} (--eval_every)"
+    if length.patience:
+        text += f"; ends after {length.patience} evaluations without a better result"
+        text += " (--early_stopping_patience)"
+    return text
