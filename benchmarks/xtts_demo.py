@@ -86,7 +86,7 @@ def read_rows(manifest: Path) -> list[tuple[str, str]]:
 def read_speech(demo_dir: Path) -> dict[str, list[tuple[str, str]]]:
     """The rows of what the demo has spoken, by kind. Raises `UsageError` if the kinds differ in
     their sentences."""
-    speech = {kind: read_rows(demo_dir / "logs" / "speech" / f"{kind}.csv") for kind in KINDS}
+    speech = {kind: read_rows(demo_dir / "speech" / f"{kind}.csv") for kind in KINDS}
     if len({tuple(sentence for _, sentence in rows) for rows in speech.values()}) > 1:
         raise UsageError(
             f"{demo_dir / 'speech'}: the three manifests differ in their sentences; run the demo"

@@ -288,8 +288,9 @@ def make_room(
     folder: Path, log_dir: Path, reports: Iterable[str] = (), stages: Iterable[str] = ()
 ) -> None:
     """Moves all that an earlier run has written into subfolders when a new run starts in its
-    folders. `reports`: files and folders of the recipe's in the log folder. `stages`: folders in
-    both that belong to the run (see `options.for_stage`). Raises `RunError`."""
+    folders. `reports`: files and folders of the recipe's, by their names in the log folder or by
+    their absolute paths. `stages`: folders in both that belong to the run (see
+    `options.for_stage`). Raises `RunError`."""
     earlier = [*list_checkpoints(folder), *_existing(folder, (*WEIGHTS, *stages))]
     logs = _existing(log_dir, (*LOGS, *reports, *stages))
     try:
@@ -329,7 +330,10 @@ def best_step(folder: Path) -> int:
 
 
 def _existing(folder: Path, names: Iterable[str]) -> list[Path]:
-    return [path for name in names for path in folder.glob(name)]
+    found = []
+    for name in names:
+        found += [Path(name)] if os.path.isabs(name) else folder.glob(name)
+    return found
 
 
 def save_weights(path: Path, model: torch.nn.Module, task, summary: dict) -> None:

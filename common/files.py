@@ -148,7 +148,9 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
 def move_aside(paths: Iterable[Path], folders: Iterable[Path], prefix: str = "earlier") -> str:
     """Moves files, folders, and links as they are, into the first subfolder PREFIX-N of theirs that
-    none of `folders` has yet. Returns its name. Raises `OSError`."""
+    none of `folders` and of the paths' own folders has yet. Returns its name. Raises `OSError`."""
+    paths = list(paths)
+    folders = {*folders, *(path.parent for path in paths)}
     number = 1
     while any(os.path.lexists(folder / f"{prefix}-{number}") for folder in folders):
         number += 1

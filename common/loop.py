@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import signal
 import sys
 import time
@@ -76,8 +77,9 @@ class Task:
     those of a new run; a resumed one has them in its checkpoint. With `fine_tunes` the model began
     from released weights: the length of the run, its evaluations and its patience follow the hours
     of speech. `vocabulary`: the tokens of the model and of --init_from; without it, tensors with a
-    row for each token are copied by number. `reports` are the names of files that the recipe writes in the log folder; a new run
-    moves an earlier run's files aside."""
+    row for each token are copied by number. `reports` are the files and folders that the
+    recipe writes, by their names in the log folder or by their absolute paths; a new run moves an
+    earlier run's aside."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -373,7 +375,8 @@ def prepare_folders(args, run: Run, progress: dict, task: Task) -> None:
     `Task.evaluate_first`, evaluate before the first update."""
     has_best = False
     if run.setup.ranks.first:
-        files.remove_stale(args.log_dir, "|".join(task.reports))
+        in_log_dir = [name for name in task.reports if not os.path.isabs(name)]
+        files.remove_stale(args.log_dir, "|".join(in_log_dir))
         try:
             if run.resumed and checkpoint.continues(args.resume, args.checkpoint_dir):
                 checkpoint.branch(args.checkpoint_dir, args.log_dir, progress["step"])

@@ -99,7 +99,7 @@ def add_arguments(parser) -> None:
         type=options.COUNT,
         metavar="N",
         help=(
-            "sentences of the evaluation set to speak after training, in LOG_DIR/speech (2; 20"
+            "sentences of the evaluation set to speak after training, in OUTPUT_DIR/speech (2; 20"
             " from scratch)"
         ),
     )
@@ -473,7 +473,8 @@ def train_dvae(
     Otherwise the first rank moves an earlier run aside, so that its GPT and DVAE stay together."""
     if is_first and not args.resume:
         stages = codec_training.STEPS
-        checkpoint.make_room(args.checkpoint_dir, args.log_dir, speaking.REPORTS, stages)
+        reports = [str(speaking.folder_of(args.output_dir))]
+        checkpoint.make_room(args.checkpoint_dir, args.log_dir, reports, stages)
     crops = codec_training.Crops(corpora["train"], args.seed, training=True)
     eval_crops = codec_training.Crops(corpora["val"], args.seed, training=False)
     tensors = None
@@ -551,7 +552,7 @@ def export_and_speak(
         start.export(args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, voices)
     if count:
         corpus = corpora["val"].select(np.arange(min(count, len(corpora["val"]))))
-        folder = args.log_dir / speaking.REPORTS[0]
+        folder = speaking.folder_of(args.output_dir)
         synthesiser.frozen.to(run.setup.device)
         with run.setup.autocast():
             print(speaking.speak_corpus(folder, synthesiser, corpus, voices, sampling))
@@ -653,7 +654,7 @@ def main(args) -> dict | None:
         new_rows=new_rows,
         vocabulary=start.vocabulary(info, run.initial),
         betas=BETAS,
-        reports=speaking.REPORTS,
+        reports=(str(speaking.folder_of(args.output_dir)),),
     )
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation, languages)

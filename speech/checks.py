@@ -73,18 +73,30 @@ def letters(text: str) -> int:
     return sum(unicodedata.category(character)[0] in "LM" for character in text)
 
 
+def script(text: str) -> str:
+    """The script of the first letter of a text, by its name in Unicode; "" without letters."""
+    for character in text:
+        if character.isalpha():
+            return unicodedata.name(character, "").split(" ")[0]
+    return ""
+
+
 def speaking_rate(corpus: Corpus) -> dict[int, tuple[str, str]]:
     """{index: (reason, details)} of clips with far more or fewer letters a second than their
     speaker's others, which often means that the text is not the one that is spoken. Rates are
-    compared by their logarithms, to the median of a speaker with at least RATED_CLIPS clips; clips
-    under SHORT_CLIP seconds vary more and are allowed to. `corpus.read`, where there is one, has
-    numbers in words."""
+    compared by their logarithms, to the median of a speaker with at least RATED_CLIPS clips in the
+    same language and script, because a letter of one script is a syllable in another. Clips under
+    SHORT_CLIP seconds vary more and are allowed to. `corpus.read`, where there is one, has numbers
+    in words."""
     problems = {}
     counts = np.array([letters(text) for text in corpus.read or corpus.texts], dtype=float)
-    speakers = np.array(corpus.speakers.codes, dtype=np.int64)
+    scripts = np.unique([script(text) for text in corpus.texts], return_inverse=True)[1]
+    columns = (scripts, corpus.languages.codes, corpus.speakers.codes)
+    keys = np.array([np.array(column, dtype=np.int64) for column in columns])
     rated = np.flatnonzero((counts > 0) & (corpus.seconds > 0))
-    rated = rated[np.argsort(speakers[rated], kind="stable")]
-    for rows in np.split(rated, np.flatnonzero(np.diff(speakers[rated])) + 1):
+    rated = rated[np.lexsort(keys[:, rated])]
+    borders = np.flatnonzero(np.diff(keys[:, rated]).any(0)) + 1
+    for rows in np.split(rated, borders):
         if len(rows) < RATED_CLIPS:
             continue
         rates = np.log(counts[rows] / corpus.seconds[rows])

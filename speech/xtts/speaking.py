@@ -55,7 +55,6 @@ FADE_SECONDS = 0.005
 EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export should have
 HEADER = ("audio_file", "text", "speaker_name")  # of the manifests that are written
 KINDS = ("reference", "resynthesis", "synthesis")  # of the clips of a held-out sentence
-REPORTS = ("speech",)  # in the log folder
 SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
 LIMIT = 2  # times the codes of its recording, if that is more
 
@@ -405,6 +404,11 @@ def speak_corpus(
     return message
 
 
+def folder_of(output_dir: str | Path) -> Path:
+    """Where the held-out sentences of a run are spoken."""
+    return Path(output_dir).absolute() / "speech"
+
+
 def write_corpus(
     folder: Path,
     clips: dict[str, tuple[np.ndarray, int]],
@@ -427,7 +431,7 @@ def write_corpus(
             print(f"{folder}: what was there was moved to {folder.parent / name}/")
         write_folder(folder, fill, {"spoken": len(rows["synthesis"])})
     except OSError as error:
-        raise cannot_write(folder, error, "--log_dir") from None
+        raise cannot_write(folder, error, "--output_dir") from None
 
 
 def _cell(text: str) -> str:

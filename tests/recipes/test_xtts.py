@@ -1402,13 +1402,13 @@ def test_a_new_run_moves_all_of_the_earlier_one_aside(noise, places, tmp_path, m
     flags = [*both(noise), *PLAIN, "--from_scratch", "--max_steps", "1", "--speak_held_out", "2"]
     ran(recipe, *flags, "--output_dir", folder)
     first = everything(folder)
-    speech = folder / "logs" / "speech"
+    speech = folder / "speech"
     (speech / "001_reference.wav").unlink()
     (speech / "001_reference.wav").symlink_to(precious)
     (speech / "mine.txt").write_text("mine")
     ran(recipe, *flags, "--seed", "1", "--output_dir", folder)
     assert precious.read_text() == "precious"
-    earlier = folder / "logs" / "earlier-1" / "speech"
+    earlier = folder / "earlier-1" / "speech"
     assert (earlier / "mine.txt").read_text() == "mine"
     assert (earlier / "001_reference.wav").is_symlink()
     assert not (speech / "001_reference.wav").is_symlink() and not (speech / "mine.txt").exists()
@@ -1427,7 +1427,7 @@ def test_a_new_run_moves_all_of_the_earlier_one_aside(noise, places, tmp_path, m
     (speech / "mine.txt").write_text("mine")
     out = ran(recipe, *flags, "--seed", "1", "--output_dir", folder, "--resume", "auto")
     assert "what was there was moved to " in out
-    assert (folder / "logs" / "earlier-2" / "speech" / "mine.txt").read_text() == "mine"
+    assert (folder / "earlier-2" / "speech" / "mine.txt").read_text() == "mine"
     out = ran(recipe, *flags, "--seed", "1", "--output_dir", folder, "--resume", "auto")
     assert "what was there was moved to " not in out
 
@@ -1789,7 +1789,7 @@ def test_the_synthetic_data_of_a_model_from_scratch(tmp_path, monkeypatch):
         "no --train_manifest: using the demo corpus" in out
         and "1 held-out sentences spoken: " in out
     )
-    made = {path.name for path in (tmp_path / "logs" / "speech").iterdir()}
+    made = {path.name for path in (tmp_path / "speech").iterdir()}
     kinds = ("reference", "resynthesis", "synthesis")
     files = {f"001_{kind}.wav" for kind in kinds} | {f"{kind}.csv" for kind in kinds}
     assert made == {*files, "made_from.json"}

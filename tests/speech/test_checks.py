@@ -52,6 +52,17 @@ def test_a_clip_with_anothers_text_is_far_from_its_speakers_rate():
     )  # too few clips to know the speaker
 
 
+def test_rates_are_compared_within_a_language_and_a_script():
+    """A letter of Amharic is a syllable, so English has twice as many letters a second."""
+    english = [("x" * 60, 3.0, "a")] * 25
+    amharic = [("ሰ" * 30, 3.0, "a")] * 40
+    assert checks.speaking_rate(make_corpus([*english, *amharic])) == {}
+    corpus = make_corpus([*english, *even(40)])
+    assert sorted(checks.speaking_rate(corpus)) == list(range(25))
+    corpus.languages = Codes(["en"] * 25 + ["vi"] * 40)
+    assert checks.speaking_rate(corpus) == {}
+
+
 def test_short_clips_vary_more():
     rows = [
         ("x" * 18, 1.0, "a"),
