@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import xtts_demo
 from common import checkpoint, files, options
-from common.errors import exit_with_one_line
+from common.errors import RunError, exit_with_one_line
 from speech import demo, metrics, model_files
 from speech.audio import write_wav
 from speech.folders import read_made_from, write_folder
@@ -294,6 +294,8 @@ def tune(folder: Path, family: str, name: str, code: Path, flags: list[str]) -> 
     command += flags
     log = run / "log.txt"
     status, minutes = run_command(command, code, log)
+    if status >= 128:
+        raise RunError(f"{name} was stopped: the same command continues it")
     row = {"family": family, "code": str(code), "flags": shlex.join(flags), "status": status}
     row |= {"minutes": round(minutes, 2)}
     if status:
