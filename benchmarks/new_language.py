@@ -7,7 +7,7 @@ and XTTS as a user would take it: with the preset scripts and the flags that the
     python benchmarks/new_language.py judge                       # a recogniser for what XTTS speaks
     python benchmarks/new_language.py table
 
-Everything is kept in --dir. A step that was interrupted continues, and a run that is in results.json
+Everything is kept in --dir. A step that was interrupted continues, and a run that has ended
 is not made again. `tune FAMILY NAME --code TREE` runs the scripts of another checkout on the same
 data, so that a table has both. What follows `--` goes to the script, its tier and SIZE first.
 
@@ -48,6 +48,7 @@ STAND_INS = {  # updates from scratch, and the flags of the export
     "whisper": (900, []),
     "xtts": (500, []),
 }
+STOPPED = 128  # the least exit status of a run that a signal ended
 JUDGE_STEPS = 500  # updates of a round
 SPOKEN = 20  # held-out sentences that XTTS speaks
 
@@ -263,19 +264,21 @@ def run_command(command: list, code: Path, log: Path | None) -> tuple[int, float
 
 
 def read_results(folder: Path) -> dict[str, dict]:
-    path = folder / "results.json"
-    return files.read_json(path) if path.exists() else {}
+    """The rows of all runs that have ended, in the order of their names."""
+    paths = sorted((folder / "runs").glob("*/row.json"))
+    rows = {path.parent.name: files.read_json(path) for path in paths}
+    return {name: row for name, row in rows.items() if row["status"] < STOPPED}
 
 
 def keep(folder: Path, name: str, row: dict) -> None:
-    rows = {**read_results(folder), name: row}
-    files.write_text(folder / "results.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(row, indent=1, ensure_ascii=False)
+    files.write_text(folder / "runs" / name / "row.json", f"{text}\n")
 
 
 def tune(folder: Path, family: str, name: str, code: Path, flags: list[str]) -> None:
     """Fine-tunes a stand-in by its script, and keeps what came of it."""
     if name in read_results(folder):
-        print(f"{name} is in results.json")
+        print(f"{name} has a row")
         return
     corpus = folder / ("two" if family == "xtts" else "many")
     run = folder / "runs" / name
@@ -294,10 +297,13 @@ def tune(folder: Path, family: str, name: str, code: Path, flags: list[str]) -> 
     command += flags
     log = run / "log.txt"
     status, minutes = run_command(command, code, log)
-    if status >= 128:
-        raise RunError(f"{name} was stopped: the same command continues it")
+    if (run / "row.json").exists():  # it was stopped before
+        minutes += files.read_json(run / "row.json")["minutes"]
     row = {"family": family, "code": str(code), "flags": shlex.join(flags), "status": status}
     row |= {"minutes": round(minutes, 2)}
+    if status >= STOPPED:
+        keep(folder, name, row)
+        raise RunError(f"{name} was stopped: the same command continues it")
     if status:
         row["message"] = files.read_text(log).rstrip().splitlines()[-1]
     else:

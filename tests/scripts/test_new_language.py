@@ -54,6 +54,9 @@ def test_what_is_kept_of_a_run(tmp_path):
 
 def test_the_table_has_failed_runs_too(tmp_path, capsys):
     row = {"family": "parakeet", "code": ".", "flags": "0.6b", "minutes": 0.1}
+    for name in ("as it is", "bpe", "stopped"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    new_language.keep(tmp_path, "stopped", {**row, "status": 143})
     new_language.keep(tmp_path, "as it is", {**row, "status": 1, "message": "error: a | b"})
     done = {"update": 16, "test": {"cer": 4.25}}
     new_language.keep(tmp_path, "bpe", {**row, **done, "status": 0})
@@ -61,3 +64,4 @@ def test_the_table_has_failed_runs_too(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| as it is | `0.6b` | error: a / b |" in printed
     assert "| bpe | `0.6b` | 16 | - |" in printed and " 4.25 |" in printed
+    assert "stopped" not in printed
