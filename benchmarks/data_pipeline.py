@@ -16,11 +16,16 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import numpy as np
 import soundfile
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes import konkani_conformer as recipe
 from speech import audio, features
 
@@ -99,8 +104,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         print(
-            f"torch {torch.__version__}, one thread, clips of {CLIP:g} s, {args.minutes:g} min,"
-            f" median of {args.runs} runs"
+            f"torch {torch.__version__}, one thread, {common.spinning()}, clips of {CLIP:g} s,"
+            f" {args.minutes:g} min, median of {args.runs} runs"
         )
         print(
             f"| source | {' | '.join(STAGES)} | all: hours of audio a second |\n|---|---|---|---|---|---|"

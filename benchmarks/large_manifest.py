@@ -11,10 +11,15 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import numpy as np
 import soundfile
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from speech import text
 from speech.splits import Checks, load_corpus
 

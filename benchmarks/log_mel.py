@@ -15,13 +15,18 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()  # before torch is imported
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.nn.functional as F
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from speech.whisper.model import SAMPLE_RATE, LogMel
 
 LONGEST = 30 * SAMPLE_RATE
@@ -79,8 +84,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        f"torch {torch.__version__}, transformers {transformers.__version__}, one thread, processor"
-        f" time, median of {args.runs} x {CALLS} clips"
+        f"torch {torch.__version__}, transformers {transformers.__version__}, one thread,"
+        f" {common.spinning()}, processor time, median of {args.runs} x {CALLS} clips"
     )
     print(
         "| clip | mels | transformers, ms | ours, ms | times faster | ours, 30 s, ms | times faster"

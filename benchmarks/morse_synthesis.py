@@ -15,9 +15,14 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from speech.morse.synthesis import CONDITIONS, Conditions, clip_seconds, synthesise
 
 
@@ -54,8 +59,8 @@ if __name__ == "__main__":
                 synthesise(0, index, conditions)
             rates[name].append(len(clips[name]) / (time.thread_time() - started))
     print(
-        f"{args.clips} clips of each condition, one core, processor time, median of {args.runs}"
-        " runs"
+        f"{args.clips} clips of each condition, one core, {common.spinning()}, processor time,"
+        f" median of {args.runs} runs"
     )
     print(f"| condition | mean length, s | clips a second | {args.seconds:g} s clips a second |")
     print("|---|---|---|---|")

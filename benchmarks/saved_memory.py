@@ -23,12 +23,17 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import memory
 from common.batches import to_device
 from common.device import Setup
@@ -282,7 +287,7 @@ def main(args) -> None:
             switch_off(stack, step, used)
             return function(step, setup)
 
-    settings = ["fp32" if args.fp32 else "bf16 autocast"]
+    settings = [common.spinning(), "fp32" if args.fp32 else "bf16 autocast"]
     if args.checkpointing:
         settings.append("checkpointing")
     clips = f"{args.batch_size} x {args.seconds:g} s"

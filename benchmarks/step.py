@@ -34,13 +34,18 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()  # before torch is imported
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import plain_conformer
 from benchmarks.plain_conformer import PlainConformer
 from common import memory, optim
@@ -596,7 +601,7 @@ def describe(args) -> str:
     if torch.device(args.device).type == "cuda":
         where = torch.cuda.get_device_name(args.device)
     else:
-        where = f"{args.threads} threads"
+        where = f"{args.threads} threads, {common.spinning()}"
     flags = [f"--{name} {getattr(args, name)}" for name in BENCHMARKS[args.recipe].flags]
     steps = f"median of {args.runs} x {args.steps} steps"
     return f"{', '.join(versions)}, {where}; {' '.join(flags)}; {steps}"

@@ -22,11 +22,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()  # before torch is imported
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import device, options
 from common.batches import EvalBatches
 from common.errors import exit_with_one_line
@@ -133,7 +138,9 @@ def main(parsed: tuple) -> None:
     exported = Exported(args.exported, setup.device)
     results = decode_by_all(model, tokenizer, search, batches, exported)
     *_, (theirs, _) = results.values()
-    print(f"\n{len(theirs)} clips of the {args.recipe} test set, {args.exported}\n")
+    print(
+        f"\n{len(theirs)} clips of the {args.recipe} test set, {args.exported}, {common.spinning()}\n"
+    )
     print("| | CER, % | WER, % | the same as transformers', % | s |\n|---|---|---|---|---|")
     for way, (rows, seconds) in results.items():
         found = metrics.score(rows, normalise)

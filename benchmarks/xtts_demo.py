@@ -23,9 +23,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import files, options
 from common.errors import RunError, UsageError, cannot_write, exit_with_one_line
 from speech import metrics, text
@@ -245,7 +250,8 @@ def main(args) -> None:
         f" {step} updates"
     )
     times = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(f"\nprocessor time: {sum(each.ru_utime + each.ru_stime for each in times) / 60:.1f} min")
+    minutes = sum(each.ru_utime + each.ru_stime for each in times) / 60
+    print(f"\nprocessor time: {minutes:.1f} min, {common.spinning()}")
     if above := faults({kind: whole for kind, (whole, _) in rates.items()}):
         raise RunError("; ".join(above))
 

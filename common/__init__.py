@@ -1,6 +1,21 @@
 """The training core. It trains anything and knows no speech."""
 
+import os
 import sys
 
 if sys.platform == "win32":
     sys.exit("error: this project needs Linux or macOS; on Windows, run it in WSL2 (wsl --install)")
+
+
+def spin_briefly() -> None:
+    """Makes a waiting CPU thread of torch's sleep soon, unless the user has said how long it spins.
+    Call it before torch is imported, which reads the variable once. With the default, a training on
+    two cores takes several times as long as soon as another process needs one of them."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def spinning() -> str:
+    """What a benchmark says about it."""
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)

@@ -19,6 +19,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -150,6 +151,8 @@ def planner(args) -> tuple:
 
     if device.torchrun("WORLD_SIZE", 1) > 1:
         raise UsageError("--dry_run and --verify_gpu plan for one GPU: start them without torchrun")
+    if not args.verify_gpu:  # a plan compiles nothing, but torch would make a folder for it
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     return dry_run, dry_run.choose_card(args.dry_run, args.device, UsageError)
 
 

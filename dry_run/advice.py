@@ -1,6 +1,8 @@
 """The cheapest flags with which a run fits on a card. batch_size x accumulation, the utterances of
 an update, stays the same."""
 
+import bisect
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,14 +57,14 @@ def advise(measure: Callable[[Settings], Peak], given: Settings, can: set[str], 
         for is_frozen in frozen
     ]
     for option in sorted(options, key=lambda option: cost(option, given)):
-        # Single utterances need the least memory, unless gradients are there at the peak only then.
-        if option.accumulation > 1 and plans.total(option.resized(1)) > room(card):
+        if option.accumulation > 1 and option.batch_size > plans.largest(option, room(card)):
             continue
         if plans.total(option) <= room(card) and plans.peak(option).total <= room(card):
             return answer(plans, option, card)
     return answer(plans, min(options[-1].resized(1), options[-1], key=plans.total), card)
 
 
+@functools.cache
 def batch_sizes(given: Settings) -> list[int]:
     """The micro-batches that divide an update, up to the given one."""
     return [
@@ -133,6 +135,15 @@ class Plans:
         if settings not in self.peaks:
             self.peaks[settings] = self.measure(settings)
         return self.peaks[settings]
+
+    def largest(self, settings: Settings, most: int) -> int:
+        """The largest micro-batch with which a plan with these settings takes at most `most` bytes,
+        of those that are not a whole update, which needs less: its gradients come later. 0 if there
+        is none."""
+        sizes = batch_sizes(self.given)
+        sizes = [each for each in sizes if settings.resized(each).accumulation > 1]
+        count = bisect.bisect(sizes, most, key=lambda each: self.total(settings.resized(each)))
+        return sizes[count - 1] if count else 0
 
     def total(self, settings: Settings) -> int:
         """Bytes at the peak. Another optimizer than the given one changes its states only, which

@@ -10,7 +10,7 @@ class Peak:
     """The peak of GPU memory in a step. `parts`: bytes of each of PARTS; `kernels`: bytes that a
     kernel allocates inside itself then; `module` and `phase` (forward, backward, recomputation,
     update): where it is, and the `operator` of torch; `guesses`: how often the step read a value
-    that a plan does not have."""
+    that a plan does not have; `utterances`: of the micro-batch."""
 
     parts: dict[str, int]
     kernels: int
@@ -18,6 +18,7 @@ class Peak:
     phase: str
     guesses: int = 0
     operator: str = ""
+    utterances: int = 0
 
     @property
     def total(self) -> int:

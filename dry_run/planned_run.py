@@ -10,12 +10,16 @@ import torch
 
 from dry_run.advice import STATES, Settings, advise
 from dry_run.cards import Card, workspace
-from dry_run.fake_tensors import CannotPlan
+from dry_run.fake_tensors import SMALL, CannotPlan
 from dry_run.peak import Peak
 from dry_run.plan import Plan
 from dry_run.report import describe, verdict
 
 EPOCHS, UTTERANCES = 10, 20  # that are looked at
+SECONDS = 1200.0  # of audio that is read for a plan, unless two utterances are longer
+# Utterances of a larger micro-batch that are planned first, and the factor by which they become
+# more as long as they fit: a plan takes longer, the more utterances it has.
+FIRST, MORE = 256, 4
 
 
 def longest_items(dataset, epochs: int, fault: type[Exception]) -> list[dict]:
@@ -37,7 +41,10 @@ def longest_items(dataset, epochs: int, fault: type[Exception]) -> list[dict]:
     by_text = lengths.argsort(descending=True, stable=True)
     order = by_text[longest[by_text].argsort(descending=True, stable=True)]
     items = []
-    for index in dict.fromkeys([*order[:UTTERANCES].tolist(), int(by_text[0])]):
+    count = UTTERANCES
+    if len(order):
+        count = min(count, max(2, int(SECONDS // longest[order[0]])))
+    for index in dict.fromkeys([*order[:count].tolist(), *by_text[:1].tolist()]):
         try:
             items.append(data.item(index, int(epoch_of[index])))
         except fault:
@@ -48,6 +55,24 @@ def longest_items(dataset, epochs: int, fault: type[Exception]) -> list[dict]:
     if most:
         items.insert(1, items.pop(most))
     return items
+
+
+def repeated(batch: dict, count: int, size: int) -> dict:
+    """The batch that `collate` would make of `size` items if its `count` items came again and
+    again. Large tensors of floating type, whose values a plan does not need, are on the device
+    "meta", so that a batch takes neither memory nor time for its audio."""
+    rows = torch.arange(size) % count
+    larger = {}
+    for key, value in batch.items():
+        if key == "counts":
+            larger[key] = {term: targets * size // count for term, targets in value.items()}
+        elif not isinstance(value, torch.Tensor):
+            larger[key] = [value[row] for row in rows.tolist()]
+        elif value.is_floating_point() and value[0].numel() * size > SMALL:
+            larger[key] = value.new_empty(size, *value.shape[1:], device="meta")
+        else:
+            larger[key] = value[rows]
+    return larger
 
 
 @dataclass(frozen=True)
@@ -70,28 +95,35 @@ class PlannedRun:
 
     def planned(self, args, card: Card) -> Callable[[Settings], Peak]:
         """A function from settings to the peak of two micro-batches: at the second one all
-        gradients are there, and the next micro-batch is copied while one computes. It raises
-        `CannotPlan`."""
+        gradients are there, and the next micro-batch is copied while one computes. The peak is that
+        of fewer utterances if these are already too many for the card. It raises `CannotPlan`."""
         if not self.items:
             raise CannotPlan("none of the longest utterances can be read")
         plan = Plan(card.capability, self.model, self.parts)
 
         @functools.cache
         def without_states(size: int, count: int, checkpointing: bool, frozen: bool) -> tuple:
-            batch = self.collate([self.items[i % len(self.items)] for i in range(size)])
+            items = self.items[:size]
+            batch = repeated(self.collate(items), len(items), size)
             with self.settled(checkpointing, frozen):
                 states = {optimizer: self.states(optimizer) for optimizer in STATES}
                 return plan.measure(self.step, [batch] * count), states
 
-        def peak(settings: Settings) -> Peak:
+        def peak(settings: Settings, size: int) -> Peak:
             count = min(2, settings.accumulation)
-            found, states = without_states(
-                settings.batch_size, count, settings.checkpointing, settings.frozen
-            )
+            found, states = without_states(size, count, settings.checkpointing, settings.frozen)
             parts = {**found.parts, "optimizer states": states[settings.optimizer]}
-            return replace(found, parts=parts)
+            return replace(found, parts=parts, utterances=size)
 
-        return peak
+        def smallest_peak(settings: Settings) -> Peak:
+            size = min(FIRST, settings.batch_size)
+            found = peak(settings, size)
+            while size < settings.batch_size and not verdict(found, card)[1]:
+                size = min(MORE * size, settings.batch_size)
+                found = peak(settings, size)
+            return found
+
+        return smallest_peak
 
     @property
     def seconds(self) -> float:
@@ -157,8 +189,10 @@ class PlannedRun:
         measure = self.planned(args, card)
         settings = self.settings(args)
         peak = measure(settings)
-        what = f"{settings.batch_size} x {self.seconds:.1f} s, accumulation {settings.accumulation}"
+        what = f"{peak.utterances} x {self.seconds:.1f} s, accumulation {settings.accumulation}"
         print(describe(peak, card, f"{what}, {dtype.removeprefix('torch.')}"), flush=True)
+        if peak.utterances < settings.batch_size:
+            print(f"That is a part of the micro-batch: all {settings.batch_size} need more")
         if args.torch_compile:
             print("Planned without --torch_compile: what the compiler keeps is not known")
         status = verdict(peak, card)[1]

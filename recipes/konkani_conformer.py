@@ -29,6 +29,10 @@ from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -85,6 +89,12 @@ CONFIG = {  # the values of these flags, and the number of tokens, that a checkp
     "vocab_size": range(1, 200_001),
     "vocabulary": range(1, 1 << 20),
 }
+HAS_CHARACTERS = "the first is a vocabulary of characters; leave one of them out"
+EXCLUDES = (
+    *recogniser.EXCLUDES,
+    ("vocab_file", "tokenizer bpe", HAS_CHARACTERS),
+    ("vocab_file", "vocab_size", HAS_CHARACTERS),
+)
 NEEDS = (
     ("beam_size", ("decoding rescore", "decoding beam"), ""),
     ("vocab_size", ("tokenizer bpe",), ""),
@@ -153,7 +163,7 @@ def add_arguments(parser) -> None:
 def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
     needs = (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
-    options.resolve(args, is_demo, DEMO_STEPS, recogniser.EXCLUDES, needs)
+    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, needs)
     return recogniser.resolve(args, is_demo, BEAM_SIZE)
 
 

@@ -31,6 +31,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -49,7 +53,7 @@ from speech.features import random_masks
 from speech.parakeet import decoding, start
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
-from speech.parakeet.scratch import fit_to_data
+from speech.parakeet.scratch import fit_new_rows, fit_to_data
 from speech.parakeet.start import ModelInfo, make_model
 from speech.parakeet.tokenizer import ParakeetTokenizer
 from speech.splits import RunInfo
@@ -62,6 +66,7 @@ FREQUENCY_MASK_BANDS = 27  # width of a mask
 TIME_MASKS = 10
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 FIT_UTTERANCES = 64  # that a model from scratch is fitted to
+NEW_ROWS_UTTERANCES = 32  # that the rows of new pieces are fitted to
 STYLE_TEXTS = 1000  # training texts that are looked at for style
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 800
@@ -418,6 +423,26 @@ def fit(seed: int, model: Parakeet, data: Utterances) -> None:
         fit_to_data(model, next(to_device([collate(items)], torch.device("cpu"))))
 
 
+def fit_vocabulary(
+    asked: start.Options, run: Run, info: ModelInfo, seed: int, model: Parakeet, data: Utterances
+) -> None:
+    """Fits the rows of new pieces to some training utterances."""
+    if asked.origin.path:
+        before, weights = start.read(asked.origin.path)
+    else:
+        before, weights = start.saved_model(run.initial)
+    if items := splits.some_items(data, seed, NEW_ROWS_UTTERANCES):
+        batch = next(to_device([collate(items)], torch.device("cpu")))
+        fit_new_rows(model, batch, info.new_pieces, weights, before.config["vocabulary"])
+
+
+def first_fit(args, asked: start.Options, run: Run, info: ModelInfo) -> Callable | None:
+    """What a new model takes from the training data, for `Task.fit`."""
+    if info.new_pieces:
+        return functools.partial(fit_vocabulary, asked, run, info, args.seed)
+    return None if info.pretrained else functools.partial(fit, args.seed)
+
+
 def about_run(args, info: ModelInfo, corpora: dict[str, Corpus], before: RunInfo | None) -> RunInfo:
     """What is saved about the run. `before`: the same of the run that is resumed. Recordings are
     later cut into pieces as long as any utterance that the model was trained on."""
@@ -437,7 +462,13 @@ def new_rows(info: ModelInfo, model: Parakeet) -> optim.NewRows | None:
 
 
 def make_task(
-    args, run: Run, info: ModelInfo, run_info: RunInfo, train_set: Corpus, model: Parakeet
+    args,
+    asked: start.Options,
+    run: Run,
+    info: ModelInfo,
+    run_info: RunInfo,
+    train_set: Corpus,
+    model: Parakeet,
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer = start.tokenizer_of(info)
@@ -460,7 +491,7 @@ def make_task(
         info,
         run_info,
         metric="wer" if info.pretrained else "cer",
-        fit=None if info.pretrained else functools.partial(fit, args.seed),
+        fit=first_fit(args, asked, run, info),
         learning_rate=rate,
         checkpointed=CHECKPOINTED,
         reports=recogniser.REPORTS,
@@ -498,7 +529,7 @@ def main(args) -> None:
     global_batches = GlobalBatches(args, data.pop("train"), collate, run.setup)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)
-    task = make_task(args, run, info, run_info, corpora["train"], model)
+    task = make_task(args, asked, run, info, run_info, corpora["train"], model)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(export_and_report, asked, info, tokenizer, model, evaluation)
     finish(args, run, model, task, evaluation["val"], report)

@@ -24,6 +24,10 @@ from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -30,6 +30,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -38,7 +42,7 @@ from common import checkpoint, device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.checkpoint import Saved
 from common.device import upcast
-from common.errors import UsageError, exit_with_one_line
+from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from speech import checks, demo, released, splits, text
 from speech.audio import read_utterance
@@ -204,6 +208,7 @@ class Utterances:
         self.tokens = vocabulary.tokens_of(corpus)
         self.from_other = info.condition == "other"
         self.slice = info.slice
+        self.most_codes = info.config["mel_positions"] - STOPS
         speakers = np.array(corpus.speakers.codes)
         self.clips = [
             np.flatnonzero(speakers == code) for code in range(len(corpus.speakers.names))
@@ -233,6 +238,12 @@ class Utterances:
         """One utterance: waveform (T,), tokens (U,), the slice (S,), and the codes (first, last)
         that have no loss, because the slice is made of them."""
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
+        codes = code_count(len(waveform))
+        if codes > self.most_codes:
+            raise DataError(
+                f"{self.corpus.where(index)}: it has become longer since it was checked:"
+                f" {len(waveform) / SAMPLE_RATE:.2f} s; start again, which checks all clips"
+            )
         random = np.random.default_rng([self.args.seed, epoch, index])
         shortest, longest = self.slice
         length = (shortest + longest) // 2
@@ -248,7 +259,6 @@ class Utterances:
         if length > len(voice):
             length = len(voice) // 2
         first = int(random.integers(0, len(voice) - length + 1)) if self.training else 0
-        codes = code_count(len(waveform))
         heard = first // SAMPLES_PER_CODE, min(codes, (first + length) // SAMPLES_PER_CODE)
         return {
             "audio": waveform,
@@ -437,7 +447,14 @@ def first_model(
     print(f"model: {parameters / 1e6:.1f} M parameters, {trainable / 1e6:.1f} M of them trained")
     frozen.to(run.setup.device, speaking=False)
     vocabulary = texts.Texts(info, is_new=not run.resumed)
-    return info, Synthesiser(model, frozen, vocabulary, most_text(info.config)), added
+    return info, synthesiser_of(info, model, frozen, vocabulary), added
+
+
+def synthesiser_of(
+    info: ModelInfo, model: GPT, frozen: Frozen, vocabulary: texts.Texts
+) -> Synthesiser:
+    lengths = formats.conditioning(info.settings)
+    return Synthesiser(model, frozen, vocabulary, most_text(info.config), lengths)
 
 
 @torch.no_grad()
@@ -517,7 +534,7 @@ def trained(
     info, weights, frozen, saved = start.use(asked)
     model = make_model(info.config, weights).to(setup.device).eval()
     frozen.to(setup.device)
-    return info, Synthesiser(model, frozen, texts.Texts(info), most_text(info.config)), saved
+    return info, synthesiser_of(info, model, frozen, texts.Texts(info)), saved
 
 
 def synthesise(args, asked: start.Options) -> None:
@@ -529,9 +546,9 @@ def synthesise(args, asked: start.Options) -> None:
     clips = speaking.read_references(args.speaker_wav, setup.device)
     lines = [synthesiser.texts.check(line) for line in wanted]
     with setup.autocast():
-        voice = speaking.voice_of(synthesiser.model, synthesiser.frozen, clips)
-        for path, line in zip(outputs, lines, strict=True):
-            waveform = speaking.speak(synthesiser, line, voice, sampling)
+        voice = speaking.voice_of(synthesiser, clips)
+        spoken = speaking.speak(synthesiser, lines, voice, sampling)
+        for path, waveform in zip(outputs, spoken, strict=True):
             speaking.write(path, waveform, synthesiser.frozen.rate)
             print(f"{path}: {len(waveform) / synthesiser.frozen.rate:.2f} s")
 
@@ -621,7 +638,6 @@ def main(args) -> dict | None:
     if command := command_of(args, asked):
         return command(args, asked)
     run = begin(args, RECIPE)
-
     data, read = read_data(args, run.resumed)
     info, synthesiser, added = first_model(args, asked, run, data, read)
     corpora = check_corpora(args, data, read, synthesiser.texts, info.config)

@@ -3,12 +3,14 @@
 import contextlib
 import functools
 import hashlib
+import io
 import math
 import os
 import re
 import shutil
 import struct
 import subprocess
+import wave
 import zlib
 from collections.abc import Iterator
 from fractions import Fraction
@@ -261,7 +263,9 @@ def write_wav(path: Path, samples: np.ndarray, sample_rate: int) -> None:
 def write_speech(path: Path, samples: np.ndarray, sample_rate: int) -> None:
     """The same for --output, aside and renamed, with a mark at the end by which `is_own_speech`
     knows the file. Raises `OSError`."""
-    content = _wav(samples, sample_rate, more=len(_mark(b"")))
+    content = _wav(samples, sample_rate)
+    size = struct.pack("<I", len(content) + len(_mark(b"")) - 8)
+    content = content[:4] + size + content[8:]
     write_file(path, lambda temporary: temporary.write_bytes(content + _mark(content)))
 
 
@@ -278,12 +282,14 @@ def is_own_speech(path: Path) -> bool:
     return content[-size:] == _mark(content[:-size])
 
 
-def _wav(samples: np.ndarray, sample_rate: int, more: int = 0) -> bytes:
-    """A wav of 16-bit samples; `more` bytes of chunks follow."""
-    data = samples.astype("<i2", copy=False).tobytes()
-    form = struct.pack("<IHHIIHH", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
-    header = b"RIFF" + struct.pack("<I", 36 + len(data) + more) + b"WAVEfmt " + form
-    return header + b"data" + struct.pack("<I", len(data)) + data
+def _wav(samples: np.ndarray, sample_rate: int) -> bytes:
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(sample_rate)
+        file.writeframes(samples.tobytes())
+    return buffer.getvalue()
 
 
 def _mark(content: bytes) -> bytes:

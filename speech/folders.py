@@ -133,15 +133,21 @@ def is_replaceable(folder: Path) -> bool:
     return not folder.exists() or (folder.is_dir() and not _changes(folder))
 
 
+def made_from(folder: Path) -> dict | None:
+    """The `made_from` that `write_folder` stored in the folder, whatever has happened to it since;
+    None if there is none."""
+    return _made(folder)[0]
+
+
 def read_made_from(folder: Path) -> dict | None:
     """The `made_from` that `write_folder` stored in the folder; None if there is none, or if files
     are missing or of another size. Other files may be there too. Fast: no file is read."""
-    made_from, written = _made(folder)
+    stored, written = _made(folder)
     if not written:
         return None
     present = _sizes(folder)
     is_complete = all(present.get(name) == size for name, (size, _) in written.items())
-    return made_from if is_complete else None
+    return stored if is_complete else None
 
 
 def _made(folder: Path) -> tuple[dict | None, dict[str, tuple[int, str | None]]]:

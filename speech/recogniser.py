@@ -1,7 +1,9 @@
 """What every recogniser does besides learning: its flags, decoding a set, the results at the end,
 transcripts of files."""
 
+import filecmp
 import json
+import os
 import shutil
 import signal
 import sys
@@ -411,9 +413,21 @@ def print_transcripts(rows: Iterable[dict], with_names: bool) -> int:
     return count
 
 
+def keep_earlier(path: Path, new: Path) -> None:
+    """Renames transcripts at `path` that differ from those in the file `new`, because somebody may
+    have corrected them."""
+    if path.exists() and path.stat().st_size and not filecmp.cmp(path, new, shallow=False):
+        number = 1
+        while os.path.lexists(kept := path.with_name(f"{path.name}.earlier-{number}")):
+            number += 1
+        path.rename(kept)
+        print(f"{path}: the transcripts that were there are now in {kept}", file=sys.stderr)
+
+
 def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
-    """Writes `rows` as JSON Lines and returns their number. What is there when a signal or an error
-    ends the command is kept in PATH.partial. A device or a pipe is written to directly."""
+    """Writes `rows` as JSON Lines and returns their number. Other transcripts that are there get
+    another name. What is done when a signal or an error ends the command is kept in PATH.partial. A
+    device or a pipe is written to directly."""
     count = 0
 
     def write(target: Path) -> None:
@@ -428,9 +442,12 @@ def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
                 if count and target != path:
                     keep_partial(target)
                 raise
+        if target != path:
+            keep_earlier(path, target)
 
     def keep_partial(target: Path) -> None:
         partial = partial_of(path)
+        keep_earlier(partial, target)
         files.write_file(partial, lambda copy: shutil.copyfile(target, copy))
         print(f"the first {count} transcripts are in {partial}", file=sys.stderr)
 

@@ -24,6 +24,7 @@ HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --va
 MOST_HELD_OUT = 200  # utterances, at most
 WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
 STAND_INS = 4096  # utterances of `stand_in`: no global batch is larger
+LONGEST_STAND_IN = 600.0  # seconds: who gives more as --max_duration means any length
 DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
 
 # Rows for `common.options`: (flag, flags of which one must be given, words to add to the message).
@@ -251,7 +252,14 @@ def stand_in(
 ) -> dict[str, Corpus]:
     """The corpora "train" and "val" of a planned run without data: silence of `seconds` each, by
     one speaker, with texts of as many short words as are said in that time, cut to
-    `most_characters`, and with `labels` in turn. They are large enough for every global batch."""
+    `most_characters`, and with `labels` in turn. They are large enough for every global batch.
+    Raises `UsageError` for `seconds` over LONGEST_STAND_IN."""
+    if seconds > LONGEST_STAND_IN:
+        raise UsageError(
+            f"a plan without data is for utterances of --max_duration, and {seconds:.0f} s is more"
+            f" than {LONGEST_STAND_IN:g} s: give --train_manifest, or the length of your longest"
+            " utterance as --max_duration"
+        )
     print(f"no data are given: planned for the longest utterances that are taken, {seconds:.1f} s")
     words = [first + vowel + last for first in "bdfg" for vowel in "aeio" for last in "lmnr"]
     said = max(1, round(WORDS_PER_SECOND * seconds))

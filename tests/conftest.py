@@ -4,6 +4,10 @@ import json
 import signal
 from pathlib import Path
 
+import common
+
+common.spin_briefly()  # before torch is imported
+
 import numpy as np
 import pytest
 import soundfile

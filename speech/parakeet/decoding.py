@@ -151,6 +151,8 @@ def _words(tokens: list[Token], tokenizer, frames: int) -> list[dict]:
         begins = piece.startswith(SPACE) or token.piece == tokenizer.unknown
         if not words or begins:
             words.append({"start": token.frame, "pieces": []})
+        elif tokenizer.spaces.issuperset(words[-1]["pieces"]):  # the word begins with a letter
+            words[-1]["start"] = token.frame
         words[-1]["pieces"].append(token.piece)
         words[-1]["end"] = end
     return words

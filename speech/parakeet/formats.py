@@ -368,7 +368,10 @@ def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     expected = {**FEATURES, "feature_size": config["num_mel_bins"]}
     fixed = {key: (value, MISSING) for key, value in expected.items()}
     for name, settings in processors.items():
-        _require(settings.get("feature_extractor", settings), fixed, folder / name)
+        features = settings.get("feature_extractor", settings)
+        if not isinstance(features, dict):
+            raise UsageError(f"{folder / name}: feature_extractor is {str(features)[:40]!r}")
+        _require(features, fixed, folder / name)
     source = {"config": content, "generation": generation, "processor": processors}
     extras = {"tokenizer": _read_tokenizer(folder), "source": source, "loss": dict(LOSS)}
     return model_files.read_folder(folder, COUNTER), config, extras
@@ -429,6 +432,7 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
             raise UsageError(str(error).replace(f"{folder}{os.sep}", f"{path}: ")) from None
     weights = nemo_to_hf(weights)
     config["vocabulary"] = _nemo_vocabulary(content, weights, path)
+    _check_labels(content, tokenizer.pieces(state), path)
     check_config(config, path)
     source = {"yaml": members[archive.YAML].decode()}
     return weights, config, {"tokenizer": state, "source": source, "loss": loss}
@@ -488,6 +492,19 @@ def _nemo_vocabulary(content: dict, weights: dict[str, torch.Tensor], path: Path
     accepted = (size, -1, MISSING)
     _require(content, {"decoder.vocab_size": accepted, "joint.num_classes": accepted}, path)
     return size
+
+
+def _check_labels(content: dict, pieces: list[str], path: Path) -> None:
+    """Raises `UsageError` if the settings list other pieces than the tokenizer has: the weights are
+    then for another tokenizer."""
+    for key in ("labels", "joint.vocabulary"):
+        labels = _value(content, key)
+        if isinstance(labels, list) and len(labels) == len(pieces) and labels != pieces:
+            row = next(i for i, label in enumerate(labels) if label != pieces[i])
+            raise UsageError(
+                f"{path}: piece {row} of its SentencePiece model is {pieces[row][:20]!r}, and its"
+                f" {key} say {str(labels[row])[:20]!r}: they are of different models"
+            )
 
 
 def _sentencepiece(content: dict, members: dict[str, bytes], path: Path) -> dict[str, str]:

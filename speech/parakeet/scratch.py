@@ -1,9 +1,13 @@
-"""Initial weights for training Parakeet from scratch."""
+"""Initial weights: of a whole Parakeet, or of the pieces of a new vocabulary."""
+
+import math
 
 import torch
 
 from speech.features import valid_mask
 from speech.parakeet.model import FrozenBatchNorm, Parakeet
+
+RIDGE = 0.1  # of the inputs' mean variance
 
 
 @torch.no_grad()
@@ -27,3 +31,45 @@ def fit_to_data(model: Parakeet, batch: dict) -> None:
     for norm in norms:
         norm.measures = False
     model.train()
+
+
+@torch.no_grad()
+def fit_new_rows(
+    model: Parakeet, batch: dict, new: list[int], old: dict[str, torch.Tensor], pieces: int
+) -> None:
+    """Sets the output rows of the pieces `new` by a batch of training utterances on the host: all
+    of them together are as likely as the `pieces` of the released model, whose tensors are `old`,
+    were together. So the model still knows where something is said, and the new pieces share its
+    probability. (The mean of the old rows would not do: a trained row is far below zero wherever
+    its piece is not said. It begins with twice the loss of random rows.)"""
+    model.eval()
+    encoded, frames = model.encode(batch)  # (B, T, D)
+    projected = model.encoder_projector(encoded)
+    predicted = model.predict(batch["tokens"])  # (B, U + 1, J)
+    joined = []
+    heard = []
+    lengths = batch["tokens_lengths_host"].tolist()
+    for row, (count, length) in enumerate(zip(frames, lengths, strict=True)):
+        said = torch.arange(count) * (length + 1) // count  # labels so far, at an even speed
+        joined.append((projected[row, :count] + predicted[row, said]).relu())
+        heard.append(encoded[row, :count])
+    for name, inputs in (("joint.head", joined), ("ctc_head", heard)):
+        if f"{name}.weight" in old:
+            head = model.get_submodule(name)
+            weight = old[f"{name}.weight"][:pieces].flatten(1)
+            logits = torch.cat(inputs) @ weight.T + old[f"{name}.bias"][:pieces]
+            row, bias = regression(torch.cat(inputs), logits.logsumexp(1) - math.log(len(new)))
+            head.weight[new] = row.view(1, -1, *[1] * (head.weight.dim() - 2))
+            head.bias[new] = bias
+    model.train()
+
+
+def regression(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row (D,) and the bias that predict `targets` (N,) from `inputs` (N, D) by ridge
+    regression."""
+    mean = inputs.mean(0)
+    x = inputs - mean
+    covariance = x.T @ x / len(x)
+    covariance.diagonal().add_(RIDGE * covariance.diagonal().mean() + 1e-12)
+    row = torch.linalg.solve(covariance, x.T @ (targets - targets.mean()) / len(x))
+    return row, targets.mean() - row @ mean

@@ -373,8 +373,8 @@ def with_new_vocabulary(
     info: ModelInfo, weights: dict[str, torch.Tensor], asked: Options, texts: Iterable[str]
 ) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
     """A trained model with a vocabulary from `texts`. Rows of pieces that it has are kept, as are
-    those of blank and durations. The others begin near the mean of all pieces' rows: so they are as
-    likely as each other, and less likely than the blank where that was likely before."""
+    those of blank and durations. The others begin near the mean of all pieces' rows, in the output
+    layers until `scratch.fit_new_rows` fits them to the training data."""
     state, size = train_tokenizer(texts, asked.tokenizer, asked.vocab_size or NEW_PIECES)
     new = dataclasses.replace(
         info,
@@ -427,6 +427,11 @@ def check_export(asked: Options, info: ModelInfo) -> None:
     """Raises `UsageError` if --export is given and its form cannot express this model."""
     if asked.origin.export:
         formats.check_form(asked.export_format, info.config, exported(info))
+
+
+def saved_model(saved: Saved) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
+    """The info and the weights of a checkpoint."""
+    return records.read(ModelInfo, saved.model_info, saved.path), saved.model
 
 
 def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:

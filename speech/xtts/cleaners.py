@@ -6,6 +6,7 @@ stop is read as a decimal, Turkish I becomes i), because the released model has 
 texts. Where Coqui's code fails, numbers are read in another way: `_number`. The tables are facts
 about it; the code is our own. Numbers are read by num2words."""
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -155,9 +156,11 @@ def shield(text: str) -> str:
 def expand_numbers(text: str, language: str) -> str:
     """A text in lower case with its numbers in words: digits in groups, amounts of money, decimals,
     ordinals, cardinals, in this order. Raises `RunError` if num2words is missing."""
-    require("num2words", "a text with numbers")
+    library = require("num2words", "a text with numbers")
     grouped, mark = (WITH_COMMAS, ",") if language in COMMA_GROUPS else (WITH_STOPS, ".")
     text = grouped.sub(lambda match: match[0].replace(mark, ""), text)
+    if language not in library.CONVERTER_CLASSES:
+        return text
     for code, amounts in CURRENCIES.items():
         try:
             text = amounts.sub(lambda match: _money(match[0], code, language), text)  # noqa: B023
@@ -183,6 +186,7 @@ def plain_numbers(text: str, language: str) -> str:
     return DIGITS.sub(lambda match: _number(match[0], language), text)
 
 
+@functools.lru_cache(10_000, typed=True)  # 1 and 1.0 differ
 def _words(number: int | float, language: str, **options) -> str:
     """A number in words. Raises what num2words raises, which differs between languages."""
     import num2words

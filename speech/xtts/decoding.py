@@ -41,14 +41,19 @@ class Speech:
 
 @torch.no_grad()
 def sample(
-    model, config: dict, voice: torch.Tensor, sentences: Sequence[Sequence[int]], settings: Sampling
+    model,
+    config: dict,
+    voice: torch.Tensor,
+    sentences: Sequence[Sequence[int]],
+    settings: Sampling,
+    texts: Sequence[str] = (),
 ) -> list[Speech]:
     """Codes and latents of sentences, given as text tokens without START and STOP, in the voice of
     `latents` (1, 32, d).
 
     A sentence ends where STOP is drawn, or where it is the most probable token before the
     repetition penalty, because a draw may miss it. A sentence that reaches `max_codes` is drawn
-    once more, and a message says so. A seed gives each sentence the same random numbers, whatever
+    once more, and a message says so, with its text if `texts` are given. A seed gives each sentence the same random numbers, whatever
     it is sampled with. Up to `ROWS` sentences of about the same length are sampled together.
     `model` is in evaluation mode. Raises `UsageError` for a sentence beyond the text positions, `RunError` for
     logits that are not finite."""
@@ -75,12 +80,19 @@ def sample(
     for row, speech in sorted(spoken.items()):
         if not speech.ended:
             print(
-                f"sentence {row + 1} reached the limit of {limit} codes twice: try another --seed"
-                " or a shorter sentence"
+                f"sentence {_name(row, texts)} reached the limit of {limit} codes twice: try another"
+                " --seed or a shorter sentence"
             )
         elif speech.draws == 2:
-            print(f"sentence {row + 1} reached the limit of {limit} codes and was drawn once more")
+            print(
+                f"sentence {_name(row, texts)} reached the limit of {limit} codes and was drawn once"
+                " more"
+            )
     return [spoken[row] for row in range(len(sentences))]
+
+
+def _name(row: int, texts: Sequence[str]) -> str:
+    return repr(texts[row][:40]) if texts else str(row + 1)
 
 
 def _batches(rows: list[int], sentences: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -5,10 +5,13 @@ The weights are groups of tensors: `gpt` (names without the leading `gpt.`), `hi
 (vocoder and speaker encoder; empty if the weights have none), `dvae`, and the tensor
 `mel_stats`."""
 
+import dataclasses
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -48,6 +51,7 @@ FROZEN = ("hifigan_decoder", "dvae", "mel_stats")
 GROUPS = ("gpt", *FROZEN)
 OLD_WEIGHT_NORM = re.compile(r"\.weight_([gv])$")
 
+SECONDS = range(1, 3601)  # of reference clips
 SMALL = range(1, 129)
 POSITIONS = range(4, 1 << 14)
 TOKENS = range(4, MOST_TOKENS + 1)
@@ -81,6 +85,24 @@ FIXED = {  # settings that the network here has in one form only
     "output_sample_rate": 24_000, "output_hop_length": 256, "d_vector_dim": 512,
     "cond_d_vector_in_each_upsampling_layer": True,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """How a voice is heard, in seconds, as config.json says it: at most `max_ref_len` of each
+    reference clip, of all clips in a row the first `gpt_cond_len`, in chunks of
+    `gpt_cond_chunk_len`. The defaults are the released model's."""
+
+    max_ref_len: Annotated[int, SECONDS] = 30
+    gpt_cond_len: Annotated[int, SECONDS] = 30
+    gpt_cond_chunk_len: Annotated[int, SECONDS] = 4
+
+
+def conditioning(settings: dict) -> Conditioning:
+    """What `settings`, a config.json, says about it. Raises `UsageError`."""
+    names = [field.name for field in dataclasses.fields(Conditioning)]
+    values = {name: settings[name] for name in names if name in settings}
+    return records.read(Conditioning, values, DESCRIPTION)
 
 
 def make_config(
@@ -165,6 +187,7 @@ def read_model(folder: str | Path) -> tuple[dict, dict, dict]:
     model_files.refuse_pointer(folder / VOCAB)
     text = files.read_text(folder / VOCAB)
     config = _read_config(description, folder, text)
+    conditioning(description)
     groups = _read_files(folder, GROUPS)
     for name, tensor in (("code_dim", "codebook.embed"), ("dvae_hidden", "encoder.0.0.weight")):
         if groups["dvae"].get(tensor, torch.tensor(0)).dim():
@@ -198,7 +221,10 @@ def read_custom(path: str | Path, config: dict) -> dict[str, torch.Tensor]:
 def _read_files(folder: Path, groups: tuple[str, ...]) -> dict:
     """The wanted groups of a folder, the DVAE's and the deviations among them."""
     read = _read_groups(folder / MODEL, groups)
-    read["mel_stats"] = _read_mel_stats(folder, read["mel_stats"].get(""))
+    stats = _read_mel_stats(folder, read["mel_stats"].get(""))
+    if not stats.is_meta and not bool((stats > 0).all()):
+        raise UsageError(f"{folder}: its mel_stats are deviations, and some are not above 0")
+    read["mel_stats"] = stats
     if not read["dvae"]:  # a training checkpoint holds it
         read["dvae"] = _read_groups(_require(folder / DVAE_FILE), ("dvae",), "dvae.")["dvae"]
     return read
@@ -422,9 +448,7 @@ def settings(config: dict, source: dict) -> dict:
         "top_k": 50,
         "top_p": 0.85,
         "num_gpt_outputs": 1,
-        "gpt_cond_len": 30,
-        "gpt_cond_chunk_len": 4,
-        "max_ref_len": 30,
+        **dataclasses.asdict(Conditioning()),
         "sound_norm_refs": False,
     }
     model_args = source.get("model_args", {})

@@ -14,7 +14,6 @@ from speech.xtts.vocoder import OUTPUT_RATE, SPEAKER_RATE, HifiDecoder
 
 # Zeros after every clip: its codes must not depend on what else is in the batch.
 MARGIN = 16 * SAMPLES_PER_CODE
-HEARD_SECONDS = 30  # of a clip, by the speaker encoder
 SEED = 0  # of random parts, which every run has to make again
 
 
@@ -52,12 +51,12 @@ class Frozen:
         return codec.griffin_lim(self.dvae.decode(codes[None])[0], self.dvae_mel.mel_stats)
 
     def speaker(self, waveforms: list[torch.Tensor], rate: int = SAMPLE_RATE) -> torch.Tensor:
-        """The mean speaker vector (1, 512) of the first 30 s of waveforms (T,) at `rate` Hz."""
+        """The mean speaker vector (1, 512) of waveforms (T,) at `rate` Hz."""
         device = waveforms[0].device
         with torch.autocast(device.type, enabled=False), full_fp32(device):
             clips = [
-                torchaudio.functional.resample(w[: HEARD_SECONDS * rate], rate, SPEAKER_RATE)
-                for w in waveforms
+                torchaudio.functional.resample(waveform, rate, SPEAKER_RATE)
+                for waveform in waveforms
             ]
         return torch.stack([self.vocoder.speaker_vector(clip[None]) for clip in clips]).mean(0)
 

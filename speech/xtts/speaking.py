@@ -3,7 +3,7 @@ held-out sentences that a training ends with."""
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,10 +22,11 @@ from speech.audio import (
     write_wav,
 )
 from speech.columns import Corpus
-from speech.folders import is_replaceable, write_folder
+from speech.folders import is_replaceable, made_from, write_folder
 from speech.xtts import decoding
 from speech.xtts.codec import SAMPLE_RATE, code_count
 from speech.xtts.decoding import Sampling, Speech
+from speech.xtts.formats import Conditioning
 from speech.xtts.frozen import Frozen
 from speech.xtts.texts import Texts
 
@@ -42,8 +43,7 @@ CUTS = tuple(
     )
 )
 
-REFERENCE_SECONDS = 30  # of each reference clip, as in Coqui's configuration of the released model
-CHUNK_SECONDS = 4
+TOGETHER = 4 * decoding.ROWS  # sentences that are sorted by length
 SHORTEST_SECONDS = 0.33  # of a chunk, as in Coqui's code
 
 FRAME_SECONDS = 0.01
@@ -55,6 +55,7 @@ FADE_SECONDS = 0.005
 EXPORTED_SECONDS = 10.0  # the length that the clip of a speaker in an export should have
 HEADER = ("audio_file", "text", "speaker_name")  # of the manifests that are written
 KINDS = ("reference", "resynthesis", "synthesis")  # of the clips of a held-out sentence
+MADE_BY = {"made_by": "xtts_amharic"}  # in the made_from.json of held-out sentences
 SHORTEST_LIMIT = 40  # codes that a held-out sentence may have
 LIMIT = 2  # times the codes of its recording, if that is more
 
@@ -73,12 +74,13 @@ NEEDS = (
 @dataclass(frozen=True)
 class Synthesiser:
     """A GPT with the frozen parts, and a `Texts` that reads texts and encodes them. Sentences of
-    more than `longest` tokens are cut."""
+    more than `longest` tokens are cut. `lengths`: how much of reference clips is heard."""
 
     model: torch.nn.Module
     frozen: Frozen
     texts: Texts
     longest: int
+    lengths: Conditioning
 
 
 @dataclass(frozen=True)
@@ -261,25 +263,31 @@ def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
     return {name: (int16(clip), SAMPLE_RATE) for name, clip in clips.items()}
 
 
-def voice_of(model, frozen: Frozen, waveforms: Sequence[torch.Tensor]) -> Voice:
+def voice_of(synthesiser: Synthesiser, waveforms: Sequence[torch.Tensor]) -> Voice:
     """The voice of reference clips (T,) at 22.05 kHz on the model's device. Raises `UsageError` if
     they are too short."""
-    latents = latents_of(model, frozen.conditioning_mel, waveforms)
-    return Voice(latents, frozen.speaker(list(waveforms)) if frozen.vocoder else None)
+    frozen = synthesiser.frozen
+    lengths = synthesiser.lengths
+    clips = [waveform[: lengths.max_ref_len * SAMPLE_RATE] for waveform in waveforms]
+    latents = latents_of(synthesiser.model, frozen.conditioning_mel, torch.cat(clips), lengths)
+    return Voice(latents, frozen.speaker(clips) if frozen.vocoder else None)
 
 
 @torch.no_grad()
 def latents_of(
-    model, mel: Callable[[torch.Tensor], torch.Tensor], waveforms: Sequence[torch.Tensor]
+    model,
+    mel: Callable[[torch.Tensor], torch.Tensor],
+    waveform: torch.Tensor,
+    lengths: Conditioning,
 ) -> torch.Tensor:
-    """Conditioning latents (1, L, d) of a voice from waveforms (T,) at 22.05 kHz: the mean over
-    chunks of 4 s of the first 30 s of each. `mel` maps (1, T) to "conditioning" features (1, M, F).
-    A remainder of at least 0.33 s is a chunk without padding; a shorter one is ignored, as in
-    Coqui's code. Raises `UsageError` if there is no chunk."""
+    """Conditioning latents (1, L, d) of a voice from reference clips in a row (T,) at 22.05 kHz:
+    the mean over chunks of the first seconds, as in Coqui's code. `mel` maps (1, T) to
+    "conditioning" features (1, M, F). A remainder of at least 0.33 s is a chunk without padding; a
+    shorter one is ignored. Raises `UsageError` if there is no chunk."""
+    heard = waveform[: lengths.gpt_cond_len * SAMPLE_RATE]
     chunks = [
         chunk
-        for waveform in waveforms
-        for chunk in waveform[: REFERENCE_SECONDS * SAMPLE_RATE].split(CHUNK_SECONDS * SAMPLE_RATE)
+        for chunk in heard.split(lengths.gpt_cond_chunk_len * SAMPLE_RATE)
         if len(chunk) >= SHORTEST_SECONDS * SAMPLE_RATE
     ]
     if not chunks:
@@ -292,25 +300,50 @@ def latents_of(
 @torch.no_grad()
 def speak(
     synthesiser: Synthesiser,
-    text: str,
+    lines: Sequence[str],
     voice: Voice,
     settings: Sampling,
     language: str | None = None,
-) -> torch.Tensor:
-    """A text as samples (T,) at `frozen.rate`."""
+) -> Iterator[torch.Tensor]:
+    """Texts as samples (T,) at `frozen.rate`, in order. Sentences of several texts are sampled
+    together, which changes none of them."""
+    model = synthesiser.model
+    frozen = synthesiser.frozen
+    for part in _parts([_sentences(synthesiser, line, language) for line in lines]):
+        texts, tokens = zip(
+            *(sentence for sentences in part for sentence in sentences), strict=True
+        )
+        spoken = decoding.sample(model, model.config, voice.latents, tokens, settings, texts)
+        spoken = iter(spoken)
+        for sentences in part:
+            waveforms = [_waveform(frozen, next(spoken), voice) for _ in sentences]
+            yield join(waveforms, frozen.rate)
+
+
+def _sentences(
+    synthesiser: Synthesiser, text: str, language: str | None
+) -> list[tuple[str, list[int]]]:
+    """The sentences of a text, as they are read, with their tokens."""
 
     def encode(sentence: str) -> list[int]:
         return synthesiser.texts.encode_read(sentence, language)
 
     read = synthesiser.texts.read(text, language)
     sentences = split_sentences(read, synthesiser.longest, lambda piece: len(encode(piece)))
-    tokens = [encode(sentence) for sentence in sentences]
-    spoken = decoding.sample(
-        synthesiser.model, synthesiser.model.config, voice.latents, tokens, settings
-    )
-    return join(
-        [_waveform(synthesiser.frozen, speech, voice) for speech in spoken], synthesiser.frozen.rate
-    )
+    return [(sentence, encode(sentence)) for sentence in sentences]
+
+
+def _parts(lines: list[list]) -> Iterator[list[list]]:
+    """Texts, given as lists of sentences, in parts of at least TOGETHER sentences, so that those of similar
+    lengths can be sampled together, and the first text is spoken soon."""
+    part = []
+    for sentences in lines:
+        part.append(sentences)
+        if sum(map(len, part)) >= TOGETHER:
+            yield part
+            part = []
+    if part:
+        yield part
 
 
 def _waveform(frozen: Frozen, speech: Speech, voice: Voice) -> torch.Tensor:
@@ -374,12 +407,13 @@ def speak_corpus(
         if name not in voices:
             samples, _ = references.get(name) or next(iter(references.values()))
             reference = torch.from_numpy(samples).to(device) / 32768
-            voices[name] = voice_of(synthesiser.model, frozen, [reference])
+            voices[name] = voice_of(synthesiser, [reference])
         recording = read_utterance(corpus, index, SAMPLE_RATE).to(device)
         codes = frozen.codes(recording[None])[0, : code_count(len(recording))]
         most = max(SHORTEST_LIMIT, LIMIT * len(codes))
         limited = replace(settings, max_codes=min(most, settings.max_codes))
-        spoken = speak(synthesiser, text, voices[name], limited, corpus.languages[index])
+        language = corpus.languages[index]
+        [spoken] = speak(synthesiser, [text], voices[name], limited, language)
         if frozen.vocoder and len(spoken) > frozen.rate // 2:
             heard = frozen.speaker([spoken], frozen.rate)
             similarities.append(float(F.cosine_similarity(heard, voices[name].speaker)[0]))
@@ -405,8 +439,15 @@ def speak_corpus(
 
 
 def folder_of(output_dir: str | Path) -> Path:
-    """Where the held-out sentences of a run are spoken."""
-    return Path(output_dir).absolute() / "speech"
+    """Where the held-out sentences of a run are spoken: in OUTPUT_DIR/speech or, if that is
+    somebody else's (recordings of the user or, in this project's own folder, its code), in
+    OUTPUT_DIR/speech-2."""
+    names = ("speech", *(f"speech-{number}" for number in range(2, 100)))
+    for folder in (Path(output_dir).absolute() / name for name in names):
+        is_own = not folder.is_symlink() and made_from(folder) == MADE_BY
+        if is_own or not os.path.lexists(folder):
+            break
+    return folder
 
 
 def write_corpus(
@@ -426,10 +467,10 @@ def write_corpus(
             (aside / f"{kind}.csv").write_text("\n".join(table) + "\n", encoding="utf-8")
 
     try:
-        if folder.is_symlink() or not is_replaceable(folder):
+        if not is_replaceable(folder):
             name = files.move_aside([folder], [folder.parent])
             print(f"{folder}: what was there was moved to {folder.parent / name}/")
-        write_folder(folder, fill, {"spoken": len(rows["synthesis"])})
+        write_folder(folder, fill, MADE_BY)
     except OSError as error:
         raise cannot_write(folder, error, "--output_dir") from None
 

@@ -592,3 +592,29 @@ def test_what_is_newer_than_the_resumed_checkpoint_is_moved_aside(tmp_path, caps
     assert (tmp_path / "best.safetensors").exists()  # it is older than the branch
     checkpoint.branch(tmp_path, logs, 2)
     assert not (tmp_path / "abandoned-4").exists()
+
+
+def test_an_earlier_run_moves_with_its_stages_and_folders(tmp_path):
+    folder, logs = tmp_path / "c", tmp_path / "l"
+    for place in (folder / "dvae", logs / "dvae", logs / "speech", logs / "mine"):
+        place.mkdir(parents=True)
+        (place / "a").write_text(str(place))
+    (tmp_path / "precious").mkdir()
+    (logs / "reports").symlink_to(tmp_path / "precious")
+    save(folder, 1)
+    checkpoint.make_room(folder, logs, ("speech", "reports"), ("dvae",))
+    assert {path.name for path in (folder / "earlier-1").iterdir()} == {
+        "dvae",
+        "checkpoint_step_00000001.pt",
+    }
+    moved = {path.name: path for path in (logs / "earlier-1").iterdir()}
+    assert set(moved) == {"dvae", "speech", "reports"} and moved["reports"].is_symlink()
+    assert (moved["speech"] / "a").read_text() == str(logs / "speech")
+    assert (logs / "mine" / "a").exists() and (tmp_path / "precious").is_dir()
+
+
+def test_a_run_with_one_folder_for_all_moves_everything_once(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "dvae").mkdir()
+    checkpoint.make_room(tmp_path, tmp_path, (), ("dvae",))
+    assert [path.name for path in tmp_path.iterdir()] == ["earlier-1"]

@@ -220,3 +220,49 @@ def test_a_text_file_that_is_too_large_is_not_read(tmp_path):
         file.truncate(files.TEXT_BYTES + 1)
     with pytest.raises(UsageError, match=r"64 MiB are too much"):
         files.read_text(tmp_path / "a.json")
+
+
+# --- require_output -------------------------------------------------------------------------------
+
+
+def test_an_output_may_be_new_or_an_earlier_one(tmp_path):
+    path = tmp_path / "a"
+    assert files.require_output(str(path), "--output") == path
+    path.write_text("mine")
+    assert files.require_output(path, "--output", is_earlier=lambda path: True) == path
+    for is_earlier in (None, lambda path: False, lambda path: (tmp_path / "no").stat()):
+        with pytest.raises(UsageError, match=r"^--output .*a: it exists, and this command did not"):
+            files.require_output(path, "--output", is_earlier=is_earlier)
+
+
+def test_an_output_is_no_input_folder_link_or_pipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a").write_text("mine")
+    Path("hard").hardlink_to("a")
+    Path("link").symlink_to("a")
+    Path("dangling").symlink_to("nothing")
+    Path("folder").mkdir()
+    os.mkfifo("pipe")
+    reasons = {
+        "hard": r"this command reads it \(a\)",
+        "folder/../a": r"this command reads it \(a\)",
+        "link": "it is a link",
+        "dangling": "it is a link",
+        "folder": "it is a folder",
+        "pipe": "it is a device or a pipe",
+        "/dev/full": "it is a device or a pipe",
+        "no/a": "No such file or directory",
+        "a/b": "Not a directory",
+        "x" * 256: "File name too long",
+    }
+    for name, reason in reasons.items():
+        with pytest.raises(UsageError, match=reason):
+            files.require_output(name, "--output", [None, "nothing", "a"], lambda path: True)
+    assert Path("a").read_text() == "mine" and not Path("nothing").exists()
+
+
+@pytest.mark.parametrize("name", ["ሰ" * 84, "a" * 255, "a\udcff" * 100])
+def test_a_name_as_long_as_it_can_be_is_written(tmp_path, name):
+    path = files.require_output(tmp_path / name, "--output")
+    files.write_text(path, "new")
+    assert path.read_text() == "new"

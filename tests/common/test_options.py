@@ -204,6 +204,20 @@ def test_an_unknown_flag_unlike_any_other_gets_no_hint(parser, capsys):
     assert "did you mean" not in refused(parser, capsys, "--xyzzy")
 
 
+@pytest.mark.parametrize(
+    ("command", "card"),
+    [
+        ("", None),
+        ("--dry_run", ""),
+        ("--dry_run 8GB", "8GB"),
+        ("--dry_run 8 GB --bf16", "8 GB"),
+        ("--bf16 --dry_run=t4", "t4"),
+    ],
+)
+def test_the_card_of_a_plan_may_be_several_words(parser, command, card):
+    assert parser.parse_args(command.split()).dry_run == card
+
+
 @pytest.mark.parametrize("command", ["--tf32 true", "--gradient_checkpointing 1", "train.json"])
 def test_a_stray_word(parser, capsys, command):
     line = refused(parser, capsys, *command.split())

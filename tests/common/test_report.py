@@ -1,7 +1,9 @@
 """metrics.jsonl, the progress bar and its plain lines, TensorBoard, training.png."""
 
+import errno
 import json
 import sys
+import time
 
 import matplotlib.pyplot  # noqa: F401  drawing would import it, which takes a second
 import pytest
@@ -119,3 +121,20 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
         report.check_folder(tmp_path / "file" / "logs")
     report.check_folder(tmp_path / "logs")
     assert not list((tmp_path / "logs").iterdir())
+
+
+def test_a_full_disk_for_tensorboard_is_one_line(tmp_path, monkeypatch, capfd):
+    made = report.Report(tmp_path, 0, 10)
+    made.write(1, loss=2.0)
+    made.events.flush()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
+    for step in range(2, 5):
+        made.write(step, loss=2.0)
+        time.sleep(0.05)
+    made.close()
+    assert "No space left on device; choose another --log_dir" in str(made.problem)
+    assert "Traceback" not in capfd.readouterr().err

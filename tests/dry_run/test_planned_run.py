@@ -1,7 +1,9 @@
 """What is planned of a training: its longest utterances, its settings, the answer, and the loop's
 part in it."""
 
+import dataclasses
 import functools
+import re
 import types
 
 import numpy as np
@@ -14,7 +16,7 @@ from common.errors import DataError, RunError, UsageError
 from dry_run.advice import Settings
 from dry_run.cards import Card
 from dry_run.fake_tensors import CannotPlan
-from dry_run.planned_run import PlannedRun, longest_items
+from dry_run.planned_run import FIRST, PlannedRun, longest_items, repeated
 from tests import small
 
 
@@ -89,6 +91,11 @@ def test_the_longest_text_is_looked_at_and_decides_among_equal_lengths():
     assert (items[0]["index"], items[1]["index"], len(items)) == (30, 50, 21)
 
 
+def test_few_recordings_of_an_hour_are_read():
+    assert len(found(Lengths([[3600.0] * 30], [1] * 30))) == 2
+    assert len(found(Lengths([[100.0] * 30], [1] * 30))) == 12
+
+
 def test_items_that_cannot_be_read():
     data = Lengths([[5, 4, 3]], [1, 1, 1], bad=(0,))
     assert [item["index"] for item in found(data, skip_bad=True)] == [1, 2]
@@ -146,6 +153,53 @@ def run_of(model: nn.Module, items: list | None = None, can_freeze: bool = True)
 
 
 CARD = Card("card", 24 << 30, (8, 6))
+
+
+def test_a_large_batch_is_the_small_one_again_and_again():
+    """As `collate` would make it, but for the values of the audio."""
+
+    def collate_audio(items: list[dict]) -> dict:
+        numbers = torch.tensor([item["index"] for item in items])
+        audio = torch.zeros(len(items), 1 << 15)
+        return {**collate(items), "numbers": numbers, "short": numbers / 2, "audio": audio}
+
+    items = found(Lengths([[5, 4, 3]], [7, 7, 7]))
+    larger = repeated(collate_audio(items), 3, 7)
+    expected = collate_audio([items[i % 3] for i in range(7)])
+    assert larger["audio"].is_meta and larger["audio"].shape == expected["audio"].shape
+    del larger["audio"], expected["audio"]
+    for key in ("numbers", "short"):
+        assert torch.equal(larger.pop(key), expected.pop(key))
+    assert larger == expected
+
+
+@pytest.mark.parametrize("words", ["--batch_size 2147483647", "--batch_size 100000"])
+def test_a_batch_that_is_far_too_large_takes_no_longer(words, capsys):
+    """Utterances of 10 MB as they are, and of 100 MB in the network."""
+    planned = run_of(Network(256), [{"index": 0, "seconds": 10.0, "targets": 1}])
+    planned = dataclasses.replace(planned, count=10_000_000)
+    sizes = []
+
+    def step(batches: list[dict]) -> None:
+        sizes.append(len(batches[0]["x"]))
+        run_of(planned.model).step(batches)
+
+    planned = dataclasses.replace(planned, step=step)
+    args = flags(*words.split(), "--gradient_accumulation_steps", "1")
+    assert planned.answer(args, CARD, "torch.float32", RunError) == 3
+    out = capsys.readouterr().out
+    assert f"Dry run: {FIRST} x 10.0 s" in out and "Verdict: does not fit" in out
+    size = planned.settings(args).batch_size
+    assert f"all {size} need more" in out and re.search(r"^  --batch_size \d+ ", out, re.MULTILINE)
+    assert max(sizes) == FIRST and len(sizes) < 40
+
+
+def test_a_large_batch_of_short_utterances_is_planned_whole(capsys):
+    planned = run_of(Network(), [{"index": 0, "seconds": 0.01, "targets": 1}])
+    planned = dataclasses.replace(planned, count=3000)
+    args = flags("--batch_size", "3000")
+    assert planned.answer(args, CARD, "torch.float32", RunError) == 0
+    assert "Dry run: 3000 x 0.0 s" in capsys.readouterr().out
 
 
 def flags(*words: str):

@@ -101,12 +101,19 @@ def test_output_replaces_nothing_but_transcripts(target, best, recordings, konka
     assert before == (contents(tmp_path), contents(best.parent), Path(konkani["val"]).read_bytes())
 
 
-def test_output_replaces_earlier_transcripts(best, recordings, tmp_path):
+def test_earlier_transcripts_which_somebody_may_have_corrected_are_kept(best, recordings, tmp_path):
     output = tmp_path / "out.jsonl"
-    for recording in recordings[:2]:
-        ran(recipe, "--transcribe", recording, "--resume", best, "--output", output)
-        assert [row["file"] for row in rows(output)] == [recording]
+    transcribe = ["--transcribe", recordings[0], "--resume", best, "--output", output]
+    for _ in range(2):
+        ran(recipe, *transcribe)
+        assert [row["file"] for row in rows(output)] == [recordings[0]]
     assert list(tmp_path.iterdir()) == [output]
+    first = output.read_text()
+    for number in (1, 2):
+        output.write_text(corrected := f'{{"file": "a.wav", "text": "corrected {number}"}}\n')
+        assert run(recipe, *transcribe)[2].endswith(f"are now in {output}.earlier-{number}\n")
+        assert output.read_text() == first
+        assert Path(f"{output}.earlier-{number}").read_text() == corrected
 
 
 def test_output_to_a_device_or_a_pipe(best, recordings, tmp_path):

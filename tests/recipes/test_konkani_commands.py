@@ -379,6 +379,7 @@ MISTAKES = [  # flags, status, a part of the message
         "utterances rejected (--strict_data)",
     ),
     ("--train_manifest {train} --vocab_file {here}/gone.json", 2, "{here}/gone.json"),
+    ("--vocab_file a.json --tokenizer bpe", 2, "--vocab_file and --tokenizer bpe: "),
     ("--vocab_size 99", 2, "--vocab_size goes with --tokenizer bpe"),
     (
         "--decoding greedy --beam_size 3",

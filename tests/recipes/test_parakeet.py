@@ -1197,3 +1197,43 @@ def test_a_plan_is_of_the_model_that_the_flags_ask_for(released, best, manifests
         recipe, "--from_scratch", "--model_size", "0.6b", "--output_dir", tmp_path
     ).model
     assert optim.count_parameters(model) == (627_008_134, 627_008_134)
+
+
+def test_the_export_comes_before_the_comparison_with_the_released_model(
+    released, manifests, tmp_path, monkeypatch
+):
+    model = shutil.copytree(released / "hf", tmp_path / "model")
+
+    def forget(*_) -> list[dict]:
+        shutil.rmtree(model, ignore_errors=True)
+        return []
+
+    monkeypatch.setattr(recipe, "decode_words", forget)
+    flags = [*manifests, *SHORT, "--model_dir", model, "--output_dir", tmp_path / "run"]
+    status, _, err = run(recipe, *flags, "--export", tmp_path / "export")
+    assert status and str(model) in err
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "logs", ".."])
+def test_an_export_around_the_files_of_its_own_run_is_refused_first(
+    released, manifests, tmp_path, place
+):
+    folder = tmp_path / "run"
+    flags = [*manifests, *SHORT, "--model_dir", released / "hf", "--output_dir", folder / "files"]
+    (folder / "files").mkdir(parents=True)
+    if place == "..":
+        (folder / "files").rmdir()
+    status, err = refused(recipe, *flags, "--export", folder / "files" / place)
+    assert status == 2 and "name a folder of its own for the export" in err
+    assert not list(folder.rglob("*.*"))
+
+
+def test_an_archive_needs_a_temporary_folder(released, tmp_path, monkeypatch):
+    def missing():
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", missing)
+    flags = ["--model_file", released / "nemo" / "model.nemo", "--export", tmp_path / "x"]
+    status, err = refused(recipe, *flags)
+    assert status == 2 and "model.nemo cannot be unpacked: No usable temporary directory" in err

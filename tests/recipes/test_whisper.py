@@ -419,9 +419,9 @@ def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(recipe):
         {key: value for key, value in item.items() if key != "alignment"} for item in items[:3]
     ]
     search = decoding.make_search(tokenizer, info.generation, info.config["vocab_size"])
-    evaluate = functools.partial(
-        recipe.evaluate, tokenizer, search, {"attention": 0.7, "ctc": 0.3}, model
-    )
+    rate = decoding.TokenRate(50.0)
+    terms = {"attention": 0.7, "ctc": 0.3}
+    evaluate = functools.partial(recipe.evaluate, tokenizer, search, rate, terms, model)
     together = evaluate([recipe.collate(items)])
     apart, nothing = evaluate([recipe.collate([item]) for item in items]), evaluate([])
     assert together.keys() == apart.keys() == nothing.keys() == {"attention", "ctc", "cer", "wer"}

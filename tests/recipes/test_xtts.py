@@ -22,10 +22,11 @@ from safetensors.torch import load_file
 from common import checkpoint, memory, optim, records
 from common.batches import split_batch, to_device
 from common.device import Setup
+from common.errors import DataError
 from common.loop import Run, run_global_batch
 from recipes import xtts_amharic as recipe
 from speech import splits
-from speech.columns import Corpus
+from speech.columns import Corpus, Strings
 from speech.splits import Checks, RunInfo, load_corpus
 from speech.xtts import (
     codec_training,
@@ -42,7 +43,6 @@ from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel, code_cou
 from speech.xtts.decoding import Sampling
 from speech.xtts.frozen import Frozen
 from speech.xtts.model import GPT
-from speech.xtts.speaking import Synthesiser
 from speech.xtts.start import ModelInfo
 from speech.xtts.tokenizer import Vocabulary, new_vocabulary
 from speech.xtts.vocoder import HifiDecoder
@@ -311,7 +311,7 @@ def test_conditioning_latents_of_a_waveform_are_coquis(theirs, monkeypatch):
     lengths = formats.Conditioning(gpt_cond_chunk_len=1)
     waveform = load_file(FIXTURES / "mel_cases.safetensors")["waveform"].float() / 32768
     assert (
-        speaking.latents_of(theirs, mel, [waveform]) - cases["chunked_latents"]
+        speaking.latents_of(theirs, mel, waveform, lengths) - cases["chunked_latents"]
     ).abs().max() < 2e-5
 
 
@@ -653,6 +653,17 @@ def test_sixteen_bits_give_finite_losses_near_those_of_fp32(noise, dtype):
     assert sums.dtype == ours.dtype == torch.float32 and bool(scaled.isfinite().all())
     assert ((ours - sums) / sums).abs().max() < 0.01
     assert (scaled - gradient).norm() < 0.1 * gradient.norm() and not torch.equal(scaled, gradient)
+
+
+def test_a_clip_that_became_longer_after_the_check_is_named(noise, tmp_path):
+    data = make_utterances(noise)
+    path = tmp_path / "grown.wav"
+    soundfile.write(path, np.full(40 * SAMPLE_RATE, 0.1), SAMPLE_RATE)
+    data.corpus = data.corpus.select(np.arange(1))
+    data.corpus.paths = Strings([str(path)])
+    data.corpus.durations[:] = np.nan
+    with pytest.raises(DataError, match=r"grown\.wav: it has become longer .* 40\.00 s"):
+        data.item(0, 0)
 
 
 # --- memory options -------------------------------------------------------------------------------
@@ -1201,16 +1212,12 @@ def test_the_export_has_the_weights_of_the_best_evaluation_not_the_last(
     )
 
 
-def test_training_of_released_weights_stops_early_unless_a_flag_says_otherwise(places):
-    for flags, expected in (
-        (tuning(places), 5),
-        (tuning(places, "--early_stopping_patience", 2), 2),
-        (tuning(places, "--early_stopping_patience", 0), 0),
-        (["--from_scratch"], 0),
-    ):
-        args = runs.parse(recipe, *flags)
-        recipe.resolve(args)
-        assert args.early_stopping_patience == expected
+def test_only_a_training_of_released_weights_follows_the_hours_of_speech(places, noise):
+    tuned = runs.planned(recipe, *tuning(places))
+    assert tuned.task.fine_tunes and tuned.task.evaluate_first
+    seconds = [soundfile.info(places.folder / f"{number}.wav").duration for number in range(6)]
+    assert tuned.global_batches.hours == pytest.approx(sum(seconds) / 3600)
+    assert not runs.planned(recipe, *both(noise), "--from_scratch").task.fine_tunes
 
 
 def test_an_export_without_a_vocoder_is_refused_in_one_line(noise, tmp_path):
@@ -1430,6 +1437,28 @@ def test_a_new_run_moves_all_of_the_earlier_one_aside(noise, places, tmp_path, m
     assert (folder / "earlier-2" / "speech" / "mine.txt").read_text() == "mine"
     out = ran(recipe, *flags, "--seed", "1", "--output_dir", folder, "--resume", "auto")
     assert "what was there was moved to " not in out
+
+
+@pytest.mark.parametrize("kind", ["recordings", "link", "file", "code"])
+def test_a_folder_speech_of_somebody_else_stays_where_it_is(noise, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(codec_training, "STEPS", {"autoencoder": 1, "dvae": 1})
+    mine = tmp_path / "speech"
+    if kind == "file":
+        mine.write_text("mine")
+    elif kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "a.wav").write_text("mine")
+        mine.symlink_to("elsewhere")
+    else:
+        mine.mkdir()
+        (mine / ("a.wav" if kind == "recordings" else "__init__.py")).write_text("mine")
+    before = everything(tmp_path)
+    flags = [*both(noise), *PLAIN, "--from_scratch", "--max_steps", "1", "--speak_held_out", "1"]
+    for _ in range(2):
+        ran(recipe, *flags, "--output_dir", tmp_path)
+        assert before.items() <= everything(tmp_path).items()
+    assert (tmp_path / "speech-2" / "001_synthesis.wav").is_file()
+    assert (tmp_path / "earlier-1" / "speech-2" / "001_synthesis.wav").is_file()
 
 
 # --- the voice of another clip --------------------------------------------------------------------
@@ -2150,9 +2179,9 @@ def test_a_model_that_says_nothing(places, with_vocoder, capsys):
     if not with_vocoder:
         frozen.vocoder = None
     voice = [torch.randn(SAMPLE_RATE) * 0.1]
-    synthesiser = Synthesiser(model, frozen, texts.Texts(info), 56)
-    voice = speaking.voice_of(model, frozen, voice)
-    waveform = speaking.speak(synthesiser, "hello. no", voice, Sampling())
+    synthesiser = recipe.synthesiser_of(info, model, frozen, texts.Texts(info))
+    voice = speaking.voice_of(synthesiser, voice)
+    [waveform] = speaking.speak(synthesiser, ["hello. no"], voice, Sampling())
     assert waveform.ndim == 1 and bool(waveform.isfinite().all())
 
 
@@ -2176,7 +2205,7 @@ def test_sentences_of_a_batch_that_end_at_different_times_are_as_alone():
             tensor.mul_(10 if tensor.dim() > 1 else 1)
         model.mel_head.weight.mul_(3)
     voice = torch.randn(1, config["latents"], 32, dtype=torch.float64)
-    sentences = [[7, number, 9] for number in range(10, 16)]
+    sentences = [[7, *[number] * (number % 4 + 1), 9] for number in range(10, 16)]
     settings = Sampling(seed=1, max_codes=30)
     together = decoding.sample(model, config, voice, sentences, settings)
     assert len({len(speech.codes) for speech in together}) > 1

@@ -49,12 +49,12 @@ ROWS = """
 24gb  full       10 24
 a100  full       40 6
 cpu   full       4 60 R
-8gb   small_data 8 1 R 8
-12gb  small_data 8 1 R
-16gb  small_data 4 2
-24gb  small_data 8 1
-a100  small_data 8 1
-cpu   small_data 4 2 R
+8gb   little 8 1 R 8
+12gb  little 8 1 R
+16gb  little 4 2
+24gb  little 8 1
+a100  little 8 1
+cpu   little 4 2 R
 """
 
 
@@ -116,7 +116,7 @@ def test_every_row_is_planned_and_written(project, monkeypatch, capsys):
     in_mib = {"row": "1 x 240 R", "gib": 0.25, "verdict": "fits"}
     assert entries[f"{SCRIPT} a100 full"] == in_mib
     output = capsys.readouterr().out
-    assert f"{SCRIPT} 12gb small_data: 8 x 1 R: 2.00 GiB, fits, " in output
+    assert f"{SCRIPT} 12gb little: 8 x 1 R: 2.00 GiB, fits, " in output
     assert f"{PAGE}: written" in output
     page = (project / PAGE).read_text(encoding="utf-8")
     assert "| `16gb` (RTX 4080) | 12 x 20, 12.0 | 4 x 2, 4.0 |" in page

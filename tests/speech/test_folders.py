@@ -2,8 +2,11 @@
 never replaced."""
 
 import errno
+import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,3 +198,69 @@ def test_a_file_is_not_replaced_and_a_link_stays(tmp_path):
     (tmp_path / "link").symlink_to("real")
     folders.write_folder(tmp_path / "link", fill("1"), MADE)
     assert (tmp_path / "link").is_symlink() and contents(tmp_path / "real")["a"] == "1"
+
+
+def test_a_file_of_the_same_size_and_an_older_time_is_told_by_its_content(tmp_path):
+    folder = tmp_path / "export"
+    folders.write_folder(folder, fill("1"), MADE)
+    (folder / "a").write_text("2")
+    os.utime(folder / "a", (0, 0))
+    with pytest.raises(UsageError, match=r"not replaced \(a\)"):
+        folders.write_folder(folder, fill("3"), MADE)
+    (folder / "a").write_text("1")  # as it was
+    folders.write_folder(folder, fill("3"), MADE)
+    (folder / "a").unlink()
+    os.mkfifo(folder / "a")
+    assert not folders.is_replaceable(folder)  # and nobody waits for a writer
+
+
+def test_a_folder_of_an_earlier_version_is_known_by_sizes(tmp_path):
+    folder = tmp_path / "set"
+    folders.write_folder(folder, fill("1"), MADE)
+    content = json.loads((folder / folders.MADE_FROM).read_text())
+    content["files"] = {name: size for name, (size, _) in content["files"].items()}
+    (folder / folders.MADE_FROM).write_text(json.dumps(content))
+    assert folders.read_made_from(folder) == MADE
+    folders.write_folder(folder, fill("2"), MADE)
+    assert contents(folder)["a"] == "2"
+
+
+def killed_in(folder: Path, prelude: str = "") -> None:
+    """Kills a process that writes `folder`, when it has written a file."""
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from speech import folders
+{prelude}
+def fill(aside):
+    (aside / "a").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+folders.write_folder(Path({str(folder)!r}), fill, {{}})
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False)
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path):
+    folder = tmp_path / "export"
+    folders.write_folder(folder, fill("1"), MADE)
+    killed_in(folder)
+    assert len(list(tmp_path.iterdir())) == 2
+
+    def other(aside: Path) -> str:
+        assert len(list(tmp_path.iterdir())) == 2  # the half folder has made room
+        folders.write_folder(tmp_path / "export2", fill("2"), MADE)
+        folders._remove_stale(folder)  # another process
+        return fill("3")(aside)
+
+    folders.write_folder(folder, other, MADE)
+    assert contents(folder)["a"] == "3" and contents(tmp_path / "export2")["a"] == "2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "export2"]
+
+
+def test_a_process_killed_between_two_renames_loses_nothing(tmp_path):
+    folder = tmp_path / "export"
+    folders.write_folder(folder, fill("1"), MADE)
+    folder.rename(tmp_path / ".export.abcdefgh.old")
+    with pytest.raises(KeyboardInterrupt):
+        folders.write_folder(folder, failing_fill(KeyboardInterrupt()), MADE)
+    assert contents(folder)["a"] == "1" and list(tmp_path.iterdir()) == [folder]

@@ -148,6 +148,11 @@ def test_the_data_of_a_planned_run_without_data_are_silence_of_the_longest_utter
     assert max(map(len, splits.stand_in(30.0, 100)["val"].texts)) <= 100
 
 
+def test_a_plan_without_data_needs_the_length_of_an_utterance():
+    with pytest.raises(UsageError, match="1000000 s is more than 600 s: give --train_manifest"):
+        splits.stand_in(1e6)
+
+
 def test_weights_of_a_planned_run_take_no_memory():
     with pytest.raises(UsageError, match="too large for this machine"):
         model_files.require_room(1 << 50)

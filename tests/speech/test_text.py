@@ -274,3 +274,9 @@ def test_style_is_the_share_of_texts_with_capitals_punctuation_and_digits(texts,
     shares = text.style(texts)
     assert tuple(shares.values()) == expected
     assert shares.keys() == recogniser.STYLES.keys() == {"case", "punctuation", "digits"}
+
+
+def test_a_damaged_tokenizer_is_named_with_its_file():
+    state = {"kind": "sentencepiece", "model": "00"}
+    with pytest.raises(UsageError, match=r"^best\.safetensors: its tokenizer is damaged"):
+        text.make_tokenizer(state, 5, "best.safetensors")

@@ -101,7 +101,8 @@ def test_codes_and_decoding_are_those_of_coqui():
     codes = dvae.codes(cases["mel"])
     assert torch.equal(codes, cases["codes"]) and len(codes.unique()) > 5
     assert torch.equal(dvae.codes(cases["odd_mel"]), cases["odd_codes"])
-    atol = 1e-5 * float(cases["decoded"].abs().max())
+    # A dozen convolutions in fp32, whose sums every CPU orders in its own way.
+    atol = 1e-4 * float(cases["decoded"].abs().max())
     torch.testing.assert_close(dvae.decode(codes), cases["decoded"], rtol=0, atol=atol)
 
 

@@ -228,3 +228,42 @@ def test_the_first_loss_is_below_a_uniform_guess(kind, form):
         F.linear(hidden, tensors["text_head.weight"], tensors["text_head.bias"]), targets
     )
     assert worse > math.log(size), "rows drawn like the old ones do worse than a guess"
+
+
+@pytest.mark.parametrize("language", ["am", "de", "en", "xx"])
+@pytest.mark.parametrize("kind", texts.KINDS)
+def test_what_coqui_never_reads_becomes_no_token(kind, language):
+    written = (
+        'COVID ÄÖ "x" “y” «z» 😀 👩\u200d🚀 # & @ % ° + = € ₹ * … — ’ ž ᎒ ق। ሰላም።' + "\ufe0f\u200c"
+    )
+    reader = texts.Texts(make_info(language=language))
+    info = new_tokens.extend(
+        make_info(language=language), None, [reader.read(written)] * 3, asked(kind, 300)
+    )[0]
+    new = {*Vocabulary(info.vocab).tokens()} - {*Vocabulary(TEXT).tokens()}
+    assert "ق" in new
+    for character in "".join(new):
+        assert character.isalpha() or character in "።።।", new
+        assert character == character.lower()
+
+
+def test_pieces_of_any_script_that_coqui_lacks():
+    words = ["გამარჯობა მსოფლიო hello welt", "ᱡᱚᱦᱟᱨ ខ្មែរ ខ្មែរ", "नमस्ते ळ"]
+    info = make_info(language="xx")
+    info, _, _ = new_tokens.extend(info, None, words * 3, asked("bpe", 300))
+    vocabulary = Vocabulary(info.vocab)
+    for word in ("გამარჯობა", "ខ្មែរ", "ᱡᱚᱦᱟᱨ"):
+        assert len(vocabulary.encode(word, "en")) == 2, "one token after the language's"
+    new = {*vocabulary.tokens()} - {*Vocabulary(TEXT).tokens()}
+    assert not any(len(token) > 1 for token in new if token[0] in "नमस्तेळabcdefghijklmnopqrstuvwxyz")
+
+
+def test_the_new_tokens_are_counted():
+    info = make_info(language="xx")
+    info, _ = new_tokens.add_language(info, None)
+    assert info.new_tokens == 1
+    info, _, added = new_tokens.extend(info, None, ["გამარჯობა"], asked("characters", 10))
+    assert info.new_tokens == 1 + added == 8
+    rows = start.new_rows(info, None)
+    assert rows == {name: [*range(ROWS, ROWS + 8)] for name in new_tokens.TEXT_ROWS}
+    assert start.new_rows(make_info(), None) == {}

@@ -2,6 +2,7 @@
 a text, latents of reference clips, ends of clips. The GPT says fixed codes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from speech.text import normalise
 from speech.xtts import codec, decoding, speaking
 from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
 from speech.xtts.decoding import Sampling
+from speech.xtts.formats import Conditioning
 from speech.xtts.frozen import Frozen
 from speech.xtts.speaking import Synthesiser, speakers_of, split_sentences
 from speech.xtts.vocoder import HifiDecoder
@@ -102,7 +104,7 @@ def said(monkeypatch) -> list[tuple]:
     """What the GPT was asked: (latents, sentences, settings); it says 20 codes each time."""
     calls = []
 
-    def sample(model, config, latents, sentences, settings):
+    def sample(model, config, latents, sentences, settings, texts):
         calls.append((latents, sentences, settings))
         speech = decoding.Speech(torch.arange(20) % 12, torch.randn(21, WIDTH), ended=True)
         return [speech] * len(sentences)
@@ -116,7 +118,7 @@ def spoken(
 ) -> tuple[str, Voices, Reader]:
     model, reader = Voices(), Reader()
     references = changes.get("references") or speakers_of(corpus)
-    synthesiser = Synthesiser(model, make_frozen(with_vocoder), reader, 50)
+    synthesiser = Synthesiser(model, make_frozen(with_vocoder), reader, 50, Conditioning())
     settings = changes.get("settings", Sampling())
     return speaking.speak_corpus(folder, synthesiser, corpus, references, settings), model, reader
 
@@ -157,7 +159,7 @@ def test_what_is_written_is_read_as_manifests(corpus, said, tmp_path, with_vocod
         assert len(original) == len(copy) and np.abs(original.astype(int) - copy).max() <= 1
         longer = float(sets["resynthesis"].seconds[index] - corpus.seconds[index]) * SAMPLE_RATE
         assert -1 < longer < SAMPLES_PER_CODE, "it does not end with the recording"
-    assert set(reader.languages) == {"de", "am"} and said[0][1] == [[*b"one|two"]]
+    assert set(reader.languages) == {"de", "am"} and [*said[0][1]] == [[*b"one|two"]]
 
 
 def test_the_similarity_of_voices_needs_a_speaker_encoder_and_half_a_second(
@@ -171,9 +173,9 @@ def test_the_similarity_of_voices_needs_a_speaker_encoder_and_half_a_second(
     assert -1 <= float(similarity.split()[0]) <= 1 and similarity.endswith(
         "(cosine between vectors of the speaker encoder)"
     )
-    monkeypatch.setattr(speaking, "speak", lambda *_: torch.full((12_000,), 0.1))
+    monkeypatch.setattr(speaking, "speak", lambda *_: [torch.full((12_000,), 0.1)])
     assert "speaker similarity" not in spoken(tmp_path / "short", corpus, True)[0]
-    monkeypatch.setattr(speaking, "speak", lambda *_: torch.full((12_001,), 0.1))
+    monkeypatch.setattr(speaking, "speak", lambda *_: [torch.full((12_001,), 0.1)])
     assert "speaker similarity" in spoken(tmp_path / "long", corpus, True)[0]
 
 
@@ -187,7 +189,7 @@ def test_the_similarity_is_the_mean_cosine(corpus, tmp_path, monkeypatch):
         "speaker",
         lambda self, _, rate=SAMPLE_RATE: torch.tensor([next(vectors[rate == 24_000])]),
     )
-    monkeypatch.setattr(speaking, "speak", lambda *_: torch.full((24_000,), 0.1))
+    monkeypatch.setattr(speaking, "speak", lambda *_: [torch.full((24_000,), 0.1)])
     assert "speaker similarity: 0.65 " in spoken(tmp_path, corpus, True)[0]
 
 
@@ -211,7 +213,8 @@ def test_each_speaker_has_one_voice_from_the_references(corpus, said, tmp_path):
     frozen, model = make_frozen(False), Voices()
     clip, rate = speakers_of(corpus)["a"]  # 1.0 s is nearer to 10 s than 0.6 s is
     assert rate == SAMPLE_RATE and len(clip) == SAMPLE_RATE
-    voice = speaking.voice_of(model, frozen, [torch.from_numpy(clip) / 32768])
+    synthesiser = Synthesiser(model, frozen, Reader(), 50, Conditioning())
+    voice = speaking.voice_of(synthesiser, [torch.from_numpy(clip) / 32768])
     assert torch.allclose(voice.latents, latents[0]) and voice.speaker is None
 
 
@@ -241,18 +244,19 @@ def test_an_unknown_speaker_gets_the_first_reference(said, tmp_path):
 @pytest.mark.parametrize("with_vocoder", [True, False])
 def test_a_sentence_without_codes_is_silent_and_long_texts_are_cut(said, monkeypatch, with_vocoder):
     model, frozen = Voices(), make_frozen(with_vocoder)
-    voice = speaking.voice_of(model, frozen, [torch.randn(SAMPLE_RATE) * 0.1])
+    settings, synthesiser = Sampling(), Synthesiser(model, frozen, Reader(), 9, Conditioning())
+    voice = speaking.voice_of(synthesiser, [torch.randn(SAMPLE_RATE) * 0.1])
     assert (voice.speaker is not None) == with_vocoder and voice.latents.shape == (1, 3, WIDTH)
-    settings, synthesiser = Sampling(), Synthesiser(model, frozen, Reader(), 9)
-    waveform = speaking.speak(synthesiser, "one two. three", voice, settings)
+    [waveform] = speaking.speak(synthesiser, ["one two. three"], voice, settings)
     sentences, given_settings = said[0][1:]
-    assert [bytes(tokens) for tokens in sentences] == [b"one two.", b"three"]
+    assert [bytes(each) for each in sentences] == [b"one two.", b"three"]
     assert given_settings is settings
-    once = speaking.speak(synthesiser, "three", voice, settings)
+    [once] = speaking.speak(synthesiser, ["three"], voice, settings)
     assert len(waveform) > 1.5 * len(once) > 0 and waveform.ndim == 1
     nothing = decoding.Speech(torch.zeros(0, dtype=torch.long), torch.zeros(1, WIDTH), ended=True)
     monkeypatch.setattr(decoding, "sample", lambda *_: [nothing])
-    assert not speaking.speak(synthesiser, "a", voice, settings).abs().gt(0).any()
+    [silence] = speaking.speak(synthesiser, ["a"], voice, settings)
+    assert not silence.abs().gt(0).any()
 
 
 def test_samples_beyond_the_range_are_clamped():
@@ -277,7 +281,7 @@ class Listener:
         return mels.mean(2)[:, None].repeat(1, 32, 1) * torch.arange(1, 33)[:, None]
 
 
-def chunks_of(*seconds: float) -> list[int]:
+def chunks_of(seconds: float, limit: int = 30, chunk: int = 4) -> list[int]:
     """The lengths of the chunks that are encoded, in samples."""
     lengths = []
 
@@ -285,8 +289,9 @@ def chunks_of(*seconds: float) -> list[int]:
         lengths.append(waveforms.shape[1])
         return waveforms.mean(1).expand(1, 8, 5)
 
-    waveforms = [torch.ones(round(second * SAMPLE_RATE)) for second in seconds]
-    assert speaking.latents_of(Listener(), mel, waveforms).shape == (1, 32, 8)
+    waveform = torch.ones(round(seconds * SAMPLE_RATE))
+    limits = Conditioning(gpt_cond_len=limit, gpt_cond_chunk_len=chunk)
+    assert speaking.latents_of(Listener(), mel, waveform, limits).shape == (1, 32, 8)
     return lengths
 
 
@@ -298,11 +303,12 @@ def test_chunks_of_a_reference():
     assert chunks_of(30) == chunks_of(31) == chunks_of(300) == [chunk] * 7 + [2 * SAMPLE_RATE]
     assert chunks_of(8.32) == [chunk, chunk]
     assert chunks_of(8.34) == [chunk, chunk, round(0.34 * SAMPLE_RATE)]
-    assert chunks_of(5, 0.1, 40) == [chunk, SAMPLE_RATE] + [chunk] * 7 + [2 * SAMPLE_RATE]
+    assert chunks_of(9, limit=5) == [chunk, SAMPLE_RATE]
+    assert chunks_of(9, chunk=6) == [6 * SAMPLE_RATE, 3 * SAMPLE_RATE]
     assert chunks_of(7277 / SAMPLE_RATE) == [7277]  # 0.33 s are 7,276.5 samples
 
 
-def test_latents_are_the_mean_over_chunks_and_files():
+def test_latents_are_the_mean_over_chunks_of_all_clips_in_a_row():
     model, generator = Listener(), torch.Generator().manual_seed(0)
     first, second = (
         torch.randn(seconds * SAMPLE_RATE, dtype=torch.float64, generator=generator)
@@ -312,18 +318,20 @@ def test_latents_are_the_mean_over_chunks_and_files():
     def mel(waveforms):
         return waveforms[:, :800].reshape(1, 8, 100) * waveforms.std()
 
-    expected = [
-        model.condition(mel(chunk[None]))
-        for chunk in (first[: 4 * SAMPLE_RATE], first[4 * SAMPLE_RATE :], second)
-    ]
-    result = speaking.latents_of(model, mel, [first, second])
-    torch.testing.assert_close(result, sum(expected) / 3, rtol=0, atol=1e-12)
+    # of the first clip 5 s, of both 7 s
+    row = torch.cat([first[: 5 * SAMPLE_RATE], second[: 2 * SAMPLE_RATE]])
+    expected = [model.condition(mel(chunk[None])) for chunk in row.split(4 * SAMPLE_RATE)]
+    frozen = SimpleNamespace(conditioning_mel=mel, vocoder=None)
+    lengths = Conditioning(max_ref_len=5, gpt_cond_len=7)
+    voice = speaking.voice_of(Synthesiser(model, frozen, None, 9, lengths), [first, second])
+    assert len(expected) == 2 and voice.speaker is None
+    torch.testing.assert_close(voice.latents, sum(expected) / 2, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("samples", [(), (0,), (7276,), (7276, 5000)])
+@pytest.mark.parametrize("samples", [0, 7276])
 def test_a_reference_that_is_too_short_is_refused(samples):
     with pytest.raises(UsageError, match=r"shorter than 0\.33 s: give a longer --speaker_wav"):
-        speaking.latents_of(Listener(), None, [torch.ones(count) for count in samples])
+        speaking.latents_of(Listener(), None, torch.ones(samples), Conditioning())
 
 
 # --- sentences ------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What XTTS reads: front ends, tokens, faults, and the flags about them."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from common import options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import amharic, released, splits
-from speech.xtts import formats, new_tokens, speaking, start, texts
+from speech.xtts import cleaners, formats, new_tokens, speaking, start, texts
 from speech.xtts.tokenizer import Vocabulary, new_vocabulary
 from tests.speech.xtts.infos import VOCAB, make_info
 
@@ -98,6 +99,68 @@ def test_the_prefix_of_a_language_that_coqui_lacks():
     ) == vocabulary.encode("no", "de")
 
 
+@pytest.mark.parametrize(
+    ("language", "text", "read"),
+    [
+        ("xx", "Él “DIJO” «no» ’n… 😀👩\u200d🚀☕\ufe0f ok", "él dijo no 'n... ok"),
+        ("xx", "ગુજરાતી ૧૨", "ગુજરાતી 12"),
+        ("fi", "Kello ON 12", "kello on kaksitoista"),
+        ("az", "IŞIQ İsti", "ışıq isti"),
+        ("xx", "me hon. mr. x", "me hon . mr . x"),
+        ("am", "ሰላም “COVID” 😀", "ሰላም covid"),
+    ],
+)
+def test_other_languages_are_written_so_that_coqui_leaves_them(language, text, read):
+    reader = texts.FrontEnd(language, PLAIN, carried=True)
+    assert reader.read(text) == read
+    if not re.search("[0-9]", read):
+        assert cleaners.clean(f"[{language}]{read}", "en") == f"[{language}]{read}"
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "signs"),
+    [
+        ("xx", "a 12 & b", ["1", "2", "&"]),
+        ("fi", "12", []),
+        ("hi", "5 & 6", ["5", "6"]),
+        ("en", "5 & 6", []),
+        ("ja", "5", []),
+    ],
+)
+def test_what_cannot_be_read_in_words_is_a_fault(language, text, signs):
+    reader = texts.FrontEnd(language, PLAIN, carried=language == "xx")
+    read = text if language == "ja" else reader.read(text)
+    assert reader.unread(read, None) == signs
+    fault = reader.fault(read, None, 100)
+    assert (fault is None) == (not signs)
+    if signs:
+        assert fault[0].startswith("numbers or signs that are not read in words in " + language)
+        assert fault[1].startswith(" ".join(signs))
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("en-US", "en"), ("zh", "zh-cn"), ("ZH_tw", "zh-cn"), ("zh-cn", "zh-cn"), ("Amharic", "am"),
+     ("deu", "de"), ("yue", "yue"), ("", "")],
+)  # fmt: skip
+def test_codes_of_languages(name, code):
+    assert texts.code_of(name) == code
+
+
+def test_a_corpus_is_read_once(monkeypatch):
+    reader = texts.Texts(make_info(g2p=True))
+    corpus = SimpleNamespace(texts=["ሰላም", "The END 2"], languages=["", "en-GB"])
+    texts.read_corpora(reader, {"train": corpus})
+    assert [*corpus.read] == [amharic.phonemes("ሰላም", {}, True), "the end two"]
+    monkeypatch.setattr(reader.front_end, "read", None)
+    tokens = reader.tokens_of(corpus)
+    assert [row.tolist() for row in tokens] == [
+        reader.vocabulary.encode(corpus.read[0], "am"),
+        reader.vocabulary.encode("the end two", "en"),
+    ]
+    assert reader.fault(corpus.read[1], "en", 100) is None
+
+
 def test_faults():
     reader = texts.Texts(make_info())
     reason, details = reader.fault("ቡና", None, 100)
@@ -123,7 +186,7 @@ def test_a_text_to_speak_is_checked(capsys):
     reader.check("the end")
     assert capsys.readouterr().err == ""
     reader.check("aቡ bናቡ")
-    assert capsys.readouterr().err == "warning: 'aቡ bናቡ': the vocabulary lacks ቡ ና\n"
+    assert capsys.readouterr().err == "warning: 'aቡ bናቡ': the vocabulary lacks ቡ x 2, ና x 1\n"
 
 
 def test_show(capsys):
@@ -135,7 +198,7 @@ def test_show(capsys):
     assert out == "ሰቡ\nhens\n"
     assert (
         err
-        == "warning: 'ሰቡ': the vocabulary lacks ቡ\nwarning: 'hens': text is longer than 3 tokens:"
+        == "warning: 'ሰቡ': the vocabulary lacks ቡ x 1\nwarning: 'hens': text is longer than 3 tokens:"
         " 4 tokens\n"
     )
 
