@@ -17,6 +17,7 @@ another language and exported. It knows far less than a released model, so compa
 other only."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -250,17 +251,23 @@ def make_xtts(folder: Path, run: Path, target: Path) -> None:
 
 def run_command(command: list, code: Path, log: Path | None) -> tuple[int, float]:
     """Runs a command in a checkout on one thread. Returns its exit status and minutes of the
-    processor. Its output goes to `log`, or is printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
+    processor. Its output goes to `log`, or is printed. If this program is stopped, so is the
+    command, which saves its run first."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    output = open(log, "a") if log else None  # noqa: SIM115
-    done = subprocess.run(
-        list(map(str, command)), cwd=code, env=environment, stdout=output, stderr=output
-    )
+    with open(log, "a") if log else contextlib.nullcontext() as output:
+        words = list(map(str, command))
+        process = subprocess.Popen(words, cwd=code, env=environment, stdout=output, stderr=output)
+        try:
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return done.returncode, seconds / 60
+    return process.returncode, seconds / 60
 
 
 def read_results(folder: Path) -> dict[str, dict]:
