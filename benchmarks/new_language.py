@@ -47,7 +47,7 @@ SCRIPTS = {
 STAND_INS = {  # updates from scratch, and the flags of the export
     "parakeet": (800, ["--export_format", "hf"]),
     "whisper": (900, []),
-    "xtts": (500, []),
+    "xtts": (900, []),  # of the GPT and, at most, of each part of its DVAE
 }
 STOPPED = 128  # the least exit status of a run that a signal ended
 JUDGE_CER = 0.1  # at most, of the judge's own
