@@ -1,4 +1,5 @@
-"""Texts as XTTS reads them: in lower case, without double quotes, with numbers in words, then tokens.
+"""Texts as XTTS reads them: in lower case, without double quotes, with numbers in words, then
+tokens.
 
 Languages that Coqui speaks are written as its tokenizer does (`cleaners`). Others are written here,
 so that it leaves them as they are: an export gets the tokens that were trained. The released
@@ -31,6 +32,7 @@ AMHARIC = "am"
 OTHER_NAMES = {
     "amh": "am", "amharic": "am", "ara": "ar", "ces": "cs", "cze": "cs", "deu": "de", "ger": "de",
     "eng": "en", "spa": "es", "fra": "fr", "fre": "fr", "hin": "hi", "hun": "hu", "ita": "it",
+    "ben": "bn", "fas": "fa", "per": "fa", "swa": "sw", "swh": "sw", "ukr": "uk", "vie": "vi",
     "jpn": "ja", "kor": "ko", "nld": "nl", "dut": "nl", "pol": "pl", "por": "pt", "rus": "ru",
     "tur": "tr", "zh": "zh-cn", "zho": "zh-cn", "chi": "zh-cn", "cmn": "zh-cn",
 }  # fmt: skip
@@ -256,6 +258,8 @@ class FrontEnd:
                 " write them as words",
                 f"{' '.join(signs[:20])} in {read[:40]!r}",
             )
+        if not any(map(str.isalnum, read)):
+            return "the text has no letters", repr(read[:40])
         return None
 
 

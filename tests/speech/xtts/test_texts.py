@@ -170,7 +170,10 @@ def test_faults():
     assert reason == "the vocabulary has none of the text's letters" and details == "'ቡና'"
     new = texts.Texts(make_info(), is_new=True)
     assert new.fault("ቡና", None, 100)[0] == f"{reason}: --use_amharic_g2p or --extend_vocab"
-    assert new.fault("ж", None, 100)[0] == reader.fault("...", None, 100)[0] == reason
+    assert new.fault("ж", None, 100)[0] == reason
+    for each in (reader, texts.FrontEnd("sw", PLAIN, carried=True)):
+        assert each.fault("...", None, 100) == ("the text has no letters", "'...'")
+        assert each.fault("", None, 100) == ("the text has no letters", "''")
     assert reader.fault("hen", None, 3) is None and reader.fault("then", "de", 2) is None
     assert reader.fault("hens", None, 3) == ("text is longer than 3 tokens", "4 tokens")
     assert (
