@@ -7,8 +7,8 @@
 # TIER: auto (default), 8gb, 12gb, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
 # SIZE: demo (default), full (default with --model_dir, --train_manifest, --train_csv,
 # --from_scratch or --init_from). With --from_scratch, full has random weights.
-# DATA: auto (default: by the hours of speech in --train_csv or --train_manifest), small_data (under 2 h),
-# medium_data (under 20 h), large_data.
+# DATA: auto (default: by the hours of speech in --train_csv or --train_manifest), small_data (under
+# 2 h), medium_data (under 20 h), large_data.
 # An update is 240 utterances in every tier, 48 with medium_data, 16 with small_data and in the demo.
 # The tier decides how many of them are on the GPU at once.
 # --print shows the command instead of running it. All flags of the recipe:

@@ -312,7 +312,7 @@ pick_row() {
     case "$data" in small_data) most=16 ;; medium_data) most=48 ;; *) most=$update ;; esac
     if [ "$most" -lt "$update" ]; then update=$most; fi
   elif [ "$data" != auto ]; then
-    fail "$data is for your own recordings: add ${recorded[*]}, or a model" 2
+    fail "$data is for your own recordings: add$(printf ' %s or' "${recorded[@]}") a model" 2
   fi
   share=$((update / gpus))
   if [ $((share * gpus)) = "$update" ]; then

@@ -79,8 +79,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW: torch's fused kernel, bitsandbytes' 8-bit states (`kind` "adamw_8bit"), or states in
     host memory (`offload`). The states are allocated here, so the first update needs no additional
-    memory. `new_rows` learn at a rate of their own. Raises `UsageError` if all parameters are frozen, `RunError` if bitsandbytes does not
-    work."""
+    memory. `new_rows` learn at a rate of their own. Raises `UsageError` if all parameters are
+    frozen, `RunError` if bitsandbytes does not work."""
     groups = parameter_groups(model, weight_decay, decay_embeddings)
     settings = {"lr": learning_rate, "betas": betas}
     if offload:

@@ -10,7 +10,7 @@ import numpy as np
 import soundfile
 import torch
 
-from common.errors import DataError
+from common.errors import DataError, UsageError
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.columns import printable
 from speech.headers import THREADS
@@ -99,7 +99,10 @@ def _length(path: str) -> float | str:
 def read_noises(folder: str) -> Noises:
     """The audio files below --noise_dir. Raises `UsageError` if there are none, `DataError` if one
     cannot be used."""
-    paths = [str(path) for path in audio_files([folder])]
+    try:
+        paths = [str(path) for path in audio_files([folder])]
+    except UsageError as error:
+        raise UsageError(f"--noise_dir: {error}") from None
     with ThreadPoolExecutor(THREADS) as pool:
         lengths = list(pool.map(_length, paths))
     faults = [length for length in lengths if isinstance(length, str)]

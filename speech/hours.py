@@ -46,8 +46,8 @@ def seconds_of(rows: list[dict], folder: str, audio_root: str | None) -> float:
 def hours_of(
     path: Path, audio_root: str | None = None, max_samples: int = -1, enough: float = math.inf
 ) -> float:
-    """The hours of speech in a manifest, of as many rows on the average with `max_samples`. Reading
-    stops where there are `enough`. Raises `UsageError` and `DataError`."""
+    """The hours of speech in a manifest, or in `max_samples` average rows of it (-1: in all rows).
+    Reading stops at `enough` hours. Raises `UsageError` and `DataError`."""
     if path.is_dir():  # speech/morse/recordings.py
         audio_root = audio_root or str(path)
         table = path / "splits/train.csv"

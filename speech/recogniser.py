@@ -43,11 +43,7 @@ REGULARISATION = (
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *((flag, options.COMMAND, options.TRAINS) for flag in REGULARISATION),
-    (
-        "noise_dir",
-        "wave_augment False",
-        "without the second no noise is added; leave one of them out",
-    ),
+    ("noise_dir", "wave_augment False", "with the second no noise is added; leave one of them out"),
 )
 NEEDS = (
     ("output", ("transcribe",), ""),
@@ -162,8 +158,8 @@ def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> O
     """Fills in the defaults of these flags and returns what they ask for, also after
     `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
     augment by default (`augments`), and except in a demo, whose voices hardly vary; --wave_augment
-    also needs released weights. A plan without data is of training with augmentation. `beam_size` is the default. Raises `UsageError`, and
-    `DataError` for a file in --noise_dir."""
+    also needs released weights. A plan without data is of training with augmentation. `beam_size`
+    is the default. Raises `UsageError`, and `DataError` for a file in --noise_dir."""
     augment = augments and (not is_demo or options.plans(args))
     if getattr(args, "noise_dir", None):
         args.wave_augment = True

@@ -30,7 +30,6 @@ MOST_HELD_OUT = 200  # utterances, at most
 WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
 STAND_INS = 4096  # utterances of `stand_in`: no global batch is larger
 LONGEST_STAND_IN = 600.0  # seconds: who gives more as --max_duration means any length
-DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
 
 # Rows for `common.options`: (flag, flags of which one must be given, words to add to the message).
 NEEDS = (
@@ -234,8 +233,8 @@ def read_manifests(
 ) -> dict[str, Corpus]:
     """The checked corpora of `manifests`, {split: path}; prints their sizes and what was rejected.
 
-    `checks.max_samples` shortens "train" to the rows of `load_sample`. If there is a "train" but no "val",
-    a part of these rows is held out: if possible `checks.held_out`, whatever the seed and
+    `checks.max_samples` shortens "train" to the rows of `load_sample`. If there is a "train" but no
+    "val", a part of these rows is held out: if possible `checks.held_out`, whatever the seed and
     `max_samples` are now. Raises `DataError` and `UsageError`."""
     corpora = {}
     for split, path in manifests.items():

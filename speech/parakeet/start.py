@@ -58,9 +58,7 @@ FORMS = released.Forms(
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
-NEW_VOCABULARY = (
-    "make a new vocabulary from the training texts with --train_tokenizer bpe --vocab_size 1024"
-)
+NEW_VOCABULARY = "train with a new vocabulary, made from the training texts: --train_tokenizer bpe --vocab_size 1024"
 TRAINING = (
     "train_tokenizer", "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
 )  # fmt: skip
@@ -101,8 +99,8 @@ class ModelInfo:
 class Options:
     """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
     `tokenizer`: the kind of the pieces that are made from the training texts, "bpe" or "char"; None
-    for the model's own, or a new model's usual ones. `loss`: settings that
-    replace the model's. `export_format`: "hf" or "nemo"."""
+    for the model's own, or a new model's usual ones. `loss`: settings that replace the model's.
+    `export_format`: "hf" or "nemo"."""
 
     origin: Origin
     how: recogniser.Options
@@ -290,6 +288,13 @@ def given_tokenizer(
     return make_tokenizer(state, len(pieces(state))), is_own
 
 
+def tokenizer_kind(info: ModelInfo) -> str:
+    """What `train_tokenizer` made the vocabulary of: "char" if no piece after the first, which is
+    the unknown one, has more than a character."""
+    is_longer = any(len(piece) > 1 for piece in pieces(info.tokenizer)[1:])
+    return "bpe" if is_longer else "char"
+
+
 def find_conflicts(asked: Options, info: ModelInfo, resumes: bool) -> list[str]:
     """The flags that contradict a checkpoint, each with what the checkpoint has. `resumes`: whether
     its vocabulary must stay."""
@@ -301,6 +306,9 @@ def find_conflicts(asked: Options, info: ModelInfo, resumes: bool) -> list[str]:
         found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {has})")
     if asked.tokenizer and resumes and not info.own_vocabulary:
         has = "the checkpoint has the released model's vocabulary"
+        found.append(f"--train_tokenizer {asked.tokenizer} ({has})")
+    elif asked.tokenizer and resumes and asked.tokenizer != tokenizer_kind(info):
+        has = f"the checkpoint has {tokenizer_kind(info)}"
         found.append(f"--train_tokenizer {asked.tokenizer} ({has})")
     if origin.path and info.pretrained:
         theirs, _ = read(origin.path)

@@ -1332,6 +1332,9 @@ def test_a_run_with_a_new_vocabulary_is_resumed_and_exported(
 def test_a_vocabulary_cannot_change_in_a_run(foreign, tuning, reference, retrained, tmp_path):
     status, err = refused(recipe, *tuning, "--train_tokenizer", "bpe", "--output_dir", reference)
     assert status == 2 and "--train_tokenizer bpe (the checkpoint has the released" in err
+    flags = ["--train_tokenizer", "char", "--resume", "auto", "--output_dir", retrained[0]]
+    status, err = refused(recipe, *foreign, *flags)
+    assert status == 2 and "--train_tokenizer char (the checkpoint has bpe)" in err
 
 
 def test_an_export_that_cannot_be_is_refused_before_training(manifests, tmp_path, monkeypatch):
