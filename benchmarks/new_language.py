@@ -47,9 +47,10 @@ SCRIPTS = {
 STAND_INS = {  # updates from scratch, and the flags of the export
     "parakeet": (800, ["--export_format", "hf"]),
     "whisper": (900, []),
-    "xtts": (500, []),
+    "xtts": (900, []),  # of the GPT and, at most, of each part of its DVAE
 }
 STOPPED = 128  # the least exit status of a run that a signal ended
+JUDGE_CER = 0.1  # at most, of the judge's own
 JUDGE_STEPS = 500  # updates of a round
 SPOKEN = 20  # held-out sentences that XTTS speaks
 
@@ -397,7 +398,7 @@ def judge(folder: Path) -> None:
     )
     judge_dir = folder / "judged" / "judge"
     has_data = xtts_demo.write_data(folder / "judged", judge_dir / "data")
-    cer, step = xtts_demo.train_judge(judge_dir, has_data, JUDGE_STEPS)
+    cer, step = xtts_demo.train_judge(judge_dir, has_data, JUDGE_STEPS, JUDGE_CER)
     print(f"the judge's own CER: {100 * cer:.1f} % after {step} updates")
     said = {row["text"]: as_said(row["said"]) for row in read_rows(folder / "two" / "val.json")}
     results = read_results(folder)

@@ -147,8 +147,11 @@ def run_recipe(*words: object) -> None:
         raise RunError("the judge's command above failed")
 
 
-def train_judge(judge_dir: Path, has_data: bool, steps: int) -> tuple[float, int]:
-    """Trains the judge for `steps` updates, and for as many again while its CER is too high.
+def train_judge(
+    judge_dir: Path, has_data: bool, steps: int, most_cer: float = MOST_CER
+) -> tuple[float, int]:
+    """Trains the judge for `steps` updates, and for as many again while its CER is `most_cer`
+    or above.
     Returns its CER and updates. Continues an earlier run if it `has_data` of it. Raises `RunError`
     if the judge does not learn."""
     manifests = [
@@ -159,11 +162,11 @@ def train_judge(judge_dir: Path, has_data: bool, steps: int) -> tuple[float, int
         length = ["--max_steps", number * steps, "--eval_every", max(1, steps // 4)]
         run_recipe(*manifests, "--output_dir", judge_dir, *SHAPE, *TRAINING, *length, *resume)
         best = files.read_json(judge_dir / "checkpoints" / "best.json")
-        if best["cer"] < MOST_CER:
+        if best["cer"] < most_cer:
             return best["cer"], best["step"]
     raise RunError(
         f"the judge's CER is {100 * best['cer']:.1f} % after {number * steps} updates, above"
-        f" {100 * MOST_CER:.0f} %: it cannot judge speech; give it more --judge_steps"
+        f" {100 * most_cer:.0f} %: it cannot judge speech; give it more --judge_steps"
     )
 
 

@@ -264,7 +264,7 @@ def begin_training(
         args.use_cpu_offload,
         task.decay_embeddings,
         task.betas,
-        note_new_rows(progress, task),
+        note_new_rows(progress, None if saved else task.new_rows),
     )
     scaler = setup.grad_scaler()
     if saved:
@@ -335,14 +335,14 @@ def start_progress(saved: dict | None = None) -> dict:
     return progress
 
 
-def note_new_rows(progress: dict, task: Task) -> optim.NewRows | None:
-    """The new rows of the run: the checkpoint's, or the task's, which are noted in the progress."""
-    if progress["new_rows"]:
-        return optim.NewRows(**progress["new_rows"])
-    if task.new_rows:
-        rows = {name: list(map(int, numbers)) for name, numbers in task.new_rows.rows.items()}
-        progress["new_rows"] = {"rows": rows, "learning_rate": task.new_rows.learning_rate}
-    return task.new_rows
+def note_new_rows(progress: dict, first: optim.NewRows | None) -> optim.NewRows | None:
+    """The new rows of the run: `first`, with which it begins and which are noted in the progress,
+    or those of the checkpoint that it resumes. A task cannot know the latter, which depend on
+    --init_from."""
+    if first:
+        rows = {name: list(map(int, numbers)) for name, numbers in first.rows.items()}
+        progress["new_rows"] = {"rows": rows, "learning_rate": first.learning_rate}
+    return optim.NewRows(**progress["new_rows"]) if progress["new_rows"] else None
 
 
 def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:

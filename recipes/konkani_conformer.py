@@ -798,7 +798,6 @@ def main(args) -> None:
     with run.model_device():
         model = make_model(config, args.dropout, args.label_smoothing, saved=run.resumed)
     describe(model)
-
     sets = make_sets(args, corpora, tokenizer, config["subsampling"])
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
     eval_batches = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}

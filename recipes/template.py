@@ -101,16 +101,6 @@ def check_texts(args, corpora: dict[str, Corpus], characters: list[str]) -> None
     unknown.check_unknown(corpora, lacking, args.allow_unknown, NEW_CHARACTERS, is_own=True)
 
 
-def check_data(args) -> None:
-    """--check_data. The characters that a run resumes with are compared with the texts."""
-    saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
-    model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
-    corpora = read_data(args, run_info)
-    if model_info:
-        check_texts(args, corpora, model_info.characters)
-    splits.report_checked(corpora)
-
-
 class Utterances:
     """A set of utterances as the model takes them. Characters that the model does not have are left
     out."""
@@ -287,14 +277,15 @@ def vocabulary(characters: list[str], initial: checkpoint.Saved | None):
         return None
     before, _ = checkpoint.read_infos(initial, ModelInfo, splits.RunInfo)
     names = ("output.weight", "output.bias")
-    tokens, saved = [*characters, "<blank>"], [*before.characters, "<blank>"]
+    tokens = [*characters, "<blank>"]
+    saved = [*before.characters, "<blank>"]
     return checkpoint.Vocabulary(names, tokens, saved)
 
 
 def main(args) -> None:
     how = resolve(args)
     if args.check_data:
-        return check_data(args)
+        return splits.report_checked(read_data(args))
     if args.transcribe:
         return transcribe(args, how)
     if args.evaluate:

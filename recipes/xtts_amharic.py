@@ -450,6 +450,12 @@ def first_model(
     return info, synthesiser_of(info, model, frozen, vocabulary), added
 
 
+def new_rows(info: ModelInfo, run: Run) -> optim.NewRows | None:
+    """The rows of new tokens, which have a learning rate of their own."""
+    rows = start.new_rows(info, run.initial)
+    return optim.NewRows(rows, start.NEW_ROWS_RATE) if rows else None
+
+
 def synthesiser_of(
     info: ModelInfo, model: GPT, frozen: Frozen, vocabulary: texts.Texts
 ) -> Synthesiser:
@@ -557,12 +563,12 @@ def export_and_speak(
     args, run: Run, info: ModelInfo, synthesiser: Synthesiser, corpora: dict[str, Corpus]
 ) -> None:
     """--export, and sentences that the model has not learned, each in the voice of a training clip
-    of its speaker."""
+    of its speaker. The first rank does this alone."""
     count = 2 if synthesiser.frozen.vocoder else 20
     sampling = Sampling(seed=args.seed) if synthesiser.frozen.vocoder else GREEDY
     if args.speak_held_out is not None:
         count = args.speak_held_out
-    if not (args.export or count):
+    if not (run.setup.ranks.first and (args.export or count)):
         return
     voices = speaking.speakers_of(corpora["train"])
     if args.export:
@@ -644,14 +650,9 @@ def main(args) -> dict | None:
     sets = {}
     for name, corpus in corpora.items():
         sets[name] = Utterances(args, corpus, synthesiser.texts, info, training=name == "train")
-
-    global_batches = GlobalBatches(args, sets["train"], collate, run.setup)
-    evaluation = {
-        name: EvalBatches(args, sets[name], collate, run.setup) for name in sets if name != "train"
-    }
+    global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
+    evaluation = {name: EvalBatches(args, each, collate, run.setup) for name, each in sets.items()}
     languages = {name: synthesiser.texts.languages_of(corpora[name]) for name in evaluation}
-    rows = start.new_rows(info, run.initial)
-    new_rows = optim.NewRows(rows, start.NEW_ROWS_RATE) if rows else None
     task = Task(
         RECIPE,
         functools.partial(compute_loss, frozen=synthesiser.frozen),
@@ -667,7 +668,7 @@ def main(args) -> dict | None:
         evaluate_first=info.pretrained,
         decay_embeddings=False,
         fine_tunes=info.pretrained,
-        new_rows=new_rows,
+        new_rows=new_rows(info, run),
         vocabulary=start.vocabulary(info, run.initial),
         betas=BETAS,
         reports=(str(speaking.folder_of(args.output_dir)),),
@@ -675,8 +676,7 @@ def main(args) -> dict | None:
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation, languages)
     finish(args, run, synthesiser.model, task, evaluation["val"], report)
-    if run.setup.ranks.first:
-        export_and_speak(args, run, info, synthesiser, corpora)
+    export_and_speak(args, run, info, synthesiser, corpora)
     weights = args.checkpoint_dir / "best.safetensors"
     return {"weights": weights, "logs": args.log_dir, "export": args.export}
 

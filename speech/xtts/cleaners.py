@@ -104,7 +104,16 @@ BEFORE_CENTS = {"es": " con ", "fr": " et ", "de": " und ", "pt": " e ", "it": "
 DECIMAL = re.compile(r"(?<![0-9])[0-9]+[.,][0-9]+")
 NO_DECIMALS = ("tr",)
 DIGITS = re.compile("[0-9]+")
-GROUPS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:([.,\u00a0 ])[0-9]{3})(?:\1[0-9]{3})*(?![0-9])")
+# In other languages. "5km" gets a space, "0912 345 678" is not grouped, and "12.5.2016" has no decimals.
+BESIDE_LETTERS = re.compile(r"(?<=[^\W\d_])(?=[0-9])|(?<=[0-9])(?=[^\W\d_])")
+GROUPS = re.compile(
+    r"(?<![0-9.,])(?<![0-9][\u00a0 ])[1-9][0-9]{0,2}([.,\u00a0 ])[0-9]{3}(?:\1[0-9]{3})*(?![0-9])"
+)
+PLAIN_DECIMAL = re.compile(r"(?<![0-9])(?<![0-9][.,])[0-9]+[.,][0-9]+(?![.,]?[0-9])")
+WITH_ZERO = re.compile("(?<![0-9])0[0-9]+")
+BETWEEN = re.compile("(?<=[0-9])[.,:/](?=[0-9])")  # numbers of a date or a time
+# How a decimal point is read where num2words reads 0.05 as 0.5, or rounds to two places.
+POINTS = {"bn": "দশমিক", "fa": "ممیز", "vi": "phẩy"}
 UNREAD = re.compile("[0-9]")  # in a text whose numbers cannot be read
 
 _SIGN_TABLES = {
@@ -175,14 +184,18 @@ def expand_numbers(text: str, language: str) -> str:
 
 def plain_numbers(text: str, language: str) -> str:
     """A text of a language that Coqui does not speak with its numbers in words, if num2words knows
-    the language. A comma, full stop or space before each three digits groups them."""
+    the language. A comma, full stop or space before each three digits groups them. A number that
+    begins with 0, such as a telephone number, is read digit by digit."""
     if not UNREAD.search(text):
         return text
     library = require("num2words", "a text with numbers")
     if language not in library.CONVERTER_CLASSES:
         return text
+    text = BESIDE_LETTERS.sub(" ", text)
     text = GROUPS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
-    text = DECIMAL.sub(lambda match: _decimal(match[0], language), text)
+    text = PLAIN_DECIMAL.sub(lambda match: _decimal(match[0], language), text)
+    text = BETWEEN.sub(" ", text)
+    text = WITH_ZERO.sub(lambda match: _spelled(match[0], language), text)
     return DIGITS.sub(lambda match: _number(match[0], language), text)
 
 
@@ -204,10 +217,18 @@ def _money(written: str, code: str, language: str) -> str:
 
 
 def _decimal(written: str, language: str) -> str:
+    if language in POINTS:
+        whole, decimals = re.split("[.,]", written)
+        words = [_number(whole, language), POINTS[language], _spelled(decimals, language)]
+        return " ".join(words)
     try:
         return _words(float(written.replace(",", ".")), language)
     except Exception:
         return " ".join(_number(part, language) for part in re.split("[.,]", written))
+
+
+def _spelled(digits: str, language: str) -> str:
+    return " ".join(_words(int(digit), language) for digit in digits)
 
 
 def _number(digits: str, language: str, kind: str = "cardinal") -> str:
@@ -216,7 +237,7 @@ def _number(digits: str, language: str, kind: str = "cardinal") -> str:
     attempts: list[Callable[[], str]] = [
         lambda: _words(int(digits), language, to=kind),
         lambda: _words(int(digits), language),
-        lambda: " ".join(_words(int(digit), language) for digit in digits),
+        lambda: _spelled(digits, language),
     ]
     for attempt in attempts:
         try:

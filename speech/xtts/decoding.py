@@ -53,10 +53,10 @@ def sample(
 
     A sentence ends where STOP is drawn, or where it is the most probable token before the
     repetition penalty, because a draw may miss it. A sentence that reaches `max_codes` is drawn
-    once more, and a message says so, with its text if `texts` are given. A seed gives each sentence the same random numbers, whatever
-    it is sampled with. Up to `ROWS` sentences of about the same length are sampled together.
-    `model` is in evaluation mode. Raises `UsageError` for a sentence beyond the text positions, `RunError` for
-    logits that are not finite."""
+    once more, and a message says so, with its text if `texts` are given. A seed gives each sentence
+    the same random numbers, whatever it is sampled with. Up to `ROWS` sentences of about the same
+    length are sampled together. `model` is in evaluation mode. Raises `UsageError` for a sentence
+    beyond the text positions, `RunError` for logits that are not finite."""
     longest = config["text_positions"] - 2
     for number, tokens in enumerate(sentences, 1):
         if len(tokens) > longest:
@@ -192,9 +192,8 @@ def filter_logits(logits: torch.Tensor, seen: torch.Tensor, settings: Sampling) 
         probabilities = ordered.softmax(1)
         # Tokens are left out if the more probable ones reach top_p.
         beyond = probabilities.cumsum(1) - probabilities >= settings.top_p
-        beyond = torch.zeros_like(beyond).scatter(
-            1, order, beyond
-        )  # in the order of the vocabulary
+        # in the order of the vocabulary
+        beyond = torch.zeros_like(beyond).scatter(1, order, beyond)
         logits = logits.masked_fill(beyond, -torch.inf)
     return logits
 

@@ -334,8 +334,8 @@ def _sentences(
 
 
 def _parts(lines: list[list]) -> Iterator[list[list]]:
-    """Texts, given as lists of sentences, in parts of at least TOGETHER sentences, so that those of similar
-    lengths can be sampled together, and the first text is spoken soon."""
+    """Texts, given as lists of sentences, in parts of at least TOGETHER sentences. Those of similar
+    lengths can be sampled together then, and the first text is spoken soon."""
     part = []
     for sentences in lines:
         part.append(sentences)

@@ -1,4 +1,5 @@
-"""Texts as XTTS reads them: in lower case, without double quotes, with numbers in words, then tokens.
+"""Texts as XTTS reads them: in lower case, without double quotes, with numbers in words, then
+tokens.
 
 Languages that Coqui speaks are written as its tokenizer does (`cleaners`). Others are written here,
 so that it leaves them as they are: an export gets the tokens that were trained. The released
@@ -31,6 +32,7 @@ AMHARIC = "am"
 OTHER_NAMES = {
     "amh": "am", "amharic": "am", "ara": "ar", "ces": "cs", "cze": "cs", "deu": "de", "ger": "de",
     "eng": "en", "spa": "es", "fra": "fr", "fre": "fr", "hin": "hi", "hun": "hu", "ita": "it",
+    "ben": "bn", "fas": "fa", "per": "fa", "swa": "sw", "swh": "sw", "ukr": "uk", "vie": "vi",
     "jpn": "ja", "kor": "ko", "nld": "nl", "dut": "nl", "pol": "pl", "por": "pt", "rus": "ru",
     "tur": "tr", "zh": "zh-cn", "zho": "zh-cn", "chi": "zh-cn", "cmn": "zh-cn",
 }  # fmt: skip
@@ -44,12 +46,11 @@ CHARACTERS = "".join(map(chr, range(0x1200, 0x1380))) + "'.,;:?!-" + PHONEMES
 ETHIOPIC = re.compile(amharic.ETHIOPIC)
 # Of languages that Coqui does not speak: quotes, and marks that stand for others.
 MARKS = str.maketrans({**dict.fromkeys('"“”„‟«»‹›〝〞＂'), **dict.fromkeys("’‘", "'"), "…": "..."})
-DOTLESS = str.maketrans("Iİ", "ıi")  # capitals of languages with ı
-WITH_DOTLESS = ("az", "crh", "kaa", "tt")
+WITH_DOTLESS = ("az", "crh", "kaa", "tt")  # languages whose I becomes ı
 # Not heard, above all emoji, and what shapes or combines glyphs.
 UNHEARD = ("So", "Sk", "Me", "Cc", "Cf", "Cn", "Co", "Cs")
 VARIANTS = range(0xFE00, 0xFE10)  # select the glyph of the character before
-SIGNS = re.compile(f"[0-9{cleaners.SIGNS}]")  # numbers and signs that are read in words
+SIGNS = re.compile(f"[0-9{cleaners.SIGNS}€¥₦₩₪₫₹₺₽+=×÷±¼½¾²³]")  # they are spoken as words
 FILE = re.compile(r"\S+\.(txt|csv|tsv|json)")  # an argument that must be the name of a file
 
 _LATER = "the vocabulary of a trained model is not extended; leave it out"
@@ -232,9 +233,9 @@ class FrontEnd:
         if language in cleaners.LANGUAGES:
             text = cleaners.clean(text, language)
         elif language == AMHARIC and self.text.g2p:
-            text = plain(amharic.phonemes(text, self.text.lexicon, self.text.epenthesis), language)
+            text = amharic.phonemes(text, self.text.lexicon, self.text.epenthesis)
         elif language == AMHARIC:
-            text = plain(amharic.spoken(text), language)
+            text = amharic.spoken(text)
         else:
             text = plain(text, language)
         return cleaners.shield(text) if is_carried else text
@@ -243,10 +244,7 @@ class FrontEnd:
         """The digits and signs in what `read` has returned, which are not in words because nothing
         here knows how they are read."""
         language = self.language_of(language)
-        if language in (
-            cleaners.CHINESE,
-            cleaners.JAPANESE,
-        ):  # tones, and digits as in Coqui's code
+        if language in (cleaners.CHINESE, cleaners.JAPANESE):  # tones, and what Coqui's code leaves
             return []
         pattern = cleaners.UNREAD if language in cleaners.LANGUAGES else SIGNS
         return list(dict.fromkeys(pattern.findall(text)))
@@ -260,28 +258,35 @@ class FrontEnd:
                 " write them as words",
                 f"{' '.join(signs[:20])} in {read[:40]!r}",
             )
+        if not any(map(str.isalnum, read)):
+            return "the text has no letters", repr(read[:40])
         return None
 
 
 def plain(text: str, language: str) -> str:
     """A text of a language that Coqui does not speak: lower case, numbers in words if num2words
     knows the language, without quotes, emoji and what is not heard."""
-    text = text.translate(MARKS)
+    text = text.replace("İ", "i")  # its small letter would have two dots
     if language in WITH_DOTLESS:
-        text = text.translate(DOTLESS)
-    text = text.lower()
-    if not text.isascii():
-        text = "".join(_heard(character) for character in text)
+        text = text.replace("I", "ı")
+    text = text.lower().translate(_HEARD)
     return " ".join(cleaners.plain_numbers(text, language).split())
 
 
-def _heard(character: str) -> str:
-    """The character; "" if it is not heard, and 0 to 9 for digits of other scripts."""
-    kind = unicodedata.category(character)
-    if kind == "Nd":
-        return str(unicodedata.digit(character))
-    is_kept = kind not in UNHEARD or character in cleaners.SIGNS or character.isspace()
-    return character if is_kept and ord(character) not in VARIANTS else ""
+class _Heard(dict):
+    """For str.translate: every character as it is, "" for one that is not heard, and 0 to 9 for
+    digits of other scripts."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        kind = unicodedata.category(character)
+        is_kept = kind not in UNHEARD or character in cleaners.SIGNS or character.isspace()
+        heard = character if is_kept and code not in VARIANTS else ""
+        self[code] = str(unicodedata.digit(character)) if kind == "Nd" else heard
+        return self[code]
+
+
+_HEARD = _Heard(MARKS)
 
 
 def read_corpora(reader: "FrontEnd | Texts", corpora: dict[str, Corpus]) -> None:
@@ -378,7 +383,7 @@ class Texts:
         """Returns the text of --synthesize as it is. Raises `UsageError` if the model cannot read
         it, and warns of characters that the vocabulary lacks."""
         if fault := self.fault(self.read(text), None, math.inf):
-            raise UsageError(f"--synthesize: {': '.join(fault)}")
+            raise UsageError(f"--synthesize {text[:40]!r}: {': '.join(fault)}")
         self.warn(text)
         return text
 

@@ -895,6 +895,16 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, kind, rows):
     assert in_8_bits == (14 if kind == "8bit" else 0)
 
 
+def test_a_run_that_began_without_new_rows_has_none_when_it_is_resumed(tmp_path):
+    """As with --init_from, which only the first command has."""
+    whole = run(tmp_path / "a", "adamw", "--max_steps", "4")
+    run(tmp_path / "b", "adamw", "--max_steps", "2")
+    rows = optim.NewRows({"output.weight": [0, 3]}, 1e-2)
+    parts = run(tmp_path / "b", "adamw", "--max_steps", "4", "--resume", "auto", new_rows=rows)
+    for name, value in whole["model"].items():
+        assert torch.equal(value, parts["model"][name]), name
+
+
 def test_a_run_may_change_its_kind(tmp_path):
     steps = {}
     for number, kind in enumerate(("adamw", "8bit", "offload")):

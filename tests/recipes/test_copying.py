@@ -155,6 +155,8 @@ MAIN_WITHOUT_TEXT = (
     ("return evaluate_only(args, how)", "return evaluate_only(args)"),
     ("report_results, how, model,", "report_results, model,"),
     ("        reports=recogniser.REPORTS,\n", ""),
+    ("    check_texts(args, corpora, model_info.characters)\n", ""),
+    ("        vocabulary=vocabulary(model_info.characters, run.initial),\n", ""),
 )
 
 KEYWORDS = """

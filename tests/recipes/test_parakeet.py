@@ -686,7 +686,8 @@ def test_a_run_from_scratch_leaves_what_it_promises(scratch):
         "val set, weights of the best evaluation, 4 utterances" in out
         and out.count("reference:") == 4
     )
-    assert "exported to" in out.splitlines()[-1] and "no CTC head in the export" in out
+    assert out.index("\nexported to") < out.index("val set, weights of the best evaluation")
+    assert "no CTC head in the export" in out
     assert (
         "released model, and trained model" not in out
         and "warning" not in out
@@ -1031,7 +1032,8 @@ def test_transcripts_have_words_and_segments_and_long_files_are_cut(
                 0 <= start <= end <= row["seconds"] + 0.4 for start, end in times
             )
         assert len(row["segments"]) >= len([piece for piece in row["pieces"] if piece["text"]])
-    assert rows[0]["words"][-1]["start"] >= rows[0]["pieces"][-1]["start"] > longest
+    last = rows[0]["pieces"][-1]["start"]
+    assert rows[0]["words"][-1]["start"] >= round(last, 3) > longest  # words are rounded to 1 ms
     assert rows[2]["text"] == "" and not rows[2].get("words")
 
 

@@ -103,6 +103,8 @@ def test_the_prefix_of_a_language_that_coqui_lacks():
     ("language", "text", "read"),
     [
         ("xx", "Él “DIJO” «no» ’n… 😀👩\u200d🚀☕\ufe0f ok", "él dijo no 'n... ok"),
+        ("xx", "İstanbul IŞIK", "istanbul işik"),
+        ("xx", "a^\x07b`", "ab"),
         ("xx", "ગુજરાતી ૧૨", "ગુજરાતી 12"),
         ("fi", "Kello ON 12", "kello on kaksitoista"),
         ("az", "IŞIQ İsti", "ışıq isti"),
@@ -121,6 +123,7 @@ def test_other_languages_are_written_so_that_coqui_leaves_them(language, text, r
     ("language", "text", "signs"),
     [
         ("xx", "a 12 & b", ["1", "2", "&"]),
+        ("fi", "€5 + ½ m²", ["€", "+", "½", "²"]),
         ("fi", "12", []),
         ("hi", "5 & 6", ["5", "6"]),
         ("en", "5 & 6", []),
@@ -167,7 +170,10 @@ def test_faults():
     assert reason == "the vocabulary has none of the text's letters" and details == "'ቡና'"
     new = texts.Texts(make_info(), is_new=True)
     assert new.fault("ቡና", None, 100)[0] == f"{reason}: --use_amharic_g2p or --extend_vocab"
-    assert new.fault("ж", None, 100)[0] == reader.fault("...", None, 100)[0] == reason
+    assert new.fault("ж", None, 100)[0] == reason
+    for each in (reader, texts.FrontEnd("sw", PLAIN, carried=True)):
+        assert each.fault("...", None, 100) == ("the text has no letters", "'...'")
+        assert each.fault("", None, 100) == ("the text has no letters", "''")
     assert reader.fault("hen", None, 3) is None and reader.fault("then", "de", 2) is None
     assert reader.fault("hens", None, 3) == ("text is longer than 3 tokens", "4 tokens")
     assert (
@@ -180,7 +186,8 @@ def test_faults():
 def test_a_text_to_speak_is_checked(capsys):
     reader = texts.Texts(make_info())
     with pytest.raises(
-        UsageError, match=r"^--synthesize: the vocabulary has none of the text's letters: 'ቡና'$"
+        UsageError,
+        match=r"^--synthesize 'ቡና': the vocabulary has none of the text's letters: 'ቡና'$",
     ):
         reader.check("ቡና")
     reader.check("the end")
