@@ -48,6 +48,7 @@ from speech import metrics, recogniser, released, splits
 from speech.audio import SAMPLE_RATE, change_speed, speed_factors
 from speech.augment import Augmentation
 from speech.features import random_masks
+from speech.long import BY_SILENCES
 from speech.morse import clips, scores
 from speech.morse.alphabet import SYMBOLS
 from speech.morse.scores import for_scoring
@@ -385,7 +386,8 @@ def trained(
 def transcribe(args, asked: start.Options) -> None:
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
-    longest, cutting = start.long_recordings(info, before and before.data)
+    # Within a word of Morse there are pauses, too.
+    longest, cutting = start.long_recordings(info, before and before.data, short=BY_SILENCES)
     texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
     recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 

@@ -1,6 +1,7 @@
 """Long recordings: cut at silences, or into overlapping pieces whose texts are stitched
 together."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,11 @@ import torch
 from torch import nn
 
 SILENCE_FRAME = 0.02  # seconds: resolution of cuts at silences
+# Seconds. A model that was trained on shorter clips has never heard a pause between sentences, nor as
+# many words as fit into its longest clip, so its pieces end at the first pause.
+SHORT_CLIPS = 10.0
+SHORTEST_SHARE = 1 / 6  # of the longest piece, before the first pause
+PAUSE = 10.0  # energy: a pause is at most so many times as loud as the quietest place
 OVERLAP = 5.0  # seconds shared by neighbouring pieces
 # Peak amplitude, three steps of 16 bits: digital silence, in which Whisper hallucinates.
 SILENT = 1e-4
@@ -24,21 +30,27 @@ Piece = tuple[int, int]  # (start, end), samples
 TimedText = tuple[int, int, str]  # (start, end, text), samples
 
 
-def cut_at_silences(waveform: torch.Tensor, sample_rate: int, max_seconds: float) -> list[Piece]:
+def cut_at_silences(
+    waveform: torch.Tensor, sample_rate: int, max_seconds: float, early: bool = False
+) -> list[Piece]:
     """Pieces of (T,) of at most `max_seconds`. Each ends at the quietest place of the second half
-    of the longest piece that is possible."""
+    of the longest piece that is possible, or with `early` at the first pause after a sixth of
+    it."""
     limit = int(max_seconds * sample_rate)
     frame = min(round(SILENCE_FRAME * sample_rate), limit // 2)
     pieces = []
     start = 0
     while len(waveform) - start > limit:
-        half = start + limit // 2
-        span = waveform[half : start + limit]
+        first = start + int(limit * (SHORTEST_SHARE if early else 0.5))
+        span = waveform[first : start + limit]
         span = span[: len(span) // frame * frame].reshape(-1, frame)
         energy = span.square().mean(1)[None, None]
         # Smoothed over 0.2 s, so that gaps between words win over the closures of plosives.
         energy = nn.functional.avg_pool1d(energy, 11, 1, 5, count_include_pad=False)[0, 0]
-        cut = half + int(energy.argmin()) * frame + frame // 2
+        quietest = int(energy.argmin())
+        if early:
+            quietest = int((energy <= max(PAUSE * float(energy.min()), SILENT**2)).int().argmax())
+        cut = first + quietest * frame + frame // 2
         pieces.append((start, cut))
         start = cut
     pieces.append((start, len(waveform)))
@@ -172,4 +184,10 @@ class Cutting:
 
 
 BY_SILENCES = Cutting(cut_at_silences, put_together)
+BY_PAUSES = Cutting(functools.partial(cut_at_silences, early=True), put_together)
 BY_OVERLAP = Cutting(overlapping_pieces, stitch)
+
+
+def by_length(longest: float) -> Cutting:
+    """How recordings are cut for a model of speech that has heard at most so many seconds."""
+    return BY_PAUSES if longest < SHORT_CLIPS else BY_SILENCES

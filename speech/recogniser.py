@@ -20,7 +20,7 @@ from common.errors import DataError, RunError, cannot_write, reader_has_gone
 from speech import metrics
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.augment import read_noises
-from speech.long import BY_SILENCES, Cutting, Piece, unless_silent
+from speech.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
 from speech.text import for_scoring, style
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
@@ -340,7 +340,7 @@ def transcribe_files(
     decode: Callable[[dict], list[str | dict]],
     setup: Setup,
     longest: float,
-    cutting: Cutting = BY_SILENCES,
+    cutting: Cutting | None = None,
     parts: tuple[str, ...] = (),
 ) -> None:
     """Transcribes the files and folders of --transcribe. Prints the text of each file, after its
@@ -348,12 +348,15 @@ def transcribe_files(
 
     `decode(batch on device)` returns the texts of a batch of waveforms, or records: "text" and
     lists of timed `parts`, such as "words". Recordings over `longest` seconds are cut, and their
-    texts joined, by `cutting`; with --piece_seconds they are cut at silences. A file that cannot be
-    read is named on stderr and the others are transcribed; then `DataError` is raised."""
+    texts joined, by `cutting` (None: `by_length`); with --piece_seconds they are cut at silences. A
+    file that cannot be read is named on stderr and the others are transcribed; then `DataError` is
+    raised."""
     recordings = audio_files(how.transcribe)
     if how.piece_seconds:
         longest = min(longest, how.piece_seconds)
         cutting = BY_SILENCES
+    elif cutting is None:
+        cutting = by_length(longest)
 
     def decode_on_device(batch: dict) -> list[str | dict]:
         return decode(next(batches.to_device([batch], setup.device)))

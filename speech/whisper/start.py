@@ -17,7 +17,7 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import recogniser, released, splits
 from speech.audio import SAMPLE_RATE
-from speech.long import BY_OVERLAP, BY_SILENCES, Cutting
+from speech.long import BY_OVERLAP, BY_PAUSES, SHORT_CLIPS, Cutting
 from speech.whisper import decoding, formats
 from speech.whisper.model import FRAME, Whisper
 from speech.whisper.tokenizer import (
@@ -35,11 +35,6 @@ AUXILIARY_WEIGHT = 0.3  # share of the encoder's own loss, from scratch
 # Peak learning rates of fine-tuning by width: a fortieth of pre-training's.
 FINE_TUNING_RATES = {384: 3.75e-5, 512: 2.5e-5, 768: 1.25e-5, 1024: 6.25e-6, 1280: 4.4e-6}
 SMALL_RATE = 2e-3  # from scratch, for models narrower than the smallest released one
-# Seconds. A model that was trained on shorter clips, as the demos are, reads the cut words at the
-# ends of a piece badly, and two or three whole words are too few to stitch by: long files are cut
-# at silences for it (the Morse demo on clips of 6 to 12 s: CER 19 %, with overlapping pieces 159
-# %).
-LEAST_OVERLAPPED = 10.0
 SHAPE = ("d_model", "encoder_layers", "decoder_layers", "attention_heads")
 SIZED = ("d_model", "encoder_layers", "decoder_layers")  # what tells sizes apart
 SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")  # in generation_config.json
@@ -505,14 +500,19 @@ def longest_heard(info: ModelInfo, seconds: float, before: splits.RunInfo | None
 # --- use ------------------------------------------------------------------------------------------
 
 
-def long_recordings(info: ModelInfo, trained: splits.RunInfo | None) -> tuple[float, Cutting]:
-    """The longest piece of a long recording, seconds, and how recordings are cut. `trained`: the
-    data that the model was trained on, None for a released one. A little more than what it was
-    trained on does no harm, and resampling may add a sample to the longest pieces."""
+def long_recordings(
+    info: ModelInfo, trained: splits.RunInfo | None, short: Cutting = BY_PAUSES
+) -> tuple[float, Cutting]:
+    """The longest piece of a long recording, seconds, and how recordings are cut: overlapping, or
+    by `short` for a model of short clips, which reads the cut words at the ends of a piece badly,
+    and two or three whole words are too few to stitch by (the Morse demo on clips of 6 to 12 s: CER
+    19 %, with overlapping pieces 159 %). `trained`: the data that the model was trained on, None
+    for a released one. A little more than what it was trained on does no harm, and resampling may
+    add a sample to the longest pieces."""
     longest = input_seconds(info.config)
     if trained:
         longest = min(1.05 * trained.longest, longest)
-    return longest, BY_OVERLAP if longest >= LEAST_OVERLAPPED else BY_SILENCES
+    return longest, BY_OVERLAP if longest >= SHORT_CLIPS else short
 
 
 def export(folder: str, info: ModelInfo, weights: dict[str, torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ Whisper's decoding."""
 import itertools
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +42,22 @@ def test_cuts_lie_in_silence():
     assert len(pieces) > len(waveform) / rate / 10
     for _, cut in pieces[:-1]:
         assert any(start < cut < end for start, end in silent), cut / rate
+
+
+@pytest.mark.parametrize("level", [0.0, 0.003])
+def test_early_cuts_lie_in_the_first_pauses(level):
+    """Words of 1 to 2 s with pauses of 0.35 s: every word is a piece, whether the pauses are digital
+    silence or have noise."""
+    random, rate = np.random.default_rng(0), 16_000
+    parts, pauses = [], []
+    for _ in range(20):
+        parts.append(noise(int(random.uniform(1, 2) * rate), seed=int(random.integers(1000))))
+        pauses.append(sum(map(len, parts)))
+        parts.append(level * noise(int(0.35 * rate), seed=int(random.integers(1000))))
+    pieces = long.BY_PAUSES.cut(torch.cat(parts[:-1]), rate, 4.0)
+    assert len(pieces) == 20
+    for (_, cut), start in zip(pieces, pauses[:-1], strict=False):
+        assert start < cut < start + 0.35 * rate
 
 
 def test_what_is_short_enough_stays_whole():
