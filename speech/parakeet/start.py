@@ -58,7 +58,10 @@ FORMS = released.Forms(
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
-NEW_VOCABULARY = "train with a new vocabulary, made from the training texts: --train_tokenizer bpe --vocab_size 1024"
+NEW_VOCABULARY = (
+    "train with a new vocabulary, made from the training texts: --train_tokenizer char or, with many"
+    " hours of speech, bpe"
+)
 TRAINING = (
     "train_tokenizer", "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
 )  # fmt: skip
