@@ -46,7 +46,7 @@ from common.loop import Task, begin, finish, train
 from common.report import check_folder
 from speech import demo, metrics, model_files, recogniser, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
-from speech.augment import Augmentation
+from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
 from speech.layers import lean_chain, quieten_branches
@@ -296,7 +296,8 @@ class Utterances:
         self.augmentation = None
         if training and args.wave_augment:
             longest = args.max_duration / min(recogniser.SPEEDS)
-            self.augmentation = Augmentation(args.seed, len(corpus), longest, args.noise_dir)
+            noises = read_noises(args.noise_dir)
+            self.augmentation = Augmentation(args.seed, len(corpus), longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)

@@ -47,7 +47,7 @@ from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import demo, metrics, recogniser, released, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
-from speech.augment import Augmentation
+from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.parakeet import decoding, start
@@ -164,7 +164,8 @@ class Utterances:
         by_default = args.wave_augment is None and info.pretrained
         if training and (args.wave_augment or by_default):
             longest = args.max_duration / min(recogniser.SPEEDS)
-            self.augmentation = Augmentation(args.seed, len(corpus), longest, args.noise_dir)
+            noises = read_noises(args.noise_dir)
+            self.augmentation = Augmentation(args.seed, len(corpus), longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)

@@ -46,7 +46,7 @@ from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import metrics, recogniser, released, splits
 from speech.audio import SAMPLE_RATE, change_speed, speed_factors
-from speech.augment import Augmentation
+from speech.augment import Augmentation, read_noises
 from speech.features import random_masks
 from speech.long import BY_SILENCES
 from speech.morse import clips, scores
@@ -170,7 +170,8 @@ class Utterances:
         self.pad_from = 0  # the epoch from which --pad_share applies
         self.augmentation = None
         if training and args.wave_augment:
-            self.augmentation = Augmentation(args.seed, len(corpus), self.longest, args.noise_dir)
+            noises = read_noises(args.noise_dir)
+            self.augmentation = Augmentation(args.seed, len(corpus), self.longest, noises)
         # Only the synthesis knows what is being sent in every frame.
         has_head = args.alignment_weight and info.ctc_tokens
         self.aligned = bool(has_head) and isinstance(corpus, Synthetic)

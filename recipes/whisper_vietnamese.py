@@ -45,7 +45,7 @@ from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import demo, metrics, recogniser, released, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
-from speech.augment import Augmentation
+from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.recogniser import SPEEDS, decode_set, decode_texts
@@ -179,7 +179,8 @@ class Utterances:
         self.augmentation = None
         by_default = args.wave_augment is None and info.pretrained
         if training and (args.wave_augment or by_default):
-            self.augmentation = Augmentation(args.seed, len(corpus), self.longest, args.noise_dir)
+            noises = read_noises(args.noise_dir)
+            self.augmentation = Augmentation(args.seed, len(corpus), self.longest, noises)
 
     def __len__(self) -> int:
         return len(self.corpus)

@@ -96,9 +96,11 @@ def _length(path: str) -> float | str:
 
 
 @functools.cache
-def read_noises(folder: str) -> Noises:
-    """The audio files below --noise_dir. Raises `UsageError` if there are none, `DataError` if one
-    cannot be used."""
+def read_noises(folder: str | None) -> Noises | None:
+    """The audio files below --noise_dir, or None without one. Raises `UsageError` if there are no
+    files, `DataError` if one cannot be used."""
+    if not folder:
+        return None
     try:
         paths = [str(path) for path in audio_files([folder])]
     except UsageError as error:
@@ -127,12 +129,12 @@ def _ends(seed: int, epoch: int, count: int) -> np.ndarray:
 @dataclass(frozen=True)
 class Augmentation:
     """--wave_augment: silence at the ends, noise and gain for a training set of `count` utterances.
-    With silence an utterance has at most `longest` seconds; without `noise_dir` noise is drawn."""
+    With silence an utterance has at most `longest` seconds; without `noises` from files noise is drawn."""
 
     seed: int
     count: int
     longest: float
-    noise_dir: str | None = None
+    noises: Noises | None = None
 
     def ends(self, seconds: np.ndarray, epoch: int, rows=slice(None)) -> np.ndarray:
         """(N, 2) seconds of silence before and after utterances of `seconds` (N,)."""
@@ -160,6 +162,6 @@ class Augmentation:
         return torch.from_numpy(whole * np.float32(gain))
 
     def _noise(self, random: np.random.Generator, samples: int) -> np.ndarray:
-        if self.noise_dir:
-            return read_noises(self.noise_dir).draw(random, samples)
+        if self.noises:
+            return self.noises.draw(random, samples)
         return drawn_noise(random, samples)

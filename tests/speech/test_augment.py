@@ -64,7 +64,7 @@ def test_the_level_of_the_noise_is_the_drawn_one(source, noise_dir, monkeypatch)
     monkeypatch.setattr(augment, "GAIN", (-20.0, -20.0))
     files = {}
     if source == "files":
-        files = {"noise_dir": noise_dir(a=(hum(5, 16_000), 16_000))}
+        files = {"noises": augment.read_noises(noise_dir(a=(hum(5, 16_000), 16_000)))}
     speech = SPEECH.double().square().mean()
     levels = []
     for index in range(10):
@@ -125,7 +125,7 @@ def test_noise_from_files_of_any_kind(noise_dir, capsys):
         loudest = np.argmax(np.abs(np.fft.rfft(part)))
         assert loudest * SAMPLE_RATE / len(part) == pytest.approx(500, abs=10)
     assert len({part.tobytes() for part in parts}) > 5, "from random places"
-    data = make(noise_dir=folder)
+    data = make(noises=noises)
     assert torch.equal(data.apply(SPEECH, 3, 0), data.apply(SPEECH, 3, 0))
     assert not torch.equal(data.apply(SPEECH, 3, 0), make().apply(SPEECH, 3, 0)) or not torch.equal(
         data.apply(SPEECH, 4, 0), make().apply(SPEECH, 4, 0)
