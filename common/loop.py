@@ -323,6 +323,7 @@ def start_progress(saved: dict | None = None) -> dict:
         "last_evaluation": 0,
         "evaluations": [],
         "evaluations_without_gain": 0,
+        "lowest_loss": None,
         "bad_batches": 0,
         "bad_in_a_row": 0,
         "skipped_files": 0,
@@ -892,7 +893,8 @@ def evaluate_now(training: Training) -> None:
 
 def note_evaluation(task: Task, progress: dict, values: dict[str, float]) -> bool:
     """Notes an evaluation in the progress. Returns whether it is the best so far. A metric without
-    a value counts as NaN, than which every number is better."""
+    a value counts as NaN, than which every number is better. For early stopping a lower loss is a
+    gain, too: error rates can rise first while a model learns a new script."""
     value = values.get(task.metric, math.nan)
     best = progress["best"]
     improved = best is None or math.isnan(best) or task.is_better(value, best)
@@ -903,6 +905,11 @@ def note_evaluation(task: Task, progress: dict, values: dict[str, float]) -> boo
         progress["evaluations_without_gain"] = 0
         progress["best"] = value
         progress["best_step"] = progress["step"]
+    loss = values.get("loss", math.inf)
+    if progress["lowest_loss"] is None or loss < progress["lowest_loss"]:
+        progress["lowest_loss"] = loss
+        if loss < math.inf:
+            progress["evaluations_without_gain"] = 0
     return improved
 
 

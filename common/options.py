@@ -279,7 +279,7 @@ def _add_limits(group) -> None:
         "--early_stopping_patience",
         type=COUNT,
         metavar="N",
-        help="stop after N evaluations without a better result; 0 = never"
+        help="stop after N evaluations without a better result or a lower loss; 0 = never"
         " (0; fine-tuning: a third of them, at least 5)",
     )
     add(

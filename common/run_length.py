@@ -75,6 +75,8 @@ def describe(length: RunLength, global_batches: GlobalBatches) -> str:
     every = f"every {length.eval_every} updates" if length.eval_every else "after each epoch"
     text += f"; evaluated {every} (--eval_every)"
     if length.patience:
-        text += f"; ends after {length.patience} evaluations without a better result"
+        text += (
+            f"; ends after {length.patience} evaluations without a better result or a lower loss"
+        )
         text += " (--early_stopping_patience)"
     return text

@@ -858,6 +858,18 @@ def test_early_stopping_counts_evaluations_without_a_better_result(tmp_path):
     assert progress["step"] == 8 and progress["best"] == 4.0 and progress["best_step"] == 4
 
 
+def test_early_stopping_waits_while_the_loss_falls(tmp_path):
+    def evaluate(model, eval_batches):
+        error, loss = next(results)
+        return {"cer": (error, 1.0), "first": (loss, 1.0), "ctc": (loss, 1.0)}
+
+    flags = ("--eval_every", "1", "--num_epochs", "9", "--early_stopping_patience", "2")
+    args = small.make_args(tmp_path, *cut(1, 1), *flags)
+    results = iter([(0.9, 5.0), (1.5, 4.0), (1.4, 3.0), (1.3, 3.5), (1.2, 3.2), (0.1, 1.0)])
+    _, progress = small.run(args, evaluate=evaluate, metric="cer")
+    assert progress["step"] == 5 and (progress["best"], progress["best_step"]) == (0.9, 1)
+
+
 def test_the_model_as_it_came_may_be_the_first_candidate(tmp_path):
     flags = (*cut(2, 2), "--dropout", "0.2", "--eval_every", "2")
     reference, usual = small.run(
