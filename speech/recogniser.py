@@ -96,7 +96,7 @@ def add_augmentation(parser) -> None:
         "--noise_dir",
         type=options.path,
         metavar="DIR",
-        help="audio files of noise for --wave_augment, instead of white to pink noise",
+        help="turns --wave_augment on, with the noise in these audio files",
     )
 
 
