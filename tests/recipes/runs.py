@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -65,6 +66,27 @@ def ran(recipe, *flags) -> str:
     status, out, err = run(recipe, *flags)
     assert status == 0, err
     return out
+
+
+@contextlib.contextmanager
+def one_on_device(network: type[torch.nn.Module]) -> Iterator[list]:
+    """Checks that at most one model of this class is on the device at any time. `to` moves a model
+    there, and `cpu` to the host, which are the same place in a test. Gives the list of models."""
+    placed = []
+    there = []
+
+    def to(model, *where, **how):
+        placed.append(model)
+        there.append(model)
+        assert len(there) == 1, "two models at once are on the device"
+        return torch.nn.Module.to(model, *where, **how)
+
+    def cpu(model):
+        there.remove(model)
+        return torch.nn.Module.cpu(model)
+
+    with mock.patch.multiple(network, to=to, cpu=cpu, create=True):
+        yield placed
 
 
 def planned(recipe, *flags) -> SimpleNamespace:

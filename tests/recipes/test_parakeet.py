@@ -731,7 +731,10 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
         "nemo": ["--model_file", released / "nemo" / "model.nemo"],
     }[form]
     export = ["--export", tmp_path / "out", "--export_format", form]
-    out = ran(recipe, *manifests, *path, "--max_steps", "1", *export, "--output_dir", tmp_path)
+    flags = [*manifests, *path, "--max_steps", "1", *export, "--output_dir", tmp_path]
+    with runs.one_on_device(Parakeet) as models:
+        out = ran(recipe, *flags)
+    assert len(models) == 2  # the second one is the released model, for the comparison
     assert [line["step"] for line in read_metrics(tmp_path) if "eval/wer" in line] == [0, 1]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text())["step"] in (0, 1)
     assert (

@@ -26,7 +26,7 @@ from speech import splits
 from speech.audio import SAMPLE_RATE, read_audio
 from speech.morse import synthesis
 from speech.whisper import decoding, formats, start
-from speech.whisper.model import LAYERS
+from speech.whisper.model import LAYERS, Whisper
 from speech.whisper.tokenizer import make_tokenizer, train_bpe, train_symbols
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
@@ -612,7 +612,9 @@ def test_compared_to_a_baseline(memorised, released, tmp_path):
         tmp_path,
     ]
     flags += ["--test_manifest", folder / "two.json", "--max_duration", "3"]
-    out = ran(vietnamese, *flags, "--compare_to", released / "hf")
+    with runs.one_on_device(Whisper) as models:
+        out = ran(vietnamese, *flags, "--compare_to", released / "hf")
+    assert len(models) == 2
     assert "test set, " in out and ", 2 utterances, decoding" in out and "demo corpus" not in out
     rows = {line.split()[0]: line.split()[1:] for line in error_lines(out)}
     assert (
