@@ -255,6 +255,9 @@ def test_released_weights_hear_silence_noise_and_other_levels(spoken, tmp_path):
     data = vietnamese.Utterances(*given, training=True)
     assert data.augmentation and not plain.augmentation
     assert not vietnamese.Utterances(*given, training=False).augmentation
+    off, _ = make_utterances(vietnamese, spoken, *flags, "--no_wave_augment")
+    given = (off.args, *given[1:])
+    assert not vietnamese.Utterances(*given, training=True).augmentation
     for index in range(5):
         item, before = data.item(index, 0), plain.item(index, 0)
         assert not torch.equal(item["audio"], before["audio"])
@@ -266,11 +269,14 @@ def test_released_weights_hear_silence_noise_and_other_levels(spoken, tmp_path):
 
 @BOTH
 def test_augmentation_depends_on_seed_epoch_and_utterance_alone(recipe, spoken, tmp_path):
-    flags = ["--output_dir", tmp_path]
-    if recipe is vietnamese:
-        flags.append("--wave_augment")
+    flags = ["--output_dir", tmp_path, "--wave_augment"]
+    if recipe is morse:
+        flags += ["--alignment_weight", "0"]
+    else:
+        flags += ["--noise_dir", Path(spoken["train"]).parent / "audio"]
     data, _ = make_utterances(recipe, spoken, *flags)
     other = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
+    assert data.augmentation and other.augmentation
     wanted = [(3, 0), (1, 2), (3, 2)]
     ours = [data.item(*place) for place in wanted]
     theirs = [other.item(*place) for place in reversed(wanted)]  # the order does not matter
