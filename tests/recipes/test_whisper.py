@@ -1289,6 +1289,8 @@ def test_damaged_records_are_named_before_a_model_is_made(
 @BOTH
 def test_a_plan_is_of_the_model_that_the_flags_ask_for(recipe, released, tmp_path):
     flags = ["--language", "vi", "--output_dir", tmp_path, "--export", tmp_path / "export"]
+    if recipe is morse:
+        flags += CLIPS
     expected = formats.read_config(released / "hf")
     for origin in (
         ["--model_dir", released / "hf"],
