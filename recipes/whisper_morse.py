@@ -465,7 +465,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
-    rate = decoding.measure_rate(train_set, args.seed)
+    rate = decoding.TokenRate(train_set, args.seed)
     terms = loss_weights(args, info)
     fit = None
     freeze = Whisper.freeze_encoder

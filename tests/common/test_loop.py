@@ -1,6 +1,8 @@
 """The loop's contract: exact accumulation, recovery from out of memory, bad global batches kept
 out, fp16's scaler, signals."""
 
+import copy
+import gc
 import json
 import math
 import os
@@ -8,13 +10,14 @@ import random
 import re
 import shutil
 import signal
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from common import checkpoint, files, report
+from common import checkpoint, files, optim, report
 from common.batches import to_device
 from common.device import LossScale, Ranks, Setup
 from common.errors import DataError, RunError, Stopped, UsageError
@@ -343,6 +346,59 @@ def test_finish_takes_the_average_if_it_is_not_worse(tmp_path, capsys, averaged)
         best = saved["checkpoint_step_00000002"]
         assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
         assert not (args.checkpoint_dir / "averaged.safetensors").exists()
+
+
+def test_the_optimizer_is_gone_when_finish_evaluates(tmp_path, monkeypatch):
+    """Also if something refers to it that it refers to. Its states are twice as large as the
+    weights."""
+    optimizers = []
+    make_optimizer = optim.make_optimizer
+
+    def watched(*inputs):
+        optimizer = make_optimizer(*inputs)
+        optimizer.itself = optimizer
+        optimizers.append(weakref.ref(optimizer))
+        return optimizer
+
+    def report_results(weights: str) -> None:
+        left.extend(optimizer() for optimizer in optimizers)
+
+    left = []
+    monkeypatch.setattr(optim, "make_optimizer", watched)
+    gc.disable()
+    try:
+        small.run(small.make_args(tmp_path, *cut(2, 2)), report_results=report_results)
+    finally:
+        gc.enable()
+    assert left == [None]
+
+
+def test_finish_evaluates_the_average_also_in_16_bits(tmp_path):
+    """Autocast keeps 16-bit copies of weights until its context ends, also of weights that have
+    been replaced since."""
+    batch = small.collate(small.Waveforms(2))
+    stale = []
+
+    def look(model) -> None:
+        terms, fresh = (small.compute_loss(m, batch)["ctc"] for m in (model, copy.deepcopy(model)))
+        stale.append(not torch.equal(terms, fresh))
+
+    def evaluate(model, eval_batches) -> dict:
+        look(model)
+        return {"ctc": (1.0, 1.0)}
+
+    args = small.make_args(tmp_path, *cut(2, 2), "--save_every", "1", "--average_checkpoints", "2")
+    model = network(dtype=torch.float32)
+    setup = Setup(dtype=torch.bfloat16)
+    reported = []
+
+    def report_results(weights: str) -> None:
+        look(model)
+        reported.append(weights)
+
+    small.run(args, model, setup=setup, evaluate=evaluate, report_results=report_results)
+    assert reported == ["averaged weights (averaged.safetensors)"]
+    assert len(stale) >= 4 and not any(stale)
 
 
 def test_only_error_rates_are_in_per_cent(tmp_path, capsys):
