@@ -24,6 +24,7 @@ ROUNDING = 512  # bytes: the CUDA allocator's
 # Values: a tensor that is no larger and depends on no fake one is computed, because code reads
 # lengths.
 SMALL = 1 << 16
+ROUNDS = 16  # of a loop that asks whether to continue
 READ = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}  # they return a value
 CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
 aten = torch.ops.aten
@@ -156,6 +157,7 @@ class FakeTensors(TorchDispatchMode):
         self.peak_time = 0
         self.peak_internal = 0
         self.guesses = 0
+        self.conditions = 0  # that were guessed
         self.names: dict[int, str] = {}  # of modules
         self.stack: list[str] = []  # of names of modules in whose forward we are
         # Autograd's sequence numbers at which the innermost module changed, and to which.
@@ -270,9 +272,11 @@ class FakeTensors(TorchDispatchMode):
             return None
         return self.live.get(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
 
-    def like(self, tensor: torch.Tensor, part: str) -> torch.Tensor:
-        """A fake tensor of the shape of `tensor`."""
-        return self.make(tensor.shape, tensor.stride(), tensor.dtype, part)
+    def like(
+        self, tensor: torch.Tensor, part: str, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """A fake tensor of the shape of `tensor`, and perhaps of another type."""
+        return self.make(tensor.shape, tensor.stride(), dtype or tensor.dtype, part)
 
     # --- where we are ---
 
@@ -326,8 +330,7 @@ class FakeTensors(TorchDispatchMode):
         if operator.kind == "view" or (operator.name in READ and not is_fake):
             return function(*args, **kwargs)
         if operator.name in READ:
-            self.guesses += 1
-            return 1.0 if tensors[0].is_floating_point() else 1
+            return self.guess(tensors[0].dtype)
         if is_fake and self.adds_in_place(function, args, kwargs):
             return args[0]
         if operator.kind == "in place" and is_fake:
@@ -344,6 +347,15 @@ class FakeTensors(TorchDispatchMode):
             return results
         return self.compute(function, operator, args, kwargs, tensors)
 
+    def guess(self, dtype: torch.dtype) -> float | int | bool:
+        """A value that is not known. Conditions hold; every `ROUNDS`th does not, so that a loop
+        ends."""
+        self.guesses += 1
+        if dtype is torch.bool:
+            self.conditions += 1
+            return self.conditions % ROUNDS != 0
+        return 1.0 if dtype.is_floating_point else 1
+
     def note_weight(self, tensor: torch.Tensor) -> None:
         """Counts a tensor of the device "meta": a frozen part of the model that was not handed to
         the plan."""
@@ -354,8 +366,8 @@ class FakeTensors(TorchDispatchMode):
             size = -(-storage.nbytes() // ROUNDING) * ROUNDING
             self.was_there(key, Block(size, "weights", "", 0))
 
-    def count_when_read(self, tensor: torch.Tensor) -> None:
-        """Counts a fake weight from its first use on: what no step uses stays on the host."""
+    def uncount(self, tensor: torch.Tensor) -> None:
+        """Counts a fake weight only if it is read: what no step uses stays on the host."""
         block = self.live.pop(tensor.data_ptr())
         self.blocks.remove(block)
         self.now -= block.size
@@ -512,6 +524,13 @@ def _rows(fakes: FakeTensors, condition: torch.Tensor) -> torch.Tensor:
     return torch.empty(condition.numel(), condition.dim(), dtype=torch.long, device="meta")
 
 
+def _unique_consecutive(fakes: FakeTensors, x: torch.Tensor, *rest, **named) -> tuple:
+    """How many values differ from the one before is not known: all of them."""
+    fakes.guesses += 1
+    empty = torch.empty(0, dtype=torch.long, device="meta")
+    return torch.empty_like(x, device="meta").flatten(), empty, empty
+
+
 def _index(fakes: FakeTensors, x: torch.Tensor, indices: list) -> torch.Tensor:
     """Masks count as the positions at which they are true."""
     positions = []
@@ -549,6 +568,7 @@ def _ctc_backward(
 
 SPECIAL = {
     "aten::nonzero": _rows,
+    "aten::unique_consecutive": _unique_consecutive,
     "aten::index": _index,
     "aten::_ctc_loss": _ctc,
     "aten::_ctc_loss_backward": _ctc_backward,

@@ -67,7 +67,7 @@ class Plan:
                 of_model = set(known)
         for key, (emptied, _) in known.items():
             if key not in of_model and key == id(emptied):
-                self.fakes.count_when_read(emptied)
+                self.fakes.uncount(emptied)
 
     def measure(
         self, step: Callable[[list[dict]], object], batches: list[dict], states: int = 0
