@@ -19,12 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- tiers: begin -->"
 END = "<!-- tiers: end -->"
-CARDS = {"t4": "T4, 12 GB", "12gb": "also a T4", "16gb": "RTX 4080", "a100": "80 GB"}
+CARDS = {"16gb": "RTX 4080", "a100": "80 GB"}
 LETTERS = {
     "R": "gradient checkpointing",
     "F": "frozen encoder (needs pretrained weights)",
     "8": "8-bit AdamW",
-    "H": "optimizer states in host memory",
+    "H": "optimizer states in host memory, 8 bytes for each trained weight",
+    "G": "optimizer states and gradients in host memory, 12 bytes",
+    "W": "optimizer states, gradients and fp32 weights in host memory, 16 bytes",
 }
 
 
