@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class Bench:
         self.is_small = device == "cpu"  # demo sizes, two updates
         self.deadline = time.monotonic() + 60 * minutes
         self.card: dict = {}
+        self.gib = 0.0  # of the card, or of a smaller one that is asked for
         self.results: Results | None = None
         self.children: set[subprocess.Popen] = set()
         self.lock = threading.Lock()
@@ -124,8 +126,8 @@ class Bench:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
-    def trial(self, recipe: str, words: list, seconds: float, **wanted) -> dict:
-        """What trial.py found. After a failure, "failed" says why and the rest is what was known
+    def trial(self, recipe: str, words: list, usual: float, **wanted) -> dict:
+        """What trial.py found; `usual`: seconds that it takes, about. After a failure, "failed" says why and the rest is what was known
         until then. Raises `OutOfTime`."""
         words = [*words, "--device", self.device, "--no_tensorboard", "--log_every", "1"]
         with self.folder() as folder:
@@ -137,7 +139,7 @@ class Bench:
             }
             failed = ""
             try:
-                self.child(asked, folder, seconds)
+                self.child(asked, folder, usual)
             except Failed as error:
                 failed = str(error)
             found = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
@@ -176,12 +178,16 @@ class Bench:
         entry = {}
         try:
             if self.left < (5 if self.is_small else piece.seconds):
-                raise OutOfTime(f"it takes about {piece.seconds:.0f} s, and {self.left:.0f} s are left")
+                raise OutOfTime(
+                    f"it takes about {piece.seconds:.0f} s, and {self.left:.0f} s are left"
+                )
             entry = {"status": "done", "found": piece.measure(self)}
         except Skipped as reason:
             entry = {"status": "skipped", "reason": str(reason)}
         except Failed as reason:
             entry = {"status": "failed", "reason": str(reason)}
+        except Exception:  # a fault of one piece must not cost the others
+            entry = {"status": "failed", "reason": traceback.format_exc()[-LAST_LINES:]}
         entry["seconds"] = round(time.monotonic() - started, 1)
         self.results.note(piece.name, entry)
         reason = entry.get("reason", "").strip().split("\n")[-1]

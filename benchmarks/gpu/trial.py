@@ -40,11 +40,13 @@ class Wanted:
 
     output: str
     updates: int = 3
-    seconds: float = math.inf  # after which no more updates are made
+    most_seconds: float = math.inf  # after which no more updates are made
     # Of the longest utterances in an update; 0: global batches as a run has them, read from files.
     micro_batches: int = 3
     cap: int = 0  # bytes that the allocator may take; 0: all
-    short_of_memory_at: int = 0  # the update, counted from 1, in which memory is made short; 0: none
+    short_of_memory_at: int = (
+        0  # the update, counted from 1, in which memory is made short; 0: none
+    )
     largest: int = 0  # find the largest micro-batch that fits, up to this one; 0: do not
     flops: bool = False  # count the floating-point operations of an update
     weights: str = ""  # file for the weights after the updates
@@ -107,7 +109,7 @@ class Trial:
         source = self.global_batches()
         while self.update < self.wanted.updates:
             since = time.monotonic()
-            if self.update and since - self.started > self.wanted.seconds:
+            if self.update and since - self.started > self.wanted.most_seconds:
                 break
             global_batch = next(source)
             training.waited += time.monotonic() - since
@@ -199,7 +201,10 @@ class Trial:
         """The largest micro-batch of the longest utterances of which two fit, beside the states."""
         size = self.source.batch_size
         fits, fails = 0, None
-        while size <= self.wanted.largest and time.monotonic() - self.started < self.wanted.seconds:
+        while (
+            size <= self.wanted.largest
+            and time.monotonic() - self.started < self.wanted.most_seconds
+        ):
             if self.passes(self.longest_batches(size, 2)):
                 fits = size
             else:
