@@ -29,7 +29,7 @@ common.spin_briefly()  # before torch is imported
 from benchmarks import tier_tables
 from benchmarks.gpu import card, correctness, report, results, rows, speed
 from benchmarks.gpu.bench import Bench, Failed, Piece, Skipped
-from dry_run.cards import GIB, find_card
+from dry_run.cards import CONTEXT, GIB, Card, find_card
 
 MEASURED = "benchmarks/measured.json"
 
@@ -39,11 +39,14 @@ def pieces(bench: Bench) -> list[Piece]:
     of_rows = rows.pieces(bench)
     of_speed = speed.pieces(bench)
     return [
-        *correctness.pieces(bench),
-        *rows.short_pieces(bench),
+        *correctness.pieces(bench, "agreement", correctness.agreement, 60),
+        *correctness.pieces(bench, "resume", correctness.resume, 45),
+        *correctness.pieces(bench, "offload", correctness.offload, 50),
+        *correctness.pieces(bench, "short of memory", rows.short_of_memory, 40),
         *of_rows[: rows.FIRST],
         *of_speed.pop("row"),
         *speed.long_pieces(bench),
+        *correctness.pieces(bench, "export", correctness.export, 60),
         *of_rows[rows.FIRST :],
         *rows.largest_pieces(bench),
         *(piece for variant in of_speed.values() for piece in variant),
@@ -68,8 +71,9 @@ def run_all(args) -> dict:
     name = bench.card["name"]
     if args.card:
         bench.gib = min(bench.gib, args.card.total / GIB)
+        bench.cap = 0 if bench.is_small else int(bench.gib * GIB) - CONTEXT
         name += f" as {args.card.name}"
-    bench.results = results.Results(args.output, name, bench.card["torch"])
+    bench.results = results.Results(args.output, name, bench.card["torch"], args.retry)
     bench.results.note("card", {"status": "done", "found": bench.card, "seconds": 0})
     try:
         bench.measure([each for each in pieces(bench) if args.only in each.name])
@@ -87,17 +91,26 @@ def write_measured(path: Path) -> None:
         sys.exit("\n".join(problems))
 
 
+def a_card(text: str) -> Card:
+    """An argparse type."""
+    try:
+        return find_card(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--minutes", type=float, default=25.0, help="time for this call (25)")
-    add("--card", type=find_card, help="a smaller card, such as 8gb or t4 (the one that is there)")
+    add("--card", type=a_card, help="a smaller card, such as 8gb or t4 (the one that is there)")
     add(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: small, to see that it works"
     )
     add("--output", type=Path, default=Path("gpu.json"), help="results, also of earlier calls")
+    add("--retry", action="store_true", help="measure what has failed once more")
     add("--only", default="", metavar="TEXT", help="only pieces with this in their name")
     add("--table", type=Path, metavar="FILE", help="print the tables of a file of results")
     add("--write_measured", type=Path, metavar="FILE", help="write measured.json and the pages")

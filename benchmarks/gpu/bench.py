@@ -54,14 +54,17 @@ class Piece:
 
 class Bench:
     """What pieces are measured with: the device ("cuda" or "cpu"), the time that is left, children.
-    `card` is what the first piece found."""
+    `card` is what the first piece found; `gib` is the memory of the card, or of the smaller one
+    that is asked for, which has a `cap`: bytes that an allocator may take (0: all)."""
 
     def __init__(self, device: str, minutes: float):
         self.device = device
         self.is_small = device == "cpu"  # demo sizes, two updates
         self.deadline = time.monotonic() + 60 * minutes
         self.card: dict = {}
-        self.gib = 0.0  # of the card, or of a smaller one that is asked for
+        self.gib = 0.0
+        self.cap = 0
+        self.beside: set[Piece] = set()  # pieces that did not run alone
         self.results: Results | None = None
         self.children: set[subprocess.Popen] = set()
         self.lock = threading.Lock()
@@ -135,7 +138,7 @@ class Bench:
             asked = {
                 "recipe": recipe,
                 "words": list(map(str, words)),
-                "trial": {"output": str(output), **wanted},
+                "trial": {"output": str(output), "cap": self.cap, **wanted},
             }
             failed = ""
             try:
@@ -154,15 +157,21 @@ class Bench:
         waiting = [piece for piece in pieces if not self.results.has(piece.name)]
         running: dict[Future, Piece] = {}
         with ThreadPoolExecutor(JOBS) as pool:
-            while waiting or running:
-                while waiting and self.may_start(waiting[0], list(running.values())):
-                    piece = waiting.pop(0)
-                    self.threads = CORES if piece.alone else max(1, CORES // JOBS)
-                    running[pool.submit(self.measure_one, piece)] = piece
-                finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    running.pop(future)
-                    future.result()
+            try:
+                while waiting or running:
+                    while waiting and self.may_start(waiting[0], list(running.values())):
+                        piece = waiting.pop(0)
+                        self.threads = CORES if piece.alone else max(1, CORES // JOBS)
+                        running[pool.submit(self.measure_one, piece)] = piece
+                        if len(running) > 1:
+                            self.beside.update(running.values())
+                    finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        running.pop(future)
+                        future.result()
+            except BaseException:  # a signal; the pool would wait for the children
+                self.end_all()
+                raise
 
     def may_start(self, piece: Piece, running: list[Piece]) -> bool:
         if not running:
@@ -188,6 +197,8 @@ class Bench:
             entry = {"status": "failed", "reason": str(reason)}
         except Exception:  # a fault of one piece must not cost the others
             entry = {"status": "failed", "reason": traceback.format_exc()[-LAST_LINES:]}
+        if piece in self.beside:  # others were counted, too
+            entry.get("found", {}).pop("driver", None)
         entry["seconds"] = round(time.monotonic() - started, 1)
         self.results.note(piece.name, entry)
         reason = entry.get("reason", "").strip().split("\n")[-1]

@@ -4,6 +4,7 @@ the levels of --use_cpu_offload. All are at the size of a recipe's demo, on tone
 import functools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,19 +69,13 @@ DEMOS = {
 SMALL = {"parakeet", "konkani"}  # of which the small size on a CPU has pieces
 
 
-def pieces(bench: Bench) -> list[Piece]:
-    found = []
-    for kind, measure, seconds in (
-        ("agreement", agreement, 60),
-        ("resume", resume, 45),
-        ("offload", offload, 50),
-        ("export", export, 60),
-    ):
-        for name in DEMOS:
-            if not bench.is_small or name in SMALL:
-                run = functools.partial(measure, demo=DEMOS[name])
-                found.append(Piece(f"{kind} {name}", run, seconds, gib=2.5))
-    return found
+def pieces(bench: Bench, kind: str, measure: Callable, seconds: float) -> list[Piece]:
+    """The pieces of a kind, one for each recipe."""
+    names = [name for name in DEMOS if not bench.is_small or name in SMALL]
+    return [
+        Piece(f"{kind} {name}", functools.partial(measure, demo=DEMOS[name]), seconds, gib=2.5)
+        for name in names
+    ]
 
 
 class DemoRun:
@@ -204,8 +199,8 @@ def is_result(line: str) -> bool:
 
 
 def offload(bench: Bench, demo: Demo) -> dict:
-    """The weights after five updates with each level of --use_cpu_offload against those without,
-    and of two runs without."""
+    """What five updates change with each level of --use_cpu_offload, against those without, and in
+    two runs without."""
     import torch
 
     levels = {"none": [], "none again": []}
@@ -223,7 +218,7 @@ def offload(bench: Bench, demo: Demo) -> dict:
             if "failed" in tried:
                 found[name] = tried["failed"]
                 continue
-            weights[name] = torch.load(path, weights_only=True, map_location="cpu")
+            weights[name] = torch.load(path, weights_only=True)
     if "none" not in weights:
         raise Skipped(found["none"])
     for name, state in weights.items():
@@ -232,18 +227,21 @@ def offload(bench: Bench, demo: Demo) -> dict:
     return found
 
 
-def trial_flags(demo: Demo) -> list[str]:
-    """The flags of a demo's trial, which needs no data."""
+def trial_flags(demo: Demo, seconds: float = 3.0) -> list[str]:
+    """The flags of a demo's trial of utterances of so many seconds, which needs no data."""
     flags = [*demo.flags.split(), "--gradient_accumulation_steps", "2", "--dropout", "0"]
-    limit = [] if demo.words is None else ["--max_duration", "3"]
-    return [*flags, *limit, "--dry_run", "8gb"]
+    if demo.words:
+        flags += ["--max_duration", str(seconds)]
+    return [*flags, "--dry_run", "8gb"]
 
 
-def weights_differ(state: dict, reference: dict) -> float:
-    """The largest relative difference of a tensor, by its norm."""
-    found = [0.0]
-    for name, tensor in reference.items():
-        if tensor.is_floating_point():
-            norm = float(tensor.double().norm())
-            found.append(float((state[name].double() - tensor.double()).norm()) / max(norm, 1e-12))
-    return max(found)
+def weights_differ(found: dict, reference: dict) -> float:
+    """The largest difference of a tensor after the updates, relative to what they have changed in
+    it, by norms: 1 if one run's updates have nothing to do with the other's."""
+    largest = 0.0
+    for name, before in reference["before"].items():
+        change = float((reference["after"][name].double() - before.double()).norm())
+        difference = found["after"][name].double() - reference["after"][name].double()
+        if change:
+            largest = max(largest, float(difference.norm()) / change)
+    return largest

@@ -16,7 +16,11 @@ def text_of(run: dict) -> str:
         ("Losses of the first updates against the CPU in fp32", "agreement ", agreement),
         ("Killed and resumed, against a run that was not", "resume ", resume),
         ("Memory that was short in the second update", "short of memory ", short),
-        ("Levels of --use_cpu_offload: weights against those without", "offload ", offload),
+        (
+            "Levels of --use_cpu_offload: the change of the weights against that without",
+            "offload ",
+            offload,
+        ),
         ("What the exported weights say on the CPU", "export ", export),
         ("Memory of the rows, under the cap of their tier", "row ", rows),
         ("The largest micro-batch that fits", "largest micro-batch ", largest),

@@ -36,8 +36,9 @@ class Results:
     """The results of one card, torch and source in a file, which is written after each piece. Other
     runs in it stay."""
 
-    def __init__(self, path: Path, card: str, torch: str):
+    def __init__(self, path: Path, card: str, torch: str, retry: bool = False):
         self.path = path
+        self.final = ("done",) if retry else ("done", "failed")
         self.lock = threading.Lock()
         self.runs = read(path)
         wanted = {"card": card, "torch": torch, "source": source()}
@@ -46,12 +47,9 @@ class Results:
         self.runs = [*(run for run in self.runs if run is not self.run), self.run]
 
     def has(self, name: str) -> bool:
-        """Whether a piece has been measured or has failed. A skipped one is tried again."""
-        return self.run["pieces"].get(name, {}).get("status") in ("done", "failed")
-
-    def found(self, name: str) -> dict:
-        """What a piece found; empty if it has not been done."""
-        return self.run["pieces"].get(name, {}).get("found", {})
+        """Whether a piece has been measured or, unless `retry`, has failed. A skipped one is
+        always tried again."""
+        return self.run["pieces"].get(name, {}).get("status") in self.final
 
     def note(self, name: str, entry: dict) -> None:
         with self.lock:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from benchmarks import tier_tables, tiers
 from benchmarks.gpu.bench import Bench, Piece, Skipped
-from benchmarks.gpu.correctness import DEMOS, EXACT, SMALL, Demo, difference, trial_flags
+from benchmarks.gpu.correctness import EXACT, Demo, difference, trial_flags
 from dry_run.cards import CONTEXT, find_card
 
 UPDATES = 3
 MICRO_BATCHES = 3  # in an update: the second one meets gradients, and the third is ahead
 FIRST = 14  # rows, the tightest, that come before the measurements of speed
+SHORT_SECONDS = 11.0  # of utterances: what a step takes must be much more than the weights
 LARGEST = 16  # times the micro-batch of the row, at most
 TOTAL = 1.03  # a card may have a little less memory than its tier's
 SMALL_ROWS = (
@@ -101,19 +102,9 @@ def measure(bench: Bench, row: Row) -> dict:
     return {"key": row.key, "row": row.cell, "predicted": row.gib, "cap": cap, **found}
 
 
-def short_pieces(bench: Bench) -> list[Piece]:
-    """Demos whose memory becomes short in the second update."""
-    found = []
-    for name, demo in DEMOS.items():
-        if not bench.is_small or name in SMALL:
-            run = functools.partial(short_of_memory, demo=demo)
-            found.append(Piece(f"short of memory {name}", run, 40))
-    return found
-
-
 def short_of_memory(bench: Bench, demo: Demo) -> dict:
     """The losses of a run that runs out of memory in the middle, and of one that does not."""
-    words = [*trial_flags(demo), *EXACT]
+    words = [*trial_flags(demo, 2.0 if bench.is_small else SHORT_SECONDS), *EXACT]
     updates = 3 if bench.is_small else 5
     whole = bench.trial(demo.recipe, words, 20, updates=updates)
     short = bench.trial(demo.recipe, words, 20, updates=updates, short_of_memory_at=2)

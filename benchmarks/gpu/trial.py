@@ -23,7 +23,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import loop, memory, options
-from common.batches import GlobalBatch, GlobalBatches
+from common.batches import GlobalBatch, GlobalBatches, split_batch
 from common.errors import DataError, exit_with_one_line
 from dry_run.planned_run import longest_items
 from speech import splits
@@ -31,7 +31,8 @@ from speech.audio import write_wav
 from speech.columns import Strings
 
 NOISES = 8  # different recordings of noise
-PEAK_SHARE = 0.75  # of what a step takes beside the states, left to it when memory is made short
+PEAK_SHARE = 0.75  # of what a step takes beside the states is left to it when memory is short
+COUNTED = 4  # utterances at a time whose operations are counted, without gradient checkpointing
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Wanted:
     )
     largest: int = 0  # find the largest micro-batch that fits, up to this one; 0: do not
     flops: bool = False  # count the floating-point operations of an update
-    weights: str = ""  # file for the weights after the updates
+    weights: str = ""  # file for {"before", "after"}: the weights before and after the updates
 
 
 class Trial:
@@ -123,15 +124,14 @@ class Trial:
 
     @contextlib.contextmanager
     def short_of_memory(self) -> Iterator[None]:
-        """On a GPU, in the update where memory is to be short: the allocator may take the states
-        and a share of what a step takes beside them."""
+        """On a GPU, in the update where memory is to be short: the allocator may take what it has
+        between updates and a share of what a step takes beside that."""
         if self.update != self.wanted.short_of_memory_at or self.device.type != "cuda":
             yield
             return
         torch.cuda.empty_cache()
-        states = torch.cuda.memory_allocated()
-        room = PEAK_SHARE * (torch.cuda.max_memory_allocated() - states)
-        limit_memory(int(states + room))
+        step = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        limit_memory(int(torch.cuda.memory_reserved() + PEAK_SHARE * step))
         try:
             yield
         finally:
@@ -168,11 +168,10 @@ class Trial:
         aside.write_text(json.dumps(self.found), encoding="utf-8")
         aside.replace(path)
 
-    def passes(self, batches: list[dict]) -> bool:
+    def passes(self, batches: list[dict], totals: dict[str, float]) -> bool:
         """Whether forward and backward of these micro-batches fit into memory."""
         training = self.training
         terms = training.task.loss_weights
-        totals = {term: sum(batch["counts"][term] for batch in batches) for term in terms}
         outcome = loop.run_global_batch(
             training.model,
             batches,
@@ -187,15 +186,23 @@ class Trial:
         return outcome.failed is None
 
     def count_flops(self, global_batch: GlobalBatch) -> None:
-        """Floating-point operations of an utterance, forward and backward, and the fused attention
-        kernels that they were in (none: scores in memory)."""
+        """Floating-point operations of an utterance, forward and backward, in the middle
+        micro-batch, and the fused attention kernels that they were in (none: scores in memory)."""
+        for module in self.training.model.modules():
+            vars(module).pop("forward", None)  # what checkpointing repeats does not count
+        batch = global_batch.micro_batches[len(global_batch.micro_batches) // 2]
         with FlopCounterMode(display=False) as counter:
-            self.passes(global_batch.micro_batches)
-        utterances = sum(len(batch["names"]) for batch in global_batch.micro_batches)
-        self.found["flops"] = counter.get_total_flops() / utterances
+            if not self.passes(split_batch(batch, COUNTED), batch["counts"]):
+                return
+        self.found["flops"] = counter.get_total_flops() / len(batch["names"])
         kernels = {str(kernel) for kernel in counter.get_flop_counts().get("Global", {})}
         self.found["kernels"] = sorted(name for name in kernels if "attention" in name)
         self.write()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the weights, on the host."""
+        state = self.training.model.state_dict()
+        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
     def find_largest(self) -> None:
         """The largest micro-batch of the longest utterances of which two fit, beside the states."""
@@ -205,7 +212,8 @@ class Trial:
             size <= self.wanted.largest
             and time.monotonic() - self.started < self.wanted.most_seconds
         ):
-            if self.passes(self.longest_batches(size, 2)):
+            batches = self.longest_batches(size, 2)
+            if self.passes(batches, batches[0]["counts"]):
                 fits = size
             else:
                 fails = size
@@ -254,13 +262,14 @@ def run(name: str, words: list[str], wanted: Wanted) -> None:
             return next(each for each in parts if isinstance(each, kind))
 
         trial = Trial(wanted, args, part(torch.nn.Module), part(loop.Task), part(GlobalBatches))
+        before = trial.weights() if wanted.weights else None
         last = trial.make_updates()
         if wanted.weights:
-            torch.save(trial.training.model.state_dict(), wanted.weights)
-        if wanted.flops:
-            trial.count_flops(last)
+            torch.save({"before": before, "after": trial.weights()}, wanted.weights)
         if wanted.largest:
             trial.find_largest()
+        if wanted.flops:
+            trial.count_flops(last)
         return 0
 
     stand_in = functools.partial(noise, getattr(recipe, "SAMPLE_RATE", 16_000), splits.stand_in)
