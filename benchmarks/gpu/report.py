@@ -149,7 +149,8 @@ def offload(done: dict, card: dict) -> str:
 def export(done: dict, card: dict) -> str:
     lines = []
     for name, found in done.items():
-        example = found["cpu"][-1].strip().split("\t")[-1][:60] if found["cpu"] else ""
+        example = found["cpu"][-1] if found["cpu"] else ""
+        example = (example.partition("\t")[2] or example).strip()[:60]
         lines.append([name, "the same" if found["same"] else "differs", example])
     return markdown(["recipe", "on the card and on the CPU", "example"], lines)
 
@@ -264,7 +265,7 @@ def long(done: dict, card: dict) -> str:
         header,
         [
             [
-                name,
+                name.partition(" updates ")[2],
                 found["row"],
                 str(found["updates"]),
                 shown(found["losses"]),
