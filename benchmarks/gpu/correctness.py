@@ -14,7 +14,7 @@ from common.offload import LEVELS
 from speech.demo import AMHARIC_WORDS, KONKANI_WORDS, VIETNAMESE_WORDS
 
 UPDATES = 10
-SAVED_AT, KILLED_AT = 4, 5
+KILLED_AT = 5
 LEARNING = 150  # updates before an export: until then a model has learned some tones
 SENTENCES = {"train": 96, "val": 4}
 EXACT = "--no_mixed_precision --no_tf32".split()
