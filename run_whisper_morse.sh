@@ -56,7 +56,7 @@ rows='
 12gb  many   8 32
 12gb  medium 8 12 R 8
 12gb  large  8 12 R G --eval_batch_size 4
-12gb  turbo  2 48 R 8
+12gb  turbo  4 24 R 8
 t4    tiny   96 1
 t4    base   48 2
 t4    small  16 6

@@ -49,7 +49,7 @@ rows='
 12gb  small  12 2
 12gb  medium 8 3 R 8
 12gb  large  8 3 R G --eval_batch_size 4
-12gb  turbo  2 12 R 8
+12gb  turbo  4 6 R 8
 t4    tiny   24 1
 t4    base   24 1
 t4    small  12 2
