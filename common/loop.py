@@ -989,11 +989,15 @@ def finish(
         return
 
     def score() -> float:
-        values = mean_values(task, task.evaluate(model, eval_batches.whole()))
+        with run.setup.autocast():  # whose 16-bit copies of the weights are kept until it ends
+            values = mean_values(task, task.evaluate(model, eval_batches.whole()))
         return values.get(task.metric, math.nan)
 
-    with torch.no_grad(), run.setup.autocast():
-        report_results(checkpoint.use_best(args, model, task, score))
+    memory.free_memory(run.setup.device)  # the optimizer may be part of a reference cycle
+    with torch.no_grad():
+        weights = checkpoint.use_best(args, model, task, score)
+        with run.setup.autocast():
+            report_results(weights)
     best = args.checkpoint_dir / "best.safetensors"
     print(f"weights: {best}; curves and all results: {args.log_dir}")
     print(memory.peak(run.setup.device))

@@ -466,7 +466,7 @@ def make_task(
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
     last_steps = decoding.last_steps(search, info.config)
-    rate = decoding.measure_rate(train_set, args.seed)
+    rate = decoding.TokenRate(train_set, args.seed)
     terms = loss_weights(args, info)
     fit = None
     freeze = Whisper.freeze_encoder
