@@ -121,7 +121,7 @@ def answer(plans: "Plans", chosen: Settings, card: Card) -> str:
     optimizer = f"--optimizer {chosen.optimizer}"
     if chosen.optimizer not in ("adamw", "adamw_8bit"):
         optimizer = "--optimizer adamw " if plans.given.optimizer == "adamw_8bit" else ""
-        optimizer += f"--use_cpu_offload {chosen.optimizer}"
+        optimizer += f"--use_cpu_offload {chosen.level}".rstrip()
     micro_batch = f"--batch_size {chosen.batch_size}"
     micro_batch += f" --gradient_accumulation_steps {chosen.accumulation}"
     eval_batch_size = {"eval_batch_size": chosen.eval_batch_size}
@@ -195,14 +195,15 @@ class Plans:
         def total(size: int) -> int:
             return self.training(settings.resized(size)).total
 
+        if not sizes or total(sizes[0]) > most:
+            return 0
         count = bisect.bisect(sizes, most, key=total)
-        return sizes[count - 1] if count else 0
+        return sizes[count - 1]
 
     def with_evaluation(self, settings: Settings, most: int) -> Settings:
-        """The settings with smaller batches of evaluations, half as large as often as it takes, if
-        only these are over `most` bytes."""
-        while settings.eval_batch_size > 1 and self.training(settings).total <= most < self.total(
-            settings
-        ):
+        """The settings with smaller batches of evaluations, half as large as often as it takes, as
+        long as these are over `most` bytes and need more than the training."""
+        most = max(most, self.training(settings).total)
+        while settings.eval_batch_size > 1 and self.total(settings) > most:
             settings = replace(settings, eval_batch_size=settings.eval_batch_size // 2)
         return settings

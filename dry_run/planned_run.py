@@ -203,6 +203,8 @@ class PlannedRun:
                     hooks.append(parameter.register_post_accumulate_grad_hook(leave))
         if level == "weights" and self.halves:
             for parameter in self.castable():
+                if parameter.dtype is not torch.float32:
+                    continue
                 full[parameter] = parameter.data
                 plan.fakes.uncount(parameter.data)
                 parameter.data = plan.fakes.like(parameter.data, "weights", self.halves)

@@ -268,7 +268,7 @@ def test_an_optimizer(kind, rows):
     assert peak.total == pytest.approx(real.peak, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "offload"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "states"])
 def test_states(kind):
     """`state_bytes` against the states that are made, without step numbers and bitsandbytes' two
     shared tables."""
@@ -281,7 +281,7 @@ def test_states(kind):
         torch.nn.Linear(70, 3),
     )
     model[1].bias.requires_grad_(False)
-    on_host = kind == "offload"
+    on_host = kind == "states"
     if on_host:
         model.to("meta")  # a device that is not the host
     settings = {"kind": "adamw" if on_host else kind, "offload": on_host}

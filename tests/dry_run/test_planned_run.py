@@ -191,7 +191,7 @@ def test_a_batch_that_is_far_too_large_takes_no_longer(words, capsys):
     assert f"Dry run: {FIRST} x 10.0 s" in out and "Verdict: does not fit" in out
     size = planned.settings(args).batch_size
     assert f"all {size} need more" in out and re.search(r"^  --batch_size \d+ ", out, re.MULTILINE)
-    assert max(sizes) == FIRST and len(sizes) < 40
+    assert max(sizes) == FIRST and len(sizes) < 60
 
 
 def test_a_large_batch_of_short_utterances_is_planned_whole(capsys):
@@ -213,7 +213,7 @@ def test_settings_by_the_flags():
     planned = run_of(Network())
     assert planned.settings(flags(*few)) == Settings(8, 1, False, "adamw", False)
     changed = planned.settings(flags(*few, "--use_cpu_offload", "--gradient_checkpointing"))
-    assert changed == Settings(8, 1, True, "offload", False)
+    assert changed == Settings(8, 1, True, "states", False)
     assert planned.settings(flags("--optimizer", "adamw_8bit")).optimizer == "adamw_8bit"
     model = Network()
     freeze(model)
@@ -244,13 +244,14 @@ def test_a_micro_batch_is_no_larger_than_the_data_and_max_batch_seconds_allow(
 def test_each_setting_needs_less_and_leaves_the_model_as_it_was():
     model = Network()
     model.eval()
-    peak = run_of(model).planned(flags(), CARD)
+    peak = run_of(model).planned(flags(), CARD).training
     given = Settings(8, 2, False, "adamw", False)
     whole = peak(given)
     for change in (
         {"checkpointing": True},
         {"optimizer": "adamw_8bit"},
-        {"optimizer": "offload"},
+        {"optimizer": "states"},
+        {"optimizer": "gradients"},
         {"frozen": True},
         {"batch_size": 4, "accumulation": 4},
     ):
@@ -264,7 +265,7 @@ def test_each_setting_needs_less_and_leaves_the_model_as_it_was():
 
 def test_accumulation_keeps_the_gradients_and_a_second_batch():
     model = Network()
-    peak = run_of(model).planned(flags(), CARD)
+    peak = run_of(model).planned(flags(), CARD).training
     once, twice, often = (peak(Settings(2, steps, False, "adamw", False)) for steps in (1, 2, 50))
     batch = 4 * 2 * 2000 * 64
     assert twice == often and twice.parts["batch"] - once.parts["batch"] >= batch

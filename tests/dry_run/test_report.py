@@ -78,7 +78,7 @@ def test_the_report_has_every_size():
         ("8gb", "7.70 GiB"),
         ("left", "1.85 GiB"),
     ]
-    assert "Peak: 5.30 GiB allocated by the step, backward, in encoder.3.first\n" in text
+    assert "Peak: 5.30 GiB allocated in training, backward, in encoder.3.first\n" in text
     assert "Verdict: fits (it fits if 10 % of the card stays free)\n" in text
     assert "guessed" not in text
     rows = text.splitlines()[1:13]
@@ -92,7 +92,17 @@ def test_what_is_missing_and_what_was_guessed():
     assert "outside any module" in text
     assert "Verdict: does not fit (" in text
     assert "guessed: 7\n" in text
-    assert "\nNot planned: evaluation" in text
+    assert "\nNot planned: cuDNN" in text
+
+
+def test_the_other_stage_is_told():
+    evaluation = peak_of(2 * GIB, stage="evaluation", utterances=8)
+    text = describe(peak_of(3 * GIB), CARD, "whisper", [evaluation])
+    assert "Peak: 3.00 GiB allocated in training, " in text
+    assert "\nIn evaluation, with 8 utterances at a time: 2.00 GiB\n" in text
+    text = describe(evaluation, CARD, "whisper", [peak_of(GIB, utterances=4)])
+    assert "Peak: 2.00 GiB allocated in evaluation, " in text
+    assert "\nIn training, with 4 utterances at a time: 1.00 GiB\n" in text
 
 
 def test_no_line_is_wider_than_100_columns():
