@@ -63,7 +63,7 @@ t4    small  16 6
 t4    many   16 16
 t4    medium 2 48 8
 t4    large  24 4 R F 8
-t4    turbo  2 48 8
+t4    turbo  12 8 R 8
 16gb  many   16 16 --dataloader_num_workers 8
 16gb  *      + --dataloader_num_workers 6
 16gb  tiny   96 1

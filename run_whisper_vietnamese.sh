@@ -55,7 +55,7 @@ t4    base   24 1
 t4    small  12 2
 t4    medium 2 12 8
 t4    large  24 1 R F 8
-t4    turbo  2 12 8
+t4    turbo  12 2 R 8
 16gb  tiny   24 1
 16gb  base   24 1
 16gb  small  12 2
