@@ -26,7 +26,8 @@ recorded=(--train_manifest --data_dir) # name the training data
 trains=(--train_manifest --data_dir --conditions --from_scratch --max_steps --num_epochs)
 trains+=(--dry_run --verify_gpu)
 
-# R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload.
+# R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload,
+# G: --use_cpu_offload gradients, W: --use_cpu_offload weights.
 # Larger GPUs need the clips of several data workers.
 rows='
 #tier size   batch accumulation what, or flags
@@ -38,24 +39,39 @@ rows='
 4gb   *      ! small, base or tiny
 6gb   tiny   32 3
 6gb   base   16 6
-6gb   small  6 16 R
-6gb   many   4 64 R
-6gb   *      ! small, base or tiny
+6gb   small  4 24 8
+6gb   many   4 64 8
+6gb   medium 6 16 R G
+6gb   *      ! medium, small or base
 8gb   tiny   48 2
 8gb   base   24 4
 8gb   small  4 24
 8gb   many   4 64
-8gb   medium 16 6 R F 8
-8gb   large  ! turbo, medium or small
-8gb   turbo  8 12 F
+8gb   medium 12 8 R G
+8gb   large  8 12 R W --eval_batch_size 4
+8gb   turbo  8 12 R G
+12gb  tiny   96 1
+12gb  base   48 2
+12gb  small  12 8
+12gb  many   8 32
+12gb  medium 8 12 R 8
+12gb  large  8 12 R G --eval_batch_size 4
+12gb  turbo  4 24 R 8
+t4    tiny   96 1
+t4    base   48 2
+t4    small  16 6
+t4    many   16 16
+t4    medium 2 48 8
+t4    large  24 4 R F 8
+t4    turbo  12 8 R 8
 16gb  many   16 16 --dataloader_num_workers 8
 16gb  *      + --dataloader_num_workers 6
 16gb  tiny   96 1
 16gb  base   48 2
 16gb  small  16 6
-16gb  medium 8 12 R
-16gb  large  24 4 R F 8
-16gb  turbo  16 6 R 8
+16gb  medium 3 32 8
+16gb  large  12 8 R G
+16gb  turbo  2 48 8
 24gb  many   32 8 --dataloader_num_workers 8
 24gb  *      + --dataloader_num_workers 6
 24gb  tiny   96 1

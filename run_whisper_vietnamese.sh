@@ -24,7 +24,8 @@ recorded=(--train_manifest)    # names the training data
 # With --export and a model it trains nothing either, unless one of these is given.
 trains=(--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
-# R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload
+# R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload,
+# G: --use_cpu_offload gradients, W: --use_cpu_offload weights
 rows='
 #tier size   batch accumulation what
 *     demo   16 1
@@ -34,32 +35,33 @@ rows='
 4gb   *      ! small, base or tiny
 6gb   tiny   24 1
 6gb   base   12 2
-6gb   small  6 4 R
-6gb   *      ! small, base or tiny
+6gb   small  3 8 8
+6gb   medium 6 4 R G
+6gb   *      ! medium, small or base
 8gb   tiny   24 1
 8gb   base   24 1
 8gb   small  4 6
-8gb   medium 8 3 R F 8
-8gb   large  ! turbo, medium or small
-8gb   turbo  8 3 F
+8gb   medium 12 2 R G
+8gb   large  8 3 R W --eval_batch_size 4
+8gb   turbo  8 3 R G
 12gb  tiny   24 1
 12gb  base   24 1
 12gb  small  12 2
 12gb  medium 8 3 R 8
-12gb  turbo  8 3 R F
-12gb  large  ! turbo, medium or small
+12gb  large  8 3 R G --eval_batch_size 4
+12gb  turbo  4 6 R 8
 t4    tiny   24 1
 t4    base   24 1
 t4    small  12 2
-t4    medium 8 3 R 8
+t4    medium 2 12 8
 t4    large  24 1 R F 8
 t4    turbo  12 2 R 8
 16gb  tiny   24 1
 16gb  base   24 1
 16gb  small  12 2
-16gb  medium 8 3 R
-16gb  large  24 1 R F 8
-16gb  turbo  12 2 R 8
+16gb  medium 3 8 8
+16gb  large  12 2 R G
+16gb  turbo  2 12 8
 24gb  tiny   24 1
 24gb  base   24 1
 24gb  small  24 1

@@ -30,7 +30,7 @@ rows='
 #tier size batch accumulation what
 *     demo 16 1
 4gb   full 16 15 R W
-6gb   full 24 10 R G
+6gb   full 6 40 W
 8gb   full 20 12 R 8
 12gb  full 8 30 8
 t4    full 8 30

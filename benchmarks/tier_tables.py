@@ -25,9 +25,9 @@ LETTERS = {
     "R": "gradient checkpointing",
     "F": "frozen encoder (needs pretrained weights)",
     "8": "8-bit AdamW",
-    "H": "optimizer states in host memory, 8 bytes for each trained weight",
-    "G": "optimizer states and gradients in host memory, 12 bytes",
-    "W": "optimizer states, gradients and fp32 weights in host memory, 16 bytes",
+    "H": "optimizer states in host memory (8 bytes a trained weight)",
+    "G": "optimizer states and gradients in host memory (12 bytes a trained weight)",
+    "W": "optimizer states, gradients and fp32 weights in host memory (16 bytes a trained weight)",
 }
 
 
