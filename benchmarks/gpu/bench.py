@@ -20,7 +20,7 @@ from benchmarks.gpu.results import Results
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = ROOT / "benchmarks/gpu/child.py"
 ALLOCATOR = "expandable_segments:True"  # as common/env.sh sets it
-HUNG = 5  # times the usual duration of a piece, after which a child is killed
+HUNG = {"cuda": 5, "cpu": 50}  # times the usual duration on a GPU, after which a child is killed
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 JOBS = max(1, CORES // 3)  # pieces at a time
 LAST_LINES = 2000  # characters of a failed child's output that are kept
@@ -84,7 +84,7 @@ class Bench:
         """Runs child.py in `folder` and returns its output. It is killed with its children at the
         end of this call's time, or if it takes much longer than `seconds`. Raises `Failed` and
         `OutOfTime`."""
-        limit = max(60, HUNG * seconds)
+        limit = max(60, HUNG[self.device] * seconds)
         command = [sys.executable, str(CHILD), json.dumps({**asked, "parent": os.getpid()})]
         with self.lock:
             process = subprocess.Popen(

@@ -60,7 +60,7 @@ class Trial:
         self.wanted = wanted
         self.source = source
         self.device = source.setup.device
-        self.found = {"losses": [], "seconds": [], "allocated": [], "short_of_memory": 0}
+        self.found = {"losses": [], "seconds": [], "waited": [], "allocated": []}
         task = dataclasses.replace(task, fit=None, evaluate_first=False)
         if wanted.short_of_memory_at and self.device.type != "cuda":
             task = dataclasses.replace(task, compute_loss=self.fails_once(task.compute_loss))
@@ -113,7 +113,7 @@ class Trial:
             if self.update and since - self.started > self.wanted.most_seconds:
                 break
             global_batch = next(source)
-            training.waited += time.monotonic() - since
+            self.found["waited"].append(round(time.monotonic() - since, 4))
             self.update += 1
             with self.short_of_memory():
                 loop.train_global_batch(training, global_batch)
@@ -147,8 +147,6 @@ class Trial:
         lines = (self.training.report.log_dir / "metrics.jsonl").read_text(encoding="utf-8")
         lines = [line for line in map(json.loads, lines.splitlines()) if "train/loss" in line]
         found["losses"] = [line["train/loss"] for line in lines]
-        found["waiting"] = [round(line["train/data_wait_share"], 4) for line in lines]
-        found["speeds"] = [round(line["train/utterances_per_second"], 3) for line in lines]
         found["utterances"] = sum(len(batch["names"]) for batch in global_batch.micro_batches)
         found["short_of_memory"] = len(self.training.progress["limits"])
         if self.device.type == "cuda":

@@ -68,7 +68,7 @@ def test_a_trial_makes_updates_and_short_memory_changes_no_loss(tmp_path, monkey
 def test_a_trial_of_files_reads_noise_and_stops_in_time(tmp_path, monkeypatch):
     found = tried(tmp_path, monkeypatch, updates=1000, micro_batches=0, most_seconds=0.0)
     assert len(found["losses"]) == 1 and found["utterances"] == 8
-    assert found["waiting"][0] > 0 and "longest" not in found
+    assert found["waited"][0] > 0 and "longest" not in found
 
 
 def test_the_weights_with_each_level_of_offloading_are_those_without(tmp_path, monkeypatch):
