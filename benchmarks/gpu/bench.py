@@ -129,10 +129,13 @@ class Bench:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
-    def trial(self, recipe: str, words: list, usual: float, **wanted) -> dict:
-        """What trial.py found; `usual`: seconds that it takes, about. After a failure, "failed" says why and the rest is what was known
-        until then. Raises `OutOfTime`."""
-        words = [*words, "--device", self.device, "--no_tensorboard", "--log_every", "1"]
+    def trial(
+        self, recipe: str, words: list, usual: float, device: str | None = None, **wanted
+    ) -> dict:
+        """What trial.py found; `usual`: seconds that it takes, about. After a failure, "failed"
+        says why and the rest is what was known until then. Raises `Failed` if nothing was, and
+        `OutOfTime`."""
+        words = [*words, "--device", device or self.device, "--no_tensorboard", "--log_every", "1"]
         with self.folder() as folder:
             output = folder / "found.json"
             asked = {

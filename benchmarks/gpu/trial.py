@@ -2,7 +2,7 @@
 
 The command line is that of a plan (--dry_run CARD) of a model with random weights. The recipe's own
 `main` makes the model and the data set, which are those of the plan, with noise in place of its
-silence; `common.loop` makes the updates. Nothing is fitted, evaluated or saved. What was found is
+silence; `common.loop` makes the updates. Nothing is evaluated or saved. What was found is
 written to a file after every step, so that nothing is lost if the process is killed."""
 
 import contextlib
@@ -45,11 +45,10 @@ class Wanted:
     # Of the longest utterances in an update; 0: global batches as a run has them, read from files.
     micro_batches: int = 3
     cap: int = 0  # bytes that the allocator may take; 0: all
-    short_of_memory_at: int = (
-        0  # the update, counted from 1, in which memory is made short; 0: none
-    )
+    short_of_memory_at: int = 0  # the update, from 1 on, in which memory is made short; 0: none
     largest: int = 0  # find the largest micro-batch that fits, up to this one; 0: do not
     flops: bool = False  # count the floating-point operations of an update
+    fit: bool = False  # fit the model to the noise, as a new model is fitted to its data
     weights: str = ""  # file for {"before", "after"}: the weights before and after the updates
 
 
@@ -61,7 +60,8 @@ class Trial:
         self.source = source
         self.device = source.setup.device
         self.found = {"losses": [], "seconds": [], "waited": [], "allocated": []}
-        task = dataclasses.replace(task, fit=None, evaluate_first=False)
+        fit = task.fit if wanted.fit else None
+        task = dataclasses.replace(task, fit=fit, evaluate_first=False)
         if wanted.short_of_memory_at and self.device.type != "cuda":
             task = dataclasses.replace(task, compute_loss=self.fails_once(task.compute_loss))
         run = loop.Run(source.setup)
@@ -72,7 +72,6 @@ class Trial:
 
     def fails_once(self, compute_loss):
         """On a CPU: out of memory at the update where memory is to be short."""
-
         left = [1]
 
         @functools.wraps(compute_loss)
