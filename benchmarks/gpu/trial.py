@@ -32,6 +32,7 @@ from speech.columns import Strings
 
 NOISES = 8  # different recordings of noise
 PEAK_SHARE = 0.75  # of what a step takes beside the states is left to it when memory is short
+SKIPS = 20  # updates, at most, that fp16's loss scale skips before it is low enough
 COUNTED = 4  # utterances at a time whose operations are counted, without gradient checkpointing
 
 
@@ -107,7 +108,8 @@ class Trial:
         """Makes the updates that are wanted and returns the last global batch."""
         training = self.training
         source = self.global_batches()
-        while self.update < self.wanted.updates:
+        wanted = self.wanted.updates
+        while training.progress["step"] < wanted and self.update < wanted + SKIPS:
             since = time.monotonic()
             if self.update and since - self.started > self.wanted.most_seconds:
                 break
