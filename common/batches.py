@@ -343,7 +343,7 @@ def to_device(batches: list[dict], device: torch.device) -> Iterator[dict]:
     if device.type != "cuda":
         yield from (_moved(batch, device) for batch in batches)
         return
-    copying = torch.cuda.Stream(device)
+    copying = copying_stream(device)
 
     def copy(batch: dict) -> dict:
         with torch.cuda.stream(copying):
@@ -358,6 +358,13 @@ def to_device(batches: list[dict], device: torch.device) -> Iterator[dict]:
                 value.record_stream(torch.cuda.current_stream(device))
         ahead = copy(batches[number + 1]) if number + 1 < len(batches) else None
         yield batch
+
+
+@functools.cache
+def copying_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that copies batches to a device, one for the whole run: the allocator reuses
+    memory only on the stream that it was allocated on, and torch hands out 32 streams in turn."""
+    return torch.cuda.Stream(device)
 
 
 def _moved(batch: dict, device: torch.device) -> dict:

@@ -138,13 +138,15 @@ class Setup:
     dtype: torch.dtype | None = None
     ranks: Ranks = field(default_factory=Ranks)
     workers: int = 0
+    # Whether there is room for a 16-bit copy of every weight while a model decodes.
+    keeps_copies: bool = True
 
     def autocast(self):
         """The autocast context of a forward pass."""
         # The cache would keep a 16-bit copy of every trained weight until the pass ends, also with
         # --gradient_checkpointing, which casts them again. It serves decoding, which uses each
         # weight at every step; training uses it once.
-        cached = not torch.is_grad_enabled()
+        cached = self.keeps_copies and not torch.is_grad_enabled()
         return torch.autocast(
             self.device.type, self.dtype, enabled=self.dtype is not None, cache_enabled=cached
         )
@@ -235,7 +237,9 @@ def setup(args, quiet: bool = False) -> Setup:
         # CTC's backward has no deterministic kernel on CUDA, so a warning has to be enough.
         torch.use_deterministic_algorithms(True, warn_only=True)
     seed_everything(args.seed)
-    return Setup(device, dtype, ranks, pick_workers(args.dataloader_num_workers, device, quiet))
+    workers = pick_workers(args.dataloader_num_workers, device, quiet)
+    keeps_copies = args.use_cpu_offload in (None, "states")
+    return Setup(device, dtype, ranks, workers, keeps_copies)
 
 
 def pick_workers(wanted: int | str, device: torch.device, quiet: bool = False) -> int:

@@ -14,6 +14,7 @@ gradient does not depend on how the global batch is cut."""
 
 import contextlib
 import functools
+import io
 import itertools
 import math
 import os
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -74,7 +75,9 @@ class Task:
     --freeze_encoder does, for the advice of a dry run; None if there is no such flag, or if the
     encoder is random and must be trained. `learning_rate` is the peak rate unless --learning_rate
     is given. `checkpointed` and `compiled` are the layer types for --gradient_checkpointing and
-    --torch_compile. With `evaluate_first`, a new run evaluates the model before its first update.
+    --torch_compile. `last_steps` is what a dry run plans in place of an `evaluate` that takes minutes
+    without values: it makes only the last steps of a long search, which need the most memory. With
+    `evaluate_first`, a new run evaluates the model before its first update.
     Without `decay_embeddings`, embeddings have no weight decay. `betas` are AdamW's. `new_rows` are
     those of a new run; a resumed one has them in its checkpoint. With `fine_tunes` the model began
     from released weights: the length of the run, its evaluations and its patience follow the hours
@@ -96,6 +99,7 @@ class Task:
     learning_rate: float | None = None
     checkpointed: tuple[type, ...] = ()
     compiled: tuple[type, ...] = ()
+    last_steps: Callable[[torch.nn.Module, Iterable[dict]], dict] | None = None
     evaluate_first: bool = False
     decay_embeddings: bool = True
     betas: tuple[float, float] = optim.BETAS
@@ -174,7 +178,7 @@ def train(
     the batches or the results of `task.evaluate` are not what the loop needs."""
     checks.check_collate(global_batches.dataset, task.loss_weights)
     if run.planned is not None:
-        sys.exit(plan(args, *run.planned, model, task, global_batches))
+        sys.exit(plan(args, *run.planned, model, task, global_batches, eval_batches))
     checks.check_collate(eval_batches.dataset, task.loss_weights)
     preflight.require_disk(args, model)
     on_host = prepare_model(args, run, model, task, global_batches.data)
@@ -985,11 +989,15 @@ def finish(
         return
 
     def score() -> float:
-        values = mean_values(task, task.evaluate(model, eval_batches.whole()))
+        with run.setup.autocast():  # whose 16-bit copies of the weights are kept until it ends
+            values = mean_values(task, task.evaluate(model, eval_batches.whole()))
         return values.get(task.metric, math.nan)
 
-    with torch.no_grad(), run.setup.autocast():
-        report_results(checkpoint.use_best(args, model, task, score))
+    memory.free_memory(run.setup.device)  # the optimizer may be part of a reference cycle
+    with torch.no_grad():
+        weights = checkpoint.use_best(args, model, task, score)
+        with run.setup.autocast():
+            report_results(weights)
     best = args.checkpoint_dir / "best.safetensors"
     print(f"weights: {best}; curves and all results: {args.log_dir}")
     print(memory.peak(run.setup.device))
@@ -999,11 +1007,17 @@ def finish(
 
 
 def plan(
-    args, dry_run, card, model: torch.nn.Module, task: Task, global_batches: GlobalBatches
+    args,
+    dry_run,
+    card,
+    model: torch.nn.Module,
+    task: Task,
+    global_batches: GlobalBatches,
+    eval_batches: EvalBatches,
 ) -> int:
-    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_global_batch` on tensors
-    without values. Prints the answer and returns the exit status. Raises `DataError` and
-    `RunError`."""
+    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_global_batch` and
+    `evaluate` on tensors without values. Prints the answer and returns the exit status. Raises
+    `DataError` and `RunError`."""
     if card is None:
         return preflight.verify(args, model)
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
@@ -1017,6 +1031,12 @@ def plan(
         if outcome.failed:
             raise dry_run.CannotPlan(outcome.reason)
 
+    def evaluate_planned(batches: list[dict], level: str) -> None:
+        on_device = replace(setup, keeps_copies=not level)
+        with contextlib.redirect_stdout(io.StringIO()):  # the texts are not the model's
+            evaluate(on_device, model, short_task, batches)
+
+    short_task = replace(task, evaluate=task.last_steps or task.evaluate)
     checkpoint_layers = None
     if task.checkpointed:
         checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
@@ -1030,7 +1050,15 @@ def plan(
         checkpoint=checkpoint_layers,
         freeze=freeze,
         collate=global_batches.dataset.collate,
-        parts=task.compute_loss,
+        parts=(task.compute_loss, task.evaluate),
+        evaluation=dry_run.Evaluation(
+            evaluate_planned,
+            dry_run.longest_items(eval_batches.dataset, 1, DataError),
+            len(eval_batches.dataset.data),
+            eval_batches.dataset.collate,
+        ),
+        castable=functools.partial(offload.castable, model, task.checkpointed),
+        halves=setup.dtype,
     )
     if args.verify_gpu:
         return preflight.verify(args, model, lambda: planned.needs(args, card))

@@ -1,5 +1,5 @@
-"""Activation checkpointing, out-of-memory errors, splitting of batches that do not fit, memory
-statistics."""
+"""Activation checkpointing, out-of-memory errors, splitting of batches that do not fit, one model
+in another's place, memory statistics."""
 
 import functools
 import gc
@@ -67,6 +67,24 @@ def split_on_oom(function: Callable[[dict], object], batch: dict, device: torch.
     for piece in split_batch(batch, (size + 1) // 2):
         results += split_on_oom(function, piece, device)
     return results
+
+
+def replace_on_device(model: torch.nn.Module, other: torch.nn.Module) -> None:
+    """Moves `model` and autocast's 16-bit copies of it off its device, and `other` there: a small
+    GPU does not hold two models. Raises `RunError` if `other` does not fit."""
+    device = next(model.parameters()).device
+    try:
+        model.cpu()
+        torch.clear_autocast_cache()
+        free_memory(device)
+        other.to(device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(
+            f"the model to compare with does not fit into memory ({first_line(error)}): what was"
+            f" trained is saved; end what else uses {device}, and compare with --evaluate"
+        ) from None
 
 
 def checkpoint_layers(model: torch.nn.Module, kinds: tuple[type, ...]) -> None:

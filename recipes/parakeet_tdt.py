@@ -15,7 +15,7 @@ punctuation that the model shall write.
 writes what transformers' ParakeetForTDT and NeMo load.
 
 Memory: weights and gradients of 0.6 billion parameters take 4.7 GiB of the GPU, optimizer states
-4.7, in 8 bits 1.2, and none with --use_cpu_offload. run_parakeet_tdt.sh has presets from 8 GB.
+4.7, in 8 bits 1.2, and none with --use_cpu_offload. run_parakeet_tdt.sh has presets from 4 GB.
 Expect a character error rate below 5 % on the demo's held-out sentences.
 
 Sources: FastConformer (Rekesh et al. 2023); TDT (Xu et al. 2023); relative positions (Dai et al.
@@ -39,7 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import device, optim, options
+from common import device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
@@ -331,16 +331,17 @@ def report_results(
 ) -> None:
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
     of their words; if the model `is_trained`, also the error rates of the released model that the
-    flags name. `weights`: which weights the model has, for the title."""
+    flags name, for which it is moved to the host. `weights`: which weights the model has, for the
+    title."""
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
     rows = decode_words(tokenizer, model, eval_batches)
     recogniser.print_results(rows, f"{name} set, {weights}, {len(rows)} utterances", asked.how)
     if asked.origin.path and is_trained:
         info, released_weights = start.read(asked.origin.path)
-        untrained = make_model(info, released_weights)
+        untrained = make_model(info, released_weights).eval()
         del released_weights  # the model has them
-        untrained.to(next(model.parameters()).device).eval()
+        memory.replace_on_device(model, untrained)
         before = decode_words(start.tokenizer_of(info), untrained, eval_batches)
         table = metrics.improvement_table(before, rows)
         print(f"released model, and trained model, on these utterances:\n{table}")

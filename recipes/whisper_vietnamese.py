@@ -38,7 +38,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, options, run_length
+from common import checkpoint, device, memory, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
@@ -342,8 +342,8 @@ def report_results(
     weights: str,
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one, decoded by
-    --decoding; with --compare_to also a baseline's. `weights`: which weights the model has, for the
-    title."""
+    --decoding; with --compare_to also a baseline's, for which the model is moved to the host.
+    `weights`: which weights the model has, for the title."""
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
     texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
@@ -353,7 +353,7 @@ def report_results(
     if args.compare_to:
         baseline_info, baseline_weights = read_baseline(asked, args.compare_to)
         baseline = start.make_model(baseline_info, weights=baseline_weights).eval()
-        baseline.to(next(model.parameters()).device)
+        memory.replace_on_device(model, baseline)
         search = start.make_search(asked, baseline_info)
         texts_of = functools.partial(final_texts, baseline, *search)
         before = decode_texts(baseline, texts_of, eval_batches)
@@ -466,7 +466,8 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
-    rate = decoding.measure_rate(train_set, args.seed)
+    last_steps = decoding.last_steps(search, info.config)
+    rate = decoding.TokenRate(train_set, args.seed)
     terms = loss_weights(args, info)
     fit = None
     freeze = Whisper.freeze_encoder
@@ -486,6 +487,7 @@ def make_task(
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
         fine_tunes=info.pretrained,
         vocabulary=start.vocabulary(info, run.initial),
         reports=recogniser.REPORTS,

@@ -4,10 +4,11 @@ to higher temperatures, and the removal of repetition loops.
 Every search takes the encoder's output (B, T, D) and its attention mask (B, 1, 1, T), None if
 nothing is padded. Log-probabilities are taken after suppression, as in openai/whisper."""
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -111,26 +112,37 @@ def make_search(
     )
 
 
-@dataclass(frozen=True)
+def last_steps(search: Search, config: dict) -> Search:
+    """A search of two steps after a prompt that is as long as the longest text, so that its cache
+    is as large as that of the whole search."""
+    longest = min(search.max_new_tokens, config["max_target_positions"] - len(search.prompt))
+    prompt = [*search.prompt, *[search.eos] * (longest - 2)]
+    return replace(search, prompt=prompt, max_new_tokens=2)
+
+
+@dataclass
 class TokenRate:
     """How many tokens an utterance can have, by its length. Without such a limit, a single
     utterance of a hundred whose text does not end adds 16 points to the error rate, and so decides
-    which weights are the best; with it, about two."""
+    which weights are the best; with it, about two. It is measured on the training set `data` when
+    it is used first: a dry run need not read audio."""
 
-    per_second: float
+    data: object
+    seed: int
+
+    @functools.cached_property
+    def per_second(self) -> float:
+        """The rate of the densest of some training utterances, with a margin; no limit if none can
+        be read."""
+        with torch.autocast("cpu", enabled=False):  # reading may resample
+            items = splits.some_items(self.data, self.seed, RATE_ITEMS)
+        rates = [len(item["ctc_tokens"]) / item["heard"] * SAMPLE_RATE for item in items]
+        return RATE_MARGIN * max(rates, default=math.inf)
 
     def limits(self, samples: torch.Tensor) -> torch.Tensor:
         """(B,) the most tokens of utterances of so many samples (B,)."""
         most = (samples * (self.per_second / SAMPLE_RATE)).clamp_max(NO_LIMIT)
         return most.ceil().long() + SPARE_TOKENS
-
-
-def measure_rate(data, seed: int) -> TokenRate:
-    """The rate of the densest of some training utterances, with a margin; no limit if none can be
-    read."""
-    items = splits.some_items(data, seed, RATE_ITEMS)
-    rates = [len(item["ctc_tokens"]) / item["heard"] * SAMPLE_RATE for item in items]
-    return TokenRate(RATE_MARGIN * max(rates, default=math.inf))
 
 
 # --- searches -------------------------------------------------------------------------------------

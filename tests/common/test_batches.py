@@ -1,6 +1,7 @@
 """Global batches as a pure function of seed and epoch, the worker processes that prepare them,
 padding, splitting."""
 
+import contextlib
 import itertools
 import math
 import multiprocessing
@@ -9,6 +10,7 @@ import re
 import resource
 import signal
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +185,73 @@ def test_to_device_keeps_the_lengths_on_the_host():
         for batch, before in zip(moved, made, strict=True)
     )
     assert list(batches.to_device([], torch.device("cpu"))) == []
+
+
+class OnGpu(torch.Tensor):
+    """Stands for a tensor on a GPU. `users`: the streams that the allocator was told of."""
+
+    is_cuda = True
+
+    def record_stream(self, stream) -> None:
+        self.users = [*getattr(self, "users", ()), stream]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is made up, and the list of what happens to its streams."""
+    events = []
+    computing = types.SimpleNamespace(wait_stream=lambda other: events.append(f"wait for {other}"))
+
+    def new_stream(device: torch.device) -> str:
+        events.append("a new stream")
+        return "copying"
+
+    def use_stream(name: str) -> contextlib.AbstractContextManager:
+        events.append(f"use {name}")
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    monkeypatch.setattr(torch.cuda, "stream", use_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda value, device, non_blocking: value.as_subclass(OnGpu)
+    )
+    batches.copying_stream.cache_clear()
+    yield torch.device("cuda", 0), events, computing
+    batches.copying_stream.cache_clear()
+
+
+def test_one_stream_copies_the_batches_of_a_whole_run(gpu):
+    """The allocator keeps freed memory for the stream on which it was allocated: with a new stream
+    for each global batch, copies pile up."""
+    device, events, computing = gpu
+    made = [collate([item("a", 3), item("b", 5)]), collate([item("c", 2)])]
+    for _ in range(40):
+        for batch, before in zip(batches.to_device(made, device), made, strict=True):
+            events.append(batch["names"][0])
+            assert torch.equal(batch["values"], before["values"])
+            assert batch["values"].users == [computing]  # until then it is not overwritten
+    first, *others = events
+    assert first == "a new stream" and others == 40 * [
+        *("use copying", "wait for copying", "use copying", "a"),  # c is copied while a computes
+        *("wait for copying", "c"),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_copies_of_batches_take_no_more_memory_the_longer_a_run_is():
+    device = torch.device("cuda", 0)
+    weight = torch.randn(4096, 4096, device=device)
+    reserved = []
+    for number in range(40):
+        made = [{"values": torch.full((16, 2**17), 2.0 * number + i).pin_memory()} for i in (0, 1)]
+        for batch, before in zip(batches.to_device(made, device), made, strict=True):
+            weight @ weight  # the next copy is made during this
+            assert torch.equal(batch["values"].cpu(), before["values"])
+        batch = None
+        reserved.append(torch.cuda.memory_reserved(device))
+    assert reserved[-1] == reserved[2]
 
 
 # --- global batches and their workers -------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The loop's contract: exact accumulation, recovery from out of memory, bad global batches kept
 out, fp16's scaler, signals."""
 
+import copy
+import gc
 import json
 import math
 import os
@@ -8,15 +10,16 @@ import random
 import re
 import shutil
 import signal
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from common import checkpoint, files, report
+from common import checkpoint, files, optim, report
 from common.batches import to_device
-from common.device import Ranks, Setup
+from common.device import LossScale, Ranks, Setup
 from common.errors import DataError, RunError, Stopped, UsageError
 from common.loop import (
     Run,
@@ -49,7 +52,7 @@ def network(
 
 
 def gradient_of(
-    model, items: list[dict], sizes: list[int], scaler=None, without: str = ""
+    model, items: list[dict], sizes: list[int], loss_scale=None, without: str = ""
 ) -> torch.Tensor:
     """The gradient of one global batch in micro-batches of `sizes` items; the term `without` has no
     targets."""
@@ -68,7 +71,7 @@ def gradient_of(
         small.compute_loss,
         small.LOSS_WEIGHTS,
         Setup(),
-        scaler,
+        loss_scale,
     )
     assert outcome.failed is None and not outcome.stopped
     return torch.nn.utils.parameters_to_vector(p.grad for p in model.parameters())
@@ -343,6 +346,59 @@ def test_finish_takes_the_average_if_it_is_not_worse(tmp_path, capsys, averaged)
         best = saved["checkpoint_step_00000002"]
         assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
         assert not (args.checkpoint_dir / "averaged.safetensors").exists()
+
+
+def test_the_optimizer_is_gone_when_finish_evaluates(tmp_path, monkeypatch):
+    """Also if something refers to it that it refers to. Its states are twice as large as the
+    weights."""
+    optimizers = []
+    make_optimizer = optim.make_optimizer
+
+    def watched(*inputs):
+        optimizer = make_optimizer(*inputs)
+        optimizer.itself = optimizer
+        optimizers.append(weakref.ref(optimizer))
+        return optimizer
+
+    def report_results(weights: str) -> None:
+        left.extend(optimizer() for optimizer in optimizers)
+
+    left = []
+    monkeypatch.setattr(optim, "make_optimizer", watched)
+    gc.disable()
+    try:
+        small.run(small.make_args(tmp_path, *cut(2, 2)), report_results=report_results)
+    finally:
+        gc.enable()
+    assert left == [None]
+
+
+def test_finish_evaluates_the_average_also_in_16_bits(tmp_path):
+    """Autocast keeps 16-bit copies of weights until its context ends, also of weights that have
+    been replaced since."""
+    batch = small.collate(small.Waveforms(2))
+    stale = []
+
+    def look(model) -> None:
+        terms, fresh = (small.compute_loss(m, batch)["ctc"] for m in (model, copy.deepcopy(model)))
+        stale.append(not torch.equal(terms, fresh))
+
+    def evaluate(model, eval_batches) -> dict:
+        look(model)
+        return {"ctc": (1.0, 1.0)}
+
+    args = small.make_args(tmp_path, *cut(2, 2), "--save_every", "1", "--average_checkpoints", "2")
+    model = network(dtype=torch.float32)
+    setup = Setup(dtype=torch.bfloat16)
+    reported = []
+
+    def report_results(weights: str) -> None:
+        look(model)
+        reported.append(weights)
+
+    small.run(args, model, setup=setup, evaluate=evaluate, report_results=report_results)
+    assert reported == ["averaged weights (averaged.safetensors)"]
+    assert len(stale) >= 4 and not any(stale)
 
 
 def test_only_error_rates_are_in_per_cent(tmp_path, capsys):
@@ -701,7 +757,7 @@ def fp16_run(args, compute_loss):
 
 
 def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
-    """fp16 autocast and the GradScaler on the CPU: an infinite gradient halves the scale, and the
+    """fp16 autocast and the loss scale on the CPU: an infinite gradient halves the scale, and the
     schedule and the step count move only when the optimizer did."""
     calls = []
 
@@ -740,8 +796,7 @@ def test_a_scale_below_one_stops_the_run(tmp_path):
 def test_fp16_scaling_gives_the_fp32_gradient():
     model, items = network(dtype=torch.float32), small.Waveforms(4)
     plain = gradient_of(model, items, [2, 2])
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaled = gradient_of(model, items, [2, 2], scaler=scaler) / 1024
+    scaled = gradient_of(model, items, [2, 2], loss_scale=LossScale(1024.0)) / 1024
     assert small.relative(scaled, plain) < 1e-5
 
 

@@ -3,11 +3,15 @@ fit, statistics."""
 
 import re
 import types
+import weakref
+from typing import ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import memory
+from common.device import Setup
 from common.errors import RunError, UsageError
 from tests import small
 
@@ -98,6 +102,70 @@ def test_layers_are_not_recomputed_in_evaluation():
 def test_checkpointing_a_model_without_layers_is_an_error():
     with pytest.raises(UsageError, match="--gradient_checkpointing: Linear has no layer"):
         memory.checkpoint_layers(torch.nn.Linear(2, 2), (small.Layer,))
+
+
+class Placed(torch.nn.Module):
+    """A model that says where it is, and how many are on `card`."""
+
+    card = torch.device("meta")
+    there: ClassVar[list] = []
+
+    def __init__(self, failure: Exception | None = None):
+        super().__init__()
+        self.failure = failure
+
+    def parameters(self):
+        yield torch.empty(0, device=self.card if self in self.there else CPU)
+
+    def cpu(self) -> None:
+        self.there.remove(self)
+
+    def to(self, device: torch.device) -> None:
+        assert device == self.card and not self.there
+        if self.failure:
+            raise self.failure
+        self.there.append(self)
+
+
+def test_one_model_is_replaced_by_another_one_on_its_device(monkeypatch):
+    first = Placed()
+    second = Placed()
+    monkeypatch.setattr(Placed, "there", [first])
+    memory.replace_on_device(first, second)
+    assert Placed.there == [second]
+    with pytest.raises(RunError, match=r"^the model to compare with .* \(CUDA out of memory\. T"):
+        memory.replace_on_device(second, Placed(OUT_OF_MEMORY[0]))
+    monkeypatch.setattr(Placed, "there", [first])
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        memory.replace_on_device(first, Placed(OTHER[0]))
+
+
+class Casts(TorchDispatchMode):
+    """Weak references to the results of casts."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default:
+            self.made.append(weakref.ref(result))
+        return result
+
+    def left(self) -> int:
+        return sum(cast() is not None for cast in self.made)
+
+
+def test_autocasts_copies_of_a_model_go_with_it():
+    """They would be kept until the context ends, with those of the other model."""
+    model = torch.nn.Linear(64, 64)
+    setup = Setup(dtype=torch.bfloat16)
+    with torch.no_grad(), setup.autocast(), Casts() as casts:
+        model(torch.ones(1, 64))
+        assert casts.left() == 2  # weight and bias
+        memory.replace_on_device(model, torch.nn.Linear(64, 64))
+        assert casts.left() == 0
 
 
 def test_the_peak_on_a_cpu_is_resident_memory():

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,6 +19,7 @@ import torch._dynamo  # the first update of an optimizer would import it, which 
 
 from common import checkpoint, loop, options, report
 from common.errors import exit_with_one_line
+from speech import splits
 from speech.whisper import decoding
 from tests import processes
 from tests.processes import wait_until  # noqa: F401  tests say runs.wait_until
@@ -67,6 +69,27 @@ def ran(recipe, *flags) -> str:
     return out
 
 
+@contextlib.contextmanager
+def one_on_device(network: type[torch.nn.Module]) -> Iterator[list]:
+    """Checks that at most one model of this class is on the device at any time. `to` moves a model
+    there, and `cpu` to the host, which are the same place in a test. Gives the list of models."""
+    placed = []
+    there = []
+
+    def to(model, *where, **how):
+        placed.append(model)
+        there.append(model)
+        assert len(there) == 1, "two models at once are on the device"
+        return torch.nn.Module.to(model, *where, **how)
+
+    def cpu(model):
+        there.remove(model)
+        return torch.nn.Module.cpu(model)
+
+    with mock.patch.multiple(network, to=to, cpu=cpu, create=True):
+        yield placed
+
+
 def planned(recipe, *flags) -> SimpleNamespace:
     """What a run with --dry_run is planned for: its model, task, global batches and two collated
     utterances."""
@@ -82,7 +105,10 @@ def planned(recipe, *flags) -> SimpleNamespace:
         )
         return 0
 
-    with mock.patch.object(loop, "plan", plan):
+    with (
+        mock.patch.object(loop, "plan", plan),
+        mock.patch.object(splits, "STAND_INS", 64),  # each of their texts once
+    ):
         ran(recipe, *flags, "--dry_run", "8GB")
     assert all(parameter.is_meta for parameter in given[0].model.parameters())
     assert not any(
@@ -195,3 +221,21 @@ def assert_same_state(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
 def error_lines(out: str) -> list[str]:
     """The lines of stdout with WER and CER."""
     return [line for line in out.splitlines() if line.startswith(("WER", "CER"))]
+
+
+def check_levels(recipe, folder: Path, *flags) -> None:
+    """That a run with the fp32 weights on the host, and one that continues it with the gradients
+    there, end with the bits of a run without --use_cpu_offload, in every file that they write."""
+    steps = "--bf16 --gradient_checkpointing --batch_size 2 --gradient_accumulation_steps 2".split()
+    steps += "--max_steps 3 --warmup_steps 1 --eval_every 3 --save_every 2".split()
+    plain = folder / "plain"
+    other = folder / "other"
+    ran(recipe, *steps, *flags, "--learning_rate", "1e-3", "--output_dir", plain)
+    saved = other / "checkpoints" / "checkpoint_step_00000002.pt"
+    for level in (["weights"], ["gradients", "--resume", saved]):
+        more = ["--use_cpu_offload", *level, "--learning_rate", "1e-3", "--output_dir", other]
+        ran(recipe, *steps, *flags, *more)
+        assert_same_state(newest(plain, recipe), newest(other, recipe))
+        best = [place / "checkpoints" / "best.safetensors" for place in (plain, other)]
+        weights, others = [checkpoint.read_weights(path, recipe.RECIPE).model for path in best]
+        assert all(torch.equal(weight, others[name]) for name, weight in weights.items())

@@ -1,6 +1,7 @@
 """The Konkani recipe's model, loss, decoding and data, against references."""
 
 import functools
+import pickle
 
 import numpy as np
 import pytest
@@ -397,10 +398,15 @@ def utterances(tmp_path, wav, json_lines):
 
 
 def test_augmentation_depends_on_seed_epoch_and_utterance_alone(utterances):
+    for flags in ((), ("--wave_augment",)):
+        data = utterances(*flags)
+        sent = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
+        for other in (utterances(*flags), sent):
+            first, again = data.item(3, 1), other.item(3, 1)
+            for key in ("audio", "time_masks", "frequency_masks"):
+                assert torch.equal(first[key], again[key])
     data = utterances()
-    first, again = data.item(3, 1), utterances().item(3, 1)
-    for key in ("audio", "time_masks", "frequency_masks"):
-        assert torch.equal(first[key], again[key])
+    first = data.item(3, 1)
     assert not torch.equal(first["time_masks"], data.item(3, 2)["time_masks"])
     assert not torch.equal(first["time_masks"], data.item(4, 1)["time_masks"])
     assert not torch.equal(first["time_masks"], utterances("--seed", "2").item(3, 1)["time_masks"])

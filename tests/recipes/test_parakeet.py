@@ -502,9 +502,31 @@ def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(noise):
 # --- data -----------------------------------------------------------------------------------------
 
 
+def test_released_weights_hear_silence_noise_and_other_levels(noise):
+    plain, info = make_utterances(noise, "--no_speed_perturbation")
+    released = dataclasses.replace(info, pretrained=True)
+    given = (plain.args, plain.corpus, plain.tokenizer, released)
+    data = recipe.Utterances(*given, training=True)
+    assert data.augmentation and not plain.augmentation
+    assert not recipe.Utterances(*given, training=False).augmentation
+    for index in range(8):
+        item, before = data.item(index, 1), plain.item(index, 1)
+        both = min(len(item["audio"]), len(before["audio"]))
+        change = (item["audio"][:both] - before["audio"][:both]).abs().max()
+        assert change > 0.01  # more than dither
+        for key in ("tokens", "text", "count"):
+            assert np.array_equal(item[key], before[key])
+        assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(data.seconds(1)[index], abs=0.001)
+    off, _ = make_utterances(noise, "--no_wave_augment")
+    given = (off.args, plain.corpus, plain.tokenizer, released)
+    assert not recipe.Utterances(*given, training=True).augmentation
+
+
 def test_augmentation_depends_on_seed_epoch_and_utterance_alone(noise):
-    data, _ = make_utterances(noise, "--tdt_omega", "0.5")
+    noises = ("--noise_dir", Path(noise[0]).parent)
+    data, _ = make_utterances(noise, "--tdt_omega", "0.5", *noises)
     other = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
+    assert data.augmentation and other.augmentation
     wanted = [(3, 0), (1, 2), (3, 2)]
     ours, theirs = (
         [data.item(*place) for place in wanted],
@@ -731,7 +753,10 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
         "nemo": ["--model_file", released / "nemo" / "model.nemo"],
     }[form]
     export = ["--export", tmp_path / "out", "--export_format", form]
-    out = ran(recipe, *manifests, *path, "--max_steps", "1", *export, "--output_dir", tmp_path)
+    flags = [*manifests, *path, "--max_steps", "1", *export, "--output_dir", tmp_path]
+    with runs.one_on_device(Parakeet) as models:
+        out = ran(recipe, *flags)
+    assert len(models) == 2  # the second one is the released model, for the comparison
     assert [line["step"] for line in read_metrics(tmp_path) if "eval/wer" in line] == [0, 1]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text())["step"] in (0, 1)
     assert (

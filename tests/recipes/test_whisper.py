@@ -26,7 +26,7 @@ from speech import splits
 from speech.audio import SAMPLE_RATE, read_audio
 from speech.morse import synthesis
 from speech.whisper import decoding, formats, start
-from speech.whisper.model import LAYERS
+from speech.whisper.model import LAYERS, Whisper
 from speech.whisper.tokenizer import make_tokenizer, train_bpe, train_symbols
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
@@ -255,6 +255,9 @@ def test_released_weights_hear_silence_noise_and_other_levels(spoken, tmp_path):
     data = vietnamese.Utterances(*given, training=True)
     assert data.augmentation and not plain.augmentation
     assert not vietnamese.Utterances(*given, training=False).augmentation
+    off, _ = make_utterances(vietnamese, spoken, *flags, "--no_wave_augment")
+    given = (off.args, *given[1:])
+    assert not vietnamese.Utterances(*given, training=True).augmentation
     for index in range(5):
         item, before = data.item(index, 0), plain.item(index, 0)
         assert not torch.equal(item["audio"], before["audio"])
@@ -266,11 +269,14 @@ def test_released_weights_hear_silence_noise_and_other_levels(spoken, tmp_path):
 
 @BOTH
 def test_augmentation_depends_on_seed_epoch_and_utterance_alone(recipe, spoken, tmp_path):
-    flags = ["--output_dir", tmp_path]
-    if recipe is vietnamese:
-        flags.append("--wave_augment")
+    flags = ["--output_dir", tmp_path, "--wave_augment"]
+    if recipe is morse:
+        flags += ["--alignment_weight", "0"]
+    else:
+        flags += ["--noise_dir", Path(spoken["train"]).parent / "audio"]
     data, _ = make_utterances(recipe, spoken, *flags)
     other = pickle.loads(pickle.dumps(data))  # as it travels to a data worker
+    assert data.augmentation and other.augmentation
     wanted = [(3, 0), (1, 2), (3, 2)]
     ours = [data.item(*place) for place in wanted]
     theirs = [other.item(*place) for place in reversed(wanted)]  # the order does not matter
@@ -612,7 +618,9 @@ def test_compared_to_a_baseline(memorised, released, tmp_path):
         tmp_path,
     ]
     flags += ["--test_manifest", folder / "two.json", "--max_duration", "3"]
-    out = ran(vietnamese, *flags, "--compare_to", released / "hf")
+    with runs.one_on_device(Whisper) as models:
+        out = ran(vietnamese, *flags, "--compare_to", released / "hf")
+    assert len(models) == 2
     assert "test set, " in out and ", 2 utterances, decoding" in out and "demo corpus" not in out
     rows = {line.split()[0]: line.split()[1:] for line in error_lines(out)}
     assert (
@@ -1281,6 +1289,8 @@ def test_damaged_records_are_named_before_a_model_is_made(
 @BOTH
 def test_a_plan_is_of_the_model_that_the_flags_ask_for(recipe, released, tmp_path):
     flags = ["--language", "vi", "--output_dir", tmp_path, "--export", tmp_path / "export"]
+    if recipe is morse:
+        flags += CLIPS
     expected = formats.read_config(released / "hf")
     for origin in (
         ["--model_dir", released / "hf"],

@@ -35,6 +35,7 @@ MODEL = ["--model_dir", str(ROOT)]  # resolving looks for the folder
 DATA = ["--train_manifest", "train.json"]
 
 
+@functools.cache
 def read_rows(script: str) -> list[list[str]]:
     return tier_tables.read_rows(script)
 
