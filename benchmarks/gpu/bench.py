@@ -194,6 +194,8 @@ class Bench:
                     f"it takes about {piece.seconds:.0f} s, and {self.left:.0f} s are left"
                 )
             entry = {"status": "done", "found": piece.measure(self)}
+        except OutOfTime as reason:
+            entry = {"status": "later", "reason": str(reason)}
         except Skipped as reason:
             entry = {"status": "skipped", "reason": str(reason)}
         except Failed as reason:
@@ -205,6 +207,8 @@ class Bench:
         entry["seconds"] = round(time.monotonic() - started, 1)
         self.results.note(piece.name, entry)
         reason = entry.get("reason", "").strip().split("\n")[-1]
+        if entry["status"] == "later":
+            return  # a table at the end has them all
         print(f"{piece.name}: {entry['status']}{reason and ': '}{reason}", flush=True)
 
 

@@ -15,7 +15,7 @@ from speech.demo import AMHARIC_WORDS, KONKANI_WORDS, VIETNAMESE_WORDS
 
 UPDATES = 10
 KILLED_AT = 5
-LEARNING = 150  # updates before an export: until then a model has learned some tones
+LEARNING = 400  # updates before an export: until then a model has learned some tones
 SENTENCES = {"train": 96, "val": 4}
 EXACT = "--no_mixed_precision --no_tf32".split()
 PRECISIONS = {"fp32": EXACT, "bf16": ["--bf16"], "fp16": ["--mixed_precision", "fp16"]}
@@ -107,8 +107,8 @@ class DemoRun:
         ]
         return list(map(str, words))
 
-    def run(self, words: list[str], status: tuple = (0,), **asked) -> str:
-        return self.bench.child({"run": words, **asked}, self.folder, 20, status)
+    def run(self, words: list[str], status: tuple = (0,), usual: float = 20, **asked) -> str:
+        return self.bench.child({"run": words, **asked}, self.folder, usual, status)
 
 
 def losses(output: Path) -> list[float]:
@@ -172,7 +172,7 @@ def export(bench: Bench, demo: Demo) -> dict:
         run = DemoRun(bench, demo, folder)
         run.updates = 2 if bench.is_small else LEARNING
         flags = ["--export", folder / "export"] if demo.exports else []
-        run.run(run.command(folder / "run", bench.device, *EXACT, *flags))
+        run.run(run.command(folder / "run", bench.device, *EXACT, *flags), usual=60)
         model = ["--resume", folder / "run/checkpoints/best.safetensors"]
         if demo.exports:
             model = ["--model_dir", folder / "export"]

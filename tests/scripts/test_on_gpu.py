@@ -129,6 +129,7 @@ def test_a_piece_without_time_is_skipped_with_the_reason(made, tmp_path):
     made.deadline = time.monotonic() + 30
     made.measure([Piece("long", lambda bench: {}, 60), Piece("brief", lambda bench: {}, 5)])
     found = pieces_of(tmp_path / "gpu.json")
+    assert found["long"]["status"] == "later"
     assert found["long"]["reason"].startswith("it takes about 60 s, and 30 s are left")
     assert found["brief"]["status"] == "done"
 
@@ -240,7 +241,10 @@ def run_of(**pieces) -> dict:
 def test_the_tables_name_what_is_missing_with_the_reason():
     run = run_of(row_xtts=ROW)
     run["pieces"]["peer whisper"] = {"status": "skipped", "reason": "no transformers", "seconds": 0}
+    for name in ("a", "b"):
+        run["pieces"][name] = {"status": "later", "reason": "no time", "seconds": 0}
     text = report.text_of(run)
+    assert text.endswith("- no time until now: a, b")
     assert "## H100, torch 2.11, source abc" in text
     row = "| run_xtts_amharic.sh 16gb full | 8 x 30 | 12.24 | 12.00 | 1.020 | 13.00 | 15.00 | - |"
     assert row in text
