@@ -269,13 +269,12 @@ def test_only_rows_that_fitted_under_their_cap_count_as_measured(tmp_path):
 
 def test_a_page_says_what_was_measured_and_on_which_card(tmp_path, monkeypatch):
     script = "run_xtts_amharic.sh"
-    place = next(iter(tier_tables.planned_rows(tier_tables.read_rows(script))))
+    place, other, *_ = tier_tables.planned_rows(tier_tables.read_rows(script))
     entry = {"row": place[2], "gib": 12.34, "card": "NVIDIA H100"}
-    stale = {"row": "1 x 240", "gib": 99.99, "card": "Tesla T4"}
+    stale = {"row": "1 x 240", "gib": 99.99, "card": "Tesla T4"}  # of a row that has changed
+    entries = {f"{script} {place[0]} {place[1]}": entry, f"{script} {other[0]} {other[1]}": stale}
     path = tmp_path / "measured.json"
-    path.write_text(
-        json.dumps({f"{script} {place[0]} {place[1]}": entry, f"{script} a100 x": stale})
-    )
+    path.write_text(json.dumps(entries))
     gib = {row[:2]: 1.0 for row in tier_tables.planned_rows(tier_tables.read_rows(script))}
     monkeypatch.setattr(tier_tables, "memory", lambda *_: gib)
     before = tier_tables.table_of(script)
