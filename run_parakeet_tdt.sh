@@ -3,7 +3,7 @@
 # model on a synthetic corpus.
 #   ./run_parakeet_tdt.sh [TIER] [SIZE] [DATA] [any flag of recipes/parakeet_tdt.py] [--print]
 #   GPUS=2 ./run_parakeet_tdt.sh ...    trains on two GPUs, with the same update; also 4 and 8
-# TIER: auto (default), 8gb, 16gb, 24gb, a100, cpu.
+# TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu.
 # SIZE: demo (default), 0.6b (default with --model_dir, --model_file, --train_manifest,
 # --from_scratch or --init_from), 110m. A model from scratch has this size. A model from
 # --model_dir or --model_file has its own size, and SIZE only picks the row of the table.
@@ -24,16 +24,25 @@ recorded=(--train_manifest)    # names the training data
 # With --export and a model it trains nothing either, unless one of these is given.
 trains=(--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
-# R: --gradient_checkpointing, 8: --optimizer adamw_8bit
+# R: --gradient_checkpointing, 8: --optimizer adamw_8bit, G: --use_cpu_offload gradients,
+# W: --use_cpu_offload weights
 rows='
 #tier size batch accumulation what
 *     demo 8 1
+4gb   110m 2 60
+4gb   0.6b 24 5 R W --eval_batch_size 4
+6gb   110m 10 12
+6gb   0.6b 40 3 R G --eval_batch_size 4
 8gb   110m 15 8
 8gb   0.6b 8 15 R 8 --eval_batch_size 4
+12gb  110m 30 4
+12gb  0.6b 4 30 8
+t4    110m 40 3
+t4    0.6b 8 15 8
 16gb  110m 40 3
 16gb  0.6b 5 24
 24gb  110m 60 2
-24gb  0.6b 12 10 --eval_batch_size 10
+24gb  0.6b 15 8 --eval_batch_size 10
 a100  110m 120 1 --eval_batch_size 10
 a100  0.6b 60 2 --eval_batch_size 10
 cpu   *    4 30 R

@@ -3,7 +3,7 @@
 # model on synthetic clips.
 #   ./run_whisper_morse.sh [TIER] [SIZE] [DATA] [any flag of recipes/whisper_morse.py] [--print]
 #   GPUS=2 ./run_whisper_morse.sh ...    trains on two GPUs, with the same update
-# TIER: auto (default), 4gb, 6gb, 8gb, 16gb, 24gb, 32gb, cpu.
+# TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, 32gb, cpu.
 # SIZE: demo (default), small (default with --model_dir, --model_file, --data_dir, --train_manifest,
 # --conditions or --from_scratch), tiny, base, medium, large, turbo; many: small for very large data
 # sets. A model from scratch has this size. A model from --model_dir or --model_file has its own

@@ -3,7 +3,7 @@
 # model on a synthetic corpus.
 #   ./run_whisper_vietnamese.sh [TIER] [SIZE] [DATA] [any flag of recipes/whisper_vietnamese.py] [--print]
 #   GPUS=2 ./run_whisper_vietnamese.sh ...    trains on two GPUs, with the same update
-# TIER: auto (default), 4gb, 6gb, 8gb, 16gb, 24gb, a100, cpu.
+# TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu.
 # SIZE: demo (default), base (default with --model_dir, --model_file or --train_manifest), tiny,
 # small, medium, large, turbo. A model from scratch has this size. A model from --model_dir or
 # --model_file has its own size, and SIZE only picks the row of the table.
@@ -42,6 +42,18 @@ rows='
 8gb   medium 8 3 R F 8
 8gb   large  ! turbo, medium or small
 8gb   turbo  8 3 F
+12gb  tiny   24 1
+12gb  base   24 1
+12gb  small  12 2
+12gb  medium 8 3 R 8
+12gb  turbo  8 3 R F
+12gb  large  ! turbo, medium or small
+t4    tiny   24 1
+t4    base   24 1
+t4    small  12 2
+t4    medium 8 3 R 8
+t4    large  24 1 R F 8
+t4    turbo  12 2 R 8
 16gb  tiny   24 1
 16gb  base   24 1
 16gb  small  12 2

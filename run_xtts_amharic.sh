@@ -4,7 +4,7 @@
 # into runs/xtts_amharic/speech.
 #   ./run_xtts_amharic.sh [TIER] [SIZE] [DATA] [any flag of recipes/xtts_amharic.py] [--print]
 #   GPUS=2 ./run_xtts_amharic.sh ...    trains on two GPUs, with the same update; also 4 and 8
-# TIER: auto (default), 8gb, 12gb, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
+# TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
 # SIZE: demo (default), full (default with --model_dir, --train_manifest, --train_csv,
 # --from_scratch or --init_from). With --from_scratch, full has random weights.
 # DATA: auto (default: by the hours of speech in --train_csv or --train_manifest), small_data (under
@@ -24,13 +24,17 @@ recorded=(--train_csv --train_manifest) # name the training data
 # With --export and a model it trains nothing either, unless one of these is given.
 trains=(--train_csv --train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
-# R: --gradient_checkpointing, 8: --optimizer adamw_8bit
+# R: --gradient_checkpointing, 8: --optimizer adamw_8bit, G: --use_cpu_offload gradients,
+# W: --use_cpu_offload weights
 rows='
 #tier size batch accumulation what
 *     demo 16 1
+4gb   full 16 15 R W
+6gb   full 24 10 R G
 8gb   full 20 12 R 8
-12gb  full 30 8 R
-16gb  full 8 30
+12gb  full 8 30 8
+t4    full 8 30
+16gb  full 10 24
 24gb  full 16 15
 a100  full 80 3
 cpu   full 4 60 R

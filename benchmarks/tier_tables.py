@@ -3,7 +3,8 @@
     python benchmarks/tier_tables.py [--check]
 
 The rows are what each script prints with --rows; common/env.sh describes their form. Their memory
-is in tiers.json, which benchmarks/tiers.py writes. --check writes nothing and fails if a page is
+is in tiers.json, which benchmarks/tiers.py writes, and what was measured of it in measured.json,
+which `benchmarks/on_gpu.py --write_measured` writes. --check writes nothing and fails if a page is
 not up to date."""
 
 import argparse
@@ -19,12 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- tiers: begin -->"
 END = "<!-- tiers: end -->"
-CARDS = {"t4": "T4, 12 GB", "12gb": "also a T4", "16gb": "RTX 4080", "a100": "80 GB"}
+CARDS = {"16gb": "RTX 4080", "a100": "80 GB"}
 LETTERS = {
     "R": "gradient checkpointing",
     "F": "frozen encoder (needs pretrained weights)",
     "8": "8-bit AdamW",
-    "H": "optimizer states in host memory",
+    "H": "optimizer states in host memory, 8 bytes for each trained weight",
+    "G": "optimizer states and gradients in host memory, 12 bytes",
+    "W": "optimizer states, gradients and fp32 weights in host memory, 16 bytes",
 }
 
 
@@ -92,6 +95,24 @@ def predictions() -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def measured_file() -> Path:
+    return ROOT / "benchmarks/measured.json"
+
+
+def measurements(script: str, rows: list[list[str]]) -> dict[tuple[str, str], dict]:
+    """What was measured of each tier and size: {"row": cell, "gib": allocated, "card": name}.
+    Measurements of rows that have changed since are left out."""
+    if not measured_file().exists():
+        return {}
+    entries = json.loads(measured_file().read_text(encoding="utf-8"))
+    found = {}
+    for tier, size, text in planned_rows(rows):
+        entry = entries.get(f"{script} {tier} {size}", {})
+        if entry.get("row") == text:
+            found[tier, size] = entry
+    return found
+
+
 def names(rows: list[list[str]], column: int) -> list[str]:
     """The words in a column, each once."""
     return list(dict.fromkeys(row[column] for row in rows if row[column] != "*"))
@@ -149,17 +170,21 @@ def memory(script: str, rows: list[list[str]]) -> dict[tuple[str, str], float]:
 def table_of(script: str) -> str:
     """The table of a script in Markdown, with a note under it. Raises `Outdated`."""
     rows = read_rows(script)
-    gib = memory(script, rows)
+    measured = measurements(script, rows)
+    digits = 2 if SCRIPTS[script].sizes_share_rows else 1
+    gib = {place: f"{each:.{digits}f}" for place, each in memory(script, rows).items()}
+    for place, entry in measured.items():
+        gib[place] += f" ({entry['gib']:.2f})"
     if SCRIPTS[script].sizes_share_rows:
         table = table_of_sizes(rows, gib)
         cells = "Every size has the same micro-batch x accumulation steps. The other cells are"
     else:
         table = table_of_rows(rows, gib)
         cells = "Each cell gives micro-batch x accumulation steps, then"
-    return f"{table}\n\n{note(rows, cells, SCRIPTS[script].longest)}"
+    return f"{table}\n\n{note(rows, cells, SCRIPTS[script].longest, measured)}"
 
 
-def table_of_rows(rows: list[list[str]], gib: dict[tuple[str, str], float]) -> str:
+def table_of_rows(rows: list[list[str]], gib: dict[tuple[str, str], str]) -> str:
     """Each tier's rows and their GiB, with a column for each size."""
     header = ["tier"]
     for size in sizes_of(rows):
@@ -170,13 +195,13 @@ def table_of_rows(rows: list[list[str]], gib: dict[tuple[str, str], float]) -> s
         for size in sizes_of(rows):
             text = cell(row_of(rows, tier, size))
             if (tier, size) in gib:
-                text += f", {gib[tier, size]:.1f}"
+                text += f", {gib[tier, size]}"
             line.append(text)
         lines.append(line)
     return markdown(header, lines)
 
 
-def table_of_sizes(rows: list[list[str]], gib: dict[tuple[str, str], float]) -> str:
+def table_of_sizes(rows: list[list[str]], gib: dict[tuple[str, str], str]) -> str:
     """Each tier's row, which all sizes share, and the GiB of each size, whose shape is in the
     table's rows of the form "* SIZE + --d_model D --encoder_layers E --decoder_layers D"."""
     shapes = {row[1]: f"({row[4]}, {row[6]}+{row[8]})" for row in rows if row[2] == "+"}
@@ -188,7 +213,7 @@ def table_of_sizes(rows: list[list[str]], gib: dict[tuple[str, str], float]) -> 
         assert len(texts) == 1, f"tier {tier}: the sizes have different rows"
         line = [label(tier), *texts]
         for size in shapes:
-            line.append("fp32" if tier == "cpu" else f"{gib[tier, size]:.2f}")
+            line.append("fp32" if tier == "cpu" else gib[tier, size])
         lines.append(line)
     return markdown(header, lines)
 
@@ -202,17 +227,29 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
-def note(rows: list[list[str]], cells: str, longest: str) -> str:
-    """The text under a table: what `cells` are, for which `longest` utterances."""
+def note(rows: list[list[str]], cells: str, longest: str, measured: dict) -> str:
+    """The text under a table: what `cells` are, for which `longest` utterances, and on which cards
+    some were `measured`."""
     cells_of_table = [
         cell(row_of(rows, tier, size))
         for tier, size in itertools.product(names(rows, 0), sizes_of(rows))
     ]
     letters = {letter for text in cells_of_table for letter in text.split()[3:]}
     torch = ".".join(predictions()["torch"].split(".")[:2])
+    where = ""
+    cards = {entry["card"] for entry in measured.values()}
+    if not cards:
+        where = ", not measured on these GPUs"
     sentences = [
         f"{cells} the GiB that a step allocates at its peak, *predicted* by"
-        f" `python~benchmarks/tiers.py` (torch {torch}) for {longest}, not measured on these GPUs.",
+        f" `python~benchmarks/tiers.py` (torch {torch}) for {longest}{where}.",
+    ]
+    if cards:
+        sentences.append(
+            "A number in brackets was *measured* by `python~benchmarks/on_gpu.py` on"
+            f" {' and '.join(sorted(cards))}, which was left the memory of the tier's GPU."
+        )
+    sentences += [
         "CUDA's context and libraries take 0.55 GiB more.",
         "A row fits if a tenth of the GPU's memory stays free.",
     ]

@@ -1,13 +1,14 @@
 """Predicts the GPU memory of every row of the preset scripts, without a GPU, for tiers.json and the
 recipes' pages.
 
-    python benchmarks/tiers.py [SCRIPT ...] [--jobs N]
+    python benchmarks/tiers.py [SCRIPT ...] [--changed] [--jobs N]
     python benchmarks/tiers.py --largest SCRIPT SIZE CARD [LETTERS ...]
 
 A row is planned on its tier's card by the command that the script prints, with --dry_run and the
 settings of a released model. The exit status is 1 if a row does not fit, is tight or cannot be
-planned. --largest prints the row with the largest micro-batch that fits on a card (12gb, 11.5), for
-letters such as R R8 RF8, or -: none; without LETTERS for the usual ones."""
+planned. --changed leaves out the rows that tiers.json has. --largest prints the row with the
+largest micro-batch that fits on a card (12gb, 11.5), for letters such as R R8 RF8, or -: none;
+without LETTERS for the usual ones."""
 
 import argparse
 import bisect
@@ -32,8 +33,10 @@ FLAGS = {
     "F": ["--freeze_encoder"],
     "8": ["--optimizer", "adamw_8bit"],
     "H": ["--use_cpu_offload"],
+    "G": ["--use_cpu_offload", "gradients"],
+    "W": ["--use_cpu_offload", "weights"],
 }
-USUAL = ("-", "R", "8", "R8", "H", "RH")
+USUAL = ("-", "R", "8", "R8", "H", "RH", "G", "RG", "W", "RW")
 FROZEN = ("F", "RF", "F8", "RF8", "FH", "RFH")
 GIB = {"MiB": 1 / 1024, "GiB": 1.0}
 
@@ -104,9 +107,9 @@ def plan_row(script: str, tier: str, size: str, row: str) -> dict | None:
     return entry
 
 
-def plan_scripts(scripts: list[str], jobs: int) -> list[str]:
-    """Plans all rows of these scripts and writes tiers.json after each script. Returns the rows
-    that do not pass."""
+def plan_scripts(scripts: list[str], jobs: int, only_changed: bool = False) -> list[str]:
+    """Plans the rows of these scripts, all or those that differ from tiers.json, which it writes
+    after each script. Returns the rows that do not pass."""
     torch = version("torch").split("+")[0]
     entries = tier_tables.predictions()
     if entries.pop("torch", torch) != torch:
@@ -114,9 +117,15 @@ def plan_scripts(scripts: list[str], jobs: int) -> list[str]:
     bad = []
     for script in scripts:
         rows = tier_tables.planned_rows(tier_tables.read_rows(script))
+        known = {key: entry for key, entry in entries.items() if key.split()[0] == script}
+
+        def entry_of(row: tuple[str, str, str], script=script, known=known) -> dict | None:
+            entry = known.get(f"{script} {row[0]} {row[1]}", {})
+            return entry if only_changed and entry.get("row") == row[2] else plan_row(script, *row)
+
         with ThreadPoolExecutor(jobs) as pool:
-            planned = list(pool.map(lambda row, script=script: plan_row(script, *row), rows))
-        entries = {key: entry for key, entry in entries.items() if key.split()[0] != script}
+            planned = list(pool.map(entry_of, rows))
+        entries = {key: entry for key, entry in entries.items() if key not in known}
         for (tier, size, text), entry in zip(rows, planned, strict=True):
             if entry:
                 entries[f"{script} {tier} {size}"] = entry
@@ -168,6 +177,7 @@ def main() -> None:
     )
     known = list(tier_tables.SCRIPTS)
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help=f"of {', '.join(known)} (all)")
+    parser.add_argument("--changed", action="store_true", help="only rows unlike tiers.json")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="plans at a time (1)")
     parser.add_argument(
         "--largest", nargs="+", metavar="WORD", help="SCRIPT SIZE CARD [LETTERS ...]"
@@ -181,7 +191,7 @@ def main() -> None:
     if args.largest:
         print_largest(scripts[0], *args.largest[1:])
         return
-    bad = plan_scripts(scripts, args.jobs)
+    bad = plan_scripts(scripts, args.jobs, args.changed)
     problems = tier_tables.write(scripts)
     if bad:
         sys.exit("\n".join(["these rows do not pass:", *bad]))

@@ -113,20 +113,20 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
-    def sum_gradients(self, parameters: list[torch.nn.Parameter], present: list[bool]) -> None:
-        """Sums the gradients over the ranks. `present[i]` says whether any rank has a gradient for
-        parameter i; a rank without one adds zeros."""
-        used = [p for p, has_gradient in zip(parameters, present, strict=True) if has_gradient]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        sums = [parameter.grad.contiguous() for parameter in used]
-        for transfer in [dist.all_reduce(total, async_op=True) for total in sums]:
+    def sum_tensors(self, tensors: list[torch.Tensor]) -> None:
+        """Sums each tensor over the ranks, in place: on a GPU by the device's backend, on the host
+        by gloo."""
+        # The gradient of a channels_last convolution is not contiguous, so its sum is a copy.
+        sums = [tensor.contiguous() for tensor in tensors]
+        transfers = []
+        for total in sums:
+            group = None if total.is_cuda else self.host_group
+            transfers.append(dist.all_reduce(total, group=group, async_op=True))
+        for transfer in transfers:
             transfer.wait()
-        for parameter, total in zip(used, sums, strict=True):
-            # The gradient of a channels_last convolution is not contiguous, so `total` is a copy.
-            if total is not parameter.grad:
-                parameter.grad.copy_(total)
+        for tensor, total in zip(tensors, sums, strict=True):
+            if total is not tensor:
+                tensor.copy_(total)
 
 
 @dataclass(frozen=True)
@@ -138,20 +138,53 @@ class Setup:
     dtype: torch.dtype | None = None
     ranks: Ranks = field(default_factory=Ranks)
     workers: int = 0
+    # Whether there is room for a 16-bit copy of every weight while a model decodes.
+    keeps_copies: bool = True
 
     def autocast(self):
         """The autocast context of a forward pass."""
         # The cache would keep a 16-bit copy of every trained weight until the pass ends, also with
         # --gradient_checkpointing, which casts them again. It serves decoding, which uses each
         # weight at every step; training uses it once.
-        cached = not torch.is_grad_enabled()
+        cached = self.keeps_copies and not torch.is_grad_enabled()
         return torch.autocast(
             self.device.type, self.dtype, enabled=self.dtype is not None, cache_enabled=cached
         )
 
-    def grad_scaler(self) -> torch.amp.GradScaler | None:
+    def loss_scale(self) -> "LossScale | None":
         """Loss scaling for fp16, whose small gradients would vanish; None for other types."""
-        return torch.amp.GradScaler(self.device.type) if self.dtype is torch.float16 else None
+        return LossScale() if self.dtype is torch.float16 else None
+
+
+class LossScale:
+    """The factor of the loss under fp16 (Micikevicius et al. 2018, section 3.2), with the rule and
+    the saved state of torch.amp.GradScaler. That one would read all gradients once more for what
+    their norm already tells, and not those that are on the host."""
+
+    GROWTH, BACKOFF = 2.0, 0.5
+    INTERVAL = 2000  # updates without an overflow, after which the factor grows
+
+    def __init__(self, value: float = 65536.0):
+        self.value = value
+        self.updates = 0  # since the factor has changed
+
+    def update(self, is_finite: bool) -> None:
+        """Notes whether all gradients of an update were finite."""
+        self.updates += 1
+        if not is_finite:
+            self.value *= self.BACKOFF
+            self.updates = 0
+        elif self.updates == self.INTERVAL:
+            self.value *= self.GROWTH
+            self.updates = 0
+
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps."""
+        return {"scale": self.value, "_growth_tracker": self.updates}
+
+    def load_state_dict(self, saved: dict) -> None:
+        self.value = float(saved["scale"])
+        self.updates = int(saved["_growth_tracker"])
 
 
 def start_ranks(device: torch.device) -> Ranks:
@@ -204,7 +237,9 @@ def setup(args, quiet: bool = False) -> Setup:
         # CTC's backward has no deterministic kernel on CUDA, so a warning has to be enough.
         torch.use_deterministic_algorithms(True, warn_only=True)
     seed_everything(args.seed)
-    return Setup(device, dtype, ranks, pick_workers(args.dataloader_num_workers, device, quiet))
+    workers = pick_workers(args.dataloader_num_workers, device, quiet)
+    keeps_copies = args.use_cpu_offload in (None, "states")
+    return Setup(device, dtype, ranks, workers, keeps_copies)
 
 
 def pick_workers(wanted: int | str, device: torch.device, quiet: bool = False) -> int:

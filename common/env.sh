@@ -112,10 +112,11 @@ export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-$PYTORCH_CUDA_ALLOC_CONF}
 
 # A script has a table, the text `rows`. The first row that matches tier and size counts; *
 # matches any:
-#   TIER SIZE BATCH ACCUMULATION [R] [F] [8] [H] [FLAG...]
+#   TIER SIZE BATCH ACCUMULATION [LETTER...] [FLAG...]
 #   TIER SIZE + FLAG...    adds flags to the rows below it
 #   TIER SIZE ! SIZES      this size does not fit, SIZES do
-# R is --gradient_checkpointing, F --freeze_encoder, 8 --optimizer adamw_8bit, H --use_cpu_offload.
+# R is --gradient_checkpointing, F --freeze_encoder, 8 --optimizer adamw_8bit, H --use_cpu_offload,
+# G --use_cpu_offload gradients, W --use_cpu_offload weights.
 
 # column NUMBER: prints the words in a column of the table, each once.
 column() {
@@ -205,9 +206,9 @@ read_arguments() {
   fi
 }
 
-# The least MiB of each tier. nvidia-smi reports 15,109 to 15,360 for a T4 and 16,376 for an RTX
-# 4080.
-MEMORY='a100:70000 32gb:31000 24gb:22000 16gb:15900 12gb:11500 t4:11000 8gb:7000 6gb:5600 4gb:0'
+# The least MiB of each tier. nvidia-smi reports 15,109 to 15,360 for a T4, 16,376 for an RTX 4080
+# and 12,282 to 12,288 for cards with 12 GB.
+MEMORY='a100:70000 32gb:31000 24gb:22000 16gb:15900 t4:14900 12gb:11500 8gb:7000 6gb:5600 4gb:0'
 
 # pick_tier TIERS: sets tier to the card of a plan, else to the largest of these tiers that the
 # first visible GPU has the memory for, or to cpu without a GPU.
@@ -328,8 +329,11 @@ pick_row() {
     case "$letter" in
       R) flags+=(--gradient_checkpointing) ;;
       F) flags+=(--freeze_encoder) ;;
-      8) given --use_cpu_offload || flags+=(--optimizer adamw_8bit) ;; # the user's choice between
-      H) given --optimizer || flags+=(--use_cpu_offload) ;;            # the two wins
+      # Of 8 and the levels of --use_cpu_offload the user's choice wins.
+      8) given --use_cpu_offload || flags+=(--optimizer adamw_8bit) ;;
+      H) given --optimizer || flags+=(--use_cpu_offload) ;;
+      G) given --optimizer || flags+=(--use_cpu_offload gradients) ;;
+      W) given --optimizer || flags+=(--use_cpu_offload weights) ;;
       *) fail "the row of tier $tier and size $size has an unknown letter, $letter" ;;
     esac
   done

@@ -14,6 +14,7 @@ gradient does not depend on how the global batch is cut."""
 
 import contextlib
 import functools
+import io
 import itertools
 import math
 import os
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -36,6 +37,7 @@ from common import (
     files,
     gpu,
     memory,
+    offload,
     optim,
     options,
     preflight,
@@ -73,7 +75,9 @@ class Task:
     --freeze_encoder does, for the advice of a dry run; None if there is no such flag, or if the
     encoder is random and must be trained. `learning_rate` is the peak rate unless --learning_rate
     is given. `checkpointed` and `compiled` are the layer types for --gradient_checkpointing and
-    --torch_compile. With `evaluate_first`, a new run evaluates the model before its first update.
+    --torch_compile. `last_steps` is what a dry run plans in place of an `evaluate` that takes minutes
+    without values: it makes only the last steps of a long search, which need the most memory. With
+    `evaluate_first`, a new run evaluates the model before its first update.
     Without `decay_embeddings`, embeddings have no weight decay. `betas` are AdamW's. `new_rows` are
     those of a new run; a resumed one has them in its checkpoint. With `fine_tunes` the model began
     from released weights: the length of the run, its evaluations and its patience follow the hours
@@ -95,6 +99,7 @@ class Task:
     learning_rate: float | None = None
     checkpointed: tuple[type, ...] = ()
     compiled: tuple[type, ...] = ()
+    last_steps: Callable[[torch.nn.Module, Iterable[dict]], dict] | None = None
     evaluate_first: bool = False
     decay_embeddings: bool = True
     betas: tuple[float, float] = optim.BETAS
@@ -173,13 +178,13 @@ def train(
     the batches or the results of `task.evaluate` are not what the loop needs."""
     checks.check_collate(global_batches.dataset, task.loss_weights)
     if run.planned is not None:
-        sys.exit(plan(args, *run.planned, model, task, global_batches))
+        sys.exit(plan(args, *run.planned, model, task, global_batches, eval_batches))
     checks.check_collate(eval_batches.dataset, task.loss_weights)
     preflight.require_disk(args, model)
-    prepare_model(args, run, model, task, global_batches.data)
+    on_host = prepare_model(args, run, model, task, global_batches.data)
     if run.resumed or not task.evaluate_first:
         try_evaluation(run.setup, model, task, eval_batches)
-    training = begin_training(args, run, model, task, global_batches, eval_batches)
+    training = begin_training(args, run, model, task, on_host, global_batches, eval_batches)
     for saved in (run.resumed, run.initial):
         # All is copied. Views of a file would keep its disk space after --keep_last has removed it.
         if saved:
@@ -188,20 +193,24 @@ def train(
         return train_global_batches(training)
 
 
-def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> None:
+def prepare_model(
+    args, run: Run, model: torch.nn.Module, task: Task, data
+) -> offload.Offload | None:
     """Fits the model to the training set `data` or loads saved weights, moves it to its device, and
-    compiles or checkpoints its layers."""
+    compiles or checkpoints its layers. Returns what stays on the host."""
     if run.resumed:
         checkpoint.load_weights(model, run.resumed.model)
     elif task.fit:
         task.fit(model, data)
     if run.initial:
         checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
+    on_host = offload.begin(args.use_cpu_offload, model, task.checkpointed, run.setup.dtype)
     model.to(run.setup.device)
     if args.torch_compile:
         compiling.compile_layers(model, task.compiled)
     if args.gradient_checkpointing:
         memory.checkpoint_layers(model, task.checkpointed)
+    return on_host
 
 
 def try_evaluation(
@@ -226,7 +235,7 @@ class Training:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     schedule: optim.Schedule
-    scaler: torch.amp.GradScaler | None
+    loss_scale: device.LossScale | None
     global_batches: GlobalBatches
     eval_batches: EvalBatches
     progress: dict
@@ -248,10 +257,12 @@ def begin_training(
     run: Run,
     model: torch.nn.Module,
     task: Task,
+    on_host: offload.Offload | None,
     global_batches: GlobalBatches,
     eval_batches: EvalBatches,
 ) -> Training:
-    """The state of a new run, or of the one that is resumed. Moves an earlier run aside."""
+    """The state of a new run, or of the one that is resumed. `on_host`: what `prepare_model`
+    returned. Moves an earlier run aside."""
     setup = run.setup
     ranks = setup.ranks
     saved = run.resumed.state if run.resumed else None
@@ -261,16 +272,16 @@ def begin_training(
         args.learning_rate or task.learning_rate,
         args.weight_decay,
         args.optimizer,
-        args.use_cpu_offload,
+        on_host,
         task.decay_embeddings,
         task.betas,
         note_new_rows(progress, None if saved else task.new_rows),
     )
-    scaler = setup.grad_scaler()
+    loss_scale = setup.loss_scale()
     if saved:
         optim.load_optimizer_state(optimizer, model, saved["optimizer"])
-        if scaler and saved["scaler"]:
-            scaler.load_state_dict(saved["scaler"])
+        if loss_scale and saved["scaler"]:
+            loss_scale.load_state_dict(saved["scaler"])
     place_in_data(progress, global_batches)
     length = run_length.choose(args, global_batches, task.fine_tunes, progress["origin"])
     print(run_length.describe(length, global_batches))
@@ -295,7 +306,7 @@ def begin_training(
         model=model,
         optimizer=optimizer,
         schedule=schedule,
-        scaler=scaler,
+        loss_scale=loss_scale,
         global_batches=global_batches,
         eval_batches=eval_batches,
         progress=progress,
@@ -528,11 +539,10 @@ def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
 
 
 def is_finite(training: Training, sums: list[float], norm: float) -> bool:
-    """Whether an update can be made. An infinite gradient under loss scaling is the scaler's to
-    handle."""
+    """Whether an update can be made. Under loss scaling an infinite gradient lowers the scale."""
     if not all(map(math.isfinite, sums)):
         return False
-    return training.scaler is not None or math.isfinite(norm)
+    return training.loss_scale is not None or math.isfinite(norm)
 
 
 def empty_cache(training: Training, micro_batches: int) -> None:
@@ -570,7 +580,7 @@ def pass_until_it_fits(
             task.compute_loss,
             task.loss_weights,
             setup,
-            training.scaler,
+            training.loss_scale,
             stop,
         )
         status = DONE
@@ -616,7 +626,7 @@ def run_global_batch(
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]],
     loss_weights: dict[str, float],
     setup: Setup,
-    scaler: torch.amp.GradScaler | None = None,
+    loss_scale: device.LossScale | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Forward and backward of a global batch, a pure function of its arguments. Gradients add up in
@@ -635,7 +645,7 @@ def run_global_batch(
                 terms = compute_loss(model, batch)
                 loss = weighted_loss(terms, totals, loss_weights)
             if isinstance(loss, torch.Tensor):  # or no term has a target in the whole global batch
-                (scaler.scale(loss) if scaler else loss).backward()
+                (loss * loss_scale.value if loss_scale else loss).backward()
             detached = torch.stack([terms[name].detach() for name in loss_weights])
             sums = detached if sums is None else sums + detached
         except (RuntimeError, MemoryError) as error:
@@ -726,42 +736,46 @@ def reduce_gradients(training: Training, sums: torch.Tensor) -> tuple[list[float
     """Sums gradients and loss terms over the ranks. Returns terms and gradient norm: a global
     batch's only transfer to the host."""
     ranks = training.setup.ranks
-    scaler = training.scaler
-    parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    optimizer = training.optimizer
+    gradients = optim.gradients(optimizer)
     if ranks.size > 1:
-        present = ranks.reduce([int(p.grad is not None) for p in parameters], "max")
-        ranks.sum_gradients(parameters, present)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        present = ranks.reduce([int(p in gradients) for p in parameters], "max")
+        used = [p for p, is_there in zip(parameters, present, strict=True) if is_there]
+        # A rank without a gradient adds zeros.
+        gradients = optim.gradients(optimizer, [p for p in used if p not in gradients])
+        ranks.sum_tensors([gradients[p] for p in used])
+    norm = torch.nn.utils.get_total_norm(list(gradients.values()))
     *terms, norm = torch.cat([sums, norm.to(sums.device).reshape(1)]).tolist()
-    return ranks.reduce(terms), norm / (scaler.get_scale() if scaler else 1.0)
+    scale = training.loss_scale.value if training.loss_scale else 1.0
+    return ranks.reduce(terms), norm / scale
 
 
 def apply_update(training: Training, norm: float) -> bool:
-    """Clips the gradient and updates the weights. Returns False if the scaler of fp16 skips the
-    update because gradients overflow."""
+    """Clips the gradient and updates the weights. Returns False if the gradient is not finite under
+    fp16's loss scale, which is lowered then."""
     optimizer = training.optimizer
-    scaler = training.scaler
+    loss_scale = training.loss_scale
     limit = training.args.max_grad_norm
-    if scaler:
-        scaler.unscale_(optimizer)
+    is_finite = math.isfinite(norm)
+    factor = 1.0
+    if loss_scale:
+        factor /= loss_scale.value
+        loss_scale.update(is_finite)
     if limit and norm > limit:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, limit / norm)
-    if scaler:
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.get_scale() < 1:
-            raise RunError(
-                f"fp16's loss scale fell below 1 at step {training.progress['step']}: the gradients"
-                " overflow at any scale; use --bf16, --no_mixed_precision or a lower"
-                " --learning_rate"
-            )
-    else:
+        factor *= limit / norm
+    gradients = list(optim.gradients(optimizer).values())
+    if is_finite and gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+    if is_finite:
         optimizer.step()
     optimizer.zero_grad()
-    return scaler is None or math.isfinite(norm)
+    if loss_scale and loss_scale.value < 1:
+        raise RunError(
+            f"fp16's loss scale fell below 1 at step {training.progress['step']}: the gradients"
+            " overflow at any scale; use --bf16, --no_mixed_precision or a lower --learning_rate"
+        )
+    return is_finite
 
 
 def note_update(training: Training, averages: dict[str, float], norm: float) -> None:
@@ -944,7 +958,7 @@ def save(training: Training) -> None:
         "rng": states,
         "model": training.model.state_dict(),
         "optimizer": optim.optimizer_state(training.optimizer, training.model),
-        "scaler": training.scaler.state_dict() if training.scaler else None,
+        "scaler": training.loss_scale.state_dict() if training.loss_scale else None,
         "torch": str(torch.__version__),
         "args": flags,
     }
@@ -993,11 +1007,17 @@ def finish(
 
 
 def plan(
-    args, dry_run, card, model: torch.nn.Module, task: Task, global_batches: GlobalBatches
+    args,
+    dry_run,
+    card,
+    model: torch.nn.Module,
+    task: Task,
+    global_batches: GlobalBatches,
+    eval_batches: EvalBatches,
 ) -> int:
-    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_global_batch` on tensors
-    without values. Prints the answer and returns the exit status. Raises `DataError` and
-    `RunError`."""
+    """--dry_run and --verify_gpu: predicts the peak of GPU memory by `run_global_batch` and
+    `evaluate` on tensors without values. Prints the answer and returns the exit status. Raises
+    `DataError` and `RunError`."""
     if card is None:
         return preflight.verify(args, model)
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
@@ -1011,6 +1031,12 @@ def plan(
         if outcome.failed:
             raise dry_run.CannotPlan(outcome.reason)
 
+    def evaluate_planned(batches: list[dict], level: str) -> None:
+        on_device = replace(setup, keeps_copies=not level)
+        with contextlib.redirect_stdout(io.StringIO()):  # the texts are not the model's
+            evaluate(on_device, model, short_task, batches)
+
+    short_task = replace(task, evaluate=task.last_steps or task.evaluate)
     checkpoint_layers = None
     if task.checkpointed:
         checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
@@ -1024,7 +1050,15 @@ def plan(
         checkpoint=checkpoint_layers,
         freeze=freeze,
         collate=global_batches.dataset.collate,
-        parts=task.compute_loss,
+        parts=(task.compute_loss, task.evaluate),
+        evaluation=dry_run.Evaluation(
+            evaluate_planned,
+            dry_run.longest_items(eval_batches.dataset, 1, DataError),
+            len(eval_batches.dataset.data),
+            eval_batches.dataset.collate,
+        ),
+        castable=functools.partial(offload.castable, model, task.checkpointed),
+        halves=setup.dtype,
     )
     if args.verify_gpu:
         return preflight.verify(args, model, lambda: planned.needs(args, card))

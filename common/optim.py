@@ -1,16 +1,15 @@
 """Parameter groups, optimizers, learning-rate schedules, and optimizer states that other optimizers
 can load."""
 
-import itertools
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.optim.adamw import adamw
 
 from common.errors import RunError, UsageError, first_line, require
+from common.offload import LEVELS, Offload, OffloadedAdamW
 
 BETAS = (0.9, 0.98)  # Vaswani et al. 2017, section 5.3
 EPSILON = 1e-9  # Vaswani et al. 2017, section 5.3
@@ -25,7 +24,6 @@ NAMES = {  # of the states in checkpoints, which are torch's, and in bitsandbyte
     "exp_avg_sq": "state2", "exp_avg_sq_scales": "absmax2", "exp_avg_sq_table": "qmap2",
 }  # fmt: skip
 AVERAGES = ("exp_avg", "exp_avg_sq")
-SLOT = 2**24  # bytes of weights, and as many of gradients, that are copied to the host at a time
 
 
 @dataclass(frozen=True)
@@ -72,19 +70,19 @@ def make_optimizer(
     learning_rate: float,
     weight_decay: float = 0.01,
     kind: str = "adamw",
-    offload: bool = False,
+    offload: Offload | None = None,
     decay_embeddings: bool = True,
     betas: tuple = BETAS,
     new_rows: NewRows | None = None,
 ) -> torch.optim.Optimizer:
-    """AdamW: torch's fused kernel, bitsandbytes' 8-bit states (`kind` "adamw_8bit"), or states in
-    host memory (`offload`). The states are allocated here, so the first update needs no additional
+    """AdamW: torch's fused kernel, bitsandbytes' 8-bit states (`kind` "adamw_8bit"), or the update
+    on the host (`offload`). The states are allocated here, so the first update needs no additional
     memory. `new_rows` learn at a rate of their own. Raises `UsageError` if all parameters are
     frozen, `RunError` if bitsandbytes does not work."""
     groups = parameter_groups(model, weight_decay, decay_embeddings)
     settings = {"lr": learning_rate, "betas": betas}
     if offload:
-        optimizer = OffloadedAdamW(groups, **settings, eps=EPSILON)
+        optimizer = OffloadedAdamW(groups, offload, **settings, eps=EPSILON)
     elif kind == "adamw_8bit":
         library = load_bitsandbytes(groups[0]["params"][0].device)
         optimizer = library.optim.AdamW8bit(groups, **settings, eps=EPSILON_8BIT)
@@ -109,37 +107,56 @@ def speed_up(optimizer: torch.optim.Optimizer, model: torch.nn.Module, new_rows:
     chosen = []
     for name, rows in new_rows.rows.items():
         parameter = model.get_parameter(name)
-        places = torch.tensor(list(rows), dtype=torch.long, device=parameter.device)
-        chosen += [(group, p, places) for group, p in groups if p is parameter]
+        weight = full_values(optimizer, parameter)
+        places = torch.tensor(list(rows), dtype=torch.long, device=weight.device)
+        chosen += [(group, p, weight, places) for group, p in groups if p is parameter]
     before = []
 
     @torch.no_grad()
     def take_out(*arguments) -> None:
-        for group, p, places in chosen:
-            if p.grad is not None:
-                before.append((group, p, places, p[places]))
-                p[places] = 0.0
+        present = gradients(optimizer)
+        for group, p, weight, places in chosen:
+            if p in present:
+                before.append((group, p, weight, places, weight[places]))
+                weight[places] = 0.0
 
     @torch.no_grad()
     def put_back(*arguments) -> None:
-        # fp16's scaler has the fused kernel skip the step after an overflow.
-        skipped = getattr(optimizer, "found_inf", None)
         while before:
-            group, p, places, values = before.pop()
+            group, p, weight, places, values = before.pop()
             ratio = max(1.0, new_rows.learning_rate / group["initial_lr"])
             decay = ratio * group["lr"] * group["weight_decay"]
-            if skipped is not None:
-                decay = decay * (1 - skipped)
-            p[places] = values * (1 - decay) + ratio * p[places]
+            weight[places] = values * (1 - decay) + ratio * weight[places]
+            if weight.dtype != p.dtype:
+                p[places.to(p.device)] = weight[places].to(p)
 
     optimizer.register_step_pre_hook(take_out)
     optimizer.register_step_post_hook(put_back)
 
 
+def gradients(
+    optimizer: torch.optim.Optimizer, missing: Sequence[torch.nn.Parameter] = ()
+) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """The gradients of this update, on the device or on the host, in the order of the parameters.
+    The `missing` ones get zeros."""
+    if isinstance(optimizer, OffloadedAdamW):
+        return optimizer.gradients(missing)
+    for p in missing:
+        p.grad = torch.zeros_like(p)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {p: p.grad for p in parameters if p.grad is not None}
+
+
+def full_values(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> torch.Tensor:
+    """The values of a parameter that the update changes: its own, or its fp32 values on the
+    host."""
+    return optimizer.full(p) if isinstance(optimizer, OffloadedAdamW) else p.detach()
+
+
 def state_bytes(model: torch.nn.Module, kind: str) -> int:
     """Bytes on the device of the states that `make_states` makes: `kind` "adamw", "adamw_8bit" or
-    "offload"."""
-    if kind == "offload":
+    a level of --use_cpu_offload."""
+    if kind in LEVELS:
         return 0
     trained = {p for p in model.parameters() if p.requires_grad}
     in_8bit = set()
@@ -180,7 +197,8 @@ def make_states(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Non
     for group_index, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):
             if isinstance(optimizer, (torch.optim.AdamW, OffloadedAdamW)):
-                averages = {key: torch.zeros_like(p, **placement) for key in AVERAGES}
+                values = full_values(optimizer, p)
+                averages = {key: torch.zeros_like(values, **placement) for key in AVERAGES}
                 step = torch.zeros((), dtype=torch.float32, device=averages["exp_avg"].device)
                 optimizer.state[p] = {"step": step, **averages}
             elif p in embeddings:
@@ -190,85 +208,6 @@ def make_states(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Non
                 optimizer.state[p] = {"step": 0, **averages}
             else:
                 optimizer.init_state(group, p, group_index, index)
-
-
-class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW with its states and its update on the host, by the CPU kernel of
-    torch.optim.AdamW(fused=True). Pieces of weights and gradients move through two slots of pinned
-    memory: while one is updated, the next one arrives and the previous one returns. All copies run
-    on the current stream, which orders them with the backward and forward passes and with each
-    other. The host touches a slot only between a piece's arrival and its return."""
-
-    def __init__(self, groups: list[dict], **settings):
-        super().__init__(groups, settings)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        size = max(SLOT, *(torch.atleast_1d(p)[:1].nbytes for p in parameters))
-        pinned = parameters[0].is_cuda
-        memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(4)]
-        self.slots = memory[:2], memory[2:]  # each for weights and for gradients
-
-    @torch.no_grad()
-    def step(self) -> None:
-        arriving = (
-            self.fetch(self.slots[number % 2], *piece) for number, piece in enumerate(self.pieces())
-        )
-        # `pairwise` fetches the next piece before this one is updated.
-        for piece, _ in itertools.pairwise(itertools.chain(arriving, [None])):
-            self.update(*piece)
-
-    def pieces(self):
-        """Yields a parameter group and a list: views of some rows of a weight, its gradient and its
-        two averages, and a copy of the step number, which the update increments."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    tensors = [
-                        torch.atleast_1d(t)
-                        for t in (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"])
-                    ]
-                    rows = max(1, SLOT // tensors[0][:1].nbytes)
-                    for piece in zip(*(t.split(rows) for t in tensors), strict=True):
-                        yield group, [*piece, state["step"].clone()]
-                    state["step"] += 1
-
-    def fetch(self, slot: list[torch.Tensor], group: dict, tensors: list[torch.Tensor]) -> tuple:
-        """Starts to copy a weight and its gradient into a slot. Returns the arguments of
-        `update`."""
-        weight, gradient, *state = tensors
-        places = [memory[: weight.nbytes].view(weight.dtype).view(weight.shape) for memory in slot]
-        for place, source in zip(places, (weight, gradient), strict=True):
-            place.copy_(source, non_blocking=True)
-        arrival = (
-            torch.cuda.current_stream(weight.device).record_event() if weight.is_cuda else None
-        )
-        return group, weight, [*places, *state], arrival
-
-    def update(
-        self, group: dict, weight: torch.Tensor, tensors: list, arrival: torch.cuda.Event | None
-    ) -> None:
-        """Waits for a piece, updates it on the host, and starts to copy its weight back."""
-        if arrival is not None:
-            arrival.synchronize()
-        copy, gradient, average, square, step = [[tensor] for tensor in tensors]
-        beta1, beta2 = group["betas"]
-        adamw(
-            copy,
-            gradient,
-            average,
-            square,
-            [],
-            step,
-            fused=True,
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            amsgrad=False,
-            maximize=False,
-        )
-        weight.copy_(copy[0], non_blocking=True)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from common.errors import UsageError
+from common.offload import LEVELS
 
 # Names that other projects give to a flag, if the nearest spelling here would suggest the wrong
 # one.
@@ -71,6 +72,22 @@ class OnOff(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
+
+
+class Level(OnOff):
+    """`--x`, `--x LEVEL` or `--no_x`: the first of `choices` without a word, None if it is off."""
+
+    def __init__(self, option_strings, dest, **kwargs):
+        super().__init__(option_strings, dest, **kwargs)
+        self.nargs = "?"
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        level = values or self.choices[0]
+        if option_string.startswith("--no_"):
+            if values:
+                parser.error(f"{option_string} takes no word")
+            level = None
+        setattr(namespace, self.dest, level)
 
 
 class Joined(argparse.Action):
@@ -345,10 +362,11 @@ def _add_device(group) -> None:
     )
     add(
         "--use_cpu_offload",
-        action=OnOff,
-        default=False,
-        help="keep AdamW's states in host memory and update there:"
-        " no GPU memory for them, slower updates (off)",
+        action=Level,
+        choices=LEVELS,
+        help="update on the host, slower: `states` keeps AdamW's states in host memory,"
+        " `gradients` also the gradients, `weights` also the fp32 weights, with 16-bit copies on"
+        " the GPU (off; without a word states)",
     )
 
 

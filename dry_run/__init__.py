@@ -3,6 +3,6 @@ without values."""
 
 from dry_run.cards import choose_card
 from dry_run.fake_tensors import CannotPlan
-from dry_run.planned_run import PlannedRun, longest_items
+from dry_run.planned_run import Evaluation, PlannedRun, longest_items
 
-__all__ = ["CannotPlan", "PlannedRun", "choose_card", "longest_items"]
+__all__ = ["CannotPlan", "Evaluation", "PlannedRun", "choose_card", "longest_items"]

@@ -5,18 +5,20 @@ import bisect
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dry_run.cards import CARDS, Card
 from dry_run.peak import Peak
 from dry_run.report import needed, room, size, verdict
 
-# Bytes per weight, with the scales of 8 bits.
-STATES = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256), "offload": 0.0}
-# Factors of an update's time.
-SLOWER = {"adamw": 1.0, "adamw_8bit": 1.05, "offload": 1.3}
+# Factors of an update's time. The last three are levels of --use_cpu_offload.
+SLOWER = {"adamw": 1.0, "adamw_8bit": 1.05, "states": 1.3, "gradients": 1.3, "weights": 1.3}
 RECOMPUTATION = 1.33
 HALF_BATCH = 1.04
+# The levels with which the gradients of every micro-batch leave for the host, and how many
+# utterances could be computed meanwhile: an estimate by 4 bytes a weight at 12 GB/s, or 2, beside
+# 6 operations a weight and position, 400 positions an utterance and 15 Tflop/s.
+TRANSFER = {"gradients": 2.0, "weights": 1.0}
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,15 @@ class Settings:
     batch_size: int
     accumulation: int
     checkpointing: bool
-    optimizer: str  # a key of `STATES`
+    optimizer: str  # a key of `SLOWER`
     frozen: bool  # the encoder is not trained
+    eval_batch_size: int = 8
+
+    @property
+    def level(self) -> str:
+        """The level of --use_cpu_offload that decides what a step keeps on the GPU; "" if only the
+        states are offloaded, or nothing."""
+        return self.optimizer if self.optimizer in TRANSFER else ""
 
     def resized(self, batch_size: int) -> "Settings":
         """The same update in micro-batches of another size."""
@@ -38,15 +47,30 @@ class Settings:
         )
 
 
-def advise(measure: Callable[[Settings], Peak], given: Settings, can: set[str], card: Card) -> str:
+@dataclass(frozen=True)
+class Measures:
+    """What plans a step of the training, and an evaluation (None: it is not planned). The first
+    plan of a batch size, of checkpointing, of a level and of a frozen encoder takes seconds."""
+
+    training: Callable[[Settings], Peak]
+    evaluation: Callable[[Settings], Peak] | None = None
+
+    def stages(self, settings: Settings) -> list[Peak]:
+        evaluations = [self.evaluation(settings)] if self.evaluation else []
+        return [self.training(settings), *evaluations]
+
+    def largest(self, settings: Settings) -> Peak:
+        return max(self.stages(settings), key=lambda peak: peak.total)
+
+
+def advise(measures: Measures, given: Settings, can: set[str], card: Card) -> str:
     """The flags that make a run fit on a card in the least time, each with the memory that it
     saves; the smallest card if there are none. `can`: what the recipe can vary of "checkpointing",
-    "optimizer" and "frozen", the last resort, because a frozen encoder changes what is learned.
-    `measure` plans a step, which takes seconds."""
-    plans = Plans(measure, given, {given: measure(given)})
+    "optimizer" and "frozen", the last resort, because a frozen encoder changes what is learned."""
+    plans = Plans(measures, given)
     optimizers = [given.optimizer]
     if "optimizer" in can:
-        optimizers = list(STATES)[list(STATES).index(given.optimizer) :]
+        optimizers = list(SLOWER)[list(SLOWER).index(given.optimizer) :]
     checkpointing = sorted({given.checkpointing, given.checkpointing or "checkpointing" in can})
     frozen = sorted({given.frozen, given.frozen or "frozen" in can})
     options = [
@@ -59,9 +83,13 @@ def advise(measure: Callable[[Settings], Peak], given: Settings, can: set[str], 
     for option in sorted(options, key=lambda option: cost(option, given)):
         if option.accumulation > 1 and option.batch_size > plans.largest(option, room(card)):
             continue
-        if plans.total(option) <= room(card) and plans.peak(option).total <= room(card):
+        option = plans.with_evaluation(option, room(card))
+        if plans.total(option) <= room(card):
             return answer(plans, option, card)
-    return answer(plans, min(options[-1].resized(1), options[-1], key=plans.total), card)
+    least = [
+        plans.with_evaluation(each, room(card)) for each in (options[-1].resized(1), options[-1])
+    ]
+    return answer(plans, min(least, key=plans.total), card)
 
 
 @functools.cache
@@ -77,26 +105,32 @@ def batch_sizes(given: Settings) -> list[int]:
 def cost(option: Settings, given: Settings) -> tuple[bool, float]:
     """A key for sorting: whether the encoder is frozen, then the factor of time beside the given
     settings."""
-    factor = SLOWER[option.optimizer] / SLOWER[given.optimizer]
-    factor *= RECOMPUTATION ** (option.checkpointing - given.checkpointing)
-    return option.frozen, factor * HALF_BATCH ** math.log2(given.batch_size / option.batch_size)
+    return option.frozen, time_of(option) / time_of(given)
+
+
+def time_of(settings: Settings) -> float:
+    """The time of an update beside that of one whole micro-batch with nothing that saves memory."""
+    time = SLOWER[settings.optimizer] * RECOMPUTATION**settings.checkpointing
+    time *= 1 + TRANSFER.get(settings.level, 0.0) / settings.batch_size
+    return time * HALF_BATCH ** -math.log2(settings.batch_size)
 
 
 def answer(plans: "Plans", chosen: Settings, card: Card) -> str:
     """Each flag from the given settings to the chosen ones with what it saves after those above it,
     peak and verdict."""
     optimizer = f"--optimizer {chosen.optimizer}"
-    if chosen.optimizer == "offload":
-        optimizer = "--use_cpu_offload"
-        if plans.given.optimizer != "adamw":
-            optimizer = "--optimizer adamw --use_cpu_offload"
+    if chosen.optimizer not in ("adamw", "adamw_8bit"):
+        optimizer = "--optimizer adamw " if plans.given.optimizer == "adamw_8bit" else ""
+        optimizer += f"--use_cpu_offload {chosen.optimizer}"
     micro_batch = f"--batch_size {chosen.batch_size}"
     micro_batch += f" --gradient_accumulation_steps {chosen.accumulation}"
+    eval_batch_size = {"eval_batch_size": chosen.eval_batch_size}
     flags = {
         optimizer: {"optimizer": chosen.optimizer},
         "--freeze_encoder": {"frozen": chosen.frozen},
         "--gradient_checkpointing": {"checkpointing": chosen.checkpointing},
-        micro_batch: vars(chosen),
+        micro_batch: {**vars(chosen), "eval_batch_size": plans.given.eval_batch_size},
+        f"--eval_batch_size {chosen.eval_batch_size}": eval_batch_size,
     }
     peak = plans.peak(chosen)
     before = plans.given
@@ -126,30 +160,49 @@ def answer(plans: "Plans", chosen: Settings, card: Card) -> str:
 class Plans:
     """The plans that were made, and what follows from them for other settings."""
 
-    measure: Callable[[Settings], Peak]
+    measures: Measures
     given: Settings
-    peaks: dict[Settings, Peak]
+    trainings: dict[Settings, Peak] = field(default_factory=dict)
+    evaluations: dict[tuple, Peak] = field(default_factory=dict)
+
+    def training(self, settings: Settings) -> Peak:
+        """The peak of the training, which does not depend on the batches of evaluations."""
+        settings = replace(settings, eval_batch_size=self.given.eval_batch_size)
+        if settings not in self.trainings:
+            self.trainings[settings] = self.measures.training(settings)
+        return self.trainings[settings]
 
     def peak(self, settings: Settings) -> Peak:
-        """The plan with these settings."""
-        if settings not in self.peaks:
-            self.peaks[settings] = self.measure(settings)
-        return self.peaks[settings]
+        """The larger peak, of training and evaluation with these settings."""
+        found = self.training(settings)
+        if self.measures.evaluation is None:
+            return found
+        key = settings.eval_batch_size, settings.optimizer, settings.frozen
+        if key not in self.evaluations:
+            self.evaluations[key] = self.measures.evaluation(settings)
+        return max(found, self.evaluations[key], key=lambda peak: peak.total)
+
+    def total(self, settings: Settings) -> int:
+        return self.peak(settings).total
 
     def largest(self, settings: Settings, most: int) -> int:
-        """The largest micro-batch with which a plan with these settings takes at most `most` bytes,
+        """The largest micro-batch with which a step with these settings takes at most `most` bytes,
         of those that are not a whole update, which needs less: its gradients come later. 0 if there
         is none."""
         sizes = batch_sizes(self.given)
         sizes = [each for each in sizes if settings.resized(each).accumulation > 1]
-        count = bisect.bisect(sizes, most, key=lambda each: self.total(settings.resized(each)))
+
+        def total(size: int) -> int:
+            return self.training(settings.resized(size)).total
+
+        count = bisect.bisect(sizes, most, key=total)
         return sizes[count - 1] if count else 0
 
-    def total(self, settings: Settings) -> int:
-        """Bytes at the peak. Another optimizer than the given one changes its states only, which
-        needs no plan."""
-        if settings in self.peaks or settings.optimizer == self.given.optimizer:
-            return self.peak(settings).total
-        peak = self.peak(replace(settings, optimizer=self.given.optimizer))
-        saved = 1 - STATES[settings.optimizer] / STATES[self.given.optimizer]
-        return peak.total - int(saved * peak.parts["optimizer states"])
+    def with_evaluation(self, settings: Settings, most: int) -> Settings:
+        """The settings with smaller batches of evaluations, half as large as often as it takes, if
+        only these are over `most` bytes."""
+        while settings.eval_batch_size > 1 and self.training(settings).total <= most < self.total(
+            settings
+        ):
+            settings = replace(settings, eval_batch_size=settings.eval_batch_size // 2)
+        return settings

@@ -10,7 +10,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MOST = 300  # GiB of a GPU: a larger number is the name of a model
 # The CUDA context, which torch's allocator does not count: 0.4 to 0.6 GiB by GPU and driver.
 CONTEXT = GIB // 2
-# Torch's default workspaces of cuBLAS, the second from compute capability 9.0.
+# Torch's default workspaces of cuBLAS, the second on compute capability 9.x and 10.x.
 CUBLAS = 8 * MIB + 128 * KIB
 CUBLAS_HOPPER = 32 * MIB
 KERNELS = 32 * MIB  # an allowance for cuDNN's workspaces and the buffers of reductions
@@ -103,4 +103,4 @@ def card_here(index: int = 0) -> Card | None:
 def workspace(card: Card) -> int:
     """Bytes that CUDA's libraries keep: cuBLAS and cublasLt a buffer each, and an allowance for
     cuDNN and reductions."""
-    return 2 * (CUBLAS_HOPPER if card.capability >= (9, 0) else CUBLAS) + KERNELS
+    return 2 * (CUBLAS_HOPPER if card.capability[0] in (9, 10) else CUBLAS) + KERNELS

@@ -16,7 +16,10 @@ from dry_run.fake_tensors import CannotPlan
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 # Of operators, in the header.
 LISTS = ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE")
-FLASH = (8, 0)  # compute capability that flash attention needs
+# Compute capabilities: what flash attention needs, what memory-efficient attention needs, the newest
+# that either knows, and those (with 12.x) on which flash attention lacks a backward of wide heads.
+FLASH, EFFICIENT, NEWEST = (8, 0), (5, 0), (12, 1)
+WITHOUT_WIDE = ((8, 6), (8, 7), (8, 9))
 # Compute capability from which 16-bit products take heads of multiples of 8 only.
 TENSOR_CORES = (7, 0)
 FLASH_HEAD = 256  # widest head of flash attention
@@ -115,23 +118,74 @@ def under_autocast(operator, kind: str) -> Callable:
     return kernel
 
 
+def kernel_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    capability: tuple[int, int],
+) -> str:
+    """The kernel of scaled_dot_product_attention that a GPU of this compute capability takes:
+    "flash", "efficient" or "math", which keeps all scores. The conditions are those of torch 2.11's
+    sdp_utils.cpp, in the same order of preference, without cuDNN's kernel, which is off."""
+    head = q.shape[-1]
+    is_fused = (
+        q.dim() == k.dim() == v.dim() == 4
+        and q.dtype == k.dtype == v.dtype
+        and q.shape[:2] == k.shape[:2] == v.shape[:2]
+        and q.shape[2] > 0
+        and k.shape[2] > 0
+        and k.shape[3] == head
+        and (mask is None or mask.stride(-1) == 1)
+        and capability <= NEWEST
+    )
+    strided = any(x.stride(-1) != 1 for x in (q, k, v))
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    has_backward = not (
+        trained
+        and (capability in WITHOUT_WIDE or capability >= (12, 0))
+        and (192 < head <= 224 or (head > 224 and dropout > 0))
+    )
+    flash = (
+        capability >= FLASH
+        and mask is None
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and v.shape[-1] == head <= FLASH_HEAD
+        and (not causal or q.shape[2] == k.shape[2])
+        and (head == 1 or not strided)
+        and has_backward
+    )
+    if is_fused and flash:
+        return "flash"
+    halves = q.dtype is torch.float16 or (q.dtype is torch.bfloat16 and capability >= FLASH)
+    alignment = 4 if capability >= FLASH else 1
+    if halves and capability >= TENSOR_CORES:
+        alignment = 8
+    efficient = (
+        capability >= EFFICIENT
+        and (halves or q.dtype is torch.float32)
+        and not strided
+        and head > 0
+        and v.shape[-1] > 0
+        and head % alignment == 0
+        and v.shape[-1] % alignment == 0
+    )
+    return "efficient" if is_fused and efficient else "math"
+
+
 def attention_for(capability: tuple[int, int]) -> Callable:
-    """scaled_dot_product_attention by the fused kernel that a GPU of this compute capability takes
-    (cuDNN's is off)."""
+    """scaled_dot_product_attention by the kernel that a GPU of this compute capability takes."""
 
     def attention(
         q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
     ):
-        halves = q.dtype in (torch.float16, torch.bfloat16)
-        head = q.shape[-1]
-        usual = (
-            q.dim() == 4
-            and not enable_gqa
-            and q.shape[:2] == k.shape[:2]
-            and v.shape[-1] == head
-            and k.shape[2] > 0
-        )
-        if usual and halves and attn_mask is None and capability >= FLASH and head <= FLASH_HEAD:
+        kernel = "math"  # also of grouped queries, which nothing here uses
+        if not enable_gqa:
+            kernel = kernel_of(q, k, v, attn_mask, dropout_p, is_causal, capability)
+        if kernel == "flash":
+            head = q.shape[-1]
             more = -head % 8
             q, k, v = (F.pad(x, (0, more)) if more else x for x in (q, k, v))
             scale = scale or head**-0.5
@@ -139,13 +193,7 @@ def attention_for(capability: tuple[int, int]) -> Callable:
                 q, k, v, dropout_p, is_causal, scale=scale
             )[0]
             return out[..., :head] if more else out
-        known = q.dtype in (torch.float16, torch.float32) or (
-            q.dtype is torch.bfloat16 and capability >= FLASH
-        )
-        aligned = 4 if capability >= FLASH else 1
-        if halves and capability >= TENSOR_CORES:
-            aligned = 8
-        if usual and known and head % aligned == 0:
+        if kernel == "efficient":
             bias = attn_mask
             if bias is not None:
                 if bias.dtype is torch.bool:

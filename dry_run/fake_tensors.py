@@ -7,11 +7,12 @@ optimizers. So a step on fake tensors allocates and frees what a real one does, 
 in seconds and without a GPU."""
 
 import bisect
+import functools
 import mmap
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +24,7 @@ ROUNDING = 512  # bytes: the CUDA allocator's
 # Values: a tensor that is no larger and depends on no fake one is computed, because code reads
 # lengths.
 SMALL = 1 << 16
+ROUNDS = 16  # of a loop that asks whether to continue
 READ = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}  # they return a value
 CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward"}
 aten = torch.ops.aten
@@ -101,6 +103,30 @@ def signature(value):
     return type(value), value
 
 
+def holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold a tensor, and how many its storage."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def holders_of_a_sum() -> tuple[int, int]:
+    """The holders of a gradient that autograd alone holds, while it adds another one to it."""
+    found = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is aten.add.Tensor and torch._C._current_autograd_node():
+                found.append(holders(args[0]))
+            return function(*args, **kwargs or {})
+
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True, device="cpu")
+        y = 1 * x + 2 * x
+    with Watch():
+        y.backward()
+    return found[0]
+
+
 def replaced(value, replace: Callable[[torch.Tensor], torch.Tensor]):
     """A value with other tensors, also in lists and tuples."""
     if isinstance(value, torch.Tensor):
@@ -124,12 +150,14 @@ class FakeTensors(TorchDispatchMode):
         self.blocks: list[Block] = []
         self.live: dict[int, Block] = {}  # by address
         self.kept: list = []  # tensors of the device "meta", which are weights
+        self.unread: dict[int, Block] = {}  # weights that count once they are read, by address
         self.clock = 0  # allocations and frees
         self.now = 0  # bytes
         self.peak = 0
         self.peak_time = 0
         self.peak_internal = 0
         self.guesses = 0
+        self.conditions = 0  # that were guessed
         self.names: dict[int, str] = {}  # of modules
         self.stack: list[str] = []  # of names of modules in whose forward we are
         # Autograd's sequence numbers at which the innermost module changed, and to which.
@@ -139,6 +167,10 @@ class FakeTensors(TorchDispatchMode):
         self.operator = ""  # of torch
         self.peak_operator = ""
         self.updating = False  # an optimizer makes its update
+
+    def __enter__(self):
+        self.alone = holders_of_a_sum()
+        return super().__enter__()
 
     # --- storages ---
 
@@ -180,6 +212,7 @@ class FakeTensors(TorchDispatchMode):
         self.look(0)
 
     def freed(self, address: int) -> None:
+        self.unread.pop(address, None)
         if block := self.live.pop(address, None):
             self.clock += 1
             self.now -= block.size
@@ -239,9 +272,11 @@ class FakeTensors(TorchDispatchMode):
             return None
         return self.live.get(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
 
-    def like(self, tensor: torch.Tensor, part: str) -> torch.Tensor:
-        """A fake tensor of the shape of `tensor`."""
-        return self.make(tensor.shape, tensor.stride(), tensor.dtype, part)
+    def like(
+        self, tensor: torch.Tensor, part: str, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """A fake tensor of the shape of `tensor`, and perhaps of another type."""
+        return self.make(tensor.shape, tensor.stride(), dtype or tensor.dtype, part)
 
     # --- where we are ---
 
@@ -285,6 +320,8 @@ class FakeTensors(TorchDispatchMode):
         tensors = tensors_in((*args, *kwargs.values()))
         is_fake = False
         for tensor in tensors:
+            if self.unread:
+                self.note_read(tensor)
             if tensor.device.type == "meta":
                 self.note_weight(tensor)
                 is_fake = True
@@ -293,8 +330,9 @@ class FakeTensors(TorchDispatchMode):
         if operator.kind == "view" or (operator.name in READ and not is_fake):
             return function(*args, **kwargs)
         if operator.name in READ:
-            self.guesses += 1
-            return 1.0 if tensors[0].is_floating_point() else 1
+            return self.guess(tensors[0].dtype)
+        if is_fake and self.adds_in_place(function, args, kwargs):
+            return args[0]
         if operator.kind == "in place" and is_fake:
             written = operator.inputs_written(args, kwargs)
             self.adopt(written)
@@ -309,6 +347,15 @@ class FakeTensors(TorchDispatchMode):
             return results
         return self.compute(function, operator, args, kwargs, tensors)
 
+    def guess(self, dtype: torch.dtype) -> float | int | bool:
+        """A value that is not known. Conditions hold; every `ROUNDS`th does not, so that a loop
+        ends."""
+        self.guesses += 1
+        if dtype is torch.bool:
+            self.conditions += 1
+            return self.conditions % ROUNDS != 0
+        return 1.0 if dtype.is_floating_point else 1
+
     def note_weight(self, tensor: torch.Tensor) -> None:
         """Counts a tensor of the device "meta": a frozen part of the model that was not handed to
         the plan."""
@@ -316,11 +363,43 @@ class FakeTensors(TorchDispatchMode):
         key = -storage._cdata
         if key not in self.live:
             self.kept.append(storage)
-            block = Block(-(-storage.nbytes() // ROUNDING) * ROUNDING, "weights", "", 0)
-            self.live[key] = block
-            self.blocks.append(block)
-            self.now += block.size
-            self.peak += block.size  # it was there at every earlier peak
+            size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+            self.was_there(key, Block(size, "weights", "", 0))
+
+    def uncount(self, tensor: torch.Tensor) -> None:
+        """Counts a fake weight only if it is read: what no step uses stays on the host."""
+        block = self.live.pop(tensor.data_ptr())
+        self.blocks.remove(block)
+        self.now -= block.size
+        self.unread[tensor.data_ptr()] = block
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            address = tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+            if block := self.unread.pop(address, None):
+                self.was_there(address, replace(block, born=0))
+
+    def was_there(self, key: int, block: Block) -> None:
+        """Counts a block that was there at every earlier peak."""
+        self.live[key] = block
+        self.blocks.append(block)
+        self.now += block.size
+        self.peak += block.size
+
+    def adds_in_place(self, function, args: tuple, kwargs: dict) -> bool:
+        """Whether autograd adds two gradients, and the first is nobody else's: it would write the
+        sum to its memory, if no mode were active."""
+        return (
+            function is aten.add.Tensor
+            and not kwargs
+            and torch._C._current_autograd_node() is not None
+            and not torch.is_grad_enabled()
+            and isinstance(args[1], torch.Tensor)
+            and args[0].shape == args[1].shape
+            and args[0].dtype == args[1].dtype
+            and aten.is_non_overlapping_and_dense(args[0])
+            and holders(args[0]) == self.alone
+        )
 
     def is_small(self, function, operator: Operator, args: tuple, kwargs: dict) -> bool:
         """Whether all results of an operator without fake inputs are small enough to be
@@ -445,6 +524,13 @@ def _rows(fakes: FakeTensors, condition: torch.Tensor) -> torch.Tensor:
     return torch.empty(condition.numel(), condition.dim(), dtype=torch.long, device="meta")
 
 
+def _unique_consecutive(fakes: FakeTensors, x: torch.Tensor, *rest, **named) -> tuple:
+    """How many values differ from the one before is not known: all of them."""
+    fakes.guesses += 1
+    empty = torch.empty(0, dtype=torch.long, device="meta")
+    return torch.empty_like(x, device="meta").flatten(), empty, empty
+
+
 def _index(fakes: FakeTensors, x: torch.Tensor, indices: list) -> torch.Tensor:
     """Masks count as the positions at which they are true."""
     positions = []
@@ -482,6 +568,7 @@ def _ctc_backward(
 
 SPECIAL = {
     "aten::nonzero": _rows,
+    "aten::unique_consecutive": _unique_consecutive,
     "aten::index": _index,
     "aten::_ctc_loss": _ctc,
     "aten::_ctc_loss_backward": _ctc_backward,

@@ -7,10 +7,10 @@ PARTS = ("weights", "gradients", "optimizer states", "activations", "temporary",
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak of GPU memory in a step. `parts`: bytes of each of PARTS; `kernels`: bytes that a
+    """The peak of GPU memory in a step of a `stage`, training or evaluation. `parts`: bytes of each of PARTS; `kernels`: bytes that a
     kernel allocates inside itself then; `module` and `phase` (forward, backward, recomputation,
     update): where it is, and the `operator` of torch; `guesses`: how often the step read a value
-    that a plan does not have; `utterances`: of the micro-batch."""
+    that a plan does not have; `utterances`: of the micro-batch or batch."""
 
     parts: dict[str, int]
     kernels: int
@@ -19,6 +19,7 @@ class Peak:
     guesses: int = 0
     operator: str = ""
     utterances: int = 0
+    stage: str = "training"
 
     @property
     def total(self) -> int:

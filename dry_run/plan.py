@@ -21,10 +21,12 @@ INTERNALS = {
         "_ExcludeDispatchKeyGuard",
         "_dispatch_get_all_op_names",
         "_dispatch_has_kernel_for_dispatch_key",
+        "_storage_Use_Count",
     ),
     torch.autograd: ("_get_sequence_nr",),
     torch.library: ("_scoped_library", "fallthrough_kernel"),
     torch.Tag: ("inplace_view",),
+    torch.Tensor: ("_use_count",),
 }
 
 
@@ -51,16 +53,21 @@ class Plan:
     """Predicts the peak of memory of steps on a GPU of a compute capability (None: on the CPU, as
     it is).
 
-    `parts` are the model and whatever else holds modules that the step uses. Their weights become
-    fake and stay so: the memory of their values is given back."""
+    `parts` hold other modules than the model, of which those weights count that the step uses. All
+    weights become fake and stay so: the memory of their values is given back."""
 
-    def __init__(self, capability: tuple[int, int] | None, *parts):
+    def __init__(self, capability: tuple[int, int] | None, model: torch.nn.Module, *parts):
         self.capability = capability
         self.fakes = FakeTensors()
-        self.modules = list(dict.fromkeys(modules_in(parts)))
+        self.modules = list(dict.fromkeys(modules_in((model, *parts))))
         known: dict[int, tuple] = {}
         for module in self.modules:
             empty(module, self.fakes, known)
+            if module is model:
+                of_model = set(known)
+        for key, (emptied, _) in known.items():
+            if key not in of_model and key == id(emptied):
+                self.fakes.uncount(emptied)
 
     def measure(
         self, step: Callable[[list[dict]], object], batches: list[dict], states: int = 0

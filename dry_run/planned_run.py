@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dry_run.advice import STATES, Settings, advise
+from dry_run.advice import SLOWER, Measures, Settings, advise
 from dry_run.cards import Card, workspace
 from dry_run.fake_tensors import SMALL, CannotPlan
 from dry_run.peak import Peak
@@ -75,13 +75,30 @@ def repeated(batch: dict, count: int, size: int) -> dict:
     return larger
 
 
+def leave(parameter: torch.nn.Parameter) -> None:
+    """A gradient leaves the GPU."""
+    parameter.grad = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The evaluations of a run: `evaluate(batches, level)` of batches that `collate` makes of
+    `items`, the longest first of `count`, with a level of offloading or ""."""
+
+    evaluate: Callable[[list[dict], str], object]
+    items: list[dict]
+    count: int
+    collate: Callable[[list[dict]], dict]
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """What is planned. `step(batches)` is forward and backward of `model` with batches on the host,
     which `collate` makes of `items`, the longest first of `count`; `states(optimizer)` are the
     bytes of an optimizer's states; `checkpoint()` makes the model's layers recompute their
     activations and `freeze()` freezes its encoder (None: it cannot); `parts` holds other modules
-    that the step uses."""
+    that the step uses; `castable()` are the parameters that have the type `halves` on the GPU if
+    the weights are offloaded (None: there are none)."""
 
     model: torch.nn.Module
     step: Callable[[list[dict]], object]
@@ -92,28 +109,53 @@ class PlannedRun:
     checkpoint: Callable[[], None] | None = None
     freeze: Callable[[], None] | None = None
     parts: object = None
+    evaluation: Evaluation | None = None
+    castable: Callable[[], list[torch.nn.Parameter]] = list
+    halves: torch.dtype | None = None
 
-    def planned(self, args, card: Card) -> Callable[[Settings], Peak]:
-        """A function from settings to the peak of two micro-batches: at the second one all
-        gradients are there, and the next micro-batch is copied while one computes. The peak is that
-        of fewer utterances if these are already too many for the card. It raises `CannotPlan`."""
+    def planned(self, args, card: Card) -> Measures:
+        """Measures of two micro-batches: at the second one all gradients are there, and the next
+        micro-batch is copied while one computes. The peak is that of fewer utterances if these are
+        already too many for the card. Measures of an evaluation, in which there are states but no
+        gradients. They raise `CannotPlan`."""
         if not self.items:
             raise CannotPlan("none of the longest utterances can be read")
         plan = Plan(card.capability, self.model, self.parts)
 
         @functools.cache
-        def without_states(size: int, count: int, checkpointing: bool, frozen: bool) -> tuple:
+        def without_states(
+            size: int, count: int, checkpointing: bool, frozen: bool, level: str
+        ) -> tuple:
             items = self.items[:size]
             batch = repeated(self.collate(items), len(items), size)
-            with self.settled(checkpointing, frozen):
-                states = {optimizer: self.states(optimizer) for optimizer in STATES}
+            with self.settled(checkpointing, frozen), self.offloaded(plan, level):
+                states = {optimizer: self.states(optimizer) for optimizer in SLOWER}
                 return plan.measure(self.step, [batch] * count), states
+
+        @functools.cache
+        def of_evaluation(size: int, frozen: bool, level: str) -> tuple:
+            given = self.evaluation
+            items = given.items[:size]
+            batch = repeated(given.collate(items), len(items), size)
+            with self.settled(False, frozen), self.offloaded(plan, level):
+                states = {optimizer: self.states(optimizer) for optimizer in SLOWER}
+                step = functools.partial(given.evaluate, level=level)
+                return plan.measure(step, [batch]), states
+
+        def completed(found: Peak, states: dict, optimizer: str, size: int, stage: str) -> Peak:
+            parts = {**found.parts, "optimizer states": states[optimizer]}
+            return replace(found, parts=parts, utterances=size, stage=stage)
 
         def peak(settings: Settings, size: int) -> Peak:
             count = min(2, settings.accumulation)
-            found, states = without_states(size, count, settings.checkpointing, settings.frozen)
-            parts = {**found.parts, "optimizer states": states[settings.optimizer]}
-            return replace(found, parts=parts, utterances=size)
+            settled = settings.checkpointing, settings.frozen, settings.level
+            found = without_states(size, count, *settled)
+            return completed(*found, settings.optimizer, size, "training")
+
+        def evaluation_peak(settings: Settings) -> Peak:
+            size = settings.eval_batch_size
+            found = of_evaluation(size, settings.frozen, settings.level)
+            return completed(*found, settings.optimizer, size, "evaluation")
 
         def smallest_peak(settings: Settings) -> Peak:
             size = min(FIRST, settings.batch_size)
@@ -123,7 +165,8 @@ class PlannedRun:
                 found = peak(settings, size)
             return found
 
-        return smallest_peak
+        has_evaluation = self.evaluation and self.evaluation.items
+        return Measures(smallest_peak, evaluation_peak if has_evaluation else None)
 
     @property
     def seconds(self) -> float:
@@ -148,6 +191,30 @@ class PlannedRun:
                 parameter.requires_grad_(was_trained)
             vars(self.model).update(fields)
 
+    @contextlib.contextmanager
+    def offloaded(self, plan: Plan, level: str) -> Iterator[None]:
+        """The model's gradients leave the GPU as soon as they are there, and with "weights" the
+        castable parameters have 16 bits; then as it was."""
+        hooks = []
+        full = {}
+        if level:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    hooks.append(parameter.register_post_accumulate_grad_hook(leave))
+        if level == "weights" and self.halves:
+            for parameter in self.castable():
+                full[parameter] = parameter.data
+                plan.fakes.uncount(parameter.data)
+                parameter.data = plan.fakes.like(parameter.data, "weights", self.halves)
+        try:
+            yield
+        finally:
+            for parameter, data in full.items():
+                parameter.data = data
+                plan.fakes.note_read(data)
+            for hook in hooks:
+                hook.remove()
+
     @property
     def is_frozen(self) -> bool:
         """Whether `freeze` would freeze nothing more."""
@@ -163,18 +230,22 @@ class PlannedRun:
         size = min(args.batch_size, update)
         if args.max_batch_seconds:
             size = min(size, max(1, int(args.max_batch_seconds // self.seconds)))
+        evaluated = args.eval_batch_size
+        if self.evaluation:
+            evaluated = min(evaluated, self.evaluation.count)
         return Settings(
             batch_size=size,
             accumulation=math.ceil(update / size),
             checkpointing=args.gradient_checkpointing,
-            optimizer="offload" if args.use_cpu_offload else args.optimizer,
+            optimizer=args.use_cpu_offload or args.optimizer,
             frozen=self.freeze is not None and self.is_frozen,
+            eval_batch_size=evaluated,
         )
 
     def needs(self, args, card: Card) -> tuple[int, str]:
         """Bytes that must be free for a run with these flags, and the verdict. Raises
         `CannotPlan`."""
-        peak = self.planned(args, card)(self.settings(args))
+        peak = self.planned(args, card).largest(self.settings(args))
         return peak.total + workspace(card), verdict(peak, card)[0]
 
     def answer(self, args, card: Card, dtype: str, error: type[Exception]) -> int:
@@ -186,12 +257,15 @@ class PlannedRun:
             raise error(f"this run cannot be planned: {reason}") from None
 
     def _answer(self, args, card: Card, dtype: str) -> int:
-        measure = self.planned(args, card)
+        measures = self.planned(args, card)
         settings = self.settings(args)
-        peak = measure(settings)
-        what = f"{peak.utterances} x {self.seconds:.1f} s, accumulation {settings.accumulation}"
-        print(describe(peak, card, f"{what}, {dtype.removeprefix('torch.')}"), flush=True)
-        if peak.utterances < settings.batch_size:
+        training = measures.training(settings)
+        peak = measures.largest(settings)
+        what = f"{training.utterances} x {self.seconds:.1f} s, accumulation {settings.accumulation}"
+        others = [each for each in measures.stages(settings) if each.stage != peak.stage]
+        text = describe(peak, card, f"{what}, {dtype.removeprefix('torch.')}", others)
+        print(text, flush=True)
+        if training.utterances < settings.batch_size:
             print(f"That is a part of the micro-batch: all {settings.batch_size} need more")
         if args.torch_compile:
             print("Planned without --torch_compile: what the compiler keeps is not known")
@@ -202,5 +276,5 @@ class PlannedRun:
                 can.add("checkpointing")
             if self.freeze:
                 can.add("frozen")
-            print(advise(measure, settings, can, card))
+            print(advise(measures, settings, can, card))
         return status

@@ -2,6 +2,7 @@
 card."""
 
 import textwrap
+from collections.abc import Sequence
 
 from dry_run.cards import CONTEXT, GIB, MIB, Card, workspace
 from dry_run.peak import PARTS, Peak
@@ -30,8 +31,9 @@ def verdict(peak: Peak, card: Card) -> tuple[str, int]:
     return ("tight", 0) if needed(peak, card) <= card.total else ("does not fit", 3)
 
 
-def describe(peak: Peak, card: Card, what: str) -> str:
-    """The report on the plan of `what`, in lines of at most 100 columns."""
+def describe(peak: Peak, card: Card, what: str, others: Sequence[Peak] = ()) -> str:
+    """The report on the plan of `what`, in lines of at most 100 columns. `others`: the peaks of
+    stages that need less."""
     left = card.total - needed(peak, card)
     sizes = {name: peak.parts.get(name, 0) for name in PARTS}
     sizes |= {
@@ -51,15 +53,19 @@ def describe(peak: Peak, card: Card, what: str) -> str:
     ]
     place = f"in {peak.module}" if peak.module else "outside any module"
     at = f" ({peak.operator})" if peak.operator else ""
-    lines.append(f"Peak: {size(peak.total)} allocated by the step, {peak.phase}, {place}{at}")
+    lines.append(f"Peak: {size(peak.total)} allocated in {peak.stage}, {peak.phase}, {place}{at}")
+    for other in others:
+        lines.append(
+            f"In {other.stage}, with {other.utterances} utterances at a time: {size(other.total)}"
+        )
     lines.append(
         f"Verdict: {verdict(peak, card)[0]} (it fits if {MARGIN} % of the card stays free)"
     )
     if peak.guesses:
         lines.append(f"Values that the step reads and that were guessed: {peak.guesses}")
     lines.append(
-        "Not planned: evaluation (--eval_batch_size), cuDNN's choice of algorithms, other"
-        " processes; hence the margin"
+        "Not planned: cuDNN's choice of algorithms, searches other than greedy, other processes;"
+        " hence the margin"
     )
     return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in lines)
 

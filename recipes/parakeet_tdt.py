@@ -15,7 +15,7 @@ punctuation that the model shall write.
 writes what transformers' ParakeetForTDT and NeMo load.
 
 Memory: weights and gradients of 0.6 billion parameters take 4.7 GiB of the GPU, optimizer states
-4.7, in 8 bits 1.2, and none with --use_cpu_offload. run_parakeet_tdt.sh has presets from 8 GB.
+4.7, in 8 bits 1.2, and none with --use_cpu_offload. run_parakeet_tdt.sh has presets from 4 GB.
 Expect a character error rate below 5 % on the demo's held-out sentences.
 
 Sources: FastConformer (Rekesh et al. 2023); TDT (Xu et al. 2023); relative positions (Dai et al.

@@ -466,6 +466,7 @@ def make_task(
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
+    last_steps = decoding.last_steps(search, info.config)
     rate = decoding.TokenRate(train_set, args.seed)
     terms = loss_weights(args, info)
     fit = None
@@ -486,6 +487,7 @@ def make_task(
         learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
+        last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
         fine_tunes=info.pretrained,
         vocabulary=start.vocabulary(info, run.initial),
         reports=recogniser.REPORTS,

@@ -150,7 +150,9 @@ class Convolution(nn.Module):
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         def pointwise(layer: nn.Conv1d, y: torch.Tensor) -> torch.Tensor:
-            return F.linear(y, layer.weight[:, :, 0], layer.bias)
+            # Of an input that is not contiguous, torch chooses the kernel by whether the weight
+            # requires a gradient, which a weight that autocast has cast does not in evaluation.
+            return F.linear(y.contiguous(), layer.weight[:, :, 0], layer.bias)
 
         x = F.glu(pointwise(self.pointwise_conv1, x), dim=-1)
         if padding is not None:

@@ -8,7 +8,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -110,6 +110,14 @@ def make_search(
         beam_size=beam_size,
         seed=seed,
     )
+
+
+def last_steps(search: Search, config: dict) -> Search:
+    """A search of two steps after a prompt that is as long as the longest text, so that its cache
+    is as large as that of the whole search."""
+    longest = min(search.max_new_tokens, config["max_target_positions"] - len(search.prompt))
+    prompt = [*search.prompt, *[search.eos] * (longest - 2)]
+    return replace(search, prompt=prompt, max_new_tokens=2)
 
 
 @dataclass

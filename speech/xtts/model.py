@@ -128,7 +128,8 @@ class ConditioningBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(x)
         heads = self.qkv(x).unflatten(1, (self.heads, 3, -1))
-        q, k, v = heads.permute(2, 0, 1, 4, 3)  # each (B, H, F, D / H)
+        # Fused kernels need the values of a head side by side.
+        q, k, v = heads.permute(2, 0, 1, 4, 3).contiguous()  # each (B, H, F, D / H)
         y = F.scaled_dot_product_attention(q, k, v)
         return x + self.proj_out(y.transpose(-1, -2).flatten(1, 2))
 

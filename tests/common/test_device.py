@@ -2,6 +2,7 @@
 two real processes."""
 
 import io
+import math
 import os
 import random
 import sys
@@ -266,7 +267,10 @@ def work(rank: int, folder: str) -> None:
             parameter.grad = None
     expected[1] = torch.arange(4.0) + 1  # only rank 0 has one
     expected[2] = torch.arange(5.0) + 2 + 10  # only rank 1 has one
-    ranks.sum_gradients(parameters, [any(presence) for presence in here])
+    for parameter, presence in zip(parameters, here, strict=True):
+        if any(presence) and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    ranks.sum_tensors([p.grad for p in parameters if p.grad is not None])
     assert parameters[5].grad is None  # no rank has one: the optimizer must skip it
     for number in (0, 1, 2, 3, 4, 6):
         assert parameters[number].grad.dtype == types[number]
@@ -514,3 +518,25 @@ def test_on_a_gpu():
     expected = torch.rand(3, device=cuda)
     device.set_rng_state(state, cuda)
     assert torch.equal(torch.rand(3, device=cuda), expected)
+
+
+def test_the_loss_scale_follows_torchs_rule():
+    """Against torch.amp.GradScaler, over overflows and long runs without one."""
+    generator = torch.Generator().manual_seed(0)
+    ours = device.LossScale(1024.0)
+    theirs = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    theirs.scale(torch.zeros(()))
+    p = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([p])
+    for update in range(9000):
+        overflows = update < 5000 and float(torch.rand((), generator=generator)) < 0.0005
+        p.grad = torch.full((1,), math.inf if overflows else 1.0)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(not overflows)
+        assert ours.value == theirs.get_scale(), update
+    saved = theirs.state_dict()
+    assert ours.value not in (1024.0,) and ours.updates == saved["_growth_tracker"]
+    again = device.LossScale()
+    again.load_state_dict(saved)
+    assert again.state_dict() == ours.state_dict()

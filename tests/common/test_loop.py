@@ -19,7 +19,7 @@ import torch
 
 from common import checkpoint, files, optim, report
 from common.batches import to_device
-from common.device import Ranks, Setup
+from common.device import LossScale, Ranks, Setup
 from common.errors import DataError, RunError, Stopped, UsageError
 from common.loop import (
     Run,
@@ -52,7 +52,7 @@ def network(
 
 
 def gradient_of(
-    model, items: list[dict], sizes: list[int], scaler=None, without: str = ""
+    model, items: list[dict], sizes: list[int], loss_scale=None, without: str = ""
 ) -> torch.Tensor:
     """The gradient of one global batch in micro-batches of `sizes` items; the term `without` has no
     targets."""
@@ -71,7 +71,7 @@ def gradient_of(
         small.compute_loss,
         small.LOSS_WEIGHTS,
         Setup(),
-        scaler,
+        loss_scale,
     )
     assert outcome.failed is None and not outcome.stopped
     return torch.nn.utils.parameters_to_vector(p.grad for p in model.parameters())
@@ -757,7 +757,7 @@ def fp16_run(args, compute_loss):
 
 
 def test_fp16_overflow_is_skipped_and_the_scale_recovers(tmp_path):
-    """fp16 autocast and the GradScaler on the CPU: an infinite gradient halves the scale, and the
+    """fp16 autocast and the loss scale on the CPU: an infinite gradient halves the scale, and the
     schedule and the step count move only when the optimizer did."""
     calls = []
 
@@ -796,8 +796,7 @@ def test_a_scale_below_one_stops_the_run(tmp_path):
 def test_fp16_scaling_gives_the_fp32_gradient():
     model, items = network(dtype=torch.float32), small.Waveforms(4)
     plain = gradient_of(model, items, [2, 2])
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaled = gradient_of(model, items, [2, 2], scaler=scaler) / 1024
+    scaled = gradient_of(model, items, [2, 2], loss_scale=LossScale(1024.0)) / 1024
     assert small.relative(scaled, plain) < 1e-5
 
 

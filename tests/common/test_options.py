@@ -54,8 +54,32 @@ def test_mixed_precision(parser, command, expected):
     assert parser.parse_args(command.split()).mixed_precision == expected
 
 
+@pytest.mark.parametrize(
+    "command, expected",
+    [
+        ("", None),
+        ("--use_cpu_offload", "states"),
+        ("--use_cpu_offload --bf16", "states"),
+        ("--use_cpu_offload weights", "weights"),
+        ("--use_cpu_offload=gradients", "gradients"),
+        ("--use_cpu_offload weights --no_use_cpu_offload", None),
+        ("--no_use_cpu_offload --use_cpu_offload", "states"),
+    ],
+)
+def test_levels_of_offloading(parser, command, expected):
+    assert parser.parse_args(command.split()).use_cpu_offload == expected
+
+
+@pytest.mark.parametrize("words", ["--use_cpu_offload all", "--no_use_cpu_offload weights"])
+def test_a_level_that_is_not_one_is_an_error(parser, words, capsys):
+    with pytest.raises(SystemExit):
+        parser.parse_args(words.split())
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and "use_cpu_offload" in message
+
+
 def test_every_switch_has_its_opposite(parser):
-    switches = {action.dest for action in parser._actions if isinstance(action, options.OnOff)}
+    switches = {action.dest for action in parser._actions if type(action) is options.OnOff}
     assert {
         "gradient_checkpointing",
         "deterministic",

@@ -82,9 +82,10 @@ def on_one(folder: Path, *flags: str) -> tuple[torch.Tensor, dict]:
 
 
 @pytest.mark.parametrize("trouble", ["", "out of memory"])
-def test_two_ranks_give_what_one_process_gives(tmp_path, on_two_ranks, trouble):
+@pytest.mark.parametrize("level", [[], ["--use_cpu_offload", "gradients"]])
+def test_two_ranks_give_what_one_process_gives(tmp_path, on_two_ranks, trouble, level):
     reference, progress = on_one(tmp_path / "one", *ONE)
-    (first, reached), (second, _) = on_two_ranks(tmp_path / "two", *TWO, trouble=trouble)
+    (first, reached), (second, _) = on_two_ranks(tmp_path / "two", *TWO, *level, trouble=trouble)
     assert torch.equal(first, second)
     assert small.relative(first, reference) < 1e-10
     assert reached["utterances"] == progress["utterances"] == 18 and reached["step"] == 4

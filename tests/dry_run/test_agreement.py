@@ -166,7 +166,8 @@ def xtts_case() -> Case:
             "language": "am",
         }
     made, loss = recipe.collate(torch_items), functools.partial(recipe.compute_loss, frozen=frozen)
-    parts = frozen.dvae_mel, frozen.conditioning_mel, frozen.dvae
+    # The DVAE's decoder stays on the host, as in a training.
+    parts = frozen.dvae_mel, frozen.conditioning_mel, frozen.dvae.encoder, frozen.dvae.codebook
     return Case(
         recipe.GPT(config, 0.1), made, loss, recipe.LOSS_WEIGHTS, recipe.CHECKPOINTED, parts
     )

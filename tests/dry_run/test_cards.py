@@ -107,6 +107,7 @@ def test_the_card_of_this_computer(monkeypatch):
     )
 
 
-def test_workspaces_are_larger_from_hopper_on():
-    assert workspace(find_card("8gb")) == workspace(find_card("t4")) == int((2 * 8.125 + 32) * MIB)
-    assert workspace(find_card("h100")) == workspace(find_card("rtx 5090")) == (2 * 32 + 32) * MIB
+def test_workspaces_are_larger_on_hopper():
+    small, large = int((2 * 8.125 + 32) * MIB), (2 * 32 + 32) * MIB
+    assert [workspace(find_card(name)) for name in ("8gb", "t4", "rtx 5090")] == [small] * 3
+    assert workspace(find_card("h100")) == large

@@ -3,12 +3,13 @@ the CPU as before afterwards."""
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dry_run.cuda_like import RESERVE, autocast_lists, cuda_like
+from dry_run.cuda_like import RESERVE, autocast_lists, cuda_like, kernel_of
 from dry_run.fake_tensors import FakeTensors
 
 AMPERE, TURING = (8, 0), (7, 5)
@@ -164,6 +165,94 @@ def test_attention(capability, dtype, masked, kernel, dropout):
         )  # the output, the sums of the softmax, the mask: not the weights
         y.backward(torch.empty_like(y))
         assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
+
+
+def random_attention(seed: int, device: str, dtypes: tuple) -> tuple:
+    """q, k, v, mask, dropout and causal of random shapes, strides and types."""
+    random = np.random.default_rng(seed)
+
+    def chance(share: float) -> bool:
+        return random.random() < share
+
+    head = int(random.choice([1, 4, 8, 20, 30, 64, 128, 200, 256, 264]))
+    batch, heads, queries, keys = (int(n) for n in random.integers(1, 5, 4))
+    dtype = dtypes[random.integers(len(dtypes))]
+    trained = chance(0.5)
+
+    def make(rows: int, *, head: int = head, heads: int = heads, batch: int = batch):
+        order = [0, 1, 3, 2] if chance(0.15) else [0, 1, 2, 3] if chance(0.5) else [0, 2, 1, 3]
+        shape = [(batch, heads, rows, head)[dim] for dim in order]
+        x = torch.zeros(shape, dtype=dtype, device=device).permute(*np.argsort(order).tolist())
+        return x.requires_grad_(trained)
+
+    q, k = make(queries), make(keys, heads=heads + chance(0.1), batch=batch + chance(0.1))
+    v = make(keys, heads=k.shape[1], batch=k.shape[0], head=8 if chance(0.1) else head)
+    causal, mask = chance(0.3), None
+    if not causal and chance(0.5):
+        mask = torch.zeros(batch, 1, queries, keys, device=device, dtype=torch.bool)
+        if chance(0.3):
+            mask = torch.zeros(batch, 1, keys, queries, device=device, dtype=dtype).mT
+    return q, k, v, mask, float(random.choice([0.0, 0.1])), causal
+
+
+def test_the_kernel_of_attention_follows_torchs_rules_for_the_cpu():
+    """Which has one fused kernel: for heads of any width, without dropout and for masks of any
+    stride; all else is as for a GPU."""
+    fused = 0
+    for seed in range(400):
+        q, k, v, mask, _, causal = random_attention(seed, "cpu", (torch.float32, torch.bfloat16))
+        if q.shape[-1] % 8 or q.shape[-1] > 256 or v.shape[-1] % 8:
+            continue
+        is_fused = torch._fused_sdp_choice(q, k, v, mask, 0.0, causal) == 1
+        bias = None if mask is None else torch.zeros(mask.shape, dtype=mask.dtype)
+        if q.shape[-1] == v.shape[-1]:
+            kernel = kernel_of(q, k, v, bias, 0.0, causal, AMPERE)
+            assert (kernel != "math") == is_fused, seed
+        fused += is_fused
+    assert 50 < fused < 200
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_kernel_of_attention_is_torchs():
+    capability = torch.cuda.get_device_capability()
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    kernels = set()
+    for seed in range(1000):
+        given = random_attention(seed, "cuda", dtypes)
+        params = torch.backends.cuda.SDPAParams(*given, False)
+        expected = "math"
+        if torch.backends.cuda.can_use_flash_attention(params):
+            expected = "flash"
+        elif torch.backends.cuda.can_use_efficient_attention(params):
+            expected = "efficient"
+        assert kernel_of(*given, capability) == expected, (seed, given)
+        kernels.add(expected)
+    assert {"efficient", "math"} <= kernels
+
+
+def test_attention_of_strided_heads_keeps_all_scores():
+    """Fused kernels read the values of a head side by side."""
+    with gpu() as (make, mode):
+        heads = make(1, 4, 3, 32, 256, dtype=torch.bfloat16, trained=True)
+        before = mode.now
+        q, k, v = heads.permute(2, 0, 1, 4, 3)
+        y = F.scaled_dot_product_attention(q, k, v)
+        assert mode.now - before > 4 * 256 * 256 * 4 and not kernels_of(mode)
+        del y
+        q, k, v = heads.permute(2, 0, 1, 4, 3).contiguous()
+        y = F.scaled_dot_product_attention(q, k, v)
+        assert y.shape == (1, 4, 256, 32) and kernels_of(mode) == {"flash_attention"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"), [((8, 0), "flash"), ((8, 9), "efficient"), ((12, 0), "efficient")]
+)
+def test_wide_heads_have_no_flash_backward_on_some_gpus(capability, kernel):
+    q = torch.zeros(1, 2, 4, 224, dtype=torch.bfloat16)
+    assert kernel_of(q, q, q, None, 0.0, True, capability) == "flash"
+    q.requires_grad_()
+    assert kernel_of(q, q, q, None, 0.0, True, capability) == kernel
 
 
 def test_attention_with_weights_in_memory():

@@ -303,6 +303,33 @@ def test_the_place_of_a_peak_in_the_update():
     )  # weights, gradients, states, and a list of temporaries
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_autograd_adds_to_a_gradient_that_nobody_else_has(is_alone):
+    mode = FakeTensors()
+    x = make(mode, 1024, 1024).requires_grad_()
+    gradient = make(mode, 1024, 1024)
+    with mode:
+        y = x * 1
+        total = (y * 2 if is_alone else y) + y * 3
+        before = list(mode.blocks)
+        total.backward(gradient)
+    assert x.grad.shape == x.shape
+    # Alone: those of y * 2 and y * 3, of which one becomes the sum, and that of x. Not alone: y's
+    # is first the given one, so that the sum needs memory of its own.
+    assert len([block for block in mode.blocks if block not in before]) == 3
+
+
+def test_what_no_step_uses_is_not_counted():
+    model, used, unused = (nn.Linear(512, 512, bias=False) for _ in range(3))
+    plan = Plan(None, model, [used, nn.Sequential(unused)])
+    assert plan.fakes.now == MIB
+    batch = {"x": torch.zeros(2, 512)}
+    for _ in range(2):
+        peak = plan.measure(lambda batches: used(model(batches[0]["x"])).sum().backward(), [batch])
+        assert peak.parts["weights"] == 2 * MIB == plan.fakes.now
+        assert 3 * MIB <= peak.total < 4.1 * MIB
+
+
 def test_what_is_freed_is_counted_as_freed():
     mode = FakeTensors()
     x = make(mode, 256, 1024)

@@ -221,3 +221,21 @@ def assert_same_state(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
 def error_lines(out: str) -> list[str]:
     """The lines of stdout with WER and CER."""
     return [line for line in out.splitlines() if line.startswith(("WER", "CER"))]
+
+
+def check_levels(recipe, folder: Path, *flags) -> None:
+    """That a run with the fp32 weights on the host, and one that continues it with the gradients
+    there, end with the bits of a run without --use_cpu_offload, in every file that they write."""
+    steps = "--bf16 --gradient_checkpointing --batch_size 2 --gradient_accumulation_steps 2".split()
+    steps += "--max_steps 3 --warmup_steps 1 --eval_every 3 --save_every 2".split()
+    plain = folder / "plain"
+    other = folder / "other"
+    ran(recipe, *steps, *flags, "--learning_rate", "1e-3", "--output_dir", plain)
+    saved = other / "checkpoints" / "checkpoint_step_00000002.pt"
+    for level in (["weights"], ["gradients", "--resume", saved]):
+        more = ["--use_cpu_offload", *level, "--learning_rate", "1e-3", "--output_dir", other]
+        ran(recipe, *steps, *flags, *more)
+        assert_same_state(newest(plain, recipe), newest(other, recipe))
+        best = [place / "checkpoints" / "best.safetensors" for place in (plain, other)]
+        weights, others = [checkpoint.read_weights(path, recipe.RECIPE).model for path in best]
+        assert all(torch.equal(weight, others[name]) for name, weight in weights.items())

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from common import checkpoint, memory, optim, records
 from common.batches import split_batch, to_device
-from common.device import Setup
+from common.device import LossScale, Setup
 from common.errors import DataError
 from common.loop import Run, run_global_batch
 from recipes import xtts_amharic as recipe
@@ -47,7 +47,7 @@ from speech.xtts.start import ModelInfo
 from speech.xtts.tokenizer import Vocabulary, new_vocabulary
 from speech.xtts.vocoder import HifiDecoder
 from tests.recipes import runs
-from tests.recipes.runs import newest, planned, ran, refused
+from tests.recipes.runs import check_levels, newest, planned, ran, refused
 from tests.speech.xtts.infos import make_info
 
 CPU = torch.device("cpu")
@@ -647,7 +647,7 @@ def test_sixteen_bits_give_finite_losses_near_those_of_fp32(noise, dtype):
         make_frozen(torch.float32),
     )
     sums, gradient = window_gradient(model, items, [4, 4], frozen)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if dtype is torch.float16 else None
+    scaler = LossScale(256.0) if dtype is torch.float16 else None
     ours, scaled = window_gradient(model, items, [4, 4], frozen, Setup(dtype=dtype), scaler)
     scaled = scaled / 256 if scaler else scaled
     assert sums.dtype == ours.dtype == torch.float32 and bool(scaled.isfinite().all())
@@ -2215,3 +2215,7 @@ def test_sentences_of_a_batch_that_end_at_different_times_are_as_alone():
         assert torch.equal(alone.codes, speech.codes) and torch.allclose(
             alone.latents, speech.latents, atol=1e-8
         )
+
+
+def test_a_level_of_offloading_changes_no_bit(places, tmp_path):
+    check_levels(recipe, tmp_path, *tuning(places, "--speak_held_out", "0"))

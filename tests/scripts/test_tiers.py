@@ -150,6 +150,18 @@ def test_rows_that_do_not_pass_are_listed_and_the_page_stays(project, monkeypatc
     assert (project / PAGE).read_text(encoding="utf-8") == page
 
 
+def test_only_rows_that_changed_are_planned_again(project, monkeypatch, capsys):
+    assert run(monkeypatch, SCRIPT) is None
+    assert capsys.readouterr().out.count(" GiB, ") == 10
+    change(project, ("8gb   full       16 15 R 8", "8gb   full       12 20 R 8"))
+    assert run(monkeypatch, SCRIPT, "--changed") is None
+    output = capsys.readouterr().out
+    assert f"{SCRIPT} 8gb full: 12 x 20 R 8: 3.00 GiB, fits, " in output
+    assert output.count(" GiB, ") == 1 and len(tier_tables.predictions()) == 1 + 10
+    assert run(monkeypatch, SCRIPT, "--changed") is None
+    assert not capsys.readouterr().out
+
+
 def test_predictions_of_another_torch_are_dropped(project, monkeypatch):
     known = {"torch": "1.0", "run_parakeet_tdt.sh 8gb 110m": {"row": "x"}}
     (project / "benchmarks/tiers.json").write_text(json.dumps(known), encoding="utf-8")

@@ -43,6 +43,7 @@ def read_rows(script: str) -> list[list[str]]:
 TIERS = {script: tier_tables.names(read_rows(script), 0) for script in SCRIPTS}
 SIZES = {script: tier_tables.names(read_rows(script), 1) for script in SCRIPTS}
 ROWS = [(script, tier) for script in SCRIPTS for tier in TIERS[script]]
+LEVELS = {"H": "states", "G": "gradients", "W": "weights"}
 # The utterances of an update. Every tier has the same.
 UPDATES = {
     KONKANI: {"minimal": 8, "optimized": 8, "original": 8},
@@ -216,9 +217,10 @@ def test_every_row_has_the_update_of_its_size_and_is_understood(script, tier):
         if size == "demo":
             words = command_of(script, tier, size)
         elif row is None:
-            fitting = "turbo, medium or small" if tier == "8gb" else "small, base or tiny"
-            expected = f"error: {size} does not fit in tier {tier}: take {fitting}"
-            assert error_of(script, tier, size, *model) == expected
+            message = error_of(script, tier, size, *model)
+            assert message.startswith(f"error: {size} does not fit in tier {tier}: take ")
+            fitting = re.split(", | or ", message.partition(": take ")[2])
+            assert fitting and all(row_of(script, tier, other) for other in fitting)
             continue
         else:
             words = command_of(script, tier, size, *model)
@@ -229,7 +231,8 @@ def test_every_row_has_the_update_of_its_size_and_is_understood(script, tier):
         assert (args.batch_size, args.gradient_accumulation_steps) == (batch, accumulation)
         assert args.gradient_checkpointing == ("R" in letters)
         assert args.optimizer == ("adamw_8bit" if "8" in letters else "adamw")
-        assert args.use_cpu_offload == ("H" in letters)
+        levels = [level for letter, level in LEVELS.items() if letter in letters]
+        assert [args.use_cpu_offload] == (levels or [None])
         assert getattr(args, "freeze_encoder", False) == ("F" in letters)
         assert args.device == ("cpu" if tier == "cpu" else "auto")
         assert (args.mixed_precision, args.resume) == ("auto", "auto")
@@ -827,6 +830,15 @@ def test_the_first_row_that_matches_counts(project):
         result = answer(preset, *words.split())
         cut = "--batch_size 4 --gradient_accumulation_steps 2"
         assert shlex.split(result.stdout)[2:] == f"--mixed_precision {cut} {flags}".split()
+    for letter, level in {"G": "gradients", "W": "weights", "8": "adamw_8bit"}.items():
+        other = preset.replace("4 2 R H", f"4 2 R {letter}")
+        mine = ["--optimizer", "adamw"]
+        flag = ["--use_cpu_offload", level]
+        if letter == "8":
+            flag[0], mine = "--optimizer", ["--use_cpu_offload", "gradients"]
+        assert " ".join(flag) in answer(other, "big").stdout
+        result = answer(other, "big", *mine)
+        assert result.stdout.split()[-2:] == mine and " ".join(flag) not in result.stdout
     preset = preset.replace("*     *     2 4", "tiny  small 2 4")
     message = error_line(answer(preset, "big", "huge"), 2)
     assert message == "error: huge does not fit in tier big: take small or tiny"
@@ -849,7 +861,7 @@ def test_the_first_row_that_matches_counts(project):
         ("16376", None, "16gb"),
         ("15360", None, "t4"),
         ("15109", None, "t4"),
-        ("12288", None, "t4"),
+        ("12288", None, "8gb"),  # this table has no 12gb
         ("8192", None, "8gb"),
         ("7900", None, "8gb"),
         ("6144", None, "6gb"),
@@ -885,8 +897,14 @@ def test_the_tier_follows_the_first_visible_gpu(project, tmp_path, cards, visibl
     ("memory", "tiers"),
     [
         ("81559", {MORSE: "32gb", VIETNAMESE: "a100", PARAKEET: "a100", XTTS: "a100"}),
-        ("15360", {MORSE: "8gb", VIETNAMESE: "8gb", PARAKEET: "8gb", XTTS: "12gb"}),
-        ("4096", {MORSE: "4gb", VIETNAMESE: "4gb", PARAKEET: "8gb", XTTS: "8gb"}),
+        ("16376", dict.fromkeys(WITH_DEMO, "16gb")),
+        ("15360", dict.fromkeys(WITH_DEMO, "t4")),
+        ("15109", dict.fromkeys(WITH_DEMO, "t4")),
+        ("12288", dict.fromkeys(WITH_DEMO, "12gb")),
+        ("12282", dict.fromkeys(WITH_DEMO, "12gb")),
+        ("11264", dict.fromkeys(WITH_DEMO, "8gb")),
+        ("6144", dict.fromkeys(WITH_DEMO, "6gb")),
+        ("4096", dict.fromkeys(WITH_DEMO, "4gb")),
     ],
 )
 def test_every_script_picks_from_the_tiers_of_its_table(project, tmp_path, memory, tiers):

@@ -1,0 +1,264 @@
+"""Host memory in place of GPU memory: the levels of --use_cpu_offload.
+
+    level       on the GPU                                   on the host, bytes per trained weight
+    states      weights, gradients                           AdamW's states: 8
+    gradients   weights, a gradient while it is computed     states, sums of gradients: 12
+    weights     16-bit copies of most weights, and gradients states, sums, fp32 weights: 16
+
+The update is computed on the host in every level. A level changes no bit on a CPU: gradients are
+added in the same order and type, and a 16-bit copy is what autocast would make of the weight."""
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.optim.adamw import adamw
+
+LEVELS = ("states", "gradients", "weights")
+SLOT = 2**24  # bytes of weights, and as many of gradients, that are copied at a time
+
+
+def castable(model: torch.nn.Module, layers: tuple[type, ...]) -> list[torch.nn.Parameter]:
+    """The parameters that autocast casts wherever they are used: weight and bias of the linear and
+    convolution layers inside the modules of the types `layers`. Not those that another module uses,
+    too, because gradients of several uses are added in fp32."""
+    uses = Counter()
+    for module in model.modules():
+        uses.update(p for p in module._parameters.values() if p is not None)
+    inside = {}
+    for layer in model.modules():
+        if isinstance(layer, layers):
+            inside |= dict.fromkeys(layer.modules())
+    found = []
+    for module in inside:
+        own = [module._parameters.get(name) for name in ("weight", "bias")]
+        if isinstance(module, torch.nn.Embedding) or own[0] is None or own[0].dim() < 2:
+            continue
+        found += [p for p in own if p is not None and uses[p] == 1]
+    return found
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What is on the host: the level, and the fp32 values of the parameters that have 16 bits on
+    the GPU."""
+
+    level: str
+    masters: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+
+
+def begin(
+    level: str | None,
+    model: torch.nn.Module,
+    layers: tuple[type, ...],
+    dtype: torch.dtype | None,
+) -> Offload | None:
+    """Prepares a model, while it is on the host, for a level of --use_cpu_offload. With "weights"
+    and autocast's `dtype`, its castable parameters get 16 bits. The model's `state_dict` still has
+    the fp32 values, and `load_state_dict` sets them."""
+    if level is None:
+        return None
+    masters = {}
+    if level == "weights" and dtype is not None:
+        for p in castable(model, layers):
+            masters[p] = p.data.contiguous()
+            p.data = masters[p].to(dtype)
+
+        def save(module, state: dict, prefix: str, metadata) -> None:
+            for name, p in model.named_parameters(remove_duplicate=False):
+                if p in masters:
+                    state[name] = masters[p]
+
+        def load(module, state: dict, *rest) -> None:
+            for name, p in model.named_parameters(remove_duplicate=False):
+                if p in masters and name in state and state[name].shape == p.shape:
+                    masters[p].copy_(state[name])
+
+        model.register_state_dict_post_hook(save)
+        model.register_load_state_dict_pre_hook(load)
+        share = sum(p.numel() for p in masters) / sum(p.numel() for p in model.parameters())
+        print(f"{share:.0%} of the weights are on the device in 16 bits")
+    return Offload(level, masters)
+
+
+class Slot:
+    """Pinned memory for a piece of a weight and of its gradient on their way between host and GPU,
+    and what the host does when they have arrived. All copies run on the current stream, which
+    orders them with forward and backward passes and with each other."""
+
+    def __init__(self, size: int, pinned: bool):
+        self.memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self.copied: torch.cuda.Event | None = None  # after the last copy from or to this slot
+        self.then: Callable | None = None
+
+    def place(self, number: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A part of the slot's memory, 0 for a weight and 1 for a gradient, as a tensor."""
+        size = shape.numel() * dtype.itemsize
+        return self.memory[number][:size].view(dtype).view(shape)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Starts to copy; one of the two is in this slot."""
+        target.copy_(source, non_blocking=True)
+        on_gpu = target if target.is_cuda else source
+        if on_gpu.is_cuda:
+            self.copied = torch.cuda.current_stream(on_gpu.device).record_event()
+
+    def fetch(self, number: int, source: torch.Tensor) -> torch.Tensor:
+        """Starts to copy a piece from the GPU, and returns its place."""
+        place = self.place(number, source.shape, source.dtype)
+        self.copy(place, source)
+        return place
+
+    def wait(self) -> None:
+        """Waits for the last copy."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+
+    def finish(self) -> None:
+        """Does what is left to do with the piece in this slot, so that the next one may come."""
+        if self.then is not None:
+            self.wait()
+            then = self.then
+            self.then = None
+            then()
+
+
+class OffloadedAdamW(torch.optim.Optimizer):
+    """AdamW by the CPU kernel of torch.optim.AdamW(fused=True), for a level of --use_cpu_offload.
+    What is on the GPU passes through two slots: while one piece is updated or added, the next one
+    arrives and the previous one returns."""
+
+    def __init__(self, groups: list[dict], offload: Offload, **settings):
+        super().__init__(groups, settings)
+        self.masters = offload.masters
+        self.sums: dict[torch.nn.Parameter, torch.Tensor] = {}  # of gradients
+        self.summed: set[torch.nn.Parameter] = set()  # those that this update has gradients of
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        size = max(SLOT, *(torch.atleast_1d(self.full(p))[:1].nbytes for p in parameters))
+        self.slots = [Slot(size, pinned=parameters[0].is_cuda) for _ in range(2)]
+        self.turns = itertools.cycle(self.slots)
+        if offload.level != "states":
+            for p in parameters:
+                self.sums[p] = torch.zeros(p.shape, dtype=self.full(p).dtype)
+                p.register_post_accumulate_grad_hook(self.take_gradient)
+
+    def full(self, p: torch.nn.Parameter) -> torch.Tensor:
+        """The values of a parameter that the update changes: its own, or its fp32 values on the
+        host."""
+        return self.masters.get(p, p.detach())
+
+    def gradients(
+        self, missing: Iterable[torch.nn.Parameter] = ()
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """The gradients of this update, in the order of the parameters. The `missing` ones get
+        zeros."""
+        for slot in self.slots:
+            slot.finish()
+        for p in missing:
+            if p in self.sums:
+                self.sums[p].zero_()
+                self.summed.add(p)
+            else:
+                p.grad = torch.zeros_like(p)
+        found = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = p.grad
+                if p in self.sums:
+                    gradient = self.sums[p] if p in self.summed else None
+                if gradient is not None:
+                    found[p] = gradient
+        return found
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, also those of a backward pass that has failed."""
+        for slot in self.slots:
+            slot.then = None
+        self.summed.clear()
+        super().zero_grad()
+
+    @torch.no_grad()
+    def take_gradient(self, p: torch.nn.Parameter) -> None:
+        """Adds the gradient of a parameter to its sum, and frees it. Backward calls it as soon as
+        the gradient is complete."""
+        is_first = p not in self.summed
+        self.summed.add(p)
+        for total, piece in pieces(self.sums[p], p.grad):
+            slot = next(self.turns)
+            slot.finish()
+            arriving = slot.fetch(1, piece)
+            slot.then = functools.partial(total.copy_ if is_first else total.add_, arriving)
+        p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        gradients = self.gradients()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p not in gradients:
+                    continue
+                state = self.state[p]
+                step = state["step"]
+                tensors = p.detach(), self.full(p), gradients[p]
+                averages = state["exp_avg"], state["exp_avg_sq"]
+                for piece in pieces(*tensors, *averages):
+                    slot = next(self.turns)
+                    slot.finish()
+                    self.fetch(slot, group, p, [*piece, step.clone()])
+                step += 1
+        for slot in self.slots:
+            slot.finish()
+
+    def fetch(self, slot: Slot, group: dict, p: torch.nn.Parameter, piece: list) -> None:
+        """Starts to copy what the update of a piece of `p` needs from the GPU, and leaves the
+        update to the slot. `piece`: the parameter, its full values, its gradient, its averages and
+        the number of the step."""
+        own, weight, gradient, *state = piece
+        is_master = p in self.masters
+        if not is_master:
+            weight = slot.fetch(0, own)
+        if p not in self.sums:
+            gradient = slot.fetch(1, gradient)
+
+        def finish() -> None:
+            update(group, weight, gradient, *state)
+            place = weight
+            if is_master:
+                slot.wait()  # until the last piece has left
+                place = slot.place(0, own.shape, own.dtype).copy_(weight)
+            slot.copy(own, place)
+
+        slot.then = finish
+
+
+def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same rows of several tensors of one shape, so many at a time that they fit into a
+    slot."""
+    tensors = [torch.atleast_1d(t) for t in tensors]
+    row = max(t[:1].nbytes for t in tensors)
+    return zip(*(t.split(max(1, SLOT // row)) for t in tensors), strict=True)
+
+
+def update(group: dict, weight, gradient, average, square, step) -> None:
+    """One step of AdamW on tensors of the host, in place."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        [weight],
+        [gradient],
+        [average],
+        [square],
+        [],
+        [step],
+        fused=True,
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        amsgrad=False,
+        maximize=False,
+    )

@@ -1,0 +1,165 @@
+"""The levels of --use_cpu_offload: the bits of a run without it, through an error in backward, an
+overflow and clipping; what is cast; what is saved and loaded."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from common import checkpoint, offload, optim
+from common.device import Setup
+from tests import small
+
+CUT = "--batch_size 2 --gradient_accumulation_steps 2 --num_epochs 2 --learning_rate 0.01".split()
+
+
+def network() -> small.Network:
+    torch.manual_seed(0)
+    return small.Network(dropout=0.2)
+
+
+def trained(folder, level: str | None, dtype: torch.dtype | None, *flags, **task) -> dict:
+    """The last checkpoint of a short run."""
+    level = ["--use_cpu_offload", level] if level else []
+    args = small.make_args(folder, *CUT, *level, *flags)
+    small.run(args, model=network(), setup=Setup(dtype=dtype), **task)
+    return checkpoint.resume("auto", args.checkpoint_dir, small.RECIPE)
+
+
+def assert_same_run(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
+    assert a.state["progress"]["step"] == b.state["progress"]["step"] > 4
+    for name, weight in a.model.items():
+        assert weight.dtype == b.model[name].dtype != torch.bfloat16
+        assert torch.equal(weight, b.model[name]), name
+    for name, state in a.state["optimizer"].items():
+        for key, value in state.items():
+            assert torch.equal(value, b.state["optimizer"][name][key]), (name, key)
+
+
+@pytest.mark.parametrize("level", offload.LEVELS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_a_level_changes_no_bit(tmp_path, level, dtype):
+    """Gradients are clipped at every update, and convolutions have new rows with their own rate."""
+    rows = {"layers.0.convolution.weight": [0, 3], "output.weight": [1]}
+    changes = {"new_rows": optim.NewRows(rows, 0.1)}
+    flags = ["--max_grad_norm", "0.5"]
+    plain = trained(tmp_path / "plain", None, dtype, *flags, **changes)
+    assert_same_run(plain, trained(tmp_path / level, level, dtype, *flags, **changes))
+
+
+class FailsOnce(torch.autograd.Function):
+    """Runs out of memory in backward, after later layers have their gradients."""
+
+    left = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if FailsOnce.left:
+            FailsOnce.left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return gradient
+
+
+@pytest.mark.parametrize("level", ["gradients", "weights"])
+def test_out_of_memory_in_backward_loses_and_doubles_nothing(tmp_path, level):
+    def failing(model, batch):
+        handle = model.layers[0].register_forward_hook(lambda *given: FailsOnce.apply(given[2]))
+        with handle:
+            return small.compute_loss(model, batch)
+
+    runs = []
+    for chosen in (None, level):
+        FailsOnce.left = 2
+        folder = tmp_path / str(chosen)
+        runs.append(trained(folder, chosen, torch.bfloat16, compute_loss=failing))
+        assert FailsOnce.left == 0
+    assert_same_run(*runs)
+
+
+def test_gradients_leave_as_soon_as_backward_has_them():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    parameters = list(model.parameters())
+    alive = []
+
+    def count(_) -> None:
+        alive.append(sum(p.grad is not None for p in parameters))
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(count)  # before the optimizer's
+    optimizer = optim.make_optimizer(model, 1e-3, offload=offload.Offload("gradients"))
+    for _ in range(2):
+        model(torch.randn(4, 8)).sum().backward()
+    assert alive == [1] * 24 and all(p.grad is None for p in parameters)
+    assert list(optim.gradients(optimizer)) == [
+        p for group in optimizer.param_groups for p in group["params"]
+    ]
+    optimizer.zero_grad()
+    assert not optim.gradients(optimizer)
+
+
+class Shared(nn.Module):
+    """Layers, and what must not be cast: a tied embedding, a norm, a free parameter, a layer
+    outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.layers = nn.ModuleList(small.Layer(6, 0.0) for _ in range(2))
+        self.layers[0].free = nn.Parameter(torch.randn(6, 6))
+        self.layers[0].tied = nn.Linear(6, 9)
+        self.layers[0].tied.weight = self.embedding.weight
+        self.layers[1].normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6, bias=False))
+        self.layers[1].frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 9)
+
+
+def test_what_is_cast():
+    model = Shared()
+    names = {p: name for name, p in model.named_parameters()}
+    found = {names[p] for p in offload.castable(model, (small.Layer,))}
+    layers = {f"layers.{i}.convolution.{name}" for i in (0, 1) for name in ("weight", "bias")}
+    frozen = {"layers.1.frozen.weight", "layers.1.frozen.bias"}
+    assert found == layers | frozen | {"layers.0.tied.bias"}
+
+
+def test_a_state_dict_has_the_fp32_values_and_loading_sets_them():
+    model = Shared()
+    before = copy.deepcopy(model.state_dict())
+    kept = offload.begin("weights", model, (small.Layer,), torch.bfloat16)
+    assert model.layers[0].convolution.weight.dtype == torch.bfloat16
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) and value.dtype == torch.float32, name
+    other = {name: value + 0.123 for name, value in before.items()}
+    model.load_state_dict(other)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other[name]), name
+    convolution = model.layers[0].convolution.weight
+    assert torch.equal(convolution, kept.masters[convolution].bfloat16())
+    assert offload.begin("weights", Shared(), (small.Layer,), None).masters == {}
+    assert offload.begin(None, model, (), None) is None
+
+
+def test_best_and_averaged_weights_are_those_of_a_plain_run(tmp_path):
+    """What `finish` loads, averages, evaluates and saves."""
+    flags = "--save_every 1 --eval_every 1 --average_checkpoints 3 --num_epochs 1 --keep_last 3"
+    said = []
+    for level in ("none", "weights"):
+        words = ["--use_cpu_offload", level] if level == "weights" else []
+        args = small.make_args(tmp_path / level, *CUT, *words, *flags.split())
+        setup = Setup(dtype=torch.bfloat16)
+        report = said.append
+        model, _ = small.run(args, network(), setup=setup, report_results=report, metric="first")
+        said.append({name: w.clone() for name, w in model.state_dict().items()})
+    assert said[0] == said[2]
+    assert all(torch.equal(weight, said[3][name]) for name, weight in said[1].items())
+    names = [path.name for path in (tmp_path / "none" / "checkpoints").glob("*.safetensors")]
+    assert "best.safetensors" in names
+    for name in names:
+        both = [tmp_path / level / "checkpoints" / name for level in ("none", "weights")]
+        weights, others = [checkpoint.read_weights(path, small.RECIPE).model for path in both]
+        assert all(torch.equal(weight, others[key]) for key, weight in weights.items())

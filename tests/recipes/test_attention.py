@@ -1,0 +1,144 @@
+"""The attention kernels that the recipes take on GPUs, with the shapes, strides and types that q, k,
+v and the mask really have: none may take the math kernel, which keeps all scores."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from dry_run import cuda_like
+from dry_run.cuda_like import kernel_of
+from recipes import konkani_conformer, parakeet_tdt, template, whisper_vietnamese, xtts_amharic
+from speech.audio import SAMPLE_RATE
+from speech.parakeet import formats as parakeet
+from speech.whisper import formats as whisper
+from speech.xtts import formats as xtts
+from speech.xtts.decoding import GREEDY, sample
+from speech.xtts.model import make_model
+from tests.recipes.runs import run
+
+# Compute capabilities, and the types that a recipe computes in there.
+GPUS = {(7, 5): (torch.float16, torch.float32)}
+for newer in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0)):
+    GPUS[newer] = (torch.bfloat16, torch.float16, torch.float32)
+RECIPES = {
+    konkani_conformer: ["--encoder_layers", "1", "--decoder_layers", "1"],
+    whisper_vietnamese: ["--model_size", "tiny", "--from_scratch"],
+    parakeet_tdt: ["--model_size", "110m", "--from_scratch"],
+    xtts_amharic: ["--model_size", "demo", "--from_scratch"],
+}
+# Heads of 36 values suit no fused kernel in 16 bits; the demo's clips are of a second.
+ODD_HEADS = {"parakeet demo"}
+
+
+def like(x: torch.Tensor | None, dtype: torch.dtype, device: str = "meta") -> torch.Tensor | None:
+    """A tensor of the same shape and strides and, unless it is boolean, of another type."""
+    if x is None:
+        return None
+    dtype = x.dtype if x.dtype is torch.bool else dtype
+    made = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
+    return made.requires_grad_(x.requires_grad)
+
+
+class Calls(dict):
+    """The calls of attention (q, k, v, mask, dropout, causal), each different one once."""
+
+    def note(self, q, k, v, mask, dropout: float, causal: bool) -> None:
+        tensors = [like(x, torch.float32) for x in (q, k, v, mask)]
+        shapes = [x is not None and (x.shape, x.stride()) for x in tensors]
+        self[str((shapes, dropout, causal))] = (*tensors, dropout, causal)
+
+    def require_fused(self) -> None:
+        """Each takes a fused kernel, on every GPU and in every type. Torch says so, too, for the
+        CPU, which has the same rule of strides."""
+        assert self
+        for *tensors, dropout, causal in self.values():
+            strides = [x is not None and x.stride() for x in tensors]
+            for capability, dtypes in GPUS.items():
+                for dtype in dtypes:
+                    given = [like(x, dtype) for x in tensors]
+                    kernel = kernel_of(*given, dropout, causal, capability)
+                    assert kernel != "math", (capability, dtype, strides)
+            given = [like(x if x is None else x.detach(), torch.float32, "cpu") for x in tensors]
+            assert torch._fused_sdp_choice(*given, 0.0, causal) == 1, strides
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory) -> str:
+    """Utterances of noise that differ in length, so that batches have padding and masks."""
+    folder = tmp_path_factory.mktemp("noise")
+    random = np.random.default_rng(0)
+    rows = []
+    for number in range(6):
+        noise = 0.1 * random.uniform(-1, 1, SAMPLE_RATE * (number + 4) // 4)
+        soundfile.write(folder / f"{number}.wav", noise, SAMPLE_RATE)
+        row = {"audio_filepath": f"{number}.wav", "text": f"words {number}", "speaker": "a"}
+        rows.append(json.dumps(row))
+    (folder / "train.json").write_text("\n".join(rows), encoding="utf-8")
+    return str(folder / "train.json")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.RECIPE)
+def test_training_and_evaluation(recipe, manifest, tmp_path, monkeypatch):
+    """All that a plan runs."""
+    calls = Calls()
+
+    def note(*arguments) -> str:
+        calls.note(*arguments[:-1])
+        return kernel_of(*arguments)
+
+    monkeypatch.setattr(cuda_like, "kernel_of", note)
+    monkeypatch.chdir(tmp_path)
+    few = ["--batch_size", "4", "--gradient_accumulation_steps", "1", "--dry_run", "A100-80GB"]
+    status, _, err = run(recipe, *RECIPES[recipe], "--train_manifest", manifest, *few)
+    assert status == 0, err
+    calls.require_fused()
+    if recipe is not xtts_amharic:  # whose padding follows all that attends
+        assert any(mask is not None for *_, mask, _, _ in calls.values())
+
+
+def test_the_template_has_no_attention():
+    assert not hasattr(template, "Attention")
+
+
+def test_speaking():
+    """Sentences of different lengths have padding in the cache of keys and values."""
+    calls = Calls()
+
+    class Watched(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            named = kwargs or {}
+            if function is F.scaled_dot_product_attention:
+                q, k, v = args
+                mask, causal = named.get("attn_mask"), named.get("is_causal", False)
+                calls.note(q, k, v, mask, named.get("dropout_p", 0.0), causal)
+            return function(*args, **named)
+
+    config = xtts.SIZES["demo"]
+    model = make_model(config).eval()
+    with Watched(), torch.no_grad():
+        voice = model.condition(torch.randn(1, config["mel_channels"], 60))
+        few = replace(GREEDY, max_codes=4)
+        sample(model, config, voice, [[1, 2, 3], [4, 5, 6, 7, 8]], few)
+    calls.require_fused()
+    assert any(mask is not None for *_, mask, _, _ in calls.values())
+
+
+def test_the_heads_of_every_size():
+    """Fused kernels in 16 bits need heads of a multiple of 8 values below Ampere, and with a mask
+    everywhere."""
+    konkani = konkani_conformer.DEFAULTS
+    heads = {"konkani": (konkani["d_model"], konkani["attention_heads"])}
+    for name, config in parakeet.SIZES.items():
+        heads[f"parakeet {name}"] = config["d_model"], config["heads"]
+    for name, config in xtts.SIZES.items():
+        heads[f"xtts {name}"] = config["d_model"], config["heads"]
+    for name, config in whisper.SIZES.items():
+        heads[f"whisper {name}"] = config["d_model"], config["encoder_attention_heads"]
+    odd = {name for name, (width, count) in heads.items() if width // count % 8}
+    assert odd == ODD_HEADS

@@ -1,0 +1,32 @@
+"""The levels of --use_cpu_offload in every recipe change no bit. XTTS's are in test_xtts.py."""
+
+import pytest
+
+from recipes import konkani_conformer, parakeet_tdt, template, whisper_morse, whisper_vietnamese
+from speech import layers
+from tests.recipes.runs import TINY, check_levels
+
+FP16 = ["--mixed_precision", "fp16", "--no_gradient_checkpointing"]
+SPOKEN = {
+    template: FP16,
+    konkani_conformer: TINY,
+    whisper_vietnamese: ["--from_scratch", *TINY],
+    parakeet_tdt: ["--from_scratch", "--model_size", "demo", *FP16],
+}
+
+
+@pytest.fixture(autouse=True)
+def lean_chains(monkeypatch):
+    """Also for the small inputs of a test."""
+    monkeypatch.setattr(layers, "SMALL", 0)
+
+
+@pytest.mark.parametrize("recipe", SPOKEN, ids=lambda recipe: recipe.RECIPE)
+def test_a_level_changes_no_bit(recipe, konkani, tmp_path):
+    manifests = ["--train_manifest", konkani["train"], "--val_manifest", konkani["val"]]
+    check_levels(recipe, tmp_path, *manifests, *SPOKEN[recipe])
+
+
+def test_a_level_changes_no_bit_of_morse(tmp_path):
+    clips = "--clips_per_epoch 8 --eval_clips 3".split()
+    check_levels(whisper_morse, tmp_path, "--from_scratch", *TINY, *clips)
