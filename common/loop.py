@@ -82,7 +82,8 @@ class Task:
     those of a new run; a resumed one has them in its checkpoint. With `fine_tunes` the model began
     from released weights: the length of the run, its evaluations and its patience follow the hours
     of speech. `vocabulary`: the tokens of the model and of --init_from; without it, tensors with a
-    row for each token are copied by number. `reports` are the files and folders that the
+    row for each token are copied by number. `compares`: at the end
+    another model of this size decodes, too, with fp32 weights. `reports` are the files and folders that the
     recipe writes, by their names in the log folder or by their absolute paths; a new run moves an
     earlier run's aside."""
 
@@ -106,6 +107,7 @@ class Task:
     fine_tunes: bool = False
     new_rows: optim.NewRows | None = None
     vocabulary: checkpoint.Vocabulary | None = None
+    compares: bool = False
     reports: tuple[str, ...] = ()
 
     def is_better(self, value: float, other: float) -> bool:
@@ -1059,6 +1061,7 @@ def plan(
         ),
         castable=functools.partial(offload.castable, model, task.checkpointed),
         halves=setup.dtype,
+        compares=task.compares,
     )
     if args.verify_gpu:
         return preflight.verify(args, model, lambda: planned.needs(args, card))

@@ -98,7 +98,8 @@ class PlannedRun:
     bytes of an optimizer's states; `checkpoint()` makes the model's layers recompute their
     activations and `freeze()` freezes its encoder (None: it cannot); `parts` holds other modules
     that the step uses; `castable()` are the parameters that have the type `halves` on the GPU if
-    the weights are offloaded (None: there are none)."""
+    the weights are offloaded (None: there are none); if a run `compares`, another model of the size
+    of this one, with fp32 weights, decodes at the end."""
 
     model: torch.nn.Module
     step: Callable[[list[dict]], object]
@@ -112,6 +113,7 @@ class PlannedRun:
     evaluation: Evaluation | None = None
     castable: Callable[[], list[torch.nn.Parameter]] = list
     halves: torch.dtype | None = None
+    compares: bool = False
 
     def planned(self, args, card: Card) -> Measures:
         """Measures of two micro-batches: at the second one all gradients are there, and the next
@@ -155,7 +157,12 @@ class PlannedRun:
         def evaluation_peak(settings: Settings) -> Peak:
             size = settings.eval_batch_size
             found = of_evaluation(size, settings.frozen, settings.level)
-            return completed(*found, settings.optimizer, size, "evaluation")
+            found = completed(*found, settings.optimizer, size, "evaluation")
+            if not (self.compares and settings.level == "weights"):
+                return found  # which includes states, and is not less than the comparison
+            other = of_evaluation(size, settings.frozen, "gradients")
+            other = completed(*other, settings.optimizer, size, "the comparison at the end")
+            return max(found, other, key=lambda peak: peak.total)
 
         def smallest_peak(settings: Settings) -> Peak:
             size = min(FIRST, settings.batch_size)

@@ -503,6 +503,7 @@ def make_task(
         fine_tunes=info.pretrained,
         new_rows=new_rows(info, model),
         vocabulary=start.vocabulary(info, run.initial),
+        compares=bool(asked.origin.path),
     )
 
 

@@ -490,6 +490,7 @@ def make_task(
         last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
         fine_tunes=info.pretrained,
         vocabulary=start.vocabulary(info, run.initial),
+        compares=bool(args.compare_to),
         reports=recogniser.REPORTS,
     )
 

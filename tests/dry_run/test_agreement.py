@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common import memory, optim
+from common import memory, offload, optim
 from common.device import Setup
 from common.loop import run_global_batch
 from dry_run import fake_tensors, plan
@@ -284,7 +284,8 @@ def test_states(kind):
     on_host = kind == "states"
     if on_host:
         model.to("meta")  # a device that is not the host
-    settings = {"kind": "adamw" if on_host else kind, "offload": on_host}
+    placed = offload.begin(kind if on_host else None, model, (), None)
+    settings = {"kind": "adamw" if on_host else kind, "offload": placed}
     states = optim.make_optimizer(model, 1e-3, **settings).state.values()
     sizes = [
         value.nbytes

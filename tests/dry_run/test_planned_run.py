@@ -16,7 +16,7 @@ from common.errors import DataError, RunError, UsageError
 from dry_run.advice import Settings
 from dry_run.cards import Card
 from dry_run.fake_tensors import CannotPlan
-from dry_run.planned_run import FIRST, PlannedRun, longest_items, repeated
+from dry_run.planned_run import FIRST, Evaluation, PlannedRun, longest_items, repeated
 from tests import small
 
 
@@ -272,6 +272,97 @@ def test_accumulation_keeps_the_gradients_and_a_second_batch():
     assert twice.parts["gradients"] == sum(
         -(-4 * p.numel() // 512) * 512 for p in model.parameters()
     )
+
+
+def evaluated(planned: PlannedRun, compares: bool = False) -> PlannedRun:
+    """With evaluations of four utterances at most, in which all outputs of the encoder are kept.
+    The encoder's weights can have 16 bits on the GPU."""
+
+    def evaluate(batches: list[dict], level: str) -> None:
+        with torch.no_grad():
+            x = batches[0]["x"]
+            kept = [x.new_empty(x.shape, dtype=layer.weight.dtype) for layer in model.encoder]
+            assert len(kept) == 6 and level in ("", "gradients", "weights")
+
+    model = planned.model
+    evaluation = Evaluation(evaluate, planned.items, 4, planned.collate)
+    return dataclasses.replace(
+        planned,
+        evaluation=evaluation,
+        castable=lambda: list(model.encoder.parameters()),
+        halves=torch.bfloat16,
+        compares=compares,
+    )
+
+
+def test_gradients_that_leave_at_once():
+    model = Network(512)
+    measures = run_of(model, [{"index": 0, "seconds": 0.01, "targets": 1}]).planned(flags(), CARD)
+    states = measures.training(Settings(2, 2, False, "states", False))
+    peak = measures.training(Settings(2, 2, False, "gradients", False))
+    weights = sum(p.nbytes for p in model.parameters())
+    largest = max(p.nbytes for p in model.parameters())
+    assert states.parts["gradients"] == pytest.approx(weights, rel=1e-2)
+    assert peak.parts["gradients"] == 0
+    assert weights + largest < peak.total < weights + 2.5 * largest
+    for parameter in model.parameters():
+        assert parameter.grad is None and not parameter._post_accumulate_grad_hooks
+
+
+def test_16_bit_weights():
+    """Half of the encoder's memory, and of its largest gradient; then the weights are as before."""
+    planned = evaluated(run_of(Network(512), [{"index": 0, "seconds": 0.01, "targets": 1}]))
+    before = [(p.dtype, p.shape) for p in planned.model.parameters()]
+    bfloat16 = {"dtype": torch.bfloat16}
+
+    def step(batches: list[dict]) -> None:
+        for each in batches:
+            with torch.autocast("cpu", **bfloat16):
+                planned.model(each["x"]).sum().backward()
+
+    measures = dataclasses.replace(planned, step=step).planned(flags(), CARD)
+    gradients = measures.training(Settings(2, 2, False, "gradients", False))
+    peak = measures.training(Settings(2, 2, False, "weights", False))
+    encoder = sum(p.nbytes for p in planned.model.encoder.parameters())
+    assert gradients.parts["weights"] - peak.parts["weights"] == encoder // 2
+    assert peak.total < 0.65 * gradients.total
+    assert measures.training(Settings(2, 2, False, "gradients", False)) == gradients
+    assert [(p.dtype, p.shape) for p in planned.model.parameters()] == before
+
+
+def test_evaluation_has_states_and_no_gradients():
+    planned = evaluated(run_of(Network()))
+    assert planned.settings(flags()).eval_batch_size == 4
+    measures = planned.planned(flags(), CARD)
+    settings = Settings(1, 2, False, "adamw", False, 4)
+    training, evaluation = measures.stages(settings)
+    weights = sum(p.nbytes for p in planned.model.parameters())
+    assert (training.stage, evaluation.stage) == ("training", "evaluation")
+    assert evaluation.parts["gradients"] == 0 and evaluation.utterances == 4
+    assert evaluation.parts["optimizer states"] == pytest.approx(2 * weights, abs=64 * 512)
+    assert evaluation.parts["activations"] == 6 * 4 * 2000 * 64 * 4
+    half = measures.evaluation(Settings(1, 2, False, "adamw", False, 2))
+    assert half.parts["activations"] == evaluation.parts["activations"] // 2
+    assert measures.largest(settings) == max(training, evaluation, key=lambda peak: peak.total)
+
+
+def test_the_answer_names_the_stage(capsys):
+    planned = evaluated(run_of(Network()))
+    assert planned.answer(flags("--batch_size", "1"), CARD, "torch.float32", RunError) == 0
+    out = capsys.readouterr().out
+    assert re.search("^Peak: .* allocated in evaluation, forward", out, re.MULTILINE)
+    assert "\nIn training, with 1 utterances at a time: " in out
+
+
+def test_a_comparison_at_the_end_has_a_model_in_fp32():
+    for compares in (False, True):
+        planned = evaluated(run_of(Network(1024)), compares)
+        measures = planned.planned(flags(), CARD)
+        least = Settings(1, 2, False, "weights", False, 1)
+        stage = "the comparison at the end" if compares else "evaluation"
+        assert measures.evaluation(least).stage == stage
+        more = Settings(1, 2, False, "gradients", False, 1)
+        assert measures.evaluation(more).stage == "evaluation"
 
 
 def test_without_items_there_is_no_plan():

@@ -8,12 +8,15 @@ import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import soundfile
+import torch
 
 from common import loop, options
+from dry_run.plan import Plan
 from recipes import (
     konkani_conformer,
     parakeet_tdt,
@@ -24,6 +27,7 @@ from recipes import (
 )
 from speech import demo, released
 from speech.audio import SAMPLE_RATE
+from speech.whisper.decoding import Search, greedy
 from tests.recipes.runs import planned, refused, run
 
 # Flags of each recipe, and the longest utterance that it trains on without data, seconds in an
@@ -168,3 +172,23 @@ def test_an_export_alone_becomes_a_plan_of_training(tmp_path):
 
     assert exports_only()
     assert not exports_only("--dry_run", "8GB")
+
+
+def test_the_last_steps_of_a_search_need_as_much_as_all():
+    run_of = planned(whisper_vietnamese, "--model_size", "tiny", "--from_scratch")
+    plan = Plan((8, 6), run_of.model)
+    encoded = {"encoded": torch.empty(4, 1500, 384, device="meta")}
+
+    def peak(search: Search) -> int:
+        def step(batches: list[dict]) -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                greedy(run_of.model, batches[0]["encoded"], None, search)
+
+        return plan.measure(step, [encoded]).total
+
+    search = run_of.task.evaluate.args[1]
+    last_steps = run_of.task.last_steps.args[1]
+    assert (search.max_new_tokens, last_steps.max_new_tokens) == (32, 2)
+    cache = 2 * 4 * 4 * 384 * 2 * search.max_new_tokens  # keys and values of four layers, 16 bits
+    assert peak(last_steps) == pytest.approx(peak(search), abs=0.1 * cache)
+    assert peak(replace(search, max_new_tokens=2)) < peak(search) - 0.8 * cache
