@@ -1,5 +1,6 @@
 """What the tests share."""
 
+import gc
 import getpass
 import json
 import os
@@ -28,6 +29,12 @@ signal.signal(
     signal.SIGHUP, signal.SIG_DFL
 )  # the tests may run under nohup, which the program respects
 torch.set_num_threads(1)  # the models are tiny: a second thread would only wait for the first
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what the libraries have made out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

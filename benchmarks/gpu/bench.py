@@ -20,7 +20,7 @@ from benchmarks.gpu.results import Results
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = ROOT / "benchmarks/gpu/child.py"
 ALLOCATOR = "expandable_segments:True"  # as common/env.sh sets it
-HUNG = 5  # times the usual duration of a piece, after which a child is killed
+HUNG = {"cuda": 5, "cpu": 50}  # times the usual duration on a GPU, after which a child is killed
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 JOBS = max(1, CORES // 3)  # pieces at a time
 LAST_LINES = 2000  # characters of a failed child's output that are kept
@@ -84,7 +84,7 @@ class Bench:
         """Runs child.py in `folder` and returns its output. It is killed with its children at the
         end of this call's time, or if it takes much longer than `seconds`. Raises `Failed` and
         `OutOfTime`."""
-        limit = max(60, HUNG * seconds)
+        limit = max(60, HUNG[self.device] * seconds)
         command = [sys.executable, str(CHILD), json.dumps({**asked, "parent": os.getpid()})]
         with self.lock:
             process = subprocess.Popen(
@@ -129,10 +129,13 @@ class Bench:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
-    def trial(self, recipe: str, words: list, usual: float, **wanted) -> dict:
-        """What trial.py found; `usual`: seconds that it takes, about. After a failure, "failed" says why and the rest is what was known
-        until then. Raises `OutOfTime`."""
-        words = [*words, "--device", self.device, "--no_tensorboard", "--log_every", "1"]
+    def trial(
+        self, recipe: str, words: list, usual: float, device: str | None = None, **wanted
+    ) -> dict:
+        """What trial.py found; `usual`: seconds that it takes, about. After a failure, "failed"
+        says why and the rest is what was known until then. Raises `Failed` if nothing was, and
+        `OutOfTime`."""
+        words = [*words, "--device", device or self.device, "--no_tensorboard", "--log_every", "1"]
         with self.folder() as folder:
             output = folder / "found.json"
             asked = {
@@ -191,6 +194,8 @@ class Bench:
                     f"it takes about {piece.seconds:.0f} s, and {self.left:.0f} s are left"
                 )
             entry = {"status": "done", "found": piece.measure(self)}
+        except OutOfTime as reason:
+            entry = {"status": "later", "reason": str(reason)}
         except Skipped as reason:
             entry = {"status": "skipped", "reason": str(reason)}
         except Failed as reason:
@@ -202,6 +207,8 @@ class Bench:
         entry["seconds"] = round(time.monotonic() - started, 1)
         self.results.note(piece.name, entry)
         reason = entry.get("reason", "").strip().split("\n")[-1]
+        if entry["status"] == "later":
+            return  # a table at the end has them all
         print(f"{piece.name}: {entry['status']}{reason and ': '}{reason}", flush=True)
 
 

@@ -41,8 +41,10 @@ def text_of(run: dict) -> str:
     missing = [
         f"- {name}: {entry['status']}: {last_line(entry['reason'])}"
         for name, entry in pieces.items()
-        if entry["status"] != "done"
+        if entry["status"] in ("failed", "skipped")
     ]
+    if later := [name for name, entry in pieces.items() if entry["status"] == "later"]:
+        missing.append(f"- no time until now: {', '.join(later)}")
     if missing:
         parts.append("### Not measured\n\n" + "\n".join(missing))
     return "\n\n".join(parts)
@@ -302,6 +304,8 @@ def write_measured(run: dict, path: Path) -> int:
     """Adds the rows of a run to measured.json, a line each, and returns how many they are."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     found = measured(run)
+    if not found:
+        return 0
     lines = [
         f"  {json.dumps(key)}: {json.dumps(entry)}"
         for key, entry in sorted({**known, **found}.items())

@@ -2,8 +2,8 @@
 
     {"runs": [{"card": ..., "torch": ..., "source": ..., "pieces": {name: entry}}]}
 
-An entry has "status" (done, failed or skipped), "seconds", and "found" or "reason". A run is of one
-card, one torch and one state of the project's files."""
+An entry has "status" (done, failed, skipped, or later: there was no time), "seconds", and "found" or
+"reason". A run is of one card, one torch and one state of the programs that are measured."""
 
 import hashlib
 import json
@@ -13,14 +13,16 @@ from pathlib import Path
 from common.files import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
-MEASURED = ("common", "speech", "dry_run", "recipes", "benchmarks")
+MEASURED = ("common", "speech", "dry_run", "recipes", "benchmarks/gpu")
 
 
 def source() -> str:
-    """A hash of the project's programs: results of others are not continued."""
+    """A hash of the programs that are measured: results of others are not continued."""
     content = hashlib.sha1()
     paths = [path for folder in MEASURED for path in (ROOT / folder).rglob("*.py")]
     for path in sorted([*paths, *ROOT.glob("run_*.sh"), ROOT / "common/env.sh"]):
+        if path.name == "report.py" and path.parent.name == "gpu":
+            continue  # it only prints what was measured
         content.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return content.hexdigest()[:12]
 
@@ -47,8 +49,8 @@ class Results:
         self.runs = [*(run for run in self.runs if run is not self.run), self.run]
 
     def has(self, name: str) -> bool:
-        """Whether a piece has been measured or, unless `retry`, has failed. A skipped one is
-        always tried again."""
+        """Whether a piece has been measured or, unless `retry`, has failed. Others are tried
+        again."""
         return self.run["pieces"].get(name, {}).get("status") in self.final
 
     def note(self, name: str, entry: dict) -> None:

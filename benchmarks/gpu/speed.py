@@ -29,7 +29,13 @@ VARIANTS = {
     "offload of states": ["--use_cpu_offload", "states"],
     "offload of gradients": ["--use_cpu_offload", "gradients"],
 }
-LETTERS = {"checkpointing": "R", "8 bits": "8", "offload of states": "H"}
+LETTERS = {  # of a row that has it already
+    "offload of weights": "W",
+    "checkpointing": "R",
+    "8 bits": "8",
+    "offload of states": "H",
+    "offload of gradients": "G",
+}
 PEERS = {
     "whisper": ("--size small --clips 8", ("transformers, 30 s", "ours, 30 s", "ours")),
     "parakeet": ("--layers 24 --clips 8", ("transformers", "ours")),
@@ -70,7 +76,8 @@ def pieces(bench: Bench) -> dict[str, list[Piece]]:
 def measure(bench: Bench, name: str, variant: str) -> dict:
     """Updates of utterances that are read from files, as a run makes them."""
     if bench.is_small:
-        recipe, words, cell = DEMOS[name].recipe, trial_flags(DEMOS[name]), "demo"
+        recipe, cell = DEMOS[name].recipe, "demo"
+        words = [*trial_flags(DEMOS[name]), *VARIANTS[variant]]
     else:
         row = row_of(bench, SIZES[name])
         if row is None:
@@ -78,12 +85,10 @@ def measure(bench: Bench, name: str, variant: str) -> dict:
         cell = row.cell
         if LETTERS.get(variant) in cell.split()[3:]:
             raise Skipped(f"the row {cell} has it already")
-        recipe, words = row.command()
-    if variant.startswith("offload") and "--optimizer" in words:
-        raise Skipped(f"the row {cell} has 8-bit states, which offloading excludes")
+        recipe, words = row.command(*VARIANTS[variant])
     found = bench.trial(
         recipe,
-        [*words, *VARIANTS[variant]],
+        words,
         60,
         updates=2 if bench.is_small else 1000,
         most_seconds=SECONDS,
@@ -95,13 +100,12 @@ def measure(bench: Bench, name: str, variant: str) -> dict:
 
 def summary(found: dict) -> dict:
     """Utterances a second and the share of waiting after the warm-up, or of the last update."""
-    counted = slice(WARM_UP, None) if len(found["speeds"]) > WARM_UP else slice(-1, None)
+    counted = slice(WARM_UP, None) if len(found["seconds"]) > WARM_UP else slice(-1, None)
     seconds = found["seconds"][counted]
-    waited = [share * each for share, each in zip(found["waiting"][counted], seconds, strict=True)]
     return {
         "updates": len(found["losses"]),
         "utterances a second": found["utterances"] * len(seconds) / sum(seconds),
-        "waiting share": sum(waited) / sum(seconds),
+        "waiting share": sum(found["waited"][counted]) / sum(seconds),
     }
 
 

@@ -2,7 +2,7 @@
 
 The command line is that of a plan (--dry_run CARD) of a model with random weights. The recipe's own
 `main` makes the model and the data set, which are those of the plan, with noise in place of its
-silence; `common.loop` makes the updates. Nothing is fitted, evaluated or saved. What was found is
+silence; `common.loop` makes the updates. Nothing is evaluated or saved. What was found is
 written to a file after every step, so that nothing is lost if the process is killed."""
 
 import contextlib
@@ -32,6 +32,7 @@ from speech.columns import Strings
 
 NOISES = 8  # different recordings of noise
 PEAK_SHARE = 0.75  # of what a step takes beside the states is left to it when memory is short
+SKIPS = 20  # updates, at most, that fp16's loss scale skips before it is low enough
 COUNTED = 4  # utterances at a time whose operations are counted, without gradient checkpointing
 
 
@@ -45,11 +46,10 @@ class Wanted:
     # Of the longest utterances in an update; 0: global batches as a run has them, read from files.
     micro_batches: int = 3
     cap: int = 0  # bytes that the allocator may take; 0: all
-    short_of_memory_at: int = (
-        0  # the update, counted from 1, in which memory is made short; 0: none
-    )
+    short_of_memory_at: int = 0  # the update, from 1 on, in which memory is made short; 0: none
     largest: int = 0  # find the largest micro-batch that fits, up to this one; 0: do not
     flops: bool = False  # count the floating-point operations of an update
+    fit: bool = False  # fit the model to the noise, as a new model is fitted to its data
     weights: str = ""  # file for {"before", "after"}: the weights before and after the updates
 
 
@@ -60,8 +60,9 @@ class Trial:
         self.wanted = wanted
         self.source = source
         self.device = source.setup.device
-        self.found = {"losses": [], "seconds": [], "allocated": [], "short_of_memory": 0}
-        task = dataclasses.replace(task, fit=None, evaluate_first=False)
+        self.found = {"losses": [], "seconds": [], "waited": [], "allocated": []}
+        fit = task.fit if wanted.fit else None
+        task = dataclasses.replace(task, fit=fit, evaluate_first=False)
         if wanted.short_of_memory_at and self.device.type != "cuda":
             task = dataclasses.replace(task, compute_loss=self.fails_once(task.compute_loss))
         run = loop.Run(source.setup)
@@ -72,7 +73,6 @@ class Trial:
 
     def fails_once(self, compute_loss):
         """On a CPU: out of memory at the update where memory is to be short."""
-
         left = [1]
 
         @functools.wraps(compute_loss)
@@ -108,12 +108,13 @@ class Trial:
         """Makes the updates that are wanted and returns the last global batch."""
         training = self.training
         source = self.global_batches()
-        while self.update < self.wanted.updates:
+        wanted = self.wanted.updates
+        while training.progress["step"] < wanted and self.update < wanted + SKIPS:
             since = time.monotonic()
             if self.update and since - self.started > self.wanted.most_seconds:
                 break
             global_batch = next(source)
-            training.waited += time.monotonic() - since
+            self.found["waited"].append(round(time.monotonic() - since, 4))
             self.update += 1
             with self.short_of_memory():
                 loop.train_global_batch(training, global_batch)
@@ -147,8 +148,6 @@ class Trial:
         lines = (self.training.report.log_dir / "metrics.jsonl").read_text(encoding="utf-8")
         lines = [line for line in map(json.loads, lines.splitlines()) if "train/loss" in line]
         found["losses"] = [line["train/loss"] for line in lines]
-        found["waiting"] = [round(line["train/data_wait_share"], 4) for line in lines]
-        found["speeds"] = [round(line["train/utterances_per_second"], 3) for line in lines]
         found["utterances"] = sum(len(batch["names"]) for batch in global_batch.micro_batches)
         found["short_of_memory"] = len(self.training.progress["limits"])
         if self.device.type == "cuda":

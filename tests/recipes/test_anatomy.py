@@ -1,6 +1,7 @@
 """The anatomy of the recipes and the house rules about parameters, read from the syntax trees."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -138,11 +139,16 @@ def test_args_enter_speech_in_two_functions_only(path):
     assert named <= {"add_arguments", "resolve"}
 
 
+@functools.cache
+def all_flags() -> set[str]:
+    return {action.dest for recipe in RECIPES for action in parser_of(recipe)._actions}
+
+
 @pytest.mark.parametrize("path", modules("benchmarks", "tests"), ids=label)
 def test_args_come_from_a_parser(path):
     """Benchmarks and tests parse command lines: a made-up namespace hides the flags that it
     lacks."""
-    flags = {action.dest for recipe in RECIPES for action in parser_of(recipe)._actions}
+    flags = all_flags()
 
     def is_made_up(node: ast.AST) -> bool:
         name = (

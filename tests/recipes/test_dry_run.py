@@ -40,7 +40,7 @@ RECIPES = {
     xtts_amharic: ([], 22),  # the GPT's positions, in seconds of codes
 }
 SMALL = {
-    parakeet_tdt: ["--model_size", "110m"],
+    parakeet_tdt: ["--model_size", "demo"],
     xtts_amharic: ["--model_size", "demo"],
     whisper_morse: ["--model_size", "demo"],
     whisper_vietnamese: ["--model_size", "tiny"],

@@ -1442,8 +1442,7 @@ def test_a_new_run_moves_all_of_the_earlier_one_aside(noise, places, tmp_path, m
 
 
 @pytest.mark.parametrize("kind", ["recordings", "link", "file", "code"])
-def test_a_folder_speech_of_somebody_else_stays_where_it_is(noise, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(codec_training, "STEPS", {"autoencoder": 1, "dvae": 1})
+def test_a_folder_speech_of_somebody_else_stays_where_it_is(places, tmp_path, kind):
     mine = tmp_path / "speech"
     if kind == "file":
         mine.write_text("mine")
@@ -1455,7 +1454,7 @@ def test_a_folder_speech_of_somebody_else_stays_where_it_is(noise, tmp_path, mon
         mine.mkdir()
         (mine / ("a.wav" if kind == "recordings" else "__init__.py")).write_text("mine")
     before = everything(tmp_path)
-    flags = [*both(noise), *PLAIN, "--from_scratch", "--max_steps", "1", "--speak_held_out", "1"]
+    flags = tuning(places, *PLAIN, "--max_steps", "1", "--speak_held_out", "1")
     for _ in range(2):
         ran(recipe, *flags, "--output_dir", tmp_path)
         assert before.items() <= everything(tmp_path).items()

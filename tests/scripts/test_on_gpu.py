@@ -68,7 +68,7 @@ def test_a_trial_makes_updates_and_short_memory_changes_no_loss(tmp_path, monkey
 def test_a_trial_of_files_reads_noise_and_stops_in_time(tmp_path, monkeypatch):
     found = tried(tmp_path, monkeypatch, updates=1000, micro_batches=0, most_seconds=0.0)
     assert len(found["losses"]) == 1 and found["utterances"] == 8
-    assert found["waiting"][0] > 0 and "longest" not in found
+    assert found["waited"][0] > 0 and "longest" not in found
 
 
 def test_the_weights_with_each_level_of_offloading_are_those_without(tmp_path, monkeypatch):
@@ -129,6 +129,7 @@ def test_a_piece_without_time_is_skipped_with_the_reason(made, tmp_path):
     made.deadline = time.monotonic() + 30
     made.measure([Piece("long", lambda bench: {}, 60), Piece("brief", lambda bench: {}, 5)])
     found = pieces_of(tmp_path / "gpu.json")
+    assert found["long"]["status"] == "later"
     assert found["long"]["reason"].startswith("it takes about 60 s, and 30 s are left")
     assert found["brief"]["status"] == "done"
 
@@ -240,7 +241,10 @@ def run_of(**pieces) -> dict:
 def test_the_tables_name_what_is_missing_with_the_reason():
     run = run_of(row_xtts=ROW)
     run["pieces"]["peer whisper"] = {"status": "skipped", "reason": "no transformers", "seconds": 0}
+    for name in ("a", "b"):
+        run["pieces"][name] = {"status": "later", "reason": "no time", "seconds": 0}
     text = report.text_of(run)
+    assert text.endswith("- no time until now: a, b")
     assert "## H100, torch 2.11, source abc" in text
     row = "| run_xtts_amharic.sh 16gb full | 8 x 30 | 12.24 | 12.00 | 1.020 | 13.00 | 15.00 | - |"
     assert row in text
@@ -265,13 +269,12 @@ def test_only_rows_that_fitted_under_their_cap_count_as_measured(tmp_path):
 
 def test_a_page_says_what_was_measured_and_on_which_card(tmp_path, monkeypatch):
     script = "run_xtts_amharic.sh"
-    place = next(iter(tier_tables.planned_rows(tier_tables.read_rows(script))))
+    place, other, *_ = tier_tables.planned_rows(tier_tables.read_rows(script))
     entry = {"row": place[2], "gib": 12.34, "card": "NVIDIA H100"}
-    stale = {"row": "1 x 240", "gib": 99.99, "card": "Tesla T4"}
+    stale = {"row": "1 x 240", "gib": 99.99, "card": "Tesla T4"}  # of a row that has changed
+    entries = {f"{script} {place[0]} {place[1]}": entry, f"{script} {other[0]} {other[1]}": stale}
     path = tmp_path / "measured.json"
-    path.write_text(
-        json.dumps({f"{script} {place[0]} {place[1]}": entry, f"{script} a100 x": stale})
-    )
+    path.write_text(json.dumps(entries))
     gib = {row[:2]: 1.0 for row in tier_tables.planned_rows(tier_tables.read_rows(script))}
     monkeypatch.setattr(tier_tables, "memory", lambda *_: gib)
     before = tier_tables.table_of(script)

@@ -286,15 +286,15 @@ LONG += "|. |a'|\u135f|::|፡፡|፡|- |😀|1 1/2 |½|ሀ/ለ/|1:00 ሰዓት|5
 
 @pytest.mark.parametrize("piece", LONG.split("|"))
 def test_long_input(piece):
-    """Linear: twice the text takes little more than twice the time, up to 200,000 characters."""
+    """Linear: twice the text takes little more than twice the time, up to 80,000 characters."""
     seconds = []
-    for size in (25_000, 200_000):
+    for size in (10_000, 80_000):
         text = piece * (size // len(piece))
         start = time.process_time()
         words = phonemes(text)
         seconds.append(time.process_time() - start)
         assert not any(c.isdecimal() for c in words)
-    assert seconds[1] < max(4 * 8 * seconds[0], 2)
+    assert seconds[1] < max(4 * 8 * seconds[0], 0.3)
 
 
 # --- Abbreviations and punctuation ----------------------------------------------------------------
