@@ -39,8 +39,8 @@ rows='
 4gb   *      ! small, base or tiny
 6gb   tiny   32 3
 6gb   base   16 6
-6gb   small  4 24 8
-6gb   many   4 64 8
+6gb   small  3 32 8
+6gb   many   2 128 8
 6gb   medium 6 16 R G
 6gb   *      ! medium, small or base
 8gb   tiny   48 2
