@@ -96,7 +96,7 @@ def planned(recipe, *flags) -> SimpleNamespace:
     given = []
 
     def plan(args, *others) -> int:
-        model, task, global_batches = others[-3:]
+        model, task, global_batches = others[-4:-1]
         batch = global_batches.dataset.collate(
             [global_batches.data.item(index, 0) for index in range(2)]
         )
