@@ -211,6 +211,8 @@ def offload(bench: Bench, demo: Demo) -> dict:
         for name, flags in levels.items():
             path = folder / f"{name}.pt"
             words = [*trial_flags(demo), *flags]
+            if bench.is_small:  # a GPU has 16 bits by itself
+                words.append("--bf16")
             updates = 2 if bench.is_small else 5
             tried = bench.trial(demo.recipe, words, 20, updates=updates, weights=str(path))
             if "failed" in tried:
