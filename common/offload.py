@@ -10,6 +10,7 @@ added in the same order and type, and a 16-bit copy is what autocast would make 
 
 import functools
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -142,9 +143,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.slots = [Slot(size, pinned=parameters[0].is_cuda) for _ in range(2)]
         self.turns = itertools.cycle(self.slots)
         if offload.level != "states":
+            take = weakref.WeakMethod(self.take_gradient)  # or the model would keep the optimizer
             for p in parameters:
                 self.sums[p] = torch.zeros(p.shape, dtype=self.full(p).dtype)
-                p.register_post_accumulate_grad_hook(self.take_gradient)
+                p.register_post_accumulate_grad_hook(lambda p: take()(p))
 
     def full(self, p: torch.nn.Parameter) -> torch.Tensor:
         """The values of a parameter that the update changes: its own, or its fp32 values on the

@@ -463,8 +463,17 @@ def test_only_evaluation_caches_weights_in_16_bits(dtype):
         with torch.set_grad_enabled(training), Setup(dtype=dtype).autocast():
             assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is dtype
             assert torch.is_autocast_cache_enabled() != training
+    with torch.no_grad(), Setup(dtype=dtype, keeps_copies=False).autocast():
+        assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
     with Setup().autocast():
         assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("level, expected", [(None, True), ("states", True), ("weights", False)])
+def test_a_gpu_without_room_for_gradients_has_none_for_copies_of_weights(level, expected):
+    flags = ("--use_cpu_offload", level) if level else ()
+    args = arguments("--device", "cpu", *flags)
+    assert device.setup(args, quiet=True).keeps_copies == expected
 
 
 def test_a_setup_is_final():

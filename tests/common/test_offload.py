@@ -2,6 +2,7 @@
 overflow and clipping; what is cast; what is saved and loaded."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -100,6 +101,15 @@ def test_gradients_leave_as_soon_as_backward_has_them():
     ]
     optimizer.zero_grad()
     assert not optim.gradients(optimizer)
+
+
+def test_the_host_memory_is_free_after_training(tmp_path):
+    """The best weights are read then, which takes as much as the weights."""
+    args = small.make_args(tmp_path, *CUT, "--use_cpu_offload", "weights")
+    model, _ = small.run(args, network(), setup=Setup(dtype=torch.bfloat16))
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, offload.OffloadedAdamW)]
+    assert model.layers[0].convolution.weight.dtype == torch.bfloat16
 
 
 class Shared(nn.Module):

@@ -3,6 +3,7 @@ counted, and optimizers."""
 
 import copy
 import functools
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -229,6 +230,36 @@ def test_a_recipe(name, checkpointing, micro_batches):
     planned = plan.Plan(None, case.model, case.compute_loss)
     peak = planned.measure(lambda batches: run(case, batches), [case.batch] * micro_batches)
     assert real.peak > 1.5 * peak.parts["weights"]  # activations dominate
+    assert peak.total - peak.kernels == pytest.approx(real.peak, rel=TOLERANCE)
+
+
+def evaluation_of(name: str, case: Case) -> Callable:
+    """The `evaluate` of a recipe."""
+    tokenizer = types.SimpleNamespace(decode=lambda tokens: "text")
+    if name == "konkani":
+        return functools.partial(konkani_conformer.evaluate, tokenizer)
+    if name == "parakeet":
+        return functools.partial(parakeet_tdt.evaluate, tokenizer, case.loss_weights, [])
+    frozen = case.compute_loss.keywords["frozen"]
+    return functools.partial(xtts_amharic.evaluate, frozen, ["am"])
+
+
+@pytest.mark.parametrize("name", ["konkani", "parakeet", "xtts"])
+def test_an_evaluation(name):
+    """Searches end after other numbers of steps, of which each keeps little."""
+
+    def evaluate(batches: list[dict]) -> None:
+        with torch.no_grad():
+            evaluation_of(name, case)(case.model.eval(), batches)
+
+    case = make(name, False)
+    batch = copy.deepcopy(case.batch)
+    with RealStorages() as real:
+        real.add(tensors(case.model, *case.frozen, batch))
+        evaluate([batch])
+    case = make(name, False)
+    planned = plan.Plan(None, case.model, case.compute_loss)
+    peak = planned.measure(evaluate, [case.batch])
     assert peak.total - peak.kernels == pytest.approx(real.peak, rel=TOLERANCE)
 
 

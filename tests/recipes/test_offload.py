@@ -4,6 +4,7 @@ import pytest
 
 from recipes import konkani_conformer, parakeet_tdt, template, whisper_morse, whisper_vietnamese
 from speech import layers
+from speech.parakeet import formats
 from tests.recipes.runs import TINY, check_levels
 
 FP16 = ["--mixed_precision", "fp16", "--no_gradient_checkpointing"]
@@ -15,10 +16,20 @@ SPOKEN = {
 }
 
 
+TINY_PARAKEET = formats.make_config(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True)
+
+
 @pytest.fixture(autouse=True)
 def lean_chains(monkeypatch):
     """Also for the small inputs of a test."""
     monkeypatch.setattr(layers, "SMALL", 0)
+
+
+@pytest.fixture(autouse=True)
+def narrow_models(monkeypatch):
+    """A CPU computes slowly in fp16."""
+    monkeypatch.setattr(template, "WIDTH", 16)
+    monkeypatch.setitem(formats.SIZES, "demo", TINY_PARAKEET)
 
 
 @pytest.mark.parametrize("recipe", SPOKEN, ids=lambda recipe: recipe.RECIPE)
@@ -28,5 +39,5 @@ def test_a_level_changes_no_bit(recipe, konkani, tmp_path):
 
 
 def test_a_level_changes_no_bit_of_morse(tmp_path):
-    clips = "--clips_per_epoch 8 --eval_clips 3".split()
+    clips = "--clips_per_epoch 8 --eval_clips 3 --clip_seconds 2".split()
     check_levels(whisper_morse, tmp_path, "--from_scratch", *TINY, *clips)

@@ -30,7 +30,7 @@ if args.batch_size == 3:
 gib = args.batch_size / (4 if args.gradient_checkpointing else 1)
 room = float(args.dry_run.rstrip("gb").replace("a100", "80"))
 print("Dry run: something")
-print(f"Peak: {gib:.2f} GiB allocated by the step, backward" if gib > 0.3 else f"Peak: {gib * 1024:.1f} MiB allocated")
+print(f"Peak: {gib:.2f} GiB allocated in training, backward" if gib > 0.3 else f"Peak: {gib * 1024:.1f} MiB allocated")
 print("Verdict:", "fits" if gib <= 0.9 * room else "tight" if gib <= room else "does not fit", "(it fits if 10 % stay free)")
 if gib > room:
     if args.batch_size > 100:
