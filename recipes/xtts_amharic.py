@@ -16,7 +16,7 @@ small DVAE first. --export DIR writes a folder that Coqui loads.
 
 Memory: weights, gradients and AdamW's states of the 441 million parameters take 6.6 GiB, with
 --optimizer adamw_8bit 4.1. --gradient_checkpointing, --sdpa and mixed precision reduce what comes
-on top. run_xtts_amharic.sh has presets.
+on top. run_xtts_amharic.sh has presets from 4 GB.
 
 Sources: XTTS (Casanova et al. 2024), Tortoise (Betker 2023), Perceiver (Jaegle et al. 2021), GPT-2
 (Radford et al. 2019). Written from these and from the shapes of the released files; Coqui's code is

@@ -171,10 +171,10 @@ def test_check_fails_if_a_page_differs_and_a_missing_page_is_named(written, tmp_
     ("recipe", "letters", "longest"),
     [
         ("konkani_conformer", "", "of 33.3 s"),
-        ("whisper_vietnamese", "RF8H", "to 30 s"),
-        ("whisper_morse", "RF8H", "to 30 s"),
-        ("parakeet_tdt", "R8", "of 22.2 s"),
-        ("xtts_amharic", "R8", "of 11.6 s"),
+        ("whisper_vietnamese", "RF8HGW", "to 30 s"),
+        ("whisper_morse", "RF8HGW", "to 30 s"),
+        ("parakeet_tdt", "R8GW", "of 22.2 s"),
+        ("xtts_amharic", "R8W", "of 11.6 s"),
     ],
 )
 def test_the_note_names_the_letters_of_the_table_the_version_and_the_longest_utterances(
