@@ -23,15 +23,19 @@ SLOT = 2**24  # bytes of weights, and as many of gradients, that are copied at a
 
 
 def castable(model: torch.nn.Module, layers: tuple[type, ...]) -> list[torch.nn.Parameter]:
-    """The parameters that autocast casts wherever they are used: weight and bias of the linear and
-    convolution layers inside the modules of the types `layers`. Not those that another module uses,
-    too, because gradients of several uses are added in fp32."""
+    """The parameters that autocast casts once in a pass: weight and bias of the linear and
+    convolution layers inside the modules of the types `layers`. Gradients of several uses are added
+    in fp32, which 16-bit gradients are not. So these are left out: parameters that other modules
+    have, too, and types of which there is one module, such as a front end that runs for a few
+    utterances at a time."""
     uses = Counter()
+    kinds = Counter()
     for module in model.modules():
+        kinds[type(module)] += 1
         uses.update(p for p in module._parameters.values() if p is not None)
     inside = {}
     for layer in model.modules():
-        if isinstance(layer, layers):
+        if isinstance(layer, layers) and kinds[type(layer)] > 1:
             inside |= dict.fromkeys(layer.modules())
     found = []
     for module in inside:

@@ -112,9 +112,13 @@ def test_the_host_memory_is_free_after_training(tmp_path):
     assert model.layers[0].convolution.weight.dtype == torch.bfloat16
 
 
+class Front(small.Layer):
+    """One layer of its type."""
+
+
 class Shared(nn.Module):
-    """Layers, and what must not be cast: a tied embedding, a norm, a free parameter, a layer
-    outside."""
+    """Layers, and what must not be cast: a tied embedding, a norm, a free parameter, a front end, a
+    layer outside."""
 
     def __init__(self):
         super().__init__()
@@ -125,6 +129,7 @@ class Shared(nn.Module):
         self.layers[0].tied.weight = self.embedding.weight
         self.layers[1].normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6, bias=False))
         self.layers[1].frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.front = Front(6, 0.0)
         self.head = nn.Linear(6, 9)
 
 

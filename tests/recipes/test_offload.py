@@ -4,14 +4,15 @@ import pytest
 
 from recipes import konkani_conformer, parakeet_tdt, template, whisper_morse, whisper_vietnamese
 from speech import layers
-from speech.parakeet import formats
+from speech.parakeet import formats, model
 from tests.recipes.runs import TINY, check_levels
 
+TWO = "--encoder_layers 2 --decoder_layers 2".split()
 FP16 = ["--mixed_precision", "fp16", "--no_gradient_checkpointing"]
 SPOKEN = {
     template: FP16,
-    konkani_conformer: TINY,
-    whisper_vietnamese: ["--from_scratch", *TINY],
+    konkani_conformer: [*TINY, *TWO],
+    whisper_vietnamese: ["--from_scratch", *TINY, *TWO],
     parakeet_tdt: ["--from_scratch", "--model_size", "demo", *FP16],
 }
 
@@ -20,9 +21,10 @@ TINY_PARAKEET = formats.make_config(16, 2, 2, (8, 1), num_mel_bins=16, channels=
 
 
 @pytest.fixture(autouse=True)
-def lean_chains(monkeypatch):
-    """Also for the small inputs of a test."""
+def as_large_inputs(monkeypatch):
+    """Small inputs are handled as large ones: in lean chains and in pieces."""
     monkeypatch.setattr(layers, "SMALL", 0)
+    monkeypatch.setattr(model, "AT_ONCE", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -40,4 +42,4 @@ def test_a_level_changes_no_bit(recipe, konkani, tmp_path):
 
 def test_a_level_changes_no_bit_of_morse(tmp_path):
     clips = "--clips_per_epoch 8 --eval_clips 3 --clip_seconds 2".split()
-    check_levels(whisper_morse, tmp_path, "--from_scratch", *TINY, *clips)
+    check_levels(whisper_morse, tmp_path, "--from_scratch", *TINY, *TWO, *clips)
