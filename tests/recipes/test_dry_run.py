@@ -43,8 +43,8 @@ SMALL = {
     parakeet_tdt: ["--model_size", "demo"],
     xtts_amharic: ["--model_size", "demo"],
     whisper_morse: ["--model_size", "demo"],
-    whisper_vietnamese: ["--model_size", "tiny"],
-    konkani_conformer: ["--d_model", "32", "--batch_size", "64"],
+    whisper_vietnamese: ["--model_size", "demo"],
+    konkani_conformer: "--d_model 32 --encoder_layers 2 --decoder_layers 1 --batch_size 64".split(),
 }
 EACH = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.RECIPE)
 
