@@ -208,6 +208,7 @@ def prepare_model(
         checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
     on_host = offload.begin(args.use_cpu_offload, model, task.checkpointed, run.setup.dtype)
     model.to(run.setup.device)
+    preflight.require_host_memory(model, args.use_cpu_offload)
     if args.torch_compile:
         compiling.compile_layers(model, task.compiled)
     if args.gradient_checkpointing:
@@ -1049,6 +1050,7 @@ def plan(
         items=dry_run.longest_items(global_batches.dataset, epochs, DataError),
         count=len(global_batches.data),
         states=functools.partial(optim.state_bytes, model),
+        host=functools.partial(offload.host_bytes, model),
         checkpoint=checkpoint_layers,
         freeze=freeze,
         collate=global_batches.dataset.collate,

@@ -19,6 +19,7 @@ import torch
 from torch.optim.adamw import adamw
 
 LEVELS = ("states", "gradients", "weights")
+BYTES = {"states": 8, "gradients": 12, "weights": 16}  # on the host for a trained weight
 SLOT = 2**24  # bytes of weights, and as many of gradients, that are copied at a time
 
 
@@ -44,6 +45,11 @@ def castable(model: torch.nn.Module, layers: tuple[type, ...]) -> list[torch.nn.
             continue
         found += [p for p in own if p is not None and uses[p] == 1]
     return found
+
+
+def host_bytes(model: torch.nn.Module, level: str | None) -> int:
+    """Bytes in host memory that a level takes; 0 for anything that is not a level."""
+    return BYTES.get(level, 0) * sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 @dataclass(frozen=True)

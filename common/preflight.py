@@ -7,13 +7,14 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import checkpoint, compiling, device, gpu, optim
-from common.device import Setup
+from common import checkpoint, compiling, device, gpu, offload, optim
+from common.device import Setup, torchrun
 from common.errors import RunError, UsageError, cannot_write, first_line
 
 PASS, FAIL, SKIP = "pass", "FAIL", "skip"
@@ -161,6 +162,32 @@ def require_disk(args, model: torch.nn.Module) -> None:
         raise cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
     if status == FAIL:
         raise RunError(f"checkpoints in {args.checkpoint_dir}: {reason}")
+
+
+def require_host_memory(model: torch.nn.Module, level: str | None) -> None:
+    """Raises `RunError` if a level of --use_cpu_offload takes more host memory than is free, for
+    all ranks of this machine: the system would end the run without a message. Call it when the
+    model has left the host, or with "weights" its fp32 values are there."""
+    needed = offload.host_bytes(model, level)
+    if level == "weights":
+        needed -= needed // 4
+    needed *= torchrun("LOCAL_WORLD_SIZE", 1)
+    free = free_host_memory()
+    if needed and free is not None and needed > free:
+        raise RunError(
+            f"--use_cpu_offload {level} takes {size(needed)} more of host memory, and {size(free)}"
+            " are free: end other programs, or take a lower level or --optimizer adamw_8bit"
+        )
+
+
+def free_host_memory() -> int | None:
+    """Bytes that programs can still take, with the swap space; None where Linux does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    return 1024 * (kib["MemAvailable"] + kib["SwapFree"])
 
 
 def size(count: float) -> str:

@@ -144,6 +144,8 @@ def answer(plans: "Plans", chosen: Settings, card: Card) -> str:
         f"{size(needed(peak, card))} of {size(card.total)} ({card.name}): {verdict(peak, card)[0]}"
     )
     lines.append(f"Peak with {'these' if lines else 'the given'} flags: {result}")
+    if peak.host:
+        lines.append(f"In host memory, beside the process itself: {size(peak.host)}")
     if peak.total > room(card):
         enough = [other for other in CARDS if peak.total <= room(other)]
         smallest = "none that is known"

@@ -95,11 +95,12 @@ class Evaluation:
 class PlannedRun:
     """What is planned. `step(batches)` is forward and backward of `model` with batches on the host,
     which `collate` makes of `items`, the longest first of `count`; `states(optimizer)` are the
-    bytes of an optimizer's states; `checkpoint()` makes the model's layers recompute their
-    activations and `freeze()` freezes its encoder (None: it cannot); `parts` holds other modules
-    that the step uses; `castable()` are the parameters that have the type `halves` on the GPU if
-    the weights are offloaded (None: there are none); if a run `compares`, another model of the size
-    of this one, with fp32 weights, decodes at the end."""
+    bytes of an optimizer's states, `host(optimizer)` those that it takes on the host;
+    `checkpoint()` makes the model's layers recompute their activations and `freeze()` freezes its
+    encoder (None: it cannot); `parts` holds other modules that the step uses; `castable()` are the
+    parameters that have the type `halves` on the GPU if the weights are offloaded (None: there are
+    none); if a run `compares`, another model of the size of this one, with fp32 weights, decodes at
+    the end."""
 
     model: torch.nn.Module
     step: Callable[[list[dict]], object]
@@ -111,6 +112,7 @@ class PlannedRun:
     freeze: Callable[[], None] | None = None
     parts: object = None
     evaluation: Evaluation | None = None
+    host: Callable[[str], int] = lambda optimizer: 0
     castable: Callable[[], list[torch.nn.Parameter]] = list
     halves: torch.dtype | None = None
     compares: bool = False
@@ -131,7 +133,7 @@ class PlannedRun:
             items = self.items[:size]
             batch = repeated(self.collate(items), len(items), size)
             with self.settled(checkpointing, frozen), self.offloaded(plan, level):
-                states = {optimizer: self.states(optimizer) for optimizer in SLOWER}
+                states = {each: (self.states(each), self.host(each)) for each in SLOWER}
                 return plan.measure(self.step, [batch] * count), states
 
         @functools.cache
@@ -140,13 +142,14 @@ class PlannedRun:
             items = given.items[:size]
             batch = repeated(given.collate(items), len(items), size)
             with self.settled(False, frozen), self.offloaded(plan, level):
-                states = {optimizer: self.states(optimizer) for optimizer in SLOWER}
+                states = {each: (self.states(each), self.host(each)) for each in SLOWER}
                 step = functools.partial(given.evaluate, level=level)
                 return plan.measure(step, [batch]), states
 
         def completed(found: Peak, states: dict, optimizer: str, size: int, stage: str) -> Peak:
-            parts = {**found.parts, "optimizer states": states[optimizer]}
-            return replace(found, parts=parts, utterances=size, stage=stage)
+            on_gpu, on_host = states[optimizer]
+            parts = {**found.parts, "optimizer states": on_gpu}
+            return replace(found, parts=parts, utterances=size, stage=stage, host=on_host)
 
         def peak(settings: Settings, size: int) -> Peak:
             count = min(2, settings.accumulation)

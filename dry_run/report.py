@@ -58,6 +58,8 @@ def describe(peak: Peak, card: Card, what: str, others: Sequence[Peak] = ()) -> 
         lines.append(
             f"In {other.stage}, with {other.utterances} utterances at a time: {size(other.total)}"
         )
+    if peak.host:
+        lines.append(f"In host memory, beside the process itself: {size(peak.host)}")
     lines.append(
         f"Verdict: {verdict(peak, card)[0]} (it fits if {MARGIN} % of the card stays free)"
     )

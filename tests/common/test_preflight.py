@@ -1,6 +1,7 @@
 """The pre-flight check, on this machine and on GPUs that are made up."""
 
 import contextlib
+import os
 import re
 import shutil
 import sys
@@ -327,3 +328,26 @@ def test_the_trials_compute_here_too():
         and "math; with a padding mask: " in reason
         and "memory-efficient" not in reason
     )
+
+
+def test_too_little_host_memory_is_one_line_before_the_run(monkeypatch):
+    """Of two ranks, for a level that keeps states and sums of gradients: 12 bytes a trained
+    weight."""
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(preflight, "free_host_memory", lambda: 24_000_000)
+    for level in (None, "states", "gradients", "weights"):
+        preflight.require_host_memory(model, level)
+    monkeypatch.setattr(preflight, "free_host_memory", lambda: 23_999_999)
+    preflight.require_host_memory(model, "states")
+    for level in ("gradients", "weights"):
+        with pytest.raises(RunError, match=f"--use_cpu_offload {level} takes 23 MiB more"):
+            preflight.require_host_memory(model, level)
+    model.requires_grad_(False)
+    preflight.require_host_memory(model, "weights")
+
+
+def test_free_host_memory_is_what_the_system_says():
+    free = preflight.free_host_memory()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert free > 0 and free < 10 * total
