@@ -154,6 +154,14 @@ def test_a_state_dict_has_the_fp32_values_and_loading_sets_them():
     assert offload.begin(None, model, (), None) is None
 
 
+def test_without_16_bit_types_the_user_is_told_what_the_level_is(capsys):
+    for level in offload.LEVELS:
+        assert offload.begin(level, network(), (small.Layer,), None).masters == {}
+    said = capsys.readouterr().out
+    assert said.startswith("--use_cpu_offload weights: without mixed precision")
+    assert said.count("\n") == 1
+
+
 def test_best_and_averaged_weights_are_those_of_a_plain_run(tmp_path):
     """What `finish` loads, averages, evaluates and saves."""
     flags = "--save_every 1 --eval_every 1 --average_checkpoints 3 --num_epochs 1 --keep_last 3"
