@@ -69,7 +69,7 @@ def begin(
     elif level == "weights":
         for p in castable(model, layers):
             masters[p] = p.data.contiguous()
-            p.data = masters[p].to(dtype)
+            p.data = p.data.to(dtype)  # in the same order in memory, such as channels_last
 
         def save(module, state: dict, prefix: str, metadata) -> None:
             for name, p in model.named_parameters(remove_duplicate=False):
