@@ -773,7 +773,7 @@ def apply_update(training: Training, norm: float) -> bool:
     if is_finite:
         optimizer.step()
     optimizer.zero_grad()
-    if loss_scale and loss_scale.value < 1:
+    if not is_finite and loss_scale.value < 1:
         raise RunError(
             f"fp16's loss scale fell below 1 at step {training.progress['step']}: the gradients"
             " overflow at any scale; use --bf16, --no_mixed_precision or a lower --learning_rate"

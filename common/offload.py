@@ -68,15 +68,18 @@ def begin(
     dtype: torch.dtype | None,
 ) -> Offload | None:
     """Prepares a model, while it is on the host, for a level of --use_cpu_offload. With "weights"
-    and autocast's `dtype`, its castable parameters get 16 bits. The model's `state_dict` still has
-    the fp32 values, and `load_state_dict` sets them."""
+    and autocast's `dtype`, its castable parameters get 16 bits; without autocast that level is like
+    "gradients". The model's `state_dict` still has the fp32 values, and `load_state_dict` sets
+    them."""
     if level is None:
         return None
     masters = {}
-    if level == "weights" and dtype is not None:
+    if level == "weights" and dtype is None:
+        print("--use_cpu_offload weights: without mixed precision it is the same as gradients")
+    elif level == "weights":
         for p in castable(model, layers):
             masters[p] = p.data.contiguous()
-            p.data = masters[p].to(dtype)
+            p.data = p.data.to(dtype)  # in the same order in memory, such as channels_last
 
         def save(module, state: dict, prefix: str, metadata) -> None:
             for name, p in model.named_parameters(remove_duplicate=False):
@@ -123,16 +126,12 @@ class Slot:
         self.copy(place, source)
         return place
 
-    def wait(self) -> None:
-        """Waits for the last copy."""
-        if self.copied is not None:
-            self.copied.synchronize()
-            self.copied = None
-
     def finish(self) -> None:
-        """Does what is left to do with the piece in this slot, so that the next one may come."""
+        """Waits for the last copy and does what is left to do with the piece in this slot, so that
+        the next one may come."""
         if self.then is not None:
-            self.wait()
+            if self.copied is not None:
+                self.copied.synchronize()
             then = self.then
             self.then = None
             then()
@@ -240,7 +239,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
             update(group, weight, gradient, *state)
             place = weight
             if is_master:
-                slot.wait()  # until the last piece has left
                 place = slot.place(0, own.shape, own.dtype).copy_(weight)
             slot.copy(own, place)
 

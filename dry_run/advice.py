@@ -65,12 +65,15 @@ class Measures:
 
 def advise(measures: Measures, given: Settings, can: set[str], card: Card) -> str:
     """The flags that make a run fit on a card in the least time, each with the memory that it
-    saves; the smallest card if there are none. `can`: what the recipe can vary of "checkpointing",
-    "optimizer" and "frozen", the last resort, because a frozen encoder changes what is learned."""
+    saves; the smallest card if there are none. `can`: what the run can vary of "checkpointing",
+    "optimizer", "weights" (16-bit copies of them, which a run in fp32 does not have) and "frozen",
+    the last resort, because a frozen encoder changes what is learned."""
     plans = Plans(measures, given)
     optimizers = [given.optimizer]
     if "optimizer" in can:
         optimizers = list(SLOWER)[list(SLOWER).index(given.optimizer) :]
+        if "weights" not in can and given.optimizer != "weights":
+            optimizers.remove("weights")
     checkpointing = sorted({given.checkpointing, given.checkpointing or "checkpointing" in can})
     frozen = sorted({given.frozen, given.frozen or "frozen" in can})
     options = [

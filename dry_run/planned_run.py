@@ -283,7 +283,7 @@ class PlannedRun:
             print("Planned without --torch_compile: what the compiler keeps is not known")
         status = verdict(peak, card)[1]
         if status:
-            can = {"optimizer"}
+            can = {"optimizer", "weights"} if self.halves else {"optimizer"}
             if self.checkpoint:
                 can.add("checkpointing")
             if self.freeze:

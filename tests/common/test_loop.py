@@ -793,6 +793,22 @@ def test_a_scale_below_one_stops_the_run(tmp_path):
     assert newest(small.make_args(tmp_path)).state["progress"]["step"] == 0
 
 
+def test_a_run_continues_from_a_scale_below_one(tmp_path):
+    """With gradients that are finite now, such as those of a lower learning rate."""
+
+    def overflowing(model, batch):
+        terms = small.compute_loss(model, batch)
+        return {name: InfiniteGradient.apply(value) for name, value in terms.items()}
+
+    flags = [*cut(1, 1), "--num_epochs", "3"]
+    with pytest.raises(RunError, match="loss scale fell below 1"):
+        fp16_run(small.make_args(tmp_path, *flags), overflowing)
+    args = small.make_args(tmp_path, *flags, "--resume", "auto")
+    fp16_run(args, small.compute_loss)
+    assert newest(args).state["progress"]["step"] > 10
+    assert newest(args).state["scaler"]["scale"] == 0.5
+
+
 def test_fp16_scaling_gives_the_fp32_gradient():
     model, items = network(dtype=torch.float32), small.Waveforms(4)
     plain = gradient_of(model, items, [2, 2])

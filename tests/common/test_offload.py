@@ -159,6 +159,35 @@ def test_a_state_dict_has_the_fp32_values_and_loading_sets_them():
     assert offload.begin(None, model, (), None) is None
 
 
+def test_16_bit_copies_keep_the_order_in_memory_that_a_convolution_chose():
+    """Another order is another kernel, half as fast on a GPU. The host's values are contiguous, as
+    the update needs them."""
+    layers = []
+    for level in (None, "weights"):
+        torch.manual_seed(0)
+        layer = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        kept = offload.begin(level, layer, (nn.Conv2d,), torch.bfloat16)
+        optimizer = optim.make_optimizer(layer, 0.1, offload=kept)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                layer(torch.randn(2, 3, 8, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+        layers.append(layer)
+    assert layers[1].weight.dtype == torch.bfloat16
+    weights = [layer.state_dict()["weight"] for layer in layers]
+    assert torch.equal(*weights) and weights[1].is_contiguous()
+
+
+def test_without_16_bit_types_the_user_is_told_what_the_level_is(capsys):
+    for level in offload.LEVELS:
+        assert offload.begin(level, network(), (small.Layer,), None).masters == {}
+    said = capsys.readouterr().out
+    assert said.startswith("--use_cpu_offload weights: without mixed precision")
+    assert said.count("\n") == 1
+
+
 def test_best_and_averaged_weights_are_those_of_a_plain_run(tmp_path):
     """What `finish` loads, averages, evaluates and saves."""
     flags = "--save_every 1 --eval_every 1 --average_checkpoints 3 --num_epochs 1 --keep_last 3"

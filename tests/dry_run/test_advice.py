@@ -13,7 +13,7 @@ from dry_run.cards import CONTEXT, MIB, Card, workspace
 from dry_run.peak import PARTS, Peak
 from dry_run.report import needed, size, verdict
 
-EVERYTHING = {"checkpointing", "optimizer", "frozen"}
+EVERYTHING = {"checkpointing", "optimizer", "weights", "frozen"}
 BYTES = {"adamw": 8, "adamw_8bit": 2.03125, "states": 0, "gradients": 0, "weights": 0}
 MOST_PLANS = 60
 
@@ -109,6 +109,7 @@ def every(given: Settings, can: set[str]) -> list[Settings]:
             or (
                 "optimizer" in can
                 and optimizers.index(optimizer) > optimizers.index(given.optimizer)
+                and (optimizer != "weights" or "weights" in can)
             )
         )
     ]
@@ -246,6 +247,14 @@ def test_offloading_takes_back_the_8_bit_optimizer():
     given = Settings(1, 8, True, "adamw_8bit", False)
     text = advise(PLAIN, given, {"optimizer"}, card_with_room(320))
     assert text.splitlines()[0] == "  --optimizer adamw --use_cpu_offload: 50.8 MiB less"
+
+
+def test_a_run_in_fp32_is_not_told_to_offload_its_weights():
+    """It has no 16-bit copies of them."""
+    given = Settings(1, 8, True, "adamw", False)
+    for can, level in ((EVERYTHING, "weights"), (EVERYTHING - {"weights"}, "gradients")):
+        text = advise(PLAIN, given, can, card_with_room(1))
+        assert text.startswith(f"  --use_cpu_offload {level}: ")
 
 
 def test_what_fits_nowhere_gets_the_smallest_card():
