@@ -24,14 +24,15 @@ SLOT = 2**24  # bytes of weights, and as many of gradients, that are copied at a
 
 def castable(model: torch.nn.Module, layers: tuple[type, ...]) -> list[torch.nn.Parameter]:
     """The parameters that autocast casts wherever they are used: weight and bias of the linear and
-    convolution layers inside the modules of the types `layers`. Not those that another module uses,
-    too, because gradients of several uses are added in fp32."""
+    convolution layers inside the modules of the types `layers`. Not those that are used several
+    times in a pass, because their gradients are added in fp32: by another module, or by a module
+    with `in_parts`, which says that a batch passes through it in parts."""
     uses = Counter()
     for module in model.modules():
         uses.update(p for p in module._parameters.values() if p is not None)
     inside = {}
     for layer in model.modules():
-        if isinstance(layer, layers):
+        if isinstance(layer, layers) and not getattr(layer, "in_parts", False):
             inside |= dict.fromkeys(layer.modules())
     found = []
     for module in inside:

@@ -29,6 +29,8 @@ class Subsampling(nn.Module):
     convolution, then depthwise-separable ones. What lies beyond each length is zeroed before every
     convolution, so padding changes nothing."""
 
+    in_parts = True  # of the batch, see `AT_ONCE`
+
     def __init__(self, config: dict):
         super().__init__()
         channels = config["channels"]
