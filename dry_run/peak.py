@@ -7,10 +7,11 @@ PARTS = ("weights", "gradients", "optimizer states", "activations", "temporary",
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak of GPU memory in a step of a `stage`, training or evaluation. `parts`: bytes of each of PARTS; `kernels`: bytes that a
-    kernel allocates inside itself then; `module` and `phase` (forward, backward, recomputation,
-    update): where it is, and the `operator` of torch; `guesses`: how often the step read a value
-    that a plan does not have; `utterances`: of the micro-batch or batch."""
+    """The peak of GPU memory in a step of a `stage`, training or evaluation. `parts`: bytes of each
+    of PARTS; `kernels`: bytes that a kernel allocates inside itself then; `module` and `phase`
+    (forward, backward, recomputation, update): where it is, and the `operator` of torch; `guesses`:
+    how often the step read a value that a plan does not have; `utterances`: of the micro-batch or
+    batch."""
 
     parts: dict[str, int]
     kernels: int
