@@ -16,8 +16,9 @@ from dry_run.fake_tensors import CannotPlan
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 # Of operators, in the header.
 LISTS = ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE")
-# Compute capabilities: what flash attention needs, what memory-efficient attention needs, the newest
-# that either knows, and those (with 12.x) on which flash attention lacks a backward of wide heads.
+# Compute capabilities: what flash attention needs, what memory-efficient attention needs, the
+# newest that either knows, and those (with 12.x) on which flash attention lacks a backward of wide
+# heads.
 FLASH, EFFICIENT, NEWEST = (8, 0), (5, 0), (12, 1)
 WITHOUT_WIDE = ((8, 6), (8, 7), (8, 9))
 # Compute capability from which 16-bit products take heads of multiples of 8 only.

@@ -53,6 +53,8 @@ def describe(peak: Peak, card: Card, what: str, others: Sequence[Peak] = ()) -> 
     ]
     place = f"in {peak.module}" if peak.module else "outside any module"
     at = f" ({peak.operator})" if peak.operator else ""
+    if peak.stage != "training":  # whose utterances are in the first line
+        at += f", with {peak.utterances} utterances at a time"
     lines.append(f"Peak: {size(peak.total)} allocated in {peak.stage}, {peak.phase}, {place}{at}")
     for other in others:
         lines.append(

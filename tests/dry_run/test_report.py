@@ -102,6 +102,7 @@ def test_the_other_stage_is_told():
     assert "\nIn evaluation, with 8 utterances at a time: 2.00 GiB\n" in text
     text = describe(evaluation, CARD, "whisper", [peak_of(GIB, utterances=4)])
     assert "Peak: 2.00 GiB allocated in evaluation, " in text
+    assert "with 8 utterances at a time\nIn training" in text
     assert "\nIn training, with 4 utterances at a time: 1.00 GiB\n" in text
 
 
