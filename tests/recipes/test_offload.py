@@ -15,8 +15,6 @@ SPOKEN = {
     whisper_vietnamese: ["--from_scratch", *TINY, *TWO],
     parakeet_tdt: ["--from_scratch", "--model_size", "demo", *FP16],
 }
-
-
 TINY_PARAKEET = formats.make_config(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True)
 
 
