@@ -162,21 +162,22 @@ def test_a_state_dict_has_the_fp32_values_and_loading_sets_them():
 def test_16_bit_copies_keep_the_order_in_memory_that_a_convolution_chose():
     """Another order is another kernel, half as fast on a GPU. The host's values are contiguous, as
     the update needs them."""
-    layers = []
+    models = []
     for level in (None, "weights"):
         torch.manual_seed(0)
-        layer = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        kept = offload.begin(level, layer, (nn.Conv2d,), torch.bfloat16)
-        optimizer = optim.make_optimizer(layer, 0.1, offload=kept)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+        model.to(memory_format=torch.channels_last)
+        kept = offload.begin(level, model, (nn.Conv2d,), torch.bfloat16)
+        optimizer = optim.make_optimizer(model, 0.1, offload=kept)
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
-                layer(torch.randn(2, 3, 8, 8)).sum().backward()
+                model(torch.randn(2, 3, 8, 8)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert layer.weight.is_contiguous(memory_format=torch.channels_last)
-        layers.append(layer)
-    assert layers[1].weight.dtype == torch.bfloat16
-    weights = [layer.state_dict()["weight"] for layer in layers]
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        models.append(model)
+    assert models[1][0].weight.dtype == torch.bfloat16
+    weights = [model.state_dict()["0.weight"] for model in models]
     assert torch.equal(*weights) and weights[1].is_contiguous()
 
 
