@@ -209,7 +209,7 @@ def prepare_model(
         checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
     on_host = offload.begin(args.use_cpu_offload, model, task.checkpointed, run.setup.dtype)
     model.to(run.setup.device)
-    preflight.require_host_memory(model, args.use_cpu_offload)
+    preflight.require_host_memory(model, args.use_cpu_offload, run.setup.ranks)
     if args.torch_compile:
         compiling.compile_layers(model, task.compiled)
     if args.gradient_checkpointing:

@@ -93,8 +93,9 @@ def begin(
 
         model.register_state_dict_post_hook(save)
         model.register_load_state_dict_pre_hook(load)
-        share = sum(p.numel() for p in masters) / sum(p.numel() for p in model.parameters())
-        print(f"{share:.0%} of the weights are on the device in 16 bits")
+        if masters:
+            share = sum(p.numel() for p in masters) / sum(p.numel() for p in model.parameters())
+            print(f"{share:.0%} of the weights are on the device in 16 bits")
     return Offload(level, masters)
 
 

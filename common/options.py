@@ -364,6 +364,7 @@ def _add_device(group) -> None:
         "--use_cpu_offload",
         action=Level,
         choices=LEVELS,
+        metavar="LEVEL",
         help="update on the host, slower: `states` keeps AdamW's states in host memory,"
         " `gradients` also the gradients, `weights` also the fp32 weights, with 16-bit copies on"
         " the GPU (off; without a word states)",

@@ -164,30 +164,34 @@ def require_disk(args, model: torch.nn.Module) -> None:
         raise RunError(f"checkpoints in {args.checkpoint_dir}: {reason}")
 
 
-def require_host_memory(model: torch.nn.Module, level: str | None) -> None:
-    """Raises `RunError` if a level of --use_cpu_offload takes more host memory than is free, for
-    all ranks of this machine: the system would end the run without a message. Call it when the
-    model has left the host, or with "weights" its fp32 values are there."""
+def require_host_memory(model: torch.nn.Module, level: str | None, ranks: device.Ranks) -> None:
+    """Raises `RunError`, on all ranks, if a level of --use_cpu_offload takes more host memory than
+    is free for all processes of this machine: the system would end the run without a message. Call
+    it when the model has left the host, or with "weights" its fp32 values are there."""
     needed = offload.host_bytes(model, level)
     if level == "weights":
         needed -= needed // 4
     needed *= torchrun("LOCAL_WORLD_SIZE", 1)
-    free = free_host_memory()
-    if needed and free is not None and needed > free:
+    free = free_host_memory() if needed else None
+    is_short = free is not None and needed > free
+    (any_is_short,) = ranks.reduce([int(is_short)], "max")
+    if any_is_short:
+        is_free = f"{size(free)} are free" if is_short else "another machine has less"
         raise RunError(
-            f"--use_cpu_offload {level} takes {size(needed)} more of host memory, and {size(free)}"
-            " are free: end other programs, or take a lower level or --optimizer adamw_8bit"
+            f"--use_cpu_offload {level} takes {size(needed)} more of host memory, and {is_free}:"
+            " end other programs, or take a lower level or --optimizer adamw_8bit"
         )
 
 
 def free_host_memory() -> int | None:
-    """Bytes that programs can still take, with the swap space; None where Linux does not say."""
+    """Bytes that programs can still take, with the swap space; None where the system does not say.
+    A container's limit is not known."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
     kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
-    return 1024 * (kib["MemAvailable"] + kib["SwapFree"])
+    return 1024 * (kib["MemAvailable"] + kib["SwapFree"]) if "MemAvailable" in kib else None
 
 
 def size(count: float) -> str:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from common import checkpoint, compiling, device, preflight
 from common import gpu as gpus
-from common.device import Setup
+from common.device import Ranks, Setup
 from common.errors import RunError
 from tests import small
 
@@ -337,14 +337,14 @@ def test_too_little_host_memory_is_one_line_before_the_run(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(preflight, "free_host_memory", lambda: 24_000_000)
     for level in (None, "states", "gradients", "weights"):
-        preflight.require_host_memory(model, level)
+        preflight.require_host_memory(model, level, Ranks())
     monkeypatch.setattr(preflight, "free_host_memory", lambda: 23_999_999)
-    preflight.require_host_memory(model, "states")
+    preflight.require_host_memory(model, "states", Ranks())
     for level in ("gradients", "weights"):
         with pytest.raises(RunError, match=f"--use_cpu_offload {level} takes 23 MiB more"):
-            preflight.require_host_memory(model, level)
+            preflight.require_host_memory(model, level, Ranks())
     model.requires_grad_(False)
-    preflight.require_host_memory(model, "weights")
+    preflight.require_host_memory(model, "weights", Ranks())
 
 
 def test_free_host_memory_is_what_the_system_says():
