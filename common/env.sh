@@ -295,7 +295,7 @@ pick_data() {
 # one takes its share of the update, in micro-batches that are as large as the row allows and divide
 # the share.
 pick_row() {
-  local row_tier row_size batch accumulation what more='' letters update most share
+  local row_tier row_size batch accumulation what more='' letters level='' update most share
   while read -r row_tier row_size batch what; do
     if [[ $row_tier != "$tier" && $row_tier != '*' ]]; then continue; fi
     if [[ $row_size != "$size" && $row_size != '*' ]]; then continue; fi
@@ -331,12 +331,15 @@ pick_row() {
       F) flags+=(--freeze_encoder) ;;
       # Of 8 and the levels of --use_cpu_offload the user's choice wins.
       8) given --use_cpu_offload || flags+=(--optimizer adamw_8bit) ;;
-      H) given --optimizer || flags+=(--use_cpu_offload) ;;
-      G) given --optimizer || flags+=(--use_cpu_offload gradients) ;;
-      W) given --optimizer || flags+=(--use_cpu_offload weights) ;;
+      H) level=states ;;
+      G) level=gradients ;;
+      W) level=weights ;;
       *) fail "the row of tier $tier and size $size has an unknown letter, $letter" ;;
     esac
   done
+  if [ -n "$level" ] && [ "$(value_of --optimizer)" != adamw_8bit ]; then
+    flags+=(--use_cpu_offload "$level")
+  fi
   if has F "$letters" && ! given --model_dir --model_file --resume --dry_run; then
     fail "$size fits in tier $tier only with a frozen encoder of a given model: add --model_dir or --model_file, or take a smaller size" 2
   fi

@@ -20,7 +20,7 @@ LETTERS = {
     "R": ["--gradient_checkpointing"],
     "F": ["--freeze_encoder"],
     "8": ["--optimizer", "adamw_8bit"],
-    "H": ["--use_cpu_offload"],
+    "H": ["--use_cpu_offload", "states"],
     "G": ["--use_cpu_offload", "gradients"],
     "W": ["--use_cpu_offload", "weights"],
 }

@@ -520,9 +520,11 @@ def test_a_users_flags_win_over_the_rows(script, tier, size, other):
 def test_a_users_optimizer_or_level_wins_over_a_rows_level(script, words, level):
     words = [*words.split(), *MODEL]
     assert resolved(script, command_of(script, *words)).use_cpu_offload == level
-    for mine in (["--optimizer", "adamw_8bit"], ["--optimizer=adamw"]):
+    for mine in (["--optimizer", "adamw_8bit"], ["--optimizer=adamw_8bit"]):
         args = resolved(script, command_of(script, *words, *mine))
-        assert "--optimizer=" + args.optimizer in "=".join(mine) and args.use_cpu_offload is None
+        assert args.optimizer == "adamw_8bit" and args.use_cpu_offload is None
+    args = resolved(script, command_of(script, *words, "--optimizer", "adamw"))
+    assert args.optimizer == "adamw" and args.use_cpu_offload == level  # no contradiction
     for mine in (["--use_cpu_offload"], ["--use_cpu_offload", "states"]):
         assert resolved(script, command_of(script, *words, *mine)).use_cpu_offload == "states"
     args = resolved(script, command_of(script, *words, "--use_cpu_offload=weights"))
@@ -835,8 +837,8 @@ def test_the_first_row_that_matches_counts(project):
     *     *     2 4
     '
     read_arguments "$@"; size=${size_given:-small}; pick_row; run any"""
-    letters = "--gradient_checkpointing --use_cpu_offload --keep_last 3 --eval_batch_size 8"
-    without = "--gradient_checkpointing --keep_last 3 --eval_batch_size 8 --optimizer adamw"
+    letters = "--gradient_checkpointing --use_cpu_offload states --keep_last 3 --eval_batch_size 8"
+    without = "--gradient_checkpointing --keep_last 3 --eval_batch_size 8 --optimizer adamw_8bit"
 
     def answer(preset: str, *words: str):
         return run(project, *words, "--print", command=["bash", "-ec", preset, str(project)])
@@ -844,14 +846,14 @@ def test_the_first_row_that_matches_counts(project):
     for words, flags in {
         "big": letters,
         "big small": letters,
-        "big --optimizer adamw": without,
+        "big --optimizer adamw_8bit": without,
     }.items():
         result = answer(preset, *words.split())
         cut = "--batch_size 4 --gradient_accumulation_steps 2"
         assert shlex.split(result.stdout)[2:] == f"--mixed_precision {cut} {flags}".split()
     for letter, level in {"G": "gradients", "W": "weights", "8": "adamw_8bit"}.items():
         other = preset.replace("4 2 R H", f"4 2 R {letter}")
-        mine = ["--optimizer", "adamw"]
+        mine = ["--optimizer", "adamw_8bit"]
         flag = ["--use_cpu_offload", level]
         if letter == "8":
             flag[0], mine = "--optimizer", ["--use_cpu_offload", "gradients"]
