@@ -158,8 +158,8 @@ class Setup:
 
 class LossScale:
     """The factor of the loss under fp16 (Micikevicius et al. 2018, section 3.2), with the rule and
-    the saved state of torch.amp.GradScaler. That one would read all gradients once more for what
-    their norm already tells, and not those that are on the host."""
+    the saved state of torch.amp.GradScaler. GradScaler would read all gradients once more to find
+    out what their norm already tells, and it cannot read those that are on the host."""
 
     GROWTH, BACKOFF = 2.0, 0.5
     INTERVAL = 2000  # updates without an overflow, after which the factor grows
