@@ -355,10 +355,7 @@ def test_silence_has_no_text(best, silence, monkeypatch):
 @pytest.mark.parametrize("flags", [[], ["--subsampling", "8"], ["--max_duration", "1"]])
 def test_a_plan_without_data_is_of_the_longest_utterances_that_ctc_can_align(flags, tmp_path):
     plan = planned(recipe, *TINY, *flags, "--output_dir", tmp_path)
-    assert (
-        len(plan.global_batches.data) == 4096
-        and len(set(plan.global_batches.data.corpus.texts)) == 64
-    )
+    assert len(set(plan.global_batches.data.corpus.texts)) == 64
     assert "time_masks" in plan.batch and not list(tmp_path.iterdir())
 
 

@@ -162,12 +162,21 @@ def is_alive(pid: int) -> bool:
     return path.exists() and path.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+def assert_ends(pid: int) -> None:
+    """A process that was killed is there until its parent, or init, has waited for it."""
+    deadline = time.monotonic() + 20
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_alive(pid)
+
+
 def test_a_child_that_takes_too_long_is_killed_with_its_children(made, tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     made.deadline = time.monotonic() + 3
     with pytest.raises(OutOfTime):
         made.child({"run": [str(tmp_path / "hangs.py")]}, tmp_path, 60)
-    assert not is_alive(int((tmp_path / "pid").read_text())) and not made.children
+    assert_ends(int((tmp_path / "pid").read_text()))
+    assert not made.children
 
 
 def test_a_child_ends_with_its_parent_even_if_that_is_killed(tmp_path):
@@ -181,11 +190,7 @@ def test_a_child_ends_with_its_parent_even_if_that_is_killed(tmp_path):
     runs.wait_until(parent, lambda: (tmp_path / "pid").exists())
     parent.kill()
     parent.wait()
-    pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 20
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not is_alive(pid)
+    assert_ends(int((tmp_path / "pid").read_text()))
 
 
 def test_a_failed_child_says_why(made, tmp_path):
