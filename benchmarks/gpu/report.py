@@ -152,7 +152,8 @@ def export(done: dict, card: dict) -> str:
     lines = []
     for name, found in done.items():
         example = found["cpu"][-1] if found["cpu"] else ""
-        example = (example.partition("\t")[2] or example).strip()[:60]
+        path, tab, transcript = example.partition("\t")
+        example = (transcript if tab else path).strip()[:60]
         lines.append([name, "the same" if found["same"] else "differs", example])
     return markdown(["recipe", "on the card and on the CPU", "example"], lines)
 
