@@ -293,10 +293,7 @@ def begin_training(
     if schedule.resume(progress["schedule"], progress["step"]):
         progress["evaluations_without_gain"] = 0
     schedule.set(progress["step"])
-    if saved and len(saved["rng"]) > ranks.rank:
-        set_rng_state(saved["rng"][ranks.rank], setup.device)
-    elif ranks.size > 1:  # each rank has its own dropout
-        torch.manual_seed(args.seed + 1000 * ranks.rank + progress["step"])
+    place_in_random_numbers(args.seed, setup, saved, progress["step"])
     prepare_folders(args, run, progress, task)
     report = Report(
         args.log_dir, progress["step"], length.total, args.tensorboard, enabled=ranks.first
@@ -359,6 +356,15 @@ def note_new_rows(progress: dict, first: optim.NewRows | None) -> optim.NewRows 
         rows = {name: list(map(int, numbers)) for name, numbers in first.rows.items()}
         progress["new_rows"] = {"rows": rows, "learning_rate": first.learning_rate}
     return optim.NewRows(**progress["new_rows"]) if progress["new_rows"] else None
+
+
+def place_in_random_numbers(seed: int, setup: Setup, saved: dict | None, step: int) -> None:
+    """Sets the random state of this rank to that of the `state` of a checkpoint, if it has one."""
+    ranks = setup.ranks
+    if saved and len(saved["rng"]) > ranks.rank:
+        set_rng_state(saved["rng"][ranks.rank], setup.device)
+    elif ranks.size > 1:  # each rank has its own dropout
+        torch.manual_seed(seed + 1000 * ranks.rank + step)
 
 
 def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:
