@@ -12,7 +12,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -163,25 +163,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
         host."""
         return self.masters.get(p, p.detach())
 
-    def gradients(
-        self, missing: Iterable[torch.nn.Parameter] = ()
-    ) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """The gradients of this update, in the order of the parameters. The `missing` ones get
-        zeros."""
+    def gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """The gradients of this update, in the order of the parameters. Those that were not made by
+        a backward pass are taken from `p.grad`, too."""
+        for p in self.sums:
+            if p.grad is not None:
+                self.take_gradient(p)
         for slot in self.slots:
             slot.finish()
-        for p in missing:
-            if p in self.sums:
-                self.sums[p].zero_()
-                self.summed.add(p)
-            else:
-                p.grad = torch.zeros_like(p)
         found = {}
         for group in self.param_groups:
             for p in group["params"]:
-                gradient = p.grad
-                if p in self.sums:
-                    gradient = self.sums[p] if p in self.summed else None
+                gradient = self.sums[p] if p in self.summed else p.grad
                 if gradient is not None:
                     found[p] = gradient
         return found

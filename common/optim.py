@@ -139,10 +139,10 @@ def gradients(
 ) -> dict[torch.nn.Parameter, torch.Tensor]:
     """The gradients of this update, on the device or on the host, in the order of the parameters.
     The `missing` ones get zeros."""
-    if isinstance(optimizer, OffloadedAdamW):
-        return optimizer.gradients(missing)
     for p in missing:
         p.grad = torch.zeros_like(p)
+    if isinstance(optimizer, OffloadedAdamW):
+        return optimizer.gradients()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {p: p.grad for p in parameters if p.grad is not None}
 
