@@ -100,8 +100,8 @@ def speed_up(optimizer: torch.optim.Optimizer, model: torch.nn.Module, new_rows:
     """Makes `new_rows` learn at their own rate, in every kind of optimizer. Frozen parameters stay
     as they are.
 
-    AdamW's step is w - rate * (decay * w + u), and u depends on the gradients alone. So the rows are
-    zero during a step, which leaves -rate * u of them, to the last digits. A step with another
+    AdamW's step is w - rate * (decay * w + u), and u depends on the gradients alone. So the rows
+    are zero during a step, which leaves -rate * u of them, to the last digits. A step with another
     rate follows from it."""
     groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     chosen = []

@@ -2,8 +2,8 @@
 
     {"runs": [{"card": ..., "torch": ..., "source": ..., "pieces": {name: entry}}]}
 
-An entry has "status" (done, failed, skipped, or later: there was no time), "seconds", and "found" or
-"reason". A run is of one card, one torch and one state of the programs that are measured."""
+An entry has "status" (done, failed, skipped, or later: there was no time), "seconds", and "found"
+or "reason". A run is of one card, one torch and one state of the programs that are measured."""
 
 import hashlib
 import json

@@ -115,8 +115,7 @@ def make_search(
 def last_steps(search: Search, config: dict) -> Search:
     """A search of two steps after a prompt that is as long as the longest text, so that its cache
     is as large as that of the whole search."""
-    longest = min(search.max_new_tokens, config["max_target_positions"] - len(search.prompt))
-    prompt = [*search.prompt, *[search.eos] * (longest - 2)]
+    prompt = [*search.prompt, *[search.eos] * (_token_limit(config, search) - 2)]
     return replace(search, prompt=prompt, max_new_tokens=2)
 
 
@@ -206,7 +205,7 @@ def beam(
     beam_size = search.beam_size
     vocab_size = logits.shape[1]
     device = encoded.device
-    max_new_tokens = _token_limit(model, search)
+    max_new_tokens = _token_limit(model.config, search)
     bias, first_bias = _biases(logits, search)
     rows = torch.arange(len(encoded), device=device).repeat_interleave(beam_size)
     kv_cache.reorder(rows)
@@ -275,8 +274,8 @@ def _sort_candidates(
     return finished, alive
 
 
-def _token_limit(model: Whisper, search: Search) -> int:
-    return min(search.max_new_tokens, model.config["max_target_positions"] - len(search.prompt))
+def _token_limit(config: dict, search: Search) -> int:
+    return min(search.max_new_tokens, config["max_target_positions"] - len(search.prompt))
 
 
 def _biases(logits: torch.Tensor, search: Search) -> tuple[torch.Tensor, torch.Tensor]:
@@ -337,7 +336,7 @@ def _extend(
     numbers `active` (N,), are `pick(logits (N, V), step, active)`."""
     kv_cache, logits, no_speech = _read_prompt(model, encoded, mask, search)
     device = encoded.device
-    max_new_tokens = _token_limit(model, search)
+    max_new_tokens = _token_limit(model.config, search)
     bias, first_bias = _biases(logits, search)
     tokens = torch.full((len(encoded), max_new_tokens), search.eos, device=device)
     scores = torch.zeros(len(encoded), dtype=logits.dtype, device=device)

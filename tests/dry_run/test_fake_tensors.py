@@ -314,8 +314,8 @@ def test_autograd_adds_to_a_gradient_that_nobody_else_has(is_alone):
         before = list(mode.blocks)
         total.backward(gradient)
     assert x.grad.shape == x.shape
-    # Alone: those of y * 2 and y * 3, of which one becomes the sum, and that of x. Not alone: y's
-    # is first the given one, so that the sum needs memory of its own.
+    # Alone, the blocks are the gradients of y * 2 and y * 3, of which one becomes the sum, and that
+    # of x. Otherwise the first gradient of y is the given one, so the sum takes a block of its own.
     assert len([block for block in mode.blocks if block not in before]) == 3
 
 

@@ -1,5 +1,5 @@
-"""The attention kernels that the recipes take on GPUs, with the shapes, strides and types that q, k,
-v and the mask really have: none may take the math kernel, which keeps all scores."""
+"""The attention kernels that the recipes take on GPUs, with the shapes, strides and types that q,
+k, v and the mask really have: none may take the math kernel, which keeps all scores."""
 
 import json
 from dataclasses import replace
