@@ -1,0 +1,22 @@
+"""Events of the page: failures are shown in one line, and none is part of a public API."""
+
+import functools
+from collections.abc import Callable
+
+import gradio as gr
+
+from common.errors import Failure
+
+
+def on(trigger: Callable, action: Callable, inputs=None, outputs=None, **settings):
+    """Calls `action` when `trigger`, such as `button.click`, happens; `settings` are gradio's. A
+    `Failure` becomes a message that stays until it is closed."""
+
+    @functools.wraps(action)
+    def run(*values):
+        try:
+            return action(*values)
+        except Failure as failure:
+            raise gr.Error(str(failure), duration=None, print_exception=False) from None
+
+    return trigger(run, inputs, outputs, api_visibility="private", **settings)

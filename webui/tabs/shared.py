@@ -1,0 +1,17 @@
+"""What the tabs of the page share."""
+
+from dataclasses import dataclass
+
+import gradio as gr
+
+
+@dataclass(frozen=True)
+class Shared:
+    """`tab` is the own one, whose `select` is the time to read the disk anew. `settings` is what the
+    form of a training shows (see `commands.command`), `chosen` the name of the run that is looked
+    at."""
+
+    tabs: gr.Tabs  # with the ids "data", "train", "runs", "try", "export"
+    tab: gr.Tab
+    settings: gr.State
+    chosen: gr.State
