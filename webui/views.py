@@ -5,7 +5,10 @@ plots evaluate strings as code, which the page's content security policy forbids
 end the HTML in Markdown."""
 
 import html
+import math
 from urllib.parse import urlencode
+
+import jiwer
 
 
 def text(value) -> str:
@@ -25,7 +28,124 @@ def player(path: str, offset: float = 0.0, seconds: float | None = None) -> str:
 
 def table(header: list[str], rows: list[list[str]], caption: str = "") -> str:
     """A table of cells that are HTML already."""
-    head = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
+    names = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
+    head = f"<tr>{names}</tr>" if header else ""
     body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in rows)
     title = f"<caption>{text(caption)}</caption>" if caption else ""
-    return f'<div class="wide"><table>{title}<tr>{head}</tr>{body}</table></div>'
+    return f'<div class="wide"><table>{title}{head}{body}</table></div>'
+
+
+def bars(caption: str, rows: list[tuple[str, float]], unit: str = "") -> str:
+    """A table of numbers, each with a bar as long as its share of the largest."""
+    most = max((number for _, number in rows), default=0) or 1
+    cells = []
+    for label, number in rows:
+        bar = f'<span class="bar" style="width:{12 * number / most:.2f}em"></span>'
+        cells.append([text(label), f"{bar} {number:g} {text(unit)}"])
+    return table([], cells, caption)
+
+
+def difference(reference: str, hypothesis: str) -> str:
+    """The hypothesis beside its reference, by words: <del> marks words of the reference that the
+    hypothesis lacks, <ins> words that it has instead or in addition."""
+    if not reference.split():
+        return f"<ins>{text(hypothesis)}</ins>" if hypothesis.split() else ""
+    aligned = jiwer.process_words(reference, hypothesis)
+    said, heard = aligned.references[0], aligned.hypotheses[0]
+    parts = []
+    for chunk in aligned.alignments[0]:
+        lost = text(" ".join(said[chunk.ref_start_idx : chunk.ref_end_idx]))
+        new = text(" ".join(heard[chunk.hyp_start_idx : chunk.hyp_end_idx]))
+        if chunk.type == "equal":
+            parts.append(lost)
+            continue
+        if lost:
+            parts.append(f"<del>{lost}</del>")
+        if new:
+            parts.append(f"<ins>{new}</ins>")
+    return " ".join(parts)
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+WIDTH, HEIGHT = 480, 240  # of a plot, in its own units
+LEFT, RIGHT, TOP, BOTTOM = 52, 8, 24, 34  # its margins
+MOST_POINTS = 400  # of a line
+STYLES = ("", "6 3", "2 3", "8 3 2 3")  # dashes, so that lines are told apart without colours
+Points = list[tuple[float, float]]
+
+
+def curves(title: str, lines: dict[str, Points], x_label: str = "updates") -> str:
+    """A plot of several lines as SVG. Points that are not finite are left out."""
+    lines = {name: _finite(points) for name, points in lines.items()}
+    lines = {name: points for name, points in lines.items() if points}
+    if not lines:
+        return f"<p>{text(title)}: nothing is measured yet.</p>"
+    every = [point for points in lines.values() for point in points]
+    x_ticks = _ticks(0, max(1, *(x for x, _ in every)))
+    y_ticks = _ticks(min(0, *(y for _, y in every)), max(y for _, y in every))
+    x_end = max(x_ticks[-1], max(x for x, _ in every))
+    low, high = y_ticks[0], max(y_ticks[-1], max(y for _, y in every))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (WIDTH - LEFT - RIGHT) * x / x_end
+        down = TOP + (HEIGHT - TOP - BOTTOM) * (high - y) / (high - low)
+        return across, down
+
+    parts = [_grid(place, x_ticks, y_ticks, x_end, x_label)]
+    legend = []
+    for number, (name, points) in enumerate(lines.items()):
+        dashes = STYLES[number % len(STYLES)]
+        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
+        style = f'class="line line-{number % 4}" stroke-dasharray="{dashes}"'
+        parts.append(f'<polyline {style} points="{corners}"/>')
+        parts += [
+            f'<circle class="line-{number % 4}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
+            for x, y in (place(*point) for point in points)
+            if len(points) <= 40
+        ]
+        sample = (
+            f'<svg viewBox="0 0 24 6" class="sample"><polyline {style} points="0,3 24,3"/></svg>'
+        )
+        legend.append(f"<li>{sample} {text(name)}: {points[-1][1]:.4g}</li>")
+    label = "; ".join(f"{name} ends at {points[-1][1]:.4g}" for name, points in lines.items())
+    plot = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text(title)}: {text(label)}">'
+    )
+    heading = f'<text x="{LEFT}" y="14" class="title">{text(title)}</text>'
+    return (
+        f'<div class="plot">{plot}{heading}{"".join(parts)}</svg><ul>{"".join(legend)}</ul></div>'
+    )
+
+
+def _finite(points: Points) -> Points:
+    """At most MOST_POINTS of the finite points, the last one among them."""
+    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    step = math.ceil(len(finite) / MOST_POINTS)
+    return finite[::-1][:: max(1, step)][::-1]
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About five round numbers from `low` or below it to about `high`."""
+    span = (high - low) or abs(high) or 1.0
+    magnitude = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(magnitude * factor for factor in (1, 2, 5, 10) if magnitude * factor >= span / 5)
+    first = math.floor(low / step)
+    last = max(first + 1, math.floor(high / step + 1e-9))
+    return [number * step for number in range(first, last + 1)]
+
+
+def _grid(place, x_ticks: list[float], y_ticks: list[float], x_end: float, x_label: str) -> str:
+    """The lines and numbers behind the curves."""
+    parts = []
+    for y in y_ticks:
+        left, down = place(0, y)
+        right, _ = place(x_end, y)
+        parts.append(f'<path class="grid" d="M{left:.1f} {down:.1f}H{right:.1f}"/>')
+        parts.append(f'<text x="{left - 5:.1f}" y="{down + 4:.1f}" class="end">{y:.4g}</text>')
+    for x in x_ticks:
+        across, down = place(x, y_ticks[0])
+        parts.append(f'<text x="{across:.1f}" y="{down + 15:.1f}" class="middle">{x:.6g}</text>')
+    across, down = place(x_end, y_ticks[0])
+    parts.append(f'<text x="{across:.1f}" y="{down + 30:.1f}" class="end">{text(x_label)}</text>')
+    return "".join(parts)

@@ -1,5 +1,5 @@
 """A copy of recipes/template.py trains and continues as its original does, and becomes a recipe for
-another task by the changes that README's "Copy a recipe" lists."""
+another task by the changes that recipes/template.md lists."""
 
 import ast
 import importlib.util
@@ -142,7 +142,7 @@ def read_data(args, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
 def evaluate_only(args) -> None:
     setup = device.setup(args)
     check_folder(args.log_dir)
-    model, run_info = load_trained(args, setup)
+    model, run_info = trained(args, setup)
     corpora = read_data(args, run_info)
     name = "test" if "test" in corpora else "val"
     data = Utterances(corpora[name], model.classes)
@@ -443,7 +443,7 @@ def assert_works(recipe, manifest: Path, folder: Path) -> list[str]:
 
 
 def assert_loss_adds_up(recipe, manifest: Path) -> None:
-    """As README advises before the first training."""
+    """As recipes/template.md advises before the first training."""
     args = runs.parse(recipe, "--train_manifest", manifest, "--output_dir", manifest.parent)
     recipe.resolve(args)
     corpus = recipe.read_data(args)["train"]
@@ -498,7 +498,7 @@ def fit(model: Network, data: Utterances) -> None:
 
 
 def test_a_released_encoder_as_a_start(tmp_path, konkani):
-    """As README shows it: `fit` reads the folder once for a new model, and a plan does not."""
+    """As recipes/template.md shows it: `fit` reads the folder once for a new model, and a plan does not."""
     source = redefine(TEMPLATE.read_text(encoding="utf-8"), FROM_A_FOLDER)
     source = replace(
         source,
