@@ -153,13 +153,13 @@ def _of_path(text: str, places: Places) -> Example:
 
 
 def _playable(text: str, path: str, offset: float, seconds: float, places: Places) -> Example:
-    """The example with its audio, if that is inside and can be read at all."""
+    """The example with its audio, if that is inside and can be decoded."""
     try:
         file = places.file(path)
     except Failure:
         return Example(text)
-    length, _ = probe(str(file))
-    if math.isnan(length):
+    length, fault = probe(str(file))
+    if fault:
         return Example(text)
     if offset >= length:
         offset, seconds = 0.0, math.nan
