@@ -39,16 +39,6 @@ HELP = (
 MARKDOWN = {"sanitize_html": False, "latex_delimiters": []}
 
 
-class Uploads(gr.File):
-    """Files as pairs (path, the name that the user knows): gradio's own paths lack some signs."""
-
-    is_template = True  # the browser shows gradio's own component
-
-    def preprocess(self, payload) -> list[tuple[str, str]]:
-        files = [] if payload is None else getattr(payload, "root", payload)
-        return [(file.path, file.orig_name or Path(file.path).name) for file in files]
-
-
 def build(context: Context, shared: Shared) -> None:
     places = context.places
     recipes = {name: each for name, each in context.recipes.items() if _can_check(each)}
@@ -71,9 +61,10 @@ def build(context: Context, shared: Shared) -> None:
             allow_custom_value=True,
             min_width=240,
         )
-    files = Uploads(
+    files = gr.File(
         file_count="multiple", label="Or drop audio files and their table here", height=150
     )
+    files.preprocess = _pairs
     said = gr.Markdown(HELP, **MARKDOWN)
     names = [(f"{each.title} ({name})", name) for name, each in recipes.items()]
     first = next(iter(recipes), None)
@@ -170,6 +161,12 @@ def build(context: Context, shared: Shared) -> None:
     on(wait.then, run_check, chosen, [result, printed], concurrency_limit=2)
     on(train.click, to_training, [shared.settings, *chosen], [shared.settings, shared.tabs])
     on(remove.click, removed, uploads, refreshed)
+
+
+def _pairs(payload) -> list[tuple[str, str]]:
+    """Uploaded files as pairs (path, the name that the user knows). Gradio would give paths alone,
+    whose names lack some signs."""
+    return [(file.path, file.orig_name or Path(file.path).name) for file in payload or []]
 
 
 def _can_check(recipe: Recipe) -> bool:
