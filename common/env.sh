@@ -156,9 +156,15 @@ value_of() {
   echo "$value"
 }
 
+# print_help: prints the comment at the head of the script and ends it: the program's own --help would
+# need the packages, 5 GB, first.
+print_help() {
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+  exit
+}
+
 # read_arguments ARGUMENT...: sets tier, size_given (SIZE, or empty), data (DATA, or auto), arguments
-# (what follows them), gpus, and the first of the flags. It answers --rows and --help itself, because
-# the recipe's --help would need the packages, 5 GB, first.
+# (what follows them), gpus, and the first of the flags. It answers --rows and --help.
 read_arguments() {
   local tiers sizes device=cpu words=0
   tiers=$(column 1)
@@ -180,8 +186,7 @@ read_arguments() {
   done
   arguments=("$@")
   if given --help -h; then
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-    exit
+    print_help
   elif given --rows; then
     echo "$rows"
     exit

@@ -257,13 +257,13 @@ def int16(waveform: torch.Tensor) -> np.ndarray:
 def write_wav(path: Path, samples: np.ndarray, sample_rate: int) -> None:
     """Writes int16 samples (T,) as a mono wav to a new `path`, in a folder that is written aside or
     as `files.write_file` names it. Raises `OSError`."""
-    path.write_bytes(_wav(samples, sample_rate))
+    path.write_bytes(wav(samples, sample_rate))
 
 
 def write_speech(path: Path, samples: np.ndarray, sample_rate: int) -> None:
     """The same for --output, aside and renamed, with a mark at the end by which `is_own_speech`
     knows the file. Raises `OSError`."""
-    content = _wav(samples, sample_rate)
+    content = wav(samples, sample_rate)
     size = struct.pack("<I", len(content) + len(_mark(b"")) - 8)
     content = content[:4] + size + content[8:]
     write_file(path, lambda temporary: temporary.write_bytes(content + _mark(content)))
@@ -282,7 +282,8 @@ def is_own_speech(path: Path) -> bool:
     return content[-size:] == _mark(content[:-size])
 
 
-def _wav(samples: np.ndarray, sample_rate: int) -> bytes:
+def wav(samples: np.ndarray, sample_rate: int) -> bytes:
+    """The content of a mono wav file with int16 samples (T,)."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setnchannels(1)

@@ -18,7 +18,6 @@ SHORT_CLIP = 2.0  # seconds
 SHORT_TOLERANCE = 2.0  # rates of short clips vary about twice as much
 LITTLE_SPEECH = 6.0  # seconds of a speaker: less does not define a voice
 LITTLE_DATA = 180.0  # seconds of a training set
-MOST_SPEAKERS = 20  # lines of the table of speakers
 
 Fault = Callable[[Corpus, int], tuple[str, str] | None]  # (reason, details) to reject an utterance
 
@@ -116,16 +115,10 @@ def speaking_rate(corpus: Corpus) -> dict[int, tuple[str, str]]:
     return problems
 
 
-def _seconds_by_speaker(corpus: Corpus) -> dict[str, float]:
-    codes = np.array(corpus.speakers.codes, dtype=np.int64)
-    totals = np.bincount(codes, corpus.seconds, len(corpus.speakers.names)).tolist()
-    return {corpus.speakers.names[code]: totals[code] for code in np.unique(codes).tolist()}
-
-
 def little_speech(train: Corpus) -> dict[int, tuple[str, str]]:
     """{index: (reason, details)} of the clips of speakers with less than LITTLE_SPEECH seconds;
     none if no other speaker would be left."""
-    totals = _seconds_by_speaker(train)
+    totals = train.seconds_by(train.speakers)
     few = {speaker for speaker, seconds in totals.items() if seconds < LITTLE_SPEECH}
     if few and len(few) == len(totals):
         print(
@@ -160,15 +153,10 @@ def overlap(train: Corpus, other: Corpus, rejected: Rejections) -> None:
 
 
 def describe(train: Corpus) -> None:
-    """Prints the minutes of each speaker, and warnings about what the training set lacks."""
-    totals = _seconds_by_speaker(train)
-    speakers = "1 speaker" if len(totals) == 1 else f"{len(totals)} speakers"
+    """Prints how much speech there is, and warnings about what the training set lacks."""
+    count = len(set(train.speakers))
+    speakers = "1 speaker" if count == 1 else f"{count} speakers"
     print(f"training speech: {train.seconds.sum() / 60:.1f} min of {speakers}")
-    ranked = sorted(totals.items(), key=lambda pair: -pair[1])
-    for speaker, seconds in ranked[:MOST_SPEAKERS]:
-        print(f"  {seconds / 60:7.1f} min  {speaker or '(no speaker given)'}")
-    if len(ranked) > MOST_SPEAKERS:
-        print(f"  and {len(ranked) - MOST_SPEAKERS} more")
     if train.seconds.sum() < LITTLE_DATA:
         print(
             f"warning: less than {LITTLE_DATA / 60:g} minutes of training speech: the voice will"

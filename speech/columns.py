@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 
@@ -14,6 +15,11 @@ from common.errors import DataError
 
 EXAMPLES = 3  # of each reason in the table of rejections
 EXAMPLE_LENGTH = 1000  # characters
+MOST_NAMES = 10  # lines of the table of speakers, and of that of languages
+NAME_LENGTH = 60  # characters there
+# Seconds: of the widths of a histogram's bins, the smallest that makes at most MOST_BINS is taken.
+BIN_WIDTHS = [first * 10.0**power for power in range(-2, 5) for first in (1, 2, 5)]
+MOST_BINS = 15
 # What helps, by the beginning of a reason.
 ADVICE = {
     "file is missing": "paths are relative to the manifest's folder or, if given, --audio_root",
@@ -177,6 +183,35 @@ def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, stri
         raise DataError(f"{name}: {rejected.total} utterances rejected (--strict_data)")
 
 
+def describe_utterances(corpora: "Iterable[Corpus]") -> str:
+    """Tables of the utterances of all `corpora` together, one line each: minutes by speaker and by
+    language, as far as rows name them, and a histogram of lengths."""
+    corpora = list(corpora)
+    lines = []
+    for what in ("speaker", "language"):
+        totals: Counter[str] = Counter()
+        for corpus in corpora:
+            totals.update(corpus.seconds_by(getattr(corpus, f"{what}s")))
+        if not any(totals):
+            continue
+        lines.append(f"minutes by {what}:")
+        ranked = totals.most_common()
+        for name, seconds in ranked[:MOST_NAMES]:
+            name = printable(name)[:NAME_LENGTH] or f"(no {what} given)"
+            lines.append(f"  {seconds / 60:7.1f}  {name}")
+        if len(ranked) > MOST_NAMES:
+            rest = sum(seconds for _, seconds in ranked[MOST_NAMES:])
+            lines.append(f"  {rest / 60:7.1f}  ({len(ranked) - MOST_NAMES} more)")
+    lines.append("utterances by length:")
+    seconds = np.concatenate([corpus.seconds for corpus in corpora])
+    width = next(width for width in BIN_WIDTHS if seconds.max() < MOST_BINS * width)
+    bins = np.bincount((seconds / width + 1e-9).astype(np.int64)).tolist()
+    for number, count in enumerate(bins):
+        if any(bins[: number + 1]):
+            lines.append(f"  {count:7}  {number * width:g} to {(number + 1) * width:g} s")
+    return "\n".join(lines)
+
+
 @dataclass
 class Corpus:
     """Utterances in columns. `seconds`: their lengths; `offsets` and `durations`: their place in
@@ -207,6 +242,12 @@ class Corpus:
     def label(self, index: int) -> int | float | str | list | None:
         """The label of an utterance, None if labels were not asked for."""
         return None if self.labels is None else json.loads(self.labels[index])
+
+    def seconds_by(self, column: Codes) -> dict[str, float]:
+        """The seconds of speech by the names in a column, `speakers` or `languages`."""
+        codes = np.array(column.codes, dtype=np.int64)
+        totals = np.bincount(codes, self.seconds, len(column.names)).tolist()
+        return {column.names[code]: totals[code] for code in np.unique(codes).tolist()}
 
     def select(self, indices: np.ndarray) -> "Corpus":
         """The utterances at `indices`, in that order."""

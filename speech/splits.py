@@ -15,7 +15,14 @@ import numpy as np
 from common import options
 from common.errors import DataError, UsageError
 from speech.checks import overlap
-from speech.columns import Codes, Corpus, Rejections, Strings, report_rejections
+from speech.columns import (
+    Codes,
+    Corpus,
+    Rejections,
+    Strings,
+    describe_utterances,
+    report_rejections,
+)
 from speech.loading import (
     MOST_CHARACTERS,
     Checks,
@@ -336,6 +343,7 @@ def report_checked(sets: dict[str, Corpus]) -> None:
 
 
 def say_checked(sets: dict[str, Corpus]) -> None:
+    print(describe_utterances(sets.values()))
     counts = ", ".join(f"{len(corpus)} utterances in {name}" for name, corpus in sets.items())
     print(f"checked: {counts} can be used")
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from speech import checks
-from speech.columns import Codes, Corpus, Rejections, Strings
+from speech.columns import Codes, Corpus, Rejections, Strings, describe_utterances
 
 # --- speech for synthesis -------------------------------------------------------------------------
 
@@ -106,20 +106,52 @@ def test_overlap_is_noted():
     assert noted.total == 0
 
 
+def test_utterances_are_counted_by_speaker_language_and_length():
+    rows = [("t", 60.0 * (i + 1), f"s{i}") for i in range(12)]
+    long = make_corpus(rows)
+    short = make_corpus([("t", 30.0, "s11"), ("t", 60.0, "")])
+    short.languages = Codes(["am", "am"])
+    assert describe_utterances([long, short]).splitlines() == [
+        "minutes by speaker:",
+        "     12.5  s11",
+        *(f"     {i + 1:4.1f}  s{i}" for i in range(10, 1, -1)),
+        "      4.0  (3 more)",
+        "minutes by language:",
+        "     78.0  (no language given)",
+        "      1.5  am",
+        "utterances by length:",
+        *(
+            f"        {count}  {50 * number} to {50 * number + 50} s"
+            for number, count in enumerate([1, 2, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1])
+        ),
+    ]
+    for seconds, labels in (
+        ([11.6], ["11 to 12 s"]),
+        ([16.0, 21.0], ["16 to 18 s", "18 to 20 s", "20 to 22 s"]),
+        ([0.3, 0.35, 0.42], ["0.3 to 0.35 s", "0.35 to 0.4 s", "0.4 to 0.45 s"]),
+    ):
+        lines = describe_utterances([make_corpus([("t", s, "") for s in seconds])]).splitlines()
+        assert lines[0] == "utterances by length:"  # no row names a speaker
+        assert [line[11:] for line in lines[1:]] == labels
+        assert sum(int(line[:9]) for line in lines[1:]) == len(seconds)
+    name = "a\n<b>" + "x" * 100
+    line = describe_utterances([make_corpus([("t", 6.0, name)])]).splitlines()[1]
+    assert line == "      0.1  a\\n<b>" + "x" * 54
+
+
 def test_the_training_set_is_described(capsys):
     rows = [(f"t{i}", 60.0 * (i + 1), f"s{i}") for i in range(23)]
     checks.describe(make_corpus(rows))
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        lines[0] == "training speech: 276.0 min of 23 speakers" and lines[1] == "     23.0 min  s22"
-    )
-    assert len(lines) == 23 and lines[21] == "  and 3 more"
-    assert lines[22] == "warning: no clip is under 2 s: the model will add noise to short texts"
+    assert lines == [
+        "training speech: 276.0 min of 23 speakers",
+        "warning: no clip is under 2 s: the model will add noise to short texts",
+    ]
     checks.describe(make_corpus([("a", 1.5, "")]))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:2] == ["      0.0 min  (no speaker given)"]
-    assert lines[2:] == [
-        "warning: less than 3 minutes of training speech: the voice will hardly be learned"
+    assert lines == [
+        "training speech: 0.0 min of 1 speaker",
+        "warning: less than 3 minutes of training speech: the voice will hardly be learned",
     ]
 
 

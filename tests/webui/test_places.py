@@ -1,0 +1,302 @@
+"""What the page may read, and what becomes of uploaded files."""
+
+import json
+import os
+import socket
+
+import pytest
+
+from common.errors import Failure, UsageError
+from speech.columns import Rejections
+from speech.manifest import parse
+from webui import places
+from webui.places import Places
+
+
+@pytest.fixture
+def here(tmp_path):
+    for name in ("data", "runs", "elsewhere"):
+        (tmp_path / name).mkdir()
+    return Places(tmp_path / "data", tmp_path / "runs")
+
+
+def rows_of(manifest):
+    rejected = Rejections()
+    rows = [row for _, row in parse(manifest, rejected)]
+    assert not rejected.total
+    return rows
+
+
+def test_paths_inside(here, wav):
+    wav(here.data / "clips/a.wav")
+    wav(here.runs / "one/a.wav")
+    assert here.inside("clips/a.wav") == here.data / "clips/a.wav"
+    assert here.inside("one/a.wav") == here.runs / "one/a.wav"
+    assert here.inside(here.runs / "one") == here.runs / "one"
+    assert here.inside("clips/../clips/a.wav") == here.data / "clips/a.wav"
+    assert here.file("clips/a.wav") == here.data / "clips/a.wav"
+    for path in (here.data / "clips/a.wav", here.runs / "one/a.wav"):
+        assert here.inside(here.name(path)) == path
+    wav(here.data / "one/a.wav")  # hides the run's
+    assert here.inside("one/a.wav") == here.data / "one/a.wav"
+    assert here.inside(here.name(here.runs / "one/a.wav")) == here.runs / "one/a.wav"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "../elsewhere",
+        "../data2",
+        "clips/../../elsewhere/a",
+        "a\0b",
+        "x" * 300,
+        "\ud800",
+    ],
+)
+def test_paths_outside(here, path):
+    (here.data / "clips").mkdir()
+    with pytest.raises(UsageError):
+        here.inside(path)
+
+
+def test_a_folder_whose_name_only_begins_alike(here, tmp_path, wav):
+    wav(tmp_path / "data2/a.wav")
+    with pytest.raises(UsageError, match="outside"):
+        here.inside(tmp_path / "data2/a.wav")
+
+
+def test_links_out_are_refused(here, tmp_path, wav):
+    outside = wav(tmp_path / "elsewhere/secret.wav")
+    (tmp_path / "elsewhere/secret.csv").write_text("audio_file,text\nsecret.wav,one\n")
+    (tmp_path / "elsewhere/secret.pt").write_text("")
+    wav(here.data / "own.wav")
+    (here.data / "link.wav").symlink_to(outside)
+    (here.data / "link.csv").symlink_to(tmp_path / "elsewhere/secret.csv")
+    (here.data / "link.pt").symlink_to(tmp_path / "elsewhere/secret.pt")
+    (here.data / "folder").symlink_to(tmp_path / "elsewhere")
+    (here.data / "again.wav").symlink_to(here.data / "own.wav")
+    (here.data / "circle").symlink_to(here.data / "circle")
+    for path in ("link.wav", "folder", "folder/secret.wav", "folder/secret.csv", "circle"):
+        with pytest.raises(UsageError):
+            here.file(path)
+    assert here.clips() == ["again.wav", "own.wav"]
+    assert here.manifests() == [] and here.models() == []
+    with pytest.raises(UsageError):
+        here.manifests("folder")
+
+
+def test_what_is_no_file(here, monkeypatch):
+    os.mkfifo(here.data / "pipe.wav")
+    os.mkfifo(here.data / "pipe.csv")
+    (here.data / "device.wav").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as server:
+        monkeypatch.chdir(here.data)  # names of sockets are short
+        server.bind("socket.wav")
+    for path in ("pipe.wav", "device.wav", "socket.wav", "."):
+        with pytest.raises(UsageError):
+            here.file(path)
+    assert here.clips() == [] and here.manifests() == []
+
+
+def test_what_can_be_chosen(here, json_lines, wav):
+    (here.data / "a").mkdir()
+    json_lines(here.data / "a/train.jsonl", [{"audio_filepath": "x.wav", "text": "one"}])
+    json_lines(here.data / "a/settings.json", [{"layers": 4}])
+    (here.data / "lj").mkdir()
+    (here.data / "lj/metadata.csv").write_text("LJ001|one|one\n")
+    (here.data / "cv").mkdir()
+    (here.data / "cv/train.tsv").write_text("client_id\tpath\tsentence\nme\tx.mp3\tone\n")
+    (here.data / "prices.csv").write_text("day,price\n1,2\n")
+    (here.data / ".hidden").mkdir()
+    (here.data / ".hidden/train.csv").write_text("audio_file,text\na.wav,one\n")
+    assert here.manifests() == ["a/train.jsonl", "cv/train.tsv", "lj/metadata.csv"]
+    assert here.manifests("cv") == ["cv/train.tsv"]
+    (here.data / "whisper").mkdir()
+    (here.data / "whisper/config.json").write_text("{}")
+    (here.data / "whisper/model.safetensors").write_text("")
+    (here.data / "model.nemo").write_text("")
+    (here.runs / "one/checkpoints").mkdir(parents=True)
+    (here.runs / "one/checkpoints/checkpoint_step_2.pt").write_text("")
+    assert here.models() == [
+        "model.nemo",
+        "one/checkpoints/checkpoint_step_2.pt",
+        "whisper",
+        "whisper/model.safetensors",
+    ]
+
+
+def test_lists_are_bounded(here, monkeypatch):
+    deep = here.data
+    for _ in range(places.DEPTH + 1):
+        deep = deep / "d"
+        deep.mkdir()
+        (deep / "a.wav").write_text("")
+    assert len(here.clips()) == places.DEPTH
+    monkeypatch.setattr(places, "CHOICES", 2)
+    assert len(here.clips()) == 2
+    monkeypatch.setattr(places, "ENTRIES", 2)
+    assert here.clips() == ["d/a.wav"]
+
+
+def test_upload_of_clips_and_a_table(here, tmp_path, wav):
+    source = tmp_path / "elsewhere"
+    files = [wav(source / f"{i}.wav") for i in range(3)]
+    wav(source / "3.wav", format="FLAC")
+    table = source / "0.csv"
+    table.write_text(
+        "audio_file,text,speaker_name,lang,offset,duration\n"
+        "clips/one.wav,eins,Ann,de,0.1,0.5\n"
+        "C:\\x\\two.wav,zwei,Bob,,,\n"
+        "/etc/passwd,drei,,,,\n"
+        "../../etc/passwd,drei,,,,\n"
+        "lost.wav,vier,,,,\n"
+        "one.wav,too,many,cells,1,2,3\n"
+        "ärger.wav,fünf,,,,\n"
+    )
+    manifest = here.save_upload(
+        [*files, str(source / "3.wav"), str(table)],
+        ["one.wav", "two.wav", "a\u0308rger.wav", "four.wav", "My table.csv"],
+    )
+    assert manifest == here.runs / "uploads/1/manifest.jsonl"
+    one, two, five = rows_of(manifest)
+    assert one == {
+        "audio_file": "0001.wav",
+        "text": "eins",
+        "speaker_name": "Ann",
+        "lang": "de",
+        "offset": "0.1",
+        "duration": "0.5",
+        "uploaded_as": "one.wav",
+    }
+    assert two["audio_file"] == "0002.wav" and five["audio_file"] == "0003.wav"
+    names = sorted(path.name for path in manifest.parent.glob("0*"))
+    assert names == ["0001.wav", "0002.wav", "0003.wav", "0004.flac"]
+    notes = here.not_used(manifest)
+    assert "3  file was not uploaded" in notes and "My table.csv:4: passwd" in notes
+    assert "My table.csv:7" in notes and "more cells" in notes and str(source) not in notes
+    assert "no line for this file" in notes and "four.wav" in notes
+    assert here.manifests() == ["uploads/1/manifest.jsonl"]
+    assert len(here.clips()) == 4
+
+
+def test_upload_of_json_keeps_segments(here, tmp_path, wav, json_lines):
+    segments = [{"start": 0, "end": 0.5, "text": "one"}, {"start": 0.5, "end": 1, "text": "two"}]
+    rows = [
+        {"audio_filepath": "/x/a.wav", "segments": segments, "speaker": "Ann", "label": 3},
+        b"{broken",
+        {"text": "no audio"},
+        [1],
+        {"audio_filepath": "a.wav", "text": "\ud800"},
+    ]
+    table = json_lines(tmp_path / "t.jsonl", rows[:4])
+    manifest = here.save_upload([wav(tmp_path / "up.wav"), table], ["a.wav", "t.jsonl"])
+    (row,) = rows_of(manifest)
+    assert row == {
+        "audio_filepath": "0001.wav",
+        "segments": segments,
+        "speaker": "Ann",
+        "label": 3,
+        "uploaded_as": "a.wav",
+    }
+    assert "2  no audio path" in here.not_used(manifest)
+    assert "t.jsonl:2" in here.not_used(manifest)
+
+
+def test_upload_without_a_table(here, tmp_path, wav):
+    first = here.save_upload([wav(tmp_path / "a.wav")], ["<img onerror=x>.exe"])
+    assert first == here.runs / "uploads/1" and (first / "0001.wav").is_file()
+    second = here.save_upload([wav(tmp_path / "a.wav")], ["a.wav"])
+    assert second.name == "2"
+    here.remove_upload(first)
+    assert not first.exists() and second.exists()
+    here.remove_upload(second / "0001.wav")
+    assert not second.exists()
+
+
+def test_only_uploads_are_removed(here, wav):
+    clip = wav(here.data / "clips/a.wav")
+    (here.runs / "uploads/mine").mkdir(parents=True)
+    for path in (here.data, here.runs, here.runs / "uploads", here.runs / "uploads/mine", clip):
+        with pytest.raises(UsageError):
+            here.remove_upload(path)
+        assert here.not_used(path) == ""
+    assert os.path.exists(clip)
+
+
+def written(path, content: bytes):
+    path.write_bytes(content)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"#!/bin/sh\nrm -rf /\n",
+        b"#EXTM3U\n#EXTINF:1,\n/etc/passwd\n",
+        b"ffconcat version 1.0\nfile '/etc/passwd'\n",
+        b"\x7fELF" + bytes(100),
+        b"<html><script>alert(1)</script>",
+        bytes(1000),
+    ],
+)
+def test_only_audio_is_taken(here, tmp_path, wav, content):
+    bad = written(tmp_path / "bad.wav", content)
+    with pytest.raises(UsageError, match=r"not audio.*bad\.wav"):
+        here.save_upload([bad], ["bad.wav"])
+    assert not list((here.runs / "uploads").glob("*"))
+    folder = here.save_upload([bad, wav(tmp_path / "a.wav")], ["bad.wav", "a.wav"])
+    assert "bad.wav" in here.not_used(folder)
+    assert sorted(path.name for path in folder.glob("0*")) == ["0001.wav"]
+
+
+def test_uploads_that_are_refused(here, tmp_path, wav, monkeypatch):
+    clip = wav(tmp_path / "a.wav")
+    table = written(tmp_path / "t.csv", b"audio_file,text\na.wav,one\n")
+    with pytest.raises(UsageError, match=r"two files are called a\.wav"):
+        here.save_upload([clip, clip], ["x/a.wav", "y\\a.wav"])
+    with pytest.raises(UsageError, match=r"several tables: t\.csv, u\.csv"):
+        here.save_upload([clip, table, table], ["a.wav", "t.csv", "u.csv"])
+    with pytest.raises(UsageError, match=r"file was not uploaded \(t\.csv:2: a\.wav\)"):
+        here.save_upload([clip, table], ["b.wav", "t.csv"])
+    with pytest.raises(UsageError, match="nothing of this"):
+        here.save_upload([], [])
+    for content in (b"day,price\n1,2\n", b"PK\3\4", b"", "käse".encode("utf-16")):
+        bad = written(tmp_path / "bad.csv", content)
+        with pytest.raises(UsageError) as error:
+            here.save_upload([clip, bad], ["a.wav", "prices.csv"])
+        assert str(tmp_path) not in str(error.value)
+    os.mkfifo(tmp_path / "pipe.wav")
+    with pytest.raises(UsageError, match="regular"):
+        here.save_upload([str(tmp_path / "pipe.wav")], ["a.wav"])
+    monkeypatch.setattr(places, "FILE_BYTES", 100)
+    with pytest.raises(UsageError, match="are taken"):
+        here.save_upload([clip], ["a.wav"])
+    assert not list((here.runs / "uploads").glob("*"))
+
+
+def test_uploads_are_bounded_in_sum(here, tmp_path, wav, monkeypatch):
+    clip = wav(tmp_path / "a.wav")
+    monkeypatch.setattr(places, "UPLOADS_BYTES", 2 * os.path.getsize(clip) + 2000)
+    first = here.save_upload([clip], ["a.wav"])
+    here.save_upload([clip], ["a.wav"])
+    with pytest.raises(UsageError, match="there is room for"):
+        here.save_upload([clip], ["a.wav"])
+    here.remove_upload(first)
+    here.save_upload([clip], ["a.wav"])
+
+
+def test_runs_that_cannot_be_written(here, tmp_path, wav):
+    (here.runs / "uploads").write_text("a file")
+    with pytest.raises(Failure, match="--runs"):
+        here.save_upload([wav(tmp_path / "a.wav")], ["a.wav"])
+
+
+def test_uploaded_names_are_no_paths(here, tmp_path, wav):
+    rows = [{"audio_filepath": "a.wav", "text": "one", "audio": "/etc/passwd", "file": "../../x"}]
+    table = tmp_path / "t.jsonl"
+    table.write_text("\n".join(json.dumps(row) for row in rows))
+    manifest = here.save_upload([wav(tmp_path / "a.wav"), str(table)], ["a.wav", "t.jsonl"])
+    (row,) = rows_of(manifest)
+    assert set(row) == {"audio_filepath", "text", "uploaded_as"}

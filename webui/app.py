@@ -1,0 +1,295 @@
+"""The page: data in, training watched, results heard and read, in a browser.
+
+    python webui/app.py                               # prints the address, with its token
+    python webui/app.py --data recordings --runs runs --port 7861
+    python webui/app.py --host 0.0.0.0 --password X   # for other machines, which are asked for it
+
+It reads only the folders --data and --runs, and writes only in --runs. Trainings are processes of
+their own: they continue when the page ends, and the next start finds them.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of the folder of this file
+
+from common import options
+from common.errors import Stopped, UsageError, cannot_write, exit_with_one_line
+
+DATA = "data"  # made if it is missing, because it is the default
+FOLDER = ".page-"  # of gradio's files in --runs: uploads, and results to play
+GRACE_SECONDS = 2  # for answers that are being sent when the page ends
+END_SECONDS = 5.0  # after which it ends in any case
+KEEP_SECONDS = 6 * 3600  # of gradio's files
+# Nothing is sent anywhere, whatever else is set in the environment.
+ENVIRONMENT = {
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+}
+TITLE = "Speech recipes"
+CSS = """
+.wide { overflow-x: auto; max-width: 100%; }
+.wide table { border-collapse: collapse; }
+.wide th, .wide td { padding: 0.25rem 0.5rem; text-align: left; vertical-align: top; }
+.wide caption { text-align: left; font-weight: 600; }
+.wide svg { max-width: 100%; height: auto; }
+.del { color: #82071e; background: #ffd7d5; text-decoration: line-through; }
+.ins { color: #044f1e; background: #d2f7db; text-decoration: underline; }
+.dark .del { color: #ffdcd7; background: #67060c; }
+.dark .ins { color: #aff5b4; background: #033a16; }
+@media (max-width: 40rem) {
+  .gradio-container .row { flex-wrap: wrap; }
+  .gradio-container .row > * { min-width: min(100%, 16rem) !important; }
+}
+"""
+
+
+def add_arguments(parser: options.Parser) -> None:
+    parser.add_argument("--port", type=options.number(int, 0, 65535), default=7860, help="7860")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1, this machine only)",
+    )
+    parser.add_argument("--password", help="asked for where the token of the address is not known")
+    parser.add_argument("--data", metavar="DIR", default=DATA, help="what may be read (data)")
+    parser.add_argument("--runs", metavar="DIR", default="runs", help="where runs are kept (runs)")
+
+
+def main(args) -> None:
+    data, runs = check(args)
+    listener = listen(args.host, args.port)
+    temporary = private_folder(runs)
+    try:
+        set_environment(temporary)
+        serve(args, data, runs, listener, temporary)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sys.stdout.flush()
+    os._exit(0)  # a thread may be waiting for a model
+
+
+def check(args) -> tuple[Path, Path]:
+    """The folders. Raises `UsageError`, or `RunError` if they cannot be made."""
+    from webui.guard import is_loopback
+
+    if args.password == "":
+        raise UsageError("--password is empty: choose one")
+    if not args.password and not is_loopback(args.host):
+        raise UsageError(
+            f"--host {args.host} lets other machines in: add --password, which they are asked for"
+        )
+    data, runs = Path(args.data).absolute(), Path(args.runs).absolute()
+    for folder, flag in ((data, "--data"), (runs, "--runs")):
+        if flag == "--data" and args.data != DATA and not folder.is_dir():
+            raise UsageError(f"--data {args.data}: there is no such folder")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(folder, error, flag) from None
+    return data, runs
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens, before anything slow is done. Raises `UsageError`."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen on {host}, port {port}: {error.strerror}; choose another --port or "
+            "--host"
+        ) from None
+
+
+def private_folder(runs: Path) -> Path:
+    """A new folder for gradio's files, which nobody else may read. Those of pages that were killed
+    are removed."""
+    for left in runs.glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError):  # in use
+            _lock(left)
+            shutil.rmtree(left)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=runs))
+    except OSError as error:
+        raise cannot_write(runs, error, "--runs") from None
+    with contextlib.suppress(OSError):  # a file system without locks
+        _lock(folder)
+    return folder
+
+
+def _lock(folder: Path) -> None:
+    """Locks a folder until this process ends. Raises `OSError` if another process has it."""
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def set_environment(temporary: Path) -> None:
+    """Before gradio is imported, which reads these then."""
+    for name in [name for name in os.environ if name.startswith("GRADIO_")]:
+        del os.environ[name]
+    os.environ.update(ENVIRONMENT, GRADIO_TEMP_DIR=str(temporary))
+
+
+def serve(args, data: Path, runs: Path, listener: socket.socket, temporary: Path) -> None:
+    """Answers until a signal comes."""
+    from webui.commands import find_recipes
+    from webui.context import Context
+    from webui.guard import Settings
+    from webui.places import UPLOADS, UPLOADS_BYTES, Places
+    from webui.use import Models
+
+    places = Places(data, runs)
+    models = Models()
+    settings = Settings(
+        host=args.host,
+        port=listener.getsockname()[1],
+        token=secrets.token_urlsafe(24),
+        password=args.password or "",
+        temporary=temporary,
+        kept=(temporary, places.runs / UPLOADS),
+        bytes_kept=UPLOADS_BYTES,
+    )
+    page = make_page(Context(places, find_recipes(), models))
+    try:
+        run_server(make_app(page, places, settings), settings, listener)
+    finally:
+        models.close()
+
+
+def make_page(context):
+    """The tabs, as `gr.Blocks`."""
+    import gradio as gr
+
+    from webui.tabs import data, export, train, try_it, watch
+    from webui.tabs.shared import Shared
+
+    tabs_of = [
+        ("data", "Data", data),
+        ("train", "Train", train),
+        ("runs", "Runs", watch),
+        ("try", "Try", try_it),
+        ("export", "Export", export),
+    ]
+    with gr.Blocks(
+        title=TITLE, analytics_enabled=False, delete_cache=(KEEP_SECONDS // 6, KEEP_SECONDS)
+    ) as page:
+        gr.Markdown(f"# {TITLE}")
+        settings = gr.State({})
+        chosen = gr.State("")
+        with gr.Tabs() as tabs:
+            for name, title, module in tabs_of:
+                with gr.Tab(title, id=name) as tab:
+                    module.build(context, Shared(tabs, tab, settings, chosen))
+    return page
+
+
+def make_app(page, places, settings):
+    """The guard around the page and the files that it plays."""
+    import gradio as gr
+    from starlette.applications import Starlette
+
+    from webui.guard import Guard
+    from webui.media import routes
+
+    sizes = ("0.625rem", "0.75rem", "0.875rem", "1rem", "1.125rem", "1.375rem", "1.625rem")
+    theme = gr.themes.Base(
+        text_size=gr.themes.Size(*sizes, name="text"),  # follows the size that the browser has set
+        font=["system-ui", "sans-serif"],
+        font_mono=["ui-monospace", "monospace"],
+    )
+    app = gr.mount_gradio_app(
+        Starlette(routes=routes(places)),
+        page,
+        path="/",
+        footer_links=[],
+        run_history=False,
+        allowed_paths=[],
+        max_file_size="200mb",
+        ssr_mode=False,
+        enable_monitoring=False,
+        pwa=False,
+        mcp_server=False,
+        theme=theme,
+        css=CSS,
+    )
+    return Guard(app, settings)
+
+
+def run_server(app, settings, listener: socket.socket) -> None:
+    """Prints the address when the page answers. Returns soon after SIGTERM, SIGINT or SIGHUP, also
+    while browsers are connected."""
+    import uvicorn
+
+    def end() -> None:
+        shutil.rmtree(settings.temporary, ignore_errors=True)
+        os._exit(0)
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets=None) -> None:
+            await super().startup(sockets)
+            print("\n".join(addresses(settings)), flush=True)
+
+        def handle_exit(self, number, frame) -> None:
+            # Connections that stay open are cut off, which is no error.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            timer = threading.Timer(END_SECONDS, end)
+            timer.daemon = True
+            timer.start()
+            super().handle_exit(number, frame)
+
+    server = Server(
+        uvicorn.Config(
+            app,
+            ws="none",
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+    )
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, server.handle_exit)
+    with contextlib.suppress(Stopped, KeyboardInterrupt):
+        server.run(sockets=[listener])
+
+
+def addresses(settings) -> list[str]:
+    """The page's address with its token and, in a hosted notebook, how to get the address of its
+    proxy."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    host = f"[{host}]" if ":" in host else host
+    port, token = settings.port, settings.token
+    lines = [f"http://{host}:{port}/?token={token}"]
+    if "COLAB_RELEASE_TAG" in os.environ:
+        lines.append(
+            "Colab: run this in a cell and open the address in a tab of its own: from "
+            "google.colab.output import eval_js; "
+            f"print(eval_js('google.colab.kernel.proxyPort({port})') + '?token={token}')"
+        )
+    elif "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
+        lines.append(
+            "Kaggle: run this in a cell and open the address in a tab of its own: from "
+            "jupyter_server.serverapp import list_running_servers; "
+            "print('https://kkb-production.jupyter-proxy.kaggle.net' + "
+            f"next(list_running_servers())['base_url'] + 'proxy/{port}/?token={token}')"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    parser = options.Parser(__doc__)
+    add_arguments(parser)
+    exit_with_one_line(lambda: main(parser.parse_args()))

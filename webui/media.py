@@ -1,0 +1,72 @@
+"""What the page plays and downloads besides gradio's own files: recordings of manifests, and files
+of runs."""
+
+import re
+from urllib.parse import parse_qs
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from common.errors import Failure, UsageError
+from common.files import require_file
+from speech.audio import int16, read_audio, wav
+from webui.places import Places
+
+RATE = 24_000  # Hz, to listen
+SECONDS = 300.0  # of a recording that is played at most
+
+
+def routes(places: Places) -> list[Route]:
+    """`/audio?path=&offset=&seconds=` and `/download?path=`."""
+
+    def audio(request: Request) -> Response:
+        query = _query(request)
+        try:
+            path = places.inside(query.get("path", ""))
+            offset = _seconds(query.get("offset"), 0.0)
+            seconds = min(_seconds(query.get("seconds"), SECONDS), SECONDS)
+            content = wav(int16(read_audio(str(path), RATE, offset, seconds)), RATE)
+        except Failure as failure:
+            return PlainTextResponse(f"{failure}\n", 404)
+        return _part(content, request.headers.get("range", ""))
+
+    def download(request: Request) -> Response:
+        try:
+            path = require_file(places.inside(_query(request).get("path", "")))
+        except Failure as failure:
+            return PlainTextResponse(f"{failure}\n", 404)
+        if not path.is_relative_to(places.runs):
+            return PlainTextResponse("only files of runs can be downloaded\n", 404)
+        name = path.name.encode("utf-8", "replace").decode()
+        return FileResponse(path, filename=name, media_type="application/octet-stream")
+
+    return [Route("/audio", audio), Route("/download", download)]
+
+
+def _query(request: Request) -> dict[str, str]:
+    """The query, whose paths may be bytes that are not UTF-8, as `views.player` writes them."""
+    query = request.scope["query_string"].decode("latin-1")
+    return {name: values[0] for name, values in parse_qs(query, errors="surrogateescape").items()}
+
+
+def _seconds(text: str | None, default: float) -> float:
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"'{text}' is not a number of seconds")
+    return value
+
+
+def _part(content: bytes, wanted: str) -> Response:
+    """A wav, or the bytes of it that a player asks for when somebody moves to another place."""
+    headers = {"Accept-Ranges": "bytes"}
+    match = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", wanted)
+    if match is None or int(match[1]) >= len(content):
+        return Response(content, media_type="audio/wav", headers=headers)
+    start = int(match[1])
+    end = min(int(match[2] or len(content)) + 1, len(content))
+    headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+    return Response(content[start:end], 206, media_type="audio/wav", headers=headers)
