@@ -5,7 +5,8 @@ A batch is a dictionary, which a recipe's `collate` makes of the items of B utte
 
     key              value                                          needed by
     "names"          list of B names of files or utterances         the loop, for messages
-    "seconds"        list of B lengths, seconds                     the loop, for out of memory
+    "seconds"        list of B lengths, seconds                     the loop, for out of memory;
+                                                                    speech.recogniser.decode_set
     "counts"         {term: number of targets in the batch}         the loop, which divides by them
     "texts"          list of B references, of any type              speech.recogniser.decode_set
     "indices"        list of B positions in the data set            speech.recogniser.decode_set

@@ -132,7 +132,8 @@ class Parser(argparse.ArgumentParser):
             **{**defaults, **given, "given": frozenset(given), "commands": self.commands}
         )
 
-    def error(self, message: str):
+    def explained(self, message: str) -> str:
+        """A message of argparse in one line that offers the nearest flag."""
         hint = ""
         if message.startswith("unrecognized arguments:"):
             words = message.split(": ", 1)[1].split()
@@ -147,7 +148,10 @@ class Parser(argparse.ArgumentParser):
                 hint = f"; did you mean {OTHER_NAMES.get(unknown) or near[0]}?"
             elif not unknown:
                 hint = "; on/off flags take no value"
-        print(f"error: {message}{hint} (--help lists every flag)", file=sys.stderr)
+        return message + hint
+
+    def error(self, message: str):
+        print(f"error: {self.explained(message)} (--help lists every flag)", file=sys.stderr)
         sys.exit(2)
 
 

@@ -720,7 +720,7 @@ def make_model(config: dict, *settings: float, saved: checkpoint.Saved | None = 
     return Conformer(config, *settings)
 
 
-def load_trained(args, setup: device.Setup) -> tuple[Conformer, object, splits.RunInfo]:
+def trained(args, setup: device.Setup) -> tuple[Conformer, object, splits.RunInfo]:
     """The model and the tokenizer of --resume, or of the best evaluation, and what is known of its
     run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
@@ -734,7 +734,7 @@ def load_trained(args, setup: device.Setup) -> tuple[Conformer, object, splits.R
 
 def transcribe(args, how: recogniser.Options) -> None:
     setup = device.setup(args, quiet=True)
-    model, tokenizer, run_info = load_trained(args, setup)
+    model, tokenizer, run_info = trained(args, setup)
     texts_of = functools.partial(final_texts, how, tokenizer, model)
     recogniser.transcribe_files(how, texts_of, setup, run_info.longest)
 
@@ -743,7 +743,7 @@ def transcribe(args, how: recogniser.Options) -> None:
 def evaluate_only(args, how: recogniser.Options) -> None:
     setup = device.setup(args)
     check_folder(args.log_dir)
-    model, tokenizer, run_info = load_trained(args, setup)
+    model, tokenizer, run_info = trained(args, setup)
     corpora = read_data(args, run_info)
     name = "test" if "test" in corpora else "val"
     check_texts(args, {name: corpora[name]}, tokenizer)

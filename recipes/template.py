@@ -242,7 +242,7 @@ def report_results(how: recogniser.Options, model: Network, eval_batches, *title
     recogniser.print_results(rows, ", ".join(title), how)
 
 
-def load_trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
+def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
     """The model of --resume, or of the best evaluation, and what is known of its run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
     model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
@@ -254,7 +254,7 @@ def load_trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:
 
 def transcribe(args, how: recogniser.Options) -> None:
     setup = device.setup(args, quiet=True)
-    model, run_info = load_trained(args, setup)
+    model, run_info = trained(args, setup)
     recogniser.transcribe_files(how, functools.partial(texts_of, model), setup, run_info.longest)
 
 
@@ -262,7 +262,7 @@ def transcribe(args, how: recogniser.Options) -> None:
 def evaluate_only(args, how: recogniser.Options) -> None:
     setup = device.setup(args)
     check_folder(args.log_dir)
-    model, run_info = load_trained(args, setup)
+    model, run_info = trained(args, setup)
     corpora = read_data(args, run_info)
     name = "test" if "test" in corpora else "val"
     check_texts(args, {name: corpora[name]}, model.characters)

@@ -363,7 +363,9 @@ def report_results(
     corpus = eval_batches.dataset.data.corpus
     texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
     rows = decode_texts(model, texts_of, eval_batches)
-    rows = [corpus.row(row["index"], row["hypothesis"]) for row in rows]
+    rows = [
+        {**corpus.row(row["index"], row["hypothesis"]), "seconds": row["seconds"]} for row in rows
+    ]
     title = f"{name} set, {weights}, {len(rows)} clips, decoding: {args.decoding}"
     recogniser.print_results(rows, title, asked.how, for_scoring)
     tables = scores.evaluation_tables(rows)

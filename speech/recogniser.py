@@ -197,9 +197,9 @@ def decode_set(
 ) -> tuple[list[dict], dict[str, tuple[float, float]]]:
     """Decodes batches with `decode(batch on the model's device)`, which returns a hypothesis for
     each utterance and the sums of loss terms. References and hypotheses are texts or any other
-    objects. A batch that does not fit into memory is split. Returns a row {"file", "reference",
-    "hypothesis", "index"} for each utterance, and {loss term: (sum, count)} for each of `terms`,
-    zeros if there are no batches: the ranks add these up."""
+    objects. A batch that does not fit into memory is split. Returns a row {"file", "seconds",
+    "reference", "hypothesis", "index"} for each utterance, and {loss term: (sum, count)} for each
+    of `terms`, zeros if there are no batches: the ranks add these up."""
     device = next(model.parameters()).device
     rows = []
     sums = dict.fromkeys(terms, (0.0, 0))
@@ -214,11 +214,11 @@ def decode_set(
             hypotheses += decoded
             for name in losses:
                 losses[name] += float(values[name])
-        utterances = zip(batch["names"], batch["texts"], batch["indices"], hypotheses, strict=True)
-        for name, reference, index, hypothesis in utterances:
-            rows.append(
-                {"file": name, "reference": reference, "hypothesis": hypothesis, "index": index}
-            )
+        keys = ("names", "seconds", "texts", "indices")
+        utterances = zip(*(batch[key] for key in keys), hypotheses, strict=True)
+        for name, seconds, reference, index, hypothesis in utterances:
+            texts = {"reference": reference, "hypothesis": hypothesis}
+            rows.append({"file": name, "seconds": round(seconds, 3), **texts, "index": index})
         for name, value in losses.items():
             total, count = sums[name]
             sums[name] = (total + value, count + batch["counts"][name])
@@ -238,9 +238,9 @@ def print_results(
     how: Options,
     normalise: Callable[[str], str] = for_scoring,
 ) -> None:
-    """Prints WER, CER and a few of `rows` ({"file", "reference", "hypothesis"}, and perhaps timed
-    "words"), and writes all of them to transcripts.jsonl. Both texts are compared after
-    `normalise`. Raises `RunError`."""
+    """Prints WER, CER and a few of `rows` ({"file", "seconds", "reference", "hypothesis"}, and
+    perhaps timed "words"), and writes all of them to transcripts.jsonl. Both texts are compared
+    after `normalise`. Raises `RunError`."""
     print(f"\n{title}")
     references = [row["reference"] for row in rows]
     hypotheses = [row["hypothesis"] for row in rows]

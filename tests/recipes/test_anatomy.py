@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 import re
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def test_what_holds_for_every_recogniser_exists_in_every_recogniser(recipe):
     actions = parser_of(recipe)._actions
     assert set(FLAGS) <= {flag for action in actions for flag in action.option_strings}
     assert all(action.help for action in actions)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_a_model_that_is_not_trained_further_is_loaded_by_one_function(recipe):
+    """The page keeps what it returns. The words of a request tell what is done with the model, so
+    nothing else may be loaded by `transcribe` or `synthesise`."""
+    assert parameters(ast.parse(inspect.getsource(recipe.trained)).body[0])[1:] == ["setup"]
+    use = getattr(recipe, USE.get(recipe, ("transcribe",))[0])
+    assert inspect.getsource(use).count(" = trained(") == 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)

@@ -142,7 +142,7 @@ def read_data(args, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
 def evaluate_only(args) -> None:
     setup = device.setup(args)
     check_folder(args.log_dir)
-    model, run_info = load_trained(args, setup)
+    model, run_info = trained(args, setup)
     corpora = read_data(args, run_info)
     name = "test" if "test" in corpora else "val"
     data = Utterances(corpora[name], model.classes)

@@ -85,7 +85,11 @@ def test_a_run_leaves_what_it_promises(reference):
         json.loads(line)
         for line in (folder / "logs" / "transcripts.jsonl").read_text().splitlines()
     ]
-    assert len(rows) == 4 and rows[0].keys() == {"file", "reference", "hypothesis"}
+    assert len(rows) == 4 and rows[0].keys() == {"file", "seconds", "reference", "hypothesis"}
+    assert all(
+        row["seconds"] == pytest.approx(soundfile.info(row["file"]).duration, abs=1e-3)
+        for row in rows
+    )
 
 
 def test_a_finished_run_that_is_started_again_only_prints_its_results(reference, flags, tmp_path):
