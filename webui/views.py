@@ -26,6 +26,12 @@ def player(path: str, offset: float = 0.0, seconds: float | None = None) -> str:
     return f'<audio controls preload="none" aria-label="{label}" src="{address}"></audio>'
 
 
+def download(path: str) -> str:
+    """A link that saves a file of a run."""
+    address = html.escape("download?" + urlencode({"path": path}, errors="surrogateescape"))
+    return f'<a href="{address}" download>Download {text(path.rsplit("/", 1)[-1])}</a>'
+
+
 def table(header: list[str], rows: list[list[str]], caption: str = "") -> str:
     """A table of cells that are HTML already."""
     names = "".join(f'<th scope="col">{text(name)}</th>' for name in header)

@@ -75,7 +75,7 @@ def build(context: Context, shared: Shared) -> None:
         return run.settings, gr.Tabs(selected="train")
 
     def removed(name: str) -> str:
-        runs.remove(runs.find(folder, _named(name)))
+        runs.remove(runs.find(folder, _named(name)), context.places)
         return ""
 
     shown = [listed, status, plots, log]
@@ -83,7 +83,11 @@ def build(context: Context, shared: Shared) -> None:
         on(trigger, look, [chosen, other], shown, show_progress="hidden")
     on(shared.tab.select, choices, [shared.chosen, other], [chosen, other])
     on(chosen.input, lambda name: name, chosen, shared.chosen)
-    for button, action in ((stop, runs.stop), (resume, runs.resume)):
+
+    def continue_it(run: Run) -> None:
+        runs.resume(run, context.places, context.recipes)
+
+    for button, action in ((stop, runs.stop), (resume, continue_it)):
         on(button.click, act(action), chosen).then(
             look, [chosen, other], shown, api_visibility="private"
         )
