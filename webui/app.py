@@ -39,21 +39,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 TITLE = "Speech recipes"
-CSS = """
-.wide { overflow-x: auto; max-width: 100%; }
-.wide table { border-collapse: collapse; }
-.wide th, .wide td { padding: 0.25rem 0.5rem; text-align: left; vertical-align: top; }
-.wide caption { text-align: left; font-weight: 600; }
-.wide svg { max-width: 100%; height: auto; }
-.del { color: #82071e; background: #ffd7d5; text-decoration: line-through; }
-.ins { color: #044f1e; background: #d2f7db; text-decoration: underline; }
-.dark .del { color: #ffdcd7; background: #67060c; }
-.dark .ins { color: #aff5b4; background: #033a16; }
-@media (max-width: 40rem) {
-  .gradio-container .row { flex-wrap: wrap; }
-  .gradio-container .row > * { min-width: min(100%, 16rem) !important; }
-}
-"""
+STYLE = Path(__file__).with_name("style.css")
 
 
 def add_arguments(parser: options.Parser) -> None:
@@ -222,7 +208,7 @@ def make_app(page, places, settings):
         pwa=False,
         mcp_server=False,
         theme=theme,
-        css=CSS,
+        css_paths=[STYLE],
     )
     return Guard(app, settings)
 

@@ -211,7 +211,7 @@ def _main(actions: list[argparse.Action]) -> argparse.Action | None:
 def _option(
     parser: options.Parser, group: str, main: argparse.Action, actions: list[argparse.Action]
 ) -> Option:
-    several = isinstance(main.nargs, int) and main.nargs > 1 or main.nargs in ("+", "*")
+    several = (isinstance(main.nargs, int) and main.nargs > 1) or main.nargs in ("+", "*")
     choices = [str(choice) for choice in main.choices or ()]
     switches = {}
     helps = [_help(parser, main)]
@@ -281,22 +281,33 @@ def command(
     ("").
 
     Raises `UsageError` for values that the recipe does not take, and for paths outside of `places`."""
+    flags = _flags(places, recipe, settings, folder)
+    if card is not None:
+        flags.append(f"--dry_run={_checked('--dry_run', card)}" if card else "--dry_run")
+    preset, notes = _preset(recipe, settings, flags)
+    words = [sys.executable, str(recipe.file), *preset, *flags]
+    args = recipe.parser.parse_args(words[2:])
+    if recipe.resolve:
+        recipe.resolve(args)  # what contradicts
+    return Command(words, notes)
+
+
+def preset(places: Places, recipe: Recipe, settings: dict) -> tuple[dict[str, str], list[str]]:
+    """The values of options that the preset script adds to `settings`, and what it says. Raises
+    `UsageError` as `command` does."""
+    words, notes = _preset(recipe, settings, _flags(places, recipe, settings, places.runs / "new"))
+    return values_of(recipe, words), notes
+
+
+def _flags(places: Places, recipe: Recipe, settings: dict, folder: Path) -> list[str]:
+    """The flags for the values of a form, after the one for the output."""
     if recipe.fault:
         raise UsageError(recipe.fault)
     flags = [f"--output_dir={folder}"]
     for name, value in settings.get("values", {}).items():
         if str(value).strip():
             flags += words_of(places, recipe.option(name), str(value).strip(), folder)
-    if card is not None:
-        flags.append(f"--dry_run={_checked('--dry_run', card)}" if card else "--dry_run")
-    preset, notes = [], []
-    if recipe.script:
-        preset, notes = _preset(recipe, settings, flags)
-    words = [sys.executable, str(recipe.file), *preset, *flags]
-    args = recipe.parser.parse_args(words[2:])
-    if recipe.resolve:
-        recipe.resolve(args)  # what contradicts
-    return Command(words, notes)
+    return flags
 
 
 def words_of(places: Places, option: Option, text: str, folder: Path) -> list[str]:
@@ -359,6 +370,8 @@ def _text(places: Places, word: str) -> str:
 
 def _preset(recipe: Recipe, settings: dict, flags: list[str]) -> tuple[list[str], list[str]]:
     """The flags that the preset script adds before `flags`, and what it says. Raises `UsageError`."""
+    if not recipe.script:
+        return [], []
     tier = settings.get("tier") or AUTO
     size = settings.get("size") or ""
     if tier not in (AUTO, *recipe.tiers):
@@ -409,15 +422,6 @@ def resumed(words: list[str]) -> list[str]:
         if word.partition("=")[0] not in ("--resume", "--init_from"):
             kept.append(word)
     return [*kept, "--resume=auto"]
-
-
-def picked_tier(recipe: Recipe) -> str:
-    """The tier that a script picks for this computer; "" if the recipe has no script."""
-    if not recipe.script:
-        return ""
-    _, _, said = _run_script(recipe.script, "--print")
-    found = re.search(r"^tier: (\S+) \(auto\)$", said, re.MULTILINE)
-    return found[1] if found else ""
 
 
 def ask(words: list[str], seconds: float = 600.0) -> tuple[int, str]:
@@ -504,8 +508,10 @@ def values_of(recipe: Recipe, words: list[str]) -> dict[str, str]:
     values = {}
     for name in args.given:
         value = getattr(args, name)
-        if isinstance(value, list):
+        if value is None or isinstance(value, bool):
+            values[name] = "on" if value else "off"
+        elif isinstance(value, list):
             values[name] = shlex.join(map(str, value))
         else:
-            values[name] = {True: "on", False: "off", None: "off"}.get(value, str(value))
+            values[name] = str(value)
     return values

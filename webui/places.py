@@ -124,6 +124,11 @@ class Places:
         files = self._below([self.data, self.runs / UPLOADS])
         return self._names(path for path in files if path.suffix.lower() in AUDIO_SUFFIXES)
 
+    def uploads(self) -> list[str]:
+        """What was uploaded, to choose from."""
+        folders = [Path(entry.path) for entry in _entries(self.runs / UPLOADS)]
+        return self._names(each for each in folders if (each / NOT_USED).is_file())
+
     def _names(self, paths: Iterable[Path]) -> list[str]:
         names = []
         for path in paths:
