@@ -39,7 +39,6 @@ KINDS = ("reference", "resynthesis", "synthesis")  # of clips of a held-out sent
 UNITS = ("words", "characters")
 LONGEST_TEXT = 5_000  # characters that are spoken at once
 HISTORY_BYTES = 1 << 20  # that are read of a history
-RANKED = 10_000  # utterances that are compared
 SEARCHED = 2_000  # rows of a manifest that voices are looked for in
 PER_SPEAKER = 3  # clips of a speaker to choose from
 MOST_CLIPS = 60
@@ -71,13 +70,20 @@ class Wish:
 # --- which model ----------------------------------------------------------------------------------
 
 
-def model_of_run(run: Run, weights: str) -> Model:
+def weights_of(places: Places, run: Run, name: str | None) -> Path:
     """The weights of a run that have this file name. Raises `UsageError`."""
     for path in runs.weights(run):
-        if path.name == weights:
-            words = ("--resume", str(path))
-            return Model(run.recipe, words, f"{run.name}, {weights}", run.folder / SPOKEN)
-    raise UsageError(f"{run.name} has no weights {printable(str(weights))}: choose others")
+        if path.name == name:
+            return places.inside(path)
+    if not name:
+        raise UsageError("choose weights first")
+    raise UsageError(f"{run.name} has no weights {printable(name[:60])}: choose others")
+
+
+def model_of_run(places: Places, run: Run, weights: str | None) -> Model:
+    """The weights of a run that have this file name. Raises `UsageError`."""
+    words = ("--resume", str(weights_of(places, run, weights)))
+    return Model(run.recipe, words, f"{run.name}, {weights}", places.inside(run.folder / SPOKEN))
 
 
 def released_model(places: Places, recipe: Recipe, path: str, language: str = "") -> Model:
@@ -92,7 +98,7 @@ def released_before(places: Places, recipe: Recipe, run: Run) -> Model | None:
     values = run.settings.get("values", {})
     if not any(values.get(name) for name in RELEASED):
         return None
-    return _released(places, recipe, {name: values.get(name, "") for name in AS_IN_RUN})
+    return _released(places, recipe, {name: str(values.get(name, "")) for name in AS_IN_RUN})
 
 
 def _released(places: Places, recipe: Recipe, values: dict[str, str]) -> Model:
@@ -101,7 +107,7 @@ def _released(places: Places, recipe: Recipe, values: dict[str, str]) -> Model:
         if value:
             words += words_of(places, recipe.option(name), value, places.runs)
     label = next(values[name] for name in RELEASED if values.get(name))
-    return Model(recipe.name, tuple(words), label, places.runs / SPOKEN)
+    return Model(recipe.name, tuple(words), label, places.inside(places.runs / SPOKEN))
 
 
 def on_device(model: Model, places: Places, device: str, is_allowed: bool) -> tuple[str, ...]:
@@ -165,6 +171,8 @@ def speak(models: Models, model: Model, wish: Wish, words: tuple[str, ...]) -> d
 
 def _remember(model: Model, wish: Wish, text: str, spoken: Path) -> dict:
     model.folder.mkdir(parents=True, exist_ok=True)
+    if (model.folder / HISTORY).is_symlink():
+        raise UsageError(f"{model.folder / HISTORY} is a link: remove it")
     numbers = [int(path.stem) for path in model.folder.glob("*.wav") if path.stem.isdecimal()]
     row = {
         "file": f"{max(numbers, default=0) + 1:04}.wav",
@@ -181,10 +189,10 @@ def _remember(model: Model, wish: Wish, text: str, spoken: Path) -> dict:
     return row
 
 
-def history(folder: Path) -> list[dict]:
+def history(places: Places, folder: Path) -> list[dict]:
     """What was said, the newest first, with the "path" of each file."""
     rows = []
-    with suppress(OSError), open(folder / HISTORY, "rb") as file:
+    with suppress(OSError, UsageError), open(places.file(folder / HISTORY), "rb") as file:
         file.seek(max(0, file.seek(0, 2) - HISTORY_BYTES))
         for line in file.read().splitlines():
             with suppress(ValueError, KeyError, TypeError):  # of a half line, or changed by hand
@@ -231,7 +239,7 @@ def _training_clips(places: Places, run: Run) -> Iterator[tuple[str, str, str]]:
                 name, speaker, text = (
                     _first(row, k) for k in (AUDIO_KEYS, SPEAKER_KEYS, TEXT_KEYS)
                 )
-                if not name or row.get("offset") or counts.get(speaker, 0) >= PER_SPEAKER:
+                if not name or row.get("offset") or counts.get(speaker, 0) == PER_SPEAKER:
                     continue
                 with suppress(UsageError):  # moved, or outside
                     path = places.file(find_audio(name, str(manifest.parent)))
@@ -242,7 +250,7 @@ def _training_clips(places: Places, run: Run) -> Iterator[tuple[str, str, str]]:
 def _training_manifests(run: Run) -> list[Path]:
     """The manifests of a run or, without one, of the demo corpus in its folder."""
     with suppress(ValueError):  # a quotation mark is missing
-        if named := shlex.split(run.settings.get("values", {}).get("train_manifest", "")):
+        if named := shlex.split(str(run.settings.get("values", {}).get("train_manifest", ""))):
             return [Path(name) for name in named]
     return sorted((run.folder / "data").glob("*/train.json"))
 
@@ -252,14 +260,14 @@ def _first(row: dict, keys: Iterable[str]) -> str:
     return next((value for value in values if isinstance(value, str)), "")
 
 
-def held_out(run: Run) -> list[dict]:
+def held_out(places: Places, run: Run) -> list[dict]:
     """The sentences that a run has spoken at its end: "text", "speaker", and the paths of the
     "reference", of its "resynthesis" from its codes, and of the "synthesis"."""
     rows: dict[int, dict] = {}
     folder = next((path.parent for path in sorted(run.folder.glob("speech*/synthesis.csv"))), None)
     for kind in KINDS if folder else ():
-        with suppress(Failure, OSError):
-            for number, row in parse(folder / f"{kind}.csv", Rejections()):
+        with suppress(Failure, OSError, KeyError):
+            for number, row in parse(places.file(folder / f"{kind}.csv"), Rejections()):
                 kept = rows.setdefault(
                     number, {"text": row["text"], "speaker": row["speaker_name"]}
                 )
@@ -286,13 +294,10 @@ class Utterance:
 def evaluated(run: Run) -> list[Utterance]:
     """The utterances of a run's last evaluation, the worst first."""
     found = []
-    for row in runs.transcripts(run)[:RANKED]:
-        texts = [row.get("reference"), row.get("hypothesis")]
-        if not all(isinstance(each, str) for each in texts):  # of a task without texts
-            continue
-        name = str(row.get("file", ""))
-        match = OFFSET.fullmatch(name)
-        errors = [metrics.count_errors(*([each] for each in texts), unit) for unit in UNITS]
-        path, offset = (match["path"], float(match["offset"])) if match else (name, 0.0)
+    for row in runs.transcripts(run):
+        match = OFFSET.fullmatch(row["file"])
+        path, offset = (match["path"], float(match["offset"])) if match else (row["file"], 0.0)
+        texts = row["reference"], row["hypothesis"]
+        errors = [metrics.count_errors(*([text] for text in texts), unit) for unit in UNITS]
         found.append(Utterance(path, offset, row.get("seconds"), *texts, *errors))
     return sorted(found, key=lambda each: (-each.characters.rate, -each.words.rate))

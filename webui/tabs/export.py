@@ -8,9 +8,10 @@ import gradio as gr
 
 from common.errors import RunError, UsageError
 from common.files import read_text
-from webui import commands, runs, views
+from webui import commands, trials, views
 from webui.commands import Recipe
 from webui.context import Context
+from webui.places import Places
 from webui.runs import Run
 from webui.tabs.events import on
 from webui.tabs.shared import Shared
@@ -58,7 +59,7 @@ def build(context: Context, shared: Shared) -> None:
         section = section_of(recipe)
         return (
             _about(run, recipe),
-            _exports(run),
+            _exports(context.places, run),
             section,
             weights_of(context, name),
             _forms(recipe),
@@ -69,7 +70,7 @@ def build(context: Context, shared: Shared) -> None:
     def make(name: str | None, file: str | None, wanted: str | None) -> str:
         run = run_of(context, name)
         export(context, run, file, wanted)
-        return _exports(run)
+        return _exports(context.places, run)
 
     shown = [about, made, page, weights, form, button, how]
     on(shared.tab.select, choices, [shared.chosen, chosen], chosen).then(
@@ -83,9 +84,7 @@ def export(context: Context, run: Run, weights: str | None, form: str | None) ->
     """Writes weights of a run as a new folder export-N in the run's. Raises `UsageError`, and
     `RunError` with the recipe's own error."""
     recipe = recipe_of(context, run.recipe)
-    path = next((each for each in runs.weights(run) if each.name == weights), None)
-    if path is None:
-        raise UsageError(f"choose the weights of {run.name} first")
+    path = trials.weights_of(context.places, run, weights)
     numbers = [folder.name.rpartition("-")[2] for folder in _folders(run)]
     number = max((int(each) for each in numbers), default=0) + 1
     folder = run.folder / f"export-{number}"
@@ -138,15 +137,14 @@ def _about(run: Run, recipe: Recipe) -> str:
     )
 
 
-def _exports(run: Run) -> str:
+def _exports(places: Places, run: Run) -> str:
     """The files of each export, with its licence."""
     parts = []
     for folder in _folders(run):
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = sorted(path for path in folder.rglob("*") if _is_inside(places, path))
         parts.append(f"<h3>{views.text(folder.name)}</h3>{_files(folder, files[:MOST_FILES])}")
-        licence = folder / LICENCE
-        if licence.is_file():
-            notice = views.text(read_text(licence))
+        if folder / LICENCE in files:
+            notice = views.text(read_text(folder / LICENCE))
             parts.append(f"<details open><summary>Licence</summary><p>{notice}</p></details>")
     return f"<div>{''.join(parts)}</div>" if parts else ""
 
@@ -157,6 +155,14 @@ def _files(folder: Path, files: list[Path]) -> str:
         name = views.text(path.relative_to(folder))
         rows.append([name, _size(path.stat().st_size), views.download(str(path))])
     return views.table(["file", "size", "to keep"], rows, str(folder))
+
+
+def _is_inside(places: Places, path: Path) -> bool:
+    """Whether this is a file that the page may read."""
+    try:
+        return bool(places.file(path))
+    except UsageError:
+        return False
 
 
 def _size(count: int) -> str:

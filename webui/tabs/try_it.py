@@ -17,6 +17,7 @@ from webui.trials import CPU, GPU, Model, Utterance
 
 OF_RUN, RELEASED = "A run", "A released model"
 SHOWN = 10  # utterances of a table
+SAID = 50  # rows of a history
 MOST_WORDS = 1_000  # of a table of times
 WEIGHTS = {"best.safetensors": "the best evaluation", "averaged.safetensors": "an average"}
 SOUND = {"type": "filepath", "sources": ["upload", "microphone"], "buttons": ["download"]}
@@ -201,7 +202,7 @@ def _speaking(context: Context, choice: Choice) -> list:
             raise UsageError("there is no voice: drop or record a reference clip, or choose one")
         wish = trials.Wish(said, voice, float(heat), int(number))
         row = trials.speak(context.models, model, wish, words)
-        return _spoken(str(model.folder / row["file"])), _history(model)
+        return _spoken(str(model.folder / row["file"])), _history(context, model)
 
     inputs = [text, upload, clip, temperature, seed, *choice.all()]
     on(button.click, speak, inputs, [result, history])
@@ -238,14 +239,19 @@ def run_of(context: Context, name: str | None) -> Run:
 def recipe_of(context: Context, name: str | None) -> Recipe:
     recipe = context.recipes.get(name or "")
     if recipe is None or recipe.fault:
-        raise UsageError(recipe.fault if recipe else f"the recipe {name} is not there")
+        fault = recipe.fault if recipe else f"there is no recipe {name!r}"
+        raise UsageError(f"this cannot be used: {fault}")
     return recipe
 
 
 def _model(context: Context, chosen: Chosen) -> tuple[Recipe, Run | None, Model]:
     if chosen.kind == OF_RUN:
         run = run_of(context, chosen.run)
-        return recipe_of(context, run.recipe), run, trials.model_of_run(run, chosen.weights or "")
+        return (
+            recipe_of(context, run.recipe),
+            run,
+            trials.model_of_run(context.places, run, chosen.weights),
+        )
     recipe = recipe_of(context, chosen.recipe)
     if not chosen.path:
         raise UsageError("there is no released model in the folder of the data: copy one there")
@@ -281,7 +287,7 @@ def _look(context: Context, chosen: Chosen) -> list:
         _utterances(context, ranked[:SHOWN], WORST, MARKS),
         _utterances(context, ranked[SHOWN:][: -SHOWN - 1 : -1], "The best utterances"),
         gr.Dropdown(choices=voices, value=next((path for _, path in voices), None)),
-        _history(model) if speaks else "",
+        _history(context, model) if speaks else "",
         _held_out(context, run) if run and speaks else "",
     ]
 
@@ -338,9 +344,9 @@ def _spoken(path: str) -> str:
     return f"<p>{views.player(path)} {views.download(path)}</p>"
 
 
-def _history(model: Model) -> str:
+def _history(context: Context, model: Model) -> str:
     rows = []
-    for row in trials.history(model.folder)[:50]:
+    for row in trials.history(context.places, model.folder)[:SAID]:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.get("time", 0)))
         how = f"temperature {row.get('temperature')}, seed {row.get('seed')}, {when}"
         voice = str(row.get("voice", "")).rsplit("/", 1)[-1]
@@ -352,7 +358,7 @@ def _history(model: Model) -> str:
 
 def _held_out(context: Context, run: Run) -> str:
     rows = []
-    for row in trials.held_out(run):
+    for row in trials.held_out(context.places, run):
         sounds = [row.get(kind, "") for kind in trials.KINDS]
         texts = [views.text(row["text"]), views.text(row["speaker"])]
         rows.append([*texts, *(_player(context, path) if path else "" for path in sounds)])
