@@ -303,6 +303,9 @@ def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None
         made = commands.command(context.places, recipe, settings, run, card)
         return settings, made.words, made.notes
 
+    def wait() -> tuple:
+        return "<p>Predicting. This takes up to a minute.</p>", {}, gr.Button(visible=False), ""
+
     def plan(card: str, *values) -> tuple:
         settings, words, notes = command(values, "", card or "")
         _, text = commands.ask(words, PLAN_SECONDS)
@@ -331,12 +334,10 @@ def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None
         runs.start(run)
         return settings, run.name, gr.Tabs(selected="runs"), ""
 
-    on(
-        parts.plan.click,
-        plan,
-        [parts.card, *form.controls],
-        [parts.planned, parts.advice, parts.use, parts.details],
-    )
+    plan_shown = [parts.planned, parts.advice, parts.use, parts.details]
+    waiting = on(parts.plan.click, wait, None, plan_shown, show_progress="hidden")
+    planning = on(waiting.then, plan, [parts.card, *form.controls], plan_shown)
+    on(planning.failure, lambda: "", None, parts.planned)
     on(
         parts.use.click,
         use,
@@ -364,8 +365,7 @@ def _said(verdict: commands.Verdict) -> str:
     word = {"fits": "It fits.", "tight": "It is tight.", "does not fit": "It does not fit."}
     after = {"fits": "With these flags it fits:", "tight": "With these flags it is tight:"}
     title = f"{word.get(verdict.word, verdict.word)} {after.get(verdict.after, '')}"
-    flags = [line for line in verdict.lines if line.startswith("--") and line.endswith(" less")]
-    listed = "".join(f"<li>{views.text(line)}</li>" for line in flags)
+    listed = "".join(f"<li>{views.text(line)}</li>" for line in verdict.advice)
     return f"<div><p><b>{views.text(title)}</b></p><ul>{listed}</ul></div>"
 
 
