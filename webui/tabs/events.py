@@ -6,17 +6,18 @@ from collections.abc import Callable
 import gradio as gr
 
 from common.errors import Failure
+from webui import views
 
 
 def on(trigger: Callable, action: Callable, inputs=None, outputs=None, **settings):
     """Calls `action` when `trigger`, such as `button.click`, happens; `settings` are gradio's. A
-    `Failure` becomes a message that stays until it is closed."""
+    `Failure` becomes a message that stays until it is closed; gradio reads it as HTML."""
 
     @functools.wraps(action)
     def run(*values):
         try:
             return action(*values)
         except Failure as failure:
-            raise gr.Error(str(failure), duration=None, print_exception=False) from None
+            raise gr.Error(views.text(failure), duration=None, print_exception=False) from None
 
     return trigger(run, inputs, outputs, api_visibility="private", **settings)
