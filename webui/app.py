@@ -21,7 +21,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of the folder of this file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import options
 from common.errors import Stopped, UsageError, cannot_write, exit_with_one_line

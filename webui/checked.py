@@ -129,13 +129,15 @@ def _of_line(manifest: Path, number: int, rest: str, row, places: Places) -> Exa
         return Example(f"line {number}: {rest}".rstrip(": "))
     path = find_audio(fields.audio, folder)
     shown = printable(path)
-    name = printable(str(row.get(UPLOADED_AS) or os.path.relpath(path, folder)))
+    uploaded = row.get(UPLOADED_AS)  # the lines of the user's own table have other numbers
+    name = printable(str(uploaded or os.path.relpath(path, folder)))
     place = PLACE.match(rest.removeprefix(shown))
     offset = float(place[1]) if place else fields.offset
     is_whole = abs(offset - fields.offset) < 0.01  # and not a piece of the row
     seconds = fields.duration if is_whole else math.nan
     words = rest.replace(shown, name) or name
-    return _playable(f"line {number}: {words}", path, offset, seconds, places)
+    words = words if uploaded else f"line {number}: {words}"
+    return _playable(words, path, offset, seconds, places)
 
 
 def _of_path(text: str, places: Places) -> Example:

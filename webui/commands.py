@@ -109,7 +109,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What --dry_run has printed: "fits", "tight" or "does not fit"; the memory by kind; all other
+    """What --dry_run has printed: "fits", "tight" or "does not fit"; the memory by kind; the other
     lines. `flags` are values of options with which it fits, or none, and `after` is the verdict with
     them, or ""."""
 
@@ -143,7 +143,7 @@ def find_recipes(folder: Path = ROOT / "recipes") -> dict[str, Recipe]:
 
 
 def _read_recipe(file: Path, script: Path | None) -> Recipe:
-    name = f"recipes.{file.stem}"
+    name = f"{__name__}.{file.stem}"
     try:
         specification = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(specification)
@@ -328,12 +328,11 @@ def words_of(places: Places, option: Option, text: str, folder: Path) -> list[st
             words[index] = _path(places, option, word, folder)
         elif not option.choices:
             words[index] = _text(places, word)
-    if not option.several:
-        return [f"{option.flag}={words[0]}"]  # a value that begins with a hyphen is no flag then
     for word in words:
-        if word.startswith("-") and not NUMBER.fullmatch(word):
+        is_flag = word.startswith("-") and not NUMBER.fullmatch(word)
+        if word == "--" or (option.several and is_flag):
             raise UsageError(f"{option.flag}: {word!r} must not begin with a hyphen")
-    return [option.flag, *words]
+    return [option.flag, *words] if option.several else [f"{option.flag}={words[0]}"]
 
 
 def _checked(flag: str, text: str) -> str:
@@ -370,14 +369,16 @@ def _text(places: Places, word: str) -> str:
 
 def _preset(recipe: Recipe, settings: dict, flags: list[str]) -> tuple[list[str], list[str]]:
     """The flags that the preset script adds before `flags`, and what it says. Raises `UsageError`."""
-    if not recipe.script:
-        return [], []
     tier = settings.get("tier") or AUTO
     size = settings.get("size") or ""
     if tier not in (AUTO, *recipe.tiers):
-        raise UsageError(f"no tier {tier!r}: it is one of {', '.join((AUTO, *recipe.tiers))}")
+        raise UsageError(
+            f"{recipe.name} has no tier {tier!r}: it is one of {', '.join((AUTO, *recipe.tiers))}"
+        )
     if size not in ("", *recipe.sizes):
-        raise UsageError(f"no size {size!r}: it is one of {', '.join(recipe.sizes)}")
+        raise UsageError(f"{recipe.name} has no size {size!r}: leave it empty, or take another")
+    if not recipe.script:
+        return [], []
     words = [tier, size] if size else [tier]
     status, printed, said = _run_script(recipe.script, *words, *flags, "--print")
     notes = said.splitlines()
@@ -385,7 +386,8 @@ def _preset(recipe: Recipe, settings: dict, flags: list[str]) -> tuple[list[str]
         raise UsageError((notes or ["no message"])[-1].removeprefix("error: "))
     # The first of `flags` is the only --output_dir with an equals sign. What is before it is plain.
     before = printed.partition(" --output_dir=")[0]
-    return before.rpartition(f"{recipe.name}.py")[2].split(), notes
+    words = before.rpartition(f"{recipe.name}.py")[2].split()
+    return _without(words, "--output_dir"), notes
 
 
 def _run_script(script: Path, *words: str) -> tuple[int, str, str]:
@@ -413,15 +415,19 @@ def resumed(words: list[str]) -> list[str]:
     folder = next(w.partition("=")[2] for w in words if w.startswith("--output_dir="))
     if not any(Path(folder, "checkpoints").glob("checkpoint_step_*.pt")):
         return list(words)
+    return [*_without(words, "--resume", "--init_from"), "--resume=auto"]
+
+
+def _without(words: list[str], *flags: str) -> list[str]:
+    """The words without these flags and the word that each of them takes."""
     kept = []
     is_value = False
     for word in words:
-        if is_value and not word.startswith("-"):
-            continue
-        is_value = word in ("--resume", "--init_from")
-        if word.partition("=")[0] not in ("--resume", "--init_from"):
+        is_flag = word.partition("=")[0] in flags
+        if not (is_flag or (is_value and not word.startswith("-"))):
             kept.append(word)
-    return [*kept, "--resume=auto"]
+        is_value = word in flags
+    return kept
 
 
 def ask(words: list[str], seconds: float = 600.0) -> tuple[int, str]:
@@ -487,8 +493,11 @@ def verdict(recipe: Recipe, text: str) -> Verdict:
     for line in text.splitlines():
         if found := OF_FLAGS.fullmatch(line):
             words += found[1].split()
+            lines.append(line.strip())
         elif not word and (found := OF_MEMORY.fullmatch(line)):
             memory.append((found[1], found[2]))
+        elif line.startswith("  ") and lines:  # the rest of a long line
+            lines[-1] += f" {line.strip()}"
         else:
             lines.append(line)
         if found := OF_VERDICT.fullmatch(line):
@@ -497,7 +506,7 @@ def verdict(recipe: Recipe, text: str) -> Verdict:
             after = found[1]
     if not word:
         last = [line for line in lines if line.strip()][-1:] or ["it printed nothing"]
-        raise UsageError(f"the plan failed: {last[0].removeprefix('error: ')}")
+        raise UsageError(last[0].removeprefix("error: "))
     flags = values_of(recipe, words) if after in ("fits", "tight") else {}
     return Verdict(word, memory, lines, flags, after)
 

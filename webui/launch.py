@@ -89,11 +89,13 @@ def read_run(folder) -> dict:
 
 def blocker(folder: str) -> str | None:
     """The name of the run that this one waits for: one on the same device that runs, or that waits
-    and was queued earlier. One that the page did not start counts as using every GPU."""
+    and was queued earlier. One that the page did not start counts as using every GPU. Of several, it
+    is the one whose turn was first."""
     runs, name = os.path.split(folder)
     own = read_run(folder)
     with os.scandir(runs) as entries:
-        others = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        others = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    found = []
     for other in others:
         place = os.path.join(runs, other)
         if other == name:
@@ -108,8 +110,8 @@ def blocker(folder: str) -> str | None:
             continue
         runs_now = recipe is not None or read_word(place, launcher)[0] in ("running", "stopping")
         if runs_now or _place(run, other) < _place(own, name):
-            return other
-    return None
+            found.append((not runs_now, *_place(run, other)))
+    return min(found)[-1] if found else None
 
 
 def _place(run: dict, name: str) -> tuple:

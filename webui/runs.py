@@ -12,6 +12,7 @@ trained is a run, too: it can be looked at and stopped."""
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -684,9 +685,9 @@ def device_of(words: list[str]) -> str:
     """The device that a command asks for: "cpu" or "cuda:0". `auto` is the first GPU if torch sees
     one."""
     device = "auto"
-    for word, value in zip(words, [*words[1:], ""], strict=True):
-        if word == "--device":
-            device = value
+    for before, word in itertools.pairwise(["", *words]):
+        if before == "--device":
+            device = word
         elif word.startswith("--device="):
             device = word.partition("=")[2]
     if device == "auto":

@@ -243,12 +243,12 @@ def written(path, content: bytes):
 )
 def test_only_audio_is_taken(here, tmp_path, wav, content):
     bad = written(tmp_path / "bad.wav", content)
-    with pytest.raises(UsageError, match=r"not audio.*bad\.wav"):
+    with pytest.raises(UsageError, match=r"not audio .*bad\.wav"):
         here.save_upload([bad], ["bad.wav"])
     assert not list((here.runs / "uploads").glob("*"))
     folder = here.save_upload([bad, wav(tmp_path / "a.wav")], ["bad.wav", "a.wav"])
     assert "bad.wav" in here.not_used(folder)
-    assert sorted(path.name for path in folder.glob("0*")) == ["0001.wav"]
+    assert sorted(path.name for path in folder.glob("0*")) == ["0002.wav"]
 
 
 def test_uploads_that_are_refused(here, tmp_path, wav, monkeypatch):

@@ -157,7 +157,7 @@ def build(context: Context, shared: Shared) -> None:
     on(table.input, pick, table, [table, evaluation])
     on(files.upload, upload, files, [table, evaluation, files, said])
     on(recipe.change, adapt, recipe, options)
-    wait = on(check.click, lambda: (WAIT, ""), None, [result, printed])
+    wait = on(check.click, lambda: (HELP, WAIT, ""), None, [said, result, printed])
     on(wait.then, run_check, chosen, [result, printed], concurrency_limit=2)
     on(train.click, to_training, [shared.settings, *chosen], [shared.settings, shared.tabs])
     on(remove.click, removed, uploads, refreshed)
@@ -279,11 +279,10 @@ def _reasons(places: Places, section: checked.Section, examples: dict[str, check
             if example.path:
                 name = places.name(example.path)
                 shown.append(views.player(name, example.offset, example.seconds))
-        reason = f"<b>{views.text(row.label)}</b>"
-        if row.advice:
-            reason += f"<div>{views.text(row.advice)}</div>"
-        rows.append([f"{row.number:g}", reason, "".join(shown)])
-    return views.table(["rows", "reason", "examples"], rows, section.title.removesuffix(":"))
+        advice = f" ({views.text(row.advice)})" if row.advice else ""
+        reason = f"<div><b>{views.text(row.label)}</b>{advice}</div>"
+        rows.append([f"{row.number:g}", reason + "".join(shown)])
+    return views.table(["rows", "reason, with examples"], rows, section.title.removesuffix(":"))
 
 
 def _left_out(places: Places, paths: list[Path]) -> str:

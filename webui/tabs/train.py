@@ -349,16 +349,13 @@ def _new_name(folder, recipe: Recipe) -> str:
 
 def _shown(verdict: commands.Verdict, notes: list[str]) -> str:
     """What a plan says, as HTML."""
-    words = {"fits": "It fits.", "tight": "It is tight.", "does not fit": "It does not fit."}
-    parts = [
-        f"<p><b>{views.text(words.get(verdict.word, verdict.word))}</b> {views.text('; '.join(notes))}</p>"
-    ]
-    if verdict.flags:
-        flags = " ".join(f"--{name} {value}" for name, value in verdict.flags.items())
-        parts.append(
-            f"<p>With these flags: {views.text(verdict.after)}. <code>{views.text(flags)}</code></p>"
-        )
+    word = {"fits": "It fits.", "tight": "It is tight.", "does not fit": "It does not fit."}
+    after = {"fits": "With the flags below it fits.", "tight": "With the flags below it is tight."}
+    title = f"{word.get(verdict.word, verdict.word)} {after.get(verdict.after, '')}"
     rows = [[views.text(name), views.text(size)] for name, size in verdict.memory]
-    parts.append(views.table(["", "memory"], rows, "Memory of the GPU at the peak"))
-    parts += [f"<p>{views.text(line)}</p>" for line in verdict.lines]
+    parts = [
+        f"<p><b>{views.text(title)}</b></p>",
+        *(f"<p>{views.text(line)}</p>" for line in (*notes, *verdict.lines)),
+        views.table(["what", "memory"], rows, "Memory of the GPU at the peak"),
+    ]
     return f"<div>{''.join(parts)}</div>"

@@ -3,12 +3,12 @@
 import time
 
 import gradio as gr
-from webui.runs import Run
 
 from common.errors import UsageError
 from common.report import ERROR_RATES
 from webui import runs, views
 from webui.context import Context
+from webui.runs import Run
 from webui.tabs.events import on
 from webui.tabs.shared import Shared
 

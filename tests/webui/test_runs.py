@@ -1,0 +1,692 @@
+"""Runs of the page: processes that outlive it, and what their folders tell. Most tests run a program
+that takes the locks of a recipe; one runs recipes/template.py."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from common import run_length
+from common.errors import RunError, UsageError
+from common.report import Report
+from speech import demo
+from webui import commands, launch, runs
+from webui.places import Places
+
+ROOT = Path(__file__).resolve().parents[2]
+# It trains until there is a file "go", and ends with the status in it. With a file "worker" it has
+# another process, which tells if it gets a signal.
+PROGRAM = """
+import fcntl, os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1].partition("=")[2])
+checkpoints = folder / "checkpoints"
+checkpoints.mkdir(exist_ok=True)
+lock = open(checkpoints / ".lock", "a+")
+fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+if (folder / "worker").exists() and os.fork() == 0:
+    signal.signal(signal.SIGTERM, lambda *_: (folder / "worker").write_text("stopped"))
+    while os.getppid() != 1 and not (folder / "go").exists():
+        time.sleep(0.005)
+    os._exit(0)
+def stop(number, frame):
+    while (folder / "slow").exists():
+        time.sleep(0.005)
+    (checkpoints / "checkpoint_step_00000012.pt").touch()
+    print("stopped by SIGTERM: step 12 is saved in", checkpoints)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+print("length: 600 updates of 8, 1.0 epochs of 1.0 h", repr(sys.stdin.read()), sys.argv[2:])
+print("step 12/600  loss 1.234  lr 1.0e-03  3.5 utterances/s  0.5 GiB  waiting 3%  3 min left",
+      file=sys.stderr)
+(folder / "trains").write_text(str(os.getpid()))
+while not (folder / "go").exists():
+    time.sleep(0.005)
+status = int((folder / "go").read_text())
+print("error: the disk is full" if status == 1 else "the end")
+if status < 0:
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+# Holds locks on the files that it is given, and says so.
+HOLDER = """
+import fcntl, sys, time
+files = [open(path, "a+") for path in sys.argv[1:]]
+for file in files:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+print("held", flush=True)
+time.sleep(60)
+"""
+SETTINGS = {"recipe": "program", "tier": "auto", "size": "", "values": {}}
+
+
+def wait_for(ready, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.005)
+
+
+def wait_for_state(run: runs.Run, *words: str) -> runs.State:
+    wait_for(lambda: runs.state(run).word in words)
+    return runs.state(run)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder for runs, of a project whose recipe is `PROGRAM`. No run outlives it."""
+    recipes = tmp_path / "project" / "recipes"
+    recipes.mkdir(parents=True)
+    (recipes / "program.py").write_text(PROGRAM)
+    monkeypatch.setattr(commands, "ROOT", tmp_path / "project")
+    folder = (tmp_path / "runs").resolve()
+    folder.mkdir()
+    yield folder
+    for run in runs.list_runs(folder):
+        for process in filter(None, runs._processes(run)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def make(folder: Path, name: str, *words: str, device: str = "cpu") -> runs.Run:
+    """A run of `PROGRAM`."""
+    script = str(commands.ROOT / "recipes" / "program.py")
+    words = [sys.executable, script, f"--output_dir={folder / name}", f"--device={device}", *words]
+    return runs.create(folder, name, SETTINGS, words)
+
+
+def started(folder: Path, name: str, *files: str, device: str = "cpu") -> runs.Run:
+    """A run of `PROGRAM` that trains."""
+    run = make(folder, name, device=device)
+    for file in files:
+        (run.folder / file).touch()
+    runs.start(run)
+    wait_for((run.folder / "trains").exists)
+    return run
+
+
+def let_go(run: runs.Run, status: int = 0) -> None:
+    (run.folder / "go.tmp").write_text(str(status))
+    (run.folder / "go.tmp").rename(run.folder / "go")
+
+
+@contextlib.contextmanager
+def held(*paths: Path):
+    """Another process that holds locks on files."""
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-S", "-c", HOLDER, *map(str, paths)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def test_a_run_trains_and_finishes(folder):
+    run = started(folder, "first")
+    assert runs.state(run) == runs.State("running", "step 12 of 600, about 3 minutes left")
+    assert runs.find(folder, "first").device == "cpu"
+    with pytest.raises(UsageError, match="runs already"):
+        runs.start(run)
+    with pytest.raises(UsageError, match="stop it first"):
+        runs.remove(run, Places(folder, folder))
+    let_go(run)
+    assert wait_for_state(run, "finished").detail == "nothing was saved"
+    first, second, *_ = runs.log(run).split("\n")
+    assert first.startswith("=== ") and f"--output_dir={run.folder} --device=cpu" in first
+    assert second.endswith("1.0 h '' ['--device=cpu']")
+    with pytest.raises(UsageError, match="does not run"):
+        runs.stop(run)
+
+
+@pytest.mark.parametrize(
+    "status, word, detail",
+    [
+        (1, "failed", "error: the disk is full"),
+        (-9, "killed", "the memory of the computer was full; nothing was saved"),
+        (-11, "killed", "it was ended by SIGSEGV; nothing was saved"),
+    ],
+)
+def test_a_run_fails(folder, status, word, detail):
+    run = started(folder, "run")
+    let_go(run, status)
+    state = wait_for_state(run, "failed", "killed", "finished")
+    assert state.word == word and state.detail.endswith(detail)
+
+
+def test_stop_lets_the_recipe_save(folder):
+    run = started(folder, "run", "slow", "worker")
+    runs.stop(run)
+    assert wait_for_state(run, "stopping").detail == "it saves its state and ends"
+    runs.stop(run)  # a second click changes nothing
+    (run.folder / "slow").unlink()
+    assert wait_for_state(run, "stopped").detail == "step 12 is saved"
+    assert json.loads((run.folder / "ended.json").read_text())["status"] == 143
+    assert (run.folder / "worker").read_text() == ""  # its data workers were not told
+
+
+def test_a_hangup_ends_nothing(folder):
+    run = started(folder, "run")
+    for process in runs._processes(run):
+        os.kill(process, signal.SIGHUP)
+    let_go(run)
+    assert wait_for_state(run, "finished", "killed").word == "finished"
+
+
+def test_runs_on_one_device_wait_in_their_order(folder):
+    first = started(folder, "c")
+    waiting = [make(folder, name) for name in ("b", "a", "d")]
+    for run in waiting:
+        runs.start(run)
+    assert [wait_for_state(run, "waiting").detail for run in waiting] == ["waits for c"] * 3
+    runs.stop(waiting[1])
+    assert wait_for_state(waiting[1], "stopped").detail == "nothing was saved"
+    runs.stop(first)
+    wait_for((waiting[0].folder / "trains").exists)
+    wait_for(lambda: runs.state(waiting[2]).detail == "waits for b")
+    let_go(waiting[0])
+    wait_for((waiting[2].folder / "trains").exists)
+    let_go(waiting[2])
+    wait_for_state(waiting[2], "finished")
+    assert "step 12" not in runs.log(waiting[1])
+
+
+def test_what_a_run_waits_for(folder):
+    def queue(name: str, device: str, queued: int) -> str:
+        run = make(folder, name, device=device)
+        runs._write(run, device=device, queued=queued)
+        return str(run.folder)
+
+    own = queue("m", "cuda:0", 5)
+    on_cpu = queue("cpu", "cpu", 5)
+    other = queue("other", "cuda:1", 1)
+    later = queue("later", "cuda:0", 6)
+    locks = [Path(place, ".lock") for place in (on_cpu, other, later)]
+    with held(*locks):
+        assert launch.blocker(own) is None
+    with held(Path(queue("earlier", "cuda:0", 4), ".lock")):
+        assert launch.blocker(own) == "earlier"
+    with held(Path(later, ".lock")) as process:
+        lock = launch.open_lock(later)
+        launch.write_word(lock, process, "running")
+        assert launch.blocker(own) == "later"
+    with held(folder / "by hand" / "checkpoints" / ".lock"):  # on every GPU
+        assert launch.blocker(own) == launch.blocker(other) == "by hand"
+        assert launch.blocker(on_cpu) is None
+    with held(Path(later, "checkpoints", ".lock")):  # its launch.py was killed
+        assert launch.blocker(own) == "later"
+    assert launch.blocker(own) is None
+
+
+def test_a_run_outlives_its_launcher(folder):
+    run = started(folder, "run", "slow")
+    launcher, recipe = runs._processes(run)
+    os.kill(launcher, signal.SIGKILL)
+    wait_for(lambda: runs._processes(run) == (None, recipe))
+    assert runs.state(run).word == "running"
+    with pytest.raises(UsageError, match="runs already"):
+        runs.start(run)
+    # Another page has not seen it: its launch.py ends, and the run is unharmed.
+    words = [sys.executable, "-I", "-S", launch.__file__, str(run.folder)]
+    assert subprocess.run(words, timeout=60).returncode == launch.TAKEN
+    runs.stop(run)
+    assert runs.state(run).word == "stopping"
+    (run.folder / "slow").unlink()
+    assert wait_for_state(run, "stopped", "killed").detail == "step 12 is saved"
+
+
+def test_two_pages_start_a_run_at_once(folder):
+    run = make(folder, "run")
+    outcomes = []
+
+    def start() -> None:
+        try:
+            outcomes.append(runs.start(run))
+        except UsageError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(str, outcomes)) == ["None", "run runs already", "run runs already"]
+    wait_for((run.folder / "trains").exists)
+    assert runs.log(run).count("=== ") == 2
+
+
+def test_a_lock_is_only_looked_at(tmp_path):
+    path = tmp_path / ".lock"
+    path.write_text(f"{os.getpid()} running")
+    assert launch.holder(path) is None  # a stale file
+    assert launch.holder(tmp_path / "none") is None
+    with held(path) as process:
+        assert launch.holder(path) == launch.holder(path) == process
+        with open(path, "a") as file, pytest.raises(BlockingIOError):
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert launch.holder(path) == process
+        assert launch.read_word(tmp_path, process) == ("", "")  # the text is an earlier run's
+    wait_for(lambda: launch.holder(path) is None)
+
+
+def test_a_command_line_run_is_found_and_stopped(folder):
+    (folder / "by hand" / "checkpoints").mkdir(parents=True)
+    words = ["-S", str(commands.ROOT / "recipes" / "program.py"), f"--output_dir={folder}/by hand"]
+    with subprocess.Popen([sys.executable, *words], stdin=-3, stdout=-3, stderr=-3) as process:
+        run = runs.find(folder, "by hand")
+        wait_for((run.folder / "trains").exists)
+        assert runs.state(run).word == "running"
+        runs.stop(run)
+        assert process.wait(60) == 143
+    assert runs.state(run) == runs.State("stopped", "step 12 is saved (from a command line)")
+    with pytest.raises(UsageError, match="--resume auto"):
+        runs.resume(run, Places(folder, folder), {})
+    with pytest.raises(UsageError, match="remove its folder"):
+        runs.remove(run, Places(folder, folder))
+
+
+def test_a_run_that_cannot_be_started(folder, monkeypatch):
+    run = make(folder, "run")
+    monkeypatch.setattr(launch, "__file__", str(folder / "gone.py"))
+    with pytest.raises(RunError, match="No such file"):
+        runs.start(run)
+
+
+# --- the real recipe ------------------------------------------------------------------------------
+
+
+START = """
+import json, sys, time
+from pathlib import Path
+from webui import commands, runs
+from webui.places import Places
+folder = Path(sys.argv[1])
+recipe = commands._read_recipe(commands.ROOT / "recipes" / "template.py", None)
+settings = json.loads(sys.argv[2])
+made = commands.command(Places(folder, folder), recipe, settings, folder / "run")
+runs.start(runs.create(folder, "run", settings, made.words))
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_template_survives_its_page_and_resumes(tmp_path):
+    data = demo.speech_corpus(
+        tmp_path / "data", demo.KONKANI_WORDS, demo.KONKANI_VOICES[:3], {"train": 14, "val": 4}, 19
+    )
+    values = {"max_steps": 40, "log_every": 1, "eval_every": 20, "device": "cpu", "batch_size": 1}
+    values |= {"gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "tensorboard": "off"}
+    values |= {"train_manifest": data["train"], "val_manifest": data["val"]}
+    settings = {"recipe": "template", "values": {key: str(value) for key, value in values.items()}}
+    places = Places(tmp_path, tmp_path)
+    words = [sys.executable, "-c", START, str(places.runs), json.dumps(settings)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as page:
+        assert page.stdout.readline() == "started\n"
+        page.kill()
+
+    run = runs.find(places.runs, "run")
+    wait_for(lambda: runs.metrics(run))
+    runs.stop(run)
+    state = wait_for_state(run, "stopped", "finished", "failed", "killed")
+    assert state.word == "stopped", runs.log(run)
+    step = int(state.detail.split()[1])
+    assert 1 <= step < 40 and state.detail == f"step {step} is saved"
+    assert json.loads((run.folder / "ended.json").read_text())["status"] == 143
+
+    recipe = commands._read_recipe(ROOT / "recipes" / "template.py", None)
+    runs.resume(run, places, {"template": recipe})
+    state = wait_for_state(run, "finished", "stopped", "failed", "killed")
+    assert state.word == "finished" and "cer" in state.detail, runs.log(run)
+    assert f"(step {step})" in runs.log(run)
+    rows = runs.metrics(run)
+    assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 41))
+    assert [row["step"] for row in rows if "eval/cer" in row] == [20, 40]
+    assert len(runs.transcripts(run)) == 4
+    assert runs.weights(run)[0].name == "best.safetensors"
+    now = runs.progress(run)
+    assert now["step"] == "40 of 40" and "at step 40" in now["evaluation"], now
+    assert runs._recipe_of(run.folder) == "template"
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def test_names(folder):
+    run = make(folder, "a-Z_9")
+    assert [run.name for run in runs.list_runs(folder)] == ["a-Z_9"]
+    assert runs.state(run) == runs.State("untouched", "it was not started yet")
+    for name in ("", "a/b", "..", "a b", "ä", "x" * 61, "uploads", "-\n"):
+        with pytest.raises(UsageError, match="cannot be used"):
+            make(folder, name)
+    with pytest.raises(UsageError, match="another name"):
+        make(folder, "a-Z_9")
+    (folder / "linked").symlink_to(run.folder)
+    for name in ("linked", "../runs/a-Z_9", "..", "", "none", "a\0b", "x" * 300, ".hidden"):
+        with pytest.raises(UsageError, match="there is no run"):
+            runs.find(folder, name)
+
+
+def test_the_newest_run_is_first(folder):
+    names = ["one", "two", "three"]
+    for number, name in enumerate(names):
+        run = make(folder, name)
+        runs._write(run, created=1e9 + number)
+    (folder / "uploads" / "checkpoints").mkdir(parents=True)
+    (folder / ".hidden" / "checkpoints").mkdir(parents=True)
+    (folder / "other").mkdir()
+    (folder / "run.json").write_text("{}")
+    assert [run.name for run in runs.list_runs(folder)] == names[::-1]
+    assert runs.list_runs(folder / "none") == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        "{}",
+        '{"settings": [], "words": [], "created": 1}',
+        '{"settings": {"recipe": "x"}, "words": [1], "created": 1}',
+        '{"settings": {"recipe": "x"}, "words": "ls", "created": 1}',
+        '{"settings": {"recipe": "x"}, "words": [], "created": "now"}',
+        b"\xff",
+    ],
+)
+def test_a_damaged_run_is_shown_and_can_be_removed(folder, content):
+    run = make(folder, "run")
+    data = content if isinstance(content, bytes) else content.encode()
+    (run.folder / "run.json").write_bytes(data)
+    (run,) = runs.list_runs(folder)
+    state = runs.state(run)
+    assert state.word == "untouched" and "run.json" in state.detail
+    places = Places(folder, folder)
+    for action in (runs.start, lambda run: runs.resume(run, places, {})):
+        with pytest.raises(UsageError):
+            action(run)
+    assert runs.progress(run) == {} and runs.metrics(run) == [] and runs.log(run) == ""
+    runs.remove(run, places)
+    assert runs.list_runs(folder) == []
+
+
+def test_a_run_from_elsewhere_runs_no_words_of_its_own(folder, tmp_path, monkeypatch):
+    run = make(folder, "run")
+    script = str(commands.ROOT / "recipes" / "program.py")
+    output = f"--output_dir={run.folder}"
+    (tmp_path / "evil.py").write_text("")
+    hostile = [
+        [],
+        ["touch", script, output],
+        [sys.executable, "-c", "pass", output],
+        [sys.executable, str(tmp_path / "evil.py"), output],
+        [sys.executable, str(commands.ROOT / "recipes" / ".." / "evil.py"), output],
+        [sys.executable, script],
+        [sys.executable, script, output, f"--output_dir={tmp_path}"],
+    ]
+    for words in hostile:
+        runs._write(runs.Run(**{**vars(run), "words": words}))
+        with pytest.raises(UsageError):
+            runs.start(runs.find(folder, "run"))
+    assert not (run.folder / ".lock").exists()
+
+    # What a user resumes is made of the settings.
+    made = [sys.executable, script, output, "--device=cpu"]
+    monkeypatch.setattr(commands, "command", lambda *_: commands.Command(made, []))
+    places = Places(folder, folder)
+    found = runs.find(folder, "run")
+    with pytest.raises(UsageError, match="no recipe"):
+        runs.resume(found, places, {})
+    runs.resume(found, places, {"program": None})
+    assert runs.find(folder, "run").words == made
+    wait_for((run.folder / "trains").exists)
+
+
+def test_the_log_is_no_link_to_another_file(folder, tmp_path):
+    run = make(folder, "run")
+    (tmp_path / "mine").write_text("mine")
+    (run.folder / "run.log").symlink_to(tmp_path / "mine")
+    with pytest.raises(RunError, match="cannot be started"):
+        runs.start(run)
+    assert (tmp_path / "mine").read_text() == "mine" and runs.log(run) == ""
+
+
+def test_removing_a_run_removes_its_own_uploads(folder):
+    places = Places(folder, folder)
+    for number in ("1", "2", "12"):
+        upload = folder / "uploads" / number
+        upload.mkdir(parents=True)
+        (upload / "not_used.txt").touch()
+    first = make(folder, "first", f"--a={folder}/uploads/1/manifest.jsonl", f"{folder}/uploads/2")
+    make(folder, "second", f"--a={folder}/uploads/2/manifest.jsonl", f"{folder}/uploads/12/a.wav")
+    (first.folder / "checkpoints").mkdir()
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    (first.folder / "checkpoints" / "linked").symlink_to(outside)
+    (first.folder / "linked").symlink_to(outside)
+    runs.remove(runs.find(folder, "first"), places)
+    assert sorted(os.listdir(folder / "uploads")) == ["12", "2"]
+    assert (outside / "kept").exists() and not first.folder.exists()
+    runs.remove(runs.find(folder, "second"), places)
+    assert os.listdir(folder / "uploads") == []
+
+
+def test_words_of_a_hostile_run_remove_nothing_else(folder):
+    (folder / "data").mkdir()
+    (folder / "uploads").mkdir()
+    run = make(folder, "run", f"{folder}/uploads/../data", f"{folder}/uploads/", "uploads/..")
+    runs.remove(run, Places(folder, folder))
+    assert sorted(os.listdir(folder)) == ["data", "uploads"]
+
+
+def test_a_command_line_run_is_known_by_its_weights(folder):
+    checkpoints = folder / "xtts.v2" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    header = {"recipe": "konkani_conformer"}
+    save_file({"a": torch.zeros(1)}, checkpoints / "best.safetensors", metadata=header)
+    (checkpoints / "best.json").write_text('{"step": 7, "epoch": 1, "loss": 2.5, "cer": 0.125}')
+    (checkpoints / "checkpoint_step_00000009.pt").touch()
+    (run,) = runs.list_runs(folder)
+    assert (run.name, run.recipe, run.settings) == ("xtts.v2", "konkani_conformer", {})
+    assert runs.state(run) == runs.State("stopped", "step 9 is saved (from a command line)")
+    names = [path.name for path in runs.weights(run)]
+    assert names == ["best.safetensors", "checkpoint_step_00000009.pt"]
+    (run.folder / "logs").mkdir()
+    (run.folder / "logs" / "transcripts.jsonl").touch()
+    best = "best at step 7: cer 12.50 %, loss 2.500"
+    assert runs.state(run) == runs.State("finished", best)
+
+
+@pytest.mark.parametrize(
+    "ended, log, word, detail",
+    [
+        ('{"status": 0}', "weights: x", "finished", "step 9 is saved"),
+        ('{"status": 130}', "interrupted", "stopped", "step 9 is saved"),
+        ('{"status": 129}', "", "stopped", "step 9 is saved"),
+        ('{"status": 2}', "error: no such flag\n", "failed", "error: no such flag"),
+        ('{"status": 3}', "it does not fit", "failed", "it does not fit"),
+        ('{"status": 1}', "Traceback\n  a\nKeyError: 1", "failed", "KeyError: 1"),
+        ('{"status": 137}', "step", "killed", None),
+        ('{"status": "x"}', "step", "killed", None),
+        ('{"status"', "error: x\n", "failed", "error: x"),
+        (None, "error: x", "failed", "error: x"),
+        (None, "stopped by SIGTERM: saved", "stopped", "step 9 is saved"),
+        (None, "weights: x\npeak: 1 GiB", "finished", "step 9 is saved"),
+        (None, "step 9/10", "killed", "it ended without a word; step 9 is saved"),
+    ],
+)
+def test_how_a_run_has_ended(folder, ended, log, word, detail):
+    run = make(folder, "run")
+    (run.folder / "checkpoints").mkdir()
+    (run.folder / "checkpoints" / "checkpoint_step_00000009.pt").touch()
+    earlier = "=== 2026-01-01 10:00:00 === python\nerror: earlier\n"
+    (run.folder / "run.log").write_text(f"{earlier}=== 2026-01-02 10:00:00 === python\n{log}")
+    if ended:
+        (run.folder / "ended.json").write_text(ended)
+    state = runs.state(run)
+    assert state.word == word and detail in (None, state.detail)
+
+
+# --- logs and metrics -----------------------------------------------------------------------------
+
+
+def test_the_log_is_text(folder):
+    run = make(folder, "run")
+    data = b"a\r\n 10%\r 20%\r 30%\r\nred \x1b[1;31mtext\x1b[0m\x1b]0;title\x07\n\xff\x00\x07<b>\t\xe1\x88\x80"
+    (run.folder / "run.log").write_bytes(data + b"\n")
+    assert runs.log(run) == "a\n 30%\nred text\n\ufffd<b>\t\u1200"
+    assert runs.log(run, 1) == "\ufffd<b>\t\u1200"
+
+
+def test_a_huge_log_is_read_from_its_end(folder):
+    run = make(folder, "run")
+    with open(run.folder / "run.log", "wb") as file:
+        file.truncate(1 << 34)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + b"x" * 100_000 + b"\nlast")
+    assert runs.log(run) == "x" * runs.LINE + "...\nlast"
+    with open(run.folder / "run.log", "ab") as file:
+        file.write(b"y" * (1 << 20))
+    assert runs.log(run) == "y" * runs.LINE + "..."
+    os.unlink(run.folder / "run.log")
+    os.mkfifo(run.folder / "run.log")
+    assert runs.log(run) == ""
+
+
+def write_metrics(run: runs.Run, lines: list[str], stage: str = "") -> Path:
+    logs = run.folder / "logs" / stage
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / "metrics.jsonl").write_text("\n".join(lines))
+    return logs / "metrics.jsonl"
+
+
+def test_metrics_survive_what_a_file_may_have(folder):
+    run = make(folder, "run")
+    lines = [
+        '{"step": 10, "train/loss": 2.5, "train/text": "a", "epoch": 0}',
+        '{"step": 10, "eval/cer": 0.5}',
+        '{"step": 11, "event": "skipped", "file": "\\"train/x\\"", "reason": "gone"}',
+        '{"step": 20, "train/loss": NaN, "train/learning_rate": 1e-3}',
+        '{"step": 30, "train/loss": Infinity, "train/big": 1' + "0" * 400 + "}",
+        "[" * 100_000 + '"train/',
+        '{"step": 40, "train/loss": 1',
+    ]
+    write_metrics(run, lines)
+    assert runs.metrics(run) == [
+        {"step": 10, "train/loss": 2.5, "epoch": 0},
+        {"step": 10, "eval/cer": 0.5},
+        {"step": 20, "train/learning_rate": 1e-3},
+    ]
+
+
+def test_of_many_metrics_some_are_taken(folder):
+    run = make(folder, "run")
+    lines = [f'{{"step": {n}, "train/loss": {n / 7}}}' for n in range(1, 100_001)]
+    lines[500::1000] = [f'{{"step": {n}, "eval/loss": 1.0}}' for n in range(500, 100_000, 1000)]
+    write_metrics(run, lines)
+    rows = runs.metrics(run)
+    assert runs.POINTS < len(rows) < 2 * runs.POINTS + 110
+    assert sum("eval/loss" in row for row in rows) == 100
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    assert rows[-1] == {"step": 100_000, "train/loss": 100_000 / 7}
+
+
+def test_progress_is_read_as_the_report_writes_it(folder, capfd):
+    """By metrics.jsonl or the log, whichever is newer."""
+    run = make(folder, "run")
+    batches = SimpleNamespace(hours=0.5, per_epoch=10, global_batch_size=8)
+    length = run_length.RunLength(600, None, 600, 100, 5)
+    report = Report(run.folder / "logs", 0, 600, tensorboard=False)
+    report.bar, report.last_line = None, -1e9
+    report.started -= 90
+    print(run_length.describe(length, batches))
+    report.write(100, **{"eval/wer": 0.5, "eval/loss": 3.0, "eval/cer": 0.25})
+    values = {"loss": 1.5, "learning_rate": 1e-3, "utterances_per_second": 3.0}
+    values |= {"memory_bytes": 2**29, "data_wait_share": 0.1, "gpu_utilisation": 0.5}
+    report.write(110, **{f"train/{name}": value for name, value in values.items()})
+    report.progress(120, 1.25, 2e-3, 4.0, 2**30, 0.2, 0.75)
+    report.close()
+    out, err = capfd.readouterr()
+    (run.folder / "run.log").write_text(f"=== 2026-01-01 10:00:00 === x\n{out}{err}")
+    numbers = {
+        "step": "120 of 600",
+        "loss": "1.250",
+        "learning rate": "2.0e-03",
+        "utterances/s": "4.0",
+        "memory": "1.0 GiB",
+        "waiting for data": "20 %",
+        "GPU busy": "75 %",
+        "evaluation": "wer 50.00 %, cer 25.00 %, loss 3.000 at step 100",
+    }
+    assert runs.progress(run) == numbers
+    with held(run.folder / "checkpoints" / ".lock"):
+        assert runs.progress(run) == {**numbers, "time": "about 6 minutes left"}
+        assert runs.state(run).detail == "step 120 of 600, about 6 minutes left"
+        (run.folder / "run.log").write_text(f"=== 2026-01-01 10:00:00 === x\n{out}")
+        assert runs.progress(run)["step"] == "110 of 600"
+        assert runs.progress(run)["loss"] == "1.500"
+        # It has been started again, and has not come so far.
+        (run.folder / "run.log").write_text(f"{out}=== 2026-01-01 11:00:00 === x\nreading a.json")
+        assert runs.progress(run) == {}
+        assert runs.state(run) == runs.State("running", "no step yet: reading a.json")
+
+
+def test_the_stage_that_is_trained_is_shown(folder):
+    """The runs that XTTS from scratch begins with have folders of their own."""
+    run = make(folder, "run")
+    write_metrics(run, ['{"step": 8, "train/loss": 1.0}'], "earlier-1")
+    os.utime(write_metrics(run, ['{"step": 9, "train/loss": 1.0}'], "autoencoder"), (1, 1))
+    os.utime(write_metrics(run, ['{"step": 10, "train/loss": 2.0}'], "dvae"), (2, 2))
+    (run.folder / "checkpoints" / "dvae").mkdir(parents=True)
+    (run.folder / "checkpoints" / "dvae" / "checkpoint_step_00000010.pt").touch()
+    (run.folder / "ended.json").write_text('{"status": 143}')
+    assert runs.metrics(run) == [{"step": 10, "train/loss": 2.0}]
+    assert runs.progress(run) == {"stage": "dvae", "step": "10", "loss": "2.000"}
+    assert runs.state(run) == runs.State("stopped", "step 10 of the dvae is saved")
+    write_metrics(run, ['{"step": 1, "train/loss": 3.0}'])
+    assert runs.metrics(run) == [{"step": 1, "train/loss": 3.0}]
+
+
+def test_transcripts(folder):
+    run = make(folder, "run")
+    assert runs.transcripts(run) == []
+    (run.folder / "logs").mkdir()
+    row = {"file": "a.wav", "reference": "a", "hypothesis": "b", "words": []}
+    lines = [json.dumps(row), "[]", '{"file": 1}', '{"file": "half']
+    (run.folder / "logs" / "transcripts.jsonl").write_text("\n".join(lines))
+    assert runs.transcripts(run) == [row]
+
+
+def test_device_of_a_command(monkeypatch):
+    assert runs.device_of(["--device", "cuda:1", "--device=cpu"]) == "cpu"
+    assert runs.device_of(["--device=cpu", "--device", "cuda:1"]) == "cuda:1"
+    assert runs.device_of(["--device", "cuda"]) == "cuda:0"
+    for has_gpu, device in ((True, "cuda:0"), (False, "cpu")):
+        monkeypatch.setattr(runs, "_has_gpu", lambda has_gpu=has_gpu: has_gpu)
+        assert runs.device_of(["--seed", "1"]) == runs.device_of(["--device", "auto"]) == device
+
+
+def test_runs_on_a_gpu(folder, monkeypatch):
+    monkeypatch.setattr(runs, "_has_gpu", lambda: True)
+    for name, device in (("idle", "cuda:0"), ("gpu", "cuda:0"), ("waits", "cuda:0"), ("c", "cpu")):
+        runs._write(make(folder, name, device=device), device=device)
+    locks = [folder / name / ".lock" for name in ("gpu", "waits", "c")]
+    with held(*locks, folder / "by hand" / "checkpoints" / ".lock") as process:
+        launch.write_word(launch.open_lock(folder / "waits"), process, "waiting", "gpu")
+        assert {run.name for run in runs.on_gpu(folder)} == {"gpu", "by hand"}
