@@ -11,13 +11,15 @@ from webui import views
 
 def on(trigger: Callable, action: Callable, inputs=None, outputs=None, **settings):
     """Calls `action` when `trigger`, such as `button.click`, happens; `settings` are gradio's. A
-    `Failure` becomes a message that stays until it is closed; gradio reads it as HTML."""
+    `Failure` becomes a message that stays until it is closed."""
 
     @functools.wraps(action)
     def run(*values):
         try:
             return action(*values)
         except Failure as failure:
-            raise gr.Error(views.text(failure), duration=None, print_exception=False) from None
+            # Gradio shows messages as HTML, and this one may name a file.
+            text = views.text(failure)
+            raise gr.Error(text, duration=None, print_exception=False) from None
 
     return trigger(run, inputs, outputs, api_visibility="private", **settings)

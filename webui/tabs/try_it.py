@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import gradio as gr
 
+from common.checkpoint import CHECKPOINT
 from common.errors import Failure, UsageError
 from speech.text import for_scoring
 from webui import commands, runs, trials, views
@@ -16,16 +17,17 @@ from webui.tabs.shared import Shared
 from webui.trials import CPU, GPU, Model, Utterance
 
 OF_RUN, RELEASED = "A run", "A released model"
+NOTHING = "nothing was recognised"
 SHOWN = 10  # utterances of a table
 SAID = 50  # rows of a history
 MOST_WORDS = 1_000  # of a table of times
-WEIGHTS = {"best.safetensors": "the best evaluation", "averaged.safetensors": "an average"}
+WEIGHTS = {"best.safetensors": "best evaluation", "averaged.safetensors": "average of checkpoints"}
 SOUND = {"type": "filepath", "sources": ["upload", "microphone"], "buttons": ["download"]}
 HTML = {"sanitize_html": False, "latex_delimiters": []}
 WORST = "The worst utterances of the last evaluation"
 MARKS = (
     "Struck out: words of the reference that were not heard. Underlined: words that were heard in"
-    " their place, or in addition. Texts are compared in small letters, without punctuation."
+    " their place, or in addition. Texts are compared without punctuation."
 )
 
 
@@ -121,9 +123,15 @@ def _choose(context: Context) -> Choice:
     with gr.Row():
         run = gr.Dropdown([], label="Run", min_width=200)
         weights = gr.Dropdown([], label="Weights", info="of which moment", min_width=200)
-        recipe = gr.Dropdown(known, value=next(iter(known), None), label="Recipe", visible=False)
+        recipe = gr.Dropdown(
+            known, value=next(iter(known), None), label="Recipe", visible=False, min_width=200
+        )
         path = gr.Dropdown(
-            [], label="Released model", info="a folder or file in the data", visible=False
+            [],
+            label="Released model",
+            info="a folder or file in the data",
+            visible=False,
+            min_width=200,
         )
         language = gr.Textbox(
             label="Language", info="a code such as en; may stay empty", visible=False
@@ -154,7 +162,7 @@ def _hearing(context: Context, choice: Choice) -> list:
     worst = gr.Markdown(**HTML)
     best = gr.Markdown(**HTML)
 
-    def transcribe(path: str | None, with_released: bool, *values) -> tuple:
+    def transcribe(path: str | None, with_released: bool, *values) -> list:
         chosen = Chosen(*values)
         recipe, run, model = _model(context, chosen)
         recording = trials.checked_audio(path, "recording")
@@ -164,8 +172,9 @@ def _hearing(context: Context, choice: Choice) -> list:
             if each:
                 words = _words(context, each, chosen)
                 found.append(trials.transcribe(context.models, recipe.name, recording, words))
-        second = found[1]["text"] if len(found) > 1 else ""
-        return found[0]["text"], gr.Textbox(second, visible=len(found) > 1), _times(found[0])
+        texts = [gr.Textbox(each["text"], placeholder=NOTHING, visible=True) for each in found]
+        texts += [gr.Textbox(visible=False)] * (2 - len(texts))
+        return [*texts, _times(found[0])]
 
     on(button.click, transcribe, [audio, beside, *choice.all()], [text, other, times])
     return [beside, worst, best]
@@ -226,8 +235,10 @@ def usable(context: Context) -> list[Run]:
 def weights_of(context: Context, name: str | None) -> gr.Dropdown:
     """The weights of a run to choose from."""
     found = [path.name for path in runs.weights(run_of(context, name))] if name else []
-    labels = [(f"{each}: {WEIGHTS[each]}" if each in WEIGHTS else each, each) for each in found]
-    return gr.Dropdown(choices=labels, value=next(iter(found), None))
+    steps = [int(each) for name in found for each in CHECKPOINT.findall(name)]
+    labels = [WEIGHTS[name] for name in found if name in WEIGHTS] + [f"step {s}" for s in steps]
+    choices = list(zip(labels, found, strict=True))
+    return gr.Dropdown(choices=choices, value=next(iter(found), None))
 
 
 def run_of(context: Context, name: str | None) -> Run:
