@@ -17,6 +17,7 @@ from webui.tabs.shared import Shared
 CHECK_SECONDS = 3600.0  # of a check at most: it listens to all recordings, the first time
 WAIT = "<p>Checking: every recording is listened to once.</p>"
 MANIFESTS = ("train_manifest", "val_manifest")
+USABLE = "checked: "  # begins the line that says how much can be used
 CHECKS = ".check"  # folder in --runs of what is kept of the recordings between two checks
 # The options that matter for the check, and what they are called here.
 OPTIONS = {
@@ -258,8 +259,8 @@ def _report(
     if problem:
         head = f"<h3>These data cannot be used yet</h3><p>{views.text(problem)}</p>"
     else:
-        usable = sections.pop().title.removeprefix("checked: ")
-        head = f"<h3>{views.text(usable.capitalize())}</h3>"
+        usable = [each.title for each in sections if each.title.startswith(USABLE)][-1]
+        head = f"<h3>{views.text(usable.removeprefix(USABLE))}</h3>"
     lines, tables, bars = [], [], []
     for section in sections:
         title = section.title.removesuffix(":")
@@ -269,7 +270,7 @@ def _report(
             unit = "min" if title.startswith("minutes") else ""
             rows = [(row.label, row.number) for row in section.rows]
             bars.append(views.bars(title.capitalize(), rows, unit))
-        elif not title.startswith("error: "):
+        elif not title.startswith(("error: ", USABLE)):
             lines.append(f"<li>{views.text(title)}</li>")
     listed = f"<ul>{''.join(lines)}</ul>" if lines else ""
     return f'{head}{listed}{"".join(tables)}<div class="plots">{"".join(bars)}</div>'
