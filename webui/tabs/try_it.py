@@ -151,7 +151,7 @@ def _hearing(context: Context, choice: Choice) -> list:
     audio = gr.Audio(label="Recording", **SOUND)
     beside = gr.Checkbox(label="Also by the released model that the run began from")
     button = gr.Button("Transcribe", variant="primary")
-    text = gr.Textbox(label="Transcript", lines=2, interactive=False, buttons=["copy"])
+    text = gr.Textbox(label="Transcript", lines=2, interactive=False)
     other = gr.Textbox(
         label="Transcript of the released model", lines=2, interactive=False, visible=False
     )
