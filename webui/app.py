@@ -194,6 +194,11 @@ def make_app(page, places, settings):
         text_size=gr.themes.Size(*sizes, name="text"),  # follows the size that the browser has set
         font=["system-ui", "sans-serif"],
         font_mono=["ui-monospace", "monospace"],
+    ).set(  # enough contrast to be read
+        block_info_text_color="*neutral_600",
+        block_info_text_color_dark="*neutral_300",
+        input_placeholder_color="*neutral_500",
+        input_placeholder_color_dark="*neutral_400",
     )
     app = gr.mount_gradio_app(
         Starlette(routes=routes(places)),

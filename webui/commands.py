@@ -110,12 +110,13 @@ class Command:
 @dataclass(frozen=True)
 class Verdict:
     """What --dry_run has printed: "fits", "tight" or "does not fit"; the memory by kind; the other
-    lines. `flags` are values of options with which it fits, or none, and `after` is the verdict with
+    lines, and those of its advice. `flags` are values of options with which it fits, or none, and `after` is the verdict with
     them, or ""."""
 
     word: str
     memory: list[tuple[str, str]]
     lines: list[str]
+    advice: list[str]
     flags: dict[str, str]
     after: str
 
@@ -489,15 +490,18 @@ def verdict(recipe: Recipe, text: str) -> Verdict:
     words = []
     memory = []
     lines = []
+    advice = []
     word = after = ""
     for line in text.splitlines():
         if found := OF_FLAGS.fullmatch(line):
             words += found[1].split()
-            lines.append(line.strip())
+            advice.append(line.strip())
         elif not word and (found := OF_MEMORY.fullmatch(line)):
             memory.append((found[1], found[2]))
         elif line.startswith("  ") and lines:  # the rest of a long line
             lines[-1] += f" {line.strip()}"
+        elif advice or line.startswith("Peak with "):
+            advice.append(line)
         else:
             lines.append(line)
         if found := OF_VERDICT.fullmatch(line):
@@ -508,7 +512,7 @@ def verdict(recipe: Recipe, text: str) -> Verdict:
         last = [line for line in lines if line.strip()][-1:] or ["it printed nothing"]
         raise UsageError(last[0].removeprefix("error: "))
     flags = values_of(recipe, words) if after in ("fits", "tight") else {}
-    return Verdict(word, memory, lines, flags, after)
+    return Verdict(word, memory, lines, advice, flags, after)
 
 
 def values_of(recipe: Recipe, words: list[str]) -> dict[str, str]:

@@ -162,8 +162,9 @@ def run_command(words: list[str], lock: int) -> int:
 def note_end(folder: str, status: int) -> None:
     """Writes ended.json."""
     path = os.path.join(folder, ENDED)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with contextlib.suppress(OSError):  # a full disk: the log tells the page
-        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        with open(os.open(f"{path}.tmp", flags, 0o666), "w", encoding="utf-8") as file:
             json.dump({"status": status, "ended": time.time()}, file)
         os.replace(f"{path}.tmp", path)
 

@@ -63,9 +63,9 @@ def _part(content: bytes, wanted: str) -> Response:
     """A wav, or the bytes of it that a player asks for when somebody moves to another place."""
     headers = {"Accept-Ranges": "bytes"}
     match = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", wanted)
-    if match is None or int(match[1]) >= len(content):
+    start = int(match[1]) if match else 0
+    end = min(int((match and match[2]) or len(content)) + 1, len(content))
+    if match is None or start >= end:
         return Response(content, media_type="audio/wav", headers=headers)
-    start = int(match[1])
-    end = min(int(match[2] or len(content)) + 1, len(content))
     headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
     return Response(content[start:end], 206, media_type="audio/wav", headers=headers)

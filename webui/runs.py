@@ -47,7 +47,7 @@ SETTINGS = {"recipe": str, "tier?": str, "size?": str, "values?": dict}
 CONTENT = {"settings": SETTINGS, "words": [str], "created": (float, int)}
 START_SECONDS = 20.0  # until launch.py holds its lock, on a busy machine
 LOG_BYTES = 1 << 18  # of the end of a log that are read
-STATE_BYTES = 1 << 14  # of the same, to tell how far a run is
+STATE_BYTES = 1 << 13  # of the same, to tell how far a run is
 LINE = 2000  # characters of a line that are shown
 POINTS = 1000  # of the curves of training, at least, if there are more
 ROWS = 5000  # of transcripts.jsonl
@@ -376,10 +376,10 @@ def _ended(run: Run) -> State:
     """How a run that does not run has ended. Without ended.json the log and the files tell."""
     if run.fault:
         return State("untouched", run.fault)
-    text = _attempt(run)
     status = None
     with contextlib.suppress(UsageError):
         status = files.read_json(run.folder / launch.ENDED).get("status")
+    text = "" if status == 0 else _attempt(run)
     if status is None and not text:
         return _without_log(run)
     if status is None:
@@ -486,11 +486,11 @@ def _numbers(run: Run) -> dict:
     """The last numbers: those of metrics.jsonl under their names there, without "train/", and
     "step", "total", "minutes" and "evaluation", which is (step, values). Those of an earlier attempt
     are not used while the run prepares itself."""
-    text = _attempt(run)
+    *earlier, text = BEGAN.split(_tail(run.folder / LOG, STATE_BYTES))
     lengths = list(LENGTH.finditer(text))
     begun = lengths[-1].end() if lengths else 0
     line = next(reversed([*PROGRESS.finditer(text, begun)]), None)
-    if text and is_alive(run) and not lengths and not line:
+    if earlier and not lengths and not line and is_alive(run):
         return {}
     now = {}
     for row in map(_finite, _last_rows(_logs(run) / METRICS)):
@@ -560,12 +560,14 @@ def log(run: Run, lines: int = 200) -> str:
 
 def _tail(path: Path, size: int) -> str:
     """The end of a text file, without control characters and with shortened lines."""
-    data = _last_bytes(path, size)
-    text = ESCAPES.sub("", data.decode("utf-8", errors="replace").replace("\r\n", "\n"))
-    lines = text.rstrip("\n").split("\n")
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+    text = _last_bytes(path, size).decode("utf-8", errors="replace").rstrip("\r\n")
+    if "\x1b" in text:
+        text = ESCAPES.sub("", text)
+    lines = text.replace("\r\n", "\n").split("\n")
+    if "\r" in text:
+        lines = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
     lines = [line if len(line) <= LINE else line[:LINE] + "..." for line in lines]
-    return "\n".join(CONTROL.sub("", line) for line in lines)
+    return CONTROL.sub("", "\n".join(lines))
 
 
 def _last_bytes(path: Path, size: int) -> bytes:

@@ -390,7 +390,8 @@ def test_verdicts_are_those_of_a_dry_run(tmp_path, capsys):
 
     nothing = planned(recipe, capsys, *size, "--dry_run", "0.5")
     assert (nothing.word, nothing.after, nothing.flags) == ("does not fit", "does not fit", {})
-    assert any("take a smaller model" in line for line in nothing.lines)
+    assert any("take a smaller model" in line for line in nothing.advice)
+    assert not fits.advice
 
     with pytest.raises(UsageError, match="--dry_run: 'tomato' is not a GPU"):
         planned(recipe, capsys, *size, "--dry_run", "tomato")

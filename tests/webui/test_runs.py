@@ -645,6 +645,9 @@ def test_progress_is_read_as_the_report_writes_it(folder, capfd):
         (run.folder / "run.log").write_text(f"{out}=== 2026-01-01 11:00:00 === x\nreading a.json")
         assert runs.progress(run) == {}
         assert runs.state(run) == runs.State("running", "no step yet: reading a.json")
+        with open(run.folder / "run.log", "a") as log:
+            log.write("skipped: a.wav\n" * 1000)
+        assert runs.state(run) == runs.State("running", "step 110")
 
 
 def test_the_stage_that_is_trained_is_shown(folder):

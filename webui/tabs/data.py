@@ -64,14 +64,14 @@ def build(context: Context, shared: Shared) -> None:
     files = gr.File(
         file_count="multiple", label="Or drop audio files and their table here", height=150
     )
-    files.preprocess = _pairs
+    files.preprocess = _pairs  # this holds as long as no event changes this component
     said = gr.Markdown(HELP, **MARKDOWN)
-    names = [(f"{each.title} ({name})", name) for name, each in recipes.items()]
+    names = [(f"{name}: {each.title}", name) for name, each in recipes.items()]
     first = next(iter(recipes), None)
     recipe = gr.Dropdown(names, value=first, label="For which training")
-    with gr.Accordion("More about the texts and files", open=False):
+    with gr.Accordion("More about the texts and files", open=False), gr.Row():
         options = [
-            gr.Dropdown(label=label, allow_custom_value=True, **look(first, name))
+            gr.Dropdown(label=label, allow_custom_value=True, min_width=260, **look(first, name))
             for name, label in OPTIONS.items()
         ]
     with gr.Row():
@@ -108,13 +108,13 @@ def build(context: Context, shared: Shared) -> None:
         names = [name for _, name in pairs]
         if not any(Path(name).suffix.lower() in TABLE_SUFFIXES for name in names):
             text = f"<p><b>A table of their texts is missing: add it.</b></p>{HELP}"
-            return gr.skip(), gr.skip(), gr.skip(), text
+            return gr.skip(), gr.skip(), text
         path = places.save_upload([file for file, _ in pairs], names)
         name = places.name(path)
         every = places.manifests()
         text = f"<p>Uploaded. The table is now called <b>{views.text(name)}</b>.</p>"
         text += _left_out(places, [path])
-        return gr.Dropdown(choices=_with(every, name), value=name), None, None, text
+        return gr.Dropdown(choices=_with(every, name), value=name), None, text
 
     def adapt(name: str | None) -> list:
         return [gr.Dropdown(**look(name, option)) for option in OPTIONS]
@@ -126,6 +126,8 @@ def build(context: Context, shared: Shared) -> None:
         return refresh()
 
     def settings_of(chosen, other, name, *values) -> dict:
+        if name not in recipes:
+            raise UsageError("choose for which training the recordings are")
         path = _file(places, chosen, "Table of the recordings")
         settings = {"recipe": name, "values": {"train_manifest": places.name(path)}}
         if other:
@@ -137,9 +139,11 @@ def build(context: Context, shared: Shared) -> None:
                 settings["values"][option] = value
         return settings
 
+    def begin(*values) -> tuple[str, str, str]:
+        settings_of(*values)  # what is missing
+        return HELP, WAIT, ""
+
     def run_check(chosen, other, name, *values) -> tuple[str, str]:
-        if name not in recipes:
-            raise UsageError("choose for which training the recordings are")
         return _check(places, recipes[name], settings_of(chosen, other, name, *values))
 
     def to_training(before: dict, chosen, other, name, *values) -> tuple:
@@ -154,11 +158,13 @@ def build(context: Context, shared: Shared) -> None:
     refreshed = [table, evaluation, uploads]
     on(functools.partial(gr.on, None), refresh, None, refreshed)  # when the page is loaded
     on(shared.tab.select, refresh, refreshed, refreshed)
-    on(table.input, pick, table, [table, evaluation])
-    on(files.upload, upload, files, [table, evaluation, files, said])
+    on(table.input, pick, table, [table, evaluation], show_progress="hidden")
+    uploaded = [table, evaluation, said]
+    on(files.upload, upload, files, uploaded, show_progress="hidden")
     on(recipe.change, adapt, recipe, options)
-    wait = on(check.click, lambda: (HELP, WAIT, ""), None, [said, result, printed])
-    on(wait.then, run_check, chosen, [result, printed], concurrency_limit=2)
+    wait = on(check.click, begin, chosen, [said, result, printed], show_progress="hidden")
+    run = on(wait.success, run_check, chosen, [result, printed], concurrency_limit=2)
+    on(run.failure, lambda: "", None, result)
     on(train.click, to_training, [shared.settings, *chosen], [shared.settings, shared.tabs])
     on(remove.click, removed, uploads, refreshed)
 

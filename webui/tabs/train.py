@@ -21,9 +21,11 @@ WEIGHTS = ("init_from", "resume")  # whose values may be weights of other runs
 LISTED = (*STARTS, *MANIFESTS, *WEIGHTS)  # options with a list of paths
 DATA = "data"  # the group of options that stay when another recipe is chosen
 PICKED = re.compile(r"tier: (\S+) \(auto\)")  # what a preset script says
+CPU = "cpu"  # the tier without a GPU
 HERE = "the GPU of this computer"
 WIDTH = 260  # of a control at least, pixels
 PLAN_SECONDS = 900.0
+# By itself gradio does not see that controls are used by events that are made later.
 LIVE = {"interactive": True, "min_width": WIDTH}
 HTML = {"sanitize_html": False, "latex_delimiters": []}
 
@@ -56,6 +58,7 @@ class Parts:
     planned: gr.Markdown
     advice: gr.State  # {option name: value} that make the run fit, and maybe "tier"
     use: gr.Button
+    details: gr.Markdown
     name: gr.Textbox
     show: gr.Button
     command: gr.Textbox
@@ -83,16 +86,17 @@ def _parts() -> Parts:
     with gr.Row():
         card = gr.Dropdown(
             [*cards, *((name, name) for name in commands.cards())],
+            value="" if here else "8gb",
             label="GPU to predict for",
             info="a name, or gigabytes of memory such as 10GB",
             allow_custom_value=True,
-            min_width=WIDTH,
+            **LIVE,
         )
         name = gr.Textbox(
             label="Name of the run",
             info="letters, digits, hyphens and underscores",
             placeholder="the recipe's name and a number",
-            min_width=WIDTH,
+            **LIVE,
         )
     with gr.Row():
         plan = gr.Button("Will it fit?", min_width=140)
@@ -100,10 +104,11 @@ def _parts() -> Parts:
         start = gr.Button("Start", variant="primary", min_width=140)
     planned = gr.Markdown(**HTML)
     use = gr.Button("Use these flags", visible=False)
+    details = gr.Markdown(**HTML)
     command = gr.Textbox(
         label="Command", lines=3, interactive=False, buttons=["copy"], visible=False
     )
-    return Parts(card, plan, planned, gr.State({}), use, name, show, command, start)
+    return Parts(card, plan, planned, gr.State({}), use, details, name, show, command, start)
 
 
 # --- the form -------------------------------------------------------------------------------------
@@ -259,7 +264,7 @@ def _follow(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
         values = form.read((name, *values))["values"]
         kept = {key: text for key, text in values.items() if key in stay}
         settings = {"recipe": name, "tier": AUTO, "size": "", "values": kept}
-        return settings, "", gr.Button(visible=False)
+        return settings, "", gr.Button(visible=False), ""
 
     def follow(*values) -> list:
         preset, notes = _preset(context, recipe, form.read(values))
@@ -274,7 +279,12 @@ def _follow(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
     def leave(event: gr.SelectData, *values) -> dict:
         return gr.skip() if event.value == shared.tab.label else form.read(values)
 
-    on(chosen.input, other_recipe, form.controls, [shared.settings, parts.planned, parts.use])
+    on(
+        chosen.input,
+        other_recipe,
+        form.controls,
+        [shared.settings, parts.planned, parts.use, parts.details],
+    )
     ways = [by_name[name] for name in (*STARTS, *MANIFESTS[:1]) if name in by_name]
     shown = [tier, *(by_name[option.name] for option in changing)]
     for control in (tier, size, *ways):
@@ -293,21 +303,26 @@ def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None
         made = commands.command(context.places, recipe, settings, run, card)
         return settings, made.words, made.notes
 
+    def wait() -> tuple:
+        return "<p>Predicting. This takes up to a minute.</p>", {}, gr.Button(visible=False), ""
+
     def plan(card: str, *values) -> tuple:
         settings, words, notes = command(values, "", card or "")
         _, text = commands.ask(words, PLAN_SECONDS)
         verdict = commands.verdict(recipe, text)
         advice = dict(verdict.flags)
-        if advice and card and settings["tier"] == AUTO and _picked(notes):
+        if advice and card and settings["tier"] == AUTO and _picked(notes) not in ("", CPU):
             advice["tier"] = _picked(notes)  # the one for that card, not for this computer's
-        return _shown(verdict, notes), advice, gr.Button(visible=bool(advice))
+        said, details = _said(verdict), _details(verdict, notes)
+        return said, advice, gr.Button(visible=bool(advice)), details
 
     def use(advice: dict, *values) -> tuple:
         settings = form.read(values)
         tier = advice.pop("tier", settings["tier"])
         settings = {**settings, "tier": tier, "values": {**settings["values"], **advice}}
         said = ", ".join(f"--{name} {value}" for name, value in advice.items())
-        return settings, f"<p>In the form now: {views.text(said)}</p>", gr.Button(visible=False)
+        said = f"<p>In the form now: {views.text(said)}</p>"
+        return settings, said, gr.Button(visible=False), ""
 
     def show(name: str, *values) -> gr.Textbox:
         _, words, _ = command(values, name)
@@ -319,17 +334,15 @@ def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None
         runs.start(run)
         return settings, run.name, gr.Tabs(selected="runs"), ""
 
-    on(
-        parts.plan.click,
-        plan,
-        [parts.card, *form.controls],
-        [parts.planned, parts.advice, parts.use],
-    )
+    plan_shown = [parts.planned, parts.advice, parts.use, parts.details]
+    waiting = on(parts.plan.click, wait, None, plan_shown, show_progress="hidden")
+    planning = on(waiting.then, plan, [parts.card, *form.controls], plan_shown)
+    on(planning.failure, lambda: "", None, parts.planned)
     on(
         parts.use.click,
         use,
         [parts.advice, *form.controls],
-        [shared.settings, parts.planned, parts.use],
+        [shared.settings, parts.planned, parts.use, parts.details],
     )
     on(parts.show.click, show, [parts.name, *form.controls], parts.command)
     on(
@@ -347,15 +360,18 @@ def _new_name(folder, recipe: Recipe) -> str:
     return f"{recipe.name}_{number}"
 
 
-def _shown(verdict: commands.Verdict, notes: list[str]) -> str:
-    """What a plan says, as HTML."""
+def _said(verdict: commands.Verdict) -> str:
+    """Whether a run fits, as HTML."""
     word = {"fits": "It fits.", "tight": "It is tight.", "does not fit": "It does not fit."}
-    after = {"fits": "With the flags below it fits.", "tight": "With the flags below it is tight."}
+    after = {"fits": "With these flags it fits:", "tight": "With these flags it is tight:"}
     title = f"{word.get(verdict.word, verdict.word)} {after.get(verdict.after, '')}"
+    listed = "".join(f"<li>{views.text(line)}</li>" for line in verdict.advice)
+    return f"<div><p><b>{views.text(title)}</b></p><ul>{listed}</ul></div>"
+
+
+def _details(verdict: commands.Verdict, notes: list[str]) -> str:
+    """What else a plan says, as HTML."""
     rows = [[views.text(name), views.text(size)] for name, size in verdict.memory]
-    parts = [
-        f"<p><b>{views.text(title)}</b></p>",
-        *(f"<p>{views.text(line)}</p>" for line in (*notes, *verdict.lines)),
-        views.table(["what", "memory"], rows, "Memory of the GPU at the peak"),
-    ]
-    return f"<div>{''.join(parts)}</div>"
+    table = views.table(["what", "memory"], rows, "Memory of the GPU at the peak")
+    lines = "<br>".join(views.text(line) for line in (*notes, *verdict.lines))
+    return f"<div>{table}<p>{lines}</p></div>"
