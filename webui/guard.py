@@ -307,7 +307,7 @@ class Guard:
             self.remove_parts()
         if refused:
             answer = _refuse(
-                f"there is no room for this upload: {max(0, room) / 1e6:.0f} of "
+                f"this upload does not fit: {max(0, room) / 1e6:.0f} of "
                 f"{self.settings.bytes_kept / 1e6:.0f} MB are left; remove uploads, or start the "
                 "page again",
                 413,
