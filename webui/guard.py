@@ -265,7 +265,7 @@ class Guard:
             if isinstance(value, dict):
                 is_file = isinstance(value.get("path"), str) and "meta" in value
                 if is_file and not self.is_temporary(value["path"]):
-                    return None, _refuse("the file of this event is not an upload")
+                    return None, _refuse("the file of this event is not an upload: choose it again")
                 values += value.values()
             elif isinstance(value, list):
                 values += value
