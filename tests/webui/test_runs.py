@@ -40,6 +40,7 @@ if (folder / "worker").exists() and os.fork() == 0:
         time.sleep(0.005)
     os._exit(0)
 def stop(number, frame):
+    print("signal", number)
     while (folder / "slow").exists():
         time.sleep(0.005)
     (checkpoints / "checkpoint_step_00000012.pt").touch()
@@ -141,6 +142,9 @@ def test_a_run_trains_and_finishes(folder):
     run = started(folder, "first")
     assert runs.state(run) == runs.State("running", "step 12 of 600, about 3 minutes left")
     assert runs.find(folder, "first").device == "cpu"
+    assert "length: 600" in runs.log(run)  # while it trains
+    launcher, recipe = runs._processes(run)
+    assert os.getsid(launcher) == os.getsid(recipe) == os.getpgid(recipe) == launcher
     with pytest.raises(UsageError, match="runs already"):
         runs.start(run)
     with pytest.raises(UsageError, match="stop it first"):
@@ -177,6 +181,7 @@ def test_stop_lets_the_recipe_save(folder):
     (run.folder / "slow").unlink()
     assert wait_for_state(run, "stopped").detail == "step 12 is saved"
     assert json.loads((run.folder / "ended.json").read_text())["status"] == 143
+    assert runs.log(run).count("signal 15") == 1
     assert (run.folder / "worker").read_text() == ""  # its data workers were not told
 
 
@@ -376,6 +381,7 @@ def test_names(folder):
     with pytest.raises(UsageError, match="another name"):
         make(folder, "a-Z_9")
     (folder / "linked").symlink_to(run.folder)
+    assert len(runs.list_runs(folder)) == 1
     for name in ("linked", "../runs/a-Z_9", "..", "", "none", "a\0b", "x" * 300, ".hidden"):
         with pytest.raises(UsageError, match="there is no run"):
             runs.find(folder, name)
