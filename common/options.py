@@ -148,10 +148,10 @@ class Parser(argparse.ArgumentParser):
                 hint = f"; did you mean {OTHER_NAMES.get(unknown) or near[0]}?"
             elif not unknown:
                 hint = "; on/off flags take no value"
-        return f"{message}{hint} (--help lists every flag)"
+        return message + hint
 
     def error(self, message: str):
-        print(f"error: {self.explained(message)}", file=sys.stderr)
+        print(f"error: {self.explained(message)} (--help lists every flag)", file=sys.stderr)
         sys.exit(2)
 
 

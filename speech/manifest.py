@@ -366,7 +366,7 @@ def read_manifest(
         try:
             given, parts, problem = _parts(row, segments.wanted, normalise)
             row = _with_text_of_segments(row, given, parts, problem)
-            fields = _fields(row, needs)
+            fields = row_fields(row, needs)
         except ValueError as error:
             rejected.add(str(error), f"{path}:{number}")
             continue
@@ -427,8 +427,9 @@ def _first(row: dict, keys: Sequence[str]):
     return None
 
 
-def _fields(row, needs: str) -> Fields:
-    """Raises `ValueError` that says what is wrong with the row."""
+def row_fields(row, needs: str) -> Fields:
+    """The fields of a row. `needs`: "text" or "label" if it must have one, or "". Raises `ValueError`
+    that says what is wrong with the row."""
     if not isinstance(row, dict):
         raise ValueError("line is not an object")
     audio = _first(row, AUDIO_KEYS)

@@ -21,7 +21,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of the folder of this file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import options
 from common.errors import Stopped, UsageError, cannot_write, exit_with_one_line
@@ -39,21 +39,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 TITLE = "Speech recipes"
-CSS = """
-.wide { overflow-x: auto; max-width: 100%; }
-.wide table { border-collapse: collapse; }
-.wide th, .wide td { padding: 0.25rem 0.5rem; text-align: left; vertical-align: top; }
-.wide caption { text-align: left; font-weight: 600; }
-.wide svg { max-width: 100%; height: auto; }
-.del { color: #82071e; background: #ffd7d5; text-decoration: line-through; }
-.ins { color: #044f1e; background: #d2f7db; text-decoration: underline; }
-.dark .del { color: #ffdcd7; background: #67060c; }
-.dark .ins { color: #aff5b4; background: #033a16; }
-@media (max-width: 40rem) {
-  .gradio-container .row { flex-wrap: wrap; }
-  .gradio-container .row > * { min-width: min(100%, 16rem) !important; }
-}
-"""
+STYLE = Path(__file__).with_name("style.css")
 
 
 def add_arguments(parser: options.Parser) -> None:
@@ -208,6 +194,11 @@ def make_app(page, places, settings):
         text_size=gr.themes.Size(*sizes, name="text"),  # follows the size that the browser has set
         font=["system-ui", "sans-serif"],
         font_mono=["ui-monospace", "monospace"],
+    ).set(  # enough contrast to be read
+        block_info_text_color="*neutral_600",
+        block_info_text_color_dark="*neutral_300",
+        input_placeholder_color="*neutral_500",
+        input_placeholder_color_dark="*neutral_400",
     )
     app = gr.mount_gradio_app(
         Starlette(routes=routes(places)),
@@ -222,7 +213,7 @@ def make_app(page, places, settings):
         pwa=False,
         mcp_server=False,
         theme=theme,
-        css=CSS,
+        css_paths=[STYLE],
     )
     return Guard(app, settings)
 

@@ -109,13 +109,14 @@ class Command:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What --dry_run has printed: "fits", "tight" or "does not fit"; the memory by kind; all other
-    lines. `flags` are values of options with which it fits, or none, and `after` is the verdict with
+    """What --dry_run has printed: "fits", "tight" or "does not fit"; the memory by kind; the other
+    lines, and those of its advice. `flags` are values of options with which it fits, or none, and `after` is the verdict with
     them, or ""."""
 
     word: str
     memory: list[tuple[str, str]]
     lines: list[str]
+    advice: list[str]
     flags: dict[str, str]
     after: str
 
@@ -143,7 +144,7 @@ def find_recipes(folder: Path = ROOT / "recipes") -> dict[str, Recipe]:
 
 
 def _read_recipe(file: Path, script: Path | None) -> Recipe:
-    name = f"recipes.{file.stem}"
+    name = f"{__name__}.{file.stem}"
     try:
         specification = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(specification)
@@ -211,7 +212,7 @@ def _main(actions: list[argparse.Action]) -> argparse.Action | None:
 def _option(
     parser: options.Parser, group: str, main: argparse.Action, actions: list[argparse.Action]
 ) -> Option:
-    several = isinstance(main.nargs, int) and main.nargs > 1 or main.nargs in ("+", "*")
+    several = (isinstance(main.nargs, int) and main.nargs > 1) or main.nargs in ("+", "*")
     choices = [str(choice) for choice in main.choices or ()]
     switches = {}
     helps = [_help(parser, main)]
@@ -281,22 +282,33 @@ def command(
     ("").
 
     Raises `UsageError` for values that the recipe does not take, and for paths outside of `places`."""
+    flags = _flags(places, recipe, settings, folder)
+    if card is not None:
+        flags.append(f"--dry_run={_checked('--dry_run', card)}" if card else "--dry_run")
+    preset, notes = _preset(recipe, settings, flags)
+    words = [sys.executable, str(recipe.file), *preset, *flags]
+    args = recipe.parser.parse_args(words[2:])
+    if recipe.resolve:
+        recipe.resolve(args)  # what contradicts
+    return Command(words, notes)
+
+
+def preset(places: Places, recipe: Recipe, settings: dict) -> tuple[dict[str, str], list[str]]:
+    """The values of options that the preset script adds to `settings`, and what it says. Raises
+    `UsageError` as `command` does."""
+    words, notes = _preset(recipe, settings, _flags(places, recipe, settings, places.runs / "new"))
+    return values_of(recipe, words), notes
+
+
+def _flags(places: Places, recipe: Recipe, settings: dict, folder: Path) -> list[str]:
+    """The flags for the values of a form, after the one for the output."""
     if recipe.fault:
         raise UsageError(recipe.fault)
     flags = [f"--output_dir={folder}"]
     for name, value in settings.get("values", {}).items():
         if str(value).strip():
             flags += words_of(places, recipe.option(name), str(value).strip(), folder)
-    if card is not None:
-        flags.append(f"--dry_run={_checked('--dry_run', card)}" if card else "--dry_run")
-    preset, notes = [], []
-    if recipe.script:
-        preset, notes = _preset(recipe, settings, flags)
-    words = [sys.executable, str(recipe.file), *preset, *flags]
-    args = recipe.parser.parse_args(words[2:])
-    if recipe.resolve:
-        recipe.resolve(args)  # what contradicts
-    return Command(words, notes)
+    return flags
 
 
 def words_of(places: Places, option: Option, text: str, folder: Path) -> list[str]:
@@ -317,12 +329,11 @@ def words_of(places: Places, option: Option, text: str, folder: Path) -> list[st
             words[index] = _path(places, option, word, folder)
         elif not option.choices:
             words[index] = _text(places, word)
-    if not option.several:
-        return [f"{option.flag}={words[0]}"]  # a value that begins with a hyphen is no flag then
     for word in words:
-        if word.startswith("-") and not NUMBER.fullmatch(word):
+        is_flag = word.startswith("-") and not NUMBER.fullmatch(word)
+        if word == "--" or (option.several and is_flag):
             raise UsageError(f"{option.flag}: {word!r} must not begin with a hyphen")
-    return [option.flag, *words]
+    return [option.flag, *words] if option.several else [f"{option.flag}={words[0]}"]
 
 
 def _checked(flag: str, text: str) -> str:
@@ -362,9 +373,13 @@ def _preset(recipe: Recipe, settings: dict, flags: list[str]) -> tuple[list[str]
     tier = settings.get("tier") or AUTO
     size = settings.get("size") or ""
     if tier not in (AUTO, *recipe.tiers):
-        raise UsageError(f"no tier {tier!r}: it is one of {', '.join((AUTO, *recipe.tiers))}")
+        raise UsageError(
+            f"{recipe.name} has no tier {tier!r}: it is one of {', '.join((AUTO, *recipe.tiers))}"
+        )
     if size not in ("", *recipe.sizes):
-        raise UsageError(f"no size {size!r}: it is one of {', '.join(recipe.sizes)}")
+        raise UsageError(f"{recipe.name} has no size {size!r}: leave it empty, or take another")
+    if not recipe.script:
+        return [], []
     words = [tier, size] if size else [tier]
     status, printed, said = _run_script(recipe.script, *words, *flags, "--print")
     notes = said.splitlines()
@@ -372,7 +387,8 @@ def _preset(recipe: Recipe, settings: dict, flags: list[str]) -> tuple[list[str]
         raise UsageError((notes or ["no message"])[-1].removeprefix("error: "))
     # The first of `flags` is the only --output_dir with an equals sign. What is before it is plain.
     before = printed.partition(" --output_dir=")[0]
-    return before.rpartition(f"{recipe.name}.py")[2].split(), notes
+    words = before.rpartition(f"{recipe.name}.py")[2].split()
+    return _without(words, "--output_dir"), notes
 
 
 def _run_script(script: Path, *words: str) -> tuple[int, str, str]:
@@ -400,24 +416,19 @@ def resumed(words: list[str]) -> list[str]:
     folder = next(w.partition("=")[2] for w in words if w.startswith("--output_dir="))
     if not any(Path(folder, "checkpoints").glob("checkpoint_step_*.pt")):
         return list(words)
+    return [*_without(words, "--resume", "--init_from"), "--resume=auto"]
+
+
+def _without(words: list[str], *flags: str) -> list[str]:
+    """The words without these flags and the word that each of them takes."""
     kept = []
     is_value = False
     for word in words:
-        if is_value and not word.startswith("-"):
-            continue
-        is_value = word in ("--resume", "--init_from")
-        if word.partition("=")[0] not in ("--resume", "--init_from"):
+        is_flag = word.partition("=")[0] in flags
+        if not (is_flag or (is_value and not word.startswith("-"))):
             kept.append(word)
-    return [*kept, "--resume=auto"]
-
-
-def picked_tier(recipe: Recipe) -> str:
-    """The tier that a script picks for this computer; "" if the recipe has no script."""
-    if not recipe.script:
-        return ""
-    _, _, said = _run_script(recipe.script, "--print")
-    found = re.search(r"^tier: (\S+) \(auto\)$", said, re.MULTILINE)
-    return found[1] if found else ""
+        is_value = word in flags
+    return kept
 
 
 def ask(words: list[str], seconds: float = 600.0) -> tuple[int, str]:
@@ -479,12 +490,18 @@ def verdict(recipe: Recipe, text: str) -> Verdict:
     words = []
     memory = []
     lines = []
+    advice = []
     word = after = ""
     for line in text.splitlines():
         if found := OF_FLAGS.fullmatch(line):
             words += found[1].split()
+            advice.append(line.strip())
         elif not word and (found := OF_MEMORY.fullmatch(line)):
             memory.append((found[1], found[2]))
+        elif line.startswith("  ") and lines:  # the rest of a long line
+            lines[-1] += f" {line.strip()}"
+        elif advice or line.startswith("Peak with "):
+            advice.append(line)
         else:
             lines.append(line)
         if found := OF_VERDICT.fullmatch(line):
@@ -493,9 +510,9 @@ def verdict(recipe: Recipe, text: str) -> Verdict:
             after = found[1]
     if not word:
         last = [line for line in lines if line.strip()][-1:] or ["it printed nothing"]
-        raise UsageError(f"the plan failed: {last[0].removeprefix('error: ')}")
+        raise UsageError(last[0].removeprefix("error: "))
     flags = values_of(recipe, words) if after in ("fits", "tight") else {}
-    return Verdict(word, memory, lines, flags, after)
+    return Verdict(word, memory, lines, advice, flags, after)
 
 
 def values_of(recipe: Recipe, words: list[str]) -> dict[str, str]:
@@ -504,8 +521,10 @@ def values_of(recipe: Recipe, words: list[str]) -> dict[str, str]:
     values = {}
     for name in args.given:
         value = getattr(args, name)
-        if isinstance(value, list):
+        if value is None or isinstance(value, bool):
+            values[name] = "on" if value else "off"
+        elif isinstance(value, list):
             values[name] = shlex.join(map(str, value))
         else:
-            values[name] = {True: "on", False: "off", None: "off"}.get(value, str(value))
+            values[name] = str(value)
     return values

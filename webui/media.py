@@ -9,7 +9,6 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from common.errors import Failure, UsageError
-from common.files import require_file
 from speech.audio import int16, read_audio, wav
 from webui.places import Places
 
@@ -23,7 +22,7 @@ def routes(places: Places) -> list[Route]:
     def audio(request: Request) -> Response:
         query = _query(request)
         try:
-            path = places.inside(query.get("path", ""))
+            path = places.file(query.get("path", ""))
             offset = _seconds(query.get("offset"), 0.0)
             seconds = min(_seconds(query.get("seconds"), SECONDS), SECONDS)
             content = wav(int16(read_audio(str(path), RATE, offset, seconds)), RATE)
@@ -33,7 +32,7 @@ def routes(places: Places) -> list[Route]:
 
     def download(request: Request) -> Response:
         try:
-            path = require_file(places.inside(_query(request).get("path", "")))
+            path = places.file(_query(request).get("path", ""))
         except Failure as failure:
             return PlainTextResponse(f"{failure}\n", 404)
         if not path.is_relative_to(places.runs):
@@ -64,9 +63,9 @@ def _part(content: bytes, wanted: str) -> Response:
     """A wav, or the bytes of it that a player asks for when somebody moves to another place."""
     headers = {"Accept-Ranges": "bytes"}
     match = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", wanted)
-    if match is None or int(match[1]) >= len(content):
+    start = int(match[1]) if match else 0
+    end = min(int((match and match[2]) or len(content)) + 1, len(content))
+    if match is None or start >= end:
         return Response(content, media_type="audio/wav", headers=headers)
-    start = int(match[1])
-    end = min(int(match[2] or len(content)) + 1, len(content))
     headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
     return Response(content[start:end], 206, media_type="audio/wav", headers=headers)

@@ -25,6 +25,7 @@ UPLOADS = "uploads"  # the folder in `Places.runs`
 MANIFEST = "manifest.jsonl"  # of an upload
 UPLOADED_AS = "uploaded_as"  # the key in its rows of a file's own name
 NOT_USED = "not_used.txt"  # of an upload: a table of what was left out, as `Rejections` prints it
+NOT_AUDIO = "file is not audio that can be read here"
 DEPTH = 6  # of folders that are searched
 ENTRIES = 100_000  # that a search looks at
 CHOICES = 1_000  # that a list offers
@@ -124,10 +125,15 @@ class Places:
         files = self._below([self.data, self.runs / UPLOADS])
         return self._names(path for path in files if path.suffix.lower() in AUDIO_SUFFIXES)
 
+    def uploads(self) -> list[str]:
+        """What was uploaded, to choose from."""
+        folders = [Path(entry.path) for entry in _entries(self.runs / UPLOADS)]
+        return self._names(each for each in folders if (each / NOT_USED).is_file())
+
     def _names(self, paths: Iterable[Path]) -> list[str]:
-        names = []
+        names = set()  # one of the folders may be in the other
         for path in paths:
-            names.append(self.name(path))
+            names.add(self.name(path))
             if len(names) == CHOICES:
                 break
         return sorted(names)
@@ -236,24 +242,26 @@ def _fill(folder: Path, files: list[str], names: list[str]) -> str:
     """Copies the audio, and writes the manifest. Returns the manifest's name, "" without one."""
     rejected = Rejections()
     tables = []
-    copies: dict[str, str] = {}  # names here by uploaded names
+    copies: dict[str, str] = {}  # names here by uploaded names; "" for what is not audio
     for file, name in zip(map(Path, files), map(_last, names), strict=True):
         suffix = audio_suffix(file)
-        if suffix:
-            if name in copies:
-                raise UsageError(f"two files are called {printable(name)}: rename one of them")
-            copies[name] = f"{len(copies) + 1:04}{suffix}"
-            shutil.copyfile(file, folder / copies[name])
-        elif Path(name).suffix.lower() in TABLE_SUFFIXES:
+        if not suffix and Path(name).suffix.lower() in TABLE_SUFFIXES:
             tables.append((file, name))
-        else:
-            rejected.add("file is not audio", name)
+            continue
+        if name in copies:
+            raise UsageError(f"two files are called {printable(name)}: rename one of them")
+        copies[name] = f"{len(copies) + 1:04}{suffix}" if suffix else ""
+        if suffix:
+            shutil.copyfile(file, folder / copies[name])
     if len(tables) > 1:
         several = ", ".join(printable(name) for _, name in tables)
         raise UsageError(f"these are several tables: {several}; give one for the audio files")
-    count = len(copies)
     if tables:
         count = _write_manifest(*tables[0], copies, folder / MANIFEST, rejected)
+    else:
+        count = sum(map(bool, copies.values()))
+        for name in (name for name, copy in copies.items() if not copy):
+            rejected.add(NOT_AUDIO, name)
     lines = rejected.table()
     (folder / NOT_USED).write_text(lines, encoding="utf-8", errors="backslashreplace")
     if not count:
@@ -271,28 +279,29 @@ def _write_manifest(
     their number. Raises `UsageError` if it is not a table."""
     if table.stat().st_size > TEXT_BYTES:
         raise UsageError(f"{printable(name)}: a table of over {TEXT_BYTES >> 20} MiB is not taken")
-    without_row = dict(copies)
+    unused = dict(copies)
     count = 0
     try:
-        with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+        with open(path, "w", encoding="ascii") as file:
             for line, row in parse(table, rejected):
                 key = _audio_key(row)
                 if not key:
                     rejected.add("no audio path", f"{table}:{line}")
                     continue
                 audio = _last(row[key])
-                if audio not in copies:
-                    rejected.add("file was not uploaded", f"{table}:{line}: {audio}")
+                unused.pop(audio, None)
+                if not copies.get(audio):
+                    reason = NOT_AUDIO if audio in copies else "file was not uploaded"
+                    rejected.add(reason, f"{table}:{line}: {audio}")
                     continue
-                without_row.pop(audio, None)
                 others = {field: value for field, value in row.items() if field not in AUDIO_KEYS}
                 content = {key: copies[audio], **others, UPLOADED_AS: audio}
-                file.write(json.dumps(content, ensure_ascii=False) + "\n")
+                file.write(json.dumps(content) + "\n")
                 count += 1
     except Failure as failure:
-        raise UsageError(str(failure).replace(str(table), name)) from None
-    for audio in without_row:
-        rejected.add("the table has no line for this file", audio)
+        raise UsageError(str(failure).replace(str(table), printable(name))) from None
+    for audio, copy in unused.items():
+        rejected.add("the table has no line for this file" if copy else NOT_AUDIO, audio)
     for examples in rejected.examples.values():
         examples[:] = [example.replace(str(table), printable(name)) for example in examples]
     return count

@@ -155,10 +155,11 @@ class Models:
 
 
 def stamp(word: str) -> tuple:
-    """What changes when the file, or a file in the folder, of this name does: the best weights of a
-    run are replaced while it trains."""
+    """What changes when the file, or a file in the folder, that a word names does: the best weights
+    of a run are replaced while it trains."""
+    name = word.partition("=")[2] if word.startswith("--") else word
     try:
-        folder = os.scandir(word) if os.path.isdir(word) else [Path(word)]
+        folder = os.scandir(name) if os.path.isdir(name) else [Path(name)]
         states = [(Path(each).name, each.stat()) for each in folder]
     except (OSError, ValueError):
         return ()

@@ -26,6 +26,18 @@ def player(path: str, offset: float = 0.0, seconds: float | None = None) -> str:
     return f'<audio controls preload="none" aria-label="{label}" src="{address}"></audio>'
 
 
+def download(path: str) -> str:
+    """A link that saves a file of a run."""
+    address = html.escape("download?" + urlencode({"path": path}, errors="surrogateescape"))
+    return f'<a href="{address}" download>Download {text(path.rsplit("/", 1)[-1])}</a>'
+
+
+def log(lines: str) -> str:
+    """The lines of a log, which show the last one and can be scrolled."""
+    content = html.escape(lines).replace("\n", "&#10;")
+    return f'<div class="log" role="log" aria-label="Log" tabindex="0"><pre>{content}</pre></div>'
+
+
 def table(header: list[str], rows: list[list[str]], caption: str = "") -> str:
     """A table of cells that are HTML already."""
     names = "".join(f'<th scope="col">{text(name)}</th>' for name in header)

@@ -28,7 +28,10 @@ VIETNAMESE = "run_whisper_vietnamese.sh"
 MORSE = "run_whisper_morse.sh"
 PARAKEET = "run_parakeet_tdt.sh"
 XTTS = "run_xtts_amharic.sh"
-SCRIPTS = sorted(path.name for path in ROOT.glob("run_*.sh") if path.name != "run_tests.sh")
+WEBUI = "run_webui.sh"
+SCRIPTS = sorted(
+    path.name for path in ROOT.glob("run_*.sh") if path.name not in ("run_tests.sh", WEBUI)
+)
 WHISPERS = [VIETNAMESE, MORSE]
 WITH_DEMO = [VIETNAMESE, MORSE, PARAKEET, XTTS]
 MODEL = ["--model_dir", str(ROOT)]  # resolving looks for the folder
@@ -1170,6 +1173,28 @@ def test_gpus_starts_torchs_launcher(project, tmp_path):
 def test_a_users_allocator_settings_reach_the_recipe(project, tmp_path, given, expected):
     result = run(project, "t4", path=[make_venv(tmp_path / "active", MET)], **given)
     assert report_of(result)["environment"] == expected
+
+
+def test_the_page_has_an_environment_of_both_files(project, tmp_path):
+    """In a fresh clone. Its --help needs no packages."""
+    shutil.copy(ROOT / WEBUI, project / WEBUI)
+    (project / "requirements-webui.txt").write_text("# a comment\ngradio>=6.16,<7\n")
+    shutil.copytree(project / "recipes", project / "webui")
+    (project / "webui/konkani_conformer.py").rename(project / "webui/app.py")
+    command = [str(project / WEBUI)]
+    for words in ([*command, "--help"], [*command, "--port", "1", "-h"], ["sh", *command, "-h"]):
+        result = run(project, command=words)
+        assert result.returncode == 0 and "./run_webui.sh [--port 7860]" in result.stdout
+    assert not (project / ".venv").exists()
+
+    path = [make_base(tmp_path / "base", tmp_path / "pip")]
+    extra = {"path": path, "PYTHONPATH": str(tmp_path / "pip"), "command": command}
+    report = report_of(run(project, "--port", "1", "--data", "a b", **extra))
+    assert report["prefix"] == str(project / ".venv")
+    assert report["arguments"] == ["--port", "1", "--data", "a b"]
+    (site,) = (project / ".venv").glob("lib/*/site-packages")
+    assert {"gradio-6.16.dist-info", "jiwer-4.dist-info"} <= {path.name for path in site.iterdir()}
+    assert not run(project, **extra).stderr  # nothing is left to do
 
 
 def test_scripts_can_be_run():

@@ -187,11 +187,13 @@ def test_upload_of_json_keeps_segments(here, tmp_path, wav, json_lines):
         b"{broken",
         {"text": "no audio"},
         [1],
-        {"audio_filepath": "a.wav", "text": "\ud800"},
+        b'{"audio_filepath": "a.wav", "text": "\\ud800"}',
+        b'{"audio_filepath": "a.wav", "text": "\xff"}',
     ]
-    table = json_lines(tmp_path / "t.jsonl", rows[:4])
+    table = json_lines(tmp_path / "t.jsonl", rows)
     manifest = here.save_upload([wav(tmp_path / "up.wav"), table], ["a.wav", "t.jsonl"])
-    (row,) = rows_of(manifest)
+    row, *others = rows_of(manifest)
+    assert [each["text"] for each in others] == ["\ud800", "\udcff"]  # the check rejects them
     assert row == {
         "audio_filepath": "0001.wav",
         "segments": segments,
@@ -243,12 +245,12 @@ def written(path, content: bytes):
 )
 def test_only_audio_is_taken(here, tmp_path, wav, content):
     bad = written(tmp_path / "bad.wav", content)
-    with pytest.raises(UsageError, match=r"not audio.*bad\.wav"):
+    with pytest.raises(UsageError, match=r"not audio .*bad\.wav"):
         here.save_upload([bad], ["bad.wav"])
     assert not list((here.runs / "uploads").glob("*"))
     folder = here.save_upload([bad, wav(tmp_path / "a.wav")], ["bad.wav", "a.wav"])
     assert "bad.wav" in here.not_used(folder)
-    assert sorted(path.name for path in folder.glob("0*")) == ["0001.wav"]
+    assert sorted(path.name for path in folder.glob("0*")) == ["0002.wav"]
 
 
 def test_uploads_that_are_refused(here, tmp_path, wav, monkeypatch):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import gradio as gr
 
 from common.errors import Failure
+from webui import views
 
 
 def on(trigger: Callable, action: Callable, inputs=None, outputs=None, **settings):
@@ -17,6 +18,8 @@ def on(trigger: Callable, action: Callable, inputs=None, outputs=None, **setting
         try:
             return action(*values)
         except Failure as failure:
-            raise gr.Error(str(failure), duration=None, print_exception=False) from None
+            # Gradio shows messages as HTML, and this one may name a file.
+            text = views.text(failure)
+            raise gr.Error(text, duration=None, print_exception=False) from None
 
     return trigger(run, inputs, outputs, api_visibility="private", **settings)

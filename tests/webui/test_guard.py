@@ -1,0 +1,606 @@
+"""The guard before a page of gradio's, over HTTP on a real port. Each test fails if the line of the
+guard that it is about is taken away: gradio alone answers almost all of these requests."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import gradio as gr
+import httpx
+import pytest
+import uvicorn
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from webui import app as page_app
+from webui import guard
+from webui.places import Places
+from webui.tabs import events
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a-token"
+ROOM = 1_000_000  # bytes
+SESSION = "session"
+
+
+def settings_of(folder: Path, **changes) -> guard.Settings:
+    values = {
+        "host": "127.0.0.1",
+        "port": 7860,
+        "token": TOKEN,
+        "password": "",
+        "temporary": folder,
+        "kept": (folder,),
+        "bytes_kept": ROOM,
+    }
+    return guard.Settings(**{**values, **changes})
+
+
+def echo_page() -> gr.Blocks:
+    with gr.Blocks(analytics_enabled=False) as page:
+        given = gr.File(label="Given")
+        back = gr.File(label="Back")
+        button = gr.Button("Echo")
+        events.on(button.click, lambda path: path, given, back)
+    return page
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A page with one event, which gives a file back, behind the guard; `address`, `temporary`,
+    `data`, `runs`."""
+    folder = tmp_path_factory.mktemp("server")
+    temporary = folder / "runs" / ".page-test"
+    temporary.mkdir(parents=True)
+    (folder / "data").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADIO_TEMP_DIR", str(temporary))
+        for name in guard.PROXIES:
+            patch.delenv(name, raising=False)
+        listener = page_app.listen("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        uploads = folder / "runs" / "uploads"
+        settings = settings_of(temporary, port=port, kept=(temporary, uploads))
+        places = Places(folder / "data", folder / "runs")
+        app = page_app.make_app(echo_page(), places, settings)
+        serving = uvicorn.Server(uvicorn.Config(app, ws="none", log_level="critical"))
+        thread = threading.Thread(target=serving.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while not serving.started:
+            time.sleep(0.01)
+        yield SimpleNamespace(
+            address=f"http://127.0.0.1:{port}",
+            port=port,
+            temporary=temporary,
+            data=folder / "data",
+            runs=folder / "runs",
+            uploads=uploads,
+        )
+        serving.should_exit = True
+        serving.force_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def stranger(server):
+    """Somebody without the token."""
+    with httpx.Client(base_url=server.address, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def user(server):
+    """Somebody who came in by the printed address."""
+    with httpx.Client(base_url=server.address, timeout=30) as client:
+        assert client.get("/", params={"token": TOKEN}).status_code == 200
+        yield client
+
+
+def one_line(answer: httpx.Response, status: int) -> str:
+    assert answer.status_code == status, answer.text[:300]
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert answer.text.count("\n") == 1
+    return answer.text
+
+
+def send_event(client: httpx.Client, file) -> httpx.Response:
+    body = {"data": [file], "fn_index": 0, "session_hash": SESSION}
+    return client.post("/gradio_api/queue/join", json=body)
+
+
+def result_of(client: httpx.Client) -> dict:
+    """The output of an event that was sent."""
+    address = f"/gradio_api/queue/data?session_hash={SESSION}"
+    with client.stream("GET", address) as answer:
+        for line in answer.iter_lines():
+            message = json.loads(line.removeprefix("data: ")) if line else {}
+            if message.get("msg") == "process_completed":
+                assert message["success"], message
+                return message["output"]["data"][0]
+    raise AssertionError("no result")
+
+
+def file_data(path) -> dict:
+    return {"path": str(path), "meta": {"_type": "gradio.FileData"}}
+
+
+def upload(client: httpx.Client, size: int, **headers) -> httpx.Response:
+    files = {"files": ("a.wav", b"x" * size)}
+    return client.post("/gradio_api/upload", files=files, headers=headers)
+
+
+# --- who may ask ----------------------------------------------------------------------------------
+
+
+def test_the_token_of_the_address_becomes_a_cookie(stranger, server):
+    answer = stranger.get("/", params={"token": TOKEN})
+    assert answer.status_code == 200 and 'location.replace("./")' in answer.text
+    words = answer.headers["set-cookie"].lower().split("; ")
+    assert words[0] == f"speech_page_{server.port}={TOKEN}"
+    assert {"httponly", "samesite=strict", "path=/"} <= set(words)
+    page = stranger.get("/")
+    assert page.status_code == 200 and "gradio_config" in page.text
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/?token=", "/?token=wrong", "/theme.css", "/audio", "/gradio_api/file=/etc/passwd"],
+)
+def test_without_the_token_nothing_answers(stranger, path):
+    assert "open the address with the token" in one_line(stranger.get(path), 403)
+    assert "set-cookie" not in stranger.get(path).headers
+
+
+def test_a_wrong_cookie_is_none(stranger, server):
+    for value in ("wrong", "", "a-toke\u00f1".encode()):
+        stranger.cookies.clear()
+        cookie = f"speech_page_{server.port}=".encode() + (
+            value if isinstance(value, bytes) else value.encode()
+        )
+        one_line(stranger.get("/", headers={"Cookie": cookie}), 403)
+    cookie = {"Cookie": f"speech_page_{server.port + 1}={TOKEN}"}  # of another page on this host
+    one_line(stranger.get("/", headers=cookie), 403)
+    one_line(upload(stranger, 1), 403)
+
+
+@pytest.mark.parametrize(
+    "host",
+    "example.com example.com:{port} 127.0.0.1 127.0.0.1:1 10.0.0.1:{port} [::2]:{port} {port}"
+    " localhost.evil.com:{port} 127.0.0.1:{port}@evil.com x.prod.colab.dev".split(),
+)
+def test_foreign_names_of_the_host_are_refused(user, server, host):
+    """A foreign site can give its own name the address of this machine."""
+    answer = user.get("/", headers={"Host": host.format(port=server.port)})
+    assert "does not answer as" in one_line(answer, 403)
+
+
+@pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "127.0.0.1", "[::1]"])
+def test_names_of_this_machine_are_its_own(user, server, name):
+    cookie = {"Cookie": f"speech_page_{server.port}={TOKEN}"}  # httpx keeps cookies for one host
+    headers = {"Host": f"{name}:{server.port}", **cookie}
+    assert user.get("/", headers=headers).status_code == 200
+
+
+def test_two_hosts_in_one_request_are_refused(server):
+    request = (
+        f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nHost: evil.com\r\n"
+        f"Cookie: speech_page_{server.port}={TOKEN}\r\nConnection: close\r\n\r\n"
+    )
+    assert raw(server, request).split()[1] in (b"400", b"403")
+    assert raw(server, "GET / HTTP/1.0\r\n\r\n").split()[1] == b"403"  # no host at all
+
+
+def raw(server, request: str) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(request.encode())
+        answer = b""
+        while part := connection.recv(1 << 16):
+            answer += part
+    return answer
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["https://example.com", "http://127.0.0.1:1", "http://localhost", "null", "", "file://"],
+)
+def test_what_foreign_sites_send_is_refused(user, server, origin):
+    headers = {"Origin": origin}
+    expected = "the page takes nothing from other sites"
+    before = sorted(server.temporary.rglob("*"))
+    assert expected in one_line(upload(user, 10, **headers), 403)
+    assert sorted(server.temporary.rglob("*")) == before
+    body = {"data": [None], "fn_index": 0, "session_hash": SESSION}
+    answer = user.post("/gradio_api/queue/join", json=body, headers=headers)
+    assert expected in one_line(answer, 403)
+    assert expected in one_line(user.get("/", headers=headers), 403)
+
+
+def test_what_the_page_sends_is_taken(user, server):
+    headers = {"Origin": server.address, "Sec-Fetch-Site": "same-origin"}
+    assert upload(user, 10, **headers).status_code == 200
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "anything"])
+def test_requests_that_another_site_began_are_refused(user, stranger, site):
+    navigation = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    for headers in ({}, navigation):
+        answer = user.get("/", headers={"Sec-Fetch-Site": site, **headers})
+        assert "nothing from other sites" in one_line(answer, 403)
+    # Only a link to the printed address may stand elsewhere, and not in a frame or a picture there.
+    came = stranger.get(
+        "/", params={"token": TOKEN}, headers={"Sec-Fetch-Site": site, **navigation}
+    )
+    assert came.status_code == 200
+    for changed in ({"Sec-Fetch-Dest": "iframe"}, {"Sec-Fetch-Mode": "no-cors"}):
+        headers = {"Sec-Fetch-Site": site, **navigation, **changed}
+        one_line(stranger.get("/", params={"token": TOKEN}, headers=headers), 403)
+    headers = {"Sec-Fetch-Site": site, **navigation}
+    one_line(stranger.get("/theme.css", params={"token": TOKEN}, headers=headers), 403)
+
+
+def test_websockets_are_refused(user, server):
+    request = (
+        f"GET /gradio_api/queue/join HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
+        f"Cookie: speech_page_{server.port}={TOKEN}\r\nUpgrade: websocket\r\n"
+        "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(request.encode())
+        assert connection.recv(100).split()[1] in (b"403", b"404")
+    client = TestClient(guard.Guard(None, settings_of(server.temporary)))
+    with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect("/"):
+        pass
+    assert refused.value.code == 1008
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/theme.css", "/gradio_api/info", "/gradio_api/file=/etc/passwd", "/static/none"]
+)
+def test_headers_of_every_answer(user, stranger, path):
+    for client in (user, stranger):
+        headers = client.get(path).headers
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cross-origin-opener-policy"] == "same-origin"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        (policy,) = headers.get_list("content-security-policy")
+        words = dict(part.split(" ", 1) for part in policy.split("; "))
+        assert words["default-src"] == words["frame-ancestors"] == "'none'"
+        assert "unsafe-eval" not in policy and "http" not in policy and "*" not in policy
+
+
+# --- other machines, passwords, proxies -----------------------------------------------------------
+
+
+async def anything(scope, receive, send):
+    await PlainTextResponse(dict(scope["headers"])[b"x-gradio-server"])(scope, receive, send)
+
+
+def client_of(folder: Path, name: str, **changes) -> TestClient:
+    """Somebody who calls the host by this name."""
+    app = guard.Guard(anything, settings_of(folder, **changes))
+    return TestClient(app, headers={"Host": name})
+
+
+@pytest.mark.parametrize(
+    ("listens_on", "host", "is_ours"),
+    [
+        ("0.0.0.0", "192.168.1.5:7860", True),
+        ("::", "[fd00::1]:7860", True),
+        ("192.168.1.5", "192.168.1.5:7860", True),
+        ("0.0.0.0", "192.168.1.5", False),
+        ("0.0.0.0", "evil.com:7860", False),
+        ("gpu.lan", "gpu.lan:7860", True),
+        ("gpu.lan", "other.lan:7860", False),
+        ("localhost", "192.168.1.5:7860", False),
+        ("127.0.0.2", "127.0.0.2:7860", True),
+        ("127.0.0.2", "192.168.1.5:7860", False),
+    ],
+)
+def test_addresses_are_ours_where_other_machines_may_ask(tmp_path, listens_on, host, is_ours):
+    client = client_of(tmp_path, host, host=listens_on, password="secret")
+    assert client.get("/", params={"token": TOKEN}).status_code == (200 if is_ours else 403)
+
+
+def test_a_port_that_browsers_leave_out(tmp_path):
+    assert client_of(tmp_path, "localhost", port=80).get("/?token=a-token").status_code == 200
+
+
+def test_a_password_gives_the_cookie(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "PAUSE_SECONDS", 0.2)
+    client = client_of(tmp_path, "10.0.0.1:7860", host="0.0.0.0", password="sécret")
+    form = client.get("/")
+    assert form.status_code == 403 and 'type="password"' in form.text
+    one_line(client.get("/theme.css"), 403)
+    own = {"Origin": "http://10.0.0.1:7860"}
+    started = time.monotonic()
+    wrong = client.post("/login", data={"password": "wrong"}, headers=own)
+    assert "the password is wrong" in one_line(wrong, 403) and time.monotonic() - started > 0.2
+    for origin in ({}, {"Origin": "null"}, {"Origin": "http://evil.com"}):
+        one_line(client.post("/login", data={"password": "sécret"}, headers=origin), 403)
+    one_line(client.post("/login", content=b"x" * 10_000, headers=own), 403)
+    one_line(client.get("/login?password=sécret"), 403)
+    right = client.post("/login", data={"password": "sécret"}, headers=own)
+    assert right.status_code == 200 and "HttpOnly" in right.headers["set-cookie"]
+    cookie = right.headers["set-cookie"].split(";")[0]
+    assert client.get("/", headers={"Cookie": cookie}).status_code == 200
+
+
+def test_wrong_passwords_at_once_wait_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "PAUSE_SECONDS", 0.1)
+    app = guard.Guard(anything, settings_of(tmp_path, password="secret"))
+    own = {"Origin": "http://localhost:7860"}
+
+    async def guess():
+        address = "http://localhost:7860"
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url=address
+        ) as client:
+            await asyncio.gather(*(client.post("/login", headers=own) for _ in range(5)))
+
+    started = time.monotonic()
+    asyncio.run(guess())
+    assert time.monotonic() - started > 0.5
+
+
+def test_without_a_password_there_is_no_form(tmp_path):
+    client = client_of(tmp_path, "localhost:7860")
+    own = {"Origin": "http://localhost:7860"}
+    one_line(client.post("/login", data={"password": ""}, headers=own), 403)
+
+
+def test_the_proxies_of_hosted_notebooks(tmp_path, monkeypatch):
+    names = {
+        "COLAB_RELEASE_TAG": ["7860-gpu-t4-s-1.us-east1-0.prod.colab.dev", "172.28.0.12:9000"],
+        "KAGGLE_KERNEL_RUN_TYPE": ["kkb-production.jupyter-proxy.kaggle.net"],
+    }
+    for variable, hosts in names.items():
+        for host in hosts:
+            assert client_of(tmp_path, host).get("/?token=a-token").status_code == 403
+        monkeypatch.setenv(variable, "x")
+        for host in hosts:
+            client = client_of(tmp_path, host)
+            assert client.get("/").status_code == 403  # the token is needed there, too
+            assert client.get("/?token=a-token").status_code == 200
+        assert client_of(tmp_path, "evil.com").get("/?token=a-token").status_code == 403
+        monkeypatch.delenv(variable)
+
+
+def test_the_page_takes_its_address_from_the_browser(tmp_path, monkeypatch):
+    """Gradio would believe what a proxy says of it."""
+    said = {
+        "X-Forwarded-Host": "evil.com",
+        "X-Forwarded-Prefix": "/k",
+        "X-Gradio-Server": "http://e",
+    }
+    cookie = {"Cookie": f"speech_page_7860={TOKEN}"}
+    headers = {**said, **cookie, "Origin": "http://localhost:7860"}
+    assert client_of(tmp_path, "localhost:7860").get("/", headers=headers).text == "/"
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    host = "kkb-production.jupyter-proxy.kaggle.net"
+    headers["Origin"] = f"https://{host}"
+    assert client_of(tmp_path, host).get("/", headers=headers).text == f"https://{host}/k"
+
+
+# --- what may be asked ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    "/config /config?deep_link=x /docs /redoc /openapi.json /monitoring /monitoring/summary"
+    " /gradio_api/info /gradio_api/openapi.json /gradio_api/deep_link?session_hash=x"
+    " /gradio_api/mcp /gradio_api/mcp/sse /gradio_api/proxy=https://example.com/x"
+    " /gradio_api/file/etc/passwd /gradio_api/runs /gradio_api/token /gradio_api/user"
+    " /gradio_api/dev/reload /gradio_api/vibe-code /gradio_api/queue/status /logout"
+    " /gradio_api/custom_component/x/client/component/x.js /static/../../../app.py"
+    " /webui/app.py /svelte/x".split(),
+)  # fmt: skip
+def test_what_the_page_does_not_need_does_not_answer(user, path):
+    assert user.get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    "/ /login /gradio_api/run/predict /gradio_api/api/predict /gradio_api/call/x"
+    " /gradio_api/component_server /gradio_api/process_recording /gradio_api/vibe-edit"
+    " /gradio_api/run-history/connect /gradio_api/stream/x".split(),
+)  # fmt: skip
+def test_what_nothing_sends_is_not_taken(user, path):
+    one_line(user.post(path, json={}), 404)
+    for method in ("OPTIONS", "PUT", "DELETE", "PATCH"):
+        one_line(user.request(method, "/gradio_api/upload"), 404)
+
+
+def test_only_files_of_gradio_are_served(user, server, tmp_path):
+    (stored,) = upload(user, 10).json()
+    assert user.get(f"/gradio_api/file={stored}").content == b"x" * 10
+    (server.data / "a.txt").write_text("of the user")
+    (server.temporary / "link").symlink_to("/etc/passwd")
+    cached = Path(".gradio/cached_examples")  # gradio by itself serves this folder
+    for path in [
+        "/etc/passwd",
+        "/proc/self/environ",
+        str(ROOT / "webui/app.py"),
+        "webui/app.py",
+        str(Path.home() / ".bashrc"),
+        str(server.data / "a.txt"),
+        str(server.temporary / "link"),
+        str(server.temporary),
+        f"{server.temporary}/../../data/a.txt",
+        f"{server.temporary}%2f..%2f..%2fdata%2fa.txt",
+        "~/.bashrc",
+        "",
+        "x" * 5000,
+        "%00",
+        "http://example.com/x",
+        "https:/example.com/x",
+        "file:///etc/passwd",
+        str(cached.absolute() / "x"),
+    ]:
+        assert user.get(f"/gradio_api/file={path}").status_code == 403, path
+    (server.temporary / "link").unlink()
+
+
+def test_the_folder_of_cached_examples_is_not_served(user, server, monkeypatch):
+    monkeypatch.setenv("GRADIO_EXAMPLES_CACHE", str(server.data))
+    (server.data / "a.txt").write_text("of the user")
+    one_line(user.get(f"/gradio_api/file={server.data}/a.txt"), 403)
+
+
+def test_an_event_brings_uploads_only(user, server):
+    """Gradio would copy the file to where it can be read, or fetch the address."""
+    (stored,) = upload(user, 10).json()
+    assert send_event(user, file_data(stored)).status_code == 200
+    back = result_of(user)
+    assert Path(back["path"]).is_relative_to(server.temporary)
+    assert user.get(back["url"]).content == b"x" * 10
+    for path in ["/etc/passwd", str(ROOT / "webui/app.py"), "http://127.0.0.1:1/a", "a", ""]:
+        for file in (file_data(path), [file_data(path)], {"a": [{"b": file_data(path)}]}):
+            assert "is not an upload" in one_line(send_event(user, file), 403)
+    assert not [path for path in server.temporary.rglob("*") if path.name == "passwd"]
+
+
+def test_an_event_that_names_two_paths_is_read_once(user, server):
+    """The same text may not mean one path to the guard and another to the page."""
+    (stored,) = upload(user, 10).json()
+    meta = '"meta": {"_type": "gradio.FileData"}'
+    file = f'{{"path": "/etc/passwd", {meta}, "path": {json.dumps(stored)}}}'
+    body = f'{{"data": [{file}], "fn_index": 0, "session_hash": "{SESSION}"}}'
+    headers = {"Content-Type": "application/json"}
+    answer = user.post("/gradio_api/queue/join", content=body, headers=headers)
+    assert answer.status_code == 200
+    assert user.get(result_of(user)["url"]).content == b"x" * 10
+
+
+def test_events_that_are_no_json_or_too_large(user, monkeypatch):
+    headers = {"Content-Type": "application/json"}
+    address = "/gradio_api/queue/join"
+    for body in (b"", b"{", b"\xff\xfe", b"[" * 100_000):
+        one_line(user.post(address, content=body, headers=headers), 400)
+    monkeypatch.setattr(guard, "EVENT_BYTES", 1000)
+    assert "too much" in one_line(user.post(address, json={"data": "x" * 1000}), 413)
+
+
+def test_a_link_restores_no_state(user, server):
+    state = server.temporary / "deep_links" / "a"
+    state.mkdir(parents=True)
+    (state / "state.json").write_text("[]")
+    assert '"deep_link_state":"none"' in user.get("/?deep_link=a").text.replace(" ", "")
+
+
+# --- how much may be sent -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def empty(server):
+    """The server with nothing kept."""
+    for path in sorted(server.temporary.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    return server
+
+
+def files_of(server) -> list[int]:
+    return sorted(path.stat().st_size for path in server.temporary.rglob("*") if path.is_file())
+
+
+def test_two_uploads_fill_the_room(user, empty):
+    assert upload(user, 600_000).status_code == 200
+    refused = one_line(upload(user, 500_000), 413)
+    assert "there is no room for this upload: 0 of 1 MB are left" in refused
+    assert files_of(empty) == [600_000]
+    assert upload(user, 300_000).status_code == 200
+
+
+def test_uploads_that_are_kept_with_runs_count(user, empty):
+    empty.uploads.mkdir()
+    (empty.uploads / "a.wav").write_bytes(b"x" * 900_000)
+    one_line(upload(user, 200_000), 413)
+    (empty.uploads / "a.wav").unlink()
+    assert upload(user, 200_000).status_code == 200
+
+
+def multipart(size: int):
+    """The chunks of an upload whose length is not stated."""
+    head = b'--b\r\nContent-Disposition: form-data; name="files"; filename="a.wav"\r\n\r\n'
+    yield head
+    for _ in range(size // 10_000):
+        yield b"x" * 10_000
+    yield b"\r\n--b--\r\n"
+
+
+def test_an_upload_without_its_length_is_counted(user, empty):
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    address = "/gradio_api/upload"
+    fits = user.post(address, content=multipart(500_000), headers=headers)
+    assert fits.status_code == 200 and files_of(empty) == [500_000]
+    with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # it stops listening
+        one_line(user.post(address, content=multipart(5_000_000), headers=headers), 413)
+    assert wait_until(lambda: files_of(empty) == [500_000])  # nothing of it is left
+
+
+def test_uploads_at_once_are_counted_together(user, empty):
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    ready = threading.Barrier(2)
+    found = []
+
+    def slowly():
+        chunks = list(multipart(600_000))
+        yield from chunks[:30]
+        ready.wait(20)
+        yield from chunks[30:]
+
+    def send():
+        with httpx.Client(base_url=user.base_url, cookies=user.cookies, timeout=30) as client:
+            try:
+                answer = client.post("/gradio_api/upload", content=slowly(), headers=headers)
+                found.append(answer.status_code)
+            except httpx.TransportError:
+                found.append(413)
+
+    threads = [threading.Thread(target=send) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 413 in found and sum(files_of(empty)) <= ROOM
+
+
+def wait_until(condition, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(user, empty):
+    head = (
+        f"POST /gradio_api/upload HTTP/1.1\r\nHost: 127.0.0.1:{empty.port}\r\n"
+        f"Cookie: speech_page_{empty.port}={TOKEN}\r\nContent-Length: 900000\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", empty.port), timeout=10) as connection:
+        connection.sendall(head.encode() + b"".join(list(multipart(400_000))[:-1]))
+        assert wait_until(lambda: files_of(empty))
+    assert wait_until(lambda: not files_of(empty))
+    assert upload(user, 900_000).status_code == 200
+
+
+def test_a_length_that_is_not_true(user, empty, monkeypatch):
+    monkeypatch.setattr(guard, "DRAIN_SECONDS", 0.2)
+    head = (
+        f"POST /gradio_api/upload HTTP/1.1\r\nHost: 127.0.0.1:{empty.port}\r\n"
+        f"Cookie: speech_page_{empty.port}={TOKEN}\r\nContent-Length: 999999999999\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", empty.port), timeout=10) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(100).split()[1] == b"413"
+    assert os.listdir(empty.temporary) == []

@@ -1,0 +1,302 @@
+"""The Data tab: recordings and their texts, chosen or uploaded; what a recipe can use of them, and
+why it cannot use the rest."""
+
+import functools
+from pathlib import Path
+
+import gradio as gr
+
+from common.errors import UsageError
+from webui import checked, commands, views
+from webui.commands import Recipe
+from webui.context import Context
+from webui.places import TABLE_SUFFIXES, Places
+from webui.tabs.events import on
+from webui.tabs.shared import Shared
+
+CHECK_SECONDS = 3600.0  # of a check at most: it listens to all recordings, the first time
+WAIT = "<p>Checking: every recording is listened to once.</p>"
+MANIFESTS = ("train_manifest", "val_manifest")
+USABLE = "checked: "  # begins the line that says how much can be used
+CHECKS = ".check"  # folder in --runs of what is kept of the recordings between two checks
+# The options that matter for the check, and what they are called here.
+OPTIONS = {
+    "language": "Language of the texts",
+    "model_dir": "Released model",
+    "vocab_file": "Vocabulary",
+    "train_tokenizer": "New vocabulary",
+    "use_amharic_g2p": "Amharic as phonemes",
+    "extend_vocab": "More characters in the vocabulary",
+    "use_chunking": "Long recordings in pieces",
+    "audio_root": "Folder of the audio files",
+}
+EVALUATION = ("dev", "val", "valid", "validation", "eval")  # names of tables beside a train.*
+HELP = (
+    "<p>The table says what is spoken in each file. Its first line is <code>audio_file|text</code>,"
+    " then there is a line for each file, such as <code>a.wav|This is what is said</code>. A"
+    " <code>|speaker</code> can follow. Write it in any text editor or spreadsheet, save it as"
+    " .csv (UTF-8), and drop it here together with the audio files.</p>"
+)
+MARKDOWN = {"sanitize_html": False, "latex_delimiters": []}
+
+
+def build(context: Context, shared: Shared) -> None:
+    places = context.places
+    recipes = {name: each for name, each in context.recipes.items() if _can_check(each)}
+
+    def look(recipe: str | None, option: str) -> dict:
+        return _look(places, recipes.get(recipe), option)
+
+    with gr.Row():
+        table = gr.Dropdown(
+            [],
+            label="Table of the recordings",
+            info=f"a file or a folder in {places.data}",
+            allow_custom_value=True,
+            min_width=240,
+        )
+        evaluation = gr.Dropdown(
+            [],
+            label="Table for evaluation",
+            info="may be empty: a part of the recordings is kept for it",
+            allow_custom_value=True,
+            min_width=240,
+        )
+    files = gr.File(
+        file_count="multiple", label="Or drop audio files and their table here", height=150
+    )
+    files.preprocess = _pairs  # this holds as long as no event changes this component
+    said = gr.Markdown(HELP, **MARKDOWN)
+    names = [(f"{name}: {each.title}", name) for name, each in recipes.items()]
+    first = next(iter(recipes), None)
+    recipe = gr.Dropdown(names, value=first, label="For which training")
+    with gr.Accordion("More about the texts and files", open=False), gr.Row():
+        options = [
+            gr.Dropdown(label=label, allow_custom_value=True, min_width=260, **look(first, name))
+            for name, label in OPTIONS.items()
+        ]
+    with gr.Row():
+        check = gr.Button("Check", variant="primary", min_width=140)
+        train = gr.Button("Train with these data", min_width=140)
+    result = gr.Markdown(**MARKDOWN)
+    with gr.Accordion("All that the check has printed", open=False):
+        printed = gr.Textbox(label="Printed text", lines=12, max_lines=24, interactive=False)
+    with gr.Accordion("Remove uploaded files", open=False):
+        uploads = gr.Dropdown(
+            [], label="Upload", info="a training that uses it cannot be resumed afterwards"
+        )
+        remove = gr.Button("Remove it for good", variant="stop")
+
+    def refresh(chosen=None, other=None, upload=None) -> tuple:
+        tables = places.manifests()
+        kept = places.uploads()
+        return (
+            gr.Dropdown(choices=_with(tables, chosen), value=chosen),
+            gr.Dropdown(choices=_with(tables, other), value=other),
+            gr.Dropdown(choices=kept, value=upload if upload in kept else None),
+        )
+
+    def pick(chosen: str | None) -> tuple:
+        tables = _tables(places, chosen)
+        path = tables[0] if tables else chosen
+        every = places.manifests()
+        return (
+            gr.Dropdown(choices=_with(tables or every, path), value=path),
+            gr.Dropdown(choices=every, value=_evaluation(places, path)),
+        )
+
+    def upload(pairs: list[tuple[str, str]]) -> tuple:
+        names = [name for _, name in pairs]
+        if not any(Path(name).suffix.lower() in TABLE_SUFFIXES for name in names):
+            text = f"<p><b>A table of their texts is missing: add it.</b></p>{HELP}"
+            return gr.skip(), gr.skip(), text
+        path = places.save_upload([file for file, _ in pairs], names)
+        name = places.name(path)
+        every = places.manifests()
+        text = f"<p>Uploaded. The table is now called <b>{views.text(name)}</b>.</p>"
+        text += _left_out(places, [path])
+        return gr.Dropdown(choices=_with(every, name), value=name), None, text
+
+    def adapt(name: str | None) -> list:
+        return [gr.Dropdown(**look(name, option)) for option in OPTIONS]
+
+    def removed(name: str | None) -> tuple:
+        if not name:
+            raise UsageError("choose an upload first")
+        places.remove_upload(name)
+        return refresh()
+
+    def settings_of(chosen, other, name, *values) -> dict:
+        if name not in recipes:
+            raise UsageError("choose for which training the recordings are")
+        path = _file(places, chosen, "Table of the recordings")
+        settings = {"recipe": name, "values": {"train_manifest": places.name(path)}}
+        if other:
+            path = _file(places, other, "Table for evaluation")
+            settings["values"]["val_manifest"] = places.name(path)
+        known = {option.name for option in recipes[name].options}
+        for option, value in zip(OPTIONS, values, strict=True):
+            if value and option in known:
+                settings["values"][option] = value
+        return settings
+
+    def begin(*values) -> tuple[str, str, str]:
+        settings_of(*values)  # what is missing
+        return HELP, WAIT, ""
+
+    def run_check(chosen, other, name, *values) -> tuple[str, str]:
+        return _check(places, recipes[name], settings_of(chosen, other, name, *values))
+
+    def to_training(before: dict, chosen, other, name, *values) -> tuple:
+        settings = settings_of(chosen, other, name, *values)
+        if before.get("recipe") == name:
+            ours = {"train_manifest", "val_manifest", *OPTIONS}
+            kept = {key: value for key, value in before["values"].items() if key not in ours}
+            settings = {**before, "values": {**kept, **settings["values"]}}
+        return settings, gr.Tabs(selected="train")
+
+    chosen = [table, evaluation, recipe, *options]
+    refreshed = [table, evaluation, uploads]
+    on(functools.partial(gr.on, None), refresh, None, refreshed)  # when the page is loaded
+    on(shared.tab.select, refresh, refreshed, refreshed)
+    on(table.input, pick, table, [table, evaluation], show_progress="hidden")
+    uploaded = [table, evaluation, said]
+    on(files.upload, upload, files, uploaded, show_progress="hidden")
+    on(recipe.change, adapt, recipe, options)
+    wait = on(check.click, begin, chosen, [said, result, printed], show_progress="hidden")
+    run = on(wait.success, run_check, chosen, [result, printed], concurrency_limit=2)
+    on(run.failure, lambda: "", None, result)
+    on(train.click, to_training, [shared.settings, *chosen], [shared.settings, shared.tabs])
+    on(remove.click, removed, uploads, refreshed)
+
+
+def _pairs(payload) -> list[tuple[str, str]]:
+    """Uploaded files as pairs (path, the name that the user knows). Gradio would give paths alone,
+    whose names lack some signs."""
+    return [(file.path, file.orig_name or Path(file.path).name) for file in payload or []]
+
+
+def _can_check(recipe: Recipe) -> bool:
+    names = {option.name for option in recipe.options}
+    return not recipe.fault and "check_data" in recipe.commands and "train_manifest" in names
+
+
+# --- what is chosen -------------------------------------------------------------------------------
+
+
+def _with(choices: list[str], value: str | None) -> list[str]:
+    """The choices, with a value that was typed."""
+    return [*choices, value] if value and value not in choices else choices
+
+
+def _file(places: Places, name: str | None, label: str) -> Path:
+    if not name:
+        raise UsageError(f"{label}: choose one, or drop your files")
+    return places.file(name)
+
+
+def _tables(places: Places, name: str | None) -> list[str]:
+    """The tables in a folder that was typed, that of the training first; [] for a file."""
+    if not name or not places.inside(name).is_dir():
+        return []
+    tables = places.manifests(name)
+    if not tables:
+        raise UsageError(f"{name}: there is no table of recordings in this folder")
+    return sorted(tables, key=lambda each: not Path(each).stem.startswith("train"))
+
+
+def _evaluation(places: Places, name: str | None) -> str | None:
+    """The table for evaluation beside a train.tsv, as Common Voice has it."""
+    path = Path(name or "")
+    if path.stem != "train":
+        return None
+    beside = [str(path.with_stem(stem)) for stem in EVALUATION]
+    return next((each for each in beside if places.inside(each).is_file()), None)
+
+
+def _look(places: Places, recipe: Recipe | None, name: str) -> dict:
+    """How the control of one of OPTIONS looks for a recipe."""
+    options = recipe.options if recipe else ()
+    option = next((each for each in options if each.name == name), None)
+    if option is None:
+        return {"visible": False, "value": ""}
+    choices = list(option.choices) or [""]
+    if name == "model_dir":
+        choices += places.models()
+    return {"visible": True, "info": option.help, "choices": choices, "value": ""}
+
+
+# --- the check ------------------------------------------------------------------------------------
+
+
+def _check(places: Places, recipe: Recipe, settings: dict) -> tuple[str, str]:
+    """What a recipe can use of the data: a report in HTML, and all that was printed."""
+    values = {**settings["values"], "check_data": "on"}
+    folder = places.runs / CHECKS
+    command = commands.command(places, recipe, {**settings, "values": values}, folder)
+    status, text = commands.ask(command.words, CHECK_SECONDS)
+    manifests = [places.file(values[key]) for key in MANIFESTS if key in values]
+    sections = [each for each in checked.read(text) if str(folder) not in each.title]
+    problem = checked.error(sections)
+    if status and not problem:
+        problem = f"the check failed: {(sections or [checked.Section('no message')])[-1].title}"
+    examples = checked.examples_of(sections, places, manifests)
+    for manifest in manifests:
+        for number, section in enumerate(sections):
+            title = section.title.replace(f" ({manifest})", "")
+            sections[number] = checked.Section(title, section.rows)
+    report = _report(places, sections, examples, problem)
+    return f"<div>{report}{_left_out(places, manifests)}</div>", text
+
+
+def _report(
+    places: Places,
+    sections: list[checked.Section],
+    examples: dict[str, checked.Example],
+    problem: str,
+) -> str:
+    """The sections as HTML: what can be used, then what cannot, and numbers."""
+    if problem:
+        head = f"<h3>These data cannot be used yet</h3><p>{views.text(problem)}</p>"
+    else:
+        usable = [each.title for each in sections if each.title.startswith(USABLE)][-1]
+        head = f"<h3>{views.text(usable.removeprefix(USABLE))}</h3>"
+    lines, tables, bars = [], [], []
+    for section in sections:
+        title = section.title.removesuffix(":")
+        if section.is_rejected or section.is_noted:
+            tables.append(_reasons(places, section, examples))
+        elif section.rows:
+            unit = "min" if title.startswith("minutes") else ""
+            rows = [(row.label, row.number) for row in section.rows]
+            bars.append(views.bars(title.capitalize(), rows, unit))
+        elif not title.startswith(("error: ", USABLE)):
+            lines.append(f"<li>{views.text(title)}</li>")
+    listed = f"<ul>{''.join(lines)}</ul>" if lines else ""
+    return f'{head}{listed}{"".join(tables)}<div class="plots">{"".join(bars)}</div>'
+
+
+def _reasons(places: Places, section: checked.Section, examples: dict[str, checked.Example]) -> str:
+    """A table of reasons, with examples to play."""
+    rows = []
+    for row in section.rows:
+        shown = []
+        for example in (examples.get(text, checked.Example(text)) for text in row.examples):
+            shown.append(f"<div>{views.text(example.text)}</div>")
+            if example.path:
+                name = places.name(example.path)
+                shown.append(views.player(name, example.offset, example.seconds))
+        advice = f" ({views.text(row.advice)})" if row.advice else ""
+        reason = f"<div><b>{views.text(row.label)}</b>{advice}</div>"
+        rows.append([f"{row.number:g}", reason + "".join(shown)])
+    return views.table(["rows", "reason, with examples"], rows, section.title.removesuffix(":"))
+
+
+def _left_out(places: Places, paths: list[Path]) -> str:
+    """What was left out of uploads, as HTML."""
+    parts = []
+    for path in paths:
+        table = places.not_used(path)
+        for section in checked.read(f"Left out of the upload:\n{table}") if table else []:
+            parts.append(_reasons(places, section, {}))
+    return "".join(parts)

@@ -1,0 +1,176 @@
+"""The Export tab: a folder that other programs load, made from a run's weights."""
+
+import re
+import sys
+from pathlib import Path
+
+import gradio as gr
+
+from common.errors import RunError, UsageError
+from common.files import read_text
+from webui import commands, trials, views
+from webui.commands import Recipe
+from webui.context import Context
+from webui.places import Places
+from webui.runs import Run
+from webui.tabs.events import on
+from webui.tabs.shared import Shared
+from webui.tabs.try_it import HTML, recipe_of, run_of, usable, weights_of
+from webui.use import error_of
+
+FORMAT = "export_format"
+EXPORT_SECONDS = 1800.0
+LICENCE = "LICENSE.txt"
+MOST_FILES = 200
+ABOUT = (
+    "An export is a new folder in the run's folder, with the weights in the form of other programs and"
+    " nothing of the training. The run stays as it is."
+)
+NO_FORMS = (
+    "{recipe} has no export: no other program has this network. best.safetensors holds its weights,"
+    " their names and shapes, and all that it takes to rebuild the model here, without anything of"
+    " the training. It is the file to keep and to pass on: the command below uses it."
+)
+
+
+def build(context: Context, shared: Shared) -> None:
+    with gr.Row():
+        chosen = gr.Dropdown([], label="Run", min_width=200)
+        weights = gr.Dropdown([], label="Weights", info="of which moment", min_width=200)
+        form = gr.Dropdown([], label="Form", info="for which program", visible=False)
+    about = gr.Markdown(**HTML)
+    button = gr.Button("Export", variant="primary", visible=False)
+    made = gr.Markdown(**HTML)
+    with gr.Accordion("How other programs load it", open=True, visible=False) as how:
+        page = gr.Markdown(latex_delimiters=[])
+
+    def choices(name: str | None, before: str | None) -> gr.Dropdown:
+        names = [run.name for run in usable(context)]
+        name = next((each for each in (name, before) if each in names), next(iter(names), None))
+        return gr.Dropdown(choices=names, value=name)
+
+    def look(name: str | None, before: str | None) -> tuple:
+        if not name:
+            nothing = "<p>There is no run with weights yet: the Train tab starts one.</p>"
+            return (nothing, "", "", *[gr.skip()] * 4)
+        run = run_of(context, name)
+        recipe = recipe_of(context, run.recipe)
+        exports = "export" in _names(recipe)
+        section = section_of(recipe)
+        return (
+            _about(run, recipe),
+            _exports(context.places, run),
+            section,
+            weights_of(context, name, before),
+            _forms(recipe),
+            gr.Button(visible=exports),
+            gr.Accordion(visible=bool(section)),
+        )
+
+    def make(name: str | None, file: str | None, wanted: str | None) -> str:
+        run = run_of(context, name)
+        export(context, run, file, wanted)
+        return _exports(context.places, run)
+
+    shown = [about, made, page, weights, form, button, how]
+    named = [
+        on(shared.tab.select, choices, [shared.chosen, chosen], chosen),
+        on(chosen.input, lambda name: name, chosen, shared.chosen),
+    ]
+    for each in named:
+        on(each.then, look, [chosen, weights], shown)
+    on(button.click, make, [chosen, weights, form], made)
+
+
+def export(context: Context, run: Run, weights: str | None, form: str | None) -> Path:
+    """Writes weights of a run as a new folder export-N in the run's. Raises `UsageError`, and
+    `RunError` with the recipe's own error."""
+    recipe = recipe_of(context, run.recipe)
+    path = trials.weights_of(context.places, run, weights)
+    numbers = [folder.name.rpartition("-")[2] for folder in _folders(run)]
+    number = max((int(each) for each in numbers), default=0) + 1
+    folder = run.folder / f"export-{number}"
+    words = [sys.executable, str(recipe.file), "--export", str(folder), "--resume", str(path)]
+    words += ["--device", "cpu"]  # the GPU may be training
+    if FORMAT in _names(recipe) and form:
+        words += commands.words_of(context.places, recipe.option(FORMAT), form, run.folder)
+    status, printed = commands.ask(words, EXPORT_SECONDS)
+    if status:
+        raise RunError(error_of(printed))
+    return folder
+
+
+def section_of(recipe: Recipe) -> str:
+    """What the recipe's page says about exports, as Markdown; "" if it says nothing."""
+    if recipe.page is None:
+        return ""
+    found = re.search(
+        r"^## Export\n(.*?)(?=^## |\Z)", read_text(recipe.page), re.MULTILINE | re.DOTALL
+    )
+    return found[1].strip() if found else ""
+
+
+def _names(recipe: Recipe) -> set[str]:
+    return {option.name for option in recipe.options}
+
+
+def _folders(run: Run) -> list[Path]:
+    """The exports of a run, the newest first."""
+    found = [path for path in run.folder.glob("export-*") if path.name[7:].isdecimal()]
+    return sorted(found, key=lambda path: -int(path.name[7:]))
+
+
+def _forms(recipe: Recipe) -> gr.Dropdown:
+    if FORMAT not in _names(recipe):
+        return gr.Dropdown(choices=[], value=None, visible=False)
+    option = recipe.option(FORMAT)
+    choices = [choice for choice in option.choices if choice]
+    return gr.Dropdown(choices=choices, value=choices[0], info=option.help, visible=True)
+
+
+def _about(run: Run, recipe: Recipe) -> str:
+    if "export" in _names(recipe):
+        return f"<p>{views.text(ABOUT)}</p>"
+    best = run.folder / "checkpoints" / "best.safetensors"
+    command = f"python recipes/{recipe.name}.py --transcribe recording.wav --resume {best}"
+    text = views.text(NO_FORMS.format(recipe=recipe.name))
+    return (
+        f"<p>{text}</p><pre><code>{views.text(command)}</code></pre>{_files(best.parent, [best])}"
+    )
+
+
+def _exports(places: Places, run: Run) -> str:
+    """The files of each export, with its licence."""
+    parts = []
+    for folder in _folders(run):
+        files = sorted(path for path in folder.rglob("*") if _is_inside(places, path))
+        parts.append(f"<h3>{views.text(folder.name)}</h3>{_files(folder, files[:MOST_FILES])}")
+        if folder / LICENCE in files:
+            notice = views.text(read_text(folder / LICENCE))
+            parts.append(f"<details open><summary>Licence</summary><p>{notice}</p></details>")
+    return f"<div>{''.join(parts)}</div>" if parts else ""
+
+
+def _files(folder: Path, files: list[Path]) -> str:
+    rows = []
+    for path in files:
+        name = views.text(path.relative_to(folder))
+        rows.append([name, _size(path.stat().st_size), views.download(str(path))])
+    return views.table(["file", "size", "to keep"], rows, str(folder))
+
+
+def _is_inside(places: Places, path: Path) -> bool:
+    """Whether this is a file that the page may read."""
+    try:
+        return bool(places.file(path))
+    except UsageError:
+        return False
+
+
+def _size(count: int) -> str:
+    """A number of bytes for people."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

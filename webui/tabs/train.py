@@ -1,0 +1,377 @@
+"""The Train tab: a form with the options of a recipe, whether the run fits, and its start."""
+
+import re
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass
+
+import gradio as gr
+
+from common.errors import Failure
+from webui import commands, runs, views
+from webui.commands import AUTO, Option, Recipe
+from webui.context import Context
+from webui.tabs.events import on
+from webui.tabs.shared import Shared
+
+# The options that have a place of their own: what a model starts from, and what it learns from.
+STARTS = ("model_dir", "model_file")
+MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
+WEIGHTS = ("init_from", "resume")  # whose values may be weights of other runs
+LISTED = (*STARTS, *MANIFESTS, *WEIGHTS)  # options with a list of paths
+DATA = "data"  # the group of options that stay when another recipe is chosen
+PICKED = re.compile(r"tier: (\S+) \(auto\)")  # what a preset script says
+CPU = "cpu"  # the tier without a GPU
+HERE = "the GPU of this computer"
+WIDTH = 260  # of a control at least, pixels
+PLAN_SECONDS = 900.0
+# By itself gradio does not see that controls are used by events that are made later.
+LIVE = {"interactive": True, "min_width": WIDTH}
+HTML = {"sanitize_html": False, "latex_delimiters": []}
+
+
+@dataclass(frozen=True)
+class Form:
+    """The recipe of a form, its controls (recipe, tier, size, then those of `options`)."""
+
+    recipe: Recipe
+    controls: list
+    options: list[Option]
+
+    def read(self, values: tuple) -> dict:
+        """Settings of the values of the controls."""
+        recipe, tier, size, *others = values
+        given = {}
+        for option, value in zip(self.options, others, strict=True):
+            text = shlex.join(value) if isinstance(value, list) else str(value or "").strip()
+            if text:
+                given[option.name] = text
+        return {"recipe": recipe, "tier": tier or AUTO, "size": size or "", "values": given}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is below the form."""
+
+    card: gr.Dropdown
+    plan: gr.Button
+    planned: gr.Markdown
+    advice: gr.State  # {option name: value} that make the run fit, and maybe "tier"
+    use: gr.Button
+    details: gr.Markdown
+    name: gr.Textbox
+    show: gr.Button
+    command: gr.Textbox
+    start: gr.Button
+
+
+def build(context: Context, shared: Shared) -> None:
+    if not context.recipes:
+        gr.Markdown("There are no recipes in the folder recipes/.")
+        return
+    place = gr.Column()
+    parts = _parts()
+    with place:
+
+        @gr.render(inputs=[shared.settings])
+        def render(settings: dict) -> None:
+            form = _form(context, settings)
+            _follow(context, shared, form, parts)
+            _connect(context, shared, form, parts)
+
+
+def _parts() -> Parts:
+    here = commands.this_card()
+    cards = [(f"{HERE} ({here})", "")] if here else []
+    with gr.Row():
+        card = gr.Dropdown(
+            [*cards, *((name, name) for name in commands.cards())],
+            value="" if here else "8gb",
+            label="GPU to predict for",
+            info="a name, or gigabytes of memory such as 10GB",
+            allow_custom_value=True,
+            **LIVE,
+        )
+        name = gr.Textbox(
+            label="Name of the run",
+            info="letters, digits, hyphens and underscores",
+            placeholder="the recipe's name and a number",
+            **LIVE,
+        )
+    with gr.Row():
+        plan = gr.Button("Will it fit?", min_width=140)
+        show = gr.Button("Show the command", min_width=140)
+        start = gr.Button("Start", variant="primary", min_width=140)
+    planned = gr.Markdown(**HTML)
+    use = gr.Button("Use these flags", visible=False)
+    details = gr.Markdown(**HTML)
+    command = gr.Textbox(
+        label="Command", lines=3, interactive=False, buttons=["copy"], visible=False
+    )
+    return Parts(card, plan, planned, gr.State({}), use, details, name, show, command, start)
+
+
+# --- the form -------------------------------------------------------------------------------------
+
+
+def _form(context: Context, settings: dict) -> Form:
+    """Makes the controls of the recipe that `settings` have."""
+    wanted = settings.get("recipe")
+    recipe = context.recipes.get(wanted) or next(iter(context.recipes.values()))
+    if wanted and wanted != recipe.name:
+        gr.Markdown(f"<p>There is no recipe {views.text(wanted)} now: choose another.</p>", **HTML)
+    choices = [(f"{each.name}: {each.title}", each.name) for each in context.recipes.values()]
+    chosen = gr.Dropdown(choices, value=recipe.name, label="Recipe", info="what is learned", **LIVE)
+    if recipe.fault:
+        gr.Markdown(f"<p>{views.text(recipe.fault)}</p>", **HTML)
+    preset, notes = _preset(context, recipe, settings)
+    values = settings.get("values", {})
+    by_name = {option.name: option for option in recipe.options}
+    form = Form(recipe, [chosen, *_tier_and_size(recipe, settings, notes)], [])
+
+    def add(options: list[Option]) -> None:
+        with gr.Row():
+            for option in options:
+                control = _control(context, option, values.get(option.name, ""), preset)
+                if not option.own:
+                    form.options.append(option)
+                    form.controls.append(control)
+
+    above = [by_name[name] for name in (*STARTS, *MANIFESTS, *recipe.first) if name in by_name]
+    add(above)
+    groups: dict[str, list[Option]] = {}
+    for option in recipe.options:
+        if option not in above:
+            groups.setdefault(option.group, []).append(option)
+    for title, options in groups.items():
+        given = sum(option.name in values for option in options)
+        with gr.Accordion(f"{title} ({given} set)" if given else title, open=False):
+            add(options)
+    return form
+
+
+def _preset(context: Context, recipe: Recipe, settings: dict) -> tuple[dict[str, str], list[str]]:
+    with suppress(Failure):  # which the buttons report
+        return commands.preset(context.places, recipe, settings)
+    return {}, []
+
+
+def _tier_and_size(recipe: Recipe, settings: dict, notes: list[str]) -> tuple:
+    with gr.Row():
+        tier = gr.Dropdown(
+            [AUTO, *recipe.tiers],
+            value=settings.get("tier") or AUTO,
+            label="Tier",
+            info=_about_tier(notes),
+            visible=bool(recipe.tiers),
+            **LIVE,
+        )
+        size = gr.Dropdown(
+            [("default", ""), *((size, size) for size in recipe.sizes)],
+            value=settings.get("size") or "",
+            label="Size",
+            info="of a new model; a given one keeps its size",
+            visible=bool(recipe.sizes),
+            **LIVE,
+        )
+    return tier, size
+
+
+def _about_tier(notes: list[str]) -> str:
+    """`notes`: what the preset script says."""
+    about = "the preset for the memory of a GPU"
+    if _picked(notes):
+        card = commands.this_card()
+        reason = f"this computer has {card}" if card else "no NVIDIA GPU was found here"
+        about += f"; auto is {_picked(notes)}: {reason}"
+    others = [note for note in notes if not PICKED.fullmatch(note)]
+    return "; ".join([about, *others])
+
+
+def _picked(notes: list[str]) -> str:
+    """The tier that a script has picked, or ""."""
+    found = [PICKED.fullmatch(note) for note in notes]
+    return next((match[1] for match in found if match), "")
+
+
+def _control(context: Context, option: Option, value: str, preset: dict[str, str]):
+    """The control of an option."""
+    settings = {"label": option.flag, "info": option.help}
+    if option.own:
+        return gr.Textbox(placeholder=option.own, interactive=False, min_width=WIDTH, **settings)
+    settings |= LIVE
+    if option.choices and option.several:
+        chosen = [word for word in _words(value) if word in option.choices]
+        return gr.Dropdown(list(option.choices), value=chosen, multiselect=True, **settings)
+    if option.choices:
+        value = value if value in option.choices else ""
+        return gr.Dropdown(_choices(option, preset), value=value, **settings)
+    found = _found(context, option)
+    if found is None:
+        return gr.Textbox(value, placeholder=_empty(option, preset), **settings)
+    choices = [(_empty(option, preset) or "none", ""), *((path, path) for path in found)]
+    return gr.Dropdown(choices, value=value, allow_custom_value=True, **settings)
+
+
+def _empty(option: Option, preset: dict[str, str]) -> str:
+    """What an option has that is not given."""
+    if option.name in preset:
+        return f"{preset[option.name]} (preset)"
+    if option.several and not option.default:
+        return 'several: first "and another"'
+    return option.default
+
+
+def _choices(option: Option, preset: dict[str, str]) -> list[tuple[str, str]]:
+    default = _empty(option, preset) or "not given"
+    return [(choice or f"default: {default}", choice) for choice in option.choices]
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return []
+
+
+def _found(context: Context, option: Option) -> list[str] | None:
+    """Paths to choose from for an option, None if there is no list."""
+    places = context.places
+    if option.name in MANIFESTS:
+        return places.manifests()
+    if option.name in STARTS:
+        return places.models()
+    if option.name in WEIGHTS:
+        found = [path for run in runs.list_runs(places.runs) for path in runs.weights(run)]
+        return [places.name(path) for path in found]
+    return None
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def _follow(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
+    """The form after a choice: another recipe's, or what the preset says now. What is typed goes into
+    the settings when another tab is opened."""
+    recipe = form.recipe
+    chosen, tier, size, *others = form.controls
+    by_name = dict(zip((option.name for option in form.options), others, strict=True))
+    changing = [option for option in form.options if option.name not in LISTED]
+    changing = [option for option in changing if not (option.choices and option.several)]
+
+    def other_recipe(name: str, *values) -> tuple:
+        stay = {option.name for option in recipe.options if option.group == DATA}
+        values = form.read((name, *values))["values"]
+        kept = {key: text for key, text in values.items() if key in stay}
+        settings = {"recipe": name, "tier": AUTO, "size": "", "values": kept}
+        return settings, "", gr.Button(visible=False), ""
+
+    def follow(*values) -> list:
+        preset, notes = _preset(context, recipe, form.read(values))
+        updates = []
+        for option in changing:
+            if option.choices:
+                updates.append(gr.Dropdown(choices=_choices(option, preset)))
+            else:
+                updates.append(gr.Textbox(placeholder=_empty(option, preset)))
+        return [gr.Dropdown(info=_about_tier(notes)), *updates]
+
+    def leave(event: gr.SelectData, *values) -> dict:
+        return gr.skip() if event.value == shared.tab.label else form.read(values)
+
+    on(
+        chosen.input,
+        other_recipe,
+        form.controls,
+        [shared.settings, parts.planned, parts.use, parts.details],
+    )
+    ways = [by_name[name] for name in (*STARTS, *MANIFESTS[:1]) if name in by_name]
+    shown = [tier, *(by_name[option.name] for option in changing)]
+    for control in (tier, size, *ways):
+        on(control.input, follow, form.controls, shown, show_progress="hidden")
+    on(shared.tabs.select, leave, form.controls, shared.settings, show_progress="hidden")
+
+
+def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
+    """The buttons below the form, which need its values."""
+    recipe = form.recipe
+    folder = context.places.runs
+
+    def command(values: tuple, name: str, card: str | None = None) -> tuple[dict, list[str], list]:
+        settings = form.read(values)
+        run = folder / (name or _new_name(folder, recipe))
+        made = commands.command(context.places, recipe, settings, run, card)
+        return settings, made.words, made.notes
+
+    def wait() -> tuple:
+        return "<p>Predicting. This takes up to a minute.</p>", {}, gr.Button(visible=False), ""
+
+    def plan(card: str, *values) -> tuple:
+        settings, words, notes = command(values, "", card or "")
+        _, text = commands.ask(words, PLAN_SECONDS)
+        verdict = commands.verdict(recipe, text)
+        advice = dict(verdict.flags)
+        if advice and card and settings["tier"] == AUTO and _picked(notes) not in ("", CPU):
+            advice["tier"] = _picked(notes)  # the one for that card, not for this computer's
+        said, details = _said(verdict), _details(verdict, notes)
+        return said, advice, gr.Button(visible=bool(advice)), details
+
+    def use(advice: dict, *values) -> tuple:
+        settings = form.read(values)
+        tier = advice.pop("tier", settings["tier"])
+        settings = {**settings, "tier": tier, "values": {**settings["values"], **advice}}
+        said = ", ".join(f"--{name} {value}" for name, value in advice.items())
+        said = f"<p>In the form now: {views.text(said)}</p>"
+        return settings, said, gr.Button(visible=False), ""
+
+    def show(name: str, *values) -> gr.Textbox:
+        _, words, _ = command(values, name)
+        return gr.Textbox(shlex.join(words), visible=True)
+
+    def start(name: str, *values) -> tuple:
+        settings, words, _ = command(values, name)
+        run = runs.create(folder, name or _new_name(folder, recipe), settings, words)
+        runs.start(run)
+        return settings, run.name, gr.Tabs(selected="runs"), ""
+
+    plan_shown = [parts.planned, parts.advice, parts.use, parts.details]
+    waiting = on(parts.plan.click, wait, None, plan_shown, show_progress="hidden")
+    planning = on(waiting.then, plan, [parts.card, *form.controls], plan_shown)
+    on(planning.failure, lambda: "", None, parts.planned)
+    on(
+        parts.use.click,
+        use,
+        [parts.advice, *form.controls],
+        [shared.settings, parts.planned, parts.use, parts.details],
+    )
+    on(parts.show.click, show, [parts.name, *form.controls], parts.command)
+    on(
+        parts.start.click,
+        start,
+        [parts.name, *form.controls],
+        [shared.settings, shared.chosen, shared.tabs, parts.name],
+    )
+
+
+def _new_name(folder, recipe: Recipe) -> str:
+    number = 1
+    while (folder / f"{recipe.name}_{number}").exists():
+        number += 1
+    return f"{recipe.name}_{number}"
+
+
+def _said(verdict: commands.Verdict) -> str:
+    """Whether a run fits, as HTML."""
+    word = {"fits": "It fits.", "tight": "It is tight.", "does not fit": "It does not fit."}
+    after = {"fits": "With these flags it fits:", "tight": "With these flags it is tight:"}
+    title = f"{word.get(verdict.word, verdict.word)} {after.get(verdict.after, '')}"
+    listed = "".join(f"<li>{views.text(line)}</li>" for line in verdict.advice)
+    return f"<div><p><b>{views.text(title)}</b></p><ul>{listed}</ul></div>"
+
+
+def _details(verdict: commands.Verdict, notes: list[str]) -> str:
+    """What else a plan says, as HTML."""
+    rows = [[views.text(name), views.text(size)] for name, size in verdict.memory]
+    table = views.table(["what", "memory"], rows, "Memory of the GPU at the peak")
+    lines = "<br>".join(views.text(line) for line in (*notes, *verdict.lines))
+    return f"<div>{table}<p>{lines}</p></div>"
