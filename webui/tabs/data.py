@@ -87,13 +87,13 @@ def build(context: Context, shared: Shared) -> None:
         )
         remove = gr.Button("Remove it for good", variant="stop")
 
-    def refresh(chosen=None, other=None, upload=None) -> tuple:
+    def refresh(chosen=None, other=None) -> tuple:
+        """What there is to choose from now. What is chosen stays: it may change meanwhile."""
         tables = places.manifests()
-        kept = places.uploads()
         return (
-            gr.Dropdown(choices=_with(tables, chosen), value=chosen),
-            gr.Dropdown(choices=_with(tables, other), value=other),
-            gr.Dropdown(choices=kept, value=upload if upload in kept else None),
+            gr.Dropdown(choices=_with(tables, chosen)),
+            gr.Dropdown(choices=_with(tables, other)),
+            gr.Dropdown(choices=places.uploads()),
         )
 
     def pick(chosen: str | None) -> tuple:
@@ -120,11 +120,11 @@ def build(context: Context, shared: Shared) -> None:
     def adapt(name: str | None) -> list:
         return [gr.Dropdown(**look(name, option)) for option in OPTIONS]
 
-    def removed(name: str | None) -> tuple:
+    def removed(name: str | None) -> gr.Dropdown:
         if not name:
             raise UsageError("choose an upload first")
         places.remove_upload(name)
-        return refresh()
+        return gr.Dropdown(choices=places.uploads(), value=None)
 
     def settings_of(chosen, other, name, *values) -> dict:
         if name not in recipes:
@@ -158,7 +158,7 @@ def build(context: Context, shared: Shared) -> None:
     chosen = [table, evaluation, recipe, *options]
     refreshed = [table, evaluation, uploads]
     on(functools.partial(gr.on, None), refresh, None, refreshed)  # when the page is loaded
-    on(shared.tab.select, refresh, refreshed, refreshed)
+    on(shared.tab.select, refresh, [table, evaluation], refreshed)
     on(table.input, pick, table, [table, evaluation], show_progress="hidden")
     uploaded = [table, evaluation, said]
     on(files.upload, upload, files, uploaded, show_progress="hidden")
@@ -167,7 +167,7 @@ def build(context: Context, shared: Shared) -> None:
     run = on(wait.success, run_check, chosen, [result, printed], concurrency_limit=2)
     on(run.failure, lambda: "", None, result)
     on(train.click, to_training, [shared.settings, *chosen], [shared.settings, shared.tabs])
-    on(remove.click, removed, uploads, refreshed)
+    on(remove.click, removed, uploads, uploads)
 
 
 def _pairs(payload) -> list[tuple[str, str]]:
