@@ -40,6 +40,11 @@ ENVIRONMENT = {
 }
 TITLE = "Speech recipes"
 STYLE = Path(__file__).with_name("style.css")
+# Gradio 6.31 leaves the list of a dropdown open that is left with the Tab key: it sees the key after
+# the list is closed, and opens it again.
+HEAD = """<script>addEventListener("keydown", (event) => {
+  if (event.key === "Tab" && event.target.role === "combobox") event.stopImmediatePropagation()
+}, true)</script>"""
 
 
 def add_arguments(parser: options.Parser) -> None:
@@ -214,6 +219,7 @@ def make_app(page, places, settings):
         mcp_server=False,
         theme=theme,
         css_paths=[STYLE],
+        head=HEAD,
     )
     return Guard(app, settings)
 

@@ -51,8 +51,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is below the form."""
+    """What is below the form, and the settings in it when it was left."""
 
+    typed: gr.State
     card: gr.Dropdown
     plan: gr.Button
     planned: gr.Markdown
@@ -71,11 +72,20 @@ def build(context: Context, shared: Shared) -> None:
         return
     place = gr.Column()
     parts = _parts()
+    drawn = gr.State(({}, 0))  # the settings that the form was made of, and how often it was made
+
+    def draw(settings: dict, typed: dict, before: tuple) -> tuple:
+        if settings == typed:  # the form has them, and its events must stay
+            return gr.skip(), gr.skip()
+        return (settings, before[1] + 1), settings
+
+    inputs = [shared.settings, parts.typed, drawn]
+    on(shared.settings.change, draw, inputs, [drawn, parts.typed], show_progress="hidden")
     with place:
 
-        @gr.render(inputs=[shared.settings])
-        def render(settings: dict) -> None:
-            form = _form(context, settings)
+        @gr.render(inputs=[drawn])
+        def render(drawn: tuple) -> None:
+            form = _form(context, drawn[0])
             _follow(context, shared, form, parts)
             _connect(context, shared, form, parts)
 
@@ -108,7 +118,9 @@ def _parts() -> Parts:
     command = gr.Textbox(
         label="Command", lines=3, interactive=False, buttons=["copy"], visible=False
     )
-    return Parts(card, plan, planned, gr.State({}), use, details, name, show, command, start)
+    return Parts(
+        gr.State({}), card, plan, planned, gr.State({}), use, details, name, show, command, start
+    )
 
 
 # --- the form -------------------------------------------------------------------------------------
@@ -209,8 +221,7 @@ def _control(context: Context, option: Option, value: str, preset: dict[str, str
     found = _found(context, option)
     if found is None:
         return gr.Textbox(value, placeholder=_empty(option, preset), **settings)
-    choices = [(_empty(option, preset) or "none", ""), *((path, path) for path in found)]
-    return gr.Dropdown(choices, value=value, allow_custom_value=True, **settings)
+    return gr.Dropdown(_paths(found, option), value=value, allow_custom_value=True, **settings)
 
 
 def _empty(option: Option, preset: dict[str, str]) -> str:
@@ -225,6 +236,10 @@ def _empty(option: Option, preset: dict[str, str]) -> str:
 def _choices(option: Option, preset: dict[str, str]) -> list[tuple[str, str]]:
     default = _empty(option, preset) or "not given"
     return [(choice or f"default: {default}", choice) for choice in option.choices]
+
+
+def _paths(found: list[str], option: Option) -> list[tuple[str, str]]:
+    return [(option.default or "none", ""), *((path, path) for path in found)]
 
 
 def _words(text: str) -> list[str]:
@@ -256,10 +271,13 @@ def _follow(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
     recipe = form.recipe
     chosen, tier, size, *others = form.controls
     by_name = dict(zip((option.name for option in form.options), others, strict=True))
+    listed = [option for option in form.options if option.name in LISTED]
     changing = [option for option in form.options if option.name not in LISTED]
     changing = [option for option in changing if not (option.choices and option.several)]
 
     def other_recipe(name: str, *values) -> tuple:
+        if name == recipe.name:  # it was only looked at
+            return (gr.skip(),) * 4
         stay = {option.name for option in recipe.options if option.group == DATA}
         values = form.read((name, *values))["values"]
         kept = {key: text for key, text in values.items() if key in stay}
@@ -276,20 +294,25 @@ def _follow(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
                 updates.append(gr.Textbox(placeholder=_empty(option, preset)))
         return [gr.Dropdown(info=_about_tier(notes)), *updates]
 
-    def leave(event: gr.SelectData, *values) -> dict:
-        return gr.skip() if event.value == shared.tab.label else form.read(values)
+    def leave(event: gr.SelectData, *values) -> tuple:
+        if event.value == shared.tab.label:
+            return gr.skip(), gr.skip()
+        settings = form.read(values)
+        return settings, settings
 
-    on(
-        chosen.input,
-        other_recipe,
-        form.controls,
-        [shared.settings, parts.planned, parts.use, parts.details],
-    )
+    def find() -> list:
+        return [gr.Dropdown(choices=_paths(_found(context, each), each)) for each in listed]
+
+    shown = [shared.settings, parts.planned, parts.use, parts.details]
+    on(chosen.input, other_recipe, form.controls, shown)
     ways = [by_name[name] for name in (*STARTS, *MANIFESTS[:1]) if name in by_name]
     shown = [tier, *(by_name[option.name] for option in changing)]
     for control in (tier, size, *ways):
         on(control.input, follow, form.controls, shown, show_progress="hidden")
-    on(shared.tabs.select, leave, form.controls, shared.settings, show_progress="hidden")
+    left = [shared.settings, parts.typed]
+    on(shared.tabs.select, leave, form.controls, left, show_progress="hidden")
+    shown = [by_name[option.name] for option in listed]
+    on(shared.tab.select, find, None, shown, show_progress="hidden")
 
 
 def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
@@ -332,7 +355,7 @@ def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None
         settings, words, _ = command(values, name)
         run = runs.create(folder, name or _new_name(folder, recipe), settings, words)
         runs.start(run)
-        return settings, run.name, gr.Tabs(selected="runs"), ""
+        return settings, settings, run.name, gr.Tabs(selected="runs"), ""
 
     plan_shown = [parts.planned, parts.advice, parts.use, parts.details]
     waiting = on(parts.plan.click, wait, None, plan_shown, show_progress="hidden")
@@ -349,7 +372,7 @@ def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None
         parts.start.click,
         start,
         [parts.name, *form.controls],
-        [shared.settings, shared.chosen, shared.tabs, parts.name],
+        [shared.settings, parts.typed, shared.chosen, shared.tabs, parts.name],
     )
 
 
