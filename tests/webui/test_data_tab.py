@@ -142,6 +142,7 @@ def test_texts_are_shown_as_text(here, wav):
 
 @pytest.mark.browser
 def test_harmful_names_and_players_in_a_browser(here, wav, tmp_path, browser):
+    playwright = pytest.importorskip("playwright.sync_api")
     wav(here.data / f"clips/{HARMFUL}.wav", 31.0)
     table_of(here, "clips/train.csv", wav)
     with open(here.data / "clips/train.csv", "a", encoding="utf-8") as file:
@@ -178,4 +179,5 @@ def test_harmful_names_and_players_in_a_browser(here, wav, tmp_path, browser):
         assert problems == [] and not tab.locator("img[src=x]").count()
         tab.get_by_role("button", name="Train with these data").press("Enter")
         tab.get_by_role("tab", name="Train", selected=True).wait_for()
-        assert tab.get_by_label("--train_manifest").input_value() == "uploads/1/manifest.jsonl"
+        manifest = tab.get_by_label("--train_manifest")
+        playwright.expect(manifest).to_have_value("uploads/1/manifest.jsonl", timeout=30_000)
