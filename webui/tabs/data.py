@@ -109,13 +109,14 @@ def build(context: Context, shared: Shared) -> None:
         names = [name for _, name in pairs]
         if not any(Path(name).suffix.lower() in TABLE_SUFFIXES for name in names):
             text = f"<p><b>A table of their texts is missing: add it.</b></p>{HELP}"
-            return gr.skip(), gr.skip(), text
+            return gr.skip(), gr.skip(), gr.skip(), text
         path = places.save_upload([file for file, _ in pairs], names)
         name = places.name(path)
         every = places.manifests()
         text = f"<p>Uploaded. The table is now called <b>{views.text(name)}</b>.</p>"
         text += _left_out(places, [path])
-        return gr.Dropdown(choices=_with(every, name), value=name), None, text
+        table = gr.Dropdown(choices=_with(every, name), value=name)
+        return table, None, gr.Dropdown(choices=places.uploads()), text
 
     def adapt(name: str | None) -> list:
         return [gr.Dropdown(**look(name, option)) for option in OPTIONS]
@@ -160,7 +161,7 @@ def build(context: Context, shared: Shared) -> None:
     on(functools.partial(gr.on, None), refresh, None, refreshed)  # when the page is loaded
     on(shared.tab.select, refresh, [table, evaluation], refreshed)
     on(table.input, pick, table, [table, evaluation], show_progress="hidden")
-    uploaded = [table, evaluation, said]
+    uploaded = [*refreshed, said]
     on(files.upload, upload, files, uploaded, show_progress="hidden")
     on(recipe.change, adapt, recipe, options)
     wait = on(check.click, begin, chosen, [said, result, printed], show_progress="hidden")
@@ -192,7 +193,7 @@ def _with(choices: list[str], value: str | None) -> list[str]:
 def _file(places: Places, name: str | None, label: str) -> Path:
     if not name:
         raise UsageError(f"{label}: choose one, or drop your files")
-    return places.file(name)
+    return places.file(next(iter(_tables(places, name)), name))
 
 
 def _tables(places: Places, name: str | None) -> list[str]:
