@@ -174,6 +174,7 @@ def _hearing(context: Context, choice: Choice) -> list:
         return [*texts, _times(found[0])]
 
     on(button.click, transcribe, [audio, beside, *choice.all()], [text, other, times])
+    on(audio.change, lambda: ("", gr.Textbox(visible=False), ""), None, [text, other, times])
     return [beside, worst, best]
 
 
