@@ -88,6 +88,7 @@ def build(context: Context, shared: Shared) -> None:
         remove = gr.Button("Remove it for good", variant="stop")
 
     def refresh(chosen=None, other=None) -> tuple:
+        """What there is to choose from now. What is chosen stays: it may change meanwhile."""
         tables = places.manifests()
         return (
             gr.Dropdown(choices=_with(tables, chosen)),
