@@ -2,6 +2,7 @@
 why it cannot use the rest."""
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import gradio as gr
@@ -40,28 +41,39 @@ HELP = (
 MARKDOWN = {"sanitize_html": False, "latex_delimiters": []}
 
 
+@dataclass(frozen=True)
+class Controls:
+    """What the user sees, from top to bottom."""
+
+    table: gr.Dropdown
+    evaluation: gr.Dropdown
+    files: gr.File
+    said: gr.Markdown
+    recipe: gr.Dropdown
+    options: list[gr.Dropdown]
+    check: gr.Button
+    train: gr.Button
+    result: gr.Markdown
+    printed: gr.Textbox
+    uploads: gr.Dropdown
+    remove: gr.Button
+
+
 def build(context: Context, shared: Shared) -> None:
     places = context.places
     recipes = {name: each for name, each in context.recipes.items() if _can_check(each)}
+    controls = _controls(places, recipes)
+    _connect_tables(places, shared, controls)
+    _connect_check(places, recipes, shared, controls)
 
-    def look(recipe: str | None, option: str) -> dict:
-        return _look(places, recipes.get(recipe), option)
 
+def _controls(places: Places, recipes: dict[str, Recipe]) -> Controls:
+    custom = {"allow_custom_value": True, "min_width": 240}
     with gr.Row():
-        table = gr.Dropdown(
-            [],
-            label="Table of the recordings",
-            info=f"a file or a folder in {places.data}",
-            allow_custom_value=True,
-            min_width=240,
-        )
-        evaluation = gr.Dropdown(
-            [],
-            label="Table for evaluation",
-            info="may be empty: a part of the recordings is kept for it",
-            allow_custom_value=True,
-            min_width=240,
-        )
+        info = f"a file or a folder in {places.data}"
+        table = gr.Dropdown([], label="Table of the recordings", info=info, **custom)
+        info = "may be empty: a part of the recordings is kept for it"
+        evaluation = gr.Dropdown([], label="Table for evaluation", info=info, **custom)
     files = gr.File(
         file_count="multiple", label="Or drop audio files and their table here", height=150
     )
@@ -71,10 +83,10 @@ def build(context: Context, shared: Shared) -> None:
     first = next(iter(recipes), None)
     recipe = gr.Dropdown(names, value=first, label="For which training")
     with gr.Accordion("More about the texts and files", open=False), gr.Row():
-        options = [
-            gr.Dropdown(label=label, allow_custom_value=True, min_width=260, **look(first, name))
-            for name, label in OPTIONS.items()
-        ]
+        options = []
+        for name, label in OPTIONS.items():
+            look = _look(places, recipes.get(first), name)
+            options.append(gr.Dropdown(label=label, **custom, **look))
     with gr.Row():
         check = gr.Button("Check", variant="primary", min_width=140)
         train = gr.Button("Train with these data", min_width=140)
@@ -82,10 +94,27 @@ def build(context: Context, shared: Shared) -> None:
     with gr.Accordion("All that the check has printed", open=False):
         printed = gr.Textbox(label="Printed text", lines=12, max_lines=24, interactive=False)
     with gr.Accordion("Remove uploaded files", open=False):
-        uploads = gr.Dropdown(
-            [], label="Upload", info="a training that uses it cannot be resumed afterwards"
-        )
+        info = "a training that uses it cannot be resumed afterwards"
+        uploads = gr.Dropdown([], label="Upload", info=info)
         remove = gr.Button("Remove it for good", variant="stop")
+    return Controls(
+        table,
+        evaluation,
+        files,
+        said,
+        recipe,
+        options,
+        check,
+        train,
+        result,
+        printed,
+        uploads,
+        remove,
+    )
+
+
+def _connect_tables(places: Places, shared: Shared, controls: Controls) -> None:
+    """Tables to choose from, and uploads."""
 
     def refresh(chosen=None, other=None) -> tuple:
         """What there is to choose from now. What is chosen stays: it may change meanwhile."""
@@ -112,20 +141,34 @@ def build(context: Context, shared: Shared) -> None:
             return gr.skip(), gr.skip(), gr.skip(), text
         path = places.save_upload([file for file, _ in pairs], names)
         name = places.name(path)
-        every = places.manifests()
         text = f"<p>Uploaded. The table is now called <b>{views.text(name)}</b>.</p>"
         text += _left_out(places, [path])
-        table = gr.Dropdown(choices=_with(every, name), value=name)
+        table = gr.Dropdown(choices=_with(places.manifests(), name), value=name)
         return table, None, gr.Dropdown(choices=places.uploads()), text
-
-    def adapt(name: str | None) -> list:
-        return [gr.Dropdown(**look(name, option)) for option in OPTIONS]
 
     def removed(name: str | None) -> gr.Dropdown:
         if not name:
             raise UsageError("choose an upload first")
         places.remove_upload(name)
         return gr.Dropdown(choices=places.uploads(), value=None)
+
+    tables = [controls.table, controls.evaluation]
+    refreshed = [*tables, controls.uploads]
+    on(functools.partial(gr.on, None), refresh, None, refreshed)  # when the page is loaded
+    on(shared.tab.select, refresh, tables, refreshed)
+    on(controls.table.input, pick, controls.table, tables, show_progress="hidden")
+    uploaded = [*refreshed, controls.said]
+    on(controls.files.upload, upload, controls.files, uploaded, show_progress="hidden")
+    on(controls.remove.click, removed, controls.uploads, controls.uploads)
+
+
+def _connect_check(
+    places: Places, recipes: dict[str, Recipe], shared: Shared, controls: Controls
+) -> None:
+    """The check for a recipe, and the way to its training."""
+
+    def adapt(name: str | None) -> list:
+        return [gr.Dropdown(**_look(places, recipes.get(name), option)) for option in OPTIONS]
 
     def settings_of(chosen, other, name, *values) -> dict:
         if name not in recipes:
@@ -145,30 +188,26 @@ def build(context: Context, shared: Shared) -> None:
         settings_of(*values)  # what is missing
         return HELP, WAIT, ""
 
-    def run_check(chosen, other, name, *values) -> tuple[str, str]:
-        return _check(places, recipes[name], settings_of(chosen, other, name, *values))
+    def run_check(*values) -> tuple[str, str]:
+        settings = settings_of(*values)
+        return _check(places, recipes[settings["recipe"]], settings)
 
-    def to_training(before: dict, chosen, other, name, *values) -> tuple:
-        settings = settings_of(chosen, other, name, *values)
-        if before.get("recipe") == name:
-            ours = {"train_manifest", "val_manifest", *OPTIONS}
+    def to_training(before: dict, *values) -> tuple:
+        settings = settings_of(*values)
+        if before.get("recipe") == settings["recipe"]:
+            ours = {*MANIFESTS, *OPTIONS}
             kept = {key: value for key, value in before["values"].items() if key not in ours}
             settings = {**before, "values": {**kept, **settings["values"]}}
         return settings, gr.Tabs(selected="train")
 
-    chosen = [table, evaluation, recipe, *options]
-    refreshed = [table, evaluation, uploads]
-    on(functools.partial(gr.on, None), refresh, None, refreshed)  # when the page is loaded
-    on(shared.tab.select, refresh, [table, evaluation], refreshed)
-    on(table.input, pick, table, [table, evaluation], show_progress="hidden")
-    uploaded = [*refreshed, said]
-    on(files.upload, upload, files, uploaded, show_progress="hidden")
-    on(recipe.change, adapt, recipe, options)
-    wait = on(check.click, begin, chosen, [said, result, printed], show_progress="hidden")
-    run = on(wait.success, run_check, chosen, [result, printed], concurrency_limit=2)
-    on(run.failure, lambda: "", None, result)
-    on(train.click, to_training, [shared.settings, *chosen], [shared.settings, shared.tabs])
-    on(remove.click, removed, uploads, uploads)
+    chosen = [controls.table, controls.evaluation, controls.recipe, *controls.options]
+    shown = [controls.result, controls.printed]
+    on(controls.recipe.change, adapt, controls.recipe, controls.options)
+    wait = on(controls.check.click, begin, chosen, [controls.said, *shown], show_progress="hidden")
+    run = on(wait.success, run_check, chosen, shown, concurrency_limit=2)
+    on(run.failure, lambda: "", None, controls.result)
+    to_form = [shared.settings, shared.tabs]
+    on(controls.train.click, to_training, [shared.settings, *chosen], to_form)
 
 
 def _pairs(payload) -> list[tuple[str, str]]:
