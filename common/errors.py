@@ -126,6 +126,7 @@ def _run(main: Callable, *args) -> int | str:
     except SystemExit as leaving:
         status = leaving.code or 0
     except Failure as failure:
+        stdout.flush()  # a log file has both streams
         print(failure if isinstance(failure, Stopped) else f"error: {failure}", file=sys.stderr)
         return failure.status
     except KeyboardInterrupt:

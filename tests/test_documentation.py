@@ -21,6 +21,7 @@ import soundfile
 
 from common import options
 from speech import splits, text
+from webui import app
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -89,6 +90,13 @@ def flags_of(recipe: str) -> set[str]:
     return set(parser_of(recipe)._option_string_actions)
 
 
+def flags_of_the_page() -> set[str]:
+    """Those of ./run_webui.sh."""
+    parser = options.Parser("")
+    app.add_arguments(parser)
+    return set(parser._option_string_actions)
+
+
 def slug(heading: str) -> str:
     """The anchor that GitHub makes of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
@@ -143,6 +151,8 @@ def test_flags_exist(page):
     flags of other programs in those programs' commands."""
     recipes = [page.stem] if page.stem in RECIPES else RECIPES
     known = set.union(*map(flags_of, recipes)) | SPELLINGS
+    if page.stem not in RECIPES:
+        known |= flags_of_the_page()
     outside = re.sub(r"`[^`]+`|<!--.*?-->", "", FENCE.sub("", read(page)))
     assert FLAG.findall(outside) == [], "a flag is written without backticks"
     for line in code(page):

@@ -265,7 +265,7 @@ class Guard:
             if isinstance(value, dict):
                 is_file = isinstance(value.get("path"), str) and "meta" in value
                 if is_file and not self.is_temporary(value["path"]):
-                    return None, _refuse("the file of this event is not an upload")
+                    return None, _refuse("the file of this event is not an upload: choose it again")
                 values += value.values()
             elif isinstance(value, list):
                 values += value
@@ -307,7 +307,7 @@ class Guard:
             self.remove_parts()
         if refused:
             answer = _refuse(
-                f"there is no room for this upload: {max(0, room) / 1e6:.0f} of "
+                f"this upload does not fit: {max(0, room) / 1e6:.0f} of "
                 f"{self.settings.bytes_kept / 1e6:.0f} MB are left; remove uploads, or start the "
                 "page again",
                 413,

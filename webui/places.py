@@ -131,9 +131,9 @@ class Places:
         return self._names(each for each in folders if (each / NOT_USED).is_file())
 
     def _names(self, paths: Iterable[Path]) -> list[str]:
-        names = []
+        names = set()  # one of the folders may be in the other
         for path in paths:
-            names.append(self.name(path))
+            names.add(self.name(path))
             if len(names) == CHOICES:
                 break
         return sorted(names)
@@ -282,7 +282,7 @@ def _write_manifest(
     unused = dict(copies)
     count = 0
     try:
-        with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+        with open(path, "w", encoding="ascii") as file:
             for line, row in parse(table, rejected):
                 key = _audio_key(row)
                 if not key:
@@ -296,10 +296,10 @@ def _write_manifest(
                     continue
                 others = {field: value for field, value in row.items() if field not in AUDIO_KEYS}
                 content = {key: copies[audio], **others, UPLOADED_AS: audio}
-                file.write(json.dumps(content, ensure_ascii=False) + "\n")
+                file.write(json.dumps(content) + "\n")
                 count += 1
     except Failure as failure:
-        raise UsageError(str(failure).replace(str(table), name)) from None
+        raise UsageError(str(failure).replace(str(table), printable(name))) from None
     for audio, copy in unused.items():
         rejected.add("the table has no line for this file" if copy else NOT_AUDIO, audio)
     for examples in rejected.examples.values():

@@ -344,13 +344,28 @@ def state(run: Run) -> State:
         return State(word, f"waits for {other}")
     if word == "stopping":
         return State(word, "it saves its state and ends")
-    if recipe is None:
+    if recipe is None and not _has_locked(run):
         return State("starting", _last_line(_attempt(run)) or "it loads its libraries")
     return State("running", _position(run))
 
 
+def _has_locked(run: Run) -> bool:
+    """Whether the recipe has held its lock since launch.py has begun. It gives the lock back before
+    it ends."""
+    with contextlib.suppress(OSError):
+        begun = (run.folder / launch.LOCK).stat().st_mtime_ns
+        return (run.folder / launch.RECIPE_LOCK).stat().st_mtime_ns >= begun
+    return False
+
+
 def _position(run: Run) -> str:
     """How far a run is, and how long it takes."""
+    stage = _stage(run)
+    place = _place(run)
+    return f"{stage}: {place}" if stage else place
+
+
+def _place(run: Run) -> str:
     now = _numbers(run)
     if "step" not in now:
         return f"no step yet: {_last_line(_attempt(run)) or 'it prepares its data'}"

@@ -81,7 +81,7 @@ def difference(reference: str, hypothesis: str) -> str:
 # --- curves ---------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT = 480, 240  # of a plot, in its own units
-LEFT, RIGHT, TOP, BOTTOM = 52, 8, 24, 34  # its margins
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 24, 34  # its margins
 MOST_POINTS = 400  # of a line
 STYLES = ("", "6 3", "2 3", "8 3 2 3")  # dashes, so that lines are told apart without colours
 Points = list[tuple[float, float]]

@@ -181,6 +181,7 @@ def test_a_failure_is_read(check, tmp_path):
     sections, _, _ = check("template", "--max_duration", "0.2")
     assert checked.error(sections).startswith("train set (")
     assert "no usable utterance" in checked.error(sections)
+    assert sections[-1].title.startswith("error: ")  # not before or amid what was printed
     assert rejected(sections)  # also then
 
 

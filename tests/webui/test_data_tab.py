@@ -3,6 +3,7 @@
 import gradio as gr
 import pytest
 
+from tests.webui.test_app import started
 from webui import commands
 from webui.checked import Example, Row, Section
 from webui.context import Context
@@ -111,7 +112,7 @@ def test_uploads(page, here, wav, tmp_path):
     table.write_text(f"audio_file|text\n{HARMFUL}.wav|one\nlost.wav|two\n")
     *_, said = call("upload", [(clip, f"{HARMFUL}.wav")])
     assert "A table of their texts is missing" in said and not here.uploads()
-    chosen, _, said = call("upload", [(clip, f"{HARMFUL}.wav"), (str(table), "t.csv")])
+    chosen, *_, said = call("upload", [(clip, f"{HARMFUL}.wav"), (str(table), "t.csv")])
     assert chosen.value == "uploads/1/manifest.jsonl" and "<img" not in said
     assert "lost.wav" in said and "file was not uploaded" in said
     options = [""] * len(data.OPTIONS)
@@ -137,3 +138,46 @@ def test_texts_are_shown_as_text(here, wav):
         html = data._report(here, list(sections), examples, problem)
         assert "<img" not in html.lower() and html.count("&lt;img") >= 7
         assert "<audio" in html and "%3Cimg" in html
+
+
+@pytest.mark.browser
+def test_harmful_names_and_players_in_a_browser(here, wav, tmp_path, browser):
+    playwright = pytest.importorskip("playwright.sync_api")
+    wav(here.data / f"clips/{HARMFUL}.wav", 31.0)
+    table_of(here, "clips/train.csv", wav)
+    with open(here.data / "clips/train.csv", "a", encoding="utf-8") as file:
+        file.write(f"\n{HARMFUL}.wav|{HARMFUL}|{HARMFUL}\n2.wav|more|{HARMFUL}\n")
+    with started(tmp_path) as page, browser.new_context() as context:
+        context.set_default_timeout(60_000)
+        tab = context.new_page()
+        problems = []
+        tab.on("dialog", lambda dialog: problems.append(dialog.message))
+        tab.on("console", lambda each: each.type == "error" and problems.append(each.text))
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.goto(page.address)
+        choice = tab.get_by_label("Table of the recordings")
+        choice.focus()
+        tab.get_by_role("option", name="clips/train.csv").wait_for()
+        choice.fill("clips")
+        choice.press("Enter")
+        choice.press("Tab")
+        tab.get_by_role("button", name="Check", exact=True).press("Enter")
+        tab.get_by_role("heading", name="can be used").wait_for()
+        assert tab.get_by_text(f"line 6: {HARMFUL}.wav (31.00 s)").is_visible()
+        play = "async (audio) => { audio.muted = true; await audio.play(); return audio.duration }"
+        assert tab.locator("audio").first.evaluate(play) == 30.0
+        assert problems == [] and not tab.locator("img[src=x]").count()
+
+        two = [tmp_path / f"{HARMFUL}.wav", tmp_path / "t.csv"]
+        wav(two[0])
+        two[1].write_text(f"audio_file|text\n{HARMFUL}.wav|one\n{HARMFUL}2.wav|two\n")
+        tab.set_input_files("input[type=file]", [str(path) for path in two])
+        tab.get_by_text("Uploaded.").wait_for()
+        assert tab.get_by_text(f"{HARMFUL}2.wav").is_visible()
+        tab.set_input_files("input[type=file]", [str(two[0])])  # adds it to the others
+        tab.get_by_text(f"two files are called {HARMFUL}.wav").wait_for()
+        assert problems == [] and not tab.locator("img[src=x]").count()
+        tab.get_by_role("button", name="Train with these data").press("Enter")
+        tab.get_by_role("tab", name="Train", selected=True).wait_for()
+        manifest = tab.get_by_label("--train_manifest")
+        playwright.expect(manifest).to_have_value("uploads/1/manifest.jsonl", timeout=30_000)

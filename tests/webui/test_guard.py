@@ -514,7 +514,7 @@ def files_of(server) -> list[int]:
 def test_two_uploads_fill_the_room(user, empty):
     assert upload(user, 600_000).status_code == 200
     refused = one_line(upload(user, 500_000), 413)
-    assert "there is no room for this upload: 0 of 1 MB are left" in refused
+    assert "this upload does not fit: 0 of 1 MB are left" in refused
     assert files_of(empty) == [600_000]
     assert upload(user, 300_000).status_code == 200
 

@@ -187,11 +187,13 @@ def test_upload_of_json_keeps_segments(here, tmp_path, wav, json_lines):
         b"{broken",
         {"text": "no audio"},
         [1],
-        {"audio_filepath": "a.wav", "text": "\ud800"},
+        b'{"audio_filepath": "a.wav", "text": "\\ud800"}',
+        b'{"audio_filepath": "a.wav", "text": "\xff"}',
     ]
-    table = json_lines(tmp_path / "t.jsonl", rows[:4])
+    table = json_lines(tmp_path / "t.jsonl", rows)
     manifest = here.save_upload([wav(tmp_path / "up.wav"), table], ["a.wav", "t.jsonl"])
-    (row,) = rows_of(manifest)
+    row, *others = rows_of(manifest)
+    assert [each["text"] for each in others] == ["\ud800", "\udcff"]  # the check rejects them
     assert row == {
         "audio_filepath": "0001.wav",
         "segments": segments,

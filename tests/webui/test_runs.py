@@ -33,13 +33,18 @@ folder = pathlib.Path(sys.argv[1].partition("=")[2])
 checkpoints = folder / "checkpoints"
 checkpoints.mkdir(exist_ok=True)
 lock = open(checkpoints / ".lock", "a+")
+while (folder / "early").exists():
+    time.sleep(0.005)
 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+lock.write(str(os.getpid()))
+lock.flush()
 if (folder / "worker").exists() and os.fork() == 0:
     signal.signal(signal.SIGTERM, lambda *_: (folder / "worker").write_text("stopped"))
     while os.getppid() != 1 and not (folder / "go").exists():
         time.sleep(0.005)
     os._exit(0)
 def stop(number, frame):
+    print("signal", number)
     while (folder / "slow").exists():
         time.sleep(0.005)
     (checkpoints / "checkpoint_step_00000012.pt").touch()
@@ -56,6 +61,9 @@ status = int((folder / "go").read_text())
 print("error: the disk is full" if status == 1 else "the end")
 if status < 0:
     os.kill(os.getpid(), -status)
+lock.close()
+while (folder / "late").exists():
+    time.sleep(0.005)
 sys.exit(status)
 """
 # Holds locks on the files that it is given, and says so.
@@ -141,6 +149,9 @@ def test_a_run_trains_and_finishes(folder):
     run = started(folder, "first")
     assert runs.state(run) == runs.State("running", "step 12 of 600, about 3 minutes left")
     assert runs.find(folder, "first").device == "cpu"
+    assert "length: 600" in runs.log(run)  # while it trains
+    launcher, recipe = runs._processes(run)
+    assert os.getsid(launcher) == os.getsid(recipe) == os.getpgid(recipe) == launcher
     with pytest.raises(UsageError, match="runs already"):
         runs.start(run)
     with pytest.raises(UsageError, match="stop it first"):
@@ -152,6 +163,21 @@ def test_a_run_trains_and_finishes(folder):
     assert second.endswith("1.0 h '' ['--device=cpu']")
     with pytest.raises(UsageError, match="does not run"):
         runs.stop(run)
+
+
+def test_a_run_starts_and_ends_without_its_lock(folder):
+    run = make(folder, "run")
+    (run.folder / "early").touch()
+    (run.folder / "late").touch()
+    runs.start(run)
+    assert runs.state(run) == runs.State("starting", "it loads its libraries")
+    (run.folder / "early").unlink()
+    wait_for((run.folder / "trains").exists)
+    let_go(run)
+    wait_for(lambda: runs._processes(run)[1] is None)
+    assert runs.state(run).word == "running"
+    (run.folder / "late").unlink()
+    wait_for_state(run, "finished")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +203,7 @@ def test_stop_lets_the_recipe_save(folder):
     (run.folder / "slow").unlink()
     assert wait_for_state(run, "stopped").detail == "step 12 is saved"
     assert json.loads((run.folder / "ended.json").read_text())["status"] == 143
+    assert runs.log(run).count("signal 15") == 1
     assert (run.folder / "worker").read_text() == ""  # its data workers were not told
 
 
@@ -376,6 +403,7 @@ def test_names(folder):
     with pytest.raises(UsageError, match="another name"):
         make(folder, "a-Z_9")
     (folder / "linked").symlink_to(run.folder)
+    assert len(runs.list_runs(folder)) == 1
     for name in ("linked", "../runs/a-Z_9", "..", "", "none", "a\0b", "x" * 300, ".hidden"):
         with pytest.raises(UsageError, match="there is no run"):
             runs.find(folder, name)
@@ -662,6 +690,8 @@ def test_the_stage_that_is_trained_is_shown(folder):
     assert runs.metrics(run) == [{"step": 10, "train/loss": 2.0}]
     assert runs.progress(run) == {"stage": "dvae", "step": "10", "loss": "2.000"}
     assert runs.state(run) == runs.State("stopped", "step 10 of the dvae is saved")
+    with held(run.folder / "checkpoints" / ".lock"):
+        assert runs.state(run) == runs.State("running", "dvae: step 10")
     write_metrics(run, ['{"step": 1, "train/loss": 3.0}'])
     assert runs.metrics(run) == [{"step": 1, "train/loss": 3.0}]
 

@@ -17,6 +17,7 @@ from webui.tabs.shared import Shared
 CHECK_SECONDS = 3600.0  # of a check at most: it listens to all recordings, the first time
 WAIT = "<p>Checking: every recording is listened to once.</p>"
 MANIFESTS = ("train_manifest", "val_manifest")
+USABLE = "checked: "  # begins the line that says how much can be used
 CHECKS = ".check"  # folder in --runs of what is kept of the recordings between two checks
 # The options that matter for the check, and what they are called here.
 OPTIONS = {
@@ -86,13 +87,13 @@ def build(context: Context, shared: Shared) -> None:
         )
         remove = gr.Button("Remove it for good", variant="stop")
 
-    def refresh(chosen=None, other=None, upload=None) -> tuple:
+    def refresh(chosen=None, other=None) -> tuple:
+        """What there is to choose from now. What is chosen stays: it may change meanwhile."""
         tables = places.manifests()
-        kept = places.uploads()
         return (
-            gr.Dropdown(choices=_with(tables, chosen), value=chosen),
-            gr.Dropdown(choices=_with(tables, other), value=other),
-            gr.Dropdown(choices=kept, value=upload if upload in kept else None),
+            gr.Dropdown(choices=_with(tables, chosen)),
+            gr.Dropdown(choices=_with(tables, other)),
+            gr.Dropdown(choices=places.uploads()),
         )
 
     def pick(chosen: str | None) -> tuple:
@@ -108,22 +109,23 @@ def build(context: Context, shared: Shared) -> None:
         names = [name for _, name in pairs]
         if not any(Path(name).suffix.lower() in TABLE_SUFFIXES for name in names):
             text = f"<p><b>A table of their texts is missing: add it.</b></p>{HELP}"
-            return gr.skip(), gr.skip(), text
+            return gr.skip(), gr.skip(), gr.skip(), text
         path = places.save_upload([file for file, _ in pairs], names)
         name = places.name(path)
         every = places.manifests()
         text = f"<p>Uploaded. The table is now called <b>{views.text(name)}</b>.</p>"
         text += _left_out(places, [path])
-        return gr.Dropdown(choices=_with(every, name), value=name), None, text
+        table = gr.Dropdown(choices=_with(every, name), value=name)
+        return table, None, gr.Dropdown(choices=places.uploads()), text
 
     def adapt(name: str | None) -> list:
         return [gr.Dropdown(**look(name, option)) for option in OPTIONS]
 
-    def removed(name: str | None) -> tuple:
+    def removed(name: str | None) -> gr.Dropdown:
         if not name:
             raise UsageError("choose an upload first")
         places.remove_upload(name)
-        return refresh()
+        return gr.Dropdown(choices=places.uploads(), value=None)
 
     def settings_of(chosen, other, name, *values) -> dict:
         if name not in recipes:
@@ -157,16 +159,16 @@ def build(context: Context, shared: Shared) -> None:
     chosen = [table, evaluation, recipe, *options]
     refreshed = [table, evaluation, uploads]
     on(functools.partial(gr.on, None), refresh, None, refreshed)  # when the page is loaded
-    on(shared.tab.select, refresh, refreshed, refreshed)
+    on(shared.tab.select, refresh, [table, evaluation], refreshed)
     on(table.input, pick, table, [table, evaluation], show_progress="hidden")
-    uploaded = [table, evaluation, said]
+    uploaded = [*refreshed, said]
     on(files.upload, upload, files, uploaded, show_progress="hidden")
     on(recipe.change, adapt, recipe, options)
     wait = on(check.click, begin, chosen, [said, result, printed], show_progress="hidden")
     run = on(wait.success, run_check, chosen, [result, printed], concurrency_limit=2)
     on(run.failure, lambda: "", None, result)
     on(train.click, to_training, [shared.settings, *chosen], [shared.settings, shared.tabs])
-    on(remove.click, removed, uploads, refreshed)
+    on(remove.click, removed, uploads, uploads)
 
 
 def _pairs(payload) -> list[tuple[str, str]]:
@@ -191,7 +193,7 @@ def _with(choices: list[str], value: str | None) -> list[str]:
 def _file(places: Places, name: str | None, label: str) -> Path:
     if not name:
         raise UsageError(f"{label}: choose one, or drop your files")
-    return places.file(name)
+    return places.file(next(iter(_tables(places, name)), name))
 
 
 def _tables(places: Places, name: str | None) -> list[str]:
@@ -258,8 +260,8 @@ def _report(
     if problem:
         head = f"<h3>These data cannot be used yet</h3><p>{views.text(problem)}</p>"
     else:
-        usable = sections.pop().title.removeprefix("checked: ")
-        head = f"<h3>{views.text(usable.capitalize())}</h3>"
+        usable = [each.title for each in sections if each.title.startswith(USABLE)][-1]
+        head = f"<h3>{views.text(usable.removeprefix(USABLE))}</h3>"
     lines, tables, bars = [], [], []
     for section in sections:
         title = section.title.removesuffix(":")
@@ -269,7 +271,7 @@ def _report(
             unit = "min" if title.startswith("minutes") else ""
             rows = [(row.label, row.number) for row in section.rows]
             bars.append(views.bars(title.capitalize(), rows, unit))
-        elif not title.startswith("error: "):
+        elif not title.startswith(("error: ", USABLE)):
             lines.append(f"<li>{views.text(title)}</li>")
     listed = f"<ul>{''.join(lines)}</ul>" if lines else ""
     return f'{head}{listed}{"".join(tables)}<div class="plots">{"".join(bars)}</div>'

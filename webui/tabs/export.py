@@ -49,7 +49,7 @@ def build(context: Context, shared: Shared) -> None:
         name = next((each for each in (name, before) if each in names), next(iter(names), None))
         return gr.Dropdown(choices=names, value=name)
 
-    def look(name: str | None) -> tuple:
+    def look(name: str | None, before: str | None) -> tuple:
         if not name:
             nothing = "<p>There is no run with weights yet: the Train tab starts one.</p>"
             return (nothing, "", "", *[gr.skip()] * 4)
@@ -61,7 +61,7 @@ def build(context: Context, shared: Shared) -> None:
             _about(run, recipe),
             _exports(context.places, run),
             section,
-            weights_of(context, name),
+            weights_of(context, name, before),
             _forms(recipe),
             gr.Button(visible=exports),
             gr.Accordion(visible=bool(section)),
@@ -73,10 +73,12 @@ def build(context: Context, shared: Shared) -> None:
         return _exports(context.places, run)
 
     shown = [about, made, page, weights, form, button, how]
-    on(shared.tab.select, choices, [shared.chosen, chosen], chosen).then(
-        look, chosen, shown, api_visibility="private"
-    )
-    on(chosen.input, look, chosen, shown)
+    named = [
+        on(shared.tab.select, choices, [shared.chosen, chosen], chosen),
+        on(chosen.input, lambda name: name, chosen, shared.chosen),
+    ]
+    for each in named:
+        on(each.then, look, [chosen, weights], shown)
     on(button.click, make, [chosen, weights, form], made)
 
 

@@ -18,6 +18,7 @@ from webui.trials import CPU, GPU, Model, Utterance
 
 OF_RUN, RELEASED = "A run", "A released model"
 NOTHING = "nothing was recognised"
+NO_EVALUATION = "<p>This run has no results of an evaluation set yet.</p>"
 SHOWN = 10  # utterances of a table
 SAID = 50  # rows of a history
 MOST_WORDS = 1_000  # of a table of times
@@ -70,46 +71,42 @@ def build(context: Context, shared: Shared) -> None:
         heard = _hearing(context, choice)
     with gr.Column(visible=False) as speaking:
         said = _speaking(context, choice)
-    panels = [state, hearing, speaking, *heard, *said]
+    clip = said[0]
 
-    def look(*values) -> tuple:
-        return _look(context, Chosen(*values))
-
-    def choices(name: str | None, run: str | None, recipe: str | None, path: str | None) -> tuple:
-        """The runs, released recipes and models that there are now. `name` is the run that the
-        other tabs look at."""
+    def choices(name: str | None, run: str | None, path: str | None) -> tuple:
+        """The runs and the released models that there are now. `name` is the run that the other
+        tabs look at."""
         names = [each.name for each in usable(context)]
         run = next((each for each in (name, run) if each in names), next(iter(names), None))
         models = context.places.models()
         path = path if path in models else next(iter(models), None)
-        warning = gr.Checkbox(visible=bool(runs.on_gpu(context.places.runs)))
-        return gr.Dropdown(choices=names, value=run), gr.Dropdown(models, value=path), warning
+        return gr.Dropdown(choices=names, value=run), gr.Dropdown(choices=models, value=path)
 
-    def weights(name: str | None) -> gr.Dropdown:
-        return weights_of(context, name)
+    def weights(run: str | None, before: str | None) -> gr.Dropdown:
+        return weights_of(context, run, before)
 
     def switch(kind: str) -> list:
         is_run = kind == OF_RUN
-        shown = [gr.Dropdown(visible=is_run)] * 2 + [gr.Dropdown(visible=not is_run)] * 2
-        return [*shown, gr.Textbox(visible=not is_run)]
+        of_run = [gr.Dropdown(visible=is_run)] * 2
+        return [*of_run, *[gr.Dropdown(visible=not is_run)] * 2, gr.Textbox(visible=not is_run)]
 
-    own = [choice.run, choice.recipe, choice.path]
-    on(
-        shared.tab.select,
-        choices,
-        [shared.chosen, *own],
-        [choice.run, choice.path, choice.allowed],
-    ).then(weights, choice.run, choice.weights, api_visibility="private").then(
-        look, choice.all(), panels, api_visibility="private"
-    )
-    on(choice.run.input, weights, choice.run, choice.weights).then(
-        look, choice.all(), panels, api_visibility="private"
-    )
-    on(choice.kind.input, switch, choice.kind, choice.all()[1:6]).then(
-        look, choice.all(), panels, api_visibility="private"
-    )
-    for control in (choice.weights, choice.recipe, choice.path):
-        on(control.input, look, choice.all(), panels)
+    def look(voice: str | None, *values) -> list:
+        return _look(context, voice, Chosen(*values))
+
+    paths = [choice.run, choice.path]
+    chosen = [
+        on(shared.tab.select, choices, [shared.chosen, *paths], paths),
+        on(choice.run.input, lambda name: name, choice.run, shared.chosen),
+    ]
+    looks = [
+        on(each.then, weights, [choice.run, choice.weights], choice.weights) for each in chosen
+    ]
+    looks.append(on(choice.kind.input, switch, choice.kind, choice.all()[1:6]))
+    triggers = [each.then for each in looks]
+    for control in (choice.weights, choice.recipe, choice.path, choice.device):
+        triggers.append(control.input)
+    for trigger in triggers:
+        on(trigger, look, [clip, *choice.all()], [state, hearing, speaking, *heard, *said])
 
 
 # --- controls -------------------------------------------------------------------------------------
@@ -142,9 +139,9 @@ def _choose(context: Context) -> Choice:
         )
         allowed = gr.Checkbox(
             False,
-            label="Use the GPU while it trains",
+            label="Use the GPU also while it trains",
             info="the training may run out of memory",
-            visible=False,
+            visible=bool(card),
         )
     return Choice(kind, run, weights, recipe, path, language, device, allowed)
 
@@ -154,7 +151,7 @@ def _hearing(context: Context, choice: Choice) -> list:
     audio = gr.Audio(label="Recording", **SOUND)
     beside = gr.Checkbox(label="Also by the released model that the run began from")
     button = gr.Button("Transcribe", variant="primary")
-    text = gr.Textbox(label="Transcript", lines=2, interactive=False, buttons=["copy"])
+    text = gr.Textbox(label="Transcript", lines=2, interactive=False)
     other = gr.Textbox(
         label="Transcript of the released model", lines=2, interactive=False, visible=False
     )
@@ -177,6 +174,7 @@ def _hearing(context: Context, choice: Choice) -> list:
         return [*texts, _times(found[0])]
 
     on(button.click, transcribe, [audio, beside, *choice.all()], [text, other, times])
+    on(audio.change, lambda: ("", gr.Textbox(visible=False), ""), None, [text, other, times])
     return [beside, worst, best]
 
 
@@ -209,7 +207,7 @@ def _speaking(context: Context, choice: Choice) -> list:
             voice = trials.checked_audio(str(context.places.file(named)), "reference clip")
         else:
             raise UsageError("there is no voice: drop or record a reference clip, or choose one")
-        wish = trials.Wish(said, voice, float(heat), int(number))
+        wish = trials.Wish(said, voice, float(heat), int(number or 0))
         row = trials.speak(context.models, model, wish, words)
         return _spoken(str(model.folder / row["file"])), _history(context, model)
 
@@ -232,13 +230,14 @@ def usable(context: Context) -> list[Run]:
     return [run for run in runs.list_runs(context.places.runs) if runs.weights(run)]
 
 
-def weights_of(context: Context, name: str | None) -> gr.Dropdown:
-    """The weights of a run to choose from."""
+def weights_of(context: Context, name: str | None, before: str | None) -> gr.Dropdown:
+    """The weights of a run to choose from; those of the name `before` if the run has them."""
     found = [path.name for path in runs.weights(run_of(context, name))] if name else []
     steps = [int(each) for name in found for each in CHECKPOINT.findall(name)]
     labels = [WEIGHTS[name] for name in found if name in WEIGHTS] + [f"step {s}" for s in steps]
     choices = list(zip(labels, found, strict=True))
-    return gr.Dropdown(choices=choices, value=next(iter(found), None))
+    value = before if before in found else next(iter(found), None)
+    return gr.Dropdown(choices=choices, value=value)
 
 
 def run_of(context: Context, name: str | None) -> Run:
@@ -274,7 +273,7 @@ def _words(context: Context, model: Model, chosen: Chosen) -> tuple[str, ...]:
     return trials.on_device(model, context.places, chosen.device, chosen.allowed)
 
 
-def _look(context: Context, chosen: Chosen) -> list:
+def _look(context: Context, voice: str | None, chosen: Chosen) -> list:
     """What is shown of the chosen model: a message; the two panels; whether there is a released
     model beside it, worst and best utterances; voices, history and held-out sentences."""
     try:
@@ -287,17 +286,25 @@ def _look(context: Context, chosen: Chosen) -> list:
     hears = "transcribe" in recipe.commands
     speaks = "synthesize" in recipe.commands
     message = "" if hears or speaks else f"{recipe.name} has nothing to try here."
+    training = runs.on_gpu(context.places.runs) if chosen.device == GPU else []
+    if training:
+        message = (
+            f"{training[0].name} is training on the GPU. This model would be loaded beside it."
+        )
     before = trials.released_before(context.places, recipe, run) if run else None
     ranked = trials.evaluated(run) if run and hears else []
+    worst = _utterances(context, ranked[:SHOWN], WORST, MARKS) or NO_EVALUATION
     voices = trials.voices(context.places, run, model.folder) if speaks else []
+    clips = [path for _, path in voices]
+    voice = voice if voice in clips else next(iter(clips), None)
     return [
         f"<p>{views.text(message)}</p>" if message else "",
         gr.Column(visible=hears),
         gr.Column(visible=speaks),
-        gr.Checkbox(value=False, visible=before is not None),
-        _utterances(context, ranked[:SHOWN], WORST, MARKS),
+        gr.Checkbox(visible=before is not None),
+        worst if run and hears else "",
         _utterances(context, ranked[SHOWN:][: -SHOWN - 1 : -1], "The best utterances"),
-        gr.Dropdown(choices=voices, value=next((path for _, path in voices), None)),
+        gr.Dropdown(choices=voices, value=voice),
         _history(context, model) if speaks else "",
         _held_out(context, run) if run and speaks else "",
     ]
@@ -330,8 +337,6 @@ def _times(row: dict) -> str:
 
 
 def _utterances(context: Context, found: list[Utterance], title: str, marks: str = "") -> str:
-    if not found:
-        return ""
     rows = []
     for each in found:
         w = each.words
@@ -348,6 +353,8 @@ def _utterances(context: Context, found: list[Utterance], title: str, marks: str
             ]
         )
     header = ["play", "difference", "wrong words", "wrong characters"]
+    if not rows:
+        return ""
     return f"<div>{views.table(header, rows, title)}<p>{views.text(marks)}</p></div>"
 
 

@@ -39,15 +39,13 @@ def build(context: Context, shared: Shared) -> None:
         )
         remove = gr.Button("Remove it for good", variant="stop")
 
-    def choose(name: str, second: str) -> tuple:
-        """The dropdowns, with the run `name` or else the newest, and `second` if it is there."""
+    def choose(wanted: str, name: str | None, second: str) -> tuple:
+        """The dropdowns with all runs: `wanted` is chosen, or else the newest unless one is."""
         names = [run.name for run in runs.list_runs(folder)]
-        name = name if name in names else next(iter(names), None)
-        second = second if second in names else NONE
-        return (
-            gr.Dropdown(choices=names, value=name),
-            gr.Dropdown(choices=[NONE, *names], value=second),
-        )
+        chosen = next((each for each in (wanted, name, *names) if each in names), None)
+        value = {} if chosen == name else {"value": chosen}
+        other = {} if second in (NONE, *names) else {"value": NONE}
+        return gr.Dropdown(choices=names, **value), gr.Dropdown(choices=[NONE, *names], **other)
 
     def look(name: str | None, second: str) -> tuple:
         return _look(runs.list_runs(folder), name, second)
@@ -61,13 +59,13 @@ def build(context: Context, shared: Shared) -> None:
 
     def removed(name: str, *before: str) -> tuple:
         runs.remove(_find(context, name), context.places)
-        return "", *choose(*before)
+        return "", *choose("", *before)
 
     both = [chosen, other]
     shown = [listed, status, plots, log, stop, resume, take]
     for trigger in (gr.Timer(SECONDS).tick, chosen.change, other.change):
         on(trigger, look, both, shown, show_progress="hidden")
-    on(shared.tab.select, choose, [shared.chosen, other], both)
+    on(shared.tab.select, choose, [shared.chosen, *both], both)
     on(chosen.input, lambda name: name, chosen, shared.chosen)
     on(stop.click, lambda *names: act(runs.stop, *names), both, shown)
     on(resume.click, lambda *names: act(continue_it, *names), both, shown)
