@@ -339,13 +339,17 @@ def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None
         said, details = _said(verdict), _details(verdict, notes)
         return said, advice, gr.Button(visible=bool(advice)), details
 
-    def use(advice: dict, *values) -> tuple:
-        settings = form.read(values)
-        tier = advice.pop("tier", settings["tier"])
-        settings = {**settings, "tier": tier, "values": {**settings["values"], **advice}}
+    def use(advice: dict) -> list:
+        updates = [gr.skip()] * len(form.controls)
+        if "tier" in advice:
+            updates[1] = gr.Dropdown(value=advice["tier"])
+        for place, option in enumerate(form.options, 3):
+            if option.name in advice:
+                kind = gr.Dropdown if option.choices else gr.Textbox
+                updates[place] = kind(value=advice[option.name])
         said = ", ".join(f"--{name} {value}" for name, value in advice.items())
         said = f"<p>In the form now: {views.text(said)}</p>"
-        return settings, said, gr.Button(visible=False), ""
+        return [*updates, said, gr.Button(visible=False), ""]
 
     def show(name: str, *values) -> gr.Textbox:
         _, words, _ = command(values, name)
@@ -361,12 +365,8 @@ def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None
     waiting = on(parts.plan.click, wait, None, plan_shown, show_progress="hidden")
     planning = on(waiting.then, plan, [parts.card, *form.controls], plan_shown)
     on(planning.failure, lambda: "", None, parts.planned)
-    on(
-        parts.use.click,
-        use,
-        [parts.advice, *form.controls],
-        [shared.settings, parts.planned, parts.use, parts.details],
-    )
+    use_shown = [*form.controls, parts.planned, parts.use, parts.details]
+    on(parts.use.click, use, parts.advice, use_shown, show_progress="hidden")
     on(parts.show.click, show, [parts.name, *form.controls], parts.command)
     on(
         parts.start.click,
