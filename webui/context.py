@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from webui import runs
 from webui.commands import Recipe
 from webui.places import Places
 from webui.use import Models
@@ -14,3 +15,9 @@ class Context:
     places: Places
     recipes: dict[str, Recipe]
     models: Models
+
+    def release_gpu(self, words: list[str]) -> None:
+        """Ends the processes that hold models if a run with this command needs a GPU. Waits for a
+        request that they answer."""
+        if runs.device_of(words) != "cpu":
+            self.models.close()

@@ -263,8 +263,8 @@ class Guard:
         while values:
             value = values.pop()
             if isinstance(value, dict):
-                is_file = isinstance(value.get("path"), str) and "meta" in value
-                if is_file and not self.is_temporary(value["path"]):
+                path = value.get("path")
+                if isinstance(path, str) and not self.is_temporary(path):
                     return None, _refuse("the file of this event is not an upload: choose it again")
                 values += value.values()
             elif isinstance(value, list):

@@ -230,7 +230,10 @@ def test_speech_and_an_export(page, folders):
     one update, is exported for other programs."""
     tab(page, "Train")
     choose(page, "Recipe", "xtts_amharic")
+    shown(page.get_by_role("combobox", name="--use_amharic_g2p")).wait_for()
     fill(page, "--max_steps", "2")
+    press(page, re.compile("^data"))
+    fill(page, "--max_samples", "60")
     fill(page, "Name of the run", "voice")
     press(page, "Start")
     expect_state(page, "voice", "finished")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import gradio as gr
 
-from common.errors import Failure
+from common.errors import Failure, UsageError
 from webui import commands, runs, views
 from webui.commands import AUTO, Option, Recipe
 from webui.context import Context
@@ -39,8 +39,11 @@ class Form:
     options: list[Option]
 
     def read(self, values: tuple) -> dict:
-        """Settings of the values of the controls."""
+        """Settings of the values of the controls. Raises `UsageError` if another recipe was chosen a
+        moment ago, whose form is not there yet."""
         recipe, tier, size, *others = values
+        if recipe != self.recipe.name:
+            raise UsageError(f"the options of {recipe} are not shown yet: try again in a second")
         given = {}
         for option, value in zip(self.options, others, strict=True):
             text = shlex.join(value) if isinstance(value, list) else str(value or "").strip()
@@ -279,7 +282,7 @@ def _follow(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
         if name == recipe.name:  # it was only looked at
             return (gr.skip(),) * 4
         stay = {option.name for option in recipe.options if option.group == DATA}
-        values = form.read((name, *values))["values"]
+        values = form.read((recipe.name, *values))["values"]
         kept = {key: text for key, text in values.items() if key in stay}
         settings = {"recipe": name, "tier": AUTO, "size": "", "values": kept}
         return settings, "", gr.Button(visible=False), ""
@@ -295,7 +298,7 @@ def _follow(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
         return [gr.Dropdown(info=_about_tier(notes)), *updates]
 
     def leave(event: gr.SelectData, *values) -> tuple:
-        if event.value == shared.tab.label:
+        if event.value == shared.tab.label or values[0] != recipe.name:
             return gr.skip(), gr.skip()
         settings = form.read(values)
         return settings, settings
@@ -358,6 +361,7 @@ def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None
     def start(name: str, *values) -> tuple:
         settings, words, _ = command(values, name)
         run = runs.create(folder, name or _new_name(folder, recipe), settings, words)
+        context.release_gpu(words)
         runs.start(run)
         return settings, settings, run.name, gr.Tabs(selected="runs"), ""
 

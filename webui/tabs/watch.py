@@ -51,6 +51,7 @@ def build(context: Context, shared: Shared) -> None:
         return _look(runs.list_runs(folder), name, second)
 
     def continue_it(run: Run) -> None:
+        context.release_gpu(run.words)
         runs.resume(run, context.places, context.recipes)
 
     def act(action, name: str | None, second: str) -> tuple:
