@@ -11,6 +11,7 @@ launch.py is killed, the recipe's own lock still tells that it runs. A folder th
 trained is a run, too: it can be looked at and stopped."""
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -144,9 +145,10 @@ def _read(runs: Path, name: str) -> Run | None:
 def _recipe_of(folder: Path) -> str:
     """The recipe that has saved the best weights in a folder, "" if it is not known."""
     try:
-        with safe_open(folder / CHECKPOINTS / "best.safetensors", framework="np") as file:
+        path = files.require_file(folder / CHECKPOINTS / "best.safetensors")
+        with safe_open(path, framework="np") as file:
             return (file.metadata() or {}).get("recipe", "")
-    except (OSError, SafetensorError):
+    except (UsageError, OSError, SafetensorError):
         return ""
 
 
@@ -275,6 +277,8 @@ def resume(run: Run, places: Places, recipes: dict[str, Recipe]) -> None:
         )
     if run.recipe not in recipes:
         raise UsageError(f"{run.name}: there is no recipe {run.recipe[:60]!r}")
+    for name in (CHECKPOINTS, "logs"):
+        places.inside(run.folder / name)  # a link could lead out
     made = commands.command(places, recipes[run.recipe], run.settings, run.folder)
     start(Run(**{**vars(run), "words": commands.resumed(made.words)}))
 
@@ -537,11 +541,11 @@ def _of_line(line: re.Match) -> dict:
         "waiting": ("data_wait_share", 0.01),
         "gpu": ("gpu_utilisation", 0.01),
     }
-    return {
-        name: scale * float(line[group])
-        for group, (name, scale) in scales.items()
-        if line[group] is not None
-    }
+    numbers = {}
+    for group, (name, scale) in scales.items():
+        with contextlib.suppress(TypeError, ValueError):  # it is left out, or damaged
+            numbers[name] = scale * float(line[group])
+    return numbers
 
 
 # --- what a run has written -----------------------------------------------------------------------
@@ -602,6 +606,8 @@ def _last_bytes(path: Path, size: int) -> bytes:
 
 def _open(path: Path):
     """A file for reading, not by a link to another place, and without waiting if it is a pipe."""
+    if os.path.realpath(path) != os.path.abspath(path):
+        raise OSError(errno.ELOOP, "it is a link")
     return open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb")
 
 
