@@ -315,8 +315,8 @@ def _uploads(run: Run) -> set[str]:
     own = {path.partition("/")[0] for path in paths}
     for other in list_runs(run.folder.parent):
         if other.name != run.name:
-            with contextlib.suppress(OSError):
-                text = (other.folder / launch.RUN).read_text(encoding="utf-8", errors="replace")
+            with contextlib.suppress(OSError), _open(other.folder / launch.RUN) as file:
+                text = file.read().decode("utf-8", errors="replace")
                 own = {n for n in own if not re.search(rf"\b{UPLOADS}/{re.escape(n)}\b", text)}
     return own
 
