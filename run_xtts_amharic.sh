@@ -48,8 +48,6 @@ if [ "$size" = demo ] && ! given --resume; then
   flags+=(--from_scratch --model_size demo --dropout 0.05)
 elif is_new_model && given --from_scratch; then
   flags+=(--model_size full)
-elif ! given --model_dir --train_manifest --train_csv --init_from --resume; then
-  fail "size full needs --model_dir, the released model, or --from_scratch" 2
 fi
 resume_unless_given
 run xtts_amharic
