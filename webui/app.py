@@ -135,7 +135,7 @@ def set_environment(temporary: Path) -> None:
 
 def serve(args, data: Path, runs: Path, listener: socket.socket, temporary: Path) -> None:
     """Answers until a signal comes."""
-    from webui.commands import find_recipes
+    from webui.catalogue import find_recipes
     from webui.context import Context
     from webui.guard import Settings
     from webui.places import UPLOADS, UPLOADS_BYTES, Places

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from webui import runs
-from webui.commands import Recipe
+from webui.catalogue import Recipe
 from webui.places import Places
 from webui.use import Models
 

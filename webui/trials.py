@@ -20,8 +20,9 @@ from common.files import write_file
 from speech import metrics
 from speech.columns import Rejections, printable
 from speech.manifest import AUDIO_KEYS, SPEAKER_KEYS, TEXT_KEYS, find_audio, parse
-from webui import runs
-from webui.commands import Recipe, words_of
+from webui import outputs, runs
+from webui.catalogue import Recipe
+from webui.commands import words_of
 from webui.places import Places, audio_suffix
 from webui.runs import Run
 from webui.use import Models
@@ -72,7 +73,7 @@ class Wish:
 
 def weights_of(places: Places, run: Run, name: str | None) -> Path:
     """The weights of a run that have this file name. Raises `UsageError`."""
-    for path in runs.weights(run):
+    for path in outputs.weights(run.folder):
         if path.name == name:
             return places.inside(path)
     if not name:
@@ -294,7 +295,7 @@ class Utterance:
 def evaluated(run: Run) -> list[Utterance]:
     """The utterances of a run's last evaluation, the worst first."""
     found = []
-    for row in runs.transcripts(run):
+    for row in outputs.transcripts(run.folder):
         match = OFFSET.fullmatch(row["file"])
         path, offset = (match["path"], float(match["offset"])) if match else (row["file"], 0.0)
         texts = row["reference"], row["hypothesis"]

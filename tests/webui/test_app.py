@@ -200,7 +200,7 @@ def test_hosted_notebooks_are_told_how_to_reach_the_page(monkeypatch):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """The page of all tabs, over empty folders."""
-    from webui.commands import find_recipes
+    from webui.catalogue import find_recipes
     from webui.context import Context
     from webui.places import Places
     from webui.use import Models

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import Failure, UsageError
-from webui import commands
+from webui import catalogue, commands, plans
 from webui.places import Places
 
-RECIPES = commands.find_recipes()
+RECIPES = catalogue.find_recipes()
 NAMES = sorted(RECIPES)
 # Values that try to be more than a value.
 HOSTILE = (
@@ -51,7 +51,7 @@ def places(tmp_path) -> Places:
     return Places(tmp_path / "data", tmp_path / "runs")
 
 
-def words_of(places: Places, recipe: commands.Recipe, name: str, text: str) -> list[str]:
+def words_of(places: Places, recipe: catalogue.Recipe, name: str, text: str) -> list[str]:
     return commands.words_of(places, recipe.option(name), text, places.runs / "new")
 
 
@@ -63,7 +63,7 @@ def plain(text: str) -> str:
 
 
 def test_all_recipes_are_found():
-    files = {file.stem for file in (commands.ROOT / "recipes").glob("*.py")}
+    files = {file.stem for file in (catalogue.ROOT / "recipes").glob("*.py")}
     assert set(RECIPES) == files - {"template"}
     for recipe in RECIPES.values():
         assert not recipe.fault
@@ -114,18 +114,18 @@ def test_defaults_are_those_of_the_help():
     assert "5 %" in recipe.option("allow_unknown").help and "%%" not in str(recipe.options)
 
 
-def copied(tmp_path: Path, script: bool) -> commands.Recipe:
+def copied(tmp_path: Path, script: bool) -> catalogue.Recipe:
     """A recipe that a user has made of the template, in a project of its own."""
     (tmp_path / "recipes").mkdir()
-    shutil.copy(commands.ROOT / "recipes" / "template.py", tmp_path / "recipes" / "mine.py")
+    shutil.copy(catalogue.ROOT / "recipes" / "template.py", tmp_path / "recipes" / "mine.py")
     if script:
-        text = (commands.ROOT / "run_training_memory_optimized.sh").read_text()
+        text = (catalogue.ROOT / "run_training_memory_optimized.sh").read_text()
         text = re.sub(r"^\* .*\n", "", text, flags=re.MULTILINE)
         text = text.replace("konkani_conformer", "mine")
         (tmp_path / "run_mine.sh").write_text(text)
         (tmp_path / "common").mkdir()
-        shutil.copy(commands.ROOT / "common" / "env.sh", tmp_path / "common")
-    return commands.find_recipes(tmp_path / "recipes")["mine"]
+        shutil.copy(catalogue.ROOT / "common" / "env.sh", tmp_path / "common")
+    return catalogue.find_recipes(tmp_path / "recipes")["mine"]
 
 
 @pytest.mark.parametrize("script", [False, True])
@@ -160,7 +160,7 @@ def test_a_recipe_that_cannot_be_imported_has_a_fault(tmp_path):
     (tmp_path / "half.py").write_text("def add_arguments(:\n")
     (tmp_path / "other.py").write_text('"""Something else."""\n')
     (tmp_path / "ends.py").write_text("raise SystemExit(3)\n")
-    found = commands.find_recipes(tmp_path)
+    found = catalogue.find_recipes(tmp_path)
     assert (
         found["half"].fault
         == "half.py cannot be used: SyntaxError: invalid syntax (half.py, line 1)"
@@ -173,7 +173,7 @@ def test_a_recipe_that_cannot_be_imported_has_a_fault(tmp_path):
 # --- values ---------------------------------------------------------------------------------------
 
 
-def value_for(option: commands.Option, random_: random.Random) -> str:
+def value_for(option: catalogue.Option, random_: random.Random) -> str:
     """A value that an option may take."""
     if option.choices and option.several:
         return shlex.join(random_.sample(option.choices, random_.randint(1, len(option.choices))))
@@ -272,12 +272,12 @@ def test_the_command_is_that_of_the_preset_script(name, places):
     recipe = RECIPES[name]
     folder = places.runs / "a b"
     made = commands.command(places, recipe, {}, folder)
-    _, printed, _ = commands._run_script(recipe.script, f"--output_dir={folder}", "--print")
+    _, printed, _ = catalogue.run_script(recipe.script, f"--output_dir={folder}", "--print")
     expected = shlex.split(printed)[1:]
     if "--output_dir" in expected:  # the script's own folder
         del expected[(place := expected.index("--output_dir")) : place + 2]
     assert made.words[1:] == expected
-    assert "tier: cpu (auto)" in made.notes or commands.this_card()
+    assert "tier: cpu (auto)" in made.notes or plans.this_card()
     for tier in recipe.tiers:
         made = commands.command(places, recipe, {"tier": tier}, folder)
         assert "--batch_size" in made.words and not made.notes
@@ -360,13 +360,13 @@ def test_a_short_command_is_run_to_its_end():
 # --- plans ----------------------------------------------------------------------------------------
 
 
-def planned(recipe: commands.Recipe, capsys, *flags: str) -> commands.Verdict:
+def planned(recipe: catalogue.Recipe, capsys, *flags: str) -> plans.Verdict:
     """What the page reads of the --dry_run of a recipe."""
     module = sys.modules[recipe.resolve.__module__]
     with contextlib.suppress(SystemExit):
         module.exit_with_one_line(lambda: module.main(recipe.parser.parse_args(list(flags))))
     captured = capsys.readouterr()
-    return commands.verdict(recipe, captured.out + captured.err)
+    return plans.verdict(recipe, captured.out + captured.err)
 
 
 def test_verdicts_are_those_of_a_dry_run(tmp_path, capsys):
@@ -413,13 +413,13 @@ def test_verdicts_are_those_of_a_dry_run(tmp_path, capsys):
 def test_flags_of_the_advice_are_values_of_a_form(flags, values):
     text = f"Verdict: does not fit (it ...)\n  {flags}: 1.20 GiB less\n"
     text += "Peak with these flags: 7.00 GiB of 8.00 GiB (8gb): tight"
-    assert commands.verdict(RECIPES["whisper_morse"], text).flags == values
+    assert plans.verdict(RECIPES["whisper_morse"], text).flags == values
 
 
 def test_cards_are_those_of_the_plans():
-    assert {"4gb", "t4", "a100", "RTX 3060"} <= set(commands.cards())
+    assert {"4gb", "t4", "a100", "RTX 3060"} <= set(plans.cards())
 
 
 def test_nothing_of_the_page_is_imported():
     for name in ("commands.py", "places.py"):
-        assert "gradio" not in (commands.ROOT / "webui" / name).read_text()
+        assert "gradio" not in (catalogue.ROOT / "webui" / name).read_text()

@@ -4,7 +4,7 @@ import gradio as gr
 import pytest
 
 from tests.webui.test_app import started
-from webui import commands
+from webui import catalogue
 from webui.checked import Example, Row, Section
 from webui.context import Context
 from webui.places import Places
@@ -16,7 +16,7 @@ HARMFUL = "<img src=x onerror=alert(1)>"
 
 @pytest.fixture(scope="module")
 def recipes():
-    return commands.find_recipes()
+    return catalogue.find_recipes()
 
 
 @pytest.fixture

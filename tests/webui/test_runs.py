@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from common import run_length
 from common.errors import RunError, UsageError
 from common.report import Report
 from speech import demo
-from webui import commands, launch, runs
+from webui import catalogue, commands, launch, outputs, progress, runs
 from webui.places import Places
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,30 +86,27 @@ def wait_for(ready, seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
-def wait_for_state(run: runs.Run, *words: str) -> runs.State:
-    wait_for(lambda: runs.state(run).word in words)
-    return runs.state(run)
+def wait_for_state(run: runs.Run, *words: str) -> progress.State:
+    wait_for(lambda: progress.state(run).word in words)
+    return progress.state(run)
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """An empty folder for runs, of a project whose recipe is `PROGRAM`. No run outlives it."""
-    recipes = tmp_path / "project" / "recipes"
-    recipes.mkdir(parents=True)
-    (recipes / "program.py").write_text(PROGRAM)
-    monkeypatch.setattr(commands, "ROOT", tmp_path / "project")
+def folder(tmp_path):
+    """An empty folder for runs, beside `PROGRAM`. No run outlives it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
     folder = (tmp_path / "runs").resolve()
     folder.mkdir()
     yield folder
     for run in runs.list_runs(folder):
-        for process in filter(None, runs._processes(run)):
+        for process in filter(None, runs.processes(run)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
 
 def make(folder: Path, name: str, *words: str, device: str = "cpu") -> runs.Run:
     """A run of `PROGRAM`."""
-    script = str(commands.ROOT / "recipes" / "program.py")
+    script = str(folder.parent / "program.py")
     words = [sys.executable, script, f"--output_dir={folder / name}", f"--device={device}", *words]
     return runs.create(folder, name, SETTINGS, words)
 
@@ -147,10 +145,10 @@ def held(*paths: Path):
 
 def test_a_run_trains_and_finishes(folder):
     run = started(folder, "first")
-    assert runs.state(run) == runs.State("running", "step 12 of 600, about 3 minutes left")
+    assert progress.state(run) == progress.State("running", "step 12 of 600, about 3 minutes left")
     assert runs.find(folder, "first").device == "cpu"
-    assert "length: 600" in runs.log(run)  # while it trains
-    launcher, recipe = runs._processes(run)
+    assert "length: 600" in outputs.log(run.folder)  # while it trains
+    launcher, recipe = runs.processes(run)
     assert os.getsid(launcher) == os.getsid(recipe) == os.getpgid(recipe) == launcher
     with pytest.raises(UsageError, match="runs already"):
         runs.start(run)
@@ -158,7 +156,7 @@ def test_a_run_trains_and_finishes(folder):
         runs.remove(run, Places(folder, folder))
     let_go(run)
     assert wait_for_state(run, "finished").detail == "nothing was saved"
-    first, second, *_ = runs.log(run).split("\n")
+    first, second, *_ = outputs.log(run.folder).split("\n")
     assert first.startswith("=== ") and f"--output_dir={run.folder} --device=cpu" in first
     assert second.endswith("1.0 h '' ['--device=cpu']")
     with pytest.raises(UsageError, match="does not run"):
@@ -170,12 +168,12 @@ def test_a_run_starts_and_ends_without_its_lock(folder):
     (run.folder / "early").touch()
     (run.folder / "late").touch()
     runs.start(run)
-    assert runs.state(run) == runs.State("starting", "it loads its libraries")
+    assert progress.state(run) == progress.State("starting", "it loads its libraries")
     (run.folder / "early").unlink()
     wait_for((run.folder / "trains").exists)
     let_go(run)
-    wait_for(lambda: runs._processes(run)[1] is None)
-    assert runs.state(run).word == "running"
+    wait_for(lambda: runs.processes(run)[1] is None)
+    assert progress.state(run).word == "running"
     (run.folder / "late").unlink()
     wait_for_state(run, "finished")
 
@@ -203,13 +201,13 @@ def test_stop_lets_the_recipe_save(folder):
     (run.folder / "slow").unlink()
     assert wait_for_state(run, "stopped").detail == "step 12 is saved"
     assert json.loads((run.folder / "ended.json").read_text())["status"] == 143
-    assert runs.log(run).count("signal 15") == 1
+    assert outputs.log(run.folder).count("signal 15") == 1
     assert (run.folder / "worker").read_text() == ""  # its data workers were not told
 
 
 def test_a_hangup_ends_nothing(folder):
     run = started(folder, "run")
-    for process in runs._processes(run):
+    for process in runs.processes(run):
         os.kill(process, signal.SIGHUP)
     let_go(run)
     assert wait_for_state(run, "finished", "killed").word == "finished"
@@ -225,18 +223,18 @@ def test_runs_on_one_device_wait_in_their_order(folder):
     assert wait_for_state(waiting[1], "stopped").detail == "nothing was saved"
     runs.stop(first)
     wait_for((waiting[0].folder / "trains").exists)
-    wait_for(lambda: runs.state(waiting[2]).detail == "waits for b")
+    wait_for(lambda: progress.state(waiting[2]).detail == "waits for b")
     let_go(waiting[0])
     wait_for((waiting[2].folder / "trains").exists)
     let_go(waiting[2])
     wait_for_state(waiting[2], "finished")
-    assert "step 12" not in runs.log(waiting[1])
+    assert "step 12" not in outputs.log(waiting[1].folder)
 
 
 def test_what_a_run_waits_for(folder):
     def queue(name: str, device: str, queued: int) -> str:
         run = make(folder, name, device=device)
-        runs._write(run, device=device, queued=queued)
+        runs._write(replace(run, device=device), queued)
         return str(run.folder)
 
     own = queue("m", "cuda:0", 5)
@@ -262,17 +260,17 @@ def test_what_a_run_waits_for(folder):
 
 def test_a_run_outlives_its_launcher(folder):
     run = started(folder, "run", "slow")
-    launcher, recipe = runs._processes(run)
+    launcher, recipe = runs.processes(run)
     os.kill(launcher, signal.SIGKILL)
-    wait_for(lambda: runs._processes(run) == (None, recipe))
-    assert runs.state(run).word == "running"
+    wait_for(lambda: runs.processes(run) == (None, recipe))
+    assert progress.state(run).word == "running"
     with pytest.raises(UsageError, match="runs already"):
         runs.start(run)
     # Another page has not seen it: its launch.py ends, and the run is unharmed.
     words = [sys.executable, "-I", "-S", launch.__file__, str(run.folder)]
     assert subprocess.run(words, timeout=60).returncode == launch.TAKEN
     runs.stop(run)
-    assert runs.state(run).word == "stopping"
+    assert progress.state(run).word == "stopping"
     (run.folder / "slow").unlink()
     assert wait_for_state(run, "stopped", "killed").detail == "step 12 is saved"
 
@@ -294,7 +292,7 @@ def test_two_pages_start_a_run_at_once(folder):
         thread.join()
     assert sorted(map(str, outcomes)) == ["None", "run runs already", "run runs already"]
     wait_for((run.folder / "trains").exists)
-    assert runs.log(run).count("=== ") == 2
+    assert outputs.log(run.folder).count("=== ") == 2
 
 
 def test_a_lock_is_only_looked_at(tmp_path):
@@ -313,14 +311,16 @@ def test_a_lock_is_only_looked_at(tmp_path):
 
 def test_a_command_line_run_is_found_and_stopped(folder):
     (folder / "by hand" / "checkpoints").mkdir(parents=True)
-    words = ["-S", str(commands.ROOT / "recipes" / "program.py"), f"--output_dir={folder}/by hand"]
+    words = ["-S", str(folder.parent / "program.py"), f"--output_dir={folder}/by hand"]
     with subprocess.Popen([sys.executable, *words], stdin=-3, stdout=-3, stderr=-3) as process:
         run = runs.find(folder, "by hand")
         wait_for((run.folder / "trains").exists)
-        assert runs.state(run).word == "running"
+        assert progress.state(run).word == "running"
         runs.stop(run)
         assert process.wait(60) == 143
-    assert runs.state(run) == runs.State("stopped", "step 12 is saved (from a command line)")
+    assert progress.state(run) == progress.State(
+        "stopped", "step 12 is saved (from a command line)"
+    )
     with pytest.raises(UsageError, match="--resume auto"):
         runs.resume(run, Places(folder, folder), {})
     with pytest.raises(UsageError, match="remove its folder"):
@@ -340,10 +340,10 @@ def test_a_run_that_cannot_be_started(folder, monkeypatch):
 START = """
 import json, sys, time
 from pathlib import Path
-from webui import commands, runs
+from webui import catalogue, commands, runs
 from webui.places import Places
 folder = Path(sys.argv[1])
-recipe = commands._read_recipe(commands.ROOT / "recipes" / "template.py", None)
+recipe = catalogue._read_recipe(catalogue.ROOT / "recipes" / "template.py", None)
 settings = json.loads(sys.argv[2])
 made = commands.command(Places(folder, folder), recipe, settings, folder / "run")
 runs.start(runs.create(folder, "run", settings, made.words))
@@ -367,25 +367,25 @@ def test_the_template_survives_its_page_and_resumes(tmp_path):
         page.kill()
 
     run = runs.find(places.runs, "run")
-    wait_for(lambda: runs.metrics(run))
+    wait_for(lambda: outputs.metrics(run.folder))
     runs.stop(run)
     state = wait_for_state(run, "stopped", "finished", "failed", "killed")
-    assert state.word == "stopped", runs.log(run)
+    assert state.word == "stopped", outputs.log(run.folder)
     step = int(state.detail.split()[1])
     assert 1 <= step < 40 and state.detail == f"step {step} is saved"
     assert json.loads((run.folder / "ended.json").read_text())["status"] == 143
 
-    recipe = commands._read_recipe(ROOT / "recipes" / "template.py", None)
+    recipe = catalogue._read_recipe(ROOT / "recipes" / "template.py", None)
     runs.resume(run, places, {"template": recipe})
     state = wait_for_state(run, "finished", "stopped", "failed", "killed")
-    assert state.word == "finished" and "cer" in state.detail, runs.log(run)
-    assert f"(step {step})" in runs.log(run)
-    rows = runs.metrics(run)
+    assert state.word == "finished" and "cer" in state.detail, outputs.log(run.folder)
+    assert f"(step {step})" in outputs.log(run.folder)
+    rows = outputs.metrics(run.folder)
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 41))
     assert [row["step"] for row in rows if "eval/cer" in row] == [20, 40]
-    assert len(runs.transcripts(run)) == 4
-    assert runs.weights(run)[0].name == "best.safetensors"
-    now = runs.progress(run)
+    assert len(outputs.transcripts(run.folder)) == 4
+    assert outputs.weights(run.folder)[0].name == "best.safetensors"
+    now = progress.numbers(run)
     assert now["step"] == "40 of 40" and "at step 40" in now["evaluation"], now
     assert runs._recipe_of(run.folder) == "template"
 
@@ -396,7 +396,7 @@ def test_the_template_survives_its_page_and_resumes(tmp_path):
 def test_names(folder):
     run = make(folder, "a-Z_9")
     assert [run.name for run in runs.list_runs(folder)] == ["a-Z_9"]
-    assert runs.state(run) == runs.State("untouched", "it was not started yet")
+    assert progress.state(run) == progress.State("untouched", "it was not started yet")
     for name in ("", "a/b", "..", "a b", "ä", "x" * 61, "uploads", "-\n"):
         with pytest.raises(UsageError, match="cannot be used"):
             make(folder, name)
@@ -413,7 +413,7 @@ def test_the_newest_run_is_first(folder):
     names = ["one", "two", "three"]
     for number, name in enumerate(names):
         run = make(folder, name)
-        runs._write(run, created=1e9 + number)
+        runs._write(replace(run, created=1e9 + number))
     (folder / "uploads" / "checkpoints").mkdir(parents=True)
     (folder / ".hidden" / "checkpoints").mkdir(parents=True)
     (folder / "other").mkdir()
@@ -434,6 +434,8 @@ def test_the_newest_run_is_first(folder):
         '{"settings": {"recipe": "x"}, "words": [1], "created": 1}',
         '{"settings": {"recipe": "x"}, "words": "ls", "created": 1}',
         '{"settings": {"recipe": "x"}, "words": [], "created": "now"}',
+        '{"settings": {"recipe": "x"}, "words": [], "created": 1e999}',
+        '{"settings": {"recipe": "x"}, "words": [], "created": NaN}',
         b"\xff",
     ],
 )
@@ -442,47 +444,34 @@ def test_a_damaged_run_is_shown_and_can_be_removed(folder, content):
     data = content if isinstance(content, bytes) else content.encode()
     (run.folder / "run.json").write_bytes(data)
     (run,) = runs.list_runs(folder)
-    state = runs.state(run)
+    state = progress.state(run)
     assert state.word == "untouched" and "run.json" in state.detail
     places = Places(folder, folder)
-    for action in (runs.start, lambda run: runs.resume(run, places, {})):
-        with pytest.raises(UsageError):
-            action(run)
-    assert runs.progress(run) == {} and runs.metrics(run) == [] and runs.log(run) == ""
+    with pytest.raises(UsageError, match="it cannot be read"):
+        runs.resume(run, places, {})
+    assert (
+        progress.numbers(run) == {}
+        and outputs.metrics(run.folder) == []
+        and outputs.log(run.folder) == ""
+    )
     runs.remove(run, places)
     assert runs.list_runs(folder) == []
 
 
-def test_a_run_from_elsewhere_runs_no_words_of_its_own(folder, tmp_path, monkeypatch):
+def test_a_run_from_elsewhere_runs_no_words_of_its_own(folder, monkeypatch):
+    """What a user resumes is made of the settings."""
     run = make(folder, "run")
-    script = str(commands.ROOT / "recipes" / "program.py")
-    output = f"--output_dir={run.folder}"
-    (tmp_path / "evil.py").write_text("")
-    hostile = [
-        [],
-        ["touch", script, output],
-        [sys.executable, "-c", "pass", output],
-        [sys.executable, str(tmp_path / "evil.py"), output],
-        [sys.executable, str(commands.ROOT / "recipes" / ".." / "evil.py"), output],
-        [sys.executable, script],
-        [sys.executable, script, output, f"--output_dir={tmp_path}"],
-    ]
-    for words in hostile:
-        runs._write(runs.Run(**{**vars(run), "words": words}))
-        with pytest.raises(UsageError):
-            runs.start(runs.find(folder, "run"))
-    assert not (run.folder / ".lock").exists()
-
-    # What a user resumes is made of the settings.
-    made = [sys.executable, script, output, "--device=cpu"]
-    monkeypatch.setattr(commands, "command", lambda *_: commands.Command(made, []))
-    places = Places(folder, folder)
+    words = run.words
+    runs._write(replace(run, words=["touch", str(folder / "evil")]))
     found = runs.find(folder, "run")
+    monkeypatch.setattr(commands, "command", lambda *_: commands.Command(words, []))
+    places = Places(folder, folder)
     with pytest.raises(UsageError, match="no recipe"):
         runs.resume(found, places, {})
     runs.resume(found, places, {"program": None})
-    assert runs.find(folder, "run").words == made
+    assert runs.find(folder, "run").words == [*words, "--resume=auto"]
     wait_for((run.folder / "trains").exists)
+    assert not (folder / "evil").exists()
 
 
 def test_the_log_is_no_link_to_another_file(folder, tmp_path):
@@ -491,7 +480,7 @@ def test_the_log_is_no_link_to_another_file(folder, tmp_path):
     (run.folder / "run.log").symlink_to(tmp_path / "mine")
     with pytest.raises(RunError, match="cannot be started"):
         runs.start(run)
-    assert (tmp_path / "mine").read_text() == "mine" and runs.log(run) == ""
+    assert (tmp_path / "mine").read_text() == "mine" and outputs.log(run.folder) == ""
 
 
 def test_removing_a_run_removes_its_own_uploads(folder):
@@ -532,13 +521,13 @@ def test_a_command_line_run_is_known_by_its_weights(folder):
     (checkpoints / "checkpoint_step_00000009.pt").touch()
     (run,) = runs.list_runs(folder)
     assert (run.name, run.recipe, run.settings) == ("xtts.v2", "konkani_conformer", {})
-    assert runs.state(run) == runs.State("stopped", "step 9 is saved (from a command line)")
-    names = [path.name for path in runs.weights(run)]
+    assert progress.state(run) == progress.State("stopped", "step 9 is saved (from a command line)")
+    names = [path.name for path in outputs.weights(run.folder)]
     assert names == ["best.safetensors", "checkpoint_step_00000009.pt"]
     (run.folder / "logs").mkdir()
     (run.folder / "logs" / "transcripts.jsonl").touch()
     best = "best at step 7: cer 12.50 %, loss 2.500"
-    assert runs.state(run) == runs.State("finished", best)
+    assert progress.state(run) == progress.State("finished", best)
 
 
 @pytest.mark.parametrize(
@@ -567,7 +556,7 @@ def test_how_a_run_has_ended(folder, ended, log, word, detail):
     (run.folder / "run.log").write_text(f"{earlier}=== 2026-01-02 10:00:00 === python\n{log}")
     if ended:
         (run.folder / "ended.json").write_text(ended)
-    state = runs.state(run)
+    state = progress.state(run)
     assert state.word == word and detail in (None, state.detail)
 
 
@@ -578,8 +567,8 @@ def test_the_log_is_text(folder):
     run = make(folder, "run")
     data = b"a\r\n 10%\r 20%\r 30%\r\nred \x1b[1;31mtext\x1b[0m\x1b]0;title\x07\n\xff\x00\x07<b>\t\xe1\x88\x80"
     (run.folder / "run.log").write_bytes(data + b"\n")
-    assert runs.log(run) == "a\n 30%\nred text\n\ufffd<b>\t\u1200"
-    assert runs.log(run, 1) == "\ufffd<b>\t\u1200"
+    assert outputs.log(run.folder) == "a\n 30%\nred text\n\ufffd<b>\t\u1200"
+    assert outputs.log(run.folder, 1) == "\ufffd<b>\t\u1200"
 
 
 def test_a_huge_log_is_read_from_its_end(folder):
@@ -588,13 +577,13 @@ def test_a_huge_log_is_read_from_its_end(folder):
         file.truncate(1 << 34)
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + b"x" * 100_000 + b"\nlast")
-    assert runs.log(run) == "x" * runs.LINE + "...\nlast"
+    assert outputs.log(run.folder) == "x" * outputs.LINE + "...\nlast"
     with open(run.folder / "run.log", "ab") as file:
         file.write(b"y" * (1 << 20))
-    assert runs.log(run) == "y" * runs.LINE + "..."
+    assert outputs.log(run.folder) == "y" * outputs.LINE + "..."
     os.unlink(run.folder / "run.log")
     os.mkfifo(run.folder / "run.log")
-    assert runs.log(run) == ""
+    assert outputs.log(run.folder) == ""
 
 
 def write_metrics(run: runs.Run, lines: list[str], stage: str = "") -> Path:
@@ -616,7 +605,7 @@ def test_metrics_survive_what_a_file_may_have(folder):
         '{"step": 40, "train/loss": 1',
     ]
     write_metrics(run, lines)
-    assert runs.metrics(run) == [
+    assert outputs.metrics(run.folder) == [
         {"step": 10, "train/loss": 2.5, "epoch": 0},
         {"step": 10, "eval/cer": 0.5},
         {"step": 20, "train/learning_rate": 1e-3},
@@ -628,8 +617,8 @@ def test_of_many_metrics_some_are_taken(folder):
     lines = [f'{{"step": {n}, "train/loss": {n / 7}}}' for n in range(1, 100_001)]
     lines[500::1000] = [f'{{"step": {n}, "eval/loss": 1.0}}' for n in range(500, 100_000, 1000)]
     write_metrics(run, lines)
-    rows = runs.metrics(run)
-    assert runs.POINTS < len(rows) < 2 * runs.POINTS + 110
+    rows = outputs.metrics(run.folder)
+    assert outputs.POINTS < len(rows) < 2 * outputs.POINTS + 110
     assert sum("eval/loss" in row for row in rows) == 100
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
     assert rows[-1] == {"step": 100_000, "train/loss": 100_000 / 7}
@@ -662,20 +651,20 @@ def test_progress_is_read_as_the_report_writes_it(folder, capfd):
         "GPU busy": "75 %",
         "evaluation": "wer 50.00 %, cer 25.00 %, loss 3.000 at step 100",
     }
-    assert runs.progress(run) == numbers
+    assert progress.numbers(run) == numbers
     with held(run.folder / "checkpoints" / ".lock"):
-        assert runs.progress(run) == {**numbers, "time": "about 6 minutes left"}
-        assert runs.state(run).detail == "step 120 of 600, about 6 minutes left"
+        assert progress.numbers(run) == {**numbers, "time": "about 6 minutes left"}
+        assert progress.state(run).detail == "step 120 of 600, about 6 minutes left"
         (run.folder / "run.log").write_text(f"=== 2026-01-01 10:00:00 === x\n{out}")
-        assert runs.progress(run)["step"] == "110 of 600"
-        assert runs.progress(run)["loss"] == "1.500"
+        assert progress.numbers(run)["step"] == "110 of 600"
+        assert progress.numbers(run)["loss"] == "1.500"
         # It has been started again, and has not come so far.
         (run.folder / "run.log").write_text(f"{out}=== 2026-01-01 11:00:00 === x\nreading a.json")
-        assert runs.progress(run) == {}
-        assert runs.state(run) == runs.State("running", "no step yet: reading a.json")
+        assert progress.numbers(run) == {}
+        assert progress.state(run) == progress.State("running", "no step yet: reading a.json")
         with open(run.folder / "run.log", "a") as log:
             log.write("skipped: a.wav\n" * 1000)
-        assert runs.state(run) == runs.State("running", "step 110")
+        assert progress.state(run) == progress.State("running", "step 110")
 
 
 def test_the_stage_that_is_trained_is_shown(folder):
@@ -687,23 +676,23 @@ def test_the_stage_that_is_trained_is_shown(folder):
     (run.folder / "checkpoints" / "dvae").mkdir(parents=True)
     (run.folder / "checkpoints" / "dvae" / "checkpoint_step_00000010.pt").touch()
     (run.folder / "ended.json").write_text('{"status": 143}')
-    assert runs.metrics(run) == [{"step": 10, "train/loss": 2.0}]
-    assert runs.progress(run) == {"stage": "dvae", "step": "10", "loss": "2.000"}
-    assert runs.state(run) == runs.State("stopped", "step 10 of the dvae is saved")
+    assert outputs.metrics(run.folder) == [{"step": 10, "train/loss": 2.0}]
+    assert progress.numbers(run) == {"stage": "dvae", "step": "10", "loss": "2.000"}
+    assert progress.state(run) == progress.State("stopped", "step 10 of the dvae is saved")
     with held(run.folder / "checkpoints" / ".lock"):
-        assert runs.state(run) == runs.State("running", "dvae: step 10")
+        assert progress.state(run) == progress.State("running", "dvae: step 10")
     write_metrics(run, ['{"step": 1, "train/loss": 3.0}'])
-    assert runs.metrics(run) == [{"step": 1, "train/loss": 3.0}]
+    assert outputs.metrics(run.folder) == [{"step": 1, "train/loss": 3.0}]
 
 
 def test_transcripts(folder):
     run = make(folder, "run")
-    assert runs.transcripts(run) == []
+    assert outputs.transcripts(run.folder) == []
     (run.folder / "logs").mkdir()
     row = {"file": "a.wav", "reference": "a", "hypothesis": "b", "words": []}
     lines = [json.dumps(row), "[]", '{"file": 1}', '{"file": "half']
     (run.folder / "logs" / "transcripts.jsonl").write_text("\n".join(lines))
-    assert runs.transcripts(run) == [row]
+    assert outputs.transcripts(run.folder) == [row]
 
 
 def test_device_of_a_command(monkeypatch):
@@ -718,7 +707,7 @@ def test_device_of_a_command(monkeypatch):
 def test_runs_on_a_gpu(folder, monkeypatch):
     monkeypatch.setattr(runs, "_has_gpu", lambda: True)
     for name, device in (("idle", "cuda:0"), ("gpu", "cuda:0"), ("waits", "cuda:0"), ("c", "cpu")):
-        runs._write(make(folder, name, device=device), device=device)
+        runs._write(replace(make(folder, name, device=device), device=device))
     locks = [folder / name / ".lock" for name in ("gpu", "waits", "c")]
     with held(*locks, folder / "by hand" / "checkpoints" / ".lock") as process:
         launch.write_word(launch.open_lock(folder / "waits"), process, "waiting", "gpu")

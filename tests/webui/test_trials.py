@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import RunError, UsageError
-from webui import commands, runs, trials
+from webui import catalogue, commands, runs, trials
 from webui.context import Context
 from webui.places import Places
 from webui.tabs import export
@@ -56,7 +56,7 @@ def run(places):
 
 @pytest.fixture(scope="module")
 def recipes():
-    return commands.find_recipes()
+    return catalogue.find_recipes()
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_an_export_is_the_recipes_command(places, run, recipes, monkeypatch):
     monkeypatch.setattr(commands, "ask", ask)
     best = run.folder / "checkpoints" / "best.safetensors"
     assert export.export(context, run, "best.safetensors", None) == run.folder / "export-1"
-    recipe = str(commands.ROOT / "recipes" / "xtts_amharic.py")
+    recipe = str(catalogue.ROOT / "recipes" / "xtts_amharic.py")
     words = [sys.executable, recipe, "--export", str(run.folder / "export-1"), "--resume"]
     assert asked == [[*words, str(best), "--device", "cpu"]]
     run.settings["recipe"] = "parakeet_tdt"

@@ -9,7 +9,7 @@ import gradio as gr
 
 from common.errors import UsageError
 from webui import checked, commands, views
-from webui.commands import Recipe
+from webui.catalogue import Recipe
 from webui.context import Context
 from webui.places import TABLE_SUFFIXES, Places
 from webui.tabs.events import on

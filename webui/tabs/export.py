@@ -9,7 +9,7 @@ import gradio as gr
 from common.errors import RunError, UsageError
 from common.files import read_text
 from webui import commands, trials, views
-from webui.commands import Recipe
+from webui.catalogue import Recipe
 from webui.context import Context
 from webui.places import Places
 from webui.runs import Run

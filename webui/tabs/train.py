@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import gradio as gr
 
 from common.errors import Failure, UsageError
-from webui import commands, runs, views
-from webui.commands import AUTO, Option, Recipe
+from webui import commands, outputs, plans, runs, views
+from webui.catalogue import Option, Recipe
+from webui.commands import AUTO
 from webui.context import Context
 from webui.tabs.events import on
 from webui.tabs.shared import Shared
@@ -94,11 +95,11 @@ def build(context: Context, shared: Shared) -> None:
 
 
 def _parts() -> Parts:
-    here = commands.this_card()
+    here = plans.this_card()
     cards = [(f"{HERE} ({here})", "")] if here else []
     with gr.Row():
         card = gr.Dropdown(
-            [*cards, *((name, name) for name in commands.cards())],
+            [*cards, *((name, name) for name in plans.cards())],
             value="" if here else "8gb",
             label="GPU to predict for",
             info="a name, or gigabytes of memory such as 10GB",
@@ -195,7 +196,7 @@ def _about_tier(notes: list[str]) -> str:
     """`notes`: what the preset script says."""
     about = "the preset for the memory of a GPU"
     if _picked(notes):
-        card = commands.this_card()
+        card = plans.this_card()
         reason = f"this computer has {card}" if card else "no NVIDIA GPU was found here"
         about += f"; auto is {_picked(notes)}: {reason}"
     others = [note for note in notes if not PICKED.fullmatch(note)]
@@ -259,7 +260,9 @@ def _found(context: Context, option: Option) -> list[str] | None:
     if option.name in STARTS:
         return places.models()
     if option.name in WEIGHTS:
-        found = [path for run in runs.list_runs(places.runs) for path in runs.weights(run)]
+        found = [
+            path for run in runs.list_runs(places.runs) for path in outputs.weights(run.folder)
+        ]
         return [places.name(path) for path in found]
     return None
 
@@ -334,7 +337,7 @@ def _connect(context: Context, shared: Shared, form: Form, parts: Parts) -> None
     def plan(card: str, *values) -> tuple:
         settings, words, notes = command(values, "", card or "")
         _, text = commands.ask(words, PLAN_SECONDS)
-        verdict = commands.verdict(recipe, text)
+        verdict = plans.verdict(recipe, text)
         advice = dict(verdict.flags)
         if advice and card and settings["tier"] == AUTO and _picked(notes) not in ("", CPU):
             advice["tier"] = _picked(notes)  # the one for that card, not for this computer's
@@ -386,7 +389,7 @@ def _new_name(folder, recipe: Recipe) -> str:
     return f"{recipe.name}_{number}"
 
 
-def _said(verdict: commands.Verdict) -> str:
+def _said(verdict: plans.Verdict) -> str:
     """Whether a run fits, as HTML."""
     word = {"fits": "It fits.", "tight": "It is tight.", "does not fit": "It does not fit."}
     after = {"fits": "With these flags it fits:", "tight": "With these flags it is tight:"}
@@ -395,7 +398,7 @@ def _said(verdict: commands.Verdict) -> str:
     return f"<div><p><b>{views.text(title)}</b></p><ul>{listed}</ul></div>"
 
 
-def _details(verdict: commands.Verdict, notes: list[str]) -> str:
+def _details(verdict: plans.Verdict, notes: list[str]) -> str:
     """What else a plan says, as HTML."""
     rows = [[views.text(name), views.text(size)] for name, size in verdict.memory]
     table = views.table(["what", "memory"], rows, "Memory of the GPU at the peak")

@@ -8,8 +8,8 @@ import gradio as gr
 from common.checkpoint import CHECKPOINT
 from common.errors import Failure, UsageError
 from speech.text import for_scoring
-from webui import commands, runs, trials, views
-from webui.commands import Recipe
+from webui import outputs, plans, runs, trials, views
+from webui.catalogue import Recipe
 from webui.context import Context
 from webui.runs import Run
 from webui.tabs.events import on
@@ -113,7 +113,7 @@ def build(context: Context, shared: Shared) -> None:
 
 
 def _choose(context: Context) -> Choice:
-    card = commands.this_card()
+    card = plans.this_card()
     devices = [GPU, CPU] if card else [CPU]
     known = [recipe.name for recipe in context.recipes.values() if _uses(recipe)]
     kind = gr.Radio([OF_RUN, RELEASED], value=OF_RUN, label="Try")
@@ -230,12 +230,12 @@ def _uses(recipe: Recipe) -> bool:
 
 def usable(context: Context) -> list[Run]:
     """The runs that have weights."""
-    return [run for run in runs.list_runs(context.places.runs) if runs.weights(run)]
+    return [run for run in runs.list_runs(context.places.runs) if outputs.weights(run.folder)]
 
 
 def weights_of(context: Context, name: str | None, before: str | None) -> gr.Dropdown:
     """The weights of a run to choose from; those of the name `before` if the run has them."""
-    found = [path.name for path in runs.weights(run_of(context, name))] if name else []
+    found = [path.name for path in outputs.weights(run_of(context, name).folder)] if name else []
     steps = [int(each) for name in found for each in CHECKPOINT.findall(name)]
     labels = [WEIGHTS[name] for name in found if name in WEIGHTS] + [f"step {s}" for s in steps]
     choices = list(zip(labels, found, strict=True))

@@ -6,7 +6,7 @@ import gradio as gr
 
 from common.errors import UsageError
 from common.report import ERROR_RATES
-from webui import runs, views
+from webui import outputs, progress, runs, views
 from webui.context import Context
 from webui.runs import Run
 from webui.tabs.events import on
@@ -95,16 +95,16 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
     chosen = next((run for run in found if run.name == name), None)
     if chosen is None:
         return table, "", "", "", *[gr.Button(interactive=False)] * 3
-    state = runs.state(chosen)
+    state = progress.state(chosen)
     is_over = state.word in OVER
     shown = [chosen, *(run for run in found if run.name == second != name)]
-    file = chosen.folder / runs.LOG
+    file = chosen.folder / outputs.LOG
     whole = f"<p>{views.download(str(file))}</p>" if file.is_file() else ""
     return (
         table,
         _status(chosen, state),
         _plots(shown),
-        f"<div>{views.log(runs.log(chosen))}{whole}</div>",
+        f"<div>{views.log(outputs.log(chosen.folder))}{whole}</div>",
         gr.Button(interactive=not is_over and state.word != "stopping"),
         gr.Button(interactive=is_over and state.word != "finished" and bool(chosen.settings)),
         gr.Button(interactive=bool(chosen.settings)),
@@ -112,14 +112,14 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
 
 
 def _row(run: Run) -> list[str]:
-    state = runs.state(run)
+    state = progress.state(run)
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
     return [views.text(each) for each in (run.name, run.recipe, state.word, state.detail, began)]
 
 
-def _status(run: Run, state: runs.State) -> str:
+def _status(run: Run, state: progress.State) -> str:
     """The state of a run, and its last numbers."""
-    numbers = [f"{name}: {value}" for name, value in runs.progress(run).items()]
+    numbers = [f"{name}: {value}" for name, value in progress.numbers(run).items()]
     items = "".join(f"<li>{views.text(each)}</li>" for each in numbers)
     line = f"<p><b>{views.text(state.word)}</b>: {views.text(state.detail)}</p>"
     return f'<div>{line}<ul class="numbers">{items}</ul></div>'
@@ -127,7 +127,7 @@ def _status(run: Run, state: runs.State) -> str:
 
 def _plots(shown: list[Run]) -> str:
     """Losses, error rates or other results, and learning rates of one or two runs."""
-    metrics = {run.name: runs.metrics(run) for run in shown}
+    metrics = {run.name: outputs.metrics(run.folder) for run in shown}
     names = {key for rows in metrics.values() for row in rows for key in row}
     results = sorted(name for name in names if name.startswith("eval/") and "loss" not in name)
     rates = [name for name in results if name.removeprefix("eval/") in ERROR_RATES]

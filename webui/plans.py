@@ -1,0 +1,83 @@
+"""What --dry_run has printed, in parts, and the GPUs that it can be asked about."""
+
+import functools
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+
+from common.errors import UsageError
+from dry_run.cards import CARDS
+from webui.catalogue import Recipe
+from webui.commands import values_of
+
+SIZE = r"-?[\d.]+ [GM]iB"
+OF_MEMORY = re.compile(rf"  (\S.*?)\s+({SIZE})")
+OF_FLAGS = re.compile(rf"  (--\S.*): {SIZE} less")
+OF_VERDICT = re.compile(r"Verdict: (.+?) \(.*")
+OF_ADVICE = re.compile(rf"Peak with these flags: {SIZE} of {SIZE} \(.+\): (.+)")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What --dry_run has printed. `word`: "fits", "tight" or "does not fit". `memory`: (kind, size).
+    `advice`: the lines that offer flags. `lines`: all others. `flags`: the values of the options with
+    which it fits, or none. `after`: the verdict with them, or ""."""
+
+    word: str
+    memory: list[tuple[str, str]]
+    lines: list[str]
+    advice: list[str]
+    flags: dict[str, str]
+    after: str
+
+
+def verdict(recipe: Recipe, text: str) -> Verdict:
+    """Reads what --dry_run has printed. Raises `UsageError` with its last line if this is not a plan,
+    but an error."""
+    words = []
+    memory = []
+    lines = []
+    advice = []
+    word = after = ""
+    for line in text.splitlines():
+        if found := OF_FLAGS.fullmatch(line):
+            words += found[1].split()
+            advice.append(line.strip())
+        elif not word and (found := OF_MEMORY.fullmatch(line)):
+            memory.append((found[1], found[2]))
+        elif line.startswith("  ") and lines:  # the rest of a long line
+            lines[-1] += f" {line.strip()}"
+        elif advice or line.startswith("Peak with "):
+            advice.append(line)
+        else:
+            lines.append(line)
+        if found := OF_VERDICT.fullmatch(line):
+            word = found[1]
+        elif found := OF_ADVICE.fullmatch(line):
+            after = found[1]
+    if not word:
+        last = [line for line in lines if line.strip()][-1:] or ["it printed nothing"]
+        raise UsageError(last[0].removeprefix("error: "))
+    flags = values_of(recipe, words) if after in ("fits", "tight") else {}
+    return Verdict(word, memory, lines, advice, flags, after)
+
+
+def cards() -> list[str]:
+    """The GPUs whose names --dry_run knows."""
+    return [card.name for card in CARDS]
+
+
+@functools.cache
+def this_card() -> str | None:
+    """The name of this computer's first NVIDIA GPU, as the driver calls it."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    if first and not first.startswith("MIG-"):  # a slice is not found by its name
+        words += ["-i", first]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    names = done.stdout.splitlines()
+    return names[0].strip() if first and names and done.returncode == 0 else None
