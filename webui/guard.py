@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 # Gradio needs inline scripts and styles, pictures inside them, and addresses (blob:) of what is
 # recorded. It evaluates no strings as code, if HTML comes by Markdown alone.
@@ -143,7 +143,8 @@ class Guard:
                 return HTMLResponse(LOGIN, 403)
             return _refuse(
                 "open the address with the token that the page printed when it started; "
-                "each start has a new one"
+                "each start has a new one",
+                is_event=method == "POST",
             )
         return self.unknown(method, path)
 
@@ -250,19 +251,21 @@ class Guard:
         would copy any file of this machine that an event names to where it can be read, and fetch
         addresses; it checks that only in pages that it launches itself."""
         if body is None:
-            return b"", _refuse("this is too much for an event", 413)
+            return b"", _refuse("this is too much for an event", 413, is_event=True)
         try:
             event = json.loads(body)
             checked = json.dumps(event, ensure_ascii=False).encode()
         except (ValueError, RecursionError):  # half of a character, too, is no answer to gradio
-            return b"", _refuse("an event is JSON", 400)
+            return b"", _refuse("an event is JSON", 400, is_event=True)
         values = [event]
         while values:
             value = values.pop()
             if isinstance(value, dict):
                 path = value.get("path")
                 if isinstance(path, str) and not self.is_temporary(path):
-                    return b"", _refuse("the file of this event is not an upload: choose it again")
+                    return b"", _refuse(
+                        "the file of this event is not an upload: choose it again", is_event=True
+                    )
                 values += value.values()
             elif isinstance(value, list):
                 values += value
@@ -340,7 +343,10 @@ def _same(given: str, secret: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
 
 
-def _refuse(reason: str, status: int = 403) -> Response:
+def _refuse(reason: str, status: int = 403, is_event: bool = False) -> Response:
+    """`is_event`: the page asks, which shows the reason that it finds in JSON."""
+    if is_event:
+        return JSONResponse({"detail": reason}, status)
     return PlainTextResponse(f"{reason}\n", status)
 
 

@@ -75,7 +75,7 @@ def _controls(places: Places, recipes: dict[str, Recipe]) -> Controls:
         info = "may be empty: a part of the recordings is kept for it"
         evaluation = gr.Dropdown([], label="Table for evaluation", info=info, **custom)
     files = gr.File(
-        file_count="multiple", label="Or drop audio files and their table here", height=150
+        file_count="multiple", label="Or drop audio files and their table here", height="9.5rem"
     )
     files.preprocess = _pairs  # this holds as long as no event changes this component
     said = gr.Markdown(HELP, **MARKDOWN)

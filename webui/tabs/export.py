@@ -35,7 +35,7 @@ NO_FORMS = (
 
 def build(context: Context, shared: Shared) -> None:
     with gr.Row():
-        chosen = gr.Dropdown([], label="Run", min_width=200)
+        chosen = gr.Dropdown([], label="Run", info="that has weights", min_width=200)
         weights = gr.Dropdown([], label="Weights", info="of which moment", min_width=200)
         form = gr.Dropdown([], label="Form", info="for which program", visible=False)
     about = gr.Markdown(**HTML)

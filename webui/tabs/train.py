@@ -131,10 +131,11 @@ def _parts() -> Parts:
 def _form(context: Context, settings: dict) -> Form:
     """Makes the controls of the recipe that `settings` have."""
     wanted = settings.get("recipe")
-    recipe = context.recipes.get(wanted) or next(iter(context.recipes.values()))
+    every = context.recipes.values()
+    recipe = context.recipes.get(wanted) or min(every, key=lambda each: bool(each.fault))
     if wanted and wanted != recipe.name:
         gr.Markdown(f"<p>There is no recipe {views.text(wanted)} now: choose another.</p>", **HTML)
-    choices = [(f"{each.name}: {each.title}", each.name) for each in context.recipes.values()]
+    choices = [(f"{each.name}: {each.title or 'cannot be used'}", each.name) for each in every]
     chosen = gr.Dropdown(choices, value=recipe.name, label="Recipe", info="what is learned", **LIVE)
     if recipe.fault:
         gr.Markdown(f"<p>{views.text(recipe.fault)}</p>", **HTML)

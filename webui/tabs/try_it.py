@@ -117,7 +117,7 @@ def _choose(context: Context) -> Choice:
     known = [recipe.name for recipe in context.recipes.values() if _uses(recipe)]
     kind = gr.Radio([OF_RUN, RELEASED], value=OF_RUN, label="Try")
     with gr.Row():
-        run = gr.Dropdown([], label="Run", min_width=200)
+        run = gr.Dropdown([], label="Run", info="that has weights", min_width=200)
         weights = gr.Dropdown([], label="Weights", info="of which moment", min_width=200)
         recipe = gr.Dropdown(
             known, value=next(iter(known), None), label="Recipe", visible=False, min_width=200
@@ -162,13 +162,16 @@ def _hearing(context: Context, choice: Choice) -> list:
         chosen = Chosen(*values)
         recipe, run, model = _model(context, chosen)
         recording = trials.checked_audio(path, "recording")
-        found = []
         before = trials.released_before(context.places, recipe, run) if run else None
-        for each in (model, before if with_released else None):
-            if each:
-                words = _words(context, each, chosen)
-                found.append(trials.transcribe(context.models, recipe.name, recording, words))
-        texts = [gr.Textbox(each["text"], placeholder=NOTHING, visible=True) for each in found]
+        models = [each for each in (model, before if with_released else None) if each]
+        found, texts = [], []
+        for each in models:
+            words = _words(context, each, chosen)
+            found.append(trials.transcribe(context.models, recipe.name, recording, words))
+            info = f"by {each.label}"  # another model may be chosen before this is read
+            texts.append(
+                gr.Textbox(found[-1]["text"], info=info, placeholder=NOTHING, visible=True)
+            )
         texts += [gr.Textbox(visible=False)] * (2 - len(texts))
         return [*texts, _times(found[0])]
 
