@@ -27,6 +27,8 @@ SEGMENT_OVERLAP = 1e-3  # seconds by which the rounded times of consecutive segm
 # Characters: six hours of speech with segment times, even if every letter is a JSON escape.
 LINE_LENGTH = 1 << 22
 LIST_BYTES = 1 << 30  # of a JSON list, because it is read as a whole
+# Delimiters that come with quotes. Spreadsheets write semicolons where numbers have commas.
+QUOTED = ",;"
 CELL_LINES = 50  # that a quoted cell may take
 AUDIO_SUFFIX = re.compile(r"\.[A-Za-z]\w{1,3}$")
 NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
@@ -203,7 +205,7 @@ def _table_row(header: list[str], cells: list[str], delimiter: str, after: int) 
 def _split(
     lines: Iterator[Line], delimiter: str, header: list[str], reject: Reject
 ) -> Iterator[tuple[int, list[str]]]:
-    """(line number, cells) of each row. Only commas come with quotes."""
+    """(line number, cells) of each row."""
     ahead: deque[Line] = deque()  # lines that were read in search of the end of a cell
     while True:
         line = ahead.popleft() if ahead else next(lines, END)
@@ -212,11 +214,11 @@ def _split(
         number, content = line
         if not content:
             reject(UNREADABLE, number)
-        elif delimiter != "," or '"' not in content:
+        elif delimiter not in QUOTED or '"' not in content:
             yield number, content.rstrip("\r\n").split(delimiter)
         else:
             try:
-                cells, more = _quoted_cells(content, lines, ahead, header)
+                cells, more = _quoted_cells(content, lines, ahead, header, delimiter)
             except csv.Error as error:
                 reject("line is not valid CSV", number, str(error))
                 continue
@@ -226,14 +228,14 @@ def _split(
 
 
 def _quoted_cells(
-    row: str, lines: Iterator[Line], ahead: deque[Line], header: list[str]
+    row: str, lines: Iterator[Line], ahead: deque[Line], header: list[str], delimiter: str
 ) -> tuple[list[str], int]:
     """The cells of the row that begins with this line, and how many of `ahead`, which is filled
     from `lines`, belong to it. Raises `csv.Error`.
 
     A line with an odd number of quotes opens a text that continues in the next lines, up to
-    `CELL_LINES`. None of them may look like a row, nor have a file name between commas: a forgotten
-    quote would swallow all rows up to the next one."""
+    `CELL_LINES`. None of them may look like a row, nor have a file name between delimiters: a
+    forgotten quote would swallow all rows up to the next one."""
     is_open = row.count('"') % 2
     more = 0
     while is_open and more < CELL_LINES and len(row) < LINE_LENGTH:
@@ -242,24 +244,24 @@ def _quoted_cells(
         line = ahead[more][1]
         closes = line.count('"') % 2
         inside = line.split('"')[0] if closes else line
-        if not line or inside.count(",") >= len(header) - 1:
+        if not line or inside.count(delimiter) >= len(header) - 1:
             break
         row += line
         is_open ^= closes
         more += 1
-    cells = next(csv.reader([row], strict=True))
-    if is_open or (more and not _is_whole(header, cells)):
+    cells = next(csv.reader([row], delimiter=delimiter, strict=True))
+    if is_open or (more and not _is_whole(header, cells, delimiter)):
         raise csv.Error("a quote is not closed")
     return cells, more
 
 
-def _is_whole(header: list[str], cells: list[str]) -> bool:
+def _is_whole(header: list[str], cells: list[str], delimiter: str) -> bool:
     """Whether cells of several lines are one row: only texts have line breaks, and no parts that
     are file names."""
     if len(cells) != len(header):
         return False
     for name, cell in zip(header, cells, strict=True):
-        parts = re.split(r"[,\r\n]", cell)
+        parts = re.split(rf"[{delimiter}\r\n]", cell)
         if not re.search(r"[\r\n]", cell):
             continue
         if name not in TEXT_KEYS or any(AUDIO_SUFFIX.search(part.strip(' "')) for part in parts):
@@ -302,8 +304,8 @@ def _find_header(first: str) -> tuple[list[str], str]:
     bars.)"""
     header: list[str] = []
     best = "|"
-    for delimiter in "|\t,":
-        quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+    for delimiter in f"|\t{QUOTED}":
+        quoting = csv.QUOTE_MINIMAL if delimiter in QUOTED else csv.QUOTE_NONE
         try:
             cells = next(csv.reader([first], delimiter=delimiter, quoting=quoting, strict=True), [])
         except csv.Error:

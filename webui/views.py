@@ -34,6 +34,8 @@ def download(path: str) -> str:
 
 def log(lines: str) -> str:
     """The lines of a log, which show the last one and can be scrolled."""
+    if not lines:
+        return ""
     content = html.escape(lines).replace("\n", "&#10;")
     return f'<div class="log" role="log" aria-label="Log" tabindex="0"><pre>{content}</pre></div>'
 

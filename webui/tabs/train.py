@@ -119,9 +119,7 @@ def _parts() -> Parts:
     planned = gr.Markdown(**HTML)
     use = gr.Button("Use these flags", visible=False)
     details = gr.Markdown(**HTML)
-    command = gr.Textbox(
-        label="Command", lines=3, interactive=False, buttons=["copy"], visible=False
-    )
+    command = gr.Textbox(label="Command", lines=3, interactive=False, visible=False)
     return Parts(
         gr.State({}), card, plan, planned, gr.State({}), use, details, name, show, command, start
     )
@@ -146,7 +144,7 @@ def _form(context: Context, settings: dict) -> Form:
     form = Form(recipe, [chosen, *_tier_and_size(recipe, settings, notes)], [])
 
     def add(options: list[Option]) -> None:
-        with gr.Row():
+        with gr.Row(elem_classes="options"):
             for option in options:
                 control = _control(context, option, values.get(option.name, ""), preset)
                 if not option.own:

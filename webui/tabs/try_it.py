@@ -382,4 +382,5 @@ def _held_out(context: Context, run: Run) -> str:
         rows.append([*texts, *(_player(context, path) if path else "" for path in sounds)])
     header = ["text", "speaker", "recording", "recording from its codes", "spoken by the model"]
     title = "Sentences that the run has not learned, spoken at its end"
-    return views.table(header, rows, title) if rows else ""
+    table = views.table(header, rows)
+    return f"<details><summary>{title}</summary>{table}</details>" if rows else ""

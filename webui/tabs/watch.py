@@ -106,7 +106,7 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
         _plots(shown),
         f"<div>{views.log(outputs.log(chosen.folder))}{whole}</div>",
         gr.Button(interactive=not is_over and state.word != "stopping"),
-        gr.Button(interactive=is_over and bool(chosen.settings)),
+        gr.Button(interactive=is_over and state.word != "finished" and bool(chosen.settings)),
         gr.Button(interactive=bool(chosen.settings)),
     )
 
