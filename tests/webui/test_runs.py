@@ -347,11 +347,15 @@ def test_the_template_survives_its_page_and_resumes(tmp_path):
     step = int(state.detail.split()[1])
     assert 1 <= step < 40 and state.detail == f"step {step} is saved"
     assert json.loads((run.folder / "ended.json").read_text())["status"] == 143
+    (run.folder / "ended.json").unlink()
+    assert progress.state(run) == state  # by its log
 
     recipe = catalogue._read_recipe(ROOT / "recipes" / "template.py", None)
     runs.resume(run, places, {"template": recipe})
     state = wait_for_state(run, "finished", "stopped", "failed", "killed")
     assert state.word == "finished" and "cer" in state.detail, outputs.log(run.folder)
+    (run.folder / "ended.json").unlink()
+    assert progress.state(run) == state
     assert f"(step {step})" in outputs.log(run.folder)
     rows = outputs.metrics(run.folder)
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(1, 41))
