@@ -24,7 +24,7 @@ import torchaudio
 from common.errors import DataError, RunError, UsageError
 from common.files import write_file
 from speech.columns import printable
-from speech.headers import END_TOLERANCE, UNKNOWN_LENGTH, file_fault, format_fault
+from speech.headers import END_TOLERANCE, FFMPEG_FORMATS, UNKNOWN_LENGTH, file_fault, format_fault
 
 SAMPLE_RATE = 16_000  # Hz, of every recogniser
 # Of the ratio of two sample rates: the size of the resampling filter is the product of its terms.
@@ -143,7 +143,8 @@ def _read_with_ffmpeg(
             path,
             f"cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)",
         )
-    command = ["ffmpeg", "-v", "error", "-nostdin", "-ss", f"{offset:f}", "-i", f"file:{path}"]
+    command = ["ffmpeg", "-v", "error", "-nostdin", *FFMPEG_FORMATS]
+    command += ["-ss", f"{offset:f}", "-i", f"file:{path}"]
     command += ["-t", f"{duration:f}"] if duration is not None else []
     command += ["-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"]
     try:

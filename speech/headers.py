@@ -28,6 +28,12 @@ UNENDED = "lacks an end-of-stream bit"
 UNCLOSED = 0x7FFF0000  # bytes: from this size on, a chunk's writer did not know its size
 THREADS = 16  # they wait for the disk or the network, not for the processor
 FFPROBE_SECONDS = 30  # to read a header
+# What ffmpeg may read. Its playlists (m3u8, ffconcat, sdp) would read other files, whatever their name.
+FFMPEG_FORMATS = (
+    "-format_whitelist",
+    "mov,matroska,asf,aac,amr,mp3,ogg,flac,wav,w64,aiff,au,caf,avi,flv,mpeg,mpegts,ac3,eac3,ape,"
+    "wv,tta,dts,rm,loas,gsm,sln,g722,tak,mpc,mpc8,dsf,spx,oma,voc,nistsphere",
+)
 MANY_FILES = 20_000  # reading more headers than this is announced
 
 
@@ -102,7 +108,7 @@ def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
     if not shutil.which("ffprobe"):
         return np.nan, "audio is unreadable (for libsndfile; ffmpeg with ffprobe is not installed)"
     command = "ffprobe -v error -show_entries format=duration -of csv=p=0".split()
-    command.append(f"file:{path}")
+    command += [*FFMPEG_FORMATS, f"file:{path}"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=FFPROBE_SECONDS)
         seconds = float(result.stdout)

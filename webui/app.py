@@ -211,6 +211,7 @@ def make_app(page, places, settings):
         path="/",
         footer_links=[],
         run_history=False,
+        show_error=False,  # of errors that nobody expects: gradio shows them as HTML
         allowed_paths=[],
         max_file_size="200mb",
         ssr_mode=False,

@@ -14,11 +14,11 @@ import os
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 # Gradio needs inline scripts and styles, pictures inside them, and addresses (blob:) of what is
@@ -182,11 +182,7 @@ class Guard:
         return not is_loopback(self.settings.host) and _is_address(name)
 
     def cookie_of(self, headers: Headers) -> str:
-        try:
-            cookies = SimpleCookie(headers.get("cookie", ""))
-        except CookieError:
-            return ""
-        return cookies[self.cookie].value if self.cookie in cookies else ""
+        return cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
 
     def welcome(self, content: str) -> Response:
         """Gives the cookie. No redirect: in a navigation that began on another site, a browser
@@ -246,30 +242,31 @@ class Guard:
             if refusal:
                 await refusal(scope, receive, send)
                 return
-            receive = _replayed(json.dumps(event).encode(), receive)
+            receive = _replayed(event, receive)
         await self.app(scope, receive, send)
 
-    def read_event(self, body: bytes | None) -> tuple[object, Response | None]:
-        """An event, and the answer if it is too large or has files that are not uploads. Gradio
+    def read_event(self, body: bytes | None) -> tuple[bytes, Response | None]:
+        """An event, and the answer if it is too large, or has files that are not uploads. Gradio
         would copy any file of this machine that an event names to where it can be read, and fetch
         addresses; it checks that only in pages that it launches itself."""
         if body is None:
-            return None, _refuse("this is too much for an event", 413)
+            return b"", _refuse("this is too much for an event", 413)
         try:
             event = json.loads(body)
-        except (ValueError, RecursionError):
-            return None, _refuse("an event is JSON", 400)
+            checked = json.dumps(event, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):  # half of a character, too, is no answer to gradio
+            return b"", _refuse("an event is JSON", 400)
         values = [event]
         while values:
             value = values.pop()
             if isinstance(value, dict):
                 path = value.get("path")
                 if isinstance(path, str) and not self.is_temporary(path):
-                    return None, _refuse("the file of this event is not an upload: choose it again")
+                    return b"", _refuse("the file of this event is not an upload: choose it again")
                 values += value.values()
             elif isinstance(value, list):
                 values += value
-        return event, None
+        return checked, None
 
     # --- uploads ---
 

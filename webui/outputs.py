@@ -2,6 +2,7 @@
 them, and its folder may come from elsewhere: of a file as much is read as a page shows."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -76,6 +77,8 @@ def _last_bytes(path: Path, size: int) -> bytes:
 
 def _open(path: Path):
     """A file for reading, not by a link to another place, and without waiting if it is a pipe."""
+    if os.path.realpath(path) != os.path.abspath(path):
+        raise OSError(errno.ELOOP, "it is a link")
     return open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb")
 
 

@@ -133,7 +133,9 @@ class Places:
     def _names(self, paths: Iterable[Path]) -> list[str]:
         names = set()  # one of the folders may be in the other
         for path in paths:
-            names.add(self.name(path))
+            with suppress(UnicodeEncodeError):  # not UTF-8, which no browser understands
+                str(path).encode()
+                names.add(self.name(path))
             if len(names) == CHOICES:
                 break
         return sorted(names)

@@ -150,7 +150,7 @@ def _last_numbers(run: Run) -> dict:
         if int(line["step"]) > now.get("step", -1):
             now["step"] = int(line["step"])
             for name, _, _, factor in NUMBERS:
-                if line[name]:
+                with contextlib.suppress(TypeError, ValueError):  # it is left out, or damaged
                     now[name] = float(line[name]) / factor
     return now
 

@@ -39,7 +39,6 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
 # run.json, as a schema of `records.mismatch`.
 SETTINGS = {"recipe": str, "tier?": str, "size?": str, "values?": dict}
 CONTENT = {"settings": SETTINGS, "words": [str], "created": (float, int), "device?": str}
-MOST_SECONDS = 1e11  # since 1970, which have a date
 START_SECONDS = 20.0  # until launch.py holds its lock, on a busy machine
 
 
@@ -98,8 +97,6 @@ def _read(runs: Path, name: str) -> Run | None:
     try:
         content = files.read_json(folder / launch.RUN)
         reason = records.mismatch(content, CONTENT, launch.RUN)
-        if not reason and not 0 < content["created"] < MOST_SECONDS:
-            reason = f"{launch.RUN}.created is {content['created']}, which is no time"
     except UsageError as error:
         reason = str(error)
     if reason:
@@ -112,9 +109,10 @@ def _read(runs: Path, name: str) -> Run | None:
 def _recipe_of(folder: Path) -> str:
     """The recipe that has saved the best weights in a folder, "" if it is not known."""
     try:
-        with safe_open(folder / outputs.CHECKPOINTS / "best.safetensors", framework="np") as file:
+        path = files.require_file(folder / outputs.CHECKPOINTS / "best.safetensors")
+        with safe_open(path, framework="np") as file:
             return (file.metadata() or {}).get("recipe", "")
-    except (OSError, SafetensorError):
+    except (UsageError, OSError, SafetensorError):
         return ""
 
 
@@ -229,6 +227,8 @@ def resume(run: Run, places: Places, recipes: dict[str, Recipe]) -> None:
         )
     if run.recipe not in recipes:
         raise UsageError(f"{run.name}: there is no recipe {run.recipe[:60]!r}")
+    for name in (outputs.CHECKPOINTS, "logs"):
+        places.inside(run.folder / name)  # a link could lead out
     made = commands.command(places, recipes[run.recipe], run.settings, run.folder)
     start(replace(run, words=commands.resumed(made.words)))
 

@@ -202,9 +202,10 @@ def history(places: Places, folder: Path) -> list[dict]:
     return rows[::-1]
 
 
-def keep_voice(model: Model, upload: Path) -> Path:
-    """A copy of an uploaded reference clip that stays with what it says. Raises `RunError`."""
-    folder = model.folder / VOICES
+def keep_voice(places: Places, model: Model, upload: Path) -> Path:
+    """A copy of an uploaded reference clip that stays with what it says. Raises `UsageError` and
+    `RunError`."""
+    folder = places.inside(model.folder / VOICES)
     name = hashlib.blake2b(upload.read_bytes(), digest_size=8).hexdigest()
     kept = folder / f"{name}{audio_suffix(upload)}"
     try:
@@ -221,7 +222,8 @@ def voices(places: Places, run: Run | None, spoken: Path) -> list[tuple[str, str
     clips that the run has learned from, all clips of the page's folders."""
     found = {}
     for path in sorted((spoken / VOICES).glob("*")):
-        found[str(path)] = f"uploaded: {path.name}"
+        with suppress(UsageError):  # a link that leads out
+            found[str(places.file(path))] = f"uploaded: {path.name}"
     if run:
         for path, speaker, text in islice(_training_clips(places, run), MOST_CLIPS):
             found[path] = ": ".join(filter(None, ("training", speaker, text[:60])))

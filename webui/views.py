@@ -6,14 +6,27 @@ end the HTML in Markdown."""
 
 import html
 import math
+import time
 from urllib.parse import urlencode
 
 import jiwer
 
 
 def text(value) -> str:
-    """A text as HTML in one line."""
-    return html.escape(" ".join(str(value).split()))
+    """A text as HTML in one line. A name that is not UTF-8 gets question marks."""
+    return _escaped(" ".join(str(value).split()))
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text.encode("utf-8", "replace").decode())
+
+
+def moment(seconds) -> str:
+    """A time since 1970 as date and time here; "" if it is none."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (TypeError, ValueError, OverflowError, OSError):
+        return ""
 
 
 def player(path: str, offset: float = 0.0, seconds: float | None = None) -> str:
@@ -36,7 +49,7 @@ def log(lines: str) -> str:
     """The lines of a log, which show the last one and can be scrolled."""
     if not lines:
         return ""
-    content = html.escape(lines).replace("\n", "&#10;")
+    content = _escaped(lines).replace("\n", "&#10;")
     return f'<div class="log" role="log" aria-label="Log" tabindex="0"><pre>{content}</pre></div>'
 
 
@@ -85,12 +98,14 @@ def difference(reference: str, hypothesis: str) -> str:
 WIDTH, HEIGHT = 480, 240  # of a plot, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 24, 34  # its margins
 MOST_POINTS = 400  # of a line
+LARGEST = 1e100  # number that is drawn
 STYLES = ("", "6 3", "2 3", "8 3 2 3")  # dashes, so that lines are told apart without colours
 Points = list[tuple[float, float]]
 
 
 def curves(title: str, lines: dict[str, Points], x_label: str = "updates") -> str:
-    """A plot of several lines as SVG. Points that are not finite are left out."""
+    """A plot of several lines as SVG. Points that are not finite, or above LARGEST,
+    are left out."""
     lines = {name: _finite(points) for name, points in lines.items()}
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
@@ -133,8 +148,8 @@ def curves(title: str, lines: dict[str, Points], x_label: str = "updates") -> st
 
 
 def _finite(points: Points) -> Points:
-    """At most MOST_POINTS of the finite points, the last one among them."""
-    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    """At most MOST_POINTS of the points below LARGEST, the last one among them."""
+    finite = [(x, y) for x, y in points if abs(x) < LARGEST and abs(y) < LARGEST]
     step = math.ceil(len(finite) / MOST_POINTS)
     return finite[::-1][:: max(1, step)][::-1]
 

@@ -411,8 +411,6 @@ def test_the_newest_run_is_first(folder):
         '{"settings": {"recipe": "x"}, "words": [1], "created": 1}',
         '{"settings": {"recipe": "x"}, "words": "ls", "created": 1}',
         '{"settings": {"recipe": "x"}, "words": [], "created": "now"}',
-        '{"settings": {"recipe": "x"}, "words": [], "created": 1e999}',
-        '{"settings": {"recipe": "x"}, "words": [], "created": NaN}',
         b"\xff",
     ],
 )

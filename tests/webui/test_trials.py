@@ -177,8 +177,8 @@ def test_voices_are_uploads_training_clips_and_the_data(places, run, model, wav,
     rows = ["audio_file|text|speaker_name", f"{tmp_path / 'outside.wav'}|x|abebe"]
     rows += [f"{name}.wav|ሰላም {name}|abebe" for name in "dcba"] + ["e.wav|ቡና|sara"]
     (places.data / "train.csv").write_text("\n".join(rows) + "\n")
-    kept = trials.keep_voice(model, Path(wav(tmp_path / "mine.wav", 0.3)))
-    assert kept == trials.keep_voice(model, tmp_path / "mine.wav")
+    kept = trials.keep_voice(places, model, Path(wav(tmp_path / "mine.wav", 0.3)))
+    assert kept == trials.keep_voice(places, model, tmp_path / "mine.wav")
     choices = trials.voices(places, run, model.folder)
     assert [label for label, _ in choices] == [
         f"uploaded: {kept.name}",

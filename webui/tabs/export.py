@@ -117,6 +117,7 @@ def _names(recipe: Recipe) -> set[str]:
 def _folders(run: Run) -> list[Path]:
     """The exports of a run, the newest first."""
     found = [path for path in run.folder.glob("export-*") if path.name[7:].isdecimal()]
+    found = [path for path in found if not path.is_symlink()]
     return sorted(found, key=lambda path: -int(path.name[7:]))
 
 

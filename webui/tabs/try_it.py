@@ -1,6 +1,5 @@
 """The Try tab: what a trained or released model hears or says."""
 
-import time
 from dataclasses import dataclass
 
 import gradio as gr
@@ -202,7 +201,9 @@ def _speaking(context: Context, choice: Choice) -> list:
         _, _, model = _model(context, chosen)
         words = _words(context, model, chosen)
         if dropped:
-            voice = trials.keep_voice(model, trials.checked_audio(dropped, "reference clip"))
+            voice = trials.keep_voice(
+                context.places, model, trials.checked_audio(dropped, "reference clip")
+            )
         elif named:
             voice = trials.checked_audio(str(context.places.file(named)), "reference clip")
         else:
@@ -365,7 +366,7 @@ def _spoken(path: str) -> str:
 def _history(context: Context, model: Model) -> str:
     rows = []
     for row in trials.history(context.places, model.folder)[:SAID]:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.get("time", 0)))
+        when = views.moment(row.get("time"))
         how = f"temperature {row.get('temperature')}, seed {row.get('seed')}, {when}"
         voice = str(row.get("voice", "")).rsplit("/", 1)[-1]
         cells = [views.text(row.get(name, "")) for name in ("text", "model")]

@@ -1,7 +1,5 @@
 """The Runs tab: the list of runs, and what is known of one or two of them while they train."""
 
-import time
-
 import gradio as gr
 
 from common.errors import UsageError
@@ -113,7 +111,7 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
 
 def _row(run: Run) -> list[str]:
     state = progress.state(run)
-    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
+    began = views.moment(run.created)
     return [views.text(each) for each in (run.name, run.recipe, state.word, state.detail, began)]
 
 
