@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -378,6 +379,26 @@ def test_formats_that_libsndfile_does_not_know_are_decoded_by_ffmpeg(tmp_path, f
         and arguments[arguments.index("-ac") + 1] == "1"
     )
 
+    assert "mov" in arguments[arguments.index("-format_whitelist") + 1].split(",")
+
+
+@pytest.mark.skipif(not shutil.which("ffmpeg"), reason="ffmpeg is not installed")
+@pytest.mark.parametrize(
+    "playlist",
+    [
+        "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n#EXT-X-ENDLIST\n",
+        "ffconcat version 1.0\nfile {}\n",
+    ],
+)
+def test_no_playlist_reads_another_file(tmp_path, playlist):
+    other = tmp_path / "other.ts"
+    subprocess.run(["ffmpeg", "-v", "error", "-f", "lavfi", "-i", "sine=d=1", other], check=True)
+    assert len(audio.read_audio(str(other), 16_000)) > 15_000
+    (tmp_path / "a.m4a").write_text(playlist.format(other.name))
+    assert headers.probe(str(tmp_path / "a.m4a"))[1]
+    with pytest.raises(audio.BadAudio, match="not on whitelist"):
+        audio.read_audio(str(tmp_path / "a.m4a"), 16_000)
+
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_audio_about_which_ffmpeg_complains_is_not_used(tmp_path, false_ffmpeg, status):
@@ -401,6 +422,7 @@ def test_ffmpeg_that_hangs_or_cannot_start_is_named(tmp_path, false_ffmpeg, monk
     with pytest.raises(audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: .*timed out"):
         audio.read_audio(str(path), 16_000)
     (tmp_path / "bin" / "ffmpeg").write_bytes(b"\x7fELF")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # or the next ffmpeg would be tried
     with pytest.raises(
         audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: Exec format error"
     ):

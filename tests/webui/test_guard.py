@@ -170,6 +170,11 @@ def test_a_wrong_cookie_is_none(stranger, server):
     one_line(upload(stranger, 1), 403)
 
 
+def test_cookies_of_other_programs_do_not_hide_ours(stranger, server):
+    cookie = f'other={{"a": 1}}; =; b="; speech_page_{server.port}={TOKEN}'
+    assert stranger.get("/", headers={"Cookie": cookie}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "host",
     "example.com example.com:{port} 127.0.0.1 127.0.0.1:1 10.0.0.1:{port} [::2]:{port} {port}"
@@ -483,7 +488,8 @@ def test_an_event_that_names_two_paths_is_read_once(user, server):
 def test_events_that_are_no_json_or_too_large(user, monkeypatch):
     headers = {"Content-Type": "application/json"}
     address = "/gradio_api/queue/join"
-    for body in (b"", b"{", b"\xff\xfe", b"[" * 100_000):
+    half = b'{"data": ["\\ud800"], "fn_index": 0, "session_hash": "s"}'
+    for body in (b"", b"{", b"\xff\xfe", b"[" * 100_000, half):
         one_line(user.post(address, content=body, headers=headers), 400)
     monkeypatch.setattr(guard, "EVENT_BYTES", 1000)
     assert "too much" in one_line(user.post(address, json={"data": "x" * 1000}), 413)

@@ -112,6 +112,10 @@ def test_what_can_be_chosen(here, json_lines, wav):
     (here.data / ".hidden/train.csv").write_text("audio_file,text\na.wav,one\n")
     assert here.manifests() == ["a/train.jsonl", "cv/train.tsv", "lj/metadata.csv"]
     assert here.manifests("cv") == ["cv/train.tsv"]
+    for name in (b"caf\xe9.csv", b"caf\xe9.wav"):  # no browser could be told this name
+        (here.data / os.fsdecode(name)).write_text("audio_file,text\na,b\n")
+    assert here.manifests() == ["a/train.jsonl", "cv/train.tsv", "lj/metadata.csv"]
+    assert here.clips() == []
     (here.data / "whisper").mkdir()
     (here.data / "whisper/config.json").write_text("{}")
     (here.data / "whisper/model.safetensors").write_text("")

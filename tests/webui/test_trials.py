@@ -189,6 +189,15 @@ def test_voices_are_uploads_training_clips_and_the_data(places, run, model, wav,
     assert all(places.file(path) for _, path in choices)
 
 
+def test_no_link_leads_a_voice_out(places, model, wav, tmp_path):
+    clip = Path(wav(tmp_path / "mine.wav", 0.3))
+    model.folder.mkdir()
+    (model.folder / trials.VOICES).symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="outside"):
+        trials.keep_voice(places, model, clip)
+    assert trials.voices(places, None, model.folder) == []
+
+
 def test_sentences_that_a_run_has_spoken(places, run):
     (run.folder / "speech").mkdir()
     for kind in trials.KINDS:
