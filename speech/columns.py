@@ -184,32 +184,38 @@ def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, stri
 
 
 def describe_utterances(corpora: "Iterable[Corpus]") -> str:
-    """Tables of the utterances of all `corpora` together, one line each: minutes by speaker and by
-    language, as far as rows name them, and a histogram of lengths."""
+    """Tables of the utterances of all `corpora` together: minutes by speaker and by language, as far
+    as rows name them, and how many utterances have which length."""
     corpora = list(corpora)
     lines = []
     for what in ("speaker", "language"):
         totals: Counter[str] = Counter()
         for corpus in corpora:
             totals.update(corpus.seconds_by(getattr(corpus, f"{what}s")))
-        if not any(totals):
-            continue
-        lines.append(f"minutes by {what}:")
-        ranked = totals.most_common()
-        for name, seconds in ranked[:MOST_NAMES]:
-            name = printable(name)[:NAME_LENGTH] or f"(no {what} given)"
-            lines.append(f"  {seconds / 60:7.1f}  {name}")
-        if len(ranked) > MOST_NAMES:
-            rest = sum(seconds for _, seconds in ranked[MOST_NAMES:])
-            lines.append(f"  {rest / 60:7.1f}  ({len(ranked) - MOST_NAMES} more)")
-    lines.append("utterances by length:")
+        if any(totals):
+            lines += [f"minutes by {what}:", *_minutes(totals, f"(no {what} given)")]
     seconds = np.concatenate([corpus.seconds for corpus in corpora])
+    return "\n".join([*lines, "utterances by length:", *_histogram(seconds)])
+
+
+def _minutes(totals: Counter[str], nameless: str) -> list[str]:
+    """The names with the most seconds, a line each, and one for the sum of the others."""
+    ranked = totals.most_common()
+    rows = [(seconds, printable(name)[:NAME_LENGTH]) for name, seconds in ranked[:MOST_NAMES]]
+    if others := ranked[MOST_NAMES:]:
+        rows.append((sum(seconds for _, seconds in others), f"({len(others)} more)"))
+    return [f"  {seconds / 60:7.1f}  {name or nameless}" for seconds, name in rows]
+
+
+def _histogram(seconds: np.ndarray) -> list[str]:
+    """A line for each bin, from the first one that is not empty."""
     width = next(width for width in BIN_WIDTHS if seconds.max() < MOST_BINS * width)
     bins = np.bincount((seconds / width + 1e-9).astype(np.int64)).tolist()
-    for number, count in enumerate(bins):
-        if any(bins[: number + 1]):
-            lines.append(f"  {count:7}  {number * width:g} to {(number + 1) * width:g} s")
-    return "\n".join(lines)
+    first = next(number for number, count in enumerate(bins) if count)
+    return [
+        f"  {bins[number]:7}  {number * width:g} to {(number + 1) * width:g} s"
+        for number in range(first, len(bins))
+    ]
 
 
 @dataclass

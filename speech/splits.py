@@ -343,6 +343,7 @@ def report_checked(sets: dict[str, Corpus]) -> None:
 
 
 def say_checked(sets: dict[str, Corpus]) -> None:
+    """Prints what there is to train on and to evaluate on."""
     print(describe_utterances(sets.values()))
     counts = ", ".join(f"{len(corpus)} utterances in {name}" for name, corpus in sets.items())
     print(f"checked: {counts} can be used")

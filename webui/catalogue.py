@@ -44,7 +44,6 @@ class Option:
 
     name: str
     flag: str
-    flags: tuple[str, ...]  # with the ones for other values, and other names
     group: str
     help: str
     default: str
@@ -111,6 +110,7 @@ def find_recipes(folder: Path = ROOT / "recipes") -> dict[str, Recipe]:
 
 
 def _read_recipe(file: Path, script: Path | None) -> Recipe:
+    """Imports a recipe from its file."""
     name = f"{__name__}.{file.stem}"
     try:
         specification = importlib.util.spec_from_file_location(name, file)
@@ -180,6 +180,7 @@ def run_script(script: Path, *words: str) -> tuple[int, str, str]:
 
 
 def _options(parser: options.Parser) -> Iterator[Option]:
+    """All options of a parser but --help, in the order of its groups."""
     by_name: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
         if action.option_strings and not isinstance(action, argparse._HelpAction):
@@ -202,6 +203,7 @@ def _main(actions: list[argparse.Action]) -> argparse.Action | None:
 def _option(
     parser: options.Parser, group: str, main: argparse.Action, actions: list[argparse.Action]
 ) -> Option:
+    """The option of all `actions` of one name; `main` is the one whose flag takes its value."""
     several = (isinstance(main.nargs, int) and main.nargs > 1) or main.nargs in ("+", "*")
     choices = [str(choice) for choice in main.choices or ()]
     switches = {}
@@ -220,7 +222,6 @@ def _option(
     return Option(
         name=main.dest,
         flag=main.option_strings[0],
-        flags=tuple(flag for action in actions for flag in action.option_strings),
         group=group,
         help="; ".join(text for text in helps if text),
         default="" if main.dest in parser.commands else _default(helps[0], main.default),

@@ -189,7 +189,8 @@ def _ended(run: Run) -> State:
 
 
 def _status_in(text: str) -> int | None:
-    """The exit status by the last lines of a log; None if the run was killed."""
+    """The exit status by the last lines of a log, as `common.loop` and `common.errors` print them;
+    None if the run was killed."""
     lines = [line for line in text.split("\n") if line.strip()][-3:]
     if lines[-1].startswith("stopped by "):
         return STOPPED[0]

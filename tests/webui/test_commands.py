@@ -1,11 +1,10 @@
-"""The recipes as the page sees them, and the commands that it makes."""
+"""The commands that the page makes of a form's values."""
 
 import contextlib
 import io
 import random
 import re
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
@@ -53,121 +52,6 @@ def places(tmp_path) -> Places:
 
 def words_of(places: Places, recipe: catalogue.Recipe, name: str, text: str) -> list[str]:
     return commands.words_of(places, recipe.option(name), text, places.runs / "new")
-
-
-def plain(text: str) -> str:
-    return " ".join(text.split())
-
-
-# --- options --------------------------------------------------------------------------------------
-
-
-def test_all_recipes_are_found():
-    files = {file.stem for file in (catalogue.ROOT / "recipes").glob("*.py")}
-    assert set(RECIPES) == files - {"template"}
-    for recipe in RECIPES.values():
-        assert not recipe.fault
-        assert recipe.script and recipe.page and recipe.title
-        assert "cpu" in recipe.tiers and recipe.sizes and "dry_run" in recipe.commands
-        assert len(recipe.first) == 10
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_flag_is_an_option_with_its_own_help(name):
-    recipe = RECIPES[name]
-    printed = plain(recipe.parser.format_help())
-    flags = set(re.findall(r"--\w+", recipe.parser.format_usage()))
-    assert len(flags) > 60
-    of_options = [flag for option in recipe.options for flag in option.flags]
-    assert flags <= set(of_options)
-    assert len(of_options) == len(set(of_options))
-    for option in recipe.options:
-        assert f"{option.group}:" in printed
-        for part in re.split(r"; --\w+: ", option.help):
-            assert part and part in printed
-        if option.default:
-            assert option.default in printed
-
-
-def test_options_of_one_name_are_one():
-    option = RECIPES["xtts_amharic"].option("mixed_precision")
-    assert option.flag == "--mixed_precision"
-    assert option.choices == ("", "auto", "fp16", "bf16", "no")
-    assert "--bf16" in option.help and "fp32 throughout" in option.help
-    option = RECIPES["xtts_amharic"].option("train_manifest")
-    assert option.flag == "--train_manifest" and "--train_csv" in option.flags
-    assert "another name" not in option.help
-
-
-def test_defaults_are_those_of_the_help():
-    recipe = RECIPES["xtts_amharic"]
-    expected = {
-        "keep_last": "2",
-        "max_duration": "11.6",
-        "learning_rate": "5e-6 for released weights, 2e-3 from scratch",
-        "tf32": "on",
-        "allow_unknown": "off",
-        "max_steps": "",
-        "evaluate": "",
-    }
-    assert {name: recipe.option(name).default for name in expected} == expected
-    assert "5 %" in recipe.option("allow_unknown").help and "%%" not in str(recipe.options)
-
-
-def copied(tmp_path: Path, script: bool) -> catalogue.Recipe:
-    """A recipe that a user has made of the template, in a project of its own."""
-    (tmp_path / "recipes").mkdir()
-    shutil.copy(catalogue.ROOT / "recipes" / "template.py", tmp_path / "recipes" / "mine.py")
-    if script:
-        text = (catalogue.ROOT / "run_training_memory_optimized.sh").read_text()
-        text = re.sub(r"^\* .*\n", "", text, flags=re.MULTILINE)
-        text = text.replace("konkani_conformer", "mine")
-        (tmp_path / "run_mine.sh").write_text(text)
-        (tmp_path / "common").mkdir()
-        shutil.copy(catalogue.ROOT / "common" / "env.sh", tmp_path / "common")
-    return catalogue.find_recipes(tmp_path / "recipes")["mine"]
-
-
-@pytest.mark.parametrize("script", [False, True])
-def test_a_copied_recipe_appears(places, tmp_path, script):
-    recipe = copied(tmp_path, script)
-    assert not recipe.fault
-    assert recipe.title == (
-        "The smallest complete recipe: a recogniser of characters by CTC, to copy and adapt"
-    )
-    assert recipe.option("dropout").default == "0.1"
-    settings = {"values": {"train_manifest": "train.csv", "dropout": "0.2"}}
-    if not script:
-        with pytest.raises(UsageError, match="mine has no tier '8gb'"):
-            commands.command(places, recipe, {"tier": "8gb"}, places.runs / "new")
-    else:
-        assert recipe.tiers[0] == "4gb" and recipe.script.name == "run_mine.sh"
-        settings |= {"tier": "t4"}
-    made = commands.command(places, recipe, settings, places.runs / "new")
-    own = [
-        f"--output_dir={places.runs / 'new'}",
-        f"--train_manifest={places.data / 'train.csv'}",
-        "--dropout=0.2",
-    ]
-    assert made.words[:2] == [sys.executable, str(recipe.file)]
-    assert made.words[-3:] == own
-    preset = "--mixed_precision --batch_size 2 --gradient_accumulation_steps 4"
-    assert shlex.join(made.words[2:-3]).startswith(preset if script else "")
-    assert bool(made.words[2:-3]) is script
-
-
-def test_a_recipe_that_cannot_be_imported_has_a_fault(tmp_path):
-    (tmp_path / "half.py").write_text("def add_arguments(:\n")
-    (tmp_path / "other.py").write_text('"""Something else."""\n')
-    (tmp_path / "ends.py").write_text("raise SystemExit(3)\n")
-    found = catalogue.find_recipes(tmp_path)
-    assert (
-        found["half"].fault
-        == "half.py cannot be used: SyntaxError: invalid syntax (half.py, line 1)"
-    )
-    assert "add_arguments" in found["other"].fault and found["ends"].fault
-    with pytest.raises(UsageError, match=r"half\.py cannot be used"):
-        commands.command(None, found["half"], {}, tmp_path)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -335,12 +219,14 @@ def test_a_resumed_command_continues_its_own_checkpoints(places):
     values = {"init_from": "other/best.safetensors", "max_steps": "5"}
     made = commands.command(places, recipe, {"values": values}, places.runs / "new")
     assert commands.resumed(made.words) == made.words  # nothing is saved
+    left_out = f"--init_from={places.data / 'other/best.safetensors'}"
+    without = [word for word in made.words if word != left_out]
+    # A stage before the training may have saved something.
+    assert commands.resumed(without) == [*without, "--resume=auto"]
     checkpoint = places.runs / "new" / "checkpoints" / "checkpoint_step_00000002.pt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
-    left_out = f"--init_from={places.data / 'other/best.safetensors'}"
-    expected = [word for word in made.words if word != left_out]
-    assert commands.resumed(made.words) == [*expected, "--resume=auto"]
+    assert commands.resumed(made.words) == [*without, "--resume=auto"]
     made = commands.command(places, recipe, {}, places.runs / "new")  # has --resume auto
     place = made.words.index("--resume")
     expected = [*made.words[:place], *made.words[place + 2 :], "--resume=auto"]
@@ -355,69 +241,6 @@ def test_a_short_command_is_run_to_its_end():
     endless = "import subprocess; subprocess.run(['sleep', '100'])"
     with pytest.raises(Failure, match="it took more than 1 s and was ended"):
         commands.ask([sys.executable, "-c", endless], 1)
-
-
-# --- plans ----------------------------------------------------------------------------------------
-
-
-def planned(recipe: catalogue.Recipe, capsys, *flags: str) -> plans.Verdict:
-    """What the page reads of the --dry_run of a recipe."""
-    module = sys.modules[recipe.resolve.__module__]
-    with contextlib.suppress(SystemExit):
-        module.exit_with_one_line(lambda: module.main(recipe.parser.parse_args(list(flags))))
-    captured = capsys.readouterr()
-    return plans.verdict(recipe, captured.out + captured.err)
-
-
-def test_verdicts_are_those_of_a_dry_run(tmp_path, capsys):
-    recipe = copied(tmp_path, False)
-    size = ["--batch_size", "8", "--output_dir", str(tmp_path)]
-    fits = planned(recipe, capsys, *size, "--dry_run", "24gb")
-    assert (fits.word, fits.after, fits.flags) == ("fits", "", {})
-    memory = dict(fits.memory)
-    assert memory["24gb"] == "22.00 GiB" and {"weights", "activations", "total", "left"} <= set(
-        memory
-    )
-    assert any(line.startswith("Peak: ") for line in fits.lines)
-    assert fits.lines[-1].endswith("hence the margin")
-
-    helped = planned(recipe, capsys, *size, "--dry_run", "0.7")
-    assert (helped.word, helped.after) == ("does not fit", "fits")
-    assert helped.flags.keys() >= {"batch_size", "gradient_accumulation_steps"}
-    assert int(helped.flags["batch_size"]) * int(helped.flags["gradient_accumulation_steps"]) == 32
-    words = [f"--{name}={value}" for name, value in helped.flags.items()]
-    assert planned(recipe, capsys, *size, *words, "--dry_run", "0.7").word == "fits"
-
-    nothing = planned(recipe, capsys, *size, "--dry_run", "0.5")
-    assert (nothing.word, nothing.after, nothing.flags) == ("does not fit", "does not fit", {})
-    assert any("take a smaller model" in line for line in nothing.advice)
-    assert not fits.advice
-
-    with pytest.raises(UsageError, match="--dry_run: 'tomato' is not a GPU"):
-        planned(recipe, capsys, *size, "--dry_run", "tomato")
-
-
-@pytest.mark.parametrize(
-    "flags, values",
-    [
-        ("--use_cpu_offload", {"use_cpu_offload": "states"}),
-        (
-            "--optimizer adamw --use_cpu_offload gradients",
-            {"optimizer": "adamw", "use_cpu_offload": "gradients"},
-        ),
-        ("--gradient_checkpointing", {"gradient_checkpointing": "on"}),
-        ("--freeze_encoder", {"freeze_encoder": "on"}),
-        ("--no_tf32 --batch_size 1", {"tf32": "off", "batch_size": "1"}),
-    ],
-)
-def test_flags_of_the_advice_are_values_of_a_form(flags, values):
-    text = f"Verdict: does not fit (it ...)\n  {flags}: 1.20 GiB less\n"
-    text += "Peak with these flags: 7.00 GiB of 8.00 GiB (8gb): tight"
-    assert plans.verdict(RECIPES["whisper_morse"], text).flags == values
-
-
-def test_cards_are_those_of_the_plans():
-    assert {"4gb", "t4", "a100", "RTX 3060"} <= set(plans.cards())
 
 
 def test_nothing_of_the_page_is_imported():

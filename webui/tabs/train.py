@@ -102,7 +102,7 @@ def _parts() -> Parts:
             [*cards, *((name, name) for name in plans.cards())],
             value="" if here else "8gb",
             label="GPU to predict for",
-            info="a name, or gigabytes of memory such as 10GB",
+            info="a name, or gigabytes such as 10GB; choose a tier, too, if it is none itself",
             allow_custom_value=True,
             **LIVE,
         )
