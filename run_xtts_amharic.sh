@@ -6,7 +6,7 @@
 #   GPUS=2 ./run_xtts_amharic.sh ...    trains on two GPUs, with the same update; also 4 and 8
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu. An A100 with 40 GB takes 24gb.
 # SIZE: demo (default), full (default with --model_dir, --train_manifest, --train_csv,
-# --from_scratch or --init_from). With --from_scratch, full has random weights.
+# --from_scratch or --init_from). With --from_scratch, or without data, full has random weights.
 # DATA: auto (default: by the hours of speech in --train_csv or --train_manifest), small_data (under
 # 2 h), medium_data (under 20 h), large_data.
 # An update is 240 utterances in every tier, 48 with medium_data, 16 with small_data and in the demo.
@@ -46,8 +46,8 @@ size_or_demo full --model_dir --train_manifest --train_csv --from_scratch --init
 pick_row
 if [ "$size" = demo ] && ! given --resume; then
   flags+=(--from_scratch --model_size demo --dropout 0.05)
-elif is_new_model && given --from_scratch; then
-  flags+=(--model_size full)
+elif is_new_model && { given --from_scratch || ! given "${recorded[@]}" --init_from; }; then
+  flags+=(--from_scratch --model_size full)
 fi
 resume_unless_given
 run xtts_amharic
