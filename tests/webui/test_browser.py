@@ -110,7 +110,6 @@ def page(browser, servers):
     page.goto(servers[-1].address)
     page.set_default_timeout(WAIT)
     yield page
-    picture(page, "last")
     context.close()
     assert not foreign and not problems, (foreign, problems)
 
@@ -261,6 +260,7 @@ def test_speech_and_an_export(page, whisper):
     tab(page, "Export")
     press(page, "Export")
     see(page, re.compile("the model has no vocoder"))
+    page.locator(".toast-close").click()
     assert whisper.wait(WAIT / 1000) == 0
     tab(page, "Runs")
     tab(page, "Export")
