@@ -111,12 +111,16 @@ class Places:
         return self._names(path for path in tables if _is_manifest(path))
 
     def models(self) -> list[str]:
-        """Folders and files with weights, to choose from."""
+        """Folders and files of released models and exports, to choose from. The weights of runs are
+        chosen by their run."""
         found = {}
         for path in self._below([self.data, self.runs]):
-            if path.suffix.lower() in MODEL_SUFFIXES:
-                if (path.parent / "config.json").is_file():
-                    found[path.parent] = True
+            is_of_run = path.is_relative_to(self.runs) and path.parent.name == "checkpoints"
+            if path.suffix.lower() not in MODEL_SUFFIXES or is_of_run:
+                continue
+            if (path.parent / "config.json").is_file():
+                found[path.parent] = True
+            elif path.suffix.lower() != ".safetensors":  # which no recipe reads without its folder
                 found[path] = True
         return self._names(found)
 
