@@ -184,8 +184,8 @@ def report_rejections(name: str, seconds: np.ndarray, rejected: Rejections, stri
 
 
 def describe_utterances(corpora: "Iterable[Corpus]") -> str:
-    """Tables of the utterances of all `corpora` together: minutes by speaker and by language, as far
-    as rows name them, and how many utterances have which length."""
+    """Tables of the utterances of all `corpora` together: minutes by speaker and by language, as
+    far as rows name them, and how many utterances have which length."""
     corpora = list(corpora)
     lines = []
     for what in ("speaker", "language"):

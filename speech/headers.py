@@ -28,7 +28,8 @@ UNENDED = "lacks an end-of-stream bit"
 UNCLOSED = 0x7FFF0000  # bytes: from this size on, a chunk's writer did not know its size
 THREADS = 16  # they wait for the disk or the network, not for the processor
 FFPROBE_SECONDS = 30  # to read a header
-# What ffmpeg may read. Its playlists (m3u8, ffconcat, sdp) would read other files, whatever their name.
+# What ffmpeg may read. Its playlists (m3u8, ffconcat, sdp) would read other files, whatever their
+# name.
 FFMPEG_FORMATS = (
     "-format_whitelist",
     "mov,matroska,asf,aac,amr,mp3,ogg,flac,wav,w64,aiff,au,caf,avi,flv,mpeg,mpegts,ac3,eac3,ape,"

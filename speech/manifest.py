@@ -430,8 +430,8 @@ def _first(row: dict, keys: Sequence[str]):
 
 
 def row_fields(row, needs: str) -> Fields:
-    """The fields of a row. `needs`: "text" or "label" if it must have one, or "". Raises `ValueError`
-    that says what is wrong with the row."""
+    """The fields of a row. `needs`: "text" or "label" if it must have one, or "". Raises
+    `ValueError` that says what is wrong with the row."""
     if not isinstance(row, dict):
         raise ValueError("line is not an object")
     audio = _first(row, AUDIO_KEYS)

@@ -40,8 +40,8 @@ ENVIRONMENT = {
 }
 TITLE = "Speech recipes"
 STYLE = Path(__file__).with_name("style.css")
-# Gradio 6.31 leaves the list of a dropdown open that is left with the Tab key: it sees the key after
-# the list is closed, and opens it again.
+# Gradio 6.31 leaves the list of a dropdown open that is left with the Tab key: it sees the key
+# after the list is closed, and opens it again.
 HEAD = """<script>addEventListener("keydown", (event) => {
   if (event.key === "Tab" && event.target.role === "combobox") event.stopImmediatePropagation()
 }, true)</script>"""
@@ -273,13 +273,13 @@ def addresses(settings) -> list[str]:
     lines = [f"http://{host}:{port}/?token={token}"]
     if "COLAB_RELEASE_TAG" in os.environ:
         lines.append(
-            "Colab: run this in a cell and open the address in a tab of its own: from "
+            "Colab: run this in a cell and open the address in a new tab: from "
             "google.colab.output import eval_js; "
             f"print(eval_js('google.colab.kernel.proxyPort({port})') + '?token={token}')"
         )
     elif "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
         lines.append(
-            "Kaggle: run this in a cell and open the address in a tab of its own: from "
+            "Kaggle: run this in a cell and open the address in a new tab: from "
             "jupyter_server.serverapp import list_running_servers; "
             "print('https://kkb-production.jupyter-proxy.kaggle.net' + "
             f"next(list_running_servers())['base_url'] + 'proxy/{port}/?token={token}')"

@@ -1,5 +1,5 @@
-"""The recipes as the page knows them: their options, with groups, help and choices, and the tiers and
-sizes of their preset scripts. All of it is read from the recipes and scripts themselves."""
+"""The recipes as the page knows them: their options, with groups, help and choices, and the tiers
+and sizes of their preset scripts. All of it is read from the recipes and scripts themselves."""
 
 import argparse
 import importlib.util
@@ -38,9 +38,9 @@ SWITCHES = (options.OnOff, argparse.BooleanOptionalAction)
 @dataclass(frozen=True)
 class Option:
     """An option of a recipe: all flags with one meaning. `flag` takes a value; `switches` are the
-    values, such as "on", that are a flag without one. `default` is a text for people. `is_path`: some
-    of its words are paths. `several`: its value has several words, quoted as in a shell. `own`: why
-    only the page sets it, or ""."""
+    values, such as "on", that are a flag without one. `default` is a text for people. `is_path`:
+    some of its words are paths. `several`: its value has several words, quoted as in a shell.
+    `own`: why only the page sets it, or ""."""
 
     name: str
     flag: str
@@ -94,7 +94,7 @@ class Parser(options.Parser):
         raise UsageError(self.explained(message))
 
 
-# --- recipes and their scripts ---------------------------------------------------------------------
+# --- recipes and their scripts --------------------------------------------------------------------
 
 
 def find_recipes(folder: Path = ROOT / "recipes") -> dict[str, Recipe]:
@@ -176,7 +176,7 @@ def run_script(script: Path, *words: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-# --- options ---------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def _options(parser: options.Parser) -> Iterator[Option]:

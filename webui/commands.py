@@ -34,11 +34,12 @@ class Command:
 def command(
     places: Places, recipe: Recipe, settings: dict, folder: Path, card: str | None = None
 ) -> Command:
-    """The command that `settings` ask for, {"tier", "size", "values": {option name: text}}, with its
-    output in `folder`. With a `card` it is that of a plan for this card, or for the computer's own
-    ("").
+    """The command that `settings` ask for, {"tier", "size", "values": {option name: text}}, with
+    its output in `folder`. With a `card` it is that of a plan for this card, or for the computer's
+    own ("").
 
-    Raises `UsageError` for values that the recipe does not take, and for paths outside of `places`."""
+    Raises `UsageError` for values that the recipe does not take, and for paths outside of
+    `places`."""
     flags = _flags(places, recipe, settings, folder)
     if card is not None:
         flags.append(f"--dry_run={_checked('--dry_run', card)}" if card else "--dry_run")
@@ -115,7 +116,8 @@ def _path(places: Places, option: Option, word: str, folder: Path) -> str:
 
 
 def _text(places: Places, word: str) -> str:
-    """A word that is not a path. A recipe may read the file that it names, so this must be inside."""
+    """A word that is not a path. A recipe may read the file that it names, so this must be
+    inside."""
     for base in (ROOT, places.data, places.runs):
         named = os.path.join(base, word)
         if os.path.isfile(named) or ("/" in word and os.path.exists(named)):
@@ -124,7 +126,8 @@ def _text(places: Places, word: str) -> str:
 
 
 def _preset(recipe: Recipe, settings: dict, flags: list[str]) -> tuple[list[str], list[str]]:
-    """The flags that the preset script adds before `flags`, and what it says. Raises `UsageError`."""
+    """The flags that the preset script adds before `flags`, and what it says. Raises
+    `UsageError`."""
     tier = settings.get("tier") or AUTO
     size = settings.get("size") or ""
     if tier not in (AUTO, *recipe.tiers):
@@ -184,8 +187,8 @@ def values_of(recipe: Recipe, words: list[str]) -> dict[str, str]:
 
 
 def ask(words: list[str], seconds: float = 600.0) -> tuple[int, str]:
-    """Runs a short command to its end. Returns its status and what it has printed. Raises `RunError`
-    if it takes longer than `seconds`; it is killed then, and what it has started."""
+    """Runs a short command to its end. Returns its status and what it has printed. Raises
+    `RunError` if it takes longer than `seconds`; it is killed then, and what it has started."""
     with subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,

@@ -1,13 +1,13 @@
-"""The process of a run: waits until the run's device is free, runs its command, and notes how it has
-ended. The page starts it, and then does not need it: it has a session of its own.
+"""The process of a run: waits until the run's device is free, runs its command, and notes how it
+has ended. The page starts it, and then does not need it: it has a session of its own.
 
     python -I -S webui/launch.py RUNS/NAME
 
-It holds a lock on RUNS/NAME/.lock, by which the page finds it, and keeps its process number and what
-it does in that file. It reads "words", "device" and "queued" of RUNS/NAME/run.json. The recipe gets
-this program's streams, which are the log. SIGTERM and SIGINT are passed on to the recipe once, not
-to its data workers, which it needs to save. It imports the standard library only, so that it starts
-at once and waits in little memory."""
+It holds a lock on RUNS/NAME/.lock, by which the page finds it, and keeps its process number and
+what it does in that file. It reads "words", "device" and "queued" of RUNS/NAME/run.json. The recipe
+gets this program's streams, which are the log. SIGTERM and SIGINT are passed on to the recipe once,
+not to its data workers, which it needs to save. It imports the standard library only, so that it
+starts at once and waits in little memory."""
 
 import contextlib
 import fcntl
@@ -89,8 +89,8 @@ def read_run(folder) -> dict:
 
 def blocker(folder: str) -> str | None:
     """The name of the run that this one waits for: one on the same device that runs, or that waits
-    and was queued earlier. One that the page did not start counts as using every GPU. Of several, it
-    is the one whose turn was first."""
+    and was queued earlier. One that the page did not start counts as using every GPU. Of several,
+    it is the one whose turn was first."""
     runs, name = os.path.split(folder)
     own = read_run(folder)
     with os.scandir(runs) as entries:

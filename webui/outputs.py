@@ -1,5 +1,5 @@
-"""What a run has written into its folder: log, metrics, transcripts and weights. A run may be writing
-them, and its folder may come from elsewhere: of a file as much is read as a page shows."""
+"""What a run has written into its folder: log, metrics, transcripts and weights. A run may be
+writing them, and its folder may come from elsewhere: of a file as much is read as a page shows."""
 
 import contextlib
 import errno
@@ -38,8 +38,8 @@ def log(folder: Path, lines: int = 200) -> str:
 
 
 def attempts(folder: Path) -> list[str]:
-    """The end of what a run has printed, one text for each attempt in it, without the lines of their
-    commands. The last one is that of the last start."""
+    """The end of what a run has printed, one text for each attempt in it, without the lines of
+    their commands. The last one is that of the last start."""
     return [text.strip("\n") for text in BEGAN.split(_tail(folder / LOG, END_BYTES))]
 
 
@@ -86,8 +86,8 @@ def _open(path: Path):
 
 
 def stage(folder: Path) -> str:
-    """The stage that was trained last, such as "dvae", of a training in several; "" for the main one,
-    whose logs and checkpoints have no folder of their own."""
+    """The stage that was trained last, such as "dvae", of a training in several; "" for the main
+    one, whose logs and checkpoints have no folder of their own."""
     found = {}
     for path in [folder / "logs", *(folder / "logs").glob("*/")]:
         if not ASIDE.fullmatch(path.name):

@@ -281,8 +281,8 @@ def _fill(folder: Path, files: list[str], names: list[str]) -> str:
 def _write_manifest(
     table: Path, name: str, copies: dict[str, str], path: Path, rejected: Rejections
 ) -> int:
-    """Writes the rows of the uploaded `table`, called `name`, whose audio is among `copies`. Returns
-    their number. Raises `UsageError` if it is not a table."""
+    """Writes the rows of the uploaded `table`, called `name`, whose audio is among `copies`.
+    Returns their number. Raises `UsageError` if it is not a table."""
     if table.stat().st_size > TEXT_BYTES:
         raise UsageError(f"{printable(name)}: a table of over {TEXT_BYTES >> 20} MiB is not taken")
     unused = dict(copies)

@@ -20,9 +20,9 @@ OF_ADVICE = re.compile(rf"Peak with these flags: {SIZE} of {SIZE} \(.+\): (.+)")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What --dry_run has printed. `word`: "fits", "tight" or "does not fit". `memory`: (kind, size).
-    `advice`: the lines that offer flags. `lines`: all others. `flags`: the values of the options with
-    which it fits, or none. `after`: the verdict with them, or ""."""
+    """What --dry_run has printed. `word`: "fits", "tight" or "does not fit". `memory`: (kind,
+    size). `advice`: the lines that offer flags. `lines`: all others. `flags`: the values of the
+    options with which it fits, or none. `after`: the verdict with them, or ""."""
 
     word: str
     memory: list[tuple[str, str]]
@@ -33,8 +33,8 @@ class Verdict:
 
 
 def verdict(recipe: Recipe, text: str) -> Verdict:
-    """Reads what --dry_run has printed. Raises `UsageError` with its last line if this is not a plan,
-    but an error."""
+    """Reads what --dry_run has printed. Raises `UsageError` with its last line if this is not a
+    plan, but an error."""
     words = []
     memory = []
     lines = []

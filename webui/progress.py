@@ -1,5 +1,5 @@
-"""What a run does, how far it is, and how it has ended: texts for people, of the locks on its folder
-and of what it has written there."""
+"""What a run does, how far it is, and how it has ended: texts for people, of the locks on its
+folder and of what it has written there."""
 
 import contextlib
 import re
@@ -126,8 +126,8 @@ def _time_left(minutes: int) -> str:
 
 def _last_numbers(run: Run) -> dict:
     """The last numbers, of metrics.jsonl or of the log, whichever is newer: those of `NUMBERS`, and
-    "step", "total", "minutes" and "evaluation", which is (step, values). Those of an earlier attempt
-    are not used while the run prepares itself."""
+    "step", "total", "minutes" and "evaluation", which is (step, values). Those of an earlier
+    attempt are not used while the run prepares itself."""
     *earlier, text = outputs.attempts(run.folder)
     lengths = list(LENGTH.finditer(text))
     begun = lengths[-1].end() if lengths else 0

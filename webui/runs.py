@@ -8,9 +8,9 @@ RUNS/NAME:
     checkpoints/    logs/    the recipe's own; it holds checkpoints/.lock while it trains
 
 So any number of pages can look at the runs, and a page that was killed finds them again. If only
-launch.py is killed, the recipe's lock tells that the run lasts; in the seconds before the recipe has
-it, such a run looks dead, and one that is started meanwhile is refused by that lock. A folder that a
-command line has trained is a run, too: it can be looked at and stopped."""
+launch.py is killed, the recipe's lock tells that the run lasts; in the seconds before the recipe
+has it, such a run looks dead, and one that is started meanwhile is refused by that lock. A folder
+that a command line has trained is a run, too: it can be looked at and stopped."""
 
 import contextlib
 import functools

@@ -4,7 +4,7 @@ A request is a list of words for the recipe's own parser, and the process calls 
 `main` for it, so a result is that of the command. It differs from the command in one thing: what
 the recipe's function `trained` returned, the loaded model, is kept for the next request.
 
-    python -m webui.use RECIPE  # the process: {"words": [...]} on stdin, {"status", "text"} on stdout
+    python -m webui.use RECIPE  # requests on stdin: {"words": [...]}; answers: {"status", "text"}
 """
 
 import contextlib

@@ -498,7 +498,8 @@ def fit(model: Network, data: Utterances) -> None:
 
 
 def test_a_released_encoder_as_a_start(tmp_path, konkani):
-    """As recipes/template.md shows it: `fit` reads the folder once for a new model, and a plan does not."""
+    """As recipes/template.md shows it: `fit` reads the folder once for a new model, and a plan does
+    not."""
     source = redefine(TEMPLATE.read_text(encoding="utf-8"), FROM_A_FOLDER)
     source = replace(
         source,

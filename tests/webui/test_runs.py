@@ -1,5 +1,5 @@
-"""Runs of the page: processes that outlive it, and what their folders tell. Most tests run a program
-that takes the locks of a recipe; one runs recipes/template.py."""
+"""Runs of the page: processes that outlive it, and what their folders tell. Most tests run a
+program that takes the locks of a recipe; one runs recipes/template.py."""
 
 import contextlib
 import fcntl

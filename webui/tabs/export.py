@@ -23,8 +23,8 @@ EXPORT_SECONDS = 1800.0
 LICENCE = "LICENSE.txt"
 MOST_FILES = 200
 ABOUT = (
-    "An export is a new folder in the run's folder, with the weights in the form of other programs and"
-    " nothing of the training. The run stays as it is."
+    "An export is a new folder in the run's folder, with the weights in the form of other programs"
+    " and nothing of the training. The run stays as it is."
 )
 NO_FORMS = (
     "{recipe} has no export: no other program has this network. best.safetensors holds its weights,"

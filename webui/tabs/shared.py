@@ -7,9 +7,9 @@ import gradio as gr
 
 @dataclass(frozen=True)
 class Shared:
-    """`tab` is the own one, whose `select` is the time to read the disk anew. `settings` is what the
-    form of a training shows (see `commands.command`), `chosen` the name of the run that is looked
-    at."""
+    """`tab` is the own one, whose `select` is the time to read the disk anew. `settings` is what
+    the form of a training shows (see `commands.command`), `chosen` the name of the run that is
+    looked at."""
 
     tabs: gr.Tabs  # with the ids "data", "train", "runs", "try", "export"
     tab: gr.Tab

@@ -40,8 +40,8 @@ class Form:
     options: list[Option]
 
     def read(self, values: tuple) -> dict:
-        """Settings of the values of the controls. Raises `UsageError` if another recipe was chosen a
-        moment ago, whose form is not there yet."""
+        """Settings of the values of the controls. Raises `UsageError` if another recipe was chosen
+        a moment ago, whose form is not there yet."""
         recipe, tier, size, *others = values
         if recipe != self.recipe.name:
             raise UsageError(f"the options of {recipe} are not shown yet: try again in a second")
@@ -271,8 +271,8 @@ def _found(context: Context, option: Option) -> list[str] | None:
 
 
 def _follow(context: Context, shared: Shared, form: Form, parts: Parts) -> None:
-    """The form after a choice: another recipe's, or what the preset says now. What is typed goes into
-    the settings when another tab is opened."""
+    """The form after a choice: another recipe's, or what the preset says now. What is typed goes
+    into the settings when another tab is opened."""
     recipe = form.recipe
     chosen, tier, size, *others = form.controls
     by_name = dict(zip((option.name for option in form.options), others, strict=True))

@@ -84,8 +84,8 @@ def _find(context: Context, name: str | None) -> Run:
 
 
 def _look(found: list[Run], name: str | None, second: str) -> tuple:
-    """The table of all runs; state, plots and log of the run `name`, with the plots of `second`; the
-    buttons that have an effect."""
+    """The table of all runs; state, plots and log of the run `name`, with the plots of `second`;
+    the buttons that have an effect."""
     rows = [_row(run) for run in found]
     table = views.table(["run", "recipe", "state", "", "began"], rows, "Runs")
     if not found:
