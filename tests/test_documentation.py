@@ -227,8 +227,9 @@ def test_links_resolve(page):
         file, _, anchor = target.partition("#")
         linked = (page.parent / file).resolve() if file else page
         assert linked.is_file(), target
-        headings = re.findall(r"^#+ (.+)$", FENCE.sub("", read(linked)), re.MULTILINE)
-        assert not anchor or anchor in map(slug, headings), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", FENCE.sub("", read(linked)), re.MULTILINE)
+            assert anchor in map(slug, headings), target
 
 
 def test_the_maps_are_complete():
