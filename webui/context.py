@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from common.errors import UsageError
 from webui import runs
 from webui.catalogue import Recipe
 from webui.places import Places
+from webui.runs import Run
 from webui.use import Models
 
 
@@ -16,6 +18,12 @@ class Context:
     places: Places
     recipes: dict[str, Recipe]
     models: Models
+
+    def run(self, name: str | None) -> Run:
+        """The run that was chosen. Raises `UsageError`."""
+        if not name:
+            raise UsageError("choose a run first")
+        return runs.find(self.places.runs, name)
 
     def release_gpu(self, words: list[str]) -> None:
         """Ends the processes that hold models if a run with this command needs a GPU. Waits for a

@@ -13,7 +13,7 @@ from webui.catalogue import Recipe
 from webui.context import Context
 from webui.places import TABLE_SUFFIXES, Places
 from webui.tabs.events import on
-from webui.tabs.shared import Shared
+from webui.tabs.shared import HTML, Shared
 
 CHECK_SECONDS = 3600.0  # of a check at most: it listens to all recordings, the first time
 WAIT = "<p>Checking: every recording is listened to once.</p>"
@@ -38,7 +38,6 @@ HELP = (
     " <code>|speaker</code> can follow. Write it in any text editor or spreadsheet, save it as"
     " .csv (UTF-8), and drop it here together with the audio files.</p>"
 )
-MARKDOWN = {"sanitize_html": False, "latex_delimiters": []}
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def _controls(places: Places, recipes: dict[str, Recipe]) -> Controls:
         file_count="multiple", label="Or drop audio files and their table here", height="9.5rem"
     )
     files.preprocess = _pairs  # this holds as long as no event changes this component
-    said = gr.Markdown(HELP, **MARKDOWN)
+    said = gr.Markdown(HELP, **HTML)
     names = [(f"{name}: {each.title}", name) for name, each in recipes.items()]
     first = next(iter(recipes), None)
     recipe = gr.Dropdown(names, value=first, label="For which training")
@@ -90,7 +89,7 @@ def _controls(places: Places, recipes: dict[str, Recipe]) -> Controls:
     with gr.Row():
         check = gr.Button("Check", variant="primary", min_width=140)
         train = gr.Button("Train with these data", min_width=140)
-    result = gr.Markdown(**MARKDOWN)
+    result = gr.Markdown(**HTML)
     with gr.Accordion("All that the check has printed", open=False):
         printed = gr.Textbox(label="Printed text", lines=12, max_lines=24, interactive=False)
     with gr.Accordion("Remove uploaded files", open=False):

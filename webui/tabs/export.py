@@ -14,8 +14,8 @@ from webui.context import Context
 from webui.places import Places
 from webui.runs import Run
 from webui.tabs.events import on
-from webui.tabs.shared import Shared
-from webui.tabs.try_it import HTML, recipe_of, run_of, usable, weights_of
+from webui.tabs.shared import HTML, Shared
+from webui.tabs.try_it import recipe_of, usable, weights_of
 from webui.use import error_of
 
 FORMAT = "export_format"
@@ -53,7 +53,7 @@ def build(context: Context, shared: Shared) -> None:
         if not name:
             nothing = "<p>There is no run with weights yet: the Train tab starts one.</p>"
             return (nothing, "", "", *[gr.skip()] * 4)
-        run = run_of(context, name)
+        run = context.run(name)
         recipe = recipe_of(context, run.recipe)
         exports = "export" in _names(recipe)
         section = section_of(recipe)
@@ -68,7 +68,7 @@ def build(context: Context, shared: Shared) -> None:
         )
 
     def make(name: str | None, file: str | None, wanted: str | None) -> str:
-        run = run_of(context, name)
+        run = context.run(name)
         export(context, run, file, wanted)
         return _exports(context.places, run)
 

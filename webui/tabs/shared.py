@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import gradio as gr
 
+# How `gr.Markdown` shows the HTML of `webui.views`.
+HTML = {"sanitize_html": False, "latex_delimiters": []}
+
 
 @dataclass(frozen=True)
 class Shared:

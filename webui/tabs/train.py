@@ -13,7 +13,7 @@ from webui.catalogue import Option, Recipe
 from webui.commands import AUTO
 from webui.context import Context
 from webui.tabs.events import on
-from webui.tabs.shared import Shared
+from webui.tabs.shared import HTML, Shared
 
 # The options that have a place of their own: what a model starts from, and what it learns from.
 STARTS = ("model_dir", "model_file")
@@ -28,7 +28,6 @@ WIDTH = 260  # of a control at least, pixels
 PLAN_SECONDS = 900.0
 # By itself gradio does not see that controls are used by events that are made later.
 LIVE = {"interactive": True, "min_width": WIDTH}
-HTML = {"sanitize_html": False, "latex_delimiters": []}
 
 
 @dataclass(frozen=True)

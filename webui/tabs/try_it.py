@@ -12,7 +12,7 @@ from webui.catalogue import Recipe
 from webui.context import Context
 from webui.runs import Run
 from webui.tabs.events import on
-from webui.tabs.shared import Shared
+from webui.tabs.shared import HTML, Shared
 from webui.trials import CPU, GPU, Model, Utterance
 
 OF_RUN, RELEASED = "A run", "A released model"
@@ -23,7 +23,6 @@ SAID = 50  # rows of a history
 MOST_WORDS = 1_000  # of a table of times
 WEIGHTS = {"best.safetensors": "best evaluation", "averaged.safetensors": "average of checkpoints"}
 SOUND = {"type": "filepath", "sources": ["upload", "microphone"], "buttons": ["download"]}
-HTML = {"sanitize_html": False, "latex_delimiters": []}
 WORST = "The worst utterances of the last evaluation"
 MARKS = (
     "Struck out: words of the reference that were not heard. Underlined: words that were heard in"
@@ -236,18 +235,12 @@ def usable(context: Context) -> list[Run]:
 
 def weights_of(context: Context, name: str | None, before: str | None) -> gr.Dropdown:
     """The weights of a run to choose from; those of the name `before` if the run has them."""
-    found = [path.name for path in outputs.weights(run_of(context, name).folder)] if name else []
+    found = [path.name for path in outputs.weights(context.run(name).folder)] if name else []
     steps = [int(each) for name in found for each in CHECKPOINT.findall(name)]
     labels = [WEIGHTS[name] for name in found if name in WEIGHTS] + [f"step {s}" for s in steps]
     choices = list(zip(labels, found, strict=True))
     value = before if before in found else next(iter(found), None)
     return gr.Dropdown(choices=choices, value=value)
-
-
-def run_of(context: Context, name: str | None) -> Run:
-    if not name:
-        raise UsageError("choose a run first")
-    return runs.find(context.places.runs, name)
 
 
 def recipe_of(context: Context, name: str | None) -> Recipe:
@@ -260,7 +253,7 @@ def recipe_of(context: Context, name: str | None) -> Recipe:
 
 def _model(context: Context, chosen: Chosen) -> tuple[Recipe, Run | None, Model]:
     if chosen.kind == OF_RUN:
-        run = run_of(context, chosen.run)
+        run = context.run(chosen.run)
         return (
             recipe_of(context, run.recipe),
             run,

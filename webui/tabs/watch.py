@@ -2,18 +2,16 @@
 
 import gradio as gr
 
-from common.errors import UsageError
 from common.report import ERROR_RATES
 from webui import outputs, progress, runs, views
 from webui.context import Context
 from webui.runs import Run
 from webui.tabs.events import on
-from webui.tabs.shared import Shared
+from webui.tabs.shared import HTML, Shared
 
 SECONDS = 2.0  # between two looks at the disk
 NONE = "none"
 OVER = ("finished", "stopped", "failed", "killed", "untouched")  # of runs that do not run
-HTML = {"sanitize_html": False, "latex_delimiters": []}
 
 
 def build(context: Context, shared: Shared) -> None:
@@ -53,11 +51,11 @@ def build(context: Context, shared: Shared) -> None:
         runs.resume(run, context.places, context.recipes)
 
     def act(action, name: str | None, second: str) -> tuple:
-        action(_find(context, name))
+        action(context.run(name))
         return look(name, second)
 
     def removed(name: str, *before: str) -> tuple:
-        runs.remove(_find(context, name), context.places)
+        runs.remove(context.run(name), context.places)
         return "", *choose("", *before)
 
     both = [chosen, other]
@@ -70,30 +68,25 @@ def build(context: Context, shared: Shared) -> None:
     on(resume.click, lambda *names: act(continue_it, *names), both, shown)
     on(
         take.click,
-        lambda name: (_find(context, name).settings, gr.Tabs(selected="train")),
+        lambda name: (context.run(name).settings, gr.Tabs(selected="train")),
         chosen,
         [shared.settings, shared.tabs],
     )
     on(remove.click, removed, [typed, *both], [typed, *both])
 
 
-def _find(context: Context, name: str | None) -> Run:
-    if not name:
-        raise UsageError("choose a run first")
-    return runs.find(context.places.runs, name)
-
-
 def _look(found: list[Run], name: str | None, second: str) -> tuple:
     """The table of all runs; state, plots and log of the run `name`, with the plots of `second`;
     the buttons that have an effect."""
-    rows = [_row(run) for run in found]
+    states = {run.name: progress.state(run) for run in found}
+    rows = [_row(run, states[run.name]) for run in found]
     table = views.table(["run", "recipe", "state", "", "began"], rows, "Runs")
     if not found:
         table = "<p>There is no run yet. The Train tab starts one.</p>"
     chosen = next((run for run in found if run.name == name), None)
     if chosen is None:
         return table, "", "", "", *[gr.Button(interactive=False)] * 3
-    state = progress.state(chosen)
+    state = states[chosen.name]
     is_over = state.word in OVER
     shown = [chosen, *(run for run in found if run.name == second != name)]
     file = chosen.folder / outputs.LOG
@@ -109,8 +102,7 @@ def _look(found: list[Run], name: str | None, second: str) -> tuple:
     )
 
 
-def _row(run: Run) -> list[str]:
-    state = progress.state(run)
+def _row(run: Run, state: progress.State) -> list[str]:
     began = views.moment(run.created)
     return [views.text(each) for each in (run.name, run.recipe, state.word, state.detail, began)]
 
