@@ -31,6 +31,7 @@ FOLDER = ".page-"  # of gradio's files in --runs: uploads, and results to play
 GRACE_SECONDS = 2  # for answers that are being sent when the page ends
 END_SECONDS = 5.0  # after which it ends in any case
 KEEP_SECONDS = 6 * 3600  # of gradio's files
+PULSE_SECONDS = 5.0  # between two events of an open page
 # Nothing is sent anywhere, whatever else is set in the environment.
 ENVIRONMENT = {
     "GRADIO_ANALYTICS_ENABLED": "False",
@@ -164,6 +165,7 @@ def make_page(context):
     import gradio as gr
 
     from webui.tabs import data, export, train, try_it, watch
+    from webui.tabs.events import on
     from webui.tabs.shared import Shared
 
     tabs_of = [
@@ -183,6 +185,9 @@ def make_page(context):
             for name, title, module in tabs_of:
                 with gr.Tab(title, id=name) as tab:
                     module.build(context, Shared(tabs, tab, settings, chosen))
+        # Gradio forgets an event that begins in the moment in which the stream of an earlier one's
+        # results is closed, until any other event opens the stream anew.
+        on(gr.Timer(PULSE_SECONDS).tick, lambda: None, show_progress="hidden")
     return page
 
 

@@ -1,5 +1,6 @@
 """What the tests of the page share."""
 
+import contextlib
 import shutil
 
 import pytest
@@ -19,3 +20,14 @@ def browser():
         found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield found
         found.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Prints the text of the pages that are open when a browser test fails."""
+    if call.when == "call" and call.excinfo and "browser" in item.funcargs:
+        for context in item.funcargs["browser"].contexts:
+            for page in context.pages:
+                with contextlib.suppress(Exception):
+                    print(f"--- {page.url}\n{page.inner_text('body')}")
+    return (yield)

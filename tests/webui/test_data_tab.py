@@ -141,14 +141,16 @@ def test_texts_are_shown_as_text(here, wav):
 
 
 @pytest.mark.browser
-def test_harmful_names_and_players_in_a_browser(here, wav, tmp_path, browser):
+def test_harmful_names_and_players_in_a_browser(here, wav, tmp_path, browser, request):
     playwright = pytest.importorskip("playwright.sync_api")
     wav(here.data / f"clips/{HARMFUL}.wav", 31.0)
     table_of(here, "clips/train.csv", wav)
     with open(here.data / "clips/train.csv", "a", encoding="utf-8") as file:
         file.write(f"\n{HARMFUL}.wav|{HARMFUL}|{HARMFUL}\n2.wav|more|{HARMFUL}\n")
-    with started(tmp_path) as page, browser.new_context() as context:
-        context.set_default_timeout(60_000)
+    with started(tmp_path) as page:
+        context = browser.new_context()
+        request.addfinalizer(context.close)
+        context.set_default_timeout(180_000)
         tab = context.new_page()
         problems = []
         tab.on("dialog", lambda dialog: problems.append(dialog.message))
@@ -165,6 +167,7 @@ def test_harmful_names_and_players_in_a_browser(here, wav, tmp_path, browser):
         tab.get_by_role("option", name="clips/train.csv").wait_for()
         choice.fill("clips")
         choice.press("Enter")
+        playwright.expect(choice).to_have_value("clips/train.csv")  # the table of that folder
         choice.press("Tab")
         check.press("Enter")
         tab.get_by_role("heading", name="can be used").wait_for()
