@@ -27,8 +27,8 @@ OTHER_NAMES = {
 TRAINING = (
     "batch_size gradient_accumulation_steps num_epochs max_steps learning_rate weight_decay"
     " warmup_steps lr_schedule max_grad_norm max_bad_batches early_stopping_patience"
-    " gradient_checkpointing torch_compile optimizer use_cpu_offload max_batch_seconds eval_every"
-    " save_every keep_last average_checkpoints log_every init_from"
+    " gradient_checkpointing torch_compile optimizer use_cpu_offload sharded max_batch_seconds"
+    " eval_every save_every keep_last average_checkpoints log_every init_from"
 ).split()
 TRAINS = "the first is for training; leave it out"
 # In a row of a table, in place of the other flag: every command that takes no training flags.
@@ -54,6 +54,16 @@ EXCLUDES = (
             "offloading leaves no optimizer states on the GPU; give the first alone for the least"
             " GPU memory, the second alone for faster updates"
         ),
+    ),
+    (
+        "sharded",
+        "use_cpu_offload",
+        "the first leaves each GPU a part of the states, the second none of them; give one",
+    ),
+    (
+        "sharded",
+        "optimizer adamw_8bit",
+        "8-bit states have blocks that cannot be divided between GPUs; leave one out",
     ),
     *((flag, COMMAND, TRAINS) for flag in TRAINING),
 )
@@ -372,6 +382,13 @@ def _add_device(group) -> None:
         help="update on the host, slower: `states` keeps AdamW's states in host memory,"
         " `gradients` also the gradients, `weights` also the fp32 weights, with 16-bit copies on"
         " the GPU (off; without a word states)",
+    )
+    add(
+        "--sharded",
+        action=OnOff,
+        default=False,
+        help="divide weights, gradients and states between the GPUs (FSDP2), for a model that is"
+        " too large for one (off)",
     )
 
 
