@@ -5,7 +5,9 @@ import os
 import random
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -116,17 +118,26 @@ class Ranks:
     def sum_tensors(self, tensors: list[torch.Tensor]) -> None:
         """Sums each tensor over the ranks, in place: on a GPU by the device's backend, on the host
         by gloo."""
-        # The gradient of a channels_last convolution is not contiguous, so its sum is a copy.
-        sums = [tensor.contiguous() for tensor in tensors]
+        self._in_place(tensors, [dist.all_reduce] * len(tensors))
+
+    def share_tensors(self, tensors: list[torch.Tensor], owners: list[int]) -> None:
+        """Sets each tensor to the values that it has on the rank that owns it, by the same
+        backends."""
+        self._in_place(tensors, [partial(dist.broadcast, src=owner) for owner in owners])
+
+    def _in_place(self, tensors: list[torch.Tensor], collectives: list[Callable]) -> None:
+        """Starts a collective on each tensor, and waits for all of them."""
+        # What belongs to a channels_last convolution is not contiguous, so a copy is transferred.
+        copies = [tensor.contiguous() for tensor in tensors]
         transfers = []
-        for total in sums:
-            group = None if total.is_cuda else self.host_group
-            transfers.append(dist.all_reduce(total, group=group, async_op=True))
+        for tensor, collective in zip(copies, collectives, strict=True):
+            group = None if tensor.is_cuda else self.host_group
+            transfers.append(collective(tensor, group=group, async_op=True))
         for transfer in transfers:
             transfer.wait()
-        for tensor, total in zip(tensors, sums, strict=True):
-            if total is not tensor:
-                tensor.copy_(total)
+        for tensor, copied in zip(tensors, copies, strict=True):
+            if copied is not tensor:
+                tensor.copy_(copied)
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,9 @@ def prepare_model(
         task.fit(model, data)
     if run.initial:
         checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
-    on_host = offload.begin(args.use_cpu_offload, model, task.checkpointed, run.setup.dtype)
+    on_host = offload.begin(
+        args.use_cpu_offload, model, task.checkpointed, run.setup.dtype, run.setup.ranks
+    )
     model.to(run.setup.device)
     preflight.require_host_memory(model, args.use_cpu_offload, run.setup.ranks)
     if args.torch_compile:
@@ -950,11 +952,13 @@ def save(training: Training) -> None:
     """Writes a checkpoint of the run as it is now, with the random state of every rank."""
     args = training.args
     progress = training.progress
-    states = training.setup.ranks.gather(rng_state(training.setup.device))
+    ranks = training.setup.ranks
+    states = ranks.gather(rng_state(training.setup.device))
+    optimizer_state = optim.optimizer_state(training.optimizer, training.model, ranks)
     training.last_saved = progress["step"]
     progress["order"] = training.global_batches.order(progress["epoch"])
     progress["schedule"] = training.schedule.state()
-    if not training.setup.ranks.first:
+    if not ranks.first:
         return
     flags = {}
     for name, value in vars(args).items():
@@ -967,7 +971,7 @@ def save(training: Training) -> None:
         "progress": progress,
         "rng": states,
         "model": training.model.state_dict(),
-        "optimizer": optim.optimizer_state(training.optimizer, training.model),
+        "optimizer": optimizer_state,
         "scaler": training.loss_scale.state_dict() if training.loss_scale else None,
         "torch": str(torch.__version__),
         "args": flags,
