@@ -46,6 +46,7 @@ from common import (
 from common.batches import EvalBatches, GlobalBatch, GlobalBatches, split_batch, to_device
 from common.device import Setup, rng_state, set_rng_state
 from common.errors import DataError, Failure, RunError, Stopped, UsageError
+from common.ranks import torchrun
 from common.report import Report, check_folder, shown
 from common.run_length import RunLength
 
@@ -157,7 +158,7 @@ def planner(args) -> tuple:
     Raises `UsageError`."""
     import dry_run
 
-    if device.torchrun("WORLD_SIZE", 1) > 1:
+    if torchrun("WORLD_SIZE", 1) > 1:
         raise UsageError("--dry_run and --verify_gpu plan for one GPU: start them without torchrun")
     if not args.verify_gpu:  # a plan compiles nothing, but torch would make a folder for it
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.optim.adamw import adamw
 
-from common.device import Ranks
+from common.ranks import Ranks
 
 LEVELS = ("states", "gradients", "weights")
 BYTES = {"states": 8, "gradients": 12, "weights": 16}  # on the host for a trained weight

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from common.device import Ranks
 from common.errors import RunError, UsageError, first_line, require
 from common.offload import LEVELS, Offload, OffloadedAdamW
+from common.ranks import Ranks
 
 BETAS = (0.9, 0.98)  # Vaswani et al. 2017, section 5.3
 EPSILON = 1e-9  # Vaswani et al. 2017, section 5.3
@@ -257,11 +256,11 @@ def collect(optimizer: OffloadedAdamW, p: torch.nn.Parameter, ranks: Ranks) -> d
     if ranks.first:
         state = zero_state(optimizer, p)
         for tensor in state.values():
-            dist.recv(tensor, owner, group=ranks.host_group)
+            ranks.receive(tensor, owner)
         return state
     if owner == ranks.rank:
         for tensor in optimizer.state[p].values():
-            dist.send(tensor, 0, group=ranks.host_group)
+            ranks.send(tensor, 0)
     return None
 
 

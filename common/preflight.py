@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import checkpoint, compiling, device, gpu, offload, optim
-from common.device import Setup, torchrun
+from common.device import Setup
 from common.errors import RunError, UsageError, cannot_write, first_line
+from common.ranks import Ranks, torchrun
 
 PASS, FAIL, SKIP = "pass", "FAIL", "skip"
 BACKENDS = {  # torch's names
@@ -164,7 +165,7 @@ def require_disk(args, model: torch.nn.Module) -> None:
         raise RunError(f"checkpoints in {args.checkpoint_dir}: {reason}")
 
 
-def require_host_memory(model: torch.nn.Module, level: str | None, ranks: device.Ranks) -> None:
+def require_host_memory(model: torch.nn.Module, level: str | None, ranks: Ranks) -> None:
     """Raises `RunError`, on all ranks, if a level of --use_cpu_offload takes more host memory than
     is free for all processes of this machine: the system would end the run without a message. Call
     it when the model has left the host, or with "weights" its fp32 values are there."""

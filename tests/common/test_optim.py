@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from common import checkpoint, offload, optim
-from common.device import Ranks, Setup
+from common.device import Setup
 from common.errors import RunError, UsageError
+from common.ranks import Ranks
 from tests import small
 
 KINDS = {

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 from common import checkpoint, compiling, device, preflight
 from common import gpu as gpus
-from common.device import Ranks, Setup
+from common.device import Setup
 from common.errors import RunError
+from common.ranks import Ranks
 from tests import small
 
 NAMES = ["GPU", "memory", "precision", "attention", "torch.compile", "disk"]
