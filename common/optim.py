@@ -95,13 +95,14 @@ def make_optimizer(
     if new_rows is not None:
         speed_up(optimizer, model, new_rows)
     if offload and offload.ranks.size > 1:
-        optimizer.register_step_post_hook(OffloadedAdamW.share)  # the last one
+        # The last hook, since only the owner of a parameter has right values until then.
+        optimizer.register_step_post_hook(OffloadedAdamW.share)
     return optimizer
 
 
 def speed_up(optimizer: torch.optim.Optimizer, model: torch.nn.Module, new_rows: NewRows) -> None:
     """Makes `new_rows` learn at their own rate, in every kind of optimizer. Frozen parameters stay
-    as they are, and so do those that another rank updates, which have no states here.
+    as they are.
 
     AdamW's step is w - rate * (decay * w + u), and u depends on the gradients alone. So the rows
     are zero during a step, which leaves -rate * u of them, to the last digits. A step with another
@@ -112,8 +113,7 @@ def speed_up(optimizer: torch.optim.Optimizer, model: torch.nn.Module, new_rows:
         parameter = model.get_parameter(name)
         weight = full_values(optimizer, parameter)
         places = torch.tensor(list(rows), dtype=torch.long, device=weight.device)
-        if parameter in optimizer.state:
-            chosen += [(group, p, weight, places) for group, p in groups if p is parameter]
+        chosen += [(group, p, weight, places) for group, p in groups if p is parameter]
     before = []
 
     @torch.no_grad()
