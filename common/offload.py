@@ -47,9 +47,14 @@ def castable(model: torch.nn.Module, layers: tuple[type, ...]) -> list[torch.nn.
     return found
 
 
-def host_bytes(model: torch.nn.Module, level: str | None) -> int:
-    """Bytes in host memory that a level takes; 0 for anything that is not a level."""
-    return BYTES.get(level, 0) * sum(p.numel() for p in model.parameters() if p.requires_grad)
+def host_bytes(model: torch.nn.Module, level: str | None, ranks: int = 1) -> int:
+    """Bytes in host memory that a level takes, the mean of so many ranks; 0 for anything that is
+    not a level."""
+    if level not in BYTES:
+        return 0
+    states = BYTES["states"]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trained * states // ranks + trained * (BYTES[level] - states)
 
 
 @dataclass(frozen=True)
