@@ -11,6 +11,7 @@ import torch
 from common.errors import RunError, UsageError, first_line, require
 from common.offload import LEVELS, Offload, OffloadedAdamW
 from common.ranks import Ranks
+from common.sharding import own_rows
 
 BETAS = (0.9, 0.98)  # Vaswani et al. 2017, section 5.3
 EPSILON = 1e-9  # Vaswani et al. 2017, section 5.3
@@ -110,8 +111,9 @@ def speed_up(optimizer: torch.optim.Optimizer, model: torch.nn.Module, new_rows:
     chosen = []
     for name, rows in new_rows.rows.items():
         parameter = model.get_parameter(name)
-        weight = full_values(optimizer, parameter)
-        places = torch.tensor(list(rows), dtype=torch.long, device=weight.device)
+        weight, first = own_rows(full_values(optimizer, parameter))
+        rows = [row - first for row in rows if first <= row < first + len(weight)]
+        places = torch.tensor(rows, dtype=torch.long, device=weight.device)
         chosen += [(group, p, weight, places) for group, p in groups if p is parameter]
     before = []
 
@@ -294,7 +296,8 @@ def load_optimizer_state(
                 target[f"{key}_scales"].copy_(scales)
             elif scales is not None:
                 values = dequantize(values, scales, source[f"{key}_table"])
-            target[key].copy_(values)
+            part, first = own_rows(target[key])
+            part.copy_(values[first : first + len(part)] if part.dim() else values)
         step = optimizer.state[p]["step"]
         if torch.is_tensor(step):
             step.copy_(source["step"])
