@@ -31,6 +31,12 @@ class LostRank(RunError):
     """Another rank has ended, or has kept this one waiting for too long."""
 
 
+class Restart(RunError):
+    """A job that has to start anew, from its last checkpoint; torchrun --max_restarts does it."""
+
+    status = 75  # sysexits.h: a failure that another attempt may not have
+
+
 def torchrun(name: str, default: int) -> int:
     """A number that torchrun sets in the environment. Raises `UsageError`."""
     text = os.environ.get(name) or str(default)
@@ -50,7 +56,8 @@ class Ranks:
         self.host_group = host_group
         self.limit: float = LONG
         self.longest = 0.0  # seconds of an update
-        self.waits = 0  # odd while this rank waits for others
+        self.waits = 0  # how often this rank has begun or ceased to wait for others
+        self.depth = 0  # above 0 while it waits
 
     @property
     def first(self) -> bool:
@@ -85,6 +92,7 @@ class Ranks:
         """This rank waits for others, or may do so inside of a pass over a sharded model. Errors of
         the connection become `LostRank`."""
         self.waits += 1
+        self.depth += 1
         try:
             yield
         except RuntimeError as error:
@@ -93,6 +101,7 @@ class Ranks:
             raise
         finally:
             self.waits += 1
+            self.depth -= 1
 
     def finish(self, transfers: list) -> None:
         """Waits for what gloo does."""
@@ -231,7 +240,7 @@ def watch_signals(ranks: Ranks) -> None:
         while True:
             time.sleep(0.5)
             is_patient = ranks.limit == LONG and ranks.longest
-            if ranks.waits != waits or waits % 2 == 0 or is_patient:
+            if ranks.waits != waits or ranks.depth == 0 or is_patient:
                 since = time.monotonic()
                 waits = ranks.waits
             elif time.monotonic() - since > AFTER_SIGNAL:

@@ -432,7 +432,9 @@ def test_verify_gpu_plans_on_the_gpu_that_is_there(tmp_path, capsys, monkeypatch
 
 def test_a_card_that_is_not_known_is_refused_before_the_data_are_read(tmp_path):
     for words, reason in (
-        (("--dry_run", "8XB"), "'8XB' is not a GPU"),
+        (("--dry_run", "8PB"), "'8PB' is not a GPU"),
+        (("--dry_run", "2xT5"), "'T5' is not a GPU"),
+        (("--dry_run", "0x8GB"), "0 x: the number of GPUs must be 1 to"),
         (("--dry_run", "-1"), "is not a GPU"),
     ):
         with pytest.raises(UsageError, match=reason):
