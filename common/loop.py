@@ -293,7 +293,9 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> P
         task.fit(model, data)
     if run.initial:
         checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
-    on_host = offload.begin(args.use_cpu_offload, model, task.checkpointed, run.setup.dtype)
+    on_host = offload.begin(
+        args.use_cpu_offload, model, task.checkpointed, run.setup.dtype, run.setup.ranks
+    )
     sharded = Sharded(model, task.checkpointed, run.setup) if args.sharded else None
     placed = Placed(model.to(run.setup.device), on_host, sharded)
     preflight.require_host_memory(model, args.use_cpu_offload, run.setup.ranks)
@@ -1124,7 +1126,7 @@ def save(training: Training) -> None:
     progress["schedule"] = training.schedule.state()
     with ranks.patient():
         model = training.placed.state()
-        optimizer = optim.optimizer_state(training.optimizer, training.placed.trained)
+        optimizer = optim.optimizer_state(training.optimizer, training.placed.trained, ranks)
         if training.placed.sharded:
             optimizer = {n: whole_tensors(each, ranks.first) for n, each in optimizer.items()}
         if ranks.first:
