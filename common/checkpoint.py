@@ -26,6 +26,7 @@ from common.report import shown
 FORMAT = "speech-recipes checkpoint 2"
 CHECKPOINT = re.compile(r"checkpoint_step_(\d{8,12})\.pt")
 WEIGHTS = ("best.safetensors", "best.json", "averaged.safetensors", "averaged.json")
+LIMITS = "limits_{}.json"  # sizes of micro-batches that fit, by a rank that was out of memory
 LOGS = ("metrics.jsonl", "training.png", "events.out.tfevents.*")
 
 
@@ -257,25 +258,31 @@ def check_recipe(path: Path, saved_by: str, recipe: str) -> None:
         raise UsageError(f"{path} was saved by {names}; each recipe needs its own --output_dir")
 
 
-def resume(wanted: str | None, folder: Path, recipe: str) -> Saved | None:
+def newest(wanted: str | None, folder: Path, recipe: str) -> Saved | None:
     """The checkpoint that `--resume` names; None for a new run. With `auto` it is the newest sound
     checkpoint in `folder`, and damaged ones are reported. Raises `UsageError`."""
     if not wanted:
         return None
     for path in list_checkpoints(folder) if wanted == "auto" else [Path(wanted)]:
         try:
-            saved = read(path, recipe)
+            return read(path, recipe)
         except Damaged as damage:
             if wanted != "auto":
                 raise UsageError(
                     f"{damage}; --resume auto takes the newest sound checkpoint of {folder}"
                 ) from None
             print(f"warning: {damage}; using the one before it", file=sys.stderr)
-            continue
-        print(f"resuming from {path} (step {saved.state['progress']['step']})")
-        return saved
-    print(f"--resume auto: no checkpoint in {folder}, starting a new run")
     return None
+
+
+def resume(wanted: str | None, folder: Path, recipe: str) -> Saved | None:
+    """`newest`, and says what it is."""
+    saved = newest(wanted, folder, recipe)
+    if saved:
+        print(f"resuming from {saved.path} (step {saved.state['progress']['step']})")
+    elif wanted:
+        print(f"--resume auto: no checkpoint in {folder}, starting a new run")
+    return saved
 
 
 def continues(resume: str | None, folder: Path) -> bool:
@@ -291,7 +298,8 @@ def make_room(
     folders. `reports`: files and folders of the recipe's, by their names in the log folder or by
     their absolute paths. `stages`: folders in both that belong to the run (see
     `options.for_stage`). Raises `RunError`."""
-    earlier = [*list_checkpoints(folder), *_existing(folder, (*WEIGHTS, *stages))]
+    written = (*WEIGHTS, LIMITS.format("*"), *stages)
+    earlier = [*list_checkpoints(folder), *_existing(folder, written)]
     logs = _existing(log_dir, (*LOGS, *reports, *stages))
     try:
         name = files.move_aside([*earlier, *logs], (folder, log_dir))
@@ -336,13 +344,11 @@ def _existing(folder: Path, names: Iterable[str]) -> list[Path]:
     return found
 
 
-def save_weights(path: Path, model: torch.nn.Module, task, summary: dict) -> None:
-    """Writes the weights to `path` (.safetensors), with the records of the loop's `task` as JSON in
-    the header, so that this file is enough to rebuild the model. Writes `summary` beside it
-    (.json). Raises `RunError`."""
-    tensors = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
-    }
+def save_weights(path: Path, state: dict[str, torch.Tensor], task, summary: dict) -> None:
+    """Writes the `state` of a model to `path` (.safetensors), with the records of the loop's `task`
+    as JSON in the header, so that this file is enough to rebuild the model. Writes `summary` beside
+    it (.json). Raises `RunError`."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     header = {
         "format": FORMAT,
         "recipe": task.name,
@@ -536,5 +542,5 @@ def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> 
         model.load_state_dict(weights)
         return "weights of the best evaluation (the average was worse)"
     summary = {"steps": steps, task.metric: averaged}
-    save_weights(folder / "averaged.safetensors", model, task, summary)
+    save_weights(folder / "averaged.safetensors", model.state_dict(), task, summary)
     return "averaged weights (averaged.safetensors)"

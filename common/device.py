@@ -1,5 +1,4 @@
-"""Device and precision of a run: allocator settings, device, 16-bit type, backend switches, seeds,
-torchrun's ranks."""
+"""Device and precision of a run: allocator settings, device, 16-bit type, backend switches, seeds."""
 
 import os
 import random
@@ -9,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from common.errors import UsageError
 from common.gpu import cuda_problem
+from common.ranks import Ranks, start_ranks, torchrun
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -25,14 +24,6 @@ def set_allocator(conf: str) -> None:
     conf = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), conf)
     for name in ALLOCATOR_VARIABLES:
         os.environ.setdefault(name, conf)
-
-
-def torchrun(name: str, default: int) -> int:
-    """A number that torchrun sets in the environment. Raises `UsageError`."""
-    text = os.environ.get(name) or str(default)
-    if not text.isdecimal():
-        raise UsageError(f"{name} is {text!r}: use torchrun, or unset it")
-    return int(text)
 
 
 def pick_device(wanted: str, quiet: bool = False) -> torch.device:
@@ -76,57 +67,6 @@ def pick_dtype(wanted: str, capability: tuple[int, int] | None) -> tuple[torch.d
         return torch.float16, f"fp16 with loss scaling ({reason})"
     slow = f"; compute capability {major}.{minor} emulates it slowly, fp16 is faster"
     return DTYPES[wanted], f"{wanted} (asked for{slow if wanted == 'bf16' and major < 8 else ''})"
-
-
-@dataclass
-class Ranks:
-    """The ranks of a torchrun job, or the only process. gloo reduces numbers, the device's backend
-    gradients."""
-
-    rank: int = 0
-    size: int = 1
-    host_group: object = None
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def reduce(self, values, op: str = "sum") -> list:
-        """Element-wise sum ("sum") or maximum ("max") over the ranks of a list of numbers, in int64
-        or float64."""
-        if self.size == 1:
-            return list(values)
-        dtype = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
-        tensor = torch.tensor(values, dtype=dtype)
-        dist.all_reduce(
-            tensor,
-            op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX,
-            group=self.host_group,
-        )
-        return tensor.tolist()
-
-    def gather(self, value) -> list:
-        """The `value` of every rank, on every rank. It must be picklable."""
-        if self.size == 1:
-            return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.host_group)
-        return values
-
-    def sum_tensors(self, tensors: list[torch.Tensor]) -> None:
-        """Sums each tensor over the ranks, in place: on a GPU by the device's backend, on the host
-        by gloo."""
-        # The gradient of a channels_last convolution is not contiguous, so its sum is a copy.
-        sums = [tensor.contiguous() for tensor in tensors]
-        transfers = []
-        for total in sums:
-            group = None if total.is_cuda else self.host_group
-            transfers.append(dist.all_reduce(total, group=group, async_op=True))
-        for transfer in transfers:
-            transfer.wait()
-        for tensor, total in zip(tensors, sums, strict=True):
-            if total is not tensor:
-                tensor.copy_(total)
 
 
 @dataclass(frozen=True)
@@ -185,23 +125,6 @@ class LossScale:
     def load_state_dict(self, saved: dict) -> None:
         self.value = float(saved["scale"])
         self.updates = int(saved["_growth_tracker"])
-
-
-def start_ranks(device: torch.device) -> Ranks:
-    """Joins the job that torchrun describes in the environment; one rank without torchrun. Raises
-    `UsageError`."""
-    size = torchrun("WORLD_SIZE", 1)
-    if size == 1:
-        return Ranks()
-    if not dist.is_initialized():
-        try:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        except ValueError as error:  # a scheduler sets WORLD_SIZE alone
-            raise UsageError(
-                f"WORLD_SIZE is {size}, but {error}: use torchrun, or unset WORLD_SIZE"
-            ) from None
-    host_group = dist.new_group(backend="gloo") if device.type == "cuda" else None
-    return Ranks(dist.get_rank(), size, host_group)
 
 
 def setup(args, quiet: bool = False) -> Setup:

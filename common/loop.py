@@ -16,6 +16,7 @@ import contextlib
 import functools
 import io
 import itertools
+import json
 import math
 import os
 import signal
@@ -25,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -41,13 +43,16 @@ from common import (
     optim,
     options,
     preflight,
+    resuming,
     run_length,
 )
 from common.batches import EvalBatches, GlobalBatch, GlobalBatches, split_batch, to_device
 from common.device import Setup, rng_state, set_rng_state
 from common.errors import DataError, Failure, RunError, Stopped, UsageError
+from common.ranks import LostRank, Ranks, Restart, torchrun
 from common.report import Report, check_folder, shown
 from common.run_length import RunLength
+from common.sharding import Sharded, whole_tensors
 
 # The status of a rank after a pass over a global batch. The highest of all ranks decides.
 DONE, AGAIN, STOP, CANNOT_FIT = range(4)
@@ -120,13 +125,15 @@ class Task:
 class Run:
     """A run that has begun: where it computes, the checkpoint that it resumes (or None), and the
     weights of --init_from (or None); `train` empties both. `locks` hold the folders as long as they
-    exist. `planned` is the result of `planner` for --dry_run and --verify_gpu, else None."""
+    exist. `planned` is the result of `planner` for --dry_run and --verify_gpu, else None.
+    `keeps_folder`: whether this rank looks after the folders of its machine."""
 
     setup: Setup
     resumed: checkpoint.Saved | None = None
     initial: checkpoint.Saved | None = None
     locks: list = field(default_factory=list)
     planned: tuple | None = None
+    keeps_folder: bool = True
 
     def model_device(self) -> contextlib.AbstractContextManager:
         """Make the model, and read released weights, in this context. In a dry run they are on the
@@ -144,24 +151,39 @@ def begin(args, name: str) -> Run:
         check_folder(args.log_dir)
         folders = {args.checkpoint_dir: "--checkpoint_dir", args.log_dir: "--log_dir"}
         locks = [checkpoint.lock_folder(folder, flag) for folder, flag in folders.items()]
-    resumed = checkpoint.resume(args.resume, args.checkpoint_dir, name)
+    ranks = setup.ranks
+    if args.sharded and ranks.size == 1 and not planned:
+        raise UsageError(
+            "--sharded divides a model between several GPUs: GPUS=2 in front of the script, or"
+            " torchrun --nproc_per_node 2, starts a process for each"
+        )
+    keeps_folder = resuming.keeps_folder(args.checkpoint_dir, ranks)
+    resumed = resuming.resume(args.resume, args.checkpoint_dir, name, ranks)
     initial = None
     if args.init_from:
         initial = checkpoint.read_weights(args.init_from, name, "--init_from")
     options.freeze(args)
-    return Run(setup, resumed, initial, locks, planned)
+    if planned and planned[1]:
+        setup = replace(setup, ranks=Ranks(size=planned[1].count))
+    return Run(setup, resumed, initial, locks, planned, keeps_folder)
 
 
 def planner(args) -> tuple:
-    """The package dry_run, and the card that is planned for: None if --verify_gpu finds none.
-    Raises `UsageError`."""
+    """The package dry_run, and the card or cards that are planned for: None if --verify_gpu finds
+    none. Raises `UsageError`."""
     import dry_run
 
-    if device.torchrun("WORLD_SIZE", 1) > 1:
-        raise UsageError("--dry_run and --verify_gpu plan for one GPU: start them without torchrun")
+    if torchrun("WORLD_SIZE", 1) > 1:
+        raise UsageError(
+            "--dry_run and --verify_gpu are one process: start them without torchrun; --dry_run"
+            " 2x16gb plans for two GPUs"
+        )
     if not args.verify_gpu:  # a plan compiles nothing, but torch would make a folder for it
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-    return dry_run, dry_run.choose_card(args.dry_run, args.device, UsageError)
+    card = dry_run.choose_card(args.dry_run, args.device, UsageError)
+    if args.sharded and (card is None or card.count == 1):
+        raise UsageError("--sharded needs several GPUs: plan for two with --dry_run 2x16gb")
+    return dry_run, card
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -184,46 +206,112 @@ def train(
         sys.exit(plan(args, *run.planned, model, task, global_batches, eval_batches))
     checks.check_collate(eval_batches.dataset, task.loss_weights)
     preflight.require_disk(args, model)
-    on_host = prepare_model(args, run, model, task, global_batches.data)
+    agree(args, run, model, global_batches, eval_batches)
+    placed = prepare_model(args, run, model, task, global_batches.data)
     if run.resumed or not task.evaluate_first:
-        try_evaluation(run.setup, model, task, eval_batches)
-    training = begin_training(args, run, model, task, on_host, global_batches, eval_batches)
+        try_evaluation(run.setup, placed, task, eval_batches)
+    training = begin_training(args, run, task, placed, global_batches, eval_batches)
     for saved in (run.resumed, run.initial):
         # All is copied. Views of a file would keep its disk space after --keep_last has removed it.
         if saved:
             saved.forget_values()
     with watch_signals(training), contextlib.closing(training.report):
-        return train_global_batches(training)
+        try:
+            progress = train_global_batches(training)
+        except LostRank:
+            save_alone(training)
+            raise
+    if placed.sharded:
+        placed.sharded.end()
+    return progress
 
 
-def prepare_model(
-    args, run: Run, model: torch.nn.Module, task: Task, data
-) -> offload.Offload | None:
+def agree(
+    args,
+    run: Run,
+    model: torch.nn.Module,
+    global_batches: GlobalBatches,
+    eval_batches: EvalBatches,
+) -> None:
+    """Raises `RunError`, on all ranks, if they have not the same data, model and settings: they
+    would wait for each other, or train something else."""
+    if run.setup.ranks.size == 1:
+        return
+    numbers = {}
+    for name, value in vars(args).items():
+        if isinstance(value, bool | int | float | None) and name != "dataloader_num_workers":
+            numbers[f"--{name}"] = value
+    progress = run.resumed.state["progress"] if run.resumed else {}
+    sets = {"training": global_batches.data, "evaluation": eval_batches.dataset.data}
+    about = {f"the number of {name} utterances": len(data) for name, data in sets.items()}
+    run.setup.ranks.agree(
+        {
+            **numbers,
+            **about,
+            "the lengths of the training utterances": global_batches.order(0),
+            "the model": sorted((name, tuple(p.shape)) for name, p in model.named_parameters()),
+            "the update that is resumed": progress.get("step"),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The recipe's model, ready to train, with what is on the host or on other ranks."""
+
+    model: torch.nn.Module
+    on_host: offload.Offload | None = None
+    sharded: Sharded | None = None
+
+    @property
+    def trained(self) -> torch.nn.Module:
+        """The module with the parameters of the optimizer."""
+        return self.sharded.inner if self.sharded else self.model
+
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[torch.nn.Module]:
+        """The recipe's model with its values, on its device. All ranks enter it."""
+        if self.sharded:
+            self.sharded.fill()
+        try:
+            yield self.model
+        finally:
+            if self.sharded:
+                self.sharded.empty()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The state of the model, at least on the first rank. All ranks call it."""
+        return self.sharded.state() if self.sharded else self.model.state_dict()
+
+
+def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> Placed:
     """Fits the model to the training set `data` or loads saved weights, moves it to its device, and
-    compiles or checkpoints its layers. Returns what stays on the host."""
+    compiles or checkpoints its layers."""
     if run.resumed:
         checkpoint.load_weights(model, run.resumed.model)
     elif task.fit:
         task.fit(model, data)
     if run.initial:
         checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
-    on_host = offload.begin(args.use_cpu_offload, model, task.checkpointed, run.setup.dtype)
-    model.to(run.setup.device)
+    on_host = offload.begin(
+        args.use_cpu_offload, model, task.checkpointed, run.setup.dtype, run.setup.ranks
+    )
+    sharded = Sharded(model, task.checkpointed, run.setup) if args.sharded else None
+    placed = Placed(model.to(run.setup.device), on_host, sharded)
     preflight.require_host_memory(model, args.use_cpu_offload, run.setup.ranks)
     if args.torch_compile:
-        compiling.compile_layers(model, task.compiled)
+        compiling.compile_layers(placed.trained, task.compiled)
     if args.gradient_checkpointing:
-        memory.checkpoint_layers(model, task.checkpointed)
-    return on_host
+        memory.checkpoint_layers(placed.trained, task.checkpointed)
+    return placed
 
 
-def try_evaluation(
-    setup: Setup, model: torch.nn.Module, task: Task, eval_batches: EvalBatches
-) -> None:
+def try_evaluation(setup: Setup, placed: Placed, task: Task, eval_batches: EvalBatches) -> None:
     """Evaluates two short utterances. What `task.evaluate` returns cannot be known otherwise, and a
     metric that is not among it would be noticed hours later, at the first evaluation."""
     if items := checks.sample_items(eval_batches.dataset):
-        evaluate(setup, model, task, [eval_batches.dataset.collate(items)])
+        with placed.evaluated() as model:
+            evaluate(setup, model, task, [eval_batches.dataset.collate(items)])
 
 
 @dataclass
@@ -236,7 +324,7 @@ class Training:
     setup: Setup
     task: Task
     length: RunLength
-    model: torch.nn.Module
+    placed: Placed
     optimizer: torch.optim.Optimizer
     schedule: optim.Schedule
     loss_scale: device.LossScale | None
@@ -259,34 +347,33 @@ class Training:
 def begin_training(
     args,
     run: Run,
-    model: torch.nn.Module,
     task: Task,
-    on_host: offload.Offload | None,
+    placed: Placed,
     global_batches: GlobalBatches,
     eval_batches: EvalBatches,
 ) -> Training:
-    """The state of a new run, or of the one that is resumed. `on_host`: what `prepare_model`
-    returned. Moves an earlier run aside."""
+    """The state of a new run, or of the one that is resumed. Moves an earlier run aside."""
     setup = run.setup
     ranks = setup.ranks
     saved = run.resumed.state if run.resumed else None
     progress = start_progress(saved)
     optimizer = optim.make_optimizer(
-        model,
+        placed.trained,
         args.learning_rate or task.learning_rate,
         args.weight_decay,
         args.optimizer,
-        on_host,
+        placed.on_host,
         task.decay_embeddings,
         task.betas,
         note_new_rows(progress, None if saved else task.new_rows),
     )
     loss_scale = setup.loss_scale()
     if saved:
-        optim.load_optimizer_state(optimizer, model, saved["optimizer"])
+        optim.load_optimizer_state(optimizer, placed.trained, saved["optimizer"])
         if loss_scale and saved["scaler"]:
             loss_scale.load_state_dict(saved["scaler"])
     place_in_data(progress, global_batches)
+    share_limits(args.checkpoint_dir, ranks, progress["limits"])
     length = run_length.choose(args, global_batches, task.fine_tunes, progress["origin"])
     print(run_length.describe(length, global_batches))
     schedule = optim.Schedule(optimizer, args.lr_schedule, length.total, args.warmup_steps)
@@ -298,13 +385,13 @@ def begin_training(
     report = Report(
         args.log_dir, progress["step"], length.total, args.tensorboard, enabled=ranks.first
     )
-    model.train()
+    placed.trained.train()
     return Training(
         args=args,
         setup=setup,
         task=task,
         length=length,
-        model=model,
+        placed=placed,
         optimizer=optimizer,
         schedule=schedule,
         loss_scale=loss_scale,
@@ -375,7 +462,8 @@ def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:
     data = global_batches.data.fingerprint()
     size = global_batches.global_batch_size
     changed = ""
-    if progress["data"] not in ("", data):
+    # Another machine may have saved the checkpoint, and have its data in another folder.
+    if progress["data"] not in ("", *global_batches.setup.ranks.gather(data)):
         changed = "the training data have"
     elif progress["order"] not in ("", global_batches.order(progress["epoch"])):
         changed = "the seed, or the length of the utterances (speed, padding), has"
@@ -394,23 +482,39 @@ def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:
     progress["global_batch_size"] = size
 
 
+def share_limits(folder: Path, ranks: Ranks, limits: dict[int, int]) -> None:
+    """Adds to the limits of micro-batches what ranks that were out of memory have left in their
+    folders (`restart_smaller`), and makes them those of all ranks."""
+    if ranks.size > 1:
+        for path in folder.glob(checkpoint.LIMITS.format("*")):
+            lower_limits(limits, {int(key): size for key, size in files.read_json(path).items()})
+        for other in ranks.gather(limits):
+            lower_limits(limits, other)
+
+
+def lower_limits(limits: dict[int, int], others: dict[int, int]) -> None:
+    for bucket, size in others.items():
+        limits[bucket] = min(size, limits.get(bucket, size))
+
+
 def prepare_folders(args, run: Run, progress: dict, task: Task) -> None:
     """Moves an earlier run in the folders aside or, if the run continues from an older checkpoint,
     what is newer. A resumed run without best weights in its folder, and a new run with
     `Task.evaluate_first`, evaluate before the first update."""
     has_best = False
-    if run.setup.ranks.first:
+    if run.keeps_folder:
         in_log_dir = [name for name in task.reports if not os.path.isabs(name)]
         files.remove_stale(args.log_dir, "|".join(in_log_dir))
         try:
-            if run.resumed and checkpoint.continues(args.resume, args.checkpoint_dir):
+            if run.resumed and run.resumed.path.resolve().parent == args.checkpoint_dir.resolve():
                 checkpoint.branch(args.checkpoint_dir, args.log_dir, progress["step"])
                 has_best = checkpoint.best_step(args.checkpoint_dir) >= progress["best_step"]
             else:
                 checkpoint.make_room(args.checkpoint_dir, args.log_dir, task.reports)
+            resuming.mark(args.checkpoint_dir)
         except OSError as error:
             raise errors.cannot_write(args.checkpoint_dir, error, "--checkpoint_dir") from None
-    (has_best,) = run.setup.ranks.reduce([int(has_best)], "max")
+    has_best = run.setup.ranks.gather(has_best)[0]
     if not has_best:
         progress["best"] = None
         progress["last_evaluation"] = -1 if run.resumed or task.evaluate_first else 0
@@ -475,9 +579,12 @@ def train_global_batches(training: Training) -> dict:
             raise saved_and_stopped(training, caught)
         try:
             train_global_batch(training, global_batch)
+        except (LostRank, Restart):
+            raise
         except RunError:
             save(training)  # the weights are those from before the global batch
             raise
+        ranks.note_update(time.monotonic() - started)
 
 
 def no_update(progress: dict) -> RunError:
@@ -524,12 +631,16 @@ def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
         note_skipped(training, global_batch, skipped)
     if utterances:
         totals = dict(zip(terms, counts, strict=True))
-        buffers = [(buffer, buffer.clone()) for buffer in training.model.buffers()]
-        device_sums = pass_until_it_fits(training, global_batch, totals, buffers)
-        sums, norm = reduce_gradients(training, device_sums)
+        before = Before(training)
+        try:
+            device_sums = pass_until_it_fits(training, global_batch, totals, before)
+            sums, norm = reduce_gradients(training, device_sums)
+        except LostRank:
+            before.restore(training)
+            raise
         if not is_finite(training, sums, norm):
             training.optimizer.zero_grad()
-            restore(buffers)
+            before.restore_buffers()
             note_bad_batch(training, names, sums, norm)
         else:
             made = apply_update(training, norm)
@@ -565,8 +676,27 @@ def empty_cache(training: Training, micro_batches: int) -> None:
         torch.cuda.empty_cache()
 
 
+class Before:
+    """What a pass over a global batch changes besides gradients, as it was."""
+
+    def __init__(self, training: Training):
+        self.buffers = [(buffer, buffer.clone()) for buffer in training.placed.trained.buffers()]
+        self.rng = rng_state(training.setup.device)
+
+    def restore_buffers(self) -> None:
+        with torch.no_grad():
+            for buffer, value in self.buffers:
+                buffer.copy_(value)
+
+    def restore(self, training: Training) -> None:
+        """Makes everything as it was, without gradients."""
+        training.optimizer.zero_grad()
+        self.restore_buffers()
+        set_rng_state(self.rng, training.setup.device)
+
+
 def pass_until_it_fits(
-    training: Training, global_batch: GlobalBatch, totals: dict, buffers: list
+    training: Training, global_batch: GlobalBatch, totals: dict, before: Before
 ) -> torch.Tensor:
     """Forward and backward of the global batch, repeated in smaller micro-batches as long as a rank
     runs out of memory. Returns the sums of the loss terms. Every attempt starts from the same
@@ -575,24 +705,33 @@ def pass_until_it_fits(
     setup = training.setup
     ranks = setup.ranks
     limits = training.progress["limits"]
-    rng = rng_state(setup.device)
     failures = Counter()
+    sharded = training.placed.sharded
+    compute_loss = sharded.compute(task.compute_loss) if sharded else task.compute_loss
 
     def stop() -> bool:
         training.utilisation.sample()
+        if sharded:  # all ranks stop after the same micro-batch
+            return ranks.reduce([training.caught], "max") != [0]
         return training.caught != 0
 
     while True:
-        outcome = run_global_batch(
-            training.model,
-            cut_to_fit(global_batch.micro_batches, limits),
-            totals,
-            task.compute_loss,
-            task.loss_weights,
-            setup,
-            training.loss_scale,
-            stop,
-        )
+        micro_batches = cut_to_fit(global_batch.micro_batches, limits)
+        if sharded:
+            micro_batches = as_many_on_every_rank(micro_batches, ranks)
+        with ranks.waiting() if sharded else contextlib.nullcontext():
+            outcome = run_global_batch(
+                training.placed.trained,
+                micro_batches,
+                totals,
+                compute_loss,
+                task.loss_weights,
+                setup,
+                training.loss_scale,
+                stop,
+            )
+        if sharded and outcome.failed:
+            raise restart_smaller(training, outcome)
         status = DONE
         if outcome.stopped:
             status = STOP
@@ -602,9 +741,7 @@ def pass_until_it_fits(
         if worst == DONE:
             zero = torch.zeros(len(task.loss_weights), device=setup.device)
             return zero if outcome.sums is None else outcome.sums
-        training.optimizer.zero_grad()
-        restore(buffers)
-        set_rng_state(rng, setup.device)
+        before.restore(training)
         memory.free_memory(setup.device)
         if worst == STOP:
             raise saved_and_stopped(training, caught)
@@ -612,10 +749,37 @@ def pass_until_it_fits(
             other = "an utterance of another rank does not fit into memory: see its message"
             raise RunError(too_long(outcome) if status == CANNOT_FIT else other)
         for other in ranks.gather(limits):  # all ranks keep the same limits
-            for bucket, size in other.items():
-                limits[bucket] = min(size, limits.get(bucket, size))
+            lower_limits(limits, other)
         if status == AGAIN:
             training.report.say(out_of_memory(outcome, setup))
+
+
+def as_many_on_every_rank(micro_batches: list[dict], ranks: Ranks) -> list[dict]:
+    """The micro-batches of this rank and, so that all ranks make the same number of passes over a
+    sharded model, repetitions of the last one, which count nothing. A rank without any repeats
+    another rank's."""
+    most, none = ranks.reduce([len(micro_batches), int(not micro_batches)], "max")
+    repeated = micro_batches[-1:]
+    if none:
+        repeated = [batches[0] for batches in ranks.gather(repeated) if batches][:1]
+    missing = most - len(micro_batches)
+    return micro_batches + [{**batch, "repeated": True} for batch in repeated] * missing
+
+
+def restart_smaller(training: Training, outcome: "Outcome") -> RunError:
+    """The error of a rank that is out of memory while the others wait for its part of the weights:
+    the job has to start anew. The micro-batch size that fits is written beside the checkpoints."""
+    limits = training.progress["limits"]
+    if not learn_limit(outcome.failed, limits, Counter({outcome.failed["names"][0]: TRIES_OF_ONE})):
+        return RunError(too_long(outcome))
+    folder = training.args.checkpoint_dir
+    path = folder / checkpoint.LIMITS.format(training.setup.ranks.rank)
+    text = json.dumps(limits)
+    files.save(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return Restart(
+        f"{out_of_memory(outcome, training.setup, 'starts anew with')}; torchrun --max_restarts"
+        " does so, or --resume auto"
+    )
 
 
 @dataclass
@@ -654,10 +818,14 @@ def run_global_batch(
             with setup.autocast():
                 terms = compute_loss(model, batch)
                 loss = weighted_loss(terms, totals, loss_weights)
+            is_repeated = "repeated" in batch
+            if is_repeated:
+                loss = 0.0 * loss
             if isinstance(loss, torch.Tensor):  # or no term has a target in the whole global batch
                 (loss * loss_scale.value if loss_scale else loss).backward()
-            detached = torch.stack([terms[name].detach() for name in loss_weights])
-            sums = detached if sums is None else sums + detached
+            if not is_repeated:
+                detached = torch.stack([terms[name].detach() for name in loss_weights])
+                sums = detached if sums is None else sums + detached
         except (RuntimeError, MemoryError) as error:
             if not memory.is_out_of_memory(error):
                 raise
@@ -712,12 +880,12 @@ def learn_limit(failed: dict, limits: dict[int, int], failures: Counter) -> bool
     return failures[failed["names"][0]] < TRIES_OF_ONE
 
 
-def out_of_memory(outcome: Outcome, setup: Setup) -> str:
-    """The message about a micro-batch that did not fit."""
+def out_of_memory(outcome: Outcome, setup: Setup, what: str = "is repeated in") -> str:
+    """The message about a micro-batch that did not fit. `what`: what the global batch does now."""
     size = len(outcome.failed["names"])
     seconds = max(outcome.failed["seconds"])
     text = f"out of memory with {size} x {seconds:.1f} s"
-    text += ": the global batch is repeated in smaller micro-batches"
+    text += f": the global batch {what} smaller micro-batches"
     others = gpu.gpu_processes() if setup.device.type == "cuda" else ""
     return f"{text}; also on this GPU: {others}" if others else text
 
@@ -736,19 +904,13 @@ def too_long(outcome: Outcome) -> str:
     return f"{problem}: {advice}"
 
 
-def restore(buffers: list) -> None:
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
-
-
 def reduce_gradients(training: Training, sums: torch.Tensor) -> tuple[list[float], float]:
     """Sums gradients and loss terms over the ranks. Returns terms and gradient norm: a global
     batch's only transfer to the host."""
     ranks = training.setup.ranks
     optimizer = training.optimizer
     gradients = optim.gradients(optimizer)
-    if ranks.size > 1:
+    if ranks.size > 1 and not training.placed.sharded:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         present = ranks.reduce([int(p in gradients) for p in parameters], "max")
         used = [p for p, is_there in zip(parameters, present, strict=True) if is_there]
@@ -756,6 +918,9 @@ def reduce_gradients(training: Training, sums: torch.Tensor) -> tuple[list[float
         gradients = optim.gradients(optimizer, [p for p in used if p not in gradients])
         ranks.sum_tensors([gradients[p] for p in used])
     norm = torch.nn.utils.get_total_norm(list(gradients.values()))
+    if training.placed.sharded and gradients:
+        with ranks.waiting():
+            norm = norm.full_tensor()
     *terms, norm = torch.cat([sums, norm.to(sums.device).reshape(1)]).tolist()
     scale = training.loss_scale.value if training.loss_scale else 1.0
     return ranks.reduce(terms), norm / scale
@@ -891,19 +1056,24 @@ def evaluate_now(training: Training) -> None:
 
     started = time.monotonic()
     results = {}
-    with contextlib.suppress(Stopped):
-        results = evaluate(training.setup, training.model, task, polled())
-    (caught,) = ranks.reduce([training.caught], "max")
+    with contextlib.suppress(Stopped), training.placed.evaluated() as model:
+        results = evaluate(training.setup, model, task, polled())
+    with ranks.patient():
+        (caught,) = ranks.reduce([training.caught], "max")
     if caught:
         raise saved_and_stopped(training, caught)
     sums = ranks.reduce([float(value) for pair in results.values() for value in pair])
     pairs = zip(sums[::2], sums[1::2], strict=True)
     values = mean_values(task, dict(zip(results, pairs, strict=True)))
     improved = note_evaluation(task, progress, values)
-    if improved and ranks.first:
+    if improved:
         summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
         path = args.checkpoint_dir / "best.safetensors"
-        checkpoint.save_weights(path, training.model, task, summary)
+        with ranks.patient():
+            state = training.placed.state()
+            if ranks.first:
+                checkpoint.save_weights(path, state, task, summary)
+            ranks.gather(None)  # the others wait for the first
     texts = [f"{name} {shown(name, value)}" for name, value in values.items()]
     if improved:
         texts.append("best so far")
@@ -948,14 +1118,37 @@ def mean_values(task: Task, results: dict[str, tuple[float, float]]) -> dict[str
 
 def save(training: Training) -> None:
     """Writes a checkpoint of the run as it is now, with the random state of every rank."""
-    args = training.args
     progress = training.progress
-    states = training.setup.ranks.gather(rng_state(training.setup.device))
+    ranks = training.setup.ranks
+    states = ranks.gather(rng_state(training.setup.device))
     training.last_saved = progress["step"]
     progress["order"] = training.global_batches.order(progress["epoch"])
     progress["schedule"] = training.schedule.state()
-    if not training.setup.ranks.first:
-        return
+    with ranks.patient():
+        model = training.placed.state()
+        optimizer = optim.optimizer_state(training.optimizer, training.placed.trained, ranks)
+        if training.placed.sharded:
+            optimizer = {n: whole_tensors(each, ranks.first) for n, each in optimizer.items()}
+        if ranks.first:
+            write_checkpoint(training, states, model, optimizer)
+        ranks.gather(None)  # the others wait for the first
+
+
+def save_alone(training: Training) -> None:
+    """Writes a checkpoint without the other ranks, of which one is lost. Their random states are,
+    too. Nothing is written if they have a part of the run's state."""
+    ranks = training.setup.ranks
+    has_all = training.placed.sharded is None and training.placed.on_host is None
+    if ranks.first and has_all and training.progress["step"] > training.last_saved:
+        training.setup = replace(training.setup, ranks=Ranks())
+        save(training)
+
+
+def write_checkpoint(training: Training, states: list, model: dict, optimizer: dict) -> None:
+    """Writes a checkpoint. `states`: the random state of every rank; `model` and `optimizer`: what
+    is saved of them."""
+    args = training.args
+    progress = training.progress
     flags = {}
     for name, value in vars(args).items():
         if name not in ("given", "commands"):
@@ -966,8 +1159,8 @@ def save(training: Training) -> None:
         "run_info": asdict(training.task.run_info),
         "progress": progress,
         "rng": states,
-        "model": training.model.state_dict(),
-        "optimizer": optim.optimizer_state(training.optimizer, training.model),
+        "model": model,
+        "optimizer": optimizer,
         "scaler": training.loss_scale.state_dict() if training.loss_scale else None,
         "torch": str(torch.__version__),
         "args": flags,
@@ -1004,6 +1197,7 @@ def finish(
         return values.get(task.metric, math.nan)
 
     memory.free_memory(run.setup.device)  # the optimizer may be part of a reference cycle
+    model.to(run.setup.device)  # from the host, where a sharded one is at the end
     with torch.no_grad():
         weights = checkpoint.use_best(args, model, task, score)
         with run.setup.autocast():
@@ -1030,6 +1224,7 @@ def plan(
     `DataError` and `RunError`."""
     if card is None:
         return preflight.verify(args, model)
+    ranks = card.count
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
     length = run_length.choose(args, global_batches, task.fine_tunes)
     epochs = math.ceil(length.total / global_batches.per_epoch)
@@ -1055,9 +1250,9 @@ def plan(
         model=model,
         step=step,
         items=dry_run.longest_items(global_batches.dataset, epochs, DataError),
-        count=len(global_batches.data),
+        count=math.ceil(len(global_batches.data) / ranks),
         states=functools.partial(optim.state_bytes, model),
-        host=functools.partial(offload.host_bytes, model),
+        host=lambda optimizer: ranks * offload.host_bytes(model, optimizer, ranks),
         checkpoint=checkpoint_layers,
         freeze=freeze,
         collate=global_batches.dataset.collate,
@@ -1071,6 +1266,8 @@ def plan(
         castable=functools.partial(offload.castable, model, task.checkpointed),
         halves=setup.dtype,
         compares=task.compares,
+        ranks=ranks,
+        layers=task.checkpointed,
     )
     if args.verify_gpu:
         return preflight.verify(args, model, lambda: planned.needs(args, card))

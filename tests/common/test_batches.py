@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from common import batches
-from common.device import Ranks, Setup
+from common.device import Setup
 from common.errors import DataError, RunError
+from common.ranks import Ranks
 from tests import processes, small
 
 ROOT = Path(__file__).resolve().parents[2]

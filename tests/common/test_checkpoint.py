@@ -216,7 +216,9 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_says_what_is_missing(tm
             checkpoint.save(tmp_path, 2, content(2, {"w": torch.zeros(10**6)}), keep_last=3)
         with pytest.raises(RunError, match=r"cannot save .*best"):
             large = torch.nn.Linear(1000, 1000)
-            checkpoint.save_weights(tmp_path / "best.safetensors", large, small.task(), {})
+            checkpoint.save_weights(
+                tmp_path / "best.safetensors", large.state_dict(), small.task(), {}
+            )
         assert [p.name for p in tmp_path.iterdir()] == [good.name]
         assert checkpoint.resume("auto", tmp_path, "r").state["progress"]["step"] == 1
     finally:
@@ -233,7 +235,7 @@ def test_best_weights_are_one_file_that_rebuilds_the_model(tmp_path):
     model, other = small.Network(), small.Network()
     task = small.task(model_info=small.ModelInfo("ह"), run_info=small.RunInfo(("ा", "b")))
     path = tmp_path / "best.safetensors"
-    checkpoint.save_weights(path, model, task, {"cer": 0.5})
+    checkpoint.save_weights(path, model.state_dict(), task, {"cer": 0.5})
     assert json.loads(path.with_suffix(".json").read_text()) == {"cer": 0.5}
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode  # as the umask says
@@ -260,7 +262,9 @@ def test_weights_to_use_are_those_of_resume_or_the_best(tmp_path):
         checkpoint.weights_to_use(None, tmp_path, small.RECIPE)
     models = {name: small.Network() for name in ("best", "other")}
     for name, model in models.items():
-        checkpoint.save_weights(tmp_path / f"{name}.safetensors", model, small.task(), {})
+        checkpoint.save_weights(
+            tmp_path / f"{name}.safetensors", model.state_dict(), small.task(), {}
+        )
     other = str(tmp_path / "other.safetensors")
     for resume, name in ((None, "best"), ("auto", "best"), (other, "other")):
         saved = checkpoint.weights_to_use(resume, tmp_path, small.RECIPE)
@@ -269,7 +273,7 @@ def test_weights_to_use_are_those_of_resume_or_the_best(tmp_path):
 
 def test_init_from_takes_what_fits(tmp_path, capsys):
     model = small.Network()
-    checkpoint.save_weights(tmp_path / "a.safetensors", model, small.task(), {})
+    checkpoint.save_weights(tmp_path / "a.safetensors", model.state_dict(), small.task(), {})
     larger = small.Network(layers=3)
     larger.output = torch.nn.Linear(8, 7)
     tensors = checkpoint.read_weights(tmp_path / "a.safetensors", small.RECIPE).model
@@ -467,7 +471,7 @@ def test_damaged_records_of_weights_are_named(tmp_path, info):
 def test_weights_that_are_not_finite_are_named(tmp_path):
     model = small.Network()
     model.output.bias.data[0] = float("inf")
-    checkpoint.save_weights(tmp_path / "a.safetensors", model, small.task(), {})
+    checkpoint.save_weights(tmp_path / "a.safetensors", model.state_dict(), small.task(), {})
     with pytest.raises(
         UsageError,
         match=r"a\.safetensors: the tensor 'output\.bias' has values that are not finite",

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from common import device, gpu
-from common.device import Ranks, Setup
+from common.device import Setup
 from common.errors import UsageError
+from common.ranks import Ranks
 from tests import small
 
 ROOT = Path(__file__).resolve().parents[2]

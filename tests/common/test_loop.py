@@ -19,7 +19,7 @@ import torch
 
 from common import checkpoint, files, optim, report
 from common.batches import to_device
-from common.device import LossScale, Ranks, Setup
+from common.device import LossScale, Setup
 from common.errors import DataError, RunError, Stopped, UsageError
 from common.loop import (
     Run,
@@ -30,6 +30,7 @@ from common.loop import (
     mean_values,
     run_global_batch,
 )
+from common.ranks import Ranks
 from tests import small
 
 DRAW = report.Report.draw  # before conftest.py replaces it

@@ -84,7 +84,7 @@ def test_weights_of_another_network_are_refused_before_one_is_made(tmp_path):
     info = template.ModelInfo(8192, 128, ["a"])
     run_info = splits.RunInfo([], 1.0, False)
     task = Task("template", template.compute_loss, {}, template.evaluate, info, run_info, "cer")
-    checkpoint.save_weights(tmp_path / "best.safetensors", model, task, {"step": 0})
+    checkpoint.save_weights(tmp_path / "best.safetensors", model.state_dict(), task, {"step": 0})
     flags = ["--transcribe", tmp_path, "--resume", tmp_path / "best.safetensors"]
     status, err = runs.refused(template, *flags)
     assert status == 2 and "not those of the model that it describes" in err

@@ -103,7 +103,7 @@ def write_dvae(folder: Path) -> Path:
     info = codec_training.ModelInfo("dvae", SMALL, codec_training.STEPS["dvae"])
     task = SimpleNamespace(name=recipe.RECIPE, model_info=info, run_info=RunInfo([], 1.0, False))
     folder.mkdir()
-    checkpoint.save_weights(folder / "best.safetensors", coder, task, {})
+    checkpoint.save_weights(folder / "best.safetensors", coder.state_dict(), task, {})
     return folder
 
 

@@ -1,0 +1,151 @@
+"""The checkpoint that the ranks of a job resume: the newest that any of its machines has, which is
+sent to the machines that lack it. torchrun numbers its machines anew when it restarts them, so the
+first rank may be on another one than before."""
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+import torch
+
+from common import checkpoint, files
+from common.checkpoint import Saved
+from common.errors import UsageError, cannot_write
+from common.ranks import Ranks, torchrun
+
+PIECE = 2**26  # bytes that are sent at a time
+BEST = ("best.safetensors", "best.json")
+JOB = ".job"  # in a checkpoint folder: the job that uses it
+AGENT = ".torchrun"  # in a checkpoint folder: the process that has started the run in it
+
+
+def keeps_folder(folder: Path, ranks: Ranks) -> bool:
+    """Whether this rank looks after its machine's checkpoint folder: the first rank, and the first
+    of every other machine whose folder is not the same one on a shared disk. Raises `RunError`."""
+    if ranks.machines == 1:
+        return ranks.first
+    token = secrets.token_hex(8)
+    try:
+        if ranks.leader:
+            folder.mkdir(parents=True, exist_ok=True)
+        if ranks.first:
+            (folder / JOB).write_text(token)
+        token = ranks.gather(token)[0]
+        is_shared = _text(folder / JOB) == token
+        ranks.gather(None)  # all have read it
+        if ranks.leader and not is_shared:
+            (folder / JOB).write_text(token)
+    except OSError as error:
+        raise cannot_write(folder, error, "--checkpoint_dir") from None
+    return ranks.leader and (ranks.first or not is_shared)
+
+
+def resume(wanted: str | None, folder: Path, recipe: str, ranks: Ranks) -> Saved | None:
+    """`checkpoint.resume`, agreed on by all ranks; None for a new run. A job that torchrun has
+    restarted continues, whatever `wanted` says. Raises `UsageError`."""
+    if ranks.size == 1:
+        return checkpoint.resume(wanted, folder, recipe)
+    (is_restarted,) = ranks.reduce([int(_text(folder / AGENT) == agent() != "")], "max")
+    if is_restarted:
+        wanted = "auto"
+    step, path, problem = -1, "", ""
+    if ranks.leader:
+        try:
+            saved = checkpoint.newest(wanted, folder, recipe)
+            if saved:
+                step, path = saved.state["progress"]["step"], str(saved.path)
+        except UsageError as error:
+            problem = str(error)
+    every = ranks.gather((step, path, problem))
+    steps = [step for step, _, _ in every]
+    if max(steps) < 0:
+        if problems := [problem for _, _, problem in every if problem]:
+            raise UsageError(problems[0])
+        if wanted:
+            print(f"--resume auto: no checkpoint in {folder}, starting a new run")
+        return None
+    source = steps.index(max(steps))
+    found = Path(every[source][1])
+    own = Path(every[ranks.rank - torchrun("LOCAL_RANK", 0)][1])
+    if ranks.machines > 1:
+        own = distribute(found, own, folder, source, ranks)
+    print(f"resuming from {own} (step {steps[source]})")
+    return checkpoint.read(own, recipe)
+
+
+def agent() -> str:
+    """What identifies the torchrun that has started this process; "" without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    number = os.getppid()
+    # In containers the numbers of processes are often the same again.
+    return f"{number} {_text(Path(f'/proc/{number}/stat')).rpartition(')')[2].split()[19:20]}"
+
+
+def mark(folder: Path) -> None:
+    """Notes that what is in the folder from now on is this job's."""
+    if name := agent():
+        (folder / AGENT).write_text(name)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def distribute(found: Path, own: Path, folder: Path, source: int, ranks: Ranks) -> Path:
+    """Sends the checkpoint `found` of the rank `source` to the machines that have another one or
+    none (`own`), where it comes into `folder`, and the best weights to the first rank. Returns its
+    path on this machine."""
+    digest = digest_of(own) if ranks.leader and own.name == found.name else ""
+    digests = ranks.gather(digest)
+    leader = ranks.rank - torchrun("LOCAL_RANK", 0)
+    with ranks.patient():
+        lacking = [
+            rank
+            for rank, is_leader in enumerate(ranks.gather(ranks.leader))
+            if is_leader and digests[rank] != digests[source]
+        ]
+        send(ranks, found, folder / found.name, source, lacking)
+        if 0 in lacking:
+            for name in BEST:
+                is_there = ranks.gather((found.parent / name).is_file())[source]
+                if is_there:
+                    send(ranks, found.parent / name, folder / name, source, [0])
+        ranks.gather(None)  # all files are there
+    return folder / found.name if leader in lacking else own
+
+
+def send(ranks: Ranks, found: Path, path: Path, source: int, receivers: list[int]) -> None:
+    """Sends the file `found` of the rank `source` to other ranks, each of which saves it as `path`.
+    All ranks call it."""
+    size = ranks.gather(found.stat().st_size if ranks.rank == source else 0)[source]
+    if ranks.rank == source and receivers:
+        with open(found, "rb") as file:
+            while piece := bytearray(file.read(PIECE)):
+                for rank in receivers:
+                    ranks.send(torch.frombuffer(piece, dtype=torch.uint8), rank)
+    elif ranks.rank in receivers:
+
+        def write(temporary: Path) -> None:
+            with open(temporary, "wb") as file:
+                for first in range(0, size, PIECE):
+                    piece = torch.empty(min(PIECE, size - first), dtype=torch.uint8)
+                    ranks.receive(piece, source)
+                    file.write(piece.numpy())
+
+        files.save(path, write)
+
+
+def digest_of(path: Path) -> str:
+    """A hash of a file's content; "" for a file that is not there."""
+    if not os.path.isfile(path):
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
