@@ -357,8 +357,8 @@ def as_file(path: str) -> Iterator[str]:
         yield file.name
 
 
-def by_group(paths: list[str], places: list[int]) -> list[list[int]]:
-    """The `places` in `paths`, in parts that are read together: those of a row group."""
+def by_group(paths: list[str], places: list[int]) -> Iterator[list[int]]:
+    """The `places` in `paths`, in parts that are read together: neighbours of a row group."""
 
     def group(place: int) -> tuple:
         file, row = row_of(paths[place])
@@ -367,4 +367,4 @@ def by_group(paths: list[str], places: list[int]) -> list[list[int]]:
         except Failure:  # `probe` says why
             return file, 0
 
-    return [list(part) for _, part in itertools.groupby(sorted(places, key=group), key=group)]
+    return (list(part) for _, part in itertools.groupby(places, key=group))
