@@ -163,19 +163,27 @@ def begin(args, name: str) -> Run:
     if args.init_from:
         initial = checkpoint.read_weights(args.init_from, name, "--init_from")
     options.freeze(args)
+    if planned and planned[1]:
+        setup = replace(setup, ranks=Ranks(size=planned[1].count))
     return Run(setup, resumed, initial, locks, planned, keeps_folder)
 
 
 def planner(args) -> tuple:
-    """The package dry_run, and the card that is planned for: None if --verify_gpu finds none.
-    Raises `UsageError`."""
+    """The package dry_run, and the card or cards that are planned for: None if --verify_gpu finds
+    none. Raises `UsageError`."""
     import dry_run
 
     if torchrun("WORLD_SIZE", 1) > 1:
-        raise UsageError("--dry_run and --verify_gpu plan for one GPU: start them without torchrun")
+        raise UsageError(
+            "--dry_run and --verify_gpu are one process: start them without torchrun; --dry_run"
+            " 2x16gb plans for two GPUs"
+        )
     if not args.verify_gpu:  # a plan compiles nothing, but torch would make a folder for it
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-    return dry_run, dry_run.choose_card(args.dry_run, args.device, UsageError)
+    card = dry_run.choose_card(args.dry_run, args.device, UsageError)
+    if args.sharded and (card is None or card.count == 1):
+        raise UsageError("--sharded needs several GPUs: plan for two with --dry_run 2x16gb")
+    return dry_run, card
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -285,7 +293,9 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> P
         task.fit(model, data)
     if run.initial:
         checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
-    on_host = offload.begin(args.use_cpu_offload, model, task.checkpointed, run.setup.dtype)
+    on_host = offload.begin(
+        args.use_cpu_offload, model, task.checkpointed, run.setup.dtype, run.setup.ranks
+    )
     sharded = Sharded(model, task.checkpointed, run.setup) if args.sharded else None
     placed = Placed(model.to(run.setup.device), on_host, sharded)
     preflight.require_host_memory(model, args.use_cpu_offload, run.setup.ranks)
@@ -1116,7 +1126,7 @@ def save(training: Training) -> None:
     progress["schedule"] = training.schedule.state()
     with ranks.patient():
         model = training.placed.state()
-        optimizer = optim.optimizer_state(training.optimizer, training.placed.trained)
+        optimizer = optim.optimizer_state(training.optimizer, training.placed.trained, ranks)
         if training.placed.sharded:
             optimizer = {n: whole_tensors(each, ranks.first) for n, each in optimizer.items()}
         if ranks.first:
@@ -1214,6 +1224,7 @@ def plan(
     `DataError` and `RunError`."""
     if card is None:
         return preflight.verify(args, model)
+    ranks = card.count
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
     length = run_length.choose(args, global_batches, task.fine_tunes)
     epochs = math.ceil(length.total / global_batches.per_epoch)
@@ -1239,9 +1250,9 @@ def plan(
         model=model,
         step=step,
         items=dry_run.longest_items(global_batches.dataset, epochs, DataError),
-        count=len(global_batches.data),
+        count=math.ceil(len(global_batches.data) / ranks),
         states=functools.partial(optim.state_bytes, model),
-        host=functools.partial(offload.host_bytes, model),
+        host=lambda optimizer: ranks * offload.host_bytes(model, optimizer, ranks),
         checkpoint=checkpoint_layers,
         freeze=freeze,
         collate=global_batches.dataset.collate,
@@ -1255,6 +1266,8 @@ def plan(
         castable=functools.partial(offload.castable, model, task.checkpointed),
         halves=setup.dtype,
         compares=task.compares,
+        ranks=ranks,
+        layers=task.checkpointed,
     )
     if args.verify_gpu:
         return preflight.verify(args, model, lambda: planned.needs(args, card))

@@ -6,7 +6,10 @@
     weights     16-bit copies of most weights, and gradients states, sums, fp32 weights: 16
 
 The update is computed on the host in every level. A level changes no bit on a CPU: gradients are
-added in the same order and type, and a 16-bit copy is what autocast would make of the weight."""
+added in the same order and type, and a 16-bit copy is what autocast would make of the weight.
+
+Several ranks divide the states and the update, not the sums and the fp32 weights. All ranks of a
+job are one such group, also on several machines."""
 
 import functools
 import itertools
@@ -17,6 +20,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.optim.adamw import adamw
+
+from common.ranks import Ranks
 
 LEVELS = ("states", "gradients", "weights")
 BYTES = {"states": 8, "gradients": 12, "weights": 16}  # on the host for a trained weight
@@ -47,18 +52,24 @@ def castable(model: torch.nn.Module, layers: tuple[type, ...]) -> list[torch.nn.
     return found
 
 
-def host_bytes(model: torch.nn.Module, level: str | None) -> int:
-    """Bytes in host memory that a level takes; 0 for anything that is not a level."""
-    return BYTES.get(level, 0) * sum(p.numel() for p in model.parameters() if p.requires_grad)
+def host_bytes(model: torch.nn.Module, level: str | None, ranks: int = 1) -> int:
+    """Bytes in host memory that a level takes, the mean of so many ranks; 0 for anything that is
+    not a level."""
+    if level not in BYTES:
+        return 0
+    states = BYTES["states"]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trained * states // ranks + trained * (BYTES[level] - states)
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What is on the host: the level, and the fp32 values of the parameters that have 16 bits on
-    the GPU."""
+    """What is on the host: the level, the fp32 values of the parameters that have 16 bits on the
+    GPU, and the ranks that divide the states and the update."""
 
     level: str
     masters: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 def begin(
@@ -66,11 +77,12 @@ def begin(
     model: torch.nn.Module,
     layers: tuple[type, ...],
     dtype: torch.dtype | None,
+    ranks: Ranks | None = None,
 ) -> Offload | None:
     """Prepares a model, while it is on the host, for a level of --use_cpu_offload. With "weights"
     and autocast's `dtype`, its castable parameters get 16 bits; without autocast that level is like
     "gradients". The model's `state_dict` still has the fp32 values, and `load_state_dict` sets
-    them."""
+    them. `ranks` divide the update (None: this process is the only one)."""
     if level is None:
         return None
     masters = {}
@@ -96,7 +108,18 @@ def begin(
         if masters:
             share = sum(p.numel() for p in masters) / sum(p.numel() for p in model.parameters())
             print(f"{share:.0%} of the weights are on the device in 16 bits")
-    return Offload(level, masters)
+    return Offload(level, masters, ranks or Ranks())
+
+
+def divide(parameters: list[torch.nn.Parameter], count: int) -> dict[torch.nn.Parameter, int]:
+    """The rank, of `count`, that owns each parameter. From the largest to the smallest, each goes
+    to the rank that has least."""
+    owners = dict.fromkeys(parameters, 0)
+    sizes = [0] * count
+    for p in sorted(parameters, key=torch.numel, reverse=True):
+        owners[p] = sizes.index(min(sizes))
+        sizes[owners[p]] += p.numel()
+    return owners
 
 
 class Slot:
@@ -127,6 +150,10 @@ class Slot:
         self.copy(place, source)
         return place
 
+    def send(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Starts to copy values of the host to a piece of a weight on the GPU, in its type."""
+        self.copy(target, self.place(0, target.shape, target.dtype).copy_(values))
+
     def finish(self) -> None:
         """Waits for the last copy and does what is left to do with the piece in this slot, so that
         the next one may come."""
@@ -141,7 +168,10 @@ class Slot:
 class OffloadedAdamW(torch.optim.Optimizer):
     """AdamW by the CPU kernel of torch.optim.AdamW(fused=True), for a level of --use_cpu_offload.
     What is on the GPU passes through two slots: while one piece is updated or added, the next one
-    arrives and the previous one returns."""
+    arrives and the previous one returns.
+
+    Every parameter has a rank that owns it. Only that rank has its states and updates it. All ranks
+    have the same gradients, and `share` gives them the same values."""
 
     def __init__(self, groups: list[dict], offload: Offload, **settings):
         super().__init__(groups, settings)
@@ -149,6 +179,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.sums: dict[torch.nn.Parameter, torch.Tensor] = {}  # of gradients
         self.summed: set[torch.nn.Parameter] = set()  # those that this update has gradients of
         parameters = [p for group in self.param_groups for p in group["params"]]
+        self.ranks = offload.ranks
+        self.owners = divide(parameters, self.ranks.size)
         size = max(SLOT, *(torch.atleast_1d(self.full(p))[:1].nbytes for p in parameters))
         self.slots = [Slot(size, pinned=parameters[0].is_cuda) for _ in range(2)]
         self.turns = itertools.cycle(self.slots)
@@ -162,6 +194,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """The values of a parameter that the update changes: its own, or its fp32 values on the
         host."""
         return self.masters.get(p, p.detach())
+
+    def owns(self, p: torch.nn.Parameter) -> bool:
+        """Whether this rank has the states of a parameter and updates it."""
+        return self.owners[p] == self.ranks.rank
 
     def gradients(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """The gradients of this update, in the order of the parameters. Those that were not made by
@@ -204,7 +240,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         gradients = self.gradients()
         for group in self.param_groups:
             for p in group["params"]:
-                if p not in gradients:
+                if p not in gradients or not self.owns(p):
                     continue
                 state = self.state[p]
                 step = state["step"]
@@ -215,6 +251,22 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     slot.finish()
                     self.fetch(slot, group, p, [*piece, step.clone()])
                 step += 1
+        for slot in self.slots:
+            slot.finish()
+
+    @torch.no_grad()
+    def share(self, *arguments) -> None:
+        """Sets every parameter on every rank to the values that its owner has. All ranks call it
+        together. It is a hook of `step`, after those that change values, too."""
+        values = [self.full(p) for p in self.owners]
+        self.ranks.share_tensors(values, list(self.owners.values()))
+        for p in self.owners:
+            if self.owns(p) or p not in self.masters:
+                continue
+            for own, weight in pieces(p.detach(), self.full(p)):
+                slot = next(self.turns)
+                slot.finish()
+                slot.then = functools.partial(slot.send, own, weight)
         for slot in self.slots:
             slot.finish()
 
@@ -231,10 +283,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         def finish() -> None:
             update(group, weight, gradient, *state)
-            place = weight
             if is_master:
-                place = slot.place(0, own.shape, own.dtype).copy_(weight)
-            slot.copy(own, place)
+                slot.send(own, weight)
+            else:
+                slot.copy(own, weight)
 
         slot.then = finish
 

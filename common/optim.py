@@ -10,6 +10,8 @@ import torch
 
 from common.errors import RunError, UsageError, first_line, require
 from common.offload import LEVELS, Offload, OffloadedAdamW
+from common.ranks import Ranks
+from common.sharding import own_rows
 
 BETAS = (0.9, 0.98)  # Vaswani et al. 2017, section 5.3
 EPSILON = 1e-9  # Vaswani et al. 2017, section 5.3
@@ -76,9 +78,9 @@ def make_optimizer(
     new_rows: NewRows | None = None,
 ) -> torch.optim.Optimizer:
     """AdamW: torch's fused kernel, bitsandbytes' 8-bit states (`kind` "adamw_8bit"), or the update
-    on the host (`offload`). The states are allocated here, so the first update needs no additional
-    memory. `new_rows` learn at a rate of their own. Raises `UsageError` if all parameters are
-    frozen, `RunError` if bitsandbytes does not work."""
+    on the host (`offload`), which several ranks divide. The states are allocated here, so the first
+    update needs no additional memory. `new_rows` learn at a rate of their own. Raises `UsageError`
+    if all parameters are frozen, `RunError` if bitsandbytes does not work."""
     groups = parameter_groups(model, weight_decay, decay_embeddings)
     settings = {"lr": learning_rate, "betas": betas}
     if offload:
@@ -93,6 +95,9 @@ def make_optimizer(
     make_states(optimizer, model)
     if new_rows is not None:
         speed_up(optimizer, model, new_rows)
+    if offload and offload.ranks.size > 1:
+        # The last hook, since only the owner of a parameter has right values until then.
+        optimizer.register_step_post_hook(OffloadedAdamW.share)
     return optimizer
 
 
@@ -107,8 +112,9 @@ def speed_up(optimizer: torch.optim.Optimizer, model: torch.nn.Module, new_rows:
     chosen = []
     for name, rows in new_rows.rows.items():
         parameter = model.get_parameter(name)
-        weight = full_values(optimizer, parameter)
-        places = torch.tensor(list(rows), dtype=torch.long, device=weight.device)
+        weight, first = own_rows(full_values(optimizer, parameter))
+        rows = [row - first for row in rows if first <= row < first + len(weight)]
+        places = torch.tensor(rows, dtype=torch.long, device=weight.device)
         chosen += [(group, p, weight, places) for group, p in groups if p is parameter]
     before = []
 
@@ -188,19 +194,18 @@ def load_bitsandbytes(device: torch.device):
 
 
 def make_states(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Allocates the states as the first step would. With 8-bit states, tensors below 4096 values
-    stay in 32 bits, which is bitsandbytes' rule, and so do embeddings:
-    github.com/huggingface/transformers/issues/14819, by its author."""
+    """Allocates the states as the first step would; those of a divided update on the rank that owns
+    the parameter. With 8-bit states, tensors below 4096 values stay in 32 bits, which is
+    bitsandbytes' rule, and so do embeddings: github.com/huggingface/transformers/issues/14819, by
+    its author."""
     embeddings = _embedding_weights(model)
-    on_host = {"device": "cpu", "memory_format": torch.contiguous_format}
-    placement = on_host if isinstance(optimizer, OffloadedAdamW) else {}
     for group_index, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):
-            if isinstance(optimizer, (torch.optim.AdamW, OffloadedAdamW)):
-                values = full_values(optimizer, p)
-                averages = {key: torch.zeros_like(values, **placement) for key in AVERAGES}
-                step = torch.zeros((), dtype=torch.float32, device=averages["exp_avg"].device)
-                optimizer.state[p] = {"step": step, **averages}
+            if isinstance(optimizer, OffloadedAdamW):
+                if optimizer.owns(p):
+                    optimizer.state[p] = zero_state(optimizer, p)
+            elif isinstance(optimizer, torch.optim.AdamW):
+                optimizer.state[p] = zero_state(optimizer, p)
             elif p in embeddings:
                 averages = {
                     key: torch.zeros_like(p, dtype=torch.float32) for key in ("state1", "state2")
@@ -210,14 +215,30 @@ def make_states(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Non
                 optimizer.init_state(group, p, group_index, index)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict:
+def zero_state(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> dict:
+    """The first state of a parameter in torch's AdamW, or in the one that updates on the host."""
+    on_host = {"device": "cpu", "memory_format": torch.contiguous_format}
+    placement = on_host if isinstance(optimizer, OffloadedAdamW) else {}
+    values = full_values(optimizer, p)
+    averages = {key: torch.zeros_like(values, **placement) for key in AVERAGES}
+    step = torch.zeros((), dtype=torch.float32, device=averages["exp_avg"].device)
+    return {"step": step, **averages}
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, ranks: Ranks | None = None
+) -> dict:
     """The states by parameter name, independent of order, groups and kind: {name: {"step",
     "exp_avg", "exp_avg_sq"}}. An 8-bit average is uint8, with its scales and its table of 256
-    values beside it. The tensors are not copies."""
+    values beside it. The tensors are not copies. Without `ranks`, those that this process has. With
+    `ranks`, which call it together, the first one gets those that the others have, too."""
+    is_divided = isinstance(optimizer, OffloadedAdamW) and ranks is not None
     saved = {}
     for name, p in model.named_parameters():
-        if p in optimizer.state:
-            state = optimizer.state[p]
+        state = optimizer.state.get(p)
+        if is_divided and p in optimizer.owners:
+            state = collect(optimizer, p, ranks)
+        if state is not None:
             averages = {
                 ours: state[key]
                 for ours, other in NAMES.items()
@@ -228,6 +249,23 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) ->
     return saved
 
 
+def collect(optimizer: OffloadedAdamW, p: torch.nn.Parameter, ranks: Ranks) -> dict | None:
+    """On the first rank the state of a parameter, which the rank that owns it sends; on the others
+    None."""
+    owner = optimizer.owners[p]
+    if owner == 0:
+        return optimizer.state.get(p)
+    if ranks.first:
+        state = zero_state(optimizer, p)
+        for tensor in state.values():
+            ranks.receive(tensor, owner)
+        return state
+    if owner == ranks.rank:
+        for tensor in optimizer.state[p].values():
+            ranks.send(tensor, 0)
+    return None
+
+
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, saved: dict
 ) -> None:
@@ -236,14 +274,17 @@ def load_optimizer_state(
     without a saved state of its shape starts with a fresh state, and the state of a parameter that
     is now frozen is dropped; the numbers of both are printed."""
     own = optimizer_state(optimizer, model)
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
     fresh = 0
     frozen = 0
     for name, p in model.named_parameters():
-        if name not in own:
+        if p not in trained:
             frozen += name in saved
             continue
         if name not in saved or saved[name]["exp_avg"].shape != p.shape:
             fresh += 1
+            continue
+        if name not in own:  # another rank has it
             continue
         source = saved[name]
         target = own[name]
@@ -256,7 +297,8 @@ def load_optimizer_state(
                 target[f"{key}_scales"].copy_(scales)
             elif scales is not None:
                 values = dequantize(values, scales, source[f"{key}_table"])
-            target[key].copy_(values)
+            part, first = own_rows(target[key])
+            part.copy_(values[first : first + len(part)] if part.dim() else values)
         step = optimizer.state[p]["step"]
         if torch.is_tensor(step):
             step.copy_(source["step"])
@@ -264,7 +306,7 @@ def load_optimizer_state(
             optimizer.state[p]["step"] = int(source["step"])
     if fresh:
         print(
-            f"optimizer: {fresh} of {len(own)} parameters start with fresh states: the checkpoint"
+            f"optimizer: {fresh} of {len(trained)} parameters start with fresh states: the checkpoint"
             " has none that fit"
         )
     if frozen:

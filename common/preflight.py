@@ -169,15 +169,16 @@ def require_host_memory(model: torch.nn.Module, level: str | None, ranks: Ranks)
     """Raises `RunError`, on all ranks, if a level of --use_cpu_offload takes more host memory than
     is free for all processes of this machine: the system would end the run without a message. Call
     it when the model has left the host, or with "weights" its fp32 values are there."""
-    needed = offload.host_bytes(model, level)
-    if level == "weights":
-        needed -= needed // 4
-    needed *= torchrun("LOCAL_WORLD_SIZE", 1)
+    missing = "gradients" if level == "weights" else level
+    needed = offload.host_bytes(model, missing, ranks.size) * torchrun("LOCAL_WORLD_SIZE", 1)
+    if level and ranks.first:  # it has the states of all ranks while it writes a checkpoint
+        needed += offload.host_bytes(model, "states")
+        needed -= offload.host_bytes(model, "states", ranks.size)
     free = free_host_memory() if needed else None
     is_short = free is not None and needed > free
     (any_is_short,) = ranks.reduce([int(is_short)], "max")
     if any_is_short:
-        is_free = f"{size(free)} are free" if is_short else "another machine has less"
+        is_free = f"{size(free)} are free" if is_short else "the machine of another rank has less"
         raise RunError(
             f"--use_cpu_offload {level} takes {size(needed)} more of host memory, and {is_free}:"
             " end other programs, or take a lower level or --optimizer adamw_8bit"

@@ -7,8 +7,9 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def torchrun(name: str, default: int) -> int:
 
 class Ranks:
     """The ranks of a torchrun job, or the only process. gloo reduces numbers, the device's backend
-    gradients. Every method but `sum_tensors` of tensors on a GPU raises `LostRank` if another rank
+    gradients. Every method, unless it is given tensors on a GPU, raises `LostRank` if another rank
     has ended, or after `limit` seconds."""
 
     def __init__(self, rank: int = 0, size: int = 1, host_group: object = None):
@@ -156,21 +157,30 @@ class Ranks:
     def sum_tensors(self, tensors: list[torch.Tensor]) -> None:
         """Sums each tensor over the ranks, in place: on a GPU by the device's backend, on the host
         by gloo."""
-        # The gradient of a channels_last convolution is not contiguous, so its sum is a copy.
-        sums = [tensor.contiguous() for tensor in tensors]
+        self._in_place(tensors, [dist.all_reduce] * len(tensors))
+
+    def share_tensors(self, tensors: list[torch.Tensor], owners: list[int]) -> None:
+        """Sets each tensor to the values that it has on the rank that owns it, by the same
+        backends."""
+        self._in_place(tensors, [partial(dist.broadcast, src=owner) for owner in owners])
+
+    def _in_place(self, tensors: list[torch.Tensor], collectives: list[Callable]) -> None:
+        """Starts a collective on each tensor, and waits for all of them."""
+        # What belongs to a channels_last convolution is not contiguous, so a copy is transferred.
+        copies = [tensor.contiguous() for tensor in tensors]
         on_host = []
         on_device = []
         with self.waiting():
-            for total in sums:
-                group = None if total.is_cuda else self.host_group
-                transfer = dist.all_reduce(total, group=group, async_op=True)
-                (on_device if total.is_cuda else on_host).append(transfer)
+            for tensor, collective in zip(copies, collectives, strict=True):
+                group = None if tensor.is_cuda else self.host_group
+                transfer = collective(tensor, group=group, async_op=True)
+                (on_device if tensor.is_cuda else on_host).append(transfer)
         self.finish(on_host)
         for transfer in on_device:
             transfer.wait()
-        for tensor, total in zip(tensors, sums, strict=True):
-            if total is not tensor:
-                tensor.copy_(total)
+        for tensor, copied in zip(tensors, copies, strict=True):
+            if copied is not tensor:
+                tensor.copy_(copied)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Sends a tensor on the host to another rank, which calls `receive`."""

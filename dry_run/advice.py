@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from dry_run.cards import CARDS, Card
 from dry_run.peak import Peak
-from dry_run.report import needed, room, size, verdict
+from dry_run.report import needed, on_host, room, size, verdict
 
 # Factors of an update's time. The last three are levels of --use_cpu_offload.
 SLOWER = {"adamw": 1.0, "adamw_8bit": 1.05, "states": 1.3, "gradients": 1.3, "weights": 1.3}
@@ -19,6 +19,7 @@ HALF_BATCH = 1.04
 # utterances could be computed meanwhile: an estimate by 4 bytes a weight at 12 GB/s, or 2, beside
 # 6 operations a weight and position, 400 positions an utterance and 15 Tflop/s.
 TRANSFER = {"gradients": 2.0, "weights": 1.0}
+SHARDED = {"sharded": True, "optimizer": "adamw"}  # other optimizers have no shards
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Settings:
     optimizer: str  # a key of `SLOWER`
     frozen: bool  # the encoder is not trained
     eval_batch_size: int = 8
+    sharded: bool = False
 
     @property
     def level(self) -> str:
@@ -66,8 +68,9 @@ class Measures:
 def advise(measures: Measures, given: Settings, can: set[str], card: Card) -> str:
     """The flags that make a run fit on a card in the least time, each with the memory that it
     saves; the smallest card if there are none. `can`: what the run can vary of "checkpointing",
-    "optimizer", "weights" (16-bit copies of them, which a run in fp32 does not have) and "frozen",
-    the last resort, because a frozen encoder changes what is learned."""
+    "optimizer", "weights" (16-bit copies of them, which a run in fp32 does not have), "sharded"
+    (several GPUs), if nothing of these is enough, and "frozen", the last resort, because a frozen
+    encoder changes what is learned."""
     plans = Plans(measures, given)
     optimizers = [given.optimizer]
     if "optimizer" in can:
@@ -76,11 +79,14 @@ def advise(measures: Measures, given: Settings, can: set[str], card: Card) -> st
             optimizers.remove("weights")
     checkpointing = sorted({given.checkpointing, given.checkpointing or "checkpointing" in can})
     frozen = sorted({given.frozen, given.frozen or "frozen" in can})
+    kinds = [{"optimizer": each} for each in optimizers]
+    if "sharded" in can:
+        kinds.insert(0, SHARDED)
     options = [
-        replace(given.resized(size), checkpointing=is_on, optimizer=optimizer, frozen=is_frozen)
+        replace(given.resized(size), checkpointing=is_on, frozen=is_frozen, **kind)
         for size in batch_sizes(given)
         for is_on in checkpointing
-        for optimizer in optimizers
+        for kind in kinds
         for is_frozen in frozen
     ]
     for option in sorted(options, key=lambda option: cost(option, given)):
@@ -89,9 +95,9 @@ def advise(measures: Measures, given: Settings, can: set[str], card: Card) -> st
         option = plans.with_evaluation(option, room(card))
         if plans.total(option) <= room(card):
             return answer(plans, option, card)
-    least = [
-        plans.with_evaluation(each, room(card)) for each in (options[-1].resized(1), options[-1])
-    ]
+    ends = [options[-1], replace(options[-1], **(SHARDED if "sharded" in can else {}))]
+    ends = dict.fromkeys(each.resized(size) for each in ends for size in (1, each.batch_size))
+    least = [plans.with_evaluation(each, room(card)) for each in ends]
     return answer(plans, min(least, key=plans.total), card)
 
 
@@ -105,10 +111,10 @@ def batch_sizes(given: Settings) -> list[int]:
     ]
 
 
-def cost(option: Settings, given: Settings) -> tuple[bool, float]:
-    """A key for sorting: whether the encoder is frozen, then the factor of time beside the given
-    settings."""
-    return option.frozen, time_of(option) / time_of(given)
+def cost(option: Settings, given: Settings) -> tuple[bool, bool, float]:
+    """A key for sorting: whether the encoder is frozen, whether the GPUs have shards, then the
+    factor of time beside the given settings."""
+    return option.frozen, option.sharded, time_of(option) / time_of(given)
 
 
 def time_of(settings: Settings) -> float:
@@ -125,10 +131,15 @@ def answer(plans: "Plans", chosen: Settings, card: Card) -> str:
     if chosen.optimizer not in ("adamw", "adamw_8bit"):
         optimizer = "--optimizer adamw " if plans.given.optimizer == "adamw_8bit" else ""
         optimizer += f"--use_cpu_offload {chosen.level}".rstrip()
+    shards = "--sharded"
+    if plans.given.optimizer != "adamw":
+        is_8bit = plans.given.optimizer == "adamw_8bit"
+        shards = f"{'--optimizer adamw' if is_8bit else '--no_use_cpu_offload'} {shards}"
     micro_batch = f"--batch_size {chosen.batch_size}"
     micro_batch += f" --gradient_accumulation_steps {chosen.accumulation}"
     eval_batch_size = {"eval_batch_size": chosen.eval_batch_size}
     flags = {
+        shards: SHARDED if chosen.sharded else {},
         optimizer: {"optimizer": chosen.optimizer},
         "--freeze_encoder": {"frozen": chosen.frozen},
         "--gradient_checkpointing": {"checkpointing": chosen.checkpointing},
@@ -148,9 +159,10 @@ def answer(plans: "Plans", chosen: Settings, card: Card) -> str:
     )
     lines.append(f"Peak with {'these' if lines else 'the given'} flags: {result}")
     if peak.host:
-        lines.append(f"In host memory, beside the process itself: {size(peak.host)}")
+        lines.append(on_host(peak, card))
     if peak.total > room(card):
-        enough = [other for other in CARDS if peak.total <= room(other)]
+        others = [replace(other, count=card.count) for other in CARDS]
+        enough = [other for other in others if peak.total <= room(other)]
         smallest = "none that is known"
         if enough:
             smallest = min(enough, key=lambda other: other.total).name
@@ -182,7 +194,7 @@ class Plans:
         found = self.training(settings)
         if self.measures.evaluation is None:
             return found
-        key = settings.eval_batch_size, settings.optimizer, settings.frozen
+        key = settings.eval_batch_size, settings.optimizer, settings.frozen, settings.sharded
         if key not in self.evaluations:
             self.evaluations[key] = self.measures.evaluation(settings)
         return max(found, self.evaluations[key], key=lambda peak: peak.total)

@@ -2,27 +2,33 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MOST = 300  # GiB of a GPU: a larger number is the name of a model
+MOST_CARDS = 10_000
 # The CUDA context, which torch's allocator does not count: 0.4 to 0.6 GiB by GPU and driver.
 CONTEXT = GIB // 2
 # Torch's default workspaces of cuBLAS, the second on compute capability 9.x and 10.x.
 CUBLAS = 8 * MIB + 128 * KIB
 CUBLAS_HOPPER = 32 * MIB
 KERNELS = 32 * MIB  # an allowance for cuDNN's workspaces and the buffers of reductions
+# An allowance for NCCL, which takes its buffers from the driver, where torch does not count them. It
+# is linear in the channels (nccl#986): 544 to 688 MB between A100s with NVLink (nccl#964), of which
+# 80 GB have room; cards on PCIe have few channels.
+NCCL = 256 * MIB
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU."""
+    """A GPU, or several of them, each with a process of its own."""
 
     name: str
-    total: int  # bytes that torch sees
+    total: int  # bytes that torch sees on each
     capability: tuple[int, int]
+    count: int = 1
 
 
 # GiB that torch sees on the smallest usual GPU of a class: the tiers of the preset scripts, then
@@ -57,19 +63,29 @@ CARDS = tuple(
 
 
 def choose_card(text: str | None, device: str, error: type[Exception]) -> Card | None:
-    """The card that `text` names or, if it is empty, the one that `device` names (auto, cpu, cuda,
-    cuda:N); None if it is None and none is there. Raises an `error` of this type."""
+    """The card that `text` names, perhaps after the number of them ("2 x 16gb"), or, if it names
+    none, the one that `device` names (auto, cpu, cuda, cuda:N); None if `text` is None and no GPU
+    is there. Raises an `error` of this type."""
     _, _, index = device.partition(":")
     try:
-        if text:
-            card = find_card(text)
-        else:
-            card = card_here(int(index) if index.isdecimal() else 0)
+        count, name = split_count(text or "")
+        card = find_card(name) if name else card_here(int(index) if index.isdecimal() else 0)
     except ValueError as reason:
         raise error(f"--dry_run: {reason}") from None
     if card is None and text is not None:
         raise error("--dry_run: there is no GPU here, so name one, e.g. --dry_run 8GB")
-    return card
+    return card and replace(card, count=count)
+
+
+def split_count(text: str) -> tuple[int, str]:
+    """The number of cards that a text begins with (1 if it does not) and the name that follows:
+    "2x16gb", "8 x 8 GB", "2x". Raises `ValueError`, one line, for a wrong number."""
+    found = re.fullmatch(r"\s*([+-]?[\d.]+)\s*x(.*)", text, re.ASCII | re.IGNORECASE)
+    if found is None:
+        return 1, text
+    if not found[1].isdecimal() or not 1 <= int(found[1]) <= MOST_CARDS:
+        raise ValueError(f"{found[1]} x: the number of GPUs must be 1 to {MOST_CARDS}")
+    return int(found[1]), found[2].strip()
 
 
 def find_card(text: str) -> Card:
@@ -101,6 +117,7 @@ def card_here(index: int = 0) -> Card | None:
 
 
 def workspace(card: Card) -> int:
-    """Bytes that CUDA's libraries keep: cuBLAS and cublasLt a buffer each, and an allowance for
-    cuDNN and reductions."""
-    return 2 * (CUBLAS_HOPPER if card.capability[0] in (9, 10) else CUBLAS) + KERNELS
+    """Bytes that CUDA's libraries keep: cuBLAS and cublasLt a buffer each, an allowance for cuDNN
+    and reductions, and one for NCCL between several cards."""
+    own = 2 * (CUBLAS_HOPPER if card.capability[0] in (9, 10) else CUBLAS) + KERNELS
+    return own + NCCL * (card.count > 1)

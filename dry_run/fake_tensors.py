@@ -246,6 +246,14 @@ class FakeTensors(TorchDispatchMode):
 
     release = freed
 
+    def weigh(self, tensor: torch.Tensor, size: int) -> int:
+        """Lets a fake tensor count as `size` bytes. Returns what it counted as."""
+        block = self.block_of(tensor)
+        before = block.size
+        self.now += size - before
+        block.size = size
+        return before
+
     def restart(self) -> None:
         """Forgets the peak and what is no longer there."""
         self.blocks = list(self.live.values())

@@ -24,6 +24,7 @@ INTERNALS = {
         "_storage_Use_Count",
     ),
     torch.autograd: ("_get_sequence_nr",),
+    torch.autograd.Variable: ("_execution_engine",),
     torch.library: ("_scoped_library", "fallthrough_kernel"),
     torch.Tag: ("inplace_view",),
     torch.Tensor: ("_use_count",),

@@ -14,6 +14,7 @@ from dry_run.fake_tensors import SMALL, CannotPlan
 from dry_run.peak import Peak
 from dry_run.plan import Plan
 from dry_run.report import describe, verdict
+from dry_run.sharding import Sharding, shard_bytes, shard_numel
 
 EPOCHS, UTTERANCES = 10, 20  # that are looked at
 SECONDS = 1200.0  # of audio that is read for a plan, unless two utterances are longer
@@ -100,7 +101,8 @@ class PlannedRun:
     encoder (None: it cannot); `parts` holds other modules that the step uses; `castable()` are the
     parameters that have the type `halves` on the GPU if the weights are offloaded (None: there are
     none); if a run `compares`, another model of the size of this one, with fp32 weights, decodes at
-    the end."""
+    the end. With several `ranks`, `count` are the utterances that one of them has, and `layers` are
+    the types of modules that --sharded divides."""
 
     model: torch.nn.Module
     step: Callable[[list[dict]], object]
@@ -116,6 +118,8 @@ class PlannedRun:
     castable: Callable[[], list[torch.nn.Parameter]] = list
     halves: torch.dtype | None = None
     compares: bool = False
+    ranks: int = 1
+    layers: tuple[type, ...] = ()
 
     def planned(self, args, card: Card) -> Measures:
         """Measures of two micro-batches: at the second one all gradients are there, and the next
@@ -128,23 +132,28 @@ class PlannedRun:
 
         @functools.cache
         def without_states(
-            size: int, count: int, checkpointing: bool, frozen: bool, level: str
+            size: int, count: int, checkpointing: bool, frozen: bool, level: str, sharded: bool
         ) -> tuple:
             items = self.items[:size]
             batch = repeated(self.collate(items), len(items), size)
             with self.settled(checkpointing, frozen), self.offloaded(plan, level):
-                states = {each: (self.states(each), self.host(each)) for each in SLOWER}
-                return plan.measure(self.step, [batch] * count), states
+                sharding = Sharding(plan.fakes, self.model, self.layers, self.ranks)
+                with sharding.applied() if sharded else contextlib.nullcontext():
+                    return plan.measure(self.step, [batch] * count), self.all_states(sharded)
 
         @functools.cache
-        def of_evaluation(size: int, frozen: bool, level: str) -> tuple:
+        def of_evaluation(size: int, frozen: bool, level: str, sharded: bool) -> tuple:
             given = self.evaluation
             items = given.items[:size]
             batch = repeated(given.collate(items), len(items), size)
-            with self.settled(False, frozen), self.offloaded(plan, level):
-                states = {each: (self.states(each), self.host(each)) for each in SLOWER}
+            # Beside its shards, each rank has the whole model, which evaluates.
+            shards = shard_bytes(self.model.parameters(), self.ranks) if sharded else 0
+            on_gpu = "weights" if sharded else level
+            with self.settled(False, frozen), self.offloaded(plan, on_gpu):
                 step = functools.partial(given.evaluate, level=level)
-                return plan.measure(step, [batch]), states
+                found = plan.measure(step, [batch])
+                parts = {**found.parts, "weights": found.parts["weights"] + shards}
+                return replace(found, parts=parts), self.all_states(sharded)
 
         def completed(found: Peak, states: dict, optimizer: str, size: int, stage: str) -> Peak:
             on_gpu, on_host = states[optimizer]
@@ -153,18 +162,19 @@ class PlannedRun:
 
         def peak(settings: Settings, size: int) -> Peak:
             count = min(2, settings.accumulation)
-            settled = settings.checkpointing, settings.frozen, settings.level
+            settled = settings.checkpointing, settings.frozen, settings.level, settings.sharded
             found = without_states(size, count, *settled)
             return completed(*found, settings.optimizer, size, "training")
 
         def evaluation_peak(settings: Settings) -> Peak:
             size = settings.eval_batch_size
-            found = of_evaluation(size, settings.frozen, settings.level)
+            found = of_evaluation(size, settings.frozen, settings.level, settings.sharded)
             found = completed(*found, settings.optimizer, size, "evaluation")
-            if not (self.compares and settings.level == "weights"):
+            if not (self.compares and (settings.level == "weights" or settings.sharded)):
                 return found  # which includes states, and is not less than the comparison
-            other = of_evaluation(size, settings.frozen, "gradients")
-            other = completed(*other, settings.optimizer, size, "the comparison at the end")
+            other = of_evaluation(size, settings.frozen, "gradients", False)
+            other = completed(*other, "gradients", size, "the comparison at the end")
+            other = replace(other, host=found.host)
             return max(found, other, key=lambda peak: peak.total)
 
         def smallest_peak(settings: Settings) -> Peak:
@@ -177,6 +187,13 @@ class PlannedRun:
 
         has_evaluation = self.evaluation and self.evaluation.items
         return Measures(smallest_peak, evaluation_peak if has_evaluation else None)
+
+    def all_states(self, sharded: bool) -> dict[str, tuple[int, int]]:
+        """The bytes of each optimizer's states, on the GPU and on the host."""
+        if sharded:  # AdamW's two averages
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            return {"adamw": (8 * sum(shard_numel(p, self.ranks) for p in trained), 0)}
+        return {each: (self.states(each), self.host(each)) for each in SLOWER}
 
     @property
     def seconds(self) -> float:
@@ -252,6 +269,7 @@ class PlannedRun:
             optimizer=args.use_cpu_offload or args.optimizer,
             frozen=self.freeze is not None and self.is_frozen,
             eval_batch_size=evaluated,
+            sharded=args.sharded,
         )
 
     def needs(self, args, card: Card) -> tuple[int, str]:
@@ -274,6 +292,9 @@ class PlannedRun:
         training = measures.training(settings)
         peak = measures.largest(settings)
         what = f"{training.utterances} x {self.seconds:.1f} s, accumulation {settings.accumulation}"
+        if card.count > 1:
+            kind = "sharded" if settings.sharded else "replicated"
+            what = f"on each of {card.count} GPUs ({kind}) {what}"
         others = [each for each in measures.stages(settings) if each.stage != peak.stage]
         text = describe(peak, card, f"{what}, {dtype.removeprefix('torch.')}", others)
         print(text, flush=True)
@@ -284,6 +305,10 @@ class PlannedRun:
         status = verdict(peak, card)[1]
         if status:
             can = {"optimizer", "weights"} if self.halves else {"optimizer"}
+            if settings.sharded:
+                can = set()
+            elif self.ranks > 1:
+                can.add("sharded")
             if self.checkpoint:
                 can.add("checkpointing")
             if self.freeze:

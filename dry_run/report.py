@@ -38,7 +38,7 @@ def describe(peak: Peak, card: Card, what: str, others: Sequence[Peak] = ()) -> 
     sizes = {name: peak.parts.get(name, 0) for name in PARTS}
     sizes |= {
         "inside kernels": peak.kernels,
-        "cuBLAS, cuDNN": workspace(card),
+        "cuBLAS, cuDNN" + ", NCCL" * (card.count > 1): workspace(card),
         "CUDA context": CONTEXT,
     }
     sizes |= {
@@ -61,7 +61,7 @@ def describe(peak: Peak, card: Card, what: str, others: Sequence[Peak] = ()) -> 
             f"In {other.stage}, with {other.utterances} utterances at a time: {size(other.total)}"
         )
     if peak.host:
-        lines.append(f"In host memory, beside the process itself: {size(peak.host)}")
+        lines.append(on_host(peak, card))
     lines.append(
         f"Verdict: {verdict(peak, card)[0]} (it fits if {MARGIN} % of the card stays free)"
     )
@@ -72,6 +72,15 @@ def describe(peak: Peak, card: Card, what: str, others: Sequence[Peak] = ()) -> 
         " hence the margin"
     )
     return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in lines)
+
+
+def on_host(peak: Peak, card: Card) -> str:
+    """The line on host memory."""
+    text = f"In host memory, beside the process itself: {size(peak.host)}"
+    if card.count > 1:
+        text = f"In the host memory of a machine with {card.count} GPUs, beside the processes"
+        text += f" themselves: {size(peak.host)}"
+    return text
 
 
 def size(count: int) -> str:

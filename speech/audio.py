@@ -23,6 +23,7 @@ import torchaudio
 
 from common.errors import DataError, RunError, UsageError
 from common.files import write_file
+from speech import parquet
 from speech.columns import printable
 from speech.headers import END_TOLERANCE, FFMPEG_FORMATS, UNKNOWN_LENGTH, file_fault, format_fault
 
@@ -87,8 +88,11 @@ def read_audio(
     if fault:
         raise BadAudio(path, f"cannot be used: {fault}")
     try:
-        # soundfile cannot encode names that are not UTF-8.
-        file = soundfile.SoundFile(os.fsencode(path))
+        source = parquet.source(path)
+    except ValueError as error:
+        raise BadAudio(path, f"cannot be read: {error}") from None
+    try:
+        file = soundfile.SoundFile(source)
         if file.frames >= UNKNOWN_LENGTH:
             file.close()
             raise OSError("its header states no length")
@@ -144,11 +148,12 @@ def _read_with_ffmpeg(
             f"cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)",
         )
     command = ["ffmpeg", "-v", "error", "-nostdin", *FFMPEG_FORMATS]
-    command += ["-ss", f"{offset:f}", "-i", f"file:{path}"]
-    command += ["-t", f"{duration:f}"] if duration is not None else []
-    command += ["-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"]
+    length = ["-t", f"{duration:f}"] if duration is not None else []
+    output = ["-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"]
     try:
-        result = subprocess.run(command, capture_output=True, timeout=FFMPEG_SECONDS)
+        with parquet.as_file(path) as file:
+            command += ["-ss", f"{offset:f}", "-i", f"file:{file}", *length, *output]
+            result = subprocess.run(command, capture_output=True, timeout=FFMPEG_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as failure:
         raise BadAudio(path, f"cannot be read: ffmpeg failed: {_reason(failure)}") from None
     if result.returncode or result.stderr:  # for a truncated file: a complaint and status 0
@@ -173,7 +178,7 @@ def read_cached(
     if not folder:
         return read_audio(path, sample_rate, offset, duration)
     try:
-        status = os.stat(path)
+        status = os.stat(parquet.file_of(path))
     except OSError as error:
         raise BadAudio(path, f"cannot be read: {_reason(error)}") from None
     key = repr(

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import numpy as np
 import soundfile
 
 from common.files import write_file
+from speech import parquet
 
 END_TOLERANCE = 0.1  # seconds by which rounded times may miss a file's end
 UNKNOWN_LENGTH = 1 << 60  # frames: what libsndfile reports for a FLAC stream that was never closed
@@ -26,6 +28,7 @@ CHANNELS = 64  # more than arrays of microphones have
 # What libsndfile says about the last page of an Ogg file that was cut.
 UNENDED = "lacks an end-of-stream bit"
 UNCLOSED = 0x7FFF0000  # bytes: from this size on, a chunk's writer did not know its size
+GROUP_THREADS = 4  # each has a row group of a Parquet file in memory
 THREADS = 16  # they wait for the disk or the network, not for the processor
 FFPROBE_SECONDS = 30  # to read a header
 # What ffmpeg may read. Its playlists (m3u8, ffconcat, sdp) would read other files, whatever their
@@ -49,6 +52,7 @@ def in_threads(look: Callable[[list], list | np.ndarray], items: list) -> Iterat
 
 def file_fault(path: str) -> str:
     """Why a path cannot be opened as an audio file, or ""."""
+    path = parquet.file_of(path)
     try:
         status = os.stat(path)
     except PermissionError as error:
@@ -84,7 +88,11 @@ def probe(path: str) -> tuple[float, str]:
     if fault:
         return np.nan, fault
     try:
-        info = soundfile.info(os.fsencode(path))  # soundfile cannot encode names that are not UTF-8
+        source = parquet.source(path)
+    except ValueError as error:
+        return np.nan, str(error)
+    try:
+        info = soundfile.info(source)
     except (OSError, TypeError, soundfile.LibsndfileError):  # TypeError: .raw, which has no header
         info = None
     if info is None or info.frames >= UNKNOWN_LENGTH:
@@ -109,9 +117,12 @@ def _probe_with_ffmpeg(path: str) -> tuple[float, str]:
     if not shutil.which("ffprobe"):
         return np.nan, "audio is unreadable (for libsndfile; ffmpeg with ffprobe is not installed)"
     command = "ffprobe -v error -show_entries format=duration -of csv=p=0".split()
-    command += [*FFMPEG_FORMATS, f"file:{path}"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=FFPROBE_SECONDS)
+        with parquet.as_file(path) as file:
+            command += [*FFMPEG_FORMATS, f"file:{file}"]
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=FFPROBE_SECONDS
+            )
         seconds = float(result.stdout)
         if 0 <= seconds < np.inf:
             return seconds, ""
@@ -129,10 +140,18 @@ def probe_all(paths: list[str], cache: Path | None) -> tuple[np.ndarray, list[st
     todo = np.flatnonzero(np.isnan(seconds)).tolist()
     if len(todo) > MANY_FILES:
         print(f"reading the headers of {len(todo)} audio files (kept for the next run)", flush=True)
-    for part in in_threads(lambda rows: [(row, *probe(paths[row])) for row in rows], todo):
-        for row, length, reason in part:
-            seconds[row] = length
-            reasons[row] = reason
+
+    def look(rows: list[int]) -> list[tuple[int, float, str]]:
+        return [(row, *probe(paths[row])) for row in rows]
+
+    inside = [row for row in todo if parquet.row_of(paths[row])]
+    outside = [row for row in todo if not parquet.row_of(paths[row])] if inside else todo
+    with ThreadPoolExecutor(GROUP_THREADS) as pool:
+        in_groups = pool.map(look, parquet.by_group(paths, inside))
+        for part in itertools.chain(in_groups, in_threads(look, outside)):
+            for row, length, reason in part:
+                seconds[row] = length
+                reasons[row] = reason
     if cache and todo:
         has_fault = [reason != "" for reason in reasons]
         remember(cache, stamps, np.where(has_fault, np.nan, seconds)[:, None])
@@ -148,7 +167,7 @@ def _stamps(paths: list[str]) -> np.ndarray:
     stamps = np.zeros((len(paths), 3), dtype=np.int64)
     for row, path in enumerate(paths):
         try:
-            status = os.stat(path)
+            status = os.stat(parquet.file_of(path))
         except (OSError, ValueError):
             continue
         name = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=7).digest(), "big")

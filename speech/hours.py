@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from common.errors import Failure
 from speech.columns import Rejections
-from speech.headers import in_threads, probe
+from speech.headers import probe_all
 from speech.manifest import AUDIO_KEYS, find_audio, parse
 
 WORDS = {"small_data": 2.0, "medium_data": 20.0, "large_data": math.inf}  # hours, less than
@@ -39,8 +39,8 @@ def seconds_of(rows: list[dict], folder: str, audio_root: str | None) -> float:
             total += seconds
         elif names and isinstance(names[0], str) and "\0" not in names[0]:
             files.append(find_audio(names[0], folder, audio_root))
-    lengths = in_threads(lambda some: [probe(path)[0] for path in some], files)
-    return total + sum(length for part in lengths for length in part if length > 0)
+    lengths, _ = probe_all(files, None)
+    return total + float(lengths[lengths > 0].sum())
 
 
 def hours_of(

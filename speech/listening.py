@@ -18,6 +18,7 @@ import soundfile
 import torch
 
 from common.errors import DataError, RunError
+from speech import parquet
 from speech.audio import SAMPLE_RATE, read_audio
 from speech.columns import Codes, Corpus, Rejections
 from speech.headers import file_stamps, recall, remember
@@ -77,8 +78,8 @@ def measure_utterance(corpus: Corpus, index: int) -> tuple[float, float, float, 
     """`measure` of an utterance at the file's own rate, or why it cannot be decoded."""
     path, duration = corpus.paths[index], float(corpus.durations[index])
     try:
-        rate = soundfile.info(os.fsencode(path)).samplerate
-    except (OSError, TypeError, soundfile.LibsndfileError):
+        rate = soundfile.info(parquet.source(path)).samplerate
+    except (OSError, TypeError, ValueError, soundfile.LibsndfileError):
         rate = SAMPLE_RATE  # a format that ffmpeg decodes
     try:
         waveform = read_audio(

@@ -1,4 +1,4 @@
-"""Manifest formats, read into columns: JSON Lines, CSV and TSV with a header, LJSpeech."""
+"""Manifest formats, read into columns: JSON Lines, CSV and TSV with a header, LJSpeech, Parquet."""
 
 import csv
 import functools
@@ -16,6 +16,7 @@ import numpy as np
 
 from common.errors import DataError, UsageError
 from common.files import require_file
+from speech import parquet
 from speech.columns import Codes, Corpus, Rejections, Segments, Strings
 from speech.headers import in_threads
 
@@ -23,6 +24,7 @@ AUDIO_KEYS = "audio_filepath audio_file file_name path audio wav filename file".
 TEXT_KEYS = ("text", "transcription", "sentence", "transcript", "normalized_text")
 SPEAKER_KEYS = ("speaker", "speaker_name", "client_id", "speaker_id")
 LANGUAGE_KEYS = ("lang", "language", "locale")
+OTHER_KEYS = ("offset", "duration", "label", "segments")
 SEGMENT_OVERLAP = 1e-3  # seconds by which the rounded times of consecutive segments may overlap
 # Characters: six hours of speech with segment times, even if every letter is a JSON escape.
 LINE_LENGTH = 1 << 22
@@ -63,8 +65,13 @@ def parse(
     path: Path, rejected: Rejections, only_tables: bool = False
 ) -> Iterator[tuple[int, dict]]:
     """(line number, row) of a manifest in any format, which is recognised by extension and header.
-    Every line that is not blank and cannot be parsed is added to `rejected`. Raises `UsageError` if
-    the file cannot be read, `DataError` if it is not a manifest."""
+    Every line that is not blank and cannot be parsed is added to `rejected`. The rows of all
+    Parquet files that `path` stands for are numbered on. Raises `UsageError` if the file cannot be
+    read, `DataError` if it is not a manifest."""
+    if parquet.is_parquet(path) and not only_tables:
+        keys = [*TEXT_KEYS, *SPEAKER_KEYS, *LANGUAGE_KEYS, *OTHER_KEYS]
+        yield from parquet.rows(path, AUDIO_KEYS, keys)
+        return
     try:
         with open(require_file(path, "manifest"), "rb") as binary:
             start = binary.read(1 << 16)
@@ -318,13 +325,15 @@ def _find_header(first: str) -> tuple[list[str], str]:
 
 def find_audio(name: str, folder: str, audio_root: str | None = None) -> str:
     """The path of a manifest's audio file: absolute, or relative to `audio_root` or the manifest's
-    `folder` (or to clips/ or wavs/ in it, as in Common Voice and LJSpeech).
+    `folder` (or to clips/ or wavs/ in it, as in Common Voice and LJSpeech). The name of a row of a
+    Parquet file is one, too.
 
     With `audio_root`, an absolute path of another machine (with Windows' separators, too) is looked
     up by its last components. If no file exists, the path to name in a message."""
     base = audio_root or folder
     path = os.path.join(base, name)  # an absolute name replaces `base`
-    if os.path.exists(path):  # (pathlib's `exists` raises for a name that is too long)
+    # (pathlib's `exists` raises for a name that is too long.)
+    if parquet.row_of(name) or os.path.exists(path):
         return path
     posix = PureWindowsPath(name).as_posix() if "\\" in name else name
     parts = [part for part in posix.split("/") if part]
@@ -370,7 +379,7 @@ def read_manifest(
             row = _with_text_of_segments(row, given, parts, problem)
             fields = row_fields(row, needs)
         except ValueError as error:
-            rejected.add(str(error), f"{path}:{number}")
+            rejected.add(str(error), line_name(path, number))
             continue
         if fields.audio == row.get("file"):
             transcribed.add(fields.audio)
@@ -397,6 +406,11 @@ def read_manifest(
         lines=np.array(lines),
         labels=labels if needs == "label" else None,
     )
+
+
+def line_name(path: str, number: int) -> str:
+    """Where the row `number` of a manifest is, for messages."""
+    return parquet.place(path, number) if parquet.is_parquet(path) else f"{path}:{number}"
 
 
 def _find_all(

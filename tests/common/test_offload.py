@@ -1,14 +1,18 @@
 """The levels of --use_cpu_offload: the bits of a run without it, through an error in backward, an
-overflow and clipping; what is cast; what is saved and loaded."""
+overflow and clipping; what is cast; what is saved and loaded; the update of two ranks."""
 
 import copy
 import gc
+import os
+import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from common import checkpoint, offload, optim
+from common import checkpoint, offload, optim, report
 from common.device import Setup
 from tests import small
 
@@ -208,3 +212,136 @@ def test_best_and_averaged_weights_are_those_of_a_plain_run(tmp_path):
         both = [tmp_path / level / "checkpoints" / name for level in ("none", "weights")]
         weights, others = [checkpoint.read_weights(path, small.RECIPE).model for path in both]
         assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+ONE = "--batch_size 4 --gradient_accumulation_steps 2 --num_epochs 2 --max_grad_norm 0.5".split()
+ONE += ["--lr_schedule", "constant"]  # so that a run may be resumed with another length
+TWO = ["--batch_size", "2", *ONE[2:]]  # the same global batch
+BF16 = ["--use_cpu_offload", "weights", "--bf16"]
+RUNS = {level: [*TWO, "--use_cpu_offload", level] for level in offload.LEVELS}
+# Two utterances an update, each alone: sums of two, which have no order.
+RUNS["16 bits"] = [*BF16, "--batch_size", "1", "--gradient_accumulation_steps", "1"]
+BEGUN = [*TWO, "--use_cpu_offload", "--max_steps", "1"]
+RESUMED = [*TWO, "--use_cpu_offload", "--resume", "auto"]
+
+
+def unusual() -> small.Network:
+    """With a frozen parameter and one that has no gradient."""
+    torch.manual_seed(0)
+    model = small.Network()
+    model.layers[0].convolution.bias.requires_grad_(False)
+    model.unused = nn.Parameter(torch.ones(5, 3))
+    return model
+
+
+def run_unusual(folder: Path, flags: list[str], **task) -> nn.Module:
+    """Nine utterances: at the end of an epoch there is nothing for the second rank. Without 16-bit
+    types the model has float64."""
+    model = unusual() if "--bf16" in flags else unusual().double()
+    rows = optim.NewRows({"layers.1.convolution.weight": [0, 3], "output.weight": [1]}, 0.1)
+    args = small.make_args(folder, *flags, "--learning_rate", "0.01")
+    small.run(args, model, small.Waveforms(9), new_rows=rows, **task)
+    return model
+
+
+def work(rank: int, folder: Path, runs: dict[str, list[str]]) -> None:
+    """One of two ranks. It leaves its weights and the sizes of its states after each run. In some
+    runs the second rank runs out of memory in the first backward pass."""
+    os.environ.update(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
+    store = f"file://{folder}/store of {len(runs)}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    gc.freeze()
+    report.Report.draw = lambda self, metric: None
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    optimizers = []
+    make = optim.make_optimizer
+
+    def compute_loss(model, batch):
+        handle = model.layers[0].register_forward_hook(lambda *given: FailsOnce.apply(given[2]))
+        with handle:
+            return small.compute_loss(model, batch)
+
+    def keep(*arguments):
+        optimizers.append(make(*arguments))
+        return optimizers[-1]
+
+    left = {}
+    for name, flags in runs.items():
+        FailsOnce.left = rank if flags in (RUNS["states"], RUNS["gradients"]) else 0
+        with mock.patch.object(optim, "make_optimizer", keep):
+            model = run_unusual(folder / name, flags, compute_loss=compute_loss)
+        names = {p: name for name, p in model.named_parameters()}
+        sizes = {names[p]: p.numel() for p in optimizers.pop().state}
+        left[name] = model.state_dict(), dict(model.named_parameters()), sizes
+    torch.save(left, folder / f"rank{rank}.pt")
+    os._exit(0)  # as errors.exit_with_one_line does, and why
+
+
+def on_two_ranks(in_processes, folder: Path, runs: dict) -> list[dict]:
+    in_processes(work, (folder, runs), 2)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+def newest(folder: Path) -> checkpoint.Saved:
+    return checkpoint.resume("auto", folder / "checkpoints", small.RECIPE)
+
+
+def assert_near(a: checkpoint.Saved, b: checkpoint.Saved, tolerance: float) -> None:
+    """The same run up to rounding: position, weights, states of the optimizer."""
+    assert a.state["progress"]["step"] == b.state["progress"]["step"]
+    assert list(a.state["optimizer"]) == list(b.state["optimizer"])
+    pairs = [(a.model, b.model)]
+    pairs += [(a.state["optimizer"][name], other) for name, other in b.state["optimizer"].items()]
+    for some, others in pairs:
+        assert list(some) == list(others)
+        for name, value in some.items():
+            assert value.dtype == others[name].dtype and value.shape == others[name].shape
+            assert (value - others[name]).abs().max() <= tolerance, name
+
+
+def test_the_largest_parameter_goes_to_the_rank_that_has_least():
+    parameters = [nn.Parameter(torch.empty(size)) for size in (3, 10, 4, 4, 1)]
+    owners = offload.divide(parameters, 2)
+    assert list(owners) == parameters and list(owners.values()) == [1, 0, 1, 1, 0]
+    assert list(offload.divide(parameters, 9).values()) == [3, 0, 1, 2, 4]
+    assert set(offload.divide(parameters, 1).values()) == {0}
+
+
+def test_several_ranks_divide_what_the_states_take():
+    model = nn.Linear(100, 10, bias=False)
+    for level, one, four in (("states", 8, 2), ("gradients", 12, 6), ("weights", 16, 10)):
+        assert offload.host_bytes(model, level) == 1000 * one
+        assert offload.host_bytes(model, level, ranks=4) == 1000 * four
+    assert offload.host_bytes(model, None, 4) == offload.host_bytes(model, "adamw", 4) == 0
+
+
+def test_two_ranks_divide_the_update_and_give_what_one_process_gives(tmp_path, in_processes):
+    both = on_two_ranks(in_processes, tmp_path, {**RUNS, "begun": BEGUN})
+    run_unusual(tmp_path / "one", ONE)
+    flags = [*RUNS["16 bits"], "--gradient_accumulation_steps", "2"]
+    run_unusual(tmp_path / "one in 16 bits", flags)
+    for name in RUNS:
+        (first, own, sizes), (second, others, other_sizes) = [rank[name] for rank in both]
+        for key, value in first.items():
+            assert torch.equal(value, second[key]), (name, key)
+        for key, value in own.items():
+            assert torch.equal(value, others[key]), (name, key)
+            assert torch.equal(value, first[key].to(value.dtype)), (name, key)
+        assert not sizes.keys() & other_sizes.keys()
+        shares = sum(sizes.values()), sum(other_sizes.values())
+        assert max(shares) < 1.1 * min(shares)
+        saved = newest(tmp_path / name)
+        assert saved.state["optimizer"].keys() == {**sizes, **other_sizes}.keys()
+        is_cast = own["layers.0.convolution.weight"].dtype == torch.bfloat16
+        assert is_cast == (name == "16 bits")
+        reference = newest(tmp_path / ("one in 16 bits" if is_cast else "one"))
+        assert_near(saved, reference, 1e-7 if is_cast else 1e-12)
+        assert saved.state["progress"]["step"] > 3
+        assert bool(saved.state["progress"]["limits"]) == (name in ("states", "gradients"))
+    # The run that has begun is resumed on one rank, and then on two again.
+    run_unusual(tmp_path / "begun", [*ONE, "--resume", "auto", "--max_steps", "3"])
+    on_two_ranks(in_processes, tmp_path, {"begun": RESUMED})
+    assert_near(newest(tmp_path / "begun"), newest(tmp_path / "one"), 1e-12)

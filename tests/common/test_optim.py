@@ -236,6 +236,46 @@ def test_offload_keeps_no_copy_of_the_weights_and_little_scratch(monkeypatch):
     assert bool((wide.unused != before).all())
 
 
+class Second(Ranks):
+    """The second of two ranks. The first one adds 1 to what it owns."""
+
+    def __init__(self):
+        super().__init__(1, 2)
+
+    def share_tensors(self, tensors, owners):
+        for tensor, owner in zip(tensors, owners, strict=True):
+            if owner == 0:
+                tensor += 1
+
+
+@pytest.mark.parametrize("slot", [1024, offload.SLOT])
+def test_values_of_another_rank_arrive_in_16_bits(monkeypatch, slot):
+    """Also if the copies of its own values are still on their way."""
+    monkeypatch.setattr(offload, "SLOT", slot)
+    model = Model()
+    masters = {p: p.detach().clone() for p in model.parameters() if p.dim() > 1}
+    for p in masters:
+        p.data = p.data.bfloat16()
+    placed = offload.Offload("weights", masters, Second())
+    optimizer = optim.make_optimizer(model, 1e-2, offload=placed)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    stream = LazyStream(monkeypatch)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+    stream.run(len(stream.waiting))
+    monkeypatch.undo()
+    owned = 0
+    for name, p in model.named_parameters():
+        assert torch.equal(p, masters.get(p, p).to(p.dtype)), name
+        moved = float((p - before[name]).detach().abs().max())
+        if p.requires_grad:
+            owned += p in optimizer.state
+            assert 0.99 < moved < 1.1 if optimizer.owners[p] == 0 else 0 < moved < 0.1, name
+    assert 0 < owned < len(optimizer.owners)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_offload_on_a_gpu(monkeypatch):
@@ -524,6 +564,25 @@ def test_what_a_checkpoint_lacks_starts_fresh_and_is_counted(kind, capsys):
                 0 if name in ("scale", "large.weight") else 7
             )
     train(model, optimizer, range(1))
+
+
+def test_a_rank_loads_its_own_states_and_counts_all_that_a_checkpoint_lacks(capsys):
+    model = Model()
+    saved = optim.optimizer_state(make(model), model)
+    for state in saved.values():
+        state["step"] = torch.tensor(7.0)
+    placed = offload.Offload("states", ranks=Second())
+    for lacking, message in ((0, ""), (2, "optimizer: 2 of 9 parameters start with fresh states")):
+        optimizer = optim.make_optimizer(model, 1e-3, offload=placed)
+        own = optim.optimizer_state(optimizer, model)
+        assert 0 < len(own) < 9
+        for names in (own.keys(), saved.keys() - own.keys()):
+            for name in list(names)[: lacking // 2]:
+                del saved[name]
+        optim.load_optimizer_state(optimizer, model, saved)
+        assert capsys.readouterr().out.startswith(message)
+        loaded = {name: float(state["step"]) for name, state in own.items()}
+        assert loaded == {name: 7.0 if name in saved else 0.0 for name in own}
 
 
 # --- frozen and tied parameters -------------------------------------------------------------------

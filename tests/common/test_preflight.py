@@ -332,20 +332,31 @@ def test_the_trials_compute_here_too():
 
 
 def test_too_little_host_memory_is_one_line_before_the_run(monkeypatch):
-    """Of two ranks, for a level that keeps states and sums of gradients: 12 bytes a trained
-    weight."""
+    """For a level that keeps states and sums of gradients: 12 bytes a trained weight. Two ranks
+    have half of the states each, and the first one has all of them while it saves."""
     model = torch.nn.Linear(1000, 1000, bias=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(preflight, "free_host_memory", lambda: 24_000_000)
-    for level in (None, "states", "gradients", "weights"):
-        preflight.require_host_memory(model, level, Ranks())
-    monkeypatch.setattr(preflight, "free_host_memory", lambda: 23_999_999)
-    preflight.require_host_memory(model, "states", Ranks())
-    for level in ("gradients", "weights"):
-        with pytest.raises(RunError, match=f"--use_cpu_offload {level} takes 23 MiB more"):
-            preflight.require_host_memory(model, level, Ranks())
-    model.requires_grad_(False)
-    preflight.require_host_memory(model, "weights", Ranks())
+
+    class OfTwo(Ranks):
+        def reduce(self, values, op="sum"):
+            return list(values)
+
+    for ranks, needed, text in (
+        (Ranks(), 12_000_000, "11 MiB"),
+        (OfTwo(0, 2), 20_000_000, "19 MiB"),
+        (OfTwo(1, 2), 16_000_000, "15 MiB"),
+    ):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks.size))
+        model.requires_grad_(True)
+        monkeypatch.setattr(preflight, "free_host_memory", lambda needed=needed: needed)
+        for level in (None, "states", "gradients", "weights"):
+            preflight.require_host_memory(model, level, ranks)
+        monkeypatch.setattr(preflight, "free_host_memory", lambda needed=needed: needed - 1)
+        preflight.require_host_memory(model, "states", ranks)
+        for level in ("gradients", "weights"):
+            with pytest.raises(RunError, match=f"--use_cpu_offload {level} takes {text} more"):
+                preflight.require_host_memory(model, level, ranks)
+        model.requires_grad_(False)
+        preflight.require_host_memory(model, "weights", ranks)
 
 
 def test_free_host_memory_is_what_the_system_says():

@@ -1,4 +1,4 @@
-"""Several ranks, as torchrun starts them: two gloo processes on the CPU."""
+"""Several ranks, as torchrun starts them: gloo processes on the CPU."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common import checkpoint, report
-from common.errors import RunError
+from common.errors import Failure
 from tests import small
 
 ONE = (
@@ -27,12 +27,15 @@ TWO = ("--batch_size", "2", *ONE[2:])  # the same global batch on two ranks
 DATA = 9  # utterances: a global batch of eight, and one that leaves nothing for the second rank
 
 
-def work(rank: int, port: int, folder: Path, flags: tuple[str, ...], trouble: str) -> None:
-    """One of two ranks. It leaves its weights and progress in the folder, or its error."""
+def work(
+    rank: int, size: int, port: int, folder: Path, flags: tuple[str, ...], trouble: str
+) -> None:
+    """One of the ranks. It leaves its weights and progress in the folder, or its error."""
     environment = {
         "RANK": rank,
         "LOCAL_RANK": rank,
-        "WORLD_SIZE": 2,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
@@ -51,34 +54,58 @@ def work(rank: int, port: int, folder: Path, flags: tuple[str, ...], trouble: st
         return small.compute_loss(model, batch)
 
     try:
-        model, progress = small.run(
-            small.make_args(folder, *flags), data=small.Waveforms(DATA), compute_loss=compute_loss
-        )
+        model, progress = trained(small.make_args(folder, *flags), compute_loss)
         torch.save((small.weights(model), progress), folder / f"rank{rank}.pt")
-    except RunError as error:
-        (folder / f"error{rank}.txt").write_text(str(error))
+    except Failure as error:
+        (folder / f"error{rank}.txt").write_text(f"{error.status} {error}")
     os._exit(0)  # as errors.exit_with_one_line does, and why
+
+
+def trained(args, compute_loss=small.compute_loss) -> tuple[torch.nn.Module, dict]:
+    """Trains a network in float64 with a part that is frozen and one that is not used."""
+    torch.manual_seed(0)
+    model = small.Network().double()
+    model.unused = torch.nn.Linear(3, 2).double()
+    next(model.parameters()).requires_grad_(False)
+    return small.run(args, model, small.Waveforms(DATA), compute_loss=compute_loss, trial=True)
 
 
 @pytest.fixture
 def on_two_ranks(in_processes):
-    """on_two_ranks(folder, *flags, trouble="") returns (weights, progress) of each rank that ended
-    without an error."""
+    """on_two_ranks(folder, *flags, size=2, trouble="") returns (weights, progress) of each rank
+    that ended without an error."""
 
-    def start(folder: Path, *flags: str, trouble: str = "") -> list:
+    def start(folder: Path, *flags: str, size: int = 2, trouble: str = "") -> list:
         folder.mkdir(exist_ok=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        in_processes(work, (port, folder, flags, trouble), 2)
+        in_processes(work, (size, port, folder, flags, trouble), size)
         return [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank?.pt"))]
 
     return start
 
 
 def on_one(folder: Path, *flags: str) -> tuple[torch.Tensor, dict]:
-    model, progress = small.run(small.make_args(folder, *flags), data=small.Waveforms(DATA))
+    model, progress = trained(small.make_args(folder, *flags))
     return small.weights(model), progress
+
+
+def newest(folder: Path) -> checkpoint.Saved:
+    return checkpoint.resume("auto", folder / "checkpoints", small.RECIPE)
+
+
+def assert_close(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
+    """That two checkpoints have the same weights and states, but for the order of sums."""
+    states, others = a.state["optimizer"], b.state["optimizer"]
+    assert states.keys() == others.keys() and a.model.keys() == b.model.keys()
+    pairs = [(a.model[name], b.model[name]) for name in a.model]
+    for name, state in states.items():
+        assert state.keys() == others[name].keys()
+        pairs += [(state[key], others[name][key]) for key in state]
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    assert a.state["progress"]["step"] == b.state["progress"]["step"]
 
 
 @pytest.mark.parametrize("trouble", ["", "out of memory"])
@@ -96,7 +123,7 @@ def test_resume_with_another_number_of_ranks_continues_at_the_same_global_batch(
     tmp_path, on_two_ranks
 ):
     on_two_ranks(tmp_path / "two", *TWO, "--max_steps", "3")
-    saved = checkpoint.resume("auto", tmp_path / "two" / "checkpoints", small.RECIPE)
+    saved = newest(tmp_path / "two")
     progress = saved.state["progress"]
     assert (progress["epoch"], progress["global_batch"], len(saved.state["rng"])) == (1, 1, 2)
     weights, _ = on_one(tmp_path / "two", *ONE, "--resume", "auto")
@@ -110,3 +137,40 @@ def test_an_utterance_that_never_fits_on_one_rank_ends_all(tmp_path, on_two_rank
     assert on_two_ranks(tmp_path, *TWO, trouble="never fits") == []
     errors = [(tmp_path / f"error{rank}.txt").read_text() for rank in (0, 1)]
     assert "another rank" in errors[0] and "does not fit into memory even alone" in errors[1]
+
+
+# --- a model that is divided between the ranks ----------------------------------------------------
+
+
+@pytest.mark.parametrize("size, flags", [(2, ["--gradient_checkpointing"]), (4, [])])
+def test_shards_are_trained_as_one_model_is(tmp_path, on_two_ranks, size, flags):
+    on_one(tmp_path / "one", *ONE, *flags)
+    steps = ["--batch_size", str(4 // size), *ONE[2:], *flags, "--sharded"]
+    steps[3] = str(2)
+    assert len(on_two_ranks(tmp_path / "sharded", *steps, size=size)) == size
+    assert_close(newest(tmp_path / "sharded"), newest(tmp_path / "one"))
+
+
+def test_a_run_that_is_whole_and_then_divided_and_then_whole_again(tmp_path, on_two_ranks):
+    folders = [tmp_path / "one", tmp_path / "changing"]
+    ways = [on_one, on_two_ranks, on_one]
+    flags = [ONE, (*TWO, "--sharded"), ONE]
+    for steps in (1, 3, 4):
+        more = ["--max_steps", str(steps), "--resume", "auto"]
+        on_one(folders[0], *ONE, *more)
+        ways.pop(0)(folders[1], *flags.pop(0), *more)
+    assert_close(newest(folders[1]), newest(folders[0]))
+
+
+def test_shards_that_do_not_fit_start_anew_with_a_size_that_fits(tmp_path, on_two_ranks):
+    on_one(tmp_path / "one", *ONE)
+    folder = tmp_path / "sharded"
+    flags = [*TWO, "--sharded", "--resume", "auto"]
+    starts = 0
+    while not on_two_ranks(folder, *flags, trouble="out of memory"):
+        starts += 1
+        errors = [(folder / f"error{rank}.txt").read_text() for rank in (0, 1)]
+        assert errors[0].startswith("1 another rank") and errors[1].startswith("75 out of memory")
+        assert starts < 5
+    assert starts
+    assert_close(newest(folder), newest(tmp_path / "one"))
