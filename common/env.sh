@@ -431,27 +431,32 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
 # a machine that is lost.
 RESTARTS=5
 
-# add_launcher RECIPE: puts torchrun's options before the command. Machines meet at HEAD: they wait an
-# hour for one that is missing, and ten minutes for an answer of machine 0. torchrun numbers them by
-# address, of which only that of number 0 is used: ~ sorts the others behind it, by NODE.
+# add_launcher RECIPE: puts torchrun's options before the command, and into `variable` what it reads
+# from the environment. Machines meet at HEAD: they wait an hour for one that is missing, and ten
+# minutes for an answer of machine 0. torchrun numbers them by address, of which only that of machine
+# 0 is used; ~ sorts the others behind it, by NODE.
 add_launcher() {
-  local address=${head%:*} conf=join_timeout=3600,read_timeout=600 restarts=()
-  if [ "$nodes" -gt 1 ]; then
-    if [ "$node" = 0 ]; then
-      conf+=,is_host=1
-    else
-      conf+=,is_host=0
-      address=$(printf '~%05d' "$node")
-    fi
-    # A store that rounds share, the default, does not know a machine that comes back (torch 2.11).
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    command=(--nnodes "$nodes" --nproc_per_node "$gpus" --max_restarts "$RESTARTS"
-      --rdzv_backend c10d --rdzv_endpoint "$head" --rdzv_id "$1" --rdzv_conf "$conf"
-      --local_addr "$address" "${command[@]}")
-  else
-    if given --sharded; then restarts=(--max_restarts "$RESTARTS"); fi
-    command=(--standalone --nproc_per_node "$gpus" "${restarts[@]}" "${command[@]}")
+  local address=${head%:*} conf=join_timeout=3600,read_timeout=600
+  if [ "$nodes" = 1 ] && ! given --sharded; then
+    command=(--standalone --nproc_per_node "$gpus" "${command[@]}")
+    return
   fi
+  # Without it, processes that start anew find the addresses of those before them, and a machine that
+  # comes back finds no address at all (torch 2.11).
+  variable=TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+  command=(--nproc_per_node "$gpus" --max_restarts "$RESTARTS" "${command[@]}")
+  if [ "$nodes" = 1 ]; then
+    command=(--standalone --local_addr localhost "${command[@]}")
+    return
+  fi
+  if [ "$node" = 0 ]; then
+    conf+=,is_host=1
+  else
+    conf+=,is_host=0
+    address=$(printf '~%05d' "$node")
+  fi
+  command=(--nnodes "$nodes" --rdzv_backend c10d --rdzv_endpoint "$head" --rdzv_id "$1"
+    --rdzv_conf "$conf" --local_addr "$address" "${command[@]}")
 }
 
 # run RECIPE: runs a recipe with the preset's flags and then the user's, which win, and does not
@@ -466,8 +471,7 @@ run() {
     add_launcher "$1"
   fi
   if given --print; then
-    if [ "$nodes" -gt 1 ]; then variable='TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 '; fi
-    echo "$variable$launcher$(printf ' %q' "${command[@]}")"
+    echo "${variable:+$variable }$launcher$(printf ' %q' "${command[@]}")"
     exit
   fi
   ensure_python requirements.txt
@@ -477,6 +481,7 @@ run() {
       GLOO_SOCKET_IFNAME=$(interface_to "${head%:*}")
       if [ -n "$GLOO_SOCKET_IFNAME" ]; then export GLOO_SOCKET_IFNAME; fi
     fi
+    if [ -n "$variable" ]; then export "${variable?}"; fi
     command=(-m torch.distributed.run "${command[@]}")
   fi
   exec "$PYTHON" "${command[@]}"
