@@ -61,6 +61,7 @@ class Sharded:
         for module in self.whole.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # a sum over the ranks
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
         self.inner.to(setup.device)  # its buffers
         self.empty()
 
