@@ -10,11 +10,16 @@ import functools
 import glob
 import io
 import itertools
+import multiprocessing
 import os
+import resource
+import signal
 import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,9 +89,9 @@ class Shard:
     def group_of(self, row: int) -> int:
         return bisect.bisect_right(self.firsts, row) - 1
 
-    def column(self, group: int):
-        """What the file says of the audio's bytes in a row group."""
-        return self.file.metadata.row_group(group).column(self.leaf)
+    def group_bytes(self, group: int) -> int:
+        """What a row group takes in memory, which is audio for the most part."""
+        return self.file.metadata.row_group(group).total_byte_size
 
 
 class _Opened(threading.local):
@@ -190,18 +195,54 @@ def rows(
     a column of audio, the columns `audio_keys` may have paths. Raises `UsageError` if there is no
     file, and `DataError` for files that cannot be read or have no audio."""
     number = 0
-    for path in shards(manifest):
+    files = shards(manifest)
+    for path, nulls in zip(files, _null_counts(files), strict=True):
         try:
-            for row in _rows(path, open_shard(path), audio_keys, keys):
+            for row in _rows(path, nulls, audio_keys, keys):
                 number += 1
                 yield number, row
         except _failures() as error:
             raise DataError(f"{path} is damaged: {_reason(error)}") from None
 
 
+def _null_counts(files: list[str]) -> list[list[int]]:
+    """How many rows of each row group have no bytes, by the statistics of each of the files; -1 if
+    they do not say it. Raises `DataError` for a file that cannot be read."""
+    for path in files:
+        open_shard(path)  # raises
+    counts: list[list[int]] = []
+    # In a process, because some damage in statistics makes pyarrow abort, instead of raising.
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, fork, _be_quiet) as pool:
+        try:
+            for count in pool.map(_nulls_of, files):
+                counts.append(count)
+        except BrokenProcessPool:
+            raise DataError(f"{files[len(counts)]} is damaged: pyarrow cannot read it") from None
+    return counts
+
+
+def _be_quiet() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the main process acts on them
+        signal.signal(number, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _nulls_of(path: str) -> list[int]:
+    shard = open_shard(path)
+    counts = []
+    for group in range(len(shard.firsts) - 1 if shard.content else 0):
+        statistics = shard.file.metadata.row_group(group).column(shard.leaf).statistics
+        known = statistics is not None and statistics.has_null_count
+        counts.append(statistics.null_count if known else -1)
+    return counts
+
+
 def _rows(
-    path: str, shard: Shard, audio_keys: Sequence[str], keys: Sequence[str]
+    path: str, nulls: list[int], audio_keys: Sequence[str], keys: Sequence[str]
 ) -> Iterator[dict]:
+    shard = open_shard(path)
     schema = shard.file.schema_arrow
     in_words = {
         name for name, column in shard.names.items() if _is_string(schema.field(column).type)
@@ -214,7 +255,7 @@ def _rows(
             f"{path} has no column of audio, as audio: struct<bytes: binary, path: string> or"
             f" audio: binary; it has {printable(', '.join(columns))[:300] or 'no columns'}"
         )
-    lacking = _lacking(shard)
+    lacking = _lacking(shard, nulls)
     columns = [*names.values(), *([shard.path] if shard.path and lacking is not None else [])]
     row = 0
     for batch in shard.file.iter_batches(BATCH, columns=columns, use_threads=False):
@@ -231,21 +272,17 @@ def _rows(
             row += 1
 
 
-def _lacking(shard: Shard) -> np.ndarray | None:
-    """(N,) whether a row has no bytes; None if all have. The bytes themselves are read only in row
-    groups whose statistics do not say it."""
+def _lacking(shard: Shard, nulls: list[int]) -> np.ndarray | None:
+    """(N,) whether a row has no bytes; None if all have. `nulls` of each row group; where they are
+    not known, or only some, the bytes are read."""
     lacking = np.zeros(shard.firsts[-1], dtype=bool)
-    if not shard.content:
-        return None
-    for group in range(len(shard.firsts) - 1):
+    for group, count in enumerate(nulls):
         part = slice(shard.firsts[group], shard.firsts[group + 1])
-        statistics = shard.column(group).statistics
-        known = statistics.null_count if statistics and statistics.has_null_count else -1
-        if known == 0:
-            continue
-        lacking[part] = known == part.stop - part.start or [
-            content is None for content in _contents(_read_group(shard, group))
-        ]
+        if count == part.stop - part.start:
+            lacking[part] = True
+        elif count:
+            contents = _contents(_read_group(shard, group))
+            lacking[part] = [content is None for content in contents]
     return lacking if lacking.any() else None
 
 
@@ -290,7 +327,7 @@ def advice(manifest: str | os.PathLike) -> str:
     """A note on row groups that make reading slow, or ""."""
     for path in shards(manifest):
         shard = open_shard(path)
-        size = shard.column(0).total_uncompressed_size if shard.content and shard.firsts[-1] else 0
+        size = shard.group_bytes(0) if shard.content and shard.firsts[-1] else 0
         if size > SLOW_BYTES:
             return (
                 f"{path}: its row groups have {shard.firsts[1]} rows, and a row is read with all of"
@@ -325,7 +362,7 @@ def read(name: str) -> bytes:
 
 def _read_group(shard: Shard, group: int):
     """The column of audio of a row group."""
-    size = shard.column(group).total_uncompressed_size
+    size = shard.group_bytes(group)
     if size > GROUP_BYTES:
         raise ValueError(f"it has {size >> 30} GiB, more than {GROUP_BYTES >> 30}")
     return shard.file.read_row_group(group, [shard.content], use_threads=False).column(0)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -190,6 +191,13 @@ def test_truncated_files_are_refused_in_one_line(tmp_path, left):
     path = write(tmp_path / "a.parquet", inside(clip(1.0)))
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(DataError, match=rf"^{path} is not Parquet that can be read: [^\n]*$"):
+        load(path)
+
+
+def test_statistics_at_which_pyarrow_aborts(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.parquet", inside(clip(1.0)))
+    monkeypatch.setattr(parquet, "_be_quiet", os.abort)
+    with pytest.raises(DataError, match=rf"^{path} is damaged: pyarrow cannot read it$"):
         load(path)
 
 
