@@ -115,6 +115,7 @@ export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-$PYTORCH_CUDA_ALLOC_CONF}
 #   TIER SIZE BATCH ACCUMULATION [LETTER...] [FLAG...]
 #   TIER SIZE + FLAG...    adds flags to the rows below it
 #   TIER SIZE ! SIZES      this size does not fit, SIZES do
+#   TIER SIZE S BATCH ACCUMULATION [LETTER...] [FLAG...]    counts with --sharded only
 # R is --gradient_checkpointing, F --freeze_encoder, 8 --optimizer adamw_8bit, H --use_cpu_offload,
 # G --use_cpu_offload gradients, W --use_cpu_offload weights.
 
@@ -164,7 +165,7 @@ print_help() {
 }
 
 # read_arguments ARGUMENT...: sets tier, size_given (SIZE, or empty), data (DATA, or auto), arguments
-# (what follows them), gpus, and the first of the flags. It answers --rows and --help.
+# (what follows them), the GPUs, and the first of the flags. It answers --rows and --help.
 read_arguments() {
   local tiers sizes device=cpu words=0
   tiers=$(column 1)
@@ -202,12 +203,46 @@ read_arguments() {
     fail "no size '$size_given': it is one of ${sizes// /, }" 2
   flags=(--mixed_precision)
   if [ "$tier" = cpu ]; then flags+=(--device "$device"); fi
+  read_gpus
+}
+
+# read_gpus: sets gpus (processes on this machine), nodes (machines), node (the number of this one),
+# head (where they meet), ranks, the number of processes that share an update, and several, these
+# numbers for messages.
+read_gpus() {
+  local card
   gpus=${GPUS:-1}
+  nodes=${NODES:-1}
+  node=${NODE:-}
+  head=${HEAD:-}
   [[ $gpus =~ ^[1-9][0-9]*$ ]] ||
     fail "GPUS=$gpus: it must be the number of GPUs to train on, such as 2" 2
-  if [ "$gpus" -gt 1 ] && { only_uses_a_model || given --verify_gpu --dry_run; }; then
-    say "GPUS=$gpus is ignored: this command runs in one process"
+  [[ $nodes =~ ^[1-9][0-9]*$ ]] ||
+    fail "NODES=$nodes: it must be the number of machines, such as 2" 2
+  ranks=$((nodes * gpus))
+  several=GPUS=$gpus
+  if [ "$nodes" -gt 1 ]; then several="NODES=$nodes GPUS=$gpus"; fi
+  if given --dry_run; then
+    card=$(value_of --dry_run)
+    if [[ $card =~ ^[0-9]+\ *[xX] ]]; then
+      ranks=${card%%[!0-9]*}
+      several=GPUS=$ranks
+    elif [ "$ranks" -gt 1 ]; then
+      arguments+=(--dry_run "${ranks}x$card")
+      say "$several: one process plans for ${ranks}x$card"
+    fi
     gpus=1
+    nodes=1
+  elif [ "$ranks" -gt 1 ] && { only_uses_a_model || given --verify_gpu; }; then
+    say "$several is ignored: this command runs in one process"
+    gpus=1
+    nodes=1
+    ranks=1
+  elif [ "$nodes" -gt 1 ]; then
+    [[ $node =~ ^(0|[1-9][0-9]*)$ && $node -lt $nodes ]] ||
+      fail "NODES=$nodes NODE=$node: NODE must be this machine's number, 0 to $((nodes - 1))" 2
+    [[ $head =~ ^[^:]+:[0-9]+$ ]] ||
+      fail "HEAD=$head: it must be the address of machine 0 and a free port there, such as 192.168.1.5:29500" 2
   fi
 }
 
@@ -222,6 +257,7 @@ pick_tier() {
   local query=(nvidia-smi --query-gpu=memory.total "--format=csv,noheader,nounits")
   if given --dry_run; then
     card=$(value_of --dry_run | tr '[:upper:]' '[:lower:]')
+    if [[ $card =~ ^[0-9]+\ *x(.*) ]]; then card=${BASH_REMATCH[1]}; fi # "2x16gb"
     read -ra words <<<"$card"
     for word in "${card// /}" "${words[@]}"; do # "8 GB", "A100 80GB"
       if [ -n "$word" ] && has "$word" "$1"; then tier=$word; fi
@@ -298,15 +334,18 @@ pick_data() {
 
 # pick_row: adds the flags of the row of tier and size, with the update of data. On several GPUs each
 # one takes its share of the update, in micro-batches that are as large as the row allows and divide
-# the share.
+# the share. --sharded needs neither 8 bits nor offloading, and excludes both.
 pick_row() {
   local row_tier row_size batch accumulation what more='' letters level='' update most share
   while read -r row_tier row_size batch what; do
     if [[ $row_tier != "$tier" && $row_tier != '*' ]]; then continue; fi
     if [[ $row_size != "$size" && $row_size != '*' ]]; then continue; fi
     what=${what%%#*}
-    if [ "$batch" != + ]; then break; fi
-    more+=" $what"
+    case "$batch" in
+      +) more+=" $what" ;;
+      S) if given --sharded; then read -r batch what <<<"$what" && break; fi ;;
+      *) break ;;
+    esac
   done <<<"$rows"
   if [ -z "$batch" ]; then fail "size $size has no row in tier $tier: take another size" 2; fi
   if [ "$batch" = ! ]; then fail "$size does not fit in tier $tier: take $what" 2; fi
@@ -320,12 +359,12 @@ pick_row() {
   elif [ "$data" != auto ]; then
     fail "$data is for your own recordings: add$(printf ' %s or' "${recorded[@]}") a model" 2
   fi
-  share=$((update / gpus))
-  if [ $((share * gpus)) = "$update" ]; then
+  share=$((update / ranks))
+  if [ $((share * ranks)) = "$update" ]; then
     while ((share % batch)); do batch=$((batch - 1)); done
     accumulation=$((share / batch))
   elif ! given --batch_size || ! given --gradient_accumulation_steps; then
-    fail "GPUS=$gpus does not divide an update of $update: take 2, 4 or 8, or give each GPU's --batch_size and --gradient_accumulation_steps" 2
+    fail "$several does not divide an update of $update: take 2, 4 or 8, or give each GPU's --batch_size and --gradient_accumulation_steps" 2
   fi
   flags+=(--batch_size "$batch" --gradient_accumulation_steps "$accumulation")
 
@@ -335,14 +374,14 @@ pick_row() {
       R) flags+=(--gradient_checkpointing) ;;
       F) flags+=(--freeze_encoder) ;;
       # Of 8 and the levels of --use_cpu_offload the user's choice wins.
-      8) given --use_cpu_offload || flags+=(--optimizer adamw_8bit) ;;
+      8) given --use_cpu_offload --sharded || flags+=(--optimizer adamw_8bit) ;;
       H) level=states ;;
       G) level=gradients ;;
       W) level=weights ;;
       *) fail "the row of tier $tier and size $size has an unknown letter, $letter" ;;
     esac
   done
-  if [ -n "$level" ] && [ "$(value_of --optimizer)" != adamw_8bit ]; then
+  if [ -n "$level" ] && ! given --sharded && [ "$(value_of --optimizer)" != adamw_8bit ]; then
     flags+=(--use_cpu_offload "$level")
   fi
   if has F "$letters" && ! given --model_dir --model_file --resume --dry_run; then
@@ -364,24 +403,85 @@ is_new_model() {
 # resume_unless_given: the same command, run again, resumes the run.
 resume_unless_given() { given --resume --init_from || flags+=(--resume auto); }
 
+# interface_to HOST: prints the network interface whose address other machines see, if the name of this
+# one stands for itself alone (127.0.1.1 in Ubuntu's /etc/hosts): gloo would take that.
+interface_to() {
+  "$PYTHON" -c '
+import fcntl, socket, struct, sys
+
+def is_loopback(address):
+    return address.startswith("127.")
+
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+    out.connect((sys.argv[1], 9))  # sends nothing
+    own = out.getsockname()[0]
+    if is_loopback(socket.gethostbyname(socket.gethostname())) and not is_loopback(own):
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                answer = fcntl.ioctl(out.fileno(), 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue  # an interface without an address
+            if socket.inet_ntoa(answer[20:24]) == own:
+                print(name)
+' "$1" 2>/dev/null || true
+}
+
+# How often the processes are started anew after one of them has ended: out of memory with --sharded,
+# a machine that is lost.
+RESTARTS=5
+
+# add_launcher RECIPE: puts torchrun's options before the command, and into `variable` what it reads
+# from the environment. Machines meet at HEAD: they wait an hour for one that is missing, and ten
+# minutes for an answer of machine 0. torchrun numbers them by address, of which only that of machine
+# 0 is used; ~ sorts the others behind it, by NODE.
+add_launcher() {
+  local address=${head%:*} conf=join_timeout=3600,read_timeout=600
+  if [ "$nodes" = 1 ] && ! given --sharded; then
+    command=(--standalone --nproc_per_node "$gpus" "${command[@]}")
+    return
+  fi
+  # Without it, processes that start anew find the addresses of those before them, and a machine that
+  # comes back finds no address at all (torch 2.11).
+  variable=TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+  command=(--nproc_per_node "$gpus" --max_restarts "$RESTARTS" "${command[@]}")
+  if [ "$nodes" = 1 ]; then
+    command=(--standalone --local_addr localhost "${command[@]}")
+    return
+  fi
+  if [ "$node" = 0 ]; then
+    conf+=,is_host=1
+  else
+    conf+=,is_host=0
+    address=$(printf '~%05d' "$node")
+  fi
+  command=(--nnodes "$nodes" --rdzv_backend c10d --rdzv_endpoint "$head" --rdzv_id "$1"
+    --rdzv_conf "$conf" --local_addr "$address" "${command[@]}")
+}
+
 # run RECIPE: runs a recipe with the preset's flags and then the user's, which win, and does not
 # return. --print only shows the command.
 run() {
-  local command=("$ROOT/recipes/$1.py" "${flags[@]}") launcher=python argument
+  local command=("$ROOT/recipes/$1.py" "${flags[@]}") launcher=python argument variable=''
   for argument in "${arguments[@]}"; do
     if [ "$argument" != --print ]; then command+=("$argument"); fi
   done
-  if [ "$gpus" -gt 1 ]; then
+  if [ "$ranks" -gt 1 ] && ! given --dry_run; then
     launcher=torchrun
-    command=(--standalone --nproc_per_node "$gpus" "${command[@]}")
+    add_launcher "$1"
   fi
   if given --print; then
-    echo "$launcher$(printf ' %q' "${command[@]}")"
+    echo "${variable:+$variable }$launcher$(printf ' %q' "${command[@]}")"
     exit
   fi
   ensure_python requirements.txt
   if [ "$launcher" = torchrun ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS-1} # torchrun's own default, without its warning
+    if [ "$nodes" -gt 1 ] && [ -z "${GLOO_SOCKET_IFNAME-}" ]; then
+      GLOO_SOCKET_IFNAME=$(interface_to "${head%:*}")
+      if [ -n "$GLOO_SOCKET_IFNAME" ]; then export GLOO_SOCKET_IFNAME; fi
+    fi
+    if [ -n "$variable" ]; then export "${variable?}"; fi
     command=(-m torch.distributed.run "${command[@]}")
   fi
   exec "$PYTHON" "${command[@]}"
