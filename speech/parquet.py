@@ -30,6 +30,7 @@ from speech.columns import printable
 
 SUFFIX = ".parquet"
 ROW = " row "  # between the file and the number in the name of a row
+BINARY_NAMES = ("wav", "bytes")  # and all with "audio": of columns that are bytes alone
 OPEN_FILES = 32  # that a thread keeps open
 BATCH = 4096  # rows whose texts are read at once
 GROUP_BYTES = 4 << 30  # of audio in a row group: a reader keeps all of it in memory
@@ -149,7 +150,7 @@ def _described(path: str, file) -> Shard:
         if names.count(name) > 1:
             raise DataError(f"{path}: it has two columns called {name}")
     sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    found = {name: _parts(column) for name, column in zip(names, schema, strict=True)}
+    found = {name: _parts(name, column) for name, column in zip(names, schema, strict=True)}
     found = {name: parts for name, parts in found.items() if parts}
     if len(found) > 1 and "audio" not in found:
         raise DataError(f"{path}: which of its columns {', '.join(found)} is audio? Name it audio")
@@ -160,11 +161,12 @@ def _described(path: str, file) -> Shard:
     return Shard(file, firsts, content, inside, dict(zip(names, schema.names, strict=True)), leaf)
 
 
-def _parts(column) -> tuple[str, str] | None:
-    """The columns of bytes and of paths in a column of audio; None for other columns."""
+def _parts(name: str, column) -> tuple[str, str] | None:
+    """The columns of bytes and of paths in a column of audio; None for other columns. A binary one
+    without such a name may have text."""
     types = require("pyarrow", "reading Parquet").types
     if _is_binary(column.type):
-        return column.name, ""
+        return (column.name, "") if "audio" in name or name in BINARY_NAMES else None
     if not types.is_struct(column.type):
         return None
     kinds = {part.name: part.type for part in column.type}

@@ -158,6 +158,12 @@ def test_bad_audio_names_its_row(tmp_path, no_ffmpeg):
         read_audio(f"{path} row 1", 16_000)
 
 
+def test_a_file_of_audio_alone(tmp_path):
+    pq.write_table(pa.table({"audio": [clip(1.0)]}), tmp_path / "a.parquet")
+    _, rejected = load(tmp_path / "a.parquet")
+    assert rejected.examples == {"no text field": [f"{tmp_path}/a.parquet row 0"]}
+
+
 def test_texts_that_cannot_be_used(tmp_path):
     texts = pa.array([b"word", b"\xff", None, b"word"], pa.binary())
     texts = pa.StringArray.from_buffers(4, *texts.buffers()[1:], texts.buffers()[0])
@@ -176,7 +182,8 @@ def test_texts_that_cannot_be_used(tmp_path):
         ({"sound": pa.array([[1.0]])}, "has no column of audio, .* it has sound: list<"),
         ({"audio": [{"array": [0.1], "sampling_rate": 8}]}, "it has audio: struct<array: list<"),
         ({"audio": [[{"bytes": b"a"}]]}, "it has audio: list<"),
-        ({"one": [b"a"], "other": [b"b"]}, "which of its columns one, other is audio"),
+        ({"wav": [b"a"], "audio_mp3": [b"b"]}, "which of its columns wav, audio_mp3 is audio"),
+        ({"text": [b"a"]}, "it has text: binary"),
         ({"audio": [b"a"], "Audio": [b"b"]}, "it has two columns called audio"),
         ({"text": ["word"]}, "has no column of audio"),
     ],
