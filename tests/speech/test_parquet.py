@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 
+from common import batches
+from common.device import Setup
 from common.errors import DataError, RunError, UsageError
 from speech import hours, parquet
 from speech.audio import BadAudio, read_audio, read_cached, read_utterance
@@ -21,6 +23,7 @@ from speech.headers import probe
 from speech.loading import Checks, load_corpus
 from speech.manifest import find_audio
 from speech.splits import read_manifests
+from tests import small
 
 AUDIO = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 # What `datasets` writes beside the columns.
@@ -270,6 +273,44 @@ def test_a_file_that_changes_is_read_again(tmp_path):
     write(path, inside(clip(1.2, 2)))
     assert len(read_cached(str(tmp_path / "cache"), name, 16_000)) == 19_200
     assert len(read_audio(name, 16_000)) == 19_200
+
+
+class Rows:
+    """The data set of a corpus."""
+
+    def __init__(self, corpus):
+        self.corpus = corpus
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        return self.corpus.seconds
+
+    def item(self, index: int, epoch: int) -> dict:
+        return {"name": str(index), "audio": read_utterance(self.corpus, index, 16_000)}
+
+
+def collate(items: list[dict]) -> dict:
+    audio, lengths = batches.pad([item["audio"] for item in items])
+    return {"names": [item["name"] for item in items], "audio": audio, "audio_lengths": lengths}
+
+
+def test_workers_read_the_same_rows(shards, no_hang):
+    """They begin with what the main process has opened and read while it checked the data."""
+    data = Rows(load(shards)[0])
+    epochs = []
+    for workers in (0, 2):
+        args = small.make_args("unused", "--batch_size", "2")
+        made = batches.GlobalBatches(args, data, collate, Setup(workers=workers))
+        source = made.iterate()
+        epoch = [next(source).micro_batches for _ in range(made.per_epoch)]
+        source.close()
+        epochs.append([batch for micro_batches in epoch for batch in micro_batches])
+    alone, together = epochs
+    assert [batch["names"] for batch in alone] == [batch["names"] for batch in together]
+    for one, other in zip(alone, together, strict=True):
+        assert one["audio"].equal(other["audio"])
 
 
 def test_more_files_than_are_kept_open(shards, monkeypatch):
