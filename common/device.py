@@ -161,7 +161,7 @@ def setup(args, quiet: bool = False) -> Setup:
         torch.use_deterministic_algorithms(True, warn_only=True)
     seed_everything(args.seed)
     workers = pick_workers(args.dataloader_num_workers, device, quiet)
-    keeps_copies = args.use_cpu_offload in (None, "states")
+    keeps_copies = args.use_cpu_offload in (None, "states") and not args.sharded
     return Setup(device, dtype, ranks, workers, keeps_copies)
 
 

@@ -257,7 +257,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def share(self, *arguments) -> None:
         """Sets every parameter on every rank to the values that its owner has. All ranks call it
-        together. It is a hook of `step`, after those that change values, too."""
+        together: `step` does it at its end."""
         values = [self.full(p) for p in self.owners]
         self.ranks.share_tensors(values, list(self.owners.values()))
         for p in self.owners:

@@ -96,7 +96,6 @@ def make_optimizer(
     if new_rows is not None:
         speed_up(optimizer, model, new_rows)
     if offload and offload.ranks.size > 1:
-        # The last hook, since only the owner of a parameter has right values until then.
         optimizer.register_step_post_hook(OffloadedAdamW.share)
     return optimizer
 

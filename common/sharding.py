@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from common.device import Setup
 from common.errors import UsageError
-from common.offload import castable
+from common.offload import begin, castable
 
 
 class Whole(torch.nn.Module):
@@ -46,6 +46,8 @@ class Sharded:
             for name, p in model.named_parameters()
         }
         self.model = model
+        self.layers = layers
+        self.dtype = setup.dtype
         self.device = setup.device
         self.first = setup.ranks.first
         self.inner = copy.deepcopy(model, {id(p): p for p in parameters})  # without the parameters
@@ -96,11 +98,14 @@ class Sharded:
         return whole_tensors(self.inner.state_dict(), self.first)
 
     def end(self) -> None:
-        """Makes the recipe's model a usual one, without values yet, on the host."""
+        """Makes the recipe's model a usual one, without values yet, on the host. What had 16 bits
+        in evaluations will have them on the device, and its fp32 values stay on the host."""
         shapes = {name: p.shape for name, p in self.inner.named_parameters()}
         dtypes = {name: p.dtype for name, p in self.inner.named_parameters()}
         for name, p in self.model.named_parameters():
             p.data = torch.empty(shapes[name], dtype=dtypes[name])
+        if self.dtype:  # one GPU may have no room for all in fp32
+            begin("weights", self.model, self.layers, self.dtype)
 
 
 @torch.no_grad()

@@ -83,8 +83,8 @@ def split_count(text: str) -> tuple[int, str]:
     found = re.fullmatch(r"\s*([+-]?[\d.]+)\s*x(.*)", text, re.ASCII | re.IGNORECASE)
     if found is None:
         return 1, text
-    if not found[1].isdecimal() or not 1 <= int(found[1]) <= MOST_CARDS:
-        raise ValueError(f"{found[1]} x: the number of GPUs must be 1 to {MOST_CARDS}")
+    if not re.fullmatch(r"\d{1,5}", found[1]) or not 1 <= int(found[1]) <= MOST_CARDS:
+        raise ValueError(f"the number of GPUs, which stands before x, must be 1 to {MOST_CARDS}")
     return int(found[1]), found[2].strip()
 
 

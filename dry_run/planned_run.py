@@ -146,10 +146,11 @@ class PlannedRun:
             given = self.evaluation
             items = given.items[:size]
             batch = repeated(given.collate(items), len(items), size)
-            # Beside its shards, each rank has the whole model, which evaluates.
-            shards = shard_bytes(self.model.parameters(), self.ranks) if sharded else 0
-            on_gpu = "weights" if sharded else level
-            with self.settled(False, frozen), self.offloaded(plan, on_gpu):
+            shards = 0
+            if sharded:  # beside them a rank has the whole model, as with this level
+                shards = shard_bytes(self.model.parameters(), self.ranks)
+                level = "weights"
+            with self.settled(False, frozen), self.offloaded(plan, level):
                 step = functools.partial(given.evaluate, level=level)
                 found = plan.measure(step, [batch])
                 parts = {**found.parts, "weights": found.parts["weights"] + shards}

@@ -177,6 +177,8 @@ def _is_binary(kind) -> bool:
 
 def _is_string(kind) -> bool:
     types = require("pyarrow", "reading Parquet").types
+    if types.is_dictionary(kind):
+        return _is_string(kind.value_type)
     return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
@@ -200,10 +202,14 @@ def rows(
 def _rows(
     path: str, shard: Shard, audio_keys: Sequence[str], keys: Sequence[str]
 ) -> Iterator[dict]:
-    wanted = [*keys] if shard.content else [*audio_keys, *keys]
-    names = {name: column for name, column in shard.names.items() if name in wanted}
-    if not shard.content and names.keys().isdisjoint(audio_keys):
-        columns = [f"{column.name}: {column.type}" for column in shard.file.schema_arrow]
+    schema = shard.file.schema_arrow
+    in_words = {
+        name for name, column in shard.names.items() if _is_string(schema.field(column).type)
+    }
+    audio_keys = [] if shard.content else [key for key in audio_keys if key in in_words]
+    names = {key: shard.names[key] for key in [*audio_keys, *keys] if key in shard.names}
+    if not shard.content and not audio_keys:
+        columns = [f"{column.name}: {column.type}" for column in schema]
         raise DataError(
             f"{path} has no column of audio, as audio: struct<bytes: binary, path: string> or"
             f" audio: binary; it has {printable(', '.join(columns))[:300] or 'no columns'}"
@@ -220,9 +226,7 @@ def _rows(
                 is_inside = lacking is None or not lacking[row]
                 content["audio"] = name_of(path, row) if is_inside else _beside(path, inside)
             else:
-                for key in audio_keys:
-                    if key in content:
-                        content[key] = _beside(path, content[key])
+                content.update((key, _beside(path, content[key])) for key in audio_keys)
             yield content
             row += 1
 
@@ -353,8 +357,8 @@ def as_file(path: str) -> Iterator[str]:
         yield file.name
 
 
-def by_group(paths: list[str], places: list[int]) -> list[list[int]]:
-    """The `places` in `paths`, in parts that are read together: those of a row group."""
+def by_group(paths: list[str], places: list[int]) -> Iterator[list[int]]:
+    """The `places` in `paths`, in parts that are read together: neighbours of a row group."""
 
     def group(place: int) -> tuple:
         file, row = row_of(paths[place])
@@ -363,4 +367,4 @@ def by_group(paths: list[str], places: list[int]) -> list[list[int]]:
         except Failure:  # `probe` says why
             return file, 0
 
-    return [list(part) for _, part in itertools.groupby(sorted(places, key=group), key=group)]
+    return (list(part) for _, part in itertools.groupby(places, key=group))

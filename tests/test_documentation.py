@@ -4,23 +4,17 @@ examples."""
 import argparse
 import ast
 import importlib
-import io
-import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
-import numpy as np
 import pytest
-import soundfile
 
 from common import options
-from speech import splits, text
 from webui import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -273,54 +267,6 @@ def test_the_messages_in_the_table_of_errors_exist():
 
 
 # --- examples -------------------------------------------------------------------------------------
-
-
-def encoded(samples: np.ndarray, rate: int) -> bytes:
-    file = io.BytesIO()
-    soundfile.write(file, samples, rate, format="FLAC")
-    return file.getvalue()
-
-
-def test_the_example_for_hugging_face_data_sets_writes_a_manifest(tmp_path, monkeypatch):
-    """With a stand-in for the package: audio comes as bytes, or as the path of a file."""
-    (example,) = [block for block in blocks(README, "python") if "load_dataset" in block]
-    random = np.random.default_rng(0)
-    noises = [
-        (random.uniform(-0.5, 0.5, size), rate)
-        for size, rate in ((22_050, 22_050), (8_000, 16_000))
-    ]
-    (tmp_path / "b.flac").write_bytes(encoded(*noises[1]))
-    rows = [
-        {"audio": {"bytes": encoded(*noises[0]), "path": "a.flac"}, "sentence": "हांव घर वचता"},
-        {"audio": {"bytes": None, "path": str(tmp_path / "b.flac")}, "sentence": 'उदक "बरें"'},
-    ]
-
-    class DataSet:
-        def cast_column(self, column, feature):
-            assert (column, feature) == ("audio", {"decode": False})
-            return rows
-
-    def load_dataset(kind, data_files, split):
-        assert (kind, split) == ("parquet", "train")
-        return DataSet()
-
-    package = types.SimpleNamespace(Audio=lambda **settings: settings, load_dataset=load_dataset)
-    monkeypatch.setitem(sys.modules, "datasets", package)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(example, "README.md", "exec"), {})
-
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "data/train.json").read_text(encoding="utf-8").splitlines()
-    ]
-    assert [line["text"] for line in lines] == [row["sentence"] for row in rows]
-    usable, rejected = splits.load_corpus(
-        str(tmp_path / "data/train.json"), text.normalise, splits.Checks()
-    )
-    assert rejected.total == 0 and usable.seconds.tolist() == [1.0, 0.5]
-    for line, (samples, rate) in zip(lines, noises, strict=True):
-        written, its_rate = soundfile.read(tmp_path / "data" / line["audio_filepath"])
-        assert its_rate == rate and np.abs(written - samples).max() < 2 / 32768
 
 
 @pytest.fixture

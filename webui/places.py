@@ -14,6 +14,7 @@ import soundfile
 
 from common.errors import Failure, UsageError, cannot_write
 from common.files import TEXT_BYTES, require_file
+from speech import parquet
 from speech.columns import Rejections, printable
 from speech.folders import write_folder
 from speech.headers import probe
@@ -29,7 +30,7 @@ NOT_AUDIO = "file is not audio that can be read here"
 DEPTH = 6  # of folders that are searched
 ENTRIES = 100_000  # that a search looks at
 CHOICES = 1_000  # that a list offers
-TABLE_SUFFIXES = {".json", ".jsonl", ".csv", ".tsv"}
+TABLE_SUFFIXES = {".json", ".jsonl", ".csv", ".tsv"}  # beside audio files
 MODEL_SUFFIXES = {".nemo", ".pt", ".pth", ".safetensors"}
 START = 1 << 16  # bytes of a file that tell its kind
 # Suffixes by libsndfile's name of the format.
@@ -92,7 +93,10 @@ class Places:
         return real
 
     def file(self, path: str | Path) -> Path:
-        """`inside` for a file that can be read: not a folder, a pipe or a device."""
+        """`inside` for a file that can be read: not a folder, a pipe or a device. The name of a row
+        of a Parquet file is one."""
+        if row := parquet.row_of(str(path)):
+            return Path(parquet.name_of(str(self.file(row[0])), row[1]))
         return require_file(self.inside(path))
 
     def name(self, path: Path) -> str:
@@ -107,7 +111,8 @@ class Places:
     def manifests(self, folder: str = "") -> list[str]:
         """Tables of recordings below the folders, or below one `folder` of them, to choose from."""
         bases = [self.inside(folder)] if folder else [self.data, self.runs / UPLOADS]
-        tables = (path for path in self._below(bases) if path.suffix.lower() in TABLE_SUFFIXES)
+        suffixes = {*TABLE_SUFFIXES, parquet.SUFFIX}
+        tables = (path for path in self._below(bases) if path.suffix.lower() in suffixes)
         return self._names(path for path in tables if _is_manifest(path))
 
     def models(self) -> list[str]:

@@ -2,6 +2,7 @@
 padding, splitting."""
 
 import contextlib
+import functools
 import itertools
 import math
 import multiprocessing
@@ -390,6 +391,22 @@ def test_ranks_share_a_global_batch():
     for number in range(3):
         union = flat(names(share[number]) for share in shares)
         assert sorted(union) == sorted(names(alone[number]))
+
+
+def test_a_rank_reads_only_its_own_utterances():
+    """Two machines together read each utterance of an epoch once."""
+    read = []
+    for rank in range(2):
+        own: list[int] = []
+        trouble = {index: functools.partial(own.append, index) for index in range(50)}
+        made = global_batches(clips(50, trouble), rank=rank, ranks=2)
+        source = made.iterate()
+        for _ in range(made.per_epoch):
+            next(source)
+        source.close()
+        read.append(own)
+    assert sorted(read[0] + read[1]) == list(range(50))
+    assert len(read[0]) == len(read[1]) == 25
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from dry_run.peak import PARTS, Peak
 from dry_run.report import needed, size, verdict
 
 EVERYTHING = {"checkpointing", "optimizer", "weights", "frozen"}
+SHARDS = 3
 BYTES = {"adamw": 8, "adamw_8bit": 2.03125, "states": 0, "gradients": 0, "weights": 0}
 MOST_PLANS = 60
 
@@ -40,7 +42,7 @@ class Step:
 
     def measure(self, settings: Settings) -> Peak:
         shape = settings.batch_size, settings.checkpointing, settings.frozen, settings.level
-        self.plans.add((*shape, settings.accumulation > 1))
+        self.plans.add((*shape, settings.sharded, settings.accumulation > 1))
         trained = self.weights * (self.trained if settings.frozen else 1)
         activations = settings.batch_size * self.per_utterance
         activations *= (self.kept[0] if settings.checkpointing else 1) * (
@@ -59,10 +61,15 @@ class Step:
             "optimizer states": int(states),
             "batch": 4 * MIB * settings.batch_size,
         }
+        if settings.sharded:
+            for name in ("weights", "gradients", "optimizer states"):
+                parts[name] //= SHARDS
         return Peak(parts, 2 * MIB * settings.batch_size, "", "backward", 0)
 
     def measure_evaluation(self, settings: Settings) -> Peak:
-        self.plans.add((settings.eval_batch_size, settings.frozen, settings.level))
+        self.plans.add(
+            (settings.eval_batch_size, settings.frozen, settings.level, settings.sharded)
+        )
         parts = self.measure(settings).parts
         parts |= {
             "gradients": 0,
@@ -77,26 +84,25 @@ class Step:
     def advice(self, given: Settings, can: set[str], card: Card) -> str:
         self.plans.clear()
         text = advise(Measures(self.measure, self.measure_evaluation), given, can, card)
-        assert len(self.plans) <= MOST_PLANS
+        assert len(self.plans) <= MOST_PLANS * (2 if "sharded" in can else 1)
         return text
 
 
-def price(settings: Settings, given: Settings) -> tuple[bool, float]:
+def price(settings: Settings, given: Settings) -> tuple[bool, bool, float]:
     halvings = math.log2(given.batch_size / settings.batch_size)
     time = SLOWER[settings.optimizer] / SLOWER[given.optimizer] * 1.04**halvings
     utterances = {"gradients": 2, "weights": 1}
     time *= 1 + utterances.get(settings.optimizer, 0) / settings.batch_size
     time /= 1 + utterances.get(given.optimizer, 0) / given.batch_size
-    return settings.frozen > given.frozen, time * (
-        1.33 if settings.checkpointing > given.checkpointing else 1
-    )
+    time *= 1.33 if settings.checkpointing > given.checkpointing else 1
+    return settings.frozen > given.frozen, settings.sharded, time
 
 
 def every(given: Settings, can: set[str]) -> list[Settings]:
     """All settings that the flags can reach."""
     update = given.batch_size * given.accumulation
     optimizers = list(SLOWER)
-    return [
+    settings = [
         Settings(batch_size, update // batch_size, checkpointing, optimizer, frozen, evaluated)
         for batch_size, checkpointing, optimizer, frozen, evaluated in itertools.product(
             range(1, given.batch_size + 1), (False, True), optimizers, (False, True), (8, 4, 2, 1)
@@ -113,6 +119,10 @@ def every(given: Settings, can: set[str]) -> list[Settings]:
             )
         )
     ]
+    if "sharded" in can:
+        shards = [replace(each, optimizer="adamw", sharded=True) for each in settings]
+        settings += dict.fromkeys(shards)
+    return settings
 
 
 def advised(text: str, given: Settings) -> Settings:
@@ -120,7 +130,9 @@ def advised(text: str, given: Settings) -> Settings:
     flags = re.findall(r"^  (--.*): ", text, re.MULTILINE)
     values = {name: value for name, value in re.findall(r"--(\w+) ?(\w*)", " ".join(flags))}
     optimizer = values.get("optimizer", given.optimizer)
-    if "use_cpu_offload" in values:
+    if "no_use_cpu_offload" in values:
+        optimizer = "adamw"
+    elif "use_cpu_offload" in values:
         optimizer = values["use_cpu_offload"] or "states"
     return Settings(
         int(values.get("batch_size", given.batch_size)),
@@ -129,6 +141,7 @@ def advised(text: str, given: Settings) -> Settings:
         optimizer,
         "freeze_encoder" in values or given.frozen,
         int(values.get("eval_batch_size", given.eval_batch_size)),
+        "sharded" in values,
     )
 
 
@@ -153,6 +166,8 @@ def random_case(seed: int, **step) -> tuple[Step, Settings, set[str], Card]:
         draw.random() < 0.2,
     )
     can = {name for name in sorted(EVERYTHING) if draw.random() < 0.8}
+    if draw.random() < 0.3:
+        can.add("sharded")
     model = Step(draw, **step)
     totals = [model.largest(settings).total for settings in every(given, can)]
     capability = draw.choice([(8, 6), (9, 0)])
@@ -247,6 +262,18 @@ def test_offloading_takes_back_the_8_bit_optimizer():
     given = Settings(1, 8, True, "adamw_8bit", False)
     text = advise(PLAIN, given, {"optimizer"}, card_with_room(320))
     assert text.splitlines()[0] == "  --optimizer adamw --use_cpu_offload: 50.8 MiB less"
+
+
+def test_shards_take_back_other_optimizers():
+    for optimizer, flag in (
+        ("adamw_8bit", "--optimizer adamw"),
+        ("states", "--no_use_cpu_offload"),
+    ):
+        step = Step(random.Random(1))
+        given = Settings(1, 8, True, optimizer, False)
+        card = card_with_room(step.largest(given).total // MIB - 1)
+        text = step.advice(given, {"sharded"}, card)
+        assert text.startswith(f"  {flag} --sharded: "), text
 
 
 def test_a_run_in_fp32_is_not_told_to_offload_its_weights():

@@ -5,7 +5,20 @@ import types
 import pytest
 import torch
 
-from dry_run.cards import CARDS, GIB, MIB, Card, card_here, find_card, plain, workspace
+import dry_run.cards
+from dry_run.cards import (
+    CARDS,
+    GIB,
+    MIB,
+    MOST_CARDS,
+    NCCL,
+    Card,
+    card_here,
+    choose_card,
+    find_card,
+    plain,
+    workspace,
+)
 
 
 @pytest.mark.parametrize("text", ["8gb", "8GB", " 8 GB ", "8_gb", "8-GB"])
@@ -111,3 +124,52 @@ def test_workspaces_are_larger_on_hopper():
     small, large = int((2 * 8.125 + 32) * MIB), (2 * 32 + 32) * MIB
     assert [workspace(find_card(name)) for name in ("8gb", "t4", "rtx 5090")] == [small] * 3
     assert workspace(find_card("h100")) == large
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [
+        ("2x16gb", 2, "16gb"),
+        ("8 x 8GB", 8, "8gb"),
+        ("2xt4", 2, "t4"),
+        (" 4 X RTX 3060", 4, "RTX 3060"),
+        ("1x8gb", 1, "8gb"),
+        ("2x11.5", 2, "11.5 GiB"),
+        (f"{MOST_CARDS}xH100", MOST_CARDS, "H100"),
+        ("8gb", 1, "8gb"),
+    ],
+)
+def test_a_number_of_cards(text, count, name):
+    card = choose_card(text, "auto", ValueError)
+    assert (card.count, card.name) == (count, name)
+    assert workspace(card) == workspace(find_card(name)) + NCCL * (count > 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0x16gb", "the number of GPUs"),
+        ("-2x16gb", "the number of GPUs"),
+        ("1.5x16gb", "the number of GPUs"),
+        ("10001x16gb", "the number of GPUs"),
+        ("9" * 5000 + "x8gb", "the number of GPUs"),
+        ("2x2x8gb", "'2x8gb' is not a GPU"),
+        ("x8gb", "'x8gb' is not a GPU"),
+        ("2x-8gb", "'-8gb' is not a GPU"),
+        ("٢x8gb", "is not a GPU"),
+    ],
+)
+def test_a_wrong_number_of_cards_is_one_line(text, reason):
+    with pytest.raises(RuntimeError) as caught:
+        choose_card(text, "auto", RuntimeError)
+    message = str(caught.value)
+    assert reason in message and "\n" not in message and len(message) < 500
+
+
+def test_several_of_the_card_that_is_here(monkeypatch):
+    own = Card("Tesla T4", 14 * GIB, (7, 5))
+    monkeypatch.setattr(dry_run.cards, "card_here", lambda index: own if index == 1 else None)
+    assert choose_card("2x", "cuda:1", ValueError) == Card("Tesla T4", 14 * GIB, (7, 5), 2)
+    assert choose_card(None, "auto", ValueError) is None
+    with pytest.raises(ValueError, match="no GPU here, so name one"):
+        choose_card("2x", "auto", ValueError)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import re
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ import torch
 from torch import nn
 
 from common import loop, memory, optim, options
+from common.batches import GlobalBatches
 from common.errors import DataError, RunError, UsageError
 from dry_run.advice import Settings
 from dry_run.cards import Card
 from dry_run.fake_tensors import CannotPlan
 from dry_run.planned_run import FIRST, Evaluation, PlannedRun, longest_items, repeated
+from dry_run.report import room
 from tests import small
 
 
@@ -354,6 +357,73 @@ def test_the_answer_names_the_stage(capsys):
     assert "\nIn training, with 1 utterances at a time: " in out
 
 
+def sharded(planned: PlannedRun, ranks: int, **changes) -> PlannedRun:
+    return dataclasses.replace(planned, ranks=ranks, layers=(Layer,), **changes)
+
+
+def test_shards_in_training_and_evaluation():
+    """A rank has its part of weights, gradients and states. In evaluation it has the whole model,
+    too, the encoder in 16 bits."""
+    planned = evaluated(run_of(Network(512), [{"index": 0, "seconds": 0.01, "targets": 1}]))
+    given = Settings(2, 2, True, "adamw", False, 2)
+    whole = planned.planned(flags(), CARD).training(given)
+    full = sum(p.nbytes for p in planned.model.parameters())
+    encoder = sum(p.nbytes for p in planned.model.encoder.parameters())
+    before = whole.total
+    for ranks in (2, 4, 8):
+        measures = sharded(planned, ranks).planned(flags(), CARD)
+        settings = dataclasses.replace(given, sharded=True)
+        training, evaluation = measures.stages(settings)
+        assert training.total < before
+        before = training.total
+        shards = pytest.approx(full / ranks, rel=0.02)  # the head's one row is not divided
+        assert evaluation.parts["weights"] - full + encoder // 2 == shards
+        assert training.parts["optimizer states"] == pytest.approx(2 * full / ranks, rel=0.02)
+        assert evaluation.parts["optimizer states"] == training.parts["optimizer states"]
+        assert measures.training(given) == whole
+    assert all(p.grad is None and not p._backward_hooks for p in planned.model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in planned.model.modules())
+
+
+def test_a_comparison_after_a_sharded_run():
+    """The other model is whole, in fp32: more than 16-bit weights, shards and states of eight."""
+    least = Settings(1, 2, False, "adamw", False, 1, sharded=True)
+    measures = sharded(evaluated(run_of(Network(1024)), compares=True), 8).planned(flags(), CARD)
+    assert measures.evaluation(least).stage == "the comparison at the end"
+    measures = sharded(evaluated(run_of(Network(1024)), compares=True), 2).planned(flags(), CARD)
+    assert measures.evaluation(least).stage == "evaluation"
+
+
+def test_shards_are_offered_if_nothing_else_fits(capsys):
+    model = Network(512)
+    model.encoder = nn.Sequential(*(Layer(512, 512) for _ in range(24)))
+    planned = run_of(model, [{"index": 0, "seconds": 0.001, "targets": 1}], False)
+    planned = sharded(planned, 8)
+    measures = planned.planned(flags(), CARD)
+    settings = Settings(1, 2, True, "gradients", False)
+    offloaded = measures.training(settings).total
+    settings = dataclasses.replace(settings, optimizer="adamw", sharded=True)
+    divided = measures.training(settings).total
+    assert divided < offloaded
+
+    def card_with_room(count: int) -> Card:
+        extra = 9 * CARD.total // 10 - room(dataclasses.replace(CARD, count=8))
+        return Card("small", (count + extra) * 10 // 9, (8, 6), 8)
+
+    between = card_with_room((divided + offloaded) // 2)
+    words = ("--gradient_checkpointing", "--batch_size", "1")
+    planned.answer(flags(*words), between, "torch.float32", RunError)
+    assert "Verdict: tight" in capsys.readouterr().out
+    planned.answer(flags(*words, "--sharded"), between, "torch.float32", RunError)
+    assert "Verdict: fits" in capsys.readouterr().out
+    for more, is_offered in ((), True), (("--sharded",), False):
+        tiny = dataclasses.replace(between, total=between.total // 2)
+        assert planned.answer(flags(*words, *more), tiny, "torch.float32", RunError) == 3
+        out = capsys.readouterr().out
+        assert bool(re.search("^  --sharded: .* less$", out, re.MULTILINE)) == is_offered
+        assert "--use_cpu_offload" not in out and "adamw_8bit" not in out
+
+
 def test_a_comparison_at_the_end_has_a_model_in_fp32():
     for compares in (False, True):
         planned = evaluated(run_of(Network(1024)), compares)
@@ -432,7 +502,9 @@ def test_verify_gpu_plans_on_the_gpu_that_is_there(tmp_path, capsys, monkeypatch
 
 def test_a_card_that_is_not_known_is_refused_before_the_data_are_read(tmp_path):
     for words, reason in (
-        (("--dry_run", "8XB"), "'8XB' is not a GPU"),
+        (("--dry_run", "8PB"), "'8PB' is not a GPU"),
+        (("--dry_run", "2xT5"), "'T5' is not a GPU"),
+        (("--dry_run", "0x8GB"), "the number of GPUs, which stands before x, must be"),
         (("--dry_run", "-1"), "is not a GPU"),
     ):
         with pytest.raises(UsageError, match=reason):
@@ -440,6 +512,48 @@ def test_a_card_that_is_not_known_is_refused_before_the_data_are_read(tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="no GPU here, so name one"):
             loop.begin(small.make_args(tmp_path, "--dry_run"), small.RECIPE)
+
+
+def test_two_cards_share_an_update(tmp_path, capsys):
+    """13 utterances: each of two cards has 7 at most, of a global batch of 8 utterances 4."""
+    words = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--dry_run")
+    runs = []
+
+    class Planned(PlannedRun):
+        def answer(self, args, card, dtype, error) -> int:
+            runs.append((self.count, self.settings(args), card.count))
+            return super().answer(args, card, dtype, error)
+
+    batches = []
+
+    def global_batches(args, data, collate, setup):
+        batches.append(GlobalBatches(args, data, collate, setup))
+        return batches[-1]
+
+    with (
+        mock.patch("dry_run.PlannedRun", Planned),
+        mock.patch.object(small, "GlobalBatches", global_batches),
+    ):
+        for card in ("8GB", "2x8GB"):
+            assert planned(tmp_path, *words, card) == (0, [])
+    assert [(each.global_batch_size, each.per_epoch) for each in batches] == [(4, 4), (8, 2)]
+    assert [(count, settings.accumulation, n) for count, settings, n in runs] == [
+        (13, 2, 1),
+        (7, 2, 2),
+    ]
+    out = capsys.readouterr().out
+    assert out.count("NCCL") == 1
+    assert re.search("^Dry run: on each of 2 GPUs .replicated. 2 x ", out, re.MULTILINE)
+
+
+def test_a_sharded_run_is_planned_for_several_cards(tmp_path, capsys):
+    """In evaluation a card has the whole model, too, and its shards."""
+    assert planned(tmp_path, "--dry_run", "4x8GB", "--sharded") == (0, [])
+    out = capsys.readouterr().out
+    assert "on each of 4 GPUs (sharded)" in out and "Verdict: fits" in out
+    for words in (("--dry_run", "8GB"), ("--verify_gpu",)):
+        with pytest.raises(UsageError, match="--sharded needs several GPUs"):
+            loop.begin(small.make_args(tmp_path, *words, "--sharded"), small.RECIPE)
 
 
 def test_ranks_are_planned_alone(tmp_path, monkeypatch):
