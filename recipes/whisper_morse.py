@@ -500,7 +500,8 @@ def main(args) -> None:
     if args.write_dataset:
         return clips.write(source)
     if args.check_data:
-        return splits.report_checked(read_data(args, source))
+        sets = read_data(args, source)
+        return splits.report_checked({name: part.as_corpus() for name, part in sets.items()})
     if args.transcribe:
         return transcribe(args, asked)
     if args.evaluate or released.exports_only(asked.origin, (*released.GOALS, *clips.GOALS)):

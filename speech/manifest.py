@@ -79,6 +79,8 @@ def parse(
         raise UsageError(f"manifest {path}: {error.strerror}") from None
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(f"manifest {path} is UTF-16: save it as UTF-8")
+    if start[:4] == b"PAR1":
+        raise DataError(f"manifest {path} is Parquet: its name has to end in {parquet.SUFFIX}")
     if start[:4] == b"PK\3\4" or b"\0" in start[:4096]:
         raise DataError(
             f"manifest {path} is not a text file (JSON Lines, CSV/TSV or LJSpeech metadata.csv)"

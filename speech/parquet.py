@@ -38,15 +38,16 @@ SLOW_BYTES = 64 << 20  # a row group of more audio gets a note
 GOOD_ROWS = 16  # in a row group
 
 
-def is_parquet(path: str | os.PathLike) -> bool:
-    """Whether a manifest, which may be a pattern, is Parquet by its name."""
-    return os.fspath(path).lower().endswith(SUFFIX)
+def is_parquet(manifest: str | os.PathLike) -> bool:
+    """Whether a manifest is Parquet by its name, or a pattern, which stands for Parquet files."""
+    name = os.fspath(manifest)
+    return name.lower().endswith(SUFFIX) or (glob.has_magic(name) and not os.path.exists(name))
 
 
 def row_of(path: str) -> tuple[str, int] | None:
     """(file, row) of the name of a row; None for other paths."""
     file, between, row = path.rpartition(ROW)
-    if between and row.isdecimal() and row.isascii() and is_parquet(file):
+    if between and row.isdecimal() and row.isascii() and file.lower().endswith(SUFFIX):
         return file, int(row)
     return None
 

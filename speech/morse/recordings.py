@@ -18,7 +18,7 @@ import torch
 
 from common.errors import DataError, RunError, UsageError, cannot_write
 from speech.audio import SAMPLE_RATE, read_utterance, write_wav
-from speech.columns import Corpus, Rejections
+from speech.columns import Codes, Corpus, Rejections, Strings
 from speech.folders import read_made_from, require_replaceable, write_folder
 from speech.headers import probe_all
 from speech.loading import FILE_TOLERANCE, MOST_CHARACTERS, Checks
@@ -127,6 +127,21 @@ class Recordings:
         for row in zip(self.paths, self.texts, self.offsets.tolist(), strict=True):
             digest.update(repr(row).encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
+
+    def as_corpus(self) -> Corpus:
+        """What --check_data reports of the clips: those of nobody, in no language."""
+        count = len(self)
+        return Corpus(
+            paths=Strings(self.paths),
+            texts=Strings(self.texts),
+            seconds=self.lengths,
+            offsets=self.offsets,
+            durations=self.durations,
+            speakers=Codes([""] * count),
+            languages=Codes([""] * count),
+            lines=np.arange(1, count + 1),
+            repeats_texts=self.repeats_texts,
+        )
 
     def select(self, indices: np.ndarray) -> "Recordings":
         """The clips at `indices`, in that order."""

@@ -229,12 +229,17 @@ def test_a_damaged_row_group_is_rejected(tmp_path):
 def test_names_without_a_file(tmp_path):
     with pytest.raises(UsageError, match="no file has such a name"):
         load(tmp_path / "*.parquet")
+    with pytest.raises(UsageError, match="no file has such a name"):
+        load(tmp_path / "train-*")
     with pytest.raises(UsageError, match=r"manifest .*a\.parquet: No such file"):
         load(tmp_path / "a.parquet")
     (tmp_path / "a.parquet").mkdir()
     with pytest.raises(UsageError, match="it is a folder"):
         load(tmp_path / "*.parquet")
+    with pytest.raises(DataError, match=r"is Parquet: its name has to end in \.parquet$"):
+        load(write(tmp_path / "c", inside(clip(1.0))))
     path = write(tmp_path / "b.parquet", inside(clip(1.0)))
+    assert len(load(tmp_path / "b*")[0]) == 1
     assert probe(f"{path} row 0") == (1.0, "")
     assert probe(f"{path} row 1")[1] == "the file has no such row with audio"
     assert probe(f"{tmp_path}/none.parquet row 0")[1] == "file is missing"

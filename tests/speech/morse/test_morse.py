@@ -22,7 +22,7 @@ from common.errors import DataError, RunError, UsageError
 from speech.metrics import Errors, count_errors
 from speech.morse import alphabet, recordings, scores, synthesis, texts
 from speech.morse.synthesis import Choice
-from speech.splits import Checks, draw, load_corpus
+from speech.splits import Checks, draw, load_corpus, report_checked
 
 ROOT = Path(__file__).resolve().parents[3]
 RATE = 16_000
@@ -714,6 +714,8 @@ def test_a_manifest_becomes_recordings(tmp_path, wav, json_lines, capsys):
     assert len(part) == 1 and part.callsigns == [["K1ABC"]] and part.texts == ["CQ DE K1ABC <SK>"]
     assert part.seconds(0).tolist() == [1.0] and len(part.load(0, 0)[0]) == RATE
     assert np.isnan(part.row(0, "")["wpm"]) and not part.row(0, "")["is_noise_only"]
+    report_checked({"train": part.as_corpus()})  # --check_data
+    assert "checked: 1 utterances in train can be used" in capsys.readouterr().out
 
 
 @pytest.fixture
