@@ -3,6 +3,7 @@
 # model on a synthetic corpus.
 #   ./run_parakeet_tdt.sh [TIER] [SIZE] [DATA] [any flag of recipes/parakeet_tdt.py] [--print]
 #   GPUS=2 ./run_parakeet_tdt.sh ...    trains on two GPUs, with the same update; also 4 and 8
+#   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu.
 # SIZE: demo (default), 0.6b (default with --model_dir, --model_file, --train_manifest,
 # --from_scratch or --init_from), 110m. A model from scratch has this size. A model from

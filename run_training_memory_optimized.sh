@@ -3,6 +3,7 @@
 # synthetic corpus.
 #   ./run_training_memory_optimized.sh [TIER] [SIZE] [any flag of recipes/konkani_conformer.py] [--print]
 #   GPUS=2 ./run_training_memory_optimized.sh ...    trains on two GPUs, with the same update
+#   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, t4, 16gb, 24gb, a100, cpu.
 # SIZE: optimized (default), minimal, original.
 # An update is 8 utterances in every tier. The tier decides how many of them are on the GPU at once.

@@ -3,6 +3,7 @@
 # model on synthetic clips.
 #   ./run_whisper_morse.sh [TIER] [SIZE] [DATA] [any flag of recipes/whisper_morse.py] [--print]
 #   GPUS=2 ./run_whisper_morse.sh ...    trains on two GPUs, with the same update
+#   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, 32gb, cpu.
 # SIZE: demo (default), small (default with --model_dir, --model_file, --data_dir, --train_manifest,
 # --conditions or --from_scratch), tiny, base, medium, large, turbo; many: small for very large data
@@ -27,7 +28,7 @@ trains=(--train_manifest --data_dir --conditions --from_scratch --max_steps --nu
 trains+=(--dry_run --verify_gpu)
 
 # R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload,
-# G: --use_cpu_offload gradients, W: --use_cpu_offload weights.
+# G: --use_cpu_offload gradients, W: --use_cpu_offload weights. S: counts with --sharded only.
 # Larger GPUs need the clips of several data workers.
 rows='
 #tier size   batch accumulation what, or flags
@@ -62,6 +63,7 @@ t4    base   48 2
 t4    small  16 6
 t4    many   16 16
 t4    medium 2 48 8
+t4    large  S 1 96 R --eval_batch_size 2
 t4    large  24 4 R F 8
 t4    turbo  12 8 R 8
 16gb  many   16 16 --dataloader_num_workers 8
@@ -70,6 +72,7 @@ t4    turbo  12 8 R 8
 16gb  base   48 2
 16gb  small  16 6
 16gb  medium 3 32 8
+16gb  large  S 2 48 R --eval_batch_size 4
 16gb  large  12 8 R G
 16gb  turbo  2 48 8
 24gb  many   32 8 --dataloader_num_workers 8

@@ -3,6 +3,7 @@
 # model on a synthetic corpus.
 #   ./run_whisper_vietnamese.sh [TIER] [SIZE] [DATA] [any flag of recipes/whisper_vietnamese.py] [--print]
 #   GPUS=2 ./run_whisper_vietnamese.sh ...    trains on two GPUs, with the same update
+#   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu.
 # SIZE: demo (default), base (default with --model_dir, --model_file or --train_manifest), tiny,
 # small, medium, large, turbo. A model from scratch has this size. A model from --model_dir or
@@ -25,7 +26,7 @@ recorded=(--train_manifest)    # names the training data
 trains=(--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
 # R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload,
-# G: --use_cpu_offload gradients, W: --use_cpu_offload weights
+# G: --use_cpu_offload gradients, W: --use_cpu_offload weights. S: counts with --sharded only
 rows='
 #tier size   batch accumulation what
 *     demo   16 1
@@ -54,12 +55,14 @@ t4    tiny   24 1
 t4    base   24 1
 t4    small  12 2
 t4    medium 2 12 8
+t4    large  S 1 24 R --eval_batch_size 2
 t4    large  24 1 R F 8
 t4    turbo  12 2 R 8
 16gb  tiny   24 1
 16gb  base   24 1
 16gb  small  12 2
 16gb  medium 3 8 8
+16gb  large  S 2 12 R --eval_batch_size 4
 16gb  large  12 2 R G
 16gb  turbo  2 12 8
 24gb  tiny   24 1

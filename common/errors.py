@@ -107,11 +107,19 @@ def exit_with_one_line(main: Callable, *args) -> None:
             output.flush()
         sys.stdout, sys.stderr = before
     if os.environ.get("WORLD_SIZE") not in (None, "", "1"):
+        end_job(status)
         # At exit torch.distributed's threads abort one process in ten, which torchrun would report
         # as a failure.
         os._exit(status)
     if status:
         sys.exit(status)
+
+
+def end_job(status: int | str) -> None:
+    """Ends the torchrun above this process after a failure that is there again the next time:
+    --max_restarts would repeat its message."""
+    if status in (1, 2) and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def _stop(number: int, frame) -> None:

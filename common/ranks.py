@@ -31,11 +31,13 @@ LOST = "another rank has ended or cannot be reached: see its message"
 class LostRank(RunError):
     """Another rank has ended, or has kept this one waiting for too long."""
 
+    status = 75  # sysexits.h: another attempt may be better; torchrun --max_restarts makes it
+
 
 class Restart(RunError):
     """A job that has to start anew, from its last checkpoint; torchrun --max_restarts does it."""
 
-    status = 75  # sysexits.h: a failure that another attempt may not have
+    status = LostRank.status
 
 
 def torchrun(name: str, default: int) -> int:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import run
 
 from common import options
 from webui import app
@@ -25,6 +26,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks/README.md",
     ROOT / "webui/README.md",
+    ROOT / "docs/several_gpus.md",
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
 FOLDERS = ("recipes", "common", "speech", "webui", "benchmarks", "tests")
@@ -37,6 +39,7 @@ FOREIGN = {
 SPELLINGS = {"--x", "--no_x", "--print"}  # how on/off flags look; the preset scripts' own flag
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SCRIPT = re.compile(r"((?:[A-Z]+=\S+ )*)(\./run_(?:training|whisper|parakeet).*)")
 SMALL = "--no_tensorboard --dataloader_num_workers 0"
 
 
@@ -66,11 +69,11 @@ def code(path: Path) -> list[str]:
 
 def commands(path: Path) -> list[str]:
     """The commands of a page that train or use a model, if their arguments are written out."""
-    starts = re.compile(r"(GPUS=2 )?\./run_(training|whisper)|python recipes/")
     return [
         line
         for line in code(path)
-        if starts.match(line) and not re.search(r"\.\.\.|\[|--help", line)
+        if (SCRIPT.match(line) or line.startswith("python recipes/"))
+        and not re.search(r"\.\.\.|\[|--help", line)
     ]
 
 
@@ -150,10 +153,11 @@ def test_flags_exist(page):
     outside = re.sub(r"`[^`]+`|<!--.*?-->", "", FENCE.sub("", read(page)))
     assert FLAG.findall(outside) == [], "a flag is written without backticks"
     for line in code(page):
-        if line.startswith(("hf download ", "pip ")):
+        if line.startswith(("hf download ", "pip ", "#SBATCH ", "srun ")):
             continue
-        if line.startswith("torchrun "):
-            line = line.replace("--nproc_per_node", "")
+        if line.startswith("torchrun ") or page.stem == "several_gpus":
+            of_torchrun = run.get_args_parser()._option_string_actions
+            line = FLAG.sub(lambda flag: "" if flag[0] in of_torchrun else flag[0], line)
         if line.startswith("python benchmarks/"):
             script = read(ROOT / line.split()[1])
             if "steps.add_arguments(" in script:
@@ -172,9 +176,10 @@ def test_commands_are_accepted(page, tmp_path):
     """By the parsers of the recipes; the preset scripts print the recipe's command, which is then
     parsed."""
     for line in commands(page):
-        if "./run_" in line:
-            environment = {**os.environ, "GPUS": "2" if line.startswith("GPUS=2 ") else ""}
-            words = shlex.split(line.removeprefix("GPUS=2 "))
+        if found := SCRIPT.match(line):
+            variables = dict(word.split("=", 1) for word in found[1].split())
+            environment = {**os.environ, "GPUS": "", **variables}
+            words = shlex.split(found[2])
             printing = [str(ROOT / words[0]), *words[1:], "--print"]
             script = subprocess.run(
                 printing, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60

@@ -181,7 +181,7 @@ def test_shards_that_do_not_fit_start_anew_with_a_size_that_fits(tmp_path, on_tw
     while not on_two_ranks(folder, *flags, trouble="out of memory"):
         starts += 1
         errors = [(folder / f"error{rank}.txt").read_text() for rank in (0, 1)]
-        assert errors[0].startswith("1 another rank") and errors[1].startswith("75 out of memory")
+        assert errors[0].startswith("75 another rank") and errors[1].startswith("75 out of memory")
         assert starts < 5
     assert starts
     assert_close(newest(folder), newest(tmp_path / "one"))

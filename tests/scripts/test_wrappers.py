@@ -66,13 +66,15 @@ def first_line(text: str) -> str:
 
 
 @functools.cache
-def answer_of(script: str, *arguments: str, gpus: str = "") -> subprocess.CompletedProcess:
+def answer_of(
+    script: str, *arguments: str, gpus: str = "", **variables: str
+) -> subprocess.CompletedProcess:
     return subprocess.run(
         [str(ROOT / script), *arguments, "--print"],
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "GPUS": gpus},
+        env={**os.environ, "GPUS": gpus, **variables},
         cwd="/",
     )
 
@@ -648,7 +650,6 @@ def test_an_update_that_gpus_does_not_divide_is_a_usage_error_unless_the_user_cu
         (MORSE, "--write_dataset d 9"),
         (VIETNAMESE, EXPORT),
         (PARAKEET, f"{EXPORT} --export_format nemo"),
-        (PARAKEET, "--dry_run 8GB"),
         (XTTS, f"--export d --model_dir {ROOT}"),
         (XTTS, "--synthesize selam --speaker_wav a.wav"),
     ],
@@ -674,6 +675,117 @@ def test_what_does_not_train_runs_in_one_process(script, use):
 def test_an_export_after_training_runs_on_all_gpus(script, goal):
     result = answer_of(script, "16gb", "--export", "d", *goal.split(), gpus="4")
     assert result.stdout.startswith("torchrun ") and not result.stderr
+
+
+# --- several machines, shards, plans for several GPUs ---------------------------------------------
+
+ONE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # for every start of the processes
+
+
+def machine(number: str, gpus: str = "1") -> dict[str, str]:
+    """What a user sets on one of two machines."""
+    return {"NODES": "2", "NODE": number, "HEAD": "a.b:29500", "gpus": gpus}
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [("", 2), ("1", 2), ("4", 8)])
+def test_machines_share_an_update_and_meet_at_the_first(gpus, ranks):
+    addresses = []
+    for number in ("0", "1"):
+        result = answer_of(PARAKEET, "24gb", "0.6b", "large_data", **machine(number, gpus))
+        variable, torchrun, *words = shlex.split(result.stdout)
+        assert (variable, torchrun) == (ONE_STORE, "torchrun") and not result.stderr
+        assert value(words, "--nnodes") == "2" and value(words, "--nproc_per_node") == (gpus or "1")
+        assert value(words, "--rdzv_endpoint") == "a.b:29500"
+        assert value(words, "--rdzv_backend") == "c10d" and int(value(words, "--max_restarts"))
+        settings = dict(each.split("=") for each in value(words, "--rdzv_conf").split(","))
+        assert settings["is_host"] == ("1" if number == "0" else "0")
+        assert update_of(words) * ranks == UPDATES[PARAKEET]["0.6b"]
+        addresses.append(value(words, "--local_addr"))
+    assert addresses[0] == "a.b"
+    # torchrun sorts by these texts, and the first one's processes have the first ranks.
+    assert addresses == sorted(addresses) and addresses[1] > "zz.b"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NODES": "two"}, "NODES=two: it must be the number of machines"),
+        ({"NODES": "2"}, "NODES=2 NODE=: NODE must be this machine's number, 0 to 1"),
+        ({"NODES": "2", "NODE": "2"}, "NODES=2 NODE=2: NODE must be this machine's number"),
+        ({"NODES": "2", "NODE": "1"}, "HEAD=: it must be the address of machine 0 and a free port"),
+        (machine("1") | {"HEAD": "a.b"}, "HEAD=a.b: it must be the address of machine 0 and a"),
+        (machine("1", "3"), "NODES=2 GPUS=3 does not divide an update of 8"),
+    ],
+)
+def test_a_wrong_machine_is_a_usage_error(variables, message):
+    assert message in error_line(answer_of(KONKANI, "8gb", **variables), 2)
+
+
+def test_what_does_not_train_runs_in_one_process_on_every_machine():
+    result = answer_of(KONKANI, "8gb", "--evaluate", **machine("1", "4"))
+    assert result.stdout == answer_of(KONKANI, "8gb", "--evaluate").stdout
+    assert result.stderr == "NODES=2 GPUS=4 is ignored: this command runs in one process\n"
+
+
+def test_one_machine_starts_a_sharded_run_anew_and_others_as_ever():
+    plain = answer_of(KONKANI, "8gb", gpus="2").stdout
+    assert plain.startswith(f"torchrun --standalone --nproc_per_node 2 {ROOT}/recipes/")
+    assert answer_of(KONKANI, "8gb", gpus="2", NODES="1").stdout == plain
+    variable, torchrun, *words = answer_of(KONKANI, "8gb", "--sharded", gpus="2").stdout.split()
+    assert (variable, torchrun) == (ONE_STORE, "torchrun") and "--standalone" in words
+    assert int(value(words, "--max_restarts")) and words[-1] == "--sharded"
+    assert answer_of(KONKANI, "8gb", "--sharded").stdout.startswith("python ")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_sharded_excludes_nothing_of_a_row(script):
+    for tier, size in itertools.product(TIERS[script], SIZES[script]):
+        row = row_of(script, tier, size)
+        if row and set("8HGW") & set(row[2]):
+            words = command_of(script, tier, size, *MODEL, "--sharded")
+            args = resolved(script, words)
+            assert (args.optimizer, args.use_cpu_offload) == ("adamw", None)
+            assert args.gradient_checkpointing == ("R" in row[2])
+
+
+@pytest.mark.parametrize("script", WHISPERS)
+def test_a_whole_large_model_is_sharded_where_one_card_holds_a_part(script):
+    for tier in ("t4", "16gb"):
+        result = answer_of(script, tier, "large", "--sharded", "--from_scratch", gpus="2")
+        words = result.stdout.split()
+        args = resolved(script, words[words.index("--mixed_precision") :])
+        assert not args.freeze_encoder and args.gradient_checkpointing
+        assert 2 * update_of(words) == UPDATES[script]["large"]
+        assert row_of(script, tier, "large")[2] in ("RF8", "RG")  # without --sharded
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "cards", "batch"),
+    [
+        ("--dry_run 8GB", {"gpus": "4"}, "4x8GB", 6),
+        ("--dry_run=16gb --sharded", machine("0", "2"), "4x16gb", 5),
+        ("--dry_run A100 80GB", {"gpus": "2"}, "2xA100 80GB", 5),
+        ("--dry_run", {"gpus": "2"}, "2x", 5),
+        ("--dry_run 2x16gb", {}, "2x16gb", 5),
+        ("--dry_run 8 x 16gb", {"gpus": "2"}, "8 x 16gb", 5),
+    ],
+)
+def test_a_plan_for_several_gpus_runs_in_one_process(flags, variables, cards, batch):
+    tier = "8gb" if "8GB" in flags else "16gb"
+    result = answer_of(PARAKEET, tier, "0.6b", "large_data", *flags.split(), **variables)
+    assert result.stdout.startswith("python ")
+    words = shlex.split(result.stdout.partition(".py ")[2])
+    assert resolved(PARAKEET, words).dry_run == cards
+    assert update_of(words) * int(cards[0]) == UPDATES[PARAKEET]["0.6b"]
+    assert cut_of(words)[0] == batch
+    said = "" if cards in flags else f": one process plans for {cards}\n"
+    assert result.stderr.endswith(said) and result.stderr.count("\n") == bool(said)
+
+
+@pytest.mark.parametrize("card", ["2x16gb", "2 x 16GB", "4X16gb"])
+def test_a_plan_for_several_gpus_has_the_tier_of_one(card):
+    result = answer_of(PARAKEET, "auto", "0.6b", "--dry_run", *card.split())
+    assert "tier: 16gb (auto)" in result.stderr
 
 
 # --- a copy of the project ------------------------------------------------------------------------
