@@ -5,7 +5,8 @@ and turned into features; and the share of a training run spent waiting for data
 
 One core and one thread for the stages (median over runs of the same files, in the page cache); the
 share is what a short run of the Konkani recipe itself reports, with its data workers, on the same
-audio in pieces of 3 s."""
+audio in pieces of 3 s. The last line is for rows of Parquet in random order, by the rows in a row
+group, against files."""
 
 import argparse
 import json
@@ -70,6 +71,37 @@ def stages(folder: Path, name: str, minutes: float) -> dict[str, float]:
     return spent
 
 
+def random_rows(folder: Path, group: int, count: int = 2000, reads: int = 50) -> float:
+    """Median milliseconds to read and decode a FLAC of 15 s, in random order, from a Parquet file
+    with row groups of `group` rows; 0: from files."""
+    import pyarrow
+    from pyarrow import parquet
+
+    random = np.random.default_rng(0)
+    clips = []
+    for number in range(16):
+        path = folder / f"clip_{number}.flac"
+        soundfile.write(path, random.normal(0, 0.05, 15 * 16_000), 16_000)
+        clips.append(path.read_bytes())
+    names = [str(folder / f"clip_{number}.flac") for number in range(16)]
+    if group:
+        kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+        schema = pyarrow.schema([("audio", kind)])
+        path = folder / f"rows_{group}.parquet"
+        # Without a dictionary, which would keep each of the 16 clips once.
+        with parquet.ParquetWriter(path, schema, use_dictionary=False) as writer:
+            for _ in range(0, count, group):
+                part = [{"bytes": clips[row % 16], "path": ""} for row in range(group)]
+                writer.write_table(pyarrow.table({"audio": part}, schema))
+        names = [f"{path} row {row}" for row in range(count)]
+    times = []
+    for number in random.integers(0, len(names), reads).tolist():
+        started = time.perf_counter()
+        audio.read_audio(names[number], 16_000)
+        times.append(time.perf_counter() - started)
+    return 1000 * statistics.median(times)
+
+
 def waiting_share(folder: Path, steps: int) -> tuple[float, float]:
     """(share, utterances a second) of a training run on a CPU, median of what it logged."""
     lines = []
@@ -126,3 +158,6 @@ if __name__ == "__main__":
             f"share of a training run on the CPU spent waiting for data: {share:.1%} at {speed:.1f}"
             " utterances of 3 s a second"
         )
+        parts = [f"{random_rows(Path(folder), 0):.1f} ms from a file"]
+        parts += [f"{random_rows(Path(folder), n):.1f} in groups of {n}" for n in (16, 100, 1000)]
+        print(f"a FLAC of 15 s in random order: {', '.join(parts)}")

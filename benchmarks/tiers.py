@@ -7,8 +7,9 @@ recipes' pages.
 A row is planned on its tier's card by the command that the script prints, with --dry_run and the
 settings of a released model. The exit status is 1 if a row does not fit, is tight or cannot be
 planned. --changed leaves out the rows that tiers.json has. --largest prints the row with the
-largest micro-batch that fits on a card (12gb, 11.5), for letters such as R R8 RF8, or -: none;
-without LETTERS for the usual ones."""
+largest micro-batch that fits on a card (12gb, 11.5) or on each of several that share the update
+(2x16gb), for letters such as R R8 RF8, S for --sharded, or -: none; without LETTERS for the usual
+ones."""
 
 import argparse
 import bisect
@@ -27,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import tier_tables
+from dry_run.cards import split_count
 
 FLAGS = {
     "R": ["--gradient_checkpointing"],
@@ -35,6 +37,7 @@ FLAGS = {
     "H": ["--use_cpu_offload"],
     "G": ["--use_cpu_offload", "gradients"],
     "W": ["--use_cpu_offload", "weights"],
+    "S": ["--sharded"],
 }
 USUAL = ("-", "R", "8", "R8", "H", "RH", "G", "RG", "W", "RW")
 FROZEN = ("F", "RF", "F8", "RF8", "FH", "RFH")
@@ -148,7 +151,7 @@ def largest(script: str, size: str, card: str, letters: str) -> list[str]:
     """Cells: letters, the row with the largest micro-batch that fits, "-" if none does, and its
     GiB. Raises `NoPlan`."""
     batch, accumulation = tier_tables.row_of(tier_tables.read_rows(script), "cpu", size)[2:4]
-    update = int(batch) * int(accumulation)
+    update = int(batch) * int(accumulation) // split_count(card)[0]
     batches = [number for number in range(1, update + 1) if update % number == 0]
     letters = letters.strip("-")
     flags = [flag for letter in letters for flag in FLAGS[letter]]

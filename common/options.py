@@ -450,7 +450,8 @@ def _add_checks(parser: Parser, group) -> None:
         nargs="*",
         metavar="CARD",
         help="predict this run's peak of GPU memory, without a GPU, and say whether it fits on CARD"
-        " (8GB, 24gb, t4; default: the one that is there), and exit: status 3 if it does not fit",
+        " (8GB, t4, 2x16gb for two; default: the one that is there), and exit: status 3 if it does"
+        " not fit",
     )
     parser.add_command(
         group,

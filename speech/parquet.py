@@ -10,11 +10,16 @@ import functools
 import glob
 import io
 import itertools
+import multiprocessing
 import os
+import resource
+import signal
 import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +30,7 @@ from speech.columns import printable
 
 SUFFIX = ".parquet"
 ROW = " row "  # between the file and the number in the name of a row
+BINARY_NAMES = ("wav", "bytes")  # and all with "audio": of columns that are bytes alone
 OPEN_FILES = 32  # that a thread keeps open
 BATCH = 4096  # rows whose texts are read at once
 GROUP_BYTES = 4 << 30  # of audio in a row group: a reader keeps all of it in memory
@@ -84,9 +90,9 @@ class Shard:
     def group_of(self, row: int) -> int:
         return bisect.bisect_right(self.firsts, row) - 1
 
-    def column(self, group: int):
-        """What the file says of the audio's bytes in a row group."""
-        return self.file.metadata.row_group(group).column(self.leaf)
+    def group_bytes(self, group: int) -> int:
+        """What a row group takes in memory, which is audio for the most part."""
+        return self.file.metadata.row_group(group).total_byte_size
 
 
 class _Opened(threading.local):
@@ -144,7 +150,7 @@ def _described(path: str, file) -> Shard:
         if names.count(name) > 1:
             raise DataError(f"{path}: it has two columns called {name}")
     sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    found = {name: _parts(column) for name, column in zip(names, schema, strict=True)}
+    found = {name: _parts(name, column) for name, column in zip(names, schema, strict=True)}
     found = {name: parts for name, parts in found.items() if parts}
     if len(found) > 1 and "audio" not in found:
         raise DataError(f"{path}: which of its columns {', '.join(found)} is audio? Name it audio")
@@ -155,11 +161,12 @@ def _described(path: str, file) -> Shard:
     return Shard(file, firsts, content, inside, dict(zip(names, schema.names, strict=True)), leaf)
 
 
-def _parts(column) -> tuple[str, str] | None:
-    """The columns of bytes and of paths in a column of audio; None for other columns."""
+def _parts(name: str, column) -> tuple[str, str] | None:
+    """The columns of bytes and of paths in a column of audio; None for other columns. A binary one
+    without such a name may have text."""
     types = require("pyarrow", "reading Parquet").types
     if _is_binary(column.type):
-        return column.name, ""
+        return (column.name, "") if "audio" in name or name in BINARY_NAMES else None
     if not types.is_struct(column.type):
         return None
     kinds = {part.name: part.type for part in column.type}
@@ -190,18 +197,54 @@ def rows(
     a column of audio, the columns `audio_keys` may have paths. Raises `UsageError` if there is no
     file, and `DataError` for files that cannot be read or have no audio."""
     number = 0
-    for path in shards(manifest):
+    files = shards(manifest)
+    for path, nulls in zip(files, _null_counts(files), strict=True):
         try:
-            for row in _rows(path, open_shard(path), audio_keys, keys):
+            for row in _rows(path, nulls, audio_keys, keys):
                 number += 1
                 yield number, row
         except _failures() as error:
             raise DataError(f"{path} is damaged: {_reason(error)}") from None
 
 
+def _null_counts(files: list[str]) -> list[list[int]]:
+    """How many rows of each row group have no bytes, by the statistics of each of the files; -1 if
+    they do not say it. Raises `DataError` for a file that cannot be read."""
+    for path in files:
+        open_shard(path)  # raises
+    counts: list[list[int]] = []
+    # In a process, because some damage in statistics makes pyarrow abort, instead of raising.
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, fork, _be_quiet) as pool:
+        try:
+            for count in pool.map(_nulls_of, files):
+                counts.append(count)
+        except BrokenProcessPool:
+            raise DataError(f"{files[len(counts)]} is damaged: pyarrow cannot read it") from None
+    return counts
+
+
+def _be_quiet() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the main process acts on them
+        signal.signal(number, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _nulls_of(path: str) -> list[int]:
+    shard = open_shard(path)
+    counts = []
+    for group in range(len(shard.firsts) - 1 if shard.content else 0):
+        statistics = shard.file.metadata.row_group(group).column(shard.leaf).statistics
+        known = statistics is not None and statistics.has_null_count
+        counts.append(statistics.null_count if known else -1)
+    return counts
+
+
 def _rows(
-    path: str, shard: Shard, audio_keys: Sequence[str], keys: Sequence[str]
+    path: str, nulls: list[int], audio_keys: Sequence[str], keys: Sequence[str]
 ) -> Iterator[dict]:
+    shard = open_shard(path)
     schema = shard.file.schema_arrow
     in_words = {
         name for name, column in shard.names.items() if _is_string(schema.field(column).type)
@@ -214,7 +257,7 @@ def _rows(
             f"{path} has no column of audio, as audio: struct<bytes: binary, path: string> or"
             f" audio: binary; it has {printable(', '.join(columns))[:300] or 'no columns'}"
         )
-    lacking = _lacking(shard)
+    lacking = _lacking(shard, nulls)
     columns = [*names.values(), *([shard.path] if shard.path and lacking is not None else [])]
     row = 0
     for batch in shard.file.iter_batches(BATCH, columns=columns, use_threads=False):
@@ -231,21 +274,17 @@ def _rows(
             row += 1
 
 
-def _lacking(shard: Shard) -> np.ndarray | None:
-    """(N,) whether a row has no bytes; None if all have. The bytes themselves are read only in row
-    groups whose statistics do not say it."""
+def _lacking(shard: Shard, nulls: list[int]) -> np.ndarray | None:
+    """(N,) whether a row has no bytes; None if all have. `nulls` of each row group; where they are
+    not known, or only some, the bytes are read."""
     lacking = np.zeros(shard.firsts[-1], dtype=bool)
-    if not shard.content:
-        return None
-    for group in range(len(shard.firsts) - 1):
+    for group, count in enumerate(nulls):
         part = slice(shard.firsts[group], shard.firsts[group + 1])
-        statistics = shard.column(group).statistics
-        known = statistics.null_count if statistics and statistics.has_null_count else -1
-        if known == 0:
-            continue
-        lacking[part] = known == part.stop - part.start or [
-            content is None for content in _contents(_read_group(shard, group))
-        ]
+        if count == part.stop - part.start:
+            lacking[part] = True
+        elif count:
+            contents = _contents(_read_group(shard, group))
+            lacking[part] = [content is None for content in contents]
     return lacking if lacking.any() else None
 
 
@@ -290,7 +329,7 @@ def advice(manifest: str | os.PathLike) -> str:
     """A note on row groups that make reading slow, or ""."""
     for path in shards(manifest):
         shard = open_shard(path)
-        size = shard.column(0).total_uncompressed_size if shard.content and shard.firsts[-1] else 0
+        size = shard.group_bytes(0) if shard.content and shard.firsts[-1] else 0
         if size > SLOW_BYTES:
             return (
                 f"{path}: its row groups have {shard.firsts[1]} rows, and a row is read with all of"
@@ -325,7 +364,7 @@ def read(name: str) -> bytes:
 
 def _read_group(shard: Shard, group: int):
     """The column of audio of a row group."""
-    size = shard.column(group).total_uncompressed_size
+    size = shard.group_bytes(group)
     if size > GROUP_BYTES:
         raise ValueError(f"it has {size >> 30} GiB, more than {GROUP_BYTES >> 30}")
     return shard.file.read_row_group(group, [shard.content], use_threads=False).column(0)

@@ -229,6 +229,8 @@ def _entries(folder: Path) -> list[os.DirEntry]:
 def _is_manifest(path: Path) -> bool:
     """Whether a file looks like a table of recordings."""
     try:
+        if parquet.is_parquet(path):
+            return bool(parquet.open_shard(str(path)).content)
         if path.suffix.lower() in (".json", ".jsonl"):
             with open(path, "rb") as file:
                 start = file.read(START)

@@ -28,7 +28,7 @@ if args.batch_size == 3:
     print("learning rate: 1")
     sys.exit("error: there is no such row")
 gib = args.batch_size / (4 if args.gradient_checkpointing else 1)
-room = float(args.dry_run.rstrip("gb").replace("a100", "80"))
+room = float(args.dry_run.split("x")[-1].rstrip("gb").replace("a100", "80"))
 print("Dry run: something")
 print(f"Peak: {gib:.2f} GiB allocated in training, backward" if gib > 0.3 else f"Peak: {gib * 1024:.1f} MiB allocated")
 print("Verdict:", "fits" if gib <= 0.9 * room else "tight" if gib <= room else "does not fit", "(it fits if 10 % stay free)")
@@ -181,6 +181,11 @@ def test_the_largest_micro_batch_divides_the_update(project, monkeypatch, capsys
     assert tiers.largest(SCRIPT, "full", "0.1gb", "-") == ["-", "-", ""]
 
 
+def test_several_cards_share_an_update(project):
+    """240 utterances: each card has 120."""
+    assert tiers.largest(SCRIPT, "full", "2x9gb", "RS") == ["RS", "30 x 4 R S", "7.50"]
+
+
 def test_a_wrong_name_is_an_error(monkeypatch, capsys):
     assert run(monkeypatch, "run_nothing.sh") == 2
     assert "run_nothing.sh is not one of run_" in capsys.readouterr().err
@@ -189,7 +194,7 @@ def test_a_wrong_name_is_an_error(monkeypatch, capsys):
 def test_every_script_and_every_letter_is_known():
     scripts = {path.name for path in ROOT.glob("run_*.sh")} - {"run_tests.sh", "run_webui.sh"}
     assert set(tier_tables.SCRIPTS) == scripts
-    assert set(tiers.FLAGS) == set(tier_tables.LETTERS)
+    assert set(tiers.FLAGS) == {*tier_tables.LETTERS, "S"}
 
 
 def test_a_real_plan_agrees_with_the_predictions():

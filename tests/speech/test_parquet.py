@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 
+from common import batches
+from common.device import Setup
 from common.errors import DataError, RunError, UsageError
 from speech import hours, parquet
 from speech.audio import BadAudio, read_audio, read_cached, read_utterance
@@ -19,6 +23,7 @@ from speech.headers import probe
 from speech.loading import Checks, load_corpus
 from speech.manifest import find_audio
 from speech.splits import read_manifests
+from tests import small
 
 AUDIO = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 # What `datasets` writes beside the columns.
@@ -156,6 +161,12 @@ def test_bad_audio_names_its_row(tmp_path, no_ffmpeg):
         read_audio(f"{path} row 1", 16_000)
 
 
+def test_a_file_of_audio_alone(tmp_path):
+    pq.write_table(pa.table({"audio": [clip(1.0)]}), tmp_path / "a.parquet")
+    _, rejected = load(tmp_path / "a.parquet")
+    assert rejected.examples == {"no text field": [f"{tmp_path}/a.parquet row 0"]}
+
+
 def test_texts_that_cannot_be_used(tmp_path):
     texts = pa.array([b"word", b"\xff", None, b"word"], pa.binary())
     texts = pa.StringArray.from_buffers(4, *texts.buffers()[1:], texts.buffers()[0])
@@ -174,7 +185,8 @@ def test_texts_that_cannot_be_used(tmp_path):
         ({"sound": pa.array([[1.0]])}, "has no column of audio, .* it has sound: list<"),
         ({"audio": [{"array": [0.1], "sampling_rate": 8}]}, "it has audio: struct<array: list<"),
         ({"audio": [[{"bytes": b"a"}]]}, "it has audio: list<"),
-        ({"one": [b"a"], "other": [b"b"]}, "which of its columns one, other is audio"),
+        ({"wav": [b"a"], "audio_mp3": [b"b"]}, "which of its columns wav, audio_mp3 is audio"),
+        ({"text": [b"a"]}, "it has text: binary"),
         ({"audio": [b"a"], "Audio": [b"b"]}, "it has two columns called audio"),
         ({"text": ["word"]}, "has no column of audio"),
     ],
@@ -190,6 +202,13 @@ def test_truncated_files_are_refused_in_one_line(tmp_path, left):
     path = write(tmp_path / "a.parquet", inside(clip(1.0)))
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(DataError, match=rf"^{path} is not Parquet that can be read: [^\n]*$"):
+        load(path)
+
+
+def test_statistics_at_which_pyarrow_aborts(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.parquet", inside(clip(1.0)))
+    monkeypatch.setattr(parquet, "_be_quiet", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(DataError, match=rf"^{path} is damaged: pyarrow cannot read it$"):
         load(path)
 
 
@@ -254,6 +273,44 @@ def test_a_file_that_changes_is_read_again(tmp_path):
     write(path, inside(clip(1.2, 2)))
     assert len(read_cached(str(tmp_path / "cache"), name, 16_000)) == 19_200
     assert len(read_audio(name, 16_000)) == 19_200
+
+
+class Rows:
+    """The data set of a corpus."""
+
+    def __init__(self, corpus):
+        self.corpus = corpus
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def seconds(self, epoch: int) -> np.ndarray:
+        return self.corpus.seconds
+
+    def item(self, index: int, epoch: int) -> dict:
+        return {"name": str(index), "audio": read_utterance(self.corpus, index, 16_000)}
+
+
+def collate(items: list[dict]) -> dict:
+    audio, lengths = batches.pad([item["audio"] for item in items])
+    return {"names": [item["name"] for item in items], "audio": audio, "audio_lengths": lengths}
+
+
+def test_workers_read_the_same_rows(shards, no_hang):
+    """They begin with what the main process has opened and read while it checked the data."""
+    data = Rows(load(shards)[0])
+    epochs = []
+    for workers in (0, 2):
+        args = small.make_args("unused", "--batch_size", "2")
+        made = batches.GlobalBatches(args, data, collate, Setup(workers=workers))
+        source = made.iterate()
+        epoch = [next(source).micro_batches for _ in range(made.per_epoch)]
+        source.close()
+        epochs.append([batch for micro_batches in epoch for batch in micro_batches])
+    alone, together = epochs
+    assert [batch["names"] for batch in alone] == [batch["names"] for batch in together]
+    for one, other in zip(alone, together, strict=True):
+        assert one["audio"].equal(other["audio"])
 
 
 def test_more_files_than_are_kept_open(shards, monkeypatch):

@@ -1,0 +1,102 @@
+"""What machines without a shared disk agree on: which checkpoint is resumed, and where it is."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing import ProcessExitedException
+
+from common import device, ranks, resuming
+from common.errors import RunError
+from tests import small
+
+
+def join(rank: int, port: int) -> ranks.Ranks:
+    """Joins a job of two machines with one process each."""
+    one = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2, "RANK": rank}
+    environment = {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    torch.set_num_threads(1)
+    return device.start_ranks(torch.device("cpu"))
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def resume_and_talk(rank: int, port: int, folder: Path) -> None:
+    job = join(rank, port)
+    assert job.machines == 2 and job.leader
+
+    shared = folder / "shared"
+    own = folder / f"machine{rank}"
+    assert resuming.keeps_folder(shared, job) == (rank == 0)
+    assert resuming.keeps_folder(own, job)
+
+    # Nobody has anything; machine 1 has two updates; machine 0 has three, and then both have them.
+    assert resuming.resume("auto", own, small.RECIPE, job) is None
+    for step, source in ((2, 1), (3, 0)):
+        if rank == source:
+            for path in (folder / f"made{step}" / "checkpoints").glob("[bc]*"):
+                path.rename(own / path.name)
+        saved = resuming.resume("auto", own, small.RECIPE, job)
+        assert saved.state["progress"]["step"] == step
+        assert saved.path == own / f"checkpoint_step_{step:08d}.pt"
+        assert len(set(job.gather(saved.path.read_bytes()))) == 1
+        # The first machine is where a run ends, so it needs the best weights.
+        assert job.gather((own / "best.safetensors").exists())[0]
+    job.gather(None)
+
+    # Only the torchrun that has started a run resumes it without being asked.
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    assert resuming.resume(None, own, small.RECIPE, job) is None
+    resuming.mark(own)
+    assert resuming.resume(None, own, small.RECIPE, job).path.name == "checkpoint_step_00000003.pt"
+
+    job.agree({"the seed": 1})
+    with pytest.raises(RunError, match=r"^rank 1 differs from rank 0 in the seed \(1, 0\)"):
+        job.agree({"the size": 5, "the seed": rank})
+
+    job.note_update(3.0)
+    assert job.limit == ranks.MARGIN + 3
+    job.limit = 0.5
+    if rank == 1:
+        time.sleep(1.5)
+        os._exit(0)
+    begin = time.monotonic()
+    with pytest.raises(ranks.LostRank, match="another rank"):
+        job.reduce([1])
+    assert time.monotonic() - begin < 1.4
+    os._exit(0)
+
+
+def test_two_machines(tmp_path, in_processes, port):
+    for step in (2, 3):
+        flags = ["--num_epochs", "2", "--max_steps", str(step)]
+        small.run(small.make_args(tmp_path / f"made{step}", *flags))
+    in_processes(resume_and_talk, (port, tmp_path), 2)
+
+
+def wait_for_a_stopped_rank(rank: int, port: int) -> None:
+    job = join(rank, port)
+    if rank == 1:
+        time.sleep(60)
+    ranks.AFTER_SIGNAL = 0.5
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    job.reduce([1])
+
+
+def test_a_signal_ends_a_rank_that_waits(in_processes, port):
+    begin = time.monotonic()
+    with pytest.raises(ProcessExitedException) as ended:
+        in_processes(wait_for_a_stopped_rank, (port,), 2)
+    assert ended.value.exit_code == 128 + signal.SIGTERM and time.monotonic() - begin < 30
