@@ -315,6 +315,7 @@ pick_data() {
   if [ "$data" != auto ]; then return; fi
   data=large_data
   manifest=$(value_of "${recorded[@]}")
+  if [ -z "$manifest" ]; then return; fi # which compgen would take for any name
   if [ ! -e "$manifest" ] && ! compgen -G "$manifest" >/dev/null; then return; fi
   if given --print && ! find_python requirements.txt; then
     say "data: $data (auto: the hours of speech are not known before the packages are installed)"
