@@ -315,6 +315,7 @@ pick_data() {
   if [ "$data" != auto ]; then return; fi
   data=large_data
   manifest=$(value_of "${recorded[@]}")
+  if [ -z "$manifest" ]; then return; fi # which compgen would take for any name
   if [ ! -e "$manifest" ] && ! compgen -G "$manifest" >/dev/null; then return; fi
   if given --print && ! find_python requirements.txt; then
     say "data: $data (auto: the hours of speech are not known before the packages are installed)"
@@ -334,7 +335,8 @@ pick_data() {
 
 # pick_row: adds the flags of the row of tier and size, with the update of data. On several GPUs each
 # one takes its share of the update, in micro-batches that are as large as the row allows and divide
-# the share. --sharded needs neither 8 bits nor offloading, and excludes both.
+# the share. More than eight get a larger update if they do not divide it: the guides' updates have no
+# factor of 16. --sharded needs neither 8 bits nor offloading, and excludes both.
 pick_row() {
   local row_tier row_size batch accumulation what more='' letters level='' update most share
   while read -r row_tier row_size batch what; do
@@ -360,11 +362,16 @@ pick_row() {
     fail "$data is for your own recordings: add$(printf ' %s or' "${recorded[@]}") a model" 2
   fi
   share=$((update / ranks))
+  if [ "$ranks" -gt 8 ] && [ $((share * ranks)) -lt "$update" ]; then
+    share=$((share + 1))
+    say "update: $((share * ranks)) utterances, because $ranks GPUs do not divide $update"
+    update=$((share * ranks))
+  fi
   if [ $((share * ranks)) = "$update" ]; then
     while ((share % batch)); do batch=$((batch - 1)); done
     accumulation=$((share / batch))
   elif ! given --batch_size || ! given --gradient_accumulation_steps; then
-    fail "$several does not divide an update of $update: take 2, 4 or 8, or give each GPU's --batch_size and --gradient_accumulation_steps" 2
+    fail "$several does not divide an update of $update: take 2, 4 or 8 in all, or give each GPU's --batch_size and --gradient_accumulation_steps" 2
   fi
   flags+=(--batch_size "$batch" --gradient_accumulation_steps "$accumulation")
 

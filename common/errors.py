@@ -93,6 +93,7 @@ def reader_has_gone() -> bool:
 def exit_with_one_line(main: Callable, *args) -> None:
     """Runs `main(*args)`. A `Failure` becomes one line on stderr and its exit status, as does a
     signal; other exceptions are bugs and keep their tracebacks."""
+    parent = os.getppid()
     before = sys.stdout, sys.stderr
     outputs = [Output(stream) for stream in before]
     sys.stdout, sys.stderr = outputs
@@ -107,7 +108,7 @@ def exit_with_one_line(main: Callable, *args) -> None:
             output.flush()
         sys.stdout, sys.stderr = before
     if os.environ.get("WORLD_SIZE") not in (None, "", "1"):
-        end_job(status)
+        end_job(status, parent)
         # At exit torch.distributed's threads abort one process in ten, which torchrun would report
         # as a failure.
         os._exit(status)
@@ -115,11 +116,12 @@ def exit_with_one_line(main: Callable, *args) -> None:
         sys.exit(status)
 
 
-def end_job(status: int | str) -> None:
-    """Ends the torchrun above this process after a failure that is there again the next time:
-    --max_restarts would repeat its message."""
-    if status in (1, 2) and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        os.kill(os.getppid(), signal.SIGTERM)
+def end_job(status: int | str, parent: int) -> None:
+    """Ends torchrun, the `parent` of this process, after a failure that is there again the next
+    time: --max_restarts would repeat its message. It may have been killed meanwhile."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if status in (1, 2) and restarts and os.getppid() == parent:
+        os.kill(parent, signal.SIGTERM)
 
 
 def _stop(number: int, frame) -> None:

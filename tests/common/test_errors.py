@@ -1,5 +1,6 @@
 """How a program ends: failures are one line and an exit status, bugs keep their traceback."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from common import errors
 from common.errors import DataError, RunError, UsageError, first_line, require
+from common.ranks import LostRank
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,3 +130,32 @@ def test_a_library_that_is_missing_is_named_with_its_package():
         RunError, match=r"the voice needs the package not-there .*pip install not-there$"
     ):
         require("not_there.below", "the voice")
+
+
+def test_a_failure_that_stays_ends_torchrun():
+    """In place of torchrun is a shell, the parent of the program."""
+    for restarts, printed in (("3", "ended\n"), ("0", "")):
+        body = "def main(): raise UsageError('no')"
+        text = f"from common.errors import *\n{body}\nexit_with_one_line(main)"
+        result = subprocess.run(
+            ["bash", "-c", 'trap "echo ended" TERM; "$@"; true', "-", sys.executable, "-c", text],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": restarts},
+        )
+        assert result.stdout == printed and result.stderr == "error: no\n"
+
+
+def test_only_torchrun_is_ended_and_only_by_a_failure_that_stays(monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "kill", lambda number, _: ended.append(number))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    torchrun = os.getppid()
+    for status in (0, LostRank.status, 143):
+        errors.end_job(status, torchrun)
+    errors.end_job(1, torchrun + 1)  # it was killed, and another process is the parent now
+    assert ended == []
+    errors.end_job(1, torchrun)
+    assert ended == [torchrun]

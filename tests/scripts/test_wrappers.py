@@ -721,6 +721,16 @@ def test_a_wrong_machine_is_a_usage_error(variables, message):
     assert message in error_line(answer_of(KONKANI, "8gb", **variables), 2)
 
 
+def test_more_gpus_than_divide_an_update_get_a_larger_one():
+    for flags in ([], ["--dry_run", "a100"]):  # a plan is that of the run
+        result = answer_of(PARAKEET, "a100", "0.6b", "large_data", *flags, **machine("1", "8"))
+        assert 16 * update_of(result.stdout.split()) == 128
+        assert "update: 128 utterances, because 16 GPUs do not divide 120" in result.stderr
+    result = answer_of(PARAKEET, "a100", "demo", **machine("0", "8"))
+    assert cut_of(result.stdout.split()) == (1, 1)
+    assert not answer_of(XTTS, "a100", "full", "large_data", *MODEL, **machine("0", "8")).stderr
+
+
 def test_what_does_not_train_runs_in_one_process_on_every_machine():
     result = answer_of(KONKANI, "8gb", "--evaluate", **machine("1", "4"))
     assert result.stdout == answer_of(KONKANI, "8gb", "--evaluate").stdout
