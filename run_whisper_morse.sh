@@ -49,6 +49,7 @@ rows='
 8gb   small  4 24
 8gb   many   4 64
 8gb   medium 12 8 R G
+8gb   large  S 6 16 R --eval_batch_size 2
 8gb   large  8 12 R W --eval_batch_size 4
 8gb   turbo  8 12 R G
 12gb  tiny   96 1

@@ -43,6 +43,7 @@ rows='
 8gb   base   24 1
 8gb   small  4 6
 8gb   medium 12 2 R G
+8gb   large  S 3 8 R --eval_batch_size 2
 8gb   large  8 3 R W --eval_batch_size 4
 8gb   turbo  8 3 R G
 12gb  tiny   24 1

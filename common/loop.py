@@ -293,6 +293,9 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> P
         task.fit(model, data)
     if run.initial:
         checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
+    if run.setup.ranks.machines > 1:  # whose processors may have other random numbers
+        values = [t for t in model.state_dict().values() if t.is_floating_point()]
+        run.setup.ranks.share_tensors(values, [0] * len(values))
     on_host = offload.begin(
         args.use_cpu_offload, model, task.checkpointed, run.setup.dtype, run.setup.ranks
     )

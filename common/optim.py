@@ -305,8 +305,8 @@ def load_optimizer_state(
             optimizer.state[p]["step"] = int(source["step"])
     if fresh:
         print(
-            f"optimizer: {fresh} of {len(trained)} parameters start with fresh states: the checkpoint"
-            " has none that fit"
+            f"optimizer: {fresh} of {len(trained)} parameters start with fresh states: the"
+            " checkpoint has none that fit"
         )
     if frozen:
         print(

@@ -1,6 +1,6 @@
 """The checkpoint that the ranks of a job resume: the newest that any of its machines has, which is
-sent to the machines that lack it. torchrun numbers its machines anew when it restarts them, so the
-first rank may be on another one than before."""
+sent to the machines that lack it. torchrun by itself numbers its machines anew when it restarts
+them, so the first rank may be on another one than before."""
 
 import hashlib
 import os

@@ -1,4 +1,5 @@
-"""Hugging Face's Parquet: a row is a recording, with its bytes in one column and its text in another.
+"""Hugging Face's Parquet: a row is a recording, with its bytes in one column and its text in
+another.
 
 The audio of a row has a name like that of a file, `shards/train-0.parquet row 17` (rows count from
 0), which a corpus keeps as its path. Bytes are read when they are needed, with the row group that

@@ -66,8 +66,8 @@ class Trial:
         if wanted.short_of_memory_at and self.device.type != "cuda":
             task = dataclasses.replace(task, compute_loss=self.fails_once(task.compute_loss))
         run = loop.Run(source.setup)
-        on_host = loop.prepare_model(args, run, model, task, source.data)
-        self.training = loop.begin_training(args, run, model, task, on_host, source, None)
+        placed = loop.prepare_model(args, run, model, task, source.data)
+        self.training = loop.begin_training(args, run, task, placed, source, None)
         self.started = time.monotonic()
         self.update = 0
 
@@ -172,7 +172,7 @@ class Trial:
         training = self.training
         terms = training.task.loss_weights
         outcome = loop.run_global_batch(
-            training.model,
+            training.placed.model,
             batches,
             totals,
             training.task.compute_loss,
@@ -187,7 +187,7 @@ class Trial:
     def count_flops(self, global_batch: GlobalBatch) -> None:
         """Floating-point operations of an utterance, forward and backward, in the middle
         micro-batch, and the fused attention kernels that they were in (none: scores in memory)."""
-        for module in self.training.model.modules():
+        for module in self.training.placed.model.modules():
             vars(module).pop("forward", None)  # what checkpointing repeats does not count
         batch = global_batch.micro_batches[len(global_batch.micro_batches) // 2]
         with FlopCounterMode(display=False) as counter:
@@ -200,7 +200,7 @@ class Trial:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the weights, on the host."""
-        state = self.training.model.state_dict()
+        state = self.training.placed.model.state_dict()
         return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
     def find_largest(self) -> None:
