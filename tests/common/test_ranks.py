@@ -30,12 +30,14 @@ DATA = 9  # utterances: a global batch of eight, and one that leaves nothing for
 def work(
     rank: int, size: int, port: int, folder: Path, flags: tuple[str, ...], trouble: str
 ) -> None:
-    """One of the ranks. It leaves its weights and progress in the folder, or its error."""
+    """One of the ranks. It leaves its weights and progress in the folder, or its error. If there
+    are several machines, a rank is one of them, with checkpoints of its own."""
+    machines = trouble == "machines"
     environment = {
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": 0 if machines else rank,
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": 1 if machines else size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
@@ -55,7 +57,8 @@ def work(
 
     try:
         dtype = torch.float32 if trouble == "float32" else torch.float64
-        model, progress = trained(small.make_args(folder, *flags), compute_loss, dtype)
+        own = folder / f"machine{rank}" if machines and rank else folder
+        model, progress = trained(small.make_args(own, *flags), compute_loss, dtype)
         torch.save((small.weights(model), progress), folder / f"rank{rank}.pt")
     except Failure as error:
         (folder / f"error{rank}.txt").write_text(f"{error.status} {error}")
@@ -74,8 +77,8 @@ def trained(
 
 
 @pytest.fixture
-def on_two_ranks(in_processes):
-    """on_two_ranks(folder, *flags, size=2, trouble="") returns (weights, progress) of each rank
+def on_ranks(in_processes):
+    """on_ranks(folder, *flags, size=2, trouble="") returns (weights, progress) of each rank
     that ended without an error."""
 
     def start(folder: Path, *flags: str, size: int = 2, trouble: str = "") -> list:
@@ -98,7 +101,7 @@ def newest(folder: Path) -> checkpoint.Saved:
     return checkpoint.resume("auto", folder / "checkpoints", small.RECIPE)
 
 
-def assert_close(a: checkpoint.Saved, b: checkpoint.Saved, tolerance: float = 1e-9) -> None:
+def assert_close(a: checkpoint.Saved, b: checkpoint.Saved, tolerance: float = 1e-12) -> None:
     """That two checkpoints have the same weights and states, but for the order of sums."""
     states, others = a.state["optimizer"], b.state["optimizer"]
     assert states.keys() == others.keys() and a.model.keys() == b.model.keys()
@@ -107,25 +110,23 @@ def assert_close(a: checkpoint.Saved, b: checkpoint.Saved, tolerance: float = 1e
         assert state.keys() == others[name].keys()
         pairs += [(state[key], others[name][key]) for key in state]
     for one, other in pairs:
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=1e-3 * tolerance)
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
     assert a.state["progress"]["step"] == b.state["progress"]["step"]
 
 
 @pytest.mark.parametrize("trouble", ["", "out of memory"])
 @pytest.mark.parametrize("level", [[], ["--use_cpu_offload", "gradients"]])
-def test_two_ranks_give_what_one_process_gives(tmp_path, on_two_ranks, trouble, level):
+def test_two_ranks_give_what_one_process_gives(tmp_path, on_ranks, trouble, level):
     reference, progress = on_one(tmp_path / "one", *ONE)
-    (first, reached), (second, _) = on_two_ranks(tmp_path / "two", *TWO, *level, trouble=trouble)
+    (first, reached), (second, _) = on_ranks(tmp_path / "two", *TWO, *level, trouble=trouble)
     assert torch.equal(first, second)
-    assert small.relative(first, reference) < 1e-10
+    assert small.relative(first, reference) < 1e-12
     assert reached["utterances"] == progress["utterances"] == 18 and reached["step"] == 4
     assert bool(reached["limits"]) == bool(trouble)
 
 
-def test_resume_with_another_number_of_ranks_continues_at_the_same_global_batch(
-    tmp_path, on_two_ranks
-):
-    on_two_ranks(tmp_path / "two", *TWO, "--max_steps", "3")
+def test_resume_with_another_number_of_ranks_continues_at_the_same_global_batch(tmp_path, on_ranks):
+    on_ranks(tmp_path / "two", *TWO, "--max_steps", "3")
     saved = newest(tmp_path / "two")
     progress = saved.state["progress"]
     assert (progress["epoch"], progress["global_batch"], len(saved.state["rng"])) == (1, 1, 2)
@@ -133,11 +134,11 @@ def test_resume_with_another_number_of_ranks_continues_at_the_same_global_batch(
     # The same with one process throughout.
     on_one(tmp_path / "one", *ONE, "--max_steps", "3")
     again, _ = on_one(tmp_path / "one", *ONE, "--resume", "auto")
-    assert small.relative(weights, again) < 1e-10
+    assert small.relative(weights, again) < 1e-12
 
 
-def test_an_utterance_that_never_fits_on_one_rank_ends_all(tmp_path, on_two_ranks):
-    assert on_two_ranks(tmp_path, *TWO, trouble="never fits") == []
+def test_an_utterance_that_never_fits_on_one_rank_ends_all(tmp_path, on_ranks):
+    assert on_ranks(tmp_path, *TWO, trouble="never fits") == []
     errors = [(tmp_path / f"error{rank}.txt").read_text() for rank in (0, 1)]
     assert "another rank" in errors[0] and "does not fit into memory even alone" in errors[1]
 
@@ -145,40 +146,54 @@ def test_an_utterance_that_never_fits_on_one_rank_ends_all(tmp_path, on_two_rank
 # --- a model that is divided between the ranks ----------------------------------------------------
 
 
-@pytest.mark.parametrize("size, flags", [(2, ["--gradient_checkpointing"]), (4, [])])
-def test_shards_are_trained_as_one_model_is(tmp_path, on_two_ranks, size, flags):
-    on_one(tmp_path / "one", *ONE, *flags)
-    steps = ["--batch_size", str(4 // size), *ONE[2:], *flags, "--sharded"]
-    steps[3] = str(2)
-    assert len(on_two_ranks(tmp_path / "sharded", *steps, size=size)) == size
-    assert_close(newest(tmp_path / "sharded"), newest(tmp_path / "one"))
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (2, ["--sharded", "--gradient_checkpointing"]),
+        (4, ["--sharded"]),
+        (4, ["--use_cpu_offload", "weights"]),
+        (4, []),
+    ],
+)
+def test_several_ranks_end_with_the_checkpoint_of_one_process(tmp_path, on_ranks, size, flags):
+    on_one(tmp_path / "one", *ONE)
+    steps = ["--batch_size", str(4 // size), *ONE[2:], *flags]
+    assert len(on_ranks(tmp_path / "several", *steps, size=size)) == size
+    assert_close(newest(tmp_path / "several"), newest(tmp_path / "one"))
 
 
-def test_shards_in_fp32(tmp_path, on_two_ranks):
+def test_shards_in_fp32(tmp_path, on_ranks):
     """torch reduces gradients in another way than in float64."""
     flags = [*TWO, "--max_steps", "1", "--sharded"]
-    assert len(on_two_ranks(tmp_path / "sharded", *flags, trouble="float32")) == 2
+    assert len(on_ranks(tmp_path / "sharded", *flags, trouble="float32")) == 2
     trained(small.make_args(tmp_path / "one", *ONE, "--max_steps", "1"), dtype=torch.float32)
     assert_close(newest(tmp_path / "sharded"), newest(tmp_path / "one"), 1e-4)
 
 
-def test_a_run_that_is_whole_and_then_divided_and_then_whole_again(tmp_path, on_two_ranks):
-    folders = [tmp_path / "one", tmp_path / "changing"]
-    ways = [on_one, on_two_ranks, on_one]
-    flags = [ONE, (*TWO, "--sharded"), ONE]
-    for steps in (1, 3, 4):
-        more = ["--max_steps", str(steps), "--resume", "auto"]
-        on_one(folders[0], *ONE, *more)
-        ways.pop(0)(folders[1], *flags.pop(0), *more)
-    assert_close(newest(folders[1]), newest(folders[0]))
+def test_a_run_that_goes_from_one_process_to_shards_to_two_machines_and_back(tmp_path, on_ranks):
+    one, changing = tmp_path / "one", tmp_path / "changing"
+
+    def lengths():
+        for steps in "1234":
+            more = ["--max_steps", steps, "--resume", "auto"]
+            on_one(one, *ONE, *more)
+            yield more
+
+    whole, divided, machines, whole_again = lengths()
+    on_one(changing, *ONE, *whole)
+    on_ranks(changing, *TWO, "--sharded", *divided)
+    on_ranks(changing, *TWO, *machines, trouble="machines")
+    assert newest(changing / "machine1").state["progress"]["step"] == 2  # what it was sent
+    on_one(changing, *ONE, *whole_again)
+    assert_close(newest(changing), newest(one))
 
 
-def test_shards_that_do_not_fit_start_anew_with_a_size_that_fits(tmp_path, on_two_ranks):
+def test_shards_that_do_not_fit_start_anew_with_a_size_that_fits(tmp_path, on_ranks):
     on_one(tmp_path / "one", *ONE)
     folder = tmp_path / "sharded"
     flags = [*TWO, "--sharded", "--resume", "auto"]
     starts = 0
-    while not on_two_ranks(folder, *flags, trouble="out of memory"):
+    while not on_ranks(folder, *flags, trouble="out of memory"):
         starts += 1
         errors = [(folder / f"error{rank}.txt").read_text() for rank in (0, 1)]
         assert errors[0].startswith("75 another rank") and errors[1].startswith("75 out of memory")

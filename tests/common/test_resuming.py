@@ -68,13 +68,15 @@ def resume_and_talk(rank: int, port: int, folder: Path) -> None:
     job.note_update(3.0)
     assert job.limit == ranks.MARGIN + 3
     job.limit = 0.5
-    if rank == 1:
-        time.sleep(1.5)
-        os._exit(0)
-    begin = time.monotonic()
-    with pytest.raises(ranks.LostRank, match="another rank"):
-        job.reduce([1])
-    assert time.monotonic() - begin < 1.4
+    ended = folder / "ended"
+    if rank == 0:
+        with pytest.raises(ranks.LostRank, match="another rank"):
+            job.reduce([1])
+        ended.touch()
+    end = time.monotonic() + 60
+    while not ended.exists():
+        assert time.monotonic() < end  # or the first rank waits as long as this one lives
+        time.sleep(0.1)
     os._exit(0)
 
 
@@ -96,7 +98,6 @@ def wait_for_a_stopped_rank(rank: int, port: int) -> None:
 
 
 def test_a_signal_ends_a_rank_that_waits(in_processes, port):
-    begin = time.monotonic()
     with pytest.raises(ProcessExitedException) as ended:
         in_processes(wait_for_a_stopped_rank, (port,), 2)
-    assert ended.value.exit_code == 128 + signal.SIGTERM and time.monotonic() - begin < 30
+    assert ended.value.exit_code == 128 + signal.SIGTERM
