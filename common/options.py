@@ -58,7 +58,7 @@ EXCLUDES = (
     (
         "sharded",
         "use_cpu_offload",
-        "the first leaves each GPU a part of the states, the second none of them; give one",
+        "the first divides the states between the GPUs, the second moves them to the host; give one",
     ),
     (
         "sharded",
