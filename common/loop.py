@@ -49,7 +49,7 @@ from common import (
 from common.batches import EvalBatches, GlobalBatch, GlobalBatches, split_batch, to_device
 from common.device import Setup, rng_state, set_rng_state
 from common.errors import DataError, Failure, RunError, Stopped, UsageError
-from common.ranks import LostRank, Ranks, Restart, torchrun
+from common.ranks import InPass, LostRank, Ranks, Restart, torchrun
 from common.report import Report, check_folder, shown
 from common.run_length import RunLength
 from common.sharding import Sharded, whole_tensors
@@ -126,7 +126,8 @@ class Run:
     """A run that has begun: where it computes, the checkpoint that it resumes (or None), and the
     weights of --init_from (or None); `train` empties both. `locks` hold the folders as long as they
     exist. `planned` is the result of `planner` for --dry_run and --verify_gpu, else None.
-    `keeps_folder`: whether this rank looks after the folders of its machine."""
+    `keeps_folder`: whether this rank looks after the folders of its machine. `restarted`: whether
+    torchrun has started the processes of this run anew."""
 
     setup: Setup
     resumed: checkpoint.Saved | None = None
@@ -134,6 +135,7 @@ class Run:
     locks: list = field(default_factory=list)
     planned: tuple | None = None
     keeps_folder: bool = True
+    restarted: bool = False
 
     def model_device(self) -> contextlib.AbstractContextManager:
         """Make the model, and read released weights, in this context. In a dry run they are on the
@@ -146,11 +148,6 @@ def begin(args, name: str) -> Run:
     here on `args` is read-only. Raises `UsageError` and `RunError`."""
     planned = planner(args) if options.plans(args) else None
     setup = Setup(torch.device("meta")) if planned else device.setup(args)
-    locks = []
-    if setup.ranks.first and not planned:
-        check_folder(args.log_dir)
-        folders = {args.checkpoint_dir: "--checkpoint_dir", args.log_dir: "--log_dir"}
-        locks = [checkpoint.lock_folder(folder, flag) for folder, flag in folders.items()]
     ranks = setup.ranks
     if args.sharded and ranks.size == 1 and not planned:
         raise UsageError(
@@ -158,14 +155,20 @@ def begin(args, name: str) -> Run:
             " torchrun --nproc_per_node 2, starts a process for each"
         )
     keeps_folder = resuming.keeps_folder(args.checkpoint_dir, ranks)
-    resumed = resuming.resume(args.resume, args.checkpoint_dir, name, ranks)
+    locks = []
+    if keeps_folder and not planned:
+        check_folder(args.log_dir)
+        folders = {args.checkpoint_dir: "--checkpoint_dir", args.log_dir: "--log_dir"}
+        locks = [checkpoint.lock_folder(folder, flag) for folder, flag in folders.items()]
+    restarted = resuming.is_restarted(args.checkpoint_dir, ranks)
+    resumed = resuming.resume(args.resume, args.checkpoint_dir, name, ranks, restarted)
     initial = None
-    if args.init_from:
+    if args.init_from and not resumed:
         initial = checkpoint.read_weights(args.init_from, name, "--init_from")
     options.freeze(args)
     if planned and planned[1]:
         setup = replace(setup, ranks=Ranks(size=planned[1].count))
-    return Run(setup, resumed, initial, locks, planned, keeps_folder)
+    return Run(setup, resumed, initial, locks, planned, keeps_folder, restarted)
 
 
 def planner(args) -> tuple:
@@ -237,16 +240,17 @@ def agree(
     would wait for each other, or train something else."""
     if run.setup.ranks.size == 1:
         return
-    numbers = {}
+    settings = {"the 16-bit type": str(run.setup.dtype)}
     for name, value in vars(args).items():
-        if isinstance(value, bool | int | float | None) and name != "dataloader_num_workers":
-            numbers[f"--{name}"] = value
+        is_number = isinstance(value, int | float) and name != "dataloader_num_workers"
+        if is_number or name in ("optimizer", "use_cpu_offload", "lr_schedule"):
+            settings[f"--{name}"] = value
     progress = run.resumed.state["progress"] if run.resumed else {}
     sets = {"training": global_batches.data, "evaluation": eval_batches.dataset.data}
     about = {f"the number of {name} utterances": len(data) for name, data in sets.items()}
     run.setup.ranks.agree(
         {
-            **numbers,
+            **settings,
             **about,
             "the lengths of the training utterances": global_batches.order(0),
             "the model": sorted((name, tuple(p.shape)) for name, p in model.named_parameters()),
@@ -376,7 +380,8 @@ def begin_training(
         if loss_scale and saved["scaler"]:
             loss_scale.load_state_dict(saved["scaler"])
     place_in_data(progress, global_batches)
-    share_limits(args.checkpoint_dir, ranks, progress["limits"])
+    if saved or run.restarted:
+        share_limits(args.checkpoint_dir, ranks, progress["limits"])
     length = run_length.choose(args, global_batches, task.fine_tunes, progress["origin"])
     print(run_length.describe(length, global_batches))
     schedule = optim.Schedule(optimizer, args.lr_schedule, length.total, args.warmup_steps)
@@ -582,7 +587,7 @@ def train_global_batches(training: Training) -> dict:
             raise saved_and_stopped(training, caught)
         try:
             train_global_batch(training, global_batch)
-        except (LostRank, Restart):
+        except (LostRank, InPass):
             raise
         except RunError:
             save(training)  # the weights are those from before the global batch
@@ -735,6 +740,8 @@ def pass_until_it_fits(
             )
         if sharded and outcome.failed:
             raise restart_smaller(training, outcome)
+        if sharded:
+            sharded.end_pass()
         status = DONE
         if outcome.stopped:
             status = STOP
@@ -772,9 +779,10 @@ def as_many_on_every_rank(micro_batches: list[dict], ranks: Ranks) -> list[dict]
 def restart_smaller(training: Training, outcome: "Outcome") -> RunError:
     """The error of a rank that is out of memory while the others wait for its part of the weights:
     the job has to start anew. The micro-batch size that fits is written beside the checkpoints."""
+    if len(outcome.failed["names"]) == 1:
+        return InPass(too_long(outcome))
     limits = training.progress["limits"]
-    if not learn_limit(outcome.failed, limits, Counter({outcome.failed["names"][0]: TRIES_OF_ONE})):
-        return RunError(too_long(outcome))
+    learn_limit(outcome.failed, limits, Counter())
     folder = training.args.checkpoint_dir
     path = folder / checkpoint.LIMITS.format(training.setup.ranks.rank)
     text = json.dumps(limits)
@@ -920,9 +928,9 @@ def reduce_gradients(training: Training, sums: torch.Tensor) -> tuple[list[float
         # A rank without a gradient adds zeros.
         gradients = optim.gradients(optimizer, [p for p in used if p not in gradients])
         ranks.sum_tensors([gradients[p] for p in used])
-    norm = torch.nn.utils.get_total_norm(list(gradients.values()))
-    if training.placed.sharded and gradients:
-        with ranks.waiting():
+    with ranks.waiting():
+        norm = torch.nn.utils.get_total_norm(list(gradients.values()))
+        if training.placed.sharded and gradients:
             norm = norm.full_tensor()
     *terms, norm = torch.cat([sums, norm.to(sums.device).reshape(1)]).tolist()
     scale = training.loss_scale.value if training.loss_scale else 1.0
@@ -1131,7 +1139,7 @@ def save(training: Training) -> None:
         model = training.placed.state()
         optimizer = optim.optimizer_state(training.optimizer, training.placed.trained, ranks)
         if training.placed.sharded:
-            optimizer = {n: whole_tensors(each, ranks.first) for n, each in optimizer.items()}
+            optimizer = {n: whole_tensors(each, ranks) for n, each in optimizer.items()}
         if ranks.first:
             write_checkpoint(training, states, model, optimizer)
         ranks.gather(None)  # the others wait for the first

@@ -34,7 +34,12 @@ class LostRank(RunError):
     status = 75  # sysexits.h: another attempt may be better; torchrun --max_restarts makes it
 
 
-class Restart(RunError):
+class InPass(RunError):
+    """A rank cannot continue while the others wait for its part of a sharded model, so that nothing
+    can be saved."""
+
+
+class Restart(InPass):
     """A job that has to start anew, from its last checkpoint; torchrun --max_restarts does it."""
 
     status = LostRank.status
@@ -50,8 +55,8 @@ def torchrun(name: str, default: int) -> int:
 
 class Ranks:
     """The ranks of a torchrun job, or the only process. gloo reduces numbers, the device's backend
-    gradients. Every method, unless it is given tensors on a GPU, raises `LostRank` if another rank
-    has ended, or after `limit` seconds."""
+    gradients. Every method raises `LostRank` if another rank has ended, or after `limit` seconds;
+    for tensors on a GPU, and in a pass over a sharded model, after `DEVICE_LIMIT`."""
 
     def __init__(self, rank: int = 0, size: int = 1, host_group: object = None):
         self.rank = rank
@@ -73,7 +78,7 @@ class Ranks:
 
     @property
     def machines(self) -> int:
-        return self.size // max(1, min(self.size, torchrun("LOCAL_WORLD_SIZE", self.size)))
+        return torchrun("GROUP_WORLD_SIZE", 1)
 
     def note_update(self, seconds: float) -> None:
         """Notes how long an update has taken, from which the time limit follows."""
@@ -147,14 +152,14 @@ class Ranks:
         names of these values, for the message."""
         every = self.gather(values)
         for rank, others in enumerate(every):
-            different = [name for name, value in values.items() if others[name] != every[0][name]]
-            if different:
-                name = different[0]
-                raise RunError(
-                    f"rank {rank} differs from rank 0 in {name}"
-                    f" ({shown(others[name])}, {shown(every[0][name])}): start the same command"
-                    " with the same data on every machine"
-                )
+            for name in [*every[0], *others]:
+                value, first = others.get(name), every[0].get(name)
+                if value != first:
+                    raise RunError(
+                        f"rank {rank} differs from rank 0 in {name} ({shown(value)},"
+                        f" {shown(first)}): start the same command with the same data on every"
+                        " machine"
+                    )
 
     def sum_tensors(self, tensors: list[torch.Tensor]) -> None:
         """Sums each tensor over the ranks, in place: on a GPU by the device's backend, on the host

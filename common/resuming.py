@@ -41,18 +41,25 @@ def keeps_folder(folder: Path, ranks: Ranks) -> bool:
     return ranks.leader and (ranks.first or not is_shared)
 
 
-def resume(wanted: str | None, folder: Path, recipe: str, ranks: Ranks) -> Saved | None:
-    """`checkpoint.resume`, agreed on by all ranks; None for a new run. A job that torchrun has
-    restarted continues, whatever `wanted` says. Raises `UsageError`."""
+def is_restarted(folder: Path, ranks: Ranks) -> bool:
+    """Whether what is in the folder of one of the machines is of this job: torchrun has started its
+    processes anew. Not for a single process, which its caller starts."""
+    is_own = ranks.size > 1 and _text(folder / AGENT) == agent() != ""
+    return ranks.reduce([int(is_own)], "max") == [1]
+
+
+def resume(
+    wanted: str | None, folder: Path, recipe: str, ranks: Ranks, restarted: bool
+) -> Saved | None:
+    """`checkpoint.resume`, agreed on by all ranks; None for a new run. A `restarted` job continues
+    at its own newest checkpoint, if it has one. Raises `UsageError`."""
     if ranks.size == 1:
         return checkpoint.resume(wanted, folder, recipe)
-    (is_restarted,) = ranks.reduce([int(_text(folder / AGENT) == agent() != "")], "max")
-    if is_restarted:
-        wanted = "auto"
     step, path, problem = -1, "", ""
     if ranks.leader:
         try:
-            saved = checkpoint.newest(wanted, folder, recipe)
+            saved = checkpoint.newest("auto", folder, recipe) if restarted else None
+            saved = saved or checkpoint.newest(wanted, folder, recipe)
             if saved:
                 step, path = saved.state["progress"]["step"], str(saved.path)
         except UsageError as error:
@@ -100,23 +107,32 @@ def distribute(found: Path, own: Path, folder: Path, source: int, ranks: Ranks) 
     """Sends the checkpoint `found` of the rank `source` to the machines that have another one or
     none (`own`), where it comes into `folder`, and the best weights to the first rank. Returns its
     path on this machine."""
-    digest = digest_of(own) if ranks.leader and own.name == found.name else ""
-    digests = ranks.gather(digest)
+    receivers = lacking(own, source, ranks)
+    send(ranks, found, folder / found.name, source, receivers)
+    if 0 in receivers:
+        for name in BEST:
+            is_there = ranks.gather((found.parent / name).is_file())[source]
+            if is_there:
+                send(ranks, found.parent / name, folder / name, source, [0])
+    ranks.gather(None)  # all files are there
     leader = ranks.rank - torchrun("LOCAL_RANK", 0)
-    with ranks.patient():
-        lacking = [
-            rank
-            for rank, is_leader in enumerate(ranks.gather(ranks.leader))
-            if is_leader and digests[rank] != digests[source]
-        ]
-        send(ranks, found, folder / found.name, source, lacking)
-        if 0 in lacking:
-            for name in BEST:
-                is_there = ranks.gather((found.parent / name).is_file())[source]
-                if is_there:
-                    send(ranks, found.parent / name, folder / name, source, [0])
+    return folder / found.name if leader in receivers else own
+
+
+def share_best(folder: Path, ranks: Ranks) -> None:
+    """Sends the best weights in `folder`, which the first rank has, to the machines that lack them.
+    All ranks call it."""
+    with ranks.patient():  # the first one may still evaluate them
+        receivers = lacking(folder / BEST[0], 0, ranks)
+        for name in BEST:
+            send(ranks, folder / name, folder / name, 0, receivers)
         ranks.gather(None)  # all files are there
-    return folder / found.name if leader in lacking else own
+
+
+def lacking(own: Path, source: int, ranks: Ranks) -> list[int]:
+    """The first ranks of the machines whose file `own` is not that of the rank `source`."""
+    digests = ranks.gather(digest_of(own) if ranks.leader else None)
+    return [rank for rank, digest in enumerate(digests) if digest not in (None, digests[source])]
 
 
 def send(ranks: Ranks, found: Path, path: Path, source: int, receivers: list[int]) -> None:

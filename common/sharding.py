@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from common.device import Setup
 from common.errors import UsageError
 from common.offload import begin, castable
+from common.ranks import Ranks
 
 
 class Whole(torch.nn.Module):
@@ -49,7 +50,7 @@ class Sharded:
         self.layers = layers
         self.dtype = setup.dtype
         self.device = setup.device
-        self.first = setup.ranks.first
+        self.ranks = setup.ranks
         self.inner = copy.deepcopy(model, {id(p): p for p in parameters})  # without the parameters
         self.whole = Whole(self.inner)
         mesh = init_device_mesh(setup.device.type, (setup.ranks.size,))
@@ -76,13 +77,19 @@ class Sharded:
 
         return compute_sharded
 
+    def end_pass(self) -> None:
+        """Divides the weights outside of layers again. A loss without any target, which has no
+        backward pass, leaves them whole."""
+        self.whole.reshard()
+
     @torch.no_grad()
     def fill(self) -> None:
         """Gives the recipe's model its values, on the device: in 16 bits where autocast would cast
         them. All ranks call it."""
         own = dict(self.model.named_parameters())
-        for name, p in self.inner.named_parameters():
-            own[name].data = p.full_tensor().to(self.dtypes[name])
+        with self.ranks.waiting():
+            for name, p in self.inner.named_parameters():
+                own[name].data = p.full_tensor().to(self.dtypes[name])
         buffers = dict(self.inner.named_buffers())
         for name, buffer in self.model.named_buffers():
             buffer.data = buffers[name].data
@@ -95,7 +102,7 @@ class Sharded:
     def state(self) -> dict[str, torch.Tensor]:
         """The whole state of the model, on the host of the first rank; {} on the others. All ranks
         call it."""
-        return whole_tensors(self.inner.state_dict(), self.first)
+        return whole_tensors(self.inner.state_dict(), self.ranks)
 
     def end(self) -> None:
         """Makes the recipe's model a usual one, without values yet, on the host. What had 16 bits
@@ -109,14 +116,15 @@ class Sharded:
 
 
 @torch.no_grad()
-def whole_tensors(tensors: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
-    """Tensors of which each rank may have its rows only as whole ones, on the host, of the ranks
-    that `keep` them; {} on the others. All ranks call it."""
+def whole_tensors(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Tensors of which each rank may have its rows only as whole ones, on the host of the first
+    rank; {} on the others. All ranks call it."""
     whole = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        if keep:
+            with ranks.waiting():
+                tensor = tensor.full_tensor()
+        if ranks.first:
             whole[name] = tensor.cpu()
     return whole
 

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, memory, optim, options
+from common import checkpoint, device, memory, optim, options, resuming
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.checkpoint import Saved
 from common.device import upcast
@@ -421,7 +421,7 @@ def first_model(
 ) -> tuple[ModelInfo, Synthesiser, int]:
     """The model that training starts with, all that it takes to use it, and how many tokens were
     added to its vocabulary. Raises `UsageError`."""
-    make_dvae = functools.partial(train_dvae, args, run.setup.ranks.first, data, corpora)
+    make_dvae = functools.partial(train_dvae, args, run, data, corpora)
     added = 0
     with run.model_device():
         info, weights, frozen = start.choose(asked, run.resumed, run.initial, make_dvae)
@@ -489,15 +489,17 @@ def fit(
 
 
 def train_dvae(
-    args, is_first: bool, data: splits.DataOptions, corpora: dict[str, Corpus], config: dict
+    args, whole: Run, data: splits.DataOptions, corpora: dict[str, Corpus], config: dict
 ) -> Path:
-    """Trains the DVAE of a model from scratch in two runs, without a codebook and then with one.
-    Returns the folder of its weights. With --resume auto, runs that are complete are only read.
-    Otherwise the first rank moves an earlier run aside, so that its GPT and DVAE stay together."""
-    if is_first and not args.resume:
+    """Trains the DVAE of a model from scratch in two runs, without a codebook and then with one,
+    inside of the `whole` run. Returns the folder of its weights. With --resume auto, runs that are
+    complete are only read. Otherwise an earlier run is moved aside, so that its GPT and DVAE stay
+    together."""
+    if whole.keeps_folder and not (args.resume or whole.restarted):
         stages = codec_training.STEPS
         reports = [str(speaking.folder_of(args.output_dir))]
         checkpoint.make_room(args.checkpoint_dir, args.log_dir, reports, stages)
+        resuming.mark(args.checkpoint_dir)
     crops = codec_training.Crops(corpora["train"], args.seed, training=True)
     eval_crops = codec_training.Crops(corpora["val"], args.seed, training=False)
     tensors = None
@@ -521,7 +523,7 @@ def train_dvae(
         eval_batches = EvalBatches(own, eval_crops, codec_training.collate, run.setup)
         train(own, run, model, task, global_batches, eval_batches)
         finish(own, run, model, task, eval_batches, lambda weights: print(f"\nDVAE: {weights}"))
-        run.setup.ranks.gather(None)  # the first rank has written the best weights
+        resuming.share_best(own.checkpoint_dir, run.setup.ranks)
         best = own.checkpoint_dir / "best.safetensors"
         tensors = checkpoint.read_weights(best, RECIPE).model
         del model, task

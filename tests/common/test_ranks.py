@@ -38,10 +38,15 @@ def work(
         "LOCAL_RANK": 0 if machines else rank,
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": 1 if machines else size,
+        "GROUP_WORLD_SIZE": size if machines else 1,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
     os.environ.update({name: str(value) for name, value in environment.items()})
+    if trouble == "torchrun":
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    elif trouble == "no targets":
+        small.collate = without_targets
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     # or recovery from out of memory copies every page that this process shares with its server
@@ -63,6 +68,12 @@ def work(
     except Failure as error:
         (folder / f"error{rank}.txt").write_text(f"{error.status} {error}")
     os._exit(0)  # as errors.exit_with_one_line does, and why
+
+
+def without_targets(items: list[dict], collate=small.collate) -> dict:
+    """A batch of one utterance counts nothing."""
+    batch = collate(items)
+    return {**batch, "counts": dict.fromkeys(batch["counts"], 0)} if len(items) == 1 else batch
 
 
 def trained(
@@ -137,10 +148,27 @@ def test_resume_with_another_number_of_ranks_continues_at_the_same_global_batch(
     assert small.relative(weights, again) < 1e-12
 
 
-def test_an_utterance_that_never_fits_on_one_rank_ends_all(tmp_path, on_ranks):
-    assert on_ranks(tmp_path, *TWO, trouble="never fits") == []
+def test_a_job_that_torchrun_starts_anew_continues_and_forgets_earlier_jobs(tmp_path, on_ranks):
+    on_one(tmp_path / "before", *ONE, "--max_steps", "1")
+    one, several = tmp_path / "one", tmp_path / "several"
+    start = ["--init_from", str(newest(tmp_path / "before").path)]
+    on_one(one, *ONE, *start, "--max_steps", "1")
+    on_one(one, *ONE, "--resume", "auto", "--max_steps", "2")
+    stale = several / "checkpoints" / checkpoint.LIMITS.format(0)
+    stale.parent.mkdir(parents=True)
+    stale.write_text('{"-50": 1}')
+    for steps in "12":
+        on_ranks(several, *TWO, *start, "--max_steps", steps, trouble="torchrun")
+    assert_close(newest(several), newest(one))
+    assert newest(several).state["progress"]["limits"] == {} and not stale.exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--sharded", "--batch_size", "1"]])
+def test_an_utterance_that_never_fits_on_one_rank_ends_all(tmp_path, on_ranks, flags):
+    assert on_ranks(tmp_path, *TWO, *flags, trouble="never fits") == []
     errors = [(tmp_path / f"error{rank}.txt").read_text() for rank in (0, 1)]
     assert "another rank" in errors[0] and "does not fit into memory even alone" in errors[1]
+    assert errors[1].startswith("1 ")
 
 
 # --- a model that is divided between the ranks ----------------------------------------------------
@@ -160,6 +188,13 @@ def test_several_ranks_end_with_the_checkpoint_of_one_process(tmp_path, on_ranks
     steps = ["--batch_size", str(4 // size), *ONE[2:], *flags]
     assert len(on_ranks(tmp_path / "several", *steps, size=size)) == size
     assert_close(newest(tmp_path / "several"), newest(tmp_path / "one"))
+
+
+def test_shards_after_a_global_batch_without_targets(tmp_path, on_ranks, monkeypatch):
+    assert len(on_ranks(tmp_path / "sharded", *TWO, "--sharded", trouble="no targets")) == 2
+    monkeypatch.setattr(small, "collate", without_targets)
+    on_one(tmp_path / "one", *ONE)
+    assert_close(newest(tmp_path / "sharded"), newest(tmp_path / "one"))
 
 
 def test_shards_in_fp32(tmp_path, on_ranks):

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from common import device, ranks, resuming
+from common import checkpoint, device, ranks, resuming
 from common.errors import RunError
 from tests import small
 
 
 def join(rank: int, port: int) -> ranks.Ranks:
     """Joins a job of two machines with one process each."""
-    one = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2, "RANK": rank}
-    environment = {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    one = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 2, "WORLD_SIZE": 2}
+    environment = {**one, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     return device.start_ranks(torch.device("cpu"))
@@ -36,18 +36,22 @@ def resume_and_talk(rank: int, port: int, folder: Path) -> None:
     job = join(rank, port)
     assert job.machines == 2 and job.leader
 
+    def resume(wanted: str | None, where: Path) -> checkpoint.Saved | None:
+        restarted = resuming.is_restarted(where, job)
+        return resuming.resume(wanted, where, small.RECIPE, job, restarted)
+
     shared = folder / "shared"
     own = folder / f"machine{rank}"
     assert resuming.keeps_folder(shared, job) == (rank == 0)
     assert resuming.keeps_folder(own, job)
 
     # Nobody has anything; machine 1 has two updates; machine 0 has three, and then both have them.
-    assert resuming.resume("auto", own, small.RECIPE, job) is None
+    assert resume("auto", own) is None
     for step, source in ((2, 1), (3, 0)):
         if rank == source:
             for path in (folder / f"made{step}" / "checkpoints").glob("[bc]*"):
                 path.rename(own / path.name)
-        saved = resuming.resume("auto", own, small.RECIPE, job)
+        saved = resume("auto", own)
         assert saved.state["progress"]["step"] == step
         assert saved.path == own / f"checkpoint_step_{step:08d}.pt"
         assert len(set(job.gather(saved.path.read_bytes()))) == 1
@@ -57,13 +61,34 @@ def resume_and_talk(rank: int, port: int, folder: Path) -> None:
 
     # Only the torchrun that has started a run resumes it without being asked.
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
-    assert resuming.resume(None, own, small.RECIPE, job) is None
-    resuming.mark(own)
-    assert resuming.resume(None, own, small.RECIPE, job).path.name == "checkpoint_step_00000003.pt"
+    assert not resuming.is_restarted(own, job) and resume(None, own) is None
+    if rank == 1:
+        resuming.mark(own)
+    job.gather(None)
+    assert resuming.is_restarted(own, job)
+    assert resume(None, own).path.name == "checkpoint_step_00000003.pt"
+    # Before it has a checkpoint, it begins again where it began.
+    empty = folder / f"empty{rank}"
+    assert resuming.keeps_folder(empty, job)
+    resuming.mark(empty)
+    wanted = own / "checkpoint_step_00000002.pt"
+    assert resume(str(wanted), empty).state["progress"]["step"] == 2
+    assert resume(None, folder / f"nothing{rank}") is None
 
     job.agree({"the seed": 1})
     with pytest.raises(RunError, match=r"^rank 1 differs from rank 0 in the seed \(1, 0\)"):
         job.agree({"the size": 5, "the seed": rank})
+    with pytest.raises(RunError, match=r"^rank 1 differs from rank 0 in --resume \(auto, None\)"):
+        job.agree({"the size": 5, **({"--resume": "auto"} if rank else {})})
+
+    # The best weights come from the first machine.
+    best = folder / f"best{rank}"
+    best.mkdir()
+    if job.first:
+        for name in resuming.BEST:
+            (best / name).write_text(name)
+    resuming.share_best(best, job)
+    assert [(best / name).read_text() for name in resuming.BEST] == [*resuming.BEST]
 
     job.note_update(3.0)
     assert job.limit == ranks.MARGIN + 3
