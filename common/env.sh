@@ -335,7 +335,7 @@ pick_data() {
 
 # pick_row: adds the flags of the row of tier and size, with the update of data. On several GPUs each
 # one takes its share of the update, in micro-batches that are as large as the row allows and divide
-# the share. More than eight get a larger update if they do not divide it: the guides' updates have no
+# the share. For more than eight the update is rounded up to a multiple: the guides' updates have no
 # factor of 16. --sharded needs neither 8 bits nor offloading, and excludes both.
 pick_row() {
   local row_tier row_size batch accumulation what more='' letters level='' update most share
@@ -410,8 +410,8 @@ is_new_model() {
 # resume_unless_given: the same command, run again, resumes the run.
 resume_unless_given() { given --resume --init_from || flags+=(--resume auto); }
 
-# interface_to HOST: prints the network interface whose address other machines see, if the name of this
-# one stands for itself alone (127.0.1.1 in Ubuntu's /etc/hosts): gloo would take that.
+# interface_to HOST: prints the network interface whose address other machines see, if the name of
+# this one stands for itself alone (127.0.1.1 in Ubuntu's /etc/hosts): gloo would take that.
 interface_to() {
   "$PYTHON" -c '
 import fcntl, socket, struct, sys
@@ -440,8 +440,8 @@ RESTARTS=5
 
 # add_launcher RECIPE: puts torchrun's options before the command, and into `variable` what it reads
 # from the environment. Machines meet at HEAD: they wait an hour for one that is missing, and ten
-# minutes for an answer of machine 0. torchrun numbers them by address, of which only that of machine
-# 0 is used; ~ sorts the others behind it, by NODE.
+# minutes for an answer of machine 0. torchrun numbers them by address, of which only that of
+# machine 0 is used; ~ sorts the others behind it, by NODE.
 add_launcher() {
   local address=${head%:*} conf=join_timeout=3600,read_timeout=600
   if [ "$nodes" = 1 ] && ! given --sharded; then
