@@ -199,7 +199,7 @@ def resolve(args) -> recogniser.Options:
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, needs)
     if args.export:
         released.require_export(args.export, (args.checkpoint_dir, args.log_dir, args.output_dir))
-        onnx_files.require_packages()
+        onnx_files.require_packages("--export")
     return recogniser.resolve(args, is_demo, BEAM_SIZE)
 
 
@@ -855,6 +855,21 @@ def export(args, tokenizer, model: Conformer) -> None:
     print(f"exported to {args.export}: {', '.join(names)}")
 
 
+def report_and_export(
+    args,
+    how: recogniser.Options,
+    tokenizer,
+    model: Conformer,
+    eval_batches: dict[str, EvalBatches],
+    *weights: str,
+) -> None:
+    """The results on the test set, or on "val" without one, and then --export."""
+    name = "test" if "test" in eval_batches else "val"
+    report_results(how, tokenizer, model, eval_batches[name], name, *weights)
+    if args.export:
+        export(args, tokenizer, model)
+
+
 @torch.no_grad()
 def evaluate_only(args, how: recogniser.Options) -> None:
     """--export, --evaluate on the test set, or both, without training."""
@@ -939,11 +954,8 @@ def main(args) -> None:
         reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, eval_batches["val"])
-    name = "test" if "test" in eval_batches else "val"
-    report = functools.partial(report_results, how, tokenizer, model, eval_batches[name], name)
+    report = functools.partial(report_and_export, args, how, tokenizer, model, eval_batches)
     finish(args, run, model, task, eval_batches["val"], report)
-    if args.export and run.setup.ranks.first:
-        export(args, tokenizer, model)
 
 
 if __name__ == "__main__":
