@@ -361,7 +361,8 @@ def _extend(
     done = torch.zeros_like(active, dtype=torch.bool)
     check_every = CHECK_EVERY.get(device.type, 1)
     for step in range(max_new_tokens):
-        logits = logits + (bias if step else first_bias)
+        this_bias = bias if step else first_bias
+        logits = _allow(logits, this_bias, search, tokens[active, :step])
         # Rows that are done continue until the next check; the rest is cut off below.
         following = pick(logits, step, active)
         score = logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(-1)
