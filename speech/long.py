@@ -87,7 +87,9 @@ def stitch(texts: list[str], pieces: list[Piece]) -> tuple[str, list[TimedText]]
     without case and punctuation, characters instead of words if the language is written without
     spaces."""
     texts = [" ".join(text.split()) for text in texts]
-    by_word = has_spaces(texts)
+    characters = sum(len(text) for text in texts)
+    words = sum(len(text.split()) for text in texts)
+    by_word = characters <= LONG_WORDS * words
     units = [text.split() if by_word else list(text) for text in texts]
     sizes = [sum(len(unit) + by_word for unit in piece) for piece in units]  # characters
     parts = [list(piece) for piece in units]
@@ -110,13 +112,6 @@ def stitch(texts: list[str], pieces: list[Piece]) -> tuple[str, list[TimedText]]
         for (start, end), part in zip(itertools.pairwise(edges), parts, strict=True)
     ]
     return space.join(unit for part in parts for unit in part).strip(), timed
-
-
-def has_spaces(texts: list[str]) -> bool:
-    """Whether the language of the texts is written with spaces."""
-    characters = sum(len(text) for text in texts)
-    words = sum(len(text.split()) for text in texts)
-    return characters <= LONG_WORDS * words
 
 
 def _overlap(

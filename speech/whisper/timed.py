@@ -11,13 +11,12 @@ import torch
 from common.errors import UsageError
 from speech.audio import SAMPLE_RATE, read_utterance
 from speech.columns import Corpus
-from speech.long import SILENT, has_spaces
+from speech.long import SILENT
 from speech.whisper import decoding
 from speech.whisper.decoding import Search
 from speech.whisper.model import FRAME, Whisper
 from speech.whisper.tokenizer import TIMESTAMPS, WhisperTokenizer
 
-PREVIOUS = "<|startofprev|>"
 FIRST_TIME = 50  # time tokens, 1 s: no window's first segment begins later
 # A window that was sampled at a higher temperature is not the context of the next one.
 CONTEXT_TEMPERATURE = 0.5
@@ -40,7 +39,7 @@ def make_search(tokenizer: WhisperTokenizer, search: Search) -> Search:
     spoken = {tokenizer.eos, *times}
     return replace(
         search,
-        prompt=[token for token in search.prompt if token != tokenizer.no_timestamps],
+        prompt=tokenizer.timed_prompt,
         suppress=sorted({*search.suppress, *tokenizer.specials.values()} - spoken),
         rules=functools.partial(time_rules, times, tokenizer.eos),
     )
@@ -108,8 +107,8 @@ def transcribe(
     """The "text" of a recording (T,), and its "segments" {"start", "end", "text"} in seconds.
     `search` is that of `make_search`."""
     segments = list(_segments(model, tokenizer, search, waveform))
-    texts = [segment["text"] for segment in segments]
-    return {"text": (" " if has_spaces(texts) else "").join(texts), "segments": segments}
+    text = tokenizer.space.join(segment["text"] for segment in segments)
+    return {"text": text, "segments": segments}
 
 
 def _segments(
@@ -133,7 +132,7 @@ def _segments(
         if decoded.temperature > CONTEXT_TEMPERATURE:
             context = []
         for start, end, tokens in parts:
-            text = decoding.cut_loops(tokenizer.decode(tokens).strip())
+            text = " ".join(decoding.cut_loops(tokenizer.decode(tokens)).split())
             if text and end > start:
                 if decoded.temperature <= CONTEXT_TEMPERATURE:
                     context += tokens
@@ -150,10 +149,9 @@ def with_context(
 ) -> Search:
     """`search` after the last tokens of `context`, as many as half of the decoder's positions
     take."""
-    previous = tokenizer.specials.get(PREVIOUS)
-    if not context or previous is None:
+    if not context or tokenizer.previous is None:
         return search
-    before = [previous, *context[-(config["max_target_positions"] // 2 - 1) :]]
+    before = [tokenizer.previous, *context[-(config["max_target_positions"] // 2 - 1) :]]
     return replace(search, prompt=[*before, *search.prompt], start=len(before))
 
 
@@ -171,7 +169,7 @@ def split(
 
     Two times in a row end one segment and begin another. What follows the last pair is cut off by
     the window's end and decoded again, unless a single time ends it: then nobody speaks after
-    it. Without pairs the whole window is one segment."""
+    it. Without pairs the whole window is one segment. Nothing is said after the window's end."""
     is_time = [token in times for token in tokens]
     edges = [place for place in range(1, len(tokens)) if is_time[place - 1] and is_time[place]]
     ends_alone = is_time[-2:] == [False, True]
@@ -179,13 +177,13 @@ def split(
         end = length
         said = [token for token in tokens if token in times and token != times.start]
         if said:
-            end = (said[-1] - times.start) * FRAME
+            end = min(length, (said[-1] - times.start) * FRAME)
         return [(0, end, tokens)], length
     if ends_alone:
         edges.append(len(tokens))
     parts = []
     for first, last in zip([0, *edges], edges, strict=False):
         part = tokens[first:last]
-        start, end = ((token - times.start) * FRAME for token in (part[0], part[-1]))
+        start, end = (min(length, (token - times.start) * FRAME) for token in (part[0], part[-1]))
         parts.append((start, end, part))
     return parts, length if ends_alone else parts[-1][1]
