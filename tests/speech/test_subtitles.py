@@ -1,6 +1,7 @@
-"""Subtitles from segments and from words."""
+"""Subtitles from segments and from words, and the file that they are written to."""
 
-from speech import subtitles
+from common.device import Setup
+from speech import recogniser, subtitles
 
 
 def test_segments_become_subtitles():
@@ -33,3 +34,32 @@ def test_words_are_grouped_by_sentence_pause_time_and_length():
     assert all(len(text) <= subtitles.CHARACTERS for text in texts)
     assert (groups[0]["start"], groups[0]["end"]) == (0.0, 0.6)
     assert len(groups) < 8
+
+
+def test_words_of_a_recogniser_are_written_and_corrections_kept(wav, tmp_path, capsys):
+    path = wav(tmp_path / "a.wav")
+
+    def decode(batch):
+        words = [
+            {"start": 0.125, "end": 0.5, "text": "hello."},
+            {"start": 0.5, "end": 0.75, "text": "bye"},
+        ]
+        return [{"text": "hello. bye", "words": words, "segments": []} for _ in batch["names"]]
+
+    output = tmp_path / "a.srt"
+    how = recogniser.Options(transcribe=[path], output=str(output))
+
+    def write() -> str:
+        recogniser.check_output(how.output, [path])
+        recogniser.transcribe_files(how, decode, Setup(), 30.0, parts=("words", "segments"))
+        return output.read_text(encoding="utf-8")
+
+    written = write()
+    assert written == (
+        "1\n00:00:00,125 --> 00:00:00,500\nhello.\n\n2\n00:00:00,500 --> 00:00:00,750\nbye\n\n"
+    )
+    corrected = written.replace("bye", "Bye")
+    output.write_text(corrected, encoding="utf-8")
+    assert write() == written
+    assert (tmp_path / "a.srt.earlier-1").read_text(encoding="utf-8") == corrected
+    assert "are now in" in capsys.readouterr().err

@@ -20,7 +20,7 @@ import whisper
 
 from common.errors import UsageError
 from recipes import whisper_vietnamese as vietnamese
-from speech import subtitles
+from speech import metrics, subtitles
 from speech.audio import SAMPLE_RATE
 from speech.whisper import decoding, formats, timed
 from speech.whisper.model import FRAME, Whisper
@@ -388,6 +388,20 @@ def test_whole_recordings_are_scored(folder, tmp_path, one_pass):
     transcripts = [json.loads(line) for line in text.splitlines()]
     assert [row["reference"][0] for row in transcripts] == ["a", "b"]
     assert len(transcripts[0]["segments"]) > 3
+
+
+@pytest.mark.parametrize(
+    ("reference", "hypothesis", "words"),
+    [
+        ("a b c d e f", "a b c d e f", 0),
+        ("a b c d e f", "", 6),
+        ("a b c d e f", "A, x f!", 3),  # b became x
+        ("a b c d e f g h", "a d h", 3),
+        ("", "a", 0),
+    ],
+)
+def test_the_longest_passage_that_was_dropped(reference, hypothesis, words):
+    assert metrics.longest_deletion(reference, hypothesis, vietnamese.for_scoring) == words
 
 
 @pytest.mark.parametrize(
