@@ -49,7 +49,7 @@ from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.recogniser import SPEEDS, decode_set, decode_texts
-from speech.whisper import decoding, formats, scratch, start
+from speech.whisper import decoding, formats, scratch, start, timed
 from speech.whisper.model import LAYERS, Whisper, ctc_loss, token_loss
 from speech.whisper.tokenizer import WhisperTokenizer, train_bpe
 
@@ -64,6 +64,8 @@ USUAL_TOKENS = 500
 DEMO_TOKENS = 320  # with whole syllables as tokens the demo's CER was 62 % instead of 26 %
 PROMPT = 4  # tokens before a text
 SIZES = {"demo": formats.make_config(144, (4, 2), 4), **formats.SIZES}
+MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
+LONGEST = 24 * 3600.0  # seconds, of a recording of --long
 OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
 EXCLUDES = (
     *recogniser.EXCLUDES,
@@ -71,8 +73,16 @@ EXCLUDES = (
     *(("vocab_size", model, OWN_VOCABULARY) for model in released.MODELS),
     ("vocab_size", options.COMMAND, OWN_VOCABULARY),
     ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
+    ("timestamps", "piece_seconds", "the second cuts recordings to train on; leave one out"),
+    *(("long", manifest, "each has results of its own; leave one out") for manifest in MANIFESTS),
 )
-NEEDS = (*splits.NEEDS, *recogniser.NEEDS, *start.NEEDS)
+NEEDS = (
+    *splits.NEEDS,
+    *recogniser.NEEDS,
+    *start.NEEDS,
+    ("timestamps", ("transcribe",), ""),
+    ("long", ("evaluate",), ""),
+)
 
 
 def add_arguments(parser) -> None:
@@ -98,6 +108,21 @@ def add_arguments(parser) -> None:
             " of this recipe"
         ),
     )
+    own.add_argument(
+        "--timestamps",
+        action=options.OnOff,
+        default=False,
+        help="transcribe in segments with times, by the model's time tokens (off)",
+    )
+    own.add_argument(
+        "--long",
+        type=options.path,
+        metavar="FILE",
+        help=(
+            "evaluate on this manifest of whole recordings of any length, decoded in segments with"
+            " times"
+        ),
+    )
     rate = (None, "by the model's width, and whether it is fine-tuned")
     options.add_arguments(parser, learning_rate=rate)
 
@@ -105,14 +130,16 @@ def add_arguments(parser) -> None:
 def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS)
-    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE)
+    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE, has_times=args.timestamps)
     if args.vocab_size is None:
         args.vocab_size = DEMO_TOKENS if is_demo else USUAL_TOKENS
     origin = released.resolve(args, start.FORMS, SIZES, "base", is_demo)
     asked = start.resolve(args, origin, how)
     if args.compare_to:
         with torch.device("meta"):  # what is wrong with it is reported before the training
-            read_baseline(asked, args.compare_to)
+            info, _ = read_baseline(asked, args.compare_to)
+            if args.long:
+                timed.make_search(*start.make_search(asked, info))
     return asked
 
 
@@ -351,14 +378,43 @@ def report_results(
     title = f"{name} set, {weights}, {len(rows)} utterances, decoding: {args.decoding}"
     recogniser.print_results(rows, title, asked.how, for_scoring)
     if args.compare_to:
-        baseline_info, baseline_weights = read_baseline(asked, args.compare_to)
-        baseline = start.make_model(baseline_info, weights=baseline_weights).eval()
-        memory.replace_on_device(model, baseline)
-        search = start.make_search(asked, baseline_info)
+        baseline, search = baseline_for(model, asked, args.compare_to)
         texts_of = functools.partial(final_texts, baseline, *search)
         before = decode_texts(baseline, texts_of, eval_batches)
         table = metrics.improvement_table(before, rows, for_scoring)
         print(f"compared to {args.compare_to} on the same {len(rows)} utterances:\n{table}")
+
+
+def report_long(
+    args, asked: start.Options, info: start.ModelInfo, model: Whisper, weights: str
+) -> None:
+    """Prints error rates of the whole recordings of --long and what they lose in a row; with
+    --compare_to also a baseline's, for which the model is moved to the host."""
+    checks = dataclasses.replace(splits.resolve(args).checks, max_duration=LONGEST)
+    corpus = splits.read_manifests({"long": args.long}, text.normalise, checks)["long"]
+    tokenizer, search = start.make_search(asked, info)
+    rows = timed.decode_corpus(model, tokenizer, timed.make_search(tokenizer, search), corpus)
+    print(f"\n{len(rows)} whole recordings, {weights}, decoding with times: {args.decoding}")
+    print(metrics.recordings_table(rows, for_scoring))
+    recogniser.write_results(rows, args.log_dir / recogniser.LONG)
+    if args.compare_to:
+        baseline, (tokenizer, search) = baseline_for(model, asked, args.compare_to)
+        search = timed.make_search(tokenizer, search)
+        before = timed.decode_corpus(baseline, tokenizer, search, corpus)
+        print(f"{args.compare_to} on the same recordings:")
+        print(metrics.recordings_table(before, for_scoring))
+        print(metrics.improvement_table(before, rows, for_scoring))
+
+
+def baseline_for(
+    model: Whisper, asked: start.Options, path: str
+) -> tuple[Whisper, tuple[WhisperTokenizer, decoding.Search]]:
+    """The model of --compare_to on the device of `model`, which is moved to the host, and its
+    search."""
+    info, weights = read_baseline(asked, path)
+    baseline = start.make_model(info, weights=weights).eval()
+    memory.replace_on_device(model, baseline)
+    return baseline, start.make_search(asked, info)
 
 
 def read_baseline(asked: start.Options, path: str) -> tuple[start.ModelInfo, dict]:
@@ -389,17 +445,27 @@ def trained(
 def transcribe(args, asked: start.Options) -> None:
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
+    tokenizer, search = start.make_search(asked, info)
+    if args.timestamps:
+        search = timed.make_search(tokenizer, search)
+        decode = functools.partial(timed.transcripts, model, tokenizer, search)
+        recogniser.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
+        return
     longest, cutting = start.long_recordings(info, before and before.data)
-    texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
+    texts_of = functools.partial(final_texts, model, tokenizer, search)
     recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()
 def evaluate_only(args, asked: start.Options) -> None:
-    """--evaluate on the test set, --export, or both, without training."""
+    """--evaluate on the test set or on --long, --export, or both, without training."""
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
-    if args.evaluate:
+    if args.long:
+        check_folder(args.log_dir)
+        with setup.autocast():
+            report_long(args, asked, info, model, "the weights named")
+    elif args.evaluate:
         check_folder(args.log_dir)
         start.check_limits(asked, info.config)
         corpora = read_data(args, before)

@@ -198,7 +198,7 @@ def resolve(args, is_demo: bool) -> Options:
     }
     return Options(
         origin=origin,
-        how=recogniser.resolve(args, is_demo),
+        how=recogniser.resolve(args, is_demo, has_times=True),
         tokenizer=args.train_tokenizer,
         vocab_size=args.vocab_size,
         loss={name: value for name, value in loss.items() if value is not None},

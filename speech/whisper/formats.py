@@ -347,8 +347,8 @@ def generation_settings(config: dict[str, int], tokenizer, base: dict | None) ->
     }
     if tokenizer.no_timestamps is not None:
         settings["no_timestamps_token_id"] = tokenizer.no_timestamps
-    if "<|startofprev|>" in tokenizer.specials:
-        settings["prev_sot_token_id"] = tokenizer.specials["<|startofprev|>"]
+    if tokenizer.previous is not None:
+        settings["prev_sot_token_id"] = tokenizer.previous
     if tokenizer.multilingual:
         settings["lang_to_id"] = {
             f"<|{code}|>": tokenizer.specials[f"<|{code}|>"] for code in tokenizer.languages
