@@ -343,8 +343,8 @@ def report_results(
         del released_weights  # the model has them
         memory.replace_on_device(model, untrained)
         before = decode_words(start.tokenizer_of(info), untrained, eval_batches)
-        table = metrics.improvement_table(before, rows)
-        print(f"released model, and trained model, on these utterances:\n{table}")
+        title = "released model, and trained model, on these utterances"
+        recogniser.print_improvement(before, rows, title, asked.how)
 
 
 def export_and_report(

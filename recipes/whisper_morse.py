@@ -96,7 +96,8 @@ class RunInfo:
 def add_arguments(parser) -> None:
     start.add_arguments(parser, SIZES, language="en")
     splits.add_arguments(parser)
-    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", start.BEAM_SIZE)
+    methods = ("greedy", "beam")
+    recogniser.add_arguments(parser, methods, "greedy", start.BEAM_SIZE, normalisers=False)
     clips.add_arguments(parser)
     own = parser.add_argument_group("Morse")
     own.add_argument(

@@ -49,6 +49,7 @@ from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.recogniser import SPEEDS, decode_set, decode_texts
+from speech.text import in_lower_case as for_scoring  # as PhoWhisper's error rates are computed
 from speech.whisper import decoding, formats, scratch, start
 from speech.whisper.model import LAYERS, Whisper, ctc_loss, token_loss
 from speech.whisper.tokenizer import WhisperTokenizer, train_bpe
@@ -114,12 +115,6 @@ def resolve(args) -> start.Options:
         with torch.device("meta"):  # what is wrong with it is reported before the training
             read_baseline(asked, args.compare_to)
     return asked
-
-
-def for_scoring(transcript: str) -> str:
-    """As PhoWhisper's error rates are computed: NFC, lower case, without punctuation; tones and
-    numbers stay."""
-    return text.for_scoring(transcript).lower()
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -357,8 +352,8 @@ def report_results(
         search = start.make_search(asked, baseline_info)
         texts_of = functools.partial(final_texts, baseline, *search)
         before = decode_texts(baseline, texts_of, eval_batches)
-        table = metrics.improvement_table(before, rows, for_scoring)
-        print(f"compared to {args.compare_to} on the same {len(rows)} utterances:\n{table}")
+        title = f"compared to {args.compare_to} on the same {len(rows)} utterances"
+        recogniser.print_improvement(before, rows, title, asked.how, for_scoring)
 
 
 def read_baseline(asked: start.Options, path: str) -> tuple[start.ModelInfo, dict]:

@@ -21,7 +21,7 @@ from speech import metrics
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.augment import read_noises
 from speech.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
-from speech.text import for_scoring, style
+from speech.text import NAMES, as_whisper, for_scoring, in_lower_case, mark_share, style
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # how the names of open files begin
@@ -29,6 +29,8 @@ REPORTS = ("transcripts.jsonl",)  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
 SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
+MOST_MARKS = 0.02  # share of marks among letters above which Whisper's normaliser breaks words
+NORMALISERS = {"whisper": as_whisper}  # choices of --normaliser
 
 STYLES = {  # what a warning says, and the difference between shares of texts that is worth it
     "case": ("capitals are", 0.3),
@@ -44,6 +46,7 @@ REGULARISATION = (
 EXCLUDES = (
     *((flag, options.COMMAND, options.TRAINS) for flag in REGULARISATION),
     ("noise_dir", "wave_augment False", "with the second no noise is added; leave one of them out"),
+    ("normaliser", "transcribe", "files to transcribe have no reference; leave the first out"),
 )
 NEEDS = (
     ("output", ("transcribe",), ""),
@@ -54,12 +57,14 @@ NEEDS = (
 @dataclass(frozen=True)
 class Options:
     """What the flags say about decoding and transcribing: the `method` and `beam_size` of a search
-    (None if the recipe has one method only); the files and folders to transcribe, the file that the
-    transcripts are written to (None: they are printed), the longest piece of a recording in seconds
-    (None: what the model reads); where results are written, and the seed that chooses examples."""
+    (None if the recipe has one method only); a further way to compare texts; the files and folders
+    to transcribe, the file that the transcripts are written to (None: they are printed), the
+    longest piece of a recording in seconds (None: what the model reads); where results are written,
+    and the seed that chooses examples."""
 
     method: str | None = None
     beam_size: int | None = None
+    normaliser: str | None = None
     transcribe: list[str] = field(default_factory=list)
     output: str | None = None
     piece_seconds: float | None = None
@@ -101,17 +106,26 @@ def add_augmentation(parser) -> None:
 
 
 def add_arguments(
-    parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
+    parser,
+    methods: tuple[str, ...] = (),
+    method: str = "",
+    beam_size: int = 0,
+    normalisers: bool = True,
 ) -> None:
     """The flags of augmentation and of decoding."""
     add_augmentation(parser)
-    add_decoding(parser, methods, method, beam_size)
+    add_decoding(parser, methods, method, beam_size, normalisers)
 
 
 def add_decoding(
-    parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
+    parser,
+    methods: tuple[str, ...] = (),
+    method: str = "",
+    beam_size: int = 0,
+    normalisers: bool = True,
 ) -> None:
-    """The flags of a recogniser that decodes by `methods`, `method` by default."""
+    """The flags of a recogniser that decodes by `methods`, `method` by default. Without
+    `normalisers` its texts are compared in one way only."""
     decoding = parser.add_argument_group("decoding and transcribing")
     if methods:
         decoding.add_argument(
@@ -125,6 +139,15 @@ def add_decoding(
             type=options.number(int, 1, MOST_BEAMS),
             metavar="N",
             help=f"hypotheses of a beam search ({beam_size})",
+        )
+    if normalisers:
+        decoding.add_argument(
+            "--normaliser",
+            choices=tuple(NORMALISERS),
+            help=(
+                "also print error rates of texts that are normalised as Whisper's reports are (its"
+                " multilingual normaliser)"
+            ),
         )
     parser.add_command(
         decoding,
@@ -177,6 +200,7 @@ def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> O
     return Options(
         method=getattr(args, "decoding", None),
         beam_size=getattr(args, "beam_size", None),
+        normaliser=getattr(args, "normaliser", None),
         transcribe=getattr(args, "transcribe", None) or [],
         output=output,
         piece_seconds=getattr(args, "piece_seconds", None),
@@ -239,12 +263,11 @@ def print_results(
     normalise: Callable[[str], str] = for_scoring,
 ) -> None:
     """Prints WER, CER and a few of `rows` ({"file", "seconds", "reference", "hypothesis"}, and
-    perhaps timed "words"), and writes all of them to transcripts.jsonl. Both texts are compared
-    after `normalise`. Raises `RunError`."""
+    perhaps timed "words"), and writes all of them with their "errors" to transcripts.jsonl. The
+    texts are compared after `normalise`, and as `readings_of` says. Raises `RunError`."""
     print(f"\n{title}")
-    references = [row["reference"] for row in rows]
-    hypotheses = [row["hypothesis"] for row in rows]
-    print(metrics.error_table(references, hypotheses, normalise))
+    errors = metrics.read_by(rows, readings_of(rows, how, normalise))
+    print(metrics.error_table(errors))
     for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
         row = rows[number]
         print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
@@ -252,13 +275,50 @@ def print_results(
         times = [f"{word['start']:.2f}-{word['end']:.2f} {word['text']}" for word in words]
         print(f"  times:      {'  '.join(times)}\n" if times else "")
     lines = []
-    for row in rows:
+    for number, row in enumerate(rows):
         shown = {key: value for key, value in row.items() if key != "index"}
+        shown["errors"] = metrics.errors_of_row(errors, number)
         lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
     try:
         files.write_text(how.log_dir / "transcripts.jsonl", "".join(lines))
     except OSError as error:
         raise cannot_write(how.log_dir, error, "--log_dir") from None
+
+
+def print_improvement(
+    before: list[dict],
+    rows: list[dict],
+    title: str,
+    how: Options,
+    normalise: Callable[[str], str] = for_scoring,
+) -> None:
+    """Prints how much lower the error rates of `rows` are than those of another model's rows
+    `before`, of the same utterances. `normalise` as in `print_results`."""
+    readings = readings_of(rows, how, normalise, warns=False)
+    table = metrics.improvement_table(*(metrics.read_by(each, readings) for each in (before, rows)))
+    print(f"{title}:\n{table}")
+
+
+def readings_of(
+    rows: list[dict], how: Options, normalise: Callable[[str], str], warns: bool = True
+) -> dict[str, Callable[[str], str]]:
+    """The ways in which texts are compared, by name: after a recipe's own `normalise`, in lower
+    case without punctuation, and by --normaliser. Symbols that are no writing, whose `normalise` is
+    not one of text.py's, are compared in this way only."""
+    if normalise not in NAMES:
+        return {"as sent": normalise}
+    chosen = [normalise, in_lower_case]
+    if how.normaliser:
+        chosen.append(NORMALISERS[how.normaliser])
+        share = mark_share(row["reference"] for row in rows)
+        if warns and share > MOST_MARKS:
+            print(
+                f"warning: {NAMES[chosen[-1]]} puts spaces in place of the marks of this script,"
+                f" {100 * share:.0f} % of its letters: its error rates say little about how well"
+                " this language is read",
+                flush=True,
+            )
+    return {NAMES[each]: each for each in chosen}
 
 
 def warn_of_style(texts: list[str], rows: list[dict]) -> None:
