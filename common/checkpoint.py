@@ -363,6 +363,19 @@ def save_weights(path: Path, state: dict[str, torch.Tensor], task, summary: dict
     )
 
 
+def recipe_of(path: str | Path, flag: str = "--resume") -> str:
+    """The recipe of a `.safetensors` that a run saved, by its header. Raises `UsageError`."""
+    path = Path(path)
+    files.require_file(path, flag)
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{flag} {path} cannot be read: {first_line(error)}") from None
+    _check_format(path, header.get("format"))
+    return header.get("recipe", "unknown")
+
+
 def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved:
     """A checkpoint, or a `.safetensors` that a run saved. Raises `UsageError`."""
     path = Path(path)

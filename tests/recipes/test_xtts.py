@@ -32,6 +32,7 @@ from speech.xtts import (
     codec_training,
     decoding,
     formats,
+    judge,
     new_tokens,
     speaking,
     start,
@@ -1595,6 +1596,41 @@ def test_the_results_have_a_line_for_each_language(places, json_lines, tmp_path,
     names = [line.partition(":")[0].strip() for line in lines if "  mel " in line]
     assert names == (["all", "am", "de"] if "am" in languages else ["all"])
     assert all(line.startswith("  ") and ": text " in line for line in lines[: len(names)])
+
+
+def test_a_judge_hears_what_an_evaluation_speaks(places, tmp_path, monkeypatch):
+    heard = []
+
+    def transcripts(path, recipes, clips, device):
+        assert (path, device) == (str(places.wav), "cpu") and (recipes / "template.py").is_file()
+        heard.extend(clips)
+        assert all(clip.is_file() for clip in clips)
+        return {str(clip): "x" for clip in clips}
+
+    monkeypatch.setattr(judge, "recipe_of", lambda path: "template")
+    monkeypatch.setattr(judge, "transcripts", transcripts)
+    flags = ["--evaluate", "--test_manifest", places.folder / "val.csv", "--speak_held_out", "1"]
+    flags += ["--model_dir", places.model, "--output_dir", tmp_path]
+    out = ran(recipe, *flags, "--judge", places.wav)
+    assert "1 held-out sentences spoken: " in out and "speaker similarity: " in out
+    table = out.partition("CER of the judge ")[2].splitlines()
+    assert [line.split()[0] for line in table[1:]] == [*reversed(speaking.KINDS)]
+    assert len(heard) == 3 and "CER of the judge" not in ran(recipe, *flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--synthesize a --speaker_wav {wav} --judge {wav}",
+        "--check_data --train_manifest {train} --speak_held_out 1",
+        "--speak_held_out 0 --judge {wav}",
+        "--judge {wav}",
+    ],
+)
+def test_a_judge_that_would_have_no_effect_is_refused(places, tmp_path, flags):
+    words = flags.format(wav=places.wav, train=places.train).split()
+    status, err = refused(recipe, *words, "--output_dir", tmp_path)
+    assert status == 2 and ("--judge" in err or "--speak_held_out" in err)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
