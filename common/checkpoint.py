@@ -26,6 +26,7 @@ from common.report import shown
 FORMAT = "speech-recipes checkpoint 2"
 CHECKPOINT = re.compile(r"checkpoint_step_(\d{8,12})\.pt")
 WEIGHTS = ("best.safetensors", "best.json", "averaged.safetensors", "averaged.json")
+AVERAGED = "averaged weights (averaged.safetensors)"  # what `use_best` calls them
 LIMITS = "limits_{}.json"  # sizes of micro-batches that fit, by a rank that was out of memory
 LOGS = ("metrics.jsonl", "training.png", "events.out.tfevents.*")
 
@@ -413,12 +414,17 @@ def read_infos(saved: Saved | None, model_info: type, run_info: type) -> tuple:
     )
 
 
+def path_to_use(resume: str | None, checkpoint_dir: Path) -> Path:
+    """The file of `weights_to_use`."""
+    if resume and resume != "auto":
+        return Path(resume)
+    return checkpoint_dir / "best.safetensors"
+
+
 def weights_to_use(resume: str | None, checkpoint_dir: Path, recipe: str) -> Saved:
     """The weights that `--resume` names or, without a path, those of the best evaluation. Raises
     `UsageError`."""
-    path = checkpoint_dir / "best.safetensors"
-    if resume and resume != "auto":
-        path = Path(resume)
+    path = path_to_use(resume, checkpoint_dir)
     if not os.path.exists(path):
         raise UsageError(f"no weights at {path}: train first, or name them with --resume")
     return read_weights(path, recipe)
@@ -554,6 +560,13 @@ def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> 
     if task.is_better(best, averaged):
         model.load_state_dict(weights)
         return "weights of the best evaluation (the average was worse)"
-    summary = {"steps": steps, task.metric: averaged}
+    noted = files.read_json(best_path.with_suffix(".json"))
+    summary = {"steps": steps, task.metric: averaged, "made_by": noted.get("made_by")}
     save_weights(folder / "averaged.safetensors", model.state_dict(), task, summary)
-    return "averaged weights (averaged.safetensors)"
+    return AVERAGED
+
+
+def file_of(folder: Path, description: str) -> Path:
+    """The file of the weights that `use_best` describes so."""
+    name = "averaged.safetensors" if description == AVERAGED else "best.safetensors"
+    return folder / name

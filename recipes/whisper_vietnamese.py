@@ -43,7 +43,7 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, recogniser, released, splits, text
+from speech import card, demo, metrics, recogniser, released, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
@@ -352,8 +352,7 @@ def report_results(
         search = start.make_search(asked, baseline_info)
         texts_of = functools.partial(final_texts, baseline, *search)
         before = decode_texts(baseline, texts_of, eval_batches)
-        title = f"compared to {args.compare_to} on the same {len(rows)} utterances"
-        recogniser.print_improvement(before, rows, title, asked.how, for_scoring)
+        recogniser.print_improvement(before, rows, args.compare_to, asked.how, for_scoring)
 
 
 def read_baseline(asked: start.Options, path: str) -> tuple[start.ModelInfo, dict]:
@@ -407,7 +406,10 @@ def evaluate_only(args, asked: start.Options) -> None:
         with setup.autocast():
             report_results(args, asked, info, model, evaluation, "the weights named")
     if args.export:
-        start.export(args.export, info, model.state_dict())
+        results = recogniser.read_results(args.log_dir) if args.evaluate else None
+        weights = released.weights_file(asked.origin)
+        about = card.About(RECIPE, asked.origin.path, weights, before and before.data, results)
+        start.export(args.export, info, model.state_dict(), about)
 
 
 def first_model(
@@ -517,9 +519,11 @@ def main(args) -> None:
     task = make_task(args, asked, run, info, run_info, train_set)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
-    finish(args, run, model, task, evaluation["val"], report)
+    weights = finish(args, run, model, task, evaluation["val"], report)
     if args.export and run.setup.ranks.first:
-        start.export(args.export, info, model.state_dict())
+        results = recogniser.read_results(args.log_dir)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results)
+        start.export(args.export, info, model.state_dict(), about)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from common.checkpoint import Saved
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
-from speech import checks, demo, released, splits, text
+from speech import card, checks, demo, released, splits, text
 from speech.audio import read_utterance
 from speech.columns import Corpus
 from speech.xtts import cleaners, codec_training, formats, judge, new_tokens, speaking, start, texts
@@ -566,14 +566,20 @@ def synthesise(args, asked: start.Options) -> None:
 
 
 def export_and_speak(
-    args, run: Run, info: ModelInfo, synthesiser: Synthesiser, corpora: dict[str, Corpus]
+    args,
+    run: Run,
+    info: ModelInfo,
+    synthesiser: Synthesiser,
+    corpora: dict[str, Corpus],
+    about: card.About,
 ) -> None:
     """--export, and sentences that the model has not learned. The first rank does this alone."""
     if not run.setup.ranks.first:
         return
     if args.export:
         voices = speaking.speakers_of(corpora["train"])
-        start.export(args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, voices)
+        weights = synthesiser.model.state_dict()
+        start.export(args.export, info, weights, synthesiser.frozen, voices, about)
     speak_held_out(args, run.setup, synthesiser, corpora["val"], corpora["train"])
 
 
@@ -632,9 +638,11 @@ def evaluate_only(args, asked: start.Options) -> None:
     setup = device.setup(args)
     info, synthesiser, saved = trained(asked, setup)
     if args.export:
-        return start.export(
-            args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, {}
-        )
+        path = released.weights_file(asked.origin)
+        before = released.read_run_info(splits.RunInfo, saved)
+        about = card.About(RECIPE, args.model_dir, path, before)
+        weights = synthesiser.model.state_dict()
+        return start.export(args.export, info, weights, synthesiser.frozen, {}, about)
     data, corpora = read_data(args, saved)
     texts.read_corpora(synthesiser.texts, corpora)
     corpora = check_corpora(args, data, corpora, synthesiser.texts, info.config)
@@ -698,8 +706,9 @@ def main(args) -> dict | None:
     )
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation, languages)
-    finish(args, run, synthesiser.model, task, evaluation["val"], report)
-    export_and_speak(args, run, info, synthesiser, corpora)
+    used = finish(args, run, synthesiser.model, task, evaluation["val"], report)
+    about = card.About(RECIPE, args.model_dir, used, task.run_info)
+    export_and_speak(args, run, info, synthesiser, corpora, about)
     weights = args.checkpoint_dir / "best.safetensors"
     return {"weights": weights, "logs": args.log_dir, "export": args.export}
 

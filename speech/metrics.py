@@ -173,6 +173,20 @@ def interval_of_difference(before: list[Errors], after: list[Errors]) -> tuple[f
     return middle(rates[:, 0] - rates[:, 1])
 
 
+def rates(errors: dict[str, dict[str, list[Errors]]]) -> dict:
+    """What `read_by` counted as {reading: {"wer": {"rate", "low", "high", "errors", "length"},
+    "cer": ...}}; low and high are the interval, None for fewer than two utterances."""
+    found: dict[str, dict] = {}
+    for reading, names in errors.items():
+        found[reading] = {}
+        for name, each in names.items():
+            whole = sum(each, Errors())
+            low, high = interval(each) or (None, None)
+            ends = {"rate": whole.rate, "low": low, "high": high}
+            found[reading][name] = {**ends, "errors": whole.total, "length": whole.length}
+    return found
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 

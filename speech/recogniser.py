@@ -25,7 +25,7 @@ from speech.text import NAMES, as_whisper, for_scoring, in_lower_case, mark_shar
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # how the names of open files begin
-REPORTS = ("transcripts.jsonl",)  # files in the log folder
+REPORTS = ("transcripts.jsonl", "results.json")  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
 SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
@@ -264,7 +264,8 @@ def print_results(
 ) -> None:
     """Prints WER, CER and a few of `rows` ({"file", "seconds", "reference", "hypothesis"}, and
     perhaps timed "words"), and writes all of them with their "errors" to transcripts.jsonl. The
-    texts are compared after `normalise`, and as `readings_of` says. Raises `RunError`."""
+    texts are compared after `normalise`, and as `readings_of` says. The error rates are also
+    written to results.json. Raises `RunError`."""
     print(f"\n{title}")
     errors = metrics.read_by(rows, readings_of(rows, how, normalise))
     print(metrics.error_table(errors))
@@ -279,24 +280,45 @@ def print_results(
         shown = {key: value for key, value in row.items() if key != "index"}
         shown["errors"] = metrics.errors_of_row(errors, number)
         lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
+    write_report(how, "transcripts.jsonl", "".join(lines))
+    write_results(how, {"title": title, "rates": metrics.rates(errors)})
+
+
+def write_report(how: Options, name: str, text: str) -> None:
+    """Writes one of REPORTS. Raises `RunError`."""
     try:
-        files.write_text(how.log_dir / "transcripts.jsonl", "".join(lines))
+        files.write_text(how.log_dir / name, text)
     except OSError as error:
         raise cannot_write(how.log_dir, error, "--log_dir") from None
+
+
+def write_results(how: Options, results: dict) -> None:
+    """Writes results.json: the "title" of the results, the "rates" of `metrics.rates` and, if a
+    model was "compared_to", its rates as "before". Raises `RunError`."""
+    write_report(how, "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
+
+
+def read_results(log_dir: Path) -> dict:
+    """What `print_results` has written in the log folder."""
+    return files.read_json(log_dir / "results.json")
 
 
 def print_improvement(
     before: list[dict],
     rows: list[dict],
-    title: str,
+    path: str,
     how: Options,
     normalise: Callable[[str], str] = for_scoring,
 ) -> None:
-    """Prints how much lower the error rates of `rows` are than those of another model's rows
-    `before`, of the same utterances. `normalise` as in `print_results`."""
+    """Prints how much lower the error rates of `rows` are than those of the rows `before` of the
+    model at `path`, of the same utterances, and adds the latter to results.json. `normalise` as in
+    `print_results`, which is called before. Raises `RunError`."""
     readings = readings_of(rows, how, normalise, warns=False)
-    table = metrics.improvement_table(*(metrics.read_by(each, readings) for each in (before, rows)))
-    print(f"{title}:\n{table}")
+    old, new = (metrics.read_by(each, readings) for each in (before, rows))
+    table = metrics.improvement_table(old, new)
+    print(f"compared to {path} on the same {len(rows)} utterances:\n{table}")
+    compared = {"compared_to": path, "before": metrics.rates(old)}
+    write_results(how, {**read_results(how.log_dir), **compared})
 
 
 def readings_of(

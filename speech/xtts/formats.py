@@ -355,7 +355,12 @@ def _check(groups: dict, config: dict, path: str | Path) -> None:
 
 
 def export(
-    folder: str | Path, groups: dict, config: dict, extras: dict, speakers: dict
+    folder: str | Path,
+    groups: dict,
+    config: dict,
+    extras: dict,
+    speakers: dict,
+    card: str = "",
 ) -> list[str]:
     """Writes a folder that Coqui's XTTS loads strictly and speaks with, in fp32, and returns the
     names in it. Replaces an empty folder or an earlier export that nobody has changed, and refuses
@@ -363,7 +368,7 @@ def export(
 
     `groups` and `extras`: as `read_model` returns them. Settings in `extras["config"]` are kept; it
     may be empty. `speakers`: a reference clip of each speaker for speakers/NAME.wav, {name: (int16
-    samples (T,), Hz)}."""
+    samples (T,), Hz)}. `card`: the text of README.md."""
     folder = Path(folder)
     _check_export(groups, config, extras["vocab"])
     model_files.require_export(folder)
@@ -390,7 +395,7 @@ def export(
         for name, (samples, rate) in zip(_file_names(speakers), speakers.values(), strict=True):
             write_wav(aside / "speakers" / f"{name}.wav", np.asarray(samples, np.int16), rate)
 
-    return model_files.write_export(folder, fill)
+    return model_files.write_export(folder, fill, card)
 
 
 def _check_export(groups: dict, config: dict, vocab: str) -> None:

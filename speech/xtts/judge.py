@@ -34,9 +34,8 @@ def add_arguments(group) -> None:
         type=options.path,
         metavar="FILE",
         help=(
-            "best.safetensors of a recogniser of this language (recipes/konkani_conformer.py,"
-            " parakeet_tdt.py, whisper_vietnamese.py): print its character error rate on the"
-            " held-out sentences that are spoken, at the end and with --evaluate"
+            "weights of a recogniser that another recipe has trained (best.safetensors): print its"
+            " error rate on the sentences that are spoken after training, or with --evaluate"
         ),
     )
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from common import checkpoint, memory, optim, records
@@ -903,6 +904,10 @@ def test_released_weights_are_evaluated_first_and_their_export_is_read_again(tun
     state = newest(folder, recipe).model
     same = [name for name, w in before["gpt"].items() if torch.equal(w, state[name])]
     assert len(same) < 5 and not any(name.startswith(("dvae", "hifigan")) for name in state)
+    card = (folder / "coqui" / "README.md").read_text(encoding="utf-8")
+    assert yaml.safe_load(card.split("---\n")[1])["license_name"] == "coqui-public-model-license"
+    assert "non-commercial use only" in card and "mel loss of the evaluation set" in card
+    assert " before training" in card and "| training | 6 | 0.00 |" in card
     clips = {
         path.name: soundfile.read(path, dtype="int16")
         for path in (folder / "coqui" / "speakers").iterdir()

@@ -213,11 +213,20 @@ def test_whispers_normaliser_warns_of_scripts_that_it_breaks(tmp_path, capsys):
     assert lines[-2].split()[1] == "0.00" and rows[1]["errors"][whisper]["words"][0] == 0
 
 
-def test_an_improvement_has_the_readings_of_the_results(capsys):
+def test_an_improvement_has_the_readings_of_the_results(tmp_path, capsys):
     rows = [{"reference": said, "hypothesis": heard} for said, heard in TEXTS["vi"]]
     before = [{**row, "hypothesis": ""} for row in rows]
-    recogniser.print_improvement(before, rows, "compared", recogniser.Options())
+    results("vi", tmp_path, capsys)
+    recogniser.print_improvement(before, rows, "other", recogniser.Options(log_dir=tmp_path))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "compared:" and lines[5] == "lower case, no punctuation:"
+    noted = recogniser.read_results(tmp_path)
+    assert noted["title"] == "test set"
+    rates = [noted[key]["lower case, no punctuation"]["wer"] for key in ("before", "rates")]
+    assert [(each["errors"], each["length"]) for each in rates] == [(6, 6), (1, 6)]
+    assert (rates[1]["rate"], rates[1]["low"]) == (1 / 6, 0)
+    assert (
+        lines[0] == "compared to other on the same 2 utterances:"
+        and lines[5] == "lower case, no punctuation:"
+    )
     assert lines[3].split()[:3] == ["WER", "100.00%", "50.00%"]
     assert lines[6].split()[:3] == ["WER", "100.00%", "16.67%"]
