@@ -576,10 +576,9 @@ def export_and_speak(
     """--export, and sentences that the model has not learned. The first rank does this alone."""
     if not run.setup.ranks.first:
         return
+    synthesiser.frozen.to(run.setup.device)
     if args.export:
-        voices = speaking.speakers_of(corpora["train"])
-        weights = synthesiser.model.state_dict()
-        start.export(args.export, info, weights, synthesiser.frozen, voices, about)
+        export(args, info, synthesiser, speaking.speakers_of(corpora["train"]), about)
     speak_held_out(args, run.setup, synthesiser, corpora["val"], corpora["train"])
 
 
@@ -606,6 +605,14 @@ def speak_held_out(
         memory.free_memory(setup.device)  # the judge is another process
         recipes = Path(__file__).resolve().parent
         print(judge.judged(args.judge, recipes, folder, list(corpus.texts), args.device))
+
+
+def export(args, info: ModelInfo, synthesiser: Synthesiser, clips: dict, about: card.About) -> None:
+    """Writes the folder for Coqui, with the voices in `clips` and in those of --speaker_wav."""
+    clips = {**speaking.named_clips(args.speaker_wav or []), **clips}
+    speakers = speaking.to_export(synthesiser, clips)
+    weights = synthesiser.model.state_dict()
+    start.export(args.export, info, weights, synthesiser.frozen, speakers, about)
 
 
 # --- without training -----------------------------------------------------------------------------
@@ -641,8 +648,7 @@ def evaluate_only(args, asked: start.Options) -> None:
         path = released.weights_file(asked.origin)
         before = released.read_run_info(splits.RunInfo, saved)
         about = card.About(RECIPE, args.model_dir, path, before)
-        weights = synthesiser.model.state_dict()
-        return start.export(args.export, info, weights, synthesiser.frozen, {}, about)
+        return export(args, info, synthesiser, {}, about)
     data, corpora = read_data(args, saved)
     texts.read_corpora(synthesiser.texts, corpora)
     corpora = check_corpora(args, data, corpora, synthesiser.texts, info.config)

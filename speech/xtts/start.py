@@ -43,7 +43,12 @@ config = XttsConfig()
 config.load_json("FOLDER/config.json")
 model = Xtts.init_from_config(config)
 model.load_checkpoint(config, checkpoint_dir="FOLDER")
-latents, speaker = model.get_conditioning_latents(["voice.wav"])
+latents, speaker = model.get_conditioning_latents(
+    ["voice.wav"],
+    max_ref_length=config.max_ref_len,
+    gpt_cond_len=config.gpt_cond_len,
+    gpt_cond_chunk_len=config.gpt_cond_chunk_len,
+)
 wav = model.inference("TEXT", "LANGUAGE", latents, speaker)["wav"]  # 24 kHz
 """,
 )
