@@ -537,7 +537,12 @@ def check_form(form: str, config: dict, extras: dict) -> None:
 
 
 def export(
-    folder: str | Path, form: str, weights: dict[str, torch.Tensor], config: dict, extras: dict
+    folder: str | Path,
+    form: str,
+    weights: dict[str, torch.Tensor],
+    config: dict,
+    extras: dict,
+    card: str = "",
 ) -> list[str]:
     """Writes a folder that `transformers` can load (`form` "hf") or that holds NVIDIA's model.nemo
     ("nemo"), in fp32, and returns the file names. Settings of the fine-tuned model are kept.
@@ -545,7 +550,7 @@ def export(
     Raises `UsageError` and `RunError`.
 
     `weights`: by Hugging Face's names. `extras`: as `read_model` returns them; `source` may be
-    empty."""
+    empty. `card`: the text of README.md."""
     folder = Path(folder)
     checked = "the model to be exported"
     check_config(config, checked)
@@ -562,7 +567,7 @@ def export(
         tensors[name] = tensor.detach().to("cpu", dtype).contiguous()
     checkpoint.check_tensors(tensors, checked)
     prepare = _nemo_export if form == "nemo" else _hf_export
-    return model_files.write_export(folder, prepare(tensors, config, pieces, extras))
+    return model_files.write_export(folder, prepare(tensors, config, pieces, extras), card)
 
 
 def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict):

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from speech import recogniser, released, text
+from speech import card, recogniser, released, text
 from speech.layers import quieten_branches
 from speech.parakeet import formats
 from speech.parakeet.model import Parakeet
@@ -50,6 +51,29 @@ SCRATCH_RATE = 5e-4
 NEW_ROWS_RATE = 3e-3
 NOISE = 0.1  # their first deviation from the mean of the old rows, in deviations of these
 NEW_PIECES = 1024  # of --train_tokenizer bpe
+
+CARDS = {  # by --export_format
+    "hf": card.Form(
+        library="transformers",
+        task=card.RECOGNITION,
+        family="Parakeet-TDT",
+        use="""
+from transformers import pipeline
+
+print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
+""",
+    ),
+    "nemo": card.Form(
+        library="nemo",
+        task=card.RECOGNITION,
+        family="Parakeet-TDT",
+        use="""
+from nemo.collections.asr.models import ASRModel
+
+print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
+""",
+    ),
+}
 
 FORMS = released.Forms(
     family="Parakeet-TDT",
@@ -490,8 +514,13 @@ def learning_rate(info: ModelInfo, hours: float) -> float:
     return SMALL_RATE if info.config["d_model"] <= SMALL_WIDTH else SCRATCH_RATE
 
 
-def export(asked: Options, info: ModelInfo, weights: dict[str, torch.Tensor]) -> None:
-    """Writes a trained model to --export in the form of --export_format."""
+def export(
+    asked: Options, info: ModelInfo, weights: dict[str, torch.Tensor], about: card.About
+) -> None:
+    """Writes a trained model to --export in the form of --export_format, with a model card."""
     folder = asked.origin.export
-    names = formats.export(folder, asked.export_format, weights, info.config, exported(info))
+    form = asked.export_format
+    about = dataclasses.replace(about, is_new=not info.pretrained)
+    text = card.readme(Path(folder).resolve().name, about, CARDS[form])
+    names = formats.export(folder, form, weights, info.config, exported(info), text)
     print(f"exported to {folder}: {', '.join(names)}")
