@@ -1208,7 +1208,8 @@ def finish(
         return values.get(task.metric, math.nan)
 
     memory.free_memory(run.setup.device)  # the optimizer may be part of a reference cycle
-    model.to(run.setup.device)  # from the host, where a sharded one is at the end
+    if args.sharded:
+        model.to(run.setup.device)  # from the host
     with torch.no_grad():
         weights = checkpoint.use_best(args, model, task, score)
         with run.setup.autocast():

@@ -572,15 +572,22 @@ def export_and_speak(
         count = args.speak_held_out
     if not (run.setup.ranks.first and (args.export or count)):
         return
-    voices = speaking.speakers_of(corpora["train"])
+    speakers = speaking.speakers_of(corpora["train"])
+    synthesiser.frozen.to(run.setup.device)
     if args.export:
-        start.export(args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, voices)
+        export(args, info, synthesiser, speakers)
     if count:
         corpus = corpora["val"].select(np.arange(min(count, len(corpora["val"]))))
         folder = speaking.folder_of(args.output_dir)
-        synthesiser.frozen.to(run.setup.device)
         with run.setup.autocast():
-            print(speaking.speak_corpus(folder, synthesiser, corpus, voices, sampling))
+            print(speaking.speak_corpus(folder, synthesiser, corpus, speakers, sampling))
+
+
+def export(args, info: ModelInfo, synthesiser: Synthesiser, clips: dict) -> None:
+    """Writes the folder for Coqui, with the voices in `clips` and in those of --speaker_wav."""
+    clips = {**speaking.named_clips(args.speaker_wav or []), **clips}
+    speakers = speaking.to_export(synthesiser, clips)
+    start.export(args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, speakers)
 
 
 # --- without training -----------------------------------------------------------------------------
@@ -613,9 +620,7 @@ def evaluate_only(args, asked: start.Options) -> None:
     setup = device.setup(args)
     info, synthesiser, saved = trained(asked, setup)
     if args.export:
-        return start.export(
-            args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, {}
-        )
+        return export(args, info, synthesiser, {})
     data, corpora = read_data(args, saved)
     texts.read_corpora(synthesiser.texts, corpora)
     corpora = check_corpora(args, data, corpora, synthesiser.texts, info.config)

@@ -919,6 +919,22 @@ def test_released_weights_are_evaluated_first_and_their_export_is_read_again(tun
             len(clips[name][0]) == len(source)
             and abs(clips[name][0].astype(int) - source).max() <= 1
         )
+    voices = torch.load(folder / "coqui" / "speakers_xtts.pth", weights_only=True)
+    assert voices.keys() == {"a", "b", "c"}
+    assert (folder / "coqui" / "reference.wav").read_bytes() in {
+        path.read_bytes() for path in (folder / "coqui" / "speakers").iterdir()
+    }
+
+
+def test_an_export_alone_has_the_voices_of_speaker_wav(tuned, places, tmp_path):
+    weights = ["--resume", tuned[0] / "checkpoints" / "best.safetensors"]
+    wavs = [places.folder / f"{number}.wav" for number in (3, 4)]
+    ran(recipe, *weights, "--export", tmp_path / "out", "--speaker_wav", *wavs, "--device", "cpu")
+    voices = torch.load(tmp_path / "out" / "speakers_xtts.pth", weights_only=True)
+    during = torch.load(tuned[0] / "coqui" / "speakers_xtts.pth", weights_only=True)
+    for name, known in (("3", "a"), ("4", "b")):  # the same clips
+        for value, other in zip(voices[name].values(), during[known].values(), strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
 
 
 def test_a_plan_is_of_the_model_that_the_flags_ask_for(tuned, places, tmp_path, tmp_path_factory):
