@@ -211,7 +211,7 @@ def graphs(model: Parakeet) -> dict[str, Graph]:
 
 def export(graph: Graph):
     """torch's program of a graph, with references to the weights."""
-    return torch.onnx.export(
+    program = torch.onnx.export(
         graph.module.eval(),
         tuple(example for example, _ in graph.inputs.values()),
         input_names=list(graph.inputs),
@@ -221,6 +221,10 @@ def export(graph: Graph):
         dynamo=True,
         verbose=False,
     )
+    program.model.graph.metadata_props.clear()
+    for node in program.model.graph:
+        node.metadata_props.clear()  # lines of this code, with the folders of this machine
+    return program
 
 
 def save(program, path: Path) -> None:
