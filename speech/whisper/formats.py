@@ -268,9 +268,9 @@ def export(
     base: dict | None = None,
     card: str = "",
 ) -> list[str]:
-    """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights
-    (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model cannot have
-    the shape.
+    """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights in 16
+    bits (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model cannot
+    have the shape.
 
     `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a
     `WhisperTokenizer`, whose prompt becomes the default of `generate`. `base`: the generation
@@ -405,4 +405,6 @@ def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], config: dict)
     except UsageError as reason:
         print(f"no model.pt in the export: {reason}")
         return
-    torch.save({"dims": dims, "model_state_dict": hf_to_openai(tensors)}, folder / "model.pt")
+    # In 16 bits as OpenAI's files, which whisper.cpp's convert-pt-to-ggml.py takes for granted.
+    state = {name: tensor.half() for name, tensor in hf_to_openai(tensors).items()}
+    torch.save({"dims": dims, "model_state_dict": state}, folder / "model.pt")
