@@ -25,8 +25,9 @@ from speech.columns import Codes, Corpus
 
 DRAW = 13  # joins seed and epoch
 FULL = 0.25  # share of the windows that are as long as the longest input
-OPEN = 0.5  # share of the windows with times that may end within an utterance or a pause
-PREVIOUS = 0.5  # share of the windows with the text before them, if there is one
+OPEN = 0.75  # share of the windows with times that may end within an utterance or a pause
+PREVIOUS = 0.5  # share of the windows with the text before them
+LEADS = 0.5  # share of the windows that begin in the pause before their first utterance
 PAUSE = (0.2, 4.0)  # seconds between utterances that do not follow each other; half are below 0.9
 FEW = 8  # utterances: speakers with fewer share windows
 LONGEST_GAP = 5.0  # seconds between neighbours of one recording
@@ -127,13 +128,14 @@ def speaker_groups(corpus: Corpus) -> np.ndarray:
 @dataclass(frozen=True)
 class Plan:
     """The windows of an epoch. For the window of each utterance (N,): `place` and `stop`, its first
-    and last utterance on the `line`; `end`, where it ends there, in seconds; `cut`, whether it ends
-    within the next utterance; `timed`; `previous`, whether it may have the text before it; `speed`,
-    by which it is played faster."""
+    and last utterance on the `line`; `start` and `end`, where it begins and ends there, in seconds;
+    `cut`, whether it ends within the next utterance; `timed`; `previous`, whether it has the text
+    before it; `speed`, by which it is played faster."""
 
     line: Line
     place: np.ndarray
     stop: np.ndarray
+    start: np.ndarray
     end: np.ndarray
     cut: np.ndarray
     timed: np.ndarray
@@ -146,7 +148,7 @@ class Window:
     """One window, before it is played at `speed`. `rows` are its utterances and `spans` their (start,
     end), seconds from its beginning. With `cut` the last one is not heard to its end. `before` and
     `spans_before` are the same of the utterances before it, with times of a window of their own.
-    `recorded`: whether all is one part of a recording."""
+    `recorded`: whether all of them are one part of a recording."""
 
     rows: list[int]
     spans: list[tuple[float, float]]
@@ -187,6 +189,12 @@ class Packs:
         self.recordings = recordings(corpus)
         self.place = np.argsort(self.recordings.rows)
         self.has_next = (self.recordings.last > np.arange(len(corpus)))[self.place]
+        line = self.recordings
+        pauses = np.append(0.0, np.clip(line.starts[1:] - line.ends[:-1], 0.0, None))
+        pauses[pauses > LONG_PAUSE] = EDGE
+        pauses[line.first == np.arange(len(corpus))] = 0.0
+        # The longest lead of each window: silence, if the window is not of a recording.
+        self.leads = np.where(self.has_next, pauses[self.place], LONG_PAUSE)
 
     def __len__(self) -> int:
         return len(self.costs)
@@ -195,7 +203,7 @@ class Packs:
     def plan(self, epoch: int) -> Plan:
         count = len(self)
         random = np.random.default_rng([self.seed, epoch, DRAW])
-        length, timed, opens, previous = random.random((4, count))
+        length, timed, opens, previous, lead = random.random((5, count))
         line = drawn(self.groups, self.seconds_of, random)
         place = np.empty(count, dtype=np.int64)
         place[line.rows[::-1]] = np.arange(2 * count)[::-1]  # the first of two
@@ -206,9 +214,11 @@ class Packs:
         if self.speeds:
             speed = self.speeds(epoch).astype(float)
             speed[self.seconds_of > speed * self.longest] = 1.0
-        own = np.minimum(self.seconds_of / speed, self.longest)
+        lead = self.leads * np.clip(1 - lead / LEADS, 0.0, None)
+        lead = np.minimum(lead, np.clip(speed * self.longest - self.seconds_of, 0.0, None))
+        own = np.minimum((self.seconds_of + lead) / speed, self.longest)
         length = own + (self.longest - own) * np.minimum(1, length / (1 - FULL))
-        start = line.starts[place]
+        start = line.starts[place] - lead
         reach = start + length * speed
         stop = np.searchsorted(line.heard, reach + ROUNDING, "right") - 1
         # One token is for the start of an utterance that is cut.
@@ -226,12 +236,12 @@ class Packs:
         end = np.where(cut, reach, np.minimum(reach, line.starts[following]))
         end = np.where(is_open, np.maximum(end, line.ends[stop]), line.ends[stop])
         end = np.minimum(end, start + self.longest * speed)
-        return Plan(line, place, stop, end, cut, timed, previous < PREVIOUS, speed)
+        return Plan(line, place, stop, start, end, cut, timed, previous < PREVIOUS, speed)
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths of an epoch's windows as they are played."""
         plan = self.plan(epoch)
-        return (plan.end - plan.line.starts[plan.place]) / plan.speed
+        return (plan.end - plan.start) / plan.speed
 
     def tokens(self, epoch: int) -> np.ndarray:
         """(N,) tokens of an epoch's windows, as if all had times."""
@@ -247,36 +257,39 @@ class Packs:
         place = int(plan.place[index])
         cut = bool(plan.cut[index])
         places = np.arange(place, int(plan.stop[index]) + 1 + cut)
-        start = line.starts[place]
-        before = self.places_before(index) if plan.previous[index] else places[:0]
+        before = self.places_before(index, plan) if plan.previous[index] else places[:0]
+        begin = line.starts[before[0]] if len(before) else 0.0
         return Window(
             rows=line.rows[places].tolist(),
-            spans=spans(line, places),
-            seconds=float(plan.end[index] - start),
+            spans=spans(line, places, plan.start[index]),
+            seconds=float(plan.end[index] - plan.start[index]),
             cut=cut,
             timed=bool(plan.timed[index]),
             speed=float(plan.speed[index]),
             recorded=bool(self.has_next[index]),
             before=line.rows[before].tolist(),
-            spans_before=spans(line, before),
+            spans_before=spans(line, before, begin),
         )
 
-    def places_before(self, index: int) -> np.ndarray:
-        """The places of the utterances before an utterance in its recording, as many as a window
-        holds."""
-        line = self.recordings
-        place = self.place[index]
+    def places_before(self, index: int, plan: Plan) -> np.ndarray:
+        """The places of the utterances before a window, as many as another window holds: those of
+        the recording, or those of the drawn order that are not in the window."""
+        line = plan.line
+        place = plan.place[index]
+        first = line.first[place]
+        if not self.has_next[index]:
+            place = line.last[plan.place[index]] + 1  # where the utterance comes again
+            first = plan.stop[index] + plan.cut[index] + 1
         earliest = np.searchsorted(line.starts, line.starts[place] - self.longest)
-        return np.arange(max(earliest, line.first[place]), place)
+        return np.arange(max(earliest, first), place)
 
 
-def spans(line: Line, places: np.ndarray) -> list[tuple[float, float]]:
-    """(start, end) at these places of one part of a line, seconds from the first of them on. None
-    begins before the one before it ends."""
-    if not len(places):
-        return []
-    starts = np.maximum(line.starts[places], np.append(-np.inf, line.ends[places[:-1]]))
-    begin = line.starts[places[0]]
+def spans(line: Line, places: np.ndarray, begin: float) -> list[tuple[float, float]]:
+    """(start, end) at these places of one part of a line, in seconds from `begin` on. None begins
+    before the one before it ends."""
+    starts = np.maximum(
+        line.starts[places], np.append(-np.inf, line.ends[places[:-1]])[: len(places)]
+    )
     return list(zip((starts - begin).tolist(), (line.ends[places] - begin).tolist(), strict=True))
 
 
@@ -291,10 +304,11 @@ def read(corpus: Corpus, window: Window) -> torch.Tensor:
         part = part[: samples - first]
         waveform[first : first + len(part)] = part
 
-    is_several = len(window.rows) > 1 or window.seconds > window.spans[0][1] + ROUNDING
-    if window.recorded and is_several:
+    lead, end = window.spans[0]
+    is_more = len(window.rows) > 1 or lead > 0 or window.seconds > end + ROUNDING
+    if window.recorded and is_more:
         first = window.rows[0]
-        offset = float(corpus.offsets[first])
+        offset = float(corpus.offsets[first]) - lead
         # Not through the cache of decoded audio: each epoch has other windows.
         put(read_audio(corpus.paths[first], SAMPLE_RATE, offset, window.seconds), 0.0)
         silence_loud_pauses(waveform, window)
