@@ -231,7 +231,7 @@ class Packs:
 
         following = np.minimum(stop + 1, len(line.rows) - 1)
         is_open = timed & (opens < OPEN) & (stop < line.last[place])
-        is_open &= reach < line.ends[following]
+        is_open &= reach < line.ends[following] - ROUNDING
         cut = is_open & (reach >= line.starts[following] + SHORTEST_CUT)
         end = np.where(cut, reach, np.minimum(reach, line.starts[following]))
         end = np.where(is_open, np.maximum(end, line.ends[stop]), line.ends[stop])
