@@ -96,27 +96,27 @@ def of_windows(
 
 def report(now: Times, before: Times | None, name: str) -> str:
     """A table of both, and a warning if training has made it worse. `name`: the set's."""
-    head = "" if before is None else "   before"
-    rows = [f"times on {now.windows} windows of the {name} set{head:>9}      now"]
-    named = (
+    columns = [now] if before is None else [before, now]
+    heads = ["now"] if before is None else ["before", "now"]
+    rows = [(f"times, on {now.windows} windows of the {name} set", heads)]
+    for words, field, form in (
         ("text ends after an inner utterance, mean", "end", "{:.1%}"),
         ("text ends after an inner utterance, most", "most", "{:.1%}"),
         ("loss of time tokens", "loss", "{:.2f}"),
-    )
-    width = len(rows[0]) - len(head.rjust(9)) - 9
-    for words, field, form in named:
-        old = "" if before is None else form.format(getattr(before, field))
-        rows.append(f"{words:{width}}{old:>9}{form.format(getattr(now, field)):>9}")
+    ):
+        rows.append((words, [form.format(getattr(times, field)) for times in columns]))
+    width = max(len(words) for words, _ in rows)
+    lines = [f"{words:{width}}" + "".join(f"{cell:>9}" for cell in cells) for words, cells in rows]
     if before is not None:
         ends = now.end > max(MUCH, WORSE * before.end)
         if ends or now.loss > before.loss + HIGHER:
             what = "ends after one utterance more often" if ends else "knows times worse"
-            rows.append(
-                f"warning: the model {what} than before training, so that programs which read long"
+            lines.append(
+                f"warning: the model {what} than before training, so programs that read long"
                 " recordings by its times will lose text: train again with a higher"
                 " --timestamp_share, fewer updates or a lower --learning_rate"
             )
-    return "\n".join(rows)
+    return "\n".join(lines)
 
 
 def to_list(times: Times | None) -> list[float]:
