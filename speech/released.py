@@ -270,6 +270,13 @@ def use(
     return read_info(origin, family, saved), saved.model, saved
 
 
+def weights_file(origin: Origin) -> Path | None:
+    """The file of the weights of `use`; None for a released model."""
+    if origin.path and not origin.resume:
+        return None
+    return checkpoint.path_to_use(origin.resume, origin.checkpoint_dir)
+
+
 def read_run_info(kind: type, saved: Saved | None):
     """The `RunInfo`, a dataclass `kind`, of the run that saved a checkpoint; None without one.
     Raises `UsageError`."""
