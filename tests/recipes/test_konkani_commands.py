@@ -79,6 +79,15 @@ def test_nemo_features_are_normalised_per_utterance_and_older_checkpoints_have_n
         recipe.choose_config(args, saved)
 
 
+@pytest.mark.parametrize(
+    "flags, warmup", [("", 120), ("--max_steps 50", 10), ("--warmup_steps 7", 7)]
+)
+def test_the_demo_with_nemo_features_warms_up_longer(flags, warmup):
+    args = runs.parse(recipe, "--features", "nemo", *flags.split())
+    recipe.resolve(args)
+    assert args.warmup_steps == warmup
+
+
 # --- trained, stopped and resumed -----------------------------------------------------------------
 
 
