@@ -281,9 +281,7 @@ def test_what_a_window_cuts_off_is_decoded_again():
     assert segments[2:] == [(1000 * FRAME, 1200 * FRAME, ended[7:])] and moved == length
     assert timed.split([first, 1, 2], TIMES, length) == ([(0, length, [first, 1, 2])], length)
     segments, moved = timed.split(ended, TIMES, 500 * FRAME)  # a recording ends in the window
-    assert [part[:2] for part in segments[1:]] == [(150 * FRAME, 500 * FRAME)] + [
-        (500 * FRAME,) * 2
-    ]
+    assert [part[:2] for part in segments[1:]] == [(150 * FRAME, 500 * FRAME), (500 * FRAME,) * 2]
     once = [first, 1, first + 7]
     assert timed.split(once, TIMES, length) == ([(0, 7 * FRAME, once)], length)
 
