@@ -43,12 +43,13 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, recogniser, released, splits, text
+from speech import card, demo, metrics, recogniser, released, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.recogniser import SPEEDS, decode_set, decode_texts
+from speech.text import in_lower_case as for_scoring  # as PhoWhisper's error rates are computed
 from speech.whisper import decoding, formats, scratch, start, timed
 from speech.whisper.model import LAYERS, Whisper, ctc_loss, token_loss
 from speech.whisper.tokenizer import WhisperTokenizer, train_bpe
@@ -141,12 +142,6 @@ def resolve(args) -> start.Options:
             if args.long:
                 timed.make_search(*start.make_search(asked, info))
     return asked
-
-
-def for_scoring(transcript: str) -> str:
-    """As PhoWhisper's error rates are computed: NFC, lower case, without punctuation; tones and
-    numbers stay."""
-    return text.for_scoring(transcript).lower()
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -381,8 +376,7 @@ def report_results(
         baseline, search = baseline_for(model, asked, args.compare_to)
         texts_of = functools.partial(final_texts, baseline, *search)
         before = decode_texts(baseline, texts_of, eval_batches)
-        table = metrics.improvement_table(before, rows, for_scoring)
-        print(f"compared to {args.compare_to} on the same {len(rows)} utterances:\n{table}")
+        recogniser.print_improvement(before, rows, args.compare_to, asked.how, for_scoring)
 
 
 def report_long(
@@ -396,14 +390,16 @@ def report_long(
     rows = timed.decode_corpus(model, tokenizer, timed.make_search(tokenizer, search), corpus)
     print(f"\n{len(rows)} whole recordings, {weights}, decoding with times: {args.decoding}")
     print(metrics.recordings_table(rows, for_scoring))
-    recogniser.write_results(rows, args.log_dir / recogniser.LONG)
+    recogniser.write_rows(rows, asked.how, recogniser.LONG)
     if args.compare_to:
         baseline, (tokenizer, search) = baseline_for(model, asked, args.compare_to)
         search = timed.make_search(tokenizer, search)
         before = timed.decode_corpus(baseline, tokenizer, search, corpus)
         print(f"{args.compare_to} on the same recordings:")
         print(metrics.recordings_table(before, for_scoring))
-        print(metrics.improvement_table(before, rows, for_scoring))
+        readings = recogniser.readings_of(rows, asked.how, for_scoring)
+        both = (metrics.read_by(each, readings) for each in (before, rows))
+        print(metrics.improvement_table(*both))
 
 
 def baseline_for(
@@ -478,7 +474,10 @@ def evaluate_only(args, asked: start.Options) -> None:
         with setup.autocast():
             report_results(args, asked, info, model, evaluation, "the weights named")
     if args.export:
-        start.export(args.export, info, model.state_dict())
+        results = recogniser.read_results(args.log_dir) if args.evaluate else None
+        weights = released.weights_file(asked.origin)
+        about = card.About(RECIPE, asked.origin.path, weights, before and before.data, results)
+        start.export(args.export, info, model.state_dict(), about)
 
 
 def first_model(
@@ -588,9 +587,11 @@ def main(args) -> None:
     task = make_task(args, asked, run, info, run_info, train_set)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
-    finish(args, run, model, task, evaluation["val"], report)
+    weights = finish(args, run, model, task, evaluation["val"], report)
     if args.export and run.setup.ranks.first:
-        start.export(args.export, info, model.state_dict())
+        results = recogniser.read_results(args.log_dir)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results)
+        start.export(args.export, info, model.state_dict(), about)
 
 
 if __name__ == "__main__":

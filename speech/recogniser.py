@@ -22,15 +22,17 @@ from speech import metrics, subtitles
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.augment import read_noises
 from speech.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
-from speech.text import for_scoring, style
+from speech.text import NAMES, as_whisper, for_scoring, in_lower_case, mark_share, style
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # how the names of open files begin
 LONG = "transcripts_long.jsonl"  # of whole recordings
-REPORTS = ("transcripts.jsonl", LONG)  # files in the log folder
+REPORTS = ("transcripts.jsonl", LONG, "results.json")  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
 SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
+MOST_MARKS = 0.02  # share of marks among letters above which Whisper's normaliser breaks words
+NORMALISERS = {"whisper": as_whisper}  # choices of --normaliser
 
 STYLES = {  # what a warning says, and the difference between shares of texts that is worth it
     "case": ("capitals are", 0.3),
@@ -46,6 +48,7 @@ REGULARISATION = (
 EXCLUDES = (
     *((flag, options.COMMAND, options.TRAINS) for flag in REGULARISATION),
     ("noise_dir", "wave_augment False", "with the second no noise is added; leave one of them out"),
+    ("normaliser", "transcribe", "files to transcribe have no reference; leave the first out"),
 )
 NEEDS = (
     ("output", ("transcribe",), ""),
@@ -56,13 +59,15 @@ NEEDS = (
 @dataclass(frozen=True)
 class Options:
     """What the flags say about decoding and transcribing: the `method` and `beam_size` of a search
-    (None if the recipe has one method only); the files and folders to transcribe, the file that the
-    transcripts are written to (None: they are printed), the longest piece of a recording in seconds
-    (None: what the model reads), and whether they are printed with times; where results are written,
+    (None if the recipe has one method only); a further way to compare texts; the files and folders
+    to transcribe, the file that the transcripts are written to (None: they are printed), the
+    longest piece of a recording in seconds (None: what the model reads), and whether they are
+    printed with times; where results are written,
     and the seed that chooses examples."""
 
     method: str | None = None
     beam_size: int | None = None
+    normaliser: str | None = None
     transcribe: list[str] = field(default_factory=list)
     output: str | None = None
     piece_seconds: float | None = None
@@ -105,17 +110,26 @@ def add_augmentation(parser) -> None:
 
 
 def add_arguments(
-    parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
+    parser,
+    methods: tuple[str, ...] = (),
+    method: str = "",
+    beam_size: int = 0,
+    normalisers: bool = True,
 ) -> None:
     """The flags of augmentation and of decoding."""
     add_augmentation(parser)
-    add_decoding(parser, methods, method, beam_size)
+    add_decoding(parser, methods, method, beam_size, normalisers)
 
 
 def add_decoding(
-    parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
+    parser,
+    methods: tuple[str, ...] = (),
+    method: str = "",
+    beam_size: int = 0,
+    normalisers: bool = True,
 ) -> None:
-    """The flags of a recogniser that decodes by `methods`, `method` by default."""
+    """The flags of a recogniser that decodes by `methods`, `method` by default. Without
+    `normalisers` its texts are compared in one way only."""
     decoding = parser.add_argument_group("decoding and transcribing")
     if methods:
         decoding.add_argument(
@@ -129,6 +143,15 @@ def add_decoding(
             type=options.number(int, 1, MOST_BEAMS),
             metavar="N",
             help=f"hypotheses of a beam search ({beam_size})",
+        )
+    if normalisers:
+        decoding.add_argument(
+            "--normaliser",
+            choices=tuple(NORMALISERS),
+            help=(
+                "also print error rates of texts that are normalised as Whisper's reports are (its"
+                " multilingual normaliser)"
+            ),
         )
     parser.add_command(
         decoding,
@@ -190,6 +213,7 @@ def resolve(
     return Options(
         method=getattr(args, "decoding", None),
         beam_size=getattr(args, "beam_size", None),
+        normaliser=getattr(args, "normaliser", None),
         transcribe=getattr(args, "transcribe", None) or [],
         output=output,
         piece_seconds=getattr(args, "piece_seconds", None),
@@ -253,31 +277,91 @@ def print_results(
     normalise: Callable[[str], str] = for_scoring,
 ) -> None:
     """Prints WER, CER and a few of `rows` ({"file", "seconds", "reference", "hypothesis"}, and
-    perhaps timed "words"), and writes all of them to transcripts.jsonl. Both texts are compared
-    after `normalise`. Raises `RunError`."""
+    perhaps timed "words"), and writes all of them with their "errors" to transcripts.jsonl. The
+    texts are compared after `normalise`, and as `readings_of` says. The error rates are also
+    written to results.json. Raises `RunError`."""
     print(f"\n{title}")
-    references = [row["reference"] for row in rows]
-    hypotheses = [row["hypothesis"] for row in rows]
-    print(metrics.error_table(references, hypotheses, normalise))
+    errors = metrics.read_by(rows, readings_of(rows, how, normalise))
+    print(metrics.error_table(errors))
     for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
         row = rows[number]
         print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
         words = row.get("words", ())
         times = [f"{word['start']:.2f}-{word['end']:.2f} {word['text']}" for word in words]
         print(f"  times:      {'  '.join(times)}\n" if times else "")
-    write_results(rows, how.log_dir / "transcripts.jsonl")
+    counted = [
+        {**row, "errors": metrics.errors_of_row(errors, number)} for number, row in enumerate(rows)
+    ]
+    write_rows(counted, how, "transcripts.jsonl")
+    write_results(how, {"title": title, "rates": metrics.rates(errors)})
 
 
-def write_results(rows: list[dict], path: Path) -> None:
-    """Writes decoded utterances to a file in the log folder. Raises `RunError`."""
+def write_rows(rows: list[dict], how: Options, name: str) -> None:
+    """Writes decoded utterances to one of REPORTS. Raises `RunError`."""
     lines = []
     for row in rows:
         shown = {key: value for key, value in row.items() if key != "index"}
         lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
+    write_report(how, name, "".join(lines))
+
+
+def write_report(how: Options, name: str, text: str) -> None:
+    """Writes one of REPORTS. Raises `RunError`."""
     try:
-        files.write_text(path, "".join(lines))
+        files.write_text(how.log_dir / name, text)
     except OSError as error:
-        raise cannot_write(path.parent, error, "--log_dir") from None
+        raise cannot_write(how.log_dir, error, "--log_dir") from None
+
+
+def write_results(how: Options, results: dict) -> None:
+    """Writes results.json: the "title" of the results, the "rates" of `metrics.rates` and, if a
+    model was "compared_to", its rates as "before". Raises `RunError`."""
+    write_report(how, "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
+
+
+def read_results(log_dir: Path) -> dict:
+    """What `print_results` has written in the log folder."""
+    return files.read_json(log_dir / "results.json")
+
+
+def print_improvement(
+    before: list[dict],
+    rows: list[dict],
+    path: str,
+    how: Options,
+    normalise: Callable[[str], str] = for_scoring,
+) -> None:
+    """Prints how much lower the error rates of `rows` are than those of the rows `before` of the
+    model at `path`, of the same utterances, and adds the latter to results.json. `normalise` as in
+    `print_results`, which is called before. Raises `RunError`."""
+    readings = readings_of(rows, how, normalise, warns=False)
+    old, new = (metrics.read_by(each, readings) for each in (before, rows))
+    table = metrics.improvement_table(old, new)
+    print(f"compared to {path} on the same {len(rows)} utterances:\n{table}")
+    compared = {"compared_to": path, "before": metrics.rates(old)}
+    write_results(how, {**read_results(how.log_dir), **compared})
+
+
+def readings_of(
+    rows: list[dict], how: Options, normalise: Callable[[str], str], warns: bool = True
+) -> dict[str, Callable[[str], str]]:
+    """The ways in which texts are compared, by name: after a recipe's own `normalise`, in lower
+    case without punctuation, and by --normaliser. Symbols that are no writing, whose `normalise` is
+    not one of text.py's, are compared in this way only."""
+    if normalise not in NAMES:
+        return {"as sent": normalise}
+    chosen = [normalise, in_lower_case]
+    if how.normaliser:
+        chosen.append(NORMALISERS[how.normaliser])
+        share = mark_share(row["reference"] for row in rows)
+        if warns and share > MOST_MARKS:
+            print(
+                f"warning: {NAMES[chosen[-1]]} puts spaces in place of the marks of this script,"
+                f" {100 * share:.0f} % of its letters: its error rates say little about how well"
+                " this language is read",
+                flush=True,
+            )
+    return {NAMES[each]: each for each in chosen}
 
 
 def warn_of_style(texts: list[str], rows: list[dict]) -> None:

@@ -1,7 +1,9 @@
 """Text: normalisation for training and for scoring, and the tokenizers."""
 
 import io
+import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -39,6 +41,37 @@ def for_scoring(text: str) -> str:
     ह व क कण."""
     kept = (" " if unicodedata.category(c).startswith("P") else c for c in text if c not in JOINERS)
     return normalise("".join(kept))
+
+
+def in_lower_case(text: str) -> str:
+    """`for_scoring` in lower case: what most reports compare. Marks and numbers stay."""
+    return for_scoring(text).lower()
+
+
+def as_whisper(text: str) -> str:
+    """As Whisper's multilingual normaliser (its `BasicTextNormalizer`), by which many error rates
+    are reported: lower case, without what is in brackets, and a space in place of each mark, symbol
+    and punctuation. Letters with composed marks (ế) stay, but Indic vowel signs do not."""
+    text = re.sub(r"[<\[][^>\]]*[>\]]", "", text.lower())
+    text = unicodedata.normalize("NFKC", re.sub(r"\(([^)]+?)\)", "", text))
+    kept = (" " if unicodedata.category(c)[0] in "MSP" else c for c in text)
+    return re.sub(r"\s+", " ", "".join(kept).lower())
+
+
+# What tables call the ways in which two texts are compared.
+NAMES = {
+    for_scoring: "case kept, no punctuation",
+    in_lower_case: "lower case, no punctuation",
+    as_whisper: "Whisper's multilingual normaliser",
+}
+
+
+def mark_share(texts: Iterable[str]) -> float:
+    """The share of letters and marks in `texts` that are marks, which `as_whisper` removes."""
+    kinds = Counter()
+    for text in texts:
+        kinds.update(unicodedata.category(c)[0] for c in unicodedata.normalize("NFKC", text))
+    return kinds["M"] / max(1, kinds["M"] + kinds["L"])
 
 
 def style(texts: list[str]) -> dict[str, float]:

@@ -368,7 +368,12 @@ class Speaker:
 
 
 def export(
-    folder: str | Path, groups: dict, config: dict, extras: dict, speakers: dict[str, Speaker]
+    folder: str | Path,
+    groups: dict,
+    config: dict,
+    extras: dict,
+    speakers: dict[str, Speaker],
+    card: str = "",
 ) -> list[str]:
     """Writes a folder that Coqui's XTTS loads strictly and speaks with, in fp32, and returns the
     names in it. Replaces an empty folder or an earlier export that nobody has changed, and refuses
@@ -376,7 +381,7 @@ def export(
 
     `groups` and `extras`: as `read_model` returns them. Settings in `extras["config"]` are kept; it
     may be empty. `speakers` by name: their clips become speakers/NAME.wav, that of the first also
-    reference.wav, and the rest speakers_xtts.pth."""
+    reference.wav, and the rest speakers_xtts.pth. `card`: the text of README.md."""
     folder = Path(folder)
     _check_export(groups, config, extras["vocab"])
     model_files.require_export(folder)
@@ -414,7 +419,7 @@ def export(
             with open(aside / VOICES, "wb") as file:
                 torch.save(known, file)
 
-    return model_files.write_export(folder, fill)
+    return model_files.write_export(folder, fill, card)
 
 
 def _check_export(groups: dict, config: dict, vocab: str) -> None:

@@ -451,7 +451,7 @@ def speak_corpus(
             "synthesis": (spoken, frozen.rate),
         }
         for kind, (waveform, rate) in outputs.items():
-            file = f"{index + 1:03d}_{kind}.wav"
+            file = clip_name(index, kind)
             rows[kind].append((file, text, name))
             clips[file] = int16(waveform), rate
     write_corpus(folder, clips, rows)
@@ -464,6 +464,11 @@ def speak_corpus(
             f"\nspeaker similarity: {mean:.2f} (cosine between vectors of the speaker encoder)"
         )
     return message
+
+
+def clip_name(index: int, kind: str) -> str:
+    """The file of a held-out sentence, one of KINDS."""
+    return f"{index + 1:03d}_{kind}.wav"
 
 
 def folder_of(output_dir: str | Path) -> Path:
