@@ -388,7 +388,9 @@ def report_long(
     corpus = splits.read_manifests({"long": args.long}, text.normalise, checks)["long"]
     tokenizer, search = start.make_search(asked, info)
     rows = timed.decode_corpus(model, tokenizer, timed.make_search(tokenizer, search), corpus)
+    errors = metrics.read_by(rows, recogniser.readings_of(rows, asked.how, for_scoring))
     print(f"\n{len(rows)} whole recordings, {weights}, decoding with times: {args.decoding}")
+    print(metrics.error_table(errors))
     print(metrics.recordings_table(rows, for_scoring))
     recogniser.write_rows(rows, asked.how, recogniser.LONG)
     if args.compare_to:
@@ -397,9 +399,8 @@ def report_long(
         before = timed.decode_corpus(baseline, tokenizer, search, corpus)
         print(f"{args.compare_to} on the same recordings:")
         print(metrics.recordings_table(before, for_scoring))
-        readings = recogniser.readings_of(rows, asked.how, for_scoring)
-        both = (metrics.read_by(each, readings) for each in (before, rows))
-        print(metrics.improvement_table(*both))
+        readings = recogniser.readings_of(rows, asked.how, for_scoring, warns=False)
+        print(metrics.improvement_table(metrics.read_by(before, readings), errors))
 
 
 def baseline_for(
