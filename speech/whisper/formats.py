@@ -327,14 +327,16 @@ def feature_settings(config: dict[str, int]) -> dict:
 
 
 def generation_settings(config: dict[str, int], tokenizer, base: dict | None) -> dict:
-    """`generation_config.json`: `base`, overridden by this tokenizer's prompt. If the model's
-    vocabulary is padded, ids beyond the tokenizer are suppressed: `transformers` takes them for
+    """`generation_config.json`: `base`, overridden by this tokenizer's prompt. With
+    `return_timestamps` in `base`, `transformers` reads recordings of any length by their times. If
+    the model's vocabulary is padded, ids beyond the tokenizer are suppressed: `transformers` takes them for
     timestamps, and generation may never end."""
     kept = {name: value for name, value in (base or {}).items() if name not in NOT_KEPT}
     settings = {
         "suppress_tokens": [],
         "begin_suppress_tokens": [],
         "max_initial_timestamp_index": 50,
+        "return_timestamps": False,
         **kept,
     }
     settings |= {
@@ -343,7 +345,6 @@ def generation_settings(config: dict[str, int], tokenizer, base: dict | None) ->
         "eos_token_id": tokenizer.eos,
         "pad_token_id": tokenizer.eos,
         "max_length": config["max_target_positions"],
-        "return_timestamps": False,
         "is_multilingual": tokenizer.multilingual,
     }
     if tokenizer.no_timestamps is not None:
