@@ -486,8 +486,9 @@ def report_results(
     weights: str,
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one, decoded by
-    --decoding, and what `measure_times` finds now and found before training; with --compare_to also a baseline's, for which the model is moved to the host.
-    `weights`: which weights the model has, for the title."""
+    --decoding, and what `measure_times` finds now and found before training; with --compare_to also
+    a baseline's, for which the model is moved to the host. `weights`: which weights the model has,
+    for the title."""
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
     texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
@@ -601,7 +602,8 @@ def evaluate_only(args, asked: start.Options) -> None:
             times_before = before.times_before if before else []
             report_results(args, asked, info, model, evaluation, times_before, "the weights named")
     if args.export:
-        results = recogniser.read_results(args.log_dir) if args.evaluate else None
+        has_results = args.evaluate and not args.long
+        results = recogniser.read_results(args.log_dir) if has_results else None
         weights = released.weights_file(asked.origin)
         about = card.About(RECIPE, asked.origin.path, weights, before and before.data, results)
         start.export(args.export, info, model.state_dict(), about)

@@ -391,7 +391,8 @@ def test_the_same_segments_are_printed_and_written(folder, tmp_path, one_pass):
 
 def test_whole_recordings_are_scored(folder, tmp_path, one_pass):
     flags = ["--evaluate", "--long", folder / "two.json", "--model_dir", folder / "model"]
-    out = ran(vietnamese, *flags, "--output_dir", tmp_path, "--compare_to", folder / "model")
+    flags += ["--export", tmp_path / "exported", "--output_dir", tmp_path]
+    out = ran(vietnamese, *flags, "--compare_to", folder / "model")
     table = [line.split() for line in out.splitlines() if line.endswith((".wav", "all"))]
     assert [Path(row[-1]).name for row in table] == ["a.wav", "b.wav", "all"] * 2
     assert [row[5] for row in table[:3]] == ["70.0", "33.0", "103.0"]
