@@ -510,10 +510,11 @@ def report_long(
 ) -> None:
     """Prints error rates of the whole recordings of --long and what they lose in a row; with
     --compare_to also a baseline's, for which the model is moved to the host."""
+    tokenizer, search = start.make_search(asked, info)
+    search = timed.make_search(tokenizer, search)
     checks = dataclasses.replace(splits.resolve(args).checks, max_duration=LONGEST)
     corpus = splits.read_manifests({"long": args.long}, text.normalise, checks)["long"]
-    tokenizer, search = start.make_search(asked, info)
-    rows = timed.decode_corpus(model, tokenizer, timed.make_search(tokenizer, search), corpus)
+    rows = timed.decode_corpus(model, tokenizer, search, corpus)
     errors = metrics.read_by(rows, recogniser.readings_of(rows, asked.how, for_scoring))
     print(f"\n{len(rows)} whole recordings, {weights}, decoding with times: {args.decoding}")
     print(metrics.error_table(errors))
