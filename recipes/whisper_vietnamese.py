@@ -486,8 +486,9 @@ def report_results(
     weights: str,
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one, decoded by
-    --decoding, and what `measure_times` finds now and found before training; with --compare_to also a baseline's, for which the model is moved to the host.
-    `weights`: which weights the model has, for the title."""
+    --decoding, and what `measure_times` finds now and found before training; with --compare_to also
+    a baseline's, for which the model is moved to the host. `weights`: which weights the model has,
+    for the title."""
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
     texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
@@ -509,11 +510,14 @@ def report_long(
 ) -> None:
     """Prints error rates of the whole recordings of --long and what they lose in a row; with
     --compare_to also a baseline's, for which the model is moved to the host."""
+    tokenizer, search = start.make_search(asked, info)
+    search = timed.make_search(tokenizer, search)
     checks = dataclasses.replace(splits.resolve(args).checks, max_duration=LONGEST)
     corpus = splits.read_manifests({"long": args.long}, text.normalise, checks)["long"]
-    tokenizer, search = start.make_search(asked, info)
-    rows = timed.decode_corpus(model, tokenizer, timed.make_search(tokenizer, search), corpus)
+    rows = timed.decode_corpus(model, tokenizer, search, corpus)
+    errors = metrics.read_by(rows, recogniser.readings_of(rows, asked.how, for_scoring))
     print(f"\n{len(rows)} whole recordings, {weights}, decoding with times: {args.decoding}")
+    print(metrics.error_table(errors))
     print(metrics.recordings_table(rows, for_scoring))
     recogniser.write_rows(rows, asked.how, recogniser.LONG)
     if args.compare_to:
@@ -522,9 +526,8 @@ def report_long(
         before = timed.decode_corpus(baseline, tokenizer, search, corpus)
         print(f"{args.compare_to} on the same recordings:")
         print(metrics.recordings_table(before, for_scoring))
-        readings = recogniser.readings_of(rows, asked.how, for_scoring)
-        both = (metrics.read_by(each, readings) for each in (before, rows))
-        print(metrics.improvement_table(*both))
+        readings = recogniser.readings_of(rows, asked.how, for_scoring, warns=False)
+        print(metrics.improvement_table(metrics.read_by(before, readings), errors))
 
 
 def baseline_for(
@@ -600,7 +603,8 @@ def evaluate_only(args, asked: start.Options) -> None:
             times_before = before.times_before if before else []
             report_results(args, asked, info, model, evaluation, times_before, "the weights named")
     if args.export:
-        results = recogniser.read_results(args.log_dir) if args.evaluate else None
+        has_results = args.evaluate and not args.long
+        results = recogniser.read_results(args.log_dir) if has_results else None
         weights = released.weights_file(asked.origin)
         about = card.About(RECIPE, asked.origin.path, weights, before and before.data, results)
         start.export(args.export, info, model.state_dict(), about)
