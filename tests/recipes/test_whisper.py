@@ -620,7 +620,7 @@ def test_export_alone_and_in_the_end_are_the_same(memorised, tmp_path):
     assert ["model-index" in block for block in blocks] == [False, True]
     for card in cards:
         assert "| training | 2 | 0.00 |" in card and "| evaluation set, in training |" in card
-        assert "python recipes/whisper_vietnamese.py --device cpu " in card and "(on CPU" in card
+        assert "Trained by `recipes/whisper_vietnamese.py` (on CPU, weights of update " in card
 
 
 def test_compared_to_a_baseline(memorised, released, tmp_path):
