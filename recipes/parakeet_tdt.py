@@ -11,8 +11,8 @@ if the manifest has segment times. The text is trained on as it is written: give
 punctuation that the model shall write.
 
 --model_file takes NVIDIA's .nemo archive, --model_dir a Hugging Face folder; --from_scratch
---model_size 110m makes a new model with a new vocabulary. --export DIR --export_format hf|nemo
-writes what transformers' ParakeetForTDT and NeMo load.
+--model_size 110m makes a new model with a new vocabulary. --export DIR --export_format hf|nemo|onnx
+writes what transformers' ParakeetForTDT, NeMo, or sherpa-onnx and onnx-asr load.
 
 Memory: weights and gradients of 0.6 billion parameters take 4.7 GiB of the GPU, optimizer states
 4.7, in 8 bits 1.2, and none with --use_cpu_offload. run_parakeet_tdt.sh has presets from 4 GB.

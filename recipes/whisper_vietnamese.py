@@ -22,6 +22,7 @@ Sources: Whisper (Radford et al. 2022); variable length as in icefall's Whisper 
 (Park et al. 2019) with the masks of WeNet's Whisper recipe.
 """
 
+import copy
 import dataclasses
 import functools
 import sys
@@ -50,7 +51,7 @@ from speech.columns import Corpus
 from speech.features import random_masks
 from speech.recogniser import SPEEDS, decode_set, decode_texts
 from speech.text import in_lower_case as for_scoring  # as PhoWhisper's error rates are computed
-from speech.whisper import decoding, formats, scratch, start
+from speech.whisper import decoding, formats, kept_times, packs, scratch, start, timed
 from speech.whisper.model import LAYERS, Whisper, ctc_loss, token_loss
 from speech.whisper.tokenizer import WhisperTokenizer, train_bpe
 
@@ -64,16 +65,30 @@ DEMO_STEPS = 1800
 USUAL_TOKENS = 500
 DEMO_TOKENS = 320  # with whole syllables as tokens the demo's CER was 62 % instead of 26 %
 PROMPT = 4  # tokens before a text
+PREVIOUS_TOKENS = 223  # of the text before a window, as programs that decode give them
 SIZES = {"demo": formats.make_config(144, (4, 2), 4), **formats.SIZES}
+MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
+LONGEST = 24 * 3600.0  # seconds, of a recording of --long
+NO_TIMES = "a model from scratch has no time tokens"
 OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
 EXCLUDES = (
     *recogniser.EXCLUDES,
     *start.EXCLUDES,
     *(("vocab_size", model, OWN_VOCABULARY) for model in released.MODELS),
     ("vocab_size", options.COMMAND, OWN_VOCABULARY),
+    ("timestamp_share", options.COMMAND, options.TRAINS),
     ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
+    ("timestamps", "piece_seconds", "the second cuts recordings to train on; leave one out"),
+    *(("long", manifest, "each has results of its own; leave one out") for manifest in MANIFESTS),
 )
-NEEDS = (*splits.NEEDS, *recogniser.NEEDS, *start.NEEDS)
+NEEDS = (
+    *splits.NEEDS,
+    *recogniser.NEEDS,
+    *start.NEEDS,
+    ("timestamps", ("transcribe",), ""),
+    ("long", ("evaluate",), ""),
+    ("timestamp_share", (*released.MODELS, "resume", "init_from"), NO_TIMES),
+)
 
 
 def add_arguments(parser) -> None:
@@ -91,12 +106,37 @@ def add_arguments(parser) -> None:
         ),
     )
     own.add_argument(
+        "--timestamp_share",
+        type=options.SHARE,
+        metavar="S",
+        help=(
+            "train a released model on windows of several utterances, and this share of them with"
+            " times, so that programs which read long recordings lose no text; 0: on single"
+            " utterances (0.25 if utterances follow each other in their recordings, else 0)"
+        ),
+    )
+    own.add_argument(
         "--compare_to",
         type=options.path,
         metavar="PATH",
         help=(
             "a baseline for the results at the end: a Hugging Face folder, OpenAI's .pt, or weights"
             " of this recipe"
+        ),
+    )
+    own.add_argument(
+        "--timestamps",
+        action=options.OnOff,
+        default=False,
+        help="transcribe in segments with times, by the model's time tokens (off)",
+    )
+    own.add_argument(
+        "--long",
+        type=options.path,
+        metavar="FILE",
+        help=(
+            "evaluate on this manifest of whole recordings of any length, decoded in segments with"
+            " times"
         ),
     )
     rate = (None, "by the model's width, and whether it is fine-tuned")
@@ -106,23 +146,27 @@ def add_arguments(parser) -> None:
 def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS)
-    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE)
+    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE, has_times=args.timestamps)
     if args.vocab_size is None:
         args.vocab_size = DEMO_TOKENS if is_demo else USUAL_TOKENS
     origin = released.resolve(args, start.FORMS, SIZES, "base", is_demo)
     asked = start.resolve(args, origin, how)
     if args.compare_to:
         with torch.device("meta"):  # what is wrong with it is reported before the training
-            read_baseline(asked, args.compare_to)
+            info, _ = read_baseline(asked, args.compare_to)
+            if args.long:
+                timed.make_search(*start.make_search(asked, info))
     return asked
 
 
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, before: start.RunInfo | None = None) -> dict[str, Corpus]:
+def read_data(args, before: start.RunInfo | None = None, times: bool = False) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's if no manifest is
-    given. What the run `before`, which is resumed or used, held out is held out again."""
+    given. What the run `before`, which is resumed or used, held out is held out again. With
+    `times`, the training set's segments are utterances of their own, because windows of them are
+    trained on."""
 
     def make_demo() -> dict[str, str]:
         folder = Path(args.output_dir) / "data" / "vietnamese_demo"
@@ -134,15 +178,20 @@ def read_data(args, before: start.RunInfo | None = None) -> dict[str, Corpus]:
         return splits.stand_in(args.max_duration, most_characters)
 
     data = splits.resolve(args, before.data.held_out if before else ())
+    checks = dataclasses.replace(data.checks, join_segments=not times)
+    data = dataclasses.replace(data, checks=checks)
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
 
 
-def drop_untrainable(args, corpus: Corpus, tokenizer: WhisperTokenizer, config: dict) -> Corpus:
+def drop_untrainable(
+    args, corpus: Corpus, tokenizer: WhisperTokenizer, info: start.ModelInfo
+) -> Corpus:
     """Without the utterances whose decoder input would be longer than the model's."""
-    max_tokens = args.max_target_tokens or config["max_target_positions"]
+    max_tokens = args.max_target_tokens or info.config["max_target_positions"]
+    space = tokenizer.space if info.times else ""
 
     def fault(index: int) -> tuple[str, str] | None:
-        tokens = len(tokenizer.prompt) + len(tokenizer.encode(corpus.texts[index]))
+        tokens = len(tokenizer.prompt) + len(tokenizer.encode(space + corpus.texts[index]))
         if tokens <= max_tokens:
             return None
         reason = f"text is longer than {max_tokens} tokens (--max_target_tokens)"
@@ -152,8 +201,9 @@ def drop_untrainable(args, corpus: Corpus, tokenizer: WhisperTokenizer, config: 
 
 
 class Utterances:
-    """A set of utterances as the model takes them. Only the training set is augmented and padded,
-    and both depend on (seed, epoch, index) alone."""
+    """A set of utterances as the model takes them, or of windows that begin with each of them, of
+    which a `timestamp_share` has times. Only the training set is augmented and padded, and all of
+    this depends on (seed, epoch, index) alone."""
 
     def __init__(
         self,
@@ -162,20 +212,32 @@ class Utterances:
         tokenizer: WhisperTokenizer,
         info: start.ModelInfo,
         training: bool,
+        timestamp_share: float = 0.0,
     ):
         self.args = args
         self.corpus = corpus
         self.tokenizer = tokenizer
+        self.info = info
         self.training = training
         self.longest = start.input_seconds(info.config)
-        most_tokens = args.max_target_tokens or info.config["max_target_positions"]
-        self.room = most_tokens - len(tokenizer.prompt)
+        self.most_tokens = args.max_target_tokens or info.config["max_target_positions"]
+        self.room = self.most_tokens - len(tokenizer.prompt)
+        # A released model writes it before a text, and keeps doing so if it is trained with times.
+        self.space = tokenizer.space if info.times else ""
         self.pad_from = 0  # the epoch from which --pad_share applies
         self.augmentation = None
         by_default = args.wave_augment is None and info.pretrained
         if training and (args.wave_augment or by_default):
             noises = read_noises(args.noise_dir)
             self.augmentation = Augmentation(args.seed, len(corpus), self.longest, noises)
+        self.packs = None
+        if timestamp_share:
+            tokens = np.array([len(self.encode(transcript)) for transcript in corpus.texts])
+            speeds = self.speeds if training and args.speed_perturbation else None
+            seed = args.seed if training else 0
+            self.packs = packs.Packs(
+                corpus, tokens, timestamp_share, seed, self.longest, self.room, speeds
+            )
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -186,16 +248,27 @@ class Utterances:
     def hours(self) -> float:
         return float(self.corpus.seconds.sum()) / 3600
 
+    def encode(self, transcript: str) -> list[int]:
+        return self.tokenizer.encode(self.space + transcript)
+
+    def alone(self) -> "Utterances":
+        """The same utterances without windows."""
+        other = copy.copy(self)
+        other.packs = None
+        return other
+
     def text_length(self, index: int) -> int:
+        if self.packs:
+            return int(self.packs.tokens(0)[index])
         return len(self.corpus.texts[index])
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths in an epoch: after speed perturbation, with silence at the ends, and the
         longest input's if an utterance is padded."""
-        seconds = self.corpus.seconds
+        seconds = self.packs.seconds(epoch) if self.packs else self.corpus.seconds
         if not self.training:
             return seconds
-        if self.args.speed_perturbation:
+        if self.args.speed_perturbation and not self.packs:
             seconds = np.minimum(seconds / self.speeds(epoch), self.longest)
         if self.augmentation:
             seconds = self.augmentation.lengths(seconds, epoch)
@@ -209,39 +282,59 @@ class Utterances:
             return np.full(len(self), self.args.pad_to_30s)
         return start.draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
 
-    def item(self, index: int, epoch: int) -> dict:
-        """One utterance: waveform (T,), decoder input and labels (U,), CTC's targets (S,), masks of
-        SpecAugment."""
-        args = self.args
+    def waveform(self, index: int, epoch: int) -> torch.Tensor:
+        """(T,) one utterance in an epoch, without --wave_augment."""
         limit = round(self.longest * SAMPLE_RATE)
-        transcript = self.corpus.texts[index]
-        name = self.corpus.where(index)
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
-        if self.training and args.speed_perturbation:
+        if self.training and self.args.speed_perturbation:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
             if len(changed) <= limit:
                 waveform = changed
-        waveform = waveform[:limit]
+        return waveform[:limit]
+
+    def item(self, index: int, epoch: int) -> dict:
+        """One utterance, or the window that begins with it: waveform (T,), decoder input and labels
+        (U,), how many labels at the beginning have no loss, CTC's targets (S,), masks of
+        SpecAugment."""
+        args = self.args
+        limit = round(self.longest * SAMPLE_RATE)
+        window = None
+        if self.packs:
+            window = self.packs.window(index, epoch)
+            waveform = change_speed(packs.read(self.corpus, window), window.speed)[:limit]
+        else:
+            waveform = self.waveform(index, epoch)
+        lead = 0.0  # seconds of silence in front
         if self.augmentation:
+            lead = float(self.augmentation.ends(len(waveform) / SAMPLE_RATE, epoch, index)[0])
             waveform = self.augmentation.apply(waveform, index, epoch)
-        tokens = self.tokenizer.encode(transcript)
-        if self.training and len(tokens) > self.room:
+        before, prompt, rows = [], self.tokenizer.prompt, [index]
+        if window:
+            before, prompt, tokens = self.written(window, lead)
+            rows = window.rows[: len(window.rows) - window.cut]
+        else:
+            tokens = self.encode(self.corpus.texts[index])
+        name = self.corpus.where(index)
+        if self.training and len(tokens) > self.most_tokens - len(prompt):
             raise DataError(
                 f"{name}: its text has {len(tokens)} tokens, and --max_target_tokens leaves room"
                 f" for {self.room}"
             )
         # Only the loss of an evaluation set is cut short: the whole text is scored.
-        tokens = tokens[: self.room]
+        tokens = tokens[: self.most_tokens - len(prompt)]
+        decoder_input = [*before, *prompt, *tokens]
         item = {
             "audio": waveform,
-            "tokens": torch.tensor([*self.tokenizer.prompt, *tokens]),
-            "labels": torch.tensor([*self.tokenizer.prompt[1:], *tokens, self.tokenizer.eos]),
+            "tokens": torch.tensor(decoder_input),
+            "labels": torch.tensor([*decoder_input[1:], self.tokenizer.eos]),
             "ctc_tokens": torch.tensor(tokens, dtype=torch.long),
             "heard": len(waveform),
-            "text": transcript,
+            "text": self.tokenizer.space.join(self.corpus.texts[row] for row in rows),
             "name": name,
             "index": index,
         }
+        if window:
+            item["unscored"] = len(before)
         if self.training and self.padded(epoch)[index]:  # this silence is heard: it is not masked
             item["audio"] = F.pad(waveform, (0, limit - len(waveform)))
         if self.training and args.spec_augment:
@@ -250,10 +343,40 @@ class Utterances:
             item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
         return item
 
+    def written(self, window: packs.Window, lead: float) -> tuple[list[int], list[int], list[int]]:
+        """A window as tokens: what was said before it, the prompt, and its text. With times, each
+        utterance is between the tokens of its start and its end; of one that the window cuts, only
+        the start is written, which tells a program where its next window begins."""
+        tokenizer = self.tokenizer
+
+        def write(rows: list[int], spans: list[tuple[float, float]], shift: float) -> list[int]:
+            tokens = []
+            for row, span in zip(rows, spans, strict=True):
+                said = self.encode(self.corpus.texts[row])
+                if window.timed:
+                    first, last = [tokenizer.time(at / window.speed + shift) for at in span]
+                    said = [first, *said, last]
+                tokens += said
+            return tokens
+
+        whole = len(window.rows) - window.cut
+        tokens = write(window.rows[:whole], window.spans[:whole], lead)
+        if window.cut:
+            tokens.append(tokenizer.time(window.spans[-1][0] / window.speed + lead))
+        prompt = tokenizer.timed_prompt if window.timed else tokenizer.prompt
+        most = min(PREVIOUS_TOKENS, self.most_tokens - len(prompt) - len(tokens) - 1)
+        before = write(window.before, window.spans_before, 0.0)[-max(most, 1) :]
+        if before and most > 0:
+            before = [tokenizer.previous, *before]
+        else:
+            before = []
+        return before, prompt, tokens
+
 
 def collate(items: list[dict]) -> dict:
     """Items to a batch: audio (B, T), tokens and labels (B, U), ctc_tokens (B, S), each with its
-    lengths; counts are the numbers of targets of each loss term."""
+    lengths, and for windows unscored_lengths (B,), of the labels without loss; counts are the
+    numbers of targets of each loss term."""
     batch = {
         "names": [item["name"] for item in items],
         "texts": [item["text"] for item in items],
@@ -270,6 +393,9 @@ def collate(items: list[dict]) -> dict:
         "attention": int(batch["labels_lengths"].sum()),
         "ctc": int(batch["ctc_tokens_lengths"].sum()),
     }
+    if "unscored" in items[0]:
+        batch["unscored_lengths"] = torch.tensor([item["unscored"] for item in items])
+        batch["counts"]["attention"] -= int(batch["unscored_lengths"].sum())
     return batch
 
 
@@ -320,6 +446,28 @@ def evaluate(
     return {**sums, **metrics.score(rows, for_scoring)}
 
 
+def measure_times(data: Utterances, model: Whisper) -> kept_times.Times | None:
+    """Whether a released model reads on after one utterance and knows times, on windows of a few
+    utterances of `data`. None for a model without time tokens."""
+    if not data.info.pretrained or data.tokenizer.timestamp_begin is None:
+        return None
+    info = dataclasses.replace(data.info, times=True)
+    whole = (data.args, data.corpus, data.tokenizer, info)
+    windows = Utterances(*whole, training=False, timestamp_share=1.0)
+    batches = kept_times.windows(windows, collate, windows.packs.seed)
+    return kept_times.measure(model, data.tokenizer, batches)
+
+
+def measure_and_evaluate(
+    data: Utterances, measured: list[float], evaluation, model: Whisper, eval_batches
+) -> dict[str, tuple[float, float]]:
+    """The `evaluation`. The first one of a run, which the loop makes before the first update, fills
+    `measured`, too."""
+    if not measured:
+        measured += kept_times.to_list(measure_times(data, model))
+    return evaluation(model, eval_batches)
+
+
 def final_texts(
     model: Whisper, tokenizer: WhisperTokenizer, search: decoding.Search, batch: dict
 ) -> list[str]:
@@ -334,10 +482,11 @@ def report_results(
     info: start.ModelInfo,
     model: Whisper,
     evaluation: dict[str, EvalBatches],
+    times_before: list[float],
     weights: str,
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one, decoded by
-    --decoding; with --compare_to also a baseline's, for which the model is moved to the host.
+    --decoding, and what `measure_times` finds now and found before training; with --compare_to also a baseline's, for which the model is moved to the host.
     `weights`: which weights the model has, for the title."""
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
@@ -345,14 +494,48 @@ def report_results(
     rows = decode_texts(model, texts_of, eval_batches)
     title = f"{name} set, {weights}, {len(rows)} utterances, decoding: {args.decoding}"
     recogniser.print_results(rows, title, asked.how, for_scoring)
+    measured = "val" if "val" in evaluation else "test"  # as before training
+    if times := measure_times(evaluation[measured].dataset.data, model):
+        print(kept_times.report(times, kept_times.from_list(times_before), measured))
     if args.compare_to:
-        baseline_info, baseline_weights = read_baseline(asked, args.compare_to)
-        baseline = start.make_model(baseline_info, weights=baseline_weights).eval()
-        memory.replace_on_device(model, baseline)
-        search = start.make_search(asked, baseline_info)
+        baseline, search = baseline_for(model, asked, args.compare_to)
         texts_of = functools.partial(final_texts, baseline, *search)
         before = decode_texts(baseline, texts_of, eval_batches)
         recogniser.print_improvement(before, rows, args.compare_to, asked.how, for_scoring)
+
+
+def report_long(
+    args, asked: start.Options, info: start.ModelInfo, model: Whisper, weights: str
+) -> None:
+    """Prints error rates of the whole recordings of --long and what they lose in a row; with
+    --compare_to also a baseline's, for which the model is moved to the host."""
+    checks = dataclasses.replace(splits.resolve(args).checks, max_duration=LONGEST)
+    corpus = splits.read_manifests({"long": args.long}, text.normalise, checks)["long"]
+    tokenizer, search = start.make_search(asked, info)
+    rows = timed.decode_corpus(model, tokenizer, timed.make_search(tokenizer, search), corpus)
+    print(f"\n{len(rows)} whole recordings, {weights}, decoding with times: {args.decoding}")
+    print(metrics.recordings_table(rows, for_scoring))
+    recogniser.write_rows(rows, asked.how, recogniser.LONG)
+    if args.compare_to:
+        baseline, (tokenizer, search) = baseline_for(model, asked, args.compare_to)
+        search = timed.make_search(tokenizer, search)
+        before = timed.decode_corpus(baseline, tokenizer, search, corpus)
+        print(f"{args.compare_to} on the same recordings:")
+        print(metrics.recordings_table(before, for_scoring))
+        readings = recogniser.readings_of(rows, asked.how, for_scoring)
+        both = (metrics.read_by(each, readings) for each in (before, rows))
+        print(metrics.improvement_table(*both))
+
+
+def baseline_for(
+    model: Whisper, asked: start.Options, path: str
+) -> tuple[Whisper, tuple[WhisperTokenizer, decoding.Search]]:
+    """The model of --compare_to on the device of `model`, which is moved to the host, and its
+    search."""
+    info, weights = read_baseline(asked, path)
+    baseline = start.make_model(info, weights=weights).eval()
+    memory.replace_on_device(model, baseline)
+    return baseline, start.make_search(asked, info)
 
 
 def read_baseline(asked: start.Options, path: str) -> tuple[start.ModelInfo, dict]:
@@ -383,20 +566,30 @@ def trained(
 def transcribe(args, asked: start.Options) -> None:
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
+    tokenizer, search = start.make_search(asked, info)
+    if args.timestamps:
+        search = timed.make_search(tokenizer, search)
+        decode = functools.partial(timed.transcripts, model, tokenizer, search)
+        recogniser.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
+        return
     longest, cutting = start.long_recordings(info, before and before.data)
-    texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
+    texts_of = functools.partial(final_texts, model, tokenizer, search)
     recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()
 def evaluate_only(args, asked: start.Options) -> None:
-    """--evaluate on the test set, --export, or both, without training."""
+    """--evaluate on the test set or on --long, --export, or both, without training."""
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
-    if args.evaluate:
+    if args.long:
+        check_folder(args.log_dir)
+        with setup.autocast():
+            report_long(args, asked, info, model, "the weights named")
+    elif args.evaluate:
         check_folder(args.log_dir)
         start.check_limits(asked, info.config)
-        corpora = read_data(args, before)
+        corpora = read_data(args, before, info.times)
         tokenizer, _ = start.make_search(asked, info)
         corpora.pop("train", None)
         evaluation = {}
@@ -404,7 +597,8 @@ def evaluate_only(args, asked: start.Options) -> None:
             data = Utterances(args, corpus, tokenizer, info, training=False)
             evaluation[name] = EvalBatches(args, data, collate, setup)
         with setup.autocast():
-            report_results(args, asked, info, model, evaluation, "the weights named")
+            times_before = before.times_before if before else []
+            report_results(args, asked, info, model, evaluation, times_before, "the weights named")
     if args.export:
         results = recogniser.read_results(args.log_dir) if args.evaluate else None
         weights = released.weights_file(asked.origin)
@@ -435,6 +629,15 @@ def first_model(
     return info, model
 
 
+def may_train_times(args, asked: start.Options, run: Run) -> bool:
+    """Whether the model is a released one, and --timestamp_share not 0."""
+    saved = run.resumed or run.initial
+    pretrained = asked.origin.path is not None
+    if saved and not pretrained and not asked.origin.may_be_random:
+        pretrained = bool(saved.model_info.get("pretrained"))
+    return pretrained and args.timestamp_share != 0
+
+
 def about_run(
     args,
     info: start.ModelInfo,
@@ -448,9 +651,11 @@ def about_run(
     longest = start.longest_heard(info, data.longest, before and before.data)
     steps = run_length.choose(args, global_batches, info.pretrained).total
     pad_from = start.middle_epoch(steps, global_batches.per_epoch)
+    times_before = []
     if before:
         pad_from = before.pad_from
-    return start.RunInfo(dataclasses.replace(data, longest=longest), pad_from)
+        times_before = before.times_before
+    return start.RunInfo(dataclasses.replace(data, longest=longest), pad_from, times_before)
 
 
 def make_task(
@@ -460,12 +665,18 @@ def make_task(
     info: start.ModelInfo,
     run_info: start.RunInfo,
     train_set: Utterances,
+    val_set: Utterances,
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
     last_steps = decoding.last_steps(search, info.config)
-    rate = decoding.TokenRate(train_set, args.seed)
+    rate = decoding.TokenRate(train_set.alone(), args.seed)
     terms = loss_weights(args, info)
+    evaluation = functools.partial(evaluate, tokenizer, search, rate, terms)
+    if not run.resumed:
+        evaluation = functools.partial(
+            measure_and_evaluate, val_set, run_info.times_before, evaluation
+        )
     fit = None
     freeze = Whisper.freeze_encoder
     if not info.pretrained:
@@ -475,7 +686,7 @@ def make_task(
         RECIPE,
         compute_loss,
         terms,
-        functools.partial(evaluate, tokenizer, search, rate, terms),
+        evaluation,
         info,
         run_info,
         metric="cer",
@@ -503,22 +714,26 @@ def main(args) -> None:
     run = begin(args, RECIPE)
     before = released.read_run_info(start.RunInfo, run.resumed)
 
-    corpora = read_data(args, before)
+    corpora = read_data(args, before, may_train_times(args, asked, run))
     info, model = first_model(args, asked, run, corpora["train"].texts)
     tokenizer, _ = start.make_search(asked, info)
-    corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, info.config)
+    share = start.timestamp_share(args.timestamp_share, info, tokenizer, corpora["train"])
+    info = dataclasses.replace(info, times=share > 0)
+    corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, info)
+    train_set = Utterances(args, corpora["train"], tokenizer, info, True, share)
     data = {}
     for name, corpus in corpora.items():
-        data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
+        if name != "train":
+            data[name] = Utterances(args, corpus, tokenizer, info, training=False)
 
-    global_batches = GlobalBatches(args, data["train"], collate, run.setup)
+    global_batches = GlobalBatches(args, train_set, collate, run.setup)
     run_info = about_run(args, info, corpora, global_batches, before)
-    train_set = data.pop("train")
     train_set.pad_from = run_info.pad_from
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
-    task = make_task(args, asked, run, info, run_info, train_set)
+    task = make_task(args, asked, run, info, run_info, train_set, data["val"])
     train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(report_results, args, asked, info, model, evaluation)
+    measured = run_info.times_before
+    report = functools.partial(report_results, args, asked, info, model, evaluation, measured)
     weights = finish(args, run, model, task, evaluation["val"], report)
     if args.export and run.setup.ranks.first:
         results = recogniser.read_results(args.log_dir)

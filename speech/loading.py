@@ -36,6 +36,7 @@ class Checks:
     cache_dir: Path | None = None  # of file headers and audio measures; None: no cache
     cache_audio: str | None = None  # folder of decoded audio; None: no cache
     use_chunking: bool = False
+    join_segments: bool = True  # if `use_chunking`: as many as fit are one utterance
     max_samples: int | None = None  # of the training set; None: all
     strict: bool = False  # raise `DataError` if anything is rejected
     seed: int = 1  # of the held-out part, and of `max_samples`
@@ -263,7 +264,7 @@ def check_lengths(rows: Rows, segments: Segments, checks: Checks) -> None:
             is_long & ~has_segments, f"{too_long}, without segment times for --use_chunking"
         )
         if (rows.keep & is_long).any():
-            cut_by_segments(rows, segments, checks.max_duration)
+            cut_by_segments(rows, segments, checks.max_duration, checks.join_segments)
     rows.reject_all(rows.corpus.seconds > checks.max_duration, too_long)
     reject_short(rows, checks)
 
@@ -306,11 +307,11 @@ def cache_file(checks: Checks, kind: str, path: str) -> Path | None:
     return checks.cache_dir / f"{kind}-{digest}.npz"
 
 
-def cut_by_segments(rows: Rows, segments: Segments, max_duration: float) -> None:
+def cut_by_segments(rows: Rows, segments: Segments, max_duration: float, join: bool) -> None:
     """Cuts the rows over `max_duration` into pieces of whole segments, in place.
 
-    A piece joins as many consecutive segments as fit, including the gaps between them. Segments
-    over `max_duration`, and rows whose segments cannot be used, are rejected."""
+    With `join`, a piece joins as many consecutive segments as fit, including the gaps between them;
+    otherwise each segment with a text is a piece. Segments over `max_duration`, and rows whose segments cannot be used, are rejected."""
     corpus = rows.corpus
     sources = array("q")
     offsets = array("d")
@@ -324,7 +325,11 @@ def cut_by_segments(rows: Rows, segments: Segments, max_duration: float) -> None
         if problem:
             rows.rejected.add(problem, rows.example(row) + details)
             continue
-        for start, stop, text in join_segments(parts, max_duration):
+        if join:
+            parts = join_segments(parts, max_duration)
+        else:
+            parts = [part for part in parts if part[2]]
+        for start, stop, text in parts:
             stop = min(stop, length)
             if stop - start > max_duration + MICROSECOND:
                 reason = f"a segment is longer than {max_duration:g} s (--max_duration)"

@@ -242,3 +242,37 @@ def improvement_table(
             rates = f"{100 * old:7.2f}% {100 * new:7.2f}%"
             lines.append(f"{name.upper():4} {rates} {points} {reduction}")
     return "\n".join(lines)
+
+
+def longest_deletion(
+    reference: str, hypothesis: str, normalise: Callable[[str], str] = for_scoring
+) -> int:
+    """The most words of the reference in a row that the hypothesis lacks, after `normalise`."""
+    jiwer = require("jiwer", "WER and CER")
+    reference = normalise(reference)
+    if not reference:
+        return 0
+    alignments = jiwer.process_words(reference, normalise(hypothesis)).alignments[0]
+    deleted = [each for each in alignments if each.type == "delete"]
+    return max((each.ref_end_idx - each.ref_start_idx for each in deleted), default=0)
+
+
+def recordings_table(rows: list[dict], normalise: Callable[[str], str] = for_scoring) -> str:
+    """WER, CER, deleted words and the longest passage that was dropped, for each of `rows` ({"file",
+    "seconds", "reference", "hypothesis"}) and for all of them, as lines to print."""
+    dropped = [longest_deletion(row["reference"], row["hypothesis"], normalise) for row in rows]
+    lines = [f"{'WER %':>7} {'CER %':>7} {'words':>7} {'delet.':>7} {'in a row':>8} {'seconds':>8}"]
+
+    def add(part: list[dict], longest: int, name: str) -> None:
+        pairs = ([row[key] for row in part] for key in ("reference", "hypothesis"))
+        errors = cer_and_wer(*pairs, normalise)
+        rates = " ".join(f"{100 * errors[unit].rate:7.2f}" for unit in ("wer", "cer"))
+        words = errors["wer"]
+        seconds = sum(row["seconds"] for row in part)
+        counts = f"{words.length:7} {words.deletions:7} {longest:8} {seconds:8.1f}"
+        lines.append(f"{rates} {counts}  {name}")
+
+    for row, longest in zip(rows, dropped, strict=True):
+        add([row], longest, row["file"])
+    add(rows, max(dropped), "all")
+    return "\n".join(lines)

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -248,7 +248,8 @@ def read_manifests(
 ) -> dict[str, Corpus]:
     """The checked corpora of `manifests`, {split: path}; prints their sizes and what was rejected.
 
-    `checks.max_samples` shortens "train" to the rows of `load_sample`. If there is a "train" but no
+    `checks.max_samples` shortens "train" to the rows of `load_sample`, and only its segments can be
+    left apart. If there is a "train" but no
     "val", a part of these rows is held out: if possible `checks.held_out`, whatever the seed and
     `max_samples` are now. Raises `DataError` and `UsageError`."""
     corpora = {}
@@ -262,7 +263,8 @@ def read_manifests(
                     f"--max_samples: {sample.checked} of {sample.total} rows of {path} were checked"
                 )
         else:
-            corpus, rejected = load_corpus(path, normalise, checks)
+            own = checks if split == "train" else replace(checks, join_segments=True)
+            corpus, rejected = load_corpus(path, normalise, own)
             if split == "train":
                 whole, rows = corpus, np.arange(len(corpus))
         report_rejections(f"{split} set ({path})", corpus.seconds, rejected, checks.strict)

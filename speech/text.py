@@ -13,6 +13,10 @@ from common.files import read_json
 MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
 # They shape glyphs, so training keeps them. They are not heard, so scoring removes them.
 JOINERS = "\u200c\u200d"
+# Latin, Armenian, Arabic, Urdu, Devanagari, Myanmar, Ethiopic, Khmer, Chinese and full-width.
+SENTENCE_ENDS = tuple(
+    ".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61"
+)
 
 STATE = (  # what `state()` of a tokenizer returns
     {"kind": {"sentencepiece"}, "model": str},

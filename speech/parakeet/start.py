@@ -127,7 +127,7 @@ class Options:
     """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
     `tokenizer`: the kind of the pieces that are made from the training texts, "bpe" or "char"; None
     for the model's own, or a new model's usual ones. `loss`: settings that replace the model's.
-    `export_format`: "hf" or "nemo"."""
+    `export_format`: "hf", "nemo" or "onnx"."""
 
     origin: Origin
     how: recogniser.Options
@@ -144,8 +144,11 @@ def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, formats.SIZES, "110m")
     group.add_argument(
         "--export_format",
-        choices=["hf", "nemo"],
-        help="form of --export: a folder for transformers, or a folder with NeMo's model.nemo (hf)",
+        choices=["hf", "nemo", "onnx"],
+        help=(
+            "form of --export: a folder for transformers, one with NeMo's model.nemo, or one for"
+            " sherpa-onnx and onnx-asr (hf)"
+        ),
     )
     group.add_argument(
         "--vocab_size",
@@ -222,7 +225,7 @@ def resolve(args, is_demo: bool) -> Options:
     }
     return Options(
         origin=origin,
-        how=recogniser.resolve(args, is_demo),
+        how=recogniser.resolve(args, is_demo, has_times=True),
         tokenizer=args.train_tokenizer,
         vocab_size=args.vocab_size,
         loss={name: value for name, value in loss.items() if value is not None},

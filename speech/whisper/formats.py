@@ -268,9 +268,9 @@ def export(
     base: dict | None = None,
     card: str = "",
 ) -> list[str]:
-    """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights
-    (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model cannot have
-    the shape.
+    """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights in 16
+    bits (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model cannot
+    have the shape.
 
     `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a
     `WhisperTokenizer`, whose prompt becomes the default of `generate`. `base`: the generation
@@ -327,14 +327,16 @@ def feature_settings(config: dict[str, int]) -> dict:
 
 
 def generation_settings(config: dict[str, int], tokenizer, base: dict | None) -> dict:
-    """`generation_config.json`: `base`, overridden by this tokenizer's prompt. If the model's
-    vocabulary is padded, ids beyond the tokenizer are suppressed: `transformers` takes them for
+    """`generation_config.json`: `base`, overridden by this tokenizer's prompt. With
+    `return_timestamps` in `base`, `transformers` reads recordings of any length by their times. If
+    the model's vocabulary is padded, ids beyond the tokenizer are suppressed: `transformers` takes them for
     timestamps, and generation may never end."""
     kept = {name: value for name, value in (base or {}).items() if name not in NOT_KEPT}
     settings = {
         "suppress_tokens": [],
         "begin_suppress_tokens": [],
         "max_initial_timestamp_index": 50,
+        "return_timestamps": False,
         **kept,
     }
     settings |= {
@@ -343,13 +345,12 @@ def generation_settings(config: dict[str, int], tokenizer, base: dict | None) ->
         "eos_token_id": tokenizer.eos,
         "pad_token_id": tokenizer.eos,
         "max_length": config["max_target_positions"],
-        "return_timestamps": False,
         "is_multilingual": tokenizer.multilingual,
     }
     if tokenizer.no_timestamps is not None:
         settings["no_timestamps_token_id"] = tokenizer.no_timestamps
-    if "<|startofprev|>" in tokenizer.specials:
-        settings["prev_sot_token_id"] = tokenizer.specials["<|startofprev|>"]
+    if tokenizer.previous is not None:
+        settings["prev_sot_token_id"] = tokenizer.previous
     if tokenizer.multilingual:
         settings["lang_to_id"] = {
             f"<|{code}|>": tokenizer.specials[f"<|{code}|>"] for code in tokenizer.languages
@@ -405,4 +406,6 @@ def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], config: dict)
     except UsageError as reason:
         print(f"no model.pt in the export: {reason}")
         return
-    torch.save({"dims": dims, "model_state_dict": hf_to_openai(tensors)}, folder / "model.pt")
+    # In 16 bits as OpenAI's files, which whisper.cpp's convert-pt-to-ggml.py takes for granted.
+    state = {name: tensor.half() for name, tensor in hf_to_openai(tensors).items()}
+    torch.save({"dims": dims, "model_state_dict": state}, folder / "model.pt")

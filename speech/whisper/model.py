@@ -431,14 +431,17 @@ class Whisper(nn.Module):
 def token_loss(
     model: Whisper, batch: dict, encoded: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """The decoder's cross-entropy, summed over the labels (B, U) within their lengths. Whisper uses
-    one token id for end-of-text and padding, so padding is identified by length."""
+    """The decoder's cross-entropy, summed over the labels (B, U) within their lengths, without the
+    first ones of each row if there are `unscored_lengths` (B,). Whisper uses one token id for
+    end-of-text and padding, so padding is identified by length."""
     x = model.decoder(batch["tokens"], encoded, mask).flatten(0, 1)
     width = batch["tokens"].shape[1]
-    rows = [
-        torch.arange(n) + row * width for row, n in enumerate(batch["labels_lengths_host"].tolist())
-    ]
-    kept = torch.cat(rows)
+    ends = batch["labels_lengths_host"].tolist()
+    starts = [0] * len(ends)
+    if "unscored_lengths" in batch:
+        starts = batch["unscored_lengths_host"].tolist()
+    spans = enumerate(zip(starts, ends, strict=True))
+    kept = torch.cat([torch.arange(start, end) + row * width for row, (start, end) in spans])
     kept = (kept.pin_memory() if x.is_cuda else kept).to(x.device, non_blocking=True)
     x = x[kept]  # (N, D)
     labels = batch["labels"].flatten()[kept]  # (N,)

@@ -5,7 +5,7 @@ import argparse
 import functools
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +17,9 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import card, recogniser, released, splits
 from speech.audio import SAMPLE_RATE
+from speech.columns import Corpus
 from speech.long import BY_OVERLAP, BY_PAUSES, SHORT_CLIPS, Cutting
-from speech.whisper import decoding, formats
+from speech.whisper import decoding, formats, packs
 from speech.whisper.model import FRAME, Whisper
 from speech.whisper.tokenizer import (
     NO_SPEECH,
@@ -31,6 +32,8 @@ from speech.whisper.tokenizer import (
 
 BEAM_SIZE = 5
 PAD_SHARE = 0.05
+TIMESTAMP_SHARE = 0.25  # of the windows, if utterances follow each other in their recordings
+FOLLOWED = 0.1  # share of the utterances that must
 AUXILIARY_WEIGHT = 0.3  # share of the encoder's own loss, from scratch
 # Peak learning rates of fine-tuning by width: a fortieth of pre-training's.
 FINE_TUNING_RATES = {384: 3.75e-5, 512: 2.5e-5, 768: 1.25e-5, 1024: 6.25e-6, 1280: 4.4e-6}
@@ -96,7 +99,7 @@ class ModelInfo:
     encoder without the blank, 0 if there is none. `generation`: a released model's
     generation_config.json, with the tokens that are never generated. `pretrained`: whether it began
     with released weights. `pad_to_30s`: whether its inputs are padded to the longest one, and the
-    padding is heard as silence."""
+    padding is heard as silence. `times`: whether it was trained with times (--timestamp_share)."""
 
     config: Annotated[dict, formats.CONFIG]
     tokenizer: Annotated[dict, STATE]
@@ -104,15 +107,17 @@ class ModelInfo:
     generation: Annotated[dict, {f"{name}?": [TOKENS] for name in SUPPRESSED}]
     pretrained: bool
     pad_to_30s: bool
+    times: bool = False
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What else later commands must know: the data, and the epoch from which --pad_share
-    applies."""
+    """What else later commands must know: the data, the epoch from which --pad_share applies, and
+    what `kept_times` measured before the first update (empty before that)."""
 
     data: splits.RunInfo
     pad_from: Annotated[int, range(1 << 31)]
+    times_before: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -489,6 +494,30 @@ def draw_padded(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
     return np.random.default_rng([seed, epoch, 11]).random(count) < share
 
 
+def timestamp_share(
+    given: float | None, info: ModelInfo, tokenizer: WhisperTokenizer, corpus: Corpus
+) -> float:
+    """--timestamp_share for this model and training set: what is `given`, or by default
+    TIMESTAMP_SHARE if the model has time tokens and utterances follow each other in their
+    recordings. Raises `UsageError`."""
+    has_times = info.pretrained and tokenizer.timestamp_begin is not None
+    if given and not has_times:
+        raise UsageError(
+            f"--timestamp_share {given:g}: this model has no time tokens, which only a released"
+            " multilingual or English model has; leave it out"
+        )
+    if given is not None or not has_times:
+        return given or 0.0
+    followed = packs.followed(corpus)
+    if followed < FOLLOWED:
+        return 0.0
+    print(
+        f"--timestamp_share {TIMESTAMP_SHARE:g}: {100 * followed:.0f} % of the training utterances"
+        " are followed by another one of their recording; windows of them are trained on"
+    )
+    return TIMESTAMP_SHARE
+
+
 def middle_epoch(updates: int, per_epoch: int) -> int:
     """The epoch from which --pad_share applies, in a run of so many updates with `per_epoch` in an
     epoch. Before the model can read anything, 30 s of mostly silence teach it little and cost as
@@ -536,5 +565,6 @@ def export(
         languages = (tokenizer.language,) if tokenizer.language else ()
     about = replace(about, languages=languages, is_new=not info.pretrained)
     text = card.readme(Path(folder).resolve().name, about, CARD)
-    names = formats.export(folder, weights, info.config, tokenizer, info.generation, text)
+    generation = {**info.generation, "return_timestamps": info.times}
+    names = formats.export(folder, weights, info.config, tokenizer, generation, text)
     print(f"exported to {folder}: {', '.join(names)}")

@@ -34,16 +34,19 @@ TASKS = ("translate", "transcribe")
 EOS = "<|endoftext|>"
 START = "<|startoftranscript|>"
 NO_TIMESTAMPS = "<|notimestamps|>"
+PREVIOUS = "<|startofprev|>"
 NO_SPEECH = ("<|nospeech|>", "<|nocaptions|>")  # OpenAI's name, and older Hugging Face folders'
 AFTER_LANGUAGES = (
     *(f"<|{t}|>" for t in TASKS),
     "<|startoflm|>",
-    "<|startofprev|>",
+    PREVIOUS,
     NO_SPEECH[0],
     NO_TIMESTAMPS,
 )
-TIMESTAMPS = [f"<|{i * 0.02:.2f}|>" for i in range(1501)]
+TIME_STEP = 0.02  # seconds between two time tokens
+TIMESTAMPS = [f"<|{i * TIME_STEP:.2f}|>" for i in range(1501)]
 _TIMESTAMPS = frozenset(TIMESTAMPS)
+UNSPACED = {"zh", "ja", "th", "lo", "my", "yue"}  # languages without spaces, as in openai/whisper
 ENGLISH_ONLY_SIZE = 51_864
 ENGLISH_ONLY_EOS = 50_256  # the id of eos in GPT-2's vocabulary, which the English-only models use
 LONGEST_TOKEN = 256  # bytes of a token of a .tiktoken file; the released ones have up to 128
@@ -115,9 +118,10 @@ class WhisperTokenizer:
     is only kept. Raises `UsageError` for a language or task that the vocabulary lacks, and
     `ValueError`, `KeyError` or `TypeError` for a vocabulary that is damaged.
 
-    Attributes: the ids `eos`, `start`, `no_timestamps`, `no_speech` and `timestamp_begin` (the last
-    three are None if the vocabulary lacks them), `prompt` (the decoder's first tokens), `size` (of
-    the vocabulary), `languages` (codes).
+    Attributes: the ids `eos`, `start`, `no_timestamps`, `no_speech`, `previous` (of
+    <|startofprev|>) and `timestamp_begin` (the last four are None if the vocabulary lacks them),
+    `prompt` (the decoder's first tokens), `timed_prompt` (the same before a text with times), `size`
+    (of the vocabulary), `languages` (codes), `space` (what a released model writes before a text).
     """
 
     kind = "whisper"
@@ -145,6 +149,7 @@ class WhisperTokenizer:
         self.start = specials[START]
         self.no_timestamps = specials.get(NO_TIMESTAMPS)
         self.no_speech = next((specials[name] for name in NO_SPEECH if name in specials), None)
+        self.previous = specials.get(PREVIOUS)
         self.timestamp_begin = specials.get(TIMESTAMPS[0])
         last = specials.get("<|translate|>", 0)
         ordered = sorted(specials.items(), key=lambda pair: pair[1])
@@ -161,6 +166,8 @@ class WhisperTokenizer:
         self.prompt = [self.start]
         if multilingual:
             self.prompt += [specials[f"<|{self.language}|>"], specials[f"<|{task}|>"]]
+        self.timed_prompt = list(self.prompt)
+        self.space = "" if self.language in UNSPACED else " "
         if self.no_timestamps is not None:
             self.prompt.append(self.no_timestamps)
 
@@ -202,6 +209,10 @@ class WhisperTokenizer:
         incomplete UTF-8."""
         raw = b"".join(self.raw.get(int(token), b"") for token in tokens)
         return raw.decode("utf-8", "replace")
+
+    def time(self, seconds: float) -> int:
+        """The time token of a place in a window of up to 30 s; for a vocabulary that has them."""
+        return self.timestamp_begin + min(round(seconds / TIME_STEP), len(TIMESTAMPS) - 1)
 
     def state(self) -> dict:
         """Dicts, lists and strings for a checkpoint, from which `make_tokenizer` restores the
@@ -434,7 +445,7 @@ def read_tokenizer(
         if file.suffix == ".tiktoken":
             tokenizer = _from_tiktoken(file, language, vocab_size)
         else:
-            tokenizer = _from_hugging_face(file, language)
+            tokenizer = _from_hugging_face(file, language, vocab_size)
     if vocab_size and tokenizer.size > vocab_size:
         raise UsageError(
             f"{file} has {tokenizer.size} tokens and the model {vocab_size}: "
@@ -461,8 +472,11 @@ def _json(file: Path) -> dict:
     return files.read_json(file) if file.is_file() else {}
 
 
-def _from_hugging_face(file: Path, language: str | None) -> WhisperTokenizer:
-    """The tokenizer in a vocab.json with its merges.txt, or in a tokenizer.json."""
+def _from_hugging_face(
+    file: Path, language: str | None, vocab_size: int | None
+) -> WhisperTokenizer:
+    """The tokenizer in a vocab.json with its merges.txt, or in a tokenizer.json. Older folders do
+    not list the time tokens: these are the last rows of the model."""
     read = _read_vocab_json if file.name == "vocab.json" else _read_tokenizer_json
     vocab, merges, added, special = read(file)
     specials = {}
@@ -471,6 +485,9 @@ def _from_hugging_face(file: Path, language: str | None) -> WhisperTokenizer:
         is_special = token in special or re.fullmatch(r"<\|[^|]+\|>", token)
         (specials if is_special else text_tokens)[token] = i
     symbols = [token for token in sorted(added, key=added.get) if token not in specials]
+    listed = 1 + max((vocab | added).values())
+    if specials.get(NO_TIMESTAMPS) == listed - 1 and vocab_size == listed + len(TIMESTAMPS):
+        specials |= {name: listed + i for i, name in enumerate(TIMESTAMPS)}
     is_gpt2 = specials.get(EOS) == ENGLISH_ONLY_EOS and len(text_tokens) == ENGLISH_ONLY_EOS
     return WhisperTokenizer(
         text_tokens,

@@ -8,6 +8,8 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from common import checkpoint, compiling, memory
+from common.batches import to_device
 from common.device import Setup
 from common.loop import run_global_batch
 from recipes import whisper_morse as morse
@@ -28,7 +31,15 @@ from speech.audio import SAMPLE_RATE, read_audio
 from speech.morse import synthesis
 from speech.whisper import decoding, formats, start
 from speech.whisper.model import LAYERS, Whisper
-from speech.whisper.tokenizer import make_tokenizer, train_bpe, train_symbols
+from speech.whisper.tokenizer import (
+    LANGUAGES,
+    WhisperTokenizer,
+    make_tokenizer,
+    read_tokenizer,
+    special_tokens,
+    train_bpe,
+    train_symbols,
+)
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
 
@@ -537,6 +548,269 @@ def test_released_models_learn_morse_with_nothing_suppressed(released, tmp_path)
     )
 
 
+# --- times ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_times(spoken, tmp_path_factory):
+    """A random model with all languages and time tokens, as transformers saves it, in two folders;
+    "unlisted" has a tokenizer without the time tokens, as older folders have it."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("with times")
+    lines = Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
+    bpe = train_bpe([json.loads(line)["text"] for line in lines], 300, "vi")
+    torch.manual_seed(0)
+    for name, has_times in (("listed", True), ("unlisted", False)):
+        specials = special_tokens(len(bpe.vocab), LANGUAGES[:99], has_times)
+        tokenizer = WhisperTokenizer(bpe.vocab, bpe.merges, specials, (), "vi")
+        if has_times:
+            config = formats.make_config(16, (1, 1), 2, vocabulary=tokenizer.size)
+            special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos)
+            settings = transformers.WhisperConfig(
+                **config,
+                **special,
+                decoder_start_token_id=tokenizer.start,
+                suppress_tokens=None,
+                begin_suppress_tokens=None,
+            )
+            model = transformers.WhisperForConditionalGeneration(settings)
+        model.save_pretrained(folder / name)
+        tokenizer.save(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(spoken, tmp_path_factory):
+    """The manifests of two long recordings, "train" and "val": speech with pauses of 0.8 s, with an
+    offset for each utterance."""
+    folder = tmp_path_factory.mktemp("recorded")
+    for split, copies in (("train", 3), ("val", 2)):
+        rows = []
+        parts = []
+        now = 0
+        lines = Path(spoken[split]).read_text(encoding="utf-8").splitlines() * copies
+        for row in map(json.loads, lines):
+            clip = Path(spoken[split]).parent / row["audio_filepath"]
+            samples = read_audio(str(clip), SAMPLE_RATE).numpy()
+            place = {"offset": now / SAMPLE_RATE, "duration": len(samples) / SAMPLE_RATE}
+            rows.append({"audio_filepath": f"{split}.wav", "text": row["text"], **place})
+            parts += [samples, np.zeros(round(0.8 * SAMPLE_RATE), np.float32)]
+            now += len(parts[-2]) + len(parts[-1])
+        soundfile.write(folder / f"{split}.wav", np.concatenate(parts), SAMPLE_RATE)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"{split}.json").write_text(text, encoding="utf-8")
+    return ["--train_manifest", folder / "train.json", "--val_manifest", folder / "val.json"]
+
+
+def make_windows(with_times, recorded, folder, *flags, share: float = 0.5, name: str = "listed"):
+    """The training set of windows as the recipe's main makes it."""
+    source = ["--model_dir", with_times / name, "--output_dir", folder]
+    args = runs.parse(vietnamese, *recorded, *source, *flags)
+    asked = vietnamese.resolve(args)
+    corpus = vietnamese.read_data(args, times=True)["train"]
+    info, _ = start.read_released(asked, args.model_dir)
+    info = dataclasses.replace(info, times=True)
+    tokenizer = make_tokenizer(info.tokenizer)
+    return vietnamese.Utterances(args, corpus, tokenizer, info, True, share)
+
+
+def test_windows_as_tokens_and_labels(with_times, recorded, tmp_path):
+    data = make_windows(
+        with_times, recorded, tmp_path, "--pad_share", "0", "--max_target_tokens", 90
+    )
+    tokenizer = data.tokenizer
+    begin = tokenizer.timestamp_begin
+    kinds = set()
+    for index in range(len(data)):
+        window = data.packs.window(index, 1)
+        item = data.item(index, 1)
+        tokens, labels = item["tokens"].tolist(), item["labels"].tolist()
+        assert tokens[1:] == labels[:-1] and labels[-1] == tokenizer.eos and len(tokens) <= 90
+        before, rest = tokens[: item["unscored"]], tokens[item["unscored"] :]
+        assert not before or before[0] == tokenizer.previous
+        assert len(before) <= 1 + vietnamese.PREVIOUS_TOKENS
+        prompt = tokenizer.timed_prompt if window.timed else tokenizer.prompt
+        assert rest[: len(prompt)] == prompt and tokenizer.no_timestamps not in rest[len(prompt) :]
+        said = rest[len(prompt) :]
+        times = [(token - begin) * 0.02 for token in said if token >= begin]
+        assert tokenizer.decode(said).strip() == item["text"]
+        assert times == sorted(times) and all(0 <= time <= 30 for time in times)
+        whole = len(window.rows) - window.cut
+        assert len(times) == (2 * whole + window.cut if window.timed else 0)
+        if window.timed:
+            assert said[0] >= begin and tokenizer.decode(said[1:2])[0] == " "
+            assert (said[-1] >= begin) and (said[-2] >= begin) == window.cut
+        kinds.add((window.timed, window.cut, bool(before), whole > 1))
+    assert {(True, True), (True, False), (False, False)} == {kind[:2] for kind in kinds}
+    assert {kind[2] for kind in kinds} == {kind[3] for kind in kinds} == {True, False}
+
+
+def test_times_are_where_the_speech_is(with_times, recorded, tmp_path):
+    """Also after speed perturbation and with silence in front."""
+    data = make_windows(with_times, recorded, tmp_path, "--pad_share", "0", share=1.0)
+    speeds, leads = set(), set()
+    for index in range(len(data)):
+        window, item = data.packs.window(index, 0), data.item(index, 0)
+        seconds = data.seconds(0)[index]
+        assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(seconds, abs=0.002)
+        begin = data.tokenizer.timestamp_begin
+        said = item["tokens"].tolist()[item["unscored"] + 3 :]
+        times = [(token - begin) * 0.02 for token in said if token >= begin]
+        plain = data.alone()
+        plain.augmentation = None
+        heard = item["audio"].abs() > 0.2 * item["audio"].abs().max()
+        for start_time, end_time in zip(times[:-1:2], times[1::2], strict=False):
+            span = slice(round(start_time * SAMPLE_RATE), round(end_time * SAMPLE_RATE))
+            heard[max(0, span.start - 320) : span.stop + 320] = False
+        if window.cut:
+            heard[round(times[-1] * SAMPLE_RATE) - 320 :] = False
+        assert not heard.any()
+        speeds.add(round(window.speed, 1))
+        leads.add(times[0] > 0)
+    assert speeds == {0.9, 1.0, 1.1} and leads == {True, False}
+
+
+def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
+    with_times, recorded, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
+    steps = "--max_steps 4 --batch_size 2 --gradient_accumulation_steps 2 --eval_every 4"
+    flags = [*recorded, *steps.split(), "--save_every", 0, "--model_dir", with_times / "listed"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    out = ran(vietnamese, *flags, "--output_dir", whole)
+    assert "--timestamp_share 0.25: 98 % of the training utterances are followed" in out
+    command = runs.command(vietnamese, *flags, "--resume", "auto", "--output_dir", stopped)
+    process = runs.start(command, tmp_path, runs.signal_after(3, signal.SIGTERM))
+    _, err = process.communicate()
+    assert process.returncode == 143, err
+    again = ran(vietnamese, *flags, "--resume", "auto", "--output_dir", stopped)
+    runs.assert_same_state(newest(whole, vietnamese), newest(stopped, vietnamese))
+    before = [newest(each, vietnamese).run_info["times_before"] for each in (whole, stopped)]
+    assert before[0] == before[1] and len(before[0]) == 4
+    # What was measured before the first update is in both tables.
+    tables = [text[text.index("times, on ") :].splitlines()[:4] for text in (out, again)]
+    assert tables[0] == tables[1] and tables[0][0].split()[-2:] == ["before", "now"]
+    evaluated = ran(
+        vietnamese, "--evaluate", "--test_manifest", recorded[-1], "--output_dir", whole
+    )
+    assert evaluated[evaluated.index("times, on ") :].splitlines()[1:4] == tables[0][1:]
+    single = ran(
+        vietnamese, *flags, "--timestamp_share", 0, "--max_steps", 1, "--output_dir", tmp_path / "0"
+    )
+    assert "--timestamp_share" not in single and "times, on " in single
+    assert not newest(tmp_path / "0", vietnamese).model_info["times"]
+
+
+def test_segments_are_utterances_only_for_training_with_times(with_times, recorded, tmp_path):
+    rows = list(map(json.loads, Path(recorded[1]).read_text(encoding="utf-8").splitlines()))
+    segments = [
+        {"start": row["offset"], "end": row["offset"] + row["duration"], "text": row["text"]}
+        for row in rows
+    ]
+    manifest = tmp_path / "long.json"
+    row = {"audio_filepath": str(Path(recorded[1]).parent / "train.wav"), "segments": segments}
+    manifest.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    flags = ["--train_manifest", manifest, *recorded[2:], "--use_chunking"]
+    data = make_windows(with_times, flags, tmp_path)
+    assert len(data) == len(rows) and data.packs.has_next.sum() == len(rows) - 1
+    args = runs.parse(vietnamese, *flags, "--from_scratch", "--output_dir", tmp_path)
+    vietnamese.resolve(args)
+    assert len(vietnamese.read_data(args)["train"]) < len(rows) / 3
+
+
+def test_a_run_with_times_is_planned(with_times):
+    flags = ["--model_dir", with_times / "listed", "--max_duration", 4]
+    plain = planned(vietnamese, *flags)
+    packed = planned(vietnamese, *flags, "--timestamp_share", 0.5)
+    assert max(plain.batch["seconds"]) < 6 < 25 < packed.global_batches.data.seconds(0).max()
+    assert "unscored_lengths" in packed.batch and "unscored_lengths" not in plain.batch
+
+
+@torch.no_grad()
+def test_the_text_before_a_window_has_no_loss(with_times, recorded, tmp_path):
+    data = make_windows(with_times, recorded, tmp_path)
+    torch.manual_seed(1)
+    model = start.make_model(data.info, label_smoothing=0.1).double().eval()
+    items = [data.item(index, 0) for index in range(8)]
+    for item in items:
+        item["audio"] = item["audio"].double()
+    assert any(item["unscored"] for item in items)
+
+    def loss(items: list[dict]) -> tuple[float, int]:
+        batch = vietnamese.collate(items)
+        (moved,) = to_device([batch], torch.device("cpu"))
+        return float(vietnamese.compute_loss(model, moved)["attention"]), batch["counts"][
+            "attention"
+        ]
+
+    whole, count = loss(items)
+    parts = [loss([item]) for item in items]
+    assert whole == pytest.approx(sum(part for part, _ in parts), rel=1e-9)
+    assert count == sum(count for _, count in parts)
+    assert count == sum(len(item["labels"]) - item["unscored"] for item in items)
+    for item in items:  # other labels there make no difference
+        item["labels"][: item["unscored"]] = 3
+    assert loss(items) == (whole, count)
+
+
+def test_time_tokens_that_a_folder_does_not_list(with_times):
+    tokenizers = [
+        read_tokenizer(
+            with_times / name, "vi", formats.read_config(with_times / name)["vocab_size"]
+        )
+        for name in ("listed", "unlisted")
+    ]
+    assert tokenizers[0].specials == tokenizers[1].specials
+    assert tokenizers[1].timestamp_begin == tokenizers[1].no_timestamps + 1
+    assert read_tokenizer(with_times / "unlisted", "vi").timestamp_begin is None
+    assert tokenizers[1].time(2.3) == tokenizers[1].specials["<|2.30|>"]
+    assert tokenizers[1].time(31.0) == tokenizers[1].specials["<|30.00|>"]
+
+
+@pytest.fixture(scope="module")
+def exported_with_times(with_times, recorded, tmp_path_factory):
+    """The export of a run with times from the folder that does not list them."""
+    folder = tmp_path_factory.mktemp("exported with times")
+    model = ["--model_dir", with_times / "unlisted", "--timestamp_share", 0.5]
+    ran(vietnamese, *recorded, *SHORT, *model, "--output_dir", folder, "--export", folder / "out")
+    return folder / "out"
+
+
+def test_transformers_reads_long_recordings_by_an_exports_times(exported_with_times, recorded):
+    transformers = pytest.importorskip("transformers")
+    text = (exported_with_times / "generation_config.json").read_text(encoding="utf-8")
+    generation = json.loads(text)
+    tokenizer = read_tokenizer(exported_with_times, "vi")
+    assert generation["return_timestamps"] and generation["max_initial_timestamp_index"] == 50
+    assert generation["no_timestamps_token_id"] == tokenizer.timestamp_begin - 1
+    assert generation["suppress_tokens"] == []
+    pipe = transformers.pipeline(
+        "automatic-speech-recognition", str(exported_with_times), device="cpu"
+    )
+    waveform = read_audio(str(Path(recorded[1]).parent / "train.wav"), SAMPLE_RATE).numpy()
+    assert len(waveform) > 35 * SAMPLE_RATE
+    result = pipe(waveform[: 35 * SAMPLE_RATE], generate_kwargs={"max_new_tokens": 12})
+    times = [time for chunk in result["chunks"] for time in chunk["timestamp"] if time is not None]
+    assert times and times[-1] > 1
+
+
+@pytest.mark.slow
+def test_faster_whisper_reads_an_export(exported_with_times, recorded, tmp_path):
+    """By the converter's command as it stands on its page. It takes ten seconds."""
+    faster_whisper = pytest.importorskip("faster_whisper")
+    converter = [sys.executable, "-m", "ctranslate2.converters.transformers"]
+    flags = ["--model", exported_with_times, "--output_dir", tmp_path / "ct2", "--copy_files"]
+    names = ["tokenizer.json", "preprocessor_config.json", "--quantization", "float16"]
+    subprocess.run([*converter, *flags, *names], check=True, capture_output=True)
+    model = faster_whisper.WhisperModel(str(tmp_path / "ct2"), device="cpu", compute_type="int8")
+    waveform = read_audio(str(Path(recorded[1]).parent / "train.wav"), SAMPLE_RATE).numpy()
+    segments, _ = model.transcribe(
+        waveform[: 35 * SAMPLE_RATE], temperature=0.0, max_new_tokens=12, no_speech_threshold=None
+    )
+    times = [time for segment in segments for time in (segment.start, segment.end)]
+    assert times and times == sorted(times)
+
+
 # --- export, transcribing, evaluating -------------------------------------------------------------
 
 
@@ -694,6 +968,16 @@ MISTAKES = {  # flags, status and a part of the message; {released}, {corpus} an
             "no usable utterance: 2 x file is missing",
         ),
         ("{train}", 2, "training needs a model to start from: add --model_dir DIR"),
+        (
+            "{train} --from_scratch --timestamp_share 0.5",
+            2,
+            "a model from scratch has no time tokens",
+        ),
+        (
+            "{train} --model_dir {released}/hf --timestamp_share 0.5",
+            2,
+            "this model has no time tokens",
+        ),
         (
             "{train} --model_file {released}/hf/config.json",
             2,

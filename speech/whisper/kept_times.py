@@ -1,0 +1,131 @@
+"""Whether a model still reads on after one sentence and still knows times: what fine-tuning on single
+sentences unlearns. Programs that read long recordings by a Whisper's times lose text then.
+
+It is measured teacher-forced, on windows of several utterances of an evaluation set."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common import memory
+from common.batches import to_device
+from common.device import upcast
+from common.errors import DataError
+from speech.whisper.model import Whisper
+from speech.whisper.tokenizer import WhisperTokenizer
+
+WINDOWS = 24
+AT_ONCE = 4  # windows of 30 s, which take less memory than most evaluation batches
+MUCH = 0.05  # mean probability of an end after an inner utterance
+WORSE = 1.5  # times the value before training
+HIGHER = 1.0  # loss of time tokens above that before training, nats
+
+
+@dataclass(frozen=True)
+class Times:
+    """`end` and `most`: the mean and the largest probability that the text ends after an utterance
+    that others follow; `loss`: of a time token, in nats; `windows`: on how many it was measured."""
+
+    end: float
+    most: float
+    loss: float
+    windows: int
+
+
+def windows(data, collate: Callable[[list[dict]], dict], seed: int) -> Iterator[dict]:
+    """Batches of up to WINDOWS random windows of several utterances. `data` has `packs` and
+    `item(index, epoch)`. Audio that cannot be read is left out."""
+    plan = data.packs.plan(0)
+    several = np.flatnonzero((plan.stop > plan.place) & plan.timed)
+    items = []
+    for index in np.random.default_rng(seed).permutation(several)[:WINDOWS].tolist():
+        try:
+            items.append(data.item(index, 0))
+        except DataError:
+            continue  # the evaluation itself reports it
+    for first in range(0, len(items), AT_ONCE):
+        yield collate(items[first : first + AT_ONCE])
+
+
+@torch.no_grad()
+def measure(model: Whisper, tokenizer: WhisperTokenizer, batches: Iterator[dict]) -> Times | None:
+    """The `Times` of a model in evaluation mode; None without windows."""
+    device = next(model.parameters()).device
+
+    def of_batch(batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        return of_windows(model, tokenizer, next(to_device([batch], device)))
+
+    ends = []
+    losses = []
+    count = 0
+    for batch in batches:
+        count += len(batch["names"])
+        for end, loss in memory.split_on_oom(of_batch, batch, device):
+            ends += end.tolist()
+            losses += loss.tolist()
+    if not ends:
+        return None
+    return Times(float(np.mean(ends)), max(ends), float(np.mean(losses)), count)
+
+
+def of_windows(
+    model: Whisper, tokenizer: WhisperTokenizer, batch: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For a batch of windows with times: (N,) the probability that the text ends after each inner
+    utterance, and (M,) the loss of each time token."""
+    encoded, mask = model.encode(batch)
+    x = model.decoder(batch["tokens"], encoded, mask)
+    labels = batch["labels"]
+    columns = torch.arange(labels.shape[1], device=labels.device)
+    is_scored = columns < batch["labels_lengths"][:, None]
+    is_scored &= columns >= batch["unscored_lengths"][:, None]
+    is_time = is_scored & (labels >= tokenizer.timestamp_begin)
+    log_probs = upcast(model.logits(x[is_time])).log_softmax(-1)  # (M, V)
+    losses = F.nll_loss(log_probs, labels[is_time], reduction="none")
+    ends = torch.zeros(labels.shape, dtype=log_probs.dtype, device=labels.device)
+    ends[is_time] = log_probs[:, tokenizer.eos].exp()
+    # Between two utterances are the end of the first and the start of the second.
+    is_inner = is_time[:, :-1] & is_time[:, 1:]
+    at_end = ends[:, :-1][is_inner]
+    at_start = ends[:, 1:][is_inner]
+    return at_end + (1 - at_end) * at_start, losses
+
+
+def report(now: Times, before: Times | None, name: str) -> str:
+    """A table of both, and a warning if training has made it worse. `name`: the set's."""
+    columns = [now] if before is None else [before, now]
+    heads = ["now"] if before is None else ["before", "now"]
+    rows = [(f"times, on {now.windows} windows of the {name} set", heads)]
+    for words, field, form in (
+        ("text ends after an inner utterance, mean", "end", "{:.1%}"),
+        ("text ends after an inner utterance, most", "most", "{:.1%}"),
+        ("loss of time tokens", "loss", "{:.2f}"),
+    ):
+        rows.append((words, [form.format(getattr(times, field)) for times in columns]))
+    width = max(len(words) for words, _ in rows)
+    lines = [f"{words:{width}}" + "".join(f"{cell:>9}" for cell in cells) for words, cells in rows]
+    if before is not None:
+        ends = now.end > max(MUCH, WORSE * before.end)
+        if ends or now.loss > before.loss + HIGHER:
+            what = "ends after one utterance more often" if ends else "knows times worse"
+            lines.append(
+                f"warning: the model {what} than before training, so programs that read long"
+                " recordings by its times will lose text: train again with a higher"
+                " --timestamp_share, fewer updates or a lower --learning_rate"
+            )
+    return "\n".join(lines)
+
+
+def to_list(times: Times | None) -> list[float]:
+    """For a record that is saved; empty without a measurement."""
+    return [] if times is None else list(map(float, astuple(times)))
+
+
+def from_list(values: list[float]) -> Times | None:
+    """What `to_list` made."""
+    if len(values) != 4:
+        return None
+    return Times(*values[:3], int(values[3]))
