@@ -76,6 +76,7 @@ TIME_MASKS = 5
 TIME_MASK_WIDTH = 0.05  # share of the utterance, at most
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 600
+NEMO_DEMO_STEPS = 1200  # their scale differs from utterance to utterance: 600 are too few
 NORM_UTTERANCES = 500  # for the statistics of --cmvn global
 
 DEFAULTS = {  # of the flags that a checkpoint decides
@@ -196,7 +197,8 @@ def add_arguments(parser) -> None:
 def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
     needs = (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
-    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, needs)
+    steps = NEMO_DEMO_STEPS if args.features == "nemo" else DEMO_STEPS
+    options.resolve(args, is_demo, steps, EXCLUDES, needs)
     if args.export:
         released.require_export(args.export, (args.checkpoint_dir, args.log_dir, args.output_dir))
         onnx_files.require_packages("--export")
