@@ -158,7 +158,7 @@ def prepare(
         model = Parakeet(config)
     model.load_state_dict(tensors, assign=True)
     model.eval().requires_grad_(False)
-    with quiet():
+    with quiet(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         programs = {name: export(graph) for name, graph in graphs(model).items()}
     programs["encoder-model.onnx"].model.metadata_props.update(metadata(config))
     texts = text_files(config, pieces)
