@@ -600,7 +600,8 @@ def evaluate_only(args, asked: start.Options) -> None:
             times_before = before.times_before if before else []
             report_results(args, asked, info, model, evaluation, times_before, "the weights named")
     if args.export:
-        results = recogniser.read_results(args.log_dir) if args.evaluate else None
+        is_scored = args.evaluate and not args.long
+        results = recogniser.read_results(args.log_dir) if is_scored else None
         weights = released.weights_file(asked.origin)
         about = card.About(RECIPE, asked.origin.path, weights, before and before.data, results)
         start.export(args.export, info, model.state_dict(), about)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 
 from common import files
 from speech import card
@@ -45,6 +46,14 @@ def weights(folder, made=MADE):
     """Where the weights of a run would be, with the loop's notes beside them."""
     (folder / "best.json").write_text(json.dumps(made), encoding="utf-8")
     return folder / "best.safetensors"
+
+
+def test_the_hub_reads_the_results(tmp_path):
+    results = {"title": "test set", "rates": {LOWER: rates(0.15)}}
+    about = card.About("a", None, weights(tmp_path), DATA, results)
+    read = ModelCard(card.readme("mine", about, whisper.CARD)).data
+    assert [each.metric_value for each in read.eval_results] == [15.0, 7.5]
+    assert (read.model_name, read.license) == ("mine", "apache-2.0")
 
 
 def block_of(text: str) -> dict:
