@@ -137,7 +137,7 @@ def test_the_morse_demo_and_what_it_leaves(morse_demo):
         path.name for path in exported.iterdir()
     }
     card = (exported / "README.md").read_text(encoding="utf-8")
-    assert "language" not in yaml.safe_load(card.split("---\n")[1]) and "synthetic speech" in card
+    assert "language" not in yaml.safe_load(card.split("---\n")[1]) and "synthetic audio" in card
     assert "| test | 3 | 0.00 |" in card and "| test set | as sent | CER |" in card
     generation = json.loads((exported / "generation_config.json").read_text())
     assert generation["suppress_tokens"] == generation["begin_suppress_tokens"] == []

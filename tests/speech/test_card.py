@@ -122,7 +122,7 @@ def test_random_weights_have_no_base_and_a_demo_says_so(tmp_path):
     about = card.About("a", "whisper-base", weights(tmp_path), data, is_new=True)
     text = card.readme("mine", about, whisper.CARD)
     assert not {"license", "base_model"} & block_of(text).keys()
-    assert "trained from random weights" in text and "synthetic speech" in text
+    assert "trained from random weights" in text and "synthetic audio" in text
 
 
 def test_released_weights_are_converted_only():
