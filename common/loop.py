@@ -1101,13 +1101,17 @@ def evaluate_now(training: Training) -> None:
 
 
 def made_by(args, recipe: str, setup: Setup) -> dict:
-    """What best.json keeps about how the weights came about: the command, the model that it began
-    with, the tier of the preset script, the GPU, and versions."""
+    """What best.json keeps about how the weights came about: the command (None if another program
+    has called the recipe), the model that it began with, the tier of the preset script, the GPU,
+    and versions."""
+    command = None
+    if os.path.basename(sys.argv[0]) == f"{recipe}.py":
+        command = shlex.join(["python", f"recipes/{recipe}.py", *sys.argv[1:]])
     name = "CPU"
     if setup.device.type == "cuda":
         name = torch.cuda.get_device_name(setup.device)
     return {
-        "command": shlex.join(["python", f"recipes/{recipe}.py", *map(str, args.words)]),
+        "command": command,
         "base": getattr(args, "model_dir", None) or getattr(args, "model_file", None),
         "tier": os.environ.get("PRESET_TIER"),
         "device": name if setup.ranks.size == 1 else f"{setup.ranks.size} x {name}",
@@ -1181,7 +1185,7 @@ def write_checkpoint(training: Training, states: list, model: dict, optimizer: d
     progress = training.progress
     flags = {}
     for name, value in vars(args).items():
-        if name not in ("given", "commands", "words", "sharded"):  # shards are not in the file
+        if name not in ("given", "commands", "sharded"):  # shards are not in the file
             flags[name] = value if isinstance(value, int | float | str | None) else str(value)
     content = {
         "recipe": training.task.name,

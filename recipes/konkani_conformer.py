@@ -48,6 +48,7 @@ from common.errors import UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
 from speech import (
+    card,
     demo,
     metrics,
     model_files,
@@ -67,6 +68,12 @@ from speech.parakeet import features as nemo
 from speech.search import joint_beam, rescored_beam
 
 RECIPE = "konkani_conformer"
+CARD = card.Form(
+    library="onnx",
+    task=card.RECOGNITION,
+    family="Conformer",
+    use=onnx_files.USE.replace("TYPE", "nemo-conformer-ctc"),
+)
 N_MELS = 80
 LOSS_WEIGHTS = {"ctc": 0.3, "attention": 0.7}
 BEAM_SIZE = 10
@@ -76,6 +83,7 @@ TIME_MASKS = 5
 TIME_MASK_WIDTH = 0.05  # share of the utterance, at most
 DEMO_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances
 DEMO_STEPS = 600
+NEMO_DEMO_STEPS = 1200  # their scale differs from utterance to utterance: 600 are too few
 NORM_UTTERANCES = 500  # for the statistics of --cmvn global
 
 DEFAULTS = {  # of the flags that a checkpoint decides
@@ -196,7 +204,8 @@ def add_arguments(parser) -> None:
 def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
     needs = (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
-    options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, needs)
+    steps = NEMO_DEMO_STEPS if args.features == "nemo" else DEMO_STEPS
+    options.resolve(args, is_demo, steps, EXCLUDES, needs)
     if args.export:
         released.require_export(args.export, (args.checkpoint_dir, args.log_dir, args.output_dir))
         onnx_files.require_packages("--export")
@@ -839,8 +848,8 @@ def exports_only(args) -> bool:
     return bool(args.export) and args.resume not in (None, "auto") and not trains
 
 
-def export(args, tokenizer, model: Conformer) -> None:
-    """Writes the encoder with its CTC head to --export."""
+def export(args, tokenizer, model: Conformer, about: card.About) -> None:
+    """Writes the encoder with its CTC head, and a model card, to --export."""
     # Another one, in fp32 on the host: layers of the trained one may be compiled.
     copy = Conformer(model.config)
     copy.load_state_dict(model.state_dict())
@@ -851,7 +860,8 @@ def export(args, tokenizer, model: Conformer) -> None:
         num_mel_bins=N_MELS,
         subsampling=model.config["subsampling"],
     )
-    names = model_files.write_export(Path(args.export), fill)
+    text_of_card = card.readme(Path(args.export).resolve().name, about, CARD)
+    names = model_files.write_export(Path(args.export), fill, text_of_card)
     print(f"exported to {args.export}: {', '.join(names)}")
 
 
@@ -861,13 +871,17 @@ def report_and_export(
     tokenizer,
     model: Conformer,
     eval_batches: dict[str, EvalBatches],
-    *weights: str,
+    run_info: splits.RunInfo,
+    weights: str,
 ) -> None:
     """The results on the test set, or on "val" without one, and then --export."""
     name = "test" if "test" in eval_batches else "val"
-    report_results(how, tokenizer, model, eval_batches[name], name, *weights)
+    report_results(how, tokenizer, model, eval_batches[name], name, weights)
     if args.export:
-        export(args, tokenizer, model)
+        path = checkpoint.file_of(args.checkpoint_dir, weights)
+        results = recogniser.read_results(args.log_dir)
+        about = card.About(RECIPE, None, path, run_info, results, is_new=True)
+        export(args, tokenizer, model, about)
 
 
 @torch.no_grad()
@@ -876,18 +890,22 @@ def evaluate_only(args, how: recogniser.Options) -> None:
     setup = device.setup(args)
     model, tokenizer, run_info = trained(args, setup)
     check_export(args, model.config)
+    results = None
+    if args.evaluate:
+        check_folder(args.log_dir)
+        corpora = read_data(args, model.config, run_info)
+        name = "test" if "test" in corpora else "val"
+        check_texts(args, {name: corpora[name]}, tokenizer)
+        data = Utterances(args, corpora[name], tokenizer, model.config, training=False)
+        eval_batches = EvalBatches(args, data, collate, setup)
+        with setup.autocast():
+            report_results(how, tokenizer, model, eval_batches, name)
+        results = recogniser.read_results(args.log_dir)
     if args.export:
-        export(args, tokenizer, model)
-    if not args.evaluate:
-        return
-    check_folder(args.log_dir)
-    corpora = read_data(args, model.config, run_info)
-    name = "test" if "test" in corpora else "val"
-    check_texts(args, {name: corpora[name]}, tokenizer)
-    data = Utterances(args, corpora[name], tokenizer, model.config, training=False)
-    eval_batches = EvalBatches(args, data, collate, setup)
-    with setup.autocast():
-        report_results(how, tokenizer, model, eval_batches, name)
+        path = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
+        export(
+            args, tokenizer, model, card.About(RECIPE, None, path, run_info, results, is_new=True)
+        )
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -954,7 +972,8 @@ def main(args) -> None:
         reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, eval_batches["val"])
-    report = functools.partial(report_and_export, args, how, tokenizer, model, eval_batches)
+    given = (args, how, tokenizer, model, eval_batches, task.run_info)
+    report = functools.partial(report_and_export, *given)
     finish(args, run, model, task, eval_batches["val"], report)
 
 

@@ -13,8 +13,10 @@ from common.device import Setup
 from common.errors import UsageError
 from common.loop import run_global_batch
 from recipes import konkani_conformer as recipe
-from speech import layers
+from speech import layers, onnx_files
 from speech.audio import SAMPLE_RATE
+from speech.features import valid_mask
+from speech.parakeet import features as nemo
 from speech.search import ctc_prefix_beam
 from speech.splits import Checks, load_corpus
 from tests.recipes import runs
@@ -77,9 +79,9 @@ def moved(items):
 
 
 @pytest.mark.parametrize("subsampling", [4, 8])
-@pytest.mark.parametrize("cmvn", ["global", "utterance"])
-def test_padding_changes_nothing(subsampling, cmvn):
-    model = awake(make_model(subsampling=subsampling, cmvn=cmvn).eval())
+@pytest.mark.parametrize("kind", [{"cmvn": "global"}, {"cmvn": "utterance"}, {"features": "nemo"}])
+def test_padding_changes_nothing(subsampling, kind):
+    model = awake(make_model(subsampling=subsampling, **kind).eval())
     items = make_items(4, seed=5)
     together, _, lengths = model.encode(moved(items))
     for row, item in enumerate(items):
@@ -90,15 +92,32 @@ def test_padding_changes_nothing(subsampling, cmvn):
 
 @pytest.mark.parametrize("samples", [1, 100, 399, 400, 401, 559, 560, 1040, 1041, 16000, 47_999])
 @pytest.mark.parametrize("subsampling", [4, 8])
-def test_encoder_frames_predicts_what_the_encoder_makes(samples, subsampling):
-    model = make_model(dtype=torch.float32, subsampling=subsampling).eval()
+@pytest.mark.parametrize("features", ["native", "nemo"])
+def test_encoder_frames_predicts_what_the_encoder_makes(samples, subsampling, features):
+    model = make_model(dtype=torch.float32, subsampling=subsampling, features=features).eval()
     item = {**make_items(1, dtype=torch.float32)[0], "audio": torch.randn(samples)}
     encoded, _, lengths = model.encode(moved([item]))
-    assert (
-        encoded.shape[1]
-        == lengths[0]
-        == recipe.encoder_frames(samples, {**CONFIG, "subsampling": subsampling})
-    )
+    assert encoded.shape[1] == lengths[0] == recipe.encoder_frames(samples, model.config)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("subsampling", [4, 8])
+def test_an_exports_graph_computes_what_greedy_decoding_reads_and_ends_with_blanks(subsampling):
+    model = awake(make_model(subsampling=subsampling, features="nemo").eval())
+    items = make_items(4, seed=5)
+    batch = moved(items)
+    lengths = nemo.frames(batch["audio_lengths"])
+    features = model.log_mel(batch["audio"], batch["audio_lengths"], int(lengths.max()))
+    padding = ~valid_mask(lengths, features.shape[1])[:, :, None]
+    features = features.masked_fill(padding, -23.0)  # sherpa-onnx's padding
+    together = onnx_files.CtcGraph(model)(features.transpose(1, 2), lengths)
+    assert together.shape[1] == -(int(lengths.max()) // -subsampling)  # onnx-asr reads so many
+    for item, length, row in zip(items, lengths.tolist(), together, strict=True):
+        encoded, _, _ = model.encode(moved([item]))
+        expected = model.ctc_head(encoded[0]).log_softmax(-1)
+        assert len(expected) == length // subsampling  # sherpa-onnx reads so many
+        assert torch.allclose(row[: len(expected)], expected, atol=1e-10)
+        assert (row[len(expected) :].argmax(-1) == model.eos).all()
 
 
 def test_the_decoder_sees_no_future_and_no_other_utterance():
@@ -381,6 +400,12 @@ def test_ctc_feasibility_agrees_with_the_loss(tokens, samples, fits):
     log_probs = torch.zeros(frames, 1, 8).log_softmax(-1)
     loss = F.ctc_loss(log_probs, torch.tensor([tokens]), [frames], [len(tokens)], blank=7)
     assert recipe.ctc_fits(samples, tokens, CONFIG) == fits == bool(torch.isfinite(loss))
+
+
+def test_nemo_features_have_whole_encoder_frames_only():
+    config = {**CONFIG, "features": "nemo"}
+    assert recipe.ctc_fits(4 * 4 * 160, [1, 2, 3, 4], config)
+    assert not recipe.ctc_fits(4 * 4 * 160 - 1, [1, 2, 3, 4], config)
 
 
 @pytest.fixture

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import soundfile
 
-from common import checkpoint, options, report
+from common import checkpoint, options, records, report
 from common.errors import UsageError
 from recipes import konkani_conformer as recipe
+from speech.features import LogMel
 from tests.recipes import runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused, run
 
+STATE = {"kind": "vocab_file", "characters": ["a"]}
 LONG = (
     "--max_steps 6 --save_every 1 --eval_every 3 --log_every 2".split()
 )  # an epoch and a half of four global batches
@@ -63,6 +65,18 @@ def test_the_configuration_is_the_checkpoints_or_the_flags():
         message = f"--{flag} {value} conflicts with the checkpoint, which has {has}.*--init_from"
         with pytest.raises(UsageError, match=message):
             config(saved, f"--{flag}", value)
+
+
+def test_nemo_features_are_normalised_per_utterance_and_older_checkpoints_have_native_ones():
+    args = runs.parse(recipe, "--features", "nemo")
+    assert recipe.choose_config(args, None)["cmvn"] == "utterance"
+    before = {**recipe.DEFAULTS, "vocabulary": 30}
+    del before["features"]
+    saved = records.read(recipe.ModelInfo, {"config": before, "tokenizer": STATE}, "old.pt")
+    assert recipe.choose_config(runs.parse(recipe), saved) == recipe.DEFAULTS
+    assert isinstance(recipe.Conformer({**before, "d_model": 8}).log_mel, LogMel)
+    with pytest.raises(UsageError, match="--features nemo conflicts with the checkpoint"):
+        recipe.choose_config(args, saved)
 
 
 # --- trained, stopped and resumed -----------------------------------------------------------------
@@ -349,6 +363,12 @@ def test_transcribe_files_folders_and_long_recordings(best, konkani, tmp_path):
     assert status == 2 and "missing.wav: no such file" in err
 
 
+def test_native_features_cannot_be_exported(best, tmp_path):
+    folder = tmp_path / "export"
+    status, err = refused(recipe, "--resume", best, "--export", folder)
+    assert status == 2 and "train a model with --features nemo" in err and not folder.exists()
+
+
 def test_silence_has_no_text(best, silence, monkeypatch):
     monkeypatch.setattr(recipe, "final_texts", lambda *inputs: pytest.fail("silence was decoded"))
     assert ran(recipe, "--transcribe", silence, "--resume", best) == "\n"
@@ -357,7 +377,11 @@ def test_silence_has_no_text(best, silence, monkeypatch):
 # --- flags ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [[], ["--subsampling", "8"], ["--max_duration", "1"]])
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--subsampling", "8"], ["--max_duration", "1"], ["--features", "nemo"]],
+    ids=" ".join,
+)
 def test_a_plan_without_data_is_of_the_longest_utterances_that_ctc_can_align(flags, tmp_path):
     plan = planned(recipe, *TINY, *flags, "--output_dir", tmp_path)
     assert len(set(plan.global_batches.data.corpus.texts)) == 64
@@ -389,6 +413,8 @@ MISTAKES = [  # flags, status, a part of the message
         "--beam_size goes with --decoding rescore or --decoding beam",
     ),
     ("--output x.jsonl", 2, "--output goes with --transcribe"),
+    ("--features nemo --cmvn global", 2, "--features nemo and --cmvn: the first are normalised"),
+    ("--export {here}/x", 2, "--export: other programs do not compute this model's features"),
     (
         "--train_manifest {train} --d_model 30",
         2,

@@ -1,6 +1,7 @@
 """What users try: which model and where, transcripts, speech with its history, the utterances that
 an evaluation got wrong, and exports."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -273,6 +274,7 @@ def test_exported_files_are_listed_without_links_out(places, run, tmp_path):
 
 def test_every_form_has_the_command_of_the_program_that_reads_it(recipes):
     programs = {
+        "konkani_conformer": ("import sherpa_onnx", "onnx-asr nemo-conformer-ctc"),
         "parakeet_tdt": ("from transformers import", "from nemo."),
         "whisper_morse": ("from transformers import",),
         "whisper_vietnamese": ("from transformers import",),
@@ -283,4 +285,4 @@ def test_every_form_has_the_command_of_the_program_that_reads_it(recipes):
     for name, commands_of in programs.items():
         section = export.section_of(recipes[name])
         assert all(command in section for command in commands_of), name
-    assert export.section_of(recipes["konkani_conformer"]) == ""
+    assert export.section_of(dataclasses.replace(recipes["parakeet_tdt"], page=None)) == ""

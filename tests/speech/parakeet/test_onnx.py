@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import onnx_asr
@@ -14,6 +15,7 @@ import torch
 from common.batches import to_device
 from common.errors import RunError, UsageError
 from recipes import parakeet_tdt as recipe
+from speech import onnx_files
 from speech.parakeet import decoding, formats, onnx, start
 from speech.parakeet.model import halvings
 from speech.parakeet.scratch import fit_to_data
@@ -187,13 +189,13 @@ def test_labels_move_the_states_as_in_our_decoding(trained, folder):
 
 def test_no_file_tells_where_it_was_made(folder):
     for path in folder.glob("*.onnx"):
-        assert str(onnx.__file__).encode() not in path.read_bytes()
+        assert str(Path(onnx.__file__).parent).encode() not in path.read_bytes()
 
 
 def test_weights_that_are_too_large_for_one_file_are_in_a_second(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx, "MOST_BYTES", 0)
-    with torch.no_grad(), onnx.quiet():
-        onnx.save(onnx.export(onnx.graphs(trained)["joiner.onnx"]), tmp_path / "joiner.onnx")
+    monkeypatch.setattr(onnx_files, "MOST_BYTES", 0)
+    program = onnx_files.export(onnx.graphs(trained)["joiner.onnx"])
+    onnx_files.save(program, tmp_path / "joiner.onnx")
     names = ["joiner.int8.onnx", "joiner.onnx", "joiner.onnx.data"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     size = trained.joint.head.weight.numel() * 4
@@ -216,7 +218,7 @@ def test_durations_that_other_programs_would_take_for_others_are_refused():
 
 def test_a_missing_package_is_named_before_a_training(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(RunError, match=r"^--export_format onnx needs .*: pip install onnxscript$"):
+    with pytest.raises(RunError, match=r"^--export_format onnx needs .*pip install onnxscript$"):
         formats.check_form("onnx", CONFIG, EXTRAS)
 
 

@@ -1,0 +1,179 @@
+"""The Konkani recipe's export in stock sherpa-onnx and onnx-asr."""
+
+import json
+
+import numpy as np
+import onnx_asr
+import pytest
+import sherpa_onnx
+import torch
+import yaml
+
+from common import checkpoint
+from common.batches import to_device
+from common.errors import RunError
+from recipes import konkani_conformer as recipe
+from speech import card, onnx_files
+from speech.audio import SAMPLE_RATE
+from speech.text import CharTokenizer
+from tests.recipes import runs
+
+CHARACTERS = [" ", "क", "ा", "b", "\u00a0"]  # as in a --vocab_file
+TOKENIZER = CharTokenizer(CHARACTERS)
+CONFIG = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "attention_heads": 2,
+    "subsampling": 4,
+    "features": "nemo",
+    "cmvn": "utterance",
+    "tokenizer": "char",
+    "vocab_size": 500,
+    "vocabulary": TOKENIZER.size,
+}
+TEXTS = ["का b", "b", "b का bका क", "कb"]
+# Samples before and after the tones; the last clip ends within an encoder frame.
+ENDS = [(3000, 4001), (1600, 9000), (801, 2777), (0, 13)]
+UPDATES = 160
+
+
+def clip(text: str, ends, seed: int) -> torch.Tensor:
+    """A tone for each character, in a little noise."""
+    parts = [np.zeros(ends[0])]
+    for token in TOKENIZER.encode(text):
+        tone = np.sin(2 * np.pi * 300 * 1.6**token * np.arange(2400) / SAMPLE_RATE)
+        parts += [0.3 * tone, np.zeros(1600)]
+    parts[-1] = np.zeros(ends[1])
+    samples = np.concatenate(parts)
+    samples += np.random.default_rng(seed).normal(0, 0.01, len(samples))
+    return torch.from_numpy(samples.astype(np.float32))
+
+
+CLIPS = [clip(text, ends, seed) for seed, (text, ends) in enumerate(zip(TEXTS, ENDS, strict=True))]
+
+
+def batch_of(texts: list[str], clips: list[torch.Tensor]) -> dict:
+    items = []
+    for text, audio in zip(texts, clips, strict=True):
+        tokens = TOKENIZER.encode(text)
+        labels = torch.tensor([*tokens, TOKENIZER.size])
+        item = {"audio": audio, "tokens": torch.tensor(tokens), "labels": labels}
+        items.append({**item, "text": text, "name": text, "index": 0})
+    return next(to_device([recipe.collate(items)], torch.device("cpu")))
+
+
+def random_batch(random: np.random.Generator) -> dict:
+    texts = ["".join(random.choice(CHARACTERS[:4], random.integers(1, 5))) for _ in range(4)]
+    clips = [clip(text, random.integers(0, 4000, 2), random.integers(1 << 30)) for text in texts]
+    return batch_of(texts, clips)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A small model that is sure of such texts: the features of other programs differ a little."""
+    torch.manual_seed(1)
+    random = np.random.default_rng(1)
+    model = recipe.Conformer(CONFIG, 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(UPDATES):
+        batch = random_batch(random)
+        optimizer.zero_grad()
+        (recipe.compute_loss(model, batch)["ctc"] / batch["counts"]["ctc"]).backward()
+        optimizer.step()
+    model.eval()
+    encoded, _, lengths = model.encode(batch_of(TEXTS, CLIPS))
+    tokens = recipe.ctc_greedy(model, encoded, lengths)
+    assert [TOKENIZER.decode(each) for each in tokens] == TEXTS
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(trained, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export") / "onnx"
+    about = card.About(recipe.RECIPE, is_new=True)
+    recipe.export(runs.parse(recipe, "--export", folder), TOKENIZER, trained, about)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.int8.onnx"])
+def test_sherpa_onnx_writes_the_same_texts(folder, name):
+    recognizer = sherpa_onnx.OfflineRecognizer.from_nemo_ctc(
+        model=str(folder / name), tokens=str(folder / "tokens.txt")
+    )
+
+    def streams() -> list:
+        made = [recognizer.create_stream() for _ in CLIPS]
+        for stream, samples in zip(made, CLIPS, strict=True):
+            stream.accept_waveform(SAMPLE_RATE, samples.numpy())
+        return made
+
+    alone = streams()
+    for stream in alone:
+        recognizer.decode_stream(stream)
+    together = streams()
+    recognizer.decode_streams(together)
+    for made in (alone, together):
+        assert [stream.result.text for stream in made] == TEXTS
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_onnx_asr_writes_the_same_texts(folder, quantization):
+    model = onnx_asr.load_model("nemo-conformer-ctc", folder, quantization=quantization)
+    samples = [each.numpy() for each in CLIPS]
+    assert [model.recognize(each) for each in samples] == TEXTS
+    assert model.recognize(samples) == TEXTS
+
+
+def test_the_files_say_nothing_of_this_machine_and_8_bits_are_smaller(folder):
+    graph = (folder / "model.onnx").read_bytes()
+    assert b".py" not in graph and str(runs.__file__).encode() not in graph
+    assert (folder / "model.int8.onnx").stat().st_size < len(graph)
+    tokens = (folder / "tokens.txt").read_text(encoding="utf-8").splitlines()
+    assert tokens == ["\ufffd 0", "\u2581 1", "क 2", "ा 3", "b 4", "\u2581 5", "<blk> 6"]
+    assert json.loads((folder / "config.json").read_text()) == {
+        "model_type": "nemo-conformer-ctc",
+        "features_size": 80,
+        "subsampling_factor": 4,
+    }
+
+
+def test_weights_of_a_run_are_exported_without_training(trained, tmp_path, monkeypatch):
+    filled = []
+
+    def fill(folder, model, **how):
+        filled.append((model, how))
+        (folder / "model.onnx").write_bytes(b"graph")
+
+    monkeypatch.setattr(onnx_files, "fill_ctc", fill)
+    weights = tmp_path / "best.safetensors"
+    task = recipe.Task(
+        recipe.RECIPE,
+        recipe.compute_loss,
+        recipe.LOSS_WEIGHTS,
+        None,
+        recipe.ModelInfo(CONFIG, TOKENIZER.state()),
+        recipe.splits.RunInfo([], 30.0, True),
+        metric="cer",
+    )
+    checkpoint.save_weights(weights, trained.state_dict(), task, {})
+    folder = tmp_path / "export"
+    out = runs.ran(recipe, "--resume", weights, "--export", folder, "--output_dir", tmp_path)
+    assert f"exported to {folder}: README.md, made_from.json, model.onnx" in out
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert yaml.safe_load(text.split("---\n")[1])["library_name"] == "onnx"
+    assert 'onnx_asr.load_model("nemo-conformer-ctc", "export")' in text
+    ((model, how),) = filled
+    assert how == {"pieces": TOKENIZER.pieces, "num_mel_bins": 80, "subsampling": 4}
+    assert all(torch.equal(w, model.state_dict()[n]) for n, w in trained.state_dict().items())
+    status, err = runs.refused(recipe, "--resume", weights, "--export", tmp_path)
+    assert status == 2 and "--export" in err
+
+
+def test_a_missing_package_is_named_before_training(tmp_path, monkeypatch):
+    def missing(module: str, purpose: str):
+        raise RunError(f"{purpose} needs the package {module}")
+
+    monkeypatch.setattr(onnx_files, "require", missing)
+    status, err = runs.refused(recipe, "--features", "nemo", "--export", tmp_path / "export")
+    assert status == 1 and "--export needs the package onnx" in err
