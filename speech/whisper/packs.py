@@ -35,8 +35,9 @@ OVERLAP = 0.05  # seconds by which the times of neighbours may overlap
 SHORTEST_CUT = 0.3  # seconds of an utterance that the window cuts
 TIME_TOKENS = 2  # of each utterance: its start and its end
 ROUNDING = 1e-6  # seconds
+LONGEST_LEAD = 1.0  # seconds of the pause before a window's first utterance
 # A pause that is longer than this may hold speech that the manifest has no text for.
-LONG_PAUSE = 1.0  # seconds
+LONG_PAUSE = 0.7  # seconds
 EDGE = 0.25  # seconds of such a pause at its ends that are left as they are
 LOUD = 0.05  # mean square relative to that of the window
 
@@ -64,9 +65,14 @@ class Line:
             np.concatenate([self.starts, other.starts + shift]),
             np.concatenate([self.ends, other.ends + shift]),
             np.concatenate([self.heard, other.heard + shift]),
-            np.concatenate([self.first, other.first + places]),
-            np.concatenate([self.last, other.last + places]),
+            np.concatenate([self.first, other.first + np.int32(places)]),
+            np.concatenate([self.last, other.last + np.int32(places)]),
         )
+
+
+def compact(places: np.ndarray) -> np.ndarray:
+    """The same in 32 bits: a line of a million utterances has three million places."""
+    return places.astype(np.int32)
 
 
 def recordings(corpus: Corpus) -> Line:
@@ -88,7 +94,7 @@ def recordings(corpus: Corpus) -> Line:
     begins = np.flatnonzero(~follows)
     part = np.cumsum(~follows) - 1
     last = np.append(begins[1:], len(rows)) - 1
-    return Line(rows, starts, ends, heard, begins[part], last[part])
+    return Line(compact(rows), starts, ends, heard, compact(begins[part]), compact(last[part]))
 
 
 def followed(corpus: Corpus) -> float:
@@ -114,7 +120,7 @@ def drawn(groups: np.ndarray, seconds: np.ndarray, random: np.random.Generator) 
     lengths = seconds[rows] + pauses[rows]
     ends = np.cumsum(lengths) - pauses[rows]
     last = np.minimum(places + sizes[group], 2 * (begins + sizes)[group]) - 1
-    return Line(rows, ends - seconds[rows], ends, ends, places, last)
+    return Line(compact(rows), ends - seconds[rows], ends, ends, compact(places), compact(last))
 
 
 def speaker_groups(corpus: Corpus) -> np.ndarray:
@@ -128,13 +134,14 @@ def speaker_groups(corpus: Corpus) -> np.ndarray:
 @dataclass(frozen=True)
 class Plan:
     """The windows of an epoch. For the window of each utterance (N,): `place` and `stop`, its first
-    and last utterance on the `line`; `start` and `end`, where it begins and ends there, in seconds;
+    and last utterance on the `line`; `tokens`, how many these have, as if with times; `start` and `end`, where it begins and ends there, in seconds;
     `cut`, whether it ends within the next utterance; `timed`; `previous`, whether it has the text
     before it; `speed`, by which it is played faster."""
 
     line: Line
     place: np.ndarray
     stop: np.ndarray
+    tokens: np.ndarray
     start: np.ndarray
     end: np.ndarray
     cut: np.ndarray
@@ -194,7 +201,7 @@ class Packs:
         pauses[pauses > LONG_PAUSE] = EDGE
         pauses[line.first == np.arange(len(corpus))] = 0.0
         # The longest lead of each window: silence, if the window is not of a recording.
-        self.leads = np.where(self.has_next, pauses[self.place], LONG_PAUSE)
+        self.leads = np.where(self.has_next, pauses[self.place], LONGEST_LEAD)
 
     def __len__(self) -> int:
         return len(self.costs)
@@ -224,7 +231,8 @@ class Packs:
         # One token is for the start of an utterance that is cut.
         costs = self.costs[line.rows]
         used = np.cumsum(costs)
-        by_tokens = np.searchsorted(used, (used - costs)[place] + self.room - 1, "right") - 1
+        used_before = (used - costs)[place]
+        by_tokens = np.searchsorted(used, used_before + self.room - 1, "right") - 1
         stop = np.minimum(np.minimum(stop, by_tokens), line.last[place])
         stop = np.maximum(stop, place)
         timed = (timed < self.share) & (self.costs < self.room)
@@ -236,19 +244,13 @@ class Packs:
         end = np.where(cut, reach, np.minimum(reach, line.starts[following]))
         end = np.where(is_open, np.maximum(end, line.ends[stop]), line.ends[stop])
         end = np.minimum(end, start + self.longest * speed)
-        return Plan(line, place, stop, start, end, cut, timed, previous < PREVIOUS, speed)
+        tokens = used[stop] - used_before
+        return Plan(line, place, stop, tokens, start, end, cut, timed, previous < PREVIOUS, speed)
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths of an epoch's windows as they are played."""
         plan = self.plan(epoch)
         return (plan.end - plan.start) / plan.speed
-
-    def tokens(self, epoch: int) -> np.ndarray:
-        """(N,) tokens of an epoch's windows, as if all had times."""
-        plan = self.plan(epoch)
-        costs = self.costs[plan.line.rows]
-        used = np.cumsum(costs)
-        return used[plan.stop] - (used - costs)[plan.place]
 
     def window(self, index: int, epoch: int) -> Window:
         """The window that begins with utterance `index`."""

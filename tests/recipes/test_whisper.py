@@ -652,8 +652,6 @@ def test_times_are_where_the_speech_is(with_times, recorded, tmp_path):
         begin = data.tokenizer.timestamp_begin
         said = item["tokens"].tolist()[item["unscored"] + 3 :]
         times = [(token - begin) * 0.02 for token in said if token >= begin]
-        plain = data.alone()
-        plain.augmentation = None
         heard = item["audio"].abs() > 0.2 * item["audio"].abs().max()
         for start_time, end_time in zip(times[:-1:2], times[1::2], strict=False):
             span = slice(round(start_time * SAMPLE_RATE), round(end_time * SAMPLE_RATE))

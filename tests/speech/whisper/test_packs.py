@@ -64,7 +64,7 @@ def make_packs(corpus: Corpus, share: float = 0.5, seed: int = 1, fast: bool = F
 def test_a_window_is_within_its_limits(seed, fast):
     corpus = shuffled(seed)
     data = make_packs(corpus, fast=fast)
-    lengths, tokens = data.seconds(2), data.tokens(2)
+    lengths, tokens = data.seconds(2), data.plan(2).tokens
     for index in range(len(data)):
         window = data.window(index, 2)
         assert window.rows[0] == index and len(set(window.rows)) == len(window.rows)
@@ -72,7 +72,7 @@ def test_a_window_is_within_its_limits(seed, fast):
         assert lengths[index] <= LONGEST + 1e-6
         assert window.timed or not window.cut
         times = [0.0, *(time for span in window.spans for time in span)]
-        assert times[1] <= packs.LONG_PAUSE and times == sorted(times)
+        assert times[1] <= packs.LONGEST_LEAD and times == sorted(times)
         for row, (start, end) in zip(window.rows, window.spans, strict=True):
             assert end - start == pytest.approx(corpus.seconds[row], abs=packs.OVERLAP + 1e-6)
         heard = window.spans[: len(window.spans) - window.cut]
