@@ -26,6 +26,7 @@ from common.report import shown
 FORMAT = "speech-recipes checkpoint 2"
 CHECKPOINT = re.compile(r"checkpoint_step_(\d{8,12})\.pt")
 WEIGHTS = ("best.safetensors", "best.json", "averaged.safetensors", "averaged.json")
+AVERAGED = "averaged weights (averaged.safetensors)"  # what `use_best` calls them
 LIMITS = "limits_{}.json"  # sizes of micro-batches that fit, by a rank that was out of memory
 LOGS = ("metrics.jsonl", "training.png", "events.out.tfevents.*")
 
@@ -363,6 +364,19 @@ def save_weights(path: Path, state: dict[str, torch.Tensor], task, summary: dict
     )
 
 
+def recipe_of(path: str | Path, flag: str = "--resume") -> str:
+    """The recipe of a `.safetensors` that a run saved, by its header. Raises `UsageError`."""
+    path = Path(path)
+    files.require_file(path, flag)
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{flag} {path} cannot be read: {first_line(error)}") from None
+    _check_format(path, header.get("format"))
+    return header.get("recipe", "unknown")
+
+
 def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved:
     """A checkpoint, or a `.safetensors` that a run saved. Raises `UsageError`."""
     path = Path(path)
@@ -400,12 +414,17 @@ def read_infos(saved: Saved | None, model_info: type, run_info: type) -> tuple:
     )
 
 
+def path_to_use(resume: str | None, checkpoint_dir: Path) -> Path:
+    """The file of `weights_to_use`."""
+    if resume and resume != "auto":
+        return Path(resume)
+    return checkpoint_dir / "best.safetensors"
+
+
 def weights_to_use(resume: str | None, checkpoint_dir: Path, recipe: str) -> Saved:
     """The weights that `--resume` names or, without a path, those of the best evaluation. Raises
     `UsageError`."""
-    path = checkpoint_dir / "best.safetensors"
-    if resume and resume != "auto":
-        path = Path(resume)
+    path = path_to_use(resume, checkpoint_dir)
     if not os.path.exists(path):
         raise UsageError(f"no weights at {path}: train first, or name them with --resume")
     return read_weights(path, recipe)
@@ -541,6 +560,13 @@ def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> 
     if task.is_better(best, averaged):
         model.load_state_dict(weights)
         return "weights of the best evaluation (the average was worse)"
-    summary = {"steps": steps, task.metric: averaged}
+    noted = files.read_json(best_path.with_suffix(".json"))
+    summary = {"steps": steps, task.metric: averaged, "made_by": noted.get("made_by")}
     save_weights(folder / "averaged.safetensors", model.state_dict(), task, summary)
-    return "averaged weights (averaged.safetensors)"
+    return AVERAGED
+
+
+def file_of(folder: Path, description: str) -> Path:
+    """The file of the weights that `use_best` describes so."""
+    name = "averaged.safetensors" if description == AVERAGED else "best.safetensors"
+    return folder / name

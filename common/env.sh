@@ -491,5 +491,6 @@ run() {
     if [ -n "$variable" ]; then export "${variable?}"; fi
     command=(-m torch.distributed.run "${command[@]}")
   fi
+  export PRESET_TIER=$tier # for best.json
   exec "$PYTHON" "${command[@]}"
 }

@@ -160,5 +160,6 @@ def require(module: str, purpose: str):
     except ImportError as error:  # of the module, or of one that it imports
         package = (error.name or module).split(".")[0].replace("_", "-")
         raise RunError(
-            f"{purpose} needs the package {package} ({error}): pip install {package}"
+            f"{purpose} needs the package {package} ({error}):"
+            f" {sys.executable} -m pip install {package}"
         ) from None

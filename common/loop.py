@@ -19,6 +19,8 @@ import itertools
 import json
 import math
 import os
+import platform
+import shlex
 import signal
 import sys
 import tempfile
@@ -1079,6 +1081,8 @@ def evaluate_now(training: Training) -> None:
     improved = note_evaluation(task, progress, values)
     if improved:
         summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
+        summary |= {"metric": task.metric, "evaluations": progress["evaluations"]}
+        summary["made_by"] = made_by(args, task.name, training.setup)
         path = args.checkpoint_dir / "best.safetensors"
         with ranks.patient():
             state = training.placed.state()
@@ -1094,6 +1098,21 @@ def evaluate_now(training: Training) -> None:
     training.report.write(progress["step"], **results)
     training.report.draw(task.metric)
     training.since += time.monotonic() - started  # evaluation does not count as training time
+
+
+def made_by(args, recipe: str, setup: Setup) -> dict:
+    """What best.json keeps about how the weights came about: the command, the model that it began
+    with, the tier of the preset script, the GPU, and versions."""
+    name = "CPU"
+    if setup.device.type == "cuda":
+        name = torch.cuda.get_device_name(setup.device)
+    return {
+        "command": shlex.join(["python", f"recipes/{recipe}.py", *map(str, args.words)]),
+        "base": getattr(args, "model_dir", None) or getattr(args, "model_file", None),
+        "tier": os.environ.get("PRESET_TIER"),
+        "device": name if setup.ranks.size == 1 else f"{setup.ranks.size} x {name}",
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+    }
 
 
 def note_evaluation(task: Task, progress: dict, values: dict[str, float]) -> bool:
@@ -1162,7 +1181,7 @@ def write_checkpoint(training: Training, states: list, model: dict, optimizer: d
     progress = training.progress
     flags = {}
     for name, value in vars(args).items():
-        if name not in ("given", "commands", "sharded"):  # shards are not in the file
+        if name not in ("given", "commands", "words", "sharded"):  # shards are not in the file
             flags[name] = value if isinstance(value, int | float | str | None) else str(value)
     content = {
         "recipe": training.task.name,
@@ -1195,12 +1214,12 @@ def finish(
     task: Task,
     eval_batches: EvalBatches,
     report_results: Callable[[str], None],
-) -> None:
+) -> Path | None:
     """On the first rank: loads the best weights, or the average of checkpoints if that is not
     worse, calls `report_results(which weights these are)`, and prints where the results are and how
-    much memory the run took."""
+    much memory the run took. Returns the file of the weights."""
     if not run.setup.ranks.first:
-        return
+        return None
 
     def score() -> float:
         with run.setup.autocast():  # whose 16-bit copies of the weights are kept until it ends
@@ -1208,7 +1227,8 @@ def finish(
         return values.get(task.metric, math.nan)
 
     memory.free_memory(run.setup.device)  # the optimizer may be part of a reference cycle
-    model.to(run.setup.device)  # from the host, where a sharded one is at the end
+    if args.sharded:
+        model.to(run.setup.device)  # from the host
     with torch.no_grad():
         weights = checkpoint.use_best(args, model, task, score)
         with run.setup.autocast():
@@ -1216,6 +1236,7 @@ def finish(
     best = args.checkpoint_dir / "best.safetensors"
     print(f"weights: {best}; curves and all results: {args.log_dir}")
     print(memory.peak(run.setup.device))
+    return checkpoint.file_of(args.checkpoint_dir, weights)
 
 
 # --- a run that is only planned -------------------------------------------------------------------

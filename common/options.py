@@ -109,8 +109,8 @@ class Joined(argparse.Action):
 
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations. An error is one line that offers the nearest flag. The parsed
-    namespace has `given`, the set of names that were on the command line, and `commands`, what
-    `add_command` marked: {name: whether it takes training flags}."""
+    namespace has `given`, the set of names that were on the command line, `commands`, what
+    `add_command` marked, {name: whether it takes training flags}, and `words`, the command line."""
 
     def __init__(self, description: str):
         layout = functools.partial(
@@ -139,7 +139,10 @@ class Parser(argparse.ArgumentParser):
         )
         given = {name: value for name, value in parsed.items() if value is not unset}
         return argparse.Namespace(
-            **{**defaults, **given, "given": frozenset(given), "commands": self.commands}
+            **{**defaults, **given},
+            given=frozenset(given),
+            commands=self.commands,
+            words=list(sys.argv[1:] if words is None else words),
         )
 
     def explained(self, message: str) -> str:

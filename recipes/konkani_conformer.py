@@ -9,6 +9,9 @@ Data: JSON Lines {"audio_filepath": "a.wav", "text": "हांव घर वच
 LJSpeech's metadata.csv; any sample rate; utterances of up to 30 s. Any language: the characters are
 taken from the training text.
 
+--features nemo trains on features that other programs compute, too: --export DIR then writes a CTC
+model for sherpa-onnx (phones) and onnx-asr.
+
 Memory: the T4's preset (micro-batch 2 x accumulation 4, d 192, 8+4 layers) is predicted to need
 0.46 GiB beside CUDA's own at 33.3 s an utterance; --dry_run 8GB predicts any command. Expect a
 character error rate below 1 % on the demo's held-out sentences after its 600 updates (two CPU
@@ -44,12 +47,23 @@ from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, model_files, recogniser, splits, text, unknown
+from speech import (
+    demo,
+    metrics,
+    model_files,
+    onnx_files,
+    recogniser,
+    released,
+    splits,
+    text,
+    unknown,
+)
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import FeatureNorm, LogMel, frames, random_masks, spec_augment, valid_mask
 from speech.layers import lean_chain, quieten_branches
+from speech.parakeet import features as nemo
 from speech.search import joint_beam, rescored_beam
 
 RECIPE = "konkani_conformer"
@@ -70,6 +84,7 @@ DEFAULTS = {  # of the flags that a checkpoint decides
     "decoder_layers": 4,
     "attention_heads": 4,
     "subsampling": 4,
+    "features": "native",
     "cmvn": "global",
     "tokenizer": "char",
     "vocab_size": 500,
@@ -84,6 +99,7 @@ CONFIG = {  # the values of these flags, and the number of tokens, that a checkp
     "decoder_layers": range(1, 129),
     "attention_heads": range(1, 129),
     "subsampling": {4, 8},
+    "features?": {"native", "nemo"},  # checkpoints of before have no choice
     "cmvn": {"global", "utterance"},
     "tokenizer": {"char", "bpe"},
     "vocab_size": range(1, 200_001),
@@ -92,6 +108,11 @@ CONFIG = {  # the values of these flags, and the number of tokens, that a checkp
 HAS_CHARACTERS = "the first is a vocabulary of characters; leave one of them out"
 EXCLUDES = (
     *recogniser.EXCLUDES,
+    (
+        "features nemo",
+        "cmvn",
+        "the first are normalised per utterance, as other programs do; leave out the second",
+    ),
     ("vocab_file", "tokenizer bpe", HAS_CHARACTERS),
     ("vocab_file", "vocab_size", HAS_CHARACTERS),
 )
@@ -128,6 +149,11 @@ def add_arguments(parser) -> None:
         "--subsampling", type=int, choices=[4, 8], help="frames of 10 ms in an encoder frame (4)"
     )
     model.add_argument(
+        "--features",
+        choices=["native", "nemo"],
+        help="nemo: NVIDIA's log-mel features, which other programs compute, for --export (native)",
+    )
+    model.add_argument(
         "--cmvn",
         choices=["global", "utterance"],
         help="feature normalisation: by training-set statistics, or each utterance's own (global)",
@@ -157,6 +183,13 @@ def add_arguments(parser) -> None:
         metavar="FILE",
         help="characters from a vocab.json with char2idx, instead of a trained tokenizer",
     )
+    model.add_argument(
+        "--export",
+        type=options.path,
+        metavar="DIR",
+        help="write a CTC model for sherpa-onnx and onnx-asr; after training, or alone with --resume"
+        " PATH",
+    )
     options.add_arguments(parser)
 
 
@@ -164,6 +197,9 @@ def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
     needs = (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, needs)
+    if args.export:
+        released.require_export(args.export, (args.checkpoint_dir, args.log_dir, args.output_dir))
+        onnx_files.require_packages("--export")
     return recogniser.resolve(args, is_demo, BEAM_SIZE)
 
 
@@ -176,15 +212,27 @@ def choose_config(args, saved: ModelInfo | None) -> dict:
         if saved is None:
             config[name] = default if value is None else value
             continue
-        config[name] = saved.config[name]
+        config[name] = saved.config.get(name, default)
         if value not in (None, config[name]):
             raise UsageError(
                 f"--{name} {value} conflicts with the checkpoint, which has {config[name]}: leave"
                 " the flag out to continue it, or start a new run with another --output_dir, or"
                 " from its weights with --init_from in place of --resume"
             )
+    if config["features"] == "nemo":
+        config["cmvn"] = "utterance"
     check_heads(config)
+    check_export(args, config)
     return config
+
+
+def check_export(args, config: dict) -> None:
+    """Raises `UsageError` for --export of a model that no other program can use."""
+    if args.export and not has_nemo_features(config):
+        raise UsageError(
+            "--export: other programs do not compute this model's features; train a model with"
+            " --features nemo"
+        )
 
 
 def check_heads(config: dict) -> None:
@@ -196,14 +244,14 @@ def check_heads(config: dict) -> None:
 # --- data -----------------------------------------------------------------------------------------
 
 
-def read_data(args, saved: splits.RunInfo | None = None, subsampling: int = 4) -> dict[str, Corpus]:
+def read_data(args, config: dict, saved: splits.RunInfo | None = None) -> dict[str, Corpus]:
     """The checked corpora "train", "val" and, if there is one, "test"; the demo's without
     manifests. What the run `saved` held out is held out again. A planned run without data is of
-    the longest texts that CTC can align after `subsampling`."""
+    the longest texts that CTC can align in a model with this `config`."""
     held_out = saved.held_out if saved else ()
     folder = Path(args.output_dir) / "data" / "konkani_demo"
     words, voices = demo.KONKANI_WORDS, demo.KONKANI_VOICES
-    most_tokens = encoder_frames(int(args.max_duration * SAMPLE_RATE), subsampling)
+    most_tokens = encoder_frames(int(args.max_duration * SAMPLE_RATE), config)
     return splits.load_splits(
         splits.resolve(args, held_out),
         text.normalise,
@@ -238,13 +286,13 @@ def check_data(args) -> None:
     saved = checkpoint.resume(args.resume, args.checkpoint_dir, RECIPE)
     model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
-    corpora = read_data(args, run_info, config["subsampling"])
+    corpora = read_data(args, config, run_info)
     if args.vocab_file or model_info:
         check_texts(args, corpora, make_tokenizer(args, config, model_info, ()))
     splits.report_checked(corpora)
 
 
-def drop_untrainable(args, corpus: Corpus, tokenizer, subsampling: int) -> Corpus:
+def drop_untrainable(args, corpus: Corpus, tokenizer, config: dict) -> Corpus:
     """The training set without utterances that no CTC alignment fits, and without texts of unknown
     characters only. Other characters outside the vocabulary become its unknown token."""
 
@@ -253,7 +301,7 @@ def drop_untrainable(args, corpus: Corpus, tokenizer, subsampling: int) -> Corpu
         tokens = tokenizer.encode(corpus.texts[index])
         if text.unknown_share(tokenizer, tokens) == 1:
             return "text is outside the vocabulary", corpus.texts[index][:60]
-        if not ctc_fits(int(seconds * SAMPLE_RATE), tokens, subsampling):
+        if not ctc_fits(int(seconds * SAMPLE_RATE), tokens, config):
             reason = "text is too long for its audio (CTC needs a frame a token)"
             return reason, f"{len(tokens)} tokens in {seconds:.2f} s"
         return None
@@ -266,30 +314,43 @@ def halved(lengths):
     return (lengths - 1) // 2 + 1
 
 
-def encoder_frames(samples, subsampling: int):
+def has_nemo_features(config: dict) -> bool:
+    """Whether a model has the features of --features nemo."""
+    return config.get("features") == "nemo"  # checkpoints of before have native ones
+
+
+def encoder_frames(samples, config: dict):
     """Encoder frames of so many samples, a number or a tensor, at 16 kHz: STFT windows of 25 ms
-    every 10 ms, halved two or three times."""
+    every 10 ms, halved two or three times. With --features nemo only whole encoder frames count,
+    because sherpa-onnx reads no others."""
+    subsampling = config["subsampling"]
+    if has_nemo_features(config):
+        return at_least_one(nemo.frames(samples) // subsampling)
     count = frames(samples, SAMPLE_RATE)
     for _ in range(subsampling.bit_length() - 1):
         count = halved(count)
     return count
 
 
-def ctc_fits(samples: int, tokens: list[int], subsampling: int) -> bool:
+def at_least_one(count):
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(1, count)
+
+
+def ctc_fits(samples: int, tokens: list[int], config: dict) -> bool:
     """Whether there is an encoder frame for every token, and for the blank between two equal
     ones."""
     repeats = sum(a == b for a, b in itertools.pairwise(tokens))
-    return encoder_frames(samples, subsampling) >= len(tokens) + repeats
+    return encoder_frames(samples, config) >= len(tokens) + repeats
 
 
 class Utterances:
     """A set of utterances as the model takes them. Only the training set is augmented, and
     augmentation depends on (seed, epoch, index) alone."""
 
-    def __init__(self, args, corpus: Corpus, tokenizer, subsampling: int, training: bool):
+    def __init__(self, args, corpus: Corpus, tokenizer, config: dict, training: bool):
         self.corpus = corpus
         self.tokenizer = tokenizer
-        self.subsampling = subsampling
+        self.config = config
         self.seed = args.seed
         self.changes_speed = training and args.speed_perturbation
         self.masks = training and args.spec_augment
@@ -326,7 +387,7 @@ class Utterances:
         if self.changes_speed:
             changed = change_speed(waveform, float(self.speeds(epoch)[index]))
             # A dense utterance stays as it is if it would become too short for its text.
-            if ctc_fits(len(changed), tokens, self.subsampling):
+            if ctc_fits(len(changed), tokens, self.config):
                 waveform = changed
         if self.augmentation:
             waveform = self.augmentation.apply(waveform, index, epoch)
@@ -347,9 +408,9 @@ class Utterances:
         return item
 
 
-def make_sets(args, corpora: dict[str, Corpus], tokenizer, subsampling: int) -> dict:
+def make_sets(args, corpora: dict[str, Corpus], tokenizer, config: dict) -> dict:
     return {
-        name: Utterances(args, corpus, tokenizer, subsampling, training=name == "train")
+        name: Utterances(args, corpus, tokenizer, config, training=name == "train")
         for name, corpus in corpora.items()
     }
 
@@ -556,8 +617,11 @@ class Conformer(nn.Module):
         self.eos = config["vocabulary"]
         self.head_dim = d // heads
         kernel = 31 if config["subsampling"] == 4 else 15
-        self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
-        self.feature_norm = FeatureNorm(N_MELS, config["cmvn"])
+        if has_nemo_features(config):
+            self.log_mel = nemo.MelFeatures(N_MELS)
+        else:
+            self.log_mel = LogMel(SAMPLE_RATE, N_MELS)
+            self.feature_norm = FeatureNorm(N_MELS, config["cmvn"])
         self.subsampling = Subsampling(N_MELS, d, config["subsampling"])
         self.dropout = nn.Dropout(dropout)
         self.encoder = nn.ModuleList(
@@ -574,26 +638,56 @@ class Conformer(nn.Module):
         for layers in (self.encoder, self.decoder):
             quieten_branches(layers, BRANCH_OUTPUTS)
 
+    def features(self, batch: dict) -> tuple[Tensor, Tensor]:
+        """The batch's waveforms to normalised features (B, F, M) and their lengths. Those of NeMo
+        end with the last whole encoder frame."""
+        samples = batch["audio_lengths"]
+        if not has_nemo_features(self.config):
+            lengths = frames(samples, SAMPLE_RATE)
+            return self.feature_norm(self.log_mel(batch["audio"]), lengths), lengths
+        subsampling = self.config["subsampling"]
+        host = batch["audio_lengths_host"]
+        x = self.log_mel(batch["audio"], samples, int(nemo.frames(host).max()))
+        longest = subsampling * int(encoder_frames(host, self.config).max())
+        return x[:, :longest], subsampling * encoder_frames(samples, self.config)
+
     def encode(self, batch: dict) -> tuple[Tensor, Tensor | None, Tensor]:
         """The batch's waveforms to (B, T, D), the attention mask over T (None where nothing is
         padded) and the lengths on the host."""
-        lengths = frames(batch["audio_lengths"], SAMPLE_RATE)
-        x = self.feature_norm(self.log_mel(batch["audio"]), lengths)  # (B, F, M)
+        x, lengths = self.features(batch)
         if "time_masks" in batch:
             x = spec_augment(x, lengths, batch["frequency_masks"], batch["time_masks"])
         x, lengths = self.subsampling(x, lengths)
-        x = self.dropout(x)
-        host = encoder_frames(batch["audio_lengths_host"], self.config["subsampling"])
-        mask = None
-        padding = None
+        host = encoder_frames(batch["audio_lengths_host"], self.config)
+        valid = None
         if int(host.min()) < x.shape[1]:
             valid = valid_mask(lengths, x.shape[1])
+        x, mask = self.run_encoder(x, valid)
+        return x, mask, host
+
+    def run_encoder(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the subsampling returns, and which of its frames are `valid` (B, T), None for all,
+        to (B, T, D) and the attention mask over T."""
+        x = self.dropout(x)
+        mask = None
+        padding = None
+        if valid is not None:
             mask = valid[:, None, None, :]
             padding = ~valid[:, :, None]
         angles = rotary_angles(x.shape[1], self.head_dim, x)
         for layer in self.encoder:
             x = layer(x, angles, mask, padding)
-        return x, mask, host
+        return x, mask
+
+    def ctc_log_probs(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised features (B, F, M) with lengths (B,), whose padding may have any values, to
+        log-probabilities (B, T, V + 1) and the lengths that are valid. For --export: no line of it
+        depends on values."""
+        subsampling = self.config["subsampling"]
+        features = features.masked_fill(~valid_mask(lengths, features.shape[1])[:, :, None], 0.0)
+        x, lengths = self.subsampling(features, subsampling * at_least_one(lengths // subsampling))
+        x, _ = self.run_encoder(x, valid_mask(lengths, x.shape[1]))
+        return self.ctc_head(x).log_softmax(-1), lengths
 
     def decode(self, tokens: Tensor, encoded: Tensor, mask: Tensor | None) -> Tensor:
         """Logits (B, U, V + 1) of the token after each of `tokens` (B, U), the first of which is
@@ -739,15 +833,58 @@ def transcribe(args, how: recogniser.Options) -> None:
     recogniser.transcribe_files(how, texts_of, setup, run_info.longest)
 
 
+def exports_only(args) -> bool:
+    """Whether --export is asked for alone: weights are named, and no flag asks for training."""
+    trains = bool(args.given & set(released.GOALS))
+    return bool(args.export) and args.resume not in (None, "auto") and not trains
+
+
+def export(args, tokenizer, model: Conformer) -> None:
+    """Writes the encoder with its CTC head to --export."""
+    # Another one, in fp32 on the host: layers of the trained one may be compiled.
+    copy = Conformer(model.config)
+    copy.load_state_dict(model.state_dict())
+    fill = functools.partial(
+        onnx_files.fill_ctc,
+        model=copy,
+        pieces=tokenizer.pieces,
+        num_mel_bins=N_MELS,
+        subsampling=model.config["subsampling"],
+    )
+    names = model_files.write_export(Path(args.export), fill)
+    print(f"exported to {args.export}: {', '.join(names)}")
+
+
+def report_and_export(
+    args,
+    how: recogniser.Options,
+    tokenizer,
+    model: Conformer,
+    eval_batches: dict[str, EvalBatches],
+    *weights: str,
+) -> None:
+    """The results on the test set, or on "val" without one, and then --export."""
+    name = "test" if "test" in eval_batches else "val"
+    report_results(how, tokenizer, model, eval_batches[name], name, *weights)
+    if args.export:
+        export(args, tokenizer, model)
+
+
 @torch.no_grad()
 def evaluate_only(args, how: recogniser.Options) -> None:
+    """--export, --evaluate on the test set, or both, without training."""
     setup = device.setup(args)
-    check_folder(args.log_dir)
     model, tokenizer, run_info = trained(args, setup)
-    corpora = read_data(args, run_info)
+    check_export(args, model.config)
+    if args.export:
+        export(args, tokenizer, model)
+    if not args.evaluate:
+        return
+    check_folder(args.log_dir)
+    corpora = read_data(args, model.config, run_info)
     name = "test" if "test" in corpora else "val"
     check_texts(args, {name: corpora[name]}, tokenizer)
-    data = Utterances(args, corpora[name], tokenizer, model.config["subsampling"], training=False)
+    data = Utterances(args, corpora[name], tokenizer, model.config, training=False)
     eval_batches = EvalBatches(args, data, collate, setup)
     with setup.autocast():
         report_results(how, tokenizer, model, eval_batches, name)
@@ -774,7 +911,7 @@ def vocabulary(tokenizer, initial: checkpoint.Saved | None) -> checkpoint.Vocabu
 
 def measure_features(seed: int, model: Conformer, data: Utterances) -> None:
     """Statistics for --cmvn global, from a random part of the training set."""
-    if model.feature_norm.kind == "global":
+    if model.config["cmvn"] == "global":
         items = itertools.islice(splits.draw_items(data, seed), NORM_UTTERANCES)
         model.feature_norm.measure([model.log_mel(item["audio"][None])[0] for item in items])
 
@@ -785,21 +922,21 @@ def main(args) -> None:
         return check_data(args)
     if args.transcribe:
         return transcribe(args, how)
-    if args.evaluate:
+    if args.evaluate or exports_only(args):
         return evaluate_only(args, how)
 
     run = begin(args, RECIPE)
     model_info, run_info = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
-    corpora = read_data(args, run_info, config["subsampling"])
+    corpora = read_data(args, config, run_info)
     tokenizer = make_tokenizer(args, config, model_info, corpora["train"].texts)
     check_texts(args, corpora, tokenizer)
-    corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, config["subsampling"])
+    corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, config)
     config["vocabulary"] = tokenizer.size
     with run.model_device():
         model = make_model(config, args.dropout, args.label_smoothing, saved=run.resumed)
     describe(model)
-    sets = make_sets(args, corpora, tokenizer, config["subsampling"])
+    sets = make_sets(args, corpora, tokenizer, config)
     global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
     eval_batches = {name: EvalBatches(args, sets[name], collate, run.setup) for name in sets}
     task = Task(
@@ -817,8 +954,7 @@ def main(args) -> None:
         reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, eval_batches["val"])
-    name = "test" if "test" in eval_batches else "val"
-    report = functools.partial(report_results, how, tokenizer, model, eval_batches[name], name)
+    report = functools.partial(report_and_export, args, how, tokenizer, model, eval_batches)
     finish(args, run, model, task, eval_batches["val"], report)
 
 

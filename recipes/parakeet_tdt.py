@@ -11,8 +11,8 @@ if the manifest has segment times. The text is trained on as it is written: give
 punctuation that the model shall write.
 
 --model_file takes NVIDIA's .nemo archive, --model_dir a Hugging Face folder; --from_scratch
---model_size 110m makes a new model with a new vocabulary. --export DIR --export_format hf|nemo
-writes what transformers' ParakeetForTDT and NeMo load.
+--model_size 110m makes a new model with a new vocabulary. --export DIR --export_format hf|nemo|onnx
+writes what transformers' ParakeetForTDT, NeMo, or sherpa-onnx and onnx-asr load.
 
 Memory: weights and gradients of 0.6 billion parameters take 4.7 GiB of the GPU, optimizer states
 4.7, in 8 bits 1.2, and none with --use_cpu_offload. run_parakeet_tdt.sh has presets from 4 GB.
@@ -39,13 +39,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import device, memory, optim, options
+from common import checkpoint, device, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, recogniser, released, splits, text, unknown
+from speech import card, demo, metrics, recogniser, released, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
@@ -323,43 +323,52 @@ def decode_words(tokenizer: ParakeetTokenizer, model: Parakeet, eval_batches) ->
 
 def report_results(
     asked: start.Options,
-    is_trained: bool,
     tokenizer: ParakeetTokenizer,
     model: Parakeet,
     evaluation: dict[str, EvalBatches],
     weights: str,
-) -> None:
+) -> list[dict]:
     """Prints the error rates of the test set, or of "val" without one, and examples with the times
-    of their words; if the model `is_trained`, also the error rates of the released model that the
-    flags name, for which it is moved to the host. `weights`: which weights the model has, for the
-    title."""
+    of their words. `weights`: which weights the model has, for the title. Returns the rows."""
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
     rows = decode_words(tokenizer, model, eval_batches)
     recogniser.print_results(rows, f"{name} set, {weights}, {len(rows)} utterances", asked.how)
-    if asked.origin.path and is_trained:
+    return rows
+
+
+def compare(
+    asked: start.Options, model: Parakeet, evaluation: dict[str, EvalBatches], rows: list[dict]
+) -> None:
+    """Prints the error rates of the released model that the flags name beside those of `rows`, of
+    `report_results`. `model` is moved to the host."""
+    if asked.origin.path:
         info, released_weights = start.read(asked.origin.path)
         untrained = make_model(info, released_weights).eval()
         del released_weights  # the model has them
         memory.replace_on_device(model, untrained)
+        eval_batches = evaluation["test" if "test" in evaluation else "val"].whole()
         before = decode_words(start.tokenizer_of(info), untrained, eval_batches)
-        table = metrics.improvement_table(before, rows)
-        print(f"released model, and trained model, on these utterances:\n{table}")
+        recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
 
 
-def export_and_report(
+def report_and_export(
     asked: start.Options,
     info: ModelInfo,
-    tokenizer: ParakeetTokenizer,
+    run_info: RunInfo,
     model: Parakeet,
     evaluation: dict[str, EvalBatches],
     weights: str,
 ) -> None:
-    """--export, and then the results: the released model, which they are compared with, may be gone
-    by now."""
+    """The results, --export with them, and then the comparison: the released model may be gone by
+    now."""
+    rows = report_results(asked, start.tokenizer_of(info), model, evaluation, weights)
     if asked.origin.export:
-        start.export(asked, info, model.state_dict())
-    report_results(asked, True, tokenizer, model, evaluation, weights)
+        path = checkpoint.file_of(asked.origin.checkpoint_dir, weights)
+        results = recogniser.read_results(asked.how.log_dir)
+        about = card.About(RECIPE, asked.origin.path, path, run_info, results)
+        start.export(asked, info, model.state_dict(), about)
+    compare(asked, model, evaluation, rows)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -389,8 +398,7 @@ def evaluate_only(args, asked: start.Options) -> None:
     setup = device.setup(args)
     info, model, before = trained(asked, setup)
     start.check_export(asked, info)
-    if args.export:
-        start.export(asked, info, model.state_dict())
+    about = card.About(RECIPE, asked.origin.path, released.weights_file(asked.origin), before)
     if args.evaluate:
         check_folder(args.log_dir)
         corpora = read_data(args, before or RELEASED)
@@ -401,9 +409,14 @@ def evaluate_only(args, asked: start.Options) -> None:
         for name, corpus in corpora.items():
             data = Utterances(args, corpus, tokenizer, info, training=False)
             evaluation[name] = EvalBatches(args, data, collate, setup)
-        is_trained = before is not None
         with setup.autocast():
-            report_results(asked, is_trained, tokenizer, model, evaluation, "the weights named")
+            rows = report_results(asked, tokenizer, model, evaluation, "the weights named")
+        about = dataclasses.replace(about, results=recogniser.read_results(args.log_dir))
+    if args.export:
+        start.export(asked, info, model.state_dict(), about)
+    if args.evaluate and before is not None:
+        with setup.autocast():
+            compare(asked, model, evaluation, rows)
 
 
 def first_model(
@@ -534,7 +547,7 @@ def main(args) -> None:
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
     train(args, run, model, task, global_batches, evaluation["val"])
-    report = functools.partial(export_and_report, asked, info, tokenizer, model, evaluation)
+    report = functools.partial(report_and_export, asked, info, run_info, model, evaluation)
     finish(args, run, model, task, evaluation["val"], report)
 
 

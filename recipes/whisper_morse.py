@@ -44,7 +44,7 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import metrics, recogniser, released, splits
+from speech import card, metrics, recogniser, released, splits
 from speech.audio import SAMPLE_RATE, change_speed, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.features import random_masks
@@ -96,7 +96,8 @@ class RunInfo:
 def add_arguments(parser) -> None:
     start.add_arguments(parser, SIZES, language="en")
     splits.add_arguments(parser)
-    recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", start.BEAM_SIZE)
+    methods = ("greedy", "beam")
+    recogniser.add_arguments(parser, methods, "greedy", start.BEAM_SIZE, normalisers=False)
     clips.add_arguments(parser)
     own = parser.add_argument_group("Morse")
     own.add_argument(
@@ -414,7 +415,12 @@ def evaluate_only(args, asked: start.Options, source: clips.Options) -> None:
         with setup.autocast():
             report_results(args, asked, info, model, evaluation, "the weights named")
     if args.export:
-        start.export(args.export, info, model.state_dict())
+        results = recogniser.read_results(args.log_dir) if args.evaluate else None
+        weights = released.weights_file(asked.origin)
+        about = card.About(
+            RECIPE, asked.origin.path, weights, before and before.data, results, languages=()
+        )
+        start.export(args.export, info, model.state_dict(), about)
 
 
 def first_model(args, asked: start.Options, run: Run) -> tuple[start.ModelInfo, Whisper]:
@@ -524,9 +530,11 @@ def main(args) -> None:
     task = make_task(args, asked, run, info, run_info, train_set)
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
-    finish(args, run, model, task, evaluation["val"], report)
+    weights = finish(args, run, model, task, evaluation["val"], report)
     if args.export and run.setup.ranks.first:
-        start.export(args.export, info, model.state_dict())
+        results = recogniser.read_results(args.log_dir)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results, languages=())
+        start.export(args.export, info, model.state_dict(), about)
 
 
 if __name__ == "__main__":

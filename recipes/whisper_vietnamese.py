@@ -45,13 +45,14 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import demo, metrics, recogniser, released, splits, text
+from speech import card, demo, metrics, recogniser, released, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.recogniser import SPEEDS, decode_set, decode_texts
-from speech.whisper import decoding, formats, kept_times, packs, scratch, start
+from speech.text import in_lower_case as for_scoring  # as PhoWhisper's error rates are computed
+from speech.whisper import decoding, formats, kept_times, packs, scratch, start, timed
 from speech.whisper.model import LAYERS, Whisper, ctc_loss, token_loss
 from speech.whisper.tokenizer import WhisperTokenizer, train_bpe
 
@@ -67,6 +68,8 @@ DEMO_TOKENS = 320  # with whole syllables as tokens the demo's CER was 62 % inst
 PROMPT = 4  # tokens before a text
 PREVIOUS_TOKENS = 223  # of the text before a window, as programs that decode give them
 SIZES = {"demo": formats.make_config(144, (4, 2), 4), **formats.SIZES}
+MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
+LONGEST = 24 * 3600.0  # seconds, of a recording of --long
 NO_TIMES = "a model from scratch has no time tokens"
 OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
 EXCLUDES = (
@@ -76,11 +79,15 @@ EXCLUDES = (
     ("vocab_size", options.COMMAND, OWN_VOCABULARY),
     ("timestamp_share", options.COMMAND, options.TRAINS),
     ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
+    ("timestamps", "piece_seconds", "the second cuts recordings to train on; leave one out"),
+    *(("long", manifest, "each has results of its own; leave one out") for manifest in MANIFESTS),
 )
 NEEDS = (
     *splits.NEEDS,
     *recogniser.NEEDS,
     *start.NEEDS,
+    ("timestamps", ("transcribe",), ""),
+    ("long", ("evaluate",), ""),
     ("timestamp_share", (*released.MODELS, "resume", "init_from"), NO_TIMES),
 )
 
@@ -118,6 +125,21 @@ def add_arguments(parser) -> None:
             " of this recipe"
         ),
     )
+    own.add_argument(
+        "--timestamps",
+        action=options.OnOff,
+        default=False,
+        help="transcribe in segments with times, by the model's time tokens (off)",
+    )
+    own.add_argument(
+        "--long",
+        type=options.path,
+        metavar="FILE",
+        help=(
+            "evaluate on this manifest of whole recordings of any length, decoded in segments with"
+            " times"
+        ),
+    )
     rate = (None, "by the model's width, and whether it is fine-tuned")
     options.add_arguments(parser, learning_rate=rate)
 
@@ -125,21 +147,17 @@ def add_arguments(parser) -> None:
 def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, NEEDS)
-    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE)
+    how = recogniser.resolve(args, is_demo, start.BEAM_SIZE, has_times=args.timestamps)
     if args.vocab_size is None:
         args.vocab_size = DEMO_TOKENS if is_demo else USUAL_TOKENS
     origin = released.resolve(args, start.FORMS, SIZES, "base", is_demo)
     asked = start.resolve(args, origin, how)
     if args.compare_to:
         with torch.device("meta"):  # what is wrong with it is reported before the training
-            read_baseline(asked, args.compare_to)
+            info, _ = read_baseline(asked, args.compare_to)
+            if args.long:
+                timed.make_search(*start.make_search(asked, info))
     return asked
-
-
-def for_scoring(transcript: str) -> str:
-    """As PhoWhisper's error rates are computed: NFC, lower case, without punctuation; tones and
-    numbers stay."""
-    return text.for_scoring(transcript).lower()
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -481,14 +499,44 @@ def report_results(
     if times := measure_times(evaluation[measured].dataset.data, model):
         print(kept_times.report(times, kept_times.from_list(times_before), measured))
     if args.compare_to:
-        baseline_info, baseline_weights = read_baseline(asked, args.compare_to)
-        baseline = start.make_model(baseline_info, weights=baseline_weights).eval()
-        memory.replace_on_device(model, baseline)
-        search = start.make_search(asked, baseline_info)
+        baseline, search = baseline_for(model, asked, args.compare_to)
         texts_of = functools.partial(final_texts, baseline, *search)
         before = decode_texts(baseline, texts_of, eval_batches)
-        table = metrics.improvement_table(before, rows, for_scoring)
-        print(f"compared to {args.compare_to} on the same {len(rows)} utterances:\n{table}")
+        recogniser.print_improvement(before, rows, args.compare_to, asked.how, for_scoring)
+
+
+def report_long(
+    args, asked: start.Options, info: start.ModelInfo, model: Whisper, weights: str
+) -> None:
+    """Prints error rates of the whole recordings of --long and what they lose in a row; with
+    --compare_to also a baseline's, for which the model is moved to the host."""
+    checks = dataclasses.replace(splits.resolve(args).checks, max_duration=LONGEST)
+    corpus = splits.read_manifests({"long": args.long}, text.normalise, checks)["long"]
+    tokenizer, search = start.make_search(asked, info)
+    rows = timed.decode_corpus(model, tokenizer, timed.make_search(tokenizer, search), corpus)
+    print(f"\n{len(rows)} whole recordings, {weights}, decoding with times: {args.decoding}")
+    print(metrics.recordings_table(rows, for_scoring))
+    recogniser.write_rows(rows, asked.how, recogniser.LONG)
+    if args.compare_to:
+        baseline, (tokenizer, search) = baseline_for(model, asked, args.compare_to)
+        search = timed.make_search(tokenizer, search)
+        before = timed.decode_corpus(baseline, tokenizer, search, corpus)
+        print(f"{args.compare_to} on the same recordings:")
+        print(metrics.recordings_table(before, for_scoring))
+        readings = recogniser.readings_of(rows, asked.how, for_scoring)
+        both = (metrics.read_by(each, readings) for each in (before, rows))
+        print(metrics.improvement_table(*both))
+
+
+def baseline_for(
+    model: Whisper, asked: start.Options, path: str
+) -> tuple[Whisper, tuple[WhisperTokenizer, decoding.Search]]:
+    """The model of --compare_to on the device of `model`, which is moved to the host, and its
+    search."""
+    info, weights = read_baseline(asked, path)
+    baseline = start.make_model(info, weights=weights).eval()
+    memory.replace_on_device(model, baseline)
+    return baseline, start.make_search(asked, info)
 
 
 def read_baseline(asked: start.Options, path: str) -> tuple[start.ModelInfo, dict]:
@@ -519,17 +567,27 @@ def trained(
 def transcribe(args, asked: start.Options) -> None:
     setup = device.setup(args, quiet=True)
     model, info, before = trained(asked, setup)
+    tokenizer, search = start.make_search(asked, info)
+    if args.timestamps:
+        search = timed.make_search(tokenizer, search)
+        decode = functools.partial(timed.transcripts, model, tokenizer, search)
+        recogniser.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
+        return
     longest, cutting = start.long_recordings(info, before and before.data)
-    texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
+    texts_of = functools.partial(final_texts, model, tokenizer, search)
     recogniser.transcribe_files(asked.how, texts_of, setup, longest, cutting)
 
 
 @torch.no_grad()
 def evaluate_only(args, asked: start.Options) -> None:
-    """--evaluate on the test set, --export, or both, without training."""
+    """--evaluate on the test set or on --long, --export, or both, without training."""
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
-    if args.evaluate:
+    if args.long:
+        check_folder(args.log_dir)
+        with setup.autocast():
+            report_long(args, asked, info, model, "the weights named")
+    elif args.evaluate:
         check_folder(args.log_dir)
         start.check_limits(asked, info.config)
         corpora = read_data(args, before, info.times)
@@ -543,7 +601,10 @@ def evaluate_only(args, asked: start.Options) -> None:
             times_before = before.times_before if before else []
             report_results(args, asked, info, model, evaluation, times_before, "the weights named")
     if args.export:
-        start.export(args.export, info, model.state_dict())
+        results = recogniser.read_results(args.log_dir) if args.evaluate else None
+        weights = released.weights_file(asked.origin)
+        about = card.About(RECIPE, asked.origin.path, weights, before and before.data, results)
+        start.export(args.export, info, model.state_dict(), about)
 
 
 def first_model(
@@ -674,9 +735,11 @@ def main(args) -> None:
     train(args, run, model, task, global_batches, evaluation["val"])
     measured = run_info.times_before
     report = functools.partial(report_results, args, asked, info, model, evaluation, measured)
-    finish(args, run, model, task, evaluation["val"], report)
+    weights = finish(args, run, model, task, evaluation["val"], report)
     if args.export and run.setup.ranks.first:
-        start.export(args.export, info, model.state_dict())
+        results = recogniser.read_results(args.log_dir)
+        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results)
+        start.export(args.export, info, model.state_dict(), about)
 
 
 if __name__ == "__main__":

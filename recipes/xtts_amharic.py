@@ -44,10 +44,10 @@ from common.checkpoint import Saved
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
-from speech import checks, demo, released, splits, text
+from speech import card, checks, demo, released, splits, text
 from speech.audio import read_utterance
 from speech.columns import Corpus
-from speech.xtts import cleaners, codec_training, formats, new_tokens, speaking, start, texts
+from speech.xtts import cleaners, codec_training, formats, judge, new_tokens, speaking, start, texts
 from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE, code_count
 from speech.xtts.decoding import GREEDY, Sampling
 from speech.xtts.frozen import Frozen
@@ -57,7 +57,7 @@ from speech.xtts.start import ModelInfo
 
 RECIPE = "xtts_amharic"
 LOSS_WEIGHTS = {"text": 0.01, "mel": 1.0}
-TRAINING = ("freeze_layers", "dropout", "sdpa", "speak_held_out")  # flags for training alone
+TRAINING = ("freeze_layers", "dropout", "sdpa")  # flags for training alone
 STOPS = 4  # STOP targets after the codes, as the released model was trained
 BETAS = (0.9, 0.96)
 MAX_SAMPLES = 255_995  # of a clip at 22.05 kHz
@@ -103,10 +103,11 @@ def add_arguments(parser) -> None:
         type=options.COUNT,
         metavar="N",
         help=(
-            "sentences of the evaluation set to speak after training, in OUTPUT_DIR/speech (2; 20"
-            " from scratch)"
+            "held-out sentences to speak after training, or with --evaluate, in OUTPUT_DIR/speech"
+            " (2; 20 from scratch; with --evaluate 0, unless there is a judge)"
         ),
     )
+    judge.add_arguments(own)
     own.add_argument("--dropout", type=options.SHARE, default=0.1, metavar="P", help="(0.1)")
     own.add_argument(
         "--max_audio_length",
@@ -120,6 +121,7 @@ def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
     excludes = (
         *start.EXCLUDES,
+        *judge.EXCLUDES,
         ("max_audio_length", "max_duration", "both limit clips; give one"),
         *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
     )
@@ -130,6 +132,8 @@ def resolve(args) -> start.Options:
         args.max_duration = args.max_audio_length / SAMPLE_RATE
     if is_demo and "min_duration" not in args.given:
         args.min_duration = DEMO_MIN_SECONDS
+    if args.judge:
+        judge.recipe_of(args.judge)  # what is wrong with it is reported before the training
     return start.resolve(args, is_demo)
 
 
@@ -562,25 +566,53 @@ def synthesise(args, asked: start.Options) -> None:
 
 
 def export_and_speak(
-    args, run: Run, info: ModelInfo, synthesiser: Synthesiser, corpora: dict[str, Corpus]
+    args,
+    run: Run,
+    info: ModelInfo,
+    synthesiser: Synthesiser,
+    corpora: dict[str, Corpus],
+    about: card.About,
 ) -> None:
-    """--export, and sentences that the model has not learned, each in the voice of a training clip
-    of its speaker. The first rank does this alone."""
+    """--export, and sentences that the model has not learned. The first rank does this alone."""
+    if not run.setup.ranks.first:
+        return
+    synthesiser.frozen.to(run.setup.device)
+    if args.export:
+        export(args, info, synthesiser, speaking.speakers_of(corpora["train"]), about)
+    speak_held_out(args, run.setup, synthesiser, corpora["val"], corpora["train"])
+
+
+def speak_held_out(
+    args, setup: device.Setup, synthesiser: Synthesiser, corpus: Corpus, heard: Corpus
+) -> None:
+    """Speaks the first sentences of `corpus`, each in the voice of a clip of its speaker in
+    `heard`. The recogniser of --judge transcribes them."""
     count = 2 if synthesiser.frozen.vocoder else 20
     sampling = Sampling(seed=args.seed) if synthesiser.frozen.vocoder else GREEDY
     if args.speak_held_out is not None:
         count = args.speak_held_out
-    if not (run.setup.ranks.first and (args.export or count)):
+    if not count:
         return
-    voices = speaking.speakers_of(corpora["train"])
-    if args.export:
-        start.export(args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, voices)
-    if count:
-        corpus = corpora["val"].select(np.arange(min(count, len(corpora["val"]))))
-        folder = speaking.folder_of(args.output_dir)
-        synthesiser.frozen.to(run.setup.device)
-        with run.setup.autocast():
-            print(speaking.speak_corpus(folder, synthesiser, corpus, voices, sampling))
+    corpus = corpus.select(np.arange(min(count, len(corpus))))
+    folder = speaking.folder_of(args.output_dir)
+    synthesiser.frozen.to(setup.device)
+    with setup.autocast():
+        voices = speaking.speakers_of(heard)
+        print(speaking.speak_corpus(folder, synthesiser, corpus, voices, sampling))
+    if args.judge:
+        synthesiser.model.cpu()
+        synthesiser.frozen.to(torch.device("cpu"))
+        memory.free_memory(setup.device)  # the judge is another process
+        recipes = Path(__file__).resolve().parent
+        print(judge.judged(args.judge, recipes, folder, list(corpus.texts), args.device))
+
+
+def export(args, info: ModelInfo, synthesiser: Synthesiser, clips: dict, about: card.About) -> None:
+    """Writes the folder for Coqui, with the voices in `clips` and in those of --speaker_wav."""
+    clips = {**speaking.named_clips(args.speaker_wav or []), **clips}
+    speakers = speaking.to_export(synthesiser, clips)
+    weights = synthesiser.model.state_dict()
+    start.export(args.export, info, weights, synthesiser.frozen, speakers, about)
 
 
 # --- without training -----------------------------------------------------------------------------
@@ -613,9 +645,10 @@ def evaluate_only(args, asked: start.Options) -> None:
     setup = device.setup(args)
     info, synthesiser, saved = trained(asked, setup)
     if args.export:
-        return start.export(
-            args.export, info, synthesiser.model.state_dict(), synthesiser.frozen, {}
-        )
+        path = released.weights_file(asked.origin)
+        before = released.read_run_info(splits.RunInfo, saved)
+        about = card.About(RECIPE, args.model_dir, path, before)
+        return export(args, info, synthesiser, {}, about)
     data, corpora = read_data(args, saved)
     texts.read_corpora(synthesiser.texts, corpora)
     corpora = check_corpora(args, data, corpora, synthesiser.texts, info.config)
@@ -625,6 +658,8 @@ def evaluate_only(args, asked: start.Options) -> None:
     languages = {name: synthesiser.texts.languages_of(corpora[name])}
     with setup.autocast():
         report_results(synthesiser, evaluation, languages, "the weights named")
+    if args.judge or args.speak_held_out:
+        speak_held_out(args, setup, synthesiser, corpora[name], corpora.get("train", corpora[name]))
 
 
 def command_of(args, asked: start.Options) -> Callable | None:
@@ -677,8 +712,9 @@ def main(args) -> dict | None:
     )
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation, languages)
-    finish(args, run, synthesiser.model, task, evaluation["val"], report)
-    export_and_speak(args, run, info, synthesiser, corpora)
+    used = finish(args, run, synthesiser.model, task, evaluation["val"], report)
+    about = card.About(RECIPE, args.model_dir, used, task.run_info)
+    export_and_speak(args, run, info, synthesiser, corpora, about)
     weights = args.checkpoint_dir / "best.safetensors"
     return {"weights": weights, "logs": args.log_dir, "export": args.export}
 

@@ -1,10 +1,19 @@
-"""Word and character error rates, and the tables that show them."""
+"""Word and character error rates, how far chance moves them, and the tables that show them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from common.errors import require
 from speech.text import for_scoring
+
+UNITS = {"wer": "words", "cer": "characters"}
+RESAMPLES = 1000  # sets that are drawn for an interval
+SEED = 0  # of the drawing: the same texts have the same interval
+SHARE = 95  # per cent of the drawn sets that an interval holds
+
+Normaliser = Callable[[str], str]
 
 
 @dataclass
@@ -26,39 +35,54 @@ class Errors:
         empty."""
         return self.total / max(1, self.length)
 
+    def __add__(self, other: "Errors") -> "Errors":
+        return Errors(
+            self.substitutions + other.substitutions,
+            self.deletions + other.deletions,
+            self.insertions + other.insertions,
+            self.length + other.length,
+        )
+
+
+# --- counting -------------------------------------------------------------------------------------
+
+
+def errors_of_each(
+    references: list[str],
+    hypotheses: list[str],
+    unit: str,
+    normalise: Normaliser = for_scoring,
+) -> list[Errors]:
+    """The edit distance of each pair, in "words" or "characters" (including spaces), after
+    `normalise` on both sides."""
+    jiwer = require("jiwer", "WER and CER")
+    process = jiwer.process_words if unit == "words" else jiwer.process_characters
+    found = []
+    for reference, hypothesis in zip(references, hypotheses, strict=True):
+        reference = normalise(reference).strip()
+        hypothesis = normalise(hypothesis).strip()
+        if not reference:  # jiwer refuses empty references
+            inserted = hypothesis.split() if unit == "words" else hypothesis
+            found.append(Errors(insertions=len(inserted)))
+            continue
+        counts = process(reference, hypothesis)
+        length = counts.hits + counts.substitutions + counts.deletions
+        found.append(Errors(counts.substitutions, counts.deletions, counts.insertions, length))
+    return found
+
 
 def count_errors(
     references: list[str],
     hypotheses: list[str],
     unit: str,
-    normalise: Callable[[str], str] = for_scoring,
+    normalise: Normaliser = for_scoring,
 ) -> Errors:
-    """Edit distance summed over pairs, in "words" or "characters" (including spaces), after
-    `normalise` on both sides."""
-    jiwer = require("jiwer", "WER and CER")
-    process = jiwer.process_words if unit == "words" else jiwer.process_characters
-    errors = Errors()
-    spoken = []
-    decoded = []
-    for reference, hypothesis in zip(references, hypotheses, strict=True):
-        reference = normalise(reference)
-        hypothesis = normalise(hypothesis)
-        if reference:
-            spoken.append(reference)
-            decoded.append(hypothesis)
-        else:  # jiwer refuses empty references
-            errors.insertions += len(hypothesis.split() if unit == "words" else hypothesis)
-    if spoken:
-        counts = process(spoken, decoded)
-        errors.substitutions += counts.substitutions
-        errors.deletions += counts.deletions
-        errors.insertions += counts.insertions
-        errors.length += counts.hits + counts.substitutions + counts.deletions
-    return errors
+    """The sum of `errors_of_each`."""
+    return sum(errors_of_each(references, hypotheses, unit, normalise), Errors())
 
 
 def cer_and_wer(
-    references: list[str], hypotheses: list[str], normalise: Callable[[str], str] = for_scoring
+    references: list[str], hypotheses: list[str], normalise: Normaliser = for_scoring
 ) -> dict[str, Errors]:
     """The counts of errors of which "cer" and "wer" are the rates."""
     return {
@@ -67,9 +91,7 @@ def cer_and_wer(
     }
 
 
-def score(
-    rows: list[dict], normalise: Callable[[str], str] = for_scoring
-) -> dict[str, tuple[int, int]]:
+def score(rows: list[dict], normalise: Normaliser = for_scoring) -> dict[str, tuple[int, int]]:
     """The errors and the length, by which they are divided, of "cer" and "wer" of decoded rows
     ({"reference", "hypothesis"})."""
     references = [row["reference"] for row in rows]
@@ -83,31 +105,174 @@ def rate(pair: tuple[float, float]) -> float:
     return pair[0] / max(1, pair[1])
 
 
-def error_table(
-    references: list[str], hypotheses: list[str], normalise: Callable[[str], str] = for_scoring
-) -> str:
-    """WER and CER with substitutions, deletions and insertions, as lines to print."""
-    lines = [f"{'':4} {'%':>7} {'errors':>7} {'of':>7} {'subst.':>7} {'delet.':>7} {'insert.':>7}"]
-    errors = cer_and_wer(references, hypotheses, normalise)
-    for name in ("wer", "cer"):
-        e = errors[name]
-        counts = (e.total, e.length, e.substitutions, e.deletions, e.insertions)
-        columns = " ".join(f"{count:7}" for count in counts)
-        lines.append(f"{name.upper():4} {100 * e.rate:7.2f} {columns}")
+def read_by(
+    rows: list[dict], readings: dict[str, Normaliser]
+) -> dict[str, dict[str, list[Errors]]]:
+    """The errors of each of `rows` ({"reference", "hypothesis"}), as {reading: {"wer": [...],
+    "cer": [...]}}. `readings`: ways to compare texts, by name."""
+    references = [row["reference"] for row in rows]
+    hypotheses = [row["hypothesis"] for row in rows]
+    return {
+        reading: {
+            name: errors_of_each(references, hypotheses, unit, normalise)
+            for name, unit in UNITS.items()
+        }
+        for reading, normalise in readings.items()
+    }
+
+
+def errors_of_row(errors: dict[str, dict[str, list[Errors]]], number: int) -> dict:
+    """What `read_by` counted in one row, as {reading: {"words": [errors, length], "characters":
+    [errors, length]}}: intervals can be computed from these alone."""
+    return {
+        reading: {
+            UNITS[name]: [each[number].total, each[number].length] for name, each in found.items()
+        }
+        for reading, found in errors.items()
+    }
+
+
+# --- intervals ------------------------------------------------------------------------------------
+
+
+def counts_of(errors: list[Errors]) -> np.ndarray:
+    """(N, 2): errors and length of each utterance."""
+    counts = [(each.total, each.length) for each in errors]
+    return np.array(counts, dtype=np.int64).reshape(-1, 2)
+
+
+def resampled_rates(counts: np.ndarray) -> np.ndarray:
+    """(RESAMPLES, ...) error rates of sets of N utterances that are drawn with replacement from
+    `counts` (N, ..., 2): errors and length of each utterance, of one model or of several, which are
+    compared on the same draws (Bisani and Ney 2004)."""
+    random = np.random.default_rng(SEED)
+    number = len(counts)
+    sums = np.stack([counts[random.integers(0, number, number)].sum(0) for _ in range(RESAMPLES)])
+    return sums[..., 0] / np.maximum(1, sums[..., 1])
+
+
+def middle(values: np.ndarray) -> tuple[float, float]:
+    """The ends of the middle SHARE per cent of (RESAMPLES,) values."""
+    outside = (100 - SHARE) / 2
+    low, high = np.percentile(values, [outside, 100 - outside])
+    return float(low), float(high)
+
+
+def interval(errors: list[Errors]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of an error rate by bootstrap over utterances; None for fewer
+    than two, which say nothing about others."""
+    return middle(resampled_rates(counts_of(errors))) if len(errors) > 1 else None
+
+
+def interval_of_difference(before: list[Errors], after: list[Errors]) -> tuple[float, float] | None:
+    """The same for the rate before minus the rate after, on the same utterances: the set's
+    difficulty, which both share, cancels."""
+    if len(before) < 2:
+        return None
+    rates = resampled_rates(np.stack([counts_of(before), counts_of(after)], axis=1))
+    return middle(rates[:, 0] - rates[:, 1])
+
+
+def rates(errors: dict[str, dict[str, list[Errors]]]) -> dict:
+    """What `read_by` counted as {reading: {"wer": {"rate", "low", "high", "errors", "length"},
+    "cer": ...}}; low and high are the interval, None for fewer than two utterances."""
+    found: dict[str, dict] = {}
+    for reading, names in errors.items():
+        found[reading] = {}
+        for name, each in names.items():
+            whole = sum(each, Errors())
+            low, high = interval(each) or (None, None)
+            ends = {"rate": whole.rate, "low": low, "high": high}
+            found[reading][name] = {**ends, "errors": whole.total, "length": whole.length}
+    return found
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def shown(ends: tuple[float, float] | None) -> str:
+    """An interval in per cent, in 20 characters or more."""
+    text = f"({100 * ends[0]:.2f} to {100 * ends[1]:.2f})" if ends else "-"
+    return f"{text:>20}"
+
+
+def error_table(errors: dict[str, dict[str, list[Errors]]]) -> str:
+    """WER and CER with their intervals, and substitutions, deletions and insertions, as lines to
+    print. `errors`: what `read_by` returns. A reading with the errors of the first one has no lines
+    of its own."""
+    head = f"{'subst.':>7} {'delet.':>7} {'insert.':>7}"
+    lines = [f"{'':4} {'%':>7} {'95 % interval':>20} {'errors':>7} {'of':>7} {head}"]
+    first = next(iter(errors.values()))
+    for reading, found in errors.items():
+        if found is not first and found == first:
+            lines.append(f"{reading}: the same")
+            continue
+        if len(errors) > 1:
+            lines.append(f"{reading}:")
+        for name, each in found.items():
+            e = sum(each, Errors())
+            counts = (e.total, e.length, e.substitutions, e.deletions, e.insertions)
+            columns = " ".join(f"{count:7}" for count in counts)
+            ends = shown(interval(each))
+            lines.append(f"{name.upper():4} {100 * e.rate:7.2f} {ends} {columns}")
     return "\n".join(lines)
 
 
 def improvement_table(
-    before: list[dict], after: list[dict], normalise: Callable[[str], str] = for_scoring
+    before: dict[str, dict[str, list[Errors]]], after: dict[str, dict[str, list[Errors]]]
 ) -> str:
-    """WER and CER of two models' rows ({"reference", "hypothesis"}) on the same set, and the
-    relative reduction, as lines to print."""
-    lines = [f"{'':4} {'before':>8} {'after':>8} {'lower by':>9}"]
-    scores_before = score(before, normalise)
-    scores_after = score(after, normalise)
-    for name in ("wer", "cer"):
-        old = rate(scores_before[name])
-        new = rate(scores_after[name])
-        reduction = f"{100 * (1 - new / old):8.1f}%" if old else f"{'-':>9}"
-        lines.append(f"{name.upper():4} {100 * old:7.2f}% {100 * new:7.2f}% {reduction}")
+    """WER and CER of two models on the same set, the difference in points with its interval, and
+    the relative reduction, as lines to print. Both are what `read_by` returns. If an interval holds
+    zero, other utterances might turn the order of the models."""
+    head = f"{'before':>8} {'after':>8} {'points':>8} {'95 % interval':>20} {'lower by':>9}"
+    lines = [f"{'':4} {head}"]
+    first = next(iter(before))
+    for reading in before:
+        is_same = (before[reading], after[reading]) == (before[first], after[first])
+        if reading != first and is_same:
+            lines.append(f"{reading}: the same")
+            continue
+        if len(before) > 1:
+            lines.append(f"{reading}:")
+        for name in UNITS:
+            pair = before[reading][name], after[reading][name]
+            old, new = (sum(each, Errors()).rate for each in pair)
+            points = f"{100 * (old - new):8.2f} {shown(interval_of_difference(*pair))}"
+            reduction = f"{100 * (1 - new / old):8.1f}%" if old else f"{'-':>9}"
+            rates = f"{100 * old:7.2f}% {100 * new:7.2f}%"
+            lines.append(f"{name.upper():4} {rates} {points} {reduction}")
+    return "\n".join(lines)
+
+
+def longest_deletion(
+    reference: str, hypothesis: str, normalise: Callable[[str], str] = for_scoring
+) -> int:
+    """The most words of the reference in a row that the hypothesis lacks, after `normalise`."""
+    jiwer = require("jiwer", "WER and CER")
+    reference = normalise(reference)
+    if not reference:
+        return 0
+    alignments = jiwer.process_words(reference, normalise(hypothesis)).alignments[0]
+    deleted = [each for each in alignments if each.type == "delete"]
+    return max((each.ref_end_idx - each.ref_start_idx for each in deleted), default=0)
+
+
+def recordings_table(rows: list[dict], normalise: Callable[[str], str] = for_scoring) -> str:
+    """WER, CER, deleted words and the longest passage that was dropped, for each of `rows` ({"file",
+    "seconds", "reference", "hypothesis"}) and for all of them, as lines to print."""
+    dropped = [longest_deletion(row["reference"], row["hypothesis"], normalise) for row in rows]
+    lines = [f"{'WER %':>7} {'CER %':>7} {'words':>7} {'delet.':>7} {'in a row':>8} {'seconds':>8}"]
+
+    def add(part: list[dict], longest: int, name: str) -> None:
+        pairs = ([row[key] for row in part] for key in ("reference", "hypothesis"))
+        errors = cer_and_wer(*pairs, normalise)
+        rates = " ".join(f"{100 * errors[unit].rate:7.2f}" for unit in ("wer", "cer"))
+        words = errors["wer"]
+        seconds = sum(row["seconds"] for row in part)
+        counts = f"{words.length:7} {words.deletions:7} {longest:8} {seconds:8.1f}"
+        lines.append(f"{rates} {counts}  {name}")
+
+    for row, longest in zip(rows, dropped, strict=True):
+        add([row], longest, row["file"])
+    add(rows, max(dropped), "all")
     return "\n".join(lines)

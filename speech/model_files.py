@@ -217,11 +217,17 @@ def require_export(folder: str | Path) -> None:
         raise cannot_write(folder, error, "--export") from None
 
 
-def write_export(folder: Path, fill: Callable[[Path], object]) -> list[str]:
-    """Calls `fill(temporary_folder)`, renames that folder to `folder` and returns the file names.
-    Raises `UsageError` and `RunError`."""
+def write_export(folder: Path, fill: Callable[[Path], object], card: str = "") -> list[str]:
+    """Calls `fill(temporary_folder)`, adds the text of a `card`, renames that folder to `folder`
+    and returns the file names. Raises `UsageError` and `RunError`."""
+
+    def fill_with_card(aside: Path) -> None:
+        fill(aside)
+        if card:
+            (aside / "README.md").write_text(card, encoding="utf-8")
+
     try:
-        write_folder(folder, fill, {"exported_by": EXPORTED})
+        write_folder(folder, fill_with_card, {"exported_by": EXPORTED})
     except (SafetensorError, RuntimeError) as error:  # safetensors and torch wrap a system's errors
         raise cannot_write(folder, OSError(0, first_line(error)), "--export") from None
     except OSError as error:

@@ -2,6 +2,7 @@
 transcripts of files."""
 
 import filecmp
+import functools
 import json
 import os
 import shutil
@@ -16,19 +17,22 @@ import torch
 
 from common import batches, files, memory, options
 from common.device import Setup
-from common.errors import DataError, RunError, cannot_write, reader_has_gone
-from speech import metrics
+from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
+from speech import metrics, subtitles
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.augment import read_noises
 from speech.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
-from speech.text import for_scoring, style
+from speech.text import NAMES, as_whisper, for_scoring, in_lower_case, mark_share, style
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # how the names of open files begin
-REPORTS = ("transcripts.jsonl",)  # files in the log folder
+LONG = "transcripts_long.jsonl"  # of whole recordings
+REPORTS = ("transcripts.jsonl", LONG, "results.json")  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
 MOST_BEAMS = 500  # hypotheses
 SPEEDS = (0.9, 1.0, 1.1)  # of --speed_perturbation (Ko et al. 2015)
+MOST_MARKS = 0.02  # share of marks among letters above which Whisper's normaliser breaks words
+NORMALISERS = {"whisper": as_whisper}  # choices of --normaliser
 
 STYLES = {  # what a warning says, and the difference between shares of texts that is worth it
     "case": ("capitals are", 0.3),
@@ -44,6 +48,7 @@ REGULARISATION = (
 EXCLUDES = (
     *((flag, options.COMMAND, options.TRAINS) for flag in REGULARISATION),
     ("noise_dir", "wave_augment False", "with the second no noise is added; leave one of them out"),
+    ("normaliser", "transcribe", "files to transcribe have no reference; leave the first out"),
 )
 NEEDS = (
     ("output", ("transcribe",), ""),
@@ -54,15 +59,19 @@ NEEDS = (
 @dataclass(frozen=True)
 class Options:
     """What the flags say about decoding and transcribing: the `method` and `beam_size` of a search
-    (None if the recipe has one method only); the files and folders to transcribe, the file that the
-    transcripts are written to (None: they are printed), the longest piece of a recording in seconds
-    (None: what the model reads); where results are written, and the seed that chooses examples."""
+    (None if the recipe has one method only); a further way to compare texts; the files and folders
+    to transcribe, the file that the transcripts are written to (None: they are printed), the
+    longest piece of a recording in seconds (None: what the model reads), and whether they are
+    printed with times; where results are written,
+    and the seed that chooses examples."""
 
     method: str | None = None
     beam_size: int | None = None
+    normaliser: str | None = None
     transcribe: list[str] = field(default_factory=list)
     output: str | None = None
     piece_seconds: float | None = None
+    timestamps: bool = False
     batch_size: int = 8
     log_dir: Path = Path("logs")
     seed: int = 0
@@ -101,17 +110,26 @@ def add_augmentation(parser) -> None:
 
 
 def add_arguments(
-    parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
+    parser,
+    methods: tuple[str, ...] = (),
+    method: str = "",
+    beam_size: int = 0,
+    normalisers: bool = True,
 ) -> None:
     """The flags of augmentation and of decoding."""
     add_augmentation(parser)
-    add_decoding(parser, methods, method, beam_size)
+    add_decoding(parser, methods, method, beam_size, normalisers)
 
 
 def add_decoding(
-    parser, methods: tuple[str, ...] = (), method: str = "", beam_size: int = 0
+    parser,
+    methods: tuple[str, ...] = (),
+    method: str = "",
+    beam_size: int = 0,
+    normalisers: bool = True,
 ) -> None:
-    """The flags of a recogniser that decodes by `methods`, `method` by default."""
+    """The flags of a recogniser that decodes by `methods`, `method` by default. Without
+    `normalisers` its texts are compared in one way only."""
     decoding = parser.add_argument_group("decoding and transcribing")
     if methods:
         decoding.add_argument(
@@ -125,6 +143,15 @@ def add_decoding(
             type=options.number(int, 1, MOST_BEAMS),
             metavar="N",
             help=f"hypotheses of a beam search ({beam_size})",
+        )
+    if normalisers:
+        decoding.add_argument(
+            "--normaliser",
+            choices=tuple(NORMALISERS),
+            help=(
+                "also print error rates of texts that are normalised as Whisper's reports are (its"
+                " multilingual normaliser)"
+            ),
         )
     parser.add_command(
         decoding,
@@ -141,7 +168,10 @@ def add_decoding(
         "--output",
         type=options.file,
         metavar="FILE",
-        help="write the transcripts to this file as JSON Lines",
+        help=(
+            "write the transcripts to this file as JSON Lines; x.srt or x.vtt: as subtitles of one"
+            " recording, if the recogniser has times"
+        ),
     )
     decoding.add_argument(
         "--piece_seconds",
@@ -154,12 +184,15 @@ def add_decoding(
     )
 
 
-def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> Options:
+def resolve(
+    args, is_demo: bool, beam_size: int = 0, augments: bool = True, has_times: bool = False
+) -> Options:
     """Fills in the defaults of these flags and returns what they ask for, also after
     `add_augmentation` or `add_decoding` alone. Augmentation is on, unless the recipe does not
     augment by default (`augments`), and except in a demo, whose voices hardly vary; --wave_augment
     also needs released weights. A plan without data is of training with augmentation. `beam_size`
-    is the default. Raises `UsageError`, and `DataError` for a file in --noise_dir."""
+    is the default. `has_times`: whether the transcripts have segments with times. Raises
+    `UsageError`, and `DataError` for a file in --noise_dir."""
     augment = augments and (not is_demo or options.plans(args))
     if getattr(args, "noise_dir", None):
         args.wave_augment = True
@@ -173,13 +206,18 @@ def resolve(args, is_demo: bool, beam_size: int = 0, augments: bool = True) -> O
         args.beam_size = beam_size
     output = getattr(args, "output", None)
     if output:
+        if is_subtitles(output) and not has_times:
+            needed = "add --timestamps" if "timestamps" in vars(args) else "name a .jsonl file"
+            raise UsageError(f"--output {output}: subtitles need times; {needed}")
         check_output(output, options.paths_in(args, "output"))
     return Options(
         method=getattr(args, "decoding", None),
         beam_size=getattr(args, "beam_size", None),
+        normaliser=getattr(args, "normaliser", None),
         transcribe=getattr(args, "transcribe", None) or [],
         output=output,
         piece_seconds=getattr(args, "piece_seconds", None),
+        timestamps=getattr(args, "timestamps", False),
         batch_size=args.eval_batch_size,
         log_dir=args.log_dir,
         seed=args.seed,
@@ -239,26 +277,91 @@ def print_results(
     normalise: Callable[[str], str] = for_scoring,
 ) -> None:
     """Prints WER, CER and a few of `rows` ({"file", "seconds", "reference", "hypothesis"}, and
-    perhaps timed "words"), and writes all of them to transcripts.jsonl. Both texts are compared
-    after `normalise`. Raises `RunError`."""
+    perhaps timed "words"), and writes all of them with their "errors" to transcripts.jsonl. The
+    texts are compared after `normalise`, and as `readings_of` says. The error rates are also
+    written to results.json. Raises `RunError`."""
     print(f"\n{title}")
-    references = [row["reference"] for row in rows]
-    hypotheses = [row["hypothesis"] for row in rows]
-    print(metrics.error_table(references, hypotheses, normalise))
+    errors = metrics.read_by(rows, readings_of(rows, how, normalise))
+    print(metrics.error_table(errors))
     for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
         row = rows[number]
         print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
         words = row.get("words", ())
         times = [f"{word['start']:.2f}-{word['end']:.2f} {word['text']}" for word in words]
         print(f"  times:      {'  '.join(times)}\n" if times else "")
+    counted = [
+        {**row, "errors": metrics.errors_of_row(errors, number)} for number, row in enumerate(rows)
+    ]
+    write_rows(counted, how, "transcripts.jsonl")
+    write_results(how, {"title": title, "rates": metrics.rates(errors)})
+
+
+def write_rows(rows: list[dict], how: Options, name: str) -> None:
+    """Writes decoded utterances to one of REPORTS. Raises `RunError`."""
     lines = []
     for row in rows:
         shown = {key: value for key, value in row.items() if key != "index"}
         lines.append(json.dumps(shown, ensure_ascii=False) + "\n")
+    write_report(how, name, "".join(lines))
+
+
+def write_report(how: Options, name: str, text: str) -> None:
+    """Writes one of REPORTS. Raises `RunError`."""
     try:
-        files.write_text(how.log_dir / "transcripts.jsonl", "".join(lines))
+        files.write_text(how.log_dir / name, text)
     except OSError as error:
         raise cannot_write(how.log_dir, error, "--log_dir") from None
+
+
+def write_results(how: Options, results: dict) -> None:
+    """Writes results.json: the "title" of the results, the "rates" of `metrics.rates` and, if a
+    model was "compared_to", its rates as "before". Raises `RunError`."""
+    write_report(how, "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
+
+
+def read_results(log_dir: Path) -> dict:
+    """What `print_results` has written in the log folder."""
+    return files.read_json(log_dir / "results.json")
+
+
+def print_improvement(
+    before: list[dict],
+    rows: list[dict],
+    path: str,
+    how: Options,
+    normalise: Callable[[str], str] = for_scoring,
+) -> None:
+    """Prints how much lower the error rates of `rows` are than those of the rows `before` of the
+    model at `path`, of the same utterances, and adds the latter to results.json. `normalise` as in
+    `print_results`, which is called before. Raises `RunError`."""
+    readings = readings_of(rows, how, normalise, warns=False)
+    old, new = (metrics.read_by(each, readings) for each in (before, rows))
+    table = metrics.improvement_table(old, new)
+    print(f"compared to {path} on the same {len(rows)} utterances:\n{table}")
+    compared = {"compared_to": path, "before": metrics.rates(old)}
+    write_results(how, {**read_results(how.log_dir), **compared})
+
+
+def readings_of(
+    rows: list[dict], how: Options, normalise: Callable[[str], str], warns: bool = True
+) -> dict[str, Callable[[str], str]]:
+    """The ways in which texts are compared, by name: after a recipe's own `normalise`, in lower
+    case without punctuation, and by --normaliser. Symbols that are no writing, whose `normalise` is
+    not one of text.py's, are compared in this way only."""
+    if normalise not in NAMES:
+        return {"as sent": normalise}
+    chosen = [normalise, in_lower_case]
+    if how.normaliser:
+        chosen.append(NORMALISERS[how.normaliser])
+        share = mark_share(row["reference"] for row in rows)
+        if warns and share > MOST_MARKS:
+            print(
+                f"warning: {NAMES[chosen[-1]]} puts spaces in place of the marks of this script,"
+                f" {100 * share:.0f} % of its letters: its error rates say little about how well"
+                " this language is read",
+                flush=True,
+            )
+    return {NAMES[each]: each for each in chosen}
 
 
 def warn_of_style(texts: list[str], rows: list[dict]) -> None:
@@ -289,18 +392,27 @@ def is_stream(path: Path) -> bool:
     )
 
 
+def is_subtitles(output: str | Path) -> bool:
+    """Whether --output asks for subtitles."""
+    return Path(output).suffix.lower() in subtitles.FORMATS
+
+
 def check_output(output: str, inputs: Iterable[str]) -> None:
     """Raises `UsageError` if --output would replace anything but transcripts, or one of `inputs`,
     or cannot be written."""
     path = Path(output)
     if not is_stream(path):
-        files.require_output(output, "--output", inputs, _holds_transcripts)
-        files.require_output(partial_of(path), "--output", inputs, _holds_transcripts)
+        begins = TRANSCRIPT
+        if is_subtitles(path):
+            _, begins = subtitles.FORMATS[path.suffix.lower()]
+        is_earlier = functools.partial(_begins, begins)
+        files.require_output(output, "--output", inputs, is_earlier)
+        files.require_output(partial_of(path), "--output", inputs, is_earlier)
 
 
-def _holds_transcripts(path: Path) -> bool:
+def _begins(beginning: bytes, path: Path) -> bool:
     with open(path, "rb") as file:
-        return file.read(len(TRANSCRIPT)) in (b"", TRANSCRIPT)
+        return file.read(len(beginning)) in (b"", beginning)
 
 
 def partial_of(path: Path) -> Path:
@@ -339,46 +451,41 @@ def transcribe_files(
     how: Options,
     decode: Callable[[dict], list[str | dict]],
     setup: Setup,
-    longest: float,
+    longest: float | None,
     cutting: Cutting | None = None,
     parts: tuple[str, ...] = (),
 ) -> None:
     """Transcribes the files and folders of --transcribe. Prints the text of each file, after its
-    name and a tab if there are several, or writes JSON Lines to --output.
+    name and a tab if there are several, or writes JSON Lines to --output, or subtitles.
 
     `decode(batch on device)` returns the texts of a batch of waveforms, or records: "text" and
     lists of timed `parts`, such as "words". Recordings over `longest` seconds are cut, and their
-    texts joined, by `cutting` (None: `by_length`); with --piece_seconds they are cut at silences. A
-    file that cannot be read is named on stderr and the others are transcribed; then `DataError` is
-    raised."""
+    texts joined, by `cutting` (None: `by_length`); with --piece_seconds they are cut at silences.
+    If `longest` is None, they are not cut, and `decode` gets one at a time. A file that cannot be
+    read is named on stderr and the others are transcribed; then `DataError` is raised. Raises
+    `UsageError` for subtitles of several recordings."""
     recordings = audio_files(how.transcribe)
+    if how.output and is_subtitles(how.output) and len(recordings) > 1:
+        raise UsageError(
+            f"--output {how.output}: subtitles are of one recording, and --transcribe names"
+            f" {len(recordings)}; name one, or a .jsonl file"
+        )
     if how.piece_seconds:
         longest = min(longest, how.piece_seconds)
         cutting = BY_SILENCES
-    elif cutting is None:
+    elif longest and cutting is None:
         cutting = by_length(longest)
-
-    def decode_on_device(batch: dict) -> list[str | dict]:
-        return decode(next(batches.to_device([batch], setup.device)))
-
-    def records_of(waveforms: list[torch.Tensor], name: str) -> list[dict]:
-        padded, lengths = batches.pad(waveforms)
-        batch = {"audio": padded, "audio_lengths": lengths, "names": [name] * len(waveforms)}
-        with setup.autocast():
-            results = memory.split_on_oom(decode_on_device, batch, setup.device)
-        decoded = [result for results_of_part in results for result in results_of_part]
-        return [each if isinstance(each, dict) else {"text": each} for each in decoded]
-
-    silence = {"text": "", **{part: [] for part in parts}}
-    audible_records = unless_silent(records_of, silence)
+    records_of = _decoder(decode, setup, parts)
 
     def transcript(path: Path, waveform: torch.Tensor) -> dict:
+        row = {"file": str(path), "text": "", "seconds": len(waveform) / SAMPLE_RATE}
+        if longest is None:
+            return {**row, **records_of([waveform], str(path))[0]}
         pieces = cutting.cut(waveform, SAMPLE_RATE, longest)
         records = []
         for first in range(0, len(pieces), how.batch_size):
             several = pieces[first : first + how.batch_size]
-            records += audible_records([waveform[a:b] for a, b in several], str(path))
-        row = {"file": str(path), "text": "", "seconds": len(waveform) / SAMPLE_RATE}
+            records += records_of([waveform[a:b] for a, b in several], str(path))
         return {**row, **join_records(records, pieces, cutting)}
 
     def transcripts() -> Iterator[dict]:
@@ -393,19 +500,47 @@ def transcribe_files(
     if how.output:
         done = write_transcripts(Path(how.output), transcripts())
     else:
-        done = print_transcripts(transcripts(), with_names=len(recordings) > 1)
+        done = print_transcripts(transcripts(), len(recordings) > 1, how.timestamps)
     if done < len(recordings):
         raise DataError(
             f"{len(recordings) - done} of {len(recordings)} files could not be transcribed"
         )
 
 
-def print_transcripts(rows: Iterable[dict], with_names: bool) -> int:
-    """Prints the texts of `rows` and returns their number. Ends the command if nobody reads them
-    any more."""
+def _decoder(
+    decode: Callable[[dict], list[str | dict]], setup: Setup, parts: tuple[str, ...]
+) -> Callable[[list[torch.Tensor], str], list[dict]]:
+    """The function that decodes waveforms of the file with a name to records, by `decode` (see
+    `transcribe_files`). Digital silence has neither text nor `parts`."""
+
+    def decode_on_device(batch: dict) -> list[str | dict]:
+        return decode(next(batches.to_device([batch], setup.device)))
+
+    def records_of(waveforms: list[torch.Tensor], name: str) -> list[dict]:
+        padded, lengths = batches.pad(waveforms)
+        batch = {"audio": padded, "audio_lengths": lengths, "names": [name] * len(waveforms)}
+        with setup.autocast():
+            results = memory.split_on_oom(decode_on_device, batch, setup.device)
+        decoded = [result for results_of_part in results for result in results_of_part]
+        return [each if isinstance(each, dict) else {"text": each} for each in decoded]
+
+    return unless_silent(records_of, {"text": "", **{part: [] for part in parts}})
+
+
+def print_transcripts(rows: Iterable[dict], with_names: bool, with_times: bool) -> int:
+    """Prints the texts of `rows`, or their segments after their times, and returns the number of
+    rows. Ends the command if nobody reads them any more."""
     count = 0
     for row in rows:
-        print(f"{row['file']}\t{row['text']}" if with_names else row["text"], flush=True)
+        lines = [row["text"]]
+        if with_times:
+            lines = [
+                f"[{subtitles.shown(part['start'])} --> {subtitles.shown(part['end'])}]"
+                f" {part['text']}"
+                for part in row["segments"]
+            ]
+        for line in lines:
+            print(f"{row['file']}\t{line}" if with_names else line, flush=True)
         if reader_has_gone():
             sys.exit(128 + signal.SIGPIPE)
         count += 1
@@ -424,17 +559,23 @@ def keep_earlier(path: Path, new: Path) -> None:
 
 
 def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
-    """Writes `rows` as JSON Lines and returns their number. Other transcripts that are there get
-    another name. What is done when a signal or an error ends the command is kept in PATH.partial. A
+    """Writes `rows` as JSON Lines, or one row as subtitles if the path's suffix asks for them, and
+    returns their number. Other transcripts that are there get another name. What is done when a signal or an error ends the command is kept in PATH.partial. A
     device or a pipe is written to directly."""
     count = 0
+
+    def shown(row: dict) -> str:
+        if is_subtitles(path):
+            as_subtitles, _ = subtitles.FORMATS[path.suffix.lower()]
+            return as_subtitles(row)
+        return json.dumps(row, ensure_ascii=False) + "\n"
 
     def write(target: Path) -> None:
         nonlocal count
         with open(target, "w", encoding="utf-8", errors="backslashreplace") as file:
             try:
                 for row in rows:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    file.write(shown(row))
                     file.flush()
                     count += 1
             except BaseException:

@@ -165,9 +165,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
     if path:
         require_source(path, flag, forms)
     if args.export:
-        model_files.require_export(args.export)  # now, not after hours of training
-        for folder in (args.checkpoint_dir, args.log_dir, Path(args.output_dir)):
-            refuse_overlap(Path(args.export), folder)
+        require_export(args.export, (args.checkpoint_dir, args.log_dir, args.output_dir))
     if not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
     return Origin(
@@ -183,6 +181,14 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         export=args.export,
         forms=forms,
     )
+
+
+def require_export(export: str, folders: Iterable[str | Path]) -> None:
+    """Raises `UsageError` or `RunError` if --export cannot be written: now, not after hours of
+    training. `folders`: where the run writes."""
+    model_files.require_export(export)
+    for folder in folders:
+        refuse_overlap(Path(export), Path(folder))
 
 
 def refuse_overlap(export: Path, folder: Path) -> None:
@@ -262,6 +268,13 @@ def use(
         return info, weights, None
     saved = checkpoint.weights_to_use(origin.resume, origin.checkpoint_dir, recipe)
     return read_info(origin, family, saved), saved.model, saved
+
+
+def weights_file(origin: Origin) -> Path | None:
+    """The file of the weights of `use`; None for a released model."""
+    if origin.path and not origin.resume:
+        return None
+    return checkpoint.path_to_use(origin.resume, origin.checkpoint_dir)
 
 
 def read_run_info(kind: type, saved: Saved | None):

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +38,9 @@ WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
 STAND_INS = 4096  # utterances of `stand_in`: no global batch is larger
 LONGEST_STAND_IN = 600.0  # seconds: who gives more as --max_duration means any length
 
+SPLITS = ("train", "val", "test")
+SET = {"utterances": int, "hours": (int, float), "languages": [str]}  # of `RunInfo.sets`
+
 # Rows for `common.options`: (flag, flags of which one must be given, words to add to the message).
 NEEDS = (
     ("val_manifest", ("train_manifest",), ""),
@@ -66,6 +69,8 @@ class RunInfo:
     # recordings without a length.
     longest: Annotated[float, lambda seconds: 0.001 <= seconds < math.inf]
     demo: bool  # whether the run trained on the demo corpus
+    # Of "train", "val" and "test", by `about_sets`: a model card has them.
+    sets: Annotated[dict, {f"{name}?": SET for name in SPLITS}] = field(default_factory=dict)
 
 
 def sample_count(text: str) -> int | None:
@@ -312,7 +317,20 @@ def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
         held_out=held_out_keys(corpora["val"]) if held_out else [],
         longest=float(corpora["train"].seconds.max()),
         demo=not data.manifests,
+        sets=about_sets(corpora),
     )
+
+
+def about_sets(corpora: dict[str, Corpus]) -> dict[str, dict]:
+    """{split: its utterances, hours and languages, as far as the manifest has them}."""
+    return {
+        name: {
+            "utterances": len(corpus),
+            "hours": float(corpus.seconds.sum()) / 3600,
+            "languages": sorted(filter(None, corpus.languages.names)),
+        }
+        for name, corpus in corpora.items()
+    }
 
 
 def some_items(data, seed: int | None, count: int) -> list[dict]:

@@ -1,7 +1,9 @@
 """Text: normalisation for training and for scoring, and the tokenizers."""
 
 import io
+import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -11,6 +13,10 @@ from common.files import read_json
 MOST_SENTENCES = 1_000_000  # to train SentencePiece on: it holds them in memory
 # They shape glyphs, so training keeps them. They are not heard, so scoring removes them.
 JOINERS = "\u200c\u200d"
+# Latin, Armenian, Arabic, Urdu, Devanagari, Myanmar, Ethiopic, Khmer, Chinese and full-width.
+SENTENCE_ENDS = tuple(
+    ".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61"
+)
 
 STATE = (  # what `state()` of a tokenizer returns
     {"kind": {"sentencepiece"}, "model": str},
@@ -35,6 +41,37 @@ def for_scoring(text: str) -> str:
     ह व क कण."""
     kept = (" " if unicodedata.category(c).startswith("P") else c for c in text if c not in JOINERS)
     return normalise("".join(kept))
+
+
+def in_lower_case(text: str) -> str:
+    """`for_scoring` in lower case: what most reports compare. Marks and numbers stay."""
+    return for_scoring(text).lower()
+
+
+def as_whisper(text: str) -> str:
+    """As Whisper's multilingual normaliser (its `BasicTextNormalizer`), by which many error rates
+    are reported: lower case, without what is in brackets, and a space in place of each mark, symbol
+    and punctuation. Letters with composed marks (ế) stay, but Indic vowel signs do not."""
+    text = re.sub(r"[<\[][^>\]]*[>\]]", "", text.lower())
+    text = unicodedata.normalize("NFKC", re.sub(r"\(([^)]+?)\)", "", text))
+    kept = (" " if unicodedata.category(c)[0] in "MSP" else c for c in text)
+    return re.sub(r"\s+", " ", "".join(kept).lower())
+
+
+# What tables call the ways in which two texts are compared.
+NAMES = {
+    for_scoring: "case kept, no punctuation",
+    in_lower_case: "lower case, no punctuation",
+    as_whisper: "Whisper's multilingual normaliser",
+}
+
+
+def mark_share(texts: Iterable[str]) -> float:
+    """The share of letters and marks in `texts` that are marks, which `as_whisper` removes."""
+    kinds = Counter()
+    for text in texts:
+        kinds.update(unicodedata.category(c)[0] for c in unicodedata.normalize("NFKC", text))
+    return kinds["M"] / max(1, kinds["M"] + kinds["L"])
 
 
 def style(texts: list[str]) -> dict[str, float]:

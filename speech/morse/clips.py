@@ -219,4 +219,12 @@ def run_info(data: splits.DataOptions, sets: dict[str, Clips]) -> splits.RunInfo
         held_out=held_out,
         longest=float(sets["train"].seconds(0).max()),
         demo=isinstance(sets["train"], Synthetic),
+        sets={
+            name: {
+                "utterances": len(part),
+                "hours": float(part.seconds(0).sum()) / 3600,
+                "languages": [],
+            }
+            for name, part in sets.items()
+        },
     )

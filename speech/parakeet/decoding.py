@@ -11,11 +11,7 @@ from speech.audio import SAMPLE_RATE
 from speech.parakeet.features import HOP
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import SPACE, ParakeetTokenizer
-
-# Latin, Armenian, Arabic, Urdu, Devanagari, Myanmar, Ethiopic, Khmer, Chinese and full-width.
-SENTENCE_ENDS = tuple(
-    ".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61"
-)
+from speech.text import SENTENCE_ENDS
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from common.errors import UsageError
 from common.records import MISSING
 from speech import model_files
 from speech.audio import SAMPLE_RATE
-from speech.parakeet import archive, tokenizer
+from speech.parakeet import archive, onnx, tokenizer
 from speech.parakeet.features import FLOOR, HOP, N_FFT, PRE_EMPHASIS, WINDOW, MelFeatures
 from speech.parakeet.model import Parakeet
 
@@ -531,21 +531,29 @@ def check_form(form: str, config: dict, extras: dict) -> None:
     if form == "nemo":
         nemo_settings(config, pieces, extras)
         tokenizer.sentencepiece_model(extras["tokenizer"])
+    elif form == "onnx":
+        onnx.check(config)
     else:
         hf_settings(config, pieces, extras)
         tokenizer.hf_files(extras["tokenizer"])
 
 
 def export(
-    folder: str | Path, form: str, weights: dict[str, torch.Tensor], config: dict, extras: dict
+    folder: str | Path,
+    form: str,
+    weights: dict[str, torch.Tensor],
+    config: dict,
+    extras: dict,
+    card: str = "",
 ) -> list[str]:
-    """Writes a folder that `transformers` can load (`form` "hf") or that holds NVIDIA's model.nemo
-    ("nemo"), in fp32, and returns the file names. Settings of the fine-tuned model are kept.
+    """Writes a folder that `transformers` can load (`form` "hf"), that holds NVIDIA's model.nemo
+    ("nemo"), or that sherpa-onnx and onnx-asr load ("onnx"), in fp32, and returns the file names.
+    Settings of the fine-tuned model are kept where a form has a place for them.
     Replaces an empty folder or an earlier export that nobody has changed, and refuses any other.
     Raises `UsageError` and `RunError`.
 
     `weights`: by Hugging Face's names. `extras`: as `read_model` returns them; `source` may be
-    empty."""
+    empty. `card`: the text of README.md."""
     folder = Path(folder)
     checked = "the model to be exported"
     check_config(config, checked)
@@ -561,8 +569,13 @@ def export(
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         tensors[name] = tensor.detach().to("cpu", dtype).contiguous()
     checkpoint.check_tensors(tensors, checked)
-    prepare = _nemo_export if form == "nemo" else _hf_export
-    return model_files.write_export(folder, prepare(tensors, config, pieces, extras))
+    if form == "onnx":
+        onnx.check(config)
+        fill = onnx.prepare(tensors, config, pieces)
+    else:
+        prepare = _nemo_export if form == "nemo" else _hf_export
+        fill = prepare(tensors, config, pieces, extras)
+    return model_files.write_export(folder, fill, card)
 
 
 def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str], extras: dict):
@@ -737,6 +750,8 @@ def _nemo_changes(config: dict, pieces: list[str], loss: dict) -> dict:
             "model_defaults.enc_hidden": config["d_model"],
             "model_defaults.pred_hidden": config["prediction_width"],
             "model_defaults.joint_hidden": config["joint_width"],
+            "model_defaults.num_tdt_durations": len(config["durations"]),
+            "model_defaults.tdt_durations": [*config["durations"]],
             "loss.tdt_kwargs.sigma": loss["sigma"],
             "loss.tdt_kwargs.omega": loss["omega"],
             "rnnt_reduction": loss["reduction"],

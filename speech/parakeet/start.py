@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from speech import recogniser, released, text
+from speech import card, recogniser, released, text
 from speech.layers import quieten_branches
 from speech.parakeet import formats
 from speech.parakeet.model import Parakeet
@@ -50,6 +51,29 @@ SCRATCH_RATE = 5e-4
 NEW_ROWS_RATE = 3e-3
 NOISE = 0.1  # their first deviation from the mean of the old rows, in deviations of these
 NEW_PIECES = 1024  # of --train_tokenizer bpe
+
+CARDS = {  # by --export_format
+    "hf": card.Form(
+        library="transformers",
+        task=card.RECOGNITION,
+        family="Parakeet-TDT",
+        use="""
+from transformers import pipeline
+
+print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
+""",
+    ),
+    "nemo": card.Form(
+        library="nemo",
+        task=card.RECOGNITION,
+        family="Parakeet-TDT",
+        use="""
+from nemo.collections.asr.models import ASRModel
+
+print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
+""",
+    ),
+}
 
 FORMS = released.Forms(
     family="Parakeet-TDT",
@@ -103,7 +127,7 @@ class Options:
     """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
     `tokenizer`: the kind of the pieces that are made from the training texts, "bpe" or "char"; None
     for the model's own, or a new model's usual ones. `loss`: settings that replace the model's.
-    `export_format`: "hf" or "nemo"."""
+    `export_format`: "hf", "nemo" or "onnx"."""
 
     origin: Origin
     how: recogniser.Options
@@ -120,8 +144,11 @@ def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, formats.SIZES, "110m")
     group.add_argument(
         "--export_format",
-        choices=["hf", "nemo"],
-        help="form of --export: a folder for transformers, or a folder with NeMo's model.nemo (hf)",
+        choices=["hf", "nemo", "onnx"],
+        help=(
+            "form of --export: a folder for transformers, one with NeMo's model.nemo, or one for"
+            " sherpa-onnx and onnx-asr (hf)"
+        ),
     )
     group.add_argument(
         "--vocab_size",
@@ -198,7 +225,7 @@ def resolve(args, is_demo: bool) -> Options:
     }
     return Options(
         origin=origin,
-        how=recogniser.resolve(args, is_demo),
+        how=recogniser.resolve(args, is_demo, has_times=True),
         tokenizer=args.train_tokenizer,
         vocab_size=args.vocab_size,
         loss={name: value for name, value in loss.items() if value is not None},
@@ -490,8 +517,13 @@ def learning_rate(info: ModelInfo, hours: float) -> float:
     return SMALL_RATE if info.config["d_model"] <= SMALL_WIDTH else SCRATCH_RATE
 
 
-def export(asked: Options, info: ModelInfo, weights: dict[str, torch.Tensor]) -> None:
-    """Writes a trained model to --export in the form of --export_format."""
+def export(
+    asked: Options, info: ModelInfo, weights: dict[str, torch.Tensor], about: card.About
+) -> None:
+    """Writes a trained model to --export in the form of --export_format, with a model card."""
     folder = asked.origin.export
-    names = formats.export(folder, asked.export_format, weights, info.config, exported(info))
+    form = asked.export_format
+    about = dataclasses.replace(about, is_new=not info.pretrained)
+    text = card.readme(Path(folder).resolve().name, about, CARDS[form])
+    names = formats.export(folder, form, weights, info.config, exported(info), text)
     print(f"exported to {folder}: {', '.join(names)}")

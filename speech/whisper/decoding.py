@@ -53,6 +53,10 @@ class Search:
     method: str = "greedy"  # or "beam"
     beam_size: int = 5
     seed: int = 0  # of the fallback's samples
+    start: int = 0  # place of <|startoftranscript|> in the prompt
+    # Logits (N, V) and the tokens (N, U) that follow the prompt to logits with -inf for what must
+    # not come next.
+    rules: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass
@@ -218,7 +222,7 @@ def beam(
     active = list(range(len(encoded)))  # the utterances that are still in the batch
     for step in range(max_new_tokens):
         is_last = step + 1 == max_new_tokens
-        log_probs = (logits + (bias if step else first_bias)).log_softmax(-1)
+        log_probs = _allow(logits, bias if step else first_bias, search, prefixes).log_softmax(-1)
         totals = (scores.reshape(-1, 1) + log_probs).view(len(active), -1)  # (N, K V)
         # Twice the beams are enough, because each beam has one continuation with eos.
         best, flat = totals.topk(2 * beam_size)
@@ -287,6 +291,18 @@ def _biases(logits: torch.Tensor, search: Search) -> tuple[torch.Tensor, torch.T
     return bias.to(logits.device), first_bias.to(logits.device)
 
 
+def _allow(
+    logits: torch.Tensor, bias: torch.Tensor, search: Search, tokens: torch.Tensor | list[list[int]]
+) -> torch.Tensor:
+    """Logits (N, V) after suppression by the `bias` (V,) and by the rules for what may follow the
+    `tokens` (N, U)."""
+    logits = logits + bias
+    if search.rules is None:
+        return logits
+    tokens = torch.as_tensor(tokens, dtype=torch.long).to(logits.device, non_blocking=True)
+    return search.rules(logits, tokens)
+
+
 def _read_prompt(
     model: Whisper, encoded: torch.Tensor, mask: torch.Tensor | None, search: Search
 ) -> tuple[KVCache, torch.Tensor, list[float | None]]:
@@ -297,7 +313,8 @@ def _read_prompt(
     x = model.decoder(tokens, encoded, mask, kv_cache)
     no_speech = [None] * len(encoded)
     if search.no_speech is not None:
-        no_speech = upcast(model.logits(x[:, 0])).softmax(-1)[:, search.no_speech].tolist()
+        at_start = upcast(model.logits(x[:, search.start]))
+        no_speech = at_start.softmax(-1)[:, search.no_speech].tolist()
     return kv_cache, upcast(model.logits(x[:, -1])), no_speech
 
 
@@ -344,7 +361,8 @@ def _extend(
     done = torch.zeros_like(active, dtype=torch.bool)
     check_every = CHECK_EVERY.get(device.type, 1)
     for step in range(max_new_tokens):
-        logits = logits + (bias if step else first_bias)
+        this_bias = bias if step else first_bias
+        logits = _allow(logits, this_bias, search, tokens[active, :step])
         # Rows that are done continue until the next check; the rest is cut off below.
         following = pick(logits, step, active)
         score = logits.gather(1, following[:, None])[:, 0] - logits.logsumexp(-1)
@@ -436,7 +454,7 @@ def decode(
             break
     chosen = [max(results, key=_preference) for results in attempts]
     for decoded in chosen:
-        decoded.text = "" if _is_silent(decoded) else cut_loops(decoded.text)
+        decoded.text = "" if is_silent(decoded) else cut_loops(decoded.text)
     return chosen
 
 
@@ -452,7 +470,8 @@ def _decoded(tokenizer: WhisperTokenizer, hypothesis: Hypothesis, temperature: f
     )
 
 
-def _is_silent(decoded: Decoded) -> bool:
+def is_silent(decoded: Decoded) -> bool:
+    """Whether nobody speaks: silence is probable, and the text is not."""
     probability = decoded.no_speech_probability
     is_quiet = probability is not None and probability > NO_SPEECH_THRESHOLD
     return is_quiet and decoded.mean_log_probability < LOG_PROBABILITY_THRESHOLD
@@ -460,7 +479,7 @@ def _is_silent(decoded: Decoded) -> bool:
 
 def _has_failed(decoded: Decoded) -> bool:
     repeats = decoded.compression_ratio > COMPRESSION_RATIO_THRESHOLD
-    return (repeats or decoded.mean_log_probability < LOG_PROBABILITY_THRESHOLD) and not _is_silent(
+    return (repeats or decoded.mean_log_probability < LOG_PROBABILITY_THRESHOLD) and not is_silent(
         decoded
     )
 

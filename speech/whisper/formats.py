@@ -266,14 +266,15 @@ def export(
     config: dict[str, int],
     tokenizer,
     base: dict | None = None,
+    card: str = "",
 ) -> list[str]:
-    """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights
-    (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model cannot have
-    the shape.
+    """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights in 16
+    bits (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model cannot
+    have the shape.
 
     `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a
     `WhisperTokenizer`, whose prompt becomes the default of `generate`. `base`: the generation
-    config of the model that was fine-tuned. Replaces an earlier export that nobody has changed or
+    config of the model that was fine-tuned. `card`: the text of README.md. Replaces an earlier export that nobody has changed or
     an empty folder, and refuses any other. Raises `UsageError` and `RunError`."""
     folder = Path(folder)
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("ctc_head.")}
@@ -295,7 +296,7 @@ def export(
         _write_weights(temporary, tensors, config)
 
     require_export(folder)
-    return write_export(folder, fill)
+    return write_export(folder, fill, card)
 
 
 def feature_settings(config: dict[str, int]) -> dict:
@@ -405,4 +406,6 @@ def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], config: dict)
     except UsageError as reason:
         print(f"no model.pt in the export: {reason}")
         return
-    torch.save({"dims": dims, "model_state_dict": hf_to_openai(tensors)}, folder / "model.pt")
+    # In 16 bits as OpenAI's files, which whisper.cpp's convert-pt-to-ggml.py takes for granted.
+    state = {name: tensor.half() for name, tensor in hf_to_openai(tensors).items()}
+    torch.save({"dims": dims, "model_state_dict": state}, folder / "model.pt")

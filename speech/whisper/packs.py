@@ -24,10 +24,12 @@ from speech.audio import SAMPLE_RATE, read_audio, read_utterance
 from speech.columns import Codes, Corpus
 
 DRAW = 13  # joins seed and epoch
-FULL = 0.25  # share of the windows that are as long as the longest input
+# Share of the windows without times that are one utterance: longer ones cost more.
+ALONE = 0.5
+FULL = 0.25  # share of the others that are as long as the longest input
 OPEN = 0.75  # share of the windows with times that may end within an utterance or a pause
 PREVIOUS = 0.5  # share of the windows with the text before them
-LEADS = 0.5  # share of the windows that begin in the pause before their first utterance
+LEADS = 0.5  # share of those longer windows that begin in the pause before their first utterance
 PAUSE = (0.2, 4.0)  # seconds between utterances that do not follow each other; half are below 0.9
 FEW = 8  # utterances: speakers with fewer share windows
 LONGEST_GAP = 5.0  # seconds between neighbours of one recording
@@ -221,10 +223,14 @@ class Packs:
         if self.speeds:
             speed = self.speeds(epoch).astype(float)
             speed[self.seconds_of > speed * self.longest] = 1.0
+        timed = (timed < self.share) & (self.costs < self.room)
+        alone = ~timed & (opens < ALONE)
         lead = self.leads * np.clip(1 - lead / LEADS, 0.0, None)
         lead = np.minimum(lead, np.clip(speed * self.longest - self.seconds_of, 0.0, None))
+        lead[alone] = 0.0
         own = np.minimum((self.seconds_of + lead) / speed, self.longest)
-        length = own + (self.longest - own) * np.minimum(1, length / (1 - FULL))
+        length = np.where(alone, 0.0, np.minimum(1, length / (1 - FULL)))
+        length = own + (self.longest - own) * length
         start = line.starts[place] - lead
         reach = start + length * speed
         stop = np.searchsorted(line.heard, reach + ROUNDING, "right") - 1
@@ -235,7 +241,6 @@ class Packs:
         by_tokens = np.searchsorted(used, used_before + self.room - 1, "right") - 1
         stop = np.minimum(np.minimum(stop, by_tokens), line.last[place])
         stop = np.maximum(stop, place)
-        timed = (timed < self.share) & (self.costs < self.room)
 
         following = np.minimum(stop + 1, len(line.rows) - 1)
         is_open = timed & (opens < OPEN) & (stop < line.last[place])

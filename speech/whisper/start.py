@@ -15,7 +15,7 @@ import torch
 from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from speech import recogniser, released, splits
+from speech import card, recogniser, released, splits
 from speech.audio import SAMPLE_RATE
 from speech.columns import Corpus
 from speech.long import BY_OVERLAP, BY_PAUSES, SHORT_CLIPS, Cutting
@@ -51,6 +51,16 @@ FORMS = released.Forms(
     file="OpenAI's base.pt",
     exported="for transformers, with OpenAI's model.pt",
     fetch="hf download openai/whisper-base --local-dir whisper-base",
+)
+CARD = card.Form(
+    library="transformers",
+    task=card.RECOGNITION,
+    family="Whisper",
+    use="""
+from transformers import pipeline
+
+print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
+""",
 )
 TOKENS = range(formats.CONFIG["vocab_size"][-1])
 
@@ -544,10 +554,17 @@ def long_recordings(
     return longest, BY_OVERLAP if longest >= SHORT_CLIPS else short
 
 
-def export(folder: str, info: ModelInfo, weights: dict[str, torch.Tensor]) -> None:
-    """Writes a trained model as a folder for transformers, with OpenAI's model.pt. Raises
-    `UsageError` and `RunError`."""
+def export(
+    folder: str, info: ModelInfo, weights: dict[str, torch.Tensor], about: card.About
+) -> None:
+    """Writes a trained model as a folder for transformers, with OpenAI's model.pt and a model card.
+    Raises `UsageError` and `RunError`."""
     tokenizer = make_tokenizer(info.tokenizer)
+    languages = about.languages
+    if languages is None:
+        languages = (tokenizer.language,) if tokenizer.language else ()
+    about = replace(about, languages=languages, is_new=not info.pretrained)
+    text = card.readme(Path(folder).resolve().name, about, CARD)
     generation = {**info.generation, "return_timestamps": info.times}
-    names = formats.export(folder, weights, info.config, tokenizer, generation)
+    names = formats.export(folder, weights, info.config, tokenizer, generation, text)
     print(f"exported to {folder}: {', '.join(names)}")

@@ -28,6 +28,8 @@ from speech.xtts.vocoder import HifiDecoder
 
 FILES = ("model.pth", "config.json", "vocab.json", "dvae.pth", "mel_stats.pth")
 MODEL, DESCRIPTION, VOCAB, DVAE_FILE, MEL_STATS = FILES
+# Of every speaker what the model hears of the voice, and a clip for programs that want one.
+VOICES, REFERENCE = "speakers_xtts.pth", "reference.wav"
 LICENCE_FILE = "LICENSE.txt"
 LICENCE = (
     "These weights derive from Coqui's XTTS-v2. The Coqui Public Model License 1.0.0"
@@ -354,16 +356,32 @@ def _check(groups: dict, config: dict, path: str | Path) -> None:
 # --- exporting ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Speaker:
+    """A voice to be exported: int16 samples (T,) of a reference clip and their Hz, and what the
+    model hears of it, latents (1, L, d) and a vector (1, 512)."""
+
+    samples: np.ndarray
+    rate: int
+    latents: torch.Tensor
+    vector: torch.Tensor | None
+
+
 def export(
-    folder: str | Path, groups: dict, config: dict, extras: dict, speakers: dict
+    folder: str | Path,
+    groups: dict,
+    config: dict,
+    extras: dict,
+    speakers: dict[str, Speaker],
+    card: str = "",
 ) -> list[str]:
     """Writes a folder that Coqui's XTTS loads strictly and speaks with, in fp32, and returns the
     names in it. Replaces an empty folder or an earlier export that nobody has changed, and refuses
     any other. Raises `UsageError` and `RunError`.
 
     `groups` and `extras`: as `read_model` returns them. Settings in `extras["config"]` are kept; it
-    may be empty. `speakers`: a reference clip of each speaker for speakers/NAME.wav, {name: (int16
-    samples (T,), Hz)}."""
+    may be empty. `speakers` by name: their clips become speakers/NAME.wav, that of the first also
+    reference.wav, and the rest speakers_xtts.pth. `card`: the text of README.md."""
     folder = Path(folder)
     _check_export(groups, config, extras["vocab"])
     model_files.require_export(folder)
@@ -387,10 +405,21 @@ def export(
             with open(aside / name, "wb") as file:
                 torch.save(content, file)
         (aside / "speakers").mkdir()
-        for name, (samples, rate) in zip(_file_names(speakers), speakers.values(), strict=True):
-            write_wav(aside / "speakers" / f"{name}.wav", np.asarray(samples, np.int16), rate)
+        known = {}
+        for name, speaker in zip(_file_names(speakers), speakers.values(), strict=True):
+            if not known:
+                write_wav(aside / REFERENCE, speaker.samples, speaker.rate)
+            write_wav(aside / "speakers" / f"{name}.wav", speaker.samples, speaker.rate)
+            # Coqui's code takes the two values by their order.
+            known[name] = {
+                "gpt_cond_latent": _plain(speaker.latents),
+                "speaker_embedding": _plain(speaker.vector)[:, :, None],
+            }
+        if known:
+            with open(aside / VOICES, "wb") as file:
+                torch.save(known, file)
 
-    return model_files.write_export(folder, fill)
+    return model_files.write_export(folder, fill, card)
 
 
 def _check_export(groups: dict, config: dict, vocab: str) -> None:

@@ -3,6 +3,7 @@ held-out sentences that a training ends with."""
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from speech.folders import is_replaceable, made_from, write_folder
 from speech.xtts import decoding
 from speech.xtts.codec import SAMPLE_RATE, code_count
 from speech.xtts.decoding import Sampling, Speech
-from speech.xtts.formats import Conditioning
+from speech.xtts.formats import Conditioning, Speaker
 from speech.xtts.frozen import Frozen
 from speech.xtts.texts import Texts
 
@@ -62,7 +63,7 @@ LIMIT = 2  # times the codes of its recording, if that is more
 # Rows for common.options: flags that need another one.
 NEEDS = (
     ("synthesize", ("speaker_wav",), "a reference clip of the voice"),
-    ("speaker_wav", ("synthesize",), ""),
+    ("speaker_wav", ("synthesize", "export"), ""),
     ("output", ("synthesize",), ""),
     ("temperature", ("synthesize",), ""),
     ("top_k", ("synthesize",), ""),
@@ -112,7 +113,10 @@ def add_arguments(parser) -> None:
         nargs="+",
         type=options.path,
         metavar="FILE",
-        help="reference clips of the voice",
+        help=(
+            "reference clips of the voice; with --export, clips of one voice each, which get the"
+            " names of the files"
+        ),
     )
     group.add_argument(
         "--output",
@@ -251,16 +255,40 @@ def read_references(paths: list[str], device: torch.device) -> list[torch.Tensor
 
 
 def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
-    """A reference clip of each speaker, the one that is nearest to 10 s: int16 samples (T,) and
-    Hz."""
+    """A reference clip of each speaker, the one that is nearest to 10 s: int16 samples (T,) and Hz.
+    Who speaks most is the first."""
     off = np.abs(corpus.seconds - EXPORTED_SECONDS)
     best: dict[str, int] = {}
+    spoken: Counter[str] = Counter()
     for index, speaker in enumerate(corpus.speakers):
         name = speaker or "speaker"
+        spoken[name] += corpus.seconds[index]
         if name not in best or off[index] < off[best[name]]:
             best[name] = index
-    clips = {name: read_utterance(corpus, index, SAMPLE_RATE) for name, index in best.items()}
+    clips = {
+        name: read_utterance(corpus, best[name], SAMPLE_RATE) for name, _ in spoken.most_common()
+    }
     return {name: (int16(clip), SAMPLE_RATE) for name, clip in clips.items()}
+
+
+def named_clips(paths: list[str]) -> dict[str, tuple[np.ndarray, int]]:
+    """The clips of --speaker_wav as `speakers_of` returns them, by the names of the files. Raises
+    `UsageError` and `DataError`."""
+    clips = read_references(paths, torch.device("cpu"))
+    names = [Path(path).stem for path in paths]
+    return {name: (int16(clip), SAMPLE_RATE) for name, clip in zip(names, clips, strict=True)}
+
+
+def to_export(
+    synthesiser: Synthesiser, clips: dict[str, tuple[np.ndarray, int]]
+) -> dict[str, Speaker]:
+    """What `speakers_of` or `named_clips` returned, with what the model hears of each voice."""
+    device = next(synthesiser.model.parameters()).device
+    speakers = {}
+    for name, (samples, rate) in clips.items():
+        voice = voice_of(synthesiser, [torch.from_numpy(samples).to(device) / 2**15])
+        speakers[name] = Speaker(samples, rate, voice.latents, voice.speaker)
+    return speakers
 
 
 def voice_of(synthesiser: Synthesiser, waveforms: Sequence[torch.Tensor]) -> Voice:
@@ -423,7 +451,7 @@ def speak_corpus(
             "synthesis": (spoken, frozen.rate),
         }
         for kind, (waveform, rate) in outputs.items():
-            file = f"{index + 1:03d}_{kind}.wav"
+            file = clip_name(index, kind)
             rows[kind].append((file, text, name))
             clips[file] = int16(waveform), rate
     write_corpus(folder, clips, rows)
@@ -436,6 +464,11 @@ def speak_corpus(
             f"\nspeaker similarity: {mean:.2f} (cosine between vectors of the speaker encoder)"
         )
     return message
+
+
+def clip_name(index: int, kind: str) -> str:
+    """The file of a held-out sentence, one of KINDS."""
+    return f"{index + 1:03d}_{kind}.wav"
 
 
 def folder_of(output_dir: str | Path) -> Path:

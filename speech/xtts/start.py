@@ -13,9 +13,9 @@ import torch
 from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from speech import released
+from speech import card, released
 from speech.released import Forms, Origin
-from speech.xtts import codec_training, formats, frozen, new_tokens, texts
+from speech.xtts import cleaners, codec_training, formats, frozen, new_tokens, texts
 from speech.xtts.frozen import Frozen
 from speech.xtts.model import GPT
 from speech.xtts.tokenizer import LANGUAGE, Vocabulary, new_vocabulary
@@ -30,6 +30,27 @@ FORMS = Forms(
     file="",
     exported="that Coqui's XTTS loads",
     fetch="hf download coqui/XTTS-v2 --local-dir XTTS-v2",
+)
+CARD = card.Form(
+    library="coqui",
+    task=card.SYNTHESIS,
+    family="XTTS-v2",
+    use="""
+from TTS.tts.configs.xtts_config import XttsConfig
+from TTS.tts.models.xtts import Xtts
+
+config = XttsConfig()
+config.load_json("FOLDER/config.json")
+model = Xtts.init_from_config(config)
+model.load_checkpoint(config, checkpoint_dir="FOLDER")
+latents, speaker = model.get_conditioning_latents(
+    ["voice.wav"],
+    max_ref_length=config.max_ref_len,
+    gpt_cond_len=config.gpt_cond_len,
+    gpt_cond_chunk_len=config.gpt_cond_chunk_len,
+)
+wav = model.inference("TEXT", "LANGUAGE", latents, speaker)["wav"]  # 24 kHz
+""",
 )
 SIZED = ("d_model",)  # what tells the sizes of --model_size apart
 # Rows of the text embedding.
@@ -425,10 +446,27 @@ def require_vocoder(origin: Origin, config: dict) -> None:
 
 
 def export(
-    folder: str, info: ModelInfo, weights: dict[str, torch.Tensor], parts: Frozen, speakers: dict
+    folder: str,
+    info: ModelInfo,
+    weights: dict[str, torch.Tensor],
+    parts: Frozen,
+    speakers: dict,
+    about: card.About,
 ) -> None:
-    """Writes a model as a folder for Coqui. `speakers`: see `formats.export`."""
+    """Writes a model as a folder for Coqui, with a model card. `speakers`: see `formats.export`."""
     groups = {"gpt": weights, **parts.groups()}
     extras = {"config": info.settings, "vocab": info.vocab, "licence": info.licence}
-    names = formats.export(folder, groups, info.config, extras, speakers)
+    about = replace(
+        about,
+        base=about.base or info.model_dir,
+        languages=tuple(about.languages or (info.language,)),
+        is_new=not info.pretrained,
+        licence=card.CPML if info.licence else None,
+    )
+    # Coqui's code refuses a language that it does not know, and reads a token in the text.
+    is_known = info.language in cleaners.LANGUAGES
+    use = CARD.use.replace("LANGUAGE", info.language if is_known else "en")
+    use = use.replace("TEXT", "TEXT" if is_known else f"[{info.language}]TEXT")
+    text = card.readme(Path(folder).resolve().name, about, replace(CARD, use=use))
+    names = formats.export(folder, groups, info.config, extras, speakers, text)
     print(f"exported to {folder}: {', '.join(names)}")

@@ -36,8 +36,8 @@ def program(body: str, *arguments, **extra) -> subprocess.CompletedProcess:
             "require('not_there', 'the plot')",
             1,
             (
-                "error: the plot needs the package not-there (No module named 'not_there'): pip"
-                " install not-there\n"
+                "error: the plot needs the package not-there (No module named 'not_there'):"
+                f" {sys.executable} -m pip install not-there\n"
             ),
         ),
     ],

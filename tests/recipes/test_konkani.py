@@ -94,7 +94,11 @@ def test_encoder_frames_predicts_what_the_encoder_makes(samples, subsampling):
     model = make_model(dtype=torch.float32, subsampling=subsampling).eval()
     item = {**make_items(1, dtype=torch.float32)[0], "audio": torch.randn(samples)}
     encoded, _, lengths = model.encode(moved([item]))
-    assert encoded.shape[1] == lengths[0] == recipe.encoder_frames(samples, subsampling)
+    assert (
+        encoded.shape[1]
+        == lengths[0]
+        == recipe.encoder_frames(samples, {**CONFIG, "subsampling": subsampling})
+    )
 
 
 def test_the_decoder_sees_no_future_and_no_other_utterance():
@@ -269,7 +273,7 @@ def test_recomputing_norms_and_silu_changes_no_bit(monkeypatch, dropout, count, 
     else:
         d, frames = (
             CONFIG["d_model"],
-            max(recipe.encoder_frames(len(item["audio"]), 4) for item in items),
+            max(recipe.encoder_frames(len(item["audio"]), CONFIG) for item in items),
         )
         tokens = max(len(item["labels"]) for item in items)
         # Of a norm also its two statistics. A feed-forward: norm and SiLU. Self-attention: norm, q
@@ -373,10 +377,10 @@ def test_an_evaluation_adds_up_its_batches_and_ranks_without_any():
     [([1, 2, 3], 2320, True), ([1, 1, 2, 3], 2320, False), ([1] * 9, 16000, True)],
 )
 def test_ctc_feasibility_agrees_with_the_loss(tokens, samples, fits):
-    frames = recipe.encoder_frames(samples, 4)
+    frames = recipe.encoder_frames(samples, CONFIG)
     log_probs = torch.zeros(frames, 1, 8).log_softmax(-1)
     loss = F.ctc_loss(log_probs, torch.tensor([tokens]), [frames], [len(tokens)], blank=7)
-    assert recipe.ctc_fits(samples, tokens, 4) == fits == bool(torch.isfinite(loss))
+    assert recipe.ctc_fits(samples, tokens, CONFIG) == fits == bool(torch.isfinite(loss))
 
 
 @pytest.fixture
@@ -392,7 +396,7 @@ def utterances(tmp_path, wav, json_lines):
         args = runs.parse(recipe, "--train_manifest", manifest, *flags)
         recipe.resolve(args)
         corpus, _ = load_corpus(manifest, recipe.text.normalise, Checks())
-        return recipe.Utterances(args, corpus, TOKENIZER, 4, training)
+        return recipe.Utterances(args, corpus, TOKENIZER, CONFIG, training)
 
     return make
 
@@ -442,4 +446,4 @@ def test_speed_perturbation_never_makes_an_utterance_infeasible(utterances):
     assert (data.speeds(0) > 1).any()
     for index in range(40):
         item = data.item(index, 0)
-        assert recipe.ctc_fits(len(item["audio"]), item["tokens"].tolist(), 4)
+        assert recipe.ctc_fits(len(item["audio"]), item["tokens"].tolist(), CONFIG)

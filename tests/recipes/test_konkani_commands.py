@@ -85,7 +85,8 @@ def test_a_run_leaves_what_it_promises(reference):
         json.loads(line)
         for line in (folder / "logs" / "transcripts.jsonl").read_text().splitlines()
     ]
-    assert len(rows) == 4 and rows[0].keys() == {"file", "seconds", "reference", "hypothesis"}
+    keys = {"file", "seconds", "reference", "hypothesis", "errors"}
+    assert len(rows) == 4 and rows[0].keys() == keys
     assert all(
         row["seconds"] == pytest.approx(soundfile.info(row["file"]).duration, abs=1e-3)
         for row in rows

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -708,12 +709,19 @@ def test_a_run_from_scratch_leaves_what_it_promises(scratch):
         "val set, weights of the best evaluation, 4 utterances" in out
         and out.count("reference:") == 4
     )
-    assert out.index("\nexported to") < out.index("val set, weights of the best evaluation")
+    assert out.index("val set, weights of the best evaluation") < out.index("\nexported to")
+    card = (folder / "hf" / "README.md").read_text(encoding="utf-8")
+    block = yaml.safe_load(card.split("---\n")[1])
+    assert block["library_name"] == "transformers" and "license" not in block
+    [results] = [each["results"] for each in block["model-index"]]
+    assert [each["metrics"][0]["type"] for each in results] == ["wer", "cer"]
+    noted = json.loads((folder / "logs" / "results.json").read_text(encoding="utf-8"))
+    rates = [*noted["rates"].values()][-1]
+    assert results[0]["metrics"][0]["value"] == round(100 * rates["wer"]["rate"], 2)
+    assert "trained from random weights" in card and "python recipes/parakeet_tdt.py --" in card
     assert "no CTC head in the export" in out
     assert (
-        "released model, and trained model" not in out
-        and "warning" not in out
-        and "outside the vocabulary" not in out
+        "compared to " not in out and "warning" not in out and "outside the vocabulary" not in out
     )
     paths = checkpoint.list_checkpoints(folder / "checkpoints")
     after, before = (checkpoint.read(path, recipe.RECIPE).model for path in paths)
@@ -759,10 +767,7 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
     assert len(models) == 2  # the second one is the released model, for the comparison
     assert [line["step"] for line in read_metrics(tmp_path) if "eval/wer" in line] == [0, 1]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text())["step"] in (0, 1)
-    assert (
-        "released model, and trained model, on these utterances" in out
-        and "learning rate 3e-05" in out
-    )
+    assert "compared to " in out and "learning rate 3e-05" in out
     assert "warning" not in out  # neither writes capitals
     state, before = newest(tmp_path, recipe), formats.read_model(path[1])[0]
     has_ctc = form == "nemo"
@@ -909,11 +914,7 @@ def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
     )
     (out, err), (other, other_err) = (process.communicate() for process in ranks)
     assert [process.returncode for process in ranks] == [0, 0], err + other_err
-    assert (
-        other == ""
-        and out.count("evaluation at step") == 2
-        and out.count("released model, and trained model") == 1
-    )
+    assert other == "" and out.count("evaluation at step") == 2 and out.count("compared to ") == 1
     one, two = (newest(tmp_path / name, recipe) for name in ("one", "two"))
     assert (
         two.state["progress"]["utterances"] == one.state["progress"]["utterances"] == 6
@@ -1020,10 +1021,7 @@ def test_a_released_model_is_evaluated_without_training(released, manifests, tmp
     out = ran(
         recipe, *manifests, "--evaluate", "--model_dir", released / "hf", "--output_dir", tmp_path
     )
-    assert (
-        "val set, the weights named, 4 utterances" in out
-        and "released model, and trained model" not in out
-    )
+    assert "val set, the weights named, 4 utterances" in out and "compared to " not in out
 
 
 def test_transcripts_have_words_and_segments_and_long_files_are_cut(

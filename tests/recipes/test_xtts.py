@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from common import checkpoint, memory, optim, records
@@ -32,6 +33,7 @@ from speech.xtts import (
     codec_training,
     decoding,
     formats,
+    judge,
     new_tokens,
     speaking,
     start,
@@ -902,6 +904,10 @@ def test_released_weights_are_evaluated_first_and_their_export_is_read_again(tun
     state = newest(folder, recipe).model
     same = [name for name, w in before["gpt"].items() if torch.equal(w, state[name])]
     assert len(same) < 5 and not any(name.startswith(("dvae", "hifigan")) for name in state)
+    card = (folder / "coqui" / "README.md").read_text(encoding="utf-8")
+    assert yaml.safe_load(card.split("---\n")[1])["license_name"] == "coqui-public-model-license"
+    assert "non-commercial use only" in card and "mel loss of the evaluation set" in card
+    assert " before training" in card and "| training | 6 | 0.00 |" in card
     clips = {
         path.name: soundfile.read(path, dtype="int16")
         for path in (folder / "coqui" / "speakers").iterdir()
@@ -919,6 +925,22 @@ def test_released_weights_are_evaluated_first_and_their_export_is_read_again(tun
             len(clips[name][0]) == len(source)
             and abs(clips[name][0].astype(int) - source).max() <= 1
         )
+    voices = torch.load(folder / "coqui" / "speakers_xtts.pth", weights_only=True)
+    assert voices.keys() == {"a", "b", "c"}
+    assert (folder / "coqui" / "reference.wav").read_bytes() in {
+        path.read_bytes() for path in (folder / "coqui" / "speakers").iterdir()
+    }
+
+
+def test_an_export_alone_has_the_voices_of_speaker_wav(tuned, places, tmp_path):
+    weights = ["--resume", tuned[0] / "checkpoints" / "best.safetensors"]
+    wavs = [places.folder / f"{number}.wav" for number in (3, 4)]
+    ran(recipe, *weights, "--export", tmp_path / "out", "--speaker_wav", *wavs, "--device", "cpu")
+    voices = torch.load(tmp_path / "out" / "speakers_xtts.pth", weights_only=True)
+    during = torch.load(tuned[0] / "coqui" / "speakers_xtts.pth", weights_only=True)
+    for name, known in (("3", "a"), ("4", "b")):  # the same clips
+        for value, other in zip(voices[name].values(), during[known].values(), strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
 
 
 def test_a_plan_is_of_the_model_that_the_flags_ask_for(tuned, places, tmp_path, tmp_path_factory):
@@ -1595,6 +1617,41 @@ def test_the_results_have_a_line_for_each_language(places, json_lines, tmp_path,
     names = [line.partition(":")[0].strip() for line in lines if "  mel " in line]
     assert names == (["all", "am", "de"] if "am" in languages else ["all"])
     assert all(line.startswith("  ") and ": text " in line for line in lines[: len(names)])
+
+
+def test_a_judge_hears_what_an_evaluation_speaks(places, tmp_path, monkeypatch):
+    heard = []
+
+    def transcripts(path, recipes, clips, device):
+        assert (path, device) == (str(places.wav), "cpu") and (recipes / "template.py").is_file()
+        heard.extend(clips)
+        assert all(clip.is_file() for clip in clips)
+        return {str(clip): "x" for clip in clips}
+
+    monkeypatch.setattr(judge, "recipe_of", lambda path: "template")
+    monkeypatch.setattr(judge, "transcripts", transcripts)
+    flags = ["--evaluate", "--test_manifest", places.folder / "val.csv", "--speak_held_out", "1"]
+    flags += ["--model_dir", places.model, "--output_dir", tmp_path]
+    out = ran(recipe, *flags, "--judge", places.wav)
+    assert "1 held-out sentences spoken: " in out and "speaker similarity: " in out
+    table = out.partition("CER of the judge ")[2].splitlines()
+    assert [line.split()[0] for line in table[1:]] == [*reversed(speaking.KINDS)]
+    assert len(heard) == 3 and "CER of the judge" not in ran(recipe, *flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--synthesize a --speaker_wav {wav} --judge {wav}",
+        "--check_data --train_manifest {train} --speak_held_out 1",
+        "--speak_held_out 0 --judge {wav}",
+        "--judge {wav}",
+    ],
+)
+def test_a_judge_that_would_have_no_effect_is_refused(places, tmp_path, flags):
+    words = flags.format(wav=places.wav, train=places.train).split()
+    status, err = refused(recipe, *words, "--output_dir", tmp_path)
+    assert status == 2 and ("--judge" in err or "--speak_held_out" in err)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])

@@ -1,11 +1,15 @@
-"""WER and CER against an edit distance written here."""
+"""WER and CER against an edit distance written here, and their intervals against statistics."""
 
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speech.metrics import Errors, cer_and_wer, count_errors, error_table, improvement_table, score
-from speech.text import for_scoring
+from speech import metrics
+from speech.metrics import Errors, cer_and_wer, count_errors, score
+from speech.text import for_scoring, in_lower_case
 
 
 def distance(a: list, b: list) -> int:
@@ -60,16 +64,6 @@ def test_no_pairs_and_pairs_of_different_number():
         count_errors(["a"], [], "words")
 
 
-def test_error_table():
-    lines = error_table(["a b c d", ""], ["a x c", "y"]).splitlines()
-    assert [line.split() for line in lines] == [
-        ["%", "errors", "of", "subst.", "delet.", "insert."],
-        ["WER", "75.00", "3", "4", "1", "1", "1"],
-        ["CER", "57.14", "4", "7", "1", "2", "1"],
-    ]
-    assert len({len(line) for line in lines}) == 1
-
-
 def rows(*pairs):
     return [{"reference": reference, "hypothesis": hypothesis} for reference, hypothesis in pairs]
 
@@ -83,17 +77,90 @@ def test_scores_are_the_tables_numbers():
     }
 
 
-def test_improvement_table():
-    lines = improvement_table(rows(("a b", "x y")), rows(("a b", "a y"))).splitlines()
+CASED = {"cased": for_scoring}
+BOTH = {**CASED, "lower": in_lower_case}
+
+
+def error_lines(rows, readings=CASED):
+    return metrics.error_table(metrics.read_by(rows, readings)).splitlines()
+
+
+def test_error_table():
+    lines = error_lines(rows(("a b c d", "a x c"), ("", "y")))
     assert [line.split() for line in lines] == [
-        ["before", "after", "lower", "by"],
-        ["WER", "100.00%", "50.00%", "50.0%"],
-        ["CER", "66.67%", "33.33%", "50.0%"],
-    ]
-    assert improvement_table(rows(("a", "a")), rows(("a", "b"))).splitlines()[1].split() == [
-        "WER",
-        "0.00%",
-        "100.00%",
-        "-",
+        ["%", "95", "%", "interval", "errors", "of", "subst.", "delet.", "insert."],
+        ["WER", "75.00", "(50.00", "to", "200.00)", "3", "4", "1", "1", "1"],
+        ["CER", "57.14", "(42.86", "to", "200.00)", "4", "7", "1", "2", "1"],
     ]
     assert len({len(line) for line in lines}) == 1
+    assert error_lines(rows(("a b", "a")))[1].split()[:3] == ["WER", "50.00", "-"]
+    assert [line.split()[1] for line in error_lines([])[1:]] == ["0.00", "0.00"]
+
+
+def test_a_reading_that_changes_nothing_is_one_line():
+    same = error_lines(rows(("a b", "a c"), ("x", "x")), BOTH)
+    assert [line.split()[0] for line in same] == ["%", "cased:", "WER", "CER", "lower:"]
+    assert same[-1] == "lower: the same"
+    other = error_lines(rows(("a b", "A b"), ("x", "x")), BOTH)
+    assert [line.split()[:2] for line in other] == [
+        ["%", "95"],
+        ["cased:"],
+        ["WER", "33.33"],
+        ["CER", "25.00"],
+        ["lower:"],
+        ["WER", "0.00"],
+        ["CER", "0.00"],
+    ]
+
+
+def improvement_lines(before, after, readings=CASED):
+    both = (metrics.read_by(each, readings) for each in (before, after))
+    return metrics.improvement_table(*both).splitlines()
+
+
+def test_improvement_table():
+    before = rows(("a b", "x y"), ("c d", "c d"))
+    after = rows(("a b", "a y"), ("c d", "c d"))
+    lines = improvement_lines(before, after)
+    assert [line.split() for line in lines] == [
+        ["before", "after", "points", "95", "%", "interval", "lower", "by"],
+        ["WER", "50.00%", "25.00%", "25.00", "(0.00", "to", "50.00)", "50.0%"],
+        ["CER", "33.33%", "16.67%", "16.67", "(0.00", "to", "33.33)", "50.0%"],
+    ]
+    assert len({len(line) for line in lines}) == 1
+    alone = improvement_lines(rows(("a", "a")), rows(("a", "b")))[1].split()
+    assert alone == ["WER", "0.00%", "100.00%", "-100.00", "-", "-"]
+    assert improvement_lines(before, after, BOTH)[-1] == "lower: the same"
+
+
+# --- intervals ------------------------------------------------------------------------------------
+
+
+def test_an_interval_is_that_of_a_normal_distribution_where_one_applies():
+    """2,000 utterances of ten words, each wrong with probability 0.1."""
+    wrong = np.random.default_rng(3).binomial(10, 0.1, 2000)
+    errors = [Errors(substitutions=int(count), length=10) for count in wrong]
+    low, high = metrics.interval(errors)
+    rate = wrong.mean() / 10
+    half = 1.96 * wrong.std() / 10 / math.sqrt(2000)
+    assert low == pytest.approx(rate - half, abs=half / 5)
+    assert high == pytest.approx(rate + half, abs=half / 5)
+    assert metrics.interval(errors) == (low, high)
+
+
+def test_an_interval_is_over_utterances_and_weighs_their_lengths():
+    """One long utterance has all the errors: the words of one are not independent."""
+    errors = [Errors(length=1) for _ in range(99)] + [Errors(substitutions=50, length=100)]
+    low, high = metrics.interval(errors)
+    assert low == 0 and high == pytest.approx(150 / 397, abs=0.05)  # drawn three times
+
+
+def test_the_interval_of_a_difference_is_paired():
+    """The utterances differ much, the models by exactly one word in each."""
+    random = np.random.default_rng(4).integers(1, 40, 300)
+    before = [Errors(substitutions=int(count) + 1, length=50) for count in random]
+    after = [Errors(substitutions=int(count), length=50) for count in random]
+    assert metrics.interval_of_difference(before, after) == pytest.approx((0.02, 0.02))
+    low, high = metrics.interval(before)
+    assert high - low > 0.04
+    assert metrics.interval_of_difference(before[:1], after[:1]) is None

@@ -1,4 +1,4 @@
-"""Transcripts of files whose decoder returns records with timed parts, or plain texts."""
+"""Transcripts of files whose decoder returns records with timed parts, or plain texts; results."""
 
 import json
 
@@ -8,8 +8,10 @@ import soundfile
 import torch
 
 from common.device import Setup
-from speech import recogniser
+from speech import metrics, recogniser
 from speech.audio import SAMPLE_RATE
+from speech.morse import scores
+from speech.text import for_scoring, in_lower_case
 
 LONGEST = 4.0  # seconds of a piece
 # The words of a recording, (start, end) in seconds. The silence in the middle is longer than two
@@ -151,3 +153,80 @@ def test_without_output_only_the_texts_are_printed(spoken, tmp_path, capsys):
     ) > 2
     transcribe([spoken, silent], decode)
     assert capsys.readouterr().out == f"{spoken}\tw1 w2 w3 w4 w5 w6 w7 w8\n{silent}\t\n"
+
+
+# --- results --------------------------------------------------------------------------------------
+
+TEXTS = {
+    "vi": [("Hôm nay trời đẹp.", "hôm nay trời dẹp"), ("Xin chào!", "xin chào")],
+    "kok": [("हांव घर वचता", "हांव घर वचता"), ("तूं कसो आसा", "तूं कसो आसां")],
+}
+
+
+def results(language, tmp_path, capsys, normalise=for_scoring, **how):
+    """The lines that are printed before the examples, and the rows of transcripts.jsonl."""
+    rows = [
+        {"file": f"{i}.wav", "seconds": 1.0, "reference": said, "hypothesis": heard, "index": i}
+        for i, (said, heard) in enumerate(TEXTS[language])
+    ]
+    how = recogniser.Options(log_dir=tmp_path, **how)
+    recogniser.print_results(rows, "test set", how, normalise)
+    lines = capsys.readouterr().out.strip().split("\n  reference:")[0].splitlines()
+    return lines, rows_of(tmp_path / "transcripts.jsonl")
+
+
+def heads(lines):
+    """The names of the readings, and the first number of each error rate."""
+    return [line.split()[1] if line[:3] in ("WER", "CER") else line for line in lines[2:]]
+
+
+def test_results_keep_the_recipes_reading_and_add_one_in_lower_case(tmp_path, capsys):
+    lines, rows = results("vi", tmp_path, capsys)
+    own, lower = "case kept, no punctuation", "lower case, no punctuation"
+    assert heads(lines) == [f"{own}:", "50.00", "12.50", f"{lower}:", "16.67", "4.17"]
+    assert rows[0]["errors"] == {
+        own: {"words": [2, 4], "characters": [2, 16]},
+        lower: {"words": [1, 4], "characters": [1, 16]},
+    }
+    lines, rows = results("vi", tmp_path, capsys, in_lower_case)
+    assert heads(lines) == ["16.67", "4.17"] and list(rows[0]["errors"]) == [lower]
+    lines, rows = results("kok", tmp_path, capsys)
+    assert lines[-1] == f"{lower}: the same"
+    lines, rows = results("kok", tmp_path, capsys, scores.for_scoring)
+    assert len(lines) == 4 and list(rows[0]["errors"]) == ["as sent"]
+
+
+def test_an_interval_can_be_computed_from_the_file(tmp_path, capsys):
+    lines, rows = results("vi", tmp_path, capsys)
+    pairs = [row["errors"]["case kept, no punctuation"]["words"] for row in rows]
+    ends = metrics.middle(metrics.resampled_rates(np.array(pairs)))
+    assert metrics.shown(ends).strip() in lines[3]
+
+
+def test_whispers_normaliser_warns_of_scripts_that_it_breaks(tmp_path, capsys):
+    whisper = "Whisper's multilingual normaliser"
+    lines, _ = results("vi", tmp_path, capsys, normaliser="whisper")
+    assert heads(lines)[-3:] == [f"{whisper}:", "16.67", "4.17"] and "warning" not in "".join(lines)
+    lines, rows = results("kok", tmp_path, capsys, normaliser="whisper")
+    assert "warning: Whisper's multilingual normaliser" in lines[1] and "37 % of its" in lines[1]
+    # The mark that is wrong is not compared.
+    assert lines[-2].split()[1] == "0.00" and rows[1]["errors"][whisper]["words"][0] == 0
+
+
+def test_an_improvement_has_the_readings_of_the_results(tmp_path, capsys):
+    rows = [{"reference": said, "hypothesis": heard} for said, heard in TEXTS["vi"]]
+    before = [{**row, "hypothesis": ""} for row in rows]
+    results("vi", tmp_path, capsys)
+    recogniser.print_improvement(before, rows, "other", recogniser.Options(log_dir=tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    noted = recogniser.read_results(tmp_path)
+    assert noted["title"] == "test set"
+    rates = [noted[key]["lower case, no punctuation"]["wer"] for key in ("before", "rates")]
+    assert [(each["errors"], each["length"]) for each in rates] == [(6, 6), (1, 6)]
+    assert (rates[1]["rate"], rates[1]["low"]) == (1 / 6, 0)
+    assert (
+        lines[0] == "compared to other on the same 2 utterances:"
+        and lines[5] == "lower case, no punctuation:"
+    )
+    assert lines[3].split()[:3] == ["WER", "100.00%", "50.00%"]
+    assert lines[6].split()[:3] == ["WER", "100.00%", "16.67%"]

@@ -7,6 +7,7 @@ import unicodedata
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.whisper.english_normalizer import BasicTextNormalizer
 
 from common.errors import DataError, UsageError
 from speech import recogniser, text
@@ -20,6 +21,21 @@ KONKANI = "हांव कोंकणी उलयता, आनी तूं?
 
 
 # --- normalisation --------------------------------------------------------------------------------
+
+
+@given(any_text | mixed)
+def test_whispers_normaliser_is_that_of_transformers(value):
+    """Written here, because transformers is not needed to run."""
+    normalise = BasicTextNormalizer()
+    assert text.as_whisper(value) == normalise(value)
+    spoken = f"<|vi|> {value} [music] (laughs) Chào"
+    assert text.as_whisper(spoken) == normalise(spoken)
+
+
+def test_the_share_of_marks():
+    assert text.mark_share(["हिं 1.", "a"]) == 2 / 4  # ह and a; ि and ं
+    assert text.mark_share([unicodedata.normalize("NFD", "Tiếng Việt")]) == 0  # they are composed
+    assert text.mark_share([]) == 0
 
 
 @given(any_text | mixed)

@@ -373,6 +373,19 @@ def test_unknown_settings_are_kept_and_ours_take_precedence(tmp_path):
     assert same(formats.read_model(tmp_path / "b" / "model.nemo")[0], weights)
 
 
+def test_an_archive_names_its_durations_where_whisper_cpp_reads_them(tmp_path):
+    def change(content):
+        del content["model_defaults"]
+
+    members = with_yaml(unpacked(nemo(tmp_path / "a")), change)
+    weights, config, extras = formats.read_model(packed(tmp_path / "changed.nemo", members))
+    formats.export(tmp_path / "b", "nemo", weights, config, extras)
+    for path in (tmp_path / "a", tmp_path / "b"):
+        content = yaml.safe_load(unpacked(path / "model.nemo")["./model_config.yaml"])
+        defaults = content["model_defaults"]
+        assert defaults["tdt_durations"] == [0, 1, 2, 4] and defaults["num_tdt_durations"] == 4
+
+
 def test_from_one_form_to_the_other_and_back(tmp_path):
     weights = random_weights(CONFIG)
     formats.export(tmp_path / "1", "hf", weights, CONFIG, EXTRAS)

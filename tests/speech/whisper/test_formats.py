@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -223,7 +224,8 @@ def test_transformers_uses_an_export_as_it_is(tokenizer, padding, tmp_path):
     )
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert same(weights_of(loaded), weights_of(model))
-    assert same(formats.read_model(folder / "model.pt")[0], weights)
+    in_16_bits = {name: tensor.half().float() for name, tensor in weights.items()}
+    assert same(formats.read_model(folder / "model.pt")[0], in_16_bits)
     assert same(formats.read_model(folder)[0], weights)
     features = noise(folder)
     tokens, prompt = generate(loaded, features)
@@ -246,6 +248,25 @@ def test_transformers_uses_an_export_as_it_is(tokenizer, padding, tmp_path):
     assert isinstance(pipeline(samples)["text"], str)
     loaded.save_pretrained(tmp_path / "again")  # transformers writes back everything in it
     assert same(formats.read_model(tmp_path / "again")[0], weights)
+
+
+def test_whisper_cpp_finds_what_its_scripts_read(tmp_path):
+    """By convert-h5-to-ggml.py in the folder, and by convert-pt-to-ggml.py in model.pt, whose
+    tensors it writes as they are and calls 16 bits wide."""
+    folder = tmp_path / "ours"
+    exported(folder, FULL)
+    letters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    assert all(set(piece) <= letters for piece in vocab)
+    assert sorted(vocab.values()) == list(range(len(vocab)))
+    assert json.loads((folder / "added_tokens.json").read_text())["<|startoftranscript|>"]
+    settings = json.loads((folder / "config.json").read_text())
+    assert all(type(settings[name]) is int for name in formats.DIMS)
+    saved = torch.load(folder / "model.pt", weights_only=True)
+    dims = {ours: settings[name] for name, ours in formats.DIMS.items()}
+    assert saved["dims"] == {**dims, "n_text_state": settings["d_model"]}
+    assert all(tensor.dtype == torch.float16 for tensor in saved["model_state_dict"].values())
+    assert "encoder.blocks.0.attn.query.weight" in saved["model_state_dict"]
 
 
 def test_an_empty_transcript_is_possible(tmp_path):

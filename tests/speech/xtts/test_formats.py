@@ -551,14 +551,25 @@ def test_what_is_not_a_file(tmp_path):
 
 def test_an_export_is_what_coqui_loads(tmp_path):
     groups, clip = random_groups(), np.arange(-50, 50, dtype=np.int16)
-    names = formats.export(
-        tmp_path / "out",
-        groups,
-        CONFIG,
-        EXTRAS,
-        {"አበበ": (clip, 22_050), "a/../b": (clip[:9], 24_000), "A_b": (clip, 8000)},
-    )
-    assert names == sorted([*formats.FILES, "LICENSE.txt", "made_from.json", "speakers"])
+    speakers = {
+        name: formats.Speaker(samples, rate, torch.rand(1, 32, 16), torch.rand(1, 512))
+        for name, samples, rate in (
+            ("አበበ", clip, 22_050),
+            ("a/../b", clip[:9], 24_000),
+            ("A_b", clip, 8000),
+        )
+    }
+    names = formats.export(tmp_path / "out", groups, CONFIG, EXTRAS, speakers)
+    others = ["LICENSE.txt", "made_from.json", "speakers", "speakers_xtts.pth", "reference.wav"]
+    assert names == sorted([*formats.FILES, *others])
+    known = torch.load(tmp_path / "out" / "speakers_xtts.pth", weights_only=True)
+    assert [*known] == ["አበበ", "a_b", "A_b_"]
+    for speaker, voice in zip(speakers.values(), known.values(), strict=True):
+        latents, vector = voice.values()  # as Coqui's code takes them
+        assert torch.equal(latents, speaker.latents) and vector.shape == (1, 512, 1)
+        assert torch.equal(vector[:, :, 0], speaker.vector)
+    first, rate = soundfile.read(tmp_path / "out" / "reference.wav", dtype="int16")
+    assert rate == 22_050 and np.array_equal(first, clip)
     saved = torch.load(tmp_path / "out" / "model.pth", weights_only=True)
     assert saved.keys() == {"model"} and same(saved["model"], coqui_state(groups))
     assert same(torch.load(tmp_path / "out" / "dvae.pth", weights_only=True), groups["dvae"])

@@ -1,0 +1,288 @@
+"""The model card of an export: README.md, with the block of metadata that Hugging Face's hub
+reads."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from common import files
+from common.errors import UsageError
+from speech.splits import RunInfo
+from speech.text import NAMES, in_lower_case
+
+RECOGNITION = "automatic-speech-recognition"  # Hugging Face's pipeline_tag
+SYNTHESIS = "text-to-speech"
+CPML = {
+    "license": "other",
+    "license_name": "coqui-public-model-license",
+    "license_link": "https://coqui.ai/cpml",
+}
+WHISPER = r"(?:whisper-)?((?:tiny|base|small|medium)(?:\.en)?|large(?:-v2|-v3|-v3-turbo)?)(?:\.pt)?"
+# Released models by the name of their folder or file: the name on the hub, and the licence there.
+RELEASED = (
+    (WHISPER, r"openai/whisper-\1", {"license": "apache-2.0"}),
+    (r"(parakeet-tdt[-_][\w.]*?-v[23]|parakeet-tdt_ctc-110m)(?:\.nemo)?", r"nvidia/\1", {"license": "cc-by-4.0"}),
+    (r"XTTS-v2", "coqui/XTTS-v2", CPML),
+)  # fmt: skip
+CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
+SETS = {"train": "training", "val": "evaluation", "test": "test"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an export is for: the hub's names of the program (`library`) and of the task, a
+    `family` ("Whisper"), and how to use it, a few lines in which FOLDER stands for the export, of
+    Python unless another `language` of code is given."""
+
+    library: str
+    task: str
+    family: str
+    use: str
+    language: str = "python"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a recipe knows of the weights that it exports.
+
+    `base`: the folder or file of released weights that a flag names. `weights`: the file of a
+    run whose weights these are, beside which the loop has noted how they came about; None for
+    released weights, which are only converted. `data`: what the run has saved about its data.
+    `results`: what `recogniser.read_results` returns, if these weights were just evaluated. What a
+    family fills in: `languages` by their codes, unless a recipe does; whether the weights began at
+    random (`is_new`); the `licence` of all that derives from the base, whatever its name is."""
+
+    recipe: str
+    base: str | None = None
+    weights: Path | None = None
+    data: RunInfo | None = None
+    results: dict | None = None
+    languages: tuple[str, ...] | None = None
+    is_new: bool = False
+    licence: dict | None = None
+
+
+def noted(weights: Path | None) -> dict:
+    """What the loop has written beside weights; {} if there is nothing."""
+    try:
+        return files.read_json(weights.with_suffix(".json")) if weights else {}
+    except UsageError:
+        return {}
+
+
+def released(path: str | None) -> tuple[str | None, dict]:
+    """The name on the hub, and the licence, of the released weights at this path, by its name; None
+    and {} if it tells neither."""
+    for part in reversed(Path(path or "").parts):
+        if cached := CACHED.fullmatch(part):
+            path = cached[2]
+            known = released(path)
+            name = f"{cached[1]}/{cached[2]}"
+            return name, known[1] if known[0] == name else {}
+    for pattern, name, licence in RELEASED:
+        if found := re.fullmatch(pattern, Path(path or "").name):
+            return found.expand(name), licence
+    return None, {}
+
+
+def readme(name: str, about: About, form: Form) -> str:
+    """The text of README.md for an export called `name`."""
+    made = noted(about.weights)
+    by = made.get("made_by") or {}
+    base = None if about.is_new else about.base or by.get("base")
+    hub_name, licence = released(base)
+    licence = about.licence or licence
+    evaluated = evaluations(about, made)
+    block = yaml.safe_dump(
+        metadata(name, about, form, hub_name, licence, evaluated),
+        allow_unicode=True,
+        sort_keys=False,
+    )
+    parts = [
+        f"---\n{block}---\n\n# {name}",
+        origin(about, form, base and (hub_name or Path(base).name), licence),
+        "## Use\n\n" + f"```{form.language}\n{form.use.replace('FOLDER', name).strip()}\n```",
+        data_table(about),
+        error_table(evaluated),
+        training(about, made, by),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def metadata(
+    name: str,
+    about: About,
+    form: Form,
+    base: str | None,
+    licence: dict,
+    evaluated: list[dict],
+) -> dict:
+    """The hub's metadata, without what is not known."""
+    block: dict = {}
+    if languages := about.languages or languages_of(about.data):
+        block["language"] = list(languages)
+    block |= licence
+    if base:
+        block["base_model"] = base
+    block |= {"library_name": form.library, "pipeline_tag": form.task}
+    block["tags"] = [form.family.lower(), "speech"]
+    measured = [each for each in evaluated if each["comparable"]]
+    if not measured:
+        return block
+    block["metrics"] = list(dict.fromkeys(each["metric"] for each in measured))
+    results = []
+    for each in measured:
+        results.append(
+            {
+                "task": {"type": form.task},
+                "dataset": {"name": each["set"], "type": "own"},
+                "metrics": [
+                    {
+                        "type": each["metric"],
+                        "value": round(100 * each["after"], 2),
+                        "name": f"{each['metric'].upper()} in %, {each['reading']}",
+                    }
+                ],
+            }
+        )
+    block["model-index"] = [{"name": name, "results": results}]
+    return block
+
+
+def languages_of(data: RunInfo | None) -> list[str]:
+    """The languages of the training set, as far as its manifest had them."""
+    return data.sets.get("train", {}).get("languages", []) if data else []
+
+
+# --- error rates ----------------------------------------------------------------------------------
+
+
+def evaluations(about: About, made: dict) -> list[dict]:
+    """What is known of error rates: {"set", "reading", "metric", "after", "interval", "before",
+    "comparable"}, from the results of these weights, and from the evaluations of the training.
+    Shares, and None for what is not known; "comparable": for other readers of the hub."""
+    found = []
+    results = about.results or {}
+    is_base = results.get("compared_to") in (about.base, (made.get("made_by") or {}).get("base"))
+    before = results.get("before", {}) if is_base else {}
+    lower = NAMES[in_lower_case]
+    rates_of = results.get("rates", {})
+    for reading, rates in rates_of.items():
+        if reading != lower and rates == rates_of.get(lower):
+            continue
+        for metric, values in rates.items():
+            ends = values["low"], values["high"]
+            found.append(
+                {
+                    "set": results["title"].partition(",")[0],
+                    "reading": reading,
+                    "metric": metric,
+                    "after": values["rate"],
+                    "interval": None if None in ends else ends,
+                    "before": before.get(reading, {}).get(metric, {}).get("rate"),
+                    "comparable": reading == lower or len(rates_of) == 1,
+                }
+            )
+    for metric in ("wer", "cer"):
+        if isinstance(made.get(metric), float | int):
+            found.append(
+                {
+                    "set": "evaluation set, in training",
+                    "reading": "as the recipe compares",
+                    "metric": metric,
+                    "after": made[metric],
+                    "interval": None,
+                    "before": first_value(made) if metric == made.get("metric") else None,
+                    "comparable": False,
+                }
+            )
+    return found
+
+
+def first_value(made: dict) -> float | None:
+    """The metric of the evaluation before the first update, if there was one and these weights are
+    later ones, by the loop's notes."""
+    evaluations = made.get("evaluations") or [[None, None]]
+    step, value = evaluations[0]
+    return value if step == 0 and made.get("step") else None
+
+
+def error_table(evaluated: list[dict]) -> str:
+    if not evaluated:
+        return ""
+    lines = [
+        "## Error rates",
+        "",
+        "| set | texts compared | | before, % | after, % | 95 % interval |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for each in evaluated:
+        ends = "-"
+        if each["interval"]:
+            ends = " to ".join(f"{100 * end:.2f}" for end in each["interval"])
+        before = "-" if each["before"] is None else f"{100 * each['before']:.2f}"
+        rates = f"{each['metric'].upper()} | {before} | {100 * each['after']:.2f} | {ends}"
+        lines.append(f"| {each['set']} | {each['reading']} | {rates} |")
+    return "\n".join(lines)
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def origin(about: About, form: Form, base: str | None, licence: dict) -> str:
+    """What the model is, and its licence."""
+    if about.weights is None:
+        text = f"{form.family}: {base or 'released weights'}, converted and not trained."
+    elif about.is_new:
+        text = f"{form.family}, trained from random weights. Its licence is its author's choice."
+    else:
+        text = f"{form.family}, fine-tuned from {base or 'a released model'}."
+    if licence.get("license_name"):
+        text += (
+            f" The weights are under the [{licence['license_name']}]({licence['license_link']}):"
+            " **non-commercial use only**, also of the speech that they make."
+        )
+    elif licence:
+        text += f" The licence of {base} is {licence['license']}."
+    elif not about.is_new:
+        text += " The licence of that model holds for this one, too."
+    if about.data and about.data.demo:
+        text += " It was trained on synthetic speech, to show that training works."
+    return text
+
+
+def data_table(about: About) -> str:
+    """Utterances and hours of each set, if the run has saved them."""
+    sets = about.data.sets if about.data else {}
+    if not sets:
+        return ""
+    lines = ["## Data", "", "| set | utterances | hours |", "| --- | --- | --- |"]
+    for name, numbers in sets.items():
+        hours = numbers["hours"]
+        shown = f"{hours:.1f}" if hours >= 10 else f"{hours:.2f}"
+        lines.append(f"| {SETS[name]} | {numbers['utterances']:,} | {shown} |")
+    return "\n".join(lines)
+
+
+def training(about: About, made: dict, by: dict) -> str:
+    """Hardware, updates, versions and the command, as far as they were noted."""
+    if not by:
+        return ""
+    facts = [f"on {by['device']}"] if by.get("device") else []
+    if by.get("tier"):
+        facts.append(f"tier `{by['tier']}`")
+    if made.get("step"):
+        facts.append(f"weights of update {made['step']}")
+    facts += [f"{name} {version}" for name, version in (by.get("versions") or {}).items()]
+    metric = made.get("metric")
+    if metric not in (None, "wer", "cer") and metric in made:
+        before = first_value(made)
+        change = "" if before is None else f", {before:.3f} before training"
+        facts.append(f"{metric} loss of the evaluation set {made[metric]:.3f}{change}")
+    text = f"## Training\n\nTrained by `recipes/{about.recipe}.py`"
+    text += f" ({', '.join(facts)})." if facts else "."
+    if by.get("command"):
+        text += f"\n\n```bash\n{by['command']}\n```"
+    return text

@@ -1,0 +1,292 @@
+"""Parakeet-TDT in ONNX, as sherpa-onnx and onnx-asr load it: a folder with a graph for each part.
+
+Both programs compute the features themselves, as `features.MelFeatures` does. They take the place of
+a duration in the list for its frames. sherpa-onnx goes by the order of inputs and outputs, and by the
+metadata of the encoder; onnx-asr goes by names, and by config.json."""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common.errors import UsageError, require
+from speech.features import valid_mask
+from speech.parakeet.model import Parakeet, halvings, relative_positions
+
+PACKAGES = ("onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization")
+OPSET = 18
+# Bytes of weights in one file with their graph. Protobuf's limit is 2 GiB.
+MOST_BYTES = 1_800_000_000
+FRAMES = 80  # of the example that a graph is made from, before the subsampling
+BLANK = "<blk>"
+# Names for both programs. Weights too large for one file are in encoder-model.onnx.data.
+SECOND_NAMES = {
+    "encoder-model.onnx": "encoder.onnx",
+    "encoder-model.int8.onnx": "encoder.int8.onnx",
+}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What becomes a file. `inputs`: by name an example and its axes of any size. The names of
+    `inputs` and `outputs` are onnx-asr's, their order sherpa-onnx's."""
+
+    module: nn.Module
+    inputs: dict[str, tuple[torch.Tensor, dict[int, str]]]
+    outputs: tuple[str, ...]
+
+
+class EncoderGraph(nn.Module):
+    """Features (B, M, F) and lengths (B,) to (B, D, T) and lengths. Whatever lies beyond a length
+    changes nothing."""
+
+    def __init__(self, model: Parakeet):
+        super().__init__()
+        self.encoder = model.encoder
+        self.halvings = halvings(model.config)
+
+    def forward(
+        self, features: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = features.transpose(1, 2)
+        x = x.masked_fill(~valid_mask(lengths, x.shape[1])[:, :, None], 0.0)
+        x = self.encoder.subsampling(x, lengths) * self.encoder.scale
+        for _ in range(self.halvings):
+            lengths = (lengths - 1) // 2 + 1
+        padding = ~valid_mask(lengths, x.shape[1])[:, :, None]
+        positions = relative_positions(x.shape[1], x)
+        for layer in self.encoder.layers:
+            x = layer(x, positions, padding)
+        return x.transpose(1, 2), lengths
+
+
+class DecoderGraph(nn.Module):
+    """The prediction network for one label: targets (B, 1), their lengths (B,), and the LSTM's
+    states (L, B, H) to (B, H, 1), lengths and states. It is written out, because torch's exporter
+    mixes up the states of an LSTM's layers."""
+
+    def __init__(self, model: Parakeet):
+        super().__init__()
+        self.embedding = model.decoder.embedding
+        self.lstm = model.decoder.lstm
+
+    def forward(
+        self,
+        targets: torch.Tensor,
+        lengths: torch.Tensor,
+        hidden: torch.Tensor,
+        cells: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        x = self.embedding(targets)  # (B, 1, H)
+        new_hidden = []
+        new_cells = []
+        for number, weights in enumerate(self.lstm.all_weights):
+            of_input, of_hidden, bias, second_bias = weights
+            gates = x @ of_input.T + hidden[number][:, None] @ of_hidden.T + (bias + second_bias)
+            enter, forget, candidate, leave = gates.chunk(4, dim=-1)
+            cell = forget.sigmoid() * cells[number][:, None]
+            cell = cell + enter.sigmoid() * candidate.tanh()
+            x = leave.sigmoid() * cell.tanh()
+            new_hidden.append(x[:, 0])
+            new_cells.append(cell[:, 0])
+        return x.transpose(1, 2), lengths, torch.stack(new_hidden), torch.stack(new_cells)
+
+
+class JoinerGraph(nn.Module):
+    """The joint network with both projections: (B, D, T) and (B, H, U) to logits (B, T, U, V + 1 +
+    durations)."""
+
+    def __init__(self, model: Parakeet):
+        super().__init__()
+        self.encoder_projector = model.encoder_projector
+        self.decoder_projector = model.decoder.decoder_projector
+        self.joint = model.joint
+
+    def forward(self, encoded: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
+        encoded = self.encoder_projector(encoded.transpose(1, 2))[:, :, None]
+        predicted = self.decoder_projector(predicted.transpose(1, 2))[:, None]
+        return self.joint.logits(encoded, predicted)
+
+
+class DecoderJointGraph(nn.Module):
+    """Prediction and joint network in one, for onnx-asr."""
+
+    def __init__(self, model: Parakeet):
+        super().__init__()
+        self.decoder = DecoderGraph(model)
+        self.joiner = JoinerGraph(model)
+
+    def forward(
+        self,
+        encoded: torch.Tensor,
+        targets: torch.Tensor,
+        lengths: torch.Tensor,
+        hidden: torch.Tensor,
+        cells: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        predicted, lengths, hidden, cells = self.decoder(targets, lengths, hidden, cells)
+        return self.joiner(encoded, predicted), lengths, hidden, cells
+
+
+def check(config: dict) -> None:
+    """Raises `UsageError` for a model that the two programs would decode wrongly, and `RunError` if
+    a package is missing."""
+    durations = config["durations"]
+    if durations != list(range(len(durations))):
+        raise UsageError(
+            f"no export to ONNX: the model's durations are {durations}, and sherpa-onnx and onnx-asr"
+            " know 0, 1, 2, ... only"
+        )
+    for package in PACKAGES:
+        require(package, "--export_format onnx")
+
+
+def prepare(
+    tensors: dict[str, torch.Tensor], config: dict, pieces: list[str]
+) -> Callable[[Path], None]:
+    """The function that writes the files in a folder. `tensors`: fp32 weights on the host, which
+    are used as they are."""
+    with torch.device("meta"):
+        model = Parakeet(config)
+    model.load_state_dict(tensors, assign=True)
+    model.eval().requires_grad_(False)
+    with quiet():
+        programs = {name: export(graph) for name, graph in graphs(model).items()}
+    programs["encoder-model.onnx"].model.metadata_props.update(metadata(config))
+    texts = text_files(config, pieces)
+
+    def fill(folder: Path) -> None:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        for name, program in programs.items():
+            with quiet():
+                save(program, folder / name)
+        for name, second in SECOND_NAMES.items():
+            give_second_name(folder / name, folder / second)
+
+    return fill
+
+
+def graphs(model: Parakeet) -> dict[str, Graph]:
+    """The graphs by file name. Examples have sizes above 1, which the exporter would keep."""
+    config = model.config
+    layers = config["prediction_layers"]
+    width = config["prediction_width"]
+    features = torch.zeros(2, config["num_mel_bins"], FRAMES)
+    encoded = torch.zeros(2, config["d_model"], 2)
+    targets = torch.zeros(2, 1, dtype=torch.int32)
+    target_length = torch.ones(2, dtype=torch.int32)
+    label = {
+        "targets": (targets, {0: "batch"}),
+        "target_length": (target_length, {0: "batch"}),
+        "input_states_1": (torch.zeros(layers, 2, width), {1: "batch"}),
+        "input_states_2": (torch.zeros(layers, 2, width), {1: "batch"}),
+    }
+    encoder_outputs = (encoded, {0: "batch", 2: "frames"})
+    after = ("prednet_lengths", "output_states_1", "output_states_2")
+    encoder = {
+        "audio_signal": (features, {0: "batch", 2: "frames"}),
+        "length": (torch.tensor([FRAMES, FRAMES // 2]), {0: "batch"}),
+    }
+    joiner = {
+        "encoder_outputs": encoder_outputs,
+        "decoder_outputs": (torch.zeros(2, width, 3), {0: "batch", 2: "labels"}),
+    }
+    fused = {"encoder_outputs": encoder_outputs, **label}
+    return {
+        "encoder-model.onnx": Graph(EncoderGraph(model), encoder, ("outputs", "encoded_lengths")),
+        "decoder.onnx": Graph(DecoderGraph(model), label, ("outputs", *after)),
+        "joiner.onnx": Graph(JoinerGraph(model), joiner, ("outputs",)),
+        "decoder_joint-model.onnx": Graph(DecoderJointGraph(model), fused, ("outputs", *after)),
+    }
+
+
+def export(graph: Graph):
+    """torch's program of a graph, with references to the weights."""
+    program = torch.onnx.export(
+        graph.module.eval(),
+        tuple(example for example, _ in graph.inputs.values()),
+        input_names=list(graph.inputs),
+        output_names=list(graph.outputs),
+        dynamic_shapes=tuple(axes for _, axes in graph.inputs.values()),
+        opset_version=OPSET,
+        dynamo=True,
+        verbose=False,
+    )
+    program.model.graph.metadata_props.clear()
+    for node in program.model.graph:
+        node.metadata_props.clear()  # lines of this code, with the folders of this machine
+    return program
+
+
+def save(program, path: Path) -> None:
+    """Writes a graph, and beside it the same with weights of 8 bits."""
+    quantization = require("onnxruntime.quantization", "--export_format onnx")
+    size = sum(each.const_value.nbytes for each in program.model.graph.initializers.values())
+    program.save(path, external_data=size > MOST_BYTES)
+    quantization.quantize_dynamic(
+        path,
+        path.with_suffix(".int8.onnx"),
+        op_types_to_quantize=["MatMul"],
+        weight_type=quantization.QuantType.QUInt8,  # int8 overflows on processors without VNNI
+    )
+
+
+def metadata(config: dict) -> dict[str, str]:
+    """What sherpa-onnx reads in the encoder."""
+    values = {
+        "model_type": "EncDecRNNTBPEModel",
+        "version": "2",
+        "url": "parakeet-tdt",  # sherpa-onnx takes "tdt" in it for a TDT model
+        "vocab_size": config["vocabulary"],
+        "normalize_type": "per_feature",
+        "pred_rnn_layers": config["prediction_layers"],
+        "pred_hidden": config["prediction_width"],
+        "subsampling_factor": config["subsampling"],
+        "feat_dim": config["num_mel_bins"],
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def text_files(config: dict, pieces: list[str]) -> dict[str, str]:
+    """The pieces for both programs, and onnx-asr's config.json."""
+    lines = [f"{piece} {number}\n" for number, piece in enumerate([*pieces, BLANK])]
+    settings = {
+        "model_type": "nemo-conformer-tdt",
+        "features_size": config["num_mel_bins"],
+        "subsampling_factor": config["subsampling"],
+        "max_tokens_per_step": config["max_symbols"],
+    }
+    return {
+        "tokens.txt": "".join(lines),
+        "vocab.txt": "".join(lines),
+        "config.json": json.dumps(settings, indent=1) + "\n",
+    }
+
+
+def give_second_name(file: Path, name: Path) -> None:
+    """A second name of a file; a copy where a file system has no such names."""
+    try:
+        os.link(file, name)
+    except OSError:
+        shutil.copy(file, name)
+
+
+@contextlib.contextmanager
+def quiet():
+    """Without the warnings of torch's exporter and of the quantisation."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

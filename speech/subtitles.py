@@ -1,0 +1,71 @@
+"""Subtitles in SubRip's and WebVTT's format from the timed parts of a transcript."""
+
+from collections.abc import Iterator
+
+from speech.text import SENTENCE_ENDS
+
+# What a subtitle made of words has at most, and the pause that ends one.
+SECONDS = 6.0
+CHARACTERS = 84  # two lines
+PAUSE = 1.0  # seconds
+
+
+def shown(seconds: float, mark: str = ".") -> str:
+    """00:01:02.345, with `mark` before the thousandths."""
+    thousandths = round(1000 * seconds)
+    minutes, rest = divmod(thousandths, 60_000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{mark}{rest % 1000:03}"
+
+
+def srt(row: dict) -> str:
+    """The transcript `row` as a .srt file."""
+    blocks = []
+    for number, part in enumerate(cues(row), start=1):
+        times = f"{shown(part['start'], ',')} --> {shown(part['end'], ',')}"
+        blocks.append(f"{number}\n{times}\n{part['text']}\n\n")
+    return "".join(blocks)
+
+
+def vtt(row: dict) -> str:
+    """The transcript `row` as a .vtt file."""
+    blocks = ["WEBVTT\n\n"]
+    for part in cues(row):
+        text = part["text"].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        blocks.append(f"{shown(part['start'])} --> {shown(part['end'])}\n{text}\n\n")
+    return "".join(blocks)
+
+
+# The writers of subtitles, and how such a file begins, by the suffix of its name.
+FORMATS = {".srt": (srt, b"1\n"), ".vtt": (vtt, b"WEBVTT\n")}
+
+
+def cues(row: dict) -> Iterator[dict]:
+    """The subtitles {"start", "end", "text"} of a transcript: its words in groups, or its
+    segments."""
+    if "words" not in row:
+        yield from row["segments"]
+        return
+    group: list[dict] = []
+    for word in row["words"]:
+        if group and _ends(group, word):
+            yield _joined(group)
+            group = []
+        group.append(word)
+    if group:
+        yield _joined(group)
+
+
+def _ends(group: list[dict], word: dict) -> bool:
+    """Whether a subtitle of the words in `group` ends before `word`."""
+    characters = sum(len(each["text"]) + 1 for each in group) + len(word["text"])
+    return (
+        group[-1]["text"].endswith(SENTENCE_ENDS)
+        or word["start"] - group[-1]["end"] > PAUSE
+        or word["end"] - group[0]["start"] > SECONDS
+        or characters > CHARACTERS
+    )
+
+
+def _joined(group: list[dict]) -> dict:
+    text = " ".join(word["text"] for word in group)
+    return {"start": group[0]["start"], "end": group[-1]["end"], "text": text}

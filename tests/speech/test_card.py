@@ -1,0 +1,163 @@
+"""The model card of an export: its block of metadata, and only what is known."""
+
+import json
+
+import pytest
+import yaml
+
+from common import files
+from speech import card
+from speech.parakeet import start as parakeet
+from speech.splits import RunInfo
+from speech.text import NAMES, for_scoring, in_lower_case
+from speech.whisper import start as whisper
+from speech.xtts import start as xtts
+
+LOWER, CASED = NAMES[in_lower_case], NAMES[for_scoring]
+DATA = RunInfo(
+    held_out=[],
+    longest=3.0,
+    demo=False,
+    sets={"train": {"utterances": 12_345, "hours": 12.34, "languages": ["vi"]}},
+)
+MADE = {
+    "step": 400,
+    "cer": 0.061,
+    "wer": 0.15,
+    "metric": "cer",
+    "evaluations": [[0, 0.3], [400, 0.061]],
+    "made_by": {
+        "command": "python recipes/whisper_vietnamese.py --train_manifest 'my file.json'",
+        "base": "models/whisper-base",
+        "tier": "t4",
+        "device": "Tesla T4",
+        "versions": {"python": "3.11.9", "torch": "2.11.0"},
+    },
+}
+
+
+def rates(wer: float) -> dict:
+    ends = {"low": wer - 0.05, "high": wer + 0.05, "errors": 1, "length": 10}
+    return {"wer": {"rate": wer, **ends}, "cer": {"rate": wer / 2, **ends}}
+
+
+def weights(folder, made=MADE):
+    """Where the weights of a run would be, with the loop's notes beside them."""
+    (folder / "best.json").write_text(json.dumps(made), encoding="utf-8")
+    return folder / "best.safetensors"
+
+
+def block_of(text: str) -> dict:
+    """The metadata, as the hub reads them."""
+    assert text.startswith("---\n")
+    return yaml.safe_load(text[4:].partition("\n---\n")[0])
+
+
+def test_all_that_is_known(tmp_path):
+    results = {
+        "title": "test set, best weights, 9 utterances",
+        "compared_to": "models/whisper-base",
+    }
+    results["rates"] = {CASED: rates(0.25), LOWER: rates(0.15)}
+    results["before"] = {CASED: rates(0.5), LOWER: rates(0.45)}
+    about = card.About("whisper_vietnamese", None, weights(tmp_path), DATA, results, ("vi",))
+    text = card.readme("mine", about, whisper.CARD)
+    block = block_of(text)
+    results = block.pop("model-index")[0]["results"]
+    assert block == {
+        "language": ["vi"],
+        "license": "apache-2.0",
+        "base_model": "openai/whisper-base",
+        "library_name": "transformers",
+        "pipeline_tag": "automatic-speech-recognition",
+        "tags": ["whisper", "speech"],
+        "metrics": ["wer", "cer"],
+    }
+    # Only rates that others can compare.
+    assert [each["metrics"][0]["value"] for each in results] == [15.0, 7.5]
+    assert results[0]["metrics"][0]["name"] == f"WER in %, {LOWER}"
+    for part in (
+        "fine-tuned from openai/whisper-base",
+        'pipeline("automatic-speech-recognition", "mine")',
+        "| training | 12,345 | 12.3 |",
+        f"| test set | {LOWER} | WER | 45.00 | 15.00 | 10.00 to 20.00 |",
+        f"| test set | {CASED} | CER | 25.00 | 12.50 | 20.00 to 30.00 |",
+        "| evaluation set, in training | as the recipe compares | CER | 30.00 | 6.10 | - |",
+        "| evaluation set, in training | as the recipe compares | WER | - | 15.00 | - |",
+        "on Tesla T4, tier `t4`, weights of update 400, python 3.11.9, torch 2.11.0",
+        MADE["made_by"]["command"],
+    ):
+        assert part in text
+
+
+def test_what_is_not_known_is_left_out(tmp_path):
+    text = card.readme("mine", card.About("parakeet_tdt", None, tmp_path / "a.pt"), whisper.CARD)
+    block = block_of(text)
+    assert list(block) == ["library_name", "pipeline_tag", "tags"]
+    assert "fine-tuned from a released model. The licence of that model holds" in text
+    assert "## Use" in text and text.count("## ") == 1 and "None" not in text
+    (tmp_path / "best.json").write_text("{")
+    broken = card.About("parakeet_tdt", None, tmp_path / "best.safetensors")
+    assert card.readme("mine", broken, whisper.CARD) == text
+
+
+def test_a_model_compared_to_another_one_than_its_base_has_no_rate_before(tmp_path):
+    results = {"title": "test set", "compared_to": "other", "rates": {LOWER: rates(0.2)}}
+    results["before"] = {LOWER: rates(0.4)}
+    about = card.About("whisper_vietnamese", None, weights(tmp_path), DATA, results)
+    assert f"| test set | {LOWER} | WER | - | 20.00 |" in card.readme("m", about, whisper.CARD)
+
+
+def test_random_weights_have_no_base_and_a_demo_says_so(tmp_path):
+    data = RunInfo(held_out=[], longest=3.0, demo=True)
+    about = card.About("a", "whisper-base", weights(tmp_path), data, is_new=True)
+    text = card.readme("mine", about, whisper.CARD)
+    assert not {"license", "base_model"} & block_of(text).keys()
+    assert "trained from random weights" in text and "synthetic speech" in text
+
+
+def test_released_weights_are_converted_only():
+    text = card.readme("m", card.About("a", "x/parakeet-tdt-0.6b-v3.nemo"), parakeet.CARDS["nemo"])
+    assert "nvidia/parakeet-tdt-0.6b-v3, converted and not trained" in text
+    assert block_of(text)["license"] == "cc-by-4.0" and block_of(text)["library_name"] == "nemo"
+
+
+def test_coquis_licence_holds_whatever_the_base_is_called(tmp_path):
+    made = {**MADE, "metric": "mel", "mel": 3.5, "evaluations": [[0, 4.25], [400, 3.5]]}
+    del made["cer"], made["wer"]
+    about = card.About("xtts_amharic", "my-voice", weights(tmp_path, made), licence=card.CPML)
+    text = card.readme("m", about, xtts.CARD)
+    block = block_of(text)
+    assert block["license"] == "other" and block["license_name"] == "coqui-public-model-license"
+    assert "**non-commercial use only**" in text and "base_model" not in block
+    assert "mel loss of the evaluation set 3.500, 4.250 before training" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "licence"),
+    [
+        ("whisper-base", "openai/whisper-base", "apache-2.0"),
+        ("models/large-v3.pt", "openai/whisper-large-v3", "apache-2.0"),
+        (
+            "hub/models--openai--whisper-tiny.en/snapshots/1a",
+            "openai/whisper-tiny.en",
+            "apache-2.0",
+        ),
+        ("hub/models--vinai--PhoWhisper-base/snapshots/1a", "vinai/PhoWhisper-base", None),
+        ("hub/models--somebody--whisper-base/snapshots/1a", "somebody/whisper-base", None),
+        ("parakeet-tdt-0.6b-v2", "nvidia/parakeet-tdt-0.6b-v2", "cc-by-4.0"),
+        ("parakeet_tdt.nemo", None, None),
+        ("XTTS-v2", "coqui/XTTS-v2", "other"),
+        ("whisper-mine", None, None),
+        (None, None, None),
+    ],
+)
+def test_released_models_are_known_by_their_names(path, name, licence):
+    found, terms = card.released(path)
+    assert (found, terms.get("license")) == (name, licence)
+
+
+def test_names_are_quoted_for_yaml(tmp_path):
+    files.write_text(tmp_path / "best.json", "{}")
+    about = card.About("a", None, tmp_path / "best.safetensors", languages=("no", "vi"))
+    assert block_of(card.readme("a: b", about, whisper.CARD))["language"] == ["no", "vi"]
