@@ -287,7 +287,8 @@ class Packs:
         if not self.has_next[index]:
             place = line.last[plan.place[index]] + 1  # where the utterance comes again
             first = plan.stop[index] + plan.cut[index] + 1
-        earliest = np.searchsorted(line.starts, line.starts[place] - self.longest)
+        reach = self.longest * min(1.0, plan.speed[index])
+        earliest = np.searchsorted(line.starts, line.starts[place] - reach)
         return np.arange(max(earliest, first), place)
 
 
