@@ -763,6 +763,10 @@ def test_time_tokens_that_a_folder_does_not_list(with_times):
     assert read_tokenizer(with_times / "unlisted", "vi").timestamp_begin is None
     assert tokenizers[1].time(2.3) == tokenizers[1].specials["<|2.30|>"]
     assert tokenizers[1].time(31.0) == tokenizers[1].specials["<|30.00|>"]
+    assert tokenizers[1].timed_prompt == tokenizers[1].prompt[:3]
+    assert tokenizers[1].previous == tokenizers[1].specials["<|startofprev|>"]
+    spaces = [read_tokenizer(with_times / "listed", code).space for code in ("vi", "ja", "zh")]
+    assert spaces == [" ", "", ""]
 
 
 @pytest.fixture(scope="module")
