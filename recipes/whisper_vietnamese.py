@@ -11,8 +11,9 @@ punctuation and numbers stay. Any other language: --language.
 
 --model_dir takes a Hugging Face folder, --model_file OpenAI's .pt with its tokenizer beside it;
 --from_scratch --model_size base trains a model with a vocabulary made from the text. --export DIR
-writes a folder that transformers' WhisperForConditionalGeneration and pipeline load. --dry_run 8GB
-predicts a run's memory.
+writes a folder that transformers' WhisperForConditionalGeneration and pipeline load.
+--timestamp_share 0.25 trains a released model on windows of several utterances, some of them with
+times, so that programs which read long recordings by times lose no text.
 
 Memory: --dry_run 8GB predicts what a run needs; base trains in 8 GB with 24 clips of 30 s at once
 (predicted). Expect a character error rate of 6 to 9 % on the demo's held-out sentences after its
@@ -259,7 +260,7 @@ class Utterances:
 
     def text_length(self, index: int) -> int:
         if self.packs:
-            return int(self.packs.tokens(0)[index])
+            return int(self.packs.plan(0).tokens[index])
         return len(self.corpus.texts[index])
 
     def seconds(self, epoch: int) -> np.ndarray:
