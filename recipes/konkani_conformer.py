@@ -345,6 +345,12 @@ def at_least_one(count):
     return count.clamp_min(1) if isinstance(count, Tensor) else max(1, count)
 
 
+def whole_frames(lengths: Tensor, subsampling: int) -> Tensor:
+    """The feature frames that fill encoder frames; all of them if they fill none."""
+    whole = lengths // subsampling * subsampling
+    return torch.where(whole > 0, whole, lengths)
+
+
 def ctc_fits(samples: int, tokens: list[int], config: dict) -> bool:
     """Whether there is an encoder frame for every token, and for the blank between two equal
     ones."""
@@ -655,10 +661,10 @@ class Conformer(nn.Module):
             lengths = frames(samples, SAMPLE_RATE)
             return self.feature_norm(self.log_mel(batch["audio"]), lengths), lengths
         subsampling = self.config["subsampling"]
-        host = batch["audio_lengths_host"]
-        x = self.log_mel(batch["audio"], samples, int(nemo.frames(host).max()))
-        longest = subsampling * int(encoder_frames(host, self.config).max())
-        return x[:, :longest], subsampling * encoder_frames(samples, self.config)
+        host = nemo.frames(batch["audio_lengths_host"])
+        x = self.log_mel(batch["audio"], samples, int(host.max()))
+        longest = int(whole_frames(host, subsampling).max())
+        return x[:, :longest], whole_frames(nemo.frames(samples), subsampling)
 
     def encode(self, batch: dict) -> tuple[Tensor, Tensor | None, Tensor]:
         """The batch's waveforms to (B, T, D), the attention mask over T (None where nothing is
@@ -692,9 +698,9 @@ class Conformer(nn.Module):
         """Normalised features (B, F, M) with lengths (B,), whose padding may have any values, to
         log-probabilities (B, T, V + 1) and the lengths that are valid. For --export: no line of it
         depends on values."""
-        subsampling = self.config["subsampling"]
         features = features.masked_fill(~valid_mask(lengths, features.shape[1])[:, :, None], 0.0)
-        x, lengths = self.subsampling(features, subsampling * at_least_one(lengths // subsampling))
+        lengths = whole_frames(lengths, self.config["subsampling"])
+        x, lengths = self.subsampling(features, lengths)
         x, _ = self.run_encoder(x, valid_mask(lengths, x.shape[1]))
         return self.ctc_head(x).log_softmax(-1), lengths
 

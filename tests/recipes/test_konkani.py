@@ -105,6 +105,7 @@ def test_encoder_frames_predicts_what_the_encoder_makes(samples, subsampling, fe
 def test_an_exports_graph_computes_what_greedy_decoding_reads_and_ends_with_blanks(subsampling):
     model = awake(make_model(subsampling=subsampling, features="nemo").eval())
     items = make_items(4, seed=5)
+    items[2]["audio"] = items[2]["audio"][:500]  # less than an encoder frame
     batch = moved(items)
     lengths = nemo.frames(batch["audio_lengths"])
     features = model.log_mel(batch["audio"], batch["audio_lengths"], int(lengths.max()))
@@ -115,7 +116,7 @@ def test_an_exports_graph_computes_what_greedy_decoding_reads_and_ends_with_blan
     for item, length, row in zip(items, lengths.tolist(), together, strict=True):
         encoded, _, _ = model.encode(moved([item]))
         expected = model.ctc_head(encoded[0]).log_softmax(-1)
-        assert len(expected) == length // subsampling  # sherpa-onnx reads so many
+        assert len(expected) == max(1, length // subsampling)  # sherpa-onnx reads so many
         assert torch.allclose(row[: len(expected)], expected, atol=1e-10)
         assert (row[len(expected) :].argmax(-1) == model.eos).all()
 

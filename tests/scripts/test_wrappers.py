@@ -645,6 +645,7 @@ def test_an_update_that_gpus_does_not_divide_is_a_usage_error_unless_the_user_cu
     ("script", "use"),
     [
         (KONKANI, "--evaluate"),
+        (KONKANI, EXPORT),
         (MORSE, "--transcribe a.wav"),
         (MORSE, "--verify_gpu"),
         (MORSE, "--write_dataset d 9"),
@@ -664,6 +665,7 @@ def test_what_does_not_train_runs_in_one_process(script, use):
 @pytest.mark.parametrize(
     ("script", "goal"),
     [
+        (KONKANI, "--resume=best.pt --train_manifest train.json"),
         (MORSE, "--resume=best.pt --data_dir d"),
         (MORSE, "--resume auto"),
         (PARAKEET, "--resume=best.pt --train_manifest train.json"),
