@@ -73,6 +73,16 @@ from nemo.collections.asr.models import ASRModel
 print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
 """,
     ),
+    "onnx": card.Form(
+        library="onnx",
+        task=card.RECOGNITION,
+        family="Parakeet-TDT",
+        use="""
+import onnx_asr  # or sherpa-onnx: from_transducer(..., model_type="nemo_transducer")
+
+print(onnx_asr.load_model("nemo-conformer-tdt", "FOLDER").recognize("recording.wav"))
+""",
+    ),
 }
 
 FORMS = released.Forms(
@@ -144,7 +154,7 @@ def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, formats.SIZES, "110m")
     group.add_argument(
         "--export_format",
-        choices=["hf", "nemo", "onnx"],
+        choices=list(CARDS),
         help=(
             "form of --export: a folder for transformers, one with NeMo's model.nemo, or one for"
             " sherpa-onnx and onnx-asr (hf)"
