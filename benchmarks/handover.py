@@ -42,7 +42,7 @@ SECONDS = 1800  # of a process
 # What a model is trained with, and what its --transcribe gets: programs decode greedily.
 TRAINING = {
     "parakeet_tdt": "--max_steps 500",
-    "whisper_vietnamese": "--max_steps 900",
+    "whisper_vietnamese": "--max_steps 900",  # the end of it in windows of 30 s, as others read
     "konkani_conformer": "--max_steps 400 --features nemo",
 }
 DECODING = {"konkani_conformer": "--decoding greedy"}
@@ -143,7 +143,12 @@ def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
     model = WhisperModel(str(converted), device="cpu", compute_type="float32")
     texts = []
     for path in files:
-        segments, _ = model.transcribe(samples_of(path), language=language_of(folder))
+        segments, _ = model.transcribe(
+            samples_of(path),
+            language=language_of(folder),
+            beam_size=1,
+            without_timestamps=True,  # which a model from scratch does not have
+        )
         texts.append("".join(segment.text for segment in segments))
     return texts
 
@@ -214,7 +219,11 @@ def call(command: list[str], **environment: str) -> str:
     )
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
-        raise RunError(lines[-1][:200] if lines else f"it ended with status {result.returncode}")
+        raise RunError(
+            lines[-1].removeprefix("error: ")[:200]
+            if lines
+            else f"it ended with status {result.returncode}"
+        )
     return result.stdout
 
 

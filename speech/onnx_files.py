@@ -73,6 +73,10 @@ def export(graph: Graph, metadata: dict[str, object] | None = None):
             dynamo=True,
             verbose=False,
         )
+    # A slice of a weight becomes a weight, whatever its size, or it would never have 8 bits.
+    optimizer = require("onnxscript.optimizer", "an export to ONNX")
+    limits = {"input_size_limit": MOST_BYTES, "output_size_limit": MOST_BYTES}
+    optimizer.fold_constants(program.model, **limits)
     program.model.graph.metadata_props.clear()
     for node in program.model.graph:
         node.metadata_props.clear()  # lines of this code, with the folders of this machine

@@ -45,7 +45,7 @@ class EncoderGraph(nn.Module):
         for _ in range(self.halvings):
             lengths = (lengths - 1) // 2 + 1
         padding = ~valid_mask(lengths, x.shape[1])[:, :, None]
-        positions = relative_positions(x.shape[1], x)
+        positions = relative_positions(x.shape[1], x)[None]  # a MatMul, which 8 bits can have
         for layer in self.encoder.layers:
             x = layer(x, positions, padding)
         return x.transpose(1, 2), lengths
