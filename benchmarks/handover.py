@@ -39,7 +39,13 @@ from speech.audio import SAMPLE_RATE, read_audio
 
 ANSWER = "texts: "  # begins the line that a reading process prints
 SECONDS = 1800  # of a process
-UPDATES = {"parakeet_tdt": 500, "whisper_vietnamese": 900}  # a half of the demo's
+# What a model is trained with, and what its --transcribe gets: programs decode greedily.
+TRAINING = {
+    "parakeet_tdt": "--max_steps 500",
+    "whisper_vietnamese": "--max_steps 900",  # the end of it in windows of 30 s, as others read
+    "konkani_conformer": "--max_steps 400 --features nemo",
+}
+DECODING = {"konkani_conformer": "--decoding greedy"}
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,10 @@ def sherpa(folder: Path, files: list[Path], kind: str = "") -> list[str]:
     recognizer = sherpa_onnx.OfflineRecognizer.from_transducer(
         **parts, tokens=str(folder / "tokens.txt"), model_type="nemo_transducer"
     )
+    return sherpa_texts(recognizer, files)
+
+
+def sherpa_texts(recognizer, files: list[Path]) -> list[str]:
     texts = []
     for path in files:
         stream = recognizer.create_stream()
@@ -98,10 +108,22 @@ def sherpa_int8(folder: Path, files: list[Path]) -> list[str]:
     return sherpa(folder, files, ".int8")
 
 
+def sherpa_ctc(folder: Path, files: list[Path]) -> list[str]:
+    import sherpa_onnx
+
+    return sherpa_texts(
+        sherpa_onnx.OfflineRecognizer.from_nemo_ctc(
+            model=str(folder / "model.onnx"), tokens=str(folder / "tokens.txt")
+        ),
+        files,
+    )
+
+
 def onnx_asr(folder: Path, files: list[Path], quantization: str | None = None) -> list[str]:
     import onnx_asr
 
-    model = onnx_asr.load_model("nemo-conformer-tdt", folder, quantization=quantization)
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    model = onnx_asr.load_model(kind, folder, quantization=quantization)
     return [model.recognize(samples_of(path), sample_rate=SAMPLE_RATE) for path in files]
 
 
@@ -121,7 +143,12 @@ def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
     model = WhisperModel(str(converted), device="cpu", compute_type="float32")
     texts = []
     for path in files:
-        segments, _ = model.transcribe(samples_of(path), language=language_of(folder))
+        segments, _ = model.transcribe(
+            samples_of(path),
+            language=language_of(folder),
+            beam_size=1,
+            without_timestamps=True,  # which a model from scratch does not have
+        )
         texts.append("".join(segment.text for segment in segments))
     return texts
 
@@ -173,6 +200,8 @@ ROWS = (
     Row("parakeet_tdt", "--export_format onnx", "sherpa-onnx, int8", "sherpa-onnx", sherpa_int8),
     Row("parakeet_tdt", "--export_format onnx", "onnx-asr", "onnx-asr", onnx_asr),
     Row("parakeet_tdt", "--export_format onnx", "onnx-asr, int8", "onnx-asr", onnx_asr_int8),
+    Row("konkani_conformer", "", "sherpa-onnx", "sherpa-onnx", sherpa_ctc),
+    Row("konkani_conformer", "", "onnx-asr", "onnx-asr", onnx_asr),
     Row("whisper_vietnamese", "", "transformers", "transformers", pipeline),
     Row("whisper_vietnamese", "", "faster-whisper", "faster-whisper", faster_whisper),
     Row("whisper_vietnamese", "", "whisper.cpp, folder", "pywhispercpp", whisper_cpp_folder),
@@ -190,7 +219,11 @@ def call(command: list[str], **environment: str) -> str:
     )
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
-        raise RunError(lines[-1][:200] if lines else f"it ended with status {result.returncode}")
+        raise RunError(
+            lines[-1].removeprefix("error: ")[:200]
+            if lines
+            else f"it ended with status {result.returncode}"
+        )
     return result.stdout
 
 
@@ -210,7 +243,7 @@ def clips_of(run: Path, count: int) -> list[Path]:
 
 def texts_of(recipe: str, weights: Path, files: list[Path], output: Path) -> list[str]:
     """What our --transcribe writes."""
-    flags = ["--resume", weights, "--output", output]
+    flags = ["--resume", weights, "--output", output, *DECODING.get(recipe, "").split()]
     recipe_of(recipe, "--transcribe", *files, *flags)
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     found = {Path(row["file"]).name: row["text"] for row in rows}
@@ -234,7 +267,10 @@ def read(row: Row, folder: Path, files: list[Path], whisper: str) -> list[str]:
 
 def compared(texts: list[str], ours: list[str]) -> str:
     """What the table says of a program's texts."""
-    pairs = [(" ".join(each.split()), our) for each, our in zip(texts, ours, strict=True)]
+    pairs = [
+        (" ".join(each.split()), " ".join(our.split()))
+        for each, our in zip(texts, ours, strict=True)
+    ]
     differing = [(each, our) for each, our in pairs if each != our]
     if not any(ours):
         return "our own texts are empty: train longer (--updates)"
@@ -250,8 +286,10 @@ def results(args, recipe: str, folder: Path) -> list[tuple[Row, str]]:
     run = args.run.get(recipe)
     if run is None:
         run = folder / "run"
-        updates = args.updates or UPDATES[recipe]
-        recipe_of(recipe, "--output_dir", run, "--max_steps", updates, "--no_tensorboard")
+        words = ["--output_dir", run, "--no_tensorboard", *TRAINING[recipe].split()]
+        if args.updates:
+            words += ["--max_steps", args.updates]
+        recipe_of(recipe, *words)
     weights = run / "checkpoints" / "best.safetensors"
     files = clips_of(run, args.clips)
     ours = texts_of(recipe, weights, files, folder / "ours.jsonl")

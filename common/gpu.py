@@ -12,12 +12,10 @@ import torch
 
 from common.errors import first_line
 
-# PyPI's torch 2.11 is built for CUDA 13.0 and compute capability 7.5 to 12.0; the CUDA 12.6 builds
-# of 2.8 to 2.11 cover 5.0 to 9.0 (RELEASE.md of pytorch, "CUDA Support Matrix"). pip replaces one
-# by the other only with --force-reinstall.
-PIP_TORCH = (
-    f"{sys.executable} -m pip install --force-reinstall 'torch>=2.8,<2.12' 'torchaudio>=2.8,<2.12'"
-)
+# PyPI's torch 2.11 to 2.15 are built for CUDA 13 and compute capability 7.5 to 12.0; the CUDA 12.6
+# builds of 2.8 to 2.11 cover 5.0 to 9.0 (RELEASE.md of pytorch, "CUDA Support Matrix"). pip
+# replaces one by the other only with --force-reinstall.
+PIP_TORCH = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.8,<2.12'"
 CUDA_126 = f"the CUDA 12.6 build: {PIP_TORCH} --index-url https://download.pytorch.org/whl/cu126"
 
 

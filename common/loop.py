@@ -1101,13 +1101,17 @@ def evaluate_now(training: Training) -> None:
 
 
 def made_by(args, recipe: str, setup: Setup) -> dict:
-    """What best.json keeps about how the weights came about: the command, the model that it began
-    with, the tier of the preset script, the GPU, and versions."""
+    """What best.json keeps about how the weights came about: the command (None if another program
+    has called the recipe), the model that it began with, the tier of the preset script, the GPU,
+    and versions."""
+    command = None
+    if os.path.basename(sys.argv[0]) == f"{recipe}.py":
+        command = shlex.join(["python", f"recipes/{recipe}.py", *sys.argv[1:]])
     name = "CPU"
     if setup.device.type == "cuda":
         name = torch.cuda.get_device_name(setup.device)
     return {
-        "command": shlex.join(["python", f"recipes/{recipe}.py", *map(str, args.words)]),
+        "command": command,
         "base": getattr(args, "model_dir", None) or getattr(args, "model_file", None),
         "tier": os.environ.get("PRESET_TIER"),
         "device": name if setup.ranks.size == 1 else f"{setup.ranks.size} x {name}",
@@ -1181,7 +1185,7 @@ def write_checkpoint(training: Training, states: list, model: dict, optimizer: d
     progress = training.progress
     flags = {}
     for name, value in vars(args).items():
-        if name not in ("given", "commands", "words", "sharded"):  # shards are not in the file
+        if name not in ("given", "commands", "sharded"):  # shards are not in the file
             flags[name] = value if isinstance(value, int | float | str | None) else str(value)
     content = {
         "recipe": training.task.name,
@@ -1274,9 +1278,7 @@ def plan(
             evaluate(on_device, model, short_task, batches)
 
     short_task = replace(task, evaluate=task.last_steps or task.evaluate)
-    checkpoint_layers = None
-    if task.checkpointed:
-        checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
+    checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
     freeze = functools.partial(task.freeze, model) if task.freeze else None
     planned = dry_run.PlannedRun(
         model=model,
@@ -1285,7 +1287,7 @@ def plan(
         count=math.ceil(len(global_batches.data) / ranks),
         states=functools.partial(optim.state_bytes, model),
         host=lambda optimizer: ranks * offload.host_bytes(model, optimizer, ranks),
-        checkpoint=checkpoint_layers,
+        checkpoint=checkpoint_layers if task.checkpointed else None,
         freeze=freeze,
         collate=global_batches.dataset.collate,
         parts=(task.compute_loss, task.evaluate),

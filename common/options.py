@@ -58,7 +58,8 @@ EXCLUDES = (
     (
         "sharded",
         "use_cpu_offload",
-        "the first divides the states between the GPUs, the second moves them to the host; give one",
+        "the first divides the states between the GPUs, the second moves them to the host; give"
+        " one",
     ),
     (
         "sharded",
@@ -109,8 +110,8 @@ class Joined(argparse.Action):
 
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations. An error is one line that offers the nearest flag. The parsed
-    namespace has `given`, the set of names that were on the command line, `commands`, what
-    `add_command` marked, {name: whether it takes training flags}, and `words`, the command line."""
+    namespace has `given`, the set of names that were on the command line, and `commands`, what
+    `add_command` marked: {name: whether it takes training flags}."""
 
     def __init__(self, description: str):
         layout = functools.partial(
@@ -139,10 +140,7 @@ class Parser(argparse.ArgumentParser):
         )
         given = {name: value for name, value in parsed.items() if value is not unset}
         return argparse.Namespace(
-            **{**defaults, **given},
-            given=frozenset(given),
-            commands=self.commands,
-            words=list(sys.argv[1:] if words is None else words),
+            **{**defaults, **given, "given": frozenset(given), "commands": self.commands}
         )
 
     def explained(self, message: str) -> str:
@@ -225,6 +223,7 @@ def add_arguments(parser: Parser, **defaults) -> None:
     _add_limits(training)
     memory = parser.add_argument_group("memory and speed")
     _add_device(memory)
+    _add_memory(memory)
     _add_speed(memory)
     _add_checks(parser, memory)
     output = parser.add_argument_group("evaluation and output")
@@ -357,6 +356,10 @@ def _add_device(group) -> None:
         const="bf16",
         help="same as --mixed_precision bf16",
     )
+
+
+def _add_memory(group) -> None:
+    add = group.add_argument
     add(
         "--gradient_checkpointing",
         action=OnOff,

@@ -48,6 +48,7 @@ from common.errors import UsageError, exit_with_one_line
 from common.loop import Task, begin, finish, train
 from common.report import check_folder
 from speech import (
+    card,
     demo,
     metrics,
     model_files,
@@ -67,6 +68,12 @@ from speech.parakeet import features as nemo
 from speech.search import joint_beam, rescored_beam
 
 RECIPE = "konkani_conformer"
+CARD = card.Form(
+    library="onnx",
+    task=card.RECOGNITION,
+    family="Conformer",
+    use=onnx_files.USE.replace("TYPE", "nemo-conformer-ctc"),
+)
 N_MELS = 80
 LOSS_WEIGHTS = {"ctc": 0.3, "attention": 0.7}
 BEAM_SIZE = 10
@@ -848,8 +855,8 @@ def exports_only(args) -> bool:
     return bool(args.export) and args.resume not in (None, "auto") and not trains
 
 
-def export(args, tokenizer, model: Conformer) -> None:
-    """Writes the encoder with its CTC head to --export."""
+def export(args, tokenizer, model: Conformer, about: card.About) -> None:
+    """Writes the encoder with its CTC head, and a model card, to --export."""
     # Another one, in fp32 on the host: layers of the trained one may be compiled.
     copy = Conformer(model.config)
     copy.load_state_dict(model.state_dict())
@@ -860,7 +867,8 @@ def export(args, tokenizer, model: Conformer) -> None:
         num_mel_bins=N_MELS,
         subsampling=model.config["subsampling"],
     )
-    names = model_files.write_export(Path(args.export), fill)
+    text_of_card = card.readme(Path(args.export).resolve().name, about, CARD)
+    names = model_files.write_export(Path(args.export), fill, text_of_card)
     print(f"exported to {args.export}: {', '.join(names)}")
 
 
@@ -870,13 +878,17 @@ def report_and_export(
     tokenizer,
     model: Conformer,
     eval_batches: dict[str, EvalBatches],
-    *weights: str,
+    run_info: splits.RunInfo,
+    weights: str,
 ) -> None:
     """The results on the test set, or on "val" without one, and then --export."""
     name = "test" if "test" in eval_batches else "val"
-    report_results(how, tokenizer, model, eval_batches[name], name, *weights)
+    report_results(how, tokenizer, model, eval_batches[name], name, weights)
     if args.export:
-        export(args, tokenizer, model)
+        path = checkpoint.file_of(args.checkpoint_dir, weights)
+        results = recogniser.read_results(args.log_dir)
+        about = card.About(RECIPE, None, path, run_info, results, is_new=True)
+        export(args, tokenizer, model, about)
 
 
 @torch.no_grad()
@@ -885,18 +897,22 @@ def evaluate_only(args, how: recogniser.Options) -> None:
     setup = device.setup(args)
     model, tokenizer, run_info = trained(args, setup)
     check_export(args, model.config)
+    results = None
+    if args.evaluate:
+        check_folder(args.log_dir)
+        corpora = read_data(args, model.config, run_info)
+        name = "test" if "test" in corpora else "val"
+        check_texts(args, {name: corpora[name]}, tokenizer)
+        data = Utterances(args, corpora[name], tokenizer, model.config, training=False)
+        eval_batches = EvalBatches(args, data, collate, setup)
+        with setup.autocast():
+            report_results(how, tokenizer, model, eval_batches, name)
+        results = recogniser.read_results(args.log_dir)
     if args.export:
-        export(args, tokenizer, model)
-    if not args.evaluate:
-        return
-    check_folder(args.log_dir)
-    corpora = read_data(args, model.config, run_info)
-    name = "test" if "test" in corpora else "val"
-    check_texts(args, {name: corpora[name]}, tokenizer)
-    data = Utterances(args, corpora[name], tokenizer, model.config, training=False)
-    eval_batches = EvalBatches(args, data, collate, setup)
-    with setup.autocast():
-        report_results(how, tokenizer, model, eval_batches, name)
+        path = checkpoint.path_to_use(args.resume, args.checkpoint_dir)
+        export(
+            args, tokenizer, model, card.About(RECIPE, None, path, run_info, results, is_new=True)
+        )
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -963,7 +979,8 @@ def main(args) -> None:
         reports=recogniser.REPORTS,
     )
     train(args, run, model, task, global_batches, eval_batches["val"])
-    report = functools.partial(report_and_export, args, how, tokenizer, model, eval_batches)
+    given = (args, how, tokenizer, model, eval_batches, task.run_info)
+    report = functools.partial(report_and_export, *given)
     finish(args, run, model, task, eval_batches["val"], report)
 
 

@@ -11,8 +11,9 @@ punctuation and numbers stay. Any other language: --language.
 
 --model_dir takes a Hugging Face folder, --model_file OpenAI's .pt with its tokenizer beside it;
 --from_scratch --model_size base trains a model with a vocabulary made from the text. --export DIR
-writes a folder that transformers' WhisperForConditionalGeneration and pipeline load. --dry_run 8GB
-predicts a run's memory.
+writes a folder that transformers' WhisperForConditionalGeneration and pipeline load.
+--timestamp_share 0.25 trains a released model on windows of several utterances, some of them with
+times, so that programs which read long recordings by times lose no text.
 
 Memory: --dry_run 8GB predicts what a run needs; base trains in 8 GB with 24 clips of 30 s at once
 (predicted). Expect a character error rate of 6 to 9 % on the demo's held-out sentences after its
@@ -259,7 +260,7 @@ class Utterances:
 
     def text_length(self, index: int) -> int:
         if self.packs:
-            return int(self.packs.tokens(0)[index])
+            return int(self.packs.plan(0).tokens[index])
         return len(self.corpus.texts[index])
 
     def seconds(self, epoch: int) -> np.ndarray:
@@ -486,8 +487,9 @@ def report_results(
     weights: str,
 ) -> None:
     """Prints error rates and examples of the test set, or of "val" without one, decoded by
-    --decoding, and what `measure_times` finds now and found before training; with --compare_to also a baseline's, for which the model is moved to the host.
-    `weights`: which weights the model has, for the title."""
+    --decoding, and what `measure_times` finds now and found before training; with --compare_to also
+    a baseline's, for which the model is moved to the host. `weights`: which weights the model has,
+    for the title."""
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
     texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
@@ -509,11 +511,14 @@ def report_long(
 ) -> None:
     """Prints error rates of the whole recordings of --long and what they lose in a row; with
     --compare_to also a baseline's, for which the model is moved to the host."""
+    tokenizer, search = start.make_search(asked, info)
+    search = timed.make_search(tokenizer, search)
     checks = dataclasses.replace(splits.resolve(args).checks, max_duration=LONGEST)
     corpus = splits.read_manifests({"long": args.long}, text.normalise, checks)["long"]
-    tokenizer, search = start.make_search(asked, info)
-    rows = timed.decode_corpus(model, tokenizer, timed.make_search(tokenizer, search), corpus)
+    rows = timed.decode_corpus(model, tokenizer, search, corpus)
+    errors = metrics.read_by(rows, recogniser.readings_of(rows, asked.how, for_scoring))
     print(f"\n{len(rows)} whole recordings, {weights}, decoding with times: {args.decoding}")
+    print(metrics.error_table(errors))
     print(metrics.recordings_table(rows, for_scoring))
     recogniser.write_rows(rows, asked.how, recogniser.LONG)
     if args.compare_to:
@@ -522,9 +527,8 @@ def report_long(
         before = timed.decode_corpus(baseline, tokenizer, search, corpus)
         print(f"{args.compare_to} on the same recordings:")
         print(metrics.recordings_table(before, for_scoring))
-        readings = recogniser.readings_of(rows, asked.how, for_scoring)
-        both = (metrics.read_by(each, readings) for each in (before, rows))
-        print(metrics.improvement_table(*both))
+        readings = recogniser.readings_of(rows, asked.how, for_scoring, warns=False)
+        print(metrics.improvement_table(metrics.read_by(before, readings), errors))
 
 
 def baseline_for(
@@ -600,7 +604,8 @@ def evaluate_only(args, asked: start.Options) -> None:
             times_before = before.times_before if before else []
             report_results(args, asked, info, model, evaluation, times_before, "the weights named")
     if args.export:
-        results = recogniser.read_results(args.log_dir) if args.evaluate else None
+        has_results = args.evaluate and not args.long
+        results = recogniser.read_results(args.log_dir) if has_results else None
         weights = released.weights_file(asked.origin)
         about = card.About(RECIPE, asked.origin.path, weights, before and before.data, results)
         start.export(args.export, info, model.state_dict(), about)

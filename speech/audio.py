@@ -19,11 +19,10 @@ from pathlib import Path
 import numpy as np
 import soundfile
 import torch
-import torchaudio
 
 from common.errors import DataError, RunError, UsageError
 from common.files import write_file
-from speech import parquet
+from speech import parquet, spectra
 from speech.columns import printable
 from speech.headers import END_TOLERANCE, FFMPEG_FORMATS, UNKNOWN_LENGTH, file_fault, format_fault
 
@@ -48,11 +47,6 @@ class BadAudio(DataError):
         self.path = path
 
 
-@functools.lru_cache(maxsize=32)
-def _resampler(source: int, target: int) -> torchaudio.transforms.Resample:
-    return torchaudio.transforms.Resample(source, target)
-
-
 def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
     """(T,) at `source` Hz to (T',) at `target` Hz. The ratio of the rates is rounded to one with
     small terms, by less than 0.06 %: the filter from 7999 to 16000 Hz would take gigabytes."""
@@ -60,8 +54,7 @@ def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
     if ratio == 1:
         return waveform
     low, high = ratio.numerator, ratio.denominator
-    resampler = _resampler(low, high) if source < target else _resampler(high, low)
-    return resampler(waveform)
+    return spectra.resample(waveform, *((low, high) if source < target else (high, low)))
 
 
 def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:

@@ -249,7 +249,7 @@ def origin(about: About, form: Form, base: str | None, licence: dict) -> str:
     elif not about.is_new:
         text += " The licence of that model holds for this one, too."
     if about.data and about.data.demo:
-        text += " It was trained on synthetic speech, to show that training works."
+        text += " It was trained on synthetic audio only."
     return text
 
 

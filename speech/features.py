@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
-import torchaudio
 from torch import nn
 
 from speech.layers import full_fp32
+from speech.spectra import mel_filters
 
 WINDOW = 0.025  # seconds: length of a frame
 HOP = 0.010  # seconds: distance between frames
@@ -32,11 +32,7 @@ class LogMel(nn.Module):
         self.window = round(WINDOW * sample_rate)
         self.hop = round(HOP * sample_rate)
         self.n_fft = 1 << (self.window - 1).bit_length()
-        # torchaudio reads its result, which has no values on the device "meta".
-        with torch.device("cpu"):
-            filters = torchaudio.functional.melscale_fbanks(
-                self.n_fft // 2 + 1, 0.0, sample_rate / 2, n_mels, sample_rate
-            )
+        filters = mel_filters(self.n_fft // 2 + 1, sample_rate / 2, n_mels, sample_rate)
         self.register_buffer("filters", filters, persistent=False)
         self.register_buffer(
             "taper", torch.hann_window(self.window, periodic=False), persistent=False

@@ -261,7 +261,11 @@ def recordings_table(rows: list[dict], normalise: Callable[[str], str] = for_sco
     """WER, CER, deleted words and the longest passage that was dropped, for each of `rows` ({"file",
     "seconds", "reference", "hypothesis"}) and for all of them, as lines to print."""
     dropped = [longest_deletion(row["reference"], row["hypothesis"], normalise) for row in rows]
-    lines = [f"{'WER %':>7} {'CER %':>7} {'words':>7} {'delet.':>7} {'in a row':>8} {'seconds':>8}"]
+    names = "by recording (in a row: the words of the longest passage that is missing):"
+    lines = [
+        names,
+        f"{'WER %':>7} {'CER %':>7} {'words':>7} {'delet.':>7} {'in a row':>8} {'seconds':>8}",
+    ]
 
     def add(part: list[dict], longest: int, name: str) -> None:
         pairs = ([row[key] for row in part] for key in ("reference", "hypothesis"))

@@ -15,6 +15,11 @@ from torch import nn
 from common.errors import require
 from speech.features import valid_mask
 
+USE = """
+import onnx_asr
+
+print(onnx_asr.load_model("TYPE", "FOLDER").recognize("recording.wav"))
+"""  # of a model card
 PACKAGES = ("onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization")
 OPSET = 18
 # Bytes of weights in one file with their graph. Protobuf's limit is 2 GiB.
@@ -57,7 +62,7 @@ def quiet() -> Iterator[None]:
 def export(graph: Graph, metadata: dict[str, object] | None = None):
     """torch's program of a graph, with references to the weights. `metadata`: what a program reads
     about the model."""
-    with torch.no_grad(), quiet():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), quiet():
         program = torch.onnx.export(
             graph.module.eval(),
             tuple(example for example, _ in graph.inputs.values()),
@@ -68,6 +73,10 @@ def export(graph: Graph, metadata: dict[str, object] | None = None):
             dynamo=True,
             verbose=False,
         )
+    # A slice of a weight becomes a weight, whatever its size, or it would never have 8 bits.
+    optimizer = require("onnxscript.optimizer", "an export to ONNX")
+    limits = {"input_size_limit": MOST_BYTES, "output_size_limit": MOST_BYTES}
+    optimizer.fold_constants(program.model, **limits)
     program.model.graph.metadata_props.clear()
     for node in program.model.graph:
         node.metadata_props.clear()  # lines of this code, with the folders of this machine

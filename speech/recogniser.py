@@ -168,10 +168,7 @@ def add_decoding(
         "--output",
         type=options.file,
         metavar="FILE",
-        help=(
-            "write the transcripts to this file as JSON Lines; x.srt or x.vtt: as subtitles of one"
-            " recording, if the recogniser has times"
-        ),
+        help="write the transcripts to this file as JSON Lines, or subtitles to x.srt or x.vtt",
     )
     decoding.add_argument(
         "--piece_seconds",

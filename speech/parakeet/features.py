@@ -2,12 +2,12 @@
 AudioToMelSpectrogramPreprocessor)."""
 
 import torch
-import torchaudio
 from torch import nn
 
 from speech.audio import SAMPLE_RATE
 from speech.features import valid_mask
 from speech.layers import full_fp32
+from speech.spectra import mel_filters
 
 N_FFT = 512  # samples at 16 kHz
 WINDOW = 400
@@ -32,11 +32,10 @@ class MelFeatures(nn.Module):
 
     def __init__(self, num_mel_bins: int):
         super().__init__()
-        # torchaudio reads values of its result, which a tensor on the device "meta" does not have.
+        filters = mel_filters(
+            N_FFT // 2 + 1, SAMPLE_RATE / 2, num_mel_bins, SAMPLE_RATE, "slaney", True
+        )
         with torch.device("cpu"):
-            filters = torchaudio.functional.melscale_fbanks(
-                N_FFT // 2 + 1, 0.0, SAMPLE_RATE / 2, num_mel_bins, SAMPLE_RATE, "slaney", "slaney"
-            )
             window = torch.hann_window(WINDOW, periodic=False)
         self.register_buffer("filters", filters, persistent=False)  # (N_FFT / 2 + 1, M)
         self.register_buffer("window", window, persistent=False)

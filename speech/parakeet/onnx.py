@@ -4,44 +4,27 @@ Both programs compute the features themselves, as `features.MelFeatures` does. T
 a duration in the list for its frames. sherpa-onnx goes by the order of inputs and outputs, and by the
 metadata of the encoder; onnx-asr goes by names, and by config.json."""
 
-import contextlib
 import json
-import logging
 import os
 import shutil
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from common.errors import UsageError, require
+from common.errors import UsageError
+from speech import onnx_files
 from speech.features import valid_mask
+from speech.onnx_files import Graph
 from speech.parakeet.model import Parakeet, halvings, relative_positions
 
-PACKAGES = ("onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization")
-OPSET = 18
-# Bytes of weights in one file with their graph. Protobuf's limit is 2 GiB.
-MOST_BYTES = 1_800_000_000
 FRAMES = 80  # of the example that a graph is made from, before the subsampling
-BLANK = "<blk>"
 # Names for both programs. Weights too large for one file are in encoder-model.onnx.data.
 SECOND_NAMES = {
     "encoder-model.onnx": "encoder.onnx",
     "encoder-model.int8.onnx": "encoder.int8.onnx",
 }
-
-
-@dataclass(frozen=True)
-class Graph:
-    """What becomes a file. `inputs`: by name an example and its axes of any size. The names of
-    `inputs` and `outputs` are onnx-asr's, their order sherpa-onnx's."""
-
-    module: nn.Module
-    inputs: dict[str, tuple[torch.Tensor, dict[int, str]]]
-    outputs: tuple[str, ...]
 
 
 class EncoderGraph(nn.Module):
@@ -62,7 +45,7 @@ class EncoderGraph(nn.Module):
         for _ in range(self.halvings):
             lengths = (lengths - 1) // 2 + 1
         padding = ~valid_mask(lengths, x.shape[1])[:, :, None]
-        positions = relative_positions(x.shape[1], x)
+        positions = relative_positions(x.shape[1], x)[None]  # a MatMul, which 8 bits can have
         for layer in self.encoder.layers:
             x = layer(x, positions, padding)
         return x.transpose(1, 2), lengths
@@ -145,8 +128,7 @@ def check(config: dict) -> None:
             f"no export to ONNX: the model's durations are {durations}, and sherpa-onnx and onnx-asr"
             " know 0, 1, 2, ... only"
         )
-    for package in PACKAGES:
-        require(package, "--export_format onnx")
+    onnx_files.require_packages("--export_format onnx")
 
 
 def prepare(
@@ -158,17 +140,17 @@ def prepare(
         model = Parakeet(config)
     model.load_state_dict(tensors, assign=True)
     model.eval().requires_grad_(False)
-    with quiet():
-        programs = {name: export(graph) for name, graph in graphs(model).items()}
-    programs["encoder-model.onnx"].model.metadata_props.update(metadata(config))
+    programs = {}
+    for name, graph in graphs(model).items():
+        about = metadata(config) if name == "encoder-model.onnx" else None
+        programs[name] = onnx_files.export(graph, about)
     texts = text_files(config, pieces)
 
     def fill(folder: Path) -> None:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
         for name, program in programs.items():
-            with quiet():
-                save(program, folder / name)
+            onnx_files.save(program, folder / name)
         for name, second in SECOND_NAMES.items():
             give_second_name(folder / name, folder / second)
 
@@ -176,7 +158,8 @@ def prepare(
 
 
 def graphs(model: Parakeet) -> dict[str, Graph]:
-    """The graphs by file name. Examples have sizes above 1, which the exporter would keep."""
+    """The graphs by file name. The names of inputs and outputs are onnx-asr's, their order is
+    sherpa-onnx's."""
     config = model.config
     layers = config["prediction_layers"]
     width = config["prediction_width"]
@@ -209,40 +192,9 @@ def graphs(model: Parakeet) -> dict[str, Graph]:
     }
 
 
-def export(graph: Graph):
-    """torch's program of a graph, with references to the weights."""
-    program = torch.onnx.export(
-        graph.module.eval(),
-        tuple(example for example, _ in graph.inputs.values()),
-        input_names=list(graph.inputs),
-        output_names=list(graph.outputs),
-        dynamic_shapes=tuple(axes for _, axes in graph.inputs.values()),
-        opset_version=OPSET,
-        dynamo=True,
-        verbose=False,
-    )
-    program.model.graph.metadata_props.clear()
-    for node in program.model.graph:
-        node.metadata_props.clear()  # lines of this code, with the folders of this machine
-    return program
-
-
-def save(program, path: Path) -> None:
-    """Writes a graph, and beside it the same with weights of 8 bits."""
-    quantization = require("onnxruntime.quantization", "--export_format onnx")
-    size = sum(each.const_value.nbytes for each in program.model.graph.initializers.values())
-    program.save(path, external_data=size > MOST_BYTES)
-    quantization.quantize_dynamic(
-        path,
-        path.with_suffix(".int8.onnx"),
-        op_types_to_quantize=["MatMul"],
-        weight_type=quantization.QuantType.QUInt8,  # int8 overflows on processors without VNNI
-    )
-
-
-def metadata(config: dict) -> dict[str, str]:
+def metadata(config: dict) -> dict[str, object]:
     """What sherpa-onnx reads in the encoder."""
-    values = {
+    return {
         "model_type": "EncDecRNNTBPEModel",
         "version": "2",
         "url": "parakeet-tdt",  # sherpa-onnx takes "tdt" in it for a TDT model
@@ -253,12 +205,11 @@ def metadata(config: dict) -> dict[str, str]:
         "subsampling_factor": config["subsampling"],
         "feat_dim": config["num_mel_bins"],
     }
-    return {name: str(value) for name, value in values.items()}
 
 
 def text_files(config: dict, pieces: list[str]) -> dict[str, str]:
     """The pieces for both programs, and onnx-asr's config.json."""
-    lines = [f"{piece} {number}\n" for number, piece in enumerate([*pieces, BLANK])]
+    lines = onnx_files.token_lines(pieces)
     settings = {
         "model_type": "nemo-conformer-tdt",
         "features_size": config["num_mel_bins"],
@@ -266,8 +217,8 @@ def text_files(config: dict, pieces: list[str]) -> dict[str, str]:
         "max_tokens_per_step": config["max_symbols"],
     }
     return {
-        "tokens.txt": "".join(lines),
-        "vocab.txt": "".join(lines),
+        "tokens.txt": lines,
+        "vocab.txt": lines,
         "config.json": json.dumps(settings, indent=1) + "\n",
     }
 
@@ -278,15 +229,3 @@ def give_second_name(file: Path, name: Path) -> None:
         os.link(file, name)
     except OSError:
         shutil.copy(file, name)
-
-
-@contextlib.contextmanager
-def quiet():
-    """Without the warnings of torch's exporter and of the quantisation."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)

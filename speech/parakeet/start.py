@@ -11,7 +11,7 @@ import torch
 from common import checkpoint, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from speech import card, recogniser, released, text
+from speech import card, onnx_files, recogniser, released, text
 from speech.layers import quieten_branches
 from speech.parakeet import formats
 from speech.parakeet.model import Parakeet
@@ -72,6 +72,12 @@ from nemo.collections.asr.models import ASRModel
 
 print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
 """,
+    ),
+    "onnx": card.Form(
+        library="onnx",
+        task=card.RECOGNITION,
+        family="Parakeet-TDT",
+        use=onnx_files.USE.replace("TYPE", "nemo-conformer-tdt"),
     ),
 }
 

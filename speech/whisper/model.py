@@ -9,7 +9,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-import torchaudio
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +16,7 @@ from common.device import upcast
 from speech.audio import SAMPLE_RATE
 from speech.features import spec_augment, valid_mask
 from speech.layers import downcast, full_fp32, lean_chain
+from speech.spectra import mel_filters
 
 N_FFT = 400  # samples, 25 ms
 HOP = 160  # samples, 10 ms
@@ -43,18 +43,8 @@ class LogMel(nn.Module):
     def __init__(self, n_mels: int, longest: int):
         super().__init__()
         self.longest = longest
-        # fp32 would lose up to 2e-5 of a narrow band's weight, and torchaudio computes in the
-        # default type only.
-        default = torch.get_default_dtype()
-        try:
-            torch.set_default_dtype(torch.float64)
-            with torch.device("cpu"):  # a model without memory (device "meta") has no values
-                filters = torchaudio.functional.melscale_fbanks(
-                    N_FFT // 2 + 1, 0.0, 8000.0, n_mels, SAMPLE_RATE, "slaney", "slaney"
-                )
-        finally:
-            torch.set_default_dtype(default)
-        self.register_buffer("filters", filters.to(default), persistent=False)  # (N_FFT / 2 + 1, M)
+        filters = mel_filters(N_FFT // 2 + 1, 8000.0, n_mels, SAMPLE_RATE, "slaney", True)
+        self.register_buffer("filters", filters, persistent=False)  # (N_FFT / 2 + 1, M)
         # A band covers few bins. Four groups of bands, each with the bins that it needs, take a
         # third of the work.
         self.parts = []

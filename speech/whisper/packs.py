@@ -24,10 +24,12 @@ from speech.audio import SAMPLE_RATE, read_audio, read_utterance
 from speech.columns import Codes, Corpus
 
 DRAW = 13  # joins seed and epoch
-FULL = 0.25  # share of the windows that are as long as the longest input
+# Share of the windows without times that are one utterance: longer ones cost more.
+ALONE = 0.5
+FULL = 0.25  # share of the others that are as long as the longest input
 OPEN = 0.75  # share of the windows with times that may end within an utterance or a pause
 PREVIOUS = 0.5  # share of the windows with the text before them
-LEADS = 0.5  # share of the windows that begin in the pause before their first utterance
+LEADS = 0.5  # share of those longer windows that begin in the pause before their first utterance
 PAUSE = (0.2, 4.0)  # seconds between utterances that do not follow each other; half are below 0.9
 FEW = 8  # utterances: speakers with fewer share windows
 LONGEST_GAP = 5.0  # seconds between neighbours of one recording
@@ -35,8 +37,9 @@ OVERLAP = 0.05  # seconds by which the times of neighbours may overlap
 SHORTEST_CUT = 0.3  # seconds of an utterance that the window cuts
 TIME_TOKENS = 2  # of each utterance: its start and its end
 ROUNDING = 1e-6  # seconds
+LONGEST_LEAD = 1.0  # seconds of the pause before a window's first utterance
 # A pause that is longer than this may hold speech that the manifest has no text for.
-LONG_PAUSE = 1.0  # seconds
+LONG_PAUSE = 0.7  # seconds
 EDGE = 0.25  # seconds of such a pause at its ends that are left as they are
 LOUD = 0.05  # mean square relative to that of the window
 
@@ -64,9 +67,14 @@ class Line:
             np.concatenate([self.starts, other.starts + shift]),
             np.concatenate([self.ends, other.ends + shift]),
             np.concatenate([self.heard, other.heard + shift]),
-            np.concatenate([self.first, other.first + places]),
-            np.concatenate([self.last, other.last + places]),
+            np.concatenate([self.first, other.first + np.int32(places)]),
+            np.concatenate([self.last, other.last + np.int32(places)]),
         )
+
+
+def compact(places: np.ndarray) -> np.ndarray:
+    """The same in 32 bits: a line of a million utterances has three million places."""
+    return places.astype(np.int32)
 
 
 def recordings(corpus: Corpus) -> Line:
@@ -88,7 +96,7 @@ def recordings(corpus: Corpus) -> Line:
     begins = np.flatnonzero(~follows)
     part = np.cumsum(~follows) - 1
     last = np.append(begins[1:], len(rows)) - 1
-    return Line(rows, starts, ends, heard, begins[part], last[part])
+    return Line(compact(rows), starts, ends, heard, compact(begins[part]), compact(last[part]))
 
 
 def followed(corpus: Corpus) -> float:
@@ -114,7 +122,7 @@ def drawn(groups: np.ndarray, seconds: np.ndarray, random: np.random.Generator) 
     lengths = seconds[rows] + pauses[rows]
     ends = np.cumsum(lengths) - pauses[rows]
     last = np.minimum(places + sizes[group], 2 * (begins + sizes)[group]) - 1
-    return Line(rows, ends - seconds[rows], ends, ends, places, last)
+    return Line(compact(rows), ends - seconds[rows], ends, ends, compact(places), compact(last))
 
 
 def speaker_groups(corpus: Corpus) -> np.ndarray:
@@ -128,13 +136,14 @@ def speaker_groups(corpus: Corpus) -> np.ndarray:
 @dataclass(frozen=True)
 class Plan:
     """The windows of an epoch. For the window of each utterance (N,): `place` and `stop`, its first
-    and last utterance on the `line`; `start` and `end`, where it begins and ends there, in seconds;
+    and last utterance on the `line`; `tokens`, how many these have, as if with times; `start` and `end`, where it begins and ends there, in seconds;
     `cut`, whether it ends within the next utterance; `timed`; `previous`, whether it has the text
     before it; `speed`, by which it is played faster."""
 
     line: Line
     place: np.ndarray
     stop: np.ndarray
+    tokens: np.ndarray
     start: np.ndarray
     end: np.ndarray
     cut: np.ndarray
@@ -194,7 +203,7 @@ class Packs:
         pauses[pauses > LONG_PAUSE] = EDGE
         pauses[line.first == np.arange(len(corpus))] = 0.0
         # The longest lead of each window: silence, if the window is not of a recording.
-        self.leads = np.where(self.has_next, pauses[self.place], LONG_PAUSE)
+        self.leads = np.where(self.has_next, pauses[self.place], LONGEST_LEAD)
 
     def __len__(self) -> int:
         return len(self.costs)
@@ -214,20 +223,24 @@ class Packs:
         if self.speeds:
             speed = self.speeds(epoch).astype(float)
             speed[self.seconds_of > speed * self.longest] = 1.0
+        timed = (timed < self.share) & (self.costs < self.room)
+        alone = ~timed & (opens < ALONE)
         lead = self.leads * np.clip(1 - lead / LEADS, 0.0, None)
         lead = np.minimum(lead, np.clip(speed * self.longest - self.seconds_of, 0.0, None))
+        lead[alone] = 0.0
         own = np.minimum((self.seconds_of + lead) / speed, self.longest)
-        length = own + (self.longest - own) * np.minimum(1, length / (1 - FULL))
+        length = np.where(alone, 0.0, np.minimum(1, length / (1 - FULL)))
+        length = own + (self.longest - own) * length
         start = line.starts[place] - lead
         reach = start + length * speed
         stop = np.searchsorted(line.heard, reach + ROUNDING, "right") - 1
         # One token is for the start of an utterance that is cut.
         costs = self.costs[line.rows]
         used = np.cumsum(costs)
-        by_tokens = np.searchsorted(used, (used - costs)[place] + self.room - 1, "right") - 1
+        used_before = (used - costs)[place]
+        by_tokens = np.searchsorted(used, used_before + self.room - 1, "right") - 1
         stop = np.minimum(np.minimum(stop, by_tokens), line.last[place])
         stop = np.maximum(stop, place)
-        timed = (timed < self.share) & (self.costs < self.room)
 
         following = np.minimum(stop + 1, len(line.rows) - 1)
         is_open = timed & (opens < OPEN) & (stop < line.last[place])
@@ -236,19 +249,13 @@ class Packs:
         end = np.where(cut, reach, np.minimum(reach, line.starts[following]))
         end = np.where(is_open, np.maximum(end, line.ends[stop]), line.ends[stop])
         end = np.minimum(end, start + self.longest * speed)
-        return Plan(line, place, stop, start, end, cut, timed, previous < PREVIOUS, speed)
+        tokens = used[stop] - used_before
+        return Plan(line, place, stop, tokens, start, end, cut, timed, previous < PREVIOUS, speed)
 
     def seconds(self, epoch: int) -> np.ndarray:
         """(N,) lengths of an epoch's windows as they are played."""
         plan = self.plan(epoch)
         return (plan.end - plan.start) / plan.speed
-
-    def tokens(self, epoch: int) -> np.ndarray:
-        """(N,) tokens of an epoch's windows, as if all had times."""
-        plan = self.plan(epoch)
-        costs = self.costs[plan.line.rows]
-        used = np.cumsum(costs)
-        return used[plan.stop] - (used - costs)[plan.place]
 
     def window(self, index: int, epoch: int) -> Window:
         """The window that begins with utterance `index`."""
@@ -280,7 +287,8 @@ class Packs:
         if not self.has_next[index]:
             place = line.last[plan.place[index]] + 1  # where the utterance comes again
             first = plan.stop[index] + plan.cut[index] + 1
-        earliest = np.searchsorted(line.starts, line.starts[place] - self.longest)
+        reach = self.longest * min(1.0, plan.speed[index])
+        earliest = np.searchsorted(line.starts, line.starts[place] - reach)
         return np.arange(max(earliest, first), place)
 
 

@@ -4,11 +4,12 @@ The tensors of the DVAE have the names of Coqui's dvae.pth. Its design is that o
 2023)."""
 
 import torch
-import torchaudio
 from torch import nn
 
 from common.device import upcast
+from speech import spectra
 from speech.layers import full_fp32
+from speech.spectra import MelSpectrogram, mel_filters
 
 SAMPLE_RATE = 22_050
 WINDOW = 1024  # samples of a frame
@@ -41,18 +42,8 @@ def griffin_lim(mel: torch.Tensor, mel_stats: torch.Tensor) -> torch.Tensor:
         mel = nn.functional.pad(upcast(mel), (0, 1), "replicate")
         features = Mel("dvae", mel_stats).to(mel)
         power = linear_power((mel * features.mel_stats[:, None]).exp(), features.power.mel_scale.fb)
-        return torchaudio.functional.griffinlim(
-            power,
-            features.power.spectrogram.window,
-            n_fft=N_FFT["dvae"],
-            hop_length=HOP,
-            win_length=WINDOW,
-            power=2,
-            n_iter=GRIFFIN_LIM_STEPS,
-            momentum=0.99,
-            length=None,
-            rand_init=False,
-        )
+        window = features.power.spectrogram.window
+        return spectra.griffin_lim(power, window, HOP, GRIFFIN_LIM_STEPS, momentum=0.99)
 
 
 def linear_power(mel_power: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
@@ -73,16 +64,12 @@ class Mel(nn.Module):
 
     def __init__(self, kind: str, mel_stats: torch.Tensor):
         super().__init__()
-        with torch.device("cpu"):  # torchaudio reads its filters, which have no values on "meta"
-            self.power = torchaudio.transforms.MelSpectrogram(
-                SAMPLE_RATE,
-                N_FFT[kind],
-                WINDOW,
-                HOP,
-                f_max=HIGHEST,
-                n_mels=len(mel_stats),
-                norm="slaney",
-            )
+        n_fft = N_FFT[kind]
+        filters = mel_filters(
+            n_fft // 2 + 1, HIGHEST, len(mel_stats), SAMPLE_RATE, has_equal_area=True
+        )
+        with torch.device("cpu"):
+            self.power = MelSpectrogram(n_fft, HOP, torch.hann_window(WINDOW), filters)
         self.register_buffer("mel_stats", mel_stats)
 
     def forward(self, waveforms: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import torchaudio
 
+from speech import spectra
 from speech.layers import full_fp32
 from speech.xtts import codec
 from speech.xtts.codec import DVAE, SAMPLE_RATE, SAMPLES_PER_CODE, Mel
@@ -54,10 +54,7 @@ class Frozen:
         """The mean speaker vector (1, 512) of waveforms (T,) at `rate` Hz."""
         device = waveforms[0].device
         with torch.autocast(device.type, enabled=False), full_fp32(device):
-            clips = [
-                torchaudio.functional.resample(waveform, rate, SPEAKER_RATE)
-                for waveform in waveforms
-            ]
+            clips = [spectra.resample(waveform, rate, SPEAKER_RATE) for waveform in waveforms]
         return torch.stack([self.vocoder.speaker_vector(clip[None]) for clip in clips]).mean(0)
 
     def groups(self) -> dict:

@@ -7,13 +7,13 @@ have the names that are below `hifigan_decoder.` in Coqui's model.pth. Nothing h
 import math
 
 import torch
-import torchaudio
 from torch import nn
 from torch.nn.functional import interpolate, leaky_relu
 from torch.nn.utils.parametrizations import weight_norm
 
 from common.device import upcast
 from speech.layers import full_fp32
+from speech.spectra import MelSpectrogram, mel_filters
 from speech.xtts.codec import SAMPLE_RATE, SAMPLES_PER_CODE
 
 OUTPUT_RATE = 24_000
@@ -141,15 +141,8 @@ class SpeakerEncoder(nn.Module):
 
     def __init__(self, speaker: int, filters: tuple[int, ...], blocks: tuple[int, ...]):
         super().__init__()
-        with torch.device("cpu"):  # torchaudio reads its filters, which have no values on "meta"
-            mel = torchaudio.transforms.MelSpectrogram(
-                SPEAKER_RATE,
-                n_fft=512,
-                win_length=400,
-                hop_length=160,
-                n_mels=SPEAKER_BANDS,
-                window_fn=torch.hamming_window,
-            )
+        bank = mel_filters(257, SPEAKER_RATE / 2, SPEAKER_BANDS, SPEAKER_RATE)
+        mel = MelSpectrogram(512, 160, torch.hamming_window(400), bank)
         self.torch_spec = nn.Sequential(PreEmphasis(), mel.to(torch.get_default_device()))
         self.conv1 = nn.Conv2d(1, filters[0], 3, padding=1)
         self.bn1 = nn.BatchNorm2d(filters[0])

@@ -180,15 +180,13 @@ def test_an_index_that_is_not_there(machine, monkeypatch):
 
 
 def test_advice_can_be_pasted(machine):
-    """The command is for this interpreter and has the versions of requirements.txt. It is forced,
+    """The command is for this interpreter. It is forced,
     because pip treats torch 2.11.0 and torch 2.11.0+cu126 as equal."""
     machine((6, 1))
     command = refusal("cuda").split("build: ")[1].split(";")[0]
     assert command.startswith(f"{sys.executable} -m pip install --force-reinstall ")
     assert command.endswith(" --index-url https://download.pytorch.org/whl/cu126")
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        if line.startswith("torch"):
-            assert f"'{line}'" in command
+    assert "'torch>=2.8,<2.12'" in command  # later ones have no build for such a GPU
 
 
 # --- several ranks --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import weakref
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from common.loop import (
     cut_to_fit,
     finish,
     length_bucket,
+    made_by,
     mean_values,
     run_global_batch,
 )
@@ -241,11 +243,26 @@ def test_the_weighted_loss_may_be_the_metric(tmp_path):
     assert len(reported) == 1 and 0 < progress["best"] < 10
 
 
+def test_best_json_says_how_the_weights_came_about(tmp_path, monkeypatch):
+    args = small.make_args(tmp_path, "--max_steps", "2", "--eval_every", "1")
+    small.run(args, setup=Setup())
+    best = json.loads((args.checkpoint_dir / "best.json").read_text())
+    assert [step for step, _ in best["evaluations"]] == [*range(1, best["step"] + 1)]
+    noted = best["made_by"]
+    assert noted["command"] is None and noted["device"] == "CPU"
+    assert noted["versions"]["torch"] == torch.__version__
+    monkeypatch.setattr(sys, "argv", ["/there/recipes/template.py", "--train_manifest", "a b.json"])
+    monkeypatch.setenv("PRESET_TIER", "t4")
+    noted = made_by(args, "template", Setup())
+    assert noted["command"] == "python recipes/template.py --train_manifest 'a b.json'"
+    assert noted["tier"] == "t4"
+
+
 def test_a_checkpoint_has_the_flags_of_its_run(tmp_path):
     args = small.make_args(tmp_path, "--max_steps", "1", "--bf16")
     small.run(args, setup=Setup())
     saved = newest(args).state["args"]
-    assert saved.keys() == vars(args).keys() - {"given", "commands", "words", "sharded"}
+    assert saved.keys() == vars(args).keys() - {"given", "commands", "sharded"}
     assert (saved["max_steps"], saved["mixed_precision"], saved["resume"]) == (1, "bf16", None)
     assert saved["log_dir"] == str(args.log_dir)
 

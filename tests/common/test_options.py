@@ -185,7 +185,6 @@ def test_values_are_those_of_argparse(parser, command):
     args = vars(parser.parse_args(command.split()))
     args.pop("given")
     args.pop("commands")
-    args.pop("words")
     assert args == vars(argparse.ArgumentParser.parse_args(parser, command.split()))
 
 

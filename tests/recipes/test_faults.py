@@ -264,7 +264,7 @@ def test_a_second_run_in_a_folder_moves_the_first_one_aside(copied, training):
         for path in (copied / "logs").glob("*.*")
         if path.name != ".lock"
     }
-    assert before.keys() == {"metrics.jsonl", "transcripts.jsonl"}
+    assert before.keys() == {"metrics.jsonl", "results.json", "transcripts.jsonl"}
     assert "an earlier run was moved to earlier-1/" in ran(
         recipe, *training, "--seed", "5", "--output_dir", copied
     )

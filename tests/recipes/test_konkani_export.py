@@ -7,12 +7,13 @@ import onnx_asr
 import pytest
 import sherpa_onnx
 import torch
+import yaml
 
 from common import checkpoint
 from common.batches import to_device
 from common.errors import RunError
 from recipes import konkani_conformer as recipe
-from speech import onnx_files
+from speech import card, onnx_files
 from speech.audio import SAMPLE_RATE
 from speech.text import CharTokenizer
 from tests.recipes import runs
@@ -90,7 +91,8 @@ def trained():
 @pytest.fixture(scope="module")
 def folder(trained, tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "onnx"
-    recipe.export(runs.parse(recipe, "--export", folder), TOKENIZER, trained)
+    about = card.About(recipe.RECIPE, is_new=True)
+    recipe.export(runs.parse(recipe, "--export", folder), TOKENIZER, trained, about)
     return folder
 
 
@@ -157,7 +159,10 @@ def test_weights_of_a_run_are_exported_without_training(trained, tmp_path, monke
     checkpoint.save_weights(weights, trained.state_dict(), task, {})
     folder = tmp_path / "export"
     out = runs.ran(recipe, "--resume", weights, "--export", folder, "--output_dir", tmp_path)
-    assert f"exported to {folder}: made_from.json, model.onnx" in out
+    assert f"exported to {folder}: README.md, made_from.json, model.onnx" in out
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert yaml.safe_load(text.split("---\n")[1])["library_name"] == "onnx"
+    assert 'onnx_asr.load_model("nemo-conformer-ctc", "export")' in text
     ((model, how),) = filled
     assert how == {"pieces": TOKENIZER.pieces, "num_mel_bins": 80, "subsampling": 4}
     assert all(torch.equal(w, model.state_dict()[n]) for n, w in trained.state_dict().items())

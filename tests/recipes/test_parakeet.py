@@ -718,7 +718,7 @@ def test_a_run_from_scratch_leaves_what_it_promises(scratch):
     noted = json.loads((folder / "logs" / "results.json").read_text(encoding="utf-8"))
     rates = [*noted["rates"].values()][-1]
     assert results[0]["metrics"][0]["value"] == round(100 * rates["wer"]["rate"], 2)
-    assert "trained from random weights" in card and "python recipes/parakeet_tdt.py --" in card
+    assert "trained from random weights" in card and "Trained by `recipes/parakeet" in card
     assert "no CTC head in the export" in out
     assert (
         "compared to " not in out and "warning" not in out and "outside the vocabulary" not in out

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 
 from common import files
 from speech import card
@@ -45,6 +46,14 @@ def weights(folder, made=MADE):
     """Where the weights of a run would be, with the loop's notes beside them."""
     (folder / "best.json").write_text(json.dumps(made), encoding="utf-8")
     return folder / "best.safetensors"
+
+
+def test_the_hub_reads_the_results(tmp_path):
+    results = {"title": "test set", "rates": {LOWER: rates(0.15)}}
+    about = card.About("a", None, weights(tmp_path), DATA, results)
+    read = ModelCard(card.readme("mine", about, whisper.CARD)).data
+    assert [each.metric_value for each in read.eval_results] == [15.0, 7.5]
+    assert (read.model_name, read.license) == ("mine", "apache-2.0")
 
 
 def block_of(text: str) -> dict:
@@ -113,7 +122,7 @@ def test_random_weights_have_no_base_and_a_demo_says_so(tmp_path):
     about = card.About("a", "whisper-base", weights(tmp_path), data, is_new=True)
     text = card.readme("mine", about, whisper.CARD)
     assert not {"license", "base_model"} & block_of(text).keys()
-    assert "trained from random weights" in text and "synthetic speech" in text
+    assert "trained from random weights" in text and "synthetic audio" in text
 
 
 def test_released_weights_are_converted_only():

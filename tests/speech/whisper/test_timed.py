@@ -254,6 +254,17 @@ def test_every_search_follows_the_rules(tokenizer):
     assert any(len(hypothesis.tokens) > 5 for hypothesis in hypotheses)
 
 
+def test_rows_that_wait_for_others_change_nothing(tokenizer, monkeypatch):
+    """As on a GPU, where ended texts are looked for at every eighth step only."""
+    monkeypatch.setattr(decoding, "TEMPERATURES", (0.0,))
+    search = search_of(tokenizer)
+    waveform = noise(40, 5)
+    expected = timed.transcribe(make_model(5), tokenizer, search, waveform)
+    monkeypatch.setitem(decoding.CHECK_EVERY, "cpu", 8)
+    assert timed.transcribe(make_model(5), tokenizer, search, waveform) == expected
+    assert len(expected["segments"]) > 1
+
+
 def test_what_a_window_cuts_off_is_decoded_again():
     """Tokens to segments and the place of the next window, in samples."""
     first = TIMES.start
@@ -269,6 +280,8 @@ def test_what_a_window_cuts_off_is_decoded_again():
     segments, moved = timed.split(ended, TIMES, length)
     assert segments[2:] == [(1000 * FRAME, 1200 * FRAME, ended[7:])] and moved == length
     assert timed.split([first, 1, 2], TIMES, length) == ([(0, length, [first, 1, 2])], length)
+    segments, moved = timed.split(ended, TIMES, 500 * FRAME)  # a recording ends in the window
+    assert [part[:2] for part in segments[1:]] == [(150 * FRAME, 500 * FRAME), (500 * FRAME,) * 2]
     once = [first, 1, first + 7]
     assert timed.split(once, TIMES, length) == ([(0, 7 * FRAME, once)], length)
 
@@ -378,7 +391,8 @@ def test_the_same_segments_are_printed_and_written(folder, tmp_path, one_pass):
 
 def test_whole_recordings_are_scored(folder, tmp_path, one_pass):
     flags = ["--evaluate", "--long", folder / "two.json", "--model_dir", folder / "model"]
-    out = ran(vietnamese, *flags, "--output_dir", tmp_path, "--compare_to", folder / "model")
+    flags += ["--export", tmp_path / "exported", "--output_dir", tmp_path]
+    out = ran(vietnamese, *flags, "--compare_to", folder / "model")
     table = [line.split() for line in out.splitlines() if line.endswith((".wav", "all"))]
     assert [Path(row[-1]).name for row in table] == ["a.wav", "b.wav", "all"] * 2
     assert [row[5] for row in table[:3]] == ["70.0", "33.0", "103.0"]

@@ -1,0 +1,121 @@
+"""The measure of what fine-tuning unlearns, against plain loops; and its table."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.batches import pad, to_device
+from common.errors import DataError
+from speech.whisper import formats, kept_times
+from speech.whisper.kept_times import Times
+from speech.whisper.model import Whisper
+
+EOS, TIMES = 20, 30  # ids; those of time tokens from TIMES on
+PROMPT = [21, 22, 23]
+TOKENIZER = SimpleNamespace(eos=EOS, timestamp_begin=TIMES)
+# Tokens after the prompt: three utterances; two and the start of a third; one.
+TEXTS = [
+    [30, 1, 2, 33, 33, 3, 36, 38, 4, 5, 40],
+    [31, 6, 34, 35, 7, 8, 37, 39],
+    [30, 9, 44],
+]
+BEFORE = [[], [24, 30, 1, 32], [24, 5]]
+
+
+def collate(items: list[dict]) -> dict:
+    batch = {"names": [item["name"] for item in items], "counts": {}}
+    for key in ("audio", "tokens", "labels"):
+        batch[key], batch[f"{key}_lengths"] = pad([item[key] for item in items])
+    batch["unscored_lengths"] = torch.tensor([item["unscored"] for item in items])
+    return batch
+
+
+def make_items() -> list[dict]:
+    items = []
+    for number, (before, text) in enumerate(zip(BEFORE, TEXTS, strict=True)):
+        tokens = [*before, *PROMPT, *text]
+        items.append(
+            {
+                "name": str(number),
+                "audio": torch.sin(torch.arange(3200.0 * (number + 2)) * 0.1 * (number + 1)),
+                "tokens": torch.tensor(tokens),
+                "labels": torch.tensor([*tokens[1:], EOS]),
+                "unscored": len(before),
+            }
+        )
+    return items
+
+
+@pytest.fixture(scope="module")
+def model() -> Whisper:
+    torch.manual_seed(0)
+    config = formats.make_config(16, (1, 1), 2, vocabulary=50)
+    model = Whisper({**config, "max_source_positions": 150}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@torch.no_grad()
+def test_it_is_what_loops_find(model):
+    ends, losses = [], []
+    for item in make_items():
+        (batch,) = to_device([collate([item])], torch.device("cpu"))
+        encoded, mask = model.encode(batch)
+        logits = model.logits(model.decoder(batch["tokens"], encoded, mask))[0]
+        chances = logits.log_softmax(-1)
+        labels = item["labels"].tolist()
+        for place in range(item["unscored"], len(labels)):
+            if labels[place] >= TIMES:
+                losses.append(-float(chances[place, labels[place]]))
+                if labels[place + 1] >= TIMES:  # an inner utterance ends here
+                    now, then = chances[place, EOS].exp(), chances[place + 1, EOS].exp()
+                    ends.append(float(now + (1 - now) * then))
+    assert len(ends) == 4 and len(losses) == 6 + 5 + 2
+    for size in (1, 3):
+        items = make_items()
+        batches = [collate(items[first : first + size]) for first in range(0, 3, size)]
+        found = kept_times.measure(model, TOKENIZER, batches)
+        assert found.windows == 3
+        assert found.end == pytest.approx(sum(ends) / 4, rel=1e-4)
+        assert found.most == pytest.approx(max(ends), rel=1e-4)
+        assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert kept_times.measure(model, TOKENIZER, []) is None
+
+
+def test_windows_of_several_utterances_are_taken():
+    class Data:
+        packs = SimpleNamespace(
+            plan=lambda epoch: SimpleNamespace(
+                place=torch.arange(200).numpy(),
+                stop=(torch.arange(200) + (torch.arange(200) % 2)).numpy(),
+                timed=torch.ones(200, dtype=torch.bool).numpy(),
+            )
+        )
+
+        def item(self, index: int, epoch: int) -> int:
+            if index == unreadable:
+                raise DataError("cannot be read")
+            return index
+
+    unreadable = None
+    taken = list(kept_times.windows(Data(), list, 0))
+    assert all(index % 2 for batch in taken for index in batch)
+    assert sum(map(len, taken)) == kept_times.WINDOWS == 24
+    unreadable = taken[0][0]
+    assert sum(map(len, kept_times.windows(Data(), list, 0))) == 23
+
+
+def test_the_table_and_its_warning():
+    before = Times(0.02, 0.36, 2.84, 24)
+    light = kept_times.report(Times(0.008, 0.14, 3.46, 24), before, "val")
+    assert "warning" not in light and light.count("\n") == 3 and "2.0%     0.8%" in light
+    heavy = kept_times.report(Times(0.157, 0.48, 4.83, 24), before, "val")
+    assert "ends after one utterance more often" in heavy and "--timestamp_share" in heavy
+    forgotten = kept_times.report(Times(0.01, 0.02, 4.0, 24), before, "val")
+    assert "knows times worse" in forgotten
+    assert "before" not in kept_times.report(before, None, "test")
+    assert kept_times.from_list(kept_times.to_list(before)) == before
+    assert kept_times.from_list([]) is None and kept_times.to_list(None) == []
