@@ -1254,9 +1254,7 @@ def plan(
             evaluate(on_device, model, short_task, batches)
 
     short_task = replace(task, evaluate=task.last_steps or task.evaluate)
-    checkpoint_layers = None
-    if task.checkpointed:
-        checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
+    checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
     freeze = functools.partial(task.freeze, model) if task.freeze else None
     planned = dry_run.PlannedRun(
         model=model,
@@ -1265,7 +1263,7 @@ def plan(
         count=math.ceil(len(global_batches.data) / ranks),
         states=functools.partial(optim.state_bytes, model),
         host=lambda optimizer: ranks * offload.host_bytes(model, optimizer, ranks),
-        checkpoint=checkpoint_layers,
+        checkpoint=checkpoint_layers if task.checkpointed else None,
         freeze=freeze,
         collate=global_batches.dataset.collate,
         parts=(task.compute_loss, task.evaluate),

@@ -58,7 +58,8 @@ EXCLUDES = (
     (
         "sharded",
         "use_cpu_offload",
-        "the first divides the states between the GPUs, the second moves them to the host; give one",
+        "the first divides the states between the GPUs, the second moves them to the host; give"
+        " one",
     ),
     (
         "sharded",
@@ -222,6 +223,7 @@ def add_arguments(parser: Parser, **defaults) -> None:
     _add_limits(training)
     memory = parser.add_argument_group("memory and speed")
     _add_device(memory)
+    _add_memory(memory)
     _add_speed(memory)
     _add_checks(parser, memory)
     output = parser.add_argument_group("evaluation and output")
@@ -354,6 +356,10 @@ def _add_device(group) -> None:
         const="bf16",
         help="same as --mixed_precision bf16",
     )
+
+
+def _add_memory(group) -> None:
+    add = group.add_argument
     add(
         "--gradient_checkpointing",
         action=OnOff,

@@ -81,6 +81,23 @@ def leave(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
 
+def completed(found: Peak, states: dict, optimizer: str, size: int, stage: str) -> Peak:
+    """A peak with the `states` of an optimizer, (bytes on the GPU, on the host) by its name."""
+    on_gpu, on_host = states[optimizer]
+    parts = {**found.parts, "optimizer states": on_gpu}
+    return replace(found, parts=parts, utterances=size, stage=stage, host=on_host)
+
+
+def smallest(peak: Callable[[Settings, int], Peak], settings: Settings, card: Card) -> Peak:
+    """The peak of the settings' micro-batches, or of fewer utterances that are too many already."""
+    size = min(FIRST, settings.batch_size)
+    found = peak(settings, size)
+    while size < settings.batch_size and not verdict(found, card)[1]:
+        size = min(MORE * size, settings.batch_size)
+        found = peak(settings, size)
+    return found
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The evaluations of a run: `evaluate(batches, level)` of batches that `collate` makes of
@@ -156,11 +173,6 @@ class PlannedRun:
                 parts = {**found.parts, "weights": found.parts["weights"] + shards}
                 return replace(found, parts=parts), self.all_states(sharded)
 
-        def completed(found: Peak, states: dict, optimizer: str, size: int, stage: str) -> Peak:
-            on_gpu, on_host = states[optimizer]
-            parts = {**found.parts, "optimizer states": on_gpu}
-            return replace(found, parts=parts, utterances=size, stage=stage, host=on_host)
-
         def peak(settings: Settings, size: int) -> Peak:
             count = min(2, settings.accumulation)
             settled = settings.checkpointing, settings.frozen, settings.level, settings.sharded
@@ -178,16 +190,11 @@ class PlannedRun:
             other = replace(other, host=found.host)
             return max(found, other, key=lambda peak: peak.total)
 
-        def smallest_peak(settings: Settings) -> Peak:
-            size = min(FIRST, settings.batch_size)
-            found = peak(settings, size)
-            while size < settings.batch_size and not verdict(found, card)[1]:
-                size = min(MORE * size, settings.batch_size)
-                found = peak(settings, size)
-            return found
-
         has_evaluation = self.evaluation and self.evaluation.items
-        return Measures(smallest_peak, evaluation_peak if has_evaluation else None)
+        return Measures(
+            lambda settings: smallest(peak, settings, card),
+            evaluation_peak if has_evaluation else None,
+        )
 
     def all_states(self, sharded: bool) -> dict[str, tuple[int, int]]:
         """The bytes of each optimizer's states, on the GPU and on the host."""
