@@ -173,6 +173,10 @@ def add_arguments(parser) -> None:
             " cannot write (on from scratch)"
         ),
     )
+    add_loss_arguments(parser)
+
+
+def add_loss_arguments(parser) -> None:
     loss = parser.add_argument_group("loss")
     loss.add_argument(
         "--tdt_sigma",

@@ -172,6 +172,8 @@ def test_flags_that_exclude_each_other(recipe, tables):
     excludes, _ = tables(recipe)
     assert len(excludes) > len(options.EXCLUDES)
     for flag, other, _ in excludes:
+        if flag == "normaliser" and recipe is whisper_morse:
+            continue  # it has no such flag
         message = refusal(recipe, [*words(parser, flag), *words(parser, other)])
         assert options.shown(flag) in message and options.shown(other) in message, (flag, other)
 

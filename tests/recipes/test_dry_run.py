@@ -186,8 +186,8 @@ def test_the_last_steps_of_a_search_need_as_much_as_all():
 
         return plan.measure(step, [encoded]).total
 
-    search = run_of.task.evaluate.args[1]
-    last_steps = run_of.task.last_steps.args[1]
+    _, search, *_ = run_of.task.evaluate.args[-1].args
+    _, last_steps, *_ = run_of.task.last_steps.args
     assert (search.max_new_tokens, last_steps.max_new_tokens) == (32, 2)
     cache = 2 * 4 * 4 * 384 * 2 * search.max_new_tokens  # keys and values of four layers, 16 bits
     assert peak(last_steps) == pytest.approx(peak(search), abs=0.1 * cache)
