@@ -152,14 +152,14 @@ def _run(main: Callable, *args) -> int | str:
     return status
 
 
-def require(module: str, purpose: str):
+def require(module: str, purpose: str, packages: str = ""):
     """Imports and returns a module that only some runs need. Raises `RunError` with the `purpose`
-    if it is missing."""
+    if it is missing, and the command that installs it, or all `packages`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:  # of the module, or of one that it imports
         package = (error.name or module).split(".")[0].replace("_", "-")
         raise RunError(
             f"{purpose} needs the package {package} ({error}):"
-            f" {sys.executable} -m pip install {package}"
+            f" {sys.executable} -m pip install {packages or package}"
         ) from None

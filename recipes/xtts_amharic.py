@@ -134,7 +134,14 @@ def resolve(args) -> start.Options:
         args.min_duration = DEMO_MIN_SECONDS
     if args.judge:
         judge.recipe_of(args.judge)  # what is wrong with it is reported before the training
-    return start.resolve(args, is_demo)
+    asked = start.resolve(args, is_demo)
+    if (args.judge or args.speak_held_out) and released.exports_only(asked.origin):
+        flag = "--judge" if args.judge else "--speak_held_out"
+        raise UsageError(
+            f"{flag} is for sentences that are spoken after training or with --evaluate, and"
+            " --export alone speaks none: leave it out"
+        )
+    return asked
 
 
 # --- data -----------------------------------------------------------------------------------------

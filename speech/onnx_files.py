@@ -20,7 +20,8 @@ import onnx_asr
 
 print(onnx_asr.load_model("TYPE", "FOLDER").recognize("recording.wav"))
 """  # of a model card
-PACKAGES = ("onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization")
+MODULES = ("onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization")
+PACKAGES = "onnx onnxscript onnxruntime"
 OPSET = 18
 # Bytes of weights in one file with their graph. Protobuf's limit is 2 GiB.
 MOST_BYTES = 1_800_000_000
@@ -43,8 +44,8 @@ class Graph:
 
 def require_packages(flag: str) -> None:
     """Raises `RunError` if a package is missing that `flag` needs to write ONNX."""
-    for package in PACKAGES:
-        require(package, flag)
+    for module in MODULES:
+        require(module, flag, PACKAGES)
 
 
 @contextlib.contextmanager

@@ -130,6 +130,8 @@ def test_a_library_that_is_missing_is_named_with_its_package():
         RunError, match=r"the voice needs the package not-there .*pip install not-there$"
     ):
         require("not_there.below", "the voice")
+    with pytest.raises(RunError, match=r"pip install one two$"):
+        require("not_there", "the voice", "one two")
 
 
 def test_a_failure_that_stays_ends_torchrun():

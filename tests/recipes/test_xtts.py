@@ -1646,10 +1646,11 @@ def test_a_judge_hears_what_an_evaluation_speaks(places, tmp_path, monkeypatch):
         "--check_data --train_manifest {train} --speak_held_out 1",
         "--speak_held_out 0 --judge {wav}",
         "--judge {wav}",
+        "--speak_held_out 1 --export exported --model_dir {model}",
     ],
 )
 def test_a_judge_that_would_have_no_effect_is_refused(places, tmp_path, flags):
-    words = flags.format(wav=places.wav, train=places.train).split()
+    words = flags.format(wav=places.wav, train=places.train, model=places.model).split()
     status, err = refused(recipe, *words, "--output_dir", tmp_path)
     assert status == 2 and ("--judge" in err or "--speak_held_out" in err)
 

@@ -246,7 +246,9 @@ def test_durations_that_other_programs_would_take_for_others_are_refused():
 
 def test_a_missing_package_is_named_before_a_training(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(RunError, match=r"^--export_format onnx needs .*pip install onnxscript$"):
+    with pytest.raises(
+        RunError, match=r"^--export_format onnx needs .* onnx onnxscript onnxruntime$"
+    ):
         formats.check_form("onnx", CONFIG, EXTRAS)
 
 
