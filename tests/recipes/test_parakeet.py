@@ -30,7 +30,7 @@ from speech.audio import SAMPLE_RATE, read_audio
 from speech.columns import Corpus, Strings
 from speech.features import valid_mask
 from speech.loading import Checks, load_corpus
-from speech.parakeet import decoding, formats, start
+from speech.parakeet import decoding, formats, onnx, start
 from speech.parakeet import model as network
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import pad_pieces
@@ -676,6 +676,20 @@ def released(best, tmp_path_factory) -> Path:
         line = out.splitlines()[-1]
         assert line.startswith(f"exported to {folder / form}: ") and line.endswith(files)
     return folder
+
+
+def test_an_export_to_onnx_has_the_programs_files_and_a_card(best, tmp_path, monkeypatch):
+    """What is in the files: tests/speech/parakeet/test_onnx.py."""
+
+    def prepare(tensors, config, pieces):
+        assert config["vocabulary"] == len(pieces) and "encoder_projector.weight" in tensors
+        return lambda folder: (folder / "encoder.onnx").write_bytes(b"graph")
+
+    monkeypatch.setattr(onnx, "prepare", prepare)
+    export = ["--export", tmp_path / "onnx", "--export_format", "onnx"]
+    out = ran(recipe, "--resume", best, *export, "--output_dir", tmp_path)
+    assert "README.md" in out.splitlines()[-1] and "encoder.onnx" in out.splitlines()[-1]
+    assert "library_name: onnx" in (tmp_path / "onnx" / "README.md").read_text(encoding="utf-8")
 
 
 def read_metrics(folder: Path) -> list[dict]:
