@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from common import lora
+
 SMALL = 1 << 19  # elements of an input for which `lean_chain` recomputes nothing
 # The activations of `lean_chain`, with their gradients.
 ACTIVATIONS = {
     F.gelu: torch.ops.aten.gelu_backward.default,
     F.silu: torch.ops.aten.silu_backward.default,
 }
+EACH = 6  # tensors of a layer in `_LeanChain`
 NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
@@ -75,11 +78,13 @@ def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
         if isinstance(step, torch.nn.LayerNorm):
             norm = step
         elif isinstance(step, torch.nn.Linear):
-            parts.append((norm, activation))
+            parts.append((norm, activation, getattr(step, "lora_scale", None)))
             tensors.append(downcast(step.weight))
             tensors.append(None if step.bias is None else downcast(step.bias))
             tensors.append(norm and norm.weight)
             tensors.append(norm and norm.bias)
+            is_adapted = lora.is_adapted(step)
+            tensors += [downcast(step.lora_A), downcast(step.lora_B)] if is_adapted else [None] * 2
             norm = None
             activation = None
         else:
@@ -88,20 +93,23 @@ def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
 
 
 class _LeanChain(torch.autograd.Function):
-    """`parts`: the norm and the activation, or None, before each linear layer. `tensors`: weight
-    and bias of each linear layer, then of the norm before it."""
+    """`parts`: the norm and the activation, or None, before each linear layer, and the scale of its
+    adapter. `tensors`: weight and bias of each linear layer, those of the norm before it, and its
+    adapter's (`common.lora`)."""
 
     @staticmethod
     def forward(ctx, parts, x, *tensors):
-        weights = tensors[0::4]
-        biases = tensors[1::4]
         kept = []
         ctx.parts = []
-        for (norm, activation), weight, bias in zip(parts, weights, biases, strict=True):
-            kept += [x, weight]
-            ctx.parts.append((norm, activation, bias is not None))
-            inputs = _prepare(x, norm, activation)[0]
-            x = F.linear(inputs.to(weight.dtype), weight, bias)
+        layers = zip(*(tensors[number::EACH] for number in range(EACH)), strict=True)
+        for (norm, activation, scale), layer in zip(parts, layers, strict=True):
+            weight, bias, _, _, down, up = layer
+            kept += [x, weight, down, up]
+            ctx.parts.append((norm, activation, scale, bias is not None))
+            inputs = _prepare(x, norm, activation)[0].to(weight.dtype)
+            x = F.linear(inputs, weight, bias)
+            if down is not None:
+                x = x + F.linear(F.linear(inputs, down), up) * scale
         ctx.save_for_backward(*kept)
         return x
 
@@ -109,25 +117,40 @@ class _LeanChain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         kept = ctx.saved_tensors
-        layers = list(zip(ctx.parts, kept[0::2], kept[1::2], strict=True))
+        needed = ctx.needs_input_grad[2:]
         gradients = []
-        for (norm, activation, has_bias), x, weight in reversed(layers):
+        for number in reversed(range(len(ctx.parts))):
+            norm, activation, scale, has_bias = ctx.parts[number]
+            x, weight, down, up = kept[4 * number : 4 * number + 4]
+            of_weight, of_bias, of_scale, of_shift, of_down, of_up = [None] * EACH
+            needs_weight, *_ = needed[EACH * number :]
             y, normed, *norm_inputs = _prepare(x, norm, activation)
             gradient = gradient.flatten(0, -2)
-            of_weight = gradient.t() @ y.to(weight.dtype).flatten(0, -2)
-            of_bias = gradient.sum(0) if has_bias else None
-            of_scale = None
-            of_shift = None
+            y = y.to(weight.dtype).flatten(0, -2)
+            if needs_weight:
+                of_weight = gradient.t() @ y
+            if has_bias and needed[EACH * number + 1]:
+                of_bias = gradient.sum(0)
+            of_input = None
+            if down is not None:
+                scaled = gradient * scale
+                of_up = scaled.t() @ F.linear(y, down)
+                scaled = scaled @ up
+                of_down = scaled.t() @ y
+                of_input = (scaled @ down).view(x.shape).to(normed.dtype)
             del y  # before its gradient, which is as large
             gradient = (gradient @ weight).view(x.shape).to(normed.dtype)
+            if of_input is not None:
+                gradient = gradient + of_input
             if activation:
                 gradient = ACTIVATIONS[activation](gradient, normed)
             if norm:
+                mask = [True, *needed[EACH * number + 2 : EACH * number + 4]]
                 gradient, of_scale, of_shift = NORM_BACKWARD(
-                    gradient, *norm_inputs, norm.weight, norm.bias, [True] * 3
+                    gradient, *norm_inputs, norm.weight, norm.bias, mask
                 )
             gradient = gradient.to(x.dtype)
-            gradients = [of_weight, of_bias, of_scale, of_shift, *gradients]
+            gradients = [of_weight, of_bias, of_scale, of_shift, of_down, of_up, *gradients]
         return None, gradient, *gradients
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from common import lora
 from speech import layers
 
 
@@ -94,6 +95,46 @@ def test_a_lean_chain_is_the_plain_one_to_the_bit(everywhere, kind, dtype, autoc
         chain_results(run, steps, dtype, autocast) for run in (plain_chain, layers.lean_chain)
     )
     assert len(lean) >= 4 and all(torch.equal(a, b) for a, b in zip(plain, lean, strict=True))
+
+
+def adapted(kind: str, dtype: torch.dtype, low: torch.dtype | None) -> list:
+    """A chain whose linear layers have adapters that are not zero, and frozen weights of `low`."""
+    steps = chain(kind, dtype)
+    model = torch.nn.ModuleList([step for step in steps if isinstance(step, torch.nn.Module)])
+    names = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
+    lora.attach(model, names, lora.Settings(4, 8.0, "linear"), seed=0)
+    for name in names:
+        layer = model.get_submodule(name)
+        torch.nn.init.normal_(layer.lora_B, std=0.5)
+        layer.lora_A.data, layer.lora_B.data = layer.lora_A.to(dtype), layer.lora_B.to(dtype)
+    if low:
+        lora.lower(model, low)
+    return steps
+
+
+# Where no norm and no activation is before a linear layer, the gradients of its input, its adapter's
+# and the residual's are added in another order.
+@pytest.mark.parametrize("kind", [kind for kind in CHAINS if kind != "norm between"])
+@pytest.mark.parametrize(
+    ("dtype", "low"),
+    [
+        (torch.float64, None),
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ],
+)
+def test_a_lean_chain_with_adapters_is_the_plain_one_to_the_bit(everywhere, kind, dtype, low):
+    steps = adapted(kind, dtype, low)
+    plain, lean = (
+        chain_results(run, steps, dtype, low) for run in (plain_chain, layers.lean_chain)
+    )
+    for a, b in zip(plain, lean, strict=True):
+        assert b is None if a is None else torch.equal(a, b)
+    trained = [p for p in parameters(steps) if p.requires_grad]
+    grads = dict(zip(parameters(steps), lean[2:], strict=True))
+    assert len(trained) == 2 * sum(isinstance(step, torch.nn.Linear) for step in steps)
+    assert all(grads[p].abs().sum() > 0 and grads[p].dtype == dtype for p in trained)
 
 
 def storages_kept(run, steps: list, autocast: torch.dtype | None) -> list[tuple]:

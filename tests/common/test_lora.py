@@ -1,0 +1,128 @@
+"""Low-rank adapters: what they compute, train and save."""
+
+import pytest
+import torch
+from torch import nn
+
+from common import lora
+from speech.xtts.model import Conv1D
+
+SETTINGS = lora.Settings(3, 6.0, "linear")
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.embed_positions = nn.Embedding(5, 8)
+        self.norm = nn.LayerNorm(8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.first = nn.Linear(8, 12)
+        self.second = Conv1D(12, 12)
+        self.head = nn.Linear(12, 5, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(tokens) + self.embed_positions.weight[: tokens.shape[1]])
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return self.head(self.second(torch.tanh(self.first(x))))
+
+
+TOKENS = torch.arange(10).view(2, 5)
+LAYERS = ["first", "second"]
+
+
+def make(seed: int = 0, **how) -> Network:
+    torch.manual_seed(seed)
+    model = Network()
+    lora.attach(model, LAYERS, SETTINGS, seed=1, **how)
+    return model
+
+
+def move(model: Network) -> Network:
+    """The adapters are no longer zero."""
+    torch.manual_seed(5)
+    for name in LAYERS:
+        nn.init.normal_(model.get_submodule(name).lora_B)
+    return model
+
+
+def test_a_new_adapter_changes_nothing_and_only_adapters_are_trained():
+    torch.manual_seed(0)
+    before = Network().requires_grad_(False)  # or its convolution might have another kernel
+    model = make()
+    assert torch.equal(model(TOKENS), before(TOKENS))
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {
+        "first.lora_A": 3 * 8,
+        "first.lora_B": 12 * 3,
+        "second.lora_A": 3 * 12,
+        "second.lora_B": 12 * 3,
+    }
+    assert before.state_dict().keys() == model.state_dict().keys() - trained.keys()
+    again = make()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+
+
+def test_what_an_adapter_adds():
+    model = move(make())
+    x = torch.randn(4, 8)
+    plain = nn.functional.linear(x, model.first.weight, model.first.bias)
+    added = 2.0 * (x @ model.first.lora_A.t() @ model.first.lora_B.t())
+    assert torch.allclose(model.first(x), plain + added, atol=1e-6)
+
+
+def test_all_adapters_have_gradients_and_frozen_weights_none():
+    model = move(make(whole=["head."]))
+    model(TOKENS).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        is_trained = "lora" in name or name == "head.weight"
+        assert (parameter.grad is not None) == is_trained, name
+        assert not is_trained or parameter.grad.abs().sum() > 0, name
+
+
+def test_merged_weights_compute_the_same():
+    model = move(make(whole=["head."]))
+    nn.init.normal_(model.head.weight)
+    torch.manual_seed(0)
+    released = Network().state_dict()
+    trained = lora.trained_state(model, model.state_dict())
+    assert sorted(trained) == [
+        "first.lora_A", "first.lora_B", "head.weight", "second.lora_A", "second.lora_B",
+    ]  # fmt: skip
+    merged = Network()
+    merged.load_state_dict(lora.merge(released, trained, SETTINGS, transposed=("second",)))
+    assert torch.allclose(merged(TOKENS), model(TOKENS), atol=1e-5)
+    wrong = lora.merge(released, trained, SETTINGS)
+    merged.load_state_dict(wrong)
+    assert not torch.allclose(merged(TOKENS), model(TOKENS), atol=1e-5)
+    assert torch.equal(released["first.weight"], Network.state_dict(make())["first.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_base_is_what_autocast_makes_of_an_fp32_one(dtype):
+    results = []
+    for low in (False, True):
+        model = move(make(whole=["head."]))
+        if low:
+            lora.lower(model, dtype, kept=("embed_positions", "embed"))
+        with torch.autocast("cpu", dtype):
+            y = model(TOKENS)
+        y.float().square().sum().backward()
+        results.append([y, *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    types = {name: p.dtype for name, p in model.named_parameters()}
+    for name in ("conv", "first", "second"):
+        assert types.pop(f"{name}.weight") == types.pop(f"{name}.bias") == dtype
+    assert set(types.values()) == {torch.float32}  # norm, positions, and all that is trained
+
+
+def test_the_fingerprint_is_that_of_the_values():
+    weights = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(2, dtype=torch.long)}
+    same = {"a": weights["a"], "b": weights["b"].half()}
+    assert lora.fingerprint(weights) == lora.fingerprint(same)
+    others = [
+        {**weights, "b": weights["b"].view(3, 2)},
+        {**weights, "b": weights["b"] + 1},
+        {"c": weights["b"], "a": weights["a"]},
+    ]
+    assert lora.fingerprint(weights) not in map(lora.fingerprint, others)
