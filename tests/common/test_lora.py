@@ -60,7 +60,9 @@ def test_a_new_adapter_changes_nothing_and_only_adapters_are_trained():
     }
     assert before.state_dict().keys() == model.state_dict().keys() - trained.keys()
     again = make()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_what_an_adapter_adds():
