@@ -2,10 +2,10 @@
 16 bits. Beside chosen linear layers, y = W x + b, two small matrices are trained in fp32:
 y = W x + b + (alpha / rank) B A x.
 
-    attach(model, layers, settings, seed)      # freezes the model and adds A and B
+    attach(model, adapters, seed)              # freezes the model and adds A and B
     lower(model, torch.bfloat16)               # the frozen weights in 16 bits
-    trained = trained_state(model)             # what a checkpoint holds
-    weights = merge(weights, trained, settings)    # W + (alpha / rank) B A, in fp32
+    trained = saved_state(model)               # what a checkpoint holds
+    weights = merge(weights, trained, adapters)    # W + (alpha / rank) B A, in fp32
 
 An adapted layer keeps its type and the names of its weights; `lora_A` (rank, inputs) and `lora_B`
 (outputs, rank) come beside them. A hook adds their product, so code that takes the weight of a
@@ -13,8 +13,7 @@ layer past its call has to add `product` itself."""
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,10 @@ A = "lora_A"
 B = "lora_B"
 # What is kept in 16 bits where it is frozen. Norms and recurrent layers stay in fp32.
 LOWERED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
+
+
+# Of a file with adapters, for `records`.
+SAVED = {"rank": range(1, 4097), "alpha": float, "targets": str, "base": str, "name": str}
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,43 @@ class Settings:
         return self.alpha / self.rank
 
 
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model. `adapted`: those that have adapters. `whole`: how the names of the
+    parameters begin that are trained without adapters. `kept`: how the names of the frozen layers
+    end that stay in fp32, because they are added to activations in fp32. `transposed`: how the names
+    of the layers end whose weights are (inputs, outputs)."""
+
+    adapted: list[str]
+    whole: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a run. `base`: the `fingerprint` of the released weights; empty in a dry run.
+    `name`: where they were, for messages."""
+
+    settings: Settings
+    layers: Layers
+    base: str
+    name: str
+
+    def record(self) -> dict:
+        """What is saved with the adapters: a `SAVED`."""
+        return {**asdict(self.settings), "base": self.base, "name": self.name}
+
+
 # --- layers ---------------------------------------------------------------------------------------
 
 
 def is_adapted(layer: nn.Module) -> bool:
     return hasattr(layer, A)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return any(map(is_adapted, model.modules()))
 
 
 def product(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -56,28 +91,20 @@ def add_product(layer: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.
     return output + product(layer, inputs[0])
 
 
-def attach(
-    model: nn.Module,
-    layers: Sequence[str],
-    settings: Settings,
-    seed: int,
-    whole: Iterable[str] = (),
-) -> None:
-    """Freezes `model` and adds an adapter to each of its `layers`, by their names. A is random and B
-    zero, so the model computes what it did. Parameters whose name begins with one of `whole` are
-    trained as they are."""
-    whole = tuple(whole)
+def attach(model: nn.Module, adapters: Adapters, seed: int) -> None:
+    """Freezes `model` but for the parameters that are trained whole, and adds adapters to its
+    layers. A is random and B zero, so the model computes what it did."""
+    settings = adapters.settings
     for name, parameter in model.named_parameters():
-        parameter.requires_grad = name.startswith(whole) if whole else False
-    generator = torch.Generator().manual_seed(seed)
-    for name in sorted(layers):
+        parameter.requires_grad = name.startswith(adapters.layers.whole)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    for name in sorted(adapters.layers.adapted):
         layer = model.get_submodule(name)
         outputs, inputs = shape_of(layer)
-        # As torch initialises a linear layer.
-        first = torch.rand(settings.rank, inputs, generator=generator, device="cpu")
-        first = (2 * first - 1) / math.sqrt(inputs)
+        down = torch.rand(settings.rank, inputs, generator=generator, device="cpu")
+        down = (2 * down - 1) / math.sqrt(inputs)  # as torch initialises a linear layer
         device = layer.weight.device
-        layer.register_parameter(A, nn.Parameter(first.to(device)))
+        layer.register_parameter(A, nn.Parameter(down.to(device)))
         layer.register_parameter(
             B, nn.Parameter(torch.zeros(outputs, settings.rank, device=device))
         )
@@ -91,52 +118,45 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
     return (first, second) if isinstance(layer, nn.Linear) else (second, first)
 
 
-def lower(model: nn.Module, dtype: torch.dtype, kept: Iterable[str] = ()) -> None:
+def lower(model: nn.Module, dtype: torch.dtype, kept: tuple[str, ...] = ()) -> None:
     """Stores the frozen weights and biases of linear layers, convolutions and embeddings as `dtype`,
-    which autocast would cast them to. `kept`: how the names of those end that are added to
-    activations in fp32, such as learned positions."""
-    kept = tuple(kept)
+    to which autocast would cast them. `kept`: see `Layers`."""
     for name, module in model.named_modules():
-        if not isinstance(module, LOWERED) and not is_adapted(module):
-            continue
-        if kept and name.endswith(kept):
-            continue
-        for parameter in module.parameters(recurse=False):
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
+        is_lowered = isinstance(module, LOWERED) or is_adapted(module)
+        if is_lowered and not name.endswith(kept):
+            for parameter in module.parameters(recurse=False):
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(dtype)
 
 
 # --- weights --------------------------------------------------------------------------------------
 
 
-def trained_state(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of the `state` of a model what training changes: trained parameters, and buffers."""
+def saved_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a model as it is saved: of one with adapters what training changes, its trained
+    parameters and its buffers."""
+    state = model.state_dict()
+    if not has_adapters(model):
+        return state
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     return {name: tensor for name, tensor in state.items() if name not in frozen}
 
 
 def merge(
-    weights: dict[str, torch.Tensor],
-    trained: dict[str, torch.Tensor],
-    settings: Settings,
-    transposed: tuple[str, ...] = (),
+    base: dict[str, torch.Tensor], trained: dict[str, torch.Tensor], adapters: Adapters
 ) -> dict[str, torch.Tensor]:
-    """The weights of a model without adapters that computes the same: of the released `weights`,
-    those that have an adapter in `trained` with its product, in fp32, and those that `trained` has
-    itself. `transposed`: how the names of layers end whose weights are (inputs, outputs)."""
-    merged = {**weights}
+    """The weights of a model without adapters that computes the same: the released weights `base`,
+    with the product of the adapters in `trained` added in fp32, and with what was trained whole."""
+    merged = dict(base)
     for name, tensor in trained.items():
         layer, _, part = name.rpartition(".")
-        if part == B:
-            continue
-        if part != A:
+        if part == A:
+            weight = base[f"{layer}.weight"].float()
+            change = adapters.settings.scale * (trained[f"{layer}.{B}"].float() @ tensor.float())
+            is_transposed = layer.endswith(adapters.layers.transposed)
+            merged[f"{layer}.weight"] = weight + (change.t() if is_transposed else change)
+        elif part != B:
             merged[name] = tensor
-            continue
-        weight = weights[f"{layer}.weight"].float()
-        change = settings.scale * (trained[f"{layer}.{B}"].float() @ tensor.float())
-        if transposed and layer.endswith(transposed):
-            change = change.t()
-        merged[f"{layer}.weight"] = weight + change
     return merged
 
 
