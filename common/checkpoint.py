@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common import files, records
+from common import files, lora, records
 from common.errors import RunError, UsageError, cannot_write, first_line
 from common.report import shown
 
@@ -39,7 +39,8 @@ STATE = {
     "rng": list,
     "args": dict,
 }
-CONTENT = {"recipe": str, "model_info": dict, "run_info": dict, "model": dict, **STATE}
+INFOS = {"recipe": str, "model_info": dict, "run_info": dict, "lora?": (lora.SAVED, type(None))}
+CONTENT = {**INFOS, "model": dict, **STATE}
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Saved:
     """What a run saved: a checkpoint, or a .safetensors. `model_info` and `run_info` are the
     recipe's records as `asdict` made them; read them with `records.read`. `model` are the weights,
     which are views of the file. `state` is None for a .safetensors; otherwise it holds "progress",
-    "optimizer", "scaler", "rng" and "args"."""
+    "optimizer", "scaler", "rng" and "args". `lora`: None, or the record (`lora.SAVED`) of adapters;
+    `model` then has them, and what was trained whole."""
 
     path: Path
     recipe: str
@@ -71,6 +73,7 @@ class Saved:
     run_info: dict
     model: dict[str, torch.Tensor]
     state: dict | None = None
+    lora: dict | None = None
 
     def forget_values(self) -> None:
         """Drops the weights and the optimizer's states, when all is copied."""
@@ -238,6 +241,7 @@ def read(path: Path, recipe: str, flag: str = "--resume") -> Saved:
         run_info=content["run_info"],
         model=content["model"],
         state={name: content[name] for name in STATE},
+        lora=content.get("lora"),
     )
 
 
@@ -356,7 +360,8 @@ def save_weights(path: Path, state: dict[str, torch.Tensor], task, summary: dict
         "model_info": json.dumps(asdict(task.model_info)),
         "run_info": json.dumps(asdict(task.run_info)),
     }
-
+    if task.adapters:
+        header["lora"] = json.dumps(task.adapters.record())
     files.save(path, lambda temporary: save_file(tensors, temporary, metadata=header))
     text = json.dumps(summary, ensure_ascii=False, indent=1) + "\n"
     files.save(
@@ -393,13 +398,13 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
     _check_format(path, header.get("format"))
     check_recipe(path, header.get("recipe", "unknown"), recipe)
     found = {}
-    for name in ("model_info", "run_info"):
+    for name in ("model_info", "run_info", "lora"):
         try:
-            found[name] = json.loads(header.get(name, ""))
+            found[name] = json.loads(header.get(name, "null" if name == "lora" else ""))
         except (ValueError, RecursionError):
             raise Damaged(f"{path} is damaged: its {name} cannot be read") from None
-        if not isinstance(found[name], dict):
-            raise Damaged(f"{path} is damaged: its {name} is not a record")
+    if reason := records.mismatch({"recipe": recipe, **found}, INFOS, "it"):
+        raise Damaged(f"{path} is damaged: {reason}")
     return Saved(path=path, recipe=recipe, model=check_tensors(tensors, path), **found)
 
 
@@ -431,11 +436,11 @@ def weights_to_use(resume: str | None, checkpoint_dir: Path, recipe: str) -> Sav
 
 
 def shapes_of(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of the model that `make()` returns, by name. The model is made
+    """The shapes of the tensors that are saved of the model that `make()` returns, by name. The model is made
     without values: it takes no memory, and no random numbers are drawn."""
     with torch.device("meta"):
         model = make()
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in lora.saved_state(model).items()}
 
 
 def check_network(saved: Saved | None, make: Callable[[], torch.nn.Module]) -> None:
@@ -452,10 +457,12 @@ def check_network(saved: Saved | None, make: Callable[[], torch.nn.Module]) -> N
 
 
 def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Loads weights that a run saved. Raises `UsageError` if they do not fit, because the recipe
-    has been changed."""
+    """Loads weights that a run saved: all that `lora.saved_state` names. Raises `UsageError` if they
+    do not fit, because the recipe has been changed."""
+    own = model.state_dict()
+    frozen = own.keys() - lora.saved_state(model).keys()
     try:
-        model.load_state_dict(tensors)
+        model.load_state_dict({**{name: own[name] for name in frozen}, **tensors})
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[1].strip()[:150]
         advice = "the recipe has changed since; --init_from loads those that fit"
@@ -551,18 +558,18 @@ def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> 
         return "weights of the best evaluation"
     best = score()
     mean, steps = average(folder, args.average_checkpoints, task.name)
-    model.load_state_dict(mean)
+    load_weights(model, mean)
     averaged = score()
     print(
         f"average of the checkpoints of steps {', '.join(map(str, steps))}:"
         f" {shown(task.metric, averaged)}, best evaluation: {shown(task.metric, best)}"
     )
     if task.is_better(best, averaged):
-        model.load_state_dict(weights)
+        load_weights(model, weights)
         return "weights of the best evaluation (the average was worse)"
     noted = files.read_json(best_path.with_suffix(".json"))
     summary = {"steps": steps, task.metric: averaged, "made_by": noted.get("made_by")}
-    save_weights(folder / "averaged.safetensors", model.state_dict(), task, summary)
+    save_weights(folder / "averaged.safetensors", lora.saved_state(model), task, summary)
     return AVERAGED
 
 

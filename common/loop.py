@@ -40,6 +40,7 @@ from common import (
     errors,
     files,
     gpu,
+    lora,
     memory,
     offload,
     optim,
@@ -93,7 +94,8 @@ class Task:
     for each token are copied by number. With `compares`, another model of this size decodes at the
     end, too, with fp32 weights. `reports` are the files and folders that the recipe writes, by
     their names in the log folder or by their absolute paths; a new run moves an earlier run's
-    aside."""
+    aside. `adapters`: those that `lora.attach` has added to the model, whose own weights stay as
+    they are."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -117,6 +119,7 @@ class Task:
     vocabulary: checkpoint.Vocabulary | None = None
     compares: bool = False
     reports: tuple[str, ...] = ()
+    adapters: lora.Adapters | None = None
 
     def is_better(self, value: float, other: float) -> bool:
         """Whether a value of the metric is better than another one."""
@@ -287,7 +290,7 @@ class Placed:
 
     def state(self) -> dict[str, torch.Tensor]:
         """The state of the model, at least on the first rank. All ranks call it."""
-        return self.sharded.state() if self.sharded else self.model.state_dict()
+        return self.sharded.state() if self.sharded else lora.saved_state(self.model)
 
 
 def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> Placed:
@@ -302,6 +305,8 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> P
     if run.setup.ranks.machines > 1:  # whose processors may have other random numbers
         values = [t for t in model.state_dict().values() if t.is_floating_point()]
         run.setup.ranks.share_tensors(values, [0] * len(values))
+    if task.adapters and run.setup.dtype:
+        lora.lower(model, run.setup.dtype, task.adapters.layers.kept)
     on_host = offload.begin(
         args.use_cpu_offload, model, task.checkpointed, run.setup.dtype, run.setup.ranks
     )
@@ -1191,6 +1196,7 @@ def write_checkpoint(training: Training, states: list, model: dict, optimizer: d
         "recipe": training.task.name,
         "model_info": asdict(training.task.model_info),
         "run_info": asdict(training.task.run_info),
+        "lora": training.task.adapters.record() if training.task.adapters else None,
         "progress": progress,
         "rng": states,
         "model": model,
@@ -1262,6 +1268,8 @@ def plan(
         return preflight.verify(args, model)
     ranks = card.count
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
+    if task.adapters and setup.dtype:
+        lora.lower(model, setup.dtype, task.adapters.layers.kept)
     length = run_length.choose(args, global_batches, task.fine_tunes)
     epochs = math.ceil(length.total / global_batches.per_epoch)
 

@@ -25,17 +25,27 @@ B = "lora_B"
 LOWERED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
+MOST_RANK = 4096
 # Of a file with adapters, for `records`.
-SAVED = {"rank": range(1, 4097), "alpha": float, "targets": str, "base": str, "name": str}
+SAVED = {
+    "rank": range(1, MOST_RANK + 1),
+    "alpha": float,
+    "targets": str,
+    "within": str,
+    "base": str,
+    "name": str,
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`targets` names the layers that have adapters: what a family of models makes of it."""
+    """`targets` names the layers that have adapters: what a family of models makes of it. Only those
+    have one whose names begin with `within`."""
 
     rank: int
     alpha: float
     targets: str
+    within: str = ""
 
     @property
     def scale(self) -> float:
@@ -112,6 +122,25 @@ def attach(model: nn.Module, adapters: Adapters, seed: int) -> None:
         layer.register_forward_hook(add_product)
 
 
+def describe(model: nn.Module, adapters: Adapters) -> str:
+    """What is trained, with counts."""
+    counts = {"adapters": 0, "whole": 0, "frozen": 0}
+    for name, parameter in model.named_parameters():
+        kind = "whole" if parameter.requires_grad else "frozen"
+        if name.rpartition(".")[2] in (A, B):
+            kind = "adapters"
+        counts[kind] += parameter.numel()
+    settings = adapters.settings
+    text = (
+        f"adapters of rank {settings.rank} beside {len(adapters.layers.adapted)} layers"
+        f" ({settings.targets}): {counts['adapters'] / 1e6:.2f} M parameters"
+    )
+    if adapters.layers.whole:
+        names = ", ".join(name.rstrip(".") for name in adapters.layers.whole)
+        text += f"; trained whole: {names}, {counts['whole'] / 1e6:.2f} M"
+    return f"{text}; as released: {counts['frozen'] / 1e6:.1f} M"
+
+
 def shape_of(layer: nn.Module) -> tuple[int, int]:
     """(outputs, inputs) of a layer. GPT-2's Conv1D, whose weight is transposed, is no nn.Linear."""
     first, second = layer.weight.shape
@@ -147,21 +176,27 @@ def merge(
 ) -> dict[str, torch.Tensor]:
     """The weights of a model without adapters that computes the same: the released weights `base`,
     with the product of the adapters in `trained` added in fp32, and with what was trained whole."""
-    merged = dict(base)
-    for name, tensor in trained.items():
-        layer, _, part = name.rpartition(".")
-        if part == A:
-            weight = base[f"{layer}.weight"].float()
-            change = adapters.settings.scale * (trained[f"{layer}.{B}"].float() @ tensor.float())
-            is_transposed = layer.endswith(adapters.layers.transposed)
-            merged[f"{layer}.weight"] = weight + (change.t() if is_transposed else change)
-        elif part != B:
-            merged[name] = tensor
+    merged = {**base, **without_adapters(trained)}
+    for name in adapters.layers.adapted:
+        down = trained[f"{name}.{A}"].float()
+        up = trained[f"{name}.{B}"].float()
+        change = adapters.settings.scale * (up @ down)
+        if name.endswith(adapters.layers.transposed):
+            change = change.t()
+        merged[f"{name}.weight"] = base[f"{name}.weight"].float() + change
     return merged
 
 
+def without_adapters(trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What was trained whole."""
+    return {name: t for name, t in trained.items() if name.rpartition(".")[2] not in (A, B)}
+
+
 def fingerprint(weights: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names, shapes and fp32 values: the same whatever the type that a file has."""
+    """SHA-256 over names, shapes and fp32 values: the same whatever the type that a file has. Empty
+    for tensors without values."""
+    if any(tensor.is_meta for tensor in weights.values()):
+        return ""
     digest = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name].detach()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import checkpoint, compiling, device, gpu, offload, optim
+from common import checkpoint, compiling, device, gpu, lora, offload, optim
 from common.device import Setup
 from common.errors import RunError, UsageError, cannot_write, first_line
 from common.ranks import Ranks, torchrun
@@ -141,7 +141,7 @@ def check_disk(args, model: torch.nn.Module) -> tuple[str, str]:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return FAIL, f"cannot write in {existing}; choose another --checkpoint_dir"
-    weights = 4 * optim.count_parameters(model)[0]
+    weights = 4 * sum(tensor.numel() for tensor in lora.saved_state(model).values())
     # With the states, also if they are in host memory.
     each = weights + optim.state_bytes(model, args.optimizer)
     needed = (args.keep_last + 1) * each + 2 * weights

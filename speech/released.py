@@ -12,19 +12,22 @@ that can start from a released model.
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common import checkpoint, options, records
+from common import checkpoint, lora, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import model_files
 
 MODELS = ("model_dir", "model_file")  # flags that name released weights
 GOALS = ("train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu")
+
+ADAPTING = ("lora", "lora_targets", "lora_alpha")
+TARGETS = ("linear", "attention", "q,v")  # choices of --lora_targets
 
 LEAVE_OUT = (
     "leave it out to continue, or start a new run with another --output_dir, or from the weights"
@@ -47,6 +50,15 @@ EXCLUDES = (
         for model in MODELS
     ),
     ("from_scratch", options.COMMAND, options.TRAINS),
+    *((flag, options.COMMAND, options.TRAINS) for flag in ADAPTING),
+    ("lora", "sharded", "shards are of a model that is trained; leave one of them out"),
+    ("lora", "use_cpu_offload", "adapters and their states are small; leave the second out"),
+)
+# Rows for common.options: flags that need another one.
+NEEDS = (
+    ("lora", (*MODELS, "resume", "dry_run", "verify_gpu"), "a random model cannot stay as it is"),
+    ("lora_targets", ("lora",), ""),
+    ("lora_alpha", ("lora",), ""),
 )
 
 
@@ -68,7 +80,7 @@ class Origin:
     `path` is the folder or file of released weights, which the flag `flag` names, or None.
     `may_be_random` says whether the weights may be random if there is no checkpoint. `size` is the
     configuration of --model_size `size_name`, and None for a released model. `export` is the folder
-    to export to, or None. `given` are the names of the flags on the command line."""
+    to export to, or None. `adapters`: of --lora. `given` are the names of the flags on the command line."""
 
     given: frozenset[str]
     path: str | None
@@ -81,6 +93,7 @@ class Origin:
     checkpoint_dir: Path
     export: str | None
     forms: Forms
+    adapters: lora.Settings | None = None
 
 
 @dataclass(frozen=True)
@@ -91,13 +104,14 @@ class Family:
     network with random weights. `check(info, name)` raises `UsageError` if the parts of an info
     that was saved contradict each other; `name` is the file's. `conflicts(info, saved)` lists the
     flags that contradict a checkpoint, each with what the checkpoint has instead; see
-    `conflicts`."""
+    `conflicts`. `layers(info, targets)`: the layers that --lora_targets means."""
 
     model_info: type
     read: Callable[[str], tuple[Any, dict[str, torch.Tensor]]]
     network: Callable[[Any], torch.nn.Module]
     check: Callable[[Any, str], None]
     conflicts: Callable[[Any, Saved], list[str]]
+    layers: Callable[[Any, str], lora.Layers]
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -144,7 +158,33 @@ def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
             " --resume PATH or --model_dir"
         ),
     )
+    add_lora_arguments(parser)
     return group
+
+
+def add_lora_arguments(parser) -> None:
+    group = parser.add_argument_group("low-rank adapters, in place of training all weights")
+    group.add_argument(
+        "--lora",
+        type=options.number(int, 1, lora.MOST_RANK),
+        metavar="RANK",
+        help=(
+            "train adapters of this rank beside a released model, whose weights stay as they are,"
+            " on the GPU in 16 bits (off; 8 to 32 are usual)"
+        ),
+    )
+    group.add_argument(
+        "--lora_targets",
+        choices=TARGETS,
+        help="which layers get adapters: all linear ones, those of attention, or two of these"
+        f" ({TARGETS[0]})",
+    )
+    group.add_argument(
+        "--lora_alpha",
+        type=options.number(float, 0.0, 10_000.0),
+        metavar="X",
+        help="adapters count X / RANK times (twice RANK)",
+    )
 
 
 def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo: bool) -> Origin:
@@ -180,7 +220,16 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         checkpoint_dir=args.checkpoint_dir,
         export=args.export,
         forms=forms,
+        adapters=adapter_settings(args),
     )
+
+
+def adapter_settings(args) -> lora.Settings | None:
+    if not args.lora:
+        return None
+    alpha = args.lora_alpha or 2.0 * args.lora
+    within = "decoder." if getattr(args, "freeze_encoder", False) else ""
+    return lora.Settings(args.lora, alpha, args.lora_targets or TARGETS[0], within)
 
 
 def require_export(export: str, folders: Iterable[str | Path]) -> None:
@@ -240,7 +289,13 @@ def choose(
     resumes, `initial` that of --init_from, whose model is taken if no flag names another.
     `create()` makes the info of a new model. Raises `UsageError`."""
     if resumed:
-        return read_info(origin, family, resumed), None
+        info = read_info(origin, family, resumed)
+        if not resumed.lora:
+            return info, None
+        whole = lora.without_adapters(resumed.model)
+        return info, {**read_base(origin, family, resumed), **whole}
+    if initial:
+        match_initial(origin, family, initial)
     if origin.path:
         return family.read(origin.path)
     if initial and not origin.may_be_random:
@@ -267,7 +322,7 @@ def use(
         info, weights = family.read(origin.path)
         return info, weights, None
     saved = checkpoint.weights_to_use(origin.resume, origin.checkpoint_dir, recipe)
-    return read_info(origin, family, saved), saved.model, saved
+    return read_info(origin, family, saved), whole_weights(origin, family, saved), saved
 
 
 def weights_file(origin: Origin) -> Path | None:
@@ -290,7 +345,7 @@ def read_info(origin: Origin, family: Family, saved: Saved, advice: str = LEAVE_
     weights, and for flags that contradict it: otherwise `--resume auto` in a script would continue
     an earlier demo and ignore the model that the flags name. `advice` ends that message."""
     info = check_saved(family, saved, origin.forms.family)
-    found = family.conflicts(info, saved)
+    found = family.conflicts(info, saved) + adapter_conflicts(origin, saved)
     if found:
         raise UsageError(f"{', '.join(found)} conflicts with the checkpoint: {advice}")
     return info
@@ -301,9 +356,132 @@ def check_saved(family: Family, saved: Saved, name: str):
     info could ask for a model of any size. Raises `UsageError`."""
     info = records.read(family.model_info, saved.model_info, saved.path)
     family.check(info, str(saved.path))
-    expected = checkpoint.shapes_of(lambda: family.network(info))
+    expected = checkpoint.shapes_of(lambda: adapted_network(family, info, saved.lora))
     model_files.check_shapes(saved.model, expected, saved.path, name)
     return info
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def saved_adapters(family: Family, info: Any, record: dict) -> lora.Adapters:
+    """What `lora.Adapters.record` has saved."""
+    settings = lora.Settings(**{key: record[key] for key in ("rank", "alpha", "targets", "within")})
+    return lora.Adapters(
+        settings, layers_of(family, info, settings), record["base"], record["name"]
+    )
+
+
+def layers_of(family: Family, info: Any, settings: lora.Settings) -> lora.Layers:
+    layers = family.layers(info, settings.targets)
+    adapted = [name for name in layers.adapted if name.startswith(settings.within)]
+    return replace(layers, adapted=adapted)
+
+
+def adapt(
+    origin: Origin,
+    family: Family,
+    info: Any,
+    model: torch.nn.Module,
+    base: dict[str, torch.Tensor] | None,
+    resumed: Saved | None,
+    seed: int,
+) -> lora.Adapters | None:
+    """Adds adapters to a released model with the weights `base`: those of the checkpoint that the
+    run resumes, or what --lora asks for. Prints what is trained. None without adapters."""
+    record = resumed.lora if resumed else None
+    if record:
+        adapters = saved_adapters(family, info, record)
+    elif origin.adapters and not resumed:
+        layers = layers_of(family, info, origin.adapters)
+        name = os.path.basename(os.path.abspath(origin.path or ""))
+        adapters = lora.Adapters(origin.adapters, layers, lora.fingerprint(base or {}), name)
+    else:
+        return None
+    lora.attach(model, adapters, seed)
+    print(lora.describe(model, adapters))
+    return adapters
+
+
+def adapted_network(family: Family, info: Any, record: dict | None) -> torch.nn.Module:
+    """The network of a checkpoint, as far as the checkpoint has its tensors."""
+    network = family.network(info)
+    if record:
+        lora.attach(network, saved_adapters(family, info, record), seed=0)
+    return network
+
+
+def adapter_conflicts(origin: Origin, saved: Saved) -> list[str]:
+    """The flags that contradict the adapters of a checkpoint, each with what it has."""
+    asked = origin.adapters
+    if asked is None:
+        return []
+    if saved.lora is None:
+        return [f"--lora {asked.rank} (the checkpoint has no adapters)"]
+    has = saved.lora
+    values = {"lora": (asked.rank, has["rank"])}
+    values["lora_targets"] = (asked.targets, has["targets"])
+    values["lora_alpha"] = (asked.alpha, has["alpha"])
+    return [
+        f"--{flag} {wanted} (the checkpoint has {found})"
+        for flag, (wanted, found) in values.items()
+        if flag in origin.given and wanted != found
+    ]
+
+
+def match_initial(origin: Origin, family: Family, initial: Saved) -> None:
+    """Merges the adapters of --init_from into its weights, if the run has none. Raises
+    `UsageError`."""
+    if initial.lora and not origin.adapters:
+        merged = whole_weights(origin, family, initial)
+        initial.model.clear()
+        initial.model.update(merged)
+    elif origin.adapters and not initial.lora:
+        raise UsageError(
+            f"--lora and --init_from {initial.path}: all of its weights were trained; export it, and"
+            " give the export as the released model"
+        )
+
+
+def read_base(origin: Origin, family: Family, saved: Saved) -> dict[str, torch.Tensor]:
+    """The released weights that the adapters of a checkpoint are for, with what was trained whole.
+    Raises `UsageError` if the flags name no weights or others."""
+    record = saved.lora
+    if origin.path is None:
+        raise UsageError(
+            f"{saved.path} has adapters (--lora) for a released model: name it with --model_dir or"
+            f" --model_file; its name was {record['name']}"
+        )
+    _, base = family.read(origin.path)
+    found = lora.fingerprint(base)
+    if record["base"] != found and found:
+        raise UsageError(
+            f"{saved.path} has adapters for {record['name']}, and {origin.flag} {origin.path} has"
+            f" other weights (SHA-256 {found[:12]} instead of {record['base'][:12]})"
+        )
+    return base
+
+
+def trained_weights(
+    origin: Origin, family: Family, model: torch.nn.Module, adapters: lora.Adapters | None
+) -> dict[str, torch.Tensor]:
+    """The weights of a model after training. Its adapters are merged into the released weights as
+    they are in their file, because those of the model may have 16 bits. Raises `UsageError`."""
+    if not adapters:
+        return model.state_dict()
+    _, base = family.read(origin.path)
+    trained = {name: tensor.cpu() for name, tensor in lora.saved_state(model).items()}
+    return lora.merge(base, trained, adapters)
+
+
+def whole_weights(origin: Origin, family: Family, saved: Saved) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint; adapters are merged into the released weights. Raises
+    `UsageError`."""
+    if not saved.lora:
+        return saved.model
+    info = records.read(family.model_info, saved.model_info, saved.path)
+    base = read_base(origin, family, saved)
+    return lora.merge(base, saved.model, saved_adapters(family, info, saved.lora))
 
 
 def conflicts(origin: Origin, info: Any, sized: Iterable[str]) -> list[str]:
