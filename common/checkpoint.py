@@ -39,8 +39,8 @@ STATE = {
     "rng": list,
     "args": dict,
 }
-INFOS = {"recipe": str, "model_info": dict, "run_info": dict, "lora?": (lora.SAVED, type(None))}
-CONTENT = {**INFOS, "model": dict, **STATE}
+INFOS = {"model_info": dict, "run_info": dict, "lora": (lora.SAVED, type(None))}
+CONTENT = {"recipe": str, "model_info": dict, "run_info": dict, "model": dict, **STATE}
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,8 @@ def read(path: Path, recipe: str, flag: str = "--resume") -> Saved:
     _check_format(path, content.get("format") if isinstance(content, dict) else None)
     if reason := records.mismatch(content, CONTENT, "it"):
         raise Damaged(f"{path} is damaged: {reason}")
+    if records.mismatch(content.get("lora"), INFOS["lora"], "lora"):
+        raise Damaged(f"{path} is damaged: its lora is not a record")
     check_recipe(path, content["recipe"], recipe)
     check_tensors(content["model"], path)
     for states in content["optimizer"].values():
@@ -398,13 +400,13 @@ def read_weights(path: str | Path, recipe: str, flag: str = "--resume") -> Saved
     _check_format(path, header.get("format"))
     check_recipe(path, header.get("recipe", "unknown"), recipe)
     found = {}
-    for name in ("model_info", "run_info", "lora"):
+    for name in INFOS:
         try:
             found[name] = json.loads(header.get(name, "null" if name == "lora" else ""))
         except (ValueError, RecursionError):
             raise Damaged(f"{path} is damaged: its {name} cannot be read") from None
-    if reason := records.mismatch({"recipe": recipe, **found}, INFOS, "it"):
-        raise Damaged(f"{path} is damaged: {reason}")
+        if records.mismatch(found[name], INFOS[name], name):
+            raise Damaged(f"{path} is damaged: its {name} is not a record")
     return Saved(path=path, recipe=recipe, model=check_tensors(tensors, path), **found)
 
 
