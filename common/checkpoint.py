@@ -351,10 +351,12 @@ def _existing(folder: Path, names: Iterable[str]) -> list[Path]:
     return found
 
 
-def save_weights(path: Path, state: dict[str, torch.Tensor], task, summary: dict) -> None:
+def save_weights(
+    path: Path, state: dict[str, torch.Tensor], task, summary: dict, record: dict | None = None
+) -> None:
     """Writes the `state` of a model to `path` (.safetensors), with the records of the loop's `task`
-    as JSON in the header, so that this file is enough to rebuild the model. Writes `summary` beside
-    it (.json). Raises `RunError`."""
+    as JSON in the header, so that this file is enough to rebuild the model, and the `record` of
+    adapters. Writes `summary` beside it (.json). Raises `RunError`."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     header = {
         "format": FORMAT,
@@ -362,8 +364,8 @@ def save_weights(path: Path, state: dict[str, torch.Tensor], task, summary: dict
         "model_info": json.dumps(asdict(task.model_info)),
         "run_info": json.dumps(asdict(task.run_info)),
     }
-    if task.adapters:
-        header["lora"] = json.dumps(task.adapters.record())
+    if record:
+        header["lora"] = json.dumps(record)
     files.save(path, lambda temporary: save_file(tensors, temporary, metadata=header))
     text = json.dumps(summary, ensure_ascii=False, indent=1) + "\n"
     files.save(
@@ -571,7 +573,8 @@ def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> 
         return "weights of the best evaluation (the average was worse)"
     noted = files.read_json(best_path.with_suffix(".json"))
     summary = {"steps": steps, task.metric: averaged, "made_by": noted.get("made_by")}
-    save_weights(folder / "averaged.safetensors", lora.saved_state(model), task, summary)
+    state = lora.saved_state(model)
+    save_weights(folder / "averaged.safetensors", state, task, summary, lora.record_of(model))
     return AVERAGED
 
 

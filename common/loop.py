@@ -82,7 +82,7 @@ class Task:
     of --init_from; not for a resumed run, and not in a dry run. `freeze(model)` is what
     --freeze_encoder does, for the advice of a dry run; None if there is no such flag, or if the
     encoder is random and must be trained. `learning_rate` is the peak rate unless --learning_rate
-    is given. `checkpointed` and `compiled` are the layer types for --gradient_checkpointing and
+    is given; adapters have another one (`lora.rate`). `checkpointed` and `compiled` are the layer types for --gradient_checkpointing and
     --torch_compile; the weights inside `checkpointed` layers get 16-bit copies with
     --use_cpu_offload weights. `last_steps` is what a dry run plans in place of an `evaluate` that
     takes minutes without values: it makes only the last steps of a long search, which need the most
@@ -94,8 +94,7 @@ class Task:
     for each token are copied by number. With `compares`, another model of this size decodes at the
     end, too, with fp32 weights. `reports` are the files and folders that the recipe writes, by
     their names in the log folder or by their absolute paths; a new run moves an earlier run's
-    aside. `adapters`: those that `lora.attach` has added to the model, whose own weights stay as
-    they are."""
+    aside."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -119,7 +118,6 @@ class Task:
     vocabulary: checkpoint.Vocabulary | None = None
     compares: bool = False
     reports: tuple[str, ...] = ()
-    adapters: lora.Adapters | None = None
 
     def is_better(self, value: float, other: float) -> bool:
         """Whether a value of the metric is better than another one."""
@@ -305,8 +303,7 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> P
     if run.setup.ranks.machines > 1:  # whose processors may have other random numbers
         values = [t for t in model.state_dict().values() if t.is_floating_point()]
         run.setup.ranks.share_tensors(values, [0] * len(values))
-    if task.adapters and run.setup.dtype:
-        lora.lower(model, run.setup.dtype, task.adapters.layers.kept)
+    lora.lower(model, run.setup.dtype)
     on_host = offload.begin(
         args.use_cpu_offload, model, task.checkpointed, run.setup.dtype, run.setup.ranks
     )
@@ -373,7 +370,7 @@ def begin_training(
     progress = start_progress(saved)
     optimizer = optim.make_optimizer(
         placed.trained,
-        args.learning_rate or task.learning_rate,
+        args.learning_rate or lora.rate(placed.model, task.learning_rate),
         args.weight_decay,
         args.optimizer,
         placed.on_host,
@@ -1092,7 +1089,8 @@ def evaluate_now(training: Training) -> None:
         with ranks.patient():
             state = training.placed.state()
             if ranks.first:
-                checkpoint.save_weights(path, state, task, summary)
+                record = lora.record_of(training.placed.model)
+                checkpoint.save_weights(path, state, task, summary, record)
             ranks.gather(None)  # the others wait for the first
     texts = [f"{name} {shown(name, value)}" for name, value in values.items()]
     if improved:
@@ -1196,7 +1194,7 @@ def write_checkpoint(training: Training, states: list, model: dict, optimizer: d
         "recipe": training.task.name,
         "model_info": asdict(training.task.model_info),
         "run_info": asdict(training.task.run_info),
-        "lora": training.task.adapters.record() if training.task.adapters else None,
+        "lora": lora.record_of(training.placed.model),
         "progress": progress,
         "rng": states,
         "model": model,
@@ -1268,8 +1266,7 @@ def plan(
         return preflight.verify(args, model)
     ranks = card.count
     setup = Setup(dtype=device.pick_dtype(args.mixed_precision, card.capability)[0])
-    if task.adapters and setup.dtype:
-        lora.lower(model, setup.dtype, task.adapters.layers.kept)
+    lora.lower(model, setup.dtype)
     length = run_length.choose(args, global_batches, task.fine_tunes)
     epochs = math.ceil(length.total / global_batches.per_epoch)
 

@@ -26,6 +26,7 @@ LOWERED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
 MOST_RANK = 4096
+RATE = 10.0  # of adapters, times that of weights that are trained whole
 # Of a file with adapters, for `records`.
 SAVED = {
     "rank": range(1, MOST_RANK + 1),
@@ -67,17 +68,13 @@ class Layers:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a run. `base`: the `fingerprint` of the released weights; empty in a dry run.
-    `name`: where they were, for messages."""
+    """The adapters of a run. `base`: the `fingerprint` of the released weights. `name`: where they
+    were, for messages."""
 
     settings: Settings
     layers: Layers
     base: str
     name: str
-
-    def record(self) -> dict:
-        """What is saved with the adapters: a `SAVED`."""
-        return {**asdict(self.settings), "base": self.base, "name": self.name}
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -87,8 +84,15 @@ def is_adapted(layer: nn.Module) -> bool:
     return hasattr(layer, A)
 
 
-def has_adapters(model: nn.Module) -> bool:
-    return any(map(is_adapted, model.modules()))
+def adapters_of(model: nn.Module) -> Adapters | None:
+    """What `attach` has added to a model."""
+    return getattr(model, "adapters", None)
+
+
+def record_of(model: nn.Module) -> dict | None:
+    """What is saved of that with a model: a `SAVED`."""
+    adapters = adapters_of(model)
+    return adapters and {**asdict(adapters.settings), "base": adapters.base, "name": adapters.name}
 
 
 def product(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -105,6 +109,7 @@ def attach(model: nn.Module, adapters: Adapters, seed: int) -> None:
     """Freezes `model` but for the parameters that are trained whole, and adds adapters to its
     layers. A is random and B zero, so the model computes what it did."""
     settings = adapters.settings
+    model.adapters = adapters
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.startswith(adapters.layers.whole)
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -122,8 +127,19 @@ def attach(model: nn.Module, adapters: Adapters, seed: int) -> None:
         layer.register_forward_hook(add_product)
 
 
-def describe(model: nn.Module, adapters: Adapters) -> str:
-    """What is trained, with counts."""
+def rate(model: nn.Module, learning_rate: float) -> float:
+    """The peak learning rate of a run that has this one without adapters."""
+    return RATE * learning_rate if adapters_of(model) else learning_rate
+
+
+def weights_of(model: nn.Module) -> set[nn.Parameter]:
+    """A and B of all adapters."""
+    return {p for name, p in model.named_parameters() if name.rpartition(".")[2] in (A, B)}
+
+
+def describe(model: nn.Module) -> str:
+    """What of a model with adapters is trained, with counts."""
+    adapters = adapters_of(model)
     counts = {"adapters": 0, "whole": 0, "frozen": 0}
     for name, parameter in model.named_parameters():
         kind = "whole" if parameter.requires_grad else "frozen"
@@ -147,9 +163,14 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
     return (first, second) if isinstance(layer, nn.Linear) else (second, first)
 
 
-def lower(model: nn.Module, dtype: torch.dtype, kept: tuple[str, ...] = ()) -> None:
-    """Stores the frozen weights and biases of linear layers, convolutions and embeddings as `dtype`,
-    to which autocast would cast them. `kept`: see `Layers`."""
+def lower(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Stores the frozen weights and biases of linear layers, convolutions and embeddings of a model
+    with adapters as `dtype`, to which autocast would cast them. Without autocast, or adapters, does
+    nothing."""
+    adapters = adapters_of(model)
+    if not (adapters and dtype):
+        return
+    kept = adapters.layers.kept
     for name, module in model.named_modules():
         is_lowered = isinstance(module, LOWERED) or is_adapted(module)
         if is_lowered and not name.endswith(kept):
@@ -165,7 +186,7 @@ def saved_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state of a model as it is saved: of one with adapters what training changes, its trained
     parameters and its buffers."""
     state = model.state_dict()
-    if not has_adapters(model):
+    if not adapters_of(model):
         return state
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     return {name: tensor for name, tensor in state.items() if name not in frozen}
@@ -192,14 +213,16 @@ def without_adapters(trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {name: t for name, t in trained.items() if name.rpartition(".")[2] not in (A, B)}
 
 
-def fingerprint(weights: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over names, shapes and fp32 values: the same whatever the type that a file has. Empty
-    for tensors without values."""
-    if any(tensor.is_meta for tensor in weights.values()):
+def fingerprint(base: dict[str, torch.Tensor], layers: Layers) -> str:
+    """SHA-256 of released weights, without those that are trained whole: over names, shapes and fp32
+    values, so it is the same whatever the type that a file has. Empty in a dry run, where tensors
+    have no values."""
+    names = [name for name in base if not name.startswith(layers.whole)]
+    if any(base[name].is_meta for name in names):
         return ""
     digest = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name].detach()
+    for name in sorted(names):
+        tensor = base[name].detach()
         digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
         if tensor.is_floating_point():
             tensor = tensor.float()

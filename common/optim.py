@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common import lora
 from common.errors import RunError, UsageError, first_line, require
 from common.offload import LEVELS, Offload, OffloadedAdamW
 from common.ranks import Ranks
@@ -82,6 +83,7 @@ def make_optimizer(
     update needs no additional memory. `new_rows` learn at a rate of their own. Raises `UsageError`
     if all parameters are frozen, `RunError` if bitsandbytes does not work."""
     groups = parameter_groups(model, weight_decay, decay_embeddings)
+    groups = slow_down_whole(groups, lora.weights_of(model), learning_rate)
     settings = {"lr": learning_rate, "betas": betas}
     if offload:
         optimizer = OffloadedAdamW(groups, offload, **settings, eps=EPSILON)
@@ -98,6 +100,19 @@ def make_optimizer(
     if offload and offload.ranks.size > 1:
         optimizer.register_step_post_hook(OffloadedAdamW.share)
     return optimizer
+
+
+def slow_down_whole(groups: list[dict], adapters: set, learning_rate: float) -> list[dict]:
+    """Groups in which what is trained whole beside `adapters` has the rate of full fine-tuning."""
+    if not adapters:
+        return groups
+    parts = []
+    for group in groups:
+        beside = [p for p in group["params"] if p in adapters]
+        whole = [p for p in group["params"] if p not in adapters]
+        parts.append({**group, "params": beside})
+        parts.append({**group, "params": whole, "lr": learning_rate / lora.RATE})
+    return [part for part in parts if part["params"]]
 
 
 def speed_up(optimizer: torch.optim.Optimizer, model: torch.nn.Module, new_rows: NewRows) -> None:

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, memory, optim, options
+from common import checkpoint, device, lora, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
@@ -367,7 +367,8 @@ def report_and_export(
         path = checkpoint.file_of(asked.origin.checkpoint_dir, weights)
         results = recogniser.read_results(asked.how.log_dir)
         about = card.About(RECIPE, asked.origin.path, path, run_info, results)
-        start.export(asked, info, model.state_dict(), about)
+        whole = released.trained_weights(asked.origin, start.family(asked), model)
+        start.export(asked, info, whole, about)
     compare(asked, model, evaluation, rows)
 
 
@@ -428,6 +429,7 @@ def first_model(
         info, weights = start.choose(asked, run.resumed, run.initial, texts)
         model = make_model(info, weights, args.dropout, args.joint_dropout)
     model.trains_ctc = "ctc" in loss_weights(info)
+    released.adapt(asked.origin, start.family(asked), info, model, weights, run.resumed, args.seed)
     return info, model
 
 
@@ -495,7 +497,7 @@ def make_task(
     millions = optim.count_parameters(model)[0] / 1e6
     print(
         f"model: {millions:.1f} M parameters, {tokenizer.size} pieces; learning rate"
-        f" {args.learning_rate or rate:g}"
+        f" {args.learning_rate or lora.rate(model, rate):g}"
     )
     terms = loss_weights(info)
     return Task(

@@ -437,6 +437,7 @@ def first_model(args, asked: start.Options, run: Run) -> tuple[start.ModelInfo, 
         info = dataclasses.replace(info, pad_to_30s=args.pad_to_30s)
         start.check_limits(asked, info.config)
         model = start.make_model(info, args.dropout, args.label_smoothing, weights)
+    released.adapt(asked.origin, start.family(asked), info, model, weights, run.resumed, args.seed)
     if args.freeze_encoder:
         model.freeze_encoder()
     start.describe(info, model, args.learning_rate)
@@ -534,7 +535,8 @@ def main(args) -> None:
     if args.export and run.setup.ranks.first:
         results = recogniser.read_results(args.log_dir)
         about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results, languages=())
-        start.export(args.export, info, model.state_dict(), about)
+        whole = released.trained_weights(asked.origin, start.family(asked), model)
+        start.export(args.export, info, whole, about)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, lora, memory, options, run_length
+from common import checkpoint, device, memory, options, run_length
 from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
@@ -613,9 +613,9 @@ def evaluate_only(args, asked: start.Options) -> None:
 
 def first_model(
     args, asked: start.Options, run: Run, texts: Iterable[str]
-) -> tuple[start.ModelInfo, Whisper, lora.Adapters | None]:
+) -> tuple[start.ModelInfo, Whisper]:
     """The model that training starts with: that of the checkpoint, a released one, or a new one
-    with a vocabulary made from the training `texts`; and its adapters, with --lora."""
+    with a vocabulary made from the training `texts`."""
 
     def new_info() -> start.ModelInfo:
         tokenizer = train_bpe(texts, args.vocab_size, args.language)
@@ -628,13 +628,11 @@ def first_model(
         info = dataclasses.replace(info, pad_to_30s=args.pad_to_30s)
         start.check_limits(asked, info.config)
         model = start.make_model(info, args.dropout, args.label_smoothing, weights)
-    adapters = released.adapt(
-        asked.origin, start.family(asked), info, model, weights, run.resumed, args.seed
-    )
+    released.adapt(asked.origin, start.family(asked), info, model, weights, run.resumed, args.seed)
     if args.freeze_encoder:
         model.freeze_encoder()
     start.describe(info, model, args.learning_rate)
-    return info, model, adapters
+    return info, model
 
 
 def may_train_times(args, asked: start.Options, run: Run) -> bool:
@@ -672,7 +670,6 @@ def make_task(
     run: Run,
     info: start.ModelInfo,
     run_info: start.RunInfo,
-    adapters: lora.Adapters | None,
     train_set: Utterances,
     val_set: Utterances,
 ) -> Task:
@@ -701,7 +698,7 @@ def make_task(
         metric="cer",
         fit=fit,
         freeze=freeze,
-        learning_rate=start.learning_rate(info, adapters is not None),
+        learning_rate=start.learning_rate(info),
         checkpointed=LAYERS,
         compiled=LAYERS,
         last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
@@ -709,7 +706,6 @@ def make_task(
         vocabulary=start.vocabulary(info, run.initial),
         compares=bool(args.compare_to),
         reports=recogniser.REPORTS,
-        adapters=adapters,
     )
 
 
@@ -725,7 +721,7 @@ def main(args) -> None:
     before = released.read_run_info(start.RunInfo, run.resumed)
 
     corpora = read_data(args, before, may_train_times(args, asked, run))
-    info, model, adapters = first_model(args, asked, run, corpora["train"].texts)
+    info, model = first_model(args, asked, run, corpora["train"].texts)
     tokenizer, _ = start.make_search(asked, info)
     share = start.timestamp_share(args.timestamp_share, info, tokenizer, corpora["train"])
     info = dataclasses.replace(info, times=share > 0)
@@ -740,7 +736,7 @@ def main(args) -> None:
     run_info = about_run(args, info, corpora, global_batches, before)
     train_set.pad_from = run_info.pad_from
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
-    task = make_task(args, asked, run, info, run_info, adapters, train_set, data["val"])
+    task = make_task(args, asked, run, info, run_info, train_set, data["val"])
     train(args, run, model, task, global_batches, evaluation["val"])
     measured = run_info.times_before
     report = functools.partial(report_results, args, asked, info, model, evaluation, measured)
@@ -748,7 +744,7 @@ def main(args) -> None:
     if args.export and run.setup.ranks.first:
         results = recogniser.read_results(args.log_dir)
         about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results)
-        whole = released.trained_weights(asked.origin, start.family(asked), model, adapters)
+        whole = released.trained_weights(asked.origin, start.family(asked), model)
         start.export(args.export, info, whole, about)
 
 

@@ -386,21 +386,22 @@ def adapt(
     base: dict[str, torch.Tensor] | None,
     resumed: Saved | None,
     seed: int,
-) -> lora.Adapters | None:
+) -> None:
     """Adds adapters to a released model with the weights `base`: those of the checkpoint that the
-    run resumes, or what --lora asks for. Prints what is trained. None without adapters."""
+    run resumes, or what --lora asks for. Prints what is trained."""
     record = resumed.lora if resumed else None
     if record:
         adapters = saved_adapters(family, info, record)
     elif origin.adapters and not resumed:
         layers = layers_of(family, info, origin.adapters)
         name = os.path.basename(os.path.abspath(origin.path or ""))
-        adapters = lora.Adapters(origin.adapters, layers, lora.fingerprint(base or {}), name)
+        adapters = lora.Adapters(
+            origin.adapters, layers, lora.fingerprint(base or {}, layers), name
+        )
     else:
-        return None
+        return
     lora.attach(model, adapters, seed)
-    print(lora.describe(model, adapters))
-    return adapters
+    print(lora.describe(model))
 
 
 def adapted_network(family: Family, info: Any, record: dict | None) -> torch.nn.Module:
@@ -447,13 +448,15 @@ def read_base(origin: Origin, family: Family, saved: Saved) -> dict[str, torch.T
     """The released weights that the adapters of a checkpoint are for, with what was trained whole.
     Raises `UsageError` if the flags name no weights or others."""
     record = saved.lora
+    info = records.read(family.model_info, saved.model_info, saved.path)
+    adapters = saved_adapters(family, info, record)
     if origin.path is None:
         raise UsageError(
             f"{saved.path} has adapters (--lora) for a released model: name it with --model_dir or"
             f" --model_file; its name was {record['name']}"
         )
     _, base = family.read(origin.path)
-    found = lora.fingerprint(base)
+    found = lora.fingerprint(base, adapters.layers)
     if record["base"] != found and found:
         raise UsageError(
             f"{saved.path} has adapters for {record['name']}, and {origin.flag} {origin.path} has"
@@ -463,10 +466,11 @@ def read_base(origin: Origin, family: Family, saved: Saved) -> dict[str, torch.T
 
 
 def trained_weights(
-    origin: Origin, family: Family, model: torch.nn.Module, adapters: lora.Adapters | None
+    origin: Origin, family: Family, model: torch.nn.Module
 ) -> dict[str, torch.Tensor]:
     """The weights of a model after training. Its adapters are merged into the released weights as
     they are in their file, because those of the model may have 16 bits. Raises `UsageError`."""
+    adapters = lora.adapters_of(model)
     if not adapters:
         return model.state_dict()
     _, base = family.read(origin.path)

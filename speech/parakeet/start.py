@@ -8,7 +8,7 @@ from typing import Annotated
 
 import torch
 
-from common import checkpoint, options, records
+from common import checkpoint, lora, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import card, onnx_files, recogniser, released, text
@@ -52,6 +52,9 @@ NEW_ROWS_RATE = 3e-3
 NOISE = 0.1  # their first deviation from the mean of the old rows, in deviations of these
 NEW_PIECES = 1024  # of --train_tokenizer bpe
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR = ("linear1", "linear2", "subsampling.linear", "encoder_projector")
+ADAPTED = {"q,v": ("q_proj", "v_proj"), "attention": ATTENTION, "linear": (*ATTENTION, *LINEAR)}
 CARDS = {  # by --export_format
     "hf": card.Form(
         library="transformers",
@@ -102,7 +105,7 @@ EXCLUDES = (
     ("vocab_size", "train_tokenizer char", "the second has the characters of the training texts"),
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
-NEEDS = (("export_format", ("export",), ""),)
+NEEDS = (*released.NEEDS, ("export_format", ("export",), ""))
 LOSS = {  # a schema of records.mismatch
     "sigma": lambda value: 0 <= value < 10,
     "omega": lambda value: 0 <= value <= 1,
@@ -252,7 +255,17 @@ def family(asked: Options, resumes: bool = True) -> released.Family:
     def conflicts(info: ModelInfo, saved: Saved) -> list[str]:
         return find_conflicts(asked, info, resumes)
 
-    return released.Family(ModelInfo, read, network, check, conflicts)
+    return released.Family(ModelInfo, read, network, check, conflicts, adapted_layers)
+
+
+def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
+    """The layers that --lora_targets means. The prediction and the joint network, which are small,
+    are trained whole: their layers are not called in the loss, and a vocabulary may be new."""
+    with torch.device("meta"):
+        model = network(info)
+    adapted = [name for name, _ in model.named_modules() if name.endswith(ADAPTED[targets])]
+    whole = ("decoder.", "joint.", "ctc_head.")
+    return lora.Layers([name for name in adapted if not name.startswith(whole)], whole)
 
 
 def read(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:

@@ -39,7 +39,6 @@ AUXILIARY_WEIGHT = 0.3  # share of the encoder's own loss, from scratch
 FINE_TUNING_RATES = {384: 3.75e-5, 512: 2.5e-5, 768: 1.25e-5, 1024: 6.25e-6, 1280: 4.4e-6}
 SMALL_RATE = 2e-3  # from scratch, for models narrower than the smallest released one
 ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
-LORA_RATE = 10.0  # times that of full fine-tuning
 SHAPE = ("d_model", "encoder_layers", "decoder_layers", "attention_heads")
 SIZED = ("d_model", "encoder_layers", "decoder_layers")  # what tells sizes apart
 SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")  # in generation_config.json
@@ -479,14 +478,12 @@ def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary 
     )
 
 
-def learning_rate(info: ModelInfo, has_adapters: bool = False) -> float:
-    """The peak learning rate by the model's width: for fine-tuning a fortieth of pre-training's, for
-    adapters ten times as much; from scratch that of pre-training, and more for models narrower than
-    the smallest released one."""
+def learning_rate(info: ModelInfo) -> float:
+    """The peak learning rate by the model's width: for fine-tuning a fortieth of pre-training's;
+    from scratch that of pre-training, and more for models narrower than the smallest released
+    one."""
     width = info.config["d_model"]
     nearest = min(FINE_TUNING_RATES, key=lambda known: abs(known - width))
-    if has_adapters:
-        return LORA_RATE * FINE_TUNING_RATES[nearest]
     if info.pretrained:
         return FINE_TUNING_RATES[nearest]
     if width < min(FINE_TUNING_RATES):
@@ -496,12 +493,11 @@ def learning_rate(info: ModelInfo, has_adapters: bool = False) -> float:
 
 def describe(info: ModelInfo, model: Whisper, given_rate: float | None) -> None:
     """Prints the size of the model and, unless --learning_rate is given, its learning rate."""
-    has_adapters = lora.has_adapters(model)
     if given_rate is None:
         reason = "fine-tuning at this width" if info.pretrained else "from scratch"
-        if has_adapters:
+        if lora.adapters_of(model):
             reason = "adapters at this width"
-        print(f"learning rate: {learning_rate(info, has_adapters):g} ({reason})")
+        print(f"learning rate: {lora.rate(model, learning_rate(info)):g} ({reason})")
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(
