@@ -123,6 +123,11 @@ def resolve(args) -> start.Options:
         *start.EXCLUDES,
         *judge.EXCLUDES,
         ("max_audio_length", "max_duration", "both limit clips; give one"),
+        (
+            "lora",
+            "freeze_layers",
+            "with the first all layers stay as they are; leave one of them out",
+        ),
         *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
     )
     needs = (*splits.NEEDS, *start.NEEDS, *speaking.NEEDS)
@@ -452,6 +457,7 @@ def first_model(
     # In a short training a small conditioning encoder, which began at random, unlearns the voices.
     if not (info.pretrained or info.config["hifigan"]):
         model.conditioning_encoder.requires_grad_(False)
+    released.adapt(asked.origin, start.family(asked), info, model, weights, run.resumed, args.seed)
     use_sdpa(model, args.sdpa)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     parameters, trainable = optim.count_parameters(model)
@@ -574,6 +580,7 @@ def synthesise(args, asked: start.Options) -> None:
 
 def export_and_speak(
     args,
+    asked: start.Options,
     run: Run,
     info: ModelInfo,
     synthesiser: Synthesiser,
@@ -585,7 +592,7 @@ def export_and_speak(
         return
     synthesiser.frozen.to(run.setup.device)
     if args.export:
-        export(args, info, synthesiser, speaking.speakers_of(corpora["train"]), about)
+        export(args, asked, info, synthesiser, speaking.speakers_of(corpora["train"]), about)
     speak_held_out(args, run.setup, synthesiser, corpora["val"], corpora["train"])
 
 
@@ -614,11 +621,18 @@ def speak_held_out(
         print(judge.judged(args.judge, recipes, folder, list(corpus.texts), args.device))
 
 
-def export(args, info: ModelInfo, synthesiser: Synthesiser, clips: dict, about: card.About) -> None:
+def export(
+    args,
+    asked: start.Options,
+    info: ModelInfo,
+    synthesiser: Synthesiser,
+    clips: dict,
+    about: card.About,
+) -> None:
     """Writes the folder for Coqui, with the voices in `clips` and in those of --speaker_wav."""
     clips = {**speaking.named_clips(args.speaker_wav or []), **clips}
     speakers = speaking.to_export(synthesiser, clips)
-    weights = synthesiser.model.state_dict()
+    weights = released.trained_weights(asked.origin, start.family(asked), synthesiser.model)
     start.export(args.export, info, weights, synthesiser.frozen, speakers, about)
 
 
@@ -655,7 +669,7 @@ def evaluate_only(args, asked: start.Options) -> None:
         path = released.weights_file(asked.origin)
         before = released.read_run_info(splits.RunInfo, saved)
         about = card.About(RECIPE, args.model_dir, path, before)
-        return export(args, info, synthesiser, {}, about)
+        return export(args, asked, info, synthesiser, {}, about)
     data, corpora = read_data(args, saved)
     texts.read_corpora(synthesiser.texts, corpora)
     corpora = check_corpora(args, data, corpora, synthesiser.texts, info.config)
@@ -721,7 +735,7 @@ def main(args) -> dict | None:
     report = functools.partial(report_results, synthesiser, evaluation, languages)
     used = finish(args, run, synthesiser.model, task, evaluation["val"], report)
     about = card.About(RECIPE, args.model_dir, used, task.run_info)
-    export_and_speak(args, run, info, synthesiser, corpora, about)
+    export_and_speak(args, asked, run, info, synthesiser, corpora, about)
     weights = args.checkpoint_dir / "best.safetensors"
     return {"weights": weights, "logs": args.log_dir, "export": args.export}
 

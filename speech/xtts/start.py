@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+from torch import nn
 
-from common import checkpoint, options, records
+from common import checkpoint, lora, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import card, released
 from speech.released import Forms, Origin
 from speech.xtts import cleaners, codec_training, formats, frozen, new_tokens, texts
 from speech.xtts.frozen import Frozen
-from speech.xtts.model import GPT
+from speech.xtts.model import GPT, Conv1D
 from speech.xtts.tokenizer import LANGUAGE, Vocabulary, new_vocabulary
 
 RECIPE = "xtts_amharic"  # in checkpoints
@@ -52,6 +53,15 @@ latents, speaker = model.get_conditioning_latents(
 wav = model.inference("TEXT", "LANGUAGE", latents, speaker)["wav"]  # 24 kHz
 """,
 )
+QUERIES = ("attn.c_attn", "to_q", "to_kv")
+ATTENTION = (*QUERIES, "attn.c_proj", "to_out")
+ADAPTED = {
+    "q,v": QUERIES,
+    "attention": ATTENTION,
+    "linear": ("",),
+}  # ends of names, for --lora_targets
+WHOLE = ("text_embedding.", "text_head.")
+POSITIONS = ("text_pos_embedding.emb", "mel_pos_embedding.emb")
 SIZED = ("d_model",)  # what tells the sizes of --model_size apart
 # Rows of the text embedding.
 VERSIONS = {"v2.0.0": 6153, "v2.0.1": 6153, "v2.0.2": 6681, "v2.0.3": 6681}
@@ -72,6 +82,7 @@ EXCLUDES = (
     *texts.EXCLUDES,
 )
 NEEDS = (
+    *released.NEEDS,
     ("custom_model", ("model_dir",), "it holds the GPT only"),
     ("model_size", ("from_scratch",), ""),
     *texts.NEEDS,
@@ -218,7 +229,21 @@ def family(asked: Options) -> released.Family:
         network=lambda info: GPT(info.config),
         check=check_info,
         conflicts=functools.partial(conflicts, asked),
+        layers=adapted_layers,
     )
+
+
+def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
+    """The layers that --lora_targets means. A layer of GPT-2 has queries, keys and values in one.
+    The text embedding and head, whose tokens may be new, are trained whole."""
+    with torch.device("meta"):
+        model = GPT(info.config)
+    adapted = []
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, Conv1D | nn.Linear)
+        if is_linear and name.endswith(ADAPTED[targets]) and not f"{name}.".startswith(WHOLE):
+            adapted.append(name)
+    return lora.Layers(adapted, WHOLE, kept=POSITIONS, transposed=("c_attn", "c_fc", "c_proj"))
 
 
 def choose(

@@ -35,7 +35,7 @@ from speech.parakeet import model as network
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import pad_pieces
 from speech.text import train_tokenizer
-from tests.recipes import runs
+from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, error_lines, newest, planned, ran, refused, run
 
 CPU = torch.device("cpu")
@@ -676,6 +676,14 @@ def released(best, tmp_path_factory) -> Path:
         line = out.splitlines()[-1]
         assert line.startswith(f"exported to {folder / form}: ") and line.endswith(files)
     return folder
+
+
+def test_adapters_beside_a_released_parakeet(released, manifests, tmp_path):
+    def read(folder: Path) -> dict:
+        return formats.read_model(folder)[0]
+
+    out = adapters.check(recipe, manifests, ["--model_dir", released / "hf"], tmp_path, read)
+    assert "trained whole: decoder, joint, ctc_head" in out
 
 
 def test_an_export_to_onnx_has_the_programs_files_and_a_card(best, tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ from speech.xtts.model import GPT
 from speech.xtts.start import ModelInfo
 from speech.xtts.tokenizer import Vocabulary, new_vocabulary
 from speech.xtts.vocoder import HifiDecoder
-from tests.recipes import runs
+from tests.recipes import adapters, runs
 from tests.recipes.runs import check_levels, newest, planned, ran, refused
 from tests.speech.xtts.infos import make_info
 
@@ -1617,6 +1617,17 @@ def test_the_results_have_a_line_for_each_language(places, json_lines, tmp_path,
     names = [line.partition(":")[0].strip() for line in lines if "  mel " in line]
     assert names == (["all", "am", "de"] if "am" in languages else ["all"])
     assert all(line.startswith("  ") and ": text " in line for line in lines[: len(names)])
+
+
+def test_adapters_beside_a_released_gpt(places, tmp_path):
+    def read(folder: Path) -> dict:
+        return formats.read_model(folder)[0]["gpt"]
+
+    flags = [*manifests(places), "--speak_held_out", "0"]
+    base = ["--model_dir", places.model]
+    transposed = ("c_attn", "c_fc", "c_proj")
+    out = adapters.check(recipe, flags, base, tmp_path, read, transposed)
+    assert "trained whole: text_embedding, text_head" in out
 
 
 def test_a_judge_hears_what_an_evaluation_speaks(places, tmp_path, monkeypatch):

@@ -1,0 +1,74 @@
+"""What --lora promises, for the tests of each recipe that has it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from common import lora
+from tests.recipes.runs import newest, ran, refused
+
+STEPS = "--batch_size 2 --gradient_accumulation_steps 1 --log_every 1 --save_every 2".split()
+STEPS += ["--lr_schedule", "constant", "--learning_rate", "1e-2"]
+
+
+def check(
+    recipe,
+    data: list,
+    base: list,
+    folder: Path,
+    read: Callable[[Path], dict],
+    transposed: tuple = (),
+) -> str:
+    """Trains adapters of `recipe` on `data` beside the released weights that the flags `base` name,
+    in `folder`, and checks what is saved, resumed, merged and refused. `read`: the weights in the
+    folder of a release. Returns the stdout of the training."""
+    flags = [*data, *base, *STEPS, "--lora", "3"]
+    whole = folder / "whole"
+    exported = whole / "exported"
+    out = ran(recipe, *flags, "--max_steps", "4", "--output_dir", whole, "--export", exported)
+    state = newest(whole, recipe)
+    assert state.lora["rank"] == 3 and state.lora["alpha"] == 6.0 and len(state.lora["base"]) == 64
+    check_resumed(recipe, flags, folder, state)
+    best = whole / "checkpoints" / "best.safetensors"
+    check_merged(load_file(best), read(Path(base[-1])), read(exported), transposed)
+    last = ["--resume", state.path, "--output_dir", folder / "used"]
+    ran(recipe, *last, "--export", folder / "last", *base)
+    assert all(tensor.any() for name, tensor in state.model.items() if name.endswith(lora.B))
+    check_merged(state.model, read(Path(base[-1])), read(folder / "last"), transposed)
+    status, err = refused(recipe, *last, "--export", folder / "third")
+    assert status == 2 and "--model_dir" in err and Path(base[-1]).name in err
+    status, err = refused(recipe, *last, "--export", folder / "third", base[0], folder / "last")
+    assert status == 2 and "has adapters for" in err and "other weights" in err
+    return out
+
+
+def check_resumed(recipe, flags: list, folder: Path, whole) -> None:
+    """A run that is stopped after two updates ends with the same bits."""
+    parts = [*flags, "--output_dir", folder / "parts"]
+    ran(recipe, *parts, "--max_steps", "2")
+    ran(recipe, *parts, "--max_steps", "4", "--resume", "auto")
+    state = newest(folder / "parts", recipe)
+    assert state.model.keys() == whole.model.keys()
+    assert all(torch.equal(state.model[name], whole.model[name]) for name in whole.model)
+    for name, states in whole.state["optimizer"].items():
+        for key, tensor in states.items():
+            assert torch.equal(tensor, state.state["optimizer"][name][key])
+
+
+def check_merged(trained: dict, base: dict, merged: dict, transposed: tuple) -> None:
+    """Weights with an adapter have its product, those that were trained whole their values, and all
+    others are the released ones."""
+    adapted = [name.removesuffix(".lora_A") for name in trained if name.endswith(".lora_A")]
+    assert adapted
+    for name, weight in merged.items():
+        layer = name.removesuffix(".weight")
+        if name == f"{layer}.weight" and layer in adapted:
+            down, up = trained[f"{layer}.{lora.A}"], trained[f"{layer}.{lora.B}"]
+            change = 2.0 * (up @ down)
+            expected = base[name] + (change.t() if layer.endswith(transposed) else change)
+            assert torch.allclose(weight, expected, atol=1e-6), name
+        else:
+            expected = trained[name] if name in trained else base[name]
+            assert torch.equal(weight, expected.to(weight.dtype)), name
