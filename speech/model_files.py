@@ -71,7 +71,7 @@ def read_folder(folder: Path, counters: str = "") -> dict[str, torch.Tensor]:
     `UsageError`."""
     weights = {}
     for file in _weight_files(folder):
-        weights |= floats(_read_tensors(file), file, counters)
+        weights |= floats(read_tensors(file), file, counters)
     return weights
 
 
@@ -104,7 +104,7 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix != ".safetensors":
         return read_pickle(file)
     refuse_pointer(file)
