@@ -42,7 +42,9 @@ def write(
     """Writes the adapters, and what was trained whole, of `trained` (`lora.saved_state`). `prefix`:
     what transformers' names begin with in addition. Returns the file names. Raises `UsageError` and
     `RunError`."""
-    whole = {name for name in lora.without_adapters(trained) if name.startswith(adapters.layers.whole)}
+    whole = {
+        name for name in lora.without_adapters(trained) if name.startswith(adapters.layers.whole)
+    }
     tensors = {}
     for name, tensor in trained.items():
         layer, _, part = name.rpartition(".")

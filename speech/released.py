@@ -21,7 +21,7 @@ import torch
 from common import checkpoint, lora, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from speech import model_files
+from speech import model_files, peft_files
 
 MODELS = ("model_dir", "model_file")  # flags that name released weights
 GOALS = ("train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu")
@@ -51,6 +51,7 @@ EXCLUDES = (
     ),
     ("from_scratch", options.COMMAND, options.TRAINS),
     *((flag, options.COMMAND, options.TRAINS) for flag in ADAPTING),
+    ("adapter", "resume", "both name weights to use; leave one of them out"),
     ("lora", "sharded", "shards are of a model that is trained; leave one of them out"),
     ("lora", "use_cpu_offload", "adapters and their states are small; leave the second out"),
 )
@@ -59,6 +60,7 @@ NEEDS = (
     ("lora", (*MODELS, "resume", "dry_run", "verify_gpu"), "a random model cannot stay as it is"),
     ("lora_targets", ("lora",), ""),
     ("lora_alpha", ("lora",), ""),
+    ("adapter", MODELS, "an adapter changes a released model"),
 )
 
 
@@ -71,6 +73,7 @@ class Forms:
     file: str  # the file that --model_file takes; empty if the recipe has no such flag
     exported: str  # what loads an export: "for transformers, with OpenAI's model.pt"
     fetch: str  # the command that fetches a released model
+    peft: bool = True  # whether peft knows such a model
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ class Origin:
     `path` is the folder or file of released weights, which the flag `flag` names, or None.
     `may_be_random` says whether the weights may be random if there is no checkpoint. `size` is the
     configuration of --model_size `size_name`, and None for a released model. `export` is the folder
-    to export to, or None. `adapters`: of --lora. `given` are the names of the flags on the command line."""
+    to export to, or None. `adapters`: of --lora, or of the adapters of peft's that --init_from names.
+    `adapter`: the file or folder of --adapter, or that folder. `export_adapter`: the folder of that
+    flag. `given` are the names of the flags on the command line."""
 
     given: frozenset[str]
     path: str | None
@@ -94,6 +99,8 @@ class Origin:
     export: str | None
     forms: Forms
     adapters: lora.Settings | None = None
+    adapter: str | None = None
+    export_adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,8 @@ class Family:
     network with random weights. `check(info, name)` raises `UsageError` if the parts of an info
     that was saved contradict each other; `name` is the file's. `conflicts(info, saved)` lists the
     flags that contradict a checkpoint, each with what the checkpoint has instead; see
-    `conflicts`. `layers(info, targets)`: the layers that --lora_targets means."""
+    `conflicts`. `layers(info, targets)`: the layers that --lora_targets means. `prefix`: what the names of
+    transformers' model begin with in addition to these; None if there is no such model."""
 
     model_info: type
     read: Callable[[str], tuple[Any, dict[str, torch.Tensor]]]
@@ -112,6 +120,7 @@ class Family:
     check: Callable[[Any, str], None]
     conflicts: Callable[[Any, Saved], list[str]]
     layers: Callable[[Any, str], lora.Layers]
+    prefix: str | None = None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -158,11 +167,11 @@ def add_arguments(parser, forms: Forms, sizes: Iterable[str], usual_size: str):
             " --resume PATH or --model_dir"
         ),
     )
-    add_lora_arguments(parser)
+    add_lora_arguments(parser, forms.peft)
     return group
 
 
-def add_lora_arguments(parser) -> None:
+def add_lora_arguments(parser, has_peft: bool) -> None:
     group = parser.add_argument_group("low-rank adapters, in place of training all weights")
     group.add_argument(
         "--lora",
@@ -185,6 +194,25 @@ def add_lora_arguments(parser) -> None:
         metavar="X",
         help="adapters count X / RANK times (twice RANK)",
     )
+    group.add_argument(
+        "--adapter",
+        type=options.path,
+        metavar="PATH",
+        help=(
+            "without training, use --model_dir with these adapters: best.safetensors of a run, or"
+            " a folder of peft's"
+        ),
+    )
+    if has_peft:
+        group.add_argument(
+            "--export_adapter",
+            type=options.path,
+            metavar="DIR",
+            help=(
+                "write the adapters for peft and transformers; after training, or alone with"
+                " --resume PATH"
+            ),
+        )
 
 
 def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo: bool) -> Origin:
@@ -204,8 +232,10 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         raise UsageError(f"training needs a model to start from: add {ways}")
     if path:
         require_source(path, flag, forms)
-    if args.export:
-        require_export(args.export, (args.checkpoint_dir, args.log_dir, args.output_dir))
+    folders = (args.checkpoint_dir, args.log_dir, args.output_dir)
+    export_adapter = getattr(args, "export_adapter", None)
+    for export in filter(None, (args.export, export_adapter)):
+        require_export(export, folders)
     if not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
     return Origin(
@@ -221,6 +251,8 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         export=args.export,
         forms=forms,
         adapters=adapter_settings(args),
+        adapter=args.adapter,
+        export_adapter=export_adapter,
     )
 
 
@@ -267,7 +299,7 @@ def require_source(path: str, flag: str, forms: Forms) -> None:
 def exports_only(origin: Origin, goals: Iterable[str] = GOALS) -> bool:
     """Whether --export is asked for alone: weights are named, and none of the flags in `goals` asks
     for training. `--resume auto` continues a run."""
-    if not origin.export or origin.given & set(goals):
+    if not (origin.export or origin.export_adapter) or origin.given & set(goals):
         return False
     if origin.resume:
         return origin.resume != "auto"
@@ -318,18 +350,22 @@ def use(
     """A model that is not trained further: its info and weights, and the checkpoint that they are
     from, None for a released model. The model is that of --model_dir or --model_file, of --resume,
     or of the best evaluation. Raises `UsageError`."""
-    if origin.path and not origin.resume:
+    if peft_files.is_adapter(origin.adapter):
+        return *with_foreign_adapter(origin, family), None
+    if origin.path and not (origin.resume or origin.adapter):
         info, weights = family.read(origin.path)
         return info, weights, None
-    saved = checkpoint.weights_to_use(origin.resume, origin.checkpoint_dir, recipe)
+    named = origin.adapter or origin.resume
+    saved = checkpoint.weights_to_use(named, origin.checkpoint_dir, recipe)
     return read_info(origin, family, saved), whole_weights(origin, family, saved), saved
 
 
 def weights_file(origin: Origin) -> Path | None:
     """The file of the weights of `use`; None for a released model."""
-    if origin.path and not origin.resume:
+    named = origin.adapter or origin.resume
+    if peft_files.is_adapter(origin.adapter) or (origin.path and not named):
         return None
-    return checkpoint.path_to_use(origin.resume, origin.checkpoint_dir)
+    return checkpoint.path_to_use(named, origin.checkpoint_dir)
 
 
 def read_run_info(kind: type, saved: Saved | None):
@@ -463,6 +499,53 @@ def read_base(origin: Origin, family: Family, saved: Saved) -> dict[str, torch.T
             f" other weights (SHA-256 {found[:12]} instead of {record['base'][:12]})"
         )
     return base
+
+
+def with_foreign_adapter(origin: Origin, family: Family) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A released model with the adapters of peft's that --adapter names: its info and weights.
+    Raises `UsageError`."""
+    info, base = family.read(origin.path)
+    settings, found = peft_files.read(origin.adapter, family.prefix or "")
+    adapters = foreign_adapters(family, info, settings, found, origin.adapter)
+    return info, lora.merge(base, found, adapters)
+
+
+def foreign_adapters(
+    family: Family, info: Any, settings: lora.Settings, found: dict, path: str
+) -> lora.Adapters:
+    """The adapters of a file of peft's, for the layers that it has. Raises `UsageError` if they do
+    not fit the model."""
+    layers = family.layers(info, settings.targets)
+    ending = f".{lora.A}"
+    adapted = [name.removesuffix(ending) for name in found if name.endswith(ending)]
+    if unknown := [name for name in adapted if name not in layers.adapted]:
+        raise UsageError(f"{path}: no adapter can be beside {unknown[0][:80]!r} here")
+    adapters = lora.Adapters(settings, replace(layers, adapted=adapted), "", "")
+    with torch.device("meta"):
+        network = family.network(info)
+        lora.attach(network, adapters, seed=0)
+    buffers = {name for name, _ in network.named_buffers()}
+    expected = {
+        name: tuple(tensor.shape)
+        for name, tensor in lora.saved_state(network).items()
+        if name not in buffers and (name in found or name.endswith((lora.A, lora.B)))
+    }
+    model_files.check_shapes(found, expected, path, "adapter of the")
+    return adapters
+
+
+def export_adapter(origin: Origin, family: Family, recipe: str, path: Path, card: str) -> None:
+    """--export_adapter of the adapters that a run has saved at `path`. Raises `UsageError` and
+    `RunError`."""
+    saved = checkpoint.read_weights(path, recipe)
+    if not saved.lora:
+        raise UsageError(
+            f"--export_adapter: {path} has no adapters; --export writes the whole model"
+        )
+    info = check_saved(family, saved, origin.forms.family)
+    adapters = saved_adapters(family, info, saved.lora)
+    names = peft_files.write(origin.export_adapter, saved.model, adapters, family.prefix, card)
+    print(f"adapters exported to {origin.export_adapter}: {', '.join(names)}")
 
 
 def trained_weights(

@@ -255,7 +255,7 @@ def family(asked: Options, resumes: bool = True) -> released.Family:
     def conflicts(info: ModelInfo, saved: Saved) -> list[str]:
         return find_conflicts(asked, info, resumes)
 
-    return released.Family(ModelInfo, read, network, check, conflicts, adapted_layers)
+    return released.Family(ModelInfo, read, network, check, conflicts, adapted_layers, "")
 
 
 def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:

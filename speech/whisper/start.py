@@ -316,6 +316,7 @@ def family(asked: Options) -> released.Family:
         check=check_info,
         conflicts=functools.partial(conflicts, asked),
         layers=adapted_layers,
+        prefix="model.",
     )
 
 

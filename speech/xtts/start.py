@@ -31,6 +31,7 @@ FORMS = Forms(
     file="",
     exported="that Coqui's XTTS loads",
     fetch="hf download coqui/XTTS-v2 --local-dir XTTS-v2",
+    peft=False,
 )
 CARD = card.Form(
     library="coqui",
