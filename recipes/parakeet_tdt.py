@@ -363,8 +363,10 @@ def report_and_export(
     """The results, --export with them, and then the comparison: the released model may be gone by
     now."""
     rows = report_results(asked, start.tokenizer_of(info), model, evaluation, weights)
+    path = checkpoint.file_of(asked.origin.checkpoint_dir, weights)
+    if asked.origin.export_adapter:
+        start.export_adapter(asked, card.About(RECIPE, asked.origin.path, path, run_info))
     if asked.origin.export:
-        path = checkpoint.file_of(asked.origin.checkpoint_dir, weights)
         results = recogniser.read_results(asked.how.log_dir)
         about = card.About(RECIPE, asked.origin.path, path, run_info, results)
         whole = released.trained_weights(asked.origin, start.family(asked), model)
@@ -528,6 +530,9 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
+    if released.exports_adapter_only(asked.origin):
+        weights = released.weights_file(asked.origin)
+        return start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights))
     goals = (*released.GOALS, "train_tokenizer")
     if args.evaluate or released.exports_only(asked.origin, goals):
         return evaluate_only(args, asked)

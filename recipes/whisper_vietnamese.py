@@ -734,6 +734,9 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
+    if released.exports_adapter_only(asked.origin):
+        weights = released.weights_file(asked.origin)
+        return start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights))
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -765,6 +768,8 @@ def main(args) -> None:
         about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results)
         whole = released.trained_weights(asked.origin, start.family(asked), model)
         start.export(args.export, info, whole, about)
+    if args.export_adapter and run.setup.ranks.first:
+        start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights, run_info.data))
 
 
 if __name__ == "__main__":

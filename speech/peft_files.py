@@ -47,8 +47,7 @@ def write(
     }
     tensors = {}
     for name, tensor in trained.items():
-        layer, _, part = name.rpartition(".")
-        if part in (lora.A, lora.B):
+        if name.endswith((f".{lora.A}", f".{lora.B}")):
             name = f"{name}.weight"
         elif name not in whole:  # a buffer
             continue

@@ -21,7 +21,7 @@ import torch
 from common import checkpoint, lora, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from speech import model_files, peft_files
+from speech import card, model_files, peft_files
 
 MODELS = ("model_dir", "model_file")  # flags that name released weights
 GOALS = ("train_manifest", "from_scratch", "max_steps", "num_epochs", "dry_run", "verify_gpu")
@@ -61,6 +61,7 @@ NEEDS = (
     ("lora_targets", ("lora",), ""),
     ("lora_alpha", ("lora",), ""),
     ("adapter", MODELS, "an adapter changes a released model"),
+    ("adapter", ("transcribe", "evaluate", "export", "synthesize"), "--init_from trains on"),
 )
 
 
@@ -534,17 +535,26 @@ def foreign_adapters(
     return adapters
 
 
-def export_adapter(origin: Origin, family: Family, recipe: str, path: Path, card: str) -> None:
-    """--export_adapter of the adapters that a run has saved at `path`. Raises `UsageError` and
-    `RunError`."""
-    saved = checkpoint.read_weights(path, recipe)
+def exports_adapter_only(origin: Origin) -> bool:
+    """Whether all that is asked for is --export_adapter of saved weights."""
+    return exports_only(origin) and not origin.export and "evaluate" not in origin.given
+
+
+def export_adapter(origin: Origin, family: Family, about: card.About, form: card.Form) -> None:
+    """--export_adapter of the adapters that a run has saved, with a model card. Raises `UsageError`
+    and `RunError`."""
+    path = about.weights
+    if path is None:
+        raise UsageError("--export_adapter writes the adapters of a run: name them with --resume")
+    saved = checkpoint.read_weights(path, about.recipe)
     if not saved.lora:
         raise UsageError(
             f"--export_adapter: {path} has no adapters; --export writes the whole model"
         )
     info = check_saved(family, saved, origin.forms.family)
     adapters = saved_adapters(family, info, saved.lora)
-    names = peft_files.write(origin.export_adapter, saved.model, adapters, family.prefix, card)
+    text = card.readme(Path(origin.export_adapter).resolve().name, about, form)
+    names = peft_files.write(origin.export_adapter, saved.model, adapters, family.prefix, text)
     print(f"adapters exported to {origin.export_adapter}: {', '.join(names)}")
 
 

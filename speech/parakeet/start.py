@@ -84,6 +84,18 @@ print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
     ),
 }
 
+ADAPTER_CARD = dataclasses.replace(
+    CARDS["hf"],
+    library="peft",
+    use="""
+from peft import PeftModel
+from transformers import ParakeetForTDT
+
+base = ParakeetForTDT.from_pretrained("BASE")  # the folder of the base model
+model = PeftModel.from_pretrained(base, "FOLDER")
+""",
+)
+
 FORMS = released.Forms(
     family="Parakeet-TDT",
     folder="a Hugging Face folder",
@@ -538,6 +550,11 @@ def learning_rate(info: ModelInfo, hours: float) -> float:
     if info.pretrained:
         return FINE_TUNING_RATE if hours >= MANY_HOURS else CAREFUL_RATE
     return SMALL_RATE if info.config["d_model"] <= SMALL_WIDTH else SCRATCH_RATE
+
+
+def export_adapter(asked: Options, about: card.About) -> None:
+    """Writes the adapters of a run for peft. Raises `UsageError` and `RunError`."""
+    released.export_adapter(asked.origin, family(asked), about, ADAPTER_CARD)
 
 
 def export(

@@ -63,6 +63,17 @@ from transformers import pipeline
 print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"])
 """,
 )
+ADAPTER_CARD = replace(
+    CARD,
+    library="peft",
+    use="""
+from peft import PeftModel
+from transformers import WhisperForConditionalGeneration
+
+base = WhisperForConditionalGeneration.from_pretrained("BASE")  # the folder of the base model
+model = PeftModel.from_pretrained(base, "FOLDER")
+""",
+)
 TOKENS = range(formats.CONFIG["vocab_size"][-1])
 
 # Rows for common.options: flags that exclude each other, and flags that need another one.
@@ -576,6 +587,11 @@ def long_recordings(
     if trained:
         longest = min(1.05 * trained.longest, longest)
     return longest, BY_OVERLAP if longest >= SHORT_CLIPS else short
+
+
+def export_adapter(asked: Options, about: card.About) -> None:
+    """Writes the adapters of a run for peft. Raises `UsageError` and `RunError`."""
+    released.export_adapter(asked.origin, family(asked), about, ADAPTER_CARD)
 
 
 def export(

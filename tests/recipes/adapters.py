@@ -20,10 +20,12 @@ def check(
     folder: Path,
     read: Callable[[Path], dict],
     transposed: tuple = (),
+    peft: Callable[[list, Path, Path], None] | None = None,
 ) -> str:
     """Trains adapters of `recipe` on `data` beside the released weights that the flags `base` name,
     in `folder`, and checks what is saved, resumed, merged and refused. `read`: the weights in the
-    folder of a release. Returns the stdout of the training."""
+    folder of a release. `peft(base, merged, adapters)` compares folders in peft. Returns the stdout
+    of the training."""
     flags = [*data, *base, *STEPS, "--lora", "3"]
     whole = folder / "whole"
     exported = whole / "exported"
@@ -37,11 +39,21 @@ def check(
     ran(recipe, *last, "--export", folder / "last", *base)
     assert all(tensor.any() for name, tensor in state.model.items() if name.endswith(lora.B))
     check_merged(state.model, read(Path(base[-1])), read(folder / "last"), transposed)
+    if peft is not None:
+        peft(base, folder / "last", export_for_peft(recipe, last, base, folder))
     status, err = refused(recipe, *last, "--export", folder / "third")
     assert status == 2 and "--model_dir" in err and Path(base[-1]).name in err
     status, err = refused(recipe, *last, "--export", folder / "third", base[0], folder / "last")
     assert status == 2 and "has adapters for" in err and "other weights" in err
     return out
+
+
+def export_for_peft(recipe, last: list, base: list, folder: Path) -> Path:
+    """A folder of peft's; with --adapter it makes the merged weights again, without one of ours."""
+    out = ran(recipe, *last, "--export_adapter", folder / "peft")
+    assert "adapters exported to" in out and "adapter_model.safetensors" in out
+    ran(recipe, *base, "--adapter", folder / "peft", "--export", folder / "from_peft", *last[2:])
+    return folder / "peft"
 
 
 def check_resumed(recipe, flags: list, folder: Path, whole) -> None:

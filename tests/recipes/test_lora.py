@@ -1,6 +1,11 @@
 """--lora in the recipes: what is trained, saved, merged and refused."""
 
+import warnings
+
+import peft
 import pytest
+import torch
+import transformers
 
 from recipes import whisper_vietnamese as vietnamese
 from speech.whisper import formats
@@ -13,8 +18,32 @@ def test_adapters_beside_a_released_whisper(released, spoken, tmp_path):  # noqa
     def read(folder) -> dict:
         return formats.read_model(folder)[0]
 
+    def in_peft(base: list, merged, folder) -> None:
+        """Stock peft and transformers compute what the merged model does."""
+        features = torch.randn(1, 80, 3000)
+        tokens = torch.tensor([[1, 2, 3, 4]])
+
+        def logits(model) -> torch.Tensor:
+            with torch.no_grad():
+                return model.eval()(features, decoder_input_ids=tokens).logits
+
+        whisper = transformers.WhisperForConditionalGeneration
+        expected = logits(whisper.from_pretrained(merged))
+        model = whisper.from_pretrained(base[1])
+        plain = logits(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # of missing keys
+            found = logits(peft.PeftModel.from_pretrained(model, folder))
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert not torch.allclose(plain, expected, atol=1e-4)
+        model = whisper.from_pretrained(base[1])
+        model.load_adapter(folder)
+        assert torch.equal(logits(model), found)
+
     data = data_flags({split: spoken[split] for split in ("train", "val")})
-    out = adapters.check(vietnamese, data, ["--model_dir", released / "hf"], tmp_path, read)
+    out = adapters.check(
+        vietnamese, data, ["--model_dir", released / "hf"], tmp_path, read, peft=in_peft
+    )
     # Queries, keys, values, outputs and two of the feed-forward layer; twice attention in a decoder.
     assert "adapters of rank 3 beside 16 layers (linear): 0.00 M parameters; as released" in out
 
