@@ -8,11 +8,13 @@ import math
 import pickle
 import shutil
 import signal
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import soundfile
 import torch
@@ -678,11 +680,21 @@ def released(best, tmp_path_factory) -> Path:
     return folder
 
 
-def test_adapters_beside_a_released_parakeet(released, manifests, tmp_path):
+def test_adapters_beside_a_released_parakeet(released, manifests, tmp_path, transformers):
     def read(folder: Path) -> dict:
         return formats.read_model(folder)[0]
 
-    out = adapters.check(recipe, manifests, ["--model_dir", released / "hf"], tmp_path, read)
+    def in_peft(base: list, merged: Path, folder: Path) -> None:
+        kind = transformers.ParakeetForTDT
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # of missing keys
+            model = peft.PeftModel.from_pretrained(kind.from_pretrained(base[1]), folder)
+        found = model.merge_and_unload().state_dict()
+        for name, tensor in kind.from_pretrained(merged).state_dict().items():
+            assert torch.allclose(found[name], tensor, atol=1e-6), name
+
+    source = ["--model_dir", released / "hf"]
+    out = adapters.check(recipe, manifests, source, tmp_path, read, peft=in_peft)
     assert "trained whole: decoder, joint, ctc_head" in out
 
 
