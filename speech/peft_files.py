@@ -22,8 +22,6 @@ CONTENT = {
     "peft_type": {"LORA"},
     "r": range(1, lora.MOST_RANK + 1),
     "lora_alpha": (float, int),
-    "rank_pattern?": {},
-    "alpha_pattern?": {},
 }
 
 
@@ -76,18 +74,28 @@ def write(
     return model_files.write_export(Path(folder), fill, card)
 
 
-def read(folder: str | Path, prefix: str) -> tuple[lora.Settings, dict[str, torch.Tensor]]:
-    """The settings, whose `targets` are not known, and the tensors by this project's names. Raises
+def read_settings(folder: str | Path) -> lora.Settings:
+    """The settings of adapters. Which layers have some follows from the tensors. Raises
     `UsageError`."""
-    folder = Path(folder)
-    content = model_files.read_json(folder / SETTINGS)
+    content = model_files.read_json(Path(folder) / SETTINGS)
     if reason := records.mismatch(content, CONTENT, SETTINGS):
         raise UsageError(f"{folder}: {reason}")
     for name, usual in PLAIN.items():
         if content.get(name, usual) != usual:
             raise UsageError(f"{folder}: {name} is {content[name]!r}; only {usual!r} can be read")
-    tensors = model_files.read_tensors(folder / TENSORS)
-    tensors = model_files.floats(tensors, folder / TENSORS)
+    for name in ("rank_pattern", "alpha_pattern"):
+        if content.get(name):
+            raise UsageError(f"{folder}: layers with a rank of their own ({name}) cannot be read")
+    return lora.Settings(content["r"], float(content["lora_alpha"]), "linear")
+
+
+def read(folder: str | Path, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of adapters by this project's names. `prefix`: as in `write`. Raises
+    `UsageError`."""
+    file = Path(folder) / TENSORS
+    if not file.is_file():
+        raise UsageError(f"{folder} holds no {TENSORS}")
+    tensors = model_files.floats(model_files.read_tensors(file), file)
     found = {}
     for name, tensor in tensors.items():
         if not name.startswith(ROOT + prefix):
@@ -95,4 +103,4 @@ def read(folder: str | Path, prefix: str) -> tuple[lora.Settings, dict[str, torc
         name = name.removeprefix(ROOT + prefix)
         is_part = name.endswith((f".{lora.A}.weight", f".{lora.B}.weight"))
         found[name.removesuffix(".weight") if is_part else name] = tensor
-    return lora.Settings(content["r"], float(content["lora_alpha"]), "linear"), found
+    return found

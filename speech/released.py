@@ -239,6 +239,11 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         require_export(export, folders)
     if not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
+    settings = adapter_settings(args)
+    adapter = args.adapter
+    if peft_files.is_adapter(args.init_from):  # no file of a run, which the loop would read
+        adapter = args.init_from
+        args.init_from = None
     return Origin(
         given=args.given,
         path=path,
@@ -251,13 +256,23 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         checkpoint_dir=args.checkpoint_dir,
         export=args.export,
         forms=forms,
-        adapters=adapter_settings(args),
-        adapter=args.adapter,
+        adapters=settings,
+        adapter=adapter,
         export_adapter=export_adapter,
     )
 
 
 def adapter_settings(args) -> lora.Settings | None:
+    """What --lora asks for, or what the adapters of peft's have that --init_from names. Raises
+    `UsageError`."""
+    if peft_files.is_adapter(args.init_from):
+        settings = peft_files.read_settings(args.init_from)
+        if args.lora not in (None, settings.rank):
+            raise UsageError(
+                f"--lora {args.lora}: the adapters of --init_from {args.init_from} have rank"
+                f" {settings.rank}"
+            )
+        return settings
     if not args.lora:
         return None
     alpha = args.lora_alpha or 2.0 * args.lora
@@ -427,10 +442,13 @@ def adapt(
     """Adds adapters to a released model with the weights `base`: those of the checkpoint that the
     run resumes, or what --lora asks for. Prints what is trained."""
     record = resumed.lora if resumed else None
+    found = {}
     if record:
         adapters = saved_adapters(family, info, record)
     elif origin.adapters and not resumed:
         layers = layers_of(family, info, origin.adapters)
+        if origin.adapter:
+            found, layers = foreign_layers(origin, family, info)
         name = os.path.basename(os.path.abspath(origin.path or ""))
         adapters = lora.Adapters(
             origin.adapters, layers, lora.fingerprint(base or {}, layers), name
@@ -438,6 +456,8 @@ def adapt(
     else:
         return
     lora.attach(model, adapters, seed)
+    if found:
+        model.load_state_dict(found, strict=False)
     print(lora.describe(model))
 
 
@@ -506,33 +526,35 @@ def with_foreign_adapter(origin: Origin, family: Family) -> tuple[Any, dict[str,
     """A released model with the adapters of peft's that --adapter names: its info and weights.
     Raises `UsageError`."""
     info, base = family.read(origin.path)
-    settings, found = peft_files.read(origin.adapter, family.prefix or "")
-    adapters = foreign_adapters(family, info, settings, found, origin.adapter)
-    return info, lora.merge(base, found, adapters)
+    found, layers = foreign_layers(origin, family, info)
+    settings = peft_files.read_settings(origin.adapter)
+    return info, lora.merge(base, found, lora.Adapters(settings, layers, "", ""))
 
 
-def foreign_adapters(
-    family: Family, info: Any, settings: lora.Settings, found: dict, path: str
-) -> lora.Adapters:
-    """The adapters of a file of peft's, for the layers that it has. Raises `UsageError` if they do
-    not fit the model."""
+def foreign_layers(
+    origin: Origin, family: Family, info: Any
+) -> tuple[dict[str, torch.Tensor], lora.Layers]:
+    """The tensors of adapters of peft's, and the layers that they are for. Raises `UsageError` if
+    they do not fit the model."""
+    path = origin.adapter
+    settings, found = peft_files.read_settings(path), peft_files.read(path, family.prefix or "")
     layers = family.layers(info, settings.targets)
     ending = f".{lora.A}"
     adapted = [name.removesuffix(ending) for name in found if name.endswith(ending)]
     if unknown := [name for name in adapted if name not in layers.adapted]:
         raise UsageError(f"{path}: no adapter can be beside {unknown[0][:80]!r} here")
-    adapters = lora.Adapters(settings, replace(layers, adapted=adapted), "", "")
+    layers = replace(layers, adapted=adapted)
     with torch.device("meta"):
         network = family.network(info)
-        lora.attach(network, adapters, seed=0)
-    buffers = {name for name, _ in network.named_buffers()}
+        lora.attach(network, lora.Adapters(settings, layers, "", ""), seed=0)
+    trained = {name for name, p in network.named_parameters() if p.requires_grad}
     expected = {
         name: tuple(tensor.shape)
-        for name, tensor in lora.saved_state(network).items()
-        if name not in buffers and (name in found or name.endswith((lora.A, lora.B)))
+        for name, tensor in network.state_dict().items()
+        if name in trained and (name in found or name.endswith((lora.A, lora.B)))
     }
     model_files.check_shapes(found, expected, path, "adapter of the")
-    return adapters
+    return found, layers
 
 
 def exports_adapter_only(origin: Origin) -> bool:

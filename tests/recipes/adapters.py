@@ -40,7 +40,15 @@ def check(
     assert all(tensor.any() for name, tensor in state.model.items() if name.endswith(lora.B))
     check_merged(state.model, read(Path(base[-1])), read(folder / "last"), transposed)
     if peft is not None:
-        peft(base, folder / "last", export_for_peft(recipe, last, base, folder))
+        adapter = export_for_peft(recipe, last, base, folder)
+        peft(base, folder / "last", adapter)
+        merged = read(folder / "from_peft")
+        assert all(torch.equal(merged[n], w) for n, w in read(folder / "last").items())
+        on = ["--init_from", adapter, "--max_steps", "1", "--output_dir", folder / "on"]
+        ran(recipe, *data, *base, *STEPS, *on)
+        after = newest(folder / "on", recipe)
+        assert after.lora["rank"] == 3
+        assert all((after.model[n] - w).abs().max() < 0.05 for n, w in state.model.items())
     status, err = refused(recipe, *last, "--export", folder / "third")
     assert status == 2 and "--model_dir" in err and Path(base[-1]).name in err
     status, err = refused(recipe, *last, "--export", folder / "third", base[0], folder / "last")
