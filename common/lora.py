@@ -32,7 +32,7 @@ SAVED = {
     "rank": range(1, MOST_RANK + 1),
     "alpha": float,
     "targets": str,
-    "within": str,
+    "layers": [str],
     "base": str,
     "name": str,
 }
@@ -40,13 +40,11 @@ SAVED = {
 
 @dataclass(frozen=True)
 class Settings:
-    """`targets` names the layers that have adapters: what a family of models makes of it. Only those
-    have one whose names begin with `within`."""
+    """`targets` names the layers that have adapters: what a family of models makes of it."""
 
     rank: int
     alpha: float
     targets: str
-    within: str = ""
 
     @property
     def scale(self) -> float:
@@ -92,7 +90,11 @@ def adapters_of(model: nn.Module) -> Adapters | None:
 def record_of(model: nn.Module) -> dict | None:
     """What is saved of that with a model: a `SAVED`."""
     adapters = adapters_of(model)
-    return adapters and {**asdict(adapters.settings), "base": adapters.base, "name": adapters.name}
+    if adapters is None:
+        return None
+    layers = adapters.layers.adapted
+    about = {"layers": layers, "base": adapters.base, "name": adapters.name}
+    return {**asdict(adapters.settings), **about}
 
 
 def product(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -656,9 +656,9 @@ def first_model(
         info = dataclasses.replace(info, pad_to_30s=args.pad_to_30s)
         start.check_limits(asked, info.config)
         model = start.make_model(info, args.dropout, args.label_smoothing, weights)
-    released.adapt(asked.origin, start.family(asked), info, model, weights, run.resumed, args.seed)
     if args.freeze_encoder:
         model.freeze_encoder()
+    released.adapt(asked.origin, start.family(asked), info, model, weights, run.resumed, args.seed)
     start.describe(info, model, args.learning_rate)
     return info, model
 

@@ -123,11 +123,6 @@ def resolve(args) -> start.Options:
         *start.EXCLUDES,
         *judge.EXCLUDES,
         ("max_audio_length", "max_duration", "both limit clips; give one"),
-        (
-            "lora",
-            "freeze_layers",
-            "with the first all layers stay as they are; leave one of them out",
-        ),
         *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
     )
     needs = (*splits.NEEDS, *start.NEEDS, *speaking.NEEDS)

@@ -276,8 +276,7 @@ def adapter_settings(args) -> lora.Settings | None:
     if not args.lora:
         return None
     alpha = args.lora_alpha or 2.0 * args.lora
-    within = "decoder." if getattr(args, "freeze_encoder", False) else ""
-    return lora.Settings(args.lora, alpha, args.lora_targets or TARGETS[0], within)
+    return lora.Settings(args.lora, alpha, args.lora_targets or TARGETS[0])
 
 
 def require_export(export: str, folders: Iterable[str | Path]) -> None:
@@ -408,7 +407,7 @@ def check_saved(family: Family, saved: Saved, name: str):
     info could ask for a model of any size. Raises `UsageError`."""
     info = records.read(family.model_info, saved.model_info, saved.path)
     family.check(info, str(saved.path))
-    expected = checkpoint.shapes_of(lambda: adapted_network(family, info, saved.lora))
+    expected = checkpoint.shapes_of(lambda: saved_network(family, info, saved))
     model_files.check_shapes(saved.model, expected, saved.path, name)
     return info
 
@@ -416,18 +415,15 @@ def check_saved(family: Family, saved: Saved, name: str):
 # --- adapters -------------------------------------------------------------------------------------
 
 
-def saved_adapters(family: Family, info: Any, record: dict) -> lora.Adapters:
-    """What `lora.Adapters.record` has saved."""
-    settings = lora.Settings(**{key: record[key] for key in ("rank", "alpha", "targets", "within")})
-    return lora.Adapters(
-        settings, layers_of(family, info, settings), record["base"], record["name"]
-    )
-
-
-def layers_of(family: Family, info: Any, settings: lora.Settings) -> lora.Layers:
-    layers = family.layers(info, settings.targets)
-    adapted = [name for name in layers.adapted if name.startswith(settings.within)]
-    return replace(layers, adapted=adapted)
+def saved_adapters(family: Family, info: Any, saved: Saved) -> lora.Adapters:
+    """The adapters of a checkpoint. Raises `UsageError` if they are for other layers."""
+    record = saved.lora
+    layers = family.layers(info, TARGETS[0])
+    if unknown := set(record["layers"]) - set(layers.adapted):
+        raise UsageError(f"{saved.path}: no adapter can be beside {min(unknown)[:80]!r} here")
+    settings = lora.Settings(record["rank"], record["alpha"], record["targets"])
+    layers = replace(layers, adapted=record["layers"])
+    return lora.Adapters(settings, layers, record["base"], record["name"])
 
 
 def adapt(
@@ -440,13 +436,14 @@ def adapt(
     seed: int,
 ) -> None:
     """Adds adapters to a released model with the weights `base`: those of the checkpoint that the
-    run resumes, or what --lora asks for. Prints what is trained."""
-    record = resumed.lora if resumed else None
+    run resumes, or what --lora asks for, which frozen layers do not get. Prints what is trained."""
     found = {}
-    if record:
-        adapters = saved_adapters(family, info, record)
+    if resumed and resumed.lora:
+        adapters = saved_adapters(family, info, resumed)
     elif origin.adapters and not resumed:
-        layers = layers_of(family, info, origin.adapters)
+        layers = family.layers(info, origin.adapters.targets)
+        trained = [n for n in layers.adapted if model.get_submodule(n).weight.requires_grad]
+        layers = replace(layers, adapted=trained)
         if origin.adapter:
             found, layers = foreign_layers(origin, family, info)
         name = os.path.basename(os.path.abspath(origin.path or ""))
@@ -461,11 +458,11 @@ def adapt(
     print(lora.describe(model))
 
 
-def adapted_network(family: Family, info: Any, record: dict | None) -> torch.nn.Module:
-    """The network of a checkpoint, as far as the checkpoint has its tensors."""
+def saved_network(family: Family, info: Any, saved: Saved) -> torch.nn.Module:
+    """The network of a checkpoint, with its adapters."""
     network = family.network(info)
-    if record:
-        lora.attach(network, saved_adapters(family, info, record), seed=0)
+    if saved.lora:
+        lora.attach(network, saved_adapters(family, info, saved), seed=0)
     return network
 
 
@@ -506,7 +503,7 @@ def read_base(origin: Origin, family: Family, saved: Saved) -> dict[str, torch.T
     Raises `UsageError` if the flags name no weights or others."""
     record = saved.lora
     info = records.read(family.model_info, saved.model_info, saved.path)
-    adapters = saved_adapters(family, info, record)
+    adapters = saved_adapters(family, info, saved)
     if origin.path is None:
         raise UsageError(
             f"{saved.path} has adapters (--lora) for a released model: name it with --model_dir or"
@@ -574,7 +571,7 @@ def export_adapter(origin: Origin, family: Family, about: card.About, form: card
             f"--export_adapter: {path} has no adapters; --export writes the whole model"
         )
     info = check_saved(family, saved, origin.forms.family)
-    adapters = saved_adapters(family, info, saved.lora)
+    adapters = saved_adapters(family, info, saved)
     text = card.readme(Path(origin.export_adapter).resolve().name, about, form)
     names = peft_files.write(origin.export_adapter, saved.model, adapters, family.prefix, text)
     print(f"adapters exported to {origin.export_adapter}: {', '.join(names)}")
@@ -600,7 +597,7 @@ def whole_weights(origin: Origin, family: Family, saved: Saved) -> dict[str, tor
         return saved.model
     info = records.read(family.model_info, saved.model_info, saved.path)
     base = read_base(origin, family, saved)
-    return lora.merge(base, saved.model, saved_adapters(family, info, saved.lora))
+    return lora.merge(base, saved.model, saved_adapters(family, info, saved))
 
 
 def conflicts(origin: Origin, info: Any, sized: Iterable[str]) -> list[str]:

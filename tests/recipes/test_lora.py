@@ -10,7 +10,7 @@ import transformers
 from recipes import whisper_vietnamese as vietnamese
 from speech.whisper import formats
 from tests.recipes import adapters
-from tests.recipes.runs import refused
+from tests.recipes.runs import SHORT, newest, ran, refused
 from tests.recipes.test_whisper import data_flags, released  # noqa: F401  a fixture
 
 
@@ -46,6 +46,18 @@ def test_adapters_beside_a_released_whisper(released, spoken, tmp_path):  # noqa
     )
     # Queries, keys, values, outputs and two of the feed-forward layer; twice attention in a decoder.
     assert "adapters of rank 3 beside 16 layers (linear): 0.00 M parameters; as released" in out
+
+
+def test_a_frozen_encoder_has_no_adapters(released, spoken, tmp_path):  # noqa: F811
+    data = data_flags({split: spoken[split] for split in ("train", "val")})
+    flags = ["--model_dir", released / "hf", "--lora", "2", "--lora_targets", "q,v"]
+    flags += ["--output_dir", tmp_path, "--freeze_encoder"]
+    out = ran(vietnamese, *data, *SHORT, *flags)
+    assert "adapters of rank 2 beside 4 layers (q,v)" in out
+    state = newest(tmp_path, vietnamese)
+    assert len(state.model) == 8 and all(name.startswith("decoder.") for name in state.model)
+    ran(vietnamese, *data, *SHORT, *flags, "--resume", "auto", "--max_steps", "3")
+    assert len(newest(tmp_path, vietnamese).model) == 8
 
 
 @pytest.mark.parametrize(
