@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from common import lora
+from common import lora, memory
+from speech import layers
 from tests.recipes.runs import newest, ran, refused
 
 STEPS = "--batch_size 2 --gradient_accumulation_steps 1 --log_every 1 --save_every 2".split()
@@ -92,3 +93,47 @@ def check_merged(trained: dict, base: dict, merged: dict, transposed: tuple) -> 
         else:
             expected = trained[name] if name in trained else base[name]
             assert torch.equal(weight, expected.to(weight.dtype)), name
+
+
+def beside(model: torch.nn.Module, layers: lora.Layers) -> torch.nn.Module:
+    """The model with adapters that are not zero, in its type."""
+    dtype = next(model.parameters()).dtype
+    settings = lora.Settings(2, 4.0, "linear")
+    lora.attach(model, lora.Adapters(settings, layers, "", ""), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for name in layers.adapted:
+        layer = model.get_submodule(name)
+        torch.nn.init.normal_(layer.lora_B, std=0.1, generator=generator)
+        layer.lora_A.data, layer.lora_B.data = layer.lora_A.to(dtype), layer.lora_B.to(dtype)
+    return model
+
+
+def check_exact(
+    make: Callable[[], torch.nn.Module],
+    train_on: Callable[[torch.nn.Module, list[int]], object],
+    checkpointed: tuple[type, ...],
+    monkeypatch,
+) -> None:
+    """Every adapter of the model that `make` returns has a gradient, and no frozen weight; the
+    gradient depends neither on how a global batch of eight is cut, nor on lean chains, nor on
+    checkpointing. `train_on(model, sizes)` runs micro-batches of these sizes."""
+
+    def gradients(model: torch.nn.Module, sizes: list[int]) -> list[torch.Tensor]:
+        model.zero_grad()
+        train_on(model, sizes)
+        for name, p in model.named_parameters():
+            assert (p.grad is not None) == p.requires_grad, name
+            assert p.grad is None or p.grad.any() or name.endswith(".bias"), name
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    whole = gradients(make(), [8])
+    for sizes in ([5, 3], [1] * 8):
+        for a, b in zip(gradients(make(), sizes), whole, strict=True):
+            assert (a - b).norm() <= 1e-9 * b.norm() + 1e-15
+    monkeypatch.setattr(layers, "SMALL", 1)
+    lean = gradients(make(), [8])
+    assert all(torch.equal(a, b) for a, b in zip(lean, whole, strict=True))
+    model = make()
+    memory.checkpoint_layers(model, checkpointed)
+    again = gradients(model, [8])
+    assert all(torch.equal(a, b) for a, b in zip(again, lean, strict=True))

@@ -285,6 +285,24 @@ def global_batch_gradient(
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+def test_adapters_are_as_exact(noise, monkeypatch):
+    info, items = make_items(noise)
+
+    def make():
+        model = make_model(info.config).train()
+        return adapters.beside(model, start.adapted_layers(info, "linear"))
+
+    def train_on(model, sizes: list[int]) -> None:
+        rest = iter(items)
+        micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
+        weights = {"tdt": 0.7, "ctc": 0.3}
+        totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in weights}
+        run = (model, micro_batches, totals, recipe.compute_loss, weights, Setup())
+        assert run_global_batch(*run).failed is None
+
+    adapters.check_exact(make, train_on, network.CHECKPOINTED, monkeypatch)
+
+
 @pytest.mark.parametrize("reduction", start.REDUCTIONS)
 def test_however_a_global_batch_is_cut_its_gradient_is_the_same(noise, reduction):
     info, items = make_items(noise, "--loss_reduction", reduction)

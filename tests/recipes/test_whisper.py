@@ -40,7 +40,7 @@ from speech.whisper.tokenizer import (
     train_bpe,
     train_symbols,
 )
-from tests.recipes import runs
+from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, TINY, error_lines, newest, planned, ran, refused
 
 BOTH = pytest.mark.parametrize("recipe", [morse, vietnamese], ids=["morse", "vietnamese"])
@@ -437,6 +437,23 @@ def test_however_a_global_batch_is_cut_its_gradient_is_the_same(term):
         gradient = gradient_of(tiny_model(info), items, size, {"attention": 0.7, term: 0.3})
         whole = gradient if whole is None else whole
         assert (gradient - whole).norm() <= 1e-10 * whole.norm() and whole.norm() > 0
+
+
+def test_adapters_are_as_exact(monkeypatch):
+    info, items = ragged_items()
+    items = [{k: v for k, v in item.items() if k not in ("alignment", "ctc")} for item in items]
+
+    def train_on(model, sizes: list[int]) -> None:
+        rest = iter(items)
+        micro_batches = [morse.collate([next(rest) for _ in range(size)]) for size in sizes]
+        totals = {"attention": sum(batch["counts"]["attention"] for batch in micro_batches)}
+        run = (model, micro_batches, totals, morse.compute_loss, {"attention": 1.0}, Setup())
+        assert run_global_batch(*run).failed is None
+
+    def make():
+        return adapters.beside(tiny_model(info), start.adapted_layers(info, "linear"))
+
+    adapters.check_exact(make, train_on, LAYERS, monkeypatch)
 
 
 def test_gradient_checkpointing_changes_neither_loss_nor_gradient():

@@ -398,6 +398,25 @@ def test_however_a_window_is_cut_its_gradient_is_the_same(noise):
         assert (gradient - whole).norm() <= 1e-10 * whole.norm()
 
 
+def test_adapters_are_as_exact(noise, monkeypatch):
+    items, frozen = make_items(noise), make_frozen()
+    compute_loss = functools.partial(recipe.compute_loss, frozen=frozen)
+
+    def make():
+        model = make_model().train()
+        layers = start.adapted_layers(SimpleNamespace(config=model.config), "linear")
+        return adapters.beside(model, layers)
+
+    def train_on(model, sizes: list[int]) -> None:
+        rest = iter(items)
+        micro_batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
+        totals = {name: sum(batch["counts"][name] for batch in micro_batches) for name in WEIGHTS}
+        run = (model, micro_batches, totals, compute_loss, WEIGHTS, Setup())
+        assert run_global_batch(*run).failed is None
+
+    adapters.check_exact(make, train_on, recipe.CHECKPOINTED, monkeypatch)
+
+
 def test_longer_clips_in_the_batch_change_no_gradient(noise):
     items, model, frozen = make_items(noise), make_model().train(), make_frozen()
     each = [
