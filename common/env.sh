@@ -115,6 +115,7 @@ export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-$PYTORCH_CUDA_ALLOC_CONF}
 #   TIER SIZE + FLAG...    adds flags to the rows below it
 #   TIER SIZE ! SIZES      this size does not fit, SIZES do
 #   TIER SIZE S BATCH ACCUMULATION [LETTER...] [FLAG...]    counts with --sharded only
+#   TIER SIZE L BATCH ACCUMULATION [LETTER...] [FLAG...]    counts with --lora only
 # R is --gradient_checkpointing, F --freeze_encoder, 8 --optimizer adamw_8bit, H --use_cpu_offload,
 # G --use_cpu_offload gradients, W --use_cpu_offload weights.
 
@@ -335,7 +336,8 @@ pick_data() {
 # pick_row: adds the flags of the row of tier and size, with the update of data. On several GPUs each
 # one takes its share of the update, in micro-batches that are as large as the row allows and divide
 # the share. For more than eight the update is rounded up to a multiple: the guides' updates have no
-# factor of 16. --sharded needs neither 8 bits nor offloading, and excludes both.
+# factor of 16. --sharded needs neither 8 bits nor offloading, and excludes both, as --lora does the
+# latter.
 pick_row() {
   local row_tier row_size batch accumulation what more='' letters level='' update most share
   while read -r row_tier row_size batch what; do
@@ -345,6 +347,7 @@ pick_row() {
     case "$batch" in
       +) more+=" $what" ;;
       S) if given --sharded; then read -r batch what <<<"$what" && break; fi ;;
+      L) if given --lora; then read -r batch what <<<"$what" && break; fi ;;
       *) break ;;
     esac
   done <<<"$rows"
@@ -387,7 +390,7 @@ pick_row() {
       *) fail "the row of tier $tier and size $size has an unknown letter, $letter" ;;
     esac
   done
-  if [ -n "$level" ] && ! given --sharded && [ "$(value_of --optimizer)" != adamw_8bit ]; then
+  if [ -n "$level" ] && ! given --sharded --lora && [ "$(value_of --optimizer)" != adamw_8bit ]; then
     flags+=(--use_cpu_offload "$level")
   fi
   if has F "$letters" && ! given --model_dir --model_file --resume --dry_run; then
