@@ -94,7 +94,8 @@ class Task:
     for each token are copied by number. With `compares`, another model of this size decodes at the
     end, too, with fp32 weights. `reports` are the files and folders that the recipe writes, by
     their names in the log folder or by their absolute paths; a new run moves an earlier run's
-    aside."""
+    aside. `adapters(rank)` are those that --lora adds, for the advice of a dry run; None if there is
+    no such flag."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -118,6 +119,7 @@ class Task:
     vocabulary: checkpoint.Vocabulary | None = None
     compares: bool = False
     reports: tuple[str, ...] = ()
+    adapters: Callable[[int], lora.Adapters] | None = None
 
     def is_better(self, value: float, other: float) -> bool:
         """Whether a value of the metric is better than another one."""
@@ -1282,6 +1284,11 @@ def plan(
         with contextlib.redirect_stdout(io.StringIO()):  # the texts are not the model's
             evaluate(on_device, model, short_task, batches)
 
+    def adapt() -> str:
+        lora.attach(model, task.adapters(lora.USUAL_RANK), args.seed)
+        lora.lower(model, setup.dtype)
+        return f"--lora {lora.USUAL_RANK}"
+
     short_task = replace(task, evaluate=task.last_steps or task.evaluate)
     checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
     freeze = functools.partial(task.freeze, model) if task.freeze else None
@@ -1307,6 +1314,7 @@ def plan(
         compares=task.compares,
         ranks=ranks,
         layers=task.checkpointed,
+        adapt=adapt if task.adapters and not lora.adapters_of(model) else None,
     )
     if args.verify_gpu:
         return preflight.verify(args, model, lambda: planned.needs(args, card))

@@ -26,6 +26,7 @@ LOWERED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
 MOST_RANK = 4096
+USUAL_RANK = 32
 RATE = 10.0  # of adapters, times that of weights that are trained whole
 # Of a file with adapters, for `records`.
 SAVED = {

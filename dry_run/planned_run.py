@@ -118,7 +118,8 @@ class PlannedRun:
     encoder (None: it cannot); `parts` holds other modules that the step uses; `castable()` are the
     parameters that have the type `halves` on the GPU if the weights are offloaded (None: there are
     none); if a run `compares`, another model of the size of this one, with fp32 weights, decodes at
-    the end. With several `ranks`, `count` are the utterances that one of them has, and `layers` are
+    the end. `adapt()` adds low-rank adapters and returns the flag that would (None: it has some, or
+    cannot). With several `ranks`, `count` are the utterances that one of them has, and `layers` are
     the types of modules that --sharded divides."""
 
     model: torch.nn.Module
@@ -137,6 +138,7 @@ class PlannedRun:
     compares: bool = False
     ranks: int = 1
     layers: tuple[type, ...] = ()
+    adapt: Callable[[], str] | None = None
 
     def planned(self, args, card: Card) -> Measures:
         """Measures of two micro-batches: at the second one all gradients are there, and the next
@@ -322,4 +324,9 @@ class PlannedRun:
             if self.freeze:
                 can.add("frozen")
             print(advise(measures, settings, can, card))
+            if self.adapt:
+                flag = self.adapt()
+                print(f"Or with {flag}, which trains adapters beside a released model:")
+                alone = replace(settings, optimizer="adamw", sharded=False)
+                print(advise(self.planned(args, card), alone, can & {"checkpointing"}, card))
         return status

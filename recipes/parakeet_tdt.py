@@ -521,6 +521,7 @@ def make_task(
         new_rows=new_rows(info, model),
         vocabulary=start.vocabulary(info, run.initial),
         compares=bool(asked.origin.path),
+        adapters=functools.partial(released.usual_adapters, start.family(asked), info),
     )
 
 

@@ -499,6 +499,7 @@ def make_task(
         fine_tunes=info.pretrained,
         vocabulary=start.vocabulary(info, run.initial),
         reports=(*recogniser.REPORTS, "evaluation.json"),
+        adapters=functools.partial(released.usual_adapters, start.family(asked), info),
     )
 
 

@@ -572,7 +572,9 @@ def read_baseline(asked: start.Options, path: str) -> tuple[start.ModelInfo, dic
     name = Path(path).name
     if name.endswith(".safetensors") or name.startswith("checkpoint_step_"):
         saved = checkpoint.read_weights(path, RECIPE, "--compare_to")
-        return released.check_saved(start.family(asked), saved, "Whisper"), saved.model
+        family = start.family(asked)
+        info = released.check_saved(family, saved, "Whisper")
+        return info, released.whole_weights(asked.origin, family, saved)
     released.require_source(path, "--compare_to", start.FORMS)
     if not asked.origin.path:  # then --tokenizer_file is not a released model's
         asked = dataclasses.replace(asked, tokenizer_file=None)
@@ -725,6 +727,7 @@ def make_task(
         vocabulary=start.vocabulary(info, run.initial),
         compares=bool(args.compare_to),
         reports=recogniser.REPORTS,
+        adapters=functools.partial(released.usual_adapters, start.family(asked), info),
     )
 
 

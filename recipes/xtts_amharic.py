@@ -725,6 +725,7 @@ def main(args) -> dict | None:
         vocabulary=start.vocabulary(info, run.initial),
         betas=BETAS,
         reports=(str(speaking.folder_of(args.output_dir)),),
+        adapters=functools.partial(released.usual_adapters, start.family(asked), info),
     )
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation, languages)

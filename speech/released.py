@@ -458,6 +458,12 @@ def adapt(
     print(lora.describe(model))
 
 
+def usual_adapters(family: Family, info: Any, rank: int) -> lora.Adapters:
+    """What --lora adds to such a model; the weights that it goes with are not known."""
+    settings = lora.Settings(rank, 2.0 * rank, TARGETS[0])
+    return lora.Adapters(settings, family.layers(info, settings.targets), "", "")
+
+
 def saved_network(family: Family, info: Any, saved: Saved) -> torch.nn.Module:
     """The network of a checkpoint, with its adapters."""
     network = family.network(info)
