@@ -510,6 +510,10 @@ def timestamp_share(
         return given or 0.0
     followed = packs.followed(corpus)
     if followed < FOLLOWED:
+        print(
+            "--timestamp_share 0: a model trained long on single utterances loses text in long"
+            f" recordings; --timestamp_share {TIMESTAMP_SHARE:g} trains on windows of several"
+        )
         return 0.0
     print(
         f"--timestamp_share {TIMESTAMP_SHARE:g}: {100 * followed:.0f} % of the training utterances"

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -697,6 +698,28 @@ def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
     )
     assert "--timestamp_share" not in single and "times, on " in single
     assert not newest(tmp_path / "0", vietnamese).model_info["times"]
+
+
+@pytest.mark.parametrize(
+    "given, pretrained, followed, share, says",
+    [
+        (None, True, 0.98, 0.25, "--timestamp_share 0.25: 98 %"),
+        (None, True, 0.0, 0.0, "--timestamp_share 0: "),
+        (0.0, True, 0.0, 0.0, ""),
+        (0.5, True, 0.0, 0.5, ""),
+        (None, False, 0.98, 0.0, ""),
+    ],
+)
+def test_what_is_trained_on_by_default(
+    given, pretrained, followed, share, says, with_times, monkeypatch, capsys
+):
+    """A released model that is trained on single utterances may lose text in long recordings."""
+    monkeypatch.setattr(start.packs, "followed", lambda corpus: followed)
+    info = SimpleNamespace(pretrained=pretrained)
+    tokenizer = read_tokenizer(with_times / "listed", "vi")
+    assert start.timestamp_share(given, info, tokenizer, None) == share
+    out = capsys.readouterr().out
+    assert out.startswith(says) and bool(out) == bool(says)
 
 
 def test_segments_are_utterances_only_for_training_with_times(with_times, recorded, tmp_path):
