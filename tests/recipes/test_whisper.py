@@ -560,10 +560,13 @@ def with_times(spoken, tmp_path_factory):
     folder = tmp_path_factory.mktemp("with times")
     lines = Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
     bpe = train_bpe([json.loads(line)["text"] for line in lines], 300, "vi")
+    # The multilingual vocabularies end with an empty token. CTranslate2 knows them by it: without it
+    # faster-whisper leaves language and task out of its prompts.
+    vocab = {**bpe.vocab, "": len(bpe.vocab)}
     torch.manual_seed(0)
     for name, has_times in (("listed", True), ("unlisted", False)):
-        specials = special_tokens(len(bpe.vocab), LANGUAGES[:99], has_times)
-        tokenizer = WhisperTokenizer(bpe.vocab, bpe.merges, specials, (), "vi")
+        specials = special_tokens(len(vocab), LANGUAGES[:99], has_times)
+        tokenizer = WhisperTokenizer(vocab, bpe.merges, specials, (), "vi")
         if has_times:
             config = formats.make_config(16, (1, 1), 2, vocabulary=tokenizer.size)
             special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos)
@@ -828,6 +831,7 @@ def test_faster_whisper_reads_an_export(exported_with_times, recorded, tmp_path)
     names = ["tokenizer.json", "preprocessor_config.json", "--quantization", "float16"]
     subprocess.run([*converter, *flags, *names], check=True, capture_output=True)
     model = faster_whisper.WhisperModel(str(tmp_path / "ct2"), device="cpu", compute_type="int8")
+    assert model.model.is_multilingual
     waveform = read_audio(str(Path(recorded[1]).parent / "train.wav"), SAMPLE_RATE).numpy()
     segments, _ = model.transcribe(
         waveform[: 35 * SAMPLE_RATE], temperature=0.0, max_new_tokens=12, no_speech_threshold=None
