@@ -37,7 +37,9 @@ OVERLAP = 0.05  # seconds by which the times of neighbours may overlap
 SHORTEST_CUT = 0.3  # seconds of an utterance that the window cuts
 TIME_TOKENS = 2  # of each utterance: its start and its end
 ROUNDING = 1e-6  # seconds
-LONGEST_LEAD = 1.0  # seconds of the pause before a window's first utterance
+# Seconds of the pause before a window's first utterance. Programs begin a window where the last
+# utterance of the one before it ends, so their windows begin with whole pauses.
+LONGEST_LEAD = 2.0
 # A pause that is longer than this may hold speech that the manifest has no text for.
 LONG_PAUSE = 0.7  # seconds
 EDGE = 0.25  # seconds of such a pause at its ends that are left as they are
@@ -199,8 +201,7 @@ class Packs:
         self.place = np.argsort(self.recordings.rows)
         self.has_next = (self.recordings.last > np.arange(len(corpus)))[self.place]
         line = self.recordings
-        pauses = np.append(0.0, np.clip(line.starts[1:] - line.ends[:-1], 0.0, None))
-        pauses[pauses > LONG_PAUSE] = EDGE
+        pauses = np.append(0.0, np.clip(line.starts[1:] - line.ends[:-1], 0.0, LONGEST_LEAD))
         pauses[line.first == np.arange(len(corpus))] = 0.0
         # The longest lead of each window: silence, if the window is not of a recording.
         self.leads = np.where(self.has_next, pauses[self.place], LONGEST_LEAD)
@@ -327,14 +328,17 @@ def read(corpus: Corpus, window: Window) -> torch.Tensor:
 
 
 def silence_loud_pauses(waveform: torch.Tensor, window: Window) -> None:
-    """Makes long pauses that are not quiet silent, in place. An utterance may be missing there: one
-    that was rejected, held out, or never transcribed. Heard without its text, it would teach the
-    model to leave out text."""
+    """Makes long pauses that are not quiet silent, in place, and what a window begins with, because
+    it may be part of one. An utterance may be missing there: one that was rejected, held out, or
+    never transcribed. Heard without its text, it would teach the model to leave out text."""
     level = float(waveform.square().mean())
     ends = [end for _, end in window.spans]
-    starts = [start for start, _ in window.spans[1:]]
-    for end, start in zip(ends, [*starts, window.seconds], strict=True):
+    starts = [start for start, _ in window.spans]
+    quiet = [(0.0, starts[0] - EDGE)]
+    for end, start in zip(ends, [*starts[1:], window.seconds], strict=True):
         if start - end > LONG_PAUSE:
-            middle = slice(round((end + EDGE) * SAMPLE_RATE), round((start - EDGE) * SAMPLE_RATE))
-            if float(waveform[middle].square().mean()) > LOUD * level:
-                waveform[middle] = 0.0
+            quiet.append((end + EDGE, start - EDGE))
+    for begin, end in quiet:
+        middle = slice(round(begin * SAMPLE_RATE), max(0, round(end * SAMPLE_RATE)))
+        if float(waveform[middle].square().mean()) > LOUD * level:  # not if it is empty: NaN
+            waveform[middle] = 0.0

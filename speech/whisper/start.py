@@ -515,6 +515,10 @@ def usual_share(corpus: Corpus) -> float:
     training set follow each other in their recordings."""
     followed = packs.followed(corpus)
     if followed < FOLLOWED:
+        print(
+            "--timestamp_share 0: a model trained long on single utterances loses text in long"
+            f" recordings; --timestamp_share {TIMESTAMP_SHARE:g} trains on windows of several"
+        )
         return 0.0
     print(
         f"--timestamp_share {TIMESTAMP_SHARE:g}: {100 * followed:.0f} % of the training utterances"

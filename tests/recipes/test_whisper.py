@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -559,10 +560,13 @@ def with_times(spoken, tmp_path_factory):
     folder = tmp_path_factory.mktemp("with times")
     lines = Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
     bpe = train_bpe([json.loads(line)["text"] for line in lines], 300, "vi")
+    # The multilingual vocabularies end with an empty token. CTranslate2 knows them by it: without it
+    # faster-whisper leaves language and task out of its prompts.
+    vocab = {**bpe.vocab, "": len(bpe.vocab)}
     torch.manual_seed(0)
     for name, has_times in (("listed", True), ("unlisted", False)):
-        specials = special_tokens(len(bpe.vocab), LANGUAGES[:99], has_times)
-        tokenizer = WhisperTokenizer(bpe.vocab, bpe.merges, specials, (), "vi")
+        specials = special_tokens(len(vocab), LANGUAGES[:99], has_times)
+        tokenizer = WhisperTokenizer(vocab, bpe.merges, specials, (), "vi")
         if has_times:
             config = formats.make_config(16, (1, 1), 2, vocabulary=tokenizer.size)
             special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos)
@@ -704,6 +708,28 @@ def test_a_run_without_times_is_resumed_without_them(with_times, recorded, tmp_p
     assert "windows of them" not in out and not newest(tmp_path, vietnamese).model_info["times"]
 
 
+@pytest.mark.parametrize(
+    "given, pretrained, followed, share, says",
+    [
+        (None, True, 0.98, 0.25, "--timestamp_share 0.25: 98 %"),
+        (None, True, 0.0, 0.0, "--timestamp_share 0: "),
+        (0.0, True, 0.0, 0.0, ""),
+        (0.5, True, 0.0, 0.5, ""),
+        (None, False, 0.98, 0.0, ""),
+    ],
+)
+def test_what_is_trained_on_by_default(
+    given, pretrained, followed, share, says, with_times, monkeypatch, capsys
+):
+    """A released model that is trained on single utterances may lose text in long recordings."""
+    monkeypatch.setattr(start.packs, "followed", lambda corpus: followed)
+    info = SimpleNamespace(pretrained=pretrained)
+    tokenizer = read_tokenizer(with_times / "listed", "vi")
+    assert start.timestamp_share(given, info, tokenizer, None) == share
+    out = capsys.readouterr().out
+    assert out.startswith(says) and bool(out) == bool(says)
+
+
 def test_segments_are_utterances_only_for_training_with_times(with_times, recorded, tmp_path):
     rows = list(map(json.loads, Path(recorded[1]).read_text(encoding="utf-8").splitlines()))
     segments = [
@@ -838,6 +864,7 @@ def test_faster_whisper_reads_an_export(exported_with_times, recorded, tmp_path)
     names = ["tokenizer.json", "preprocessor_config.json", "--quantization", "float16"]
     subprocess.run([*converter, *flags, *names], check=True, capture_output=True)
     model = faster_whisper.WhisperModel(str(tmp_path / "ct2"), device="cpu", compute_type="int8")
+    assert model.model.is_multilingual
     waveform = read_audio(str(Path(recorded[1]).parent / "train.wav"), SAMPLE_RATE).numpy()
     segments, _ = model.transcribe(
         waveform[: 35 * SAMPLE_RATE], temperature=0.0, max_new_tokens=12, no_speech_threshold=None

@@ -175,7 +175,8 @@ def test_speakers_stay_apart_if_they_have_enough_to_say():
 
 def test_one_utterance_is_a_window_of_its_own():
     data = make_packs(make_corpus([("a.wav", 0.0, 2.0, "")]))
-    assert data.window(0, 0).rows == [0] and 2.0 <= data.seconds(0)[0] <= 3.0
+    longest = 2.0 + packs.LONGEST_LEAD
+    assert data.window(0, 0).rows == [0] and 2.0 <= data.seconds(0)[0] <= longest
     assert packs.followed(make_corpus([("a.wav", 0.0, 2.0, "")])) == 0.0
     pair = make_corpus([("a.wav", 3.0, 2.0, ""), ("a.wav", 0.0, 2.0, ""), ("b.wav", 0.0, 2.0, "")])
     assert packs.followed(pair) == pytest.approx(1 / 3)
@@ -201,6 +202,7 @@ def test_what_is_heard_where(recording):
     corpus, number = recording
     data = Packs(corpus, np.full(6, 5), 1.0, 1, LONGEST, 100)
     seen = set()
+    leads = []
     for epoch in range(12):
         for index in range(6):
             window = data.window(index, epoch)
@@ -216,7 +218,9 @@ def test_what_is_heard_where(recording):
                 loud = waveform.abs() > 0.3  # speech without a text
                 assert int(loud.sum()) <= 2 * packs.EDGE * SAMPLE_RATE
                 seen.add((len(window.rows), window.cut))
+                leads.append(window.spans[0][0])
     assert {(1, False), (2, False), (2, True), (3, False), (3, True)} <= seen
+    assert min(leads) == 0 and 1.5 < max(leads) <= packs.LONGEST_LEAD  # of pauses of 2 and 3 s
 
 
 def test_others_are_heard_after_silence(wav, tmp_path):
