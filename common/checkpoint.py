@@ -368,6 +368,8 @@ def recipe_of(path: str | Path, flag: str = "--resume") -> str:
     """The recipe of a `.safetensors` that a run saved, by its header. Raises `UsageError`."""
     path = Path(path)
     files.require_file(path, flag)
+    if path.suffix != ".safetensors":
+        raise UsageError(f"{flag} {path}: name best.safetensors of the run")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}

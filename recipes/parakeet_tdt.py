@@ -360,15 +360,16 @@ def report_and_export(
     evaluation: dict[str, EvalBatches],
     weights: str,
 ) -> None:
-    """The results, --export with them, and then the comparison: the released model may be gone by
-    now."""
+    """The results, the comparison, and --export with both."""
     rows = report_results(asked, start.tokenizer_of(info), model, evaluation, weights)
-    if asked.origin.export:
-        path = checkpoint.file_of(asked.origin.checkpoint_dir, weights)
-        results = recogniser.read_results(asked.how.log_dir)
-        about = card.About(RECIPE, asked.origin.path, path, run_info, results)
-        start.export(asked, info, model.state_dict(), about)
-    compare(asked, model, evaluation, rows)
+    try:
+        compare(asked, model, evaluation, rows)
+    finally:  # the released model may be gone by now
+        if asked.origin.export:
+            path = checkpoint.file_of(asked.origin.checkpoint_dir, weights)
+            results = recogniser.read_results(asked.how.log_dir)
+            about = card.About(RECIPE, asked.origin.path, path, run_info, results)
+            start.export(asked, info, model.state_dict(), about)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -411,12 +412,11 @@ def evaluate_only(args, asked: start.Options) -> None:
             evaluation[name] = EvalBatches(args, data, collate, setup)
         with setup.autocast():
             rows = report_results(asked, tokenizer, model, evaluation, "the weights named")
+            if before is not None:
+                compare(asked, model, evaluation, rows)
         about = dataclasses.replace(about, results=recogniser.read_results(args.log_dir))
     if args.export:
         start.export(asked, info, model.state_dict(), about)
-    if args.evaluate and before is not None:
-        with setup.autocast():
-            compare(asked, model, evaluation, rows)
 
 
 def first_model(

@@ -20,6 +20,7 @@ from speech.onnx_files import Graph
 from speech.parakeet.model import Parakeet, halvings, relative_positions
 
 FRAMES = 80  # of the example that a graph is made from, before the subsampling
+MEL_BINS = (80, 128)  # that onnx-asr has features of
 # Names for both programs. Weights too large for one file are in encoder-model.onnx.data.
 SECOND_NAMES = {
     "encoder-model.onnx": "encoder.onnx",
@@ -136,6 +137,11 @@ def prepare(
 ) -> Callable[[Path], None]:
     """The function that writes the files in a folder. `tensors`: fp32 weights on the host, which
     are used as they are."""
+    if config["num_mel_bins"] not in MEL_BINS:
+        print(
+            f"onnx-asr cannot load the export: the model has {config['num_mel_bins']} mel bins, and"
+            f" onnx-asr features of {' and '.join(map(str, MEL_BINS))} only"
+        )
     with torch.device("meta"):
         model = Parakeet(config)
     model.load_state_dict(tensors, assign=True)
