@@ -1,5 +1,5 @@
-"""Whether a model still reads on after one sentence and still knows times: what fine-tuning on single
-sentences unlearns. Programs that read long recordings by a Whisper's times lose text then.
+"""Whether a model still reads on after one sentence and still knows times: what fine-tuning on
+single sentences unlearns. Programs that read long recordings by a Whisper's times lose text then.
 
 It is measured teacher-forced, on windows of several utterances of an evaluation set."""
 

@@ -41,8 +41,8 @@ ROUNDING = 1e-6  # seconds
 # utterance of the one before it ends, so their windows begin with whole pauses.
 LONGEST_LEAD = 2.0
 # A pause that is longer than this may hold speech that the manifest has no text for.
-LONG_PAUSE = 0.7  # seconds
-EDGE = 0.25  # seconds of such a pause at its ends that are left as they are
+LONG_PAUSE = 0.3  # seconds
+EDGE = 0.25  # seconds of such a pause at its ends, or a quarter of it, that are left as they are
 LOUD = 0.05  # mean square relative to that of the window
 
 
@@ -108,8 +108,8 @@ def followed(corpus: Corpus) -> float:
 
 
 def drawn(groups: np.ndarray, seconds: np.ndarray, random: np.random.Generator) -> Line:
-    """Utterances of `seconds` (N,) in random order within their groups (N,), 0 to G - 1, with pauses
-    between them. Each group comes twice, one after the other: from every utterance in the first
+    """Utterances of `seconds` (N,) in random order within their groups (N,), 0 to G - 1, with
+    pauses between them. Each group comes twice, one after the other: from every utterance in the first
     half, all others of its group follow."""
     order = random.permutation(len(groups))
     order = order[np.argsort(groups[order], kind="stable")]
@@ -138,9 +138,10 @@ def speaker_groups(corpus: Corpus) -> np.ndarray:
 @dataclass(frozen=True)
 class Plan:
     """The windows of an epoch. For the window of each utterance (N,): `place` and `stop`, its first
-    and last utterance on the `line`; `tokens`, how many these have, as if with times; `start` and `end`, where it begins and ends there, in seconds;
-    `cut`, whether it ends within the next utterance; `timed`; `previous`, whether it has the text
-    before it; `speed`, by which it is played faster."""
+    and last utterance on the `line`; `tokens`, how many these have, as if with times; `start` and
+    `end`, where it begins and ends there, in seconds; `cut`, whether it ends within the next
+    utterance; `timed`; `previous`, whether it has the text before it; `speed`, by which it is
+    played faster."""
 
     line: Line
     place: np.ndarray
@@ -156,10 +157,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Window:
-    """One window, before it is played at `speed`. `rows` are its utterances and `spans` their (start,
-    end), seconds from its beginning. With `cut` the last one is not heard to its end. `before` and
-    `spans_before` are the same of the utterances before it, with times of a window of their own.
-    `recorded`: whether all of them are one part of a recording."""
+    """One window, before it is played at `speed`. `rows` are its utterances and `spans` their
+    (start, end), seconds from its beginning. With `cut` the last one is not heard to its end.
+    `before` and `spans_before` are the same of the utterances before it, with times of a window of
+    their own. `recorded`: whether all of them are one part of a recording."""
 
     rows: list[int]
     spans: list[tuple[float, float]]
@@ -337,7 +338,8 @@ def silence_loud_pauses(waveform: torch.Tensor, window: Window) -> None:
     quiet = [(0.0, starts[0] - EDGE)]
     for end, start in zip(ends, [*starts[1:], window.seconds], strict=True):
         if start - end > LONG_PAUSE:
-            quiet.append((end + EDGE, start - EDGE))
+            edge = min(EDGE, (start - end) / 4)
+            quiet.append((end + edge, start - edge))
     for begin, end in quiet:
         middle = slice(round(begin * SAMPLE_RATE), max(0, round(end * SAMPLE_RATE)))
         if float(waveform[middle].square().mean()) > LOUD * level:  # not if it is empty: NaN
