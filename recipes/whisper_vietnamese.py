@@ -518,7 +518,7 @@ def report_long(
     rows = timed.decode_corpus(model, tokenizer, search, corpus)
     errors = metrics.read_by(rows, recogniser.readings_of(rows, asked.how, for_scoring))
     print(f"\n{len(rows)} whole recordings, {weights}, decoding with times: {args.decoding}")
-    print(metrics.error_table(errors))
+    print(metrics.error_table(errors, metrics.rates(errors)))
     print(metrics.recordings_table(rows, for_scoring))
     recogniser.write_rows(rows, asked.how, recogniser.LONG)
     if args.compare_to:

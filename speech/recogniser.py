@@ -279,7 +279,8 @@ def print_results(
     written to results.json. Raises `RunError`."""
     print(f"\n{title}")
     errors = metrics.read_by(rows, readings_of(rows, how, normalise))
-    print(metrics.error_table(errors))
+    rates = metrics.rates(errors)
+    print(metrics.error_table(errors, rates))
     for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
         row = rows[number]
         print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
@@ -290,7 +291,7 @@ def print_results(
         {**row, "errors": metrics.errors_of_row(errors, number)} for number, row in enumerate(rows)
     ]
     write_rows(counted, how, "transcripts.jsonl")
-    write_results(how, {"title": title, "rates": metrics.rates(errors)})
+    write_results(how, {"title": title, "rates": rates})
 
 
 def write_rows(rows: list[dict], how: Options, name: str) -> None:
