@@ -69,7 +69,6 @@ PROMPT = 4  # tokens before a text
 PREVIOUS_TOKENS = 223  # of the text before a window, as programs that decode give them
 SIZES = {"demo": formats.make_config(144, (4, 2), 4), **formats.SIZES}
 MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
-LONGEST = 24 * 3600.0  # seconds, of a recording of --long
 NO_TIMES = "a model from scratch has no time tokens"
 OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
 EXCLUDES = (
@@ -513,8 +512,7 @@ def report_long(
     --compare_to also a baseline's, for which the model is moved to the host."""
     tokenizer, search = start.make_search(asked, info)
     search = timed.make_search(tokenizer, search)
-    checks = dataclasses.replace(splits.resolve(args).checks, max_duration=LONGEST)
-    corpus = splits.read_manifests({"long": args.long}, text.normalise, checks)["long"]
+    corpus = splits.load_splits(splits.resolve(args), text.normalise)["long"]
     rows = timed.decode_corpus(model, tokenizer, search, corpus)
     errors = metrics.read_by(rows, recogniser.readings_of(rows, asked.how, for_scoring))
     print(f"\n{len(rows)} whole recordings, {weights}, decoding with times: {args.decoding}")

@@ -404,6 +404,24 @@ def test_whole_recordings_are_scored(folder, tmp_path, one_pass):
     assert len(transcripts[0]["segments"]) > 3
 
 
+def test_recordings_are_listened_to_before_any_is_decoded(folder, tmp_path, one_pass, monkeypatch):
+    """The last of three files ends early. No recording is too long, and one is too short."""
+    whole = tmp_path / "whole.flac"
+    soundfile.write(whole, noise(40, 1).numpy(), SAMPLE_RATE)
+    (tmp_path / "cut.flac").write_bytes(whole.read_bytes()[:200_000])
+    paths = [folder / "audio" / "b.wav", whole, tmp_path / "cut.flac"]
+    rows = [json.dumps({"audio_filepath": str(path), "text": "a"}) + "\n" for path in paths]
+    (tmp_path / "three.json").write_text("".join(rows), encoding="utf-8")
+    flags = ["--evaluate", "--long", tmp_path / "three.json", "--model_dir", folder / "model"]
+    flags += ["--min_duration", 35, "--output_dir", tmp_path]
+    with monkeypatch.context() as patch:
+        patch.setattr(timed, "transcribe", lambda *inputs: pytest.fail("decoded already"))
+        status, error = refused(vietnamese, *flags)
+    assert status == 1 and "cut.flac" in error and "--skip_bad_audio" in error
+    out = ran(vietnamese, *flags, "--skip_bad_audio")
+    assert "1 whole recordings" in out and "shorter than 35 s" in out
+
+
 @pytest.mark.parametrize(
     ("reference", "hypothesis", "words"),
     [
