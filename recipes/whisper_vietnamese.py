@@ -155,7 +155,7 @@ def resolve(args) -> start.Options:
         with torch.device("meta"):  # what is wrong with it is reported before the training
             info, _ = read_baseline(asked, args.compare_to)
             if args.long:
-                timed.make_search(*start.make_search(asked, info))
+                timed.make_search(*start.make_search(asked, info), f"--compare_to {args.compare_to}")
     return asked
 
 
@@ -511,7 +511,7 @@ def report_long(
     """Prints error rates of the whole recordings of --long and what they lose in a row; with
     --compare_to also a baseline's, for which the model is moved to the host."""
     tokenizer, search = start.make_search(asked, info)
-    search = timed.make_search(tokenizer, search)
+    search = timed.make_search(tokenizer, search, "--long")
     corpus = splits.load_splits(splits.resolve(args), text.normalise)["long"]
     rows = timed.decode_corpus(model, tokenizer, search, corpus)
     errors = metrics.read_by(rows, recogniser.readings_of(rows, asked.how, for_scoring))
@@ -521,7 +521,7 @@ def report_long(
     recogniser.write_rows(rows, asked.how, recogniser.LONG)
     if args.compare_to:
         baseline, (tokenizer, search) = baseline_for(model, asked, args.compare_to)
-        search = timed.make_search(tokenizer, search)
+        search = timed.make_search(tokenizer, search, f"--compare_to {args.compare_to}")
         before = timed.decode_corpus(baseline, tokenizer, search, corpus)
         print(f"{args.compare_to} on the same recordings:")
         print(metrics.recordings_table(before, for_scoring))
@@ -570,7 +570,7 @@ def transcribe(args, asked: start.Options) -> None:
     model, info, before = trained(asked, setup)
     tokenizer, search = start.make_search(asked, info)
     if args.timestamps:
-        search = timed.make_search(tokenizer, search)
+        search = timed.make_search(tokenizer, search, "--timestamps")
         decode = functools.partial(timed.transcripts, model, tokenizer, search)
         recogniser.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
         return

@@ -98,7 +98,7 @@ def read_as_others(monkeypatch, waveform: torch.Tensor) -> None:
 
 def search_of(tokenizer, **changed) -> decoding.Search:
     search = decoding.make_search(tokenizer, {}, CONFIG["vocab_size"])
-    return dataclasses.replace(timed.make_search(tokenizer, search), **changed)
+    return dataclasses.replace(timed.make_search(tokenizer, search, "--long"), **changed)
 
 
 def rows(segments) -> list[tuple[float, float, str]]:
@@ -317,6 +317,16 @@ def test_a_window_that_was_sampled_is_no_context(tokenizer, monkeypatch):
     assert long.prompt[long.start] == tokenizer.start
 
 
+def test_a_segment_after_the_end_of_the_recording_is_left_out(tokenizer, monkeypatch):
+    tokens = [(0, 100, 200), (250, 101, 300)]  # steps of 20 ms in 5 s, and tokens of texts
+    said = [[TIMES.start + start, text, TIMES.start + end] for start, text, end in tokens]
+    decoded = decoding.Decoded("", sum(said, []), 0.0, 1.0, 0.0, 0.0)
+    monkeypatch.setattr(decoding, "decode", lambda *inputs: [decoded])
+    monkeypatch.setattr(timed, "_encode", lambda model, window: (None, None))
+    found = timed.transcribe(make_model(1), tokenizer, search_of(tokenizer), noise(5, 1))
+    assert [(part["start"], part["end"]) for part in found["segments"]] == [(0.0, 4.0)]
+
+
 def test_digital_silence_is_not_decoded(tokenizer, monkeypatch):
     monkeypatch.setattr(timed, "_encode", lambda *inputs: pytest.fail("silence was decoded"))
     found = timed.transcribe(None, tokenizer, search_of(tokenizer), torch.zeros(0))
@@ -461,5 +471,5 @@ def test_mistakes(line, message, folder, tmp_path):
 
 def test_a_model_without_time_tokens(folder, tokenizer):
     plain = train_bpe(["hôm nay"], 270, "vi")
-    with pytest.raises(UsageError, match="this model has no time tokens"):
-        timed.make_search(plain, decoding.make_search(plain, {}, plain.size))
+    with pytest.raises(UsageError, match="^--timestamps: the model has no time tokens"):
+        timed.make_search(plain, decoding.make_search(plain, {}, plain.size), "--timestamps")
