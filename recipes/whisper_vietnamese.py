@@ -155,7 +155,8 @@ def resolve(args) -> start.Options:
         with torch.device("meta"):  # what is wrong with it is reported before the training
             info, _ = read_baseline(asked, args.compare_to)
             if args.long:
-                timed.make_search(*start.make_search(asked, info), f"--compare_to {args.compare_to}")
+                search = start.make_search(asked, info)
+                timed.make_search(*search, f"--compare_to {args.compare_to}")
     return asked
 
 

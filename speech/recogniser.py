@@ -3,6 +3,7 @@ transcripts of files."""
 
 import filecmp
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -203,6 +204,11 @@ def resolve(
         args.beam_size = beam_size
     output = getattr(args, "output", None)
     if output:
+        if (suffix := Path(output).suffix.lower()) in subtitles.OTHERS:
+            known = ", ".join(subtitles.FORMATS)
+            raise UsageError(
+                f"--output {output}: {suffix} cannot be written; name a file {known} or .jsonl"
+            )
         if is_subtitles(output) and not has_times:
             needed = "add --timestamps" if "timestamps" in vars(args) else "name a .jsonl file"
             raise UsageError(f"--output {output}: subtitles need times; {needed}")
@@ -558,9 +564,13 @@ def keep_earlier(path: Path, new: Path) -> None:
 
 def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
     """Writes `rows` as JSON Lines, or one row as subtitles if the path's suffix asks for them, and
-    returns their number. Other transcripts that are there get another name. What is done when a signal or an error ends the command is kept in PATH.partial. A
-    device or a pipe is written to directly."""
+    returns their number. Other transcripts that are there get another name, unless there are no
+    rows. What is done when a signal or an error ends the command is kept in PATH.partial. A device
+    or a pipe is written to directly."""
     count = 0
+    rows = iter(rows)
+    if (first := next(rows, None)) is None:
+        return 0
 
     def shown(row: dict) -> str:
         if is_subtitles(path):
@@ -572,7 +582,7 @@ def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
         nonlocal count
         with open(target, "w", encoding="utf-8", errors="backslashreplace") as file:
             try:
-                for row in rows:
+                for row in itertools.chain([first], rows):
                     file.write(shown(row))
                     file.flush()
                     count += 1

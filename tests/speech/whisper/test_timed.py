@@ -318,9 +318,9 @@ def test_a_window_that_was_sampled_is_no_context(tokenizer, monkeypatch):
 
 
 def test_a_segment_after_the_end_of_the_recording_is_left_out(tokenizer, monkeypatch):
-    tokens = [(0, 100, 200), (250, 101, 300)]  # steps of 20 ms in 5 s, and tokens of texts
-    said = [[TIMES.start + start, text, TIMES.start + end] for start, text, end in tokens]
-    decoded = decoding.Decoded("", sum(said, []), 0.0, 1.0, 0.0, 0.0)
+    said = [0, 100, 200, 250, 101, 300]  # texts between times: steps of 20 ms, in 5 s
+    tokens = [each if each in (100, 101) else TIMES.start + each for each in said]
+    decoded = decoding.Decoded("", tokens, 0.0, 1.0, 0.0, 0.0)
     monkeypatch.setattr(decoding, "decode", lambda *inputs: [decoded])
     monkeypatch.setattr(timed, "_encode", lambda model, window: (None, None))
     found = timed.transcribe(make_model(1), tokenizer, search_of(tokenizer), noise(5, 1))
@@ -471,5 +471,5 @@ def test_mistakes(line, message, folder, tmp_path):
 
 def test_a_model_without_time_tokens(folder, tokenizer):
     plain = train_bpe(["hôm nay"], 270, "vi")
-    with pytest.raises(UsageError, match="^--timestamps: the model has no time tokens"):
+    with pytest.raises(UsageError, match="--timestamps: the model has no time tokens"):
         timed.make_search(plain, decoding.make_search(plain, {}, plain.size), "--timestamps")
