@@ -69,6 +69,7 @@ PROMPT = 4  # tokens before a text
 PREVIOUS_TOKENS = 223  # of the text before a window, as programs that decode give them
 SIZES = {"demo": formats.make_config(144, (4, 2), 4), **formats.SIZES}
 MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
+READING = text.NAMES[for_scoring]
 NO_TIMES = "a model from scratch has no time tokens"
 OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
 EXCLUDES = (
@@ -606,7 +607,8 @@ def evaluate_only(args, asked: start.Options) -> None:
         has_results = args.evaluate and not args.long
         results = recogniser.read_results(args.log_dir) if has_results else None
         weights = released.weights_file(asked.origin)
-        about = card.About(RECIPE, asked.origin.path, weights, before and before.data, results)
+        data = before and before.data
+        about = card.About(RECIPE, asked.origin.path, weights, data, results, reading=READING)
         start.export(args.export, info, model.state_dict(), about)
 
 
@@ -700,6 +702,7 @@ def make_task(
         checkpointed=LAYERS,
         compiled=LAYERS,
         last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
+        evaluate_first=info.pretrained,
         fine_tunes=info.pretrained,
         vocabulary=start.vocabulary(info, run.initial),
         compares=bool(args.compare_to),
@@ -741,7 +744,9 @@ def main(args) -> None:
     weights = finish(args, run, model, task, evaluation["val"], report)
     if args.export and run.setup.ranks.first:
         results = recogniser.read_results(args.log_dir)
-        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results)
+        about = card.About(
+            RECIPE, asked.origin.path, weights, run_info.data, results, reading=READING
+        )
         start.export(args.export, info, model.state_dict(), about)
 
 

@@ -27,6 +27,7 @@ from speech.text import NAMES, as_whisper, for_scoring, in_lower_case, mark_shar
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # how the names of open files begin
+AS_SENT = "as sent"  # what tables call the comparison of symbols that are no writing
 LONG = "transcripts_long.jsonl"  # of whole recordings
 REPORTS = ("transcripts.jsonl", LONG, "results.json")  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
@@ -353,7 +354,7 @@ def readings_of(
     case without punctuation, and by --normaliser. Symbols that are no writing, whose `normalise` is
     not one of text.py's, are compared in this way only."""
     if normalise not in NAMES:
-        return {"as sent": normalise}
+        return {AS_SENT: normalise}
     chosen = [normalise, in_lower_case]
     if how.normaliser:
         chosen.append(NORMALISERS[how.normaliser])
