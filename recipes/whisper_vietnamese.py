@@ -27,7 +27,7 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -183,6 +183,31 @@ def read_data(args, before: start.RunInfo | None = None, times: bool = False) ->
     checks = dataclasses.replace(data.checks, join_segments=not times)
     data = dataclasses.replace(data, checks=checks)
     return splits.load_splits(data, text.normalise, make_demo, stand_in)
+
+
+def read_for(
+    args, info: start.ModelInfo, resumes: bool, read: Callable[[bool], dict[str, Corpus]]
+) -> tuple[dict[str, Corpus], float]:
+    """The corpora that a training of this model has, and its --timestamp_share. `read`: `read_data`
+    by `times`."""
+    share = start.timestamp_share(args.timestamp_share, info, resumes)
+    corpora = read(share != 0)
+    if share is None:
+        share = start.usual_share(corpora["train"])
+        if not share and args.use_chunking:  # their segments are joined after all
+            corpora = read(False)
+    return corpora, share
+
+
+def check_data(args, asked: start.Options) -> None:
+    """--check_data: the data as a training with these flags reads them."""
+    read = functools.cache(functools.partial(read_data, args, None))
+    corpora = None
+    if asked.origin.path:
+        with torch.device("meta"):
+            info, _ = start.read_released(asked, asked.origin.path)
+        corpora, _ = read_for(args, info, False, read)
+    splits.report_checked(corpora or read(False))
 
 
 def drop_untrainable(
@@ -601,7 +626,10 @@ def evaluate_only(args, asked: start.Options) -> None:
             data = Utterances(args, corpus, tokenizer, info, training=False)
             evaluation[name] = EvalBatches(args, data, collate, setup)
         with setup.autocast():
-            times_before = before.times_before if before else []
+            is_same = before and splits.about_sets(corpora).get("val") == before.data.sets.get(
+                "val"
+            )
+            times_before = before.times_before if is_same else []
             report_results(args, asked, info, model, evaluation, times_before, "the weights named")
     if args.export:
         has_results = args.evaluate and not args.long
@@ -613,13 +641,13 @@ def evaluate_only(args, asked: start.Options) -> None:
 
 
 def first_model(
-    args, asked: start.Options, run: Run, texts: Iterable[str]
+    args, asked: start.Options, run: Run, texts: Callable[[], Iterable[str]]
 ) -> tuple[start.ModelInfo, Whisper]:
     """The model that training starts with: that of the checkpoint, a released one, or a new one
     with a vocabulary made from the training `texts`."""
 
     def new_info() -> start.ModelInfo:
-        tokenizer = train_bpe(texts, args.vocab_size, args.language)
+        tokenizer = train_bpe(texts(), args.vocab_size, args.language)
         return start.new_info(asked, tokenizer)
 
     with run.model_device():
@@ -633,15 +661,6 @@ def first_model(
         model.freeze_encoder()
     start.describe(info, model, args.learning_rate)
     return info, model
-
-
-def may_train_times(args, asked: start.Options, run: Run) -> bool:
-    """Whether the model is a released one, and --timestamp_share not 0."""
-    saved = run.resumed or run.initial
-    pretrained = asked.origin.path is not None
-    if saved and not pretrained and not asked.origin.may_be_random:
-        pretrained = bool(saved.model_info.get("pretrained"))
-    return pretrained and args.timestamp_share != 0
 
 
 def about_run(
@@ -713,7 +732,7 @@ def make_task(
 def main(args) -> None:
     asked = resolve(args)
     if args.check_data:
-        return splits.report_checked(read_data(args))
+        return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
     if args.evaluate or released.exports_only(asked.origin):
@@ -721,10 +740,10 @@ def main(args) -> None:
     run = begin(args, RECIPE)
     before = released.read_run_info(start.RunInfo, run.resumed)
 
-    corpora = read_data(args, before, may_train_times(args, asked, run))
-    info, model = first_model(args, asked, run, corpora["train"].texts)
+    read = functools.cache(functools.partial(read_data, args, before))
+    info, model = first_model(args, asked, run, lambda: read(False)["train"].texts)
+    corpora, share = read_for(args, info, run.resumed is not None, read)
     tokenizer, _ = start.make_search(asked, info)
-    share = start.timestamp_share(args.timestamp_share, info, tokenizer, corpora["train"])
     info = dataclasses.replace(info, times=share > 0)
     corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, info)
     train_set = Utterances(args, corpora["train"], tokenizer, info, True, share)

@@ -18,6 +18,8 @@ from speech.manifest import line_name, read_manifest
 
 # Seconds: END_TOLERANCE of whole files, whose duration is often rounded to a second.
 FILE_TOLERANCE = 0.5
+# Seconds: a segment that is shorter is joined with the next one, unless the gap is longer.
+SHORT_SEGMENT, SHORT_GAP = 1.0, 0.5
 MICROSECOND = 1e-6  # rounding error of time differences, seconds
 FASTEST_SPEECH = 100  # characters per second, more than anyone says
 DRAW = 1  # joins the seed of --max_samples, whose order must not be that of the held-out part
@@ -311,7 +313,8 @@ def cut_by_segments(rows: Rows, segments: Segments, max_duration: float, join: b
     """Cuts the rows over `max_duration` into pieces of whole segments, in place.
 
     With `join`, a piece joins as many consecutive segments as fit, including the gaps between them;
-    otherwise each segment with a text is a piece. Segments over `max_duration`, and rows whose segments cannot be used, are rejected."""
+    otherwise each segment with a text is a piece, and short ones are joined. Segments over
+    `max_duration`, and rows whose segments cannot be used, are rejected."""
     corpus = rows.corpus
     sources = array("q")
     offsets = array("d")
@@ -328,7 +331,7 @@ def cut_by_segments(rows: Rows, segments: Segments, max_duration: float, join: b
         if join:
             parts = join_segments(parts, max_duration)
         else:
-            parts = [part for part in parts if part[2]]
+            parts = join_short(parts, max_duration)
         for start, stop, text in parts:
             stop = min(stop, length)
             if stop - start > max_duration + MICROSECOND:
@@ -387,6 +390,26 @@ def join_segments(
             pieces.append((first, stop, text or before))
         else:
             pieces.append((start, stop, text))
+    return pieces
+
+
+def join_short(
+    segments: list[tuple[float, float, str]], max_seconds: float
+) -> list[tuple[float, float, str]]:
+    """The (start, stop, text) that have a text, sorted and without overlap. One of less than
+    SHORT_SEGMENT seconds, such as a word, is joined with those that follow without a longer gap
+    than SHORT_GAP."""
+    pieces: list[tuple[float, float, str]] = []
+    for start, stop, text in segments:
+        if not text:
+            continue
+        if pieces:
+            first, last, before = pieces[-1]
+            is_short = last - first < SHORT_SEGMENT and start - last < SHORT_GAP
+            if is_short and stop - first <= max_seconds + MICROSECOND:
+                pieces[-1] = (first, stop, f"{before} {text}")
+                continue
+        pieces.append((start, stop, text))
     return pieces
 
 

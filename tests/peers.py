@@ -17,7 +17,10 @@ def resampled(waveform: np.ndarray, source: int, target: int) -> np.ndarray:
     samples, weighted by a sinc with six zero crossings on each side under a Hann window."""
     rate = 0.99 * min(source, target)
     made = np.arange(math.ceil(len(waveform) * target / source)) / target
-    heard = np.arange(len(waveform)) / source
-    x = rate * (made[:, None] - heard)
+    first = np.floor((made - 6 / rate) * source).astype(int)
+    near = first[:, None] + np.arange(math.ceil(12 * source / rate) + 2)
+    x = rate * (made[:, None] - near / source)
     weights = np.where(abs(x) < 6, np.sinc(x) * np.cos(math.pi * x / 12) ** 2, 0.0)
-    return weights @ waveform * rate / source
+    weights[(near < 0) | (near >= len(waveform))] = 0.0
+    near = near.clip(0, len(waveform) - 1)
+    return (weights * waveform[near]).sum(1) * rate / source

@@ -494,13 +494,10 @@ def draw_padded(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
     return np.random.default_rng([seed, epoch, 11]).random(count) < share
 
 
-def timestamp_share(
-    given: float | None, info: ModelInfo, tokenizer: WhisperTokenizer, corpus: Corpus
-) -> float:
-    """--timestamp_share for this model and training set: what is `given`, or by default
-    TIMESTAMP_SHARE if the model has time tokens and utterances follow each other in their
-    recordings. Raises `UsageError`."""
-    has_times = info.pretrained and tokenizer.timestamp_begin is not None
+def timestamp_share(given: float | None, info: ModelInfo, resumes: bool) -> float | None:
+    """--timestamp_share for this model: what is `given`, or what the run that is resumed had; None
+    if the training set decides (`usual_share`). Raises `UsageError`."""
+    has_times = info.pretrained and make_tokenizer(info.tokenizer).timestamp_begin is not None
     if given and not has_times:
         raise UsageError(
             f"--timestamp_share {given:g}: this model has no time tokens, which only a released"
@@ -508,6 +505,14 @@ def timestamp_share(
         )
     if given is not None or not has_times:
         return given or 0.0
+    if resumes:
+        return TIMESTAMP_SHARE if info.times else 0.0
+    return None
+
+
+def usual_share(corpus: Corpus) -> float:
+    """The share for a new run of a model with time tokens: TIMESTAMP_SHARE if utterances of the
+    training set follow each other in their recordings."""
     followed = packs.followed(corpus)
     if followed < FOLLOWED:
         return 0.0

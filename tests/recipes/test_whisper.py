@@ -700,15 +700,20 @@ def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
     # What was measured before the first update is in both tables.
     tables = [text[text.index("times, on ") :].splitlines()[:4] for text in (out, again)]
     assert tables[0] == tables[1] and tables[0][0].split()[-2:] == ["before", "now"]
-    evaluated = ran(
-        vietnamese, "--evaluate", "--test_manifest", recorded[-1], "--output_dir", whole
-    )
+    evaluated = ran(vietnamese, "--evaluate", *recorded, "--output_dir", whole)
     assert evaluated[evaluated.index("times, on ") :].splitlines()[1:4] == tables[0][1:]
-    single = ran(
-        vietnamese, *flags, "--timestamp_share", 0, "--max_steps", 1, "--output_dir", tmp_path / "0"
-    )
-    assert "--timestamp_share" not in single and "times, on " in single
-    assert not newest(tmp_path / "0", vietnamese).model_info["times"]
+    # Another set was not measured before.
+    other = ["--test_manifest", recorded[-1], "--output_dir", whole]
+    other = ran(vietnamese, "--evaluate", *other)
+    assert other[other.index("times, on ") :].splitlines()[0].split()[-2] != "before"
+
+
+def test_a_run_without_times_is_resumed_without_them(with_times, recorded, tmp_path):
+    flags = [*recorded, *SHORT, "--model_dir", with_times / "listed", "--output_dir", tmp_path]
+    out = ran(vietnamese, *flags, "--timestamp_share", 0, "--max_steps", 1)
+    assert "times, on " in out and not newest(tmp_path, vietnamese).model_info["times"]
+    out += ran(vietnamese, *flags, "--resume", "auto", "--max_steps", 2)
+    assert "windows of them" not in out and not newest(tmp_path, vietnamese).model_info["times"]
 
 
 def test_segments_are_utterances_only_for_training_with_times(with_times, recorded, tmp_path):
@@ -726,6 +731,34 @@ def test_segments_are_utterances_only_for_training_with_times(with_times, record
     args = runs.parse(vietnamese, *flags, "--from_scratch", "--output_dir", tmp_path)
     vietnamese.resolve(args)
     assert len(vietnamese.read_data(args)["train"]) < len(rows) / 3
+    released = [*flags, "--model_dir", with_times / "listed", "--output_dir", tmp_path / "checked"]
+    checked = ran(vietnamese, *released, "--check_data")
+    assert f"{len(rows)} utterances" in checked
+    joined = ran(vietnamese, *released, "--check_data", "--timestamp_share", 0)
+    assert f"{len(rows)} utterances" not in joined
+
+
+def test_few_neighbours_leave_segments_joined(with_times, recorded, tmp_path, monkeypatch, spoken):
+    """By default, where most utterances have a file of their own."""
+    monkeypatch.setattr(start, "FOLLOWED", 1.0)
+    row = json.loads(Path(recorded[1]).read_text(encoding="utf-8").splitlines()[0])
+    parts = [{"start": 0.1 * n, "end": 0.1 * n + 0.1, "text": f"a{n}"} for n in range(400)]
+    row = {"audio_filepath": str(Path(recorded[1]).parent / "train.wav"), "segments": parts}
+    (tmp_path / "long.json").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    flags = ["--train_manifest", tmp_path / "long.json", *recorded[2:], "--use_chunking"]
+    args = runs.parse(vietnamese, *flags, "--model_dir", with_times / "listed")
+    asked = vietnamese.resolve(args)
+    info, _ = start.read_released(asked, args.model_dir)
+    asked_for = []
+
+    def read(times: bool) -> dict:
+        asked_for.append(times)
+        return vietnamese.read_data(args, times=times)
+
+    corpora, share = vietnamese.read_for(args, info, False, read)
+    assert (share, asked_for, len(corpora["train"])) == (0.0, [True, False], 2)
+    # Words are joined to phrases of a second.
+    assert min(read(True)["train"].seconds) >= 0.9
 
 
 def test_a_run_with_times_is_planned(with_times):
