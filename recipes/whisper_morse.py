@@ -65,6 +65,7 @@ TIME_MASKS = 2
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_STEPS = 1100
 SIZES = {"demo": formats.make_config(128, (4, 2), 4), **formats.SIZES}
+CARD = {"languages": (), "reading": recogniser.AS_SENT}  # what a model card has of the symbols
 ALIGNED = "a released encoder is aligned already; leave the first out"
 NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
 EXCLUDES = (
@@ -417,9 +418,8 @@ def evaluate_only(args, asked: start.Options, source: clips.Options) -> None:
     if args.export:
         results = recogniser.read_results(args.log_dir) if args.evaluate else None
         weights = released.weights_file(asked.origin)
-        about = card.About(
-            RECIPE, asked.origin.path, weights, before and before.data, results, languages=()
-        )
+        data = before and before.data
+        about = card.About(RECIPE, asked.origin.path, weights, data, results, **CARD)
         start.export(args.export, info, model.state_dict(), about)
 
 
@@ -495,6 +495,7 @@ def make_task(
         checkpointed=LAYERS,
         compiled=LAYERS,
         last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
+        evaluate_first=info.pretrained,
         fine_tunes=info.pretrained,
         vocabulary=start.vocabulary(info, run.initial),
         reports=(*recogniser.REPORTS, "evaluation.json"),
@@ -533,7 +534,7 @@ def main(args) -> None:
     weights = finish(args, run, model, task, evaluation["val"], report)
     if args.export and run.setup.ranks.first:
         results = recogniser.read_results(args.log_dir)
-        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results, languages=())
+        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results, **CARD)
         start.export(args.export, info, model.state_dict(), about)
 
 

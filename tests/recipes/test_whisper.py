@@ -672,6 +672,17 @@ def test_times_are_where_the_speech_is(with_times, recorded, tmp_path):
     assert speeds == {0.9, 1.0, 1.1} and leads == {True, False}
 
 
+# As `runs.run` does in this process, for the evaluation before the first update.
+SHORT_TEXTS = """
+import dataclasses
+from speech.whisper import decoding
+make_search = decoding.make_search
+def short_search(*inputs, **named):
+    return dataclasses.replace(make_search(*inputs, **named), max_new_tokens=4)
+decoding.make_search = short_search
+"""
+
+
 def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
     with_times, recorded, tmp_path, monkeypatch
 ):
@@ -682,7 +693,8 @@ def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
     out = ran(vietnamese, *flags, "--output_dir", whole)
     assert "--timestamp_share 0.25: 98 % of the training utterances are followed" in out
     command = runs.command(vietnamese, *flags, "--resume", "auto", "--output_dir", stopped)
-    process = runs.start(command, tmp_path, runs.signal_after(3, signal.SIGTERM))
+    prelude = SHORT_TEXTS + runs.signal_after(3, signal.SIGTERM)
+    process = runs.start(command, tmp_path, prelude)
     _, err = process.communicate()
     assert process.returncode == 143, err
     again = ran(vietnamese, *flags, "--resume", "auto", "--output_dir", stopped)
@@ -835,6 +847,12 @@ def exported_with_times(with_times, recorded, tmp_path_factory):
     model = ["--model_dir", with_times / "unlisted", "--timestamp_share", 0.5]
     ran(vietnamese, *recorded, *SHORT, *model, "--output_dir", folder, "--export", folder / "out")
     return folder / "out"
+
+
+def test_a_released_model_is_evaluated_before_training(exported_with_times, with_times):
+    best = json.loads((exported_with_times.parent / "checkpoints" / "best.json").read_text())
+    first, _ = best["evaluations"][0]
+    assert (first, best["made_by"]["base"]) == (0, str(with_times / "unlisted"))
 
 
 def test_transformers_reads_long_recordings_by_an_exports_times(exported_with_times, recorded):
