@@ -212,7 +212,7 @@ def coqui(folder: Path, files: list[Path], from_clip: bool = False) -> list[str]
 
     config = XttsConfig()
     config.load_json(str(folder / "config.json"))
-    model = Xtts.init_from_config(config)
+    model = Xtts(config)
     model.load_checkpoint(config, checkpoint_dir=str(folder))
     voice = next(iter(model.speaker_manager.speakers.values())).values()
     if from_clip:
