@@ -53,6 +53,7 @@ SECONDS = 1800  # of a process
 DECODING = {"konkani_conformer": "--decoding greedy"}
 GREEDY = "--top_k 1 --top_p 1 --repetition_penalty 1"  # of XTTS
 SAME_SPEECH = 0.01  # of the loudest sample, that two waveforms may differ by
+QUIET = 0.05  # of the loudest sample, after the end of speech
 RELEASED_TOKENS = 51_864  # at least, of Whisper's released vocabularies
 
 
@@ -441,18 +442,19 @@ def compared(texts: list[str], ours: list[str]) -> str:
 
 
 def compared_speech(spoken: list[str], ours: list[str]) -> str:
-    """What the table says of a program's waveforms. Ours are cut where they become quiet, and end
-    with a short fade, so only what is before it is compared."""
+    """What the table says of a program's waveforms. Ours end with a short fade where they have
+    become quiet, so only what is before it is compared, and theirs must be quiet after it."""
     shares = []
     seconds = 0.0
     for each, our in zip(spoken, ours, strict=True):
         (theirs, rate), (made, our_rate) = (soundfile.read(path) for path in (each, our))
         kept = len(made) - rate // 100
-        if rate != our_rate or len(theirs) < len(made) or kept <= 0:
-            return (
-                f"{Path(our).name}: {len(theirs)} samples for {len(made)} ({rate}, {our_rate} Hz)"
-            )
-        shares.append(float(abs(theirs - made)[:kept].max() / abs(made).max()))
+        loudest = abs(made).max()
+        rest = abs(theirs[len(made) :]).max(initial=0)
+        if rate != our_rate or len(theirs) < len(made) or rest > QUIET * loudest:
+            lengths = f"{len(theirs) / rate:.2f} s for {len(made) / our_rate:.2f} s"
+            return f"{Path(our).name}: another length, {lengths}"
+        shares.append(float(abs(theirs[:kept] - made[:kept]).max() / loudest))
         seconds += kept / rate
     same = sum(share < SAME_SPEECH for share in shares)
     return (
