@@ -8,14 +8,15 @@ every form of its export and every program.
     python benchmarks/handover.py --python nemo-toolkit=nemo/bin/python   # a program elsewhere
 
 Each model is trained on its demo's corpus and exported, then held-out clips of the demo go through
---transcribe and through each program. XTTS speaks held-out sentences by --synthesize and by each
+--transcribe and through each program; a Whisper hears windows of 30 s there, so here as well, in one
+greedy pass over what is exported (--transcribe hears the clips as long as they are). XTTS speaks held-out sentences by --synthesize and by each
 program, and the waveforms are compared; both take the likeliest code. A program that is not
 installed has a row that says so. Each reads in a process of its own, because some end the process
 if a file displeases them.
 
-Two models start from folders that are written here, as released ones, with random weights:
-`whisper_released` has OpenAI's vocabulary and the layers of the run of whisper_vietnamese, and XTTS
-a vocoder, which the demo's model lacks.
+Two models begin with folders that are written here, as released ones. XTTS's has random weights and
+a vocoder, which the demo's model lacks. whisper_released, for whisper.cpp, is whisper_vietnamese's
+model with OpenAI's vocabulary; it is not trained, and its texts are no Vietnamese.
 
 A new row is a function that takes an export and files and returns texts, and a line of `ROWS`."""
 
@@ -24,6 +25,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,12 +51,12 @@ from speech.audio import SAMPLE_RATE, read_audio
 
 ANSWER = "texts: "  # begins the line that a reading process prints
 SECONDS = 1800  # of a process
-# What our commands get, so that they decode as the programs do: greedily.
+# What our --transcribe gets, so that it decodes as the programs do.
 DECODING = {"konkani_conformer": "--decoding greedy"}
 GREEDY = "--top_k 1 --top_p 1 --repetition_penalty 1"  # of XTTS
 SAME_SPEECH = 0.01  # of the loudest sample, that two waveforms may differ by
 QUIET = 0.05  # of the loudest sample, after the end of speech
-RELEASED_TOKENS = 51_864  # at least, of Whisper's released vocabularies
+WORD = re.compile("Ġ[a-z]{4,}")  # a token that is a whole word
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,19 @@ def samples_of(path: Path) -> np.ndarray:
 # --- the programs ---------------------------------------------------------------------------------
 
 
-def pipeline(folder: Path, files: list[Path]) -> list[str]:
+def pipeline(folder: Path, files: list[Path], **generating) -> list[str]:
     from transformers import pipeline
 
     recogniser = pipeline("automatic-speech-recognition", str(folder), device="cpu")
     return [
-        recogniser({"raw": samples_of(path), "sampling_rate": SAMPLE_RATE})["text"]
+        recogniser({"raw": samples_of(path), "sampling_rate": SAMPLE_RATE}, **generating)["text"]
         for path in files
     ]
+
+
+def whisper_pipeline(folder: Path, files: list[Path]) -> list[str]:
+    """Greedily; the pipeline's own way is a beam of five."""
+    return pipeline(folder, files, generate_kwargs={"num_beams": 1})
 
 
 def nemo(folder: Path, files: list[Path]) -> list[str]:
@@ -156,7 +163,8 @@ def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
             samples_of(path),
             language=language_of(folder),
             beam_size=1,
-            without_timestamps=not has_times(folder),
+            temperature=0,
+            without_timestamps=True,  # which a model from scratch does not have
         )
         texts.append("".join(segment.text for segment in segments))
     return texts
@@ -181,9 +189,11 @@ def whisper_cpp(folder: Path, files: list[Path], script: str, source: Path) -> l
         ]
     )
     model = Model(str(folder.parent / "ggml-model.bin"), language=language_of(folder))
+    plain = {"no_timestamps": True, "temperature_inc": 0.0}
     texts = []
     for path in files:
-        texts.append(" ".join(segment.text for segment in model.transcribe(samples_of(path))))
+        segments = model.transcribe(samples_of(path), **plain)
+        texts.append(" ".join(segment.text for segment in segments))
     return texts
 
 
@@ -198,11 +208,6 @@ def whisper_cpp_file(folder: Path, files: list[Path]) -> list[str]:
 def language_of(folder: Path) -> str:
     """The language of an exported Whisper, without the marks around it."""
     return json.loads((folder / "generation_config.json").read_text())["language"].strip("<|>")
-
-
-def has_times(folder: Path) -> bool:
-    """Whether an exported Whisper has time tokens, which one from scratch lacks."""
-    return json.loads((folder / "config.json").read_text())["vocab_size"] >= RELEASED_TOKENS
 
 
 def coqui(folder: Path, files: list[Path], from_clip: bool = False) -> list[str]:
@@ -246,13 +251,13 @@ ROWS = (
     Row("parakeet_tdt", "--export_format onnx", "onnx-asr, int8", "onnx-asr", onnx_asr_int8),
     Row("konkani_conformer", "", "sherpa-onnx", "sherpa-onnx", sherpa_ctc),
     Row("konkani_conformer", "", "onnx-asr", "onnx-asr", onnx_asr),
-    Row("whisper_vietnamese", "", "transformers", "transformers", pipeline),
+    Row("whisper_vietnamese", "", "transformers", "transformers", whisper_pipeline),
     Row("whisper_vietnamese", "", "faster-whisper", "faster-whisper", faster_whisper),
-    Row("whisper_released", "", "transformers", "transformers", pipeline),
-    Row("whisper_released", "", "faster-whisper, times", "faster-whisper", faster_whisper),
+    Row("whisper_released", "", "transformers", "transformers", whisper_pipeline),
+    Row("whisper_released", "", "faster-whisper", "faster-whisper", faster_whisper),
     Row("whisper_released", "", "whisper.cpp, folder", "pywhispercpp", whisper_cpp_folder),
     Row("whisper_released", "", "whisper.cpp, model.pt", "pywhispercpp", whisper_cpp_file),
-    Row("whisper_morse", "", "transformers", "transformers", pipeline),
+    Row("whisper_morse", "", "transformers", "transformers", whisper_pipeline),
     Row("whisper_morse", "", "faster-whisper", "faster-whisper", faster_whisper),
     Row("xtts_amharic", "", "Coqui, speakers_xtts.pth", "coqui-tts", coqui),
     Row("xtts_amharic", "", "Coqui, reference.wav", "coqui-tts", coqui_clip),
@@ -265,32 +270,32 @@ ROWS = (
 @dataclass(frozen=True)
 class Model:
     """What is trained on a recipe's demo. `begin` writes the folder of --model_dir and takes the
-    runs of the models before it."""
+    runs of the models before it; without `training` that is the model."""
 
     recipe: str
-    training: str
+    training: str | None
     begin: Callable[[Path, dict[str, Path]], None] | None = None
 
 
 def released_whisper(folder: Path, runs: dict[str, Path]) -> None:
-    """A folder with OpenAI's vocabulary: the layers of whisper_vietnamese's run, its rows of the
-    bytes and special tokens, and random rows of all other tokens."""
+    """whisper_vietnamese's model with OpenAI's vocabulary. Its pieces that this lacks become words
+    there, and no other token is ever likely, so texts are of other words but decided as well."""
     from speech.whisper import formats, tokenizer
 
     if "whisper_vietnamese" not in runs:
-        raise UsageError("whisper_released begins with the layers of a whisper_vietnamese run")
+        raise UsageError("whisper_released is made of a whisper_vietnamese run: name that, too")
     best = runs["whisper_vietnamese"] / "checkpoints" / "best.safetensors"
     saved = checkpoint.read_weights(best, "whisper_vietnamese")
     assets = Path(importlib.import_module("whisper").__file__).parent / "assets"
     ours = tokenizer.make_tokenizer(saved.model_info["tokenizer"])
     theirs = tokenizer.read_tokenizer(assets / "multilingual.tiktoken", "vi", 51_865)
+    known = theirs.vocab | theirs.specials
+    words = (place for token, place in theirs.vocab.items() if WORD.fullmatch(token))
     old = saved.model["decoder.embed_tokens.weight"]
-    torch.manual_seed(0)
-    rows = old.mean(0) + old.std() * torch.randn(theirs.size, old.shape[1])
+    # No text has this byte, so it is the least likely token.
+    rows = 2 * old[ours.vocab["ÿ"]].repeat(theirs.size, 1)
     for token, row in (ours.vocab | ours.specials).items():
-        place = (theirs.vocab | theirs.specials).get(token)
-        if place is not None:
-            rows[place] = old[row]
+        rows[known[token] if token in known else next(words)] = old[row]
     config = {**saved.model_info["config"], "vocab_size": theirs.size}
     weights = {**saved.model, "decoder.embed_tokens.weight": rows}
     formats.export(folder, weights, config, theirs)
@@ -315,11 +320,7 @@ MODELS = {
     "konkani_conformer": Model("konkani_conformer", "--max_steps 1200 --features nemo"),
     # The end of it is in windows of 30 s, as others read.
     "whisper_vietnamese": Model("whisper_vietnamese", "--max_steps 900"),
-    "whisper_released": Model(
-        "whisper_vietnamese",
-        "--max_steps 300 --learning_rate 1e-3 --timestamp_share 0.5",
-        released_whisper,
-    ),
+    "whisper_released": Model("whisper_vietnamese", None, released_whisper),
     "whisper_morse": Model("whisper_morse", "--max_steps 1100"),
     "xtts_amharic": Model(
         "xtts_amharic", "--max_steps 200 --learning_rate 1e-3 --speak_held_out 0", released_xtts
@@ -350,15 +351,22 @@ def recipe_of(name: str, *flags: object) -> str:
     return call([sys.executable, str(file), "--device", "cpu", *map(str, flags)])
 
 
-def train(args, name: str, run: Path, runs: dict[str, Path]) -> None:
+def made(args, name: str, folder: Path, runs: dict[str, Path]) -> list:
+    """Trains a model in `folder`/run, unless there is a run. Returns the flags that name it."""
     model = MODELS[name]
-    words = ["--output_dir", run, "--no_tensorboard", *model.training.split()]
-    if args.updates:
-        words += ["--max_steps", args.updates]
-    if model.begin:
-        model.begin(run.parent / "start", runs)
-        words += ["--model_dir", run.parent / "start"]
-    recipe_of(model.recipe, *words)
+    words = []
+    if model.begin and name not in runs:
+        model.begin(folder / "start", runs)
+        words = ["--model_dir", folder / "start"]
+    if model.training is None:
+        return words
+    if name not in runs:
+        runs[name] = folder / "run"
+        words += ["--output_dir", runs[name], "--no_tensorboard", *model.training.split()]
+        if args.updates:
+            words += ["--max_steps", args.updates]
+        recipe_of(model.recipe, *words)
+    return ["--resume", runs[name] / "checkpoints" / "best.safetensors"]
 
 
 def held_out(run: Path, name: str, count: int) -> list[dict]:
@@ -379,30 +387,52 @@ def clips_of(recipe: str, run: Path, count: int, folder: Path) -> list[Path]:
     return sorted((folder / "clips" / "audio").glob("*.wav"))
 
 
-def texts_of(recipe: str, weights: Path, files: list[Path], folder: Path) -> list[str]:
+def texts_of(recipe: str, weights: list, files: list[Path], folder: Path) -> list[str]:
     """What our --transcribe writes."""
     output = folder / "ours.jsonl"
-    flags = ["--resume", weights, "--output", output, *DECODING.get(recipe, "").split()]
+    flags = [*weights, "--output", output, *DECODING.get(recipe, "").split()]
     recipe_of(recipe, "--transcribe", *files, *flags)
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     found = {Path(row["file"]).name: row["text"] for row in rows}
     return [found[path.name] for path in files]
 
 
-def sentences_of(weights: Path, texts: list[str], folder: Path) -> list[Path]:
+@torch.no_grad()
+def window_texts(folder: Path, files: list[Path]) -> list[str]:
+    """What our code writes of clips in windows of 30 s with an exported Whisper."""
+    from speech.whisper import decoding, formats
+    from speech.whisper.model import Whisper
+    from speech.whisper.tokenizer import read_tokenizer
+
+    weights, config, extras = formats.read_model(folder)
+    tokenizer = read_tokenizer(extras["tokenizer"], language_of(folder), config["vocab_size"])
+    model = Whisper(config).eval()
+    checkpoint.load_weights(model, weights)
+    model.pad_to_longest = True
+    search = decoding.make_search(tokenizer, extras["generation"], config["vocab_size"])
+    texts = []
+    for path in files:
+        samples = torch.from_numpy(samples_of(path))[None]
+        lengths = torch.tensor([samples.shape[1]])
+        batch = {"audio": samples, "audio_lengths": lengths, "audio_lengths_host": lengths}
+        texts += decoding.greedy_texts(model, tokenizer, *model.encode(batch), search)
+    return texts
+
+
+def sentences_of(weights: list, texts: list[str], folder: Path) -> list[Path]:
     """Files with a sentence each as Coqui's code takes it: as --show_text prints it, behind the
     token of the language."""
-    shown = recipe_of("xtts_amharic", "--show_text", *texts, "--resume", weights)
+    shown = recipe_of("xtts_amharic", "--show_text", *texts, *weights)
     files = [folder / f"{number:03d}.txt" for number in range(1, len(texts) + 1)]
     for path, line in zip(files, shown.splitlines()[-len(texts) :], strict=True):
         path.write_text(f"[am]{line}", encoding="utf-8")
     return files
 
 
-def speech_of(weights: Path, texts: list[str], voice: Path, folder: Path) -> list[str]:
+def speech_of(weights: list, texts: list[str], voice: Path, folder: Path) -> list[str]:
     """The wav files that our --synthesize writes."""
     flags = ["--speaker_wav", voice, "--output", folder / "ours.wav", *GREEDY.split()]
-    recipe_of("xtts_amharic", "--synthesize", *texts, "--resume", weights, *flags)
+    recipe_of("xtts_amharic", "--synthesize", *texts, *weights, *flags)
     return [str(path) for path in sorted(folder.glob("ours*.wav"))]
 
 
@@ -466,13 +496,13 @@ def compared_speech(spoken: list[str], ours: list[str]) -> str:
 def results(args, name: str, folder: Path, runs: dict[str, Path]) -> None:
     """Prints the rows of a model."""
     recipe = MODELS[name].recipe
-    if name not in runs:
-        runs[name] = folder / name / "run"
-        train(args, name, runs[name], runs)
-    run, folder = runs[name], folder / name / "exports"
-    folder.mkdir(parents=True)
-    weights = run / "checkpoints" / "best.safetensors"
+    folder = folder / name
+    folder.mkdir()
+    weights = made(args, name, folder, runs)
+    run = runs.get(name, runs.get(recipe))
+    exported = {}
     more = []
+    judge = compared
     if recipe == "xtts_amharic":
         rows = held_out(run, "val", args.clips)
         texts, voice = [row["text"] for row in rows], rows[0]["audio_filepath"]
@@ -481,15 +511,19 @@ def results(args, name: str, folder: Path, runs: dict[str, Path]) -> None:
         more = ["--speaker_wav", voice]
     else:
         files = clips_of(recipe, run, args.clips, folder)
-        ours, judge = texts_of(recipe, weights, files, folder), compared
-    exported = {}
+        if recipe.startswith("whisper"):
+            exported[""] = folder / "form" / "export"
+            recipe_of(recipe, "--export", exported[""], *weights)
+            ours = window_texts(exported[""], files)
+        else:
+            ours = texts_of(recipe, weights, files, folder)
     for row in (row for row in ROWS if row.model == name):
         python = args.python.get(row.package, sys.executable)
         version = version_of(row.package, python)
         try:
             if row.form not in exported:
                 exported[row.form] = folder / f"form{len(exported)}" / "export"
-                flags = [*row.form.split(), "--resume", weights, *more]
+                flags = [*row.form.split(), *weights, *more]
                 recipe_of(recipe, "--export", exported[row.form], *flags)
             outcome = "not installed"
             if version:
