@@ -54,6 +54,7 @@ SECONDS = 1800  # of a process
 # What our --transcribe gets, so that it decodes as the programs do.
 DECODING = {"konkani_conformer": "--decoding greedy"}
 GREEDY = "--top_k 1 --top_p 1 --repetition_penalty 1"  # of XTTS
+WINDOW = 30 * SAMPLE_RATE  # of Whisper
 SAME_SPEECH = 0.01  # of the loudest sample, that two waveforms may differ by
 QUIET = 0.05  # of the loudest sample, after the end of speech
 WORD = re.compile("Ġ[a-z]{4,}")  # a token that is a whole word
@@ -159,8 +160,12 @@ def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
     model = WhisperModel(str(converted), device="cpu", compute_type="float32")
     texts = []
     for path in files:
+        samples = samples_of(path)
+        # It fills up a window's features with zeros, not with those of silence, which a model that
+        # has heard little takes for sound.
+        samples = np.pad(samples, (0, WINDOW - len(samples)))
         segments, _ = model.transcribe(
-            samples_of(path),
+            samples,
             language=language_of(folder),
             beam_size=1,
             temperature=0,
