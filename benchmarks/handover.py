@@ -54,6 +54,7 @@ SECONDS = 1800  # of a process
 # What our --transcribe gets, so that it decodes as the programs do.
 DECODING = {"konkani_conformer": "--decoding greedy"}
 GREEDY = "--top_k 1 --top_p 1 --repetition_penalty 1"  # of XTTS
+RELEASED_TOKENS = 51_864  # at least, of Whisper's released vocabularies
 WINDOW = 30 * SAMPLE_RATE  # of Whisper
 SAME_SPEECH = 0.01  # of the loudest sample, that two waveforms may differ by
 QUIET = 0.05  # of the loudest sample, after the end of speech
@@ -158,6 +159,10 @@ def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
     words = command.format(folder, converted).split()
     call([sys.executable, "-m", "ctranslate2.converters.transformers", *words])
     model = WhisperModel(str(converted), device="cpu", compute_type="float32")
+    # By default it suppresses the first token of " ♪", among others. In a small vocabulary that is
+    # the space.
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    suppressed = [-1] if size >= RELEASED_TOKENS else []
     texts = []
     for path in files:
         samples = samples_of(path)
@@ -169,6 +174,7 @@ def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
             language=language_of(folder),
             beam_size=1,
             temperature=0,
+            suppress_tokens=suppressed,
             without_timestamps=True,  # which a model from scratch does not have
         )
         texts.append("".join(segment.text for segment in segments))
