@@ -196,8 +196,10 @@ def add_arguments(parser) -> None:
         "--export",
         type=options.path,
         metavar="DIR",
-        help="write a CTC model for sherpa-onnx and onnx-asr; after training, or alone with --resume"
-        " PATH",
+        help=(
+            "write a CTC model for sherpa-onnx and onnx-asr; after training, or alone with --resume"
+            " PATH"
+        ),
     )
     options.add_arguments(parser)
 

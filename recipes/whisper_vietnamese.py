@@ -80,7 +80,7 @@ EXCLUDES = (
     ("timestamp_share", options.COMMAND, options.TRAINS),
     ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
     ("timestamps", "piece_seconds", "the second cuts recordings to train on; leave one out"),
-    *(("long", manifest, "each has results of its own; leave one out") for manifest in MANIFESTS),
+    *(("long", manifest, "their results are apart; leave one out") for manifest in MANIFESTS),
 )
 NEEDS = (
     *splits.NEEDS,

@@ -224,7 +224,7 @@ def shown(ends: tuple[float, float] | None) -> str:
 def error_table(errors: dict[str, dict[str, list[Errors]]], rates: dict) -> str:
     """WER and CER with their intervals, and substitutions, deletions and insertions, as lines to
     print. `errors`: what `read_by` returns, and `rates` what `rates` makes of it. A reading with
-    the errors of the first one has no lines of its own."""
+    the errors of the first one gets no lines."""
     head = f"{'subst.':>7} {'delet.':>7} {'insert.':>7}"
     lines = [f"{'':4} {'%':>7} {'95 % interval':>20} {'errors':>7} {'of':>7} {head}"]
     first = next(iter(errors.values()))

@@ -1,8 +1,8 @@
 """Parakeet-TDT in ONNX, as sherpa-onnx and onnx-asr load it: a folder with a graph for each part.
 
-Both programs compute the features themselves, as `features.MelFeatures` does. They take the place of
-a duration in the list for its frames. sherpa-onnx goes by the order of inputs and outputs, and by the
-metadata of the encoder; onnx-asr goes by names, and by config.json."""
+Both programs compute the features themselves, as `features.MelFeatures` does. They take the place
+of a duration in the list for its frames. sherpa-onnx goes by the order of inputs and outputs, and
+by the metadata of the encoder; onnx-asr goes by names, and by config.json."""
 
 import json
 import os
@@ -126,8 +126,8 @@ def check(config: dict) -> None:
     durations = config["durations"]
     if durations != list(range(len(durations))):
         raise UsageError(
-            f"no export to ONNX: the model's durations are {durations}, and sherpa-onnx and onnx-asr"
-            " know 0, 1, 2, ... only"
+            f"no export to ONNX: the model's durations are {durations}, and sherpa-onnx and"
+            " onnx-asr know 0, 1, 2, ... only"
         )
     onnx_files.require_packages("--export_format onnx")
 

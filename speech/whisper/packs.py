@@ -109,8 +109,8 @@ def followed(corpus: Corpus) -> float:
 
 def drawn(groups: np.ndarray, seconds: np.ndarray, random: np.random.Generator) -> Line:
     """Utterances of `seconds` (N,) in random order within their groups (N,), 0 to G - 1, with
-    pauses between them. Each group comes twice, one after the other: from every utterance in the first
-    half, all others of its group follow."""
+    pauses between them. Each group comes twice, one after the other: from every utterance in the
+    first half, all others of its group follow."""
     order = random.permutation(len(groups))
     order = order[np.argsort(groups[order], kind="stable")]
     sizes = np.bincount(groups)
