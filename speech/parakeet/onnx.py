@@ -81,6 +81,8 @@ class DecoderGraph(nn.Module):
             x = leave.sigmoid() * cell.tanh()
             new_hidden.append(x[:, 0])
             new_cells.append(cell[:, 0])
+        # Not the input itself, whose name torch 2.8 changes if it is an output.
+        lengths = lengths.clamp(min=0)
         return x.transpose(1, 2), lengths, torch.stack(new_hidden), torch.stack(new_cells)
 
 
