@@ -1,14 +1,22 @@
 """Do the stock programs read the recipes' exports, and write the same texts? A table of every recipe,
 every form of its export and every program.
 
-    python benchmarks/handover.py                                     # trains a small model of each recipe
-    python benchmarks/handover.py parakeet_tdt --updates 600          # one recipe, longer
+    python benchmarks/handover.py                                     # trains all of MODELS
+    python benchmarks/handover.py parakeet_tdt --updates 600          # one of them, longer
     python benchmarks/handover.py --run parakeet_tdt=runs/parakeet_tdt    # a run that is there
     python benchmarks/handover.py --whisper_cpp whisper.cpp           # with its scripts of conversion
+    python benchmarks/handover.py --python nemo-toolkit=nemo/bin/python   # a program elsewhere
 
 Each model is trained on its demo's corpus and exported, then held-out clips of the demo go through
---transcribe and through each program. A program that is not installed has a row that says so. Each
-reads in a process of its own, because some end the process if a file displeases them.
+--transcribe and through each program; a Whisper hears windows of 30 s there, so here as well, in one
+greedy pass over what is exported (--transcribe hears the clips as long as they are). XTTS speaks held-out sentences by --synthesize and by each
+program, and the waveforms are compared; both take the likeliest code. A program that is not
+installed has a row that says so. Each reads in a process of its own, because some end the process
+if a file displeases them.
+
+Two models begin with folders that are written here, as released ones. XTTS's has random weights and
+a vocoder, which the demo's model lacks. whisper_released, for whisper.cpp, is whisper_vietnamese's
+model with OpenAI's vocabulary; it is not trained, and its texts are no Vietnamese.
 
 A new row is a function that takes an export and files and returns texts, and a line of `ROWS`."""
 
@@ -17,6 +25,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,27 +42,31 @@ import common
 common.spin_briefly()  # before torch is imported
 
 import numpy as np
+import soundfile
+import torch
 
+from common import checkpoint
 from common.errors import RunError, UsageError, exit_with_one_line, first_line
 from speech.audio import SAMPLE_RATE, read_audio
 
 ANSWER = "texts: "  # begins the line that a reading process prints
 SECONDS = 1800  # of a process
-# What a model is trained with, and what its --transcribe gets: programs decode greedily.
-TRAINING = {
-    "parakeet_tdt": "--max_steps 500",
-    "whisper_vietnamese": "--max_steps 900",  # the end of it in windows of 30 s, as others read
-    "konkani_conformer": "--max_steps 400 --features nemo",
-}
+# What our --transcribe gets, so that it decodes as the programs do.
 DECODING = {"konkani_conformer": "--decoding greedy"}
+GREEDY = "--top_k 1 --top_p 1 --repetition_penalty 1"  # of XTTS
+RELEASED_TOKENS = 51_864  # at least, of Whisper's released vocabularies
+WINDOW = 30 * SAMPLE_RATE  # of Whisper
+SAME_SPEECH = 0.01  # of the loudest sample, that two waveforms may differ by
+QUIET = 0.05  # of the loudest sample, after the end of speech
+WORD = re.compile("Ġ[a-z]{4,}")  # a token that is a whole word
 
 
 @dataclass(frozen=True)
 class Row:
-    """`form` are the flags of the export, `package` is the program's distribution, and `read` takes
-    the exported folder and audio files."""
+    """`model` is a key of MODELS, `form` are the flags of the export, `package` is the program's
+    distribution, and `read` takes the exported folder and files."""
 
-    recipe: str
+    model: str
     form: str
     program: str
     package: str
@@ -67,14 +80,19 @@ def samples_of(path: Path) -> np.ndarray:
 # --- the programs ---------------------------------------------------------------------------------
 
 
-def pipeline(folder: Path, files: list[Path]) -> list[str]:
+def pipeline(folder: Path, files: list[Path], **generating) -> list[str]:
     from transformers import pipeline
 
     recogniser = pipeline("automatic-speech-recognition", str(folder), device="cpu")
     return [
-        recogniser({"raw": samples_of(path), "sampling_rate": SAMPLE_RATE})["text"]
+        recogniser({"raw": samples_of(path), "sampling_rate": SAMPLE_RATE}, **generating)["text"]
         for path in files
     ]
+
+
+def whisper_pipeline(folder: Path, files: list[Path]) -> list[str]:
+    """Greedily; the pipeline's own way is a beam of five."""
+    return pipeline(folder, files, generate_kwargs={"num_beams": 1})
 
 
 def nemo(folder: Path, files: list[Path]) -> list[str]:
@@ -141,12 +159,22 @@ def faster_whisper(folder: Path, files: list[Path]) -> list[str]:
     words = command.format(folder, converted).split()
     call([sys.executable, "-m", "ctranslate2.converters.transformers", *words])
     model = WhisperModel(str(converted), device="cpu", compute_type="float32")
+    # By default it suppresses the first token of " ♪", among others. In a small vocabulary that is
+    # the space.
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    suppressed = [-1] if size >= RELEASED_TOKENS else []
     texts = []
     for path in files:
+        samples = samples_of(path)
+        # It fills up a window's features with zeros, not with those of silence, which a model that
+        # has heard little takes for sound.
+        samples = np.pad(samples, (0, WINDOW - len(samples)))
         segments, _ = model.transcribe(
-            samples_of(path),
+            samples,
             language=language_of(folder),
             beam_size=1,
+            temperature=0,
+            suppress_tokens=suppressed,
             without_timestamps=True,  # which a model from scratch does not have
         )
         texts.append("".join(segment.text for segment in segments))
@@ -161,8 +189,6 @@ def whisper_cpp(folder: Path, files: list[Path], script: str, source: Path) -> l
     scripts = os.environ.get("WHISPER_CPP")
     if not scripts:
         raise RunError("--whisper_cpp names no folder with whisper.cpp's models/convert-*.py")
-    if json.loads((folder / "config.json").read_text())["vocab_size"] < 51864:
-        raise RunError("only models with a released vocabulary: --run with such a one")
     assets = Path(importlib.import_module("whisper").__file__).parents[1]  # of openai-whisper
     call(
         [
@@ -174,9 +200,11 @@ def whisper_cpp(folder: Path, files: list[Path], script: str, source: Path) -> l
         ]
     )
     model = Model(str(folder.parent / "ggml-model.bin"), language=language_of(folder))
+    plain = {"no_timestamps": True, "temperature_inc": 0.0}
     texts = []
     for path in files:
-        texts.append(" ".join(segment.text for segment in model.transcribe(samples_of(path))))
+        segments = model.transcribe(samples_of(path), **plain)
+        texts.append(" ".join(segment.text for segment in segments))
     return texts
 
 
@@ -193,6 +221,38 @@ def language_of(folder: Path) -> str:
     return json.loads((folder / "generation_config.json").read_text())["language"].strip("<|>")
 
 
+def coqui(folder: Path, files: list[Path], from_clip: bool = False) -> list[str]:
+    """Speaks the texts in `files` and returns wav files. The voice is the first of
+    speakers_xtts.pth, or that of reference.wav."""
+    from TTS.tts.configs.xtts_config import XttsConfig
+    from TTS.tts.models.xtts import Xtts
+
+    config = XttsConfig()
+    config.load_json(str(folder / "config.json"))
+    model = Xtts(config)
+    model.load_checkpoint(config, checkpoint_dir=str(folder))
+    voice = next(iter(model.speaker_manager.speakers.values())).values()
+    if from_clip:
+        voice = model.get_conditioning_latents(
+            audio_path=[str(folder / "reference.wav")],
+            max_ref_length=config.max_ref_len,
+            gpt_cond_len=config.gpt_cond_len,
+            gpt_cond_chunk_len=config.gpt_cond_chunk_len,
+        )
+    greedy = {"top_k": 1, "top_p": 1.0, "repetition_penalty": 1.0}
+    spoken = []
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        waveform = model.inference(text, "en", *voice, **greedy)["wav"]
+        spoken.append(str(path.with_suffix(".wav")))
+        soundfile.write(spoken[-1], np.asarray(waveform), 24_000, subtype="FLOAT")
+    return spoken
+
+
+def coqui_clip(folder: Path, files: list[Path]) -> list[str]:
+    return coqui(folder, files, from_clip=True)
+
+
 ROWS = (
     Row("parakeet_tdt", "--export_format hf", "transformers", "transformers", pipeline),
     Row("parakeet_tdt", "--export_format nemo", "NeMo", "nemo-toolkit", nemo),
@@ -202,14 +262,84 @@ ROWS = (
     Row("parakeet_tdt", "--export_format onnx", "onnx-asr, int8", "onnx-asr", onnx_asr_int8),
     Row("konkani_conformer", "", "sherpa-onnx", "sherpa-onnx", sherpa_ctc),
     Row("konkani_conformer", "", "onnx-asr", "onnx-asr", onnx_asr),
-    Row("whisper_vietnamese", "", "transformers", "transformers", pipeline),
+    Row("whisper_vietnamese", "", "transformers", "transformers", whisper_pipeline),
     Row("whisper_vietnamese", "", "faster-whisper", "faster-whisper", faster_whisper),
-    Row("whisper_vietnamese", "", "whisper.cpp, folder", "pywhispercpp", whisper_cpp_folder),
-    Row("whisper_vietnamese", "", "whisper.cpp, model.pt", "pywhispercpp", whisper_cpp_file),
+    Row("whisper_released", "", "transformers", "transformers", whisper_pipeline),
+    Row("whisper_released", "", "faster-whisper", "faster-whisper", faster_whisper),
+    Row("whisper_released", "", "whisper.cpp, folder", "pywhispercpp", whisper_cpp_folder),
+    Row("whisper_released", "", "whisper.cpp, model.pt", "pywhispercpp", whisper_cpp_file),
+    Row("whisper_morse", "", "transformers", "transformers", whisper_pipeline),
+    Row("whisper_morse", "", "faster-whisper", "faster-whisper", faster_whisper),
+    Row("xtts_amharic", "", "Coqui, speakers_xtts.pth", "coqui-tts", coqui),
+    Row("xtts_amharic", "", "Coqui, reference.wav", "coqui-tts", coqui_clip),
 )
 
 
-# --- the recipes ----------------------------------------------------------------------------------
+# --- the models -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained on a recipe's demo. `begin` writes the folder of --model_dir and takes the
+    runs of the models before it; without `training` that is the model."""
+
+    recipe: str
+    training: str | None
+    begin: Callable[[Path, dict[str, Path]], None] | None = None
+
+
+def released_whisper(folder: Path, runs: dict[str, Path]) -> None:
+    """whisper_vietnamese's model with OpenAI's vocabulary. Its pieces that this lacks become words
+    there, and no other token is ever likely, so texts are of other words but decided as well."""
+    from speech.whisper import formats, tokenizer
+
+    if "whisper_vietnamese" not in runs:
+        raise UsageError("whisper_released is made of a whisper_vietnamese run: name that, too")
+    best = runs["whisper_vietnamese"] / "checkpoints" / "best.safetensors"
+    saved = checkpoint.read_weights(best, "whisper_vietnamese")
+    assets = Path(importlib.import_module("whisper").__file__).parent / "assets"
+    ours = tokenizer.make_tokenizer(saved.model_info["tokenizer"])
+    theirs = tokenizer.read_tokenizer(assets / "multilingual.tiktoken", "vi", 51_865)
+    known = theirs.vocab | theirs.specials
+    words = (place for token, place in theirs.vocab.items() if WORD.fullmatch(token))
+    old = saved.model["decoder.embed_tokens.weight"]
+    # No text has this byte, so it is the least likely token.
+    rows = 2 * old[ours.vocab["ÿ"]].repeat(theirs.size, 1)
+    for token, row in (ours.vocab | ours.specials).items():
+        rows[known[token] if token in known else next(words)] = old[row]
+    config = {**saved.model_info["config"], "vocab_size": theirs.size}
+    weights = {**saved.model, "decoder.embed_tokens.weight": rows}
+    formats.export(folder, weights, config, theirs)
+
+
+def released_xtts(folder: Path, runs: dict[str, Path]) -> None:
+    """A folder in Coqui's form, as small as the demo's model, with random weights."""
+    from speech.xtts import formats, frozen, texts
+    from speech.xtts.model import GPT
+    from speech.xtts.tokenizer import new_vocabulary
+
+    torch.manual_seed(0)
+    parts = {"code_dim": 64, "dvae_hidden": 128}
+    config = formats.make_config(128, 4, 2, text_tokens=512, codes=512, **parts)
+    groups = {"gpt": GPT(config).state_dict(), **frozen.random_groups(config)}
+    vocab = new_vocabulary(texts.CHARACTERS, [texts.CARRIER, "am"], config["text_tokens"])
+    formats.export(folder, groups, config, {"config": {}, "vocab": vocab, "licence": False}, {})
+
+
+MODELS = {
+    "parakeet_tdt": Model("parakeet_tdt", "--max_steps 500"),
+    "konkani_conformer": Model("konkani_conformer", "--max_steps 1200 --features nemo"),
+    # The end of it is in windows of 30 s, as others read.
+    "whisper_vietnamese": Model("whisper_vietnamese", "--max_steps 900"),
+    "whisper_released": Model("whisper_vietnamese", None, released_whisper),
+    "whisper_morse": Model("whisper_morse", "--max_steps 1100"),
+    "xtts_amharic": Model(
+        "xtts_amharic", "--max_steps 200 --learning_rate 1e-3 --speak_held_out 0", released_xtts
+    ),
+}
+
+
+# --- the recipes' commands ------------------------------------------------------------------------
 
 
 def call(command: list[str], **environment: str) -> str:
@@ -227,40 +357,111 @@ def call(command: list[str], **environment: str) -> str:
     return result.stdout
 
 
-def recipe_of(name: str, *flags: object) -> None:
+def recipe_of(name: str, *flags: object) -> str:
     file = ROOT / "recipes" / f"{name}.py"
-    call([sys.executable, str(file), "--device", "cpu", *map(str, flags)])
+    return call([sys.executable, str(file), "--device", "cpu", *map(str, flags)])
 
 
-def clips_of(run: Path, count: int) -> list[Path]:
-    """Held-out clips of the demo that a run made."""
-    manifests = sorted(run.glob("data/*_demo/test.json"))
+def made(args, name: str, folder: Path, runs: dict[str, Path]) -> list:
+    """Trains a model in `folder`/run, unless there is a run. Returns the flags that name it."""
+    model = MODELS[name]
+    words = []
+    if model.begin and name not in runs:
+        model.begin(folder / "start", runs)
+        words = ["--model_dir", folder / "start"]
+    if model.training is None:
+        return words
+    if name not in runs:
+        runs[name] = folder / "run"
+        words += ["--output_dir", runs[name], "--no_tensorboard", *model.training.split()]
+        if args.updates:
+            words += ["--max_steps", args.updates]
+        recipe_of(model.recipe, *words)
+    return ["--resume", runs[name] / "checkpoints" / "best.safetensors"]
+
+
+def held_out(run: Path, name: str, count: int) -> list[dict]:
+    """Rows of a set of the demo that a run made; the paths are whole."""
+    manifests = sorted(run.glob(f"data/*/{name}.json"))
     if not manifests:
         raise UsageError(f"{run}: there is no demo corpus in it")
-    lines = manifests[0].read_text(encoding="utf-8").splitlines()[:count]
-    return [manifests[0].parent / json.loads(line)["audio_filepath"] for line in lines]
+    rows = map(json.loads, manifests[0].read_text(encoding="utf-8").splitlines()[:count])
+    return [{**row, "audio_filepath": manifests[0].parent / row["audio_filepath"]} for row in rows]
 
 
-def texts_of(recipe: str, weights: Path, files: list[Path], output: Path) -> list[str]:
+def clips_of(recipe: str, run: Path, count: int, folder: Path) -> list[Path]:
+    """Held-out clips; Morse's demo has no files, so they are made in `folder`."""
+    if recipe != "whisper_morse":
+        return [row["audio_filepath"] for row in held_out(run, "test", count)]
+    flags = ["--conditions", "demo", "--clip_seconds", 3, "--seed", 77]
+    recipe_of(recipe, "--write_dataset", folder / "clips", count, *flags)
+    return sorted((folder / "clips" / "audio").glob("*.wav"))
+
+
+def texts_of(recipe: str, weights: list, files: list[Path], folder: Path) -> list[str]:
     """What our --transcribe writes."""
-    flags = ["--resume", weights, "--output", output, *DECODING.get(recipe, "").split()]
+    output = folder / "ours.jsonl"
+    flags = [*weights, "--output", output, *DECODING.get(recipe, "").split()]
     recipe_of(recipe, "--transcribe", *files, *flags)
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     found = {Path(row["file"]).name: row["text"] for row in rows}
     return [found[path.name] for path in files]
 
 
-def version_of(package: str) -> str | None:
+@torch.no_grad()
+def window_texts(folder: Path, files: list[Path]) -> list[str]:
+    """What our code writes of clips in windows of 30 s with an exported Whisper."""
+    from speech.whisper import decoding, formats
+    from speech.whisper.model import Whisper
+    from speech.whisper.tokenizer import read_tokenizer
+
+    weights, config, extras = formats.read_model(folder)
+    tokenizer = read_tokenizer(extras["tokenizer"], language_of(folder), config["vocab_size"])
+    model = Whisper(config).eval()
+    checkpoint.load_weights(model, weights)
+    model.pad_to_longest = True
+    search = decoding.make_search(tokenizer, extras["generation"], config["vocab_size"])
+    texts = []
+    for path in files:
+        samples = torch.from_numpy(samples_of(path))[None]
+        lengths = torch.tensor([samples.shape[1]])
+        batch = {"audio": samples, "audio_lengths": lengths, "audio_lengths_host": lengths}
+        texts += decoding.greedy_texts(model, tokenizer, *model.encode(batch), search)
+    return texts
+
+
+def sentences_of(weights: list, texts: list[str], folder: Path) -> list[Path]:
+    """Files with a sentence each as Coqui's code takes it: as --show_text prints it, behind the
+    token of the language."""
+    shown = recipe_of("xtts_amharic", "--show_text", *texts, *weights)
+    files = [folder / f"{number:03d}.txt" for number in range(1, len(texts) + 1)]
+    for path, line in zip(files, shown.splitlines()[-len(texts) :], strict=True):
+        path.write_text(f"[am]{line}", encoding="utf-8")
+    return files
+
+
+def speech_of(weights: list, texts: list[str], voice: Path, folder: Path) -> list[str]:
+    """The wav files that our --synthesize writes."""
+    flags = ["--speaker_wav", voice, "--output", folder / "ours.wav", *GREEDY.split()]
+    recipe_of("xtts_amharic", "--synthesize", *texts, *weights, *flags)
+    return [str(path) for path in sorted(folder.glob("ours*.wav"))]
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def version_of(package: str, python: str) -> str | None:
+    code = f"import importlib.metadata; print(importlib.metadata.version({package!r}))"
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return call([python, "-c", code]).strip()
+    except RunError:
         return None
 
 
-def read(row: Row, folder: Path, files: list[Path], whisper: str) -> list[str]:
+def read(row: Row, python: str, folder: Path, files: list[Path], whisper_cpp: str) -> list[str]:
     """The texts of a row, read in a process of its own."""
     words = [str(ROWS.index(row)), str(folder), *map(str, files)]
-    out = call([sys.executable, __file__, "--read", *words], WHISPER_CPP=whisper)
+    out = call([python, __file__, "--read", *words], WHISPER_CPP=whisper_cpp)
     (line,) = [line for line in out.splitlines() if line.startswith(ANSWER)]
     return json.loads(line.removeprefix(ANSWER))
 
@@ -281,35 +482,68 @@ def compared(texts: list[str], ours: list[str]) -> str:
     return f"{same} of {len(ours)} the same; {each[:60]!r} for {our[:60]!r}"
 
 
-def results(args, recipe: str, folder: Path) -> list[tuple[Row, str]]:
-    """The rows of a recipe with what became of them."""
-    run = args.run.get(recipe)
-    if run is None:
-        run = folder / "run"
-        words = ["--output_dir", run, "--no_tensorboard", *TRAINING[recipe].split()]
-        if args.updates:
-            words += ["--max_steps", args.updates]
-        recipe_of(recipe, *words)
-    weights = run / "checkpoints" / "best.safetensors"
-    files = clips_of(run, args.clips)
-    ours = texts_of(recipe, weights, files, folder / "ours.jsonl")
-    found = []
+def compared_speech(spoken: list[str], ours: list[str]) -> str:
+    """What the table says of a program's waveforms. Ours end with a short fade where they have
+    become quiet, so only what is before it is compared, and theirs must be quiet after it."""
+    shares = []
+    seconds = 0.0
+    for each, our in zip(spoken, ours, strict=True):
+        (theirs, rate), (made, our_rate) = (soundfile.read(path) for path in (each, our))
+        kept = len(made) - rate // 100
+        loudest = abs(made).max()
+        rest = abs(theirs[len(made) :]).max(initial=0)
+        if rate != our_rate or len(theirs) < len(made) or rest > QUIET * loudest:
+            lengths = f"{len(theirs) / rate:.2f} s for {len(made) / our_rate:.2f} s"
+            return f"{Path(our).name}: another length, {lengths}"
+        shares.append(float(abs(theirs[:kept] - made[:kept]).max() / loudest))
+        seconds += kept / rate
+    same = sum(share < SAME_SPEECH for share in shares)
+    return (
+        f"the same waveform, {same} of {len(ours)} ({seconds:.1f} s): samples differ by at most"
+        f" {100 * max(shares):.2g} % of the loudest"
+    )
+
+
+def results(args, name: str, folder: Path, runs: dict[str, Path]) -> None:
+    """Prints the rows of a model."""
+    recipe = MODELS[name].recipe
+    folder = folder / name
+    folder.mkdir()
+    weights = made(args, name, folder, runs)
+    run = runs.get(name, runs.get(recipe))
     exported = {}
-    for row in (row for row in ROWS if row.recipe == recipe):
+    more = []
+    judge = compared
+    if recipe == "xtts_amharic":
+        rows = held_out(run, "val", args.clips)
+        texts, voice = [row["text"] for row in rows], rows[0]["audio_filepath"]
+        files = sentences_of(weights, texts, folder)
+        ours, judge = speech_of(weights, texts, voice, folder), compared_speech
+        more = ["--speaker_wav", voice]
+    else:
+        files = clips_of(recipe, run, args.clips, folder)
+        if recipe.startswith("whisper"):
+            exported[""] = folder / "form" / "export"
+            recipe_of(recipe, "--export", exported[""], *weights)
+            ours = window_texts(exported[""], files)
+        else:
+            ours = texts_of(recipe, weights, files, folder)
+    for row in (row for row in ROWS if row.model == name):
+        python = args.python.get(row.package, sys.executable)
+        version = version_of(row.package, python)
         try:
             if row.form not in exported:
                 exported[row.form] = folder / f"form{len(exported)}" / "export"
-                words = ["--export", exported[row.form], *row.form.split(), "--resume", weights]
-                recipe_of(recipe, *words)
-            if version_of(row.package) is None:
-                outcome = "not installed"
-            else:
-                texts = read(row, exported[row.form], files, args.whisper_cpp)
-                outcome = compared(texts, ours)
+                flags = [*row.form.split(), *weights, *more]
+                recipe_of(recipe, "--export", exported[row.form], *flags)
+            outcome = "not installed"
+            if version:
+                found = read(row, python, exported[row.form], files, args.whisper_cpp)
+                outcome = judge(found, ours)
         except (RunError, subprocess.TimeoutExpired) as error:
             outcome = f"failed: {first_line(error)}"
-        found.append((row, outcome))
-    return found
+        form = f"`{row.form or '--export'}`"
+        print(f"| {name} | {form} | {row.program} | {version or '-'} | {outcome} |", flush=True)
 
 
 def main(args) -> None:
@@ -318,35 +552,37 @@ def main(args) -> None:
         texts = ROWS[int(number)].read(Path(folder), [Path(file) for file in files])
         print(ANSWER + json.dumps(texts), flush=True)
         return
-    recipes = args.recipes or list(dict.fromkeys(row.recipe for row in ROWS))
-    print("| recipe | form | program | version | result |\n| --- | --- | --- | --- | --- |")
-    for recipe in recipes:
-        with tempfile.TemporaryDirectory() as folder:
-            for row, outcome in results(args, recipe, Path(folder)):
-                form = f"`{row.form}`" if row.form else "`--export`"
-                version = version_of(row.package) or "-"
-                print(f"| {recipe} | {form} | {row.program} | {version} | {outcome} |", flush=True)
+    print("| model | form | program | version | result |\n| --- | --- | --- | --- | --- |")
+    runs = {name: folder.absolute() for name, folder in args.run.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.models or MODELS:
+            results(args, name, Path(folder), runs)
 
 
-def run_of(text: str) -> tuple[str, Path]:
-    recipe, _, folder = text.partition("=")
-    return recipe, Path(folder)
+def pair_of(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = sorted({row.recipe for row in ROWS})
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"{', '.join(names)} (all)")
+    names = ", ".join(MODELS)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{names} (all)")
     parser.add_argument("--updates", type=int, help="of the training, instead of the usual ones")
     parser.add_argument("--clips", type=int, default=10)
     parser.add_argument(
-        "--run", type=run_of, action="append", default=[], metavar="RECIPE=DIR",
+        "--run", type=pair_of, action="append", default=[], metavar="MODEL=DIR",
         help="the --output_dir of a trained demo, instead of a training",
+    )  # fmt: skip
+    parser.add_argument(
+        "--python", type=pair_of, action="append", default=[], metavar="PACKAGE=FILE",
+        help="the Python in which a program is installed, such as nemo-toolkit or coqui-tts",
     )  # fmt: skip
     parser.add_argument("--whisper_cpp", default="", metavar="DIR", help="whisper.cpp's repository")
     parser.add_argument("--read", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    given.run = dict(given.run)
+    given.run = {name: Path(folder) for name, folder in given.run}
+    given.python = dict(given.python)
     exit_with_one_line(main, given)

@@ -377,6 +377,8 @@ def recipe_of(path: str | Path, flag: str = "--resume") -> str:
     """The recipe of a `.safetensors` that a run saved, by its header. Raises `UsageError`."""
     path = Path(path)
     files.require_file(path, flag)
+    if path.suffix != ".safetensors":
+        raise UsageError(f"{flag} {path}: name best.safetensors of the run")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -544,6 +546,14 @@ def average(folder: Path, count: int, recipe: str) -> tuple[dict[str, torch.Tens
     return total, steps
 
 
+def noted(weights: Path) -> dict:
+    """What the loop has written beside weights; {} if there is nothing, or it is damaged."""
+    try:
+        return files.read_json(weights.with_suffix(".json"))
+    except UsageError:
+        return {}
+
+
 def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> str:
     """Loads the weights of the best evaluation or, with --average_checkpoints and unless `score()`,
     the metric, is worse for it, the average, which is saved as averaged.safetensors. `task` is the
@@ -571,8 +581,8 @@ def use_best(args, model: torch.nn.Module, task, score: Callable[[], float]) -> 
     if task.is_better(best, averaged):
         load_weights(model, weights)
         return "weights of the best evaluation (the average was worse)"
-    noted = files.read_json(best_path.with_suffix(".json"))
-    summary = {"steps": steps, task.metric: averaged, "made_by": noted.get("made_by")}
+    made_by = noted(best_path).get("made_by")
+    summary = {"steps": steps, task.metric: averaged, "made_by": made_by}
     state = lora.saved_state(model)
     save_weights(folder / "averaged.safetensors", state, task, summary, lora.record_of(model))
     return AVERAGED

@@ -395,6 +395,7 @@ def begin_training(
         progress["evaluations_without_gain"] = 0
     schedule.set(progress["step"])
     place_in_random_numbers(args.seed, setup, saved, progress["step"])
+    progress["base"] = progress["base"] or base_of(args, run)
     prepare_folders(args, run, progress, task)
     report = Report(
         args.log_dir, progress["step"], length.total, args.tensorboard, enabled=ranks.first
@@ -443,6 +444,7 @@ def start_progress(saved: dict | None = None) -> dict:
         "limits": {},
         "new_rows": None,
         "schedule": None,
+        "base": None,
     }
     if saved:
         progress.update(saved["progress"])
@@ -1086,7 +1088,7 @@ def evaluate_now(training: Training) -> None:
     if improved:
         summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
         summary |= {"metric": task.metric, "evaluations": progress["evaluations"]}
-        summary["made_by"] = made_by(args, task.name, training.setup)
+        summary["made_by"] = made_by(task.name, training.setup, progress["base"])
         path = args.checkpoint_dir / "best.safetensors"
         with ranks.patient():
             state = training.placed.state()
@@ -1105,10 +1107,25 @@ def evaluate_now(training: Training) -> None:
     training.since += time.monotonic() - started  # evaluation does not count as training time
 
 
-def made_by(args, recipe: str, setup: Setup) -> dict:
+def base_of(args, run: Run) -> str | None:
+    """The released weights with which a run began, as a flag names or named them: of this run, or
+    of the one that saved the checkpoint or the weights with which it starts."""
+
+    def named(flags: dict) -> str | None:
+        return flags.get("model_dir") or flags.get("model_file")
+
+    saved = run.resumed or run.initial
+    if named(vars(args)) or saved is None:
+        return named(vars(args))
+    if saved.state:
+        return saved.state["progress"].get("base") or named(saved.state["args"])
+    return (checkpoint.noted(saved.path).get("made_by") or {}).get("base")
+
+
+def made_by(recipe: str, setup: Setup, base: str | None) -> dict:
     """What best.json keeps about how the weights came about: the command (None if another program
-    has called the recipe), the model that it began with, the tier of the preset script, the GPU,
-    and versions."""
+    has called the recipe), the released weights `base` that it began with, the tier of the preset
+    script, the GPU, and versions."""
     command = None
     if os.path.basename(sys.argv[0]) == f"{recipe}.py":
         command = shlex.join(["python", f"recipes/{recipe}.py", *sys.argv[1:]])
@@ -1117,7 +1134,7 @@ def made_by(args, recipe: str, setup: Setup) -> dict:
         name = torch.cuda.get_device_name(setup.device)
     return {
         "command": command,
-        "base": getattr(args, "model_dir", None) or getattr(args, "model_file", None),
+        "base": base,
         "tier": os.environ.get("PRESET_TIER"),
         "device": name if setup.ranks.size == 1 else f"{setup.ranks.size} x {name}",
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},

@@ -121,6 +121,7 @@ EXCLUDES = (
         "cmvn",
         "the first are normalised per utterance, as other programs do; leave out the second",
     ),
+    ("transcribe", "export", "give one of them"),
     ("vocab_file", "tokenizer bpe", HAS_CHARACTERS),
     ("vocab_file", "vocab_size", HAS_CHARACTERS),
 )
@@ -195,8 +196,10 @@ def add_arguments(parser) -> None:
         "--export",
         type=options.path,
         metavar="DIR",
-        help="write a CTC model for sherpa-onnx and onnx-asr; after training, or alone with --resume"
-        " PATH",
+        help=(
+            "write a CTC model for sherpa-onnx and onnx-asr; after training, or alone with --resume"
+            " PATH"
+        ),
     )
     options.add_arguments(parser)
 
@@ -205,8 +208,6 @@ def resolve(args) -> recogniser.Options:
     is_demo = not args.train_manifest
     needs = (*splits.NEEDS, *recogniser.NEEDS, *NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, EXCLUDES, needs)
-    if is_demo and args.features == "nemo" and args.warmup_steps is None:
-        args.warmup_steps = round(NEMO_WARMUP * (args.max_steps or DEMO_STEPS))
     if args.export:
         released.require_export(args.export, (args.checkpoint_dir, args.log_dir, args.output_dir))
         onnx_files.require_packages("--export")
@@ -234,6 +235,16 @@ def choose_config(args, saved: ModelInfo | None) -> dict:
     check_heads(config)
     check_export(args, config)
     return config
+
+
+def with_warmup(args, config: dict):
+    """The flags of a training. A demo with NeMo's features warms up longer, unless a flag says how
+    long, or how many epochs it has."""
+    is_chosen = args.num_epochs or args.warmup_steps is not None
+    if args.train_manifest or is_chosen or not has_nemo_features(config):
+        return args
+    steps = round(NEMO_WARMUP * args.max_steps)
+    return options.for_stage(args, "", args.max_steps, warmup_steps=steps)
 
 
 def check_export(args, config: dict) -> None:
@@ -835,6 +846,7 @@ def trained(args, setup: device.Setup) -> tuple[Conformer, object, splits.RunInf
     run."""
     saved = checkpoint.weights_to_use(args.resume, args.checkpoint_dir, RECIPE)
     model_info, run_info = checkpoint.read_infos(saved, ModelInfo, splits.RunInfo)
+    choose_config(args, model_info)  # refuses flags that contradict it
     size = model_info.config["vocabulary"]
     tokenizer = text.make_tokenizer(model_info.tokenizer, size, saved.path)
     model = make_model(model_info.config, saved=saved)
@@ -896,7 +908,6 @@ def evaluate_only(args, how: recogniser.Options) -> None:
     """--export, --evaluate on the test set, or both, without training."""
     setup = device.setup(args)
     model, tokenizer, run_info = trained(args, setup)
-    check_export(args, model.config)
     results = None
     if args.evaluate:
         check_folder(args.log_dir)
@@ -978,7 +989,7 @@ def main(args) -> None:
         compiled=COMPILED,
         reports=recogniser.REPORTS,
     )
-    train(args, run, model, task, global_batches, eval_batches["val"])
+    train(with_warmup(args, config), run, model, task, global_batches, eval_batches["val"])
     given = (args, how, tokenizer, model, eval_batches, task.run_info)
     report = functools.partial(report_and_export, *given)
     finish(args, run, model, task, eval_batches["val"], report)

@@ -360,18 +360,15 @@ def report_and_export(
     evaluation: dict[str, EvalBatches],
     weights: str,
 ) -> None:
-    """The results, --export with them, and then the comparison: the released model may be gone by
-    now."""
+    """The results, the comparison, and --export with both."""
     rows = report_results(asked, start.tokenizer_of(info), model, evaluation, weights)
-    path = checkpoint.file_of(asked.origin.checkpoint_dir, weights)
-    if asked.origin.export_adapter:
-        start.export_adapter(asked, card.About(RECIPE, asked.origin.path, path, run_info))
-    if asked.origin.export:
+    try:
+        compare(asked, model, evaluation, rows)
+    finally:  # the released model may be gone by now
+        path = checkpoint.file_of(asked.origin.checkpoint_dir, weights)
         results = recogniser.read_results(asked.how.log_dir)
         about = card.About(RECIPE, asked.origin.path, path, run_info, results)
-        whole = released.trained_weights(asked.origin, start.family(asked), model)
-        start.export(asked, info, whole, about)
-    compare(asked, model, evaluation, rows)
+        start.export_trained(asked, info, model, about)
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -398,6 +395,9 @@ def transcribe(args, asked: start.Options) -> None:
 @torch.no_grad()
 def evaluate_only(args, asked: start.Options) -> None:
     """--export, --evaluate on the test set, or both, without training."""
+    if released.exports_adapter_only(asked.origin):
+        weights = released.weights_file(asked.origin)
+        return start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights))
     setup = device.setup(args)
     info, model, before = trained(asked, setup)
     start.check_export(asked, info)
@@ -414,12 +414,11 @@ def evaluate_only(args, asked: start.Options) -> None:
             evaluation[name] = EvalBatches(args, data, collate, setup)
         with setup.autocast():
             rows = report_results(asked, tokenizer, model, evaluation, "the weights named")
+            if before is not None:
+                compare(asked, model, evaluation, rows)
         about = dataclasses.replace(about, results=recogniser.read_results(args.log_dir))
     if args.export:
         start.export(asked, info, model.state_dict(), about)
-    if args.evaluate and before is not None:
-        with setup.autocast():
-            compare(asked, model, evaluation, rows)
 
 
 def first_model(
@@ -531,9 +530,6 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    if released.exports_adapter_only(asked.origin):
-        weights = released.weights_file(asked.origin)
-        return start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights))
     goals = (*released.GOALS, "train_tokenizer")
     if args.evaluate or released.exports_only(asked.origin, goals):
         return evaluate_only(args, asked)

@@ -65,6 +65,7 @@ TIME_MASKS = 2
 TIME_MASK_WIDTH = 0.05  # share of the utterance
 DEMO_STEPS = 1100
 SIZES = {"demo": formats.make_config(128, (4, 2), 4), **formats.SIZES}
+CARD = {"languages": (), "reading": recogniser.AS_SENT}  # what a model card has of the symbols
 ALIGNED = "a released encoder is aligned already; leave the first out"
 NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
 EXCLUDES = (
@@ -399,6 +400,9 @@ def transcribe(args, asked: start.Options) -> None:
 @torch.no_grad()
 def evaluate_only(args, asked: start.Options, source: clips.Options) -> None:
     """--evaluate on the test set, --export, or both, without training."""
+    if released.exports_adapter_only(asked.origin):
+        weights = released.weights_file(asked.origin)
+        return start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights))
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
     if args.evaluate:
@@ -417,9 +421,8 @@ def evaluate_only(args, asked: start.Options, source: clips.Options) -> None:
     if args.export:
         results = recogniser.read_results(args.log_dir) if args.evaluate else None
         weights = released.weights_file(asked.origin)
-        about = card.About(
-            RECIPE, asked.origin.path, weights, before and before.data, results, languages=()
-        )
+        data = before and before.data
+        about = card.About(RECIPE, asked.origin.path, weights, data, results, **CARD)
         start.export(args.export, info, model.state_dict(), about)
 
 
@@ -496,6 +499,7 @@ def make_task(
         checkpointed=LAYERS,
         compiled=LAYERS,
         last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
+        evaluate_first=info.pretrained,
         fine_tunes=info.pretrained,
         vocabulary=start.vocabulary(info, run.initial),
         reports=(*recogniser.REPORTS, "evaluation.json"),
@@ -512,9 +516,6 @@ def main(args) -> None:
         return splits.report_checked({name: part.as_corpus() for name, part in sets.items()})
     if args.transcribe:
         return transcribe(args, asked)
-    if released.exports_adapter_only(asked.origin):
-        weights = released.weights_file(asked.origin)
-        return start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights))
     if args.evaluate or released.exports_only(asked.origin, (*released.GOALS, *clips.GOALS)):
         return evaluate_only(args, asked, source)
     run = begin(args, RECIPE)
@@ -536,13 +537,10 @@ def main(args) -> None:
     train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     weights = finish(args, run, model, task, evaluation["val"], report)
-    if args.export and run.setup.ranks.first:
+    if run.setup.ranks.first:
         results = recogniser.read_results(args.log_dir)
-        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results, languages=())
-        whole = released.trained_weights(asked.origin, start.family(asked), model)
-        start.export(args.export, info, whole, about)
-    if args.export_adapter and run.setup.ranks.first:
-        start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights, run_info.data))
+        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results, **CARD)
+        start.export_trained(asked, info, model, about)
 
 
 if __name__ == "__main__":

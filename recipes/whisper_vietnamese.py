@@ -69,7 +69,7 @@ PROMPT = 4  # tokens before a text
 PREVIOUS_TOKENS = 223  # of the text before a window, as programs that decode give them
 SIZES = {"demo": formats.make_config(144, (4, 2), 4), **formats.SIZES}
 MANIFESTS = ("train_manifest", "val_manifest", "test_manifest")
-LONGEST = 24 * 3600.0  # seconds, of a recording of --long
+READING = text.NAMES[for_scoring]
 NO_TIMES = "a model from scratch has no time tokens"
 OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
 EXCLUDES = (
@@ -80,7 +80,7 @@ EXCLUDES = (
     ("timestamp_share", options.COMMAND, options.TRAINS),
     ("compare_to", "transcribe", "files to transcribe have no reference; leave the first out"),
     ("timestamps", "piece_seconds", "the second cuts recordings to train on; leave one out"),
-    *(("long", manifest, "each has results of its own; leave one out") for manifest in MANIFESTS),
+    *(("long", manifest, "their results are apart; leave one out") for manifest in MANIFESTS),
 )
 NEEDS = (
     *splits.NEEDS,
@@ -156,7 +156,8 @@ def resolve(args) -> start.Options:
         with torch.device("meta"):  # what is wrong with it is reported before the training
             info, _ = read_baseline(asked, args.compare_to)
             if args.long:
-                timed.make_search(*start.make_search(asked, info))
+                search = start.make_search(asked, info)
+                timed.make_search(*search, f"--compare_to {args.compare_to}")
     return asked
 
 
@@ -537,18 +538,17 @@ def report_long(
     """Prints error rates of the whole recordings of --long and what they lose in a row; with
     --compare_to also a baseline's, for which the model is moved to the host."""
     tokenizer, search = start.make_search(asked, info)
-    search = timed.make_search(tokenizer, search)
-    checks = dataclasses.replace(splits.resolve(args).checks, max_duration=LONGEST)
-    corpus = splits.read_manifests({"long": args.long}, text.normalise, checks)["long"]
+    search = timed.make_search(tokenizer, search, "--long")
+    corpus = splits.load_splits(splits.resolve(args), text.normalise)["long"]
     rows = timed.decode_corpus(model, tokenizer, search, corpus)
     errors = metrics.read_by(rows, recogniser.readings_of(rows, asked.how, for_scoring))
     print(f"\n{len(rows)} whole recordings, {weights}, decoding with times: {args.decoding}")
-    print(metrics.error_table(errors))
+    print(metrics.error_table(errors, metrics.rates(errors)))
     print(metrics.recordings_table(rows, for_scoring))
     recogniser.write_rows(rows, asked.how, recogniser.LONG)
     if args.compare_to:
         baseline, (tokenizer, search) = baseline_for(model, asked, args.compare_to)
-        search = timed.make_search(tokenizer, search)
+        search = timed.make_search(tokenizer, search, f"--compare_to {args.compare_to}")
         before = timed.decode_corpus(baseline, tokenizer, search, corpus)
         print(f"{args.compare_to} on the same recordings:")
         print(metrics.recordings_table(before, for_scoring))
@@ -599,7 +599,7 @@ def transcribe(args, asked: start.Options) -> None:
     model, info, before = trained(asked, setup)
     tokenizer, search = start.make_search(asked, info)
     if args.timestamps:
-        search = timed.make_search(tokenizer, search)
+        search = timed.make_search(tokenizer, search, "--timestamps")
         decode = functools.partial(timed.transcripts, model, tokenizer, search)
         recogniser.transcribe_files(asked.how, decode, setup, longest=None, parts=("segments",))
         return
@@ -611,6 +611,9 @@ def transcribe(args, asked: start.Options) -> None:
 @torch.no_grad()
 def evaluate_only(args, asked: start.Options) -> None:
     """--evaluate on the test set or on --long, --export, or both, without training."""
+    if released.exports_adapter_only(asked.origin):
+        weights = released.weights_file(asked.origin)
+        return start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights))
     setup = device.setup(args)
     model, info, before = trained(asked, setup)
     if args.long:
@@ -637,7 +640,8 @@ def evaluate_only(args, asked: start.Options) -> None:
         has_results = args.evaluate and not args.long
         results = recogniser.read_results(args.log_dir) if has_results else None
         weights = released.weights_file(asked.origin)
-        about = card.About(RECIPE, asked.origin.path, weights, before and before.data, results)
+        data = before and before.data
+        about = card.About(RECIPE, asked.origin.path, weights, data, results, reading=READING)
         start.export(args.export, info, model.state_dict(), about)
 
 
@@ -723,6 +727,7 @@ def make_task(
         checkpointed=LAYERS,
         compiled=LAYERS,
         last_steps=functools.partial(evaluate, tokenizer, last_steps, rate, terms),
+        evaluate_first=info.pretrained,
         fine_tunes=info.pretrained,
         vocabulary=start.vocabulary(info, run.initial),
         compares=bool(args.compare_to),
@@ -737,9 +742,6 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    if released.exports_adapter_only(asked.origin):
-        weights = released.weights_file(asked.origin)
-        return start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights))
     if args.evaluate or released.exports_only(asked.origin):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -766,13 +768,12 @@ def main(args) -> None:
     measured = run_info.times_before
     report = functools.partial(report_results, args, asked, info, model, evaluation, measured)
     weights = finish(args, run, model, task, evaluation["val"], report)
-    if args.export and run.setup.ranks.first:
+    if run.setup.ranks.first:
         results = recogniser.read_results(args.log_dir)
-        about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results)
-        whole = released.trained_weights(asked.origin, start.family(asked), model)
-        start.export(args.export, info, whole, about)
-    if args.export_adapter and run.setup.ranks.first:
-        start.export_adapter(asked, card.About(RECIPE, asked.origin.path, weights, run_info.data))
+        about = card.About(
+            RECIPE, asked.origin.path, weights, run_info.data, results, reading=READING
+        )
+        start.export_trained(asked, info, model, about)
 
 
 if __name__ == "__main__":

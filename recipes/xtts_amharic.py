@@ -132,8 +132,11 @@ def resolve(args) -> start.Options:
         args.max_duration = args.max_audio_length / SAMPLE_RATE
     if is_demo and "min_duration" not in args.given:
         args.min_duration = DEMO_MIN_SECONDS
+    # What is wrong with these files is reported before the training.
     if args.judge:
-        judge.recipe_of(args.judge)  # what is wrong with it is reported before the training
+        judge.recipe_of(args.judge)
+    if args.export and args.speaker_wav:
+        speaking.named_clips(args.speaker_wav)
     asked = start.resolve(args, is_demo)
     if (args.judge or args.speak_held_out) and released.exports_only(asked.origin):
         flag = "--judge" if args.judge else "--speak_held_out"
@@ -562,8 +565,8 @@ def synthesise(args, asked: start.Options) -> None:
     wanted = texts.texts_of(args.synthesize)
     sampling, outputs = speaking.resolve(args, len(wanted))
     setup = device.setup(args, quiet=True)
-    _, synthesiser, _ = trained(asked, setup)
     clips = speaking.read_references(args.speaker_wav, setup.device)
+    _, synthesiser, _ = trained(asked, setup)
     lines = [synthesiser.texts.check(line) for line in wanted]
     with setup.autocast():
         voice = speaking.voice_of(synthesiser, clips)
@@ -586,28 +589,28 @@ def export_and_speak(
     if not run.setup.ranks.first:
         return
     synthesiser.frozen.to(run.setup.device)
+    clips = speaking.speakers_of(corpora["train"])
     if args.export:
-        export(args, asked, info, synthesiser, speaking.speakers_of(corpora["train"]), about)
-    speak_held_out(args, run.setup, synthesiser, corpora["val"], corpora["train"])
+        export(args, asked, info, synthesiser, clips, about)
+    speak_held_out(args, run.setup, synthesiser, corpora["val"], clips)
 
 
 def speak_held_out(
-    args, setup: device.Setup, synthesiser: Synthesiser, corpus: Corpus, heard: Corpus
+    args, setup: device.Setup, synthesiser: Synthesiser, corpus: Corpus, clips: dict
 ) -> None:
-    """Speaks the first sentences of `corpus`, each in the voice of a clip of its speaker in
-    `heard`. The recogniser of --judge transcribes them."""
+    """Speaks the first sentences of `corpus`, each in the voice of its speaker's clip in `clips`,
+    of `speaking.speakers_of`. The recogniser of --judge transcribes them."""
     count = 2 if synthesiser.frozen.vocoder else 20
     sampling = Sampling(seed=args.seed) if synthesiser.frozen.vocoder else GREEDY
     if args.speak_held_out is not None:
         count = args.speak_held_out
-    if not count:
+    if not (count and clips):
         return
     corpus = corpus.select(np.arange(min(count, len(corpus))))
     folder = speaking.folder_of(args.output_dir)
     synthesiser.frozen.to(setup.device)
     with setup.autocast():
-        voices = speaking.speakers_of(heard)
-        print(speaking.speak_corpus(folder, synthesiser, corpus, voices, sampling))
+        print(speaking.speak_corpus(folder, synthesiser, corpus, clips, sampling))
     if args.judge:
         synthesiser.model.cpu()
         synthesiser.frozen.to(torch.device("cpu"))
@@ -624,8 +627,10 @@ def export(
     clips: dict,
     about: card.About,
 ) -> None:
-    """Writes the folder for Coqui, with the voices in `clips` and in those of --speaker_wav."""
-    clips = {**speaking.named_clips(args.speaker_wav or []), **clips}
+    """Writes the folder for Coqui, with the voices of --speaker_wav and then those in `clips` that
+    have other names."""
+    named = speaking.named_clips(args.speaker_wav or [])
+    clips = named | clips | named
     speakers = speaking.to_export(synthesiser, clips)
     weights = released.trained_weights(asked.origin, start.family(asked), synthesiser.model)
     start.export(args.export, info, weights, synthesiser.frozen, speakers, about)
@@ -675,7 +680,8 @@ def evaluate_only(args, asked: start.Options) -> None:
     with setup.autocast():
         report_results(synthesiser, evaluation, languages, "the weights named")
     if args.judge or args.speak_held_out:
-        speak_held_out(args, setup, synthesiser, corpora[name], corpora.get("train", corpora[name]))
+        clips = speaking.speakers_of(corpora.get("train", corpora[name]))
+        speak_held_out(args, setup, synthesiser, corpora[name], clips)
 
 
 def command_of(args, asked: start.Options) -> Callable | None:

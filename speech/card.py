@@ -1,16 +1,16 @@
 """The model card of an export: README.md, with the block of metadata that Hugging Face's hub
 reads."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from common import files
-from common.errors import UsageError
+from common import checkpoint
 from speech.splits import RunInfo
-from speech.text import NAMES, in_lower_case
+from speech.text import NAMES, for_scoring, in_lower_case
 
 RECOGNITION = "automatic-speech-recognition"  # Hugging Face's pipeline_tag
 SYNTHESIS = "text-to-speech"
@@ -19,10 +19,12 @@ CPML = {
     "license_name": "coqui-public-model-license",
     "license_link": "https://coqui.ai/cpml",
 }
-WHISPER = r"(?:whisper-)?((?:tiny|base|small|medium)(?:\.en)?|large(?:-v2|-v3|-v3-turbo)?)(?:\.pt)?"
+WHISPER = r"(?:whisper-)?((?:tiny|base|small|medium)(?:\.en)?|large(?:-v2|-v3)?)(?:\.pt)?"
+TURBO = r"(?:whisper-)?(large-v3-turbo)(?:\.pt)?"
 # Released models by the name of their folder or file: the name on the hub, and the licence there.
 RELEASED = (
     (WHISPER, r"openai/whisper-\1", {"license": "apache-2.0"}),
+    (TURBO, r"openai/whisper-\1", {"license": "mit"}),
     (r"(parakeet-tdt[-_][\w.]*?-v[23]|parakeet-tdt_ctc-110m)(?:\.nemo)?", r"nvidia/\1", {"license": "cc-by-4.0"}),
     (r"XTTS-v2", "coqui/XTTS-v2", CPML),
 )  # fmt: skip
@@ -50,9 +52,10 @@ class About:
     `base`: the folder or file of released weights that a flag names. `weights`: the file of a
     run whose weights these are, beside which the loop has noted how they came about; None for
     released weights, which are only converted. `data`: what the run has saved about its data.
-    `results`: what `recogniser.read_results` returns, if these weights were just evaluated. What a
-    family fills in: `languages` by their codes, unless a recipe does; whether the weights began at
-    random (`is_new`); the `licence` of all that derives from the base, whatever its name is."""
+    `results`: what `recogniser.read_results` returns, if these weights were just evaluated.
+    `reading`: how the recipe compares texts in training. What a family fills in: `languages` by
+    their codes, unless a recipe does; whether the weights began at random (`is_new`); the `licence`
+    of all that derives from the base, whatever its name is."""
 
     recipe: str
     base: str | None = None
@@ -62,14 +65,16 @@ class About:
     languages: tuple[str, ...] | None = None
     is_new: bool = False
     licence: dict | None = None
+    reading: str = NAMES[for_scoring]
 
 
 def noted(weights: Path | None) -> dict:
-    """What the loop has written beside weights; {} if there is nothing."""
-    try:
-        return files.read_json(weights.with_suffix(".json")) if weights else {}
-    except UsageError:
+    """What the loop has written beside weights; of those that are not of an evaluation, how the
+    best ones of their run came about."""
+    if weights is None:
         return {}
+    best = checkpoint.noted(weights.with_name("best.safetensors"))
+    return checkpoint.noted(weights) or {"made_by": best.get("made_by")}
 
 
 def released(path: str | None) -> tuple[str | None, dict]:
@@ -85,6 +90,16 @@ def released(path: str | None) -> tuple[str | None, dict]:
         if found := re.fullmatch(pattern, Path(path or "").name):
             return found.expand(name), licence
     return None, {}
+
+
+def are_same(path: str | None, other: str | None) -> bool:
+    """Whether two paths are known to be of the same weights: by the place, or by the name on the
+    hub."""
+    if not path or not other:
+        return False
+    name, _ = released(path)
+    is_known = name is not None and name == released(other)[0]
+    return is_known or os.path.realpath(path) == os.path.realpath(other)
 
 
 def readme(name: str, about: About, form: Form) -> str:
@@ -165,7 +180,8 @@ def evaluations(about: About, made: dict) -> list[dict]:
     Shares, and None for what is not known; "comparable": for other readers of the hub."""
     found = []
     results = about.results or {}
-    is_base = results.get("compared_to") in (about.base, (made.get("made_by") or {}).get("base"))
+    bases = about.base, (made.get("made_by") or {}).get("base")
+    is_base = any(are_same(results.get("compared_to"), base) for base in bases)
     before = results.get("before", {}) if is_base else {}
     lower = NAMES[in_lower_case]
     rates_of = results.get("rates", {})
@@ -190,7 +206,7 @@ def evaluations(about: About, made: dict) -> list[dict]:
             found.append(
                 {
                     "set": "evaluation set, in training",
-                    "reading": "as the recipe compares",
+                    "reading": about.reading,
                     "metric": metric,
                     "after": made[metric],
                     "interval": None,

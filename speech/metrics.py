@@ -1,6 +1,8 @@
 """Word and character error rates, how far chance moves them, and the tables that show them."""
 
-from collections.abc import Callable
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +13,11 @@ from speech.text import for_scoring
 UNITS = {"wer": "words", "cer": "characters"}
 RESAMPLES = 1000  # sets that are drawn for an interval
 SEED = 0  # of the drawing: the same texts have the same interval
+# How Unicode names the letters of scripts without spaces between words.
+UNSPACED = (
+    *("CJK UNIFIED", "CJK COMPATIBILITY", "HIRAGANA", "KATAKANA"),
+    *("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"),
+)
 SHARE = 95  # per cent of the drawn sets that an interval holds
 
 Normaliser = Callable[[str], str]
@@ -147,7 +154,12 @@ def resampled_rates(counts: np.ndarray) -> np.ndarray:
     compared on the same draws (Bisani and Ney 2004)."""
     random = np.random.default_rng(SEED)
     number = len(counts)
-    sums = np.stack([counts[random.integers(0, number, number)].sum(0) for _ in range(RESAMPLES)])
+    columns = np.ascontiguousarray(counts.reshape(number, -1).T)
+    sums = np.empty((RESAMPLES, len(columns)), dtype=np.int64)
+    for row in sums:
+        times = np.bincount(random.integers(0, number, number), minlength=number)
+        row[:] = np.einsum("kn,n->k", columns, times)  # unlike BLAS, in this thread
+    sums = sums.reshape(RESAMPLES, *counts.shape[1:])
     return sums[..., 0] / np.maximum(1, sums[..., 1])
 
 
@@ -158,32 +170,45 @@ def middle(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def intervals(several: list[list[Errors]]) -> list[tuple[float, float] | None]:
+    """The 95 % confidence interval of each of several error rates on the same utterances, by
+    bootstrap over these; None for fewer than two, which say nothing about others."""
+    if len(several[0]) < 2:
+        return [None] * len(several)
+    drawn = resampled_rates(np.stack([counts_of(errors) for errors in several], axis=1))
+    return [middle(values) for values in drawn.T]
+
+
 def interval(errors: list[Errors]) -> tuple[float, float] | None:
-    """The 95 % confidence interval of an error rate by bootstrap over utterances; None for fewer
-    than two, which say nothing about others."""
-    return middle(resampled_rates(counts_of(errors))) if len(errors) > 1 else None
+    """The same of one error rate."""
+    return intervals([errors])[0]
 
 
-def interval_of_difference(before: list[Errors], after: list[Errors]) -> tuple[float, float] | None:
-    """The same for the rate before minus the rate after, on the same utterances: the set's
+def intervals_of_differences(
+    before: list[list[Errors]], after: list[list[Errors]]
+) -> list[tuple[float, float] | None]:
+    """The same for each rate before minus the rate after, on the same utterances: the set's
     difficulty, which both share, cancels."""
-    if len(before) < 2:
-        return None
-    rates = resampled_rates(np.stack([counts_of(before), counts_of(after)], axis=1))
-    return middle(rates[:, 0] - rates[:, 1])
+    if len(before[0]) < 2:
+        return [None] * len(before)
+    drawn = resampled_rates(np.stack([counts_of(errors) for errors in before + after], axis=1))
+    old, new = np.split(drawn.T, 2)
+    return [middle(values) for values in old - new]
 
 
 def rates(errors: dict[str, dict[str, list[Errors]]]) -> dict:
     """What `read_by` counted as {reading: {"wer": {"rate", "low", "high", "errors", "length"},
     "cer": ...}}; low and high are the interval, None for fewer than two utterances."""
+    every = [each for names in errors.values() for each in names.values()]
+    ends = iter(intervals(every))
     found: dict[str, dict] = {}
     for reading, names in errors.items():
         found[reading] = {}
         for name, each in names.items():
             whole = sum(each, Errors())
-            low, high = interval(each) or (None, None)
-            ends = {"rate": whole.rate, "low": low, "high": high}
-            found[reading][name] = {**ends, "errors": whole.total, "length": whole.length}
+            low, high = next(ends) or (None, None)
+            shares = {"rate": whole.rate, "low": low, "high": high}
+            found[reading][name] = {**shares, "errors": whole.total, "length": whole.length}
     return found
 
 
@@ -196,10 +221,10 @@ def shown(ends: tuple[float, float] | None) -> str:
     return f"{text:>20}"
 
 
-def error_table(errors: dict[str, dict[str, list[Errors]]]) -> str:
+def error_table(errors: dict[str, dict[str, list[Errors]]], rates: dict) -> str:
     """WER and CER with their intervals, and substitutions, deletions and insertions, as lines to
-    print. `errors`: what `read_by` returns. A reading with the errors of the first one has no lines
-    of its own."""
+    print. `errors`: what `read_by` returns, and `rates` what `rates` makes of it. A reading with
+    the errors of the first one gets no lines."""
     head = f"{'subst.':>7} {'delet.':>7} {'insert.':>7}"
     lines = [f"{'':4} {'%':>7} {'95 % interval':>20} {'errors':>7} {'of':>7} {head}"]
     first = next(iter(errors.values()))
@@ -213,8 +238,9 @@ def error_table(errors: dict[str, dict[str, list[Errors]]]) -> str:
             e = sum(each, Errors())
             counts = (e.total, e.length, e.substitutions, e.deletions, e.insertions)
             columns = " ".join(f"{count:7}" for count in counts)
-            ends = shown(interval(each))
-            lines.append(f"{name.upper():4} {100 * e.rate:7.2f} {ends} {columns}")
+            values = rates[reading][name]
+            ends = None if values["low"] is None else (values["low"], values["high"])
+            lines.append(f"{name.upper():4} {100 * e.rate:7.2f} {shown(ends)} {columns}")
     return "\n".join(lines)
 
 
@@ -227,7 +253,12 @@ def improvement_table(
     head = f"{'before':>8} {'after':>8} {'points':>8} {'95 % interval':>20} {'lower by':>9}"
     lines = [f"{'':4} {head}"]
     first = next(iter(before))
+    every = [
+        [each for names in errors.values() for each in names.values()] for errors in (before, after)
+    ]
+    ends = iter(intervals_of_differences(*every))
     for reading in before:
+        ends_of = {name: next(ends) for name in UNITS}
         is_same = (before[reading], after[reading]) == (before[first], after[first])
         if reading != first and is_same:
             lines.append(f"{reading}: the same")
@@ -237,16 +268,14 @@ def improvement_table(
         for name in UNITS:
             pair = before[reading][name], after[reading][name]
             old, new = (sum(each, Errors()).rate for each in pair)
-            points = f"{100 * (old - new):8.2f} {shown(interval_of_difference(*pair))}"
+            points = f"{100 * (old - new):8.2f} {shown(ends_of[name])}"
             reduction = f"{100 * (1 - new / old):8.1f}%" if old else f"{'-':>9}"
             rates = f"{100 * old:7.2f}% {100 * new:7.2f}%"
             lines.append(f"{name.upper():4} {rates} {points} {reduction}")
     return "\n".join(lines)
 
 
-def longest_deletion(
-    reference: str, hypothesis: str, normalise: Callable[[str], str] = for_scoring
-) -> int:
+def longest_deletion(reference: str, hypothesis: str, normalise: Normaliser = for_scoring) -> int:
     """The most words of the reference in a row that the hypothesis lacks, after `normalise`."""
     jiwer = require("jiwer", "WER and CER")
     reference = normalise(reference)
@@ -257,23 +286,37 @@ def longest_deletion(
     return max((each.ref_end_idx - each.ref_start_idx for each in deleted), default=0)
 
 
-def recordings_table(rows: list[dict], normalise: Callable[[str], str] = for_scoring) -> str:
-    """WER, CER, deleted words and the longest passage that was dropped, for each of `rows` ({"file",
-    "seconds", "reference", "hypothesis"}) and for all of them, as lines to print."""
-    dropped = [longest_deletion(row["reference"], row["hypothesis"], normalise) for row in rows]
-    names = "by recording (in a row: the words of the longest passage that is missing):"
+def is_spaced(texts: Iterable[str]) -> bool:
+    """Whether most letters are of scripts with spaces between words."""
+    letters = Counter(c for text in texts for c in text if c.isalpha())
+    unspaced = sum(n for c, n in letters.items() if unicodedata.name(c, "").startswith(UNSPACED))
+    return 2 * unspaced <= letters.total()
+
+
+def recordings_table(rows: list[dict], normalise: Normaliser = for_scoring) -> str:
+    """WER, CER, deletions and the longest passage that was dropped, for each of `rows` ({"file",
+    "seconds", "reference", "hypothesis"}) and for all of them, as lines to print. What was deleted
+    is counted in words or, in scripts without spaces between these, in characters."""
+    unit, in_units = "words", normalise
+    if not is_spaced(row["reference"] for row in rows):
+        unit = "characters"
+
+        def in_units(text: str) -> str:
+            return " ".join("".join(normalise(text).split()))
+
+    dropped = [longest_deletion(row["reference"], row["hypothesis"], in_units) for row in rows]
     lines = [
-        names,
-        f"{'WER %':>7} {'CER %':>7} {'words':>7} {'delet.':>7} {'in a row':>8} {'seconds':>8}",
+        f"by recording (in a row: the {unit} of the longest passage that is missing):",
+        f"{'WER %':>7} {'CER %':>7} {unit:>10} {'delet.':>7} {'in a row':>8} {'seconds':>8}",
     ]
 
     def add(part: list[dict], longest: int, name: str) -> None:
-        pairs = ([row[key] for row in part] for key in ("reference", "hypothesis"))
+        pairs = [[row[key] for row in part] for key in ("reference", "hypothesis")]
         errors = cer_and_wer(*pairs, normalise)
-        rates = " ".join(f"{100 * errors[unit].rate:7.2f}" for unit in ("wer", "cer"))
-        words = errors["wer"]
+        rates = " ".join(f"{100 * errors[each].rate:7.2f}" for each in ("wer", "cer"))
+        units = count_errors(*pairs, "words", in_units)
         seconds = sum(row["seconds"] for row in part)
-        counts = f"{words.length:7} {words.deletions:7} {longest:8} {seconds:8.1f}"
+        counts = f"{units.length:10} {units.deletions:7} {longest:8} {seconds:8.1f}"
         lines.append(f"{rates} {counts}  {name}")
 
     for row, longest in zip(rows, dropped, strict=True):

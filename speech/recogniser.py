@@ -3,6 +3,7 @@ transcripts of files."""
 
 import filecmp
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from speech.text import NAMES, as_whisper, for_scoring, in_lower_case, mark_shar
 
 TRANSCRIPT = b'{"file": '  # how a line of --output begins
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")  # how the names of open files begin
+AS_SENT = "as sent"  # what tables call the comparison of symbols that are no writing
 LONG = "transcripts_long.jsonl"  # of whole recordings
 REPORTS = ("transcripts.jsonl", LONG, "results.json")  # files in the log folder
 EXAMPLES = 5  # transcripts printed at the end
@@ -203,6 +205,11 @@ def resolve(
         args.beam_size = beam_size
     output = getattr(args, "output", None)
     if output:
+        if (suffix := Path(output).suffix.lower()) in subtitles.OTHERS:
+            known = ", ".join(subtitles.FORMATS)
+            raise UsageError(
+                f"--output {output}: {suffix} cannot be written; name a file {known} or .jsonl"
+            )
         if is_subtitles(output) and not has_times:
             needed = "add --timestamps" if "timestamps" in vars(args) else "name a .jsonl file"
             raise UsageError(f"--output {output}: subtitles need times; {needed}")
@@ -279,7 +286,8 @@ def print_results(
     written to results.json. Raises `RunError`."""
     print(f"\n{title}")
     errors = metrics.read_by(rows, readings_of(rows, how, normalise))
-    print(metrics.error_table(errors))
+    rates = metrics.rates(errors)
+    print(metrics.error_table(errors, rates))
     for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
         row = rows[number]
         print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
@@ -290,7 +298,7 @@ def print_results(
         {**row, "errors": metrics.errors_of_row(errors, number)} for number, row in enumerate(rows)
     ]
     write_rows(counted, how, "transcripts.jsonl")
-    write_results(how, {"title": title, "rates": metrics.rates(errors)})
+    write_results(how, {"title": title, "rates": rates})
 
 
 def write_rows(rows: list[dict], how: Options, name: str) -> None:
@@ -346,7 +354,7 @@ def readings_of(
     case without punctuation, and by --normaliser. Symbols that are no writing, whose `normalise` is
     not one of text.py's, are compared in this way only."""
     if normalise not in NAMES:
-        return {"as sent": normalise}
+        return {AS_SENT: normalise}
     chosen = [normalise, in_lower_case]
     if how.normaliser:
         chosen.append(NORMALISERS[how.normaliser])
@@ -557,9 +565,13 @@ def keep_earlier(path: Path, new: Path) -> None:
 
 def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
     """Writes `rows` as JSON Lines, or one row as subtitles if the path's suffix asks for them, and
-    returns their number. Other transcripts that are there get another name. What is done when a signal or an error ends the command is kept in PATH.partial. A
-    device or a pipe is written to directly."""
+    returns their number. Other transcripts that are there get another name, unless there are no
+    rows. What is done when a signal or an error ends the command is kept in PATH.partial. A device
+    or a pipe is written to directly."""
     count = 0
+    rows = iter(rows)
+    if (first := next(rows, None)) is None:
+        return 0
 
     def shown(row: dict) -> str:
         if is_subtitles(path):
@@ -571,7 +583,7 @@ def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
         nonlocal count
         with open(target, "w", encoding="utf-8", errors="backslashreplace") as file:
             try:
-                for row in rows:
+                for row in itertools.chain([first], rows):
                     file.write(shown(row))
                     file.flush()
                     count += 1

@@ -36,6 +36,7 @@ HELD_OUT = 0.05  # share of the training data to evaluate on if there is no --va
 MOST_HELD_OUT = 200  # utterances, at most
 WORDS_PER_SECOND = 4  # of `stand_in`: fast speech
 STAND_INS = 4096  # utterances of `stand_in`: no global batch is larger
+LONGEST_RECORDING = 24 * 3600.0  # seconds, of a recording of --long
 LONGEST_STAND_IN = 600.0  # seconds: who gives more as --max_duration means any length
 
 SPLITS = ("train", "val", "test")
@@ -189,20 +190,24 @@ def resolve(
     args, held_out: Iterable[str] = (), for_synthesis: bool = False, needs: str = "text"
 ) -> DataOptions:
     """What the flags ask for. `held_out`: keys of the utterances that the resumed run held out.
-    `needs`: what every utterance has to have, "text" or "label". Raises `UsageError`."""
-    if args.min_duration >= args.max_duration:
-        raise UsageError(
-            f"--min_duration {args.min_duration:g} is not below --max_duration"
-            f" {args.max_duration:g}"
-        )
+    `needs`: what every utterance has to have, "text" or "label". The whole recordings of --long are
+    longer than --max_duration. Raises `UsageError`."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
     manifests = {split: path for split, path in paths.items() if path}
+    max_duration = args.max_duration
     if args.evaluate and args.test_manifest:
         manifests = {"test": args.test_manifest}
+    if getattr(args, "long", None):
+        manifests = {"long": args.long}
+        max_duration = LONGEST_RECORDING
+    if args.min_duration >= max_duration:
+        raise UsageError(
+            f"--min_duration {args.min_duration:g} is not below --max_duration {max_duration:g}"
+        )
     planned = options.plans(args)
     checks = Checks(
         min_duration=args.min_duration,
-        max_duration=args.max_duration,
+        max_duration=max_duration,
         audio_root=args.audio_root,
         cache_dir=None if planned else Path(args.log_dir) / "cache",
         cache_audio=None if planned else args.cache_audio,

@@ -8,6 +8,7 @@ from speech.text import SENTENCE_ENDS
 SECONDS = 6.0
 CHARACTERS = 84  # two lines
 PAUSE = 1.0  # seconds
+SHORTEST = 0.1  # seconds: a word can begin and end at once, and programs refuse such a subtitle
 
 
 def shown(seconds: float, mark: str = ".") -> str:
@@ -37,6 +38,9 @@ def vtt(row: dict) -> str:
 
 # The writers of subtitles, and how such a file begins, by the suffix of its name.
 FORMATS = {".srt": (srt, b"1\n"), ".vtt": (vtt, b"WEBVTT\n")}
+OTHERS = set(
+    ".ass .dfxp .itt .lrc .sami .sbv .scc .smi .ssa .stl .sub .ttml".split()
+)  # not written
 
 
 def cues(row: dict) -> Iterator[dict]:
@@ -68,4 +72,5 @@ def _ends(group: list[dict], word: dict) -> bool:
 
 def _joined(group: list[dict]) -> dict:
     text = " ".join(word["text"] for word in group)
-    return {"start": group[0]["start"], "end": group[-1]["end"], "text": text}
+    start = group[0]["start"]
+    return {"start": start, "end": max(group[-1]["end"], start + SHORTEST), "text": text}

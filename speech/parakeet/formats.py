@@ -710,6 +710,8 @@ def nemo_settings(config: dict, pieces: list[str], extras: dict) -> dict:
         content = archive.load_yaml(source.encode(), "the model's source")
     else:
         content = _complete_settings()
+    if not content.get("validation_ds"):  # which NeMo's transcribe reads
+        content["validation_ds"] = {"manifest_filepath": None, "sample_rate": SAMPLE_RATE}
     changes = _nemo_changes(config, pieces, extras["loss"])
     if not source or config["ctc"] != isinstance(content.get("aux_ctc"), dict):
         content.pop("aux_ctc", None)

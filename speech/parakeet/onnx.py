@@ -1,8 +1,8 @@
 """Parakeet-TDT in ONNX, as sherpa-onnx and onnx-asr load it: a folder with a graph for each part.
 
-Both programs compute the features themselves, as `features.MelFeatures` does. They take the place of
-a duration in the list for its frames. sherpa-onnx goes by the order of inputs and outputs, and by the
-metadata of the encoder; onnx-asr goes by names, and by config.json."""
+Both programs compute the features themselves, as `features.MelFeatures` does. They take the place
+of a duration in the list for its frames. sherpa-onnx goes by the order of inputs and outputs, and
+by the metadata of the encoder; onnx-asr goes by names, and by config.json."""
 
 import json
 import os
@@ -20,6 +20,7 @@ from speech.onnx_files import Graph
 from speech.parakeet.model import Parakeet, halvings, relative_positions
 
 FRAMES = 80  # of the example that a graph is made from, before the subsampling
+MEL_BINS = (80, 128)  # that onnx-asr has features of
 # Names for both programs. Weights too large for one file are in encoder-model.onnx.data.
 SECOND_NAMES = {
     "encoder-model.onnx": "encoder.onnx",
@@ -80,6 +81,8 @@ class DecoderGraph(nn.Module):
             x = leave.sigmoid() * cell.tanh()
             new_hidden.append(x[:, 0])
             new_cells.append(cell[:, 0])
+        # Not the input itself, whose name torch 2.8 changes if it is an output.
+        lengths = lengths.clamp(min=0)
         return x.transpose(1, 2), lengths, torch.stack(new_hidden), torch.stack(new_cells)
 
 
@@ -125,8 +128,8 @@ def check(config: dict) -> None:
     durations = config["durations"]
     if durations != list(range(len(durations))):
         raise UsageError(
-            f"no export to ONNX: the model's durations are {durations}, and sherpa-onnx and onnx-asr"
-            " know 0, 1, 2, ... only"
+            f"no export to ONNX: the model's durations are {durations}, and sherpa-onnx and"
+            " onnx-asr know 0, 1, 2, ... only"
         )
     onnx_files.require_packages("--export_format onnx")
 
@@ -136,6 +139,11 @@ def prepare(
 ) -> Callable[[Path], None]:
     """The function that writes the files in a folder. `tensors`: fp32 weights on the host, which
     are used as they are."""
+    if config["num_mel_bins"] not in MEL_BINS:
+        print(
+            f"onnx-asr cannot load the export: the model has {config['num_mel_bins']} mel bins, and"
+            f" onnx-asr features of {' and '.join(map(str, MEL_BINS))} only"
+        )
     with torch.device("meta"):
         model = Parakeet(config)
     model.load_state_dict(tensors, assign=True)

@@ -552,6 +552,15 @@ def learning_rate(info: ModelInfo, hours: float) -> float:
     return SMALL_RATE if info.config["d_model"] <= SMALL_WIDTH else SCRATCH_RATE
 
 
+def export_trained(asked: Options, info: ModelInfo, model: Parakeet, about: card.About) -> None:
+    """--export and --export_adapter after a training. Raises `UsageError` and `RunError`."""
+    if asked.origin.export_adapter:
+        export_adapter(asked, about)
+    if asked.origin.export:
+        weights = released.trained_weights(asked.origin, family(asked), model)
+        export(asked, info, weights, about)
+
+
 def export_adapter(asked: Options, about: card.About) -> None:
     """Writes the adapters of a run for peft. Raises `UsageError` and `RunError`."""
     released.export_adapter(asked.origin, family(asked), about, ADAPTER_CARD)

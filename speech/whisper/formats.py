@@ -268,14 +268,15 @@ def export(
     base: dict | None = None,
     card: str = "",
 ) -> list[str]:
-    """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights in 16
-    bits (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model cannot
-    have the shape.
+    """Writes a folder that `transformers` can load, in fp32, with OpenAI's form of the weights in
+    16 bits (`model.pt`), and returns the file names. `model.pt` is left out if OpenAI's model
+    cannot have the shape.
 
     `weights`: by Hugging Face's names without `model.`; `ctc_head.*` is left out. `tokenizer`: a
     `WhisperTokenizer`, whose prompt becomes the default of `generate`. `base`: the generation
-    config of the model that was fine-tuned. `card`: the text of README.md. Replaces an earlier export that nobody has changed or
-    an empty folder, and refuses any other. Raises `UsageError` and `RunError`."""
+    config of the model that was fine-tuned. `card`: the text of README.md. Replaces an
+    earlier export that nobody has changed or an empty folder, and refuses any other. Raises
+    `UsageError` and `RunError`."""
     folder = Path(folder)
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("ctc_head.")}
     check(weights, config, "the model to be exported")
@@ -329,8 +330,8 @@ def feature_settings(config: dict[str, int]) -> dict:
 def generation_settings(config: dict[str, int], tokenizer, base: dict | None) -> dict:
     """`generation_config.json`: `base`, overridden by this tokenizer's prompt. With
     `return_timestamps` in `base`, `transformers` reads recordings of any length by their times. If
-    the model's vocabulary is padded, ids beyond the tokenizer are suppressed: `transformers` takes them for
-    timestamps, and generation may never end."""
+    the model's vocabulary is padded, ids beyond the tokenizer are suppressed: `transformers` takes
+    them for timestamps, and generation may never end."""
     kept = {name: value for name, value in (base or {}).items() if name not in NOT_KEPT}
     settings = {
         "suppress_tokens": [],

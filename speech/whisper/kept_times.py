@@ -1,5 +1,5 @@
-"""Whether a model still reads on after one sentence and still knows times: what fine-tuning on single
-sentences unlearns. Programs that read long recordings by a Whisper's times lose text then.
+"""Whether a model still reads on after one sentence and still knows times: what fine-tuning on
+single sentences unlearns. Programs that read long recordings by a Whisper's times lose text then.
 
 It is measured teacher-forced, on windows of several utterances of an evaluation set."""
 
@@ -52,8 +52,10 @@ def windows(data, collate: Callable[[list[dict]], dict], seed: int) -> Iterator[
 
 @torch.no_grad()
 def measure(model: Whisper, tokenizer: WhisperTokenizer, batches: Iterator[dict]) -> Times | None:
-    """The `Times` of a model in evaluation mode; None without windows."""
+    """The `Times` of a model in evaluation mode; None without windows. It hears silence up to its
+    longest input, as in the programs that read by times."""
     device = next(model.parameters()).device
+    padded = model.pad_to_longest
 
     def of_batch(batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         return of_windows(model, tokenizer, next(to_device([batch], device)))
@@ -61,11 +63,13 @@ def measure(model: Whisper, tokenizer: WhisperTokenizer, batches: Iterator[dict]
     ends = []
     losses = []
     count = 0
+    model.pad_to_longest = True
     for batch in batches:
         count += len(batch["names"])
         for end, loss in memory.split_on_oom(of_batch, batch, device):
             ends += end.tolist()
             losses += loss.tolist()
+    model.pad_to_longest = padded
     if not ends:
         return None
     return Times(float(np.mean(ends)), max(ends), float(np.mean(losses)), count)
@@ -75,7 +79,7 @@ def of_windows(
     model: Whisper, tokenizer: WhisperTokenizer, batch: dict
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For a batch of windows with times: (N,) the probability that the text ends after each inner
-    utterance, and (M,) the loss of each time token."""
+    utterance that a whole one follows, and (M,) the loss of each time token."""
     encoded, mask = model.encode(batch)
     x = model.decoder(batch["tokens"], encoded, mask)
     labels = batch["labels"]
@@ -87,8 +91,10 @@ def of_windows(
     losses = F.nll_loss(log_probs, labels[is_time], reduction="none")
     ends = torch.zeros(labels.shape, dtype=log_probs.dtype, device=labels.device)
     ends[is_time] = log_probs[:, tokenizer.eos].exp()
-    # Between two utterances are the end of the first and the start of the second.
+    # Between two utterances are the end of the first and the start of the second. Nothing more is
+    # written of a second one that the window cuts, and there an early end loses no text.
     is_inner = is_time[:, :-1] & is_time[:, 1:]
+    is_inner[:, :-1] &= labels[:, 2:] != tokenizer.eos
     at_end = ends[:, :-1][is_inner]
     at_start = ends[:, 1:][is_inner]
     return at_end + (1 - at_end) * at_start, losses

@@ -37,10 +37,12 @@ OVERLAP = 0.05  # seconds by which the times of neighbours may overlap
 SHORTEST_CUT = 0.3  # seconds of an utterance that the window cuts
 TIME_TOKENS = 2  # of each utterance: its start and its end
 ROUNDING = 1e-6  # seconds
-LONGEST_LEAD = 1.0  # seconds of the pause before a window's first utterance
+# Seconds of the pause before a window's first utterance. Programs begin a window where the last
+# utterance of the one before it ends, so their windows begin with whole pauses.
+LONGEST_LEAD = 2.0
 # A pause that is longer than this may hold speech that the manifest has no text for.
-LONG_PAUSE = 0.7  # seconds
-EDGE = 0.25  # seconds of such a pause at its ends that are left as they are
+LONG_PAUSE = 0.3  # seconds
+EDGE = 0.25  # seconds of such a pause at its ends, or a quarter of it, that are left as they are
 LOUD = 0.05  # mean square relative to that of the window
 
 
@@ -106,9 +108,9 @@ def followed(corpus: Corpus) -> float:
 
 
 def drawn(groups: np.ndarray, seconds: np.ndarray, random: np.random.Generator) -> Line:
-    """Utterances of `seconds` (N,) in random order within their groups (N,), 0 to G - 1, with pauses
-    between them. Each group comes twice, one after the other: from every utterance in the first
-    half, all others of its group follow."""
+    """Utterances of `seconds` (N,) in random order within their groups (N,), 0 to G - 1, with
+    pauses between them. Each group comes twice, one after the other: from every utterance in the
+    first half, all others of its group follow."""
     order = random.permutation(len(groups))
     order = order[np.argsort(groups[order], kind="stable")]
     sizes = np.bincount(groups)
@@ -136,9 +138,10 @@ def speaker_groups(corpus: Corpus) -> np.ndarray:
 @dataclass(frozen=True)
 class Plan:
     """The windows of an epoch. For the window of each utterance (N,): `place` and `stop`, its first
-    and last utterance on the `line`; `tokens`, how many these have, as if with times; `start` and `end`, where it begins and ends there, in seconds;
-    `cut`, whether it ends within the next utterance; `timed`; `previous`, whether it has the text
-    before it; `speed`, by which it is played faster."""
+    and last utterance on the `line`; `tokens`, how many these have, as if with times; `start` and
+    `end`, where it begins and ends there, in seconds; `cut`, whether it ends within the next
+    utterance; `timed`; `previous`, whether it has the text before it; `speed`, by which it is
+    played faster."""
 
     line: Line
     place: np.ndarray
@@ -154,10 +157,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Window:
-    """One window, before it is played at `speed`. `rows` are its utterances and `spans` their (start,
-    end), seconds from its beginning. With `cut` the last one is not heard to its end. `before` and
-    `spans_before` are the same of the utterances before it, with times of a window of their own.
-    `recorded`: whether all of them are one part of a recording."""
+    """One window, before it is played at `speed`. `rows` are its utterances and `spans` their
+    (start, end), seconds from its beginning. With `cut` the last one is not heard to its end.
+    `before` and `spans_before` are the same of the utterances before it, with times of a window of
+    their own. `recorded`: whether all of them are one part of a recording."""
 
     rows: list[int]
     spans: list[tuple[float, float]]
@@ -199,8 +202,7 @@ class Packs:
         self.place = np.argsort(self.recordings.rows)
         self.has_next = (self.recordings.last > np.arange(len(corpus)))[self.place]
         line = self.recordings
-        pauses = np.append(0.0, np.clip(line.starts[1:] - line.ends[:-1], 0.0, None))
-        pauses[pauses > LONG_PAUSE] = EDGE
+        pauses = np.append(0.0, np.clip(line.starts[1:] - line.ends[:-1], 0.0, LONGEST_LEAD))
         pauses[line.first == np.arange(len(corpus))] = 0.0
         # The longest lead of each window: silence, if the window is not of a recording.
         self.leads = np.where(self.has_next, pauses[self.place], LONGEST_LEAD)
@@ -327,14 +329,18 @@ def read(corpus: Corpus, window: Window) -> torch.Tensor:
 
 
 def silence_loud_pauses(waveform: torch.Tensor, window: Window) -> None:
-    """Makes long pauses that are not quiet silent, in place. An utterance may be missing there: one
-    that was rejected, held out, or never transcribed. Heard without its text, it would teach the
-    model to leave out text."""
+    """Makes long pauses that are not quiet silent, in place, and what a window begins with, because
+    it may be part of one. An utterance may be missing there: one that was rejected, held out, or
+    never transcribed. Heard without its text, it would teach the model to leave out text."""
     level = float(waveform.square().mean())
     ends = [end for _, end in window.spans]
-    starts = [start for start, _ in window.spans[1:]]
-    for end, start in zip(ends, [*starts, window.seconds], strict=True):
+    starts = [start for start, _ in window.spans]
+    quiet = [(0.0, starts[0] - EDGE)]
+    for end, start in zip(ends, [*starts[1:], window.seconds], strict=True):
         if start - end > LONG_PAUSE:
-            middle = slice(round((end + EDGE) * SAMPLE_RATE), round((start - EDGE) * SAMPLE_RATE))
-            if float(waveform[middle].square().mean()) > LOUD * level:
-                waveform[middle] = 0.0
+            edge = min(EDGE, (start - end) / 4)
+            quiet.append((end + edge, start - edge))
+    for begin, end in quiet:
+        middle = slice(round(begin * SAMPLE_RATE), max(0, round(end * SAMPLE_RATE)))
+        if float(waveform[middle].square().mean()) > LOUD * level:  # not if it is empty: NaN
+            waveform[middle] = 0.0

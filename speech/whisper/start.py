@@ -545,6 +545,10 @@ def usual_share(corpus: Corpus) -> float:
     training set follow each other in their recordings."""
     followed = packs.followed(corpus)
     if followed < FOLLOWED:
+        print(
+            "--timestamp_share 0: a model trained long on single utterances loses text in long"
+            f" recordings; --timestamp_share {TIMESTAMP_SHARE:g} trains on windows of several"
+        )
         return 0.0
     print(
         f"--timestamp_share {TIMESTAMP_SHARE:g}: {100 * followed:.0f} % of the training utterances"
@@ -587,6 +591,15 @@ def long_recordings(
     if trained:
         longest = min(1.05 * trained.longest, longest)
     return longest, BY_OVERLAP if longest >= SHORT_CLIPS else short
+
+
+def export_trained(asked: Options, info: ModelInfo, model: Whisper, about: card.About) -> None:
+    """--export and --export_adapter after a training. Raises `UsageError` and `RunError`."""
+    if asked.origin.export_adapter:
+        export_adapter(asked, about)
+    if asked.origin.export:
+        weights = released.trained_weights(asked.origin, family(asked), model)
+        export(asked.origin.export, info, weights, about)
 
 
 def export_adapter(asked: Options, about: card.About) -> None:

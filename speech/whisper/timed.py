@@ -23,18 +23,20 @@ CONTEXT_TEMPERATURE = 0.5
 
 
 def time_tokens(tokenizer: WhisperTokenizer) -> range:
-    """The ids of the time tokens, 20 ms apart. Raises `UsageError` if there are none."""
+    """The ids of the time tokens, 20 ms apart."""
     first = tokenizer.timestamp_begin
-    if first is None:
-        raise UsageError(
-            "--timestamps and --long: this model has no time tokens; only released models have them"
-        )
     return range(first, first + len(TIMESTAMPS))
 
 
-def make_search(tokenizer: WhisperTokenizer, search: Search) -> Search:
+def make_search(tokenizer: WhisperTokenizer, search: Search, flag: str) -> Search:
     """`search` with times: the prompt asks for them, and of the special tokens only they and the
-    end of text are generated. Raises `UsageError` for a model without time tokens."""
+    end of text are generated. `flag` is what asks for times of this model. Raises `UsageError` for
+    a model without time tokens."""
+    if tokenizer.timestamp_begin is None:
+        raise UsageError(
+            f"{flag}: the model has no time tokens; only released models, and those that are"
+            " fine-tuned from them, have them"
+        )
     times = time_tokens(tokenizer)
     spoken = {tokenizer.eos, *times}
     return replace(

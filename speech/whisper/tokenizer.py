@@ -120,8 +120,9 @@ class WhisperTokenizer:
 
     Attributes: the ids `eos`, `start`, `no_timestamps`, `no_speech`, `previous` (of
     <|startofprev|>) and `timestamp_begin` (the last four are None if the vocabulary lacks them),
-    `prompt` (the decoder's first tokens), `timed_prompt` (the same before a text with times), `size`
-    (of the vocabulary), `languages` (codes), `space` (what a released model writes before a text).
+    `prompt` (the decoder's first tokens), `timed_prompt` (the same before a text with times),
+    `size` (of the vocabulary), `languages` (codes), `space` (what a released model writes before a
+    text).
     """
 
     kind = "whisper"

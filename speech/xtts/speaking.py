@@ -158,9 +158,6 @@ def add_arguments(parser) -> None:
 def resolve(args, count: int) -> tuple[Sampling, list[Path]]:
     """Checks the flags of --synthesize for `count` texts. Returns how codes are drawn, and the file
     for each text. Raises `UsageError`."""
-    for path in args.speaker_wav:
-        if not os.path.isfile(path):
-            raise UsageError(f"--speaker_wav {path}: no such file")
     outputs = [numbered(args.output, number, count) for number in range(1, count + 1)]
     inputs = options.paths_in(args, "output")
     for path in outputs:
@@ -247,6 +244,9 @@ def _fit(
 
 def read_references(paths: list[str], device: torch.device) -> list[torch.Tensor]:
     """The clips (T,) of --speaker_wav at 22.05 kHz. Raises `UsageError` and `DataError`."""
+    for path in paths:
+        if not os.path.isfile(path):
+            raise UsageError(f"--speaker_wav {path}: no such file")
     clips = [read_audio(path, SAMPLE_RATE).to(device) for path in paths]
     for path, clip in zip(paths, clips, strict=True):
         if len(clip) < SHORTEST_SECONDS * SAMPLE_RATE:
@@ -256,7 +256,7 @@ def read_references(paths: list[str], device: torch.device) -> list[torch.Tensor
 
 def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
     """A reference clip of each speaker, the one that is nearest to 10 s: int16 samples (T,) and Hz.
-    Who speaks most is the first."""
+    Who speaks most is the first. Prints who has no clip that is long enough for a voice."""
     off = np.abs(corpus.seconds - EXPORTED_SECONDS)
     best: dict[str, int] = {}
     spoken: Counter[str] = Counter()
@@ -265,18 +265,29 @@ def speakers_of(corpus: Corpus) -> dict[str, tuple[np.ndarray, int]]:
         spoken[name] += corpus.seconds[index]
         if name not in best or off[index] < off[best[name]]:
             best[name] = index
-    clips = {
-        name: read_utterance(corpus, best[name], SAMPLE_RATE) for name, _ in spoken.most_common()
-    }
-    return {name: (int16(clip), SAMPLE_RATE) for name, clip in clips.items()}
+    clips = {}
+    for name, _ in spoken.most_common():
+        clip = read_utterance(corpus, best[name], SAMPLE_RATE)
+        if len(clip) >= SHORTEST_SECONDS * SAMPLE_RATE:
+            clips[name] = int16(clip), SAMPLE_RATE
+    if short := ", ".join(name for name in best if name not in clips):
+        print(f"no voice for {short}: no clip of {SHORTEST_SECONDS} s")
+    return clips
 
 
 def named_clips(paths: list[str]) -> dict[str, tuple[np.ndarray, int]]:
     """The clips of --speaker_wav as `speakers_of` returns them, by the names of the files. Raises
     `UsageError` and `DataError`."""
+    files_of: dict[str, str] = {}
+    for path in paths:
+        name = Path(path).stem
+        if other := files_of.get(name):
+            raise UsageError(
+                f"--speaker_wav {other} and {path}: both would be the voice {name}; rename one"
+            )
+        files_of[name] = path
     clips = read_references(paths, torch.device("cpu"))
-    names = [Path(path).stem for path in paths]
-    return {name: (int16(clip), SAMPLE_RATE) for name, clip in zip(names, clips, strict=True)}
+    return {name: (int16(clip), SAMPLE_RATE) for name, clip in zip(files_of, clips, strict=True)}
 
 
 def to_export(

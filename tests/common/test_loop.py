@@ -253,9 +253,38 @@ def test_best_json_says_how_the_weights_came_about(tmp_path, monkeypatch):
     assert noted["versions"]["torch"] == torch.__version__
     monkeypatch.setattr(sys, "argv", ["/there/recipes/template.py", "--train_manifest", "a b.json"])
     monkeypatch.setenv("PRESET_TIER", "t4")
-    noted = made_by(args, "template", Setup())
+    noted = made_by("template", Setup(), "whisper-base")
     assert noted["command"] == "python recipes/template.py --train_manifest 'a b.json'"
-    assert noted["tier"] == "t4"
+    assert (noted["tier"], noted["base"]) == ("t4", "whisper-base")
+
+
+def test_the_base_of_a_run_stays_known(tmp_path):
+    """Also if later commands do not name it."""
+    values = iter(range(20, 0, -1))  # every evaluation is the best so far
+
+    def evaluate(model, eval_batches):
+        return {"ctc": (float(next(values)), 1.0)}
+
+    def run(name, steps, *flags, base=None):
+        length = ("--max_steps", steps, "--num_epochs", "9", "--eval_every", "1")
+        args = small.make_args(tmp_path / name, *length, *flags)
+        args.model_file = base
+        small.run(args, setup=Setup(), evaluate=evaluate)
+        return args.checkpoint_dir
+
+    def noted(folder):
+        best = json.loads((folder / "best.json").read_text())
+        return best["step"], best["made_by"]["base"]
+
+    first = run("a", "1", base="base.pt")
+    assert noted(first) == (1, "base.pt")
+    for steps in (2, 3):
+        assert noted(run("a", str(steps), "--resume", "auto")) == (steps, "base.pt")
+    for name, start in (("b", "best.safetensors"), ("c", "checkpoint_step_00000003.pt")):
+        assert noted(run(name, "1", "--init_from", str(first / start))) == (1, "base.pt")
+    assert noted(run("d", "1", "--init_from", str(first / start), base="other")) == (1, "other")
+    (first / "best.json").write_text("{")
+    assert noted(run("e", "1", "--init_from", str(first / "best.safetensors"))) == (1, None)
 
 
 def test_a_checkpoint_has_the_flags_of_its_run(tmp_path):
@@ -443,6 +472,24 @@ def test_only_error_rates_are_in_per_cent(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "evaluation at step 2 (epoch 1): cer 12.50 %  ctc 0.125  best so far\n" in output
     assert "average of the checkpoints of steps 2, 1: 25.00 %, best evaluation: 50.00 %\n" in output
+
+
+def test_damaged_notes_do_not_end_a_run_before_its_results(tmp_path):
+    flags = ("--eval_every", "1", "--save_every", "1", "--average_checkpoints", "2")
+    args = small.make_args(tmp_path, *cut(2, 2), "--max_steps", "2", *flags)
+    results = iter([4.0, 3.0, 3.0, 2.0])  # then the best again, and the average
+
+    def evaluate(model, eval_batches):
+        value = next(results)
+        if value == 2.0:
+            (args.checkpoint_dir / "best.json").write_text("{")
+        return {"ctc": (value, 1.0)}
+
+    reported = []
+    small.run(args, evaluate=evaluate, report_results=reported.append)
+    assert reported == ["averaged weights (averaged.safetensors)"]
+    averaged = json.loads((args.checkpoint_dir / "averaged.json").read_text())
+    assert averaged == {"steps": [2, 1], "ctc": 2.0, "made_by": None}
 
 
 def test_more_may_be_better(tmp_path, capsys):

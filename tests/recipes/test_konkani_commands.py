@@ -80,12 +80,33 @@ def test_nemo_features_are_normalised_per_utterance_and_older_checkpoints_have_n
 
 
 @pytest.mark.parametrize(
-    "flags, warmup", [("", 120), ("--max_steps 50", 10), ("--warmup_steps 7", 7)]
+    "flags, warmup",
+    [
+        ("", 120),
+        ("--max_steps 50", 10),
+        ("--warmup_steps 7", 7),
+        ("--num_epochs 20", None),
+        ("--features native", None),
+    ],
 )
-def test_the_demo_with_nemo_features_warms_up_longer(flags, warmup):
-    args = runs.parse(recipe, "--features", "nemo", *flags.split())
+def test_the_demo_with_nemo_features_warms_up_longer(flags, warmup, tmp_path, monkeypatch):
+    given = []
+
+    def train(args, *_):
+        given.append(args)
+        sys.exit()
+
+    monkeypatch.setattr(recipe, "train", train)
+    features = ["--features", "nemo", *flags.split()]
+    run(recipe, *TINY, *features, "--dry_run", "8GB", "--output_dir", tmp_path)
+    assert [args.warmup_steps for args in given] == [warmup]
+    assert given[0].checkpoint_dir == tmp_path / "checkpoints"
+
+
+def test_a_resumed_demo_warms_up_as_before():
+    args = runs.parse(recipe, "--resume", "auto")
     recipe.resolve(args)
-    assert args.warmup_steps == warmup
+    assert recipe.with_warmup(args, {"features": "nemo"}).warmup_steps == 120
 
 
 # --- trained, stopped and resumed -----------------------------------------------------------------
@@ -378,6 +399,14 @@ def test_native_features_cannot_be_exported(best, tmp_path):
     assert status == 2 and "train a model with --features nemo" in err and not folder.exists()
 
 
+@pytest.mark.parametrize("use", ["--evaluate", "--transcribe a.wav", "--export {here}/x"])
+@pytest.mark.parametrize("flag", ["--features nemo", "--d_model 32"])
+def test_a_shape_that_the_weights_do_not_have_is_refused(use, flag, best, tmp_path):
+    words = f"{use} {flag}".format(here=tmp_path).split()
+    status, err = refused(recipe, *words, "--resume", best, "--output_dir", tmp_path)
+    assert status == 2 and f"{flag} conflicts with the checkpoint, which has " in err
+
+
 def test_silence_has_no_text(best, silence, monkeypatch):
     monkeypatch.setattr(recipe, "final_texts", lambda *inputs: pytest.fail("silence was decoded"))
     assert ran(recipe, "--transcribe", silence, "--resume", best) == "\n"
@@ -451,6 +480,7 @@ MISTAKES = [  # flags, status, a part of the message
         2,
         "--transcribe and --verify_gpu: give one of them",
     ),
+    ("--transcribe {here}/a.wav --export {here}/x", 2, "--transcribe and --export: give one"),
     ("--evaluate --verify_gpu", 2, "--verify_gpu and --evaluate: give one of them"),
 ]
 

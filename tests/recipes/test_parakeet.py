@@ -1420,7 +1420,24 @@ def test_an_export_that_cannot_be_is_refused_before_training(manifests, tmp_path
     assert not list(tmp_path.rglob("checkpoint_step*"))
 
 
-def test_the_export_comes_before_the_comparison_with_the_released_model(
+def test_the_card_has_the_rates_of_the_released_model(released, manifests, reference, tmp_path):
+    """After a training, and of its weights."""
+
+    def rows(folder: Path) -> list[list[str]]:
+        lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
+        return [line.split(" | ") for line in lines if line.startswith("| val set")]
+
+    model = ["--model_dir", released / "hf"]
+    flags = [*manifests, *model, "--output_dir", tmp_path / "run"]
+    ran(recipe, *flags, *SHORT, "--export", tmp_path / "after")
+    best = ["--resume", reference / "checkpoints" / "best.safetensors"]
+    ran(recipe, *flags, "--evaluate", *best, "--export", tmp_path / "alone")
+    for name in ("after", "alone"):
+        before = [row[3] for row in rows(tmp_path / name)]
+        assert len(before) > 1 and all(float(value) > 0 for value in before)
+
+
+def test_the_export_is_written_if_the_released_model_has_gone(
     released, manifests, tmp_path, monkeypatch
 ):
     model = shutil.copytree(released / "hf", tmp_path / "model")

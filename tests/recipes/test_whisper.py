@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -576,10 +577,13 @@ def with_times(spoken, tmp_path_factory):
     folder = tmp_path_factory.mktemp("with times")
     lines = Path(spoken["train"]).read_text(encoding="utf-8").splitlines()
     bpe = train_bpe([json.loads(line)["text"] for line in lines], 300, "vi")
+    # The multilingual vocabularies end with an empty token. CTranslate2 knows them by it: without it
+    # faster-whisper leaves language and task out of its prompts.
+    vocab = {**bpe.vocab, "": len(bpe.vocab)}
     torch.manual_seed(0)
     for name, has_times in (("listed", True), ("unlisted", False)):
-        specials = special_tokens(len(bpe.vocab), LANGUAGES[:99], has_times)
-        tokenizer = WhisperTokenizer(bpe.vocab, bpe.merges, specials, (), "vi")
+        specials = special_tokens(len(vocab), LANGUAGES[:99], has_times)
+        tokenizer = WhisperTokenizer(vocab, bpe.merges, specials, (), "vi")
         if has_times:
             config = formats.make_config(16, (1, 1), 2, vocabulary=tokenizer.size)
             special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos)
@@ -685,6 +689,17 @@ def test_times_are_where_the_speech_is(with_times, recorded, tmp_path):
     assert speeds == {0.9, 1.0, 1.1} and leads == {True, False}
 
 
+# As `runs.run` does in this process, for the evaluation before the first update.
+SHORT_TEXTS = """
+import dataclasses
+from speech.whisper import decoding
+make_search = decoding.make_search
+def short_search(*inputs, **named):
+    return dataclasses.replace(make_search(*inputs, **named), max_new_tokens=4)
+decoding.make_search = short_search
+"""
+
+
 def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
     with_times, recorded, tmp_path, monkeypatch
 ):
@@ -695,7 +710,8 @@ def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
     out = ran(vietnamese, *flags, "--output_dir", whole)
     assert "--timestamp_share 0.25: 98 % of the training utterances are followed" in out
     command = runs.command(vietnamese, *flags, "--resume", "auto", "--output_dir", stopped)
-    process = runs.start(command, tmp_path, runs.signal_after(3, signal.SIGTERM))
+    prelude = SHORT_TEXTS + runs.signal_after(3, signal.SIGTERM)
+    process = runs.start(command, tmp_path, prelude)
     _, err = process.communicate()
     assert process.returncode == 143, err
     again = ran(vietnamese, *flags, "--resume", "auto", "--output_dir", stopped)
@@ -719,6 +735,28 @@ def test_a_run_without_times_is_resumed_without_them(with_times, recorded, tmp_p
     assert "times, on " in out and not newest(tmp_path, vietnamese).model_info["times"]
     out += ran(vietnamese, *flags, "--resume", "auto", "--max_steps", 2)
     assert "windows of them" not in out and not newest(tmp_path, vietnamese).model_info["times"]
+
+
+@pytest.mark.parametrize(
+    "given, pretrained, followed, share, says",
+    [
+        (None, True, 0.98, 0.25, "--timestamp_share 0.25: 98 %"),
+        (None, True, 0.0, 0.0, "--timestamp_share 0: "),
+        (0.0, True, 0.0, 0.0, ""),
+        (0.5, True, 0.0, 0.5, ""),
+        (None, False, 0.98, 0.0, ""),
+    ],
+)
+def test_what_is_trained_on_by_default(
+    given, pretrained, followed, share, says, with_times, monkeypatch, capsys
+):
+    """A released model that is trained on single utterances may lose text in long recordings."""
+    monkeypatch.setattr(start.packs, "followed", lambda corpus: followed)
+    info = SimpleNamespace(pretrained=pretrained)
+    tokenizer = read_tokenizer(with_times / "listed", "vi")
+    assert start.timestamp_share(given, info, tokenizer, None) == share
+    out = capsys.readouterr().out
+    assert out.startswith(says) and bool(out) == bool(says)
 
 
 def test_segments_are_utterances_only_for_training_with_times(with_times, recorded, tmp_path):
@@ -828,6 +866,12 @@ def exported_with_times(with_times, recorded, tmp_path_factory):
     return folder / "out"
 
 
+def test_a_released_model_is_evaluated_before_training(exported_with_times, with_times):
+    best = json.loads((exported_with_times.parent / "checkpoints" / "best.json").read_text())
+    first, _ = best["evaluations"][0]
+    assert (first, best["made_by"]["base"]) == (0, str(with_times / "unlisted"))
+
+
 def test_transformers_reads_long_recordings_by_an_exports_times(exported_with_times, recorded):
     transformers = pytest.importorskip("transformers")
     text = (exported_with_times / "generation_config.json").read_text(encoding="utf-8")
@@ -855,6 +899,7 @@ def test_faster_whisper_reads_an_export(exported_with_times, recorded, tmp_path)
     names = ["tokenizer.json", "preprocessor_config.json", "--quantization", "float16"]
     subprocess.run([*converter, *flags, *names], check=True, capture_output=True)
     model = faster_whisper.WhisperModel(str(tmp_path / "ct2"), device="cpu", compute_type="int8")
+    assert model.model.is_multilingual
     waveform = read_audio(str(Path(recorded[1]).parent / "train.wav"), SAMPLE_RATE).numpy()
     segments, _ = model.transcribe(
         waveform[: 35 * SAMPLE_RATE], temperature=0.0, max_new_tokens=12, no_speech_threshold=None

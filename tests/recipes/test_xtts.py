@@ -951,6 +951,32 @@ def test_released_weights_are_evaluated_first_and_their_export_is_read_again(tun
     }
 
 
+def test_voices_that_a_user_names_come_first_and_short_ones_stop_nothing(places, tmp_path):
+    """A clip of --speaker_wav goes before one of the corpus with its name. A speaker without a clip
+    that is long enough has no voice."""
+    named = [tmp_path / f"{name}.wav" for name in ("own", "a")]
+    for seconds, path in enumerate(named, 1):
+        soundfile.write(path, np.full(seconds * SAMPLE_RATE, 0.1), SAMPLE_RATE)
+    short = tmp_path / "short.wav"
+    soundfile.write(short, np.random.default_rng(0).normal(size=6400) * 0.1, SAMPLE_RATE)
+    rows = places.train.read_text(encoding="utf-8").replace("\n", f"\n{places.folder}/")
+    (tmp_path / "m.csv").write_text(f"{rows}\n{short}|on|zoe", encoding="utf-8")
+    flags = ["--train_csv", tmp_path / "m.csv", "--min_duration", "0.2", "--output_dir", tmp_path]
+    export = ["--export", tmp_path / "out", "--speaker_wav", *named, "--speak_held_out", "1"]
+    out = ran(recipe, *tuning(places), *PLAIN, *flags, "--max_steps", "1", *export)
+    assert out.count("no clip of 0.33 s") == 1 and "no voice for zoe: no clip" in out
+    voices = torch.load(tmp_path / "out" / "speakers_xtts.pth", weights_only=True)
+    assert list(voices)[:2] == ["own", "a"] and voices.keys() == {"own", "a", "b", "c"}
+    for name, path in (
+        ("reference", named[0]),
+        ("speakers/own", named[0]),
+        ("speakers/a", named[1]),
+    ):
+        assert len(soundfile.read(tmp_path / "out" / f"{name}.wav")[0]) == len(
+            soundfile.read(path)[0]
+        )
+
+
 def test_an_export_alone_has_the_voices_of_speaker_wav(tuned, places, tmp_path):
     weights = ["--resume", tuned[0] / "checkpoints" / "best.safetensors"]
     wavs = [places.folder / f"{number}.wav" for number in (3, 4)]
@@ -2156,6 +2182,18 @@ MISTAKES = [  # flags, a part of the message
     ),
     ("--language de --resume {tuned}", "--language de (the checkpoint has am) conflicts"),
     ("--speaker_wav {model} --model_dir {model}", "--speaker_wav goes with --synthesize"),
+    (
+        "--model_dir {model} --export {here}/x --speaker_wav {here}/gone.wav",
+        "gone.wav: no such file",
+    ),
+    (
+        "--model_dir {model} --export {here}/x --speaker_wav {short}",
+        "--speaker_wav {short}: it is shorter than 0.33 s",
+    ),
+    (
+        "--model_dir {model} --export {here}/x --speaker_wav {wav} {same}",
+        "{wav} and {same}: both would be the voice 5",
+    ),
     ("--resume auto", "there is no checkpoint to resume"),
     ("--model_dir {model} --train_csv {here}/gone.csv", "gone.csv"),
 ]
@@ -2202,11 +2240,16 @@ def test_mistakes_are_answered_in_one_line_before_anything_is_trained(
     shutil.copytree(places.model, cut)
     (cut / "model.pth").write_bytes((cut / "model.pth").read_bytes()[:-500])
     (tmp_path / "empty.txt").write_text("\n \n")
+    soundfile.write(tmp_path / "short.wav", np.zeros(SAMPLE_RATE // 10), SAMPLE_RATE)
+    (tmp_path / "same").mkdir()
+    shutil.copy(places.wav, tmp_path / "same")
     saved = checkpoint.list_checkpoints(tuned[0] / "checkpoints")[0]
     names = {
         "here": tmp_path,
         "cut": cut,
         "empty": tmp_path / "empty.txt",
+        "short": tmp_path / "short.wav",
+        "same": tmp_path / "same" / places.wav.name,
         "tuned": saved,
         **vars(places),
     }

@@ -91,12 +91,33 @@ def test_all_that_is_known(tmp_path):
         "| training | 12,345 | 12.3 |",
         f"| test set | {LOWER} | WER | 45.00 | 15.00 | 10.00 to 20.00 |",
         f"| test set | {CASED} | CER | 25.00 | 12.50 | 20.00 to 30.00 |",
-        "| evaluation set, in training | as the recipe compares | CER | 30.00 | 6.10 | - |",
-        "| evaluation set, in training | as the recipe compares | WER | - | 15.00 | - |",
+        f"| evaluation set, in training | {CASED} | CER | 30.00 | 6.10 | - |",
+        f"| evaluation set, in training | {CASED} | WER | - | 15.00 | - |",
         "on Tesla T4, tier `t4`, weights of update 400, python 3.11.9, torch 2.11.0",
         MADE["made_by"]["command"],
     ):
         assert part in text
+
+
+def test_an_export_alone_says_how_its_texts_were_compared(tmp_path):
+    about = card.About("whisper_vietnamese", None, weights(tmp_path), DATA, reading=LOWER)
+    text = card.readme("mine", about, whisper.CARD)
+    assert f"| evaluation set, in training | {LOWER} | CER | 30.00 | 6.10 | - |" in text
+
+
+def test_a_reading_that_changes_nothing_has_no_rows(tmp_path):
+    results = {"title": "test set", "rates": {CASED: rates(0.15), LOWER: rates(0.15)}}
+    about = card.About("a", None, weights(tmp_path), DATA, results)
+    text = card.readme("mine", about, whisper.CARD)
+    assert text.count("| test set |") == 2 and f"| test set | {LOWER} | WER |" in text
+
+
+def test_weights_that_are_not_of_an_evaluation_have_their_runs_base_and_no_rates(tmp_path):
+    weights(tmp_path)
+    about = card.About("whisper_vietnamese", None, tmp_path / "checkpoint_step_500.pt", DATA)
+    text = card.readme("mine", about, whisper.CARD)
+    assert block_of(text)["base_model"] == "openai/whisper-base"
+    assert "## Error rates" not in text and "weights of update" not in text
 
 
 def test_what_is_not_known_is_left_out(tmp_path):
@@ -115,6 +136,29 @@ def test_a_model_compared_to_another_one_than_its_base_has_no_rate_before(tmp_pa
     results["before"] = {LOWER: rates(0.4)}
     about = card.About("whisper_vietnamese", None, weights(tmp_path), DATA, results)
     assert f"| test set | {LOWER} | WER | - | 20.00 |" in card.readme("m", about, whisper.CARD)
+
+
+@pytest.mark.parametrize(
+    ("path", "other", "same"),
+    [
+        ("models/whisper-base", "/elsewhere/whisper-base", True),
+        ("base.pt", "models/whisper-base", True),
+        ("here/../mine", "mine", True),
+        ("mine", "here/mine", False),
+        ("whisper-base", "whisper-small", False),
+        ("a", None, False),
+        (None, None, False),
+    ],
+)
+def test_the_same_weights_by_other_paths(path, other, same):
+    assert card.are_same(path, other) == same
+
+
+def test_a_model_compared_to_its_base_by_another_path_has_rates_before(tmp_path):
+    results = {"title": "test set", "compared_to": "whisper-base", "rates": {LOWER: rates(0.2)}}
+    results["before"] = {LOWER: rates(0.4)}
+    about = card.About("whisper_vietnamese", None, weights(tmp_path), DATA, results)
+    assert f"| test set | {LOWER} | WER | 40.00 | 20.00 |" in card.readme("m", about, whisper.CARD)
 
 
 def test_random_weights_have_no_base_and_a_demo_says_so(tmp_path):
@@ -147,6 +191,7 @@ def test_coquis_licence_holds_whatever_the_base_is_called(tmp_path):
     [
         ("whisper-base", "openai/whisper-base", "apache-2.0"),
         ("models/large-v3.pt", "openai/whisper-large-v3", "apache-2.0"),
+        ("whisper-large-v3-turbo", "openai/whisper-large-v3-turbo", "mit"),
         (
             "hub/models--openai--whisper-tiny.en/snapshots/1a",
             "openai/whisper-tiny.en",

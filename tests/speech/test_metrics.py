@@ -82,7 +82,8 @@ BOTH = {**CASED, "lower": in_lower_case}
 
 
 def error_lines(rows, readings=CASED):
-    return metrics.error_table(metrics.read_by(rows, readings)).splitlines()
+    errors = metrics.read_by(rows, readings)
+    return metrics.error_table(errors, metrics.rates(errors)).splitlines()
 
 
 def test_error_table():
@@ -160,7 +161,58 @@ def test_the_interval_of_a_difference_is_paired():
     random = np.random.default_rng(4).integers(1, 40, 300)
     before = [Errors(substitutions=int(count) + 1, length=50) for count in random]
     after = [Errors(substitutions=int(count), length=50) for count in random]
-    assert metrics.interval_of_difference(before, after) == pytest.approx((0.02, 0.02))
+    (ends,) = metrics.intervals_of_differences([before], [after])
+    assert ends == pytest.approx((0.02, 0.02))
     low, high = metrics.interval(before)
     assert high - low > 0.04
-    assert metrics.interval_of_difference(before[:1], after[:1]) is None
+    assert metrics.intervals_of_differences([before[:1]], [after[:1]]) == [None]
+
+
+def test_rates_are_drawn_once_and_have_the_interval_of_each(monkeypatch):
+    drawn = []
+    resampled_rates = metrics.resampled_rates
+    monkeypatch.setattr(
+        metrics, "resampled_rates", lambda counts: drawn.append(1) or resampled_rates(counts)
+    )
+    several = rows(("a b c d", "a x C"), ("e F g", "e f g"), ("h i", "h"))
+    errors = metrics.read_by(several, BOTH)
+    rates = metrics.rates(errors)
+    metrics.error_table(errors, rates)
+    assert len(drawn) == 1
+    for reading, names in errors.items():
+        for name, each in names.items():
+            values = rates[reading][name]
+            assert (values["low"], values["high"]) == metrics.interval(each)
+    counts = metrics.counts_of(errors["cased"]["wer"])
+    random = np.random.default_rng(metrics.SEED)
+    sums = np.stack([counts[random.integers(0, 3, 3)].sum(0) for _ in range(metrics.RESAMPLES)])
+    assert (metrics.resampled_rates(counts) == sums[:, 0] / sums[:, 1]).all()
+
+
+# --- whole recordings -----------------------------------------------------------------------------
+
+
+def recording_lines(reference, hypothesis):
+    row = {"file": "a.wav", "seconds": 60.0, "reference": reference, "hypothesis": hypothesis}
+    return [line.split() for line in metrics.recordings_table([row]).splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("reference", "kept"),
+    [
+        ("今天天气很好，我们去公园散步。晚上回家吃饭，然后看电影。", 15),
+        ("วันนี้อากาศดีมาก เราไปเดินเล่นในสวน ตอนเย็นกลับบ้าน", 17),
+    ],
+)
+def test_passages_of_scripts_without_spaces_are_counted_in_characters(reference, kept):
+    lines = recording_lines(reference, reference[:kept])
+    assert "characters" in lines[0] and lines[1][4] == "characters"
+    whole, lost = ("".join(for_scoring(text).split()) for text in (reference, reference[kept:]))
+    assert lines[2] == [*lines[2][:2], str(len(whole)), *[str(len(lost))] * 2, "60.0", "a.wav"]
+    assert lines[3][2:] == [*lines[2][2:6], "all"]
+
+
+def test_passages_of_words():
+    lines = recording_lines("a b c d 天 e", "a e")  # one Chinese letter does not decide
+    assert "words" in lines[0] and lines[1][4] == "words"
+    assert lines[2][2:5] == ["6", "4", "4"] and lines[2][0] == "66.67"

@@ -75,6 +75,11 @@ def test_evaluation_reads_the_test_set_alone():
     flags = [word for name, path in paths.items() for word in (f"--{name}_manifest", path)]
     assert splits.resolve(parse(*flags)).manifests == paths
     assert splits.resolve(parse(*flags, "--evaluate")).manifests == {"test": "c.json"}
+    args = parse("--evaluate", "--min_duration", "40")
+    args.long = "d.json"
+    data = splits.resolve(args)
+    assert data.manifests == {"long": "d.json"}
+    assert data.checks.listen and data.checks.max_duration == splits.LONGEST_RECORDING
     held_out = splits.resolve(parse("--train_manifest", "a.json", "--evaluate"))
     assert held_out.manifests == {"train": "a.json"}
 

@@ -1,6 +1,10 @@
 """Subtitles from segments and from words, and the file that they are written to."""
 
+import pytest
+
+from common import options
 from common.device import Setup
+from common.errors import DataError, UsageError
 from speech import recogniser, subtitles
 
 
@@ -36,6 +40,17 @@ def test_words_are_grouped_by_sentence_pause_time_and_length():
     assert len(groups) < 8
 
 
+def test_no_subtitle_ends_where_it_begins():
+    """WebVTT forbids it. A word of Parakeet can have no length, or end before it begins."""
+    words = [
+        {"start": 0.8, "end": 0.8, "text": "Yes."},
+        {"start": 2.0, "end": 1.92, "text": "No."},
+        {"start": 3.0, "end": 3.4, "text": "Well."},
+    ]
+    times = [(cue["start"], cue["end"]) for cue in subtitles.cues({"words": words})]
+    assert times == [(0.8, 0.9), (2.0, 2.1), (3.0, 3.4)]
+
+
 def test_words_of_a_recogniser_are_written_and_corrections_kept(wav, tmp_path, capsys):
     path = wav(tmp_path / "a.wav")
 
@@ -63,3 +78,24 @@ def test_words_of_a_recogniser_are_written_and_corrections_kept(wav, tmp_path, c
     assert write() == written
     assert (tmp_path / "a.srt.earlier-1").read_text(encoding="utf-8") == corrected
     assert "are now in" in capsys.readouterr().err
+
+
+def test_if_nothing_can_be_transcribed_earlier_transcripts_stay(tmp_path):
+    (tmp_path / "bad.wav").write_text("no sound")
+    output = tmp_path / "good.srt"
+    output.write_text("1\nearlier")
+    how = recogniser.Options(transcribe=[str(tmp_path / "bad.wav")], output=str(output))
+    with pytest.raises(DataError, match="1 of 1 files"):
+        recogniser.transcribe_files(how, None, Setup(), 30.0)
+    assert output.read_text() == "1\nearlier"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.wav", "good.srt"]
+
+
+@pytest.mark.parametrize("suffix", [".ass", ".LRC", ".sub"])
+def test_other_subtitles_are_refused(suffix, tmp_path):
+    parser = options.Parser("test")
+    recogniser.add_arguments(parser)
+    options.add_arguments(parser)
+    args = parser.parse_args(["--transcribe", "a.wav", "--output", str(tmp_path / f"a{suffix}")])
+    with pytest.raises(UsageError, match=f"{suffix.lower()} cannot be written; name a file .srt"):
+        recogniser.resolve(args, is_demo=False, has_times=True)

@@ -386,6 +386,23 @@ def test_an_archive_names_its_durations_where_whisper_cpp_reads_them(tmp_path):
         assert defaults["tdt_durations"] == [0, 1, 2, 4] and defaults["num_tdt_durations"] == 4
 
 
+@pytest.mark.parametrize(
+    "found", [{}, {"validation_ds": None}, {"validation_ds": {"shuffle": True}}]
+)
+def test_an_archive_has_the_section_that_nemos_transcribe_reads(found, tmp_path):
+    def change(content):
+        del content["validation_ds"]
+        content.update(found)
+
+    members = with_yaml(unpacked(nemo(tmp_path / "a")), change)
+    weights, config, extras = formats.read_model(packed(tmp_path / "changed.nemo", members))
+    formats.export(tmp_path / "b", "nemo", weights, config, extras)
+    for path, kept in ((tmp_path / "a", {}), (tmp_path / "b", found)):
+        content = yaml.safe_load(unpacked(path / "model.nemo")["./model_config.yaml"])
+        expected = {"manifest_filepath": None, "sample_rate": 16_000}
+        assert content["validation_ds"] == (kept.get("validation_ds") or expected)
+
+
 def test_from_one_form_to_the_other_and_back(tmp_path):
     weights = random_weights(CONFIG)
     formats.export(tmp_path / "1", "hf", weights, CONFIG, EXTRAS)

@@ -19,7 +19,7 @@ from common.errors import RunError, UsageError
 from recipes import parakeet_tdt as recipe
 from speech import onnx_files
 from speech.parakeet import decoding, formats, onnx, start
-from speech.parakeet.model import halvings
+from speech.parakeet.model import Parakeet, halvings
 from speech.parakeet.scratch import fit_to_data
 from speech.text import train_tokenizer
 
@@ -242,6 +242,14 @@ def test_durations_that_other_programs_would_take_for_others_are_refused():
     config = {**CONFIG, "durations": [0, 1, 2, 4]}
     with pytest.raises(UsageError, match=r"^no export to ONNX: .* durations are \[0, 1, 2, 4\]"):
         formats.check_form("onnx", config, EXTRAS)
+
+
+@pytest.mark.parametrize(("bins", "loads"), [(80, True), (64, False)])
+def test_mel_bins_that_onnx_asr_lacks_are_named(bins, loads, monkeypatch, capsys):
+    monkeypatch.setattr(onnx, "graphs", lambda model: {})
+    config = {**CONFIG, "num_mel_bins": bins}
+    onnx.prepare(Parakeet(config).state_dict(), config, ["a"])
+    assert ("onnx-asr cannot load" not in capsys.readouterr().out) == loads
 
 
 def test_a_missing_package_is_named_before_a_training(monkeypatch):

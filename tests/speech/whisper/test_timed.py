@@ -98,7 +98,7 @@ def read_as_others(monkeypatch, waveform: torch.Tensor) -> None:
 
 def search_of(tokenizer, **changed) -> decoding.Search:
     search = decoding.make_search(tokenizer, {}, CONFIG["vocab_size"])
-    return dataclasses.replace(timed.make_search(tokenizer, search), **changed)
+    return dataclasses.replace(timed.make_search(tokenizer, search, "--long"), **changed)
 
 
 def rows(segments) -> list[tuple[float, float, str]]:
@@ -317,6 +317,16 @@ def test_a_window_that_was_sampled_is_no_context(tokenizer, monkeypatch):
     assert long.prompt[long.start] == tokenizer.start
 
 
+def test_a_segment_after_the_end_of_the_recording_is_left_out(tokenizer, monkeypatch):
+    said = [0, 100, 200, 250, 101, 300]  # texts between times: steps of 20 ms, in 5 s
+    tokens = [each if each in (100, 101) else TIMES.start + each for each in said]
+    decoded = decoding.Decoded("", tokens, 0.0, 1.0, 0.0, 0.0)
+    monkeypatch.setattr(decoding, "decode", lambda *inputs: [decoded])
+    monkeypatch.setattr(timed, "_encode", lambda model, window: (None, None))
+    found = timed.transcribe(make_model(1), tokenizer, search_of(tokenizer), noise(5, 1))
+    assert [(part["start"], part["end"]) for part in found["segments"]] == [(0.0, 4.0)]
+
+
 def test_digital_silence_is_not_decoded(tokenizer, monkeypatch):
     monkeypatch.setattr(timed, "_encode", lambda *inputs: pytest.fail("silence was decoded"))
     found = timed.transcribe(None, tokenizer, search_of(tokenizer), torch.zeros(0))
@@ -404,6 +414,24 @@ def test_whole_recordings_are_scored(folder, tmp_path, one_pass):
     assert len(transcripts[0]["segments"]) > 3
 
 
+def test_recordings_are_listened_to_before_any_is_decoded(folder, tmp_path, one_pass, monkeypatch):
+    """The last of three files ends early. No recording is too long, and one is too short."""
+    whole = tmp_path / "whole.flac"
+    soundfile.write(whole, noise(40, 1).numpy(), SAMPLE_RATE)
+    (tmp_path / "cut.flac").write_bytes(whole.read_bytes()[:200_000])
+    paths = [folder / "audio" / "b.wav", whole, tmp_path / "cut.flac"]
+    rows = [json.dumps({"audio_filepath": str(path), "text": "a"}) + "\n" for path in paths]
+    (tmp_path / "three.json").write_text("".join(rows), encoding="utf-8")
+    flags = ["--evaluate", "--long", tmp_path / "three.json", "--model_dir", folder / "model"]
+    flags += ["--min_duration", 35, "--output_dir", tmp_path]
+    with monkeypatch.context() as patch:
+        patch.setattr(timed, "transcribe", lambda *inputs: pytest.fail("decoded already"))
+        status, error = refused(vietnamese, *flags)
+    assert status == 1 and "cut.flac" in error and "--skip_bad_audio" in error
+    out = ran(vietnamese, *flags, "--skip_bad_audio")
+    assert "1 whole recordings" in out and "shorter than 35 s" in out
+
+
 @pytest.mark.parametrize(
     ("reference", "hypothesis", "words"),
     [
@@ -429,7 +457,7 @@ def test_the_longest_passage_that_was_dropped(reference, hypothesis, words):
         ("--long {audio}/../two.json", "--long goes with --evaluate"),
         (
             "--evaluate --long {audio}/../two.json --test_manifest {audio}/../two.json",
-            "each has results of its own",
+            "their results are apart",
         ),
     ],
 )
@@ -443,5 +471,5 @@ def test_mistakes(line, message, folder, tmp_path):
 
 def test_a_model_without_time_tokens(folder, tokenizer):
     plain = train_bpe(["hôm nay"], 270, "vi")
-    with pytest.raises(UsageError, match="this model has no time tokens"):
-        timed.make_search(plain, decoding.make_search(plain, {}, plain.size))
+    with pytest.raises(UsageError, match="--timestamps: the model has no time tokens"):
+        timed.make_search(plain, decoding.make_search(plain, {}, plain.size), "--timestamps")

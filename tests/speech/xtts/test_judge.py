@@ -95,6 +95,9 @@ def test_what_is_no_judge_is_one_line(spoken, tmp_path, monkeypatch):
         judge.recipe_of(str(tmp_path / "text.safetensors"))
     with pytest.raises(UsageError, match=r"--judge .*No such file"):
         judge.recipe_of(str(tmp_path / "nothing"))
+    (tmp_path / "checkpoint_step_00000002.pt").write_bytes(b"PK")
+    with pytest.raises(UsageError, match=r"--judge .*0002\.pt: name best\.safetensors of the run"):
+        judge.recipe_of(str(tmp_path / "checkpoint_step_00000002.pt"))
     ended = subprocess.CompletedProcess([], 1, "", "warning: a\nerror: it is damaged\n")
     monkeypatch.setattr(judge.subprocess, "run", lambda *_, **__: ended)
     with pytest.raises(RunError, match=r"could not hear the sentences: error: it is damaged"):
