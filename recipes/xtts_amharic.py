@@ -738,8 +738,7 @@ def main(args) -> dict | None:
     used = finish(args, run, synthesiser.model, task, evaluation["val"], report)
     about = card.About(RECIPE, args.model_dir, used, task.run_info)
     export_and_speak(args, asked, run, info, synthesiser, corpora, about)
-    weights = args.checkpoint_dir / "best.safetensors"
-    return {"weights": weights, "logs": args.log_dir, "export": args.export}
+    return {"weights": used, "logs": args.log_dir, "export": args.export}
 
 
 if __name__ == "__main__":

@@ -60,8 +60,6 @@ NEEDS = (
     ("lora", (*MODELS, "resume", "dry_run", "verify_gpu"), "a random model cannot stay as it is"),
     ("lora_targets", ("lora",), ""),
     ("lora_alpha", ("lora",), ""),
-    ("adapter", MODELS, "an adapter changes a released model"),
-    ("adapter", ("transcribe", "evaluate", "export", "synthesize"), "--init_from trains on"),
 )
 
 
@@ -231,6 +229,8 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
     starts_somewhere = path or args.from_scratch or is_demo or args.resume or args.init_from
     if trains and not starts_somewhere:
         raise UsageError(f"training needs a model to start from: add {ways}")
+    if args.adapter and not path:
+        raise UsageError(f"--adapter {args.adapter}: name the released model that it is for, too")
     if path:
         require_source(path, flag, forms)
     folders = (args.checkpoint_dir, args.log_dir, args.output_dir)
@@ -239,7 +239,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         require_export(export, folders)
     if not path and args.model_size is None:
         args.model_size = next(iter(sizes)) if is_demo else usual_size
-    settings = adapter_settings(args)
+    settings = adapter_settings(args.lora, args.lora_alpha, args.lora_targets, args.init_from)
     adapter = args.adapter
     if peft_files.is_adapter(args.init_from):  # no file of a run, which the loop would read
         adapter = args.init_from
@@ -262,21 +262,19 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
     )
 
 
-def adapter_settings(args) -> lora.Settings | None:
+def adapter_settings(
+    rank: int | None, alpha: float | None, targets: str | None, init_from: str | None
+) -> lora.Settings | None:
     """What --lora asks for, or what the adapters of peft's have that --init_from names. Raises
     `UsageError`."""
-    if peft_files.is_adapter(args.init_from):
-        settings = peft_files.read_settings(args.init_from)
-        if args.lora not in (None, settings.rank):
+    if peft_files.is_adapter(init_from):
+        settings = peft_files.read_settings(init_from)
+        if rank not in (None, settings.rank):
             raise UsageError(
-                f"--lora {args.lora}: the adapters of --init_from {args.init_from} have rank"
-                f" {settings.rank}"
+                f"--lora {rank}: the adapters of --init_from {init_from} have rank {settings.rank}"
             )
         return settings
-    if not args.lora:
-        return None
-    alpha = args.lora_alpha or 2.0 * args.lora
-    return lora.Settings(args.lora, alpha, args.lora_targets or TARGETS[0])
+    return lora.Settings(rank, alpha or 2.0 * rank, targets or TARGETS[0]) if rank else None
 
 
 def require_export(export: str, folders: Iterable[str | Path]) -> None:

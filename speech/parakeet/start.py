@@ -117,7 +117,11 @@ EXCLUDES = (
     ("vocab_size", "train_tokenizer char", "the second has the characters of the training texts"),
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
-NEEDS = (*released.NEEDS, ("export_format", ("export",), ""))
+NEEDS = (
+    *released.NEEDS,
+    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
+    ("export_format", ("export",), ""),
+)
 LOSS = {  # a schema of records.mismatch
     "sigma": lambda value: 0 <= value < 10,
     "omega": lambda value: 0 <= value <= 1,

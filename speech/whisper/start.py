@@ -92,6 +92,7 @@ EXCLUDES = (
 )
 NEEDS = (
     *released.NEEDS,
+    ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     (
         "tokenizer_file",
         released.MODELS,

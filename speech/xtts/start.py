@@ -84,6 +84,7 @@ EXCLUDES = (
 )
 NEEDS = (
     *released.NEEDS,
+    ("adapter", ("synthesize", "evaluate", "export"), "--init_from trains them"),
     ("custom_model", ("model_dir",), "it holds the GPT only"),
     ("model_size", ("from_scratch",), ""),
     *texts.NEEDS,

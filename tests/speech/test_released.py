@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import checkpoint
+from common import checkpoint, lora
 from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import released
@@ -37,6 +37,7 @@ def make_family(origin: released.Origin) -> released.Family:
         network=network,
         check=lambda info, name: None,
         conflicts=lambda info, saved: released.conflicts(origin, info, ["width"]),
+        layers=lambda info, targets: lora.Layers([]),
     )
 
 
