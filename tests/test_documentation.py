@@ -26,6 +26,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks/README.md",
     ROOT / "webui/README.md",
+    ROOT / "docs/lora.md",
     ROOT / "docs/several_gpus.md",
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
