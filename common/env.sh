@@ -284,7 +284,7 @@ pick_tier() {
 # training. Without them it writes the weights of --resume or of a released model.
 only_uses_a_model() {
   if given "${uses[@]}"; then return 0; fi
-  if ! given --export || ! given --resume --model_dir --model_file; then return 1; fi
+  if ! given --export --export_adapter || ! given --resume --model_dir --model_file; then return 1; fi
   if [ "$(value_of --resume)" = auto ]; then return 1; fi
   ! given "${trains[@]}"
 }
