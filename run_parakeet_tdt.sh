@@ -26,17 +26,20 @@ recorded=(--train_manifest)    # names the training data
 trains=(--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
 # R: --gradient_checkpointing, 8: --optimizer adamw_8bit, G: --use_cpu_offload gradients,
-# W: --use_cpu_offload weights. S: counts with --sharded only
+# W: --use_cpu_offload weights. S: counts with --sharded only, L with --lora only
 rows='
 #tier size batch accumulation what
 *     demo 8 1
 4gb   110m 2 60
 4gb   0.6b S 15 8 R --eval_batch_size 4
+4gb   0.6b L 10 12 R --eval_batch_size 4
 4gb   0.6b 24 5 R W --eval_batch_size 4
 6gb   110m 10 12
+6gb   0.6b L 5 24 --eval_batch_size 4
 6gb   0.6b 40 3 R G --eval_batch_size 4
 8gb   110m 15 8
 8gb   0.6b S 15 8 R --eval_batch_size 4
+8gb   0.6b L 8 15 --eval_batch_size 4
 8gb   0.6b 8 15 R 8 --eval_batch_size 4
 12gb  110m 30 4
 12gb  0.6b 4 30 8

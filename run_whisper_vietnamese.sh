@@ -26,30 +26,40 @@ recorded=(--train_manifest)    # names the training data
 trains=(--train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
 # R: --gradient_checkpointing, F: --freeze_encoder, 8: --optimizer adamw_8bit, H: --use_cpu_offload,
-# G: --use_cpu_offload gradients, W: --use_cpu_offload weights. S: counts with --sharded only
+# G: --use_cpu_offload gradients, W: --use_cpu_offload weights. S: counts with --sharded only, L with
+# --lora only
 rows='
 #tier size   batch accumulation what
 *     demo   16 1
 4gb   tiny   24 1
 4gb   base   8 3
 4gb   small  6 4 R H
-4gb   *      ! small, base or tiny
+4gb   medium L 2 12 R --eval_batch_size 4
+4gb   turbo  L 2 12 R --eval_batch_size 4
+4gb   *      ! small, base or tiny, or with --lora medium or turbo
 6gb   tiny   24 1
 6gb   base   12 2
 6gb   small  3 8 8
+6gb   medium L 12 2 R
 6gb   medium 6 4 R G
-6gb   *      ! medium, small or base
+6gb   turbo  L 8 3 R --eval_batch_size 4
+6gb   large  L 2 12 R --eval_batch_size 2
+6gb   *      ! medium, small or base, or with --lora large or turbo
 8gb   tiny   24 1
 8gb   base   24 1
 8gb   small  4 6
 8gb   medium 12 2 R G
 8gb   large  S 3 8 R --eval_batch_size 2
+8gb   large  L 8 3 R --eval_batch_size 4
 8gb   large  8 3 R W --eval_batch_size 4
+8gb   turbo  L 12 2 R
 8gb   turbo  8 3 R G
 12gb  tiny   24 1
 12gb  base   24 1
 12gb  small  12 2
+12gb  medium L 6 4
 12gb  medium 8 3 R 8
+12gb  large  L 3 8
 12gb  large  8 3 R G --eval_batch_size 4
 12gb  turbo  4 6 R 8
 t4    tiny   24 1
@@ -57,6 +67,7 @@ t4    base   24 1
 t4    small  12 2
 t4    medium 2 12 8
 t4    large  S 1 24 R --eval_batch_size 2
+t4    large  L 8 3 R --eval_batch_size 4
 t4    large  24 1 R F 8
 t4    turbo  12 2 R 8
 16gb  tiny   24 1
@@ -64,6 +75,7 @@ t4    turbo  12 2 R 8
 16gb  small  12 2
 16gb  medium 3 8 8
 16gb  large  S 2 12 R --eval_batch_size 4
+16gb  large  L 4 6
 16gb  large  12 2 R G
 16gb  turbo  2 12 8
 24gb  tiny   24 1

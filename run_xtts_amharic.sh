@@ -26,14 +26,17 @@ recorded=(--train_csv --train_manifest) # name the training data
 trains=(--train_csv --train_manifest --from_scratch --max_steps --num_epochs --dry_run --verify_gpu)
 
 # R: --gradient_checkpointing, 8: --optimizer adamw_8bit, G: --use_cpu_offload gradients,
-# W: --use_cpu_offload weights. S: counts with --sharded only
+# W: --use_cpu_offload weights. S: counts with --sharded only, L with --lora only
 rows='
 #tier size batch accumulation what
 *     demo 16 1
 4gb   full S 15 16 R
+4gb   full L 12 20 R
 4gb   full 16 15 R W
+6gb   full L 20 12 R
 6gb   full 6 40 W
 8gb   full S 24 10 R
+8gb   full L 40 6 R
 8gb   full 20 12 R 8
 12gb  full 8 30 8
 t4    full 8 30
