@@ -207,7 +207,8 @@ def merge(
         change = adapters.settings.scale * (up @ down)
         if name.endswith(adapters.layers.transposed):
             change = change.t()
-        merged[f"{name}.weight"] = base[f"{name}.weight"].float() + change
+        weight = base[f"{name}.weight"].float()
+        merged[f"{name}.weight"] = weight + change.to(weight.device)  # which may be "meta"
     return merged
 
 
