@@ -124,9 +124,9 @@ def sizes_of(rows: list[list[str]]) -> list[str]:
 
 
 def row_of(rows: list[list[str]], tier: str, size: str) -> list[str]:
-    """The row that counts without --sharded, as `pick_row` in common/env.sh chooses it."""
+    """The row that counts without --sharded and --lora, as `pick_row` in common/env.sh chooses it."""
     for row in rows:
-        if row[0] in (tier, "*") and row[1] in (size, "*") and row[2] not in ("+", "S"):
+        if row[0] in (tier, "*") and row[1] in (size, "*") and row[2] not in ("+", "S", "L"):
             return row
     raise LookupError(f"no row of tier {tier} and size {size}")
 
