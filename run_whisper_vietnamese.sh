@@ -35,16 +35,17 @@ rows='
 4gb   base   8 3
 4gb   small  6 4 R H
 4gb   medium L 2 12 R --eval_batch_size 4
+4gb   large  ! small, base or tiny
 4gb   turbo  L 2 12 R --eval_batch_size 4
-4gb   *      ! small, base or tiny, or with --lora medium or turbo
+4gb   *      ! small, base or tiny
 6gb   tiny   24 1
 6gb   base   12 2
 6gb   small  3 8 8
 6gb   medium L 12 2 R
 6gb   medium 6 4 R G
-6gb   turbo  L 8 3 R --eval_batch_size 4
 6gb   large  L 2 12 R --eval_batch_size 2
-6gb   *      ! medium, small or base, or with --lora large or turbo
+6gb   turbo  L 8 3 R --eval_batch_size 4
+6gb   *      ! medium, small or base
 8gb   tiny   24 1
 8gb   base   24 1
 8gb   small  4 6

@@ -340,6 +340,7 @@ pick_data() {
 # latter.
 pick_row() {
   local row_tier row_size batch accumulation what more='' letters level='' update most share
+  local adapters=''
   while read -r row_tier row_size batch what; do
     if [[ $row_tier != "$tier" && $row_tier != '*' ]]; then continue; fi
     if [[ $row_size != "$size" && $row_size != '*' ]]; then continue; fi
@@ -347,12 +348,15 @@ pick_row() {
     case "$batch" in
       +) more+=" $what" ;;
       S) if given --sharded; then read -r batch what <<<"$what" && break; fi ;;
-      L) if given --lora; then read -r batch what <<<"$what" && break; fi ;;
+      L)
+        if given --lora; then read -r batch what <<<"$what" && break; fi
+        adapters=', or add --lora 32'
+        ;;
       *) break ;;
     esac
   done <<<"$rows"
   if [ -z "$batch" ]; then fail "size $size has no row in tier $tier: take another size" 2; fi
-  if [ "$batch" = ! ]; then fail "$size does not fit in tier $tier: take $what" 2; fi
+  if [ "$batch" = ! ]; then fail "$size does not fit in tier $tier: take $what$adapters" 2; fi
   read -r accumulation what <<<"$what"
 
   update=$((batch * accumulation))
