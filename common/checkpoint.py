@@ -494,6 +494,7 @@ def initialise(
     if not fits:
         raise UsageError(f"--init_from {path}: none of its {len(tensors)} tensors fits this model")
     model.load_state_dict(fits, strict=False)
+    own = lora.saved_state(model)
     new = sorted(set(own) - set(fits))
     text = f"initialised {len(fits)} of {len(own)} tensors from {path}"
     if new:

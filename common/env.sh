@@ -387,7 +387,7 @@ pick_row() {
       R) flags+=(--gradient_checkpointing) ;;
       F) flags+=(--freeze_encoder) ;;
       # Of 8 and the levels of --use_cpu_offload the user's choice wins.
-      8) given --use_cpu_offload --sharded || flags+=(--optimizer adamw_8bit) ;;
+      8) given --use_cpu_offload --sharded --lora || flags+=(--optimizer adamw_8bit) ;;
       H) level=states ;;
       G) level=gradients ;;
       W) level=weights ;;

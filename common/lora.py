@@ -154,8 +154,10 @@ def describe(model: nn.Module) -> str:
         f"adapters of rank {settings.rank} beside {len(adapters.layers.adapted)} layers"
         f" ({settings.targets}): {counts['adapters'] / 1e6:.2f} M parameters"
     )
-    if adapters.layers.whole:
-        names = ", ".join(name.rstrip(".") for name in adapters.layers.whole)
+    whole = {n.partition(".")[0] for n, p in model.named_parameters() if p.requires_grad}
+    whole &= {name.rstrip(".") for name in adapters.layers.whole}
+    if whole:
+        names = ", ".join(sorted(whole))
         text += f"; trained whole: {names}, {counts['whole'] / 1e6:.2f} M"
     return f"{text}; as released: {counts['frozen'] / 1e6:.1f} M"
 

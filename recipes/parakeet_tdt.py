@@ -417,8 +417,8 @@ def evaluate_only(args, asked: start.Options) -> None:
             if before is not None:
                 compare(asked, model, evaluation, rows)
         about = dataclasses.replace(about, results=recogniser.read_results(args.log_dir))
-    if args.export:
-        start.export(asked, info, model.state_dict(), about)
+    if args.export or args.export_adapter:
+        start.export_trained(asked, info, model, about)
 
 
 def first_model(
@@ -430,7 +430,8 @@ def first_model(
         info, weights = start.choose(asked, run.resumed, run.initial, texts)
         model = make_model(info, weights, args.dropout, args.joint_dropout)
     model.trains_ctc = "ctc" in loss_weights(info)
-    released.adapt(asked.origin, start.family(asked), info, model, weights, run.resumed, args.seed)
+    family = start.family(asked)
+    released.adapt(asked.origin, family, info, model, weights, run.resumed, run.initial, args.seed)
     return info, model
 
 

@@ -418,12 +418,12 @@ def evaluate_only(args, asked: start.Options, source: clips.Options) -> None:
             evaluation[name] = EvalBatches(args, data, collate, setup)
         with setup.autocast():
             report_results(args, asked, info, model, evaluation, "the weights named")
-    if args.export:
+    if args.export or args.export_adapter:
         results = recogniser.read_results(args.log_dir) if args.evaluate else None
         weights = released.weights_file(asked.origin)
         data = before and before.data
         about = card.About(RECIPE, asked.origin.path, weights, data, results, **CARD)
-        start.export(args.export, info, model.state_dict(), about)
+        start.export_trained(asked, info, model, about)
 
 
 def first_model(args, asked: start.Options, run: Run) -> tuple[start.ModelInfo, Whisper]:
@@ -442,7 +442,8 @@ def first_model(args, asked: start.Options, run: Run) -> tuple[start.ModelInfo, 
         model = start.make_model(info, args.dropout, args.label_smoothing, weights)
     if args.freeze_encoder:
         model.freeze_encoder()
-    released.adapt(asked.origin, start.family(asked), info, model, weights, run.resumed, args.seed)
+    family = start.family(asked)
+    released.adapt(asked.origin, family, info, model, weights, run.resumed, run.initial, args.seed)
     start.describe(info, model, args.learning_rate)
     return info, model
 

@@ -636,13 +636,13 @@ def evaluate_only(args, asked: start.Options) -> None:
             )
             times_before = before.times_before if is_same else []
             report_results(args, asked, info, model, evaluation, times_before, "the weights named")
-    if args.export:
+    if args.export or args.export_adapter:
         has_results = args.evaluate and not args.long
         results = recogniser.read_results(args.log_dir) if has_results else None
         weights = released.weights_file(asked.origin)
         data = before and before.data
         about = card.About(RECIPE, asked.origin.path, weights, data, results, reading=READING)
-        start.export(args.export, info, model.state_dict(), about)
+        start.export_trained(asked, info, model, about)
 
 
 def first_model(
@@ -664,7 +664,8 @@ def first_model(
         model = start.make_model(info, args.dropout, args.label_smoothing, weights)
     if args.freeze_encoder:
         model.freeze_encoder()
-    released.adapt(asked.origin, start.family(asked), info, model, weights, run.resumed, args.seed)
+    family = start.family(asked)
+    released.adapt(asked.origin, family, info, model, weights, run.resumed, run.initial, args.seed)
     start.describe(info, model, args.learning_rate)
     return info, model
 

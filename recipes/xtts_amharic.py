@@ -23,6 +23,7 @@ Sources: XTTS (Casanova et al. 2024), Tortoise (Betker 2023), Perceiver (Jaegle 
 not used. The released weights have another licence.
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -38,7 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import checkpoint, device, memory, optim, options, resuming
+from common import checkpoint, device, lora, memory, optim, options, resuming
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.checkpoint import Saved
 from common.device import upcast
@@ -455,7 +456,8 @@ def first_model(
     # In a short training a small conditioning encoder, which began at random, unlearns the voices.
     if not (info.pretrained or info.config["hifigan"]):
         model.conditioning_encoder.requires_grad_(False)
-    released.adapt(asked.origin, start.family(asked), info, model, weights, run.resumed, args.seed)
+    family = start.family(asked)
+    released.adapt(asked.origin, family, info, model, weights, run.resumed, run.initial, args.seed)
     use_sdpa(model, args.sdpa)
     print(f"attention: {attention_kernel(model, run.setup.device, run.setup.dtype)}")
     parameters, trainable = optim.count_parameters(model)
@@ -591,7 +593,7 @@ def export_and_speak(
     synthesiser.frozen.to(run.setup.device)
     clips = speaking.speakers_of(corpora["train"])
     if args.export:
-        export(args, asked, info, synthesiser, clips, about)
+        export(args, asked, run.setup, info, synthesiser, clips, about)
     speak_held_out(args, run.setup, synthesiser, corpora["val"], clips)
 
 
@@ -622,6 +624,7 @@ def speak_held_out(
 def export(
     args,
     asked: start.Options,
+    setup: device.Setup,
     info: ModelInfo,
     synthesiser: Synthesiser,
     clips: dict,
@@ -631,7 +634,8 @@ def export(
     have other names."""
     named = speaking.named_clips(args.speaker_wav or [])
     clips = named | clips | named
-    speakers = speaking.to_export(synthesiser, clips)
+    with setup.autocast() if lora.adapters_of(synthesiser.model) else contextlib.nullcontext():
+        speakers = speaking.to_export(synthesiser, clips)
     weights = released.trained_weights(asked.origin, start.family(asked), synthesiser.model)
     start.export(args.export, info, weights, synthesiser.frozen, speakers, about)
 
@@ -669,7 +673,7 @@ def evaluate_only(args, asked: start.Options) -> None:
         path = released.weights_file(asked.origin)
         before = released.read_run_info(splits.RunInfo, saved)
         about = card.About(RECIPE, args.model_dir, path, before)
-        return export(args, asked, info, synthesiser, {}, about)
+        return export(args, asked, setup, info, synthesiser, {}, about)
     data, corpora = read_data(args, saved)
     texts.read_corpora(synthesiser.texts, corpora)
     corpora = check_corpora(args, data, corpora, synthesiser.texts, info.config)

@@ -17,7 +17,18 @@ SETTINGS = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 ROOT = "base_model.model."
 # What an adapter may not have here: its product would be another one.
-PLAIN = {"use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none"}
+PLAIN = {
+    "use_dora": (False,),
+    "use_rslora": (False,),
+    "fan_in_fan_out": (False,),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "trainable_token_indices": (None,),
+    # Others change the released weights, too.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
 CONTENT = {
     "peft_type": {"LORA"},
     "r": range(1, lora.MOST_RANK + 1),
@@ -61,7 +72,7 @@ def write(
         "target_modules": [f"{prefix}{name}" for name in adapters.layers.adapted],
         "modules_to_save": [f"{prefix}{name}" for name in modules] or None,
         "inference_mode": True,
-        **PLAIN,
+        **{name: known[0] for name, known in PLAIN.items()},
     }
 
     def fill(aside: Path) -> None:
@@ -80,9 +91,9 @@ def read_settings(folder: str | Path) -> lora.Settings:
     content = model_files.read_json(Path(folder) / SETTINGS)
     if reason := records.mismatch(content, CONTENT, SETTINGS):
         raise UsageError(f"{folder}: {reason}")
-    for name, usual in PLAIN.items():
-        if content.get(name, usual) != usual:
-            raise UsageError(f"{folder}: {name} is {content[name]!r}; only {usual!r} can be read")
+    for name, known in PLAIN.items():
+        if content.get(name, known[0]) not in known:
+            raise UsageError(f"{folder}: adapters with {name} {content[name]!r} cannot be read")
     for name in ("rank_pattern", "alpha_pattern"):
         if content.get(name):
             raise UsageError(f"{folder}: layers with a rank of their own ({name}) cannot be read")

@@ -57,7 +57,11 @@ EXCLUDES = (
 )
 # Rows for common.options: flags that need another one.
 NEEDS = (
-    ("lora", (*MODELS, "resume", "dry_run", "verify_gpu"), "a random model cannot stay as it is"),
+    (
+        "lora",
+        (*MODELS, "resume", "init_from", "dry_run", "verify_gpu"),
+        "a random model cannot stay as it is",
+    ),
     ("lora_targets", ("lora",), ""),
     ("lora_alpha", ("lora",), ""),
 )
@@ -84,7 +88,7 @@ class Origin:
     configuration of --model_size `size_name`, and None for a released model. `export` is the folder
     to export to, or None. `adapters`: of --lora, or of the adapters of peft's that --init_from names.
     `adapter`: the file or folder of --adapter, or that folder. `export_adapter`: the folder of that
-    flag. `given` are the names of the flags on the command line."""
+    flag. `plans`: whether the run is only planned. `given` are the names of the flags on the command line."""
 
     given: frozenset[str]
     path: str | None
@@ -100,6 +104,7 @@ class Origin:
     adapters: lora.Settings | None = None
     adapter: str | None = None
     export_adapter: str | None = None
+    plans: bool = False
 
 
 @dataclass(frozen=True)
@@ -259,6 +264,7 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         adapters=settings,
         adapter=adapter,
         export_adapter=export_adapter,
+        plans=options.plans(args),
     )
 
 
@@ -269,9 +275,11 @@ def adapter_settings(
     `UsageError`."""
     if peft_files.is_adapter(init_from):
         settings = peft_files.read_settings(init_from)
-        if rank not in (None, settings.rank):
+        if rank not in (None, settings.rank) or alpha not in (None, settings.alpha) or targets:
             raise UsageError(
-                f"--lora {rank}: the adapters of --init_from {init_from} have rank {settings.rank}"
+                f"--init_from {init_from} brings adapters of rank {settings.rank} and alpha"
+                f" {settings.alpha:g} beside layers of its choice: leave out --lora, --lora_alpha and"
+                " --lora_targets"
             )
         return settings
     return lora.Settings(rank, alpha or 2.0 * rank, targets or TARGETS[0]) if rank else None
@@ -370,6 +378,8 @@ def use(
         return info, weights, None
     named = origin.adapter or origin.resume
     saved = checkpoint.weights_to_use(named, origin.checkpoint_dir, recipe)
+    if origin.adapter and not saved.lora:
+        raise UsageError(f"--adapter {origin.adapter}: it has no adapters; name it with --resume")
     return read_info(origin, family, saved), whole_weights(origin, family, saved), saved
 
 
@@ -431,29 +441,69 @@ def adapt(
     model: torch.nn.Module,
     base: dict[str, torch.Tensor] | None,
     resumed: Saved | None,
+    initial: Saved | None,
     seed: int,
 ) -> None:
     """Adds adapters to a released model with the weights `base`: those of the checkpoint that the
-    run resumes, or what --lora asks for, which frozen layers do not get. Prints what is trained."""
+    run resumes, those of --init_from, or what --lora asks for, which frozen layers do not get.
+    Prints what is trained. Raises `UsageError`."""
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     found = {}
-    if resumed and resumed.lora:
-        adapters = saved_adapters(family, info, resumed)
+    saved = resumed or (initial if origin.adapters else None)
+    if saved and saved.lora:
+        adapters = saved_adapters(family, info, saved)
+        if saved is initial:
+            check_base(origin, adapters, lora.fingerprint(base or {}, adapters.layers), saved.path)
     elif origin.adapters and not resumed:
-        layers = family.layers(info, origin.adapters.targets)
-        trained = [n for n in layers.adapted if model.get_submodule(n).weight.requires_grad]
-        layers = replace(layers, adapted=trained)
-        if origin.adapter:
-            found, layers = foreign_layers(origin, family, info)
-        name = os.path.basename(os.path.abspath(origin.path or ""))
-        adapters = lora.Adapters(
-            origin.adapters, layers, lora.fingerprint(base or {}, layers), name
-        )
+        adapters, found = new_adapters(origin, family, info, base, frozen)
+    elif origin.export_adapter:
+        raise UsageError("--export_adapter writes adapters, and this run trains none: add --lora")
     else:
         return
+    if stuck := [name for name in adapters.layers.adapted if f"{name}.weight" in frozen]:
+        raise UsageError(
+            f"{len(stuck)} of {len(adapters.layers.adapted)} adapters are beside frozen layers: leave"
+            " out the flag that freezes them"
+        )
     lora.attach(model, adapters, seed)
     if found:
         model.load_state_dict(found, strict=False)
     print(lora.describe(model))
+
+
+def new_adapters(
+    origin: Origin,
+    family: Family,
+    info: Any,
+    base: dict[str, torch.Tensor] | None,
+    frozen: set[str],
+) -> tuple[lora.Adapters, dict[str, torch.Tensor]]:
+    """What --lora asks for beside layers that are not `frozen`, or the adapters of peft's that
+    --init_from names, with their values. Raises `UsageError`."""
+    if not origin.path and torch.get_default_device().type != "meta" and not origin.plans:
+        raise UsageError(
+            "--lora: adapters are for a released model; name it with --model_dir or --model_file"
+        )
+    found = {}
+    layers = family.layers(info, origin.adapters.targets)
+    if origin.adapter:
+        found, layers = foreign_layers(origin, family, info)
+    else:
+        trained = [name for name in layers.adapted if f"{name}.weight" not in frozen]
+        layers = replace(layers, adapted=trained)
+    name = os.path.basename(os.path.abspath(origin.path or ""))
+    fingerprint = lora.fingerprint(base or {}, layers)
+    return lora.Adapters(origin.adapters, layers, fingerprint, name), found
+
+
+def check_base(origin: Origin, adapters: lora.Adapters, found: str, path: Path) -> None:
+    """Raises `UsageError` if the adapters in a file are for other weights than those with the
+    fingerprint `found`, which is empty in a dry run."""
+    if found and adapters.base != found:
+        raise UsageError(
+            f"{path} has adapters for {adapters.name}, and {origin.flag} {origin.path} has other"
+            f" weights (SHA-256 {found[:12]} instead of {adapters.base[:12]})"
+        )
 
 
 def usual_adapters(family: Family, info: Any, rank: int) -> lora.Adapters:
@@ -490,7 +540,9 @@ def adapter_conflicts(origin: Origin, saved: Saved) -> list[str]:
 
 def match_initial(origin: Origin, family: Family, initial: Saved) -> None:
     """Merges the adapters of --init_from into its weights, if the run has none. Raises
-    `UsageError`."""
+    `UsageError`, also if they are not those that the flags ask for."""
+    if initial.lora:
+        check_saved(family, initial, origin.forms.family)
     if initial.lora and not origin.adapters:
         merged = whole_weights(origin, family, initial)
         initial.model.clear()
@@ -500,26 +552,24 @@ def match_initial(origin: Origin, family: Family, initial: Saved) -> None:
             f"--lora and --init_from {initial.path}: all of its weights were trained; export it, and"
             " give the export as the released model"
         )
+    elif found := adapter_conflicts(origin, initial):
+        raise UsageError(
+            f"{', '.join(found)}: --init_from {initial.path} keeps its adapters' shape"
+        )
 
 
 def read_base(origin: Origin, family: Family, saved: Saved) -> dict[str, torch.Tensor]:
-    """The released weights that the adapters of a checkpoint are for, with what was trained whole.
-    Raises `UsageError` if the flags name no weights or others."""
-    record = saved.lora
+    """The released weights that the adapters of a checkpoint are for. Raises `UsageError` if the
+    flags name no weights or others."""
     info = records.read(family.model_info, saved.model_info, saved.path)
     adapters = saved_adapters(family, info, saved)
     if origin.path is None:
         raise UsageError(
             f"{saved.path} has adapters (--lora) for a released model: name it with --model_dir or"
-            f" --model_file; its name was {record['name']}"
+            f" --model_file; its name was {adapters.name}"
         )
     _, base = family.read(origin.path)
-    found = lora.fingerprint(base, adapters.layers)
-    if record["base"] != found and found:
-        raise UsageError(
-            f"{saved.path} has adapters for {record['name']}, and {origin.flag} {origin.path} has"
-            f" other weights (SHA-256 {found[:12]} instead of {record['base'][:12]})"
-        )
+    check_base(origin, adapters, lora.fingerprint(base, adapters.layers), saved.path)
     return base
 
 
@@ -544,6 +594,8 @@ def foreign_layers(
     adapted = [name.removesuffix(ending) for name in found if name.endswith(ending)]
     if unknown := [name for name in adapted if name not in layers.adapted]:
         raise UsageError(f"{path}: no adapter can be beside {unknown[0][:80]!r} here")
+    if not adapted:
+        raise UsageError(f"{path} has no adapters")
     layers = replace(layers, adapted=adapted)
     with torch.device("meta"):
         network = family.network(info)

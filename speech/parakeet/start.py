@@ -114,6 +114,7 @@ TRAINING = (
 EXCLUDES = (
     *released.EXCLUDES,
     ("transcribe", "export", "give one of them"),
+    ("transcribe", "export_adapter", "give one of them"),
     ("vocab_size", "train_tokenizer char", "the second has the characters of the training texts"),
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
@@ -558,11 +559,11 @@ def learning_rate(info: ModelInfo, hours: float) -> float:
 
 def export_trained(asked: Options, info: ModelInfo, model: Parakeet, about: card.About) -> None:
     """--export and --export_adapter after a training. Raises `UsageError` and `RunError`."""
-    if asked.origin.export_adapter:
-        export_adapter(asked, about)
     if asked.origin.export:
         weights = released.trained_weights(asked.origin, family(asked), model)
         export(asked, info, weights, about)
+    if asked.origin.export_adapter:
+        export_adapter(asked, about)
 
 
 def export_adapter(asked: Options, about: card.About) -> None:

@@ -83,6 +83,7 @@ TRAINING = ("freeze_encoder", "ctc_weight", "pad_share", "pad_to_30s")
 EXCLUDES = (
     *released.EXCLUDES,
     ("transcribe", "export", "give one of them"),
+    ("transcribe", "export_adapter", "give one of them"),
     *((model, flag, OWN_SHAPE) for model in released.MODELS for flag in SHAPE),
     ("freeze_encoder", "pad_to_30s False", FROZEN),
     ("pad_share", "pad_to_30s", "the second pads every utterance; leave one of them out"),
@@ -596,11 +597,11 @@ def long_recordings(
 
 def export_trained(asked: Options, info: ModelInfo, model: Whisper, about: card.About) -> None:
     """--export and --export_adapter after a training. Raises `UsageError` and `RunError`."""
-    if asked.origin.export_adapter:
-        export_adapter(asked, about)
     if asked.origin.export:
         weights = released.trained_weights(asked.origin, family(asked), model)
         export(asked.origin.export, info, weights, about)
+    if asked.origin.export_adapter:
+        export_adapter(asked, about)
 
 
 def export_adapter(asked: Options, about: card.About) -> None:
