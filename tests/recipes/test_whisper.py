@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -753,7 +752,7 @@ def test_what_is_trained_on_by_default(
     """A released model that is trained on single utterances may lose text in long recordings."""
     monkeypatch.setattr(start.packs, "followed", lambda corpus: followed)
     tokenizer = read_tokenizer(with_times / "listed", "vi")
-    info = SimpleNamespace(pretrained=pretrained, tokenizer=tokenizer.state())
+    info = start.ModelInfo({}, tokenizer.state(), 0, {}, pretrained, pad_to_30s=True)
     found = start.timestamp_share(given, info, resumes=False)
     assert (start.usual_share(None) if found is None else found) == share
     out = capsys.readouterr().out
