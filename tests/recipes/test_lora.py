@@ -1,11 +1,15 @@
 """--lora in the recipes: what is trained, saved, merged and refused."""
 
+import json
+import shutil
 import warnings
 
 import peft
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from recipes import whisper_vietnamese as vietnamese
 from speech.whisper import formats
@@ -72,6 +76,118 @@ def test_averages_and_comparisons(released, spoken, tmp_path):  # noqa: F811
     assert "compared to" in out
     status, err = refused(vietnamese, *compared, *base[2:], "--resume", best)
     assert status == 2 and "--model_dir" in err
+
+
+@pytest.fixture(scope="module")
+def adapted(released, spoken, tmp_path_factory):  # noqa: F811
+    """The folder of a run with adapters of rank 3, exported for peft to "peft"."""
+    folder = tmp_path_factory.mktemp("adapted")
+    data = data_flags({split: spoken[split] for split in ("train", "val")})
+    flags = ["--model_dir", released / "hf", "--lora", "3", "--output_dir", folder]
+    ran(vietnamese, *data, *SHORT, *flags, "--export_adapter", folder / "peft")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_base(released, tmp_path_factory):  # noqa: F811
+    """The same model with another value."""
+    folder = shutil.copytree(released / "hf", tmp_path_factory.mktemp("other") / "hf")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.encoder.layers.0.fc1.weight"][0, 0] += 1.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--from_scratch --resume auto --lora 4", "--model_dir"),
+        ("--model_dir {base} --export_adapter {new}", "--lora"),
+        ("--model_dir {other} --lora 3 --init_from {best}", "other weights"),
+        ("--model_dir {base} --lora 3 --lora_alpha 100 --init_from {best}", "--lora_alpha"),
+        ("--model_dir {base} --lora 8 --init_from {best}", "--lora 8"),
+        ("--model_dir {base} --lora 3 --lora_alpha 9 --init_from {peft}", "--lora_alpha"),
+        ("--model_dir {base} --freeze_encoder --init_from {peft}", "frozen"),
+        ("--model_dir {base} --freeze_encoder --resume {last}", "frozen"),
+        ("--model_dir {base} --lora 8 --resume {last}", "--lora 8"),
+        ("--model_dir {other} --resume {last}", "other weights"),
+        ("--resume {last}", "--model_dir"),
+    ],
+)
+def test_what_does_not_fit_the_adapters(
+    flags, words, released, adapted, other_base, spoken, tmp_path  # noqa: F811
+):  # fmt: skip
+    places = {
+        "base": released / "hf",
+        "other": other_base,
+        "best": adapted / "checkpoints" / "best.safetensors",
+        "last": adapted / "checkpoints" / "checkpoint_step_00000002.pt",
+        "peft": adapted / "peft",
+        "new": tmp_path / "new",
+    }
+    data = data_flags({split: spoken[split] for split in ("train", "val")})
+    flags = flags.format(**places).split()
+    status, err = refused(vietnamese, *data, *SHORT, *flags, "--output_dir", tmp_path / "run")
+    assert status == 2 and words in err
+
+
+def test_both_exports_of_saved_adapters(released, adapted, spoken, tmp_path):  # noqa: F811
+    best = adapted / "checkpoints" / "best.safetensors"
+    use = ["--model_dir", released / "hf", "--resume", best, "--output_dir", tmp_path / "run"]
+    exports = ["--export", tmp_path / "whole", "--export_adapter", tmp_path / "peft"]
+    ran(vietnamese, *use, *exports)
+    assert (tmp_path / "whole" / "model.safetensors").is_file()
+    files = [folder / "peft" / "adapter_model.safetensors" for folder in (adapted, tmp_path)]
+    first, second = map(load_file, files)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    ran(
+        vietnamese,
+        *use,
+        "--evaluate",
+        "--test_manifest",
+        spoken["test"],
+        *exports[2:3],
+        tmp_path / "p",
+    )
+    assert (tmp_path / "p" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"use_dora": True}, "use_dora"),
+        ({"r": 0}, "r"),
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"rank_pattern": {"fc1": 8}}, "rank_pattern"),
+    ],
+)
+def test_adapters_of_peft_that_compute_something_else(
+    change, words, released, adapted, tmp_path  # noqa: F811
+):  # fmt: skip
+    folder = shutil.copytree(adapted / "peft", tmp_path / "peft")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, **change}))
+    use = ["--model_dir", released / "hf", "--adapter", folder, "--export", tmp_path / "out"]
+    status, err = refused(vietnamese, *use, "--output_dir", tmp_path / "run")
+    assert status == 2 and words in err
+
+
+def test_damaged_adapters(released, adapted, tmp_path):  # noqa: F811
+    use = ["--model_dir", released / "hf", "--export", tmp_path / "out", "--output_dir", tmp_path]
+    folder = shutil.copytree(adapted / "peft", tmp_path / "peft")
+    save_file({}, folder / "adapter_model.safetensors")
+    status, err = refused(vietnamese, *use, "--adapter", folder)
+    assert status == 2 and "no adapters" in err
+    best = adapted / "checkpoints" / "best.safetensors"
+    with safe_open(best, "pt") as file:
+        header = file.metadata()
+    weights = load_file(best)
+    weights.pop(next(name for name in weights if name.endswith("lora_A")))
+    save_file(weights, tmp_path / "best.safetensors", header)
+    status, err = refused(vietnamese, *use, "--resume", tmp_path / "best.safetensors")
+    assert status == 2 and "lacks" in err
 
 
 @pytest.mark.parametrize(

@@ -1675,6 +1675,13 @@ def test_adapters_beside_a_released_gpt(places, tmp_path):
     assert "trained whole: text_embedding, text_head" in out
 
 
+def test_voices_of_an_export_with_a_base_in_16_bits(places, tmp_path):
+    flags = [*manifests(places), *PLAIN, "--model_dir", places.model, "--lora", "2"]
+    flags += ["--mixed_precision", "bf16", "--output_dir", tmp_path]
+    ran(recipe, *flags, "--export", tmp_path / "coqui")
+    assert (tmp_path / "coqui" / "speakers_xtts.pth").is_file()
+
+
 def test_a_judge_hears_what_an_evaluation_speaks(places, tmp_path, monkeypatch):
     heard = []
 
