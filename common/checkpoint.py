@@ -442,8 +442,8 @@ def weights_to_use(resume: str | None, checkpoint_dir: Path, recipe: str) -> Sav
 
 
 def shapes_of(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that are saved of the model that `make()` returns, by name. The model is made
-    without values: it takes no memory, and no random numbers are drawn."""
+    """The shapes of the tensors that are saved of the model that `make()` returns, by name. The
+    model is made without values: it takes no memory, and no random numbers are drawn."""
     with torch.device("meta"):
         model = make()
     return {name: tuple(tensor.shape) for name, tensor in lora.saved_state(model).items()}
@@ -463,8 +463,8 @@ def check_network(saved: Saved | None, make: Callable[[], torch.nn.Module]) -> N
 
 
 def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Loads weights that a run saved: all that `lora.saved_state` names. Raises `UsageError` if they
-    do not fit, because the recipe has been changed."""
+    """Loads weights that a run saved: all that `lora.saved_state` names. Raises `UsageError` if
+    they do not fit, because the recipe has been changed."""
     own = model.state_dict()
     frozen = own.keys() - lora.saved_state(model).keys()
     try:

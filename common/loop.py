@@ -82,20 +82,20 @@ class Task:
     of --init_from; not for a resumed run, and not in a dry run. `freeze(model)` is what
     --freeze_encoder does, for the advice of a dry run; None if there is no such flag, or if the
     encoder is random and must be trained. `learning_rate` is the peak rate unless --learning_rate
-    is given; adapters have another one (`lora.rate`). `checkpointed` and `compiled` are the layer types for --gradient_checkpointing and
-    --torch_compile; the weights inside `checkpointed` layers get 16-bit copies with
-    --use_cpu_offload weights. `last_steps` is what a dry run plans in place of an `evaluate` that
-    takes minutes without values: it makes only the last steps of a long search, which need the most
-    memory. With `evaluate_first`, a new run evaluates the model before its first update. Without
-    `decay_embeddings`, embeddings have no weight decay. `betas` are AdamW's. `new_rows` are those
-    of a new run; a resumed one has them in its checkpoint. With `fine_tunes` the model began from
-    released weights: the length of the run, its evaluations and its patience follow the hours of
-    speech. `vocabulary`: the tokens of the model and of --init_from; without it, tensors with a row
-    for each token are copied by number. With `compares`, another model of this size decodes at the
-    end, too, with fp32 weights. `reports` are the files and folders that the recipe writes, by
-    their names in the log folder or by their absolute paths; a new run moves an earlier run's
-    aside. `adapters(rank)` are those that --lora adds, for the advice of a dry run; None if there is
-    no such flag."""
+    is given; adapters have another one (`lora.rate`). `checkpointed` and `compiled` are the layer
+    types for --gradient_checkpointing and --torch_compile; the weights inside `checkpointed` layers
+    get 16-bit copies with --use_cpu_offload weights. `last_steps` is what a dry run plans in place
+    of an `evaluate` that takes minutes without values: it makes only the last steps of a long
+    search, which need the most memory. With `evaluate_first`, a new run evaluates the model before
+    its first update. Without `decay_embeddings`, embeddings have no weight decay. `betas` are
+    AdamW's. `new_rows` are those of a new run; a resumed one has them in its checkpoint. With
+    `fine_tunes` the model began from released weights: the length of the run, its evaluations and
+    its patience follow the hours of speech. `vocabulary`: the tokens of the model and of
+    --init_from; without it, tensors with a row for each token are copied by number. With
+    `compares`, another model of this size decodes at the end, too, with fp32 weights. `reports` are
+    the files and folders that the recipe writes, by their names in the log folder or by their
+    absolute paths; a new run moves an earlier run's aside. `adapters(rank)` are those that --lora
+    adds, for the advice of a dry run; None if there is no such flag."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]

@@ -23,8 +23,6 @@ A = "lora_A"
 B = "lora_B"
 # What is kept in 16 bits where it is frozen. Norms and recurrent layers stay in fp32.
 LOWERED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
-
-
 MOST_RANK = 4096
 USUAL_RANK = 32
 RATE = 10.0  # of adapters, times that of weights that are trained whole
@@ -56,8 +54,8 @@ class Settings:
 class Layers:
     """The layers of a model. `adapted`: those that have adapters. `whole`: how the names of the
     parameters begin that are trained without adapters. `kept`: how the names of the frozen layers
-    end that stay in fp32, because they are added to activations in fp32. `transposed`: how the names
-    of the layers end whose weights are (inputs, outputs)."""
+    end that stay in fp32, because they are added to activations in fp32. `transposed`: how the
+    names of the layers end whose weights are (inputs, outputs)."""
 
     adapted: list[str]
     whole: tuple[str, ...] = ()
@@ -169,9 +167,9 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
 
 
 def lower(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Stores the frozen weights and biases of linear layers, convolutions and embeddings of a model
-    with adapters as `dtype`, to which autocast would cast them. Without autocast, or adapters, does
-    nothing."""
+    """Stores the frozen weights and biases of linear layers, convolutions and embeddings of a
+    model with adapters as `dtype`, to which autocast would cast them. Without autocast, or
+    adapters, does nothing."""
     adapters = adapters_of(model)
     if not (adapters and dtype):
         return
@@ -220,9 +218,9 @@ def without_adapters(trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def fingerprint(base: dict[str, torch.Tensor], layers: Layers) -> str:
-    """SHA-256 of released weights, without those that are trained whole: over names, shapes and fp32
-    values, so it is the same whatever the type that a file has. Empty in a dry run, where tensors
-    have no values."""
+    """SHA-256 of released weights, without those that are trained whole: over names, shapes and
+    fp32 values, so it is the same whatever the type that a file has. Empty in a dry run, where
+    tensors have no values."""
     names = [name for name in base if not name.startswith(layers.whole)]
     if any(base[name].is_meta for name in names):
         return ""

@@ -86,9 +86,10 @@ class Origin:
     `path` is the folder or file of released weights, which the flag `flag` names, or None.
     `may_be_random` says whether the weights may be random if there is no checkpoint. `size` is the
     configuration of --model_size `size_name`, and None for a released model. `export` is the folder
-    to export to, or None. `adapters`: of --lora, or of the adapters of peft's that --init_from names.
-    `adapter`: the file or folder of --adapter, or that folder. `export_adapter`: the folder of that
-    flag. `plans`: whether the run is only planned. `given` are the names of the flags on the command line."""
+    to export to, or None. `adapters`: of --lora, or of the adapters of peft's that --init_from
+    names. `adapter`: the file or folder of --adapter, or that folder. `export_adapter`: the folder
+    of that flag. `plans`: whether the run is only planned. `given` are the names of the flags on
+    the command line."""
 
     given: frozenset[str]
     path: str | None
@@ -115,8 +116,8 @@ class Family:
     network with random weights. `check(info, name)` raises `UsageError` if the parts of an info
     that was saved contradict each other; `name` is the file's. `conflicts(info, saved)` lists the
     flags that contradict a checkpoint, each with what the checkpoint has instead; see
-    `conflicts`. `layers(info, targets)`: the layers that --lora_targets means. `prefix`: what the names of
-    transformers' model begin with in addition to these; None if there is no such model."""
+    `conflicts`. `layers(info, targets)`: the layers that --lora_targets means. `prefix`: what the
+    names of transformers' model begin with in addition to these; None if there is no such model."""
 
     model_info: type
     read: Callable[[str], tuple[Any, dict[str, torch.Tensor]]]
