@@ -88,8 +88,7 @@ class Origin:
     configuration of --model_size `size_name`, and None for a released model. `export` is the folder
     to export to, or None. `adapters`: of --lora, or of the adapters of peft's that --init_from
     names. `adapter`: the file or folder of --adapter, or that folder. `export_adapter`: the folder
-    of that flag. `plans`: whether the run is only planned. `given` are the names of the flags on
-    the command line."""
+    of that flag. `given` are the names of the flags on the command line."""
 
     given: frozenset[str]
     path: str | None
@@ -105,7 +104,6 @@ class Origin:
     adapters: lora.Settings | None = None
     adapter: str | None = None
     export_adapter: str | None = None
-    plans: bool = False
 
 
 @dataclass(frozen=True)
@@ -265,7 +263,6 @@ def resolve(args, forms: Forms, sizes: dict[str, dict], usual_size: str, is_demo
         adapters=settings,
         adapter=adapter,
         export_adapter=export_adapter,
-        plans=options.plans(args),
     )
 
 
@@ -279,8 +276,8 @@ def adapter_settings(
         if rank not in (None, settings.rank) or alpha not in (None, settings.alpha) or targets:
             raise UsageError(
                 f"--init_from {init_from} brings adapters of rank {settings.rank} and alpha"
-                f" {settings.alpha:g} beside layers of its choice: leave out --lora, --lora_alpha and"
-                " --lora_targets"
+                f" {settings.alpha:g} beside layers of its choice: leave out --lora, --lora_alpha"
+                " and --lora_targets"
             )
         return settings
     return lora.Settings(rank, alpha or 2.0 * rank, targets or TARGETS[0]) if rank else None
@@ -346,8 +343,9 @@ def choose(
         info = read_info(origin, family, resumed)
         if not resumed.lora:
             return info, None
-        whole = lora.without_adapters(resumed.model)
-        return info, {**read_base(origin, family, resumed), **whole}
+        adapters = saved_adapters(family, info, resumed)
+        base = read_base(origin, family, adapters, resumed.path)
+        return info, {**base, **lora.without_adapters(resumed.model)}
     if initial:
         match_initial(origin, family, initial)
     if origin.path:
@@ -456,6 +454,11 @@ def adapt(
         if saved is initial:
             check_base(origin, adapters, lora.fingerprint(base or {}, adapters.layers), saved.path)
     elif origin.adapters and not resumed:
+        if not origin.path and not next(model.parameters()).is_meta:  # as in a planned run
+            raise UsageError(
+                "--lora: adapters are for a released model; name it with --model_dir or"
+                " --model_file"
+            )
         adapters, found = new_adapters(origin, family, info, base, frozen)
     elif origin.export_adapter:
         raise UsageError("--export_adapter writes adapters, and this run trains none: add --lora")
@@ -463,8 +466,8 @@ def adapt(
         return
     if stuck := [name for name in adapters.layers.adapted if f"{name}.weight" in frozen]:
         raise UsageError(
-            f"{len(stuck)} of {len(adapters.layers.adapted)} adapters are beside frozen layers: leave"
-            " out the flag that freezes them"
+            f"{len(stuck)} of {len(adapters.layers.adapted)} adapters are beside frozen layers:"
+            " leave out the flag that freezes them"
         )
     lora.attach(model, adapters, seed)
     if found:
@@ -481,10 +484,6 @@ def new_adapters(
 ) -> tuple[lora.Adapters, dict[str, torch.Tensor]]:
     """What --lora asks for beside layers that are not `frozen`, or the adapters of peft's that
     --init_from names, with their values. Raises `UsageError`."""
-    if not origin.path and torch.get_default_device().type != "meta" and not origin.plans:
-        raise UsageError(
-            "--lora: adapters are for a released model; name it with --model_dir or --model_file"
-        )
     found = {}
     layers = family.layers(info, origin.adapters.targets)
     if origin.adapter:
@@ -550,8 +549,8 @@ def match_initial(origin: Origin, family: Family, initial: Saved) -> None:
         initial.model.update(merged)
     elif origin.adapters and not initial.lora:
         raise UsageError(
-            f"--lora and --init_from {initial.path}: all of its weights were trained; export it, and"
-            " give the export as the released model"
+            f"--lora and --init_from {initial.path}: all of its weights were trained; export it,"
+            " and give the export as the released model"
         )
     elif found := adapter_conflicts(origin, initial):
         raise UsageError(
@@ -559,18 +558,18 @@ def match_initial(origin: Origin, family: Family, initial: Saved) -> None:
         )
 
 
-def read_base(origin: Origin, family: Family, saved: Saved) -> dict[str, torch.Tensor]:
-    """The released weights that the adapters of a checkpoint are for. Raises `UsageError` if the
-    flags name no weights or others."""
-    info = records.read(family.model_info, saved.model_info, saved.path)
-    adapters = saved_adapters(family, info, saved)
+def read_base(
+    origin: Origin, family: Family, adapters: lora.Adapters, path: Path
+) -> dict[str, torch.Tensor]:
+    """The released weights that the adapters of the checkpoint at `path` are for. Raises
+    `UsageError` if the flags name no weights or others."""
     if origin.path is None:
         raise UsageError(
-            f"{saved.path} has adapters (--lora) for a released model: name it with --model_dir or"
+            f"{path} has adapters (--lora) for a released model: name it with --model_dir or"
             f" --model_file; its name was {adapters.name}"
         )
     _, base = family.read(origin.path)
-    check_base(origin, adapters, lora.fingerprint(base, adapters.layers), saved.path)
+    check_base(origin, adapters, lora.fingerprint(base, adapters.layers), path)
     return base
 
 
@@ -653,8 +652,9 @@ def whole_weights(origin: Origin, family: Family, saved: Saved) -> dict[str, tor
     if not saved.lora:
         return saved.model
     info = records.read(family.model_info, saved.model_info, saved.path)
-    base = read_base(origin, family, saved)
-    return lora.merge(base, saved.model, saved_adapters(family, info, saved))
+    adapters = saved_adapters(family, info, saved)
+    base = read_base(origin, family, adapters, saved.path)
+    return lora.merge(base, saved.model, adapters)
 
 
 def conflicts(origin: Origin, info: Any, sized: Iterable[str]) -> list[str]:
