@@ -11,7 +11,7 @@ Each model is trained on its demo's corpus and exported, then held-out clips of 
 --transcribe and through each program; a Whisper hears windows of 30 s there, so here as well, in one
 greedy pass over what is exported (--transcribe hears the clips as long as they are). XTTS speaks held-out sentences by --synthesize and by each
 program, and the waveforms are compared; both take the likeliest code. A program that is not
-installed has a row that says so. Each reads in a process of its own, because some end the process
+installed has a row that says so. Each reads in a separate process, because some end the process
 if a file displeases them.
 
 Two models begin with folders that are written here, as released ones. XTTS's has random weights and
@@ -459,7 +459,7 @@ def version_of(package: str, python: str) -> str | None:
 
 
 def read(row: Row, python: str, folder: Path, files: list[Path], whisper_cpp: str) -> list[str]:
-    """The texts of a row, read in a process of its own."""
+    """The texts of a row, read in a separate process."""
     words = [str(ROWS.index(row)), str(folder), *map(str, files)]
     out = call([python, __file__, "--read", *words], WHISPER_CPP=whisper_cpp)
     (line,) = [line for line in out.splitlines() if line.startswith(ANSWER)]
