@@ -452,7 +452,9 @@ def fit_vocabulary(
         before, weights = start.saved_model(run.initial)
     if items := splits.some_items(data, seed, NEW_ROWS_UTTERANCES):
         batch = next(to_device([collate(items)], torch.device("cpu")))
-        fit_new_rows(model, batch, info.new_pieces, weights, before.config["vocabulary"])
+        texts = sample_texts(data.corpus, seed)
+        shares = vocabulary.shares(data.tokenizer, texts, info.new_pieces)
+        fit_new_rows(model, batch, info.new_pieces, shares, weights, before.config["vocabulary"])
 
 
 def first_fit(args, asked: start.Options, run: Run, info: ModelInfo) -> Callable | None:
@@ -519,7 +521,7 @@ def make_task(
         decay_embeddings=False,
         fine_tunes=info.pretrained,
         new_rows=new_rows(info, model),
-        vocabulary=start.vocabulary(info, run.initial),
+        vocabulary=start.rows_by_piece(info, run.initial),
         compares=bool(asked.origin.path),
         adapters=functools.partial(released.usual_adapters, start.family(asked), info),
     )
@@ -531,7 +533,7 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    goals = (*released.GOALS, "train_tokenizer")
+    goals = (*released.GOALS, "train_tokenizer", "tokenizer", "add_tokens")
     if args.evaluate or released.exports_only(asked.origin, goals):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
