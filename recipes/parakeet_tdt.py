@@ -122,8 +122,14 @@ def check_texts(
     args, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_own: bool
 ) -> None:
     """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
-    lacking = unknown.not_encoded(tokenizer)
-    unknown.check_unknown(corpora, lacking, args.allow_unknown, vocabulary.NEW_VOCABULARY, is_own)
+    unknown.check_unknown(
+        corpora,
+        unknown.not_encoded(tokenizer),
+        args.allow_unknown,
+        vocabulary.NEW_VOCABULARY,
+        is_own,
+        adds="--add_tokens",
+    )
 
 
 def check_data(args, asked: start.Options) -> None:
@@ -482,6 +488,13 @@ def new_rows(info: ModelInfo, model: Parakeet) -> optim.NewRows | None:
     return optim.NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
 
 
+def first_frozen(args, info: ModelInfo) -> optim.Frozen | None:
+    """The encoder stays as it is until the rows of new pieces have learned something."""
+    if info.new_pieces or args.freeze_encoder_steps is not None:
+        return optim.Frozen("encoder.", args.freeze_encoder_steps)
+    return None
+
+
 def make_task(
     args,
     asked: start.Options,
@@ -521,6 +534,7 @@ def make_task(
         decay_embeddings=False,
         fine_tunes=info.pretrained,
         new_rows=new_rows(info, model),
+        frozen_first=first_frozen(args, info),
         vocabulary=start.rows_by_piece(info, run.initial),
         compares=bool(asked.origin.path),
         adapters=functools.partial(released.usual_adapters, start.family(asked), info),

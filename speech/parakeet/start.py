@@ -204,6 +204,11 @@ def resolve(args, is_demo: bool) -> Options:
             f"{origin.flag} and --vocab_size: a released model has its own vocabulary; add"
             " --train_tokenizer bpe to make a new one, or leave the second out"
         )
+    if args.freeze_encoder_steps and origin.may_be_random and not args.init_from:
+        raise UsageError(
+            "--freeze_encoder_steps: this run begins with a random encoder, which has to learn;"
+            " leave it out"
+        )
     loss = {
         "sigma": args.tdt_sigma,
         "omega": args.tdt_omega,
