@@ -26,12 +26,14 @@ def frames(samples):
 
 
 class MelFeatures(nn.Module):
-    """Waveforms (B, T) at 16 kHz and their lengths (B,) to log-mel features (B, F, M) with mean 0
-    and deviation 1 in every band over the valid frames, F = max(frames(lengths)), in fp32 or better
-    also under autocast. Padding becomes 0."""
+    """Waveforms (B, T) at 16 kHz and their lengths (B,) to log-mel features (B, F, M), F =
+    max(frames(lengths)), in fp32 or better also under autocast. They have mean 0 and deviation 1 in
+    every band over the valid frames, unless a model hears speech before its end is known
+    (`normalised`). Padding becomes 0."""
 
-    def __init__(self, num_mel_bins: int):
+    def __init__(self, num_mel_bins: int, normalised: bool = True):
         super().__init__()
+        self.normalised = normalised
         filters = mel_filters(
             N_FFT // 2 + 1, SAMPLE_RATE / 2, num_mel_bins, SAMPLE_RATE, "slaney", True
         )
@@ -60,6 +62,8 @@ class MelFeatures(nn.Module):
             x = (x @ self.filters + FLOOR).log()  # (B, F, M)
             lengths = frames(lengths)
             valid = valid_mask(lengths, count)[:, :, None]
+            if not self.normalised:
+                return x.masked_fill(~valid, 0.0)
             total = lengths[:, None, None]
             mean = (x * valid).sum(1, keepdim=True) / total
             variance = ((x - mean).square() * valid).sum(1, keepdim=True) / (total - 1).clamp_min(1)

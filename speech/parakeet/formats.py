@@ -32,8 +32,17 @@ def _are_durations(values) -> bool:
     return len(set(values)) == len(values) and max(values) > 0
 
 
+def _are_lookaheads(values) -> bool:
+    if type(values) is not list or not 0 < len(values) <= 64:
+        return False
+    if not all(records.is_within(value, range(1001)) for value in values):
+        return False
+    return len(set(values)) == len(values)
+
+
 # A schema for `records.mismatch`. `vocabulary` is without the blank; `ctc`: a CTC head beside the
-# transducer.
+# transducer. `streaming`: a causal model whose frames see `left` frames before their chunk and one
+# of the `lookaheads` after them, the first one if none is named; `prompts`: it is told a language.
 CONFIG = {
     "num_mel_bins": range(1, 513),
     "d_model": range(4, 8193, 2),
@@ -52,6 +61,8 @@ CONFIG = {
     "max_symbols": range(1, 1001),
     "durations": _are_durations,
     "ctc": bool,
+    "streaming?": {"left": range(1, 10_001), "lookaheads": _are_lookaheads},
+    "prompts?": {"slots": range(1, 4097), "width": range(1, (1 << 16) + 1)},
 }
 # The keys in both forms, and the value if a key is missing; None: it must be there.
 NEMO = {
