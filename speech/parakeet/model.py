@@ -464,7 +464,7 @@ class Joint(nn.Module):
 
 class Parakeet(nn.Module):
     """FastConformer encoder, LSTM prediction network and joint network; beside them a CTC head if
-    the configuration has one. `config`: see formats.CONFIG. `sigma`: see loss.Lattice."""
+    the configuration has one. `config`: see settings.CONFIG. `sigma`: see loss.Lattice."""
 
     def __init__(
         self,

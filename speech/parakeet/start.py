@@ -13,7 +13,7 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import card, onnx_files, recogniser, released, text
 from speech.layers import quieten_branches
-from speech.parakeet import formats
+from speech.parakeet import formats, settings
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import (
     BLANK,
@@ -139,7 +139,7 @@ class ModelInfo:
     the training texts. `new_pieces`: the ids of pieces that the released model does not have, which
     learn at a rate of their own."""
 
-    config: Annotated[dict, formats.CONFIG]
+    config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
     loss: Annotated[dict, LOSS]
     source: dict
@@ -167,7 +167,7 @@ class Options:
 
 
 def add_arguments(parser) -> None:
-    group = released.add_arguments(parser, FORMS, formats.SIZES, "110m")
+    group = released.add_arguments(parser, FORMS, settings.SIZES, "110m")
     group.add_argument(
         "--export_format",
         choices=["hf", "nemo", "onnx"],
@@ -178,7 +178,7 @@ def add_arguments(parser) -> None:
     )
     group.add_argument(
         "--vocab_size",
-        type=options.number(int, 2, formats.CONFIG["vocabulary"][-1]),
+        type=options.number(int, 2, settings.CONFIG["vocabulary"][-1]),
         metavar="N",
         help=(
             f"pieces of --train_tokenizer bpe ({NEW_PIECES}; from scratch by --model_size; demo:"
@@ -241,7 +241,7 @@ def add_loss_arguments(parser) -> None:
 
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
-    origin = released.resolve(args, FORMS, formats.SIZES, "110m", is_demo)
+    origin = released.resolve(args, FORMS, settings.SIZES, "110m", is_demo)
     if origin.path and args.vocab_size and not args.train_tokenizer:
         raise UsageError(
             f"{origin.flag} and --vocab_size: a released model has its own vocabulary; add"

@@ -32,7 +32,7 @@ from speech.audio import SAMPLE_RATE, read_audio
 from speech.columns import Corpus, Strings
 from speech.features import valid_mask
 from speech.loading import Checks, load_corpus
-from speech.parakeet import decoding, formats, onnx, start
+from speech.parakeet import decoding, formats, onnx, settings, start
 from speech.parakeet import model as network
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import pad_pieces
@@ -41,7 +41,7 @@ from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, error_lines, newest, planned, ran, refused, run
 
 CPU = torch.device("cpu")
-SMALL = formats.make_config(16, 2, 2, (8, 2), 6, num_mel_bins=16, channels=4, ctc=True)
+SMALL = settings.make_config(16, 2, 2, (8, 2), 6, num_mel_bins=16, channels=4, ctc=True)
 SIGMA = 0.02
 TEXTS = ("abc", "b", "cab ba", "ca", "a c", "bb", "ac b", "cba")
 SECONDS = (0.9, 0.5, 1.2, 0.7, 1.0, 0.6, 0.8, 1.1)
@@ -52,9 +52,9 @@ def tiny():
     """The demo's shape with two layers of 16, and a CTC head."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(
-            formats.SIZES,
+            settings.SIZES,
             "demo",
-            formats.make_config(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True),
+            settings.make_config(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True),
         )
         yield
 
@@ -220,14 +220,14 @@ def test_the_model_is_that_of_transformers(transformers, changes, dtype):
 
 def test_a_layer_of_full_width_is_that_of_transformers(transformers):
     compare_models(
-        transformers, formats.make_config(1024, 1, 8, (640, 1), 16), [72, 41], torch.float32
+        transformers, settings.make_config(1024, 1, 8, (640, 1), 16), [72, 41], torch.float32
     )
 
 
 @pytest.mark.parametrize("vocabulary, expected", [(1024, 617_825_926), (8192, 627_008_134)])
 def test_parameters_of_the_released_models(vocabulary, expected):
     with torch.device("meta"):
-        model = Parakeet({**formats.SIZES["0.6b"], "vocabulary": vocabulary})
+        model = Parakeet({**settings.SIZES["0.6b"], "vocabulary": vocabulary})
     assert optim.count_parameters(model) == (expected, expected)
 
 
@@ -1413,7 +1413,7 @@ def test_a_vocabulary_cannot_change_in_a_run(foreign, tuning, reference, retrain
 
 
 def test_an_export_that_cannot_be_is_refused_before_training(manifests, tmp_path, monkeypatch):
-    monkeypatch.setitem(formats.SIZES, "demo", {**formats.SIZES["demo"], "joint_width": 12})
+    monkeypatch.setitem(settings.SIZES, "demo", {**settings.SIZES["demo"], "joint_width": 12})
     flags = [*manifests, *DEMO, *SHORT, "--output_dir", tmp_path, "--export", tmp_path / "x"]
     status, err = refused(recipe, *flags)
     assert status == 2 and "joint_width is 12" in err

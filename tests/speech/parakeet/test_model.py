@@ -16,7 +16,7 @@ from transformers import (
 
 from speech.features import valid_mask
 from speech.parakeet import model as network
-from speech.parakeet.formats import make_config
+from speech.parakeet.settings import make_config
 from speech.parakeet.model import Encoder, PromptProjector, relative_positions
 
 LEFT = 12

@@ -18,7 +18,7 @@ from common.batches import to_device
 from common.errors import RunError, UsageError
 from recipes import parakeet_tdt as recipe
 from speech import onnx_files
-from speech.parakeet import decoding, formats, onnx, start
+from speech.parakeet import decoding, formats, onnx, settings, start
 from speech.parakeet.model import Parakeet
 from speech.parakeet.scratch import fit_to_data
 from speech.text import train_tokenizer
@@ -26,7 +26,7 @@ from speech.text import train_tokenizer
 TEXTS = ["dot", "read", "tac"]
 TOKENIZER = {"sentencepiece": train_tokenizer(TEXTS, "char", 0).model.hex()}
 VOCABULARY = 8  # the unknown piece and seven letters
-CONFIG = formats.make_config(
+CONFIG = settings.make_config(
     32, 1, 2, (16, 2), VOCABULARY, num_mel_bins=80, channels=8, subsampling=4
 )
 EDGES = np.geomspace(200, 7000, 8)  # Hz: bands of noise, one for each letter
