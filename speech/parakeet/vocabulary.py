@@ -227,8 +227,10 @@ def conflicts(asked: Asked, info) -> list[str]:
     of_model = "(the checkpoint has the released model's vocabulary)"
     if asked.file and not info.own_vocabulary:
         found.append(f"--tokenizer {asked.file} {of_model}")
-    elif asked.file and not is_begun_by(pieces(read_tokenizer(asked.file)), has):
-        found.append(f"--tokenizer {asked.file} (the checkpoint has another vocabulary)")
+    elif asked.file:
+        expected = dict.fromkeys((*pieces(read_tokenizer(asked.file)), *asked.added))
+        if [*expected] != has:
+            found.append(f"--tokenizer {asked.file} (the checkpoint has another vocabulary)")
     if asked.kind and not info.own_vocabulary:
         found.append(f"--train_tokenizer {asked.kind} {of_model}")
     elif asked.kind:
@@ -238,11 +240,6 @@ def conflicts(asked: Asked, info) -> list[str]:
         if asked.kind != kind:
             found.append(f"--train_tokenizer {asked.kind} (the checkpoint has {kind})")
     return found
-
-
-def is_begun_by(first: list[str], names: list[str]) -> bool:
-    """Whether a vocabulary is `first`, or `first` and pieces that were added."""
-    return names[: len(first)] == first
 
 
 # --- rows -----------------------------------------------------------------------------------------
