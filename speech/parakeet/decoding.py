@@ -121,6 +121,7 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
     duration for it; it ends when the token before it ends. A segment ends with a
     sentence. Unlike in NeMo, nothing ends after the utterance, punctuation at the start of a word
     belongs to that word, and punctuation between spaces belongs to the word before it."""
+    tokens = [token for token in tokens if not tokenizer.is_tag(token.piece)]
     timed: list[dict] = []
     for word in _words(tokens, tokenizer, frames):
         start = word["start"] * frame_seconds
