@@ -135,7 +135,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """`positions` (2 T - 1, D): as `relative_positions` returns them. `hidden` (B, 1, 1 or T,
         T): True where a frame does not see another one; None if all see all."""
-        return self.attend(*self.projected(x), positions, hidden)
+        return self.attend(*self.projected(x), self.distances(positions), hidden)
 
     def _split(self, y: torch.Tensor) -> torch.Tensor:
         return y.unflatten(-1, (self.heads, -1)).transpose(-2, -3)  # (..., H, T, D / H)
@@ -145,19 +145,22 @@ class Attention(nn.Module):
         x = downcast(x)  # once for three products
         return tuple(self._split(layer(x)) for layer in (self.q_proj, self.k_proj, self.v_proj))
 
+    def distances(self, positions: torch.Tensor) -> torch.Tensor:
+        """(H, N, D / H) of `relative_positions` (N, D)."""
+        return self._split(self.relative_k_proj(positions))
+
     def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        positions: torch.Tensor,
+        distances: torch.Tensor,
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         """(B, T, D) of the queries of T frames. Keys and values are those of S frames, of which
-        these are the last. `positions` (S + T - 1, D), `hidden` (B, 1, 1 or T, S)."""
+        these are the last. `distances` (H, S + T - 1, D / H), `hidden` (B, 1, 1 or T, S)."""
         bias_u = self.bias_u[:, None].to(q.dtype)
         bias_v = self.bias_v[:, None].to(q.dtype)
-        distances = self._split(self.relative_k_proj(positions))  # (H, S + T - 1, D / H)
         scores = (q + bias_v) / math.sqrt(q.shape[-1]) @ distances.transpose(-1, -2)
         scores = shift(scores)
         if hidden is not None:

@@ -203,8 +203,8 @@ def test_parts_with_what_came_before_give_the_same_as_all_at_once():
     hidden = network.outside_chunks(torch.tensor([3]), LEFT, None, 30)
     whole = layer.self_attn(y, relative_positions(y, 30, 30), hidden)
     q, k, v = layer.self_attn.projected(y)
-    positions = relative_positions(y, 4, 16)
+    distances = layer.self_attn.distances(relative_positions(y, 4, 16))
     later = layer.self_attn.attend(
-        q[:, :, 20:24], k[:, :, 8:24], v[:, :, 8:24], positions, hidden=None
+        q[:, :, 20:24], k[:, :, 8:24], v[:, :, 8:24], distances, hidden=None
     )
     assert (later - whole[:, 20:24]).abs().max() < 1e-12
