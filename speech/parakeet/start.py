@@ -13,7 +13,8 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import card, onnx_files, recogniser, released
 from speech.layers import quieten_branches
-from speech.parakeet import formats, languages, settings
+from speech.parakeet import formats, settings
+from speech.parakeet.languages import AUTO, COLUMNS, NAME, are_names, are_slots, slot_of, with_new
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
 from speech.parakeet.vocabulary import (
@@ -132,8 +133,8 @@ class ModelInfo:
     pretrained: bool
     own_vocabulary: bool = False
     new_pieces: list[int] = field(default_factory=list)
-    languages: Annotated[dict, languages.are_slots] = field(default_factory=dict)
-    new_languages: Annotated[dict, languages.are_names] = field(default_factory=dict)
+    languages: Annotated[dict, are_slots] = field(default_factory=dict)
+    new_languages: Annotated[dict, are_names] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ def resolve(args, is_demo: bool) -> Options:
             f"{origin.flag} and --vocab_size: a released model has its own vocabulary; add"
             " --train_tokenizer bpe to make a new one, or leave the second out"
         )
-    if args.new_language and not languages.NAME.fullmatch(args.new_language):
+    if args.new_language and not NAME.fullmatch(args.new_language):
         raise UsageError(f"--new_language {args.new_language}: give it the form of fi-FI")
     loss = {
         "sigma": args.tdt_sigma,
@@ -345,6 +346,9 @@ def make_model(
 def check(info: ModelInfo, name: str) -> None:
     """Raises `UsageError` if the parts of a saved info contradict each other."""
     formats.check_config(info.config, name)
+    slots = info.config.get("prompts", {"slots": 0})["slots"]
+    if bool(slots) != bool(info.languages) or slots <= max(info.languages.values(), default=-1):
+        raise UsageError(f"{name}: its languages are not those of a prompt with {slots} slots")
     tokenizer_of(info)
 
 
@@ -463,10 +467,8 @@ def with_new_language(
             " out"
         )
     slots = info.config["prompts"]["slots"]
-    columns = weights[languages.COLUMNS]
-    names, weights[languages.COLUMNS] = languages.with_new(
-        info.languages, columns, slots, name, like
-    )
+    columns = weights[COLUMNS]
+    names, weights[COLUMNS] = with_new(info.languages, columns, slots, name, like)
     print(f"new language: {name} begins as {like}, in slot {names[name]} of {slots}")
     if name not in tokenizer_of(info).tags:
         print(f"its sentences end without a tag: the vocabulary has no <{name}>")
@@ -482,9 +484,9 @@ def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
             f"--language {asked.language}: this model is told no language; leave it out"
         )
     if info.languages:
-        known = languages.AUTO if languages.AUTO in info.languages else next(iter(info.languages))
+        known = AUTO if AUTO in info.languages else next(iter(info.languages))
         name = asked.language or known
-        model.prompt = languages.slot_of(name, info.languages, "--language")
+        model.prompt = slot_of(name, info.languages, "--language")
     if asked.lookahead is not None:
         has = info.config.get("streaming")
         if not has:
