@@ -64,18 +64,22 @@ def plan_epoch(
     `share` (see `replay.batch_sizes`): the next ones of an order of their own. An epoch has every
     other utterance once."""
     new = len(seconds) - old
-    remaining = np.arange(new)
     begin = replay.whole(epoch * new, share)  # utterances before
+    # An old one can come twice: the places of this epoch's utterances are planned.
+    places = np.arange(new)
+    if old:
+        ends = replay.old_among([begin, replay.whole((epoch + 1) * new, share)], share).tolist()
+        places = np.concatenate([places, new + replay.drawn(old, seed, *ends)])
+    seconds = seconds[places]
+    remaining = np.arange(len(places))
     for part, (size, count) in enumerate([*done, (global_batch_size, None)]):
-        sizes = replay.batch_sizes(len(remaining), size, share, begin)
-        first = int(replay.old_among(begin, share))
-        others = new + replay.drawn(old, seed, first, int(sizes[:, 1].sum()))
-        plan = cut_epoch(remaining, others, seconds, sizes, (seed, epoch, part))
+        fresh, others = np.split(remaining, [np.searchsorted(remaining, new)])
+        sizes = replay.batch_sizes(len(fresh), size, share, begin)
+        plan = cut_epoch(fresh, others, seconds, sizes, (seed, epoch, part))
         if count is None:
-            return plan
+            return [places[global_batch] for global_batch in plan]
         begin += sum(map(len, plan[:count]))
-        left = np.concatenate([remaining[:0], *plan[count:]])
-        remaining = np.sort(left[left < new])
+        remaining = np.sort(np.concatenate([remaining[:0], *plan[count:]]))
 
 
 def cut_epoch(

@@ -45,15 +45,13 @@ def batch_sizes(new: int, size: int, share: float, begin: int) -> np.ndarray:
     return np.stack([np.diff(ends) - olds, olds], axis=1)
 
 
-def drawn(count: int, seed: int, first: int, number: int) -> np.ndarray:
-    """(number,) old utterances out of `count`: a part, from the place `first` on, of an endless
-    order by the seed alone, in which all come once before any comes again."""
-    if not number:
-        return np.zeros(0, dtype=np.int64)
-    rounds = range(first // count, (first + number - 1) // count + 1)
+def drawn(count: int, seed: int, begin: int, end: int) -> np.ndarray:
+    """(end - begin,) old utterances out of `count`: these places of an endless order by the seed
+    alone, in which all come once before any comes again."""
+    first = begin // count
+    rounds = range(first, end // count + 1)
     orders = [np.random.default_rng([seed, each, 0, DRAW]).permutation(count) for each in rounds]
-    begin = first - rounds[0] * count
-    return np.concatenate(orders)[begin : begin + number]
+    return np.concatenate(orders)[begin - first * count : end - first * count]
 
 
 def check_share(share: float, size: int) -> None:

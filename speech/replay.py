@@ -10,7 +10,8 @@ from speech.checks import overlap
 from speech.columns import Corpus, Rejections, Strings, printable
 
 REPLAY = "replay"
-TRAINED = ("train", REPLAY)  # the sets that a model learns from
+NAMES = {"train": "training", REPLAY: REPLAY}  # in messages
+TRAINED = tuple(NAMES)  # the sets that a model learns from
 WATCHED = "watched "  # how the name of a watched set begins
 FLAGS = ("replay_manifest", "replay_share", "watch_manifest", "stop_when_watched_rises")
 # Rows for `common.options`.
@@ -70,22 +71,23 @@ def add_arguments(parser) -> None:
     )
 
 
-def manifests(args) -> dict[str, str]:
+def resolve(args) -> dict[str, str]:
     """{name of the set: path} of the flags, also of a recipe without them. Raises `UsageError`."""
     found = {}
     if getattr(args, "replay_manifest", None):
         found[REPLAY] = args.replay_manifest
-    for path in getattr(args, "watch_manifest", None) or ():
+    paths = getattr(args, "watch_manifest", None) or []
+    for number, path in enumerate(paths):
         place = Path(path)
         if "*" in place.name:  # many files of one folder
             place = place.parent
         name = WATCHED + printable(place.stem)
         if name in found:
             name = WATCHED + printable(f"{place.absolute().parent.name}/{place.stem}")
-        if name in found:
+        if name in found or path in paths[:number]:
             raise UsageError(
-                f"--watch_manifest {path}: another one is called {name.removeprefix(WATCHED)!r},"
-                " too; rename the file or its folder"
+                f"--watch_manifest {path}: it, or one of the same name, is given before; rename the"
+                " file or its folder"
             )
         found[name] = path
     return found
@@ -113,6 +115,6 @@ def note_overlaps(corpora: dict[str, Corpus]) -> None:
         for trained in TRAINED:
             is_told_of = trained == REPLAY or name.startswith(WATCHED)
             if trained in corpora and name not in TRAINED and is_told_of:
-                overlap(corpora[trained], corpus, shared, trained)
+                overlap(corpora[trained], corpus, shared, NAMES[trained])
         if shared.notes:
             print(shared.noted(f"{name} set"))

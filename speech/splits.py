@@ -194,7 +194,7 @@ def resolve(
     `needs`: what every utterance has to have, "text" or "label". The whole recordings of --long are
     longer than --max_duration. Raises `UsageError`."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-    manifests = {split: path for split, path in paths.items() if path} | replay.manifests(args)
+    manifests = {split: path for split, path in paths.items() if path} | replay.resolve(args)
     max_duration = args.max_duration
     if args.evaluate and args.test_manifest:
         manifests = {"test": args.test_manifest}
