@@ -824,7 +824,7 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
     state, before = newest(tmp_path, recipe), formats.read_model(path[1])[0]
     has_ctc = form == "nemo"
     assert state.model_info["pretrained"] and state.model_info["config"]["ctc"] == has_ctc
-    expected = {**start.SCRATCH_LOSS, "ctc": 0.3} if has_ctc else {**formats.LOSS, "ctc": 0.0}
+    expected = {**start.SCRATCH_LOSS, "ctc": 0.3} if has_ctc else {**settings.TDT.loss, "ctc": 0.0}
     assert state.model_info["loss"] == expected
     kept = [name for name, value in state.model.items() if torch.equal(value, before[name])]
     assert set(statistics_of(before)) <= set(kept) and len(kept) < len(before) / 2

@@ -30,7 +30,7 @@ CONFIG = settings.make_config(
     32, 1, 2, (16, 2), VOCABULARY, num_mel_bins=80, channels=8, subsampling=4
 )
 EDGES = np.geomspace(200, 7000, 8)  # Hz: bands of noise, one for each letter
-EXTRAS = {"tokenizer": TOKENIZER, "source": {}, "loss": formats.LOSS}
+EXTRAS = {"tokenizer": TOKENIZER, "source": {}, "loss": settings.TDT.loss}
 
 
 def clip(text: str, seed: int) -> np.ndarray:
@@ -65,7 +65,7 @@ def batch_of(tokenizer) -> dict:
 def trained():
     """A small model that has learned the three texts, so that it is sure of them."""
     torch.manual_seed(0)
-    loss = {**formats.LOSS, "ctc": 0.0}
+    loss = {**settings.TDT.loss, "ctc": 0.0}
     info = start.ModelInfo(CONFIG, TOKENIZER, loss, source={}, pretrained=False)
     model = start.make_model(info, None)
     tokenizer = start.tokenizer_of(info)
