@@ -534,7 +534,7 @@ def test_released_weights_hear_silence_noise_and_other_levels(noise):
         both = min(len(item["audio"]), len(before["audio"]))
         change = (item["audio"][:both] - before["audio"][:both]).abs().max()
         assert change > 0.01  # more than dither
-        for key in ("tokens", "text", "count"):
+        for key in ("tokens", "text", "counts"):
             assert np.array_equal(item[key], before[key])
         assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(data.seconds(1)[index], abs=0.001)
     off, _ = make_utterances(noise, "--no_wave_augment")
