@@ -44,7 +44,7 @@ from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import card, demo, metrics, recogniser, released, splits, text, unknown
+from speech import card, demo, metrics, recogniser, released, replay, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
@@ -76,6 +76,7 @@ RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a releas
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
     splits.add_arguments(parser, allow_unknown=True)
+    replay.add_arguments(parser)
     recogniser.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
     options.add_arguments(
@@ -89,8 +90,8 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
-    excludes = (*recogniser.EXCLUDES, *start.EXCLUDES)
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *start.NEEDS)
+    excludes = (*recogniser.EXCLUDES, *replay.EXCLUDES, *start.EXCLUDES)
+    needs = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
     return start.resolve(args, is_demo)
 
@@ -122,8 +123,14 @@ def check_texts(
     args, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_own: bool
 ) -> None:
     """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
-    lacking = unknown.not_encoded(tokenizer)
-    unknown.check_unknown(corpora, lacking, args.allow_unknown, vocabulary.NEW_VOCABULARY, is_own)
+    unknown.check_unknown(
+        corpora,
+        unknown.not_encoded(tokenizer),
+        args.allow_unknown,
+        vocabulary.NEW_VOCABULARY,
+        is_own,
+        adds="--add_tokens",
+    )
 
 
 def check_data(args, asked: start.Options) -> None:
@@ -372,7 +379,9 @@ def report_results(
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
     rows = decode_words(tokenizer, model, eval_batches)
-    recogniser.print_results(rows, f"{name} set, {weights}, {len(rows)} utterances", asked.how)
+    title = f"{name} set, {weights}, {len(rows)} utterances"
+    languages = eval_batches.dataset.data.corpus.languages
+    recogniser.print_results(rows, title, asked.how, languages=languages)
     return rows
 
 
@@ -501,7 +510,9 @@ def fit_vocabulary(
         before, weights = start.saved_model(run.initial)
     if items := splits.some_items(data, seed, NEW_ROWS_UTTERANCES):
         batch = next(to_device([collate(items)], torch.device("cpu")))
-        fit_new_rows(model, batch, info.new_pieces, weights, before.config["vocabulary"])
+        texts = sample_texts(data.corpus, seed)
+        shares = vocabulary.shares(data.tokenizer, texts, info.new_pieces)
+        fit_new_rows(model, batch, info.new_pieces, shares, weights, before.config["vocabulary"])
 
 
 def first_fit(args, asked: start.Options, run: Run, info: ModelInfo) -> Callable | None:
@@ -527,6 +538,13 @@ def new_rows(info: ModelInfo, model: Parakeet) -> optim.NewRows | None:
         return None
     names = [name for name, _ in model.named_parameters() if name in vocabulary.ROWS]
     return optim.NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
+
+
+def first_frozen(args, info: ModelInfo) -> optim.Frozen | None:
+    """The encoder stays as it is until the rows of new pieces have learned something."""
+    if info.new_pieces or args.freeze_encoder_steps is not None:
+        return optim.Frozen("encoder.", args.freeze_encoder_steps)
+    return None
 
 
 def make_task(
@@ -568,7 +586,8 @@ def make_task(
         decay_embeddings=False,
         fine_tunes=info.pretrained,
         new_rows=new_rows(info, model),
-        vocabulary=start.vocabulary(info, run.initial),
+        frozen_first=first_frozen(args, info),
+        vocabulary=start.rows_by_piece(info, run.initial),
         compares=bool(asked.origin.path),
         adapters=functools.partial(released.usual_adapters, start.family(asked), info),
     )
@@ -580,7 +599,7 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    goals = (*released.GOALS, "train_tokenizer")
+    goals = (*released.GOALS, "train_tokenizer", "tokenizer", "add_tokens")
     if args.evaluate or released.exports_only(asked.origin, goals):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -588,21 +607,24 @@ def main(args) -> None:
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
     read = functools.cache(lambda: read_data(args, before))
-    info, model = first_model(args, asked, run, lambda: read()["train"].texts)
+    info, model = first_model(args, asked, run, lambda: replay.texts(read()))
     corpora = read()
     tokenizer = start.tokenizer_of(info)
     check_texts(args, corpora, tokenizer, info.own_vocabulary)
     data = {}
     for name, corpus in corpora.items():
-        data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
+        data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
-    global_batches = GlobalBatches(args, data.pop("train"), collate, run.setup)
+    new, old = data.pop("train"), data.pop("replay", None)
+    global_batches = GlobalBatches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
-    train(args, run, model, task, global_batches, evaluation["val"])
+    task = dataclasses.replace(task, watched=replay.watched(evaluation))
+    progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_and_export, asked, info, run_info, model, evaluation)
-    finish(args, run, model, task, evaluation["val"], report)
+    if finish(args, run, model, task, evaluation["val"], report):
+        recogniser.add_watched(asked.how, progress)
 
 
 if __name__ == "__main__":
