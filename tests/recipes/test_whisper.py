@@ -476,7 +476,7 @@ def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(recipe):
         {key: value for key, value in item.items() if key != "alignment"} for item in items[:3]
     ]
     search = decoding.make_search(tokenizer, info.generation, info.config["vocab_size"])
-    rate = decoding.TokenRate(None, 0)
+    rate = decoding.TokenRate([], 0)
     rate.per_second = 50.0  # as if it had been measured
     terms = {"attention": 0.7, "ctc": 0.3}
     evaluate = functools.partial(recipe.evaluate, tokenizer, search, rate, terms, model)
