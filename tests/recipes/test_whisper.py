@@ -728,6 +728,25 @@ def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
     assert other[other.index("times, on ") :].splitlines()[0].split()[-2] != "before"
 
 
+def test_old_windows_and_a_watched_set(with_times, recorded, spoken, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
+    flags = [*recorded, "--model_dir", with_times / "listed", "--timestamp_share", 0.5]
+    runs.check_replay(vietnamese, tmp_path, spoken["test"], spoken["val"], *flags)
+
+
+def test_old_clips_and_watched_ones(spoken, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
+    for split in ("train", "val", "test"):
+        rows = [json.loads(line) for line in Path(spoken[split]).read_text().splitlines()]
+        for row in rows:
+            row["text"] = "SOS"
+            row["audio_filepath"] = str(Path(spoken[split]).parent / row["audio_filepath"])
+        (tmp_path / f"{split}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, val, test = (tmp_path / f"{split}.json" for split in ("train", "val", "test"))
+    flags = ["--train_manifest", train, "--val_manifest", val, "--from_scratch", *TINY]
+    runs.check_replay(morse, tmp_path, test, val, *flags)
+
+
 def test_a_run_without_times_is_resumed_without_them(with_times, recorded, tmp_path):
     flags = [*recorded, *SHORT, "--model_dir", with_times / "listed", "--output_dir", tmp_path]
     out = ran(vietnamese, *flags, "--timestamp_share", 0, "--max_steps", 1)
