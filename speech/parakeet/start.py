@@ -29,7 +29,13 @@ from speech.released import Origin
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
-SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
+SCRATCH_LOSS = {
+    "sigma": 0.02,
+    "omega": 0.1,
+    "fastemit": 0.0,
+    "reduction": "mean_volume",
+    "ctc_reduction": "mean_volume",
+}
 CTC_WEIGHT = 0.3  # share of the CTC head's loss, as in NVIDIA's hybrid models
 # Peak learning rates: NVIDIA's advice for fine-tuning depends on the hours of speech; from scratch
 # the rate depends on the model's width.
@@ -43,11 +49,11 @@ SCRATCH_RATE = 5e-4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR = ("linear1", "linear2", "subsampling.linear", "encoder_projector")
 ADAPTED = {"q,v": ("q_proj", "v_proj"), "attention": ATTENTION, "linear": (*ATTENTION, *LINEAR)}
-CARDS = {  # by --export_format
+CARDS = {  # by --export_format; NAME, KIND and CLASS stand for the model's
     "hf": card.Form(
         library="transformers",
         task=card.RECOGNITION,
-        family="Parakeet-TDT",
+        family="NAME",
         use="""
 from transformers import pipeline
 
@@ -57,7 +63,7 @@ print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"
     "nemo": card.Form(
         library="nemo",
         task=card.RECOGNITION,
-        family="Parakeet-TDT",
+        family="NAME",
         use="""
 from nemo.collections.asr.models import ASRModel
 
@@ -67,8 +73,8 @@ print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
     "onnx": card.Form(
         library="onnx",
         task=card.RECOGNITION,
-        family="Parakeet-TDT",
-        use=onnx_files.USE.replace("TYPE", "nemo-conformer-tdt"),
+        family="NAME",
+        use=onnx_files.USE.replace("TYPE", "nemo-conformer-KIND"),
     ),
 }
 
@@ -77,23 +83,31 @@ ADAPTER_CARD = dataclasses.replace(
     library="peft",
     use="""
 from peft import PeftModel
-from transformers import ParakeetForTDT
+from transformers import CLASS
 
-base = ParakeetForTDT.from_pretrained("BASE")  # the folder of the base model
+base = CLASS.from_pretrained("BASE")  # the folder of the base model
 model = PeftModel.from_pretrained(base, "FOLDER")
 """,
 )
 
 FORMS = released.Forms(
-    family="Parakeet-TDT",
+    family="Parakeet",
     folder="a Hugging Face folder",
     file="NVIDIA's model.nemo",
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
 TRAINING = (
-    "new_language", "train_tokenizer", "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
+    "new_language", "train_tokenizer", "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega",
+    "fastemit_lambda", "loss_reduction", "joint_dropout",
 )  # fmt: skip
+LOSS_FLAGS = {  # of one kind of model or two
+    "tdt_sigma": ("tdt",),
+    "tdt_omega": ("tdt",),
+    "fastemit_lambda": ("tdt", "rnnt"),
+    "joint_dropout": ("tdt", "rnnt"),
+    "ctc_weight": ("tdt", "rnnt"),
+}
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *released.EXCLUDES,
@@ -112,7 +126,9 @@ NEEDS = (
 LOSS = {  # a schema of records.mismatch
     "sigma": lambda value: 0 <= value < 10,
     "omega": lambda value: 0 <= value <= 1,
+    "fastemit?": lambda value: 0 <= value <= 1,
     "reduction": set(REDUCTIONS),
+    "ctc_reduction?": set(REDUCTIONS),
     "ctc?": lambda value: 0 <= value <= 1,
 }
 
@@ -120,7 +136,8 @@ LOSS = {  # a schema of records.mismatch
 @dataclass(frozen=True)
 class ModelInfo:
     """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
-    settings (`ctc` is the share of the CTC head's loss), the settings of the released model that an
+    settings (`ctc` is the share of the CTC head's loss beside a transducer's, `ctc_reduction` its
+    reduction), the settings of the released model that an
     export keeps, whether it began from released weights, and whether its vocabulary was made from
     the training texts. `new_pieces`: the ids of pieces that the released model does not have, which
     learn at a rate of their own. `languages`: the slots of the prompt, by name; `new_languages`:
@@ -142,16 +159,19 @@ class Options:
     """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
     `tokenizer`: the kind of the pieces that are made from the training texts, "bpe" or "char"; None
     for the model's own, or a new model's usual ones. `loss`: settings that replace the model's.
-    `export_format`: "hf", "nemo" or "onnx". `language`: what a model with a prompt is told where
-    the data do not say it; `new_language`: a name, and the one of the language that it begins as;
-    `lookahead`: frames that a streaming model waits for in evaluation."""
+    `loss_flags`: those of LOSS_FLAGS that were given. `export_format`: "hf", "nemo" or "onnx".
+    `decoding`: "transducer", "ctc", or None for the model's usual one. `language`: what a model with
+    a prompt is told where the data do not say it; `new_language`: a name, and the one of the
+    language that it begins as; `lookahead`: frames that a streaming model waits for in evaluation."""
 
     origin: Origin
     how: recogniser.Options
     tokenizer: str | None
     vocab_size: int | None
     loss: dict
+    loss_flags: frozenset[str]
     export_format: str
+    decoding: str | None
     language: str | None
     new_language: tuple[str, str] | None
     lookahead: int | None
@@ -186,6 +206,11 @@ def add_arguments(parser) -> None:
             "make a new vocabulary from the training texts, for a script that the released model"
             " cannot write (on from scratch)"
         ),
+    )
+    group.add_argument(
+        "--decoding",
+        choices=["transducer", "ctc"],
+        help="which part of a hybrid model writes the text (transducer)",
     )
     add_language_arguments(parser)
     add_loss_arguments(parser)
@@ -232,7 +257,13 @@ def add_loss_arguments(parser) -> None:
         "--tdt_omega",
         type=options.SHARE,
         metavar="P",
-        help="chance that an utterance has the plain RNN-T loss (the model's, 0.1)",
+        help="chance that an utterance of TDT has the RNN-T loss (the model's, 0.1)",
+    )
+    loss.add_argument(
+        "--fastemit_lambda",
+        type=options.SHARE,
+        metavar="X",
+        help="FastEmit: a transducer writes labels earlier, 0.001 to 0.01 is usual (the model's)",
     )
     loss.add_argument(
         "--loss_reduction",
@@ -276,7 +307,9 @@ def resolve(args, is_demo: bool) -> Options:
     loss = {
         "sigma": args.tdt_sigma,
         "omega": args.tdt_omega,
+        "fastemit": args.fastemit_lambda,
         "reduction": args.loss_reduction,
+        "ctc_reduction": args.loss_reduction,
         "ctc": args.ctc_weight,
     }
     return Options(
@@ -285,7 +318,9 @@ def resolve(args, is_demo: bool) -> Options:
         tokenizer=args.train_tokenizer,
         vocab_size=args.vocab_size,
         loss={name: value for name, value in loss.items() if value is not None},
+        loss_flags=args.given & LOSS_FLAGS.keys(),
         export_format=args.export_format or "hf",
+        decoding=args.decoding,
         language=args.language,
         new_language=(args.new_language, args.like) if args.new_language else None,
         lookahead=args.lookahead,
@@ -321,7 +356,8 @@ def read(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
 
 
 def network(info: ModelInfo, dropout: float = 0.0, joint_dropout: float = 0.0) -> Parakeet:
-    return Parakeet(info.config, info.loss["sigma"], dropout, joint_dropout)
+    fastemit = info.loss.get("fastemit", 0.0)  # which older checkpoints do not have
+    return Parakeet(info.config, info.loss["sigma"], dropout, joint_dropout, fastemit)
 
 
 def make_model(
@@ -477,8 +513,13 @@ def with_new_language(
 
 
 def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
-    """Tells a model the language and the look-ahead of batches that name none. Raises `UsageError`
-    if it has none."""
+    """Tells a model which part writes the text, and the language and the look-ahead of batches that
+    name none. Raises `UsageError` if it has none."""
+    if asked.decoding:
+        if (model.ctc_head if asked.decoding == "ctc" else model.joint) is None:
+            part = "CTC head" if asked.decoding == "ctc" else "transducer"
+            raise UsageError(f"--decoding {asked.decoding}: the model has no {part}; leave it out")
+        model.decodes_ctc = asked.decoding == "ctc"
     if asked.language and not info.languages:
         raise UsageError(
             f"--language {asked.language}: this model is told no language; leave it out"
@@ -555,11 +596,17 @@ def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary 
 
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
     """`info` with the settings of the loss that the flags ask for. Raises `UsageError`."""
+    kind = settings.kind_of(info.config)
+    for flag in sorted(asked.loss_flags):
+        if kind not in LOSS_FLAGS[flag]:
+            name = settings.family_of(info.config).name
+            raise UsageError(f"--{flag}: a {name} model has no use for it; leave it out")
     loss = {**info.loss, **asked.loss}
-    if loss["reduction"] not in REDUCTIONS:
+    reductions = [loss["reduction"], loss.get("ctc_reduction")]
+    if not {*reductions} <= {*REDUCTIONS, None}:
         raise UsageError(
-            f"{asked.origin.path}: the model's loss reduction is {loss['reduction']!r}, and its"
-            " sum over a batch depends on the batch's size; choose a --loss_reduction"
+            f"{asked.origin.path}: the model's loss reduction is 'sum', and its sum over a batch"
+            " depends on the batch's size; choose a --loss_reduction"
         )
     if not info.config["ctc"] and asked.loss.get("ctc"):
         raise UsageError(f"--ctc_weight {loss['ctc']:g}: the model has no CTC head; leave it out")
@@ -590,7 +637,18 @@ def export_trained(asked: Options, info: ModelInfo, model: Parakeet, about: card
 
 def export_adapter(asked: Options, about: card.About) -> None:
     """Writes the adapters of a run for peft. Raises `UsageError` and `RunError`."""
-    released.export_adapter(asked.origin, family(asked), about, ADAPTER_CARD)
+    released.export_adapter(asked.origin, family(asked), about, adapter_card)
+
+
+def adapter_card(info: ModelInfo) -> card.Form:
+    return _of_model(ADAPTER_CARD, info)
+
+
+def _of_model(form: card.Form, info: ModelInfo) -> card.Form:
+    """`form` with the names of this model's family."""
+    family = settings.family_of(info.config)
+    use = form.use.replace("CLASS", family.architecture).replace("KIND", family.kind)
+    return dataclasses.replace(form, family=family.name, use=use)
 
 
 def export(
@@ -600,6 +658,6 @@ def export(
     folder = asked.origin.export
     form = asked.export_format
     about = dataclasses.replace(about, is_new=not info.pretrained)
-    text = card.readme(Path(folder).resolve().name, about, CARDS[form])
+    text = card.readme(Path(folder).resolve().name, about, _of_model(CARDS[form], info))
     names = formats.export(folder, form, weights, info.config, exported(info), text)
     print(f"exported to {folder}: {', '.join(names)}")
