@@ -44,7 +44,7 @@ from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import card, demo, metrics, recogniser, released, splits, text, unknown
+from speech import card, demo, metrics, recogniser, released, replay, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
@@ -76,6 +76,7 @@ RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a releas
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
     splits.add_arguments(parser, allow_unknown=True)
+    replay.add_arguments(parser)
     recogniser.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
     options.add_arguments(
@@ -89,8 +90,8 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
-    excludes = (*recogniser.EXCLUDES, *start.EXCLUDES)
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *start.NEEDS)
+    excludes = (*recogniser.EXCLUDES, *replay.EXCLUDES, *start.EXCLUDES)
+    needs = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
     return start.resolve(args, is_demo)
 
@@ -372,7 +373,9 @@ def report_results(
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
     rows = decode_words(tokenizer, model, eval_batches)
-    recogniser.print_results(rows, f"{name} set, {weights}, {len(rows)} utterances", asked.how)
+    title = f"{name} set, {weights}, {len(rows)} utterances"
+    languages = eval_batches.dataset.data.corpus.languages
+    recogniser.print_results(rows, title, asked.how, languages=languages)
     return rows
 
 
@@ -588,21 +591,24 @@ def main(args) -> None:
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
     read = functools.cache(lambda: read_data(args, before))
-    info, model = first_model(args, asked, run, lambda: read()["train"].texts)
+    info, model = first_model(args, asked, run, lambda: replay.texts(read()))
     corpora = read()
     tokenizer = start.tokenizer_of(info)
     check_texts(args, corpora, tokenizer, info.own_vocabulary)
     data = {}
     for name, corpus in corpora.items():
-        data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
+        data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
-    global_batches = GlobalBatches(args, data.pop("train"), collate, run.setup)
+    new, old = data.pop("train"), data.pop("replay", None)
+    global_batches = GlobalBatches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
-    train(args, run, model, task, global_batches, evaluation["val"])
+    task = dataclasses.replace(task, watched=replay.watched(evaluation))
+    progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_and_export, asked, info, run_info, model, evaluation)
-    finish(args, run, model, task, evaluation["val"], report)
+    if finish(args, run, model, task, evaluation["val"], report):
+        recogniser.add_watched(asked.how, progress)
 
 
 if __name__ == "__main__":
