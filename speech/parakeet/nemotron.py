@@ -65,7 +65,7 @@ def _contexts(contexts, path: Path) -> dict:
 def _languages(values: dict, path: Path) -> dict[str, int]:
     names = values["languages"]
     if names is None:
-        return dict(USUAL)
+        names = dict(USUAL)
     if isinstance(names, dict):  # Norwegian without quotes is a truth value in yaml
         names = {"no" if name is False else name: slot for name, slot in names.items()}
     slots = values["slots"]
