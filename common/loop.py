@@ -96,7 +96,8 @@ class Task:
     of an `evaluate` that takes minutes without values: it makes only the last steps of a long
     search, which need the most memory. With `evaluate_first`, a new run evaluates the model before
     its first update. Without `decay_embeddings`, embeddings have no weight decay. `betas` are
-    AdamW's. `new_rows` are those of a new run; a resumed one has them in its checkpoint. With
+    AdamW's. `new_rows` are those of a new run; a resumed one has them in its checkpoint, and so it is
+    with `frozen_first`, unless that says how many updates. With
     `fine_tunes` the model began from released weights: the length of the run, its evaluations and
     its patience follow the hours of speech. `vocabulary`: the tokens of the model and of
     --init_from; without it, tensors with a row for each token are copied by number. With
@@ -125,6 +126,7 @@ class Task:
     betas: tuple[float, float] = optim.BETAS
     fine_tunes: bool = False
     new_rows: optim.NewRows | None = None
+    frozen_first: optim.Frozen | None = None
     vocabulary: checkpoint.Vocabulary | None = None
     compares: bool = False
     reports: tuple[str, ...] = ()
@@ -416,6 +418,7 @@ def begin_training(
     if schedule.resume(progress["schedule"], progress["step"]):
         progress["evaluations_without_gain"] = 0
     schedule.set(progress["step"])
+    note_frozen(progress, task.frozen_first, schedule.warmup, is_new=saved is None)
     place_in_random_numbers(args.seed, setup, saved, progress["step"])
     progress["base"] = progress["base"] or base_of(args, run)
     prepare_folders(args, run, progress, task)
@@ -467,6 +470,7 @@ def start_progress(saved: dict | None = None) -> dict:
         "watched": {},
         "sets_above_limit": 0,
         "new_rows": None,
+        "frozen_first": None,
         "schedule": None,
         "base": None,
     }
@@ -483,6 +487,35 @@ def note_new_rows(progress: dict, first: optim.NewRows | None) -> optim.NewRows 
         rows = {name: list(map(int, numbers)) for name, numbers in first.rows.items()}
         progress["new_rows"] = {"rows": rows, "learning_rate": first.learning_rate}
     return optim.NewRows(**progress["new_rows"]) if progress["new_rows"] else None
+
+
+def note_frozen(progress: dict, asked: optim.Frozen | None, warmup: int, is_new: bool) -> None:
+    """Notes in the progress which part of the model its first updates leave as it is. A resumed run
+    keeps what it began with, unless the task says how many updates."""
+    if asked and (is_new or asked.steps is not None):
+        steps = warmup if asked.steps is None else asked.steps
+        progress["frozen_first"] = {"prefix": asked.prefix, "steps": steps}
+    if progress["frozen_first"] and progress["step"] < progress["frozen_first"]["steps"]:
+        prefix, steps = progress["frozen_first"].values()
+        print(f"the first {steps} updates leave the weights {prefix}* as they are")
+
+
+@contextlib.contextmanager
+def frozen_part(training: Training) -> Iterator[None]:
+    """Within it, the part of the model that this update leaves as it is has no gradients. AdamW
+    passes over it then: neither weight decay nor its states change."""
+    record = training.progress["frozen_first"]
+    found = []
+    if record and training.progress["step"] < record["steps"]:
+        parameters = training.placed.trained.named_parameters()
+        found = [p for n, p in parameters if n.startswith(record["prefix"]) and p.requires_grad]
+    for p in found:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in found:
+            p.requires_grad_(True)
 
 
 def place_in_random_numbers(seed: int, setup: Setup, saved: dict | None, step: int) -> None:
@@ -675,7 +708,8 @@ def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
         totals = dict(zip(terms, counts, strict=True))
         before = Before(training)
         try:
-            device_sums = pass_until_it_fits(training, global_batch, totals, before)
+            with frozen_part(training):
+                device_sums = pass_until_it_fits(training, global_batch, totals, before)
             sums, norm = reduce_gradients(training, device_sums)
         except LostRank:
             before.restore(training)

@@ -123,8 +123,14 @@ def check_texts(
     args, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_own: bool
 ) -> None:
     """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
-    lacking = unknown.not_encoded(tokenizer)
-    unknown.check_unknown(corpora, lacking, args.allow_unknown, vocabulary.NEW_VOCABULARY, is_own)
+    unknown.check_unknown(
+        corpora,
+        unknown.not_encoded(tokenizer),
+        args.allow_unknown,
+        vocabulary.NEW_VOCABULARY,
+        is_own,
+        adds="--add_tokens",
+    )
 
 
 def check_data(args, asked: start.Options) -> None:
@@ -504,7 +510,9 @@ def fit_vocabulary(
         before, weights = start.saved_model(run.initial)
     if items := splits.some_items(data, seed, NEW_ROWS_UTTERANCES):
         batch = next(to_device([collate(items)], torch.device("cpu")))
-        fit_new_rows(model, batch, info.new_pieces, weights, before.config["vocabulary"])
+        texts = sample_texts(data.corpus, seed)
+        shares = vocabulary.shares(data.tokenizer, texts, info.new_pieces)
+        fit_new_rows(model, batch, info.new_pieces, shares, weights, before.config["vocabulary"])
 
 
 def first_fit(args, asked: start.Options, run: Run, info: ModelInfo) -> Callable | None:
@@ -530,6 +538,13 @@ def new_rows(info: ModelInfo, model: Parakeet) -> optim.NewRows | None:
         return None
     names = [name for name, _ in model.named_parameters() if name in vocabulary.ROWS]
     return optim.NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
+
+
+def first_frozen(args, info: ModelInfo) -> optim.Frozen | None:
+    """The encoder stays as it is until the rows of new pieces have learned something."""
+    if info.new_pieces or args.freeze_encoder_steps is not None:
+        return optim.Frozen("encoder.", args.freeze_encoder_steps)
+    return None
 
 
 def make_task(
@@ -571,7 +586,8 @@ def make_task(
         decay_embeddings=False,
         fine_tunes=info.pretrained,
         new_rows=new_rows(info, model),
-        vocabulary=start.vocabulary(info, run.initial),
+        frozen_first=first_frozen(args, info),
+        vocabulary=start.rows_by_piece(info, run.initial),
         compares=bool(asked.origin.path),
         adapters=functools.partial(released.usual_adapters, start.family(asked), info),
     )
@@ -583,7 +599,7 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    goals = (*released.GOALS, "train_tokenizer")
+    goals = (*released.GOALS, "train_tokenizer", "tokenizer", "add_tokens")
     if args.evaluate or released.exports_only(asked.origin, goals):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -599,7 +615,7 @@ def main(args) -> None:
     for name, corpus in corpora.items():
         data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
-    new, old = data.pop("train"), data.pop("replay", None)
+    new, old = data.pop("train"), data.pop(replay.REPLAY, None)
     global_batches = GlobalBatches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)

@@ -13,7 +13,7 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import card, onnx_files, recogniser, released
 from speech.layers import quieten_branches
-from speech.parakeet import formats, settings
+from speech.parakeet import formats, settings, vocabulary
 from speech.parakeet.languages import (
     AUTO,
     COLUMNS,
@@ -26,14 +26,6 @@ from speech.parakeet.languages import (
 )
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
-from speech.parakeet.vocabulary import (
-    NEW_PIECES,
-    ROWS,
-    row_names,
-    tokenizer_kind,
-    train_tokenizer,
-    with_new_vocabulary,
-)
 from speech.released import Origin
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
@@ -107,8 +99,8 @@ FORMS = released.Forms(
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
 TRAINING = (
-    "new_language", "train_tokenizer", "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega",
-    "fastemit_lambda", "loss_reduction", "joint_dropout",
+    "new_language", "ctc_weight", "tdt_sigma", "tdt_omega", "fastemit_lambda", "loss_reduction",
+    "joint_dropout",
 )  # fmt: skip
 LOSS_FLAGS = {  # of one kind of model or two
     "tdt_sigma": ("tdt",),
@@ -120,9 +112,9 @@ LOSS_FLAGS = {  # of one kind of model or two
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *released.EXCLUDES,
+    *vocabulary.EXCLUDES,
     ("transcribe", "export", "give one of them"),
     ("transcribe", "export_adapter", "give one of them"),
-    ("vocab_size", "train_tokenizer char", "the second has the characters of the training texts"),
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
@@ -146,9 +138,9 @@ LOSS = {  # a schema of records.mismatch
 class ModelInfo:
     """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
     settings (`ctc` is the share of the CTC head's loss beside a transducer's, `ctc_reduction` its
-    reduction), the settings of the released model that an
-    export keeps, whether it began from released weights, and whether its vocabulary was made from
-    the training texts. `new_pieces`: the ids of pieces that the released model does not have, which
+    reduction), the settings of the released model that an export keeps, whether it began from
+    released weights, and whether its vocabulary is another one than the released model's, apart
+    from added pieces. `new_pieces`: the ids of pieces that the released model does not have, which
     learn at a rate of their own. `languages`: the slots of the prompt, by name; `new_languages`:
     those that the released model does not have, and the one that each began as."""
 
@@ -166,17 +158,15 @@ class ModelInfo:
 @dataclass(frozen=True)
 class Options:
     """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
-    `tokenizer`: the kind of the pieces that are made from the training texts, "bpe" or "char"; None
-    for the model's own, or a new model's usual ones. `loss`: settings that replace the model's.
-    `loss_flags`: those of LOSS_FLAGS that were given. `export_format`: "hf", "nemo" or "onnx".
-    `decoding`: "transducer", "ctc", or None for the model's usual one. `language`: what a model with
-    a prompt is told where the data do not say it; `new_language`: a name, and the one of the
-    language that it begins as; `lookahead`: frames that a streaming model waits for in evaluation."""
+    `vocabulary`: its changes. `loss`: settings that replace the model's. `loss_flags`: those of
+    LOSS_FLAGS that were given. `export_format`: "hf", "nemo" or "onnx". `decoding`: "transducer",
+    "ctc", or None for the model's usual one. `language`: what a model with a prompt is told where
+    the data do not say it; `new_language`: a name, and the one of the language that it begins as;
+    `lookahead`: frames that a streaming model waits for in evaluation."""
 
     origin: Origin
     how: recogniser.Options
-    tokenizer: str | None
-    vocab_size: int | None
+    vocabulary: vocabulary.Asked
     loss: dict
     loss_flags: frozenset[str]
     export_format: str
@@ -200,27 +190,11 @@ def add_arguments(parser) -> None:
         ),
     )
     group.add_argument(
-        "--vocab_size",
-        type=options.number(int, 2, settings.CONFIG["vocabulary"][-1]),
-        metavar="N",
-        help=(
-            f"pieces of --train_tokenizer bpe ({NEW_PIECES}; from scratch by --model_size; demo:"
-            " characters)"
-        ),
-    )
-    group.add_argument(
-        "--train_tokenizer",
-        choices=["bpe", "char"],
-        help=(
-            "make a new vocabulary from the training texts, for a script that the released model"
-            " cannot write (on from scratch)"
-        ),
-    )
-    group.add_argument(
         "--decoding",
         choices=["transducer", "ctc"],
         help="which part of a hybrid model writes the text (transducer)",
     )
+    vocabulary.add_arguments(parser)
     add_language_arguments(parser)
     add_loss_arguments(parser)
 
@@ -311,6 +285,11 @@ def resolve(args, is_demo: bool) -> Options:
             f"{origin.flag} and --vocab_size: a released model has its own vocabulary; add"
             " --train_tokenizer bpe to make a new one, or leave the second out"
         )
+    if args.freeze_encoder_steps and origin.may_be_random and not args.init_from:
+        raise UsageError(
+            "--freeze_encoder_steps: this run begins with a random encoder, which has to learn;"
+            " leave it out"
+        )
     if args.new_language and not NAME.fullmatch(args.new_language):
         raise UsageError(f"--new_language {args.new_language}: give it the form of fi-FI")
     loss = {
@@ -324,8 +303,7 @@ def resolve(args, is_demo: bool) -> Options:
     return Options(
         origin=origin,
         how=recogniser.resolve(args, is_demo, has_times=True),
-        tokenizer=args.train_tokenizer,
-        vocab_size=args.vocab_size,
+        vocabulary=vocabulary.resolve(args),
         loss={name: value for name, value in loss.items() if value is not None},
         loss_flags=args.given & LOSS_FLAGS.keys(),
         export_format=args.export_format or "hf",
@@ -406,8 +384,8 @@ def makes_tokenizer(asked: Options, resumed: Saved | None, initial: Saved | None
     origin = asked.origin
     if resumed:
         return False
-    if asked.tokenizer:
-        return True
+    if asked.vocabulary.is_new:
+        return asked.vocabulary.kind is not None
     return not origin.path and (origin.may_be_random or initial is None)
 
 
@@ -424,14 +402,19 @@ def given_tokenizer(
         initial = checkpoint.read_weights(init_from, recipe, "--init_from")
     if makes_tokenizer(asked, resumed, initial):
         return None, True
-    if origin.path and not resumed:
+    wanted = asked.vocabulary
+    is_own = wanted.is_new
+    if wanted.file and not resumed:
+        state = None
+    elif origin.path and not resumed:
         state = formats.read_tokenizer(origin.path)
-        is_own = False
     else:
         saved = resumed or initial
         info = records.read(ModelInfo, saved.model_info, saved.path)
         state = info.tokenizer
         is_own = info.own_vocabulary
+    if not resumed:
+        state = vocabulary.new_state(wanted, state)
     return make_tokenizer(state, len(pieces(state))), is_own
 
 
@@ -440,23 +423,22 @@ def find_conflicts(asked: Options, info: ModelInfo, resumes: bool) -> list[str]:
     its vocabulary must stay."""
     origin = asked.origin
     found = released.conflicts(origin, info, ("d_model", "layers"))
-    keeps_vocabulary = resumes or not asked.tokenizer
-    if keeps_vocabulary and asked.vocab_size and asked.vocab_size != info.config["vocabulary"]:
-        has = info.config["vocabulary"]
-        found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {has})")
-    if asked.tokenizer and resumes and not info.own_vocabulary:
-        has = "the checkpoint has the released model's vocabulary"
-        found.append(f"--train_tokenizer {asked.tokenizer} ({has})")
-    elif asked.tokenizer and resumes and asked.tokenizer != tokenizer_kind(info):
-        has = f"the checkpoint has {tokenizer_kind(info)}"
-        found.append(f"--train_tokenizer {asked.tokenizer} ({has})")
+    wanted = asked.vocabulary
+    has = info.config["vocabulary"]
+    usual = range(has - len(wanted.added), has + 1)
+    if (resumes or not wanted.is_new) and wanted.size and wanted.size not in usual:
+        found.append(f"--vocab_size {wanted.size} (the checkpoint has {has})")
+    if resumes:
+        found += vocabulary.conflicts(wanted, info)
     if resumes and asked.new_language and asked.new_language[0] not in info.languages:
         has = "the checkpoint does not know it"
         found.append(f"--new_language {asked.new_language[0]} ({has})")
     if origin.path and info.pretrained:
         theirs, _ = read(origin.path)
         config = {**theirs.config, "vocabulary": info.config["vocabulary"]}
-        is_same = info.own_vocabulary or pieces(theirs.tokenizer) == pieces(info.tokenizer)
+        names = pieces(theirs.tokenizer)
+        begins_alike = pieces(info.tokenizer)[: len(names)] == names  # others may be added
+        is_same = info.own_vocabulary or begins_alike
         if config != info.config or not is_same:
             has = "the checkpoint's model has another shape or vocabulary"
             found.append(f"{origin.flag} {origin.path} ({has})")
@@ -477,17 +459,17 @@ def choose(
         family(asked, resumes=resumed is not None),
         resumed,
         initial,
-        lambda: from_scratch(asked, texts()),
+        lambda: from_scratch(asked, texts),
     )
     if initial:  # what was new in that run has been trained
         info = dataclasses.replace(info, new_pieces=[])
-    is_initial = initial and not asked.origin.may_be_random
-    if asked.tokenizer and weights is None and is_initial:
-        weights = {name: tensor.clone() for name, tensor in initial.model.items()}
-    if asked.tokenizer and weights is not None:
-        info, weights = with_new_vocabulary(
-            info, weights, asked.tokenizer, asked.vocab_size, texts()
-        )
+    wanted = asked.vocabulary
+    if (wanted.is_new or wanted.added) and not resumed:
+        if weights is None and initial and not asked.origin.may_be_random:
+            weights = {name: tensor.clone() for name, tensor in initial.model.items()}
+        if weights is not None:
+            state = vocabulary.new_state(wanted, info.tokenizer, texts)
+            info, weights = vocabulary.with_new_vocabulary(info, weights, state, wanted.is_new)
     if initial and info.languages:
         before, _ = saved_model(initial)
         info = dataclasses.replace(
@@ -516,7 +498,7 @@ def with_new_language(
     names, weights[COLUMNS] = with_new(info.languages, columns, slots, name, like)
     print(f"new language: {name} begins as {like}, in slot {names[name]} of {slots}")
     if name not in tokenizer_of(info).tags:
-        print(f"its sentences end without a tag: the vocabulary has no <{name}>")
+        print(f"its sentences end without a tag: --add_tokens '<{name}>' makes one")
     new = {**info.new_languages, name: like}
     return dataclasses.replace(info, languages=names, new_languages=new)
 
@@ -552,19 +534,20 @@ def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
         model.encoder.lookahead = asked.lookahead
 
 
-def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
-    """A model with random weights and a vocabulary from `texts`."""
+def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInfo:
+    """A model with random weights and, unless a flag names another one, a vocabulary from
+    `texts()`."""
     size = asked.origin.size
-    kind = asked.tokenizer
-    if kind is None:
-        is_demo = asked.origin.size_name == "demo" and asked.vocab_size is None
-        kind = "char" if is_demo else "bpe"
-    state, vocabulary = train_tokenizer(texts, kind, asked.vocab_size or size["vocabulary"])
+    wanted = asked.vocabulary
+    if not wanted.is_new:
+        is_demo = asked.origin.size_name == "demo" and wanted.size is None
+        wanted = dataclasses.replace(wanted, kind="char" if is_demo else "bpe")
+    state = vocabulary.new_state(wanted, None, texts, size["vocabulary"])
     has_ctc = size["ctc"]
     if "ctc" in asked.loss:
         has_ctc = asked.loss["ctc"] > 0
     return ModelInfo(
-        config={**size, "vocabulary": vocabulary, "ctc": has_ctc},
+        config={**size, "vocabulary": len(pieces(state)), "ctc": has_ctc},
         tokenizer=state,
         loss=SCRATCH_LOSS,
         source={},
@@ -595,13 +578,14 @@ def saved_model(saved: Saved) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
     return records.read(ModelInfo, saved.model_info, saved.path), saved.model
 
 
-def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+def rows_by_piece(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
     """What the rows of the embedding and of the output layers mean, here and in the weights of
     --init_from."""
     if initial is None:
         return None
     before = records.read(ModelInfo, initial.model_info, initial.path)
-    return checkpoint.Vocabulary(ROWS, row_names(info), row_names(before))
+    tokens = map(vocabulary.row_names, (info, before))
+    return checkpoint.Vocabulary(vocabulary.ROWS, *tokens)
 
 
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
