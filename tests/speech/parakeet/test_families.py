@@ -6,7 +6,9 @@ import types
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
+import onnx_asr
 import pytest
+import sherpa_onnx
 import torch
 import transformers
 import yaml
@@ -342,6 +344,46 @@ def test_configurations_that_contradict_their_kind():
             settings.check_config({**make_config(kind, kind == "ctc"), **changes}, "it")
     for kind in settings.KINDS:
         settings.check_config(make_config(kind, True), "it")
+
+
+# --- other programs -------------------------------------------------------------------------------
+
+
+def sherpa_writes(folder, kind: str, clip: np.ndarray) -> str:
+    if kind == "ctc":
+        recognizer = sherpa_onnx.OfflineRecognizer.from_nemo_ctc(
+            model=str(folder / "model.onnx"), tokens=str(folder / "tokens.txt")
+        )
+    else:
+        recognizer = sherpa_onnx.OfflineRecognizer.from_transducer(
+            encoder=str(folder / "encoder.onnx"),
+            decoder=str(folder / "decoder.onnx"),
+            joiner=str(folder / "joiner.onnx"),
+            tokens=str(folder / "tokens.txt"),
+            model_type="nemo_transducer",
+        )
+    stream = recognizer.create_stream()
+    stream.accept_waveform(16_000, clip)
+    recognizer.decode_stream(stream)
+    return stream.result.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_without_torch(kind, tmp_path):
+    """onnx-asr writes the same texts. sherpa-onnx, whose features differ a little, loads the files:
+    random weights are sure of nothing."""
+    config = {**make_config(kind, kind == "ctc"), "num_mel_bins": 80, "layers": 1}
+    weights = random_weights(config)
+    formats.export(tmp_path / "a", "onnx", weights, config, extras_of(config))
+    info = start.ModelInfo(config, EXTRAS["tokenizer"], extras_of(config)["loss"], {}, True)
+    clips = waveforms(1.3, 2.1, 0.7)
+    batch = batch_of(clips, ["a", "b", "c"], info)
+    rows = decode(start.make_model(info, weights).eval(), batch)
+    texts = [decoding.text_of(tokens, start.tokenizer_of(info)) for tokens in rows]
+    model = onnx_asr.load_model(f"nemo-conformer-{kind}", tmp_path / "a")
+    heard = model.recognize(clips, sample_rate=16_000)
+    assert [" ".join(text.split()) for text in heard] == texts and len({*"".join(texts)}) > 3
+    assert sherpa_writes(tmp_path / "a", kind, clips[0])
 
 
 # --- decoding -------------------------------------------------------------------------------------
