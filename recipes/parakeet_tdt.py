@@ -49,7 +49,7 @@ from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factor
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
-from speech.parakeet import decoding, languages, start, vocabulary
+from speech.parakeet import decoding, languages, live, start, vocabulary
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
 from speech.parakeet.scratch import fit_new_rows, fit_to_data
@@ -444,6 +444,8 @@ def trained(
 def transcribe(args, asked: start.Options) -> None:
     setup = device.setup(args, quiet=True)
     info, model, before = trained(asked, setup)
+    if asked.stream:
+        return live.transcribe(asked.how, asked.stream, model, start.tokenizer_of(info), setup)
     decode = functools.partial(decoding.transcripts, model, start.tokenizer_of(info))
     longest = (before or RELEASED).longest
     recogniser.transcribe_files(asked.how, decode, setup, longest, parts=("words", "segments"))

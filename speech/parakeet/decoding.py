@@ -174,7 +174,7 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
         end = word["end"] * frame_seconds
         text = tokenizer.decode(word["pieces"]).strip()
         is_unknown = tokenizer.unknown in word["pieces"]
-        if timed and _is_mark("".join(text.split())) and not is_unknown:
+        if timed and is_mark("".join(text.split())) and not is_unknown:
             timed[-1]["end"] = round(end, 3)
             timed[-1]["text"] += f" {text}"
         elif text:
@@ -188,11 +188,9 @@ def _words(tokens: list[Token], tokenizer, frames: int) -> list[dict]:
     end = 0
     for token in tokens:
         piece = tokenizer.pieces[token.piece]
-        if not words or not _is_mark(piece.removeprefix(SPACE)):
+        if not words or not is_mark(piece.removeprefix(SPACE)):
             end = min(token.frame + token.duration, frames)
-        # The unknown token is decoded with spaces.
-        begins = piece.startswith(SPACE) or token.piece == tokenizer.unknown
-        if not words or begins:
+        if not words or begins_word(token.piece, tokenizer):
             words.append({"start": token.frame, "pieces": []})
         elif tokenizer.delimiters.issuperset(words[-1]["pieces"]):
             words[-1]["start"] = token.frame
@@ -201,7 +199,14 @@ def _words(tokens: list[Token], tokenizer, frames: int) -> list[dict]:
     return words
 
 
-def _is_mark(text: str) -> bool:
+def begins_word(piece: int, tokenizer) -> bool:
+    """Whether a word begins with the piece: after a space."""
+    # The unknown token is decoded with spaces.
+    return tokenizer.pieces[piece].startswith(SPACE) or piece == tokenizer.unknown
+
+
+def is_mark(text: str) -> bool:
+    """Whether a text is punctuation alone."""
     return bool(text) and all(unicodedata.category(character)[0] == "P" for character in text)
 
 
