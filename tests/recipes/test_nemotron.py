@@ -323,3 +323,15 @@ def test_the_english_model_is_told_no_language(flags, message, manifest, english
 def test_a_plan_needs_no_data(released):
     run = planned(recipe, "--dry_run", "--model_dir", released, *STEPS, "--max_duration", "2")
     assert run.batch["prompts"].tolist() == [7, 7] and len(run.batch["lookaheads"]) == 2
+
+
+def test_an_added_tag_ends_the_sentences_of_a_new_language(manifest, released, tmp_path):
+    new = ["--new_language", "se-NO", "--like", "fi-FI", "--add_tokens", "<se-NO>"]
+    rows = manifest.read_text().replace('"fi-FI"', '"se-NO"').replace('"ca"', '"ca."')
+    (manifest.parent / "tagged.json").write_text(rows)
+    _, _, data = make_data(manifest.parent / "tagged.json", released, *new)
+    tag = data.tokenizer.tags["se-NO"]
+    assert data.item(3, 0)["tokens"][-1] == tag and tag == data.tokenizer.size - 1
+    flags = flags_of(manifest.parent / "tagged.json", released, *new, "--language", "de")
+    out = ran(recipe, *flags, "--max_steps", "1", "--output_dir", tmp_path)
+    assert "without a tag" not in out
