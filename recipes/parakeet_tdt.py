@@ -50,7 +50,8 @@ from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factor
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
-from speech.parakeet import decoding, start
+from speech.long import PARTS, by_length
+from speech.parakeet import decoding, start, windows
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
 from speech.parakeet.scratch import fit_new_rows, fit_to_data
@@ -387,9 +388,11 @@ def trained(
 def transcribe(args, asked: start.Options) -> None:
     setup = device.setup(args, quiet=True)
     info, model, before = trained(asked, setup)
-    decode = functools.partial(decoding.transcripts, model, start.tokenizer_of(info))
+    tokenizer = start.tokenizer_of(info)
+    decode = functools.partial(decoding.transcripts, model, tokenizer)
     longest = (before or RELEASED).longest
-    recogniser.transcribe_files(asked.how, decode, setup, longest, parts=("words", "segments"))
+    cutting = by_length(longest, windows.by_time(model, tokenizer))
+    recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
 @torch.no_grad()
