@@ -25,13 +25,15 @@ def _are_durations(values) -> bool:
 def _are_lookaheads(values) -> bool:
     if type(values) is not list or not 0 < len(values) <= 64:
         return False
-    return all(records.is_within(value, range(1001)) for value in values)
+    return len(set(values)) == len(values) and all(
+        records.is_within(value, range(1001)) for value in values
+    )
 
 
 # A schema for `records.mismatch`. `vocabulary` is without the blank; `ctc`: a CTC head beside the
 # transducer; `kind`: what is decoded, TDT if it is missing; `streaming`: a causal encoder without
-# normalised features, whose attention sees chunks, and `left` frames before a chunk; `prompts`: a
-# layer that is told the language.
+# normalised features, whose attention sees chunks of one of the `lookaheads` (the first if none is
+# named) + 1 frames, and `left` frames before a chunk; `prompts`: a layer that is told the language.
 CONFIG = {
     "num_mel_bins": range(1, 513),
     "d_model": range(4, 8193, 2),
