@@ -156,10 +156,7 @@ def _seam(left: list[Unit], right: list[Unit], start: float, end: float) -> tupl
     best = (math.inf, 0, 0)
     keep = drop = 0
     for place in range(len(aligned) + 1):
-        whole = all(
-            number == len(units) or units[number].begins
-            for units, number in ((left, keep), (right, drop))
-        )
+        whole = _ends_word(left, keep) and (drop == len(right) or right[drop].begins)
         cost = max(0.0, times[place] - middle, middle - times[place + 1])
         cost += (not whole) * WITHIN_WORD
         cost += (bool(aligned) and not (same[place] or same[place + 1])) * UNSURE
@@ -168,6 +165,13 @@ def _seam(left: list[Unit], right: list[Unit], start: float, end: float) -> tupl
             keep += aligned[place][0] is not None
             drop += aligned[place][1] is not None
     return before + best[1], best[2]
+
+
+def _ends_word(units: list[Unit], count: int) -> bool:
+    """Whether the first `count` units end with a whole word: before a word or a pause."""
+    if count == len(units) or units[count].begins:
+        return True
+    return count > 0 and units[count].time - units[count - 1].time > SAME_TIME
 
 
 def _align(left: list[Unit], right: list[Unit]) -> list[Aligned]:

@@ -50,12 +50,9 @@ def _is_kept(c: str) -> bool:
     return c.isspace() or c in JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
 
 
-def is_unspaced(character: str) -> bool:
-    """Whether a word may begin with the character without a space before it: a letter of a script
-    that has no spaces between words."""
-    return unicodedata.category(character)[0] == "L" and any(
-        first <= character <= last for first, last in UNSPACED
-    )
+def in_unspaced(character: str) -> bool:
+    """Whether the character belongs to a script without spaces between words."""
+    return any(first <= character <= last for first, last in UNSPACED)
 
 
 def spaces_before(words: list[str], text: str) -> list[str]:

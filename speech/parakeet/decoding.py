@@ -12,7 +12,7 @@ from speech.audio import SAMPLE_RATE
 from speech.parakeet.features import HOP
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import SPACE, ParakeetTokenizer
-from speech.text import SENTENCE_ENDS, is_unspaced, spaces_before
+from speech.text import SENTENCE_ENDS, in_unspaced, spaces_before
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,10 @@ def begins_word(piece: int, tokenizer) -> bool:
     between words."""
     text = tokenizer.pieces[piece]
     # The unknown token is decoded with spaces.
-    return text.startswith(SPACE) or piece == tokenizer.unknown or is_unspaced(text[0])
+    is_letter = unicodedata.category(text[0])[0] == "L"
+    return (
+        text.startswith(SPACE) or piece == tokenizer.unknown or (is_letter and in_unspaced(text[0]))
+    )
 
 
 def _is_mark(text: str) -> bool:
