@@ -464,7 +464,7 @@ def transcribe_files(
         cutting = BY_SILENCES
     elif longest and cutting is None:
         cutting = by_length(longest)
-    records_of = _decoder(decode, setup, parts)
+    records_of = decoder(decode, setup, parts)
 
     def transcript(path: Path, waveform: torch.Tensor) -> dict:
         row = {"file": str(path), "text": "", "seconds": len(waveform) / SAMPLE_RATE}
@@ -496,7 +496,7 @@ def transcribe_files(
         )
 
 
-def _decoder(
+def decoder(
     decode: Callable[[dict], list[str | dict]], setup: Setup, parts: tuple[str, ...]
 ) -> Callable[[list[torch.Tensor], str], list[dict]]:
     """The function that decodes waveforms of the file with a name to records, by `decode` (see
