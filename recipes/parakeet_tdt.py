@@ -45,13 +45,13 @@ from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import card, demo, metrics, recogniser, released, splits, text, unknown
+from speech import card, demo, metrics, recogniser, released, replay, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.long import PARTS, by_length
-from speech.parakeet import decoding, start, vocabulary, windows
+from speech.parakeet import decoding, languages, start, vocabulary, windows
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
 from speech.parakeet.scratch import fit_new_rows, fit_to_data
@@ -77,6 +77,7 @@ RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a releas
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
     splits.add_arguments(parser, allow_unknown=True)
+    replay.add_arguments(parser)
     recogniser.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
     options.add_arguments(
@@ -90,8 +91,8 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
-    excludes = (*recogniser.EXCLUDES, *start.EXCLUDES)
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *start.NEEDS)
+    excludes = (*recogniser.EXCLUDES, *replay.EXCLUDES, *start.EXCLUDES)
+    needs = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
     return start.resolve(args, is_demo)
 
@@ -123,8 +124,14 @@ def check_texts(
     args, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_own: bool
 ) -> None:
     """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
-    lacking = unknown.not_encoded(tokenizer)
-    unknown.check_unknown(corpora, lacking, args.allow_unknown, vocabulary.NEW_VOCABULARY, is_own)
+    unknown.check_unknown(
+        corpora,
+        unknown.not_encoded(tokenizer),
+        args.allow_unknown,
+        vocabulary.NEW_VOCABULARY,
+        is_own,
+        adds="--add_tokens",
+    )
 
 
 def check_data(args, asked: start.Options) -> None:
@@ -161,6 +168,12 @@ class Utterances:
         self.omega = info.loss["omega"] if training else 0.0
         self.reduction = info.loss["reduction"]
         self.frequency_mask_width = FREQUENCY_MASK_BANDS / info.config["num_mel_bins"]
+        self.prompts = None
+        if info.languages:
+            self.prompts = languages.prompts(corpus, info.languages, args.language, tokenizer)
+        self.lookaheads = []
+        if training and "streaming" in info.config:
+            self.lookaheads = info.config["streaming"]["lookaheads"]
         self.augmentation = None
         by_default = args.wave_augment is None and info.pretrained
         if training and (args.wave_augment or by_default):
@@ -189,10 +202,13 @@ class Utterances:
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, the
-        factor and the count of its loss, masks of SpecAugment."""
+        factor and the count of its loss, masks of SpecAugment, the slot of its language, and the
+        look-ahead of its chunks."""
         args = self.args
         transcript = self.corpus.texts[index]
         tokens = self.tokenizer.encode(transcript)
+        if self.prompts:
+            tokens += self.prompts.tag(index)
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         random = np.random.default_rng([args.seed, epoch, index])
         if self.training:
@@ -216,12 +232,16 @@ class Utterances:
             width = self.frequency_mask_width
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, width)
             item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
+        if self.prompts:
+            item["prompt"] = self.prompts.slot(index, random if self.training else None)
+        if self.lookaheads:
+            item["lookahead"] = int(random.choice(self.lookaheads))
         return item
 
 
 def collate(items: list[dict]) -> dict:
-    """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths, and factors (B,) of
-    the losses; counts are the numbers of targets of each loss term."""
+    """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths, factors (B,) of the
+    losses, and prompts (B,) and lookaheads (B,) of a model that has some; counts are the numbers of targets of each loss term."""
     batch = {
         "names": [item["name"] for item in items],
         "texts": [item["text"] for item in items],
@@ -235,6 +255,9 @@ def collate(items: list[dict]) -> dict:
     if "time_masks" in items[0]:
         batch["frequency_masks"] = torch.stack([item["frequency_masks"] for item in items])
         batch["time_masks"] = torch.stack([item["time_masks"] for item in items])
+    for key in ("prompt", "lookahead"):
+        if key in items[0]:
+            batch[f"{key}s"] = torch.tensor([item[key] for item in items])
     batch["counts"] = {
         "tdt": sum(item["count"] for item in items),
         "ctc": int(batch["tokens_lengths"].sum()),
@@ -334,18 +357,27 @@ def report_results(
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
     rows = decode_words(tokenizer, model, eval_batches)
-    recogniser.print_results(rows, f"{name} set, {weights}, {len(rows)} utterances", asked.how)
+    title = f"{name} set, {weights}, {len(rows)} utterances"
+    languages = eval_batches.dataset.data.corpus.languages
+    recogniser.print_results(rows, title, asked.how, languages=languages)
     return rows
 
 
 def compare(
-    asked: start.Options, model: Parakeet, evaluation: dict[str, EvalBatches], rows: list[dict]
+    asked: start.Options,
+    new: ModelInfo,
+    model: Parakeet,
+    evaluation: dict[str, EvalBatches],
+    rows: list[dict],
 ) -> None:
     """Prints the error rates of the released model that the flags name beside those of `rows`, of
-    `report_results`. `model` is moved to the host."""
+    `report_results`. `model`, whose info is `new`, is moved to the host."""
     if asked.origin.path:
         info, released_weights = start.read(asked.origin.path)
+        for name, like in new.new_languages.items():
+            info = start.with_new_language(info, released_weights, name, like)
         untrained = make_model(info, released_weights).eval()
+        start.tell(asked, info, untrained)
         del released_weights  # the model has them
         memory.replace_on_device(model, untrained)
         eval_batches = evaluation["test" if "test" in evaluation else "val"].whole()
@@ -364,7 +396,7 @@ def report_and_export(
     """The results, the comparison, and --export with both."""
     rows = report_results(asked, start.tokenizer_of(info), model, evaluation, weights)
     try:
-        compare(asked, model, evaluation, rows)
+        compare(asked, info, model, evaluation, rows)
     finally:  # the released model may be gone by now
         path = checkpoint.file_of(asked.origin.checkpoint_dir, weights)
         results = recogniser.read_results(asked.how.log_dir)
@@ -382,7 +414,9 @@ def trained(
     that trained it is None for a released one."""
     info, weights, saved = released.use(asked.origin, start.family(asked), RECIPE)
     before = released.read_run_info(RunInfo, saved)
-    return info, make_model(info, weights).to(setup.device).eval(), before
+    model = make_model(info, weights).to(setup.device).eval()
+    start.tell(asked, info, model)
+    return info, model, before
 
 
 def transcribe(args, asked: start.Options) -> None:
@@ -418,7 +452,7 @@ def evaluate_only(args, asked: start.Options) -> None:
         with setup.autocast():
             rows = report_results(asked, tokenizer, model, evaluation, "the weights named")
             if before is not None:
-                compare(asked, model, evaluation, rows)
+                compare(asked, info, model, evaluation, rows)
         about = dataclasses.replace(about, results=recogniser.read_results(args.log_dir))
     if args.export or args.export_adapter:
         start.export_trained(asked, info, model, about)
@@ -432,6 +466,7 @@ def first_model(
     with run.model_device():
         info, weights = start.choose(asked, run.resumed, run.initial, texts)
         model = make_model(info, weights, args.dropout, args.joint_dropout)
+    start.tell(asked, info, model)
     model.trains_ctc = "ctc" in loss_weights(info)
     family = start.family(asked)
     released.adapt(asked.origin, family, info, model, weights, run.resumed, run.initial, args.seed)
@@ -455,7 +490,9 @@ def fit_vocabulary(
         before, weights = start.saved_model(run.initial)
     if items := splits.some_items(data, seed, NEW_ROWS_UTTERANCES):
         batch = next(to_device([collate(items)], torch.device("cpu")))
-        fit_new_rows(model, batch, info.new_pieces, weights, before.config["vocabulary"])
+        texts = sample_texts(data.corpus, seed)
+        shares = vocabulary.shares(data.tokenizer, texts, info.new_pieces)
+        fit_new_rows(model, batch, info.new_pieces, shares, weights, before.config["vocabulary"])
 
 
 def first_fit(args, asked: start.Options, run: Run, info: ModelInfo) -> Callable | None:
@@ -481,6 +518,13 @@ def new_rows(info: ModelInfo, model: Parakeet) -> optim.NewRows | None:
         return None
     names = [name for name, _ in model.named_parameters() if name in vocabulary.ROWS]
     return optim.NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
+
+
+def first_frozen(args, info: ModelInfo) -> optim.Frozen | None:
+    """The encoder stays as it is until the rows of new pieces have learned something."""
+    if info.new_pieces or args.freeze_encoder_steps is not None:
+        return optim.Frozen("encoder.", args.freeze_encoder_steps)
+    return None
 
 
 def make_task(
@@ -522,7 +566,8 @@ def make_task(
         decay_embeddings=False,
         fine_tunes=info.pretrained,
         new_rows=new_rows(info, model),
-        vocabulary=start.vocabulary(info, run.initial),
+        frozen_first=first_frozen(args, info),
+        vocabulary=start.rows_by_piece(info, run.initial),
         compares=bool(asked.origin.path),
         adapters=functools.partial(released.usual_adapters, start.family(asked), info),
     )
@@ -534,7 +579,7 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    goals = (*released.GOALS, "train_tokenizer")
+    goals = (*released.GOALS, "train_tokenizer", "tokenizer", "add_tokens")
     if args.evaluate or released.exports_only(asked.origin, goals):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -542,21 +587,24 @@ def main(args) -> None:
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
     read = functools.cache(lambda: read_data(args, before))
-    info, model = first_model(args, asked, run, lambda: read()["train"].texts)
+    info, model = first_model(args, asked, run, lambda: replay.texts(read()))
     corpora = read()
     tokenizer = start.tokenizer_of(info)
     check_texts(args, corpora, tokenizer, info.own_vocabulary)
     data = {}
     for name, corpus in corpora.items():
-        data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
+        data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
-    global_batches = GlobalBatches(args, data.pop("train"), collate, run.setup)
+    new, old = data.pop("train"), data.pop("replay", None)
+    global_batches = GlobalBatches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
-    train(args, run, model, task, global_batches, evaluation["val"])
+    task = dataclasses.replace(task, watched=replay.watched(evaluation))
+    progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_and_export, asked, info, run_info, model, evaluation)
-    finish(args, run, model, task, evaluation["val"], report)
+    if finish(args, run, model, task, evaluation["val"], report):
+        recogniser.add_watched(asked.how, progress)
 
 
 if __name__ == "__main__":

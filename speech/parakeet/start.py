@@ -13,17 +13,10 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import card, onnx_files, recogniser, released
 from speech.layers import quieten_branches
-from speech.parakeet import formats, settings
+from speech.parakeet import formats, settings, vocabulary
+from speech.parakeet.languages import AUTO, COLUMNS, NAME, are_names, are_slots, slot_of, with_new
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
-from speech.parakeet.vocabulary import (
-    NEW_PIECES,
-    ROWS,
-    row_names,
-    tokenizer_kind,
-    train_tokenizer,
-    with_new_vocabulary,
-)
 from speech.released import Origin
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
@@ -91,20 +84,22 @@ FORMS = released.Forms(
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
 TRAINING = (
-    "train_tokenizer", "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
+    "new_language", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
 )  # fmt: skip
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *released.EXCLUDES,
+    *vocabulary.EXCLUDES,
     ("transcribe", "export", "give one of them"),
     ("transcribe", "export_adapter", "give one of them"),
-    ("vocab_size", "train_tokenizer char", "the second has the characters of the training texts"),
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
     *released.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
+    ("new_language", ("like",), ""),
+    ("like", ("new_language",), ""),
 )
 LOSS = {  # a schema of records.mismatch
     "sigma": lambda value: 0 <= value < 10,
@@ -118,9 +113,11 @@ LOSS = {  # a schema of records.mismatch
 class ModelInfo:
     """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
     settings (`ctc` is the share of the CTC head's loss), the settings of the released model that an
-    export keeps, whether it began from released weights, and whether its vocabulary was made from
-    the training texts. `new_pieces`: the ids of pieces that the released model does not have, which
-    learn at a rate of their own."""
+    export keeps, whether it began from released weights, and whether its vocabulary is another one
+    than the released model's, apart from added pieces. `new_pieces`: the ids of pieces that the
+    released model does not have, which learn at a rate of their own. `languages`: the slots of the
+    prompt, by name; `new_languages`: those that the released model does not have, and the one that
+    each began as."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
@@ -129,21 +126,26 @@ class ModelInfo:
     pretrained: bool
     own_vocabulary: bool = False
     new_pieces: list[int] = field(default_factory=list)
+    languages: Annotated[dict, are_slots] = field(default_factory=dict)
+    new_languages: Annotated[dict, are_names] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Options:
     """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
-    `tokenizer`: the kind of the pieces that are made from the training texts, "bpe" or "char"; None
-    for the model's own, or a new model's usual ones. `loss`: settings that replace the model's.
-    `export_format`: "hf", "nemo" or "onnx"."""
+    `vocabulary`: its changes. `loss`: settings that replace the model's. `export_format`: "hf",
+    "nemo" or "onnx". `language`: what a model with a prompt is told where the data do not say it;
+    `new_language`: a name, and the one of the language that it begins as; `lookahead`: frames that
+    a streaming model waits for in evaluation."""
 
     origin: Origin
     how: recogniser.Options
-    tokenizer: str | None
-    vocab_size: int | None
+    vocabulary: vocabulary.Asked
     loss: dict
     export_format: str
+    language: str | None
+    new_language: tuple[str, str] | None
+    lookahead: int | None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -159,24 +161,38 @@ def add_arguments(parser) -> None:
             " sherpa-onnx and onnx-asr (hf)"
         ),
     )
-    group.add_argument(
-        "--vocab_size",
-        type=options.number(int, 2, settings.CONFIG["vocabulary"][-1]),
-        metavar="N",
-        help=(
-            f"pieces of --train_tokenizer bpe ({NEW_PIECES}; from scratch by --model_size; demo:"
-            " characters)"
-        ),
-    )
-    group.add_argument(
-        "--train_tokenizer",
-        choices=["bpe", "char"],
-        help=(
-            "make a new vocabulary from the training texts, for a script that the released model"
-            " cannot write (on from scratch)"
-        ),
-    )
+    vocabulary.add_arguments(parser)
+    add_language_arguments(parser)
     add_loss_arguments(parser)
+
+
+def add_language_arguments(parser) -> None:
+    group = parser.add_argument_group("Nemotron: language and streaming")
+    group.add_argument(
+        "--language",
+        metavar="NAME",
+        help=(
+            "the language of utterances whose manifest has none (lang, language, locale,"
+            " target_lang), and of files to transcribe (these: auto), such as fi-FI"
+        ),
+    )
+    group.add_argument(
+        "--new_language",
+        metavar="xx-YY",
+        help="teach a language that the model does not know, in a free slot of its prompt",
+    )
+    group.add_argument(
+        "--like", metavar="NAME", help="the known language that --new_language begins as"
+    )
+    group.add_argument(
+        "--lookahead",
+        type=options.number(int, 0, 1000),
+        metavar="FRAMES",
+        help=(
+            "of 80 ms that a streaming model waits for in evaluation and transcripts (the model's"
+            " usual one); in training each utterance has one of the model's"
+        ),
+    )
 
 
 def add_loss_arguments(parser) -> None:
@@ -230,6 +246,13 @@ def resolve(args, is_demo: bool) -> Options:
             f"{origin.flag} and --vocab_size: a released model has its own vocabulary; add"
             " --train_tokenizer bpe to make a new one, or leave the second out"
         )
+    if args.freeze_encoder_steps and origin.may_be_random and not args.init_from:
+        raise UsageError(
+            "--freeze_encoder_steps: this run begins with a random encoder, which has to learn;"
+            " leave it out"
+        )
+    if args.new_language and not NAME.fullmatch(args.new_language):
+        raise UsageError(f"--new_language {args.new_language}: give it the form of fi-FI")
     loss = {
         "sigma": args.tdt_sigma,
         "omega": args.tdt_omega,
@@ -239,10 +262,12 @@ def resolve(args, is_demo: bool) -> Options:
     return Options(
         origin=origin,
         how=recogniser.resolve(args, is_demo, has_times=True),
-        tokenizer=args.train_tokenizer,
-        vocab_size=args.vocab_size,
+        vocabulary=vocabulary.resolve(args),
         loss={name: value for name, value in loss.items() if value is not None},
         export_format=args.export_format or "hf",
+        language=args.language,
+        new_language=(args.new_language, args.like) if args.new_language else None,
+        lookahead=args.lookahead,
     )
 
 
@@ -264,7 +289,7 @@ def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
     with torch.device("meta"):
         model = network(info)
     adapted = [name for name, _ in model.named_modules() if name.endswith(ADAPTED[targets])]
-    whole = ("decoder.", "joint.", "ctc_head.")
+    whole = ("decoder.", "joint.", "ctc_head.", "prompt_projector.")
     return lora.Layers([name for name in adapted if not name.startswith(whole)], whole)
 
 
@@ -300,6 +325,9 @@ def make_model(
 def check(info: ModelInfo, name: str) -> None:
     """Raises `UsageError` if the parts of a saved info contradict each other."""
     formats.check_config(info.config, name)
+    slots = info.config.get("prompts", {"slots": 0})["slots"]
+    if bool(slots) != bool(info.languages) or slots <= max(info.languages.values(), default=-1):
+        raise UsageError(f"{name}: its languages are not those of a prompt with {slots} slots")
     tokenizer_of(info)
 
 
@@ -312,8 +340,8 @@ def makes_tokenizer(asked: Options, resumed: Saved | None, initial: Saved | None
     origin = asked.origin
     if resumed:
         return False
-    if asked.tokenizer:
-        return True
+    if asked.vocabulary.is_new:
+        return asked.vocabulary.kind is not None
     return not origin.path and (origin.may_be_random or initial is None)
 
 
@@ -330,14 +358,19 @@ def given_tokenizer(
         initial = checkpoint.read_weights(init_from, recipe, "--init_from")
     if makes_tokenizer(asked, resumed, initial):
         return None, True
-    if origin.path and not resumed:
+    wanted = asked.vocabulary
+    is_own = wanted.is_new
+    if wanted.file and not resumed:
+        state = None
+    elif origin.path and not resumed:
         state = formats.read_tokenizer(origin.path)
-        is_own = False
     else:
         saved = resumed or initial
         info = records.read(ModelInfo, saved.model_info, saved.path)
         state = info.tokenizer
         is_own = info.own_vocabulary
+    if not resumed:
+        state = vocabulary.new_state(wanted, state)
     return make_tokenizer(state, len(pieces(state))), is_own
 
 
@@ -346,20 +379,22 @@ def find_conflicts(asked: Options, info: ModelInfo, resumes: bool) -> list[str]:
     its vocabulary must stay."""
     origin = asked.origin
     found = released.conflicts(origin, info, ("d_model", "layers"))
-    keeps_vocabulary = resumes or not asked.tokenizer
-    if keeps_vocabulary and asked.vocab_size and asked.vocab_size != info.config["vocabulary"]:
-        has = info.config["vocabulary"]
-        found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {has})")
-    if asked.tokenizer and resumes and not info.own_vocabulary:
-        has = "the checkpoint has the released model's vocabulary"
-        found.append(f"--train_tokenizer {asked.tokenizer} ({has})")
-    elif asked.tokenizer and resumes and asked.tokenizer != tokenizer_kind(info):
-        has = f"the checkpoint has {tokenizer_kind(info)}"
-        found.append(f"--train_tokenizer {asked.tokenizer} ({has})")
+    wanted = asked.vocabulary
+    has = info.config["vocabulary"]
+    usual = range(has - len(wanted.added), has + 1)
+    if (resumes or not wanted.is_new) and wanted.size and wanted.size not in usual:
+        found.append(f"--vocab_size {wanted.size} (the checkpoint has {has})")
+    if resumes:
+        found += vocabulary.conflicts(wanted, info)
+    if resumes and asked.new_language and asked.new_language[0] not in info.languages:
+        has = "the checkpoint does not know it"
+        found.append(f"--new_language {asked.new_language[0]} ({has})")
     if origin.path and info.pretrained:
         theirs, _ = read(origin.path)
         config = {**theirs.config, "vocabulary": info.config["vocabulary"]}
-        is_same = info.own_vocabulary or pieces(theirs.tokenizer) == pieces(info.tokenizer)
+        names = pieces(theirs.tokenizer)
+        begins_alike = pieces(info.tokenizer)[: len(names)] == names  # others may be added
+        is_same = info.own_vocabulary or begins_alike
         if config != info.config or not is_same:
             has = "the checkpoint's model has another shape or vocabulary"
             found.append(f"{origin.flag} {origin.path} ({has})")
@@ -380,34 +415,90 @@ def choose(
         family(asked, resumes=resumed is not None),
         resumed,
         initial,
-        lambda: from_scratch(asked, texts()),
+        lambda: from_scratch(asked, texts),
     )
     if initial:  # what was new in that run has been trained
         info = dataclasses.replace(info, new_pieces=[])
-    is_initial = initial and not asked.origin.may_be_random
-    if asked.tokenizer and weights is None and is_initial:
-        weights = {name: tensor.clone() for name, tensor in initial.model.items()}
-    if asked.tokenizer and weights is not None:
-        info, weights = with_new_vocabulary(
-            info, weights, asked.tokenizer, asked.vocab_size, texts()
+    wanted = asked.vocabulary
+    if (wanted.is_new or wanted.added) and not resumed:
+        if weights is None and initial and not asked.origin.may_be_random:
+            weights = {name: tensor.clone() for name, tensor in initial.model.items()}
+        if weights is not None:
+            state = vocabulary.new_state(wanted, info.tokenizer, texts)
+            info, weights = vocabulary.with_new_vocabulary(info, weights, state, wanted.is_new)
+    if initial and info.languages:
+        before, _ = saved_model(initial)
+        info = dataclasses.replace(
+            info, languages=before.languages, new_languages=before.new_languages
         )
+    if asked.new_language and not resumed:
+        info = with_new_language(info, initial.model if initial else weights, *asked.new_language)
     check_export(asked, info)
     return with_loss(info, asked), weights
 
 
-def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
-    """A model with random weights and a vocabulary from `texts`."""
+def with_new_language(
+    info: ModelInfo, weights: dict[str, torch.Tensor] | None, name: str, like: str
+) -> ModelInfo:
+    """`info` with a further language in a free slot, which is filled in `weights`. Raises
+    `UsageError`."""
+    if not info.languages:
+        raise UsageError(f"--new_language {name}: this model is told no language; leave it out")
+    if weights is None:
+        raise UsageError(
+            f"--new_language {name}: a model from scratch knows no {like} to begin with; leave it"
+            " out"
+        )
+    slots = info.config["prompts"]["slots"]
+    columns = weights[COLUMNS]
+    names, weights[COLUMNS] = with_new(info.languages, columns, slots, name, like)
+    print(f"new language: {name} begins as {like}, in slot {names[name]} of {slots}")
+    if name not in tokenizer_of(info).tags:
+        print(f"its sentences end without a tag: --add_tokens '<{name}>' makes one")
+    new = {**info.new_languages, name: like}
+    return dataclasses.replace(info, languages=names, new_languages=new)
+
+
+def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
+    """Tells a model the language and the look-ahead of batches that name none. Raises `UsageError`
+    if it has none."""
+    if asked.language and not info.languages:
+        raise UsageError(
+            f"--language {asked.language}: this model is told no language; leave it out"
+        )
+    if info.languages:
+        known = AUTO if AUTO in info.languages else next(iter(info.languages))
+        name = asked.language or known
+        model.prompt = slot_of(name, info.languages, "--language")
+    if asked.lookahead is not None:
+        has = info.config.get("streaming")
+        if not has:
+            raise UsageError(
+                f"--lookahead {asked.lookahead}: this model hears whole utterances; leave it out"
+            )
+        if asked.lookahead not in has["lookaheads"] and has["left"] % (asked.lookahead + 1):
+            raise UsageError(
+                f"--lookahead {asked.lookahead}: chunks of {asked.lookahead + 1} frames do not"
+                f" divide the {has['left']} frames that this model sees before them; it was trained"
+                f" with {', '.join(map(str, sorted(has['lookaheads'])))}"
+            )
+        model.encoder.lookahead = asked.lookahead
+
+
+def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInfo:
+    """A model with random weights and, unless a flag names another one, a vocabulary from
+    `texts()`."""
     size = asked.origin.size
-    kind = asked.tokenizer
-    if kind is None:
-        is_demo = asked.origin.size_name == "demo" and asked.vocab_size is None
-        kind = "char" if is_demo else "bpe"
-    state, vocabulary = train_tokenizer(texts, kind, asked.vocab_size or size["vocabulary"])
+    wanted = asked.vocabulary
+    if not wanted.is_new:
+        is_demo = asked.origin.size_name == "demo" and wanted.size is None
+        wanted = dataclasses.replace(wanted, kind="char" if is_demo else "bpe")
+    state = vocabulary.new_state(wanted, None, texts, size["vocabulary"])
     has_ctc = size["ctc"]
     if "ctc" in asked.loss:
         has_ctc = asked.loss["ctc"] > 0
     return ModelInfo(
-        config={**size, "vocabulary": vocabulary, "ctc": has_ctc},
+        config={**size, "vocabulary": len(pieces(state)), "ctc": has_ctc},
         tokenizer=state,
         loss=SCRATCH_LOSS,
         source={},
@@ -418,7 +509,12 @@ def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
 
 def exported(info: ModelInfo) -> dict:
     """What an export has besides weights and configuration."""
-    return {"tokenizer": info.tokenizer, "source": info.source, "loss": info.loss}
+    return {
+        "tokenizer": info.tokenizer,
+        "source": info.source,
+        "loss": info.loss,
+        "languages": info.languages,
+    }
 
 
 def check_export(asked: Options, info: ModelInfo) -> None:
@@ -432,13 +528,14 @@ def saved_model(saved: Saved) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
     return records.read(ModelInfo, saved.model_info, saved.path), saved.model
 
 
-def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+def rows_by_piece(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
     """What the rows of the embedding and of the output layers mean, here and in the weights of
     --init_from."""
     if initial is None:
         return None
     before = records.read(ModelInfo, initial.model_info, initial.path)
-    return checkpoint.Vocabulary(ROWS, row_names(info), row_names(before))
+    tokens = map(vocabulary.row_names, (info, before))
+    return checkpoint.Vocabulary(vocabulary.ROWS, *tokens)
 
 
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
