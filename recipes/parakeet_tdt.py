@@ -41,7 +41,6 @@ import torch.nn.functional as F
 
 from common import checkpoint, device, lora, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
-from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
@@ -55,6 +54,7 @@ from speech.parakeet import decoding, languages, start, vocabulary, windows
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
 from speech.parakeet.scratch import fit_new_rows, fit_to_data
+from speech.parakeet.settings import kind_of
 from speech.parakeet.start import ModelInfo, make_model
 from speech.parakeet.tokenizer import ParakeetTokenizer
 from speech.splits import RunInfo
@@ -166,7 +166,7 @@ class Utterances:
         self.tokenizer = tokenizer
         self.training = training
         self.omega = info.loss["omega"] if training else 0.0
-        self.reduction = info.loss["reduction"]
+        self.reductions = reductions(info)
         self.frequency_mask_width = FREQUENCY_MASK_BANDS / info.config["num_mel_bins"]
         self.prompts = None
         if info.languages:
@@ -201,8 +201,8 @@ class Utterances:
         return speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
 
     def item(self, index: int, epoch: int) -> dict:
-        """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, the
-        factor and the count of its loss, masks of SpecAugment, the slot of its language, and the
+        """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, factors
+        and counts of its loss terms, masks of SpecAugment, the slot of its language, and the
         look-ahead of its chunks."""
         args = self.args
         transcript = self.corpus.texts[index]
@@ -222,12 +222,15 @@ class Utterances:
             "audio": waveform,
             "tokens": torch.tensor(tokens, dtype=torch.long),
             "plain": bool(random.random() < self.omega),
-            "factor": 1 / max(1, len(tokens)) if self.reduction == "mean" else 1.0,
-            "count": len(tokens) if self.reduction == "mean_volume" else 1,
+            "factors": {},
+            "counts": {},
             "text": transcript,
             "name": self.corpus.where(index),
             "index": index,
         }
+        for term, reduction in self.reductions.items():
+            item["factors"][term] = 1 / max(1, len(tokens)) if reduction == "mean" else 1.0
+            item["counts"][term] = len(tokens) if reduction == "mean_volume" else 1
         if self.training and args.spec_augment:
             width = self.frequency_mask_width
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, width)
@@ -240,16 +243,21 @@ class Utterances:
 
 
 def collate(items: list[dict]) -> dict:
-    """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths, factors (B,) of the
-    losses, and prompts (B,) and lookaheads (B,) of a model that has some; counts are the numbers of targets of each loss term."""
+    """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths; for each loss term
+    factors (B,) of its losses and the number of its targets; prompts (B,) and lookaheads (B,) of a
+    model that has some."""
     batch = {
         "names": [item["name"] for item in items],
         "texts": [item["text"] for item in items],
         "indices": [item["index"] for item in items],
         "plain": [item["plain"] for item in items],
         "seconds": [len(item["audio"]) / SAMPLE_RATE for item in items],
-        "factors": torch.tensor([item["factor"] for item in items], dtype=torch.float64),
+        "counts": {},
     }
+    for term in items[0]["counts"]:
+        factors = [item["factors"][term] for item in items]
+        batch[f"{term}_factors"] = torch.tensor(factors, dtype=torch.float64)
+        batch["counts"][term] = sum(item["counts"][term] for item in items)
     batch["audio"], batch["audio_lengths"] = pad([item["audio"] for item in items])
     batch["tokens"], batch["tokens_lengths"] = pad([item["tokens"] for item in items])
     if "time_masks" in items[0]:
@@ -258,57 +266,72 @@ def collate(items: list[dict]) -> dict:
     for key in ("prompt", "lookahead"):
         if key in items[0]:
             batch[f"{key}s"] = torch.tensor([item[key] for item in items])
-    batch["counts"] = {
-        "tdt": sum(item["count"] for item in items),
-        "ctc": int(batch["tokens_lengths"].sum()),
-    }
     return batch
 
 
 # --- loss -----------------------------------------------------------------------------------------
 
 
+def loss_weights(info: ModelInfo) -> dict[str, float]:
+    """The terms of the loss: "tdt" or "rnnt" of a transducer, "ctc" of a CTC head."""
+    transducer = kind_of(info.config)
+    if transducer == "ctc":
+        return {"ctc": 1.0}
+    share = info.loss.get("ctc", 0.0)
+    return {transducer: 1.0 - share, "ctc": share} if share else {transducer: 1.0}
+
+
+def reductions(info: ModelInfo) -> dict[str, str]:
+    """How each term of the loss is made a mean."""
+    of_ctc = info.loss.get("ctc_reduction", "mean_volume")  # older checkpoints do not have it
+    found = dict.fromkeys(loss_weights(info), of_ctc)
+    found[kind_of(info.config)] = info.loss["reduction"]
+    return found
+
+
 def losses(
     model: Parakeet, batch: dict, encoded: torch.Tensor, frames: list[int]
 ) -> dict[str, torch.Tensor]:
-    """Sums over the batch of the TDT loss and, if the model has a CTC head that is trained, of the
-    CTC loss. `encoded` (B, T, D) has the `frames` that are valid."""
+    """Sums over the batch of the loss of the transducer, if the model has one, and of its CTC head,
+    if that is trained. `encoded` (B, T, D) has the `frames` that are valid."""
     counts = torch.tensor(frames)
     lengths = batch["tokens_lengths_host"]
-    lattice = Lattice(
-        batch["tokens"],
-        counts,
-        lengths,
-        model.joint.durations,
-        model.sigma,
-        torch.tensor(batch["plain"]),
-        model.joint.dropout if model.training else 0.0,
-    )
-    tdt = model.joint(model.encoder_projector(encoded), model.predict(batch["tokens"]), lattice)
-    terms = {"tdt": (tdt * batch["factors"].to(tdt.dtype)).sum()}
+    terms = {}
+    if model.joint is not None:
+        lattice = Lattice(
+            batch["tokens"],
+            counts,
+            lengths,
+            model.joint.durations,
+            model.sigma,
+            torch.tensor(batch["plain"]),
+            model.fastemit,
+            model.joint.dropout if model.training else 0.0,
+        )
+        projected = model.encoder_projector(encoded)
+        terms[kind_of(model.config)] = model.joint(
+            projected, model.predict(batch["tokens"]), lattice
+        )
     if model.trains_ctc:
-        logits = upcast(model.ctc_head(encoded.transpose(1, 2)))  # (B, V + 1, T)
         terms["ctc"] = F.ctc_loss(
-            logits.log_softmax(1).permute(2, 0, 1),
+            model.ctc_log_probs(encoded).transpose(0, 1),
             batch["tokens"],
             counts,
             lengths,
             blank=model.blank,
-            reduction="sum",
+            reduction="none",
             zero_infinity=True,
         )
-    return terms
+    return {
+        name: (losses * batch[f"{name}_factors"].to(losses.dtype)).sum()
+        for name, losses in terms.items()
+    }
 
 
 def compute_loss(model: Parakeet, batch: dict) -> dict[str, torch.Tensor]:
     """Sums over the batch; the loop divides by the global batch's counts."""
     encoded, frames = model.encode(batch)
     return losses(model, batch, encoded, frames)
-
-
-def loss_weights(info: ModelInfo) -> dict[str, float]:
-    share = info.loss["ctc"]
-    return {"tdt": 1.0 - share, "ctc": share} if share else {"tdt": 1.0}
 
 
 # --- evaluation and transcripts -------------------------------------------------------------------
@@ -595,7 +618,7 @@ def main(args) -> None:
     for name, corpus in corpora.items():
         data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
-    new, old = data.pop("train"), data.pop("replay", None)
+    new, old = data.pop("train"), data.pop(replay.REPLAY, None)
     global_batches = GlobalBatches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)

@@ -14,14 +14,29 @@ from common.errors import UsageError
 from speech import card, onnx_files, recogniser, released
 from speech.layers import quieten_branches
 from speech.parakeet import formats, settings, vocabulary
-from speech.parakeet.languages import AUTO, COLUMNS, NAME, are_names, are_slots, slot_of, with_new
+from speech.parakeet.languages import (
+    AUTO,
+    COLUMNS,
+    NAME,
+    USUAL,
+    are_names,
+    are_slots,
+    slot_of,
+    with_new,
+)
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
 from speech.released import Origin
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
-SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
+SCRATCH_LOSS = {
+    "sigma": 0.02,
+    "omega": 0.1,
+    "fastemit": 0.0,
+    "reduction": "mean_volume",
+    "ctc_reduction": "mean_volume",
+}
 CTC_WEIGHT = 0.3  # share of the CTC head's loss, as in NVIDIA's hybrid models
 # Peak learning rates: NVIDIA's advice for fine-tuning depends on the hours of speech; from scratch
 # the rate depends on the model's width.
@@ -35,11 +50,11 @@ SCRATCH_RATE = 5e-4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR = ("linear1", "linear2", "subsampling.linear", "encoder_projector")
 ADAPTED = {"q,v": ("q_proj", "v_proj"), "attention": ATTENTION, "linear": (*ATTENTION, *LINEAR)}
-CARDS = {  # by --export_format
+CARDS = {  # by --export_format; NAME, KIND and CLASS stand for the model's
     "hf": card.Form(
         library="transformers",
         task=card.RECOGNITION,
-        family="Parakeet-TDT",
+        family="NAME",
         use="""
 from transformers import pipeline
 
@@ -49,7 +64,7 @@ print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"
     "nemo": card.Form(
         library="nemo",
         task=card.RECOGNITION,
-        family="Parakeet-TDT",
+        family="NAME",
         use="""
 from nemo.collections.asr.models import ASRModel
 
@@ -59,8 +74,8 @@ print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
     "onnx": card.Form(
         library="onnx",
         task=card.RECOGNITION,
-        family="Parakeet-TDT",
-        use=onnx_files.USE.replace("TYPE", "nemo-conformer-tdt"),
+        family="NAME",
+        use=onnx_files.USE.replace("TYPE", "nemo-conformer-KIND"),
     ),
 }
 
@@ -69,23 +84,31 @@ ADAPTER_CARD = dataclasses.replace(
     library="peft",
     use="""
 from peft import PeftModel
-from transformers import ParakeetForTDT
+from transformers import CLASS
 
-base = ParakeetForTDT.from_pretrained("BASE")  # the folder of the base model
+base = CLASS.from_pretrained("BASE")  # the folder of the base model
 model = PeftModel.from_pretrained(base, "FOLDER")
 """,
 )
 
 FORMS = released.Forms(
-    family="Parakeet-TDT",
+    family="Parakeet",
     folder="a Hugging Face folder",
     file="NVIDIA's model.nemo",
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
 TRAINING = (
-    "new_language", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
+    "new_language", "ctc_weight", "tdt_sigma", "tdt_omega", "fastemit_lambda", "loss_reduction",
+    "joint_dropout",
 )  # fmt: skip
+LOSS_FLAGS = {  # of one kind of model or two
+    "tdt_sigma": ("tdt",),
+    "tdt_omega": ("tdt",),
+    "fastemit_lambda": ("tdt", "rnnt"),
+    "joint_dropout": ("tdt", "rnnt"),
+    "ctc_weight": ("tdt", "rnnt"),
+}
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *released.EXCLUDES,
@@ -104,7 +127,9 @@ NEEDS = (
 LOSS = {  # a schema of records.mismatch
     "sigma": lambda value: 0 <= value < 10,
     "omega": lambda value: 0 <= value <= 1,
+    "fastemit?": lambda value: 0 <= value <= 1,
     "reduction": set(REDUCTIONS),
+    "ctc_reduction?": set(REDUCTIONS),
     "ctc?": lambda value: 0 <= value <= 1,
 }
 
@@ -112,12 +137,12 @@ LOSS = {  # a schema of records.mismatch
 @dataclass(frozen=True)
 class ModelInfo:
     """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
-    settings (`ctc` is the share of the CTC head's loss), the settings of the released model that an
-    export keeps, whether it began from released weights, and whether its vocabulary is another one
-    than the released model's, apart from added pieces. `new_pieces`: the ids of pieces that the
-    released model does not have, which learn at a rate of their own. `languages`: the slots of the
-    prompt, by name; `new_languages`: those that the released model does not have, and the one that
-    each began as."""
+    settings (`ctc` is the share of the CTC head's loss beside a transducer's, `ctc_reduction` its
+    reduction), the settings of the released model that an export keeps, whether it began from
+    released weights, and whether its vocabulary is another one than the released model's, apart
+    from added pieces. `new_pieces`: the ids of pieces that the released model does not have, which
+    learn at a rate of their own. `languages`: the slots of the prompt, by name; `new_languages`:
+    those that the released model does not have, and the one that each began as."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
@@ -133,16 +158,19 @@ class ModelInfo:
 @dataclass(frozen=True)
 class Options:
     """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
-    `vocabulary`: its changes. `loss`: settings that replace the model's. `export_format`: "hf",
-    "nemo" or "onnx". `language`: what a model with a prompt is told where the data do not say it;
-    `new_language`: a name, and the one of the language that it begins as; `lookahead`: frames that
-    a streaming model waits for in evaluation."""
+    `vocabulary`: its changes. `loss`: settings that replace the model's. `loss_flags`: those of
+    LOSS_FLAGS that were given. `export_format`: "hf", "nemo" or "onnx". `decoding`: "transducer",
+    "ctc", or None for the model's usual one. `language`: what a model with a prompt is told where
+    the data do not say it; `new_language`: a name, and the one of the language that it begins as;
+    `lookahead`: frames that a streaming model waits for in evaluation."""
 
     origin: Origin
     how: recogniser.Options
     vocabulary: vocabulary.Asked
     loss: dict
+    loss_flags: frozenset[str]
     export_format: str
+    decoding: str | None
     language: str | None
     new_language: tuple[str, str] | None
     lookahead: int | None
@@ -160,6 +188,11 @@ def add_arguments(parser) -> None:
             "form of --export: a folder for transformers, one with NeMo's model.nemo, or one for"
             " sherpa-onnx and onnx-asr (hf)"
         ),
+    )
+    group.add_argument(
+        "--decoding",
+        choices=["transducer", "ctc"],
+        help="which part of a hybrid model writes the text (transducer)",
     )
     vocabulary.add_arguments(parser)
     add_language_arguments(parser)
@@ -207,7 +240,13 @@ def add_loss_arguments(parser) -> None:
         "--tdt_omega",
         type=options.SHARE,
         metavar="P",
-        help="chance that an utterance has the plain RNN-T loss (the model's, 0.1)",
+        help="chance that an utterance of TDT has the RNN-T loss (the model's, 0.1)",
+    )
+    loss.add_argument(
+        "--fastemit_lambda",
+        type=options.SHARE,
+        metavar="X",
+        help="FastEmit: a transducer writes labels earlier, 0.001 to 0.01 is usual (the model's)",
     )
     loss.add_argument(
         "--loss_reduction",
@@ -256,7 +295,9 @@ def resolve(args, is_demo: bool) -> Options:
     loss = {
         "sigma": args.tdt_sigma,
         "omega": args.tdt_omega,
+        "fastemit": args.fastemit_lambda,
         "reduction": args.loss_reduction,
+        "ctc_reduction": args.loss_reduction,
         "ctc": args.ctc_weight,
     }
     return Options(
@@ -264,7 +305,9 @@ def resolve(args, is_demo: bool) -> Options:
         how=recogniser.resolve(args, is_demo, has_times=True),
         vocabulary=vocabulary.resolve(args),
         loss={name: value for name, value in loss.items() if value is not None},
+        loss_flags=args.given & LOSS_FLAGS.keys(),
         export_format=args.export_format or "hf",
+        decoding=args.decoding,
         language=args.language,
         new_language=(args.new_language, args.like) if args.new_language else None,
         lookahead=args.lookahead,
@@ -300,7 +343,8 @@ def read(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
 
 
 def network(info: ModelInfo, dropout: float = 0.0, joint_dropout: float = 0.0) -> Parakeet:
-    return Parakeet(info.config, info.loss["sigma"], dropout, joint_dropout)
+    fastemit = info.loss.get("fastemit", 0.0)  # which older checkpoints do not have
+    return Parakeet(info.config, info.loss["sigma"], dropout, joint_dropout, fastemit)
 
 
 def make_model(
@@ -460,8 +504,13 @@ def with_new_language(
 
 
 def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
-    """Tells a model the language and the look-ahead of batches that name none. Raises `UsageError`
-    if it has none."""
+    """Tells a model which part writes the text, and the language and the look-ahead of batches that
+    name none. Raises `UsageError` if it has none."""
+    if asked.decoding:
+        if (model.ctc_head if asked.decoding == "ctc" else model.joint) is None:
+            part = "CTC head" if asked.decoding == "ctc" else "transducer"
+            raise UsageError(f"--decoding {asked.decoding}: the model has no {part}; leave it out")
+        model.decodes_ctc = asked.decoding == "ctc"
     if asked.language and not info.languages:
         raise UsageError(
             f"--language {asked.language}: this model is told no language; leave it out"
@@ -504,6 +553,7 @@ def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInf
         source={},
         pretrained=False,
         own_vocabulary=True,
+        languages=dict(USUAL) if "prompts" in size else {},
     )
 
 
@@ -540,11 +590,17 @@ def rows_by_piece(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabula
 
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
     """`info` with the settings of the loss that the flags ask for. Raises `UsageError`."""
+    kind = settings.kind_of(info.config)
+    for flag in sorted(asked.loss_flags):
+        if kind not in LOSS_FLAGS[flag]:
+            name = settings.family_of(info.config).name
+            raise UsageError(f"--{flag}: a {name} model has no use for it; leave it out")
     loss = {**info.loss, **asked.loss}
-    if loss["reduction"] not in REDUCTIONS:
+    reductions = [loss["reduction"], loss.get("ctc_reduction")]
+    if not {*reductions} <= {*REDUCTIONS, None}:
         raise UsageError(
-            f"{asked.origin.path}: the model's loss reduction is {loss['reduction']!r}, and its"
-            " sum over a batch depends on the batch's size; choose a --loss_reduction"
+            f"{asked.origin.path}: the model's loss reduction is 'sum', and its sum over a batch"
+            " depends on the batch's size; choose a --loss_reduction"
         )
     if not info.config["ctc"] and asked.loss.get("ctc"):
         raise UsageError(f"--ctc_weight {loss['ctc']:g}: the model has no CTC head; leave it out")
@@ -575,7 +631,18 @@ def export_trained(asked: Options, info: ModelInfo, model: Parakeet, about: card
 
 def export_adapter(asked: Options, about: card.About) -> None:
     """Writes the adapters of a run for peft. Raises `UsageError` and `RunError`."""
-    released.export_adapter(asked.origin, family(asked), about, ADAPTER_CARD)
+    released.export_adapter(asked.origin, family(asked), about, adapter_card)
+
+
+def adapter_card(info: ModelInfo) -> card.Form:
+    return _of_model(ADAPTER_CARD, info)
+
+
+def _of_model(form: card.Form, info: ModelInfo) -> card.Form:
+    """`form` with the names of this model's family."""
+    family = settings.family_of(info.config)
+    use = form.use.replace("CLASS", family.architecture).replace("KIND", family.kind)
+    return dataclasses.replace(form, family=family.name, use=use)
 
 
 def export(
@@ -585,6 +652,6 @@ def export(
     folder = asked.origin.export
     form = asked.export_format
     about = dataclasses.replace(about, is_new=not info.pretrained)
-    text = card.readme(Path(folder).resolve().name, about, CARDS[form])
+    text = card.readme(Path(folder).resolve().name, about, _of_model(CARDS[form], info))
     names = formats.export(folder, form, weights, info.config, exported(info), text)
     print(f"exported to {folder}: {', '.join(names)}")

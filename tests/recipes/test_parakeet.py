@@ -267,7 +267,7 @@ def test_longer_utterances_in_the_batch_change_no_gradient(noise):
     info, items = make_items(noise, ctc=False)
     model, chosen = make_model(info.config).train(), 1  # the shortest
     batch = moved(items)
-    batch["factors"] *= torch.arange(len(items)) == chosen
+    batch["tdt_factors"] *= torch.arange(len(items)) == chosen
     alone = gradient_of(recipe.compute_loss(model, moved([items[chosen]]))["tdt"], model)
     together = gradient_of(recipe.compute_loss(model, batch)["tdt"], model)
     assert alone.norm() > 0.01 and (together - alone).norm() <= 1e-10 * alone.norm()
@@ -325,11 +325,10 @@ def test_reductions_differ_by_their_factors_and_counts(noise):
         by_reduction[reduction] = terms["tdt"].item() / batch["counts"]["tdt"]
         lengths = batch["tokens_lengths"].double()
         factors = 1 / lengths if reduction == "mean" else torch.ones(8)
-        assert torch.equal(batch["factors"], factors.double())
-        assert batch["counts"] == {
-            "tdt": lengths.sum() if reduction == "mean_volume" else 8,
-            "ctc": lengths.sum(),
-        }
+        count = int(lengths.sum()) if reduction == "mean_volume" else 8
+        for term in ("tdt", "ctc"):
+            assert torch.equal(batch[f"{term}_factors"], factors.double())
+            assert batch["counts"][term] == count
     total = by_reduction["mean_batch"] * 8
     assert by_reduction["mean_volume"] == pytest.approx(total / sum(map(len, TEXTS)))
     assert by_reduction["mean"] < by_reduction["mean_batch"]
@@ -535,7 +534,7 @@ def test_released_weights_hear_silence_noise_and_other_levels(noise):
         both = min(len(item["audio"]), len(before["audio"]))
         change = (item["audio"][:both] - before["audio"][:both]).abs().max()
         assert change > 0.01  # more than dither
-        for key in ("tokens", "text", "count"):
+        for key in ("tokens", "text", "counts"):
             assert np.array_equal(item[key], before[key])
         assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(data.seconds(1)[index], abs=0.001)
     off, _ = make_utterances(noise, "--no_wave_augment")
@@ -824,7 +823,7 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
     state, before = newest(tmp_path, recipe), formats.read_model(path[1])[0]
     has_ctc = form == "nemo"
     assert state.model_info["pretrained"] and state.model_info["config"]["ctc"] == has_ctc
-    expected = {**start.SCRATCH_LOSS, "ctc": 0.3} if has_ctc else {**formats.LOSS, "ctc": 0.0}
+    expected = {**start.SCRATCH_LOSS, "ctc": 0.3} if has_ctc else {**settings.TDT.loss, "ctc": 0.0}
     assert state.model_info["loss"] == expected
     kept = [name for name, value in state.model.items() if torch.equal(value, before[name])]
     assert set(statistics_of(before)) <= set(kept) and len(kept) < len(before) / 2
@@ -949,6 +948,29 @@ def test_terminated_in_mid_epoch_and_resumed_it_ends_with_the_same_bits(
     assert process.returncode == 143 and "stopped by SIGTERM: step 2 is saved" in err, err
     assert "(step 2)" in ran(recipe, *tuning, "--output_dir", tmp_path)
     assert_same_end(tmp_path, reference)
+
+
+def test_old_utterances_and_a_watched_set(released, manifests, konkani, tmp_path):
+    val, both = Path(konkani["val"]), tmp_path / "both.json"
+    rows = [json.loads(line) for line in val.read_text(encoding="utf-8").splitlines()]
+    for number, row in enumerate(rows):
+        row["audio_filepath"] = str(val.parent / row["audio_filepath"])
+        row["lang"] = f"k{number % 2}"
+    both.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [*manifests[:2], "--val_manifest", both, "--model_dir", released / "hf"]
+    flags += ["--export", tmp_path / "export"]
+    out = runs.check_replay(recipe, tmp_path, konkani["train"], val, *flags)
+    table = out[out.index("\nWER ") :].splitlines()[1:4]
+    assert table[0].split()[:5] == ["WER", "before", "training", "best", "(step"]
+    assert [line[:14] for line in table[1:]] == ["evaluation set", "watched val   "]
+    lines = out[out.index("\nby language:") :].splitlines()[3:5]
+    assert [line.split()[0] for line in lines] == ["k0", "k1"]
+    results = json.loads((tmp_path / "whole" / "logs" / "results.json").read_text())
+    counts = [results["languages"][name]["utterances"] for name in ("k0", "k1")]
+    assert counts == [(len(rows) + 1) // 2, len(rows) // 2]
+    assert results["watched"]["watched val"]["before"][0] == 0
+    text = (tmp_path / "export" / "README.md").read_text()
+    assert "| val, watched in training |" in text and "| replayed | " in text
 
 
 def test_two_ranks_train_as_one_does(released, manifests, tmp_path):

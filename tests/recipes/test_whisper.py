@@ -28,6 +28,7 @@ from recipes import whisper_morse as morse
 from recipes import whisper_vietnamese as vietnamese
 from speech import splits
 from speech.audio import SAMPLE_RATE, read_audio
+from speech.columns import Codes
 from speech.morse import synthesis
 from speech.whisper import decoding, formats, start
 from speech.whisper.model import LAYERS, Whisper
@@ -400,6 +401,7 @@ def ragged_items() -> tuple[dict, list[dict]]:
         for name, value in item.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 item[name] = value.double()
+        item["language"] = ""  # the other recipe's clips have one
     padded = [len(item["audio"]) > item["heard"] for item in items]
     assert any(padded) and not all(padded) and len({item["heard"] for item in items}) > 4
     return info, items
@@ -476,7 +478,7 @@ def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(recipe):
         {key: value for key, value in item.items() if key != "alignment"} for item in items[:3]
     ]
     search = decoding.make_search(tokenizer, info.generation, info.config["vocab_size"])
-    rate = decoding.TokenRate(None, 0)
+    rate = decoding.TokenRate([], 0)
     rate.per_second = 50.0  # as if it had been measured
     terms = {"attention": 0.7, "ctc": 0.3}
     evaluate = functools.partial(recipe.evaluate, tokenizer, search, rate, terms, model)
@@ -634,6 +636,22 @@ def make_windows(with_times, recorded, folder, *flags, share: float = 0.5, name:
     return vietnamese.Utterances(args, corpus, tokenizer, info, True, share)
 
 
+def test_a_row_has_the_token_of_its_language(with_times, recorded, tmp_path):
+    data = make_windows(with_times, recorded, tmp_path)
+    names = {number: name for name, number in data.tokenizer.specials.items()}
+    count = len(data.corpus)
+    data.corpus.languages = Codes([("", "en", "vi-VN", "kok")[row % 4] for row in range(count)])
+    alone = data.alone()
+    for index in range(count):
+        expected = ("<|vi|>", "<|en|>", "<|vi|>", "<|vi|>")[index % 4]
+        for item in (data.item(index, 0), alone.item(index, 0)):
+            tokens = item["tokens"].tolist()
+            place = tokens.index(data.tokenizer.start)
+            assert names[tokens[place + 1]] == expected
+    batch = vietnamese.collate([alone.item(index, 0) for index in range(4)])
+    assert batch["languages"] == ["", "en", "vi-VN", "kok"]
+
+
 def test_windows_as_tokens_and_labels(with_times, recorded, tmp_path):
     data = make_windows(
         with_times, recorded, tmp_path, "--pad_share", "0", "--max_target_tokens", 90
@@ -726,6 +744,25 @@ def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
     other = ["--test_manifest", recorded[-1], "--output_dir", whole]
     other = ran(vietnamese, "--evaluate", *other)
     assert other[other.index("times, on ") :].splitlines()[0].split()[-2] != "before"
+
+
+def test_old_windows_and_a_watched_set(with_times, recorded, spoken, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
+    flags = [*recorded, "--model_dir", with_times / "listed", "--timestamp_share", 0.5]
+    runs.check_replay(vietnamese, tmp_path, spoken["test"], spoken["val"], *flags)
+
+
+def test_old_clips_and_watched_ones(spoken, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
+    for split in ("train", "val", "test"):
+        rows = [json.loads(line) for line in Path(spoken[split]).read_text().splitlines()]
+        for row in rows:
+            row["text"] = "SOS"
+            row["audio_filepath"] = str(Path(spoken[split]).parent / row["audio_filepath"])
+        (tmp_path / f"{split}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, val, test = (tmp_path / f"{split}.json" for split in ("train", "val", "test"))
+    flags = ["--train_manifest", train, "--val_manifest", val, "--from_scratch", *TINY]
+    runs.check_replay(morse, tmp_path, test, val, *flags)
 
 
 def test_a_run_without_times_is_resumed_without_them(with_times, recorded, tmp_path):
