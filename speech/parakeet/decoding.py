@@ -171,9 +171,10 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
     of {"start", "end", "text"} in seconds.
 
     Words, segments and times are NeMo's: punctuation takes no time, although the model predicts a
-    duration for it; it ends when the token before it ends. A segment ends with a
-    sentence. Unlike in NeMo, a piece of a script without spaces is a word, nothing ends after the utterance, punctuation at the start of a word
-    belongs to that word, and punctuation between spaces belongs to the word before it."""
+    duration for it; it ends when the token before it ends. A segment ends with a sentence. Unlike
+    in NeMo, a piece of a script without spaces is a word, nothing ends after the utterance,
+    punctuation at the start of a word belongs to that word, and punctuation between spaces belongs
+    to the word before it."""
     tokens = [token for token in tokens if not tokenizer.is_tag(token.piece)]
     timed: list[dict] = []
     for word in _words(tokens, tokenizer, frames):

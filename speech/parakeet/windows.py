@@ -58,14 +58,15 @@ def join(tokenizer, step: int, records: list[dict], pieces: list[Piece]) -> Join
 
 def in_order(windows: list[list[Token]]) -> list[Token]:
     """The tokens of all windows, in whose overlap times differ a little: none begins before the
-    one before it, or lasts longer than to the next one."""
+    one before it, and the last of a window lasts no longer than to the next one."""
     tokens: list[Token] = []
-    for token in (token for window in windows for token in window):
-        if tokens:
-            token = replace(token, frame=max(token.frame, tokens[-1].frame))
-            room = token.frame - tokens[-1].frame
+    for window in windows:
+        if tokens and window:
+            room = max(0, window[0].frame - tokens[-1].frame)
             tokens[-1] = replace(tokens[-1], duration=min(tokens[-1].duration, room))
-        tokens.append(token)
+        for token in window:
+            first = tokens[-1].frame if tokens else 0
+            tokens.append(replace(token, frame=max(token.frame, first)))
     return tokens
 
 
