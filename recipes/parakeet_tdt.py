@@ -50,7 +50,7 @@ from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
 from speech.long import PARTS, by_length
-from speech.parakeet import decoding, languages, start, vocabulary, windows
+from speech.parakeet import decoding, languages, live, start, vocabulary, windows
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
 from speech.parakeet.scratch import fit_new_rows, fit_to_data
@@ -446,6 +446,8 @@ def transcribe(args, asked: start.Options) -> None:
     setup = device.setup(args, quiet=True)
     info, model, before = trained(asked, setup)
     tokenizer = start.tokenizer_of(info)
+    if asked.stream:
+        return live.transcribe(asked.how, asked.stream, model, tokenizer, setup)
     decode = functools.partial(decoding.transcripts, model, tokenizer)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(model, tokenizer))

@@ -554,10 +554,12 @@ def print_transcripts(rows: Iterable[dict], with_names: bool, with_times: bool) 
     return count
 
 
-def keep_earlier(path: Path, new: Path) -> None:
-    """Renames transcripts at `path` that differ from those in the file `new`, because somebody may
-    have corrected them."""
-    if path.exists() and path.stat().st_size and not filecmp.cmp(path, new, shallow=False):
+def keep_earlier(path: Path, new: Path | None = None) -> None:
+    """Renames transcripts at `path`, unless they are equal to those in the file `new`, because
+    somebody may have corrected them."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    if new is None or not filecmp.cmp(path, new, shallow=False):
         number = 1
         while os.path.lexists(kept := path.with_name(f"{path.name}.earlier-{number}")):
             number += 1

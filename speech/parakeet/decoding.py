@@ -182,7 +182,7 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
         end = word["end"] * frame_seconds
         text = tokenizer.decode(word["pieces"]).strip()
         is_unknown = tokenizer.unknown in word["pieces"]
-        if timed and _is_mark("".join(text.split())) and not is_unknown:
+        if timed and is_mark("".join(text.split())) and not is_unknown:
             timed[-1]["end"] = round(end, 3)
             timed[-1]["text"] += f" {text}"
         elif text:
@@ -197,7 +197,7 @@ def _words(tokens: list[Token], tokenizer, frames: int) -> list[dict]:
     end = 0
     for token in tokens:
         piece = tokenizer.pieces[token.piece]
-        if not words or not _is_mark(piece.removeprefix(SPACE)):
+        if not words or not is_mark(piece.removeprefix(SPACE)):
             end = min(token.frame + token.duration, frames)
         begins = begins_word(token.piece, tokenizer)
         if words and tokenizer.spaces.issuperset(words[-1]["pieces"]):
@@ -222,7 +222,8 @@ def begins_word(piece: int, tokenizer) -> bool:
     )
 
 
-def _is_mark(text: str) -> bool:
+def is_mark(text: str) -> bool:
+    """Whether a text is punctuation alone."""
     return bool(text) and all(unicodedata.category(character)[0] == "P" for character in text)
 
 
