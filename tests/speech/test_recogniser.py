@@ -8,7 +8,7 @@ import soundfile
 import torch
 
 from common.device import Setup
-from speech import metrics, recogniser
+from speech import long, metrics, recogniser
 from speech.audio import SAMPLE_RATE
 from speech.columns import Codes
 from speech.morse import scores
@@ -123,14 +123,14 @@ def test_times_are_rounded_to_milliseconds_and_other_keys_stay():
         },
     ]
     pieces = [(0, 16_001), (16_001, 20_000), (20_000, 40_000), (40_007, 50_000)]
-    assert recogniser.in_recording(records, pieces) == {
+    assert long.moved(records, pieces) == {
         "words": [
             {"start": 0.1, "end": 0.25, "text": "a", "share": 0.5},
             {"start": 2.7, "end": 2.8, "text": "b"},
             {"start": 2.8, "end": 3.0, "text": "c"},
         ]
     }
-    assert recogniser.in_recording([{}, {}], pieces[:2]) == {}
+    assert long.moved([{}, {}], pieces[:2]) == {}
 
 
 def test_plain_texts_have_no_parts(spoken, tmp_path):
