@@ -494,6 +494,10 @@ def choose(
         )
     if asked.new_language and not resumed:
         info = with_new_language(info, initial.model if initial else weights, *asked.new_language)
+        name, like = asked.new_language
+        print(f"new language: {name} begins as {like}, in slot {info.languages[name]}")
+        if name not in tokenizer_of(info).tags:
+            print(f"its sentences end without a tag: --add_tokens '<{name}>' makes one")
     check_export(asked, info)
     return with_loss(info, asked), weights
 
@@ -513,9 +517,6 @@ def with_new_language(
     slots = info.config["prompts"]["slots"]
     columns = weights[COLUMNS]
     names, weights[COLUMNS] = with_new(info.languages, columns, slots, name, like)
-    print(f"new language: {name} begins as {like}, in slot {names[name]} of {slots}")
-    if name not in tokenizer_of(info).tags:
-        print(f"its sentences end without a tag: --add_tokens '<{name}>' makes one")
     new = {**info.new_languages, name: like}
     return dataclasses.replace(info, languages=names, new_languages=new)
 
