@@ -59,7 +59,9 @@ flags+=(--output_dir runs/parakeet_tdt) # a folder of its own for each recipe
 if only_uses_a_model; then run parakeet_tdt; fi
 usual=0.6b
 released=$(value_of --model_file --model_dir)
-if [ -e "$released" ] && [ "$(du -Lsm "$released" | cut -f 1)" -lt 1000 ]; then usual=110m; fi
+for file in "$released" "$released"/model.safetensors "$released"/*.nemo; do
+  if [ -f "$file" ] && [ "$(du -Lm "$file" | cut -f 1)" -lt 1000 ]; then usual=110m; fi
+done
 size_or_demo "$usual" --model_dir --model_file --train_manifest --from_scratch --init_from
 pick_row
 if is_new_model && ! given --init_from; then
