@@ -381,8 +381,8 @@ def report_results(
     eval_batches = evaluation[name].whole()
     rows = decode_words(tokenizer, model, eval_batches)
     title = f"{name} set, {weights}, {len(rows)} utterances"
-    languages = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, title, asked.how, languages=languages)
+    spoken = eval_batches.dataset.data.corpus.languages
+    recogniser.print_results(rows, title, asked.how, languages=spoken)
     return rows
 
 

@@ -1675,7 +1675,12 @@ def streaming(best, tmp_path_factory) -> Path:
     made = {}
 
     def change(saved: dict) -> None:
-        saved["model_info"]["config"]["streaming"] = {"left": 12, "lookaheads": [3, 0]}
+        saved["model_info"]["config"] |= {
+            "kind": "rnnt",
+            "durations": [],
+            "ctc": False,
+            "streaming": {"left": 12, "lookaheads": [3, 0]},
+        }
         torch.manual_seed(0)
         model = start.make_model(records.read(start.ModelInfo, saved["model_info"], "it"), None)
         fits = load_file(best)
