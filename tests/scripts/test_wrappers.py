@@ -330,7 +330,7 @@ def test_morse_rows_are_the_guides():
 
 
 def test_a_parakeet_from_scratch_has_the_size_of_the_row():
-    for tier, size in itertools.product(TIERS[PARAKEET], ("110m", "0.6b")):
+    for tier, size in itertools.product(TIERS[PARAKEET], ("110m", "0.6b", "nemotron")):
         for given in ([], DATA, ["--from_scratch"]):
             words = command_of(PARAKEET, tier, size, *given)
             args = resolved(PARAKEET, words)
@@ -340,7 +340,13 @@ def test_a_parakeet_from_scratch_has_the_size_of_the_row():
         for given in (MODEL, file, DATA, ["--from_scratch"], [*MODEL, *DATA]):
             default = command_of(PARAKEET, tier, *given)
             assert default == command_of(PARAKEET, tier, "0.6b", *given)
-    for row, evaluated in {"8gb 0.6b": 4, "16gb 0.6b": 8, "24gb 0.6b": 10, "a100 110m": 10}.items():
+    for row, evaluated in {
+        "8gb nemotron": 4,
+        "8gb 0.6b": 4,
+        "16gb 0.6b": 8,
+        "24gb 0.6b": 10,
+        "a100 110m": 10,
+    }.items():
         args = resolved(PARAKEET, command_of(PARAKEET, *row.split()))
         assert args.eval_batch_size == evaluated
 
