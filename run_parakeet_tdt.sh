@@ -7,7 +7,8 @@
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu.
 # SIZE: demo (default), 0.6b (default with --model_dir, --model_file, --train_manifest,
 # --from_scratch or --init_from), 110m, nemotron. A model from scratch has this size. A model from
-# --model_dir or --model_file has its own size, and SIZE only picks the row of the table.
+# --model_dir or --model_file has its own size, and SIZE only picks the row of the table: 110m by
+# itself for files of less than 1,000 MB, such as parakeet-tdt_ctc-110m.
 # DATA: auto (default: by the hours of speech in --train_manifest), small_data (under 2 h),
 # medium_data (under 20 h), large_data.
 # An update is 120 utterances in every tier, 48 with medium_data, 16 with small_data, 8 in the demo.
@@ -66,7 +67,10 @@ cpu   *    4 30 R
 read_arguments "$@"
 flags+=(--output_dir runs/parakeet_tdt) # a folder of its own for each recipe
 if only_uses_a_model; then run parakeet_tdt; fi
-size_or_demo 0.6b --model_dir --model_file --train_manifest --from_scratch --init_from
+usual=0.6b
+released=$(value_of --model_file --model_dir)
+if [ -e "$released" ] && [ "$(du -Lsm "$released" | cut -f 1)" -lt 1000 ]; then usual=110m; fi
+size_or_demo "$usual" --model_dir --model_file --train_manifest --from_scratch --init_from
 pick_row
 if is_new_model && ! given --init_from; then
   flags+=(--from_scratch --model_size "$size")
