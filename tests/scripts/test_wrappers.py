@@ -56,7 +56,7 @@ UPDATES = {
         "many": 256,
         **dict.fromkeys("tiny base small medium large turbo".split(), 96),
     },
-    PARAKEET: {"demo": 8, "110m": 120, "0.6b": 120},
+    PARAKEET: {"demo": 8, "110m": 120, "0.6b": 120, "nemotron": 120},
     XTTS: {"demo": 16, "full": 240},
 }
 
@@ -337,7 +337,9 @@ def test_a_parakeet_from_scratch_has_the_size_of_the_row():
             assert args.from_scratch and args.model_size == size
         file = ["--model_file", __file__]
         assert not resolved(PARAKEET, command_of(PARAKEET, tier, size, *file)).from_scratch
-        for given in (MODEL, file, DATA, ["--from_scratch"], [*MODEL, *DATA]):
+        small = command_of(PARAKEET, tier, *file)
+        assert small == command_of(PARAKEET, tier, "110m", *file)
+        for given in (MODEL, DATA, ["--from_scratch"], [*MODEL, *DATA]):
             default = command_of(PARAKEET, tier, *given)
             assert default == command_of(PARAKEET, tier, "0.6b", *given)
     for row, evaluated in {
