@@ -589,6 +589,8 @@ def make_task(
         f"model: {millions:.1f} M parameters, {tokenizer.size} pieces; learning rate"
         f" {args.learning_rate or lora.rate(model, rate):g}"
     )
+    if start.is_unified(info):
+        print("trained offline only: what this model does in streaming is not looked at")
     terms = loss_weights(info)
     return Task(
         RECIPE,

@@ -634,6 +634,11 @@ def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
     return dataclasses.replace(info, loss=loss)
 
 
+def is_unified(info: ModelInfo) -> bool:
+    """Whether the released model was trained for streaming, too, with the same weights."""
+    return "chunked_limited_with_rc" in info.source.get("yaml", "")
+
+
 def learning_rate(info: ModelInfo, hours: float) -> float:
     """The peak learning rate, by the model's start and the hours of speech."""
     if info.pretrained:

@@ -1,7 +1,7 @@
 """RNN-T and CTC models and hybrids against transformers: read, export, logits, losses, texts."""
 
+import dataclasses
 import os
-import types
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -100,10 +100,11 @@ def batch_of(clips: list[np.ndarray], texts: list[str], info: start.ModelInfo) -
     return next(to_device([recipe.collate(items)], torch.device("cpu")))
 
 
-def asked(**options) -> types.SimpleNamespace:
-    """`start.Options` of a run without flags but these."""
-    usual = {"loss": {}, "loss_flags": frozenset(), "origin": None}
-    return types.SimpleNamespace(**{**usual, **options})
+def asked(**changes) -> start.Options:
+    """What a run without flags but these asks for, as far as it matters here."""
+    names = [field.name for field in dataclasses.fields(start.Options)]
+    usual = {**dict.fromkeys(names), "loss": {}, "loss_flags": frozenset()}
+    return start.Options(**{**usual, **changes})
 
 
 def peer_of(kind: str, folder):
@@ -312,6 +313,8 @@ def test_the_offline_half_of_a_unified_model(tmp_path):
     content = settings_of(tmp_path / "b" / "model.nemo")
     assert {name: content["encoder"][name] for name in kept} == kept
     assert content["loss"]["offline_loss_weight"] == 0.3
+    assert start.is_unified(start.ModelInfo(read, **extras, pretrained=True))
+    assert not start.is_unified(start.ModelInfo(read, **{**extras, "source": {}}, pretrained=True))
 
 
 REFUSED = {
