@@ -337,18 +337,12 @@ def test_a_parakeet_from_scratch_has_the_size_of_the_row():
             assert args.from_scratch and args.model_size == size
         file = ["--model_file", __file__]
         assert not resolved(PARAKEET, command_of(PARAKEET, tier, size, *file)).from_scratch
-        small = command_of(PARAKEET, tier, *file)
-        assert small == command_of(PARAKEET, tier, "110m", *file)
         for given in (MODEL, DATA, ["--from_scratch"], [*MODEL, *DATA]):
             default = command_of(PARAKEET, tier, *given)
             assert default == command_of(PARAKEET, tier, "0.6b", *given)
-    for row, evaluated in {
-        "8gb nemotron": 4,
-        "8gb 0.6b": 4,
-        "16gb 0.6b": 8,
-        "24gb 0.6b": 10,
-        "a100 110m": 10,
-    }.items():
+        # A small file has a small model.
+        assert command_of(PARAKEET, tier, *file) == command_of(PARAKEET, tier, "110m", *file)
+    for row, evaluated in {"8gb 0.6b": 4, "16gb 0.6b": 8, "24gb 0.6b": 10, "a100 110m": 10}.items():
         args = resolved(PARAKEET, command_of(PARAKEET, *row.split()))
         assert args.eval_batch_size == evaluated
 
