@@ -564,10 +564,13 @@ def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInf
     has_ctc = size["ctc"]
     if "ctc" in asked.loss:
         has_ctc = asked.loss["ctc"] > 0
+    config = {**size, "vocabulary": len(pieces(state)), "ctc": has_ctc}
+    settings.check_config(config, "--from_scratch")
+    is_tdt = settings.kind_of(config) == "tdt"
     return ModelInfo(
-        config={**size, "vocabulary": len(pieces(state)), "ctc": has_ctc},
+        config=config,
         tokenizer=state,
-        loss=SCRATCH_LOSS,
+        loss=SCRATCH_LOSS if is_tdt else settings.family_of(config).loss,
         source={},
         pretrained=False,
         own_vocabulary=True,

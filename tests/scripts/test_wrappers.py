@@ -56,7 +56,7 @@ UPDATES = {
         "many": 256,
         **dict.fromkeys("tiny base small medium large turbo".split(), 96),
     },
-    PARAKEET: {"demo": 8, "110m": 120, "0.6b": 120},
+    PARAKEET: {"demo": 8, "110m": 120, "0.6b": 120, "nemotron": 120},
     XTTS: {"demo": 16, "full": 240},
 }
 
@@ -330,7 +330,7 @@ def test_morse_rows_are_the_guides():
 
 
 def test_a_parakeet_from_scratch_has_the_size_of_the_row():
-    for tier, size in itertools.product(TIERS[PARAKEET], ("110m", "0.6b")):
+    for tier, size in itertools.product(TIERS[PARAKEET], ("110m", "0.6b", "nemotron")):
         for given in ([], DATA, ["--from_scratch"]):
             words = command_of(PARAKEET, tier, size, *given)
             args = resolved(PARAKEET, words)
