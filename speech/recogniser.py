@@ -19,7 +19,7 @@ import torch
 from common import batches, files, memory, options, watching
 from common.device import Setup
 from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
-from speech import metrics, subtitles
+from speech import boosting, metrics, subtitles
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.augment import read_noises
 from speech.columns import Codes
@@ -65,8 +65,8 @@ class Options:
     (None if the recipe has one method only); a further way to compare texts; the files and folders
     to transcribe, the file that the transcripts are written to (None: they are printed), the
     longest piece of a recording in seconds (None: what the model reads), and whether they are
-    printed with times; where results are written,
-    and the seed that chooses examples."""
+    printed with times; phrases that are likelier; where results are written, and the seed that
+    chooses examples."""
 
     method: str | None = None
     beam_size: int | None = None
@@ -75,6 +75,7 @@ class Options:
     output: str | None = None
     piece_seconds: float | None = None
     timestamps: bool = False
+    boost: list[boosting.Phrase] = field(default_factory=list)
     batch_size: int = 8
     log_dir: Path = Path("logs")
     seed: int = 0
@@ -223,6 +224,7 @@ def resolve(
         output=output,
         piece_seconds=getattr(args, "piece_seconds", None),
         timestamps=getattr(args, "timestamps", False),
+        boost=boosting.resolve(args) if "boost" in vars(args) else [],
         batch_size=args.eval_batch_size,
         log_dir=args.log_dir,
         seed=args.seed,
@@ -446,27 +448,11 @@ def partial_of(path: Path) -> Path:
 def join_records(records: list[dict], pieces: list[Piece], cutting: Cutting) -> dict:
     """The "text" of a recording, the texts of its "pieces" with their times in seconds, and timed
     parts, from the records of its pieces."""
-    texts = [record.pop("text") for record in records]
-    text, spans = cutting.join(texts, pieces)
+    joined = cutting.join(records, pieces)
     timed = []
-    for start, end, part in spans:
+    for start, end, part in joined.pieces:
         timed.append({"start": start / SAMPLE_RATE, "end": end / SAMPLE_RATE, "text": part})
-    return {"text": text, "pieces": timed, **in_recording(records, pieces)}
-
-
-def in_recording(records: list[dict], pieces: list[Piece]) -> dict[str, list[dict]]:
-    """The timed parts ("start" and "end", seconds) in the records of a recording's pieces, with
-    times in the recording."""
-    whole: dict[str, list[dict]] = {}
-    for record, (begin, _) in zip(records, pieces, strict=True):
-        shift = begin / SAMPLE_RATE
-        for name, parts in record.items():
-            moved = whole.setdefault(name, [])
-            for part in parts:
-                start = round(part["start"] + shift, 3)
-                end = round(part["end"] + shift, 3)
-                moved.append({**part, "start": start, "end": end})
-    return whole
+    return {"text": joined.text, "pieces": timed, **joined.parts}
 
 
 @torch.no_grad()
@@ -498,7 +484,7 @@ def transcribe_files(
         cutting = BY_SILENCES
     elif longest and cutting is None:
         cutting = by_length(longest)
-    records_of = _decoder(decode, setup, parts)
+    records_of = decoder(decode, setup, parts)
 
     def transcript(path: Path, waveform: torch.Tensor) -> dict:
         row = {"file": str(path), "text": "", "seconds": len(waveform) / SAMPLE_RATE}
@@ -530,7 +516,7 @@ def transcribe_files(
         )
 
 
-def _decoder(
+def decoder(
     decode: Callable[[dict], list[str | dict]], setup: Setup, parts: tuple[str, ...]
 ) -> Callable[[list[torch.Tensor], str], list[dict]]:
     """The function that decodes waveforms of the file with a name to records, by `decode` (see
@@ -570,10 +556,12 @@ def print_transcripts(rows: Iterable[dict], with_names: bool, with_times: bool) 
     return count
 
 
-def keep_earlier(path: Path, new: Path) -> None:
-    """Renames transcripts at `path` that differ from those in the file `new`, because somebody may
-    have corrected them."""
-    if path.exists() and path.stat().st_size and not filecmp.cmp(path, new, shallow=False):
+def keep_earlier(path: Path, new: Path | None = None) -> None:
+    """Renames transcripts at `path`, unless they are equal to those in the file `new`, because
+    somebody may have corrected them."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    if new is None or not filecmp.cmp(path, new, shallow=False):
         number = 1
         while os.path.lexists(kept := path.with_name(f"{path.name}.earlier-{number}")):
             number += 1
