@@ -428,7 +428,7 @@ def given_tokenizer(
     is_own = wanted.is_new
     if wanted.file and not resumed:
         state = None
-    elif origin.path and not resumed:
+    elif origin.path and not resumed and not (initial and initial.lora):
         state = formats.read_tokenizer(origin.path)
     else:
         saved = resumed or initial
@@ -483,12 +483,17 @@ def choose(
         initial,
         lambda: from_scratch(asked, texts),
     )
+    if (
+        initial and initial.lora
+    ):  # a flag names the model that the adapters are for: not another one
+        info, trained = saved_model(initial)
+        weights = {**weights, **_copies(lora.without_adapters(trained))}
     if initial:  # what was new in that run has been trained
         info = dataclasses.replace(info, new_pieces=[])
     wanted = asked.vocabulary
     if (wanted.is_new or wanted.added) and not resumed:
         if weights is None and initial and not asked.origin.may_be_random:
-            weights = {name: tensor.clone() for name, tensor in initial.model.items()}
+            weights = _copies(initial.model)
         if weights is not None:
             state = vocabulary.new_state(wanted, info.tokenizer, texts)
             info, weights = vocabulary.with_new_vocabulary(info, weights, state, wanted.is_new)
@@ -505,6 +510,12 @@ def choose(
             print(f"its sentences end without a tag: --add_tokens '<{name}>' makes one")
     check_export(asked, info)
     return with_loss(info, asked), weights
+
+
+def _copies(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the default device, which is "meta" for a planned run."""
+    device = torch.get_default_device()
+    return {name: tensor.to(device, copy=True) for name, tensor in weights.items()}
 
 
 def with_new_language(
