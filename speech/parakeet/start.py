@@ -79,6 +79,28 @@ print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
     ),
 }
 
+PROMPTED = {  # by library: the use of a model that is told the language, here "auto"
+    "transformers": """
+import librosa
+from transformers import AutoModel, AutoProcessor
+
+processor = AutoProcessor.from_pretrained("FOLDER")
+model = AutoModel.from_pretrained("FOLDER")
+audio, rate = librosa.load("recording.wav", sr=16_000)
+inputs = processor(audio, sampling_rate=rate, language="auto")
+tokens = model.generate(**inputs).sequences
+print(processor.batch_decode(tokens, skip_special_tokens=True)[0])
+""",
+    "nemo": """
+from nemo.collections.asr.models import ASRModel
+from nemo.collections.asr.models.rnnt_bpe_models_prompt import RNNTPromptTranscribeConfig
+
+model = ASRModel.restore_from("FOLDER/model.nemo")
+told = RNNTPromptTranscribeConfig(target_lang="auto")
+print(model.transcribe(["recording.wav"], override_config=told))
+""",
+}
+
 ADAPTER_CARD = dataclasses.replace(
     CARDS["hf"],
     library="peft",
@@ -683,7 +705,8 @@ def adapter_card(info: ModelInfo) -> card.Form:
 def _of_model(form: card.Form, info: ModelInfo) -> card.Form:
     """`form` with the names of this model's family."""
     family = settings.family_of(info.config)
-    use = form.use.replace("CLASS", family.architecture).replace("KIND", family.kind)
+    use = PROMPTED.get(form.library, form.use) if info.languages else form.use
+    use = use.replace("CLASS", family.architecture).replace("KIND", family.kind)
     return dataclasses.replace(form, family=family.name, use=use)
 
 
