@@ -1,0 +1,87 @@
+"""What a small Parakeet forgets of its first language while it learns a second one, with and
+without replay.
+
+    python benchmarks/forgetting.py
+
+A model is trained on Konkani, exported, and fine-tuned on Vietnamese: synthetic speech of both, as
+in the recipes' demos. Its vocabulary gets the letters that it lacks. The table has the error rates
+of both languages' test sets. Everything is kept in --dir, and a run that has ended is not made
+again. The model is small and its speech synthetic: compare the rows with each other only."""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.new_language import run_command
+from common import files
+from common.errors import RunError, exit_with_one_line
+from speech import demo
+
+OLD_SIZES = {"train": 3000, "val": 100, "test": 200}  # utterances of Konkani, as in the demo
+NEW_SIZES = {"train": 1500, "val": 100, "test": 200}  # of Vietnamese
+OLD_STEPS = 800
+NEW_STEPS = 400
+RATE = 5e-4  # a released model needs less; this one is small
+SHARES = (0.0, 0.1, 0.3)  # of replay
+
+
+def recipe(folder: Path, flags: list, log: Path) -> None:
+    """Runs the recipe. Raises `RunError`."""
+    command = [sys.executable, "recipes/parakeet_tdt.py", *flags, "--output_dir", folder]
+    command += ["--resume", "auto"]
+    status, _ = run_command(command, ROOT, log)
+    if status:
+        raise RunError(f"{' '.join(map(str, command))} ended with {status}: see {log}")
+
+
+def letters(manifests: dict[str, str], path: Path) -> None:
+    """Writes the characters of a corpus to a file, one a line."""
+    found: set[str] = set()
+    for line in files.read_text(manifests["train"]).splitlines():
+        found.update(files.parse_json(line)["text"])
+    files.write_text(path, "".join(f"{letter}\n" for letter in sorted(found - {" "})))
+
+
+def split_flags(manifests: dict[str, str]) -> list[str]:
+    return [word for name in manifests for word in (f"--{name}_manifest", manifests[name])]
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    old = demo.speech_corpus(
+        folder / "konkani_corpus", demo.KONKANI_WORDS, demo.KONKANI_VOICES, OLD_SIZES
+    )
+    new = demo.speech_corpus(
+        folder / "vietnamese_corpus", demo.VIETNAMESE_WORDS, demo.VIETNAMESE_VOICES, NEW_SIZES
+    )
+    konkani = folder / "konkani"
+    if not konkani.is_dir():
+        flags = ["--from_scratch", "--model_size", "demo", "--max_steps", OLD_STEPS]
+        flags += ["--export", konkani, *split_flags(old)]
+        recipe(folder / "konkani_run", flags, folder / "konkani.log")
+    letters(new, folder / "letters.txt")
+    print("| replay | Konkani before | Konkani after | Vietnamese |\n|---|---|---|---|")
+    for share in SHARES:
+        run = folder / f"replay_{share:g}"
+        results = run / "logs" / "results.json"
+        if not results.is_file():
+            flags = ["--model_dir", konkani, *split_flags(new), "--max_steps", NEW_STEPS]
+            flags += ["--add_tokens", folder / "letters.txt", "--watch_manifest", old["test"]]
+            flags += ["--learning_rate", RATE]
+            if share:
+                flags += ["--replay_manifest", old["train"], "--replay_share", share]
+            recipe(run, flags, folder / f"replay_{share:g}.log")
+        print(row(share, files.read_json(results)))
+
+
+def row(share: float, results: dict) -> str:
+    watched = results["watched"]
+    return f"| {share:g} | {watched} |"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", type=Path, default=Path("runs/forgetting"), help="kept files")
+    exit_with_one_line(lambda: main(parser.parse_args().dir))
