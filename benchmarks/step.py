@@ -54,8 +54,8 @@ from common.loop import run_global_batch
 from recipes import konkani_conformer as konkani
 from recipes import parakeet_tdt, whisper_vietnamese, xtts_amharic
 from speech.audio import SAMPLE_RATE
-from speech.parakeet import formats as parakeet_formats
 from speech.parakeet import model as parakeet
+from speech.parakeet import settings as parakeet_settings
 from speech.whisper import formats as whisper_formats
 from speech.whisper import model as whisper
 from speech.xtts import codec, frozen
@@ -309,7 +309,7 @@ def parakeet_clips(args) -> list[dict]:
 
 
 def parakeet_step(args, options: tuple[str, ...], clips: list[dict]) -> tuple:
-    config = parakeet_formats.make_config(
+    config = parakeet_settings.make_config(
         args.width, args.layers, args.width // 128, (640, 2), args.vocabulary
     )
     model = parakeet.Parakeet(config, SIGMA)

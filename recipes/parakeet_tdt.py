@@ -50,7 +50,7 @@ from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factor
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
-from speech.parakeet import decoding, start
+from speech.parakeet import decoding, start, vocabulary
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
 from speech.parakeet.scratch import fit_new_rows, fit_to_data
@@ -123,7 +123,7 @@ def check_texts(
 ) -> None:
     """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
     lacking = unknown.not_encoded(tokenizer)
-    unknown.check_unknown(corpora, lacking, args.allow_unknown, start.NEW_VOCABULARY, is_own)
+    unknown.check_unknown(corpora, lacking, args.allow_unknown, vocabulary.NEW_VOCABULARY, is_own)
 
 
 def check_data(args, asked: start.Options) -> None:
@@ -476,8 +476,8 @@ def new_rows(info: ModelInfo, model: Parakeet) -> optim.NewRows | None:
     """The rows of pieces that the released model does not have."""
     if not (info.pretrained and info.new_pieces):
         return None
-    names = [name for name, _ in model.named_parameters() if name in start.ROWS]
-    return optim.NewRows(dict.fromkeys(names, info.new_pieces), start.NEW_ROWS_RATE)
+    names = [name for name, _ in model.named_parameters() if name in vocabulary.ROWS]
+    return optim.NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
 
 
 def make_task(

@@ -23,7 +23,7 @@ from speech.headers import in_threads
 AUDIO_KEYS = "audio_filepath audio_file file_name path audio wav filename file".split()
 TEXT_KEYS = ("text", "transcription", "sentence", "transcript", "normalized_text")
 SPEAKER_KEYS = ("speaker", "speaker_name", "client_id", "speaker_id")
-LANGUAGE_KEYS = ("lang", "language", "locale")
+LANGUAGE_KEYS = ("target_lang", "lang", "language", "locale")  # the first that a row has
 OTHER_KEYS = ("offset", "duration", "label", "segments")
 SEGMENT_OVERLAP = 1e-3  # seconds by which the rounded times of consecutive segments may overlap
 # Characters: six hours of speech with segment times, even if every letter is a JSON escape.

@@ -51,17 +51,17 @@ def read_json(file: Path) -> dict:
     return files.read_json(file)
 
 
-def read_description(folder: Path, model_type: str) -> dict:
-    """A Hugging Face folder's config.json. Raises `UsageError` if it describes another type of
-    model."""
+def read_description(folder: Path, *model_types: str) -> dict:
+    """A Hugging Face folder's config.json. Raises `UsageError` if it describes a model of none of
+    these types."""
     file = folder / "config.json"
     if not file.is_file():
         raise UsageError(f"{folder} holds no config.json: it is not a Hugging Face model folder")
     content = read_json(file)
-    if content.get("model_type") != model_type:
+    if content.get("model_type") not in model_types:
         kind = str(content.get("model_type"))[:40]
         raise UsageError(
-            f"{file} describes a model of type {kind!r}; this recipe takes {model_type}"
+            f"{file} describes a model of type {kind!r}; this recipe takes {' or '.join(model_types)}"
         )
     return content
 

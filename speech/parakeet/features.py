@@ -2,6 +2,7 @@
 AudioToMelSpectrogramPreprocessor)."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from speech.audio import SAMPLE_RATE
@@ -26,12 +27,14 @@ def frames(samples):
 
 
 class MelFeatures(nn.Module):
-    """Waveforms (B, T) at 16 kHz and their lengths (B,) to log-mel features (B, F, M) with mean 0
-    and deviation 1 in every band over the valid frames, F = max(frames(lengths)), in fp32 or better
-    also under autocast. Padding becomes 0."""
+    """Waveforms (B, T) at 16 kHz and their lengths (B,) to log-mel features (B, F, M), F =
+    max(frames(lengths)), in fp32 or better also under autocast. They have mean 0 and deviation 1 in
+    every band over the valid frames, unless a model hears speech before its end is known
+    (`normalised`). Padding becomes 0."""
 
-    def __init__(self, num_mel_bins: int):
+    def __init__(self, num_mel_bins: int, normalised: bool = True):
         super().__init__()
+        self.normalised = normalised
         filters = mel_filters(
             N_FFT // 2 + 1, SAMPLE_RATE / 2, num_mel_bins, SAMPLE_RATE, "slaney", True
         )
@@ -46,21 +49,27 @@ class MelFeatures(nn.Module):
             x = waveforms[:, 1:] - PRE_EMPHASIS * waveforms[:, :-1]
             x = torch.cat([waveforms[:, :1], x], dim=1)
             x = x.masked_fill(~valid_mask(lengths, x.shape[1]), 0.0)
-            x = torch.stft(
-                x,
-                N_FFT,
-                HOP,
-                WINDOW,
-                self.window,
-                center=True,
-                pad_mode="constant",
-                return_complex=True,
-            )
-            x = x[:, :, :count].abs().square().transpose(1, 2)  # (B, F, N_FFT / 2 + 1)
-            x = (x @ self.filters + FLOOR).log()  # (B, F, M)
+            x = self.of_windows(F.pad(x, (N_FFT // 2, N_FFT // 2)))[:, :count]
             lengths = frames(lengths)
             valid = valid_mask(lengths, count)[:, :, None]
+            if not self.normalised:
+                return x.masked_fill(~valid, 0.0)
             total = lengths[:, None, None]
             mean = (x * valid).sum(1, keepdim=True) / total
             variance = ((x - mean).square() * valid).sum(1, keepdim=True) / (total - 1).clamp_min(1)
             return ((x - mean) / (variance.sqrt() + EPSILON)).masked_fill(~valid, 0.0)
+
+    def of_windows(self, x: torch.Tensor) -> torch.Tensor:
+        """Waveforms after pre-emphasis (B, N_FFT + HOP (F - 1)) to features (B, F, M) that are not
+        normalised. A frame sees the WINDOW samples in the middle of its N_FFT."""
+        x = torch.stft(x, N_FFT, HOP, WINDOW, self.window, center=False, return_complex=True)
+        x = x.abs().square().transpose(1, 2)  # (B, F, N_FFT / 2 + 1)
+        return (x @ self.filters + FLOOR).log()
+
+    def step(self, waveform: torch.Tensor) -> torch.Tensor:
+        """The features (1, F, M) of the samples (WINDOW + HOP (F - 1) + 1,) of a longer waveform,
+        which begin with the one before them."""
+        with torch.autocast(waveform.device.type, enabled=False), full_fp32(waveform.device):
+            x = waveform[1:] - PRE_EMPHASIS * waveform[:-1]
+            beside = (N_FFT - WINDOW) // 2
+            return self.of_windows(F.pad(x[None], (beside, beside)))

@@ -1,5 +1,4 @@
-"""Parakeet-TDT's weights on disk: NVIDIA's `.nemo` archives and Hugging Face folders
-(`parakeet_tdt`)."""
+"""Parakeet's weights on disk: NVIDIA's `.nemo` archives and Hugging Face folders."""
 
 import hashlib
 import json
@@ -9,213 +8,31 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, files, records
+from common import checkpoint, files
 from common.errors import UsageError
 from common.records import MISSING
 from speech import model_files
 from speech.audio import SAMPLE_RATE
 from speech.parakeet import archive, onnx, tokenizer
-from speech.parakeet.features import FLOOR, HOP, N_FFT, PRE_EMPHASIS, WINDOW, MelFeatures
+from speech.parakeet.features import MelFeatures
 from speech.parakeet.model import Parakeet
+from speech.parakeet.settings import (
+    FEATURES,
+    FEATURIZER,
+    HEAD,
+    HEAD_AFTER_DROPOUT,
+    Family,
+    check_config,
+    family_of,
+    family_of_archive,
+    family_of_folder,
+    model_types,
+)
 
 COUNTER = "num_batches_tracked"  # the only tensors of integers
 # The loss of the released models; Hugging Face's form does not hold it.
 LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean"}
 REDUCTIONS = ("mean", "mean_batch", "mean_volume", "sum")
-
-
-def _are_durations(values) -> bool:
-    if type(values) is not list or not 0 < len(values) <= 64:
-        return False
-    if not all(records.is_within(value, range(1001)) for value in values):
-        return False
-    return len(set(values)) == len(values) and max(values) > 0
-
-
-# A schema for `records.mismatch`. `vocabulary` is without the blank; `ctc`: a CTC head beside the
-# transducer.
-CONFIG = {
-    "num_mel_bins": range(1, 513),
-    "d_model": range(4, 8193, 2),
-    "layers": range(1, 129),
-    "heads": range(1, 129),
-    "ffn": range(1, (1 << 16) + 1),
-    "kernel": range(1, 256, 2),
-    "subsampling": {2, 4, 8},
-    "channels": range(1, 4097),
-    "biases": bool,
-    "scale_input": bool,
-    "prediction_width": range(1, 8193),
-    "prediction_layers": range(1, 17),
-    "joint_width": range(1, 8193),
-    "vocabulary": range(1, 200_001),
-    "max_symbols": range(1, 1001),
-    "durations": _are_durations,
-    "ctc": bool,
-}
-# The keys in both forms, and the value if a key is missing; None: it must be there.
-NEMO = {
-    "num_mel_bins": ("encoder.feat_in", None),
-    "d_model": ("encoder.d_model", None),
-    "layers": ("encoder.n_layers", None),
-    "heads": ("encoder.n_heads", 4),
-    "kernel": ("encoder.conv_kernel_size", 31),
-    "subsampling": ("encoder.subsampling_factor", 4),
-    "channels": ("encoder.subsampling_conv_channels", -1),
-    "biases": ("encoder.use_bias", True),
-    "scale_input": ("encoder.xscaling", True),
-    "prediction_width": ("decoder.prednet.pred_hidden", None),
-    "joint_width": ("joint.jointnet.joint_hidden", None),
-    "prediction_layers": ("decoder.prednet.pred_rnn_layers", None),
-    "durations": ("loss.tdt_kwargs.durations", None),
-    "max_symbols": ("decoding.greedy.max_symbols", 10),
-}
-HF = {
-    "num_mel_bins": ("encoder_config.num_mel_bins", 80),
-    "d_model": ("encoder_config.hidden_size", 1024),
-    "layers": ("encoder_config.num_hidden_layers", 24),
-    "heads": ("encoder_config.num_attention_heads", 8),
-    "ffn": ("encoder_config.intermediate_size", 4096),
-    "kernel": ("encoder_config.conv_kernel_size", 9),
-    "subsampling": ("encoder_config.subsampling_factor", 8),
-    "channels": ("encoder_config.subsampling_conv_channels", 256),
-    "biases": ("encoder_config.attention_bias", True),
-    "scale_input": ("encoder_config.scale_input", True),
-    "prediction_width": ("decoder_hidden_size", 640),
-    "prediction_layers": ("num_decoder_layers", 2),
-    "durations": ("durations", [0, 1, 2, 3, 4]),
-    "max_symbols": ("max_symbols_per_step", 10),
-}
-# Settings that the network here has in one form only, with their accepted values.
-NEMO_FIXED = {
-    "loss.loss_name": ("tdt",),
-    "preprocessor.sample_rate": (SAMPLE_RATE, MISSING),
-    "preprocessor.window_size": (WINDOW / SAMPLE_RATE,),
-    "preprocessor.window_stride": (HOP / SAMPLE_RATE, MISSING),
-    "preprocessor.n_window_size": (WINDOW, None, MISSING),
-    "preprocessor.n_window_stride": (HOP, None, MISSING),
-    "preprocessor.window": ("hann", MISSING),
-    "preprocessor.normalize": ("per_feature", MISSING),
-    "preprocessor.n_fft": (N_FFT, None, MISSING),
-    "preprocessor.preemph": (PRE_EMPHASIS, MISSING),
-    "preprocessor.lowfreq": (0, None, MISSING),
-    "preprocessor.highfreq": (8000, None, MISSING),
-    "preprocessor.log": (True, MISSING),
-    "preprocessor.log_zero_guard_type": ("add", MISSING),
-    "preprocessor.log_zero_guard_value": (FLOOR, MISSING),
-    "preprocessor.exact_pad": (False, MISSING),
-    "preprocessor.mag_power": (2.0, MISSING),
-    "preprocessor.mel_norm": ("slaney", MISSING),
-    "preprocessor.frame_splicing": (1, MISSING),
-    "preprocessor.pad_value": (0, MISSING),
-    "encoder.subsampling": ("dw_striding",),
-    "encoder.causal_downsampling": (False, MISSING),
-    "encoder.reduction": (None, MISSING),
-    "encoder.reduction_factor": (1, None, MISSING),
-    "encoder.self_attention_model": ("rel_pos", MISSING),
-    "encoder.att_context_size": ([-1, -1], [[-1, -1]], None, MISSING),
-    "encoder.att_context_style": ("regular", MISSING),
-    "encoder.untie_biases": (True, MISSING),
-    "encoder.conv_norm_type": ("batch_norm", MISSING),
-    "encoder.conv_context_size": (None, MISSING),
-    "encoder.conv_context_style": ("regular", MISSING),
-    "decoder.normalization_mode": (None, MISSING),
-    "decoder.blank_as_pad": (True, MISSING),
-    "joint.jointnet.activation": ("relu",),
-    "tokenizer.type": ("bpe", "BPE"),
-    **{
-        f"{part}._target_": (f"nemo.collections.asr.modules.{name}", MISSING)
-        for part, name in {
-            "preprocessor": "AudioToMelSpectrogramPreprocessor",
-            "encoder": "ConformerEncoder",
-            "decoder": "RNNTDecoder",
-            "joint": "RNNTJoint",
-            "aux_ctc.decoder": "ConvASRDecoder",
-        }.items()
-    },
-}
-HF_FIXED = {
-    "hidden_act": ("relu", MISSING),
-    "encoder_config.hidden_act": ("silu", MISSING),
-    "encoder_config.subsampling_conv_kernel_size": (3, MISSING),
-    "encoder_config.subsampling_conv_stride": (2, MISSING),
-}
-FEATURES = {  # of ParakeetFeatureExtractor
-    "sampling_rate": SAMPLE_RATE, "hop_length": HOP, "n_fft": N_FFT, "win_length": WINDOW,
-    "preemphasis": PRE_EMPHASIS, "padding_value": 0.0,
-}  # fmt: skip
-NAMES = {  # parts of names: NeMo's to Hugging Face's
-    "encoder.pre_encode.conv.": "encoder.subsampling.layers.",
-    "encoder.pre_encode.out.": "encoder.subsampling.linear.",
-    ".conv.batch_norm.": ".conv.norm.",
-    ".self_attn.linear_q.": ".self_attn.q_proj.",
-    ".self_attn.linear_k.": ".self_attn.k_proj.",
-    ".self_attn.linear_v.": ".self_attn.v_proj.",
-    ".self_attn.linear_out.": ".self_attn.o_proj.",
-    ".self_attn.linear_pos.": ".self_attn.relative_k_proj.",
-    ".self_attn.pos_bias_u": ".self_attn.bias_u",
-    ".self_attn.pos_bias_v": ".self_attn.bias_v",
-    "decoder.prediction.embed.": "decoder.embedding.",
-    "decoder.prediction.dec_rnn.lstm.": "decoder.lstm.",
-    "joint.enc.": "encoder_projector.",
-    "joint.pred.": "decoder.decoder_projector.",
-    "joint.joint_net.2.": "joint.head.",
-    "ctc_decoder.decoder_layers.0.": "ctc_head.",
-}
-NAMES_BACK = {hf: nemo for nemo, hf in NAMES.items()}
-FEATURIZER = "preprocessor.featurizer."  # NeMo's window (400,) and mel filters (1, bins, 257)
-# The last layer of NeMo's joint network without and with dropout.
-HEAD = "joint.joint_net.1."
-HEAD_AFTER_DROPOUT = "joint.joint_net.2."
-
-
-def make_config(
-    d_model: int,
-    layers: int,
-    heads: int,
-    prediction: tuple[int, int],
-    vocabulary: int = 1024,
-    **others,
-) -> dict:
-    """A configuration with the proportions of the released models. `prediction`: width and layers
-    of the prediction network. `others` replace further values."""
-    config = {
-        "num_mel_bins": 128,
-        "d_model": d_model,
-        "layers": layers,
-        "heads": heads,
-        "ffn": 4 * d_model,
-        "kernel": 9,
-        "subsampling": 8,
-        "channels": 256,
-        "biases": False,
-        "scale_input": False,
-        "prediction_width": prediction[0],
-        "prediction_layers": prediction[1],
-        "joint_width": prediction[0],
-        "vocabulary": vocabulary,
-        "durations": [0, 1, 2, 3, 4],
-        "max_symbols": 10,
-        "ctc": False,
-    }
-    return {**config, **others}
-
-
-SIZES = {  # the demo's texts are short words, letter by letter
-    "demo": make_config(144, 4, 4, (192, 1), num_mel_bins=80, channels=64, subsampling=4),
-    "110m": make_config(
-        512, 17, 8, (640, 1), num_mel_bins=80, biases=True, scale_input=True, ctc=True
-    ),
-    "0.6b": make_config(1024, 24, 8, (640, 2), 8192),
-}
-
-
-def check_config(config: dict, path: str | Path) -> None:
-    """Raises `UsageError` for a configuration that no Parakeet can have."""
-    if reason := records.mismatch(config, CONFIG, "its configuration"):
-        raise UsageError(f"{path}: {reason}, which is out of range for Parakeet")
-    if config["d_model"] % config["heads"]:
-        raise UsageError(f"{path}: heads does not divide d_model")
 
 
 def expected_shapes(config: dict) -> dict[str, tuple[int, ...]]:
@@ -234,18 +51,19 @@ def _rename(name: str, parts: dict[str, str]) -> str:
     return name
 
 
-def nemo_to_hf(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def nemo_to_hf(state: dict[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
     """Renames tensors to Hugging Face's names and leaves out NeMo's window and mel filters."""
     renamed = {}
     for name, tensor in state.items():
         if not name.startswith(FEATURIZER):
-            renamed[_rename(name.replace(HEAD, HEAD_AFTER_DROPOUT, 1), NAMES)] = tensor
+            renamed[_rename(name.replace(HEAD, HEAD_AFTER_DROPOUT, 1), family.names)] = tensor
     return renamed
 
 
-def hf_to_nemo(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def hf_to_nemo(state: dict[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
     """Renames tensors to NeMo's names for a joint network with dropout."""
-    return {_rename(name, NAMES_BACK): tensor for name, tensor in state.items()}
+    names = {hf: nemo for nemo, hf in family.names.items()}
+    return {_rename(name, names): tensor for name, tensor in state.items()}
 
 
 # --- settings in both forms -----------------------------------------------------------------------
@@ -321,7 +139,7 @@ def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     path = _place(path)
     read = _read_folder if os.path.isdir(path) else _read_nemo
     weights, config, extras = read(path)
-    model_files.check_shapes(weights, expected_shapes(config), path, "Parakeet-TDT")
+    model_files.check_shapes(weights, expected_shapes(config), path, family_of(config).name)
     size = len(tokenizer.pieces(extras["tokenizer"]))
     if size != config["vocabulary"]:
         raise UsageError(
@@ -356,8 +174,8 @@ def _place(path: str | Path) -> Path:
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
-    content = model_files.read_description(folder, "parakeet_tdt")
-    config = _hf_config(content, folder / "config.json")
+    content = model_files.read_description(folder, *model_types())
+    config = _hf_config(content, family_of_folder(content["model_type"]), folder / "config.json")
     generation = None
     if (folder / "generation_config.json").is_file():
         generation = model_files.read_json(folder / "generation_config.json")
@@ -377,9 +195,9 @@ def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     return model_files.read_folder(folder, COUNTER), config, extras
 
 
-def _hf_config(content: dict, file: Path) -> dict:
-    _require(content, HF_FIXED, file)
-    config = {name: _value(content, key, default) for name, (key, default) in HF.items()}
+def _hf_config(content: dict, family: Family, file: Path) -> dict:
+    _require(content, family.hf_fixed, file)
+    config = {name: _value(content, key, default) for name, (key, default) in family.hf.items()}
     biases = (True, MISSING) if config["biases"] else (False,)
     _require(content, {"encoder_config.convolution_bias": biases}, file)
     size = content.get("vocab_size", 8193)  # with the blank
@@ -422,7 +240,8 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     with archive.temporary_folder(path) as folder:
         members = archive.unpack(path, Path(folder))
         content = archive.load_yaml(members[archive.YAML], path)
-        config = _nemo_config(content, path)
+        family = family_of_archive(content)
+        config = _nemo_config(content, family, path)
         loss = _nemo_loss(content, path)
         state = _sentencepiece(content, members, path)
         file = Path(folder, archive.CKPT)
@@ -430,18 +249,18 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
             weights = model_files.floats(model_files.read_pickle(file), file, COUNTER)
         except UsageError as error:  # name the archive instead of the temporary file
             raise UsageError(str(error).replace(f"{folder}{os.sep}", f"{path}: ")) from None
-    weights = nemo_to_hf(weights)
-    config["vocabulary"] = _nemo_vocabulary(content, weights, path)
+    weights = nemo_to_hf(weights, family)
+    config["vocabulary"] = _nemo_vocabulary(content, weights.get(family.rows), family, path)
     _check_labels(content, tokenizer.pieces(state), path)
     check_config(config, path)
     source = {"yaml": members[archive.YAML].decode()}
     return weights, config, {"tokenizer": state, "source": source, "loss": loss}
 
 
-def _nemo_config(content: dict, path: Path) -> dict:
+def _nemo_config(content: dict, family: Family, path: Path) -> dict:
     """The configuration in NeMo's settings, with a vocabulary of 1, which the weights will tell."""
-    _require(content, NEMO_FIXED, path)
-    config = {name: _value(content, key, default) for name, (key, default) in NEMO.items()}
+    _require(content, family.nemo_fixed, path)
+    config = {name: _value(content, key, default) for name, (key, default) in family.nemo.items()}
     config["ctc"] = isinstance(content.get("aux_ctc"), dict)
     config["vocabulary"] = 1
     d_model = config["d_model"]
@@ -474,15 +293,13 @@ def _nemo_loss(content: dict, path: Path) -> dict:
     return loss
 
 
-def _nemo_vocabulary(content: dict, weights: dict[str, torch.Tensor], path: Path) -> int:
-    """The number of pieces. Raises `UsageError` if weights and settings differ in it."""
-    embedding = weights.get("decoder.embedding.weight")
-    if embedding is None or embedding.dim() != 2:
-        raise UsageError(
-            f"{path} lacks the embedding of a prediction network: it is not a complete Parakeet-TDT"
-            " model"
-        )
-    size = len(embedding) - 1
+def _nemo_vocabulary(content: dict, rows: torch.Tensor | None, family: Family, path: Path) -> int:
+    """The number of pieces, by the tensor that has a row for each. Raises `UsageError` if weights
+    and settings differ in it."""
+    if rows is None or rows.dim() < 2:
+        part = family.rows.removesuffix(".weight")
+        raise UsageError(f"{path} lacks {part}: it is not a complete {family.name} model")
+    size = len(rows) - 1
     for key in ("labels", "joint.vocabulary"):
         labels = _value(content, key)
         if isinstance(labels, list) and len(labels) != size:
@@ -557,7 +374,8 @@ def export(
     folder = Path(folder)
     checked = "the model to be exported"
     check_config(config, checked)
-    model_files.check_shapes(weights, expected_shapes(config), checked, "Parakeet-TDT")
+    family = family_of(config)
+    model_files.check_shapes(weights, expected_shapes(config), checked, family.name)
     pieces = tokenizer.pieces(extras["tokenizer"])
     if len(pieces) != config["vocabulary"]:
         raise UsageError(
@@ -641,12 +459,13 @@ def hf_settings(config: dict, pieces: list[str], extras: dict) -> dict[str, dict
 def _hf_description(config: dict, pad: int, source: dict) -> dict:
     """config.json: the `source`'s settings with what this model changes."""
     blank = config["vocabulary"]
-    known = {key: config[name] for name, (key, _) in HF.items()}
-    known.update({key: values[0] for key, values in HF_FIXED.items()})
+    family = family_of(config)
+    known = {key: config[name] for name, (key, _) in family.hf.items()}
+    known.update({key: values[0] for key, values in family.hf_fixed.items()})
     known.update(
         {
-            "architectures": ["ParakeetForTDT"],
-            "model_type": "parakeet_tdt",
+            "architectures": [family.architecture],
+            "model_type": family.model_type,
             "exported_by": model_files.EXPORTED,
             "dtype": "float32",
             "is_encoder_decoder": True,
@@ -688,7 +507,7 @@ def _nemo_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[st
         members[name] = raw
         references[key] = f"nemo:{name}"
     description = archive.dump_yaml(_merge(settings, {"tokenizer": references}))
-    weights = hf_to_nemo(tensors)
+    weights = hf_to_nemo(tensors, family_of(config))
     if not _value(settings, "joint.jointnet.dropout", 0):
         weights = {n.replace(HEAD_AFTER_DROPOUT, HEAD): tensor for n, tensor in weights.items()}
     features = MelFeatures(config["num_mel_bins"])
@@ -705,21 +524,21 @@ def _nemo_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[st
 def nemo_settings(config: dict, pieces: list[str], extras: dict) -> dict:
     """model_config.yaml without the tokenizer's files: the source's with what this model changes,
     or a complete one. Raises `UsageError` if NeMo's model cannot have that shape."""
+    family = family_of(config)
     source = extras["source"].get("yaml")
     if source:
         content = archive.load_yaml(source.encode(), "the model's source")
     else:
-        content = _complete_settings()
+        content = _complete_settings(family)
     if not content.get("validation_ds"):  # which NeMo's transcribe reads
         content["validation_ds"] = {"manifest_filepath": None, "sample_rate": SAMPLE_RATE}
     changes = _nemo_changes(config, pieces, extras["loss"])
     if not source or config["ctc"] != isinstance(content.get("aux_ctc"), dict):
         content.pop("aux_ctc", None)
-        models = "nemo.collections.asr.models"
-        changes["target"] = f"{models}.rnnt_bpe_models.EncDecRNNTBPEModel"
+        changes["target"] = family.target
         if config["ctc"]:
-            changes["target"] = f"{models}.hybrid_rnnt_ctc_bpe_models.EncDecHybridRNNTCTCBPEModel"
-            changes["aux_ctc.decoder._target_"] = NEMO_FIXED["aux_ctc.decoder._target_"][0]
+            changes["target"] = family.hybrid
+            changes["aux_ctc.decoder._target_"] = family.nemo_fixed["aux_ctc.decoder._target_"][0]
             changes["aux_ctc.use_cer"] = False
             changes["aux_ctc.ctc_loss_weight"] = 0.3
             changes["aux_ctc.ctc_reduction"] = "mean_batch"
@@ -736,7 +555,7 @@ def _nemo_changes(config: dict, pieces: list[str], loss: dict) -> dict:
             f"no export to a .nemo: ffn is {config['ffn']} and must be a multiple of d_model there"
         )
     size = config["vocabulary"]
-    changes = {key: config[name] for name, (key, _) in NEMO.items()}
+    changes = {key: config[name] for name, (key, _) in family_of(config).nemo.items()}
     changes.update(
         {
             "preprocessor.features": config["num_mel_bins"],
@@ -766,7 +585,7 @@ def _nemo_changes(config: dict, pieces: list[str], loss: dict) -> dict:
     return changes
 
 
-def _complete_settings() -> dict:
+def _complete_settings(family: Family) -> dict:
     """What NeMo's model needs besides its shape. Dropout and SpecAugment are NVIDIA's for
     training."""
     needed = (
@@ -782,7 +601,7 @@ def _complete_settings() -> dict:
         "loss.",
     )
     settings = {}
-    for key, accepted in NEMO_FIXED.items():
+    for key, accepted in family.nemo_fixed.items():
         if key.startswith(needed) and "n_window" not in key:  # which is the same in samples
             settings[key] = accepted[0]
     settings.update(

@@ -17,7 +17,7 @@ from common.errors import UsageError
 from speech import onnx_files
 from speech.features import valid_mask
 from speech.onnx_files import Graph
-from speech.parakeet.model import Parakeet, halvings, relative_positions
+from speech.parakeet.model import Parakeet, relative_positions
 
 FRAMES = 80  # of the example that a graph is made from, before the subsampling
 MEL_BINS = (80, 128)  # that onnx-asr has features of
@@ -35,7 +35,6 @@ class EncoderGraph(nn.Module):
     def __init__(self, model: Parakeet):
         super().__init__()
         self.encoder = model.encoder
-        self.halvings = halvings(model.config)
 
     def forward(
         self, features: torch.Tensor, lengths: torch.Tensor
@@ -43,12 +42,13 @@ class EncoderGraph(nn.Module):
         x = features.transpose(1, 2)
         x = x.masked_fill(~valid_mask(lengths, x.shape[1])[:, :, None], 0.0)
         x = self.encoder.subsampling(x, lengths) * self.encoder.scale
-        for _ in range(self.halvings):
-            lengths = (lengths - 1) // 2 + 1
+        lengths = self.encoder.subsampling.frames(lengths)
         padding = ~valid_mask(lengths, x.shape[1])[:, :, None]
-        positions = relative_positions(x.shape[1], x)[None]  # a MatMul, which 8 bits can have
+        hidden = padding[:, None, None, :, 0]
+        frames = x.shape[1]
+        positions = relative_positions(x, frames, frames)[None]  # a MatMul, which 8 bits can have
         for layer in self.encoder.layers:
-            x = layer(x, positions, padding)
+            x = layer(x, positions, padding, hidden)
         return x.transpose(1, 2), lengths
 
 

@@ -11,29 +11,22 @@ import torch
 from common import checkpoint, lora, options, records
 from common.checkpoint import Saved
 from common.errors import UsageError
-from speech import card, onnx_files, recogniser, released, text
+from speech import card, onnx_files, recogniser, released
 from speech.layers import quieten_branches
-from speech.parakeet import formats
+from speech.parakeet import formats, settings
 from speech.parakeet.model import Parakeet
-from speech.parakeet.tokenizer import (
-    BLANK,
-    STATE,
-    ParakeetTokenizer,
-    make_tokenizer,
-    pad_pieces,
-    pieces,
+from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
+from speech.parakeet.vocabulary import (
+    NEW_PIECES,
+    ROWS,
+    row_names,
+    tokenizer_kind,
+    train_tokenizer,
+    with_new_vocabulary,
 )
 from speech.released import Origin
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
-# The tensors with a row for each token.
-ROWS = (
-    "decoder.embedding.weight",
-    "joint.head.weight",
-    "joint.head.bias",
-    "ctc_head.weight",
-    "ctc_head.bias",
-)
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
 SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
 CTC_WEIGHT = 0.3  # share of the CTC head's loss, as in NVIDIA's hybrid models
@@ -45,12 +38,6 @@ MANY_HOURS = 20.0
 SMALL_WIDTH = 256
 SMALL_RATE = 2e-3
 SCRATCH_RATE = 5e-4
-# Of the pieces that --train_tokenizer adds. After 64 updates of 4 utterances the loss of a small model
-# was 4.3 with 3e-5 (the rate of its other weights), 3.4 with 1e-3, 3.0 with 3e-3, 2.3 with 1e-2; a
-# model from scratch has 5e-4 to 2e-3.
-NEW_ROWS_RATE = 3e-3
-NOISE = 0.1  # their first deviation from the mean of the old rows, in deviations of these
-NEW_PIECES = 1024  # of --train_tokenizer bpe
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR = ("linear1", "linear2", "subsampling.linear", "encoder_projector")
@@ -103,10 +90,6 @@ FORMS = released.Forms(
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
-NEW_VOCABULARY = (
-    "train with a new vocabulary, made from the training texts: --train_tokenizer char or, with many"
-    " hours of speech, bpe"
-)
 TRAINING = (
     "train_tokenizer", "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
 )  # fmt: skip
@@ -139,7 +122,7 @@ class ModelInfo:
     the training texts. `new_pieces`: the ids of pieces that the released model does not have, which
     learn at a rate of their own."""
 
-    config: Annotated[dict, formats.CONFIG]
+    config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
     loss: Annotated[dict, LOSS]
     source: dict
@@ -167,7 +150,7 @@ class Options:
 
 
 def add_arguments(parser) -> None:
-    group = released.add_arguments(parser, FORMS, formats.SIZES, "110m")
+    group = released.add_arguments(parser, FORMS, settings.SIZES, "110m")
     group.add_argument(
         "--export_format",
         choices=["hf", "nemo", "onnx"],
@@ -178,7 +161,7 @@ def add_arguments(parser) -> None:
     )
     group.add_argument(
         "--vocab_size",
-        type=options.number(int, 2, formats.CONFIG["vocabulary"][-1]),
+        type=options.number(int, 2, settings.CONFIG["vocabulary"][-1]),
         metavar="N",
         help=(
             f"pieces of --train_tokenizer bpe ({NEW_PIECES}; from scratch by --model_size; demo:"
@@ -241,7 +224,7 @@ def add_loss_arguments(parser) -> None:
 
 def resolve(args, is_demo: bool) -> Options:
     """Fills in the defaults of these flags and returns what they ask for. Raises `UsageError`."""
-    origin = released.resolve(args, FORMS, formats.SIZES, "110m", is_demo)
+    origin = released.resolve(args, FORMS, settings.SIZES, "110m", is_demo)
     if origin.path and args.vocab_size and not args.train_tokenizer:
         raise UsageError(
             f"{origin.flag} and --vocab_size: a released model has its own vocabulary; add"
@@ -358,13 +341,6 @@ def given_tokenizer(
     return make_tokenizer(state, len(pieces(state))), is_own
 
 
-def tokenizer_kind(info: ModelInfo) -> str:
-    """What `train_tokenizer` made the vocabulary of: "char" if no piece after the first, which is
-    the unknown one, has more than a character."""
-    is_longer = any(len(piece) > 1 for piece in pieces(info.tokenizer)[1:])
-    return "bpe" if is_longer else "char"
-
-
 def find_conflicts(asked: Options, info: ModelInfo, resumes: bool) -> list[str]:
     """The flags that contradict a checkpoint, each with what the checkpoint has. `resumes`: whether
     its vocabulary must stay."""
@@ -412,7 +388,9 @@ def choose(
     if asked.tokenizer and weights is None and is_initial:
         weights = {name: tensor.clone() for name, tensor in initial.model.items()}
     if asked.tokenizer and weights is not None:
-        info, weights = with_new_vocabulary(info, weights, asked, texts())
+        info, weights = with_new_vocabulary(
+            info, weights, asked.tokenizer, asked.vocab_size, texts()
+        )
     check_export(asked, info)
     return with_loss(info, asked), weights
 
@@ -438,67 +416,6 @@ def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
     )
 
 
-def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int) -> tuple[dict, int]:
-    """The state of a tokenizer made from `texts`, and its size: `vocab_size` for "bpe", also if the
-    texts are too short for so many pieces, as many as there are characters for "char"."""
-    made = text.train_tokenizer(texts, kind, vocab_size)
-    model = made.model
-    size = made.size
-    if kind == "bpe" and size < vocab_size:
-        model = pad_pieces(model, vocab_size)
-        size = vocab_size
-    return {"sentencepiece": model.hex()}, size
-
-
-def with_new_vocabulary(
-    info: ModelInfo, weights: dict[str, torch.Tensor], asked: Options, texts: Iterable[str]
-) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
-    """A trained model with a vocabulary from `texts`. Rows of pieces that it has are kept, as are
-    those of blank and durations. The others begin near the mean of all pieces' rows, in the output
-    layers until `scratch.fit_new_rows` fits them to the training data."""
-    state, size = train_tokenizer(texts, asked.tokenizer, asked.vocab_size or NEW_PIECES)
-    new = dataclasses.replace(
-        info,
-        config={**info.config, "vocabulary": size},
-        tokenizer=state,
-        source=without_token_ids(info.source),
-        own_vocabulary=True,
-    )
-    numbers = {name: row for row, name in enumerate(row_names(info))}
-    rows = [numbers.get(name) for name in row_names(new)]
-    added = [row for row, old in enumerate(rows) if old is None]
-    changed = dict(weights)
-    for name in ROWS:
-        if name in weights:
-            # An embedding and a CTC head end with the blank, and have no rows of durations.
-            count = len(rows) - (len(numbers) - len(weights[name]))
-            changed[name] = with_rows(weights[name], rows[:count], info.config["vocabulary"])
-    print(
-        f"new vocabulary: {size} pieces; rows of {size - len(added)} are the released model's,"
-        f" {len(added)} are new"
-    )
-    return dataclasses.replace(new, new_pieces=added), changed
-
-
-def with_rows(old: torch.Tensor, rows: list[int | None], vocabulary: int) -> torch.Tensor:
-    """The rows of `old` with these numbers. Those for None are near the mean of its first
-    `vocabulary` rows."""
-    pieces = old[:vocabulary]
-    noise = torch.randn(len(rows), *old.shape[1:]) * NOISE * pieces.std(0, correction=0)
-    kept = old[torch.tensor([row or 0 for row in rows])]
-    is_new = torch.tensor([row is None for row in rows]).view(-1, *[1] * (old.dim() - 1))
-    return torch.where(is_new, pieces.mean(0) + noise, kept)
-
-
-def without_token_ids(source: dict) -> dict:
-    """Settings of a released model without ids of its vocabulary."""
-    kept = dict(source)
-    for name in ("config", "generation"):
-        if kept.get(name):
-            kept[name] = {k: value for k, value in kept[name].items() if "token_id" not in k}
-    return kept
-
-
 def exported(info: ModelInfo) -> dict:
     """What an export has besides weights and configuration."""
     return {"tokenizer": info.tokenizer, "source": info.source, "loss": info.loss}
@@ -522,13 +439,6 @@ def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary 
         return None
     before = records.read(ModelInfo, initial.model_info, initial.path)
     return checkpoint.Vocabulary(ROWS, row_names(info), row_names(before))
-
-
-def row_names(info: ModelInfo) -> list[str]:
-    """What each row of the joint network's output means. An embedding and a CTC head have the first
-    of them, up to the blank."""
-    durations = [f"<duration {frames}>" for frames in info.config["durations"]]
-    return [*pieces(info.tokenizer), BLANK, *durations]
 
 
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:

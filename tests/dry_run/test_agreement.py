@@ -20,7 +20,7 @@ from dry_run import fake_tensors, plan
 from recipes import konkani_conformer, parakeet_tdt, whisper_morse, whisper_vietnamese, xtts_amharic
 from speech import layers
 from speech.audio import SAMPLE_RATE
-from speech.parakeet import formats as parakeet
+from speech.parakeet import settings as parakeet
 from speech.whisper import formats as whisper
 from speech.whisper.model import LAYERS, Whisper
 from speech.xtts import codec

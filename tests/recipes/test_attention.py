@@ -15,7 +15,7 @@ from dry_run import cuda_like
 from dry_run.cuda_like import kernel_of
 from recipes import konkani_conformer, parakeet_tdt, template, whisper_vietnamese, xtts_amharic
 from speech.audio import SAMPLE_RATE
-from speech.parakeet import formats as parakeet
+from speech.parakeet import settings as parakeet
 from speech.whisper import formats as whisper
 from speech.xtts import formats as xtts
 from speech.xtts.decoding import GREEDY, sample

@@ -4,7 +4,7 @@ import pytest
 
 from recipes import konkani_conformer, parakeet_tdt, template, whisper_morse, whisper_vietnamese
 from speech import layers
-from speech.parakeet import formats, model
+from speech.parakeet import model, settings
 from tests.recipes.runs import TINY, check_levels
 
 TWO = "--encoder_layers 2 --decoder_layers 2".split()
@@ -15,7 +15,7 @@ SPOKEN = {
     whisper_vietnamese: ["--from_scratch", *TINY, *TWO],
     parakeet_tdt: ["--from_scratch", "--model_size", "demo", *FP16],
 }
-TINY_PARAKEET = formats.make_config(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True)
+TINY_PARAKEET = settings.make_config(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def as_large_inputs(monkeypatch):
 def narrow_models(monkeypatch):
     """A CPU computes slowly in fp16."""
     monkeypatch.setattr(template, "WIDTH", 16)
-    monkeypatch.setitem(formats.SIZES, "demo", TINY_PARAKEET)
+    monkeypatch.setitem(settings.SIZES, "demo", TINY_PARAKEET)
 
 
 @pytest.mark.parametrize("recipe", SPOKEN, ids=lambda recipe: recipe.RECIPE)

@@ -32,7 +32,7 @@ from speech.audio import SAMPLE_RATE, read_audio
 from speech.columns import Corpus, Strings
 from speech.features import valid_mask
 from speech.loading import Checks, load_corpus
-from speech.parakeet import decoding, formats, onnx, start
+from speech.parakeet import decoding, formats, onnx, settings, start, vocabulary
 from speech.parakeet import model as network
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import pad_pieces
@@ -41,7 +41,7 @@ from tests.recipes import adapters, runs
 from tests.recipes.runs import SHORT, error_lines, newest, planned, ran, refused, run
 
 CPU = torch.device("cpu")
-SMALL = formats.make_config(16, 2, 2, (8, 2), 6, num_mel_bins=16, channels=4, ctc=True)
+SMALL = settings.make_config(16, 2, 2, (8, 2), 6, num_mel_bins=16, channels=4, ctc=True)
 SIGMA = 0.02
 TEXTS = ("abc", "b", "cab ba", "ca", "a c", "bb", "ac b", "cba")
 SECONDS = (0.9, 0.5, 1.2, 0.7, 1.0, 0.6, 0.8, 1.1)
@@ -52,9 +52,9 @@ def tiny():
     """The demo's shape with two layers of 16, and a CTC head."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(
-            formats.SIZES,
+            settings.SIZES,
             "demo",
-            formats.make_config(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True),
+            settings.make_config(16, 2, 2, (8, 1), num_mel_bins=16, channels=4, ctc=True),
         )
         yield
 
@@ -220,14 +220,14 @@ def test_the_model_is_that_of_transformers(transformers, changes, dtype):
 
 def test_a_layer_of_full_width_is_that_of_transformers(transformers):
     compare_models(
-        transformers, formats.make_config(1024, 1, 8, (640, 1), 16), [72, 41], torch.float32
+        transformers, settings.make_config(1024, 1, 8, (640, 1), 16), [72, 41], torch.float32
     )
 
 
 @pytest.mark.parametrize("vocabulary, expected", [(1024, 617_825_926), (8192, 627_008_134)])
 def test_parameters_of_the_released_models(vocabulary, expected):
     with torch.device("meta"):
-        model = Parakeet({**formats.SIZES["0.6b"], "vocabulary": vocabulary})
+        model = Parakeet({**settings.SIZES["0.6b"], "vocabulary": vocabulary})
     assert optim.count_parameters(model) == (expected, expected)
 
 
@@ -1318,8 +1318,8 @@ def test_a_new_vocabulary_keeps_what_the_old_one_shares(retrained, released):
     saved = newest(folder, recipe)
     info = records.read(start.ModelInfo, saved.model_info, "the run")
     assert info.config == {**config, "vocabulary": 100} and info.own_vocabulary
-    pieces = start.row_names(info)
-    before = start.row_names(
+    pieces = vocabulary.row_names(info)
+    before = vocabulary.row_names(
         dataclasses.replace(info, config=config, tokenizer=extras["tokenizer"])
     )
     shared = [row for row, piece in enumerate(pieces) if piece in before]
@@ -1328,14 +1328,10 @@ def test_a_new_vocabulary_keeps_what_the_old_one_shares(retrained, released):
     names = {"<blank>", "<unk>", *(f"<duration {n}>" for n in config["durations"])}
     assert names <= {pieces[row] for row in shared}
     info, weights = start.read(released / "nemo" / "model.nemo")
-    asked = recipe.resolve(
-        runs.parse(
-            recipe, "--train_manifest", "x", "--model_dir", released, "--train_tokenizer", "char"
-        )
-    )
-    info, weights = start.with_new_vocabulary(info, weights, asked, ["abक ख", "xyz"])
-    rows = start.row_names(info)
-    for name in start.ROWS:
+    texts = ["abक ख", "xyz"]
+    info, weights = vocabulary.with_new_vocabulary(info, weights, "char", None, texts)
+    rows = vocabulary.row_names(info)
+    for name in vocabulary.ROWS:
         assert len(weights[name]) == len(rows) - (
             0 if "joint" in name else len(config["durations"])
         )
@@ -1348,7 +1344,7 @@ def test_a_new_vocabulary_keeps_what_the_old_one_shares(retrained, released):
 
 def test_fitted_rows_begin_below_random_ones(noise):
     """A model that has learned TEXTS gets a vocabulary for the same texts in other letters."""
-    path, corpus = noise
+    _, corpus = noise
     data, info = make_utterances(noise, training=False)
     batch = moved([data.item(index, 0) for index in range(len(data))])
     torch.manual_seed(0)
@@ -1361,11 +1357,8 @@ def test_fitted_rows_begin_below_random_ones(noise):
         (terms["tdt"] + terms["ctc"]).backward()
         optimizer.step()
     others = [text.translate(str.maketrans("abc", "कखग")) for text in corpus.texts]
-    args = runs.parse(
-        recipe, "--train_manifest", path, "--from_scratch", "--train_tokenizer", "char"
-    )
     weights = {name: tensor.detach() for name, tensor in old.state_dict().items()}
-    new, changed = start.with_new_vocabulary(info, weights, recipe.resolve(args), others)
+    new, changed = vocabulary.with_new_vocabulary(info, weights, "char", None, others)
     corpus = dataclasses.replace(corpus, texts=Strings(others))
     data = recipe.Utterances(data.args, corpus, start.tokenizer_of(new), new, training=False)
     batch = moved([data.item(index, 0) for index in range(len(data))])
@@ -1376,7 +1369,7 @@ def test_fitted_rows_begin_below_random_ones(noise):
         if kind == "fitted":
             recipe.fit_new_rows(model, batch, new.new_pieces, weights, info.config["vocabulary"])
         else:
-            for name in start.ROWS:
+            for name in vocabulary.ROWS:
                 model.state_dict()[name][new.new_pieces] = fresh[name][new.new_pieces]
         with torch.no_grad():
             losses[kind] = recipe.compute_loss(model.eval(), batch)
@@ -1413,7 +1406,7 @@ def test_a_vocabulary_cannot_change_in_a_run(foreign, tuning, reference, retrain
 
 
 def test_an_export_that_cannot_be_is_refused_before_training(manifests, tmp_path, monkeypatch):
-    monkeypatch.setitem(formats.SIZES, "demo", {**formats.SIZES["demo"], "joint_width": 12})
+    monkeypatch.setitem(settings.SIZES, "demo", {**settings.SIZES["demo"], "joint_width": 12})
     flags = [*manifests, *DEMO, *SHORT, "--output_dir", tmp_path, "--export", tmp_path / "x"]
     status, err = refused(recipe, *flags)
     assert status == 2 and "joint_width is 12" in err

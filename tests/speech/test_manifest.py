@@ -111,6 +111,24 @@ FAMILIES = {  # name: (file name, content, folder of the audio, speakers, langua
 }
 
 
+def test_target_lang_is_the_language_of_a_row_that_has_several(tmp_path, wav):
+    path = wav(tmp_path / "a.wav")
+    keys = ["lang", "language", "locale", "target_lang"]
+    lines = [
+        json.dumps(
+            {
+                "audio_filepath": path,
+                "text": "a",
+                **dict(zip(keys[first:], "wxyz"[first:], strict=True)),
+            }
+        )
+        for first in range(4)
+    ]
+    lines.append(json.dumps({"audio_filepath": path, "text": "a", "lang": "w", "locale": "y"}))
+    (tmp_path / "m.json").write_text("\n".join(lines))
+    assert list(load(tmp_path / "m.json")[0].languages) == ["z", "z", "z", "z", "w"]
+
+
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -93,3 +93,21 @@ def test_features_under_autocast_are_those_without_it():
     with torch.autocast("cpu", torch.bfloat16):
         x = features_of(waveforms)
     assert x.dtype == torch.float32 and torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("n_mels", [80, 128])
+def test_features_without_normalisation_are_those_of_nemotron(n_mels):
+    waveforms = [noise(length, seed=length).float() for length in (16_000, 8_123, 160)]
+    waveforms[0][:6_000] = 0.0
+    extractor = transformers.NemotronAsrStreamingFeatureExtractor(feature_size=n_mels)
+    theirs = extractor(
+        [waveform.numpy() for waveform in waveforms], sampling_rate=16_000, return_tensors="pt"
+    )
+    lengths = torch.tensor([len(waveform) for waveform in waveforms])
+    batch = torch.nn.utils.rnn.pad_sequence(waveforms, batch_first=True, padding_value=0.3)
+    ours = MelFeatures(n_mels, normalised=False)(batch, lengths, 100)
+    assert theirs["attention_mask"].sum(1).tolist() == frames(lengths).tolist() == [100, 50, 1]
+    expected = theirs["input_features"][:, :100]
+    atol = 5e-5 * float(expected.abs().max())
+    torch.testing.assert_close(ours, expected, rtol=0, atol=atol)
+    assert not ours[1, 50:].any() and ours[0].mean().abs() > 1

@@ -21,7 +21,7 @@ from transformers import ParakeetForTDT, ParakeetTDTConfig
 
 from common.errors import Failure, RunError, UsageError
 from speech import model_files
-from speech.parakeet import formats
+from speech.parakeet import formats, settings
 
 
 def train_pieces(**options) -> bytes:
@@ -42,7 +42,7 @@ def train_pieces(**options) -> bytes:
 
 PIECES = train_pieces()
 PADDED = train_pieces(pad_id=2)
-CONFIG = formats.make_config(
+CONFIG = settings.make_config(
     16,
     2,
     2,
@@ -68,7 +68,9 @@ def random_weights(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def peer(config: dict, pad: int = 32):
     """transformers' own model with random weights."""
-    encoder = {hf.split(".")[1]: config[name] for name, (hf, _) in formats.HF.items() if "." in hf}
+    encoder = {
+        hf.split(".")[1]: config[name] for name, (hf, _) in settings.TDT.hf.items() if "." in hf
+    }
     described = ParakeetTDTConfig(
         vocab_size=config["vocabulary"] + 1,
         blank_token_id=config["vocabulary"],
@@ -136,15 +138,15 @@ def test_expected_shapes_are_those_of_transformers(changes):
 
 @pytest.mark.parametrize("vocabulary,count", [(1024, 617_825_926), (8192, 627_008_134)])
 def test_the_released_models_have_the_released_numbers_of_parameters(vocabulary, count):
-    shapes = formats.expected_shapes({**formats.SIZES["0.6b"], "vocabulary": vocabulary})
+    shapes = formats.expected_shapes({**settings.SIZES["0.6b"], "vocabulary": vocabulary})
     parameters = [s for n, s in shapes.items() if "running" not in n and "tracked" not in n]
     assert sum(int(np.prod(shape)) for shape in parameters) == count
 
 
 def test_sizes_are_configurations():
-    for config in formats.SIZES.values():
-        formats.check_config(config, "it")
-    assert {key: config["ctc"] for key, config in formats.SIZES.items()} == {
+    for config in settings.SIZES.values():
+        settings.check_config(config, "it")
+    assert {key: config["ctc"] for key, config in settings.SIZES.items()} == {
         "demo": False,
         "110m": True,
         "0.6b": False,
@@ -153,8 +155,8 @@ def test_sizes_are_configurations():
 
 def test_conversions_are_each_others_inverse():
     weights = random_weights({**CONFIG, "ctc": True, "biases": True})
-    theirs = formats.hf_to_nemo(weights)
-    assert same(formats.nemo_to_hf(theirs), weights) and len(theirs) == len(weights)
+    theirs = formats.hf_to_nemo(weights, settings.TDT)
+    assert same(formats.nemo_to_hf(theirs, settings.TDT), weights) and len(theirs) == len(weights)
     hf = (
         "_proj",
         "subsampling",
@@ -183,7 +185,7 @@ def test_conversions_are_each_others_inverse():
     without_dropout = {
         name.replace("joint_net.2", "joint_net.1"): tensor for name, tensor in theirs.items()
     }
-    assert same(formats.nemo_to_hf(without_dropout), weights)
+    assert same(formats.nemo_to_hf(without_dropout, settings.TDT), weights)
 
 
 # --- Hugging Face's form --------------------------------------------------------------------------
@@ -510,7 +512,7 @@ def test_settings_that_the_network_does_not_have(key, value, sound, tmp_path):
     with pytest.raises(UsageError) as caught:
         formats.read_model(path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
-    names = {place: name for name, (place, _) in formats.NEMO.items()} | {
+    names = {place: name for name, (place, _) in settings.TDT.nemo.items()} | {
         "encoder.ff_expansion_factor": "ffn"
     }
     assert names.get(key, key) in str(caught.value)

@@ -18,15 +18,15 @@ from common.batches import to_device
 from common.errors import RunError, UsageError
 from recipes import parakeet_tdt as recipe
 from speech import onnx_files
-from speech.parakeet import decoding, formats, onnx, start
-from speech.parakeet.model import Parakeet, halvings
+from speech.parakeet import decoding, formats, onnx, settings, start
+from speech.parakeet.model import Parakeet
 from speech.parakeet.scratch import fit_to_data
 from speech.text import train_tokenizer
 
 TEXTS = ["dot", "read", "tac"]
 TOKENIZER = {"sentencepiece": train_tokenizer(TEXTS, "char", 0).model.hex()}
 VOCABULARY = 8  # the unknown piece and seven letters
-CONFIG = formats.make_config(
+CONFIG = settings.make_config(
     32, 1, 2, (16, 2), VOCABULARY, num_mel_bins=80, channels=8, subsampling=4
 )
 EDGES = np.geomspace(200, 7000, 8)  # Hz: bands of noise, one for each letter
@@ -151,9 +151,7 @@ def test_the_encoder_takes_any_batch_and_length(trained, folder):
         features = torch.randn(len(lengths), 80, max(lengths))
         given = {"audio_signal": features.numpy(), "length": np.array(lengths)}
         outputs, counts = encoder.run(None, given)
-        expected = torch.tensor(lengths)
-        for _ in range(halvings(CONFIG)):
-            expected = (expected - 1) // 2 + 1
+        expected = trained.encoder.subsampling.frames(torch.tensor(lengths))
         assert counts.tolist() == expected.tolist()
         for row, (length, count) in enumerate(zip(lengths, counts.tolist(), strict=True)):
             alone = features[row : row + 1, :, :length].transpose(1, 2)
