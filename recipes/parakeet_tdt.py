@@ -50,7 +50,7 @@ from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factor
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
-from speech.parakeet import decoding, start, vocabulary
+from speech.parakeet import decoding, languages, start, vocabulary
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
 from speech.parakeet.scratch import fit_new_rows, fit_to_data
@@ -160,6 +160,12 @@ class Utterances:
         self.omega = info.loss["omega"] if training else 0.0
         self.reduction = info.loss["reduction"]
         self.frequency_mask_width = FREQUENCY_MASK_BANDS / info.config["num_mel_bins"]
+        self.prompts = None
+        if info.languages:
+            self.prompts = languages.prompts(corpus, info.languages, args.language, tokenizer)
+        self.lookaheads = []
+        if training and "streaming" in info.config:
+            self.lookaheads = info.config["streaming"]["lookaheads"]
         self.augmentation = None
         by_default = args.wave_augment is None and info.pretrained
         if training and (args.wave_augment or by_default):
@@ -188,10 +194,13 @@ class Utterances:
 
     def item(self, index: int, epoch: int) -> dict:
         """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, the
-        factor and the count of its loss, masks of SpecAugment."""
+        factor and the count of its loss, masks of SpecAugment, the slot of its language, and the
+        look-ahead of its chunks."""
         args = self.args
         transcript = self.corpus.texts[index]
         tokens = self.tokenizer.encode(transcript)
+        if self.prompts:
+            tokens += self.prompts.tag(index)
         waveform = read_utterance(self.corpus, index, SAMPLE_RATE)
         random = np.random.default_rng([args.seed, epoch, index])
         if self.training:
@@ -215,12 +224,16 @@ class Utterances:
             width = self.frequency_mask_width
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, width)
             item["time_masks"] = random_masks(random, TIME_MASKS, TIME_MASK_WIDTH)
+        if self.prompts:
+            item["prompt"] = self.prompts.slot(index, random if self.training else None)
+        if self.lookaheads:
+            item["lookahead"] = int(random.choice(self.lookaheads))
         return item
 
 
 def collate(items: list[dict]) -> dict:
-    """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths, and factors (B,) of
-    the losses; counts are the numbers of targets of each loss term."""
+    """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths, factors (B,) of the
+    losses, and prompts (B,) and lookaheads (B,) of a model that has some; counts are the numbers of targets of each loss term."""
     batch = {
         "names": [item["name"] for item in items],
         "texts": [item["text"] for item in items],
@@ -234,6 +247,9 @@ def collate(items: list[dict]) -> dict:
     if "time_masks" in items[0]:
         batch["frequency_masks"] = torch.stack([item["frequency_masks"] for item in items])
         batch["time_masks"] = torch.stack([item["time_masks"] for item in items])
+    for key in ("prompt", "lookahead"):
+        if key in items[0]:
+            batch[f"{key}s"] = torch.tensor([item[key] for item in items])
     batch["counts"] = {
         "tdt": sum(item["count"] for item in items),
         "ctc": int(batch["tokens_lengths"].sum()),
@@ -338,13 +354,20 @@ def report_results(
 
 
 def compare(
-    asked: start.Options, model: Parakeet, evaluation: dict[str, EvalBatches], rows: list[dict]
+    asked: start.Options,
+    new: ModelInfo,
+    model: Parakeet,
+    evaluation: dict[str, EvalBatches],
+    rows: list[dict],
 ) -> None:
     """Prints the error rates of the released model that the flags name beside those of `rows`, of
-    `report_results`. `model` is moved to the host."""
+    `report_results`. `model`, whose info is `new`, is moved to the host."""
     if asked.origin.path:
         info, released_weights = start.read(asked.origin.path)
+        for name, like in new.new_languages.items():
+            info = start.with_new_language(info, released_weights, name, like)
         untrained = make_model(info, released_weights).eval()
+        start.tell(asked, info, untrained)
         del released_weights  # the model has them
         memory.replace_on_device(model, untrained)
         eval_batches = evaluation["test" if "test" in evaluation else "val"].whole()
@@ -363,7 +386,7 @@ def report_and_export(
     """The results, the comparison, and --export with both."""
     rows = report_results(asked, start.tokenizer_of(info), model, evaluation, weights)
     try:
-        compare(asked, model, evaluation, rows)
+        compare(asked, info, model, evaluation, rows)
     finally:  # the released model may be gone by now
         path = checkpoint.file_of(asked.origin.checkpoint_dir, weights)
         results = recogniser.read_results(asked.how.log_dir)
@@ -381,7 +404,9 @@ def trained(
     that trained it is None for a released one."""
     info, weights, saved = released.use(asked.origin, start.family(asked), RECIPE)
     before = released.read_run_info(RunInfo, saved)
-    return info, make_model(info, weights).to(setup.device).eval(), before
+    model = make_model(info, weights).to(setup.device).eval()
+    start.tell(asked, info, model)
+    return info, model, before
 
 
 def transcribe(args, asked: start.Options) -> None:
@@ -415,7 +440,7 @@ def evaluate_only(args, asked: start.Options) -> None:
         with setup.autocast():
             rows = report_results(asked, tokenizer, model, evaluation, "the weights named")
             if before is not None:
-                compare(asked, model, evaluation, rows)
+                compare(asked, info, model, evaluation, rows)
         about = dataclasses.replace(about, results=recogniser.read_results(args.log_dir))
     if args.export or args.export_adapter:
         start.export_trained(asked, info, model, about)
@@ -429,6 +454,7 @@ def first_model(
     with run.model_device():
         info, weights = start.choose(asked, run.resumed, run.initial, texts)
         model = make_model(info, weights, args.dropout, args.joint_dropout)
+    start.tell(asked, info, model)
     model.trains_ctc = "ctc" in loss_weights(info)
     family = start.family(asked)
     released.adapt(asked.origin, family, info, model, weights, run.resumed, run.initial, args.seed)

@@ -409,7 +409,7 @@ def check_output(output: str, inputs: Iterable[str]) -> None:
     if not is_stream(path):
         begins = TRANSCRIPT
         if is_subtitles(path):
-            _, begins = subtitles.FORMATS[path.suffix.lower()]
+            begins = subtitles.FORMATS[path.suffix.lower()].begins
         is_earlier = functools.partial(_begins, begins)
         files.require_output(output, "--output", inputs, is_earlier)
         files.require_output(partial_of(path), "--output", inputs, is_earlier)
@@ -575,8 +575,7 @@ def write_transcripts(path: Path, rows: Iterable[dict]) -> int:
 
     def shown(row: dict) -> str:
         if is_subtitles(path):
-            as_subtitles, _ = subtitles.FORMATS[path.suffix.lower()]
-            return as_subtitles(row)
+            return subtitles.FORMATS[path.suffix.lower()].whole(row)
         return json.dumps(row, ensure_ascii=False) + "\n"
 
     def write(target: Path) -> None:

@@ -1,6 +1,7 @@
 """Subtitles in SubRip's and WebVTT's format from the timed parts of a transcript."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from speech.text import SENTENCE_ENDS
 
@@ -18,26 +19,37 @@ def shown(seconds: float, mark: str = ".") -> str:
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02}{mark}{rest % 1000:03}"
 
 
-def srt(row: dict) -> str:
-    """The transcript `row` as a .srt file."""
-    blocks = []
-    for number, part in enumerate(cues(row), start=1):
-        times = f"{shown(part['start'], ',')} --> {shown(part['end'], ',')}"
-        blocks.append(f"{number}\n{times}\n{part['text']}\n\n")
-    return "".join(blocks)
+def srt_cue(number: int, part: dict) -> str:
+    """The `number`-th subtitle of a .srt file, from 1 on."""
+    times = f"{shown(part['start'], ',')} --> {shown(part['end'], ',')}"
+    return f"{number}\n{times}\n{part['text']}\n\n"
 
 
-def vtt(row: dict) -> str:
-    """The transcript `row` as a .vtt file."""
-    blocks = ["WEBVTT\n\n"]
-    for part in cues(row):
-        text = part["text"].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-        blocks.append(f"{shown(part['start'])} --> {shown(part['end'])}\n{text}\n\n")
-    return "".join(blocks)
+def vtt_cue(number: int, part: dict) -> str:
+    """A subtitle of a .vtt file."""
+    text = part["text"].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return f"{shown(part['start'])} --> {shown(part['end'])}\n{text}\n\n"
 
 
-# The writers of subtitles, and how such a file begins, by the suffix of its name.
-FORMATS = {".srt": (srt, b"1\n"), ".vtt": (vtt, b"WEBVTT\n")}
+@dataclass(frozen=True)
+class Format:
+    """How a file of subtitles is written: its `head`, then `cue(number, part)` for each subtitle.
+    `begins`: the first bytes of a file that has any."""
+
+    head: str
+    cue: Callable[[int, dict], str]
+    begins: bytes
+
+    def whole(self, row: dict) -> str:
+        """The file for the transcript `row`."""
+        numbered = enumerate(cues(row), start=1)
+        return self.head + "".join(self.cue(number, part) for number, part in numbered)
+
+
+FORMATS = {  # by the suffix of a file's name
+    ".srt": Format("", srt_cue, b"1\n"),
+    ".vtt": Format("WEBVTT\n\n", vtt_cue, b"WEBVTT\n"),
+}
 OTHERS = set(
     ".ass .dfxp .itt .lrc .sami .sbv .scc .smi .ssa .stl .sub .ttml".split()
 )  # not written

@@ -23,6 +23,17 @@ class Token:
     duration: int
 
 
+@dataclass
+class Memory:
+    """What decoding keeps from one part of a recording for the next one: the prediction network's
+    output (B, J) and state after the last label, and the frames (B,) of the next part that the
+    last token skips."""
+
+    predicted: torch.Tensor | None = None
+    state: tuple | None = None
+    skipped: torch.Tensor | None = None
+
+
 @torch.no_grad()
 def greedy(
     step: Callable,
@@ -31,6 +42,7 @@ def greedy(
     lengths: list[int],
     durations: tuple[int, ...],
     max_symbols: int,
+    memory: Memory | None = None,
 ) -> list[list[Token]]:
     """The likeliest token at every frame, and the likeliest duration to the next one, for each of
     (B, T, J).
@@ -39,14 +51,17 @@ def greedy(
     durations. `step(tokens (B,), state)` returns the prediction network's output (B, J) and state,
     a tuple of (L, B, H); tokens and state are None at the start. Only labels move the prediction
     network. A blank lasts at least a frame. After `max_symbols` labels in a frame, the next frame
-    follows."""
+    follows. With `memory`, the recordings go on where it ended, and it is brought up to date."""
     device = encoded.device
     ends = torch.tensor(lengths, device=device)
     steps = torch.tensor(durations, device=device)
     rows = torch.arange(len(lengths), device=device)
     frame = torch.zeros_like(rows)
     symbols = torch.zeros_like(rows)  # labels in this frame
-    predicted, state = step(None, None)
+    if memory and memory.predicted is not None:
+        predicted, state, frame = memory.predicted, memory.state, memory.skipped
+    else:
+        predicted, state = step(None, None)
     history = []
     active = frame < ends
     while bool(active.any()):
@@ -68,6 +83,8 @@ def greedy(
             predicted = predicted.index_copy(0, chosen, moved)
             pairs = zip(state, new, strict=True)
             state = tuple(part.index_copy(1, chosen, value) for part, value in pairs)
+    if memory:
+        memory.predicted, memory.state, memory.skipped = predicted, state, frame - ends
     return _by_utterance(history, len(lengths))
 
 
@@ -84,8 +101,11 @@ def _by_utterance(history: list[torch.Tensor], batch: int) -> list[list[Token]]:
     return hypotheses
 
 
-def decode(model: Parakeet, encoded: torch.Tensor, frames: list[int]) -> list[list[Token]]:
-    """The tokens of every utterance of the encoder's output (B, T, D), with their times."""
+def decode(
+    model: Parakeet, encoded: torch.Tensor, frames: list[int], memory: Memory | None = None
+) -> list[list[Token]]:
+    """The tokens of every utterance of the encoder's output (B, T, D), with their times.
+    `memory`: as in `greedy`."""
 
     def step(tokens: torch.Tensor | None, state: tuple | None) -> tuple[torch.Tensor, tuple]:
         if tokens is None:
@@ -95,7 +115,8 @@ def decode(model: Parakeet, encoded: torch.Tensor, frames: list[int]) -> list[li
 
     projected = model.encoder_projector(encoded)
     most = model.config["max_symbols"]
-    return greedy(step, model.joint.logits, projected, frames, model.joint.durations, most)
+    durations = model.joint.durations
+    return greedy(step, model.joint.logits, projected, frames, durations, most, memory)
 
 
 def transcripts(model: Parakeet, tokenizer: ParakeetTokenizer, batch: dict) -> list[dict]:
@@ -121,6 +142,7 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
     duration for it; it ends when the token before it ends. A segment ends with a
     sentence. Unlike in NeMo, nothing ends after the utterance, punctuation at the start of a word
     belongs to that word, and punctuation between spaces belongs to the word before it."""
+    tokens = [token for token in tokens if not tokenizer.is_tag(token.piece)]
     timed: list[dict] = []
     for word in _words(tokens, tokenizer, frames):
         start = word["start"] * frame_seconds

@@ -66,10 +66,11 @@ class MelFeatures(nn.Module):
         x = x.abs().square().transpose(1, 2)  # (B, F, N_FFT / 2 + 1)
         return (x @ self.filters + FLOOR).log()
 
-    def step(self, waveform: torch.Tensor) -> torch.Tensor:
-        """The features (1, F, M) of the samples (WINDOW + HOP (F - 1) + 1,) of a longer waveform,
-        which begin with the one before them."""
+    def step(self, waveform: torch.Tensor, count: int) -> torch.Tensor:
+        """Features (1, `count`, M) of a part (T,) of a longer waveform, which begins with the
+        sample before the first window. Zeros follow it if it is short."""
         with torch.autocast(waveform.device.type, enabled=False), full_fp32(waveform.device):
-            x = waveform[1:] - PRE_EMPHASIS * waveform[:-1]
+            length = WINDOW + HOP * (count - 1)
+            x = (waveform[1:] - PRE_EMPHASIS * waveform[:-1])[:length]
             beside = (N_FFT - WINDOW) // 2
-            return self.of_windows(F.pad(x[None], (beside, beside)))
+            return self.of_windows(F.pad(x[None], (beside, beside + length - len(x))))

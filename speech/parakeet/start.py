@@ -14,6 +14,7 @@ from common.errors import UsageError
 from speech import card, onnx_files, recogniser, released
 from speech.layers import quieten_branches
 from speech.parakeet import formats, settings
+from speech.parakeet.languages import AUTO, COLUMNS, NAME, are_names, are_slots, slot_of, with_new
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
 from speech.parakeet.vocabulary import (
@@ -91,7 +92,7 @@ FORMS = released.Forms(
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
 TRAINING = (
-    "train_tokenizer", "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
+    "new_language", "train_tokenizer", "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
 )  # fmt: skip
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
@@ -105,6 +106,8 @@ NEEDS = (
     *released.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
+    ("new_language", ("like",), ""),
+    ("like", ("new_language",), ""),
 )
 LOSS = {  # a schema of records.mismatch
     "sigma": lambda value: 0 <= value < 10,
@@ -120,7 +123,8 @@ class ModelInfo:
     settings (`ctc` is the share of the CTC head's loss), the settings of the released model that an
     export keeps, whether it began from released weights, and whether its vocabulary was made from
     the training texts. `new_pieces`: the ids of pieces that the released model does not have, which
-    learn at a rate of their own."""
+    learn at a rate of their own. `languages`: the slots of the prompt, by name; `new_languages`:
+    those that the released model does not have, and the one that each began as."""
 
     config: Annotated[dict, settings.CONFIG]
     tokenizer: Annotated[dict, STATE]
@@ -129,6 +133,8 @@ class ModelInfo:
     pretrained: bool
     own_vocabulary: bool = False
     new_pieces: list[int] = field(default_factory=list)
+    languages: Annotated[dict, are_slots] = field(default_factory=dict)
+    new_languages: Annotated[dict, are_names] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,9 @@ class Options:
     """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
     `tokenizer`: the kind of the pieces that are made from the training texts, "bpe" or "char"; None
     for the model's own, or a new model's usual ones. `loss`: settings that replace the model's.
-    `export_format`: "hf", "nemo" or "onnx"."""
+    `export_format`: "hf", "nemo" or "onnx". `language`: what a model with a prompt is told where
+    the data do not say it; `new_language`: a name, and the one of the language that it begins as;
+    `lookahead`: frames that a streaming model waits for in evaluation."""
 
     origin: Origin
     how: recogniser.Options
@@ -144,6 +152,9 @@ class Options:
     vocab_size: int | None
     loss: dict
     export_format: str
+    language: str | None
+    new_language: tuple[str, str] | None
+    lookahead: int | None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -176,7 +187,37 @@ def add_arguments(parser) -> None:
             " cannot write (on from scratch)"
         ),
     )
+    add_language_arguments(parser)
     add_loss_arguments(parser)
+
+
+def add_language_arguments(parser) -> None:
+    group = parser.add_argument_group("Nemotron: language and streaming")
+    group.add_argument(
+        "--language",
+        metavar="NAME",
+        help=(
+            "the language of utterances whose manifest has none (lang, language, locale,"
+            " target_lang), and of files to transcribe (these: auto), such as fi-FI"
+        ),
+    )
+    group.add_argument(
+        "--new_language",
+        metavar="xx-YY",
+        help="teach a language that the model does not know, in a free slot of its prompt",
+    )
+    group.add_argument(
+        "--like", metavar="NAME", help="the known language that --new_language begins as"
+    )
+    group.add_argument(
+        "--lookahead",
+        type=options.number(int, 0, 1000),
+        metavar="FRAMES",
+        help=(
+            "of 80 ms that a streaming model waits for in evaluation and transcripts (the model's"
+            " usual one); in training each utterance has one of the model's"
+        ),
+    )
 
 
 def add_loss_arguments(parser) -> None:
@@ -230,6 +271,8 @@ def resolve(args, is_demo: bool) -> Options:
             f"{origin.flag} and --vocab_size: a released model has its own vocabulary; add"
             " --train_tokenizer bpe to make a new one, or leave the second out"
         )
+    if args.new_language and not NAME.fullmatch(args.new_language):
+        raise UsageError(f"--new_language {args.new_language}: give it the form of fi-FI")
     loss = {
         "sigma": args.tdt_sigma,
         "omega": args.tdt_omega,
@@ -243,6 +286,9 @@ def resolve(args, is_demo: bool) -> Options:
         vocab_size=args.vocab_size,
         loss={name: value for name, value in loss.items() if value is not None},
         export_format=args.export_format or "hf",
+        language=args.language,
+        new_language=(args.new_language, args.like) if args.new_language else None,
+        lookahead=args.lookahead,
     )
 
 
@@ -264,7 +310,7 @@ def adapted_layers(info: ModelInfo, targets: str) -> lora.Layers:
     with torch.device("meta"):
         model = network(info)
     adapted = [name for name, _ in model.named_modules() if name.endswith(ADAPTED[targets])]
-    whole = ("decoder.", "joint.", "ctc_head.")
+    whole = ("decoder.", "joint.", "ctc_head.", "prompt_projector.")
     return lora.Layers([name for name in adapted if not name.startswith(whole)], whole)
 
 
@@ -300,6 +346,9 @@ def make_model(
 def check(info: ModelInfo, name: str) -> None:
     """Raises `UsageError` if the parts of a saved info contradict each other."""
     formats.check_config(info.config, name)
+    slots = info.config.get("prompts", {"slots": 0})["slots"]
+    if bool(slots) != bool(info.languages) or slots <= max(info.languages.values(), default=-1):
+        raise UsageError(f"{name}: its languages are not those of a prompt with {slots} slots")
     tokenizer_of(info)
 
 
@@ -356,6 +405,9 @@ def find_conflicts(asked: Options, info: ModelInfo, resumes: bool) -> list[str]:
     elif asked.tokenizer and resumes and asked.tokenizer != tokenizer_kind(info):
         has = f"the checkpoint has {tokenizer_kind(info)}"
         found.append(f"--train_tokenizer {asked.tokenizer} ({has})")
+    if resumes and asked.new_language and asked.new_language[0] not in info.languages:
+        has = "the checkpoint does not know it"
+        found.append(f"--new_language {asked.new_language[0]} ({has})")
     if origin.path and info.pretrained:
         theirs, _ = read(origin.path)
         config = {**theirs.config, "vocabulary": info.config["vocabulary"]}
@@ -391,8 +443,63 @@ def choose(
         info, weights = with_new_vocabulary(
             info, weights, asked.tokenizer, asked.vocab_size, texts()
         )
+    if initial and info.languages:
+        before, _ = saved_model(initial)
+        info = dataclasses.replace(
+            info, languages=before.languages, new_languages=before.new_languages
+        )
+    if asked.new_language and not resumed:
+        info = with_new_language(info, initial.model if initial else weights, *asked.new_language)
     check_export(asked, info)
     return with_loss(info, asked), weights
+
+
+def with_new_language(
+    info: ModelInfo, weights: dict[str, torch.Tensor] | None, name: str, like: str
+) -> ModelInfo:
+    """`info` with a further language in a free slot, which is filled in `weights`. Raises
+    `UsageError`."""
+    if not info.languages:
+        raise UsageError(f"--new_language {name}: this model is told no language; leave it out")
+    if weights is None:
+        raise UsageError(
+            f"--new_language {name}: a model from scratch knows no {like} to begin with; leave it"
+            " out"
+        )
+    slots = info.config["prompts"]["slots"]
+    columns = weights[COLUMNS]
+    names, weights[COLUMNS] = with_new(info.languages, columns, slots, name, like)
+    print(f"new language: {name} begins as {like}, in slot {names[name]} of {slots}")
+    if name not in tokenizer_of(info).tags:
+        print(f"its sentences end without a tag: the vocabulary has no <{name}>")
+    new = {**info.new_languages, name: like}
+    return dataclasses.replace(info, languages=names, new_languages=new)
+
+
+def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
+    """Tells a model the language and the look-ahead of batches that name none. Raises `UsageError`
+    if it has none."""
+    if asked.language and not info.languages:
+        raise UsageError(
+            f"--language {asked.language}: this model is told no language; leave it out"
+        )
+    if info.languages:
+        known = AUTO if AUTO in info.languages else next(iter(info.languages))
+        name = asked.language or known
+        model.prompt = slot_of(name, info.languages, "--language")
+    if asked.lookahead is not None:
+        has = info.config.get("streaming")
+        if not has:
+            raise UsageError(
+                f"--lookahead {asked.lookahead}: this model hears whole utterances; leave it out"
+            )
+        if asked.lookahead not in has["lookaheads"] and has["left"] % (asked.lookahead + 1):
+            raise UsageError(
+                f"--lookahead {asked.lookahead}: chunks of {asked.lookahead + 1} frames do not"
+                f" divide the {has['left']} frames that this model sees before them; it was trained"
+                f" with {', '.join(map(str, sorted(has['lookaheads'])))}"
+            )
+        model.encoder.lookahead = asked.lookahead
 
 
 def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
@@ -418,7 +525,12 @@ def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
 
 def exported(info: ModelInfo) -> dict:
     """What an export has besides weights and configuration."""
-    return {"tokenizer": info.tokenizer, "source": info.source, "loss": info.loss}
+    return {
+        "tokenizer": info.tokenizer,
+        "source": info.source,
+        "loss": info.loss,
+        "languages": info.languages,
+    }
 
 
 def check_export(asked: Options, info: ModelInfo) -> None:

@@ -37,6 +37,7 @@ PAD = "<pad>"
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of pieces
 UNIGRAM, BPE, WORD, CHAR = range(1, 5)  # types of SentencePiece's models
+TAG = re.compile(rf"{SPACE}?<([a-z]{{2,3}}-[A-Z]{{2}})>")  # a piece that names a language
 SURFACE = " \u2047 "  # what SentencePiece decodes the unknown token to, unless the model differs
 LONGEST_PIECE = 512  # characters of a piece that merges make
 MOST_STEPS = 32  # of a normalizer or decoder
@@ -116,7 +117,8 @@ _DECODERS = (
 
 class ParakeetTokenizer:
     """Attributes: `size` (V), `unknown` (an id), `pieces` (V strings, with U+2581 for a space),
-    `spaces` (ids of the pieces of spaces alone), `delimiters` (those that are decoded to a space
+    `tags` (ids of the pieces that name a language, such as <de-DE>, by their names: they are no
+    part of a text), `spaces` (ids of the pieces of spaces alone), `delimiters` (those that are decoded to a space
     when they are alone: they are no part of a word's time, as in NeMo; a tokenizer that begins a
     text with a space decodes them to nothing)."""
 
@@ -126,6 +128,10 @@ class ParakeetTokenizer:
         self.pieces = backend.pieces
         self.size = len(self.pieces)
         self.unknown = backend.unknown
+        self.tags = {
+            found[1]: i for i, piece in enumerate(self.pieces) if (found := TAG.fullmatch(piece))
+        }
+        self._tag_ids = frozenset(self.tags.values())
         self.spaces = {i for i, piece in enumerate(self.pieces) if not piece.strip(SPACE)}
         self.delimiters = {i for i in self.spaces if self.decode([i]) == " "}
 
@@ -134,9 +140,12 @@ class ParakeetTokenizer:
         return self._backend.encode(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of ids below V, without special tokens; U+2047, or the model's own text, for
-        unknown tokens."""
-        return self._backend.decode([int(token) for token in tokens])
+        """The text of ids below V, without special tokens and tags; U+2047, or the model's own
+        text, for unknown tokens."""
+        return self._backend.decode([int(token) for token in tokens if token not in self._tag_ids])
+
+    def is_tag(self, token: int) -> bool:
+        return token in self._tag_ids
 
     def state(self) -> dict:
         return self._state

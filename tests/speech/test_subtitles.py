@@ -7,6 +7,9 @@ from common.device import Setup
 from common.errors import DataError, UsageError
 from speech import recogniser, subtitles
 
+srt = subtitles.FORMATS[".srt"].whole
+vtt = subtitles.FORMATS[".vtt"].whole
+
 
 def test_segments_become_subtitles():
     segments = [
@@ -14,15 +17,15 @@ def test_segments_become_subtitles():
         {"start": 3725.5, "end": 3726.125, "text": "a < b & c"},
     ]
     row = {"text": "hôm nay a < b & c", "segments": segments}
-    assert subtitles.srt(row) == (
+    assert srt(row) == (
         "1\n00:00:00,000 --> 00:01:00,000\nhôm nay\n\n"
         "2\n01:02:05,500 --> 01:02:06,125\na < b & c\n\n"
     )
-    assert subtitles.vtt(row) == (
+    assert vtt(row) == (
         "WEBVTT\n\n00:00:00.000 --> 00:01:00.000\nhôm nay\n\n"
         "01:02:05.500 --> 01:02:06.125\na &lt; b &amp; c\n\n"
     )
-    assert subtitles.srt({"segments": []}) == "" and subtitles.vtt({"segments": []}) == "WEBVTT\n\n"
+    assert srt({"segments": []}) == "" and vtt({"segments": []}) == "WEBVTT\n\n"
 
 
 def test_words_are_grouped_by_sentence_pause_time_and_length():

@@ -394,8 +394,10 @@ def test_the_same_segments_are_printed_and_written(folder, tmp_path, one_pass):
     for _ in range(2):  # its own subtitles are replaced, and others' are not
         ran(vietnamese, *flags, one, "--output", tmp_path / "a.srt")
         ran(vietnamese, *flags, one, "--output", tmp_path / "a.VTT")
-    assert (tmp_path / "a.srt").read_text(encoding="utf-8") == subtitles.srt(recordings[0])
-    assert (tmp_path / "a.VTT").read_text(encoding="utf-8") == subtitles.vtt(recordings[0])
+    srt = subtitles.FORMATS[".srt"].whole(recordings[0])
+    assert (tmp_path / "a.srt").read_text(encoding="utf-8") == srt
+    vtt = subtitles.FORMATS[".vtt"].whole(recordings[0])
+    assert (tmp_path / "a.VTT").read_text(encoding="utf-8") == vtt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.VTT", "a.srt", "two.jsonl"]
 
 
