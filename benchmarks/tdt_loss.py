@@ -64,9 +64,9 @@ def make_inputs(outputs: int, kind: str):
 
 
 def lean(tensors, targets, frames, labels):
-    from speech.parakeet.loss import Lattice, tdt_losses
+    from speech.parakeet.loss import Lattice, transducer_losses
 
-    return tdt_losses(*tensors, Lattice(targets, frames, labels, DURATIONS, SIGMA)).sum()
+    return transducer_losses(*tensors, Lattice(targets, frames, labels, DURATIONS, SIGMA)).sum()
 
 
 def peer(tensors, targets, frames, labels):

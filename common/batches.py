@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from common import replay
 from common.errors import DataError, RunError
 
 # Global batches that are sorted by length together: more save padding, fewer mix lengths better.
@@ -45,39 +46,80 @@ MANY_FILES = 65_536  # limit of open files, if the system allows so many
 
 
 def plan_epoch(
-    seconds: np.ndarray, global_batch_size: int, seed: int, epoch: int, done: Iterable = ()
+    seconds: np.ndarray,
+    global_batch_size: int,
+    seed: int,
+    epoch: int,
+    done: Iterable = (),
+    old: int = 0,
+    share: float = 0.0,
 ) -> list[np.ndarray]:
     """The global batches of an epoch, in random order: arrays of `global_batch_size` indices of
     utterances of similar length (one may be smaller). A pure function of its arguments. In the
     first epoch the global batch with the longest utterance comes first, so that a run that does not
     fit into memory fails at once. `done` lists [global batch size, global batches done] of earlier
-    runs of the same epoch with other global batch sizes; their utterances are left out."""
-    remaining = np.arange(len(seconds))
-    part = 0
-    for size, count in done:
-        left = cut_epoch(remaining, seconds, size, seed, epoch, part)[count:]
-        remaining = np.sort(np.concatenate(left)) if left else remaining[:0]
-        part += 1
-    return cut_epoch(remaining, seconds, global_batch_size, seed, epoch, part)
+    runs of the same epoch with other global batch sizes; their utterances are left out.
+
+    The last `old` utterances of `seconds` (N,) are old material, of which every global batch has a
+    `share` (see `replay.batch_sizes`): the next ones of an order of their own. An epoch has every
+    other utterance once."""
+    new = len(seconds) - old
+    begin = replay.whole(epoch * new, share)  # utterances before
+    # An old one can come twice: the places of this epoch's utterances are planned.
+    places = np.arange(new)
+    if old:
+        ends = replay.old_among([begin, replay.whole((epoch + 1) * new, share)], share).tolist()
+        places = np.concatenate([places, new + replay.drawn(old, seed, *ends)])
+    seconds = seconds[places]
+    remaining = np.arange(len(places))
+    for part, (size, count) in enumerate([*done, (global_batch_size, None)]):
+        fresh, others = np.split(remaining, [np.searchsorted(remaining, new)])
+        sizes = replay.batch_sizes(len(fresh), size, share, begin)
+        plan = cut_epoch(fresh, others, seconds, sizes, (seed, epoch, part))
+        if count is None:
+            return [places[global_batch] for global_batch in plan]
+        begin += sum(map(len, plan[:count]))
+        remaining = np.sort(np.concatenate([remaining[:0], *plan[count:]]))
 
 
 def cut_epoch(
-    indices: np.ndarray, seconds: np.ndarray, size: int, seed: int, epoch: int, part: int
+    indices: np.ndarray,
+    old: np.ndarray,
+    seconds: np.ndarray,
+    sizes: np.ndarray,
+    key: tuple[int, int, int],
 ) -> list[np.ndarray]:
-    """Cuts utterances into global batches of `size`: shuffles them, sorts pools of them by length,
-    cuts the pools and shuffles what was cut. `part` counts the cuts of the same epoch."""
-    random = np.random.default_rng([seed, epoch, part])
-    indices = random.permutation(indices)
+    """Cuts utterances into global batches: shuffles them, sorts pools of them by length, cuts the
+    pools and shuffles what was cut. `sizes` (K, 2): how many of `indices` and of `old`, which come
+    in this order, are in each of them; `key`: seed, epoch, and how many cuts of it came before."""
+    random = np.random.default_rng(key)
+    streams = random.permutation(indices), old
+    replays = len(old) > 0
+    # The one that is smaller stays the last if there are old utterances: their share would not be
+    # exact otherwise. So it must not get the longest.
+    direction = -1 if replays else 1
+    begins = np.cumsum(sizes, axis=0) - sizes
     global_batches = []
-    for first in range(0, len(indices), size * POOL_BATCHES):
-        pool = indices[first : first + size * POOL_BATCHES]
-        pool = pool[np.argsort(seconds[pool], kind="stable")]
-        global_batches += [pool[i : i + size] for i in range(0, len(pool), size)]
-    global_batches = [global_batches[i] for i in random.permutation(len(global_batches))]
-    if epoch == 0 and part == 0 and global_batches:
-        longest = [seconds[global_batch].max() for global_batch in global_batches]
-        global_batches.insert(0, global_batches.pop(longest.index(max(longest))))
-    return global_batches
+    for first in range(0, len(sizes), POOL_BATCHES):
+        own = sizes[first : first + POOL_BATCHES]
+        parts = []
+        for stream, begin, counts in zip(streams, begins[first], own.T, strict=True):
+            pool = stream[begin : begin + counts.sum()]
+            pool = pool[np.argsort(direction * seconds[pool], kind="stable")]
+            parts.append(np.split(pool, np.cumsum(counts)[:-1]))
+        global_batches += [np.concatenate(pair) for pair in zip(*parts, strict=True)]
+    # With old utterances, only global batches with as many of them change places.
+    kinds = sizes @ (sizes.sum() + 1, 1) if replays else np.zeros(len(sizes))
+    order = np.arange(len(sizes))
+    for kind in np.unique(kinds):
+        places = np.flatnonzero(kinds == kind)
+        order[places] = places[random.permutation(len(places))]
+    _, epoch, part = key
+    if epoch == 0 and part == 0 and len(order):
+        longest = np.array([seconds[global_batches[number]].max() for number in order]).argmax()
+        places = np.flatnonzero(kinds[: longest + 1] == kinds[longest])
+        order[places] = np.roll(order[places], 1)
+    return [global_batches[number] for number in order]
 
 
 def cut_global_batch(
@@ -155,6 +197,13 @@ class _GlobalBatchDataset(torch.utils.data.Dataset):
         return global_batch
 
 
+def join_sets(datasets: list[_GlobalBatchDataset]) -> _GlobalBatchDataset:
+    """One dataset with the utterances of several, which have the same `collate`."""
+    first = datasets[0]
+    whole = replay.Joined([each.data for each in datasets])
+    return _GlobalBatchDataset(whole, first.collate, first.skip_bad)
+
+
 def _start_worker(worker: int) -> None:
     # Signals reach the whole process group. Only the main process acts on them; it still needs its
     # workers then.
@@ -201,26 +250,41 @@ class GlobalBatches:
     `data.fingerprint()` a string that changes if the data change. It may have
     `data.text_length(index)`, by which a dry run finds the utterance with the longest text, and
     `data.hours()` of speech if `seconds` counts something else, too. `collate(items)` returns a
-    batch."""
+    batch. With a data set `old`, a share of the utterances of every global batch are its, by
+    --replay_share; an epoch is one of `data`."""
 
-    def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup):
+    def __init__(self, args, data, collate: Callable[[list[dict]], dict], setup, old=None):
         self.data = data
+        self.old = old
+        self.share = 0.0 if old is None else args.replay_share
         self.setup = setup
         self.batch_size = args.batch_size
         self.max_seconds = args.max_batch_seconds
         self.seed = args.seed
         micro_batches = args.gradient_accumulation_steps * setup.ranks.size
         self.global_batch_size = args.batch_size * micro_batches
-        self.per_epoch = math.ceil(len(data) / self.global_batch_size)
-        self.dataset = _GlobalBatchDataset(data, collate, args.skip_bad_audio)
+        if old is not None:
+            replay.check_share(self.share, self.global_batch_size)
+        self.per_epoch = self.count(0, 1)
+        whole = data if old is None else replay.Joined([data, old])
+        self.dataset = _GlobalBatchDataset(whole, collate, args.skip_bad_audio)
+
+    def count(self, first: int, last: int) -> int:
+        """The global batches in the epochs from `first` to before `last`."""
+        return replay.count_global_batches(
+            len(self.data), self.global_batch_size, self.share, first, last
+        )
 
     def specs(self, epoch: int, start: int, done: list) -> Iterator[tuple]:
         """Yields (epoch, number, last, micro-batches of indices), without end, from global batch
         `start` of `epoch`."""
         ranks = self.setup.ranks
         while True:
-            seconds = self.data.seconds(epoch)
-            plan = plan_epoch(seconds, self.global_batch_size, self.seed, epoch, done)
+            seconds = self.dataset.data.seconds(epoch)
+            old = 0 if self.old is None else len(self.old)
+            plan = plan_epoch(
+                seconds, self.global_batch_size, self.seed, epoch, done, old, self.share
+            )
             for number in range(start, len(plan)):
                 batches = cut_global_batch(
                     plan[number],
@@ -245,8 +309,14 @@ class GlobalBatches:
     def order(self, epoch: int) -> str:
         """Changes with what decides in which global batch of an epoch an utterance is: the seed and
         the utterances' lengths."""
-        content = repr(self.seed).encode() + self.data.seconds(epoch).tobytes()
+        content = repr(self.seed).encode() + self.dataset.data.seconds(epoch).tobytes()
         return hashlib.sha1(content).hexdigest()[:16]
+
+    def fingerprint(self) -> str:
+        """Changes with the utterances, and with the share of old ones."""
+        if self.old is None:
+            return self.data.fingerprint()
+        return f"{self.data.fingerprint()} {self.old.fingerprint()} {self.share:g}"
 
     @functools.cached_property
     def hours(self) -> float:

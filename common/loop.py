@@ -48,8 +48,16 @@ from common import (
     preflight,
     resuming,
     run_length,
+    watching,
 )
-from common.batches import EvalBatches, GlobalBatch, GlobalBatches, split_batch, to_device
+from common.batches import (
+    EvalBatches,
+    GlobalBatch,
+    GlobalBatches,
+    join_sets,
+    split_batch,
+    to_device,
+)
 from common.device import Setup, rng_state, set_rng_state
 from common.errors import DataError, Failure, RunError, Stopped, UsageError
 from common.ranks import InPass, LostRank, Ranks, Restart, torchrun
@@ -88,14 +96,16 @@ class Task:
     of an `evaluate` that takes minutes without values: it makes only the last steps of a long
     search, which need the most memory. With `evaluate_first`, a new run evaluates the model before
     its first update. Without `decay_embeddings`, embeddings have no weight decay. `betas` are
-    AdamW's. `new_rows` are those of a new run; a resumed one has them in its checkpoint. With
+    AdamW's. `new_rows` are those of a new run; a resumed one has them in its checkpoint, and so it is
+    with `frozen_first`, unless that says how many updates. With
     `fine_tunes` the model began from released weights: the length of the run, its evaluations and
     its patience follow the hours of speech. `vocabulary`: the tokens of the model and of
     --init_from; without it, tensors with a row for each token are copied by number. With
     `compares`, another model of this size decodes at the end, too, with fp32 weights. `reports` are
     the files and folders that the recipe writes, by their names in the log folder or by their
     absolute paths; a new run moves an earlier run's aside. `adapters(rank)` are those that --lora
-    adds, for the advice of a dry run; None if there is no such flag."""
+    adds, for the advice of a dry run; None if there is no such flag. `watched` are further sets, by
+    name, which are evaluated with the evaluation set, before the first update, too."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -116,10 +126,12 @@ class Task:
     betas: tuple[float, float] = optim.BETAS
     fine_tunes: bool = False
     new_rows: optim.NewRows | None = None
+    frozen_first: optim.Frozen | None = None
     vocabulary: checkpoint.Vocabulary | None = None
     compares: bool = False
     reports: tuple[str, ...] = ()
     adapters: Callable[[int], lora.Adapters] | None = None
+    watched: dict[str, EvalBatches] = field(default_factory=dict)
 
     def is_better(self, value: float, other: float) -> bool:
         """Whether a value of the metric is better than another one."""
@@ -214,9 +226,9 @@ def train(
         sys.exit(plan(args, *run.planned, model, task, global_batches, eval_batches))
     checks.check_collate(eval_batches.dataset, task.loss_weights)
     preflight.require_disk(args, model)
-    agree(args, run, model, global_batches, eval_batches)
+    agree(args, run, model, task, global_batches, eval_batches)
     placed = prepare_model(args, run, model, task, global_batches.data)
-    if run.resumed or not task.evaluate_first:
+    if run.resumed or not evaluates_first(task):
         try_evaluation(run.setup, placed, task, eval_batches)
     training = begin_training(args, run, task, placed, global_batches, eval_batches)
     for saved in (run.resumed, run.initial):
@@ -234,10 +246,17 @@ def train(
     return progress
 
 
+def evaluates_first(task: Task) -> bool:
+    """Whether a new run evaluates the model before its first update: a set is watched to see how
+    far its results move from those."""
+    return task.evaluate_first or bool(task.watched)
+
+
 def agree(
     args,
     run: Run,
     model: torch.nn.Module,
+    task: Task,
     global_batches: GlobalBatches,
     eval_batches: EvalBatches,
 ) -> None:
@@ -252,6 +271,10 @@ def agree(
             settings[f"--{name}"] = value
     progress = run.resumed.state["progress"] if run.resumed else {}
     sets = {"training": global_batches.data, "evaluation": eval_batches.dataset.data}
+    if global_batches.old is not None:
+        sets["old"] = global_batches.old
+    for name, batches in task.watched.items():
+        sets[f"watched ({name})"] = batches.dataset.data
     about = {f"the number of {name} utterances": len(data) for name, data in sets.items()}
     run.setup.ranks.agree(
         {
@@ -390,10 +413,12 @@ def begin_training(
         share_limits(args.checkpoint_dir, ranks, progress["limits"])
     length = run_length.choose(args, global_batches, task.fine_tunes, progress["origin"])
     print(run_length.describe(length, global_batches))
+    progress["sets_above_limit"] = len(watching.above_limit(task, progress, length.most_rise))
     schedule = optim.Schedule(optimizer, args.lr_schedule, length.total, args.warmup_steps)
     if schedule.resume(progress["schedule"], progress["step"]):
         progress["evaluations_without_gain"] = 0
     schedule.set(progress["step"])
+    note_frozen(progress, task.frozen_first, schedule.warmup, is_new=saved is None)
     place_in_random_numbers(args.seed, setup, saved, progress["step"])
     progress["base"] = progress["base"] or base_of(args, run)
     prepare_folders(args, run, progress, task)
@@ -442,7 +467,10 @@ def start_progress(saved: dict | None = None) -> dict:
         "bad_in_a_row": 0,
         "skipped_files": 0,
         "limits": {},
+        "watched": {},
+        "sets_above_limit": 0,
         "new_rows": None,
+        "frozen_first": None,
         "schedule": None,
         "base": None,
     }
@@ -461,6 +489,35 @@ def note_new_rows(progress: dict, first: optim.NewRows | None) -> optim.NewRows 
     return optim.NewRows(**progress["new_rows"]) if progress["new_rows"] else None
 
 
+def note_frozen(progress: dict, asked: optim.Frozen | None, warmup: int, is_new: bool) -> None:
+    """Notes in the progress which part of the model its first updates leave as it is. A resumed run
+    keeps what it began with, unless the task says how many updates."""
+    if asked and (is_new or asked.steps is not None):
+        steps = warmup if asked.steps is None else asked.steps
+        progress["frozen_first"] = {"prefix": asked.prefix, "steps": steps}
+    if progress["frozen_first"] and progress["step"] < progress["frozen_first"]["steps"]:
+        prefix, steps = progress["frozen_first"].values()
+        print(f"the first {steps} updates leave the weights {prefix}* as they are")
+
+
+@contextlib.contextmanager
+def frozen_part(training: Training) -> Iterator[None]:
+    """Within it, the part of the model that this update leaves as it is has no gradients. AdamW
+    passes over it then: neither weight decay nor its states change."""
+    record = training.progress["frozen_first"]
+    found = []
+    if record and training.progress["step"] < record["steps"]:
+        parameters = training.placed.trained.named_parameters()
+        found = [p for n, p in parameters if n.startswith(record["prefix"]) and p.requires_grad]
+    for p in found:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in found:
+            p.requires_grad_(True)
+
+
 def place_in_random_numbers(seed: int, setup: Setup, saved: dict | None, step: int) -> None:
     """Sets the random state of this rank to that of the `state` of a checkpoint, if it has one."""
     ranks = setup.ranks
@@ -475,7 +532,7 @@ def place_in_data(progress: dict, global_batches: GlobalBatches) -> None:
     changed, the epoch restarts, with a message. If the global batch size has changed, the rest of
     the epoch is cut into new global batches."""
     epoch = f"epoch {progress['epoch'] + 1}"
-    data = global_batches.data.fingerprint()
+    data = global_batches.fingerprint()
     size = global_batches.global_batch_size
     changed = ""
     # Another machine may have saved the checkpoint, and have its data in another folder.
@@ -533,7 +590,7 @@ def prepare_folders(args, run: Run, progress: dict, task: Task) -> None:
     has_best = run.setup.ranks.gather(has_best)[0]
     if not has_best:
         progress["best"] = None
-        progress["last_evaluation"] = -1 if run.resumed or task.evaluate_first else 0
+        progress["last_evaluation"] = -1 if run.resumed or evaluates_first(task) else 0
 
 
 @contextlib.contextmanager
@@ -578,6 +635,8 @@ def train_global_batches(training: Training) -> dict:
         if finished and training.report.problem:
             raise training.report.problem
         if finished:
+            for line in watching.table(training.task, progress):
+                training.report.say(line)
             return progress
         error = training.report.problem
         started = time.monotonic()
@@ -649,7 +708,8 @@ def train_global_batch(training: Training, global_batch: GlobalBatch) -> None:
         totals = dict(zip(terms, counts, strict=True))
         before = Before(training)
         try:
-            device_sums = pass_until_it_fits(training, global_batch, totals, before)
+            with frozen_part(training):
+                device_sums = pass_until_it_fits(training, global_batch, totals, before)
             sums, norm = reduce_gradients(training, device_sums)
         except LostRank:
             before.restore(training)
@@ -1060,20 +1120,18 @@ def evaluate(
     return results
 
 
-def evaluate_now(training: Training) -> None:
-    """Evaluates, reports the results, and keeps the weights if they are the best."""
-    args = training.args
+def evaluate_set(training: Training, batches: EvalBatches) -> dict[str, float]:
+    """The values of `mean_values` of a set, on all ranks. Raises `Stopped` after a signal, when the
+    run is saved."""
     task = training.task
-    progress = training.progress
     ranks = training.setup.ranks
 
     def polled() -> Iterator[dict]:
-        for batch in training.eval_batches:
+        for batch in batches:
             if training.caught:
                 raise Stopped("the results of this evaluation are discarded", 128 + training.caught)
             yield batch
 
-    started = time.monotonic()
     results = {}
     with contextlib.suppress(Stopped), training.placed.evaluated() as model:
         results = evaluate(training.setup, model, task, polled())
@@ -1083,28 +1141,59 @@ def evaluate_now(training: Training) -> None:
         raise saved_and_stopped(training, caught)
     sums = ranks.reduce([float(value) for pair in results.values() for value in pair])
     pairs = zip(sums[::2], sums[1::2], strict=True)
-    values = mean_values(task, dict(zip(results, pairs, strict=True)))
+    return mean_values(task, dict(zip(results, pairs, strict=True)))
+
+
+def evaluate_now(training: Training) -> None:
+    """Evaluates, reports the results, and keeps the weights if they are the best."""
+    task = training.task
+    progress = training.progress
+    step = progress["step"]
+    started = time.monotonic()
+    values = evaluate_set(training, training.eval_batches)
+    watched = {name: evaluate_set(training, each) for name, each in task.watched.items()}
+    for name, each in watched.items():
+        watching.note(progress, name, each.get(task.metric, math.nan))
+    above = watching.above_limit(task, progress, training.length.most_rise)
+    progress["sets_above_limit"] = len(above)
     improved = note_evaluation(task, progress, values)
     if improved:
-        summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
-        summary |= {"metric": task.metric, "evaluations": progress["evaluations"]}
-        summary["made_by"] = made_by(task.name, training.setup, progress["base"])
-        path = args.checkpoint_dir / "best.safetensors"
-        with ranks.patient():
-            state = training.placed.state()
-            if ranks.first:
-                record = lora.record_of(training.placed.model)
-                checkpoint.save_weights(path, state, task, summary, record)
-            ranks.gather(None)  # the others wait for the first
+        keep_best(training, values)
+    report = training.report
     texts = [f"{name} {shown(name, value)}" for name, value in values.items()]
     if improved:
         texts.append("best so far")
-    place = f"step {progress['step']} (epoch {progress['epoch'] + 1})"
-    training.report.say(f"evaluation at {place}: {'  '.join(texts)}")
+    report.say(f"evaluation at step {step} (epoch {progress['epoch'] + 1}): {'  '.join(texts)}")
     results = {f"eval/{name}": value for name, value in values.items()}
-    training.report.write(progress["step"], **results)
-    training.report.draw(task.metric)
+    for name, each in watched.items():
+        texts = [f"{key} {shown(key, value)}" for key, value in each.items()]
+        report.say(f"  watched {name}: {'  '.join(texts)}")
+        results |= {f"watched/{name}/{key}": value for key, value in each.items()}
+    for line in above:
+        report.say(line)
+    report.write(step, **results)
+    report.draw(task.metric)
     training.since += time.monotonic() - started  # evaluation does not count as training time
+
+
+def keep_best(training: Training, values: dict[str, float]) -> None:
+    """Saves the weights as those of the best evaluation, which has these `values`."""
+    args = training.args
+    task = training.task
+    progress = training.progress
+    ranks = training.setup.ranks
+    summary = {"step": progress["step"], "epoch": progress["epoch"], **values}
+    summary |= {"metric": task.metric, "evaluations": progress["evaluations"]}
+    if progress["watched"]:
+        summary["watched"] = progress["watched"]
+    summary["made_by"] = made_by(task.name, training.setup, progress["base"])
+    path = args.checkpoint_dir / "best.safetensors"
+    with ranks.patient():
+        state = training.placed.state()
+        if ranks.first:
+            record = lora.record_of(training.placed.model)
+            checkpoint.save_weights(path, state, task, summary, record)
+        ranks.gather(None)  # the others wait for the first
 
 
 def base_of(args, run: Run) -> str | None:
@@ -1144,10 +1233,12 @@ def made_by(recipe: str, setup: Setup, base: str | None) -> dict:
 def note_evaluation(task: Task, progress: dict, values: dict[str, float]) -> bool:
     """Notes an evaluation in the progress. Returns whether it is the best so far. A metric without
     a value counts as NaN, than which every number is better. For early stopping a lower loss is a
-    gain, too: error rates can rise first while a model learns a new script."""
+    gain, too: error rates can rise first while a model learns a new script. With a watched set above
+    its limit no evaluation is the best."""
     value = values.get(task.metric, math.nan)
     best = progress["best"]
     improved = best is None or math.isnan(best) or task.is_better(value, best)
+    improved = improved and not progress["sets_above_limit"]
     progress["last_evaluation"] = progress["step"]
     progress["evaluations"].append([progress["step"], value])
     progress["evaluations_without_gain"] += 1
@@ -1306,6 +1397,7 @@ def plan(
         lora.lower(model, setup.dtype)
         return f"--lora {lora.USUAL_RANK}"
 
+    evaluated = join_sets([eval_batches.dataset, *(each.dataset for each in task.watched.values())])
     short_task = replace(task, evaluate=task.last_steps or task.evaluate)
     checkpoint_layers = functools.partial(memory.checkpoint_layers, model, task.checkpointed)
     freeze = functools.partial(task.freeze, model) if task.freeze else None
@@ -1313,7 +1405,7 @@ def plan(
         model=model,
         step=step,
         items=dry_run.longest_items(global_batches.dataset, epochs, DataError),
-        count=math.ceil(len(global_batches.data) / ranks),
+        count=math.ceil(len(global_batches.dataset.data) / ranks),
         states=functools.partial(optim.state_bytes, model),
         host=lambda optimizer: ranks * offload.host_bytes(model, optimizer, ranks),
         checkpoint=checkpoint_layers if task.checkpointed else None,
@@ -1322,9 +1414,9 @@ def plan(
         parts=(task.compute_loss, task.evaluate),
         evaluation=dry_run.Evaluation(
             evaluate_planned,
-            dry_run.longest_items(eval_batches.dataset, 1, DataError),
-            len(eval_batches.dataset.data),
-            eval_batches.dataset.collate,
+            dry_run.longest_items(evaluated, 1, DataError),
+            len(evaluated.data),
+            evaluated.collate,
         ),
         castable=functools.partial(offload.castable, model, task.checkpointed),
         halves=setup.dtype,

@@ -39,6 +39,15 @@ class NewRows:
     learning_rate: float
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """A part of a model that the first `steps` updates leave as it is: the parameters whose names
+    begin with `prefix`. None: as many updates as the warm-up has."""
+
+    prefix: str
+    steps: int | None = None
+
+
 def _embedding_weights(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     return {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
 

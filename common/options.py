@@ -101,6 +101,15 @@ class Level(OnOff):
         setattr(namespace, self.dest, level)
 
 
+class Repeated(argparse.Action):
+    """A flag that can be given several times: its values as a list. (argparse's "append" adds to
+    the default, which `Parser.parse_args` does not give it.)"""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [*(before if isinstance(before, list) else []), values])
+
+
 class Joined(argparse.Action):
     """The words that follow a flag as one text: `--dry_run 8 GB`."""
 

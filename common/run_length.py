@@ -19,19 +19,23 @@ PATIENCE = 5  # evaluations without a better result, at least: a third of a fine
 class RunLength:
     """A run ends at `max_steps` updates, at `num_epochs`, or after `patience` evaluations without a
     better result, whichever comes first; None or 0: never. `total`: the updates that it makes if it
-    does not stop early. It is evaluated every `eval_every` updates; 0: at the end of each epoch."""
+    does not stop early. It is evaluated every `eval_every` updates; 0: at the end of each epoch.
+    With a number `most_rise`, it also ends at the first evaluation that finds a watched set worse
+    than this allows."""
 
     max_steps: int | None
     num_epochs: int | None
     total: int
     eval_every: int
     patience: int
+    most_rise: float | None = None
 
     def has_ended(self, progress: dict) -> bool:
         ends = {
             "step": self.max_steps,
             "epoch": self.num_epochs,
             "evaluations_without_gain": self.patience,
+            "sets_above_limit": 1,
         }
         return any(end and progress[name] >= end for name, end in ends.items())
 
@@ -54,7 +58,7 @@ def choose(
             max_steps = step + updates
     elif not (max_steps or num_epochs):
         num_epochs = EPOCHS
-    by_epochs = step + (num_epochs - epoch) * per_epoch if num_epochs else math.inf
+    by_epochs = step + global_batches.count(epoch, num_epochs) if num_epochs else math.inf
     total = int(min(by_epochs, max_steps or math.inf))
     every = args.eval_every
     if every is None:
@@ -62,7 +66,8 @@ def choose(
     patience = args.early_stopping_patience
     if patience is None and fine_tunes:
         patience = max(PATIENCE, math.ceil(total / (every or per_epoch) / 3))
-    return RunLength(max_steps, num_epochs, total, every, patience or 0)
+    most_rise = getattr(args, "stop_when_watched_rises", None)
+    return RunLength(max_steps, num_epochs, total, every, patience or 0, most_rise)
 
 
 def describe(length: RunLength, global_batches: GlobalBatches) -> str:
@@ -72,6 +77,9 @@ def describe(length: RunLength, global_batches: GlobalBatches) -> str:
     epochs = length.total / global_batches.per_epoch
     text = f"length: {length.total} updates of {global_batches.global_batch_size}, {epochs:.1f}"
     text += f" epochs of {data} (--max_steps, --num_epochs)"
+    if global_batches.share:
+        text += f"; {100 * global_batches.share:g} % of each update are old utterances"
+        text += f" out of {len(global_batches.old)} (--replay_share)"
     every = f"every {length.eval_every} updates" if length.eval_every else "after each epoch"
     text += f"; evaluated {every} (--eval_every)"
     if length.patience:

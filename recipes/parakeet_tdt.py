@@ -41,11 +41,10 @@ import torch.nn.functional as F
 
 from common import checkpoint, device, lora, memory, optim, options
 from common.batches import EvalBatches, GlobalBatches, pad, to_device
-from common.device import upcast
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import card, demo, metrics, recogniser, released, splits, text, unknown
+from speech import card, demo, metrics, recogniser, released, replay, splits, text, unknown
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
@@ -54,6 +53,7 @@ from speech.parakeet import decoding, languages, start, vocabulary
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
 from speech.parakeet.scratch import fit_new_rows, fit_to_data
+from speech.parakeet.settings import kind_of
 from speech.parakeet.start import ModelInfo, make_model
 from speech.parakeet.tokenizer import ParakeetTokenizer
 from speech.splits import RunInfo
@@ -76,6 +76,7 @@ RELEASED = RunInfo(held_out=[], longest=MAX_SECONDS, demo=False)  # how a releas
 def add_arguments(parser) -> None:
     start.add_arguments(parser)
     splits.add_arguments(parser, allow_unknown=True)
+    replay.add_arguments(parser)
     recogniser.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
     options.add_arguments(
@@ -89,8 +90,8 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
-    excludes = (*recogniser.EXCLUDES, *start.EXCLUDES)
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *start.NEEDS)
+    excludes = (*recogniser.EXCLUDES, *replay.EXCLUDES, *start.EXCLUDES)
+    needs = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
     return start.resolve(args, is_demo)
 
@@ -122,8 +123,14 @@ def check_texts(
     args, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_own: bool
 ) -> None:
     """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
-    lacking = unknown.not_encoded(tokenizer)
-    unknown.check_unknown(corpora, lacking, args.allow_unknown, vocabulary.NEW_VOCABULARY, is_own)
+    unknown.check_unknown(
+        corpora,
+        unknown.not_encoded(tokenizer),
+        args.allow_unknown,
+        vocabulary.NEW_VOCABULARY,
+        is_own,
+        adds="--add_tokens",
+    )
 
 
 def check_data(args, asked: start.Options) -> None:
@@ -158,7 +165,7 @@ class Utterances:
         self.tokenizer = tokenizer
         self.training = training
         self.omega = info.loss["omega"] if training else 0.0
-        self.reduction = info.loss["reduction"]
+        self.reductions = reductions(info)
         self.frequency_mask_width = FREQUENCY_MASK_BANDS / info.config["num_mel_bins"]
         self.prompts = None
         if info.languages:
@@ -193,8 +200,8 @@ class Utterances:
         return speed_factors(self.args.seed, epoch, len(self), recogniser.SPEEDS)
 
     def item(self, index: int, epoch: int) -> dict:
-        """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, the
-        factor and the count of its loss, masks of SpecAugment, the slot of its language, and the
+        """One utterance: waveform (T,), tokens (U,), whether it has the plain RNN-T loss, factors
+        and counts of its loss terms, masks of SpecAugment, the slot of its language, and the
         look-ahead of its chunks."""
         args = self.args
         transcript = self.corpus.texts[index]
@@ -214,12 +221,15 @@ class Utterances:
             "audio": waveform,
             "tokens": torch.tensor(tokens, dtype=torch.long),
             "plain": bool(random.random() < self.omega),
-            "factor": 1 / max(1, len(tokens)) if self.reduction == "mean" else 1.0,
-            "count": len(tokens) if self.reduction == "mean_volume" else 1,
+            "factors": {},
+            "counts": {},
             "text": transcript,
             "name": self.corpus.where(index),
             "index": index,
         }
+        for term, reduction in self.reductions.items():
+            item["factors"][term] = 1 / max(1, len(tokens)) if reduction == "mean" else 1.0
+            item["counts"][term] = len(tokens) if reduction == "mean_volume" else 1
         if self.training and args.spec_augment:
             width = self.frequency_mask_width
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, width)
@@ -232,16 +242,21 @@ class Utterances:
 
 
 def collate(items: list[dict]) -> dict:
-    """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths, factors (B,) of the
-    losses, and prompts (B,) and lookaheads (B,) of a model that has some; counts are the numbers of targets of each loss term."""
+    """Items to a batch: audio (B, T) and tokens (B, U), each with its lengths; for each loss term
+    factors (B,) of its losses and the number of its targets; prompts (B,) and lookaheads (B,) of a
+    model that has some."""
     batch = {
         "names": [item["name"] for item in items],
         "texts": [item["text"] for item in items],
         "indices": [item["index"] for item in items],
         "plain": [item["plain"] for item in items],
         "seconds": [len(item["audio"]) / SAMPLE_RATE for item in items],
-        "factors": torch.tensor([item["factor"] for item in items], dtype=torch.float64),
+        "counts": {},
     }
+    for term in items[0]["counts"]:
+        factors = [item["factors"][term] for item in items]
+        batch[f"{term}_factors"] = torch.tensor(factors, dtype=torch.float64)
+        batch["counts"][term] = sum(item["counts"][term] for item in items)
     batch["audio"], batch["audio_lengths"] = pad([item["audio"] for item in items])
     batch["tokens"], batch["tokens_lengths"] = pad([item["tokens"] for item in items])
     if "time_masks" in items[0]:
@@ -250,57 +265,72 @@ def collate(items: list[dict]) -> dict:
     for key in ("prompt", "lookahead"):
         if key in items[0]:
             batch[f"{key}s"] = torch.tensor([item[key] for item in items])
-    batch["counts"] = {
-        "tdt": sum(item["count"] for item in items),
-        "ctc": int(batch["tokens_lengths"].sum()),
-    }
     return batch
 
 
 # --- loss -----------------------------------------------------------------------------------------
 
 
+def loss_weights(info: ModelInfo) -> dict[str, float]:
+    """The terms of the loss: "tdt" or "rnnt" of a transducer, "ctc" of a CTC head."""
+    transducer = kind_of(info.config)
+    if transducer == "ctc":
+        return {"ctc": 1.0}
+    share = info.loss.get("ctc", 0.0)
+    return {transducer: 1.0 - share, "ctc": share} if share else {transducer: 1.0}
+
+
+def reductions(info: ModelInfo) -> dict[str, str]:
+    """How each term of the loss is made a mean."""
+    of_ctc = info.loss.get("ctc_reduction", "mean_volume")  # older checkpoints do not have it
+    found = dict.fromkeys(loss_weights(info), of_ctc)
+    found[kind_of(info.config)] = info.loss["reduction"]
+    return found
+
+
 def losses(
     model: Parakeet, batch: dict, encoded: torch.Tensor, frames: list[int]
 ) -> dict[str, torch.Tensor]:
-    """Sums over the batch of the TDT loss and, if the model has a CTC head that is trained, of the
-    CTC loss. `encoded` (B, T, D) has the `frames` that are valid."""
+    """Sums over the batch of the loss of the transducer, if the model has one, and of its CTC head,
+    if that is trained. `encoded` (B, T, D) has the `frames` that are valid."""
     counts = torch.tensor(frames)
     lengths = batch["tokens_lengths_host"]
-    lattice = Lattice(
-        batch["tokens"],
-        counts,
-        lengths,
-        model.joint.durations,
-        model.sigma,
-        torch.tensor(batch["plain"]),
-        model.joint.dropout if model.training else 0.0,
-    )
-    tdt = model.joint(model.encoder_projector(encoded), model.predict(batch["tokens"]), lattice)
-    terms = {"tdt": (tdt * batch["factors"].to(tdt.dtype)).sum()}
+    terms = {}
+    if model.joint is not None:
+        lattice = Lattice(
+            batch["tokens"],
+            counts,
+            lengths,
+            model.joint.durations,
+            model.sigma,
+            torch.tensor(batch["plain"]),
+            model.fastemit,
+            model.joint.dropout if model.training else 0.0,
+        )
+        projected = model.encoder_projector(encoded)
+        terms[kind_of(model.config)] = model.joint(
+            projected, model.predict(batch["tokens"]), lattice
+        )
     if model.trains_ctc:
-        logits = upcast(model.ctc_head(encoded.transpose(1, 2)))  # (B, V + 1, T)
         terms["ctc"] = F.ctc_loss(
-            logits.log_softmax(1).permute(2, 0, 1),
+            model.ctc_log_probs(encoded).transpose(0, 1),
             batch["tokens"],
             counts,
             lengths,
             blank=model.blank,
-            reduction="sum",
+            reduction="none",
             zero_infinity=True,
         )
-    return terms
+    return {
+        name: (losses * batch[f"{name}_factors"].to(losses.dtype)).sum()
+        for name, losses in terms.items()
+    }
 
 
 def compute_loss(model: Parakeet, batch: dict) -> dict[str, torch.Tensor]:
     """Sums over the batch; the loop divides by the global batch's counts."""
     encoded, frames = model.encode(batch)
     return losses(model, batch, encoded, frames)
-
-
-def loss_weights(info: ModelInfo) -> dict[str, float]:
-    share = info.loss["ctc"]
-    return {"tdt": 1.0 - share, "ctc": share} if share else {"tdt": 1.0}
 
 
 # --- evaluation and transcripts -------------------------------------------------------------------
@@ -349,7 +379,9 @@ def report_results(
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
     rows = decode_words(tokenizer, model, eval_batches)
-    recogniser.print_results(rows, f"{name} set, {weights}, {len(rows)} utterances", asked.how)
+    title = f"{name} set, {weights}, {len(rows)} utterances"
+    languages = eval_batches.dataset.data.corpus.languages
+    recogniser.print_results(rows, title, asked.how, languages=languages)
     return rows
 
 
@@ -478,7 +510,9 @@ def fit_vocabulary(
         before, weights = start.saved_model(run.initial)
     if items := splits.some_items(data, seed, NEW_ROWS_UTTERANCES):
         batch = next(to_device([collate(items)], torch.device("cpu")))
-        fit_new_rows(model, batch, info.new_pieces, weights, before.config["vocabulary"])
+        texts = sample_texts(data.corpus, seed)
+        shares = vocabulary.shares(data.tokenizer, texts, info.new_pieces)
+        fit_new_rows(model, batch, info.new_pieces, shares, weights, before.config["vocabulary"])
 
 
 def first_fit(args, asked: start.Options, run: Run, info: ModelInfo) -> Callable | None:
@@ -504,6 +538,13 @@ def new_rows(info: ModelInfo, model: Parakeet) -> optim.NewRows | None:
         return None
     names = [name for name, _ in model.named_parameters() if name in vocabulary.ROWS]
     return optim.NewRows(dict.fromkeys(names, info.new_pieces), vocabulary.NEW_ROWS_RATE)
+
+
+def first_frozen(args, info: ModelInfo) -> optim.Frozen | None:
+    """The encoder stays as it is until the rows of new pieces have learned something."""
+    if info.new_pieces or args.freeze_encoder_steps is not None:
+        return optim.Frozen("encoder.", args.freeze_encoder_steps)
+    return None
 
 
 def make_task(
@@ -545,7 +586,8 @@ def make_task(
         decay_embeddings=False,
         fine_tunes=info.pretrained,
         new_rows=new_rows(info, model),
-        vocabulary=start.vocabulary(info, run.initial),
+        frozen_first=first_frozen(args, info),
+        vocabulary=start.rows_by_piece(info, run.initial),
         compares=bool(asked.origin.path),
         adapters=functools.partial(released.usual_adapters, start.family(asked), info),
     )
@@ -557,7 +599,7 @@ def main(args) -> None:
         return check_data(args, asked)
     if args.transcribe:
         return transcribe(args, asked)
-    goals = (*released.GOALS, "train_tokenizer")
+    goals = (*released.GOALS, "train_tokenizer", "tokenizer", "add_tokens")
     if args.evaluate or released.exports_only(asked.origin, goals):
         return evaluate_only(args, asked)
     run = begin(args, RECIPE)
@@ -565,21 +607,24 @@ def main(args) -> None:
 
     # A fault of the model is found before all data are checked, unless it needs a new vocabulary.
     read = functools.cache(lambda: read_data(args, before))
-    info, model = first_model(args, asked, run, lambda: read()["train"].texts)
+    info, model = first_model(args, asked, run, lambda: replay.texts(read()))
     corpora = read()
     tokenizer = start.tokenizer_of(info)
     check_texts(args, corpora, tokenizer, info.own_vocabulary)
     data = {}
     for name, corpus in corpora.items():
-        data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
+        data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
-    global_batches = GlobalBatches(args, data.pop("train"), collate, run.setup)
+    new, old = data.pop("train"), data.pop("replay", None)
+    global_batches = GlobalBatches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)
     task = make_task(args, asked, run, info, run_info, corpora["train"], model)
-    train(args, run, model, task, global_batches, evaluation["val"])
+    task = dataclasses.replace(task, watched=replay.watched(evaluation))
+    progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_and_export, asked, info, run_info, model, evaluation)
-    finish(args, run, model, task, evaluation["val"], report)
+    if finish(args, run, model, task, evaluation["val"], report):
+        recogniser.add_watched(asked.how, progress)
 
 
 if __name__ == "__main__":

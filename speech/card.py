@@ -29,7 +29,7 @@ RELEASED = (
     (r"XTTS-v2", "coqui/XTTS-v2", CPML),
 )  # fmt: skip
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
-SETS = {"train": "training", "val": "evaluation", "test": "test"}
+SETS = {"train": "training", "replay": "replayed", "val": "evaluation", "test": "test"}
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,20 @@ def evaluations(about: About, made: dict) -> list[dict]:
                     "comparable": reading == lower or len(rates_of) == 1,
                 }
             )
+    metric = made.get("metric")
+    if metric in ("wer", "cer"):
+        for name, (first, last) in watched(made).items():
+            found.append(
+                {
+                    "set": f"{name}, watched in training",
+                    "reading": about.reading,
+                    "metric": metric,
+                    "after": last,
+                    "interval": None,
+                    "before": first,
+                    "comparable": False,
+                }
+            )
     for metric in ("wer", "cer"):
         if isinstance(made.get(metric), float | int):
             found.append(
@@ -214,6 +228,17 @@ def evaluations(about: About, made: dict) -> list[dict]:
                     "comparable": False,
                 }
             )
+    return found
+
+
+def watched(made: dict) -> dict[str, tuple[float | None, float]]:
+    """{name: (value before training or None, value of these weights)} of the watched sets, by the
+    loop's notes."""
+    found = {}
+    for name, values in made.get("watched", {}).items():
+        by_step = dict(map(tuple, values))
+        if made["step"] in by_step:
+            found[name] = by_step.get(0), by_step[made["step"]]
     return found
 
 

@@ -45,7 +45,7 @@ def check_speech(
             corpus = _without(corpus, little_speech(corpus), tables[name])
         checked[name] = corpus
     if "train" in checked:
-        for name in checked.keys() - {"train"}:
+        for name in checked.keys() & {"val", "test"}:
             overlap(checked["train"], checked[name], tables[name])
     for name, corpus in checked.items():
         if tables[name].total or tables[name].notes:
@@ -134,9 +134,10 @@ def little_speech(train: Corpus) -> dict[int, tuple[str, str]]:
     }
 
 
-def overlap(train: Corpus, other: Corpus, rejected: Rejections) -> None:
+def overlap(train: Corpus, other: Corpus, rejected: Rejections, name: str = "training") -> None:
     """Notes in `rejected` the utterances of an evaluation set with the audio (file and offset) of a
-    training utterance, or with its text unless the sets share their texts by design."""
+    training utterance, or with its text unless the sets share their texts by design. `name`: of the
+    set `train`."""
 
     def places(corpus: Corpus) -> Iterator[tuple[str, float]]:
         return zip(map(os.path.abspath, corpus.paths), corpus.offsets.tolist(), strict=True)
@@ -147,9 +148,9 @@ def overlap(train: Corpus, other: Corpus, rejected: Rejections) -> None:
         read = set(other.texts).intersection(train.texts)
     for index, (place, text) in enumerate(zip(places(other), other.texts, strict=True)):
         if place in heard:
-            rejected.note("audio is in the training set, too", other.where(index))
+            rejected.note(f"audio is in the {name} set, too", other.where(index))
         elif text in read:
-            rejected.note("text is in the training set, too", f"{other.where(index)}: {text[:60]}")
+            rejected.note(f"text is in the {name} set, too", f"{other.where(index)}: {text[:60]}")
 
 
 def describe(train: Corpus) -> None:

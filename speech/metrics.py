@@ -212,6 +212,19 @@ def rates(errors: dict[str, dict[str, list[Errors]]]) -> dict:
     return found
 
 
+def rates_by(names: list[str], errors: dict[str, list[Errors]]) -> dict[str, dict]:
+    """{name: {"utterances", "wer", "cer"}} of the utterances that each of `names` (N) names; error
+    rates as in `rates`. `errors`: {"wer": [...], "cer": [...]} of the N utterances."""
+    rows: dict[str, list[int]] = {}
+    for row, name in enumerate(names):
+        rows.setdefault(name, []).append(row)
+    found = {}
+    for name in sorted(rows):
+        own = {unit: [each[row] for row in rows[name]] for unit, each in errors.items()}
+        found[name] = {"utterances": len(rows[name]), **rates({"": own})[""]}
+    return found
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 
@@ -241,6 +254,23 @@ def error_table(errors: dict[str, dict[str, list[Errors]]], rates: dict) -> str:
             values = rates[reading][name]
             ends = None if values["low"] is None else (values["low"], values["high"])
             lines.append(f"{name.upper():4} {100 * e.rate:7.2f} {shown(ends)} {columns}")
+    return "\n".join(lines)
+
+
+def table_by(what: str, found: dict[str, dict]) -> str:
+    """WER and CER of parts of a set with their intervals, by `what`, as lines to print. `found`:
+    what `rates_by` returns."""
+    names = {name: name or f"(no {what} given)" for name in found}
+    width = max(map(len, [what, *names.values()]))
+    head = " ".join(f"{name.upper():>7} {'95 % interval':>20}" for name in UNITS)
+    lines = [f"by {what}:", f"{'':{width}} {'number':>7} {head}"]
+    for name, values in found.items():
+        columns = []
+        for unit in UNITS:
+            low, high = values[unit]["low"], values[unit]["high"]
+            ends = shown(None if low is None else (low, high))
+            columns.append(f"{100 * values[unit]['rate']:7.2f} {ends}")
+        lines.append(f"{names[name]:{width}} {values['utterances']:7} {' '.join(columns)}")
     return "\n".join(lines)
 
 

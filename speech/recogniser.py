@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import batches, files, memory, options
+from common import batches, files, memory, options, watching
 from common.device import Setup
 from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
 from speech import metrics, subtitles
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.augment import read_noises
+from speech.columns import Codes
 from speech.long import BY_SILENCES, Cutting, Piece, by_length, unless_silent
 from speech.text import NAMES, as_whisper, for_scoring, in_lower_case, mark_share, style
 
@@ -279,15 +280,23 @@ def print_results(
     title: str,
     how: Options,
     normalise: Callable[[str], str] = for_scoring,
+    languages: Codes | None = None,
 ) -> None:
     """Prints WER, CER and a few of `rows` ({"file", "seconds", "reference", "hypothesis"}, and
     perhaps timed "words"), and writes all of them with their "errors" to transcripts.jsonl. The
     texts are compared after `normalise`, and as `readings_of` says. The error rates are also
-    written to results.json. Raises `RunError`."""
+    written to results.json. If the set has several `languages`, by "index", there are also error
+    rates of each, in the first of the readings. Raises `RunError`."""
     print(f"\n{title}")
     errors = metrics.read_by(rows, readings_of(rows, how, normalise))
     rates = metrics.rates(errors)
     print(metrics.error_table(errors, rates))
+    results = {"title": title, "rates": rates}
+    spoken = [languages[row["index"]] for row in rows] if languages else []
+    if len(set(spoken)) > 1:
+        rows = [{**row, "language": name} for row, name in zip(rows, spoken, strict=True)]
+        results["languages"] = metrics.rates_by(spoken, next(iter(errors.values())))
+        print(metrics.table_by("language", results["languages"]))
     for number in np.random.default_rng(how.seed).permutation(len(rows))[:EXAMPLES]:
         row = rows[number]
         print(f"  reference:  {row['reference']}\n  transcript: {row['hypothesis']}")
@@ -298,7 +307,7 @@ def print_results(
         {**row, "errors": metrics.errors_of_row(errors, number)} for number, row in enumerate(rows)
     ]
     write_rows(counted, how, "transcripts.jsonl")
-    write_results(how, {"title": title, "rates": rates})
+    write_results(how, results)
 
 
 def write_rows(rows: list[dict], how: Options, name: str) -> None:
@@ -319,14 +328,23 @@ def write_report(how: Options, name: str, text: str) -> None:
 
 
 def write_results(how: Options, results: dict) -> None:
-    """Writes results.json: the "title" of the results, the "rates" of `metrics.rates` and, if a
-    model was "compared_to", its rates as "before". Raises `RunError`."""
+    """Writes results.json: the "title" of the results, the "rates" of `metrics.rates`, those of
+    several "languages" (`metrics.rates_by`), and, if a model was "compared_to", its rates as
+    "before"; "watched" sets (`watching.by_step`). Raises `RunError`."""
     write_report(how, "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
 
 
 def read_results(log_dir: Path) -> dict:
     """What `print_results` has written in the log folder."""
     return files.read_json(log_dir / "results.json")
+
+
+def add_watched(how: Options, progress: dict) -> None:
+    """Adds to results.json the evaluations of watched sets that the `progress` of a training has.
+    Raises `RunError`."""
+    if progress["watched"]:
+        found = watching.by_step(progress)
+        write_results(how, {**read_results(how.log_dir), "watched": found})
 
 
 def print_improvement(

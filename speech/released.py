@@ -615,9 +615,11 @@ def exports_adapter_only(origin: Origin) -> bool:
     return exports_only(origin) and not origin.export and "evaluate" not in origin.given
 
 
-def export_adapter(origin: Origin, family: Family, about: card.About, form: card.Form) -> None:
-    """--export_adapter of the adapters that a run has saved, with a model card. Raises `UsageError`
-    and `RunError`."""
+def export_adapter(
+    origin: Origin, family: Family, about: card.About, form_of: Callable[[Any], card.Form]
+) -> None:
+    """--export_adapter of the adapters that a run has saved, with a model card, whose form follows
+    from the model's info. Raises `UsageError` and `RunError`."""
     path = about.weights
     if path is None:
         raise UsageError("--export_adapter writes the adapters of a run: name them with --resume")
@@ -628,7 +630,7 @@ def export_adapter(origin: Origin, family: Family, about: card.About, form: card
         )
     info = check_saved(family, saved, origin.forms.family)
     adapters = saved_adapters(family, info, saved)
-    text = card.readme(Path(origin.export_adapter).resolve().name, about, form)
+    text = card.readme(Path(origin.export_adapter).resolve().name, about, form_of(info))
     names = peft_files.write(origin.export_adapter, saved.model, adapters, family.prefix, text)
     print(f"adapters exported to {origin.export_adapter}: {', '.join(names)}")
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from common import options
 from common.errors import DataError, UsageError
+from speech import replay
 from speech.checks import overlap
 from speech.columns import (
     Codes,
@@ -39,7 +40,7 @@ STAND_INS = 4096  # utterances of `stand_in`: no global batch is larger
 LONGEST_RECORDING = 24 * 3600.0  # seconds, of a recording of --long
 LONGEST_STAND_IN = 600.0  # seconds: who gives more as --max_duration means any length
 
-SPLITS = ("train", "val", "test")
+SPLITS = ("train", "val", "test", replay.REPLAY)
 SET = {"utterances": int, "hours": (int, float), "languages": [str]}  # of `RunInfo.sets`
 
 # Rows for `common.options`: (flag, flags of which one must be given, words to add to the message).
@@ -70,7 +71,7 @@ class RunInfo:
     # recordings without a length.
     longest: Annotated[float, lambda seconds: 0.001 <= seconds < math.inf]
     demo: bool  # whether the run trained on the demo corpus
-    # Of "train", "val" and "test", by `about_sets`: a model card has them.
+    # Of SPLITS, by `about_sets`: a model card has them.
     sets: Annotated[dict, {f"{name}?": SET for name in SPLITS}] = field(default_factory=dict)
 
 
@@ -193,7 +194,7 @@ def resolve(
     `needs`: what every utterance has to have, "text" or "label". The whole recordings of --long are
     longer than --max_duration. Raises `UsageError`."""
     paths = {"train": args.train_manifest, "val": args.val_manifest, "test": args.test_manifest}
-    manifests = {split: path for split, path in paths.items() if path}
+    manifests = {split: path for split, path in paths.items() if path} | replay.resolve(args)
     max_duration = args.max_duration
     if args.evaluate and args.test_manifest:
         manifests = {"test": args.test_manifest}
@@ -231,8 +232,8 @@ def load_splits(
     demo: Callable[[], dict[str, str]] | None = None,
     stand_in: Callable[[], dict[str, Corpus]] | None = None,
 ) -> dict[str, Corpus]:
-    """The checked corpora "train", "val" and, if there is one, "test"; only "test" if only its
-    manifest is read. Prints their sizes and what was rejected.
+    """The checked corpora "train", "val" and, if there are such, "test", "replay" and watched ones;
+    only "test" if only its manifest is read. Prints their sizes and what was rejected.
 
     Without manifests, `demo()` makes the demo corpus and returns its manifests by split, and
     `stand_in()` returns the corpora of a planned run. Raises `UsageError` if there are no data, and
@@ -268,7 +269,7 @@ def read_manifests(
                     f"--max_samples: {sample.checked} of {sample.total} rows of {path} were checked"
                 )
         else:
-            own = checks if split == "train" else replace(checks, join_segments=True)
+            own = checks if split in replay.TRAINED else replace(checks, join_segments=True)
             corpus, rejected = load_corpus(path, normalise, own)
             if split == "train":
                 whole, rows = corpus, np.arange(len(corpus))
@@ -276,6 +277,7 @@ def read_manifests(
         corpora[split] = corpus
     if "train" in corpora and "val" not in corpora:
         corpora["train"], corpora["val"] = hold_out(whole, rows, checks.seed, set(checks.held_out))
+    replay.note_overlaps(corpora)
     return corpora
 
 
@@ -320,14 +322,16 @@ def run_info(data: DataOptions, corpora: dict[str, Corpus]) -> RunInfo:
     held_out = "train" in data.manifests and "val" not in data.manifests
     return RunInfo(
         held_out=held_out_keys(corpora["val"]) if held_out else [],
-        longest=float(corpora["train"].seconds.max()),
+        longest=max(
+            float(corpora[name].seconds.max()) for name in replay.TRAINED if name in corpora
+        ),
         demo=not data.manifests,
         sets=about_sets(corpora),
     )
 
 
 def about_sets(corpora: dict[str, Corpus]) -> dict[str, dict]:
-    """{split: its utterances, hours and languages, as far as the manifest has them}."""
+    """{split: its utterances, hours and languages, as far as the manifest has them}, of SPLITS."""
     return {
         name: {
             "utterances": len(corpus),
@@ -335,6 +339,7 @@ def about_sets(corpora: dict[str, Corpus]) -> dict[str, dict]:
             "languages": sorted(filter(None, corpus.languages.names)),
         }
         for name, corpus in corpora.items()
+        if name in SPLITS
     }
 
 
@@ -361,7 +366,7 @@ def draw_items(data, seed: int | None) -> Iterator[dict]:
 def report_checked(sets: dict[str, Corpus]) -> None:
     """Ends --check_data: notes what the evaluation sets share with the training set, and says what
     can be used."""
-    evaluation = [name for name in sets if "train" in sets and name != "train"]
+    evaluation = [name for name in ("val", "test") if "train" in sets and name in sets]
     for name in evaluation:
         shared = Rejections()
         overlap(sets["train"], sets[name], shared)

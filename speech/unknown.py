@@ -1,5 +1,6 @@
 """Characters of texts that a vocabulary cannot write."""
 
+import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ MOST = 0.05  # of the characters, above which a set is refused
 # not have more (the whole text is in capitals), and rare ones in a small evaluation set.
 MOST_TOLERATED = 0.2
 NAMED = 20  # characters in a message
+MOST_ADDED = 100  # characters in a flag; a script with more asks for another vocabulary
 
 Lacking = Callable[[str], Iterable[str]]
 
@@ -54,6 +56,7 @@ def check_unknown(
     allow: bool,
     advice: str = "",
     is_own: bool = False,
+    adds: str = "",
 ) -> None:
     """Prints which characters of each set the vocabulary cannot write, with their counts.
     `lacking(text)` returns those of a text, repeated ones as often as they occur.
@@ -62,7 +65,8 @@ def check_unknown(
     says what else can be done. Spaces, punctuation, and capitals whose small letter can be written
     (or the reverse) are only named, unless they and the others are more than `MOST_TOLERATED`. That
     limit also holds for evaluation sets if the vocabulary `is_own`, made from the training texts of
-    the run."""
+    the run. `adds`: a flag that adds characters to a vocabulary; those of the training texts are
+    printed behind it."""
     for name, corpus in corpora.items():
         if not len(corpus) or not corpus.paths[0]:  # a stand-in's texts are made up
             continue
@@ -80,6 +84,8 @@ def check_unknown(
             f"warning: {name} set: {_share(share)} of the characters are outside the vocabulary:"
             f" {named(counts)}"
         )
+        if adds and name == "train" and (values := as_value(counts)):
+            print(f"to add them to the vocabulary: {adds} {values}")
         is_tolerant = is_own and name != "train"
         has_many = letters > MOST * total and not is_tolerant
         if not allow and (has_many or share > MOST_TOLERATED):
@@ -88,6 +94,16 @@ def check_unknown(
                 f" ({named(counts, 5)}): {advice or 'correct the texts'}, or add --allow_unknown to"
                 " use them as they are"
             )
+
+
+def as_value(counts: Counter[str]) -> str:
+    """Characters as the value of a flag for a shell, divided by spaces, the most frequent first; ""
+    if they are too many."""
+    ordered = sorted(counts, key=lambda character: (-counts[character], character))
+    value = " ".join(character for character in ordered if not character.isspace())
+    if len(ordered) > MOST_ADDED or not value:
+        return ""
+    return shlex.quote(value) if set('"$`\\!') & set(value) else f'"{value}"'
 
 
 def named(counts: Counter[str], most: int = NAMED) -> str:

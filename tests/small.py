@@ -15,6 +15,7 @@ from common.batches import EvalBatches, GlobalBatches, to_device
 from common.loop import Task, begin, finish, train
 from recipes import template
 from recipes.template import SAMPLE_RATE, Layer
+from speech import replay
 
 __all__ = ["Layer", "Network", "Waveforms", "collate", "compute_loss", "evaluate", "run"]
 RECIPE = "small"
@@ -41,6 +42,7 @@ def make_args(folder, *flags: str):
     one."""
     parser = options.Parser(__doc__)
     options.add_arguments(parser)
+    replay.add_arguments(parser)
     parser.add_argument("--dropout", type=options.SHARE, default=0.0)
     args = parser.parse_args(["--output_dir", str(folder), *SHORT.split(), *flags])
     options.resolve(args, is_demo=False, demo_steps=0)
@@ -116,17 +118,17 @@ def task(**changes) -> Task:
 
 
 def run(
-    args, model=None, data=None, setup=None, report_results=None, trial=False, **changes
+    args, model=None, data=None, setup=None, report_results=None, trial=False, old=None, **changes
 ) -> tuple[nn.Module, dict]:
     """Trains as a recipe does and returns the model and the progress. `changes` replace parts of
-    the task. Without `trial`, `evaluate` is not tried before the first update."""
+    the task; `old` is replayed. Without `trial`, `evaluate` is not tried before the first update."""
     begun = begin(args, RECIPE)
     begun = replace(begun, setup=setup or begun.setup)
     if model is None:
         with begun.model_device():
             model = Network(args.dropout).double()
     data = data or Waveforms()
-    global_batches = GlobalBatches(args, data, collate, begun.setup)
+    global_batches = GlobalBatches(args, data, collate, begun.setup, old)
     eval_batches = EvalBatches(args, Waveforms(5, seed=1), collate, begun.setup)
     made = task(**changes)
     tried = loop.try_evaluation if trial else lambda *_: None

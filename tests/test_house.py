@@ -19,6 +19,7 @@ SPEECH_MAY_USE = (
     "records",
     "checkpoint",
     "lora",
+    "watching",
 )
 
 

@@ -1,6 +1,6 @@
-"""Greedy decoding of a token-and-duration transducer in batches, and the times of words and
-segments."""
+"""Greedy decoding of a transducer or a CTC head in batches, and the times of words and segments."""
 
+import itertools
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from speech.text import SENTENCE_ENDS
 
 @dataclass(frozen=True)
 class Token:
-    """A piece, its first encoder frame, and how many frames the model says it lasts."""
+    """A piece, its first encoder frame, and how many frames the model says it lasts: 1 in RNN-T,
+    which does not say it, and the frames that have the piece in CTC."""
 
     piece: int
     frame: int
@@ -50,8 +51,9 @@ def greedy(
     `joint(encoded (B, J), predicted (B, J))` returns logits (B, V + 1 + D): tokens, blank,
     durations. `step(tokens (B,), state)` returns the prediction network's output (B, J) and state,
     a tuple of (L, B, H); tokens and state are None at the start. Only labels move the prediction
-    network. A blank lasts at least a frame. After `max_symbols` labels in a frame, the next frame
-    follows. With `memory`, the recordings go on where it ended, and it is brought up to date."""
+    network. A blank lasts at least a frame. Without `durations` (RNN-T) a label stays in its frame.
+    After `max_symbols` labels in a frame, the next frame follows. With `memory`, the recordings go
+    on where it ended, and it is brought up to date."""
     device = encoded.device
     ends = torch.tensor(lengths, device=device)
     steps = torch.tensor(durations, device=device)
@@ -68,9 +70,12 @@ def greedy(
         logits = joint(encoded[rows, frame.clamp_max(encoded.shape[1] - 1)], predicted)
         blank = logits.shape[1] - len(durations) - 1
         token = logits[:, : blank + 1].argmax(1)
-        duration = steps[logits[:, blank + 1 :].argmax(1)]
+        duration = torch.zeros_like(token)
+        lasts = duration + 1
+        if durations:
+            lasts = duration = steps[logits[:, blank + 1 :].argmax(1)]
         is_label = active & (token != blank)
-        history.append(torch.stack([torch.where(is_label, token, -1), frame, duration]))
+        history.append(torch.stack([torch.where(is_label, token, -1), frame, lasts]))
         symbols = torch.where(is_label, symbols + 1, symbols)
         must_move = (token == blank) | (symbols >= max_symbols)
         duration = torch.where(must_move, duration.clamp_min(1), duration)
@@ -101,11 +106,31 @@ def _by_utterance(history: list[torch.Tensor], batch: int) -> list[list[Token]]:
     return hypotheses
 
 
+@torch.no_grad()
+def greedy_ctc(log_probs: torch.Tensor, lengths: list[int]) -> list[list[Token]]:
+    """The likeliest tokens of log-probabilities (B, T, V + 1): runs of a piece are one token, and
+    blanks, the last column, are left out."""
+    blank = log_probs.shape[2] - 1
+    hypotheses = []
+    for row, length in zip(log_probs.argmax(2).tolist(), lengths, strict=True):
+        hypothesis = []
+        frame = 0
+        for piece, run in itertools.groupby(row[:length]):
+            count = len(list(run))
+            if piece != blank:
+                hypothesis.append(Token(piece, frame, count))
+            frame += count
+        hypotheses.append(hypothesis)
+    return hypotheses
+
+
 def decode(
     model: Parakeet, encoded: torch.Tensor, frames: list[int], memory: Memory | None = None
 ) -> list[list[Token]]:
     """The tokens of every utterance of the encoder's output (B, T, D), with their times.
     `memory`: as in `greedy`."""
+    if model.decodes_ctc:
+        return greedy_ctc(model.ctc_log_probs(encoded), frames)
 
     def step(tokens: torch.Tensor | None, state: tuple | None) -> tuple[torch.Tensor, tuple]:
         if tokens is None:

@@ -21,18 +21,19 @@ from speech.parakeet.settings import (
     FEATURIZER,
     HEAD,
     HEAD_AFTER_DROPOUT,
+    NO_TERMS,
+    REDUCTIONS,
     Family,
     check_config,
     family_of,
     family_of_archive,
     family_of_folder,
+    is_transducer,
+    kind_of,
     model_types,
 )
 
 COUNTER = "num_batches_tracked"  # the only tensors of integers
-# The loss of the released models; Hugging Face's form does not hold it.
-LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean"}
-REDUCTIONS = ("mean", "mean_batch", "mean_volume", "sum")
 
 
 def expected_shapes(config: dict) -> dict[str, tuple[int, ...]]:
@@ -134,7 +135,7 @@ def _nest(values: dict) -> dict:
 def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     """Weights (fp32, by Hugging Face's names; a hybrid's CTC head is `ctc_head`), configuration and
     extras of a Hugging Face folder, a `.nemo`, or a folder that holds one. Extras: `tokenizer` (see
-    tokenizer.py), `source` (the settings that an export keeps), `loss` (sigma, omega, reduction).
+    tokenizer.py), `source` (the settings that an export keeps), `loss` (a schema is start.LOSS).
     Runs no code in the files. Raises `UsageError`."""
     path = _place(path)
     read = _read_folder if os.path.isdir(path) else _read_nemo
@@ -175,7 +176,8 @@ def _place(path: str | Path) -> Path:
 
 def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     content = model_files.read_description(folder, *model_types())
-    config = _hf_config(content, family_of_folder(content["model_type"]), folder / "config.json")
+    family = family_of_folder(content["model_type"])
+    config = _hf_config(content, family, folder / "config.json")
     generation = None
     if (folder / "generation_config.json").is_file():
         generation = model_files.read_json(folder / "generation_config.json")
@@ -191,7 +193,11 @@ def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
             raise UsageError(f"{folder / name}: feature_extractor is {str(features)[:40]!r}")
         _require(features, fixed, folder / name)
     source = {"config": content, "generation": generation, "processor": processors}
-    extras = {"tokenizer": _read_tokenizer(folder), "source": source, "loss": dict(LOSS)}
+    loss = dict(family.loss)
+    if not is_transducer(config):
+        _require(content, {"ctc_loss_reduction": (*REDUCTIONS, MISSING)}, folder / "config.json")
+        loss["reduction"] = content.get("ctc_loss_reduction", "mean")
+    extras = {"tokenizer": _read_tokenizer(folder), "source": source, "loss": loss}
     return model_files.read_folder(folder, COUNTER), config, extras
 
 
@@ -200,16 +206,25 @@ def _hf_config(content: dict, family: Family, file: Path) -> dict:
     config = {name: _value(content, key, default) for name, (key, default) in family.hf.items()}
     biases = (True, MISSING) if config["biases"] else (False,)
     _require(content, {"encoder_config.convolution_bias": biases}, file)
-    size = content.get("vocab_size", 8193)  # with the blank
-    config["joint_width"] = config["prediction_width"]
+    size = content.get("vocab_size", family.hf_vocabulary + 1)  # with the blank
+    config = _of_kind(config, family, ctc=family.kind == "ctc")
+    if is_transducer(config):
+        config["joint_width"] = config["prediction_width"]
     config["vocabulary"] = size - 1 if type(size) is int else size
-    config["ctc"] = False
     check_config(config, file)
     blank = (config["vocabulary"],)
-    if size == 8193:
+    if config["vocabulary"] == family.hf_vocabulary:
         blank += (MISSING,)
-    _require(content, {"blank_token_id": blank}, file)
+    _require(content, {family.blank: blank}, file)
     return config
+
+
+def _of_kind(config: dict, family: Family, ctc: bool) -> dict:
+    """`config` with what a family of one kind has in common. The kind "tdt" is not named, as in the
+    checkpoints that were saved before there were others."""
+    if family.kind != "tdt":
+        config = {**config, "kind": family.kind, "durations": []}
+    return {**config, "ctc": ctc}
 
 
 def _read_tokenizer(folder: Path) -> dict:
@@ -242,7 +257,7 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
         content = archive.load_yaml(members[archive.YAML], path)
         family = family_of_archive(content)
         config = _nemo_config(content, family, path)
-        loss = _nemo_loss(content, path)
+        loss = _nemo_loss(content, config, family, path)
         state = _sentencepiece(content, members, path)
         file = Path(folder, archive.CKPT)
         try:
@@ -251,7 +266,7 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
             raise UsageError(str(error).replace(f"{folder}{os.sep}", f"{path}: ")) from None
     weights = nemo_to_hf(weights, family)
     config["vocabulary"] = _nemo_vocabulary(content, weights.get(family.rows), family, path)
-    _check_labels(content, tokenizer.pieces(state), path)
+    _check_labels(content, tokenizer.pieces(state), family, path)
     check_config(config, path)
     source = {"yaml": members[archive.YAML].decode()}
     return weights, config, {"tokenizer": state, "source": source, "loss": loss}
@@ -261,7 +276,8 @@ def _nemo_config(content: dict, family: Family, path: Path) -> dict:
     """The configuration in NeMo's settings, with a vocabulary of 1, which the weights will tell."""
     _require(content, family.nemo_fixed, path)
     config = {name: _value(content, key, default) for name, (key, default) in family.nemo.items()}
-    config["ctc"] = isinstance(content.get("aux_ctc"), dict)
+    has_head = family.kind == "ctc" or isinstance(content.get("aux_ctc"), dict)
+    config = _of_kind(config, family, has_head)
     config["vocabulary"] = 1
     d_model = config["d_model"]
     factor = _value(content, "encoder.ff_expansion_factor", 4)
@@ -270,26 +286,29 @@ def _nemo_config(content: dict, family: Family, path: Path) -> dict:
         config["ffn"] = d_model * factor
     if config["channels"] == -1:
         config["channels"] = d_model
-    if config["max_symbols"] is None:
+    if is_transducer(config) and config["max_symbols"] is None:
         config["max_symbols"] = 10
     check_config(config, path)
-    fixed = {
-        "joint.num_extra_outputs": (len(config["durations"]),),
-        "preprocessor.features": (config["num_mel_bins"],),
-    }
+    fixed = {"preprocessor.features": (config["num_mel_bins"],)}
+    if config["durations"]:
+        fixed["joint.num_extra_outputs"] = (len(config["durations"]),)
     _require(content, fixed, path)
     return config
 
 
-def _nemo_loss(content: dict, path: Path) -> dict:
+def _nemo_loss(content: dict, config: dict, family: Family, path: Path) -> dict:
     """What is not given has NeMo's default, not the released models' value."""
-    _require(content, {"rnnt_reduction": (*REDUCTIONS, MISSING)}, path)
-    loss = {}
-    for name in ("sigma", "omega"):
-        loss[name] = _number(_value(content, f"loss.tdt_kwargs.{name}", 0.0))
+    loss = dict(NO_TERMS)
+    for name, key in family.nemo_loss.items():
+        loss[name] = _number(_value(content, key, 0.0))
         if not 0 <= loss[name] <= 1:
-            raise UsageError(f"{path}: loss.tdt_kwargs.{name} must be a number from 0 to 1")
-    loss["reduction"] = content.get("rnnt_reduction", "mean_batch")
+            raise UsageError(f"{path}: {key} must be a number from 0 to 1")
+    reductions = {"reduction": family.nemo_reduction}
+    if is_transducer(config) and config["ctc"]:
+        reductions["ctc_reduction"] = "aux_ctc.ctc_reduction"
+    for name, key in reductions.items():
+        _require(content, {key: (*REDUCTIONS, MISSING)}, path)
+        loss[name] = _value(content, key, "mean_batch")
     return loss
 
 
@@ -300,21 +319,20 @@ def _nemo_vocabulary(content: dict, rows: torch.Tensor | None, family: Family, p
         part = family.rows.removesuffix(".weight")
         raise UsageError(f"{path} lacks {part}: it is not a complete {family.name} model")
     size = len(rows) - 1
-    for key in ("labels", "joint.vocabulary"):
+    for key in family.labels:
         labels = _value(content, key)
         if isinstance(labels, list) and len(labels) != size:
             raise UsageError(
                 f"{path}: {key} has {len(labels)} entries, but its weights are for {size}"
             )
-    accepted = (size, -1, MISSING)
-    _require(content, {"decoder.vocab_size": accepted, "joint.num_classes": accepted}, path)
+    _require(content, dict.fromkeys(family.sizes, (size, -1, None, MISSING)), path)
     return size
 
 
-def _check_labels(content: dict, pieces: list[str], path: Path) -> None:
+def _check_labels(content: dict, pieces: list[str], family: Family, path: Path) -> None:
     """Raises `UsageError` if the settings list other pieces than the tokenizer has: the weights are
     then for another tokenizer."""
-    for key in ("labels", "joint.vocabulary"):
+    for key in family.labels:
         labels = _value(content, key)
         if isinstance(labels, list) and len(labels) == len(pieces) and labels != pieces:
             row = next(i for i, label in enumerate(labels) if label != pieces[i])
@@ -401,8 +419,9 @@ def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str]
     contents = hf_settings(config, pieces, extras)
     texts = {name: json.dumps(content, indent=1) + "\n" for name, content in contents.items()}
     texts.update(tokenizer.hf_files(extras["tokenizer"]))
-    if config["ctc"]:
-        print("no CTC head in the export: Hugging Face's form of Parakeet-TDT has none")
+    family = family_of(config)
+    if config["ctc"] and is_transducer(config):
+        print(f"no CTC head in the export: Hugging Face's form of {family.name} has none")
         tensors = {n: tensor for n, tensor in tensors.items() if not n.startswith("ctc_head.")}
 
     def fill(folder: Path) -> None:
@@ -418,27 +437,31 @@ def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str]
 def hf_settings(config: dict, pieces: list[str], extras: dict) -> dict[str, dict]:
     """config.json, generation_config.json and processor_config.json. Raises `UsageError` if Hugging
     Face's model cannot have that shape."""
-    width = config["prediction_width"]
+    width = config.get("prediction_width")
+    joint_width = config.get("joint_width")
     factor = config["subsampling"]
-    if config["joint_width"] != width or config["num_mel_bins"] % factor:
+    if joint_width != width or config["num_mel_bins"] % factor:
         raise UsageError(
-            f"no export to Hugging Face's form: joint_width is {config['joint_width']} and"
+            f"no export to Hugging Face's form: joint_width is {joint_width} and"
             f" num_mel_bins is {config['num_mel_bins']}; they must be prediction_width ({width})"
             f" and a multiple of {factor} there"
         )
     source = extras["source"]
     blank = config["vocabulary"]
-    pad = pieces.index("<pad>") if "<pad>" in pieces else blank  # labels end at the padding
+    pad = blank  # labels end at the padding
+    if "<pad>" in pieces and is_transducer(config):
+        pad = pieces.index("<pad>")
     before = dict(source.get("generation") or {})
     before.pop("_from_model_config", None)
-    generation = {
-        "decoder_start_token_id": blank,
-        "pad_token_id": pad,
-        "suppress_tokens": [blank + 1 + i for i in range(len(config["durations"]))],
-    }
+    generation = {"pad_token_id": pad}
+    if is_transducer(config):
+        generation["decoder_start_token_id"] = blank
+    if config["durations"]:
+        outputs = range(blank + 1, blank + 1 + len(config["durations"]))
+        generation["suppress_tokens"] = [*outputs]
     processor = {
         "blank_token": "<blank>",
-        "decoder_type": "tdt",
+        "decoder_type": kind_of(config),
         "processor_class": "ParakeetProcessor",
         "feature_extractor": {
             **FEATURES,
@@ -468,10 +491,10 @@ def _hf_description(config: dict, pad: int, source: dict) -> dict:
             "model_type": family.model_type,
             "exported_by": model_files.EXPORTED,
             "dtype": "float32",
-            "is_encoder_decoder": True,
+            "is_encoder_decoder": is_transducer(config),
             "vocab_size": blank + 1,
-            "blank_token_id": blank,
             "pad_token_id": pad,
+            family.blank: blank,
             "encoder_config.model_type": "parakeet_encoder",
             "encoder_config.layerdrop": 0.0,
             "encoder_config.convolution_bias": config["biases"],
@@ -533,15 +556,16 @@ def nemo_settings(config: dict, pieces: list[str], extras: dict) -> dict:
     if not content.get("validation_ds"):  # which NeMo's transcribe reads
         content["validation_ds"] = {"manifest_filepath": None, "sample_rate": SAMPLE_RATE}
     changes = _nemo_changes(config, pieces, extras["loss"])
-    if not source or config["ctc"] != isinstance(content.get("aux_ctc"), dict):
+    is_hybrid = config["ctc"] and is_transducer(config)
+    if not source or is_hybrid != isinstance(content.get("aux_ctc"), dict):
         content.pop("aux_ctc", None)
         changes["target"] = family.target
-        if config["ctc"]:
+        if is_hybrid:
             changes["target"] = family.hybrid
             changes["aux_ctc.decoder._target_"] = family.nemo_fixed["aux_ctc.decoder._target_"][0]
             changes["aux_ctc.use_cer"] = False
             changes["aux_ctc.ctc_loss_weight"] = 0.3
-            changes["aux_ctc.ctc_reduction"] = "mean_batch"
+            changes.setdefault("aux_ctc.ctc_reduction", "mean_batch")
             changes["aux_ctc.decoding.strategy"] = "greedy"
     return _merge(content, _nest(changes))
 
@@ -555,39 +579,38 @@ def _nemo_changes(config: dict, pieces: list[str], loss: dict) -> dict:
             f"no export to a .nemo: ffn is {config['ffn']} and must be a multiple of d_model there"
         )
     size = config["vocabulary"]
-    changes = {key: config[name] for name, (key, _) in family_of(config).nemo.items()}
-    changes.update(
-        {
-            "preprocessor.features": config["num_mel_bins"],
-            "encoder.ff_expansion_factor": factor,
-            "labels": [*pieces],
-            "decoder.vocab_size": size,
-            "joint.num_classes": size,
-            "joint.vocabulary": [*pieces],
-            "joint.num_extra_outputs": len(config["durations"]),
-            "joint.jointnet.encoder_hidden": config["d_model"],
-            "joint.jointnet.pred_hidden": config["prediction_width"],
-            "decoding.durations": [*config["durations"]],
-            "model_defaults.enc_hidden": config["d_model"],
-            "model_defaults.pred_hidden": config["prediction_width"],
-            "model_defaults.joint_hidden": config["joint_width"],
-            "model_defaults.num_tdt_durations": len(config["durations"]),
-            "model_defaults.tdt_durations": [*config["durations"]],
-            "loss.tdt_kwargs.sigma": loss["sigma"],
-            "loss.tdt_kwargs.omega": loss["omega"],
-            "rnnt_reduction": loss["reduction"],
-        }
-    )
+    family = family_of(config)
+    changes = {key: config[name] for name, (key, _) in family.nemo.items()}
+    changes["preprocessor.features"] = config["num_mel_bins"]
+    changes["encoder.ff_expansion_factor"] = factor
+    changes["model_defaults.enc_hidden"] = config["d_model"]
+    changes.update({key: [*pieces] for key in family.labels})
+    changes.update(dict.fromkeys(family.sizes, size))
+    changes.update({key: loss.get(name, 0.0) for name, key in family.nemo_loss.items()})
+    changes[family.nemo_reduction] = loss["reduction"]
+    if not is_transducer(config):
+        changes["decoder.feat_in"] = config["d_model"]
+        return changes
+    changes["joint.jointnet.encoder_hidden"] = config["d_model"]
+    changes["joint.jointnet.pred_hidden"] = config["prediction_width"]
+    changes["model_defaults.pred_hidden"] = config["prediction_width"]
+    changes["model_defaults.joint_hidden"] = config["joint_width"]
+    if durations := config["durations"]:
+        changes["joint.num_extra_outputs"] = len(durations)
+        changes["decoding.durations"] = [*durations]
+        changes["model_defaults.num_tdt_durations"] = len(durations)
+        changes["model_defaults.tdt_durations"] = [*durations]
     if config["ctc"]:
         changes["aux_ctc.decoder.feat_in"] = config["d_model"]
         changes["aux_ctc.decoder.num_classes"] = size
         changes["aux_ctc.decoder.vocabulary"] = [*pieces]
+        if "ctc_reduction" in loss:
+            changes["aux_ctc.ctc_reduction"] = loss["ctc_reduction"]
     return changes
 
 
 def _complete_settings(family: Family) -> dict:
-    """What NeMo's model needs besides its shape. Dropout and SpecAugment are NVIDIA's for
-    training."""
+    """What NeMo's model needs besides its shape."""
     needed = (
         "preprocessor.",
         "encoder.subsampling",
@@ -604,35 +627,5 @@ def _complete_settings(family: Family) -> dict:
     for key, accepted in family.nemo_fixed.items():
         if key.startswith(needed) and "n_window" not in key:  # which is the same in samples
             settings[key] = accepted[0]
-    settings.update(
-        {
-            "sample_rate": SAMPLE_RATE,
-            "preprocessor.dither": 1e-05,
-            "preprocessor.pad_to": 0,
-            "encoder.dropout": 0.1,
-            "encoder.dropout_pre_encoder": 0.1,
-            "encoder.dropout_emb": 0.0,
-            "encoder.dropout_att": 0.1,
-            "encoder.feat_out": -1,
-            "encoder.pos_emb_max_len": 5000,
-            "decoder.prednet.dropout": 0.2,
-            "decoder.prednet.t_max": None,
-            "joint.jointnet.dropout": 0.2,
-            "joint.log_softmax": None,
-            "joint.preserve_memory": False,
-            "joint.fuse_loss_wer": True,
-            "joint.fused_batch_size": 4,
-            "decoding.strategy": "greedy_batch",
-            "decoding.model_type": "tdt",
-            "tokenizer.dir": "",
-            "tokenizer.type": "bpe",
-            "loss.tdt_kwargs.fastemit_lambda": 0.0,
-            "loss.tdt_kwargs.clamp": -1.0,
-            "spec_augment._target_": "nemo.collections.asr.modules.SpectrogramAugmentation",
-            "spec_augment.freq_masks": 2,
-            "spec_augment.freq_width": 27,
-            "spec_augment.time_masks": 10,
-            "spec_augment.time_width": 0.05,
-        }
-    )
+    settings.update(family.nemo_usual)
     return _nest(settings)

@@ -1,6 +1,6 @@
-"""The TDT loss of a transducer (Xu et al. 2023, "Efficient Sequence Transduction by Jointly
-Predicting Tokens and Durations") without the joint network's output (B, T, U + 1, V), which would
-take gigabytes.
+"""The losses of a transducer, TDT (Xu et al. 2023, "Efficient Sequence Transduction by Jointly
+Predicting Tokens and Durations") and RNN-T (Graves 2012), without the joint network's output (B, T,
+U + 1, V), which would take gigabytes.
 
 A cell (t, u) of the lattice stands for frame t after u labels. The first pass computes the logits
 of a few cells at a time and keeps their normaliser, blank, label and durations. On this small
@@ -9,7 +9,7 @@ pass computes the logits of the occupied cells again and turns them into the gra
 softmax times the cell's occupancy, minus the posteriors of the arcs."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ CPU_ROWS = 256  # cells of a piece, so that their logits stay in the processor's
 GPU_LOGITS = 1 << 24  # logits of a piece
 # Factor of gradients in fp16, where many would be too small. Their sum over a row is at most 2.
 FP16_SCALE = 1024.0
+RNNT_DURATIONS = (0, 1)  # of a label and of a blank in the RNN-T loss
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,12 @@ class Lattice:
     targets    (B, U) labels
     frames     (B,) numbers of encoder frames, on the host
     labels     (B,) numbers of labels, on the host
-    durations  in frames; blank is the token before them
+    durations  in frames; blank is the token before them; none for a model that has the RNN-T loss
     sigma      is subtracted from the log-probability of every arc
     plain      (B,) on the host: utterances with the RNN-T loss, which has the token logits alone
                and no sigma; None: no utterance
+    fastemit   weight of FastEmit (Yu et al. 2021), which favours labels over blanks: the gradient
+               has the posteriors of labels a second time, this often, and the loss does not
     dropout    of the joint network's hidden layer
     least_occupancy  of the cells in the second pass; 0 uses all of them"""
 
@@ -46,11 +49,12 @@ class Lattice:
     durations: tuple[int, ...]
     sigma: float = 0.0
     plain: torch.Tensor | None = None
+    fastemit: float = 0.0
     dropout: float = 0.0
     least_occupancy: float = LEAST_OCCUPANCY
 
 
-def tdt_losses(
+def transducer_losses(
     encoded: torch.Tensor,
     predicted: torch.Tensor,
     weight: torch.Tensor,
@@ -65,22 +69,24 @@ def tdt_losses(
     autocast products are in 16 bits, sums of exponentials in fp32, and the lattice is in float64.
     Raises `ValueError`."""
     durations = lattice.durations
-    if len(set(durations)) < len(durations) or max(durations) < 1 or min(durations) < 0:
+    if durations and (
+        len(set(durations)) < len(durations) or max(durations) < 1 or min(durations) < 0
+    ):
         raise ValueError(
             f"durations {durations}: they must be distinct, not negative, and one of them positive"
         )
     has_plain = lattice.plain is not None and bool(lattice.plain.any())
-    if has_plain and not {0, 1} <= set(durations):
+    if has_plain and durations and not set(RNNT_DURATIONS) <= set(durations):
         raise ValueError(f"the RNN-T loss needs the durations 0 and 1, and there are {durations}")
     if int(lattice.frames.min()) < 1 or int(lattice.frames.max()) > encoded.shape[1]:
         raise ValueError("frames: every utterance needs at least 1, and at most `encoded` has")
     most = int(lattice.labels.max())
     if most >= predicted.shape[1] or most > lattice.targets.shape[1]:
         raise ValueError("labels: there are more of them than in `predicted` or `targets`")
-    return _TDT.apply(encoded, predicted, weight, bias, lattice, torch.is_grad_enabled())
+    return _Transducer.apply(encoded, predicted, weight, bias, lattice, torch.is_grad_enabled())
 
 
-class _TDT(torch.autograd.Function):
+class _Transducer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, encoded, predicted, weight, bias, lattice, trains):
         kind = encoded.device.type
@@ -272,12 +278,16 @@ def _sum_paths(
     grid: torch.Tensor, cells: _Cells, trains: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(B,) losses of `grid` (B, T, U + 1, 3 + D), which holds the columns of `_first_pass`, and if
-    the model `trains`, the results of `_posteriors`."""
+    the model `trains`, the results of `_posteriors` with FastEmit."""
     lattice = cells.lattice
     frames = lattice.frames.to(cells.device, non_blocking=True)[:, None, None]
     labels = lattice.labels.to(cells.device, non_blocking=True)[:, None, None]
     plain = torch.zeros_like(frames, dtype=torch.bool)
-    if lattice.plain is not None:
+    if not lattice.durations:
+        lattice = replace(lattice, durations=RNNT_DURATIONS)
+        grid = F.pad(grid, (0, len(RNNT_DURATIONS)))  # which no plain utterance reads
+        plain = ~plain
+    elif lattice.plain is not None:
         plain = lattice.plain.to(cells.device, non_blocking=True)[:, None, None]
     t = torch.arange(cells.shape[1], device=cells.device)[:, None]
     u = torch.arange(cells.shape[2], device=cells.device)
@@ -290,7 +300,11 @@ def _sum_paths(
     start = _alpha(arcs) - total.where(total.isfinite(), torch.inf)[:, None, None]
     is_valid = (t < frames) & (u <= labels)
     posteriors = _posteriors(arcs, start, beta, is_valid, ~plain, grid[..., 3:])
-    return -total, posteriors
+    occupancy, of_blank, of_label, of_durations = posteriors
+    occupancy = occupancy + lattice.fastemit * of_label
+    of_label = (1.0 + lattice.fastemit) * of_label
+    of_durations = of_durations[..., : len(cells.lattice.durations)]
+    return -total, [occupancy, of_blank, of_label, of_durations]
 
 
 def _arcs(

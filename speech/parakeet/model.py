@@ -1,6 +1,8 @@
-"""The Parakeet-TDT network: FastConformer encoder, LSTM prediction network, joint network.
+"""The Parakeet network: a FastConformer encoder, and after it an LSTM prediction network and a joint
+network (TDT, RNN-T), a CTC head, or both.
 
-Weights are named as in transformers' ParakeetForTDT; a CTC head, which it lacks, is `ctc_head`.
+Weights are named as in transformers' ParakeetForTDT, ForRNNT and ForCTC. A CTC head beside a
+transducer, which they lack, is `ctc_head`, too.
 Sources: FastConformer (Rekesh et al. 2023); TDT (Xu et al. 2023); relative positions (Dai et al.
 2019, "Transformer-XL"); the encoder of streaming models (Noroozi et al. 2023, "Stateful Conformer
 with cache-based inference")."""
@@ -16,7 +18,8 @@ from common.device import upcast
 from speech.features import spec_augment, valid_mask
 from speech.layers import downcast, lean_chain
 from speech.parakeet import features
-from speech.parakeet.loss import Lattice, tdt_losses
+from speech.parakeet.loss import Lattice, transducer_losses
+from speech.parakeet.settings import is_transducer
 
 AT_ONCE = 4  # utterances in a subsampling: with all of them it would be the peak of memory
 
@@ -458,16 +461,17 @@ class Joint(nn.Module):
         self, encoded: torch.Tensor, predicted: torch.Tensor, lattice: Lattice
     ) -> torch.Tensor:
         """(B,) losses."""
-        return tdt_losses(encoded, predicted, self.head.weight, self.head.bias, lattice)
+        return transducer_losses(encoded, predicted, self.head.weight, self.head.bias, lattice)
 
     def logits(self, encoded: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-        """(B, V + 1 + D) of one cell: tokens, blank, durations."""
+        """(B, V + 1 + D) of one cell: tokens, blank, durations if the model has them."""
         return upcast(self.head((encoded + predicted).relu()))
 
 
 class Parakeet(nn.Module):
-    """FastConformer encoder, LSTM prediction network and joint network; beside them a CTC head if
-    the configuration has one. `config`: see settings.CONFIG. `sigma`: see loss.Lattice."""
+    """FastConformer encoder; LSTM prediction network and joint network, a CTC head, or both.
+    `config`: see settings.CONFIG. `sigma`, `fastemit`: see loss.Lattice. Attributes: `joint`, which
+    is None without a transducer; `ctc_head`, which may be None; `trains_ctc`; `decodes_ctc`."""
 
     def __init__(
         self,
@@ -475,11 +479,13 @@ class Parakeet(nn.Module):
         sigma: float = 0.0,
         dropout: float = 0.0,
         joint_dropout: float = 0.0,
+        fastemit: float = 0.0,
     ):
         super().__init__()
         self.config = config
         self.blank = config["vocabulary"]
         self.sigma = sigma
+        self.fastemit = fastemit
         normalised = "streaming" not in config
         self.log_mel = features.MelFeatures(config["num_mel_bins"], normalised)
         self.encoder = Encoder(config, dropout)
@@ -487,13 +493,16 @@ class Parakeet(nn.Module):
         if "prompts" in config:
             self.prompt_projector = PromptProjector(config)
             self.prompt = 0  # of batches that name none
-        self.encoder_projector = nn.Linear(config["d_model"], config["joint_width"])
-        self.decoder = Prediction(config, joint_dropout)
-        self.joint = Joint(config, joint_dropout)
+        self.joint = None
+        if is_transducer(config):
+            self.encoder_projector = nn.Linear(config["d_model"], config["joint_width"])
+            self.decoder = Prediction(config, joint_dropout)
+            self.joint = Joint(config, joint_dropout)
         self.ctc_head = None
         if config["ctc"]:
             self.ctc_head = nn.Conv1d(config["d_model"], self.blank + 1, 1)
         self.trains_ctc = config["ctc"]
+        self.decodes_ctc = self.joint is None
 
     def mel(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """The batch's waveforms to features (B, F, M), their lengths, and the numbers of the
@@ -513,6 +522,10 @@ class Parakeet(nn.Module):
             prompts = batch.get("prompts", torch.full_like(lengths, self.prompt))
             x = self.prompt_projector(x, prompts)
         return x, frames
+
+    def ctc_log_probs(self, encoded: torch.Tensor) -> torch.Tensor:
+        """The CTC head's log-probabilities (B, T, V + 1) of (B, T, D), the blank last."""
+        return upcast(self.ctc_head(encoded.transpose(1, 2))).log_softmax(1).transpose(1, 2)
 
     def predict(self, tokens: torch.Tensor) -> torch.Tensor:
         """The prediction network's output (B, U + 1, J) before the first and after every token of

@@ -1,7 +1,5 @@
 """Initial weights: of a whole Parakeet, or of the pieces of a new vocabulary."""
 
-import math
-
 import torch
 
 from speech.features import valid_mask
@@ -35,33 +33,47 @@ def fit_to_data(model: Parakeet, batch: dict) -> None:
 
 @torch.no_grad()
 def fit_new_rows(
-    model: Parakeet, batch: dict, new: list[int], old: dict[str, torch.Tensor], pieces: int
+    model: Parakeet,
+    batch: dict,
+    new: list[int],
+    shares: torch.Tensor,
+    old: dict[str, torch.Tensor],
+    pieces: int,
 ) -> None:
-    """Sets the output rows of the pieces `new` by a batch of training utterances on the host: all
-    of them together are as likely as the `pieces` of the released model, whose tensors are `old`,
-    were together. So the model still knows where something is said, and the new pieces share its
-    probability. (The mean of the old rows would not do: a trained row is far below zero wherever
-    its piece is not said. It begins with twice the loss of random rows.)"""
+    """Sets the output rows of the pieces `new` by a batch of training utterances on the host: each
+    of them has its share, of `shares` (N,), of the probability that the `pieces` of the model, whose
+    tensors were `old`, had together. So the model still knows where something is said. (The mean of
+    the old rows would not do: a trained row is far below zero wherever its piece is not said. It
+    begins with twice the loss of random rows.)"""
     model.eval()
     encoded, frames = model.encode(batch)  # (B, T, D)
+    inputs = {}
+    if "ctc_head.weight" in old:
+        parts = [encoded[row, :count] for row, count in enumerate(frames)]
+        inputs["ctc_head"] = torch.cat(parts)
+    if "joint.head.weight" in old:
+        inputs["joint.head"] = joined(model, batch, encoded, frames)
+    for name, x in inputs.items():
+        head = model.get_submodule(name)
+        weight = old[f"{name}.weight"][:pieces].flatten(1)
+        logits = x @ weight.T + old[f"{name}.bias"][:pieces]
+        row, bias = regression(x, logits.logsumexp(1))
+        head.weight[new] = row.view(1, -1, *[1] * (head.weight.dim() - 2))
+        head.bias[new] = bias + shares.log()
+    model.train()
+
+
+def joined(model: Parakeet, batch: dict, encoded: torch.Tensor, frames: list[int]) -> torch.Tensor:
+    """(N, J) what the joint network's output layer sees of `encoded` (B, T, D), if the labels are
+    said at an even speed."""
     projected = model.encoder_projector(encoded)
     predicted = model.predict(batch["tokens"])  # (B, U + 1, J)
-    joined = []
-    heard = []
+    parts = []
     lengths = batch["tokens_lengths_host"].tolist()
     for row, (count, length) in enumerate(zip(frames, lengths, strict=True)):
-        said = torch.arange(count) * (length + 1) // count  # labels so far, at an even speed
-        joined.append((projected[row, :count] + predicted[row, said]).relu())
-        heard.append(encoded[row, :count])
-    for name, inputs in (("joint.head", joined), ("ctc_head", heard)):
-        if f"{name}.weight" in old:
-            head = model.get_submodule(name)
-            weight = old[f"{name}.weight"][:pieces].flatten(1)
-            logits = torch.cat(inputs) @ weight.T + old[f"{name}.bias"][:pieces]
-            row, bias = regression(torch.cat(inputs), logits.logsumexp(1) - math.log(len(new)))
-            head.weight[new] = row.view(1, -1, *[1] * (head.weight.dim() - 2))
-            head.bias[new] = bias
-    model.train()
+        said = torch.arange(count) * (length + 1) // count  # labels so far
+        parts.append((projected[row, :count] + predicted[row, said]).relu())
+    return torch.cat(parts)
 
 
 def regression(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

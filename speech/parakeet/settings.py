@@ -1,8 +1,7 @@
 """What a Parakeet model can be, and what the families of released models call it: the keys and
 fixed settings of NVIDIA's model_config.yaml and of Hugging Face's config.json, names of tensors."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import records
@@ -15,11 +14,11 @@ from speech.parakeet.features import FLOOR, HOP, N_FFT, PRE_EMPHASIS, WINDOW
 
 
 def _are_durations(values) -> bool:
-    if type(values) is not list or not 0 < len(values) <= 64:
+    if type(values) is not list or len(values) > 64:
         return False
     if not all(records.is_within(value, range(1001)) for value in values):
         return False
-    return len(set(values)) == len(values) and max(values) > 0
+    return len(set(values)) == len(values) and (not values or max(values) > 0)
 
 
 def _are_lookaheads(values) -> bool:
@@ -30,10 +29,12 @@ def _are_lookaheads(values) -> bool:
     )
 
 
-# A schema for `records.mismatch`. `vocabulary` is without the blank; `ctc`: a CTC head beside the
-# transducer; `kind`: what is decoded, TDT if it is missing; `streaming`: a causal encoder without
-# normalised features, whose attention sees chunks of one of the `lookaheads` (the first if none is
-# named) + 1 frames, and `left` frames before a chunk; `prompts`: a layer that is told the language.
+# A schema for `records.mismatch`. `vocabulary` is without the blank; `ctc`: a CTC head; `kind`: what
+# follows the encoder, by default a TDT transducer; `durations`: none but in TDT; `streaming`: a
+# causal encoder without normalised features, whose attention sees chunks of one of the `lookaheads`
+# (the first if none is named) + 1 frames, and `left` frames before a chunk; `prompts`: a layer that
+# is told the language.
+KINDS = ("tdt", "rnnt", "ctc")
 CONFIG = {
     "num_mel_bins": range(1, 513),
     "d_model": range(4, 8193, 2),
@@ -45,16 +46,18 @@ CONFIG = {
     "channels": range(1, 4097),
     "biases": bool,
     "scale_input": bool,
+    "vocabulary": range(1, 200_001),
+    "durations": _are_durations,
+    "ctc": bool,
+    "kind?": set(KINDS),
+    "streaming?": {"left": range(1, 10_001), "lookaheads": _are_lookaheads},
+    "prompts?": {"slots": range(1, 4097), "width": range(1, 65_537)},
+}
+TRANSDUCER = {  # what a model with a prediction and a joint network has besides
     "prediction_width": range(1, 8193),
     "prediction_layers": range(1, 17),
     "joint_width": range(1, 8193),
-    "vocabulary": range(1, 200_001),
     "max_symbols": range(1, 1001),
-    "durations": _are_durations,
-    "ctc": bool,
-    "kind?": {"tdt"},
-    "streaming?": {"left": range(1, 10_001), "lookaheads": _are_lookaheads},
-    "prompts?": {"slots": range(1, 4097), "width": range(1, 65_537)},
 }
 
 
@@ -101,10 +104,28 @@ SIZES = {  # the demo's texts are short words, letter by letter
 
 def check_config(config: dict, path: str | Path) -> None:
     """Raises `UsageError` for a configuration that no Parakeet can have."""
-    if reason := records.mismatch(config, CONFIG, "its configuration"):
+    reason = records.mismatch(config, CONFIG, "its configuration")
+    if not reason and is_transducer(config):
+        reason = records.mismatch(config, TRANSDUCER, "its configuration")
+    if reason:
         raise UsageError(f"{path}: {reason}, which is out of range for Parakeet")
     if config["d_model"] % config["heads"]:
         raise UsageError(f"{path}: heads does not divide d_model")
+    if bool(config["durations"]) != (kind_of(config) == "tdt"):
+        kind = kind_of(config)
+        raise UsageError(f"{path}: a model of kind {kind!r} with durations {config['durations']}")
+    if not (is_transducer(config) or config["ctc"]):
+        raise UsageError(f"{path}: a CTC model without a CTC head")
+
+
+def kind_of(config: dict) -> str:
+    """One of KINDS."""
+    return config.get("kind", "tdt")
+
+
+def is_transducer(config: dict) -> bool:
+    """Whether there are a prediction and a joint network."""
+    return kind_of(config) != "ctc"
 
 
 # --- keys of both forms ---------------------------------------------------------------------------
@@ -185,11 +206,12 @@ NEMO_ENCODER_FIXED = {
     "encoder.reduction_factor": (1, None, MISSING),
     "encoder.self_attention_model": ("rel_pos", MISSING),
     "encoder.att_context_size": ([-1, -1], [[-1, -1]], None, MISSING),
-    "encoder.att_context_style": ("regular", MISSING),
+    # The second is offline, too: with these sizes all frames attend to each other.
+    "encoder.att_context_style": ("regular", "chunked_limited_with_rc", MISSING),
     "encoder.untie_biases": (True, MISSING),
     "encoder.conv_norm_type": ("batch_norm", MISSING),
     "encoder.conv_context_size": (None, MISSING),
-    "encoder.conv_context_style": ("regular", MISSING),
+    "encoder.conv_context_style": ("regular", "dcc", MISSING),
     **_classes({"encoder": "ConformerEncoder"}),
 }
 NEMO_TRANSDUCER_FIXED = {
@@ -211,6 +233,38 @@ FEATURES = {  # of ParakeetFeatureExtractor
     "sampling_rate": SAMPLE_RATE, "hop_length": HOP, "n_fft": N_FFT, "win_length": WINDOW,
     "preemphasis": PRE_EMPHASIS, "padding_value": 0.0,
 }  # fmt: skip
+
+
+# --- what NeMo's model needs besides its shape; dropout and SpecAugment are NVIDIA's for training ----
+
+NEMO_USUAL = {
+    "sample_rate": SAMPLE_RATE,
+    "preprocessor.dither": 1e-05,
+    "preprocessor.pad_to": 0,
+    "encoder.dropout": 0.1,
+    "encoder.dropout_pre_encoder": 0.1,
+    "encoder.dropout_emb": 0.0,
+    "encoder.dropout_att": 0.1,
+    "encoder.feat_out": -1,
+    "encoder.pos_emb_max_len": 5000,
+    "decoding.strategy": "greedy_batch",
+    "tokenizer.dir": "",
+    "tokenizer.type": "bpe",
+    "spec_augment._target_": "nemo.collections.asr.modules.SpectrogramAugmentation",
+    "spec_augment.freq_masks": 2,
+    "spec_augment.freq_width": 27,
+    "spec_augment.time_masks": 10,
+    "spec_augment.time_width": 0.05,
+}
+NEMO_TRANSDUCER_USUAL = {
+    "decoder.prednet.dropout": 0.2,
+    "decoder.prednet.t_max": None,
+    "joint.jointnet.dropout": 0.2,
+    "joint.log_softmax": None,
+    "joint.preserve_memory": False,
+    "joint.fuse_loss_wer": True,
+    "joint.fused_batch_size": 4,
+}
 
 
 # --- names of tensors -----------------------------------------------------------------------------
@@ -245,6 +299,9 @@ HEAD_AFTER_DROPOUT = "joint.joint_net.2."
 # --- families -------------------------------------------------------------------------------------
 
 MODELS = "nemo.collections.asr.models"
+RNNT_LOSSES = ("default", "warprnnt_numba", "warprnnt", "pytorch", "graph_rnnt")
+REDUCTIONS = ("mean", "mean_batch", "mean_volume", "sum")
+NO_TERMS = {"sigma": 0.0, "omega": 0.0, "fastemit": 0.0}  # of a loss
 
 
 @dataclass(frozen=True)
@@ -256,24 +313,39 @@ class Family:
     model_type       in Hugging Face's config.json
     architecture     transformers' class
     target           NeMo's class
-    hybrid           NeMo's class with a CTC head beside the transducer
+    hybrid           NeMo's class with a CTC head beside the transducer, or None
     nemo, hf         keys of a configuration's values in both forms
     nemo_fixed, hf_fixed  settings that must have one of these values
     names            parts of the tensors' names, NeMo's to Hugging Face's
-    rows             tensor with a row for each piece and for the blank"""
+    rows             tensor with a row for each piece and for the blank
+    labels, sizes    NeMo's keys of the pieces and of their number
+    blank            Hugging Face's key of the blank's id
+    hf_vocabulary    number of pieces where Hugging Face's form does not say it
+    loss             settings of the loss where a form does not hold them: Hugging Face's
+    nemo_loss        NeMo's keys of the loss's numbers, of which each is 0 if it is missing
+    nemo_reduction   NeMo's key of its reduction
+    nemo_usual       what NeMo's model needs besides"""
 
     name: str
     kind: str
     model_type: str
     architecture: str
     target: str
-    hybrid: str
+    hybrid: str | None
     nemo: dict[str, tuple]
     hf: dict[str, tuple]
     nemo_fixed: dict[str, tuple]
     hf_fixed: dict[str, tuple]
     names: dict[str, str]
     rows: str
+    labels: tuple[str, ...]
+    sizes: tuple[str, ...]
+    blank: str
+    hf_vocabulary: int
+    loss: dict
+    nemo_loss: dict[str, str]
+    nemo_reduction: str
+    nemo_usual: dict
 
 
 TDT = Family(
@@ -299,25 +371,100 @@ TDT = Family(
     hf_fixed={**HF_TRANSDUCER_FIXED, **HF_ENCODER_FIXED},
     names={**ENCODER_NAMES, **TRANSDUCER_NAMES},
     rows="decoder.embedding.weight",
+    labels=("labels", "joint.vocabulary"),
+    sizes=("decoder.vocab_size", "joint.num_classes"),
+    blank="blank_token_id",
+    hf_vocabulary=8192,
+    loss={"sigma": 0.02, "omega": 0.1, "fastemit": 0.0, "reduction": "mean"},
+    nemo_loss={
+        "sigma": "loss.tdt_kwargs.sigma",
+        "omega": "loss.tdt_kwargs.omega",
+        "fastemit": "loss.tdt_kwargs.fastemit_lambda",
+    },
+    nemo_reduction="rnnt_reduction",
+    nemo_usual={
+        **NEMO_USUAL,
+        **NEMO_TRANSDUCER_USUAL,
+        "decoding.model_type": "tdt",
+        "loss.tdt_kwargs.clamp": -1.0,
+    },
 )
-FAMILIES = (TDT,)
+RNNT = replace(
+    TDT,
+    name="Parakeet-RNNT",
+    kind="rnnt",
+    model_type="parakeet_rnnt",
+    architecture="ParakeetForRNNT",
+    nemo={**NEMO_ENCODER, **NEMO_TRANSDUCER},
+    hf={**HF_ENCODER, **HF_TRANSDUCER},
+    nemo_fixed={
+        **TDT.nemo_fixed,
+        "loss.loss_name": (*RNNT_LOSSES, MISSING),
+        "joint.num_extra_outputs": (0, None, MISSING),
+    },
+    loss={**NO_TERMS, "reduction": "mean_volume"},
+    nemo_loss={"fastemit": "loss.warprnnt_numba_kwargs.fastemit_lambda"},
+    nemo_usual={
+        **NEMO_USUAL,
+        **NEMO_TRANSDUCER_USUAL,
+        "decoding.model_type": "rnnt",
+        "loss.warprnnt_numba_kwargs.clamp": -1.0,
+    },
+)
+CTC = replace(
+    TDT,
+    name="Parakeet-CTC",
+    kind="ctc",
+    model_type="parakeet_ctc",
+    architecture="ParakeetForCTC",
+    target=f"{MODELS}.ctc_bpe_models.EncDecCTCModelBPE",
+    hybrid=None,
+    nemo=NEMO_ENCODER,
+    hf=HF_ENCODER,
+    nemo_fixed={
+        **NEMO_FEATURES,
+        **NEMO_ENCODER_FIXED,
+        **_classes({"decoder": "ConvASRDecoder"}),
+        **NEMO_TOKENIZER,
+    },
+    hf_fixed=HF_ENCODER_FIXED,
+    names={**ENCODER_NAMES, "decoder.decoder_layers.0.": "ctc_head."},
+    rows="ctc_head.weight",
+    labels=("decoder.vocabulary",),
+    sizes=("decoder.num_classes",),
+    blank="pad_token_id",
+    hf_vocabulary=1024,
+    loss={**NO_TERMS, "reduction": "mean"},
+    nemo_loss={},
+    nemo_reduction="ctc_reduction",
+    nemo_usual=NEMO_USUAL,
+)
+FAMILIES = (TDT, RNNT, CTC)
 
 
 def family_of(config: dict) -> Family:
     """The family of models with such a configuration."""
-    kind = config.get("kind", "tdt")
-    return next(family for family in FAMILIES if family.kind == kind)
+    return next(family for family in FAMILIES if family.kind == kind_of(config))
 
 
 def family_of_folder(model_type: str) -> Family:
-    """The family of a Hugging Face folder; a `model_type` is one of `model_types`."""
+    """The family of a Hugging Face folder. `model_type`: one of `model_types`."""
     return next(family for family in FAMILIES if family.model_type == model_type)
 
 
 def family_of_archive(content: dict) -> Family:
-    """The family of a `.nemo` archive with these settings."""
-    return TDT
+    """The family of a `.nemo` archive with these settings. They may not fit it: a reader checks
+    them."""
+    joint = content.get("joint")
+    decoder = content.get("decoder")
+    loss = content.get("loss")
+    if joint is None and isinstance(decoder, dict) and "prednet" not in decoder:
+        return CTC
+    has_durations = isinstance(joint, dict) and joint.get("num_extra_outputs")
+    if has_durations or (isinstance(loss, dict) and loss.get("loss_name") == "tdt"):
+        return TDT
+    return RNNT
 
 
-def model_types() -> Iterable[str]:
+def model_types() -> list[str]:
     return [family.model_type for family in FAMILIES]

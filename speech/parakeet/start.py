@@ -13,23 +13,21 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import card, onnx_files, recogniser, released
 from speech.layers import quieten_branches
-from speech.parakeet import formats, settings
+from speech.parakeet import formats, settings, vocabulary
 from speech.parakeet.languages import AUTO, COLUMNS, NAME, are_names, are_slots, slot_of, with_new
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
-from speech.parakeet.vocabulary import (
-    NEW_PIECES,
-    ROWS,
-    row_names,
-    tokenizer_kind,
-    train_tokenizer,
-    with_new_vocabulary,
-)
 from speech.released import Origin
 
 BRANCH_OUTPUTS = (".linear2", ".o_proj", ".pointwise_conv2")  # for quieten_branches
 REDUCTIONS = ("mean", "mean_batch", "mean_volume")
-SCRATCH_LOSS = {"sigma": 0.02, "omega": 0.1, "reduction": "mean_volume"}
+SCRATCH_LOSS = {
+    "sigma": 0.02,
+    "omega": 0.1,
+    "fastemit": 0.0,
+    "reduction": "mean_volume",
+    "ctc_reduction": "mean_volume",
+}
 CTC_WEIGHT = 0.3  # share of the CTC head's loss, as in NVIDIA's hybrid models
 # Peak learning rates: NVIDIA's advice for fine-tuning depends on the hours of speech; from scratch
 # the rate depends on the model's width.
@@ -43,11 +41,11 @@ SCRATCH_RATE = 5e-4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR = ("linear1", "linear2", "subsampling.linear", "encoder_projector")
 ADAPTED = {"q,v": ("q_proj", "v_proj"), "attention": ATTENTION, "linear": (*ATTENTION, *LINEAR)}
-CARDS = {  # by --export_format
+CARDS = {  # by --export_format; NAME, KIND and CLASS stand for the model's
     "hf": card.Form(
         library="transformers",
         task=card.RECOGNITION,
-        family="Parakeet-TDT",
+        family="NAME",
         use="""
 from transformers import pipeline
 
@@ -57,7 +55,7 @@ print(pipeline("automatic-speech-recognition", "FOLDER")("recording.wav")["text"
     "nemo": card.Form(
         library="nemo",
         task=card.RECOGNITION,
-        family="Parakeet-TDT",
+        family="NAME",
         use="""
 from nemo.collections.asr.models import ASRModel
 
@@ -67,8 +65,8 @@ print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
     "onnx": card.Form(
         library="onnx",
         task=card.RECOGNITION,
-        family="Parakeet-TDT",
-        use=onnx_files.USE.replace("TYPE", "nemo-conformer-tdt"),
+        family="NAME",
+        use=onnx_files.USE.replace("TYPE", "nemo-conformer-KIND"),
     ),
 }
 
@@ -77,29 +75,37 @@ ADAPTER_CARD = dataclasses.replace(
     library="peft",
     use="""
 from peft import PeftModel
-from transformers import ParakeetForTDT
+from transformers import CLASS
 
-base = ParakeetForTDT.from_pretrained("BASE")  # the folder of the base model
+base = CLASS.from_pretrained("BASE")  # the folder of the base model
 model = PeftModel.from_pretrained(base, "FOLDER")
 """,
 )
 
 FORMS = released.Forms(
-    family="Parakeet-TDT",
+    family="Parakeet",
     folder="a Hugging Face folder",
     file="NVIDIA's model.nemo",
     exported="in --export_format",
     fetch="hf download nvidia/parakeet-tdt-0.6b-v3 --local-dir parakeet",
 )
 TRAINING = (
-    "new_language", "train_tokenizer", "vocab_size", "ctc_weight", "tdt_sigma", "tdt_omega", "loss_reduction", "joint_dropout"
+    "new_language", "ctc_weight", "tdt_sigma", "tdt_omega", "fastemit_lambda", "loss_reduction",
+    "joint_dropout",
 )  # fmt: skip
+LOSS_FLAGS = {  # of one kind of model or two
+    "tdt_sigma": ("tdt",),
+    "tdt_omega": ("tdt",),
+    "fastemit_lambda": ("tdt", "rnnt"),
+    "joint_dropout": ("tdt", "rnnt"),
+    "ctc_weight": ("tdt", "rnnt"),
+}
 # Rows for common.options: flags that exclude each other, and flags that need another one.
 EXCLUDES = (
     *released.EXCLUDES,
+    *vocabulary.EXCLUDES,
     ("transcribe", "export", "give one of them"),
     ("transcribe", "export_adapter", "give one of them"),
-    ("vocab_size", "train_tokenizer char", "the second has the characters of the training texts"),
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
@@ -112,7 +118,9 @@ NEEDS = (
 LOSS = {  # a schema of records.mismatch
     "sigma": lambda value: 0 <= value < 10,
     "omega": lambda value: 0 <= value <= 1,
+    "fastemit?": lambda value: 0 <= value <= 1,
     "reduction": set(REDUCTIONS),
+    "ctc_reduction?": set(REDUCTIONS),
     "ctc?": lambda value: 0 <= value <= 1,
 }
 
@@ -120,9 +128,10 @@ LOSS = {  # a schema of records.mismatch
 @dataclass(frozen=True)
 class ModelInfo:
     """What is saved with a model's weights: its configuration, its tokenizer's state, its loss's
-    settings (`ctc` is the share of the CTC head's loss), the settings of the released model that an
-    export keeps, whether it began from released weights, and whether its vocabulary was made from
-    the training texts. `new_pieces`: the ids of pieces that the released model does not have, which
+    settings (`ctc` is the share of the CTC head's loss beside a transducer's, `ctc_reduction` its
+    reduction), the settings of the released model that an export keeps, whether it began from
+    released weights, and whether its vocabulary is another one than the released model's, apart
+    from added pieces. `new_pieces`: the ids of pieces that the released model does not have, which
     learn at a rate of their own. `languages`: the slots of the prompt, by name; `new_languages`:
     those that the released model does not have, and the one that each began as."""
 
@@ -140,18 +149,19 @@ class ModelInfo:
 @dataclass(frozen=True)
 class Options:
     """What the flags ask for. `origin`: where the model starts. `how`: decoding and transcribing.
-    `tokenizer`: the kind of the pieces that are made from the training texts, "bpe" or "char"; None
-    for the model's own, or a new model's usual ones. `loss`: settings that replace the model's.
-    `export_format`: "hf", "nemo" or "onnx". `language`: what a model with a prompt is told where
+    `vocabulary`: its changes. `loss`: settings that replace the model's. `loss_flags`: those of
+    LOSS_FLAGS that were given. `export_format`: "hf", "nemo" or "onnx". `decoding`: "transducer",
+    "ctc", or None for the model's usual one. `language`: what a model with a prompt is told where
     the data do not say it; `new_language`: a name, and the one of the language that it begins as;
     `lookahead`: frames that a streaming model waits for in evaluation."""
 
     origin: Origin
     how: recogniser.Options
-    tokenizer: str | None
-    vocab_size: int | None
+    vocabulary: vocabulary.Asked
     loss: dict
+    loss_flags: frozenset[str]
     export_format: str
+    decoding: str | None
     language: str | None
     new_language: tuple[str, str] | None
     lookahead: int | None
@@ -171,22 +181,11 @@ def add_arguments(parser) -> None:
         ),
     )
     group.add_argument(
-        "--vocab_size",
-        type=options.number(int, 2, settings.CONFIG["vocabulary"][-1]),
-        metavar="N",
-        help=(
-            f"pieces of --train_tokenizer bpe ({NEW_PIECES}; from scratch by --model_size; demo:"
-            " characters)"
-        ),
+        "--decoding",
+        choices=["transducer", "ctc"],
+        help="which part of a hybrid model writes the text (transducer)",
     )
-    group.add_argument(
-        "--train_tokenizer",
-        choices=["bpe", "char"],
-        help=(
-            "make a new vocabulary from the training texts, for a script that the released model"
-            " cannot write (on from scratch)"
-        ),
-    )
+    vocabulary.add_arguments(parser)
     add_language_arguments(parser)
     add_loss_arguments(parser)
 
@@ -232,7 +231,13 @@ def add_loss_arguments(parser) -> None:
         "--tdt_omega",
         type=options.SHARE,
         metavar="P",
-        help="chance that an utterance has the plain RNN-T loss (the model's, 0.1)",
+        help="chance that an utterance of TDT has the RNN-T loss (the model's, 0.1)",
+    )
+    loss.add_argument(
+        "--fastemit_lambda",
+        type=options.SHARE,
+        metavar="X",
+        help="FastEmit: a transducer writes labels earlier, 0.001 to 0.01 is usual (the model's)",
     )
     loss.add_argument(
         "--loss_reduction",
@@ -271,21 +276,29 @@ def resolve(args, is_demo: bool) -> Options:
             f"{origin.flag} and --vocab_size: a released model has its own vocabulary; add"
             " --train_tokenizer bpe to make a new one, or leave the second out"
         )
+    if args.freeze_encoder_steps and origin.may_be_random and not args.init_from:
+        raise UsageError(
+            "--freeze_encoder_steps: this run begins with a random encoder, which has to learn;"
+            " leave it out"
+        )
     if args.new_language and not NAME.fullmatch(args.new_language):
         raise UsageError(f"--new_language {args.new_language}: give it the form of fi-FI")
     loss = {
         "sigma": args.tdt_sigma,
         "omega": args.tdt_omega,
+        "fastemit": args.fastemit_lambda,
         "reduction": args.loss_reduction,
+        "ctc_reduction": args.loss_reduction,
         "ctc": args.ctc_weight,
     }
     return Options(
         origin=origin,
         how=recogniser.resolve(args, is_demo, has_times=True),
-        tokenizer=args.train_tokenizer,
-        vocab_size=args.vocab_size,
+        vocabulary=vocabulary.resolve(args),
         loss={name: value for name, value in loss.items() if value is not None},
+        loss_flags=args.given & LOSS_FLAGS.keys(),
         export_format=args.export_format or "hf",
+        decoding=args.decoding,
         language=args.language,
         new_language=(args.new_language, args.like) if args.new_language else None,
         lookahead=args.lookahead,
@@ -321,7 +334,8 @@ def read(path: str) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
 
 
 def network(info: ModelInfo, dropout: float = 0.0, joint_dropout: float = 0.0) -> Parakeet:
-    return Parakeet(info.config, info.loss["sigma"], dropout, joint_dropout)
+    fastemit = info.loss.get("fastemit", 0.0)  # which older checkpoints do not have
+    return Parakeet(info.config, info.loss["sigma"], dropout, joint_dropout, fastemit)
 
 
 def make_model(
@@ -361,8 +375,8 @@ def makes_tokenizer(asked: Options, resumed: Saved | None, initial: Saved | None
     origin = asked.origin
     if resumed:
         return False
-    if asked.tokenizer:
-        return True
+    if asked.vocabulary.is_new:
+        return asked.vocabulary.kind is not None
     return not origin.path and (origin.may_be_random or initial is None)
 
 
@@ -379,14 +393,19 @@ def given_tokenizer(
         initial = checkpoint.read_weights(init_from, recipe, "--init_from")
     if makes_tokenizer(asked, resumed, initial):
         return None, True
-    if origin.path and not resumed:
+    wanted = asked.vocabulary
+    is_own = wanted.is_new
+    if wanted.file and not resumed:
+        state = None
+    elif origin.path and not resumed:
         state = formats.read_tokenizer(origin.path)
-        is_own = False
     else:
         saved = resumed or initial
         info = records.read(ModelInfo, saved.model_info, saved.path)
         state = info.tokenizer
         is_own = info.own_vocabulary
+    if not resumed:
+        state = vocabulary.new_state(wanted, state)
     return make_tokenizer(state, len(pieces(state))), is_own
 
 
@@ -395,23 +414,22 @@ def find_conflicts(asked: Options, info: ModelInfo, resumes: bool) -> list[str]:
     its vocabulary must stay."""
     origin = asked.origin
     found = released.conflicts(origin, info, ("d_model", "layers"))
-    keeps_vocabulary = resumes or not asked.tokenizer
-    if keeps_vocabulary and asked.vocab_size and asked.vocab_size != info.config["vocabulary"]:
-        has = info.config["vocabulary"]
-        found.append(f"--vocab_size {asked.vocab_size} (the checkpoint has {has})")
-    if asked.tokenizer and resumes and not info.own_vocabulary:
-        has = "the checkpoint has the released model's vocabulary"
-        found.append(f"--train_tokenizer {asked.tokenizer} ({has})")
-    elif asked.tokenizer and resumes and asked.tokenizer != tokenizer_kind(info):
-        has = f"the checkpoint has {tokenizer_kind(info)}"
-        found.append(f"--train_tokenizer {asked.tokenizer} ({has})")
+    wanted = asked.vocabulary
+    has = info.config["vocabulary"]
+    usual = range(has - len(wanted.added), has + 1)
+    if (resumes or not wanted.is_new) and wanted.size and wanted.size not in usual:
+        found.append(f"--vocab_size {wanted.size} (the checkpoint has {has})")
+    if resumes:
+        found += vocabulary.conflicts(wanted, info)
     if resumes and asked.new_language and asked.new_language[0] not in info.languages:
         has = "the checkpoint does not know it"
         found.append(f"--new_language {asked.new_language[0]} ({has})")
     if origin.path and info.pretrained:
         theirs, _ = read(origin.path)
         config = {**theirs.config, "vocabulary": info.config["vocabulary"]}
-        is_same = info.own_vocabulary or pieces(theirs.tokenizer) == pieces(info.tokenizer)
+        names = pieces(theirs.tokenizer)
+        begins_alike = pieces(info.tokenizer)[: len(names)] == names  # others may be added
+        is_same = info.own_vocabulary or begins_alike
         if config != info.config or not is_same:
             has = "the checkpoint's model has another shape or vocabulary"
             found.append(f"{origin.flag} {origin.path} ({has})")
@@ -432,17 +450,17 @@ def choose(
         family(asked, resumes=resumed is not None),
         resumed,
         initial,
-        lambda: from_scratch(asked, texts()),
+        lambda: from_scratch(asked, texts),
     )
     if initial:  # what was new in that run has been trained
         info = dataclasses.replace(info, new_pieces=[])
-    is_initial = initial and not asked.origin.may_be_random
-    if asked.tokenizer and weights is None and is_initial:
-        weights = {name: tensor.clone() for name, tensor in initial.model.items()}
-    if asked.tokenizer and weights is not None:
-        info, weights = with_new_vocabulary(
-            info, weights, asked.tokenizer, asked.vocab_size, texts()
-        )
+    wanted = asked.vocabulary
+    if (wanted.is_new or wanted.added) and not resumed:
+        if weights is None and initial and not asked.origin.may_be_random:
+            weights = {name: tensor.clone() for name, tensor in initial.model.items()}
+        if weights is not None:
+            state = vocabulary.new_state(wanted, info.tokenizer, texts)
+            info, weights = vocabulary.with_new_vocabulary(info, weights, state, wanted.is_new)
     if initial and info.languages:
         before, _ = saved_model(initial)
         info = dataclasses.replace(
@@ -471,14 +489,19 @@ def with_new_language(
     names, weights[COLUMNS] = with_new(info.languages, columns, slots, name, like)
     print(f"new language: {name} begins as {like}, in slot {names[name]} of {slots}")
     if name not in tokenizer_of(info).tags:
-        print(f"its sentences end without a tag: the vocabulary has no <{name}>")
+        print(f"its sentences end without a tag: --add_tokens '<{name}>' makes one")
     new = {**info.new_languages, name: like}
     return dataclasses.replace(info, languages=names, new_languages=new)
 
 
 def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
-    """Tells a model the language and the look-ahead of batches that name none. Raises `UsageError`
-    if it has none."""
+    """Tells a model which part writes the text, and the language and the look-ahead of batches that
+    name none. Raises `UsageError` if it has none."""
+    if asked.decoding:
+        if (model.ctc_head if asked.decoding == "ctc" else model.joint) is None:
+            part = "CTC head" if asked.decoding == "ctc" else "transducer"
+            raise UsageError(f"--decoding {asked.decoding}: the model has no {part}; leave it out")
+        model.decodes_ctc = asked.decoding == "ctc"
     if asked.language and not info.languages:
         raise UsageError(
             f"--language {asked.language}: this model is told no language; leave it out"
@@ -502,19 +525,20 @@ def tell(asked: Options, info: ModelInfo, model: Parakeet) -> None:
         model.encoder.lookahead = asked.lookahead
 
 
-def from_scratch(asked: Options, texts: Iterable[str]) -> ModelInfo:
-    """A model with random weights and a vocabulary from `texts`."""
+def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInfo:
+    """A model with random weights and, unless a flag names another one, a vocabulary from
+    `texts()`."""
     size = asked.origin.size
-    kind = asked.tokenizer
-    if kind is None:
-        is_demo = asked.origin.size_name == "demo" and asked.vocab_size is None
-        kind = "char" if is_demo else "bpe"
-    state, vocabulary = train_tokenizer(texts, kind, asked.vocab_size or size["vocabulary"])
+    wanted = asked.vocabulary
+    if not wanted.is_new:
+        is_demo = asked.origin.size_name == "demo" and wanted.size is None
+        wanted = dataclasses.replace(wanted, kind="char" if is_demo else "bpe")
+    state = vocabulary.new_state(wanted, None, texts, size["vocabulary"])
     has_ctc = size["ctc"]
     if "ctc" in asked.loss:
         has_ctc = asked.loss["ctc"] > 0
     return ModelInfo(
-        config={**size, "vocabulary": vocabulary, "ctc": has_ctc},
+        config={**size, "vocabulary": len(pieces(state)), "ctc": has_ctc},
         tokenizer=state,
         loss=SCRATCH_LOSS,
         source={},
@@ -544,22 +568,29 @@ def saved_model(saved: Saved) -> tuple[ModelInfo, dict[str, torch.Tensor]]:
     return records.read(ModelInfo, saved.model_info, saved.path), saved.model
 
 
-def vocabulary(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
+def rows_by_piece(info: ModelInfo, initial: Saved | None) -> checkpoint.Vocabulary | None:
     """What the rows of the embedding and of the output layers mean, here and in the weights of
     --init_from."""
     if initial is None:
         return None
     before = records.read(ModelInfo, initial.model_info, initial.path)
-    return checkpoint.Vocabulary(ROWS, row_names(info), row_names(before))
+    tokens = map(vocabulary.row_names, (info, before))
+    return checkpoint.Vocabulary(vocabulary.ROWS, *tokens)
 
 
 def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
     """`info` with the settings of the loss that the flags ask for. Raises `UsageError`."""
+    kind = settings.kind_of(info.config)
+    for flag in sorted(asked.loss_flags):
+        if kind not in LOSS_FLAGS[flag]:
+            name = settings.family_of(info.config).name
+            raise UsageError(f"--{flag}: a {name} model has no use for it; leave it out")
     loss = {**info.loss, **asked.loss}
-    if loss["reduction"] not in REDUCTIONS:
+    reductions = [loss["reduction"], loss.get("ctc_reduction")]
+    if not {*reductions} <= {*REDUCTIONS, None}:
         raise UsageError(
-            f"{asked.origin.path}: the model's loss reduction is {loss['reduction']!r}, and its"
-            " sum over a batch depends on the batch's size; choose a --loss_reduction"
+            f"{asked.origin.path}: the model's loss reduction is 'sum', and its sum over a batch"
+            " depends on the batch's size; choose a --loss_reduction"
         )
     if not info.config["ctc"] and asked.loss.get("ctc"):
         raise UsageError(f"--ctc_weight {loss['ctc']:g}: the model has no CTC head; leave it out")
@@ -590,7 +621,18 @@ def export_trained(asked: Options, info: ModelInfo, model: Parakeet, about: card
 
 def export_adapter(asked: Options, about: card.About) -> None:
     """Writes the adapters of a run for peft. Raises `UsageError` and `RunError`."""
-    released.export_adapter(asked.origin, family(asked), about, ADAPTER_CARD)
+    released.export_adapter(asked.origin, family(asked), about, adapter_card)
+
+
+def adapter_card(info: ModelInfo) -> card.Form:
+    return _of_model(ADAPTER_CARD, info)
+
+
+def _of_model(form: card.Form, info: ModelInfo) -> card.Form:
+    """`form` with the names of this model's family."""
+    family = settings.family_of(info.config)
+    use = form.use.replace("CLASS", family.architecture).replace("KIND", family.kind)
+    return dataclasses.replace(form, family=family.name, use=use)
 
 
 def export(
@@ -600,6 +642,6 @@ def export(
     folder = asked.origin.export
     form = asked.export_format
     about = dataclasses.replace(about, is_new=not info.pretrained)
-    text = card.readme(Path(folder).resolve().name, about, CARDS[form])
+    text = card.readme(Path(folder).resolve().name, about, _of_model(CARDS[form], info))
     names = formats.export(folder, form, weights, info.config, exported(info), text)
     print(f"exported to {folder}: {', '.join(names)}")

@@ -284,6 +284,24 @@ def pad_pieces(model: bytes, count: int) -> bytes:
     return proto.SerializeToString()
 
 
+def add_pieces(state: dict, added: Iterable[str]) -> dict:
+    """The state of a SentencePiece model with user-defined pieces after those of `state`, which
+    keep their ids. The ids of a text without these pieces stay, too. Raises `UsageError` for a
+    piece that the model's normalisation changes: a text would never have it."""
+    before = _load_model(sentencepiece_model(state))
+    proto = _messages().ModelProto.FromString(before.model)
+    for piece in added:
+        normalised = before.processor.normalize(piece).removeprefix(SPACE)
+        if normalised != piece:
+            raise UsageError(
+                f"the piece {piece!r} cannot be added: the model's vocabulary reads it as"
+                f" {normalised!r}"
+            )
+        proto.pieces.add(piece=piece, type=USER_DEFINED, score=0.0)
+    proto.trainer_spec.vocab_size = len(proto.pieces)
+    return {"sentencepiece": proto.SerializeToString(deterministic=True).hex()}
+
+
 def hf_files(state: dict) -> dict[str, str]:
     """The tokenizer files of a Hugging Face folder, name to text, for transformers'
     ParakeetTokenizer and AutoTokenizer. A tokenizer.json of the state is unchanged if `<blank>` has

@@ -606,7 +606,7 @@ def export_trained(asked: Options, info: ModelInfo, model: Whisper, about: card.
 
 def export_adapter(asked: Options, about: card.About) -> None:
     """Writes the adapters of a run for peft. Raises `UsageError` and `RunError`."""
-    released.export_adapter(asked.origin, family(asked), about, ADAPTER_CARD)
+    released.export_adapter(asked.origin, family(asked), about, lambda info: ADAPTER_CARD)
 
 
 def export(

@@ -952,6 +952,83 @@ def test_a_run_that_began_without_new_rows_has_none_when_it_is_resumed(tmp_path)
         assert torch.equal(value, parts["model"][name]), name
 
 
+AT_FIRST = optim.Frozen("layers.", 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_updates_leave_a_part_of_the_model_as_it_is(tmp_path, kind, capsys):
+    before = network(0.1).state_dict()
+    for steps in (1, 2, 3):
+        flags = ["--max_steps", str(steps), "--weight_decay", "0.1"]
+        saved = run(tmp_path / str(steps), kind, *flags, frozen_first=AT_FIRST)
+        assert (
+            "the first 2 updates leave the weights layers.* as they are" in capsys.readouterr().out
+        )
+        for name in saved["optimizer"]:
+            is_frozen = steps < 3 and name.startswith("layers.")
+            assert torch.equal(saved["model"][name], before[name]) == is_frozen, (name, steps)
+        for name, state in saved["optimizer"].items():
+            in_part = name.startswith("layers.")
+            assert state["step"] == (max(0, steps - 2) if in_part else steps), name
+            if in_part and steps < 3 and state["exp_avg"].dtype != torch.uint8:
+                assert not state["exp_avg"].any() and not state["exp_avg_sq"].any(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_run_is_resumed_to_the_bit_in_its_frozen_updates_and_after_them(tmp_path, kind, stop):
+    whole = run(tmp_path / "a", kind, "--max_steps", "4", frozen_first=AT_FIRST)
+    run(tmp_path / "b", kind, "--max_steps", str(stop), frozen_first=AT_FIRST)
+    flags = ["--max_steps", "4", "--resume", "auto"]
+    parts = run(tmp_path / "b", kind, *flags)  # the checkpoint knows how many
+    for name, value in whole["model"].items():
+        assert torch.equal(value, parts["model"][name]), name
+    for name, state in whole["optimizer"].items():
+        for key, value in state.items():
+            assert torch.equal(value, parts["optimizer"][name][key]), (name, key)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "moved"),
+    [
+        (optim.Frozen("layers."), None, False),  # as long as the warm-up
+        (optim.Frozen("layers."), optim.Frozen("layers.", 1), True),
+        (None, optim.Frozen("layers."), True),  # the default does not freeze what has moved
+        (None, optim.Frozen("layers.", 9), False),
+    ],
+)
+def test_how_many_updates_are_frozen_is_kept_unless_it_is_said(tmp_path, first, then, moved):
+    flags = ["--warmup_steps", "3", "--max_steps"]
+    before = run(tmp_path, "adamw", *flags, "1", frozen_first=first)["model"]
+    after = run(tmp_path, "adamw", *flags, "2", "--resume", "auto", frozen_first=then)["model"]
+    name = "layers.0.convolution.weight"
+    assert torch.equal(before[name], after[name]) != moved
+
+
+def test_frozen_updates_keep_nothing_for_the_backward_pass_of_their_part(tmp_path):
+    kept = []
+
+    def compute_loss(model, batch):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: kept.append(x.shape) or x, lambda x: x
+        ):
+            return small.compute_loss(model, batch)
+
+    counts = []
+    for frozen in (None, optim.Frozen("input.", 2)):
+        kept.clear()
+        run(
+            tmp_path / str(frozen),
+            "adamw",
+            "--max_steps",
+            "1",
+            compute_loss=compute_loss,
+            frozen_first=frozen,
+        )
+        counts.append(len(kept))
+    assert counts[1] < counts[0]
+
+
 def test_a_run_may_change_its_kind(tmp_path):
     steps = {}
     for number, kind in enumerate(("adamw", "8bit", "offload")):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import checkpoint, report
+from common import checkpoint, optim, report
 from common.errors import Failure
 from tests import small
 
@@ -63,7 +63,8 @@ def work(
     try:
         dtype = torch.float32 if trouble == "float32" else torch.float64
         own = folder / f"machine{rank}" if machines and rank else folder
-        model, progress = trained(small.make_args(own, *flags), compute_loss, dtype)
+        args = small.make_args(own, *flags)
+        model, progress = trained(args, compute_loss, dtype, is_frozen=trouble == "frozen")
         torch.save((small.weights(model), progress), folder / f"rank{rank}.pt")
     except Failure as error:
         (folder / f"error{rank}.txt").write_text(f"{error.status} {error}")
@@ -77,14 +78,18 @@ def without_targets(items: list[dict], collate=small.collate) -> dict:
 
 
 def trained(
-    args, compute_loss=small.compute_loss, dtype: torch.dtype = torch.float64
+    args, compute_loss=small.compute_loss, dtype: torch.dtype = torch.float64, is_frozen=False
 ) -> tuple[torch.nn.Module, dict]:
-    """Trains a network with a part that is frozen and one that is not used."""
+    """Trains a network with a part that is frozen and one that is not used. With `is_frozen` its
+    layers are, too, in the first two updates."""
     torch.manual_seed(0)
     model = small.Network().to(dtype)
     model.unused = torch.nn.Linear(3, 2, dtype=dtype)
     next(model.parameters()).requires_grad_(False)
-    return small.run(args, model, small.Waveforms(DATA), compute_loss=compute_loss, trial=True)
+    task = {"compute_loss": compute_loss}
+    if is_frozen:
+        task["frozen_first"] = optim.Frozen("layers.", 2)
+    return small.run(args, model, small.Waveforms(DATA), trial=True, **task)
 
 
 @pytest.fixture
@@ -190,6 +195,21 @@ def test_several_ranks_end_with_the_checkpoint_of_one_process(tmp_path, on_ranks
     steps = ["--batch_size", str(4 // size), *ONE[2:], *flags]
     assert len(on_ranks(tmp_path / "several", *steps, size=size)) == size
     assert_close(newest(tmp_path / "several"), newest(tmp_path / "one"))
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--sharded", "--gradient_checkpointing"], ["--use_cpu_offload", "weights"]]
+)
+def test_several_ranks_leave_a_part_as_it_is_at_first(tmp_path, on_ranks, flags):
+    trained(small.make_args(tmp_path / "one", *ONE), is_frozen=True)
+    assert len(on_ranks(tmp_path / "several", *TWO, *flags, trouble="frozen")) == 2
+    one = newest(tmp_path / "one")
+    assert_close(newest(tmp_path / "several"), one)
+    steps = {
+        int(one.state["optimizer"][n]["step"])
+        for n in ("layers.0.convolution.weight", "output.weight")
+    }
+    assert steps == {2, 4}
 
 
 def test_shards_after_a_global_batch_without_targets(tmp_path, on_ranks, monkeypatch):

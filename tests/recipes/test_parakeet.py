@@ -32,7 +32,7 @@ from speech.audio import SAMPLE_RATE, read_audio
 from speech.columns import Corpus, Strings
 from speech.features import valid_mask
 from speech.loading import Checks, load_corpus
-from speech.parakeet import decoding, formats, onnx, settings, start, vocabulary
+from speech.parakeet import archive, decoding, formats, onnx, settings, start, vocabulary
 from speech.parakeet import model as network
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import pad_pieces
@@ -267,7 +267,7 @@ def test_longer_utterances_in_the_batch_change_no_gradient(noise):
     info, items = make_items(noise, ctc=False)
     model, chosen = make_model(info.config).train(), 1  # the shortest
     batch = moved(items)
-    batch["factors"] *= torch.arange(len(items)) == chosen
+    batch["tdt_factors"] *= torch.arange(len(items)) == chosen
     alone = gradient_of(recipe.compute_loss(model, moved([items[chosen]]))["tdt"], model)
     together = gradient_of(recipe.compute_loss(model, batch)["tdt"], model)
     assert alone.norm() > 0.01 and (together - alone).norm() <= 1e-10 * alone.norm()
@@ -325,11 +325,10 @@ def test_reductions_differ_by_their_factors_and_counts(noise):
         by_reduction[reduction] = terms["tdt"].item() / batch["counts"]["tdt"]
         lengths = batch["tokens_lengths"].double()
         factors = 1 / lengths if reduction == "mean" else torch.ones(8)
-        assert torch.equal(batch["factors"], factors.double())
-        assert batch["counts"] == {
-            "tdt": lengths.sum() if reduction == "mean_volume" else 8,
-            "ctc": lengths.sum(),
-        }
+        count = int(lengths.sum()) if reduction == "mean_volume" else 8
+        for term in ("tdt", "ctc"):
+            assert torch.equal(batch[f"{term}_factors"], factors.double())
+            assert batch["counts"][term] == count
     total = by_reduction["mean_batch"] * 8
     assert by_reduction["mean_volume"] == pytest.approx(total / sum(map(len, TEXTS)))
     assert by_reduction["mean"] < by_reduction["mean_batch"]
@@ -535,7 +534,7 @@ def test_released_weights_hear_silence_noise_and_other_levels(noise):
         both = min(len(item["audio"]), len(before["audio"]))
         change = (item["audio"][:both] - before["audio"][:both]).abs().max()
         assert change > 0.01  # more than dither
-        for key in ("tokens", "text", "count"):
+        for key in ("tokens", "text", "counts"):
             assert np.array_equal(item[key], before[key])
         assert len(item["audio"]) / SAMPLE_RATE == pytest.approx(data.seconds(1)[index], abs=0.001)
     off, _ = make_utterances(noise, "--no_wave_augment")
@@ -824,7 +823,7 @@ def test_an_export_is_fine_tuned_and_evaluated_before_its_first_update(
     state, before = newest(tmp_path, recipe), formats.read_model(path[1])[0]
     has_ctc = form == "nemo"
     assert state.model_info["pretrained"] and state.model_info["config"]["ctc"] == has_ctc
-    expected = {**start.SCRATCH_LOSS, "ctc": 0.3} if has_ctc else {**formats.LOSS, "ctc": 0.0}
+    expected = {**start.SCRATCH_LOSS, "ctc": 0.3} if has_ctc else {**settings.TDT.loss, "ctc": 0.0}
     assert state.model_info["loss"] == expected
     kept = [name for name, value in state.model.items() if torch.equal(value, before[name])]
     assert set(statistics_of(before)) <= set(kept) and len(kept) < len(before) / 2
@@ -1158,6 +1157,19 @@ MISTAKES = [  # flags, a part of the message
         "--model_size 110m (the checkpoint has d_model 16, layers 2) conflicts",
     ),
     ("--vocab_size 500 --resume {saved}", "--vocab_size 500 (the checkpoint has "),
+    ("--tokenizer {here}/gone.model --model_dir {hf}", "{here}/gone.model: No such file"),
+    ("--tokenizer {damaged} --model_dir {hf}", "is not a .nemo archive, or damaged or cut short"),
+    ("--tokenizer {saved} --model_dir {hf}", "--tokenizer {saved}: "),
+    ("--tokenizer {hf} --vocab_size 9 --model_dir {hf}", "--vocab_size and --tokenizer: "),
+    ("--tokenizer {hf} --train_tokenizer bpe --model_dir {hf}", "both make a new vocabulary"),
+    ("--tokenizer {hf} --resume {tuned}", "(the checkpoint has the released model's vocabulary)"),
+    ("--add_tokens % --resume {tuned}", "--add_tokens (the checkpoint lacks '%') conflicts"),
+    ("--add_tokens <unk> --model_dir {hf}", "--add_tokens: the vocabulary has all of these pieces"),
+    ("--add_tokens <blank> --model_dir {hf}", "it is a special token"),
+    ("--add_tokens {here}/gone.txt --model_dir {hf}", "--add_tokens {here}/gone.txt: no such file"),
+    ("--add_tokens {here} --model_dir {hf}", "--add_tokens {here}: it is a folder"),
+    ("--add_tokens % --evaluate --model_dir {hf}", "the first is for training; leave it out"),
+    ("--freeze_encoder_steps 2 --from_scratch", "begins with a random encoder"),
     ("--loss_reduction sum --model_dir {hf}", "argument --loss_reduction: invalid choice: 'sum'"),
     ("--tdt_omega 2 --model_dir {hf}", "argument --tdt_omega: 2 is out of range"),
     ("--from_scratch --vocab_size 5", "--vocab_size 5 is too few for the "),
@@ -1328,8 +1340,8 @@ def test_a_new_vocabulary_keeps_what_the_old_one_shares(retrained, released):
     names = {"<blank>", "<unk>", *(f"<duration {n}>" for n in config["durations"])}
     assert names <= {pieces[row] for row in shared}
     info, weights = start.read(released / "nemo" / "model.nemo")
-    texts = ["abक ख", "xyz"]
-    info, weights = vocabulary.with_new_vocabulary(info, weights, "char", None, texts)
+    state = vocabulary.train_tokenizer(["abक ख", "xyz"], "char", 0)
+    info, weights = vocabulary.with_new_vocabulary(info, weights, state, is_own=True)
     rows = vocabulary.row_names(info)
     for name in vocabulary.ROWS:
         assert len(weights[name]) == len(rows) - (
@@ -1342,8 +1354,16 @@ def test_a_new_vocabulary_keeps_what_the_old_one_shares(retrained, released):
                 assert row in info.new_pieces
 
 
-def test_fitted_rows_begin_below_random_ones(noise):
-    """A model that has learned TEXTS gets a vocabulary for the same texts in other letters."""
+@pytest.mark.parametrize(
+    ("asked", "letters"),
+    [
+        (vocabulary.Asked(kind="char"), "कखग"),  # a vocabulary for the same texts in other letters
+        (vocabulary.Asked(added=("(", ")", "ख")), "aख("),  # three more letters
+    ],
+    ids=["new vocabulary", "added pieces"],
+)
+def test_fitted_rows_begin_below_random_ones(noise, asked, letters):
+    """A model that has learned TEXTS gets them in other `letters`."""
     _, corpus = noise
     data, info = make_utterances(noise, training=False)
     batch = moved([data.item(index, 0) for index in range(len(data))])
@@ -1356,9 +1376,10 @@ def test_fitted_rows_begin_below_random_ones(noise):
         terms = recipe.compute_loss(old, batch)
         (terms["tdt"] + terms["ctc"]).backward()
         optimizer.step()
-    others = [text.translate(str.maketrans("abc", "कखग")) for text in corpus.texts]
+    others = [text.translate(str.maketrans("abc", letters)) for text in corpus.texts]
     weights = {name: tensor.detach() for name, tensor in old.state_dict().items()}
-    new, changed = vocabulary.with_new_vocabulary(info, weights, "char", None, others)
+    state = vocabulary.new_state(asked, info.tokenizer, lambda: others)
+    new, changed = vocabulary.with_new_vocabulary(info, weights, state, asked.is_new)
     corpus = dataclasses.replace(corpus, texts=Strings(others))
     data = recipe.Utterances(data.args, corpus, start.tokenizer_of(new), new, training=False)
     batch = moved([data.item(index, 0) for index in range(len(data))])
@@ -1367,7 +1388,9 @@ def test_fitted_rows_begin_below_random_ones(noise):
     for kind in ("fresh", "fitted"):
         model = recipe.make_model(new, {name: tensor.clone() for name, tensor in changed.items()})
         if kind == "fitted":
-            recipe.fit_new_rows(model, batch, new.new_pieces, weights, info.config["vocabulary"])
+            shares = vocabulary.shares(data.tokenizer, others, new.new_pieces)
+            size = info.config["vocabulary"]
+            recipe.fit_new_rows(model, batch, new.new_pieces, shares, weights, size)
         else:
             for name in vocabulary.ROWS:
                 model.state_dict()[name][new.new_pieces] = fresh[name][new.new_pieces]
@@ -1403,6 +1426,151 @@ def test_a_vocabulary_cannot_change_in_a_run(foreign, tuning, reference, retrain
     flags = ["--train_tokenizer", "char", "--resume", "auto", "--output_dir", retrained[0]]
     status, err = refused(recipe, *foreign, *flags)
     assert status == 2 and "--train_tokenizer char (the checkpoint has bpe)" in err
+
+
+# --- added pieces, and another tokenizer ----------------------------------------------------------
+
+SIGNS = ("(", ")", "%", "°")
+
+
+@pytest.fixture(scope="module")
+def signs(konkani, tmp_path_factory) -> list:
+    """The flags of a fine-tuning on texts with signs that the released model lacks."""
+    rows = []
+    folder = Path(konkani["train"]).parent
+    for line in Path(konkani["train"]).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        row["audio_filepath"] = str(folder / row["audio_filepath"])
+        rows.append({**row, "text": f"({row['text']}) °%"})
+    manifest = tmp_path_factory.mktemp("signs") / "m.json"
+    lines = [json.dumps(row) for row in rows]
+    manifest.write_text("\n".join(lines), encoding="utf-8")
+    return ["--train_manifest", manifest, "--val_manifest", konkani["val"]]
+
+
+@pytest.fixture(scope="module")
+def grown(signs, released, tmp_path_factory) -> Path:
+    """The folder of a run of two updates with them."""
+    folder = tmp_path_factory.mktemp("grown")
+    flags = ["--model_dir", released / "hf", "--add_tokens", " ".join(SIGNS)]
+    flags += ["--max_steps", "3", "--warmup_steps", "2", *LONG[2:]]
+    out = ran(recipe, *signs, *flags, "--output_dir", folder)
+    assert "4 are new" in out and "outside the vocabulary" not in out
+    assert "the first 2 updates leave the weights encoder.* as they are" in out
+    return folder
+
+
+def test_missing_characters_are_named_with_the_flag_that_adds_them(signs, released, tmp_path):
+    flags = [*signs, "--model_dir", released / "hf", "--check_data", "--output_dir", tmp_path]
+    out = ran(recipe, *flags, "--allow_unknown")
+    assert 'to add them to the vocabulary: --add_tokens "% ( ) °"\n' in out
+    out = ran(recipe, *flags, "--add_tokens", "% ( ) °")
+    assert "outside the vocabulary" not in out
+
+
+def test_added_pieces_leave_every_row_and_id_where_it_is(released):
+    info, weights = start.read(released / "hf")
+    asked = vocabulary.Asked(added=SIGNS)
+    new, changed = vocabulary.with_new_vocabulary(
+        info, weights, vocabulary.new_state(asked, info.tokenizer), asked.is_new
+    )
+    size = info.config["vocabulary"]
+    assert new.new_pieces == list(range(size, size + 4)) and not new.own_vocabulary
+    assert vocabulary.row_names(new)[size:][:5] == [*SIGNS, "<blank>"]
+    for name in set(vocabulary.ROWS) & set(weights):
+        assert torch.equal(changed[name][:size], weights[name][:size])
+        assert torch.equal(changed[name][size + 4 :], weights[name][size:])
+        assert changed[name][size : size + 4].isfinite().all()
+    before, after = map(start.tokenizer_of, (info, new))
+    for text in ("हांव घर", "तूं ☃"):
+        assert before.encode(text) == after.encode(text)
+
+
+def test_the_encoder_stays_until_the_warm_up_ends(grown, released):
+    _, weights = start.read(released / "hf")
+    for path in checkpoint.list_checkpoints(grown / "checkpoints"):
+        saved = checkpoint.read(path, recipe.RECIPE)
+        step = saved.state["progress"]["step"]
+        for name, state in saved.state["optimizer"].items():
+            is_frozen = name.startswith("encoder.") and step < 3
+            assert (state["step"] == 0) == is_frozen, (name, step)
+            if is_frozen:
+                assert torch.equal(saved.model[name], weights[name]), (name, step)
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_run_with_added_pieces_is_resumed_to_the_bit(grown, signs, released, stop, tmp_path):
+    folder = shutil.copytree(grown, tmp_path / "copy")
+    for path in checkpoint.list_checkpoints(folder / "checkpoints")[: 3 - stop]:
+        path.unlink()
+    flags = ["--model_dir", released / "hf", "--add_tokens", " ".join(SIGNS), "--resume", "auto"]
+    flags += ["--max_steps", "3", "--warmup_steps", "2", *LONG[2:]]
+    out = ran(recipe, *signs, *flags, "--output_dir", folder)
+    assert f"(step {stop})" in out and "new vocabulary" not in out
+    runs.assert_same_state(newest(folder, recipe), newest(grown, recipe))
+
+
+@pytest.mark.parametrize("form", ["hf", "nemo"])
+def test_stock_tools_write_added_pieces(grown, form, transformers, tmp_path):
+    best = grown / "checkpoints" / "best.safetensors"
+    export = ["--export", tmp_path / form, "--export_format", form]
+    ran(recipe, "--resume", best, *export, "--output_dir", tmp_path)
+    info = records.read(start.ModelInfo, newest(grown, recipe).model_info, "the run")
+    ours = start.tokenizer_of(info)
+    text = "(abc) 5 °% (%"
+    ids = ours.encode(text)
+    back, _ = start.read(tmp_path / form)
+    assert back.config == info.config and start.tokenizer_of(back).encode(text) == ids
+    assert set(info.new_pieces) <= set(ids)
+    if form == "hf":
+        model = transformers.ParakeetForTDT.from_pretrained(tmp_path / form)
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / form)
+        assert theirs(text, add_special_tokens=False).input_ids == ids
+        assert theirs.decode(ids, group_tokens=False) == ours.decode(ids)
+        size = info.config["vocabulary"]
+        assert (model.config.vocab_size, model.config.blank_token_id) == (size + 1, size)
+    else:
+        content = archive.load_yaml(
+            archive.unpack(tmp_path / form / "model.nemo")[archive.YAML], ""
+        )
+        assert content["labels"] == content["joint"]["vocabulary"] == ours.pieces
+
+
+def test_another_tokenizer_from_a_file(manifests, released, scratch, tmp_path):
+    """Of released weights, of an earlier run's, and from scratch. --add_tokens goes with it."""
+    path = tmp_path / "new.model"
+    path.write_bytes(other_vocabulary(60))
+    flags = [*manifests, "--allow_unknown", "--tokenizer", path, "--add_tokens", "₹"]
+    flags += ["--max_steps", "1", *LONG[8:]]
+    best = scratch[0] / "checkpoints" / "best.safetensors"
+    starts = {
+        "released": ["--model_dir", released / "hf"],
+        "run": ["--init_from", best],
+        "new": DEMO,
+    }
+    for name, origin in starts.items():
+        folder = tmp_path / name
+        out = ran(recipe, *flags, *origin, "--output_dir", folder)
+        assert ("are the released model's" in out) == (name != "new")
+        assert ("leave the weights encoder.*" in out) == (name != "new")
+        info = records.read(start.ModelInfo, newest(folder, recipe).model_info, "the run")
+        tokenizer = start.tokenizer_of(info)
+        assert info.config["vocabulary"] == 61 and tokenizer.pieces[60] == "₹"
+        assert info.config["durations"] and info.own_vocabulary
+        kept = [] if name == "run" else origin
+        again = ran(recipe, *flags, *kept, "--resume", "auto", "--output_dir", folder)
+        assert "new vocabulary" not in again
+    path.write_bytes(other_vocabulary(50))
+    status, err = refused(
+        recipe,
+        *flags,
+        *starts["released"],
+        "--resume",
+        "auto",
+        "--output_dir",
+        tmp_path / "released",
+    )
+    assert status == 2 and "(the checkpoint has another vocabulary)" in err
 
 
 def test_an_export_that_cannot_be_is_refused_before_training(manifests, tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ CONFIG = settings.make_config(
     ffn=48,
     max_symbols=7,
 )
-EXTRAS = {"tokenizer": {"sentencepiece": PIECES.hex()}, "source": {}, "loss": formats.LOSS}
+EXTRAS = {"tokenizer": {"sentencepiece": PIECES.hex()}, "source": {}, "loss": settings.TDT.loss}
 
 
 def random_weights(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -199,7 +199,7 @@ def test_a_folder_of_transformers_is_read(biases, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(PIECES)
     weights, config_read, extras = formats.read_model(tmp_path)
     assert same(weights, model.state_dict()) and config_read == config
-    assert extras["tokenizer"] == EXTRAS["tokenizer"] and extras["loss"] == formats.LOSS
+    assert extras["tokenizer"] == EXTRAS["tokenizer"] and extras["loss"] == settings.TDT.loss
     half = model.half()
     half.save_pretrained(tmp_path)
     weights = formats.read_model(tmp_path)[0]
@@ -326,7 +326,8 @@ def test_an_archive_is_read_as_it_was_written(changes, tmp_path):
     path = nemo(tmp_path / "a", config)
     weights, config_read, extras = formats.read_model(path)
     assert same(weights, random_weights(config)) and config_read == config
-    assert extras["tokenizer"] == EXTRAS["tokenizer"] and extras["loss"] == formats.LOSS
+    loss = {**settings.TDT.loss, **({"ctc_reduction": "mean_batch"} if config["ctc"] else {})}
+    assert extras["tokenizer"] == EXTRAS["tokenizer"] and extras["loss"] == loss
     assert same(formats.read_model(tmp_path / "a")[0], weights)  # the folder that holds it
     formats.export(tmp_path / "b", "nemo", weights, config_read, extras)
     assert unpacked(path) == unpacked(tmp_path / "b" / "model.nemo")
@@ -363,7 +364,8 @@ def test_unknown_settings_are_kept_and_ours_take_precedence(tmp_path):
     before = yaml.safe_load(members["./model_config.yaml"])
     path = packed(tmp_path / "changed.nemo", members)
     weights, config, extras = formats.read_model(path)
-    assert extras["loss"] == {"sigma": 0.05, "omega": 0.0, "reduction": "mean_volume"}
+    terms = {"sigma": 0.05, "omega": 0.0, "fastemit": 0.0}
+    assert extras["loss"] == {**terms, "reduction": "mean_volume"}
     config = {**config, "max_symbols": 5}
     formats.export(tmp_path / "b", "nemo", weights, config, extras)
     written = unpacked(tmp_path / "b" / "model.nemo")
@@ -729,7 +731,7 @@ def rewrite(name: str, key: str, value):
 
 FOLDERS = {
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
-    "another type": (rewrite("config.json", "model_type", "parakeet_ctc"), "parakeet_ctc"),
+    "another type": (rewrite("config.json", "model_type", "whisper"), "parakeet_rnnt or"),
     "another activation": (rewrite("config.json", "hidden_act", "gelu"), "hidden_act is 'gelu'"),
     "another kernel": (
         rewrite("config.json", "encoder_config.subsampling_conv_kernel_size", 5),

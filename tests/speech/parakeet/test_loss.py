@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from speech.parakeet import loss as losses
-from speech.parakeet.loss import Lattice, tdt_losses
+from speech.parakeet.loss import Lattice, transducer_losses
 
 
 def random_case(
@@ -131,7 +131,7 @@ def test_equals_the_peer(monkeypatch):
         their_gradients = gradients((theirs * weights).sum(), tensors)
         for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
             ours_of = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
-            ours = tdt_losses(*ours_of, Lattice(targets, frames, labels, durations, sigma))
+            ours = transducer_losses(*ours_of, Lattice(targets, frames, labels, durations, sigma))
             assert_close([ours], [theirs], tolerance)
             our_gradients = gradients((ours * weights).sum(), ours_of)
             assert_close(our_gradients, their_gradients, tolerance)
@@ -145,7 +145,7 @@ def test_any_durations_and_the_plain_loss(durations):
         tensors, targets, frames, labels = random_case(seed, durations, frames=9, labels=4)
         plain = torch.tensor([True, False, seed % 2 == 0]) if {0, 1} <= set(durations) else None
         theirs = materialised(tensors, targets, frames, labels, durations, 0.05, plain)
-        ours = tdt_losses(
+        ours = transducer_losses(
             *tensors, Lattice(targets, frames, labels, durations, 0.05, plain, least_occupancy=0)
         )
         has_path = theirs.isfinite()
@@ -183,7 +183,7 @@ def test_sum_over_all_paths():
                     yield float(tokens[t, u, targets[0, u]] + steps[t, u, k]) + rest
 
     total = -torch.tensor(list(paths(0, 0)), dtype=torch.float64).logsumexp(0)
-    ours = tdt_losses(*tensors, Lattice(targets, frames, labels, durations))
+    ours = transducer_losses(*tensors, Lattice(targets, frames, labels, durations))
     assert float((ours[0] - total).detach().abs()) < 1e-12
 
 
@@ -194,7 +194,7 @@ def test_check_value():
         torch.tensor([[0]]), torch.tensor([3]), torch.tensor([1]), (0, 1, 2), sigma=0.05
     )
     assert float(
-        tdt_losses(encoded, predicted, torch.zeros(7, 2), torch.zeros(7), lattice)
+        transducer_losses(encoded, predicted, torch.zeros(7, 2), torch.zeros(7), lattice)
     ) == pytest.approx(4.155739, abs=1e-6)
 
 
@@ -205,7 +205,7 @@ def test_gradcheck():
     for plain in (None, torch.tensor([True, False])):
         lattice = Lattice(targets, frames, labels, (0, 1, 2, 3, 4), 0.02, plain, least_occupancy=0)
         assert torch.autograd.gradcheck(
-            lambda *inputs, lattice=lattice: tdt_losses(*inputs, lattice), tensors
+            lambda *inputs, lattice=lattice: transducer_losses(*inputs, lattice), tensors
         )
 
 
@@ -220,7 +220,7 @@ def test_awkward_lengths():
         tensors = [tensor.double().requires_grad_() for tensor in tensors]
         targets = torch.randint(0, 3, (2, u_size), generator=generator)
         frames, labels = torch.tensor([t_size, 1]), torch.tensor([u_size, 0])
-        ours = tdt_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))
+        ours = transducer_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))
         assert ours.isfinite().all() and all(
             g.isfinite().all() for g in gradients(ours.sum(), tensors)
         )
@@ -231,7 +231,7 @@ def test_awkward_lengths():
 
 def test_padding_and_pieces_change_nothing(monkeypatch):
     tensors, targets, frames, labels = random_case(11)
-    reference = tdt_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))
+    reference = transducer_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))
     expected = gradients(reference.sum(), tensors)
     monkeypatch.setattr(losses, "CPU_ROWS", 5)
     garbage = [
@@ -239,7 +239,7 @@ def test_padding_and_pieces_change_nothing(monkeypatch):
         for t in tensors[:2]
     ]
     wide = torch.cat([targets, targets[:, :1]], dim=1)
-    ours = tdt_losses(*garbage, *tensors[2:], Lattice(wide, frames, labels, (0, 1, 2, 3, 4)))
+    ours = transducer_losses(*garbage, *tensors[2:], Lattice(wide, frames, labels, (0, 1, 2, 3, 4)))
     assert_close([ours], [reference], 1e-13)
     padded = gradients(ours.sum(), [*garbage, *tensors[2:]])
     assert (
@@ -253,7 +253,7 @@ def test_cells_that_are_left_out_do_not_matter():
     found = []
     for least in (0.0, losses.LEAST_OCCUPANCY):
         lattice = Lattice(targets, frames, labels, (0, 1, 2, 3, 4), least_occupancy=least)
-        found.append(gradients(tdt_losses(*tensors, lattice).sum(), tensors))
+        found.append(gradients(transducer_losses(*tensors, lattice).sum(), tensors))
     assert_close(found[1], found[0], 1e-7)
     assert not torch.equal(found[0][2], found[1][2])  # some are left out indeed
 
@@ -271,7 +271,7 @@ def test_dropout_has_the_same_mask_in_both_passes(rows, monkeypatch):
 
         def value(*inputs, lattice=lattice):
             torch.manual_seed(0)
-            return tdt_losses(*inputs, lattice).sum()
+            return transducer_losses(*inputs, lattice).sum()
 
         direction = [torch.randn_like(tensor) for tensor in tensors]
         step = 1e-6
@@ -286,7 +286,7 @@ def test_dropout_has_the_same_mask_in_both_passes(rows, monkeypatch):
             float(up - down) / (2 * step), rel=1e-6 if least == 0.0 else 0.1
         )
     assert float(value(*tensors)) != pytest.approx(
-        float(tdt_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4))).sum())
+        float(transducer_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4))).sum())
     )
 
 
@@ -296,11 +296,12 @@ def test_autocast_keeps_small_gradients(dtype):
     arrive."""
     tensors, targets, frames, labels = random_case(4, batch=2, vocabulary=40)
     exact = gradients(
-        tdt_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4))).sum(), tensors
+        transducer_losses(*tensors, Lattice(targets, frames, labels, (0, 1, 2, 3, 4))).sum(),
+        tensors,
     )
     singles = [tensor.detach().float().requires_grad_() for tensor in tensors]
     with torch.autocast("cpu", dtype):
-        ours = tdt_losses(*singles, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))
+        ours = transducer_losses(*singles, Lattice(targets, frames, labels, (0, 1, 2, 3, 4)))
     assert ours.dtype is torch.float32
     for one, other in zip(gradients(ours.sum() * 1e-12, singles), exact, strict=True):
         assert float((one.double() / 1e-12 - other).norm() / other.norm()) < 0.03
@@ -310,11 +311,88 @@ def test_wrong_arguments_are_errors():
     tensors, targets, frames, labels = random_case(1)
     for durations in ((0,), (1, 1), (-1, 2)):
         with pytest.raises(ValueError, match="durations"):
-            tdt_losses(*tensors, Lattice(targets, frames, labels, durations))
+            transducer_losses(*tensors, Lattice(targets, frames, labels, durations))
     plain = torch.ones(3, dtype=torch.bool)
     with pytest.raises(ValueError, match="RNN-T"):
-        tdt_losses(*tensors, Lattice(targets, frames, labels, (1, 2, 3, 4, 5), plain=plain))
+        transducer_losses(*tensors, Lattice(targets, frames, labels, (1, 2, 3, 4, 5), plain=plain))
     with pytest.raises(ValueError, match="frames"):
-        tdt_losses(*tensors, Lattice(targets, frames * 0, labels, (0, 1, 2, 3, 4)))
+        transducer_losses(*tensors, Lattice(targets, frames * 0, labels, (0, 1, 2, 3, 4)))
     with pytest.raises(ValueError, match="labels"):
-        tdt_losses(*tensors, Lattice(targets, frames, labels + 5, (0, 1, 2, 3, 4)))
+        transducer_losses(*tensors, Lattice(targets, frames, labels + 5, (0, 1, 2, 3, 4)))
+
+
+# --- RNN-T ----------------------------------------------------------------------------------------
+
+
+def rnnt_lattice(tensors, targets, frames, labels) -> tuple[torch.Tensor, ...]:
+    """(B,) RNN-T losses (Graves 2012) on the whole joint output, cell by cell, and the token
+    log-probabilities (B, T, U + 1, V + 1) and occupancies and label posteriors (B, T, U + 1) of
+    which FastEmit is made."""
+    logits = whole_logits(tensors).log_softmax(-1)
+    found = []
+    posteriors = []
+    for b, lattice in enumerate(logits):
+        t_size, u_size = int(frames[b]), int(labels[b])
+        alpha = {(0, 0): lattice.new_zeros(())}
+        for t, u in itertools.product(range(t_size), range(u_size + 1)):
+            arcs = []
+            if t:
+                arcs.append(alpha[t - 1, u] + lattice[t - 1, u, -1])
+            if u:
+                arcs.append(alpha[t, u - 1] + lattice[t, u - 1, targets[b, u - 1]])
+            if arcs:
+                alpha[t, u] = torch.stack(arcs).logsumexp(0)
+        total = alpha[t_size - 1, u_size] + lattice[t_size - 1, u_size, -1]
+        beta = {(t_size, u_size): lattice.new_zeros(())}
+        for t, u in itertools.product(reversed(range(t_size)), reversed(range(u_size + 1))):
+            arcs = []
+            if (t + 1, u) in beta:
+                arcs.append(beta[t + 1, u] + lattice[t, u, -1])
+            if u < u_size:
+                arcs.append(beta[t, u + 1] + lattice[t, u, targets[b, u]])
+            beta[t, u] = torch.stack(arcs).logsumexp(0)
+        assert torch.allclose(beta[0, 0], total)
+        for t, u in itertools.product(range(t_size), range(u_size)):
+            label = alpha[t, u] + lattice[t, u, targets[b, u]] + beta[t, u + 1] - total
+            posteriors.append((b, t, u, label.exp().detach()))
+        found.append(-total)
+    return torch.stack(found), logits, posteriors
+
+
+@pytest.mark.parametrize("fastemit", [0.0, 0.3])
+def test_without_durations_it_is_the_rnnt_loss(fastemit):
+    """Losses and all gradients of 200 random ragged cases in float64 against a lattice that is
+    written out. FastEmit's gradient is that of the label arcs' log-probabilities with their
+    posteriors held fixed (Yu et al. 2021, equations 9 and 10)."""
+    random = np.random.default_rng(1)
+    for seed in range(200 if not fastemit else 40):
+        sizes = {"frames": int(random.integers(1, 13)), "labels": int(random.integers(0, 8))}
+        tensors, targets, frames, labels = random_case(seed, (), **sizes)
+        weights = torch.rand(len(frames), dtype=torch.float64)
+        theirs, logits, posteriors = rnnt_lattice(tensors, targets, frames, labels)
+        value = (theirs * weights).sum()
+        for b, t, u, posterior in posteriors:
+            value = value - fastemit * weights[b] * posterior * logits[b, t, u, targets[b, u]]
+        lattice = Lattice(targets, frames, labels, (), fastemit=fastemit)
+        ours = transducer_losses(*tensors, lattice)
+        assert_close([ours], [theirs], 1e-12)
+        assert_close(gradients((ours * weights).sum(), tensors), gradients(value, tensors), 1e-8)
+
+
+def test_without_durations_it_is_the_plain_branch_of_a_model_with_durations():
+    """The same loss and the same gradients as with two rows for durations that no arc reads."""
+    tensors, targets, frames, labels = random_case(3, ())
+    encoded, predicted, weight, bias = tensors
+    ours = transducer_losses(*tensors, Lattice(targets, frames, labels, ()))
+    wide = [
+        encoded,
+        predicted,
+        torch.cat([weight, torch.randn(2, weight.shape[1], dtype=weight.dtype)]),
+        torch.cat([bias, torch.randn(2, dtype=bias.dtype)]),
+    ]
+    plain = torch.ones(len(frames), dtype=torch.bool)
+    theirs = transducer_losses(*wide, Lattice(targets, frames, labels, (0, 1), plain=plain))
+    assert torch.equal(ours, theirs)
+    pairs = zip(gradients(ours.sum(), tensors), gradients(theirs.sum(), tensors), strict=True)
+    for one, other in pairs:
+        assert torch.allclose(one, other, rtol=1e-13, atol=1e-13)

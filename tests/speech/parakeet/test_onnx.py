@@ -30,7 +30,7 @@ CONFIG = settings.make_config(
     32, 1, 2, (16, 2), VOCABULARY, num_mel_bins=80, channels=8, subsampling=4
 )
 EDGES = np.geomspace(200, 7000, 8)  # Hz: bands of noise, one for each letter
-EXTRAS = {"tokenizer": TOKENIZER, "source": {}, "loss": formats.LOSS}
+EXTRAS = {"tokenizer": TOKENIZER, "source": {}, "loss": settings.TDT.loss}
 
 
 def clip(text: str, seed: int) -> np.ndarray:
@@ -57,7 +57,15 @@ def batch_of(tokenizer) -> dict:
     for text, samples in zip(TEXTS, CLIPS, strict=True):
         tokens = torch.tensor(tokenizer.encode(text))
         item = {"audio": torch.from_numpy(samples), "tokens": tokens, "text": text, "name": text}
-        items.append({**item, "plain": False, "factor": 1.0, "count": len(tokens), "index": 0})
+        items.append(
+            {
+                **item,
+                "plain": False,
+                "factors": {"tdt": 1.0},
+                "index": 0,
+                "counts": {"tdt": len(tokens)},
+            }
+        )
     return next(to_device([recipe.collate(items)], torch.device("cpu")))
 
 
@@ -65,7 +73,7 @@ def batch_of(tokenizer) -> dict:
 def trained():
     """A small model that has learned the three texts, so that it is sure of them."""
     torch.manual_seed(0)
-    loss = {**formats.LOSS, "ctc": 0.0}
+    loss = {**settings.TDT.loss, "ctc": 0.0}
     info = start.ModelInfo(CONFIG, TOKENIZER, loss, source={}, pretrained=False)
     model = start.make_model(info, None)
     tokenizer = start.tokenizer_of(info)

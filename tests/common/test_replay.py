@@ -1,0 +1,263 @@
+"""Old utterances among the new ones of every global batch."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import batches, replay
+from common.device import Setup
+from common.errors import UsageError
+from common.ranks import Ranks
+from tests import small
+from tests.common.test_loop import cut, newest, watched
+
+seeds = st.integers(0, 10**6)
+
+
+def plans(new: int, old: int, size: int, share: float, seed: int, epochs: int) -> list[list]:
+    """The global batches of each epoch; lengths from 1 to 30 s."""
+    seconds = np.random.default_rng(seed).uniform(1, 30, new + old)
+    return [
+        batches.plan_epoch(seconds, size, seed, epoch, (), old, share) for epoch in range(epochs)
+    ]
+
+
+@given(
+    new=st.integers(1, 400),
+    old=st.integers(1, 120),
+    size=st.integers(2, 24),
+    room=st.floats(0.001, 1),
+    seed=seeds,
+    epochs=st.integers(1, 4),
+)
+def test_the_share_is_exact_in_every_global_batch(new, old, size, room, seed, epochs):
+    share = room * (size - 1) / size
+    total = olds = 0
+    stream = []
+    for plan in plans(new, old, size, share, seed, epochs):
+        assert sorted(i for each in plan for i in each if i < new) == list(range(new))
+        for each in plan:
+            some = int((each >= new).sum())
+            assert math.floor(share * len(each)) <= some <= math.ceil(share * len(each))
+            assert some < len(each) <= size
+        is_smaller = [len(each) < size for each in plan]
+        assert sum(is_smaller) <= 1
+        if any((each >= new).any() for each in plan):
+            assert not any(is_smaller[:-1])
+            for each in plan:
+                total, olds = total + len(each), olds + int((each >= new).sum())
+                assert abs(olds - share * total) <= 0.5 + 1e-6
+        else:
+            total += new
+            assert share * total < olds + 0.5 + 1e-6
+        stream += [i - new for each in plan for i in each if i >= new]
+    counted = replay.count_global_batches(new, size, share, 0, epochs)
+    assert counted == sum(map(len, plans(new, old, size, share, seed, epochs)))
+    # All come once before any comes again. (Within a pool they are sorted by length.)
+    order = replay.drawn(old, seed, 0, len(stream))
+    assert sorted(stream) == sorted(order.tolist())
+    for first in range(0, len(order) - old + 1, old):
+        assert sorted(order[first : first + old]) == list(range(old))
+
+
+def test_a_whole_number_of_a_global_batch_is_always_the_same():
+    counts = {
+        int((each >= 400).sum()) for plan in plans(400, 90, 20, 0.1, 0, 3) for each in plan[:-1]
+    }
+    assert counts == {2}
+    small_share = [int((each >= 400).sum()) for each in plans(400, 90, 8, 0.05, 0, 1)[0]]
+    assert set(small_share) == {0, 1} and sum(small_share[:5]) == 2 and sum(small_share[:10]) == 4
+
+
+def test_epochs_of_a_few_utterances_have_old_ones_in_the_end():
+    olds = [sum(int((each >= 2).sum()) for each in plan) for plan in plans(2, 5, 8, 0.1, 0, 12)]
+    assert sum(olds) == 3 and olds[0] == 0
+
+
+def test_another_draw_in_every_epoch_and_for_every_seed():
+    drawn = [
+        tuple(sorted(i for each in plan for i in each if i >= 100))
+        for seed in (1, 2)
+        for plan in plans(100, 1000, 8, 0.25, seed, 3)
+    ]
+    assert len(set(drawn)) == 6
+    assert not set(drawn[0]) & set(drawn[1])
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(2, 30), st.integers(0, 8)), max_size=3),
+    new=st.integers(1, 200),
+    old=st.integers(1, 90),
+    share=st.floats(0.01, 0.5),
+    seed=seeds,
+    epoch=st.integers(0, 3),
+)
+def test_another_size_of_global_batches_goes_on_where_the_last_one_stopped(
+    parts, new, old, share, seed, epoch
+):
+    seconds = np.random.default_rng(seed).uniform(1, 30, new + old)
+    seen, done = [], []
+    for size, count in [*parts, (7, 10**6)]:
+        plan = batches.plan_epoch(seconds, size, seed, epoch, done, old, share)[:count]
+        seen += [i for each in plan for i in each.tolist()]
+        done.append([size, len(plan)])
+    assert sorted(i for i in seen if i < new) == list(range(new))
+    begin, end = (replay.whole(number * new, share) for number in (epoch, epoch + 1))
+    first, last = (int(replay.old_among(each, share)) for each in (begin, end))
+    if any(i >= new for i in seen):
+        expected = replay.drawn(old, seed, first, last)
+        assert sorted(i - new for i in seen if i >= new) == sorted(expected.tolist())
+
+
+def test_old_utterances_are_about_as_long_as_those_that_they_join():
+    random = np.random.default_rng(0)
+    seconds = np.concatenate([random.uniform(1, 20, 6400), random.uniform(3, 12, 3000)])
+    plan = batches.plan_epoch(seconds, 10, 1, 1, (), 3000, 0.2)
+    padding = 1 - seconds[np.concatenate(plan)].sum() / sum(
+        seconds[each].max() * len(each) for each in plan
+    )
+    assert padding < 0.2
+    alike = np.concatenate([seconds[:6400], random.uniform(1, 20, 3000)])
+    plan = batches.plan_epoch(alike, 10, 1, 1, (), 3000, 0.2)
+    padding = 1 - alike[np.concatenate(plan)].sum() / sum(
+        alike[each].max() * len(each) for each in plan
+    )
+    assert padding < 0.07
+
+
+@given(new=st.integers(20, 300), old=st.integers(1, 90), seed=seeds, share=st.floats(0.01, 0.5))
+def test_the_longest_comes_early(new, old, seed, share):
+    seconds = np.random.default_rng(seed).uniform(1, 30, new + old)
+    plan = batches.plan_epoch(seconds, 8, seed, 0, (), old, share)
+    longest = max(float(seconds[each].max()) for each in plan)
+    first = next(i for i, each in enumerate(plan) if seconds[each].max() == longest)
+    kinds = [int((each >= new).sum()) for each in plan]
+    assert kinds[first] not in kinds[:first] or first == len(plan) - 1
+
+
+@pytest.mark.parametrize(
+    ("share", "size", "message"),
+    [
+        (0.1, 1, "an update of one utterance"),
+        (0.8, 4, "leaves no new utterance in an update of 4: it can be at most 0.75"),
+    ],
+)
+def test_a_share_without_room_is_refused(share, size, message):
+    with pytest.raises(UsageError, match=message):
+        replay.check_share(share, size)
+    replay.check_share(0.75, 4)
+
+
+def test_several_data_sets_as_one():
+    parts = [small.Waveforms(3), small.Waveforms(2, seed=1)]
+    joined = replay.Joined(parts)
+    assert len(joined) == 5 and not hasattr(joined, "text_length")
+    items = [joined.item(index, 0) for index in range(5)]
+    assert [item["text"] for item in items] == [item["text"] for part in parts for item in part]
+    assert joined.seconds(0).tolist() == [len(item["audio"]) / small.SAMPLE_RATE for item in items]
+
+
+# --- in a run -------------------------------------------------------------------------------------
+
+
+class Old(small.Waveforms):
+    def __init__(self, count: int = 9):
+        super().__init__(count, seed=5)
+        for item in self:
+            item["name"] = f"old {item['name']}"
+
+
+def make(tmp_path, *flags, rank: int = 0, ranks: int = 1, old=True) -> batches.GlobalBatches:
+    args = small.make_args(tmp_path, "--replay_share", "0.25", *flags)
+    setup = Setup(ranks=Ranks(rank, ranks))
+    return batches.GlobalBatches(
+        args, small.Waveforms(), small.collate, setup, Old() if old else None
+    )
+
+
+def test_cuts_and_ranks_do_not_change_a_global_batch(tmp_path):
+    def names(source) -> list[list[str]]:
+        taken = itertools.islice(source.iterate(), 9)
+        return [
+            sorted(name for batch in each.micro_batches for name in batch["names"])
+            for each in taken
+        ]
+
+    whole = names(make(tmp_path, *cut(4, 1)))
+    assert names(make(tmp_path, *cut(1, 4))) == whole
+    ranks = [names(make(tmp_path, *cut(2, 1), rank=rank, ranks=2)) for rank in (0, 1)]
+    assert [sorted(a + b) for a, b in zip(*ranks, strict=True)] == whole
+    assert [sum(name.startswith("old") for name in each) for each in whole[:4]] == [1, 1, 1, 1]
+
+
+def test_the_length_of_a_run_is_that_of_its_epochs(tmp_path, capsys):
+    names = []
+    args = small.make_args(tmp_path, *cut(2, 2), "--replay_share", "0.4", "--num_epochs", "3")
+    _, progress = small.run(args, old=Old(), compute_loss=watched(names))
+    assert "40 % of each update are old utterances out of 9" in capsys.readouterr().out
+    assert progress["epoch"] == 3 and progress["step"] == progress["last_evaluation"]
+    assert sum(not name.startswith("old") for name in names) == 3 * 13
+    assert sum(name.startswith("old") for name in names) == round(0.4 * len(names))
+    total = replay.count_global_batches(13, 4, 0.4, 0, 3)
+    assert progress["step"] == total
+
+
+def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_with_the_same_bits(tmp_path):
+    flags = (*cut(2, 2), "--replay_share", "0.25", "--num_epochs", "2", "--dropout", "0.1")
+    for steps in ("3", "7"):
+        args = small.make_args(
+            tmp_path / "b",
+            *flags,
+            "--max_steps",
+            steps,
+            "--resume",
+            "auto",
+            "--lr_schedule",
+            "constant",
+        )
+        small.run(args, old=Old())
+    assert newest(args).state["progress"]["step"] == 7
+    one = small.make_args(tmp_path / "c", *flags, "--lr_schedule", "constant")
+    other, progress = small.run(one, old=Old())
+    args = small.make_args(tmp_path / "b", *flags, "--resume", "auto", "--lr_schedule", "constant")
+    model, again = small.run(args, old=Old())
+    assert torch.equal(small.weights(model), small.weights(other))
+    assert again["utterances"] == progress["utterances"]
+
+
+@pytest.mark.parametrize("change", ["share", "set"])
+def test_another_replay_starts_the_epoch_anew(tmp_path, capsys, change):
+    flags = (*cut(2, 2), "--max_steps", "2")
+    small.run(small.make_args(tmp_path, *flags, "--replay_share", "0.25"), old=Old())
+    share = "0.5" if change == "share" else "0.25"
+    args = small.make_args(tmp_path, *cut(2, 2), "--resume", "auto", "--replay_share", share)
+    small.run(args, old=Old(9 if change == "share" else 8))
+    assert "training data have changed since the checkpoint" in capsys.readouterr().out
+
+
+def test_without_old_utterances_the_order_is_as_it_was():
+    """A run that an earlier version has begun goes on in the same order."""
+    seconds = np.random.default_rng(3).uniform(1, 30, 150)
+
+    def as_it_was(epoch: int) -> list[np.ndarray]:
+        random = np.random.default_rng([7, epoch, 0])
+        indices = random.permutation(np.arange(150))
+        cuts = []
+        for first in range(0, 150, 64 * 2):
+            pool = indices[first : first + 128]
+            pool = pool[np.argsort(seconds[pool], kind="stable")]
+            cuts += [pool[i : i + 2] for i in range(0, len(pool), 2)]
+        cuts = [cuts[i] for i in random.permutation(len(cuts))]
+        if epoch == 0:
+            longest = [seconds[each].max() for each in cuts]
+            cuts.insert(0, cuts.pop(longest.index(max(longest))))
+        return cuts
+
+    for epoch in (0, 1):
+        now = batches.plan_epoch(seconds, 2, 7, epoch)
+        assert [each.tolist() for each in now] == [each.tolist() for each in as_it_was(epoch)]
