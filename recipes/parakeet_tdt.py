@@ -615,7 +615,7 @@ def main(args) -> None:
     for name, corpus in corpora.items():
         data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
-    new, old = data.pop("train"), data.pop("replay", None)
+    new, old = data.pop("train"), data.pop(replay.REPLAY, None)
     global_batches = GlobalBatches(args, new, collate, run.setup, old)
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
     run_info = about_run(args, info, corpora, before)

@@ -44,7 +44,7 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import card, metrics, recogniser, released, splits
+from speech import card, metrics, recogniser, released, replay, splits
 from speech.audio import SAMPLE_RATE, change_speed, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.features import random_masks
@@ -70,6 +70,7 @@ ALIGNED = "a released encoder is aligned already; leave the first out"
 NOT_ALIGNED = "recordings do not say when a symbol is sent; give --ctc_weight instead"
 EXCLUDES = (
     *recogniser.EXCLUDES,
+    *replay.EXCLUDES,
     *start.EXCLUDES,
     *clips.EXCLUDES,
     (
@@ -81,7 +82,7 @@ EXCLUDES = (
     *(("alignment_weight", source, NOT_ALIGNED) for source in clips.RECORDED),
     ("alignment_weight", options.COMMAND, options.TRAINS),
 )
-NEEDS = (*splits.NEEDS, *recogniser.NEEDS, *start.NEEDS, *clips.NEEDS)
+NEEDS = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS, *clips.NEEDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,7 @@ class RunInfo:
 def add_arguments(parser) -> None:
     start.add_arguments(parser, SIZES, language="en")
     splits.add_arguments(parser)
+    replay.add_arguments(parser)
     methods = ("greedy", "beam")
     recogniser.add_arguments(parser, methods, "greedy", start.BEAM_SIZE, normalisers=False)
     clips.add_arguments(parser)
@@ -475,11 +477,14 @@ def make_task(
     info: start.ModelInfo,
     run_info: RunInfo,
     train_set: Utterances,
+    evaluation: dict[str, EvalBatches],
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
     last_steps = decoding.last_steps(search, info.config)
-    rate = decoding.TokenRate(train_set, args.seed)
+    watched = replay.watched(evaluation)
+    heard = [train_set, *(each.dataset.data for each in watched.values())]
+    rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
     fit = None
     freeze = Whisper.freeze_encoder
@@ -505,6 +510,7 @@ def make_task(
         vocabulary=start.vocabulary(info, run.initial),
         reports=(*recogniser.REPORTS, "evaluation.json"),
         adapters=functools.partial(released.usual_adapters, start.family(asked), info),
+        watched=watched,
     )
 
 
@@ -527,18 +533,21 @@ def main(args) -> None:
     tokenizer, _ = start.make_search(asked, info)
     data = {}
     for name, corpus in corpora.items():
-        data[name] = Utterances(args, corpus, tokenizer, info, training=name == "train")
+        data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)
 
-    global_batches = GlobalBatches(args, data["train"], collate, run.setup)
+    train_set, old = data.pop("train"), data.pop(replay.REPLAY, None)
+    global_batches = GlobalBatches(args, train_set, collate, run.setup, old)
     run_info = about_run(args, info, source, corpora, global_batches, before)
-    train_set = data.pop("train")
     train_set.pad_from = run_info.pad_from
+    if old:
+        old.pad_from = run_info.pad_from
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
-    task = make_task(args, asked, run, info, run_info, train_set)
-    train(args, run, model, task, global_batches, evaluation["val"])
+    task = make_task(args, asked, run, info, run_info, train_set, evaluation)
+    progress = train(args, run, model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, args, asked, info, model, evaluation)
     weights = finish(args, run, model, task, evaluation["val"], report)
     if run.setup.ranks.first:
+        recogniser.add_watched(asked.how, progress)
         results = recogniser.read_results(args.log_dir)
         about = card.About(RECIPE, asked.origin.path, weights, run_info.data, results, **CARD)
         start.export_trained(asked, info, model, about)

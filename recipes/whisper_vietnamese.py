@@ -45,7 +45,7 @@ from common.batches import EvalBatches, GlobalBatches, pad
 from common.errors import DataError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import card, demo, metrics, recogniser, released, splits, text
+from speech import card, demo, metrics, recogniser, released, replay, splits, text
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
@@ -74,6 +74,7 @@ NO_TIMES = "a model from scratch has no time tokens"
 OWN_VOCABULARY = "trained weights have their own vocabulary; leave the first out"
 EXCLUDES = (
     *recogniser.EXCLUDES,
+    *replay.EXCLUDES,
     *start.EXCLUDES,
     *(("vocab_size", model, OWN_VOCABULARY) for model in released.MODELS),
     ("vocab_size", options.COMMAND, OWN_VOCABULARY),
@@ -85,6 +86,7 @@ EXCLUDES = (
 NEEDS = (
     *splits.NEEDS,
     *recogniser.NEEDS,
+    *replay.NEEDS,
     *start.NEEDS,
     ("timestamps", ("transcribe",), ""),
     ("long", ("evaluate",), ""),
@@ -95,6 +97,7 @@ NEEDS = (
 def add_arguments(parser) -> None:
     start.add_arguments(parser, SIZES, language="vi")
     splits.add_arguments(parser)
+    replay.add_arguments(parser)
     recogniser.add_arguments(parser, ("greedy", "beam"), "greedy", start.BEAM_SIZE)
     own = parser.add_argument_group("Vietnamese")
     own.add_argument(
@@ -211,7 +214,7 @@ def check_data(args, asked: start.Options) -> None:
 
 
 def drop_untrainable(
-    args, corpus: Corpus, tokenizer: WhisperTokenizer, info: start.ModelInfo
+    args, name: str, corpus: Corpus, tokenizer: WhisperTokenizer, info: start.ModelInfo
 ) -> Corpus:
     """Without the utterances whose decoder input would be longer than the model's."""
     max_tokens = args.max_target_tokens or info.config["max_target_positions"]
@@ -224,7 +227,7 @@ def drop_untrainable(
         reason = f"text is longer than {max_tokens} tokens (--max_target_tokens)"
         return reason, f"{tokens} tokens with the prompt"
 
-    return splits.drop(corpus, "training set", fault, args.strict_data)
+    return splits.drop(corpus, f"{replay.NAMES[name]} set", fault, args.strict_data)
 
 
 class Utterances:
@@ -400,6 +403,26 @@ class Utterances:
         return before, prompt, tokens
 
 
+def make_sets(
+    args,
+    corpora: dict[str, Corpus],
+    tokenizer: WhisperTokenizer,
+    info: start.ModelInfo,
+    share: float,
+) -> tuple[dict[str, Utterances], dict[str, Utterances]]:
+    """The sets that the model learns from, windows if `share` of them have times, and those that it
+    is evaluated on. Of the first, `corpora` loses what cannot be trained on."""
+    trained = {}
+    others = {}
+    for name, corpus in corpora.items():
+        if name in replay.TRAINED:
+            corpora[name] = drop_untrainable(args, name, corpus, tokenizer, info)
+            trained[name] = Utterances(args, corpora[name], tokenizer, info, True, share)
+        else:
+            others[name] = Utterances(args, corpus, tokenizer, info, training=False)
+    return trained, others
+
+
 def collate(items: list[dict]) -> dict:
     """Items to a batch: audio (B, T), tokens and labels (B, U), ctc_tokens (B, S), each with its
     lengths, and for windows unscored_lengths (B,), of the labels without loss; counts are the
@@ -521,7 +544,8 @@ def report_results(
     texts_of = functools.partial(final_texts, model, *start.make_search(asked, info))
     rows = decode_texts(model, texts_of, eval_batches)
     title = f"{name} set, {weights}, {len(rows)} utterances, decoding: {args.decoding}"
-    recogniser.print_results(rows, title, asked.how, for_scoring)
+    languages = eval_batches.dataset.data.corpus.languages
+    recogniser.print_results(rows, title, asked.how, for_scoring, languages)
     measured = "val" if "val" in evaluation else "test"  # as before training
     if times := measure_times(evaluation[measured].dataset.data, model):
         print(kept_times.report(times, kept_times.from_list(times_before), measured))
@@ -697,17 +721,20 @@ def make_task(
     info: start.ModelInfo,
     run_info: start.RunInfo,
     train_set: Utterances,
-    val_set: Utterances,
+    evaluation: dict[str, EvalBatches],
 ) -> Task:
     """What the loop has to know of this recipe."""
     tokenizer, search = start.make_search(asked, info)
     last_steps = decoding.last_steps(search, info.config)
-    rate = decoding.TokenRate(train_set.alone(), args.seed)
+    watched = replay.watched(evaluation)
+    heard = [train_set.alone(), *(each.dataset.data for each in watched.values())]
+    rate = decoding.TokenRate(heard, args.seed)
     terms = loss_weights(args, info)
-    evaluation = functools.partial(evaluate, tokenizer, search, rate, terms)
+    evaluate_set = functools.partial(evaluate, tokenizer, search, rate, terms)
     if not run.resumed:
-        evaluation = functools.partial(
-            measure_and_evaluate, val_set, run_info.times_before, evaluation
+        val_set = evaluation["val"].dataset.data
+        evaluate_set = functools.partial(
+            measure_and_evaluate, val_set, run_info.times_before, evaluate_set
         )
     fit = None
     freeze = Whisper.freeze_encoder
@@ -718,7 +745,7 @@ def make_task(
         RECIPE,
         compute_loss,
         terms,
-        evaluation,
+        evaluate_set,
         info,
         run_info,
         metric="cer",
@@ -734,6 +761,7 @@ def make_task(
         compares=bool(args.compare_to),
         reports=recogniser.REPORTS,
         adapters=functools.partial(released.usual_adapters, start.family(asked), info),
+        watched=watched,
     )
 
 
@@ -749,27 +777,25 @@ def main(args) -> None:
     before = released.read_run_info(start.RunInfo, run.resumed)
 
     read = functools.cache(functools.partial(read_data, args, before))
-    info, model = first_model(args, asked, run, lambda: read(False)["train"].texts)
+    info, model = first_model(args, asked, run, lambda: replay.texts(read(False)))
     corpora, share = read_for(args, info, run.resumed is not None, read)
     tokenizer, _ = start.make_search(asked, info)
     info = dataclasses.replace(info, times=share > 0)
-    corpora["train"] = drop_untrainable(args, corpora["train"], tokenizer, info)
-    train_set = Utterances(args, corpora["train"], tokenizer, info, True, share)
-    data = {}
-    for name, corpus in corpora.items():
-        if name != "train":
-            data[name] = Utterances(args, corpus, tokenizer, info, training=False)
+    trained, data = make_sets(args, corpora, tokenizer, info, share)
 
-    global_batches = GlobalBatches(args, train_set, collate, run.setup)
+    train_set, old = trained["train"], trained.get(replay.REPLAY)
+    global_batches = GlobalBatches(args, train_set, collate, run.setup, old)
     run_info = about_run(args, info, corpora, global_batches, before)
-    train_set.pad_from = run_info.pad_from
+    for each in trained.values():
+        each.pad_from = run_info.pad_from
     evaluation = {name: EvalBatches(args, data[name], collate, run.setup) for name in data}
-    task = make_task(args, asked, run, info, run_info, train_set, data["val"])
-    train(args, run, model, task, global_batches, evaluation["val"])
+    task = make_task(args, asked, run, info, run_info, train_set, evaluation)
+    progress = train(args, run, model, task, global_batches, evaluation["val"])
     measured = run_info.times_before
     report = functools.partial(report_results, args, asked, info, model, evaluation, measured)
     weights = finish(args, run, model, task, evaluation["val"], report)
     if run.setup.ranks.first:
+        recogniser.add_watched(asked.how, progress)
         results = recogniser.read_results(args.log_dir)
         about = card.About(
             RECIPE, asked.origin.path, weights, run_info.data, results, reading=READING

@@ -45,7 +45,7 @@ from common.checkpoint import Saved
 from common.device import upcast
 from common.errors import DataError, UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
-from speech import card, checks, demo, released, splits, text
+from speech import card, checks, demo, released, replay, splits, text
 from speech.audio import read_utterance
 from speech.columns import Corpus
 from speech.xtts import cleaners, codec_training, formats, judge, new_tokens, speaking, start, texts
@@ -78,6 +78,7 @@ def add_arguments(parser) -> None:
     start.add_arguments(parser)
     speaking.add_arguments(parser)
     splits.add_arguments(parser, allow_unknown=True)
+    replay.add_arguments(parser)
     options.add_arguments(
         parser,
         learning_rate=(None, "5e-6 for released weights, 2e-3 from scratch"),
@@ -122,11 +123,12 @@ def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
     excludes = (
         *start.EXCLUDES,
+        *replay.EXCLUDES,
         *judge.EXCLUDES,
         ("max_audio_length", "max_duration", "both limit clips; give one"),
         *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
     )
-    needs = (*splits.NEEDS, *start.NEEDS, *speaking.NEEDS)
+    needs = (*splits.NEEDS, *replay.NEEDS, *start.NEEDS, *speaking.NEEDS)
     steps = FULL_DEMO_STEPS if args.model_dir or args.model_size == "full" else DEMO_STEPS
     options.resolve(args, is_demo, steps, excludes, needs)
     if args.max_audio_length:
@@ -702,29 +704,31 @@ def command_of(args, asked: start.Options) -> Callable | None:
 # --- main -----------------------------------------------------------------------------------------
 
 
-def main(args) -> dict | None:
-    asked = resolve(args)
-    if command := command_of(args, asked):
-        return command(args, asked)
-    run = begin(args, RECIPE)
-    data, read = read_data(args, run.resumed)
-    info, synthesiser, added = first_model(args, asked, run, data, read)
-    corpora = check_corpora(args, data, read, synthesiser.texts, info.config)
-    sets = {}
-    for name, corpus in corpora.items():
-        sets[name] = Utterances(args, corpus, synthesiser.texts, info, training=name == "train")
-    global_batches = GlobalBatches(args, sets.pop("train"), collate, run.setup)
-    evaluation = {name: EvalBatches(args, each, collate, run.setup) for name, each in sets.items()}
-    languages = {name: synthesiser.texts.languages_of(corpora[name]) for name in evaluation}
-    task = Task(
+def make_task(
+    args,
+    asked: start.Options,
+    run: Run,
+    info: ModelInfo,
+    run_info: splits.RunInfo,
+    synthesiser: Synthesiser,
+    first_fit: Callable,
+    evaluation: dict[str, EvalBatches],
+) -> Task:
+    """What the loop has to know of this recipe. `first_fit`: what a new model takes from the
+    training data."""
+    watched = replay.watched(evaluation)
+    languages: set[str] = set()
+    for each in (evaluation["val"], *watched.values()):
+        languages.update(synthesiser.texts.languages_of(each.dataset.data.corpus))
+    return Task(
         RECIPE,
         functools.partial(compute_loss, frozen=synthesiser.frozen),
         LOSS_WEIGHTS,
-        functools.partial(evaluate, synthesiser.frozen, languages["val"]),
+        functools.partial(evaluate, synthesiser.frozen, sorted(languages)),
         info,
-        splits.run_info(data, read),
+        run_info,
         metric="mel",
-        fit=functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args, data)),
+        fit=first_fit,
         learning_rate=start.learning_rate(info),
         checkpointed=CHECKPOINTED,
         compiled=COMPILED,
@@ -736,7 +740,29 @@ def main(args) -> dict | None:
         betas=BETAS,
         reports=(str(speaking.folder_of(args.output_dir)),),
         adapters=functools.partial(released.usual_adapters, start.family(asked), info),
+        watched=watched,
     )
+
+
+def main(args) -> dict | None:
+    asked = resolve(args)
+    if command := command_of(args, asked):
+        return command(args, asked)
+    run = begin(args, RECIPE)
+    data, read = read_data(args, run.resumed)
+    info, synthesiser, added = first_model(args, asked, run, data, read)
+    corpora = check_corpora(args, data, read, synthesiser.texts, info.config)
+    sets = {}
+    for name, corpus in corpora.items():
+        is_trained = name in replay.TRAINED
+        sets[name] = Utterances(args, corpus, synthesiser.texts, info, training=is_trained)
+    new, old = sets.pop("train"), sets.pop(replay.REPLAY, None)
+    global_batches = GlobalBatches(args, new, collate, run.setup, old)
+    evaluation = {name: EvalBatches(args, each, collate, run.setup) for name, each in sets.items()}
+    languages = {name: synthesiser.texts.languages_of(corpora[name]) for name in evaluation}
+    first_fit = functools.partial(fit, info, synthesiser.frozen, added, draw_seed(args, data))
+    run_info = splits.run_info(data, read)
+    task = make_task(args, asked, run, info, run_info, synthesiser, first_fit, evaluation)
     train(args, run, synthesiser.model, task, global_batches, evaluation["val"])
     report = functools.partial(report_results, synthesiser, evaluation, languages)
     used = finish(args, run, synthesiser.model, task, evaluation["val"], report)

@@ -18,6 +18,7 @@ from speech.morse.recordings import (
     write_dataset,
 )
 from speech.morse.synthesis import CONDITIONS, LIMITS, LONGEST, Choice, Synthetic
+from speech.replay import TRAINED
 
 EPOCH_CLIPS = 4000
 EVAL_CLIPS = 200
@@ -217,7 +218,7 @@ def run_info(data: splits.DataOptions, sets: dict[str, Clips]) -> splits.RunInfo
         held_out = splits.held_out_keys(sets["val"])
     return splits.RunInfo(
         held_out=held_out,
-        longest=float(sets["train"].seconds(0).max()),
+        longest=max(float(sets[name].seconds(0).max()) for name in TRAINED if name in sets),
         demo=isinstance(sets["train"], Synthetic),
         sets={
             name: {
@@ -226,5 +227,6 @@ def run_info(data: splits.DataOptions, sets: dict[str, Clips]) -> splits.RunInfo
                 "languages": [],
             }
             for name, part in sets.items()
+            if name in splits.SPLITS
         },
     )

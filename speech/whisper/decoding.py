@@ -127,10 +127,11 @@ def last_steps(search: Search, config: dict) -> Search:
 class TokenRate:
     """How many tokens an utterance can have, by its length. Without such a limit, a single
     utterance of a hundred whose text does not end adds 16 points to the error rate, and so decides
-    which weights are the best; with it, about two. It is measured on the training set `data` when
-    it is used first: a dry run need not read audio."""
+    which weights are the best; with it, about two. It is measured on the training set, and on
+    watched sets, which may be in another language, when it is used first: a dry run need not read
+    audio."""
 
-    data: object
+    sets: list
     seed: int
 
     @functools.cached_property
@@ -138,7 +139,11 @@ class TokenRate:
         """The rate of the densest of some training utterances, with a margin; no limit if none can
         be read."""
         with torch.autocast("cpu", enabled=False):  # reading may resample
-            items = splits.some_items(self.data, self.seed, RATE_ITEMS)
+            items = [
+                item
+                for each in self.sets
+                for item in splits.some_items(each, self.seed, RATE_ITEMS)
+            ]
         rates = [len(item["ctc_tokens"]) / item["heard"] * SAMPLE_RATE for item in items]
         return RATE_MARGIN * max(rates, default=math.inf)
 

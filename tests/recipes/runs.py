@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -221,6 +222,27 @@ def assert_same_state(a: checkpoint.Saved, b: checkpoint.Saved) -> None:
 def error_lines(out: str) -> list[str]:
     """The lines of stdout with WER and CER."""
     return [line for line in out.splitlines() if line.startswith(("WER", "CER"))]
+
+
+def check_replay(recipe, folder: Path, old: str | Path, watched: str | Path, *flags) -> str:
+    """That a run with old utterances and a watched set says so, and that one that goes on in the
+    middle of an epoch ends with its bits. Returns the stdout."""
+    steps = "--batch_size 2 --gradient_accumulation_steps 2 --max_steps 4 --warmup_steps 1"
+    steps += " --eval_every 2 --save_every 1 --keep_last 9 --replay_share 0.3"
+    sets = ["--replay_manifest", old, "--watch_manifest", watched]
+    flags = [*steps.split(), *sets, *flags, "--learning_rate", "1e-3", "--output_dir"]
+    out = ran(recipe, *flags, folder / "whole")
+    name = Path(watched).stem
+    assert "30 % of each update are old utterances" in out
+    assert out.count(f"\n  watched {name}: ") == 3 and out.count(f"\nwatched {name}  ") == 1
+    shutil.copytree(folder / "whole", folder / "again")
+    (folder / "again" / "checkpoints" / "checkpoint_step_00000004.pt").unlink()
+    assert "(step 3)" in ran(recipe, *flags, folder / "again", "--resume", "auto")
+    whole, again = (newest(folder / each, recipe) for each in ("whole", "again"))
+    assert_same_state(whole, again)
+    assert len(whole.state["progress"]["watched"][name]) == 3
+    assert set(whole.run_info.get("data", whole.run_info)["sets"]) == {"train", "val", "replay"}
+    return out
 
 
 def check_levels(recipe, folder: Path, *flags) -> None:

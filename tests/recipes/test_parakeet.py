@@ -950,6 +950,29 @@ def test_terminated_in_mid_epoch_and_resumed_it_ends_with_the_same_bits(
     assert_same_end(tmp_path, reference)
 
 
+def test_old_utterances_and_a_watched_set(released, manifests, konkani, tmp_path):
+    val, both = Path(konkani["val"]), tmp_path / "both.json"
+    rows = [json.loads(line) for line in val.read_text(encoding="utf-8").splitlines()]
+    for number, row in enumerate(rows):
+        row["audio_filepath"] = str(val.parent / row["audio_filepath"])
+        row["lang"] = f"k{number % 2}"
+    both.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [*manifests[:2], "--val_manifest", both, "--model_dir", released / "hf"]
+    flags += ["--export", tmp_path / "export"]
+    out = runs.check_replay(recipe, tmp_path, konkani["train"], val, *flags)
+    table = out[out.index("\nWER ") :].splitlines()[1:4]
+    assert table[0].split()[:5] == ["WER", "before", "training", "best", "(step"]
+    assert [line[:14] for line in table[1:]] == ["evaluation set", "watched val   "]
+    lines = out[out.index("\nby language:") :].splitlines()[3:5]
+    assert [line.split()[0] for line in lines] == ["k0", "k1"]
+    results = json.loads((tmp_path / "whole" / "logs" / "results.json").read_text())
+    counts = [results["languages"][name]["utterances"] for name in ("k0", "k1")]
+    assert counts == [(len(rows) + 1) // 2, len(rows) // 2]
+    assert results["watched"]["watched val"]["before"][0] == 0
+    text = (tmp_path / "export" / "README.md").read_text()
+    assert "| val, watched in training |" in text and "| replayed | " in text
+
+
 def test_two_ranks_train_as_one_does(released, manifests, tmp_path):
     flags = [
         *manifests,

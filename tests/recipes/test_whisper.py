@@ -476,7 +476,7 @@ def test_an_evaluation_adds_up_its_batches_and_ranks_without_any(recipe):
         {key: value for key, value in item.items() if key != "alignment"} for item in items[:3]
     ]
     search = decoding.make_search(tokenizer, info.generation, info.config["vocab_size"])
-    rate = decoding.TokenRate(None, 0)
+    rate = decoding.TokenRate([], 0)
     rate.per_second = 50.0  # as if it had been measured
     terms = {"attention": 0.7, "ctc": 0.3}
     evaluate = functools.partial(recipe.evaluate, tokenizer, search, rate, terms, model)
@@ -726,6 +726,25 @@ def test_a_run_with_times_stopped_and_resumed_ends_with_the_same_bits(
     other = ["--test_manifest", recorded[-1], "--output_dir", whole]
     other = ran(vietnamese, "--evaluate", *other)
     assert other[other.index("times, on ") :].splitlines()[0].split()[-2] != "before"
+
+
+def test_old_windows_and_a_watched_set(with_times, recorded, spoken, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
+    flags = [*recorded, "--model_dir", with_times / "listed", "--timestamp_share", 0.5]
+    runs.check_replay(vietnamese, tmp_path, spoken["test"], spoken["val"], *flags)
+
+
+def test_old_clips_and_watched_ones(spoken, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "MAX_NEW_TOKENS", 4)
+    for split in ("train", "val", "test"):
+        rows = [json.loads(line) for line in Path(spoken[split]).read_text().splitlines()]
+        for row in rows:
+            row["text"] = "SOS"
+            row["audio_filepath"] = str(Path(spoken[split]).parent / row["audio_filepath"])
+        (tmp_path / f"{split}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, val, test = (tmp_path / f"{split}.json" for split in ("train", "val", "test"))
+    flags = ["--train_manifest", train, "--val_manifest", val, "--from_scratch", *TINY]
+    runs.check_replay(morse, tmp_path, test, val, *flags)
 
 
 def test_a_run_without_times_is_resumed_without_them(with_times, recorded, tmp_path):

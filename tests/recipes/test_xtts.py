@@ -886,6 +886,11 @@ def tuned(places, tmp_path_factory) -> tuple[Path, str]:
     return folder, ran(recipe, *tuning(places, *flags))
 
 
+def test_old_clips_and_a_watched_set(places, tmp_path):
+    flags = tuning(places, "--speak_held_out", "0")
+    runs.check_replay(recipe, tmp_path, places.val, places.val, *flags)
+
+
 def read_metrics(folder: Path) -> list[dict]:
     return [
         json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
