@@ -338,7 +338,9 @@ class Utterances:
         if self.augmentation:
             lead = float(self.augmentation.ends(len(waveform) / SAMPLE_RATE, epoch, index)[0])
             waveform = self.augmentation.apply(waveform, index, epoch)
-        before, prompt, rows = [], self.tokenizer.prompt, [index]
+        language = self.corpus.languages[index]
+        before, rows = [], [index]
+        prompt = self.tokenizer.in_language(self.tokenizer.prompt, language)
         if window:
             before, prompt, tokens = self.written(window, lead)
             rows = window.rows[: len(window.rows) - window.cut]
@@ -360,6 +362,7 @@ class Utterances:
             "ctc_tokens": torch.tensor(tokens, dtype=torch.long),
             "heard": len(waveform),
             "text": self.tokenizer.space.join(self.corpus.texts[row] for row in rows),
+            "language": language,
             "name": name,
             "index": index,
         }
@@ -394,6 +397,7 @@ class Utterances:
         if window.cut:
             tokens.append(tokenizer.time(window.spans[-1][0] / window.speed + lead))
         prompt = tokenizer.timed_prompt if window.timed else tokenizer.prompt
+        prompt = tokenizer.in_language(prompt, self.corpus.languages[window.rows[0]])
         most = min(PREVIOUS_TOKENS, self.most_tokens - len(prompt) - len(tokens) - 1)
         before = write(window.before, window.spans_before, 0.0)[-max(most, 1) :]
         if before and most > 0:
@@ -431,6 +435,7 @@ def collate(items: list[dict]) -> dict:
         "names": [item["name"] for item in items],
         "texts": [item["text"] for item in items],
         "indices": [item["index"] for item in items],
+        "languages": [item["language"] for item in items],
         "seconds": [len(item["audio"]) / SAMPLE_RATE for item in items],
         "heard_lengths": torch.tensor([item["heard"] for item in items]),
     }
@@ -489,7 +494,8 @@ def evaluate(
     def decode_batch(batch: dict) -> tuple[list[str], dict]:
         encoded, mask = model.encode(batch)
         limits = rate.limits(batch["audio_lengths_host"])
-        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search, limits)
+        spoken = batch["languages"]
+        texts = decoding.greedy_texts(model, tokenizer, encoded, mask, search, limits, spoken)
         return texts, losses(model, batch, encoded, mask)
 
     rows, sums = decode_set(model, decode_batch, eval_batches, terms)
@@ -523,7 +529,7 @@ def final_texts(
 ) -> list[str]:
     """The texts of a batch by --decoding, with the fallback to higher temperatures."""
     encoded, mask = model.encode(batch)
-    return decoding.texts(model, tokenizer, encoded, mask, search)
+    return decoding.texts(model, tokenizer, encoded, mask, search, batch.get("languages"))
 
 
 def report_results(

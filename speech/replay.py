@@ -41,7 +41,7 @@ def add_arguments(parser) -> None:
     )
     group.add_argument(
         "--replay_share",
-        type=options.number(float, 0.0, 0.99, open_low=True),
+        type=options.number(float, 0.0, 1.0, open_low=True),
         default=0.1,
         metavar="S",
         help=(

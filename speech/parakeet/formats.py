@@ -13,7 +13,7 @@ from common.errors import UsageError
 from common.records import MISSING
 from speech import model_files
 from speech.audio import SAMPLE_RATE
-from speech.parakeet import archive, onnx, tokenizer
+from speech.parakeet import archive, nemotron, onnx, tokenizer
 from speech.parakeet.features import MelFeatures
 from speech.parakeet.model import Parakeet
 from speech.parakeet.settings import (
@@ -135,8 +135,8 @@ def _nest(values: dict) -> dict:
 def read_model(path: str | Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     """Weights (fp32, by Hugging Face's names; a hybrid's CTC head is `ctc_head`), configuration and
     extras of a Hugging Face folder, a `.nemo`, or a folder that holds one. Extras: `tokenizer` (see
-    tokenizer.py), `source` (the settings that an export keeps), `loss` (a schema is start.LOSS).
-    Runs no code in the files. Raises `UsageError`."""
+    tokenizer.py), `source` (the settings that an export keeps), `loss` (a schema is start.LOSS),
+    `languages` (the slots of a prompt, by name). Runs no code in the files. Raises `UsageError`."""
     path = _place(path)
     read = _read_folder if os.path.isdir(path) else _read_nemo
     weights, config, extras = read(path)
@@ -177,7 +177,6 @@ def _place(path: str | Path) -> Path:
 def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     content = model_files.read_description(folder, *model_types())
     family = family_of_folder(content["model_type"])
-    config = _hf_config(content, family, folder / "config.json")
     generation = None
     if (folder / "generation_config.json").is_file():
         generation = model_files.read_json(folder / "generation_config.json")
@@ -185,6 +184,8 @@ def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (folder / name).is_file():
             processors[name] = model_files.read_json(folder / name)
+    processor = processors.get("processor_config.json", {})
+    config, languages = _hf_config(content, processor, family, folder / "config.json")
     expected = {**FEATURES, "feature_size": config["num_mel_bins"]}
     fixed = {key: (value, MISSING) for key, value in expected.items()}
     for name, settings in processors.items():
@@ -197,13 +198,26 @@ def _read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     if not is_transducer(config):
         _require(content, {"ctc_loss_reduction": (*REDUCTIONS, MISSING)}, folder / "config.json")
         loss["reduction"] = content.get("ctc_loss_reduction", "mean")
-    extras = {"tokenizer": _read_tokenizer(folder), "source": source, "loss": loss}
-    return model_files.read_folder(folder, COUNTER), config, extras
+    extras = {
+        "tokenizer": _read_tokenizer(folder),
+        "source": source,
+        "loss": loss,
+        "languages": languages,
+    }
+    weights = model_files.read_folder(folder, COUNTER)
+    weights = {_rename(name, family.hf_names): tensor for name, tensor in weights.items()}
+    return weights, config, extras
 
 
-def _hf_config(content: dict, family: Family, file: Path) -> dict:
+def _hf_config(
+    content: dict, processor: dict, family: Family, file: Path
+) -> tuple[dict, dict[str, int]]:
+    """The configuration and the languages in config.json and processor_config.json."""
     _require(content, family.hf_fixed, file)
-    config = {name: _value(content, key, default) for name, (key, default) in family.hf.items()}
+    values = {}
+    for source, keys in ((processor, family.hf_processor), (content, family.hf)):
+        values |= {name: _value(source, key, default) for name, (key, default) in keys.items()}
+    config, languages = nemotron.nested(values, file)
     biases = (True, MISSING) if config["biases"] else (False,)
     _require(content, {"encoder_config.convolution_bias": biases}, file)
     size = content.get("vocab_size", family.hf_vocabulary + 1)  # with the blank
@@ -216,7 +230,7 @@ def _hf_config(content: dict, family: Family, file: Path) -> dict:
     if config["vocabulary"] == family.hf_vocabulary:
         blank += (MISSING,)
     _require(content, {family.blank: blank}, file)
-    return config
+    return config, languages
 
 
 def _of_kind(config: dict, family: Family, ctc: bool) -> dict:
@@ -256,7 +270,7 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
         members = archive.unpack(path, Path(folder))
         content = archive.load_yaml(members[archive.YAML], path)
         family = family_of_archive(content)
-        config = _nemo_config(content, family, path)
+        config, languages = _nemo_config(content, family, path)
         loss = _nemo_loss(content, config, family, path)
         state = _sentencepiece(content, members, path)
         file = Path(folder, archive.CKPT)
@@ -269,13 +283,16 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
     _check_labels(content, tokenizer.pieces(state), family, path)
     check_config(config, path)
     source = {"yaml": members[archive.YAML].decode()}
-    return weights, config, {"tokenizer": state, "source": source, "loss": loss}
+    extras = {"tokenizer": state, "source": source, "loss": loss, "languages": languages}
+    return weights, config, extras
 
 
-def _nemo_config(content: dict, family: Family, path: Path) -> dict:
-    """The configuration in NeMo's settings, with a vocabulary of 1, which the weights will tell."""
+def _nemo_config(content: dict, family: Family, path: Path) -> tuple[dict, dict[str, int]]:
+    """The configuration in NeMo's settings, with a vocabulary of 1, which the weights will tell, and
+    the languages."""
     _require(content, family.nemo_fixed, path)
-    config = {name: _value(content, key, default) for name, (key, default) in family.nemo.items()}
+    values = {name: _value(content, key, default) for name, (key, default) in family.nemo.items()}
+    config, languages = nemotron.nested(values, path)
     has_head = family.kind == "ctc" or isinstance(content.get("aux_ctc"), dict)
     config = _of_kind(config, family, has_head)
     config["vocabulary"] = 1
@@ -293,7 +310,7 @@ def _nemo_config(content: dict, family: Family, path: Path) -> dict:
     if config["durations"]:
         fixed["joint.num_extra_outputs"] = (len(config["durations"]),)
     _require(content, fixed, path)
-    return config
+    return config, languages
 
 
 def _nemo_loss(content: dict, config: dict, family: Family, path: Path) -> dict:
@@ -423,6 +440,8 @@ def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str]
     if config["ctc"] and is_transducer(config):
         print(f"no CTC head in the export: Hugging Face's form of {family.name} has none")
         tensors = {n: tensor for n, tensor in tensors.items() if not n.startswith("ctc_head.")}
+    names = {ours: theirs for theirs, ours in family.hf_names.items()}
+    tensors = {_rename(name, names): tensor for name, tensor in tensors.items()}
 
     def fill(folder: Path) -> None:
         for name, text in texts.items():
@@ -437,9 +456,10 @@ def _hf_export(tensors: dict[str, torch.Tensor], config: dict, pieces: list[str]
 def hf_settings(config: dict, pieces: list[str], extras: dict) -> dict[str, dict]:
     """config.json, generation_config.json and processor_config.json. Raises `UsageError` if Hugging
     Face's model cannot have that shape."""
+    family = family_of(config)
     width = config.get("prediction_width")
     joint_width = config.get("joint_width")
-    factor = config["subsampling"]
+    factor = 1 if family.streaming else config["subsampling"]
     if joint_width != width or config["num_mel_bins"] % factor:
         raise UsageError(
             f"no export to Hugging Face's form: joint_width is {joint_width} and"
@@ -462,28 +482,32 @@ def hf_settings(config: dict, pieces: list[str], extras: dict) -> dict[str, dict
     processor = {
         "blank_token": "<blank>",
         "decoder_type": kind_of(config),
-        "processor_class": "ParakeetProcessor",
+        "processor_class": family.hf_classes["processor"],
         "feature_extractor": {
             **FEATURES,
-            "feature_extractor_type": "ParakeetFeatureExtractor",
+            "feature_extractor_type": family.hf_classes["features"],
             "feature_size": config["num_mel_bins"],
             "padding_side": "right",
             "return_attention_mask": True,
         },
     }
+    languages = extras.get("languages", {})
+    values = nemotron.flat(config, languages)
+    processor |= {key: values[name] for name, (key, _) in family.hf_processor.items()}
     processor_before = source.get("processor", {}).get("processor_config.json", {})
     return {
-        "config.json": _hf_description(config, pad, source.get("config", {})),
+        "config.json": _hf_description(config, values, pad, source.get("config", {})),
         "generation_config.json": {**before, **generation},
         "processor_config.json": _merge(processor_before, processor),
     }
 
 
-def _hf_description(config: dict, pad: int, source: dict) -> dict:
-    """config.json: the `source`'s settings with what this model changes."""
+def _hf_description(config: dict, values: dict, pad: int, source: dict) -> dict:
+    """config.json: the `source`'s settings with what this model changes. `values`: by the names in
+    `Family.hf`."""
     blank = config["vocabulary"]
     family = family_of(config)
-    known = {key: config[name] for name, (key, _) in family.hf.items()}
+    known = {key: values[name] for name, (key, _) in family.hf.items()}
     known.update({key: values[0] for key, values in family.hf_fixed.items()})
     known.update(
         {
@@ -495,7 +519,7 @@ def _hf_description(config: dict, pad: int, source: dict) -> dict:
             "vocab_size": blank + 1,
             "pad_token_id": pad,
             family.blank: blank,
-            "encoder_config.model_type": "parakeet_encoder",
+            "encoder_config.model_type": family.hf_classes["encoder"],
             "encoder_config.layerdrop": 0.0,
             "encoder_config.convolution_bias": config["biases"],
             "encoder_config.num_key_value_heads": config["heads"],
@@ -555,7 +579,7 @@ def nemo_settings(config: dict, pieces: list[str], extras: dict) -> dict:
         content = _complete_settings(family)
     if not content.get("validation_ds"):  # which NeMo's transcribe reads
         content["validation_ds"] = {"manifest_filepath": None, "sample_rate": SAMPLE_RATE}
-    changes = _nemo_changes(config, pieces, extras["loss"])
+    changes = _nemo_changes(config, pieces, extras)
     is_hybrid = config["ctc"] and is_transducer(config)
     if not source or is_hybrid != isinstance(content.get("aux_ctc"), dict):
         content.pop("aux_ctc", None)
@@ -570,7 +594,7 @@ def nemo_settings(config: dict, pieces: list[str], extras: dict) -> dict:
     return _merge(content, _nest(changes))
 
 
-def _nemo_changes(config: dict, pieces: list[str], loss: dict) -> dict:
+def _nemo_changes(config: dict, pieces: list[str], extras: dict) -> dict:
     """The settings of a model by NeMo's keys. Lists are copied, because yaml writes a list that it
     has met as a reference."""
     factor, rest = divmod(config["ffn"], config["d_model"])
@@ -578,9 +602,17 @@ def _nemo_changes(config: dict, pieces: list[str], loss: dict) -> dict:
         raise UsageError(
             f"no export to a .nemo: ffn is {config['ffn']} and must be a multiple of d_model there"
         )
+    prompts = config.get("prompts")
+    if prompts and prompts["width"] != 2 * config["d_model"]:
+        raise UsageError(
+            f"no export to a .nemo: the prompt's width is {prompts['width']} and must be twice"
+            " d_model there"
+        )
     size = config["vocabulary"]
     family = family_of(config)
-    changes = {key: config[name] for name, (key, _) in family.nemo.items()}
+    loss = extras["loss"]
+    values = nemotron.flat(config, extras.get("languages", {}))
+    changes = {key: values[name] for name, (key, _) in family.nemo.items()}
     changes["preprocessor.features"] = config["num_mel_bins"]
     changes["encoder.ff_expansion_factor"] = factor
     changes["model_defaults.enc_hidden"] = config["d_model"]
@@ -618,10 +650,14 @@ def _complete_settings(family: Family) -> dict:
         "encoder.att_context_size",
         "encoder.untie_biases",
         "encoder.conv_norm_type",
+        "encoder.conv_context_size",
+        "encoder.att_context_style",
+        "encoder.causal_downsampling",
         "encoder._target_",
         "decoder.",
         "joint.",
         "loss.",
+        "model_defaults.",
     )
     settings = {}
     for key, accepted in family.nemo_fixed.items():

@@ -125,6 +125,8 @@ class DecoderJointGraph(nn.Module):
 def check(config: dict) -> None:
     """Raises `UsageError` for a model that the two programs would decode wrongly, and `RunError` if
     a package is missing."""
+    if "streaming" in config:
+        raise UsageError("no export to ONNX: a streaming model; export it in the form hf or nemo")
     durations = config["durations"]
     if durations != list(range(len(durations))):
         raise UsageError(

@@ -1,7 +1,7 @@
 """What a Parakeet model can be, and what the families of released models call it: the keys and
 fixed settings of NVIDIA's model_config.yaml and of Hugging Face's config.json, names of tensors."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from common import records
@@ -99,6 +99,17 @@ SIZES = {  # the demo's texts are short words, letter by letter
         512, 17, 8, (640, 1), num_mel_bins=80, biases=True, scale_input=True, ctc=True
     ),
     "0.6b": make_config(1024, 24, 8, (640, 2), 8192),
+    "nemotron": make_config(
+        1024,
+        24,
+        8,
+        (640, 2),
+        13_087,
+        kind="rnnt",
+        durations=[],
+        streaming={"left": 56, "lookaheads": [3, 0, 6, 13]},
+        prompts={"slots": 128, "width": 2048},
+    ),
 }
 
 
@@ -116,6 +127,8 @@ def check_config(config: dict, path: str | Path) -> None:
         raise UsageError(f"{path}: a model of kind {kind!r} with durations {config['durations']}")
     if not (is_transducer(config) or config["ctc"]):
         raise UsageError(f"{path}: a CTC model without a CTC head")
+    if not any(family.has(config) for family in FAMILIES):
+        raise UsageError(f"{path}: its streaming encoder or its prompt is not that of a Nemotron")
 
 
 def kind_of(config: dict) -> str:
@@ -324,7 +337,11 @@ class Family:
     loss             settings of the loss where a form does not hold them: Hugging Face's
     nemo_loss        NeMo's keys of the loss's numbers, of which each is 0 if it is missing
     nemo_reduction   NeMo's key of its reduction
-    nemo_usual       what NeMo's model needs besides"""
+    nemo_usual       what NeMo's model needs besides
+    streaming, prompts  whether the configuration has them
+    hf_processor     keys of further values in processor_config.json
+    hf_names         parts of the tensors' names, Hugging Face's to those of the network here
+    hf_classes       Hugging Face's names of the parts beside the model"""
 
     name: str
     kind: str
@@ -346,6 +363,22 @@ class Family:
     nemo_loss: dict[str, str]
     nemo_reduction: str
     nemo_usual: dict
+    streaming: bool = False
+    prompts: bool = False
+    hf_processor: dict[str, tuple] = field(default_factory=dict)
+    hf_names: dict[str, str] = field(default_factory=dict)
+    hf_classes: dict[str, str] = field(
+        default_factory=lambda: {
+            "encoder": "parakeet_encoder",
+            "features": "ParakeetFeatureExtractor",
+            "processor": "ParakeetProcessor",
+        }
+    )
+
+    def has(self, config: dict) -> bool:
+        """Whether a model with this configuration is one of the family."""
+        found = (kind_of(config), "streaming" in config, "prompts" in config)
+        return found == (self.kind, self.streaming, self.prompts)
 
 
 TDT = Family(
@@ -439,12 +472,81 @@ CTC = replace(
     nemo_reduction="ctc_reduction",
     nemo_usual=NEMO_USUAL,
 )
-FAMILIES = (TDT, RNNT, CTC)
+NEMOTRON_EN = replace(
+    RNNT,
+    name="Nemotron",
+    model_type="nemotron_asr_streaming",
+    architecture="NemotronAsrStreamingForRNNT",
+    hybrid=None,
+    nemo={**RNNT.nemo, "contexts": ("encoder.att_context_size", None)},
+    hf={
+        **RNNT.hf,
+        "window": ("encoder_config.sliding_window", 71),
+        "lookahead": ("encoder_config.default_num_lookahead_tokens", 13),
+    },
+    nemo_fixed={
+        **{key: each for key, each in RNNT.nemo_fixed.items() if "att_context_size" not in key},
+        "preprocessor.normalize": ("NA", None),
+        "encoder.causal_downsampling": (True,),
+        "encoder.att_context_style": ("chunked_limited",),
+        "encoder.conv_norm_type": ("layer_norm",),
+        "encoder.conv_context_size": ("causal",),
+    },
+    hf_vocabulary=1024,
+    # NeMo's reduction where nothing else is named, and FastEmit as in NVIDIA's template.
+    loss={**NO_TERMS, "fastemit": 5e-3, "reduction": "mean_batch"},
+    streaming=True,
+    hf_processor={"lookaheads": ("supported_num_lookahead_tokens", None)},
+    hf_names={
+        "encoder.subsampling.conv_in.": "encoder.subsampling.layers.0.",
+        "encoder.subsampling.layers.0.depthwise_conv.": "encoder.subsampling.layers.2.",
+        "encoder.subsampling.layers.0.pointwise_conv.": "encoder.subsampling.layers.3.",
+        "encoder.subsampling.layers.1.depthwise_conv.": "encoder.subsampling.layers.5.",
+        "encoder.subsampling.layers.1.pointwise_conv.": "encoder.subsampling.layers.6.",
+    },
+    hf_classes={
+        "encoder": "nemotron_asr_streaming_encoder",
+        "features": "NemotronAsrStreamingFeatureExtractor",
+        "processor": "NemotronAsrStreamingProcessor",
+    },
+)
+NEMOTRON = replace(
+    NEMOTRON_EN,
+    model_type="nemotron3_5_asr",
+    architecture="Nemotron3_5AsrForRNNT",
+    target=f"{MODELS}.rnnt_bpe_models_prompt.EncDecRNNTBPEModelWithPrompt",
+    nemo={
+        **NEMOTRON_EN.nemo,
+        "slots": ("model_defaults.num_prompts", 128),
+        "languages": ("model_defaults.prompt_dictionary", None),
+    },
+    hf={
+        **NEMOTRON_EN.hf,
+        "slots": ("num_prompts", 128),
+        "width": ("prompt_intermediate_size", 2048),
+        "auto": ("default_prompt_id", 101),
+    },
+    nemo_fixed={**NEMOTRON_EN.nemo_fixed, "model_defaults.initialize_prompt_feature": (True,)},
+    names={
+        **NEMOTRON_EN.names,
+        "prompt_kernel.0.": "prompt_projector.linear_1.",
+        "prompt_kernel.2.": "prompt_projector.linear_2.",
+    },
+    hf_vocabulary=13_087,
+    prompts=True,
+    hf_processor={
+        **NEMOTRON_EN.hf_processor,
+        "slots": ("num_prompts", 128),
+        "languages": ("prompt_dictionary", None),
+    },
+    hf_classes={**NEMOTRON_EN.hf_classes, "processor": "Nemotron3_5AsrProcessor"},
+)
+FAMILIES = (TDT, RNNT, CTC, NEMOTRON_EN, NEMOTRON)
 
 
 def family_of(config: dict) -> Family:
     """The family of models with such a configuration."""
-    return next(family for family in FAMILIES if family.kind == kind_of(config))
+    return next(family for family in FAMILIES if family.has(config))
 
 
 def family_of_folder(model_type: str) -> Family:
@@ -458,6 +560,11 @@ def family_of_archive(content: dict) -> Family:
     joint = content.get("joint")
     decoder = content.get("decoder")
     loss = content.get("loss")
+    encoder = content.get("encoder")
+    if isinstance(encoder, dict) and encoder.get("causal_downsampling") is True:
+        defaults = content.get("model_defaults")
+        has_prompt = isinstance(defaults, dict) and defaults.get("initialize_prompt_feature")
+        return NEMOTRON if has_prompt else NEMOTRON_EN
     if joint is None and isinstance(decoder, dict) and "prednet" not in decoder:
         return CTC
     has_durations = isinstance(joint, dict) and joint.get("num_extra_outputs")

@@ -14,7 +14,16 @@ from common.errors import UsageError
 from speech import card, onnx_files, recogniser, released
 from speech.layers import quieten_branches
 from speech.parakeet import formats, settings, vocabulary
-from speech.parakeet.languages import AUTO, COLUMNS, NAME, are_names, are_slots, slot_of, with_new
+from speech.parakeet.languages import (
+    AUTO,
+    COLUMNS,
+    NAME,
+    USUAL,
+    are_names,
+    are_slots,
+    slot_of,
+    with_new,
+)
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import STATE, ParakeetTokenizer, make_tokenizer, pieces
 from speech.released import Origin
@@ -544,6 +553,7 @@ def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInf
         source={},
         pretrained=False,
         own_vocabulary=True,
+        languages=dict(USUAL) if "prompts" in size else {},
     )
 
 

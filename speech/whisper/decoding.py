@@ -405,13 +405,19 @@ def greedy_texts(
     mask: torch.Tensor | None,
     search: Search,
     limits: torch.Tensor | None = None,
+    languages: list[str] | None = None,
 ) -> list[str]:
     """Texts of one greedy pass without fallback, which evaluations during training can afford.
-    `limits` (B,): the most tokens of each text, see `TokenRate`."""
-    return [
-        cut_loops(tokenizer.decode(hypothesis.tokens).strip())
-        for hypothesis in greedy(model, encoded, mask, search, limits)
-    ]
+    `limits` (B,): the most tokens of each text, see `TokenRate`. `languages` (B): see
+    `by_language`."""
+
+    def decoded(search: Search, *inputs) -> list[str]:
+        return [
+            cut_loops(tokenizer.decode(hypothesis.tokens).strip())
+            for hypothesis in greedy(model, *inputs[:2], search, inputs[2])
+        ]
+
+    return by_language(decoded, tokenizer, search, languages, (encoded, mask, limits))
 
 
 def texts(
@@ -420,9 +426,39 @@ def texts(
     encoded: torch.Tensor,
     mask: torch.Tensor | None,
     search: Search,
+    languages: list[str] | None = None,
 ) -> list[str]:
-    """Texts of `decode`: by the search's method, with the fallback to higher temperatures."""
-    return [decoded.text for decoded in decode(model, tokenizer, encoded, mask, search)]
+    """Texts of `decode`: by the search's method, with the fallback to higher temperatures.
+    `languages` (B): see `by_language`."""
+
+    def decoded(search: Search, *inputs) -> list[str]:
+        return [each.text for each in decode(model, tokenizer, *inputs, search)]
+
+    return by_language(decoded, tokenizer, search, languages, (encoded, mask))
+
+
+def by_language(
+    decode: Callable[..., list[str]],
+    tokenizer: WhisperTokenizer,
+    search: Search,
+    languages: list[str] | None,
+    inputs: tuple[torch.Tensor | None, ...],
+) -> list[str]:
+    """The texts of `decode(search, *inputs)` of the B rows of `inputs`, each with the prompt of its
+    one of `languages`; with the search's own for all of them if that is None."""
+    if languages is None:
+        return decode(search, *inputs)
+    prompts = [tuple(tokenizer.in_language(search.prompt, each)) for each in languages]
+    texts = [""] * len(prompts)
+    for prompt in dict.fromkeys(prompts):
+        rows = [row for row, each in enumerate(prompts) if each == prompt]
+        parts = inputs
+        if len(rows) < len(prompts):
+            parts = [each if each is None else each[rows] for each in inputs]
+        found = decode(replace(search, prompt=prompt), *parts)
+        for row, text in zip(rows, found, strict=True):
+            texts[row] = text
+    return texts
 
 
 @torch.no_grad()

@@ -128,10 +128,12 @@ def drawn(groups: np.ndarray, seconds: np.ndarray, random: np.random.Generator) 
 
 
 def speaker_groups(corpus: Corpus) -> np.ndarray:
-    """(N,) who may speak in one window: one speaker, or those who have few utterances."""
+    """(N,) who may speak in one window: one speaker, or those who have few utterances, in one
+    language."""
     codes = np.array(corpus.speakers.codes)
     is_few = (np.bincount(codes) < FEW)[codes]
     codes = np.where(is_few, codes.max() + 1, codes)
+    codes = codes * len(corpus.languages.names) + np.array(corpus.languages.codes)
     return np.unique(codes, return_inverse=True)[1]
 
 

@@ -89,7 +89,9 @@ def decode_corpus(
     rows = []
     for index in range(len(corpus)):
         waveform = read_utterance(corpus, index, SAMPLE_RATE)
-        record = transcribe(model, tokenizer, search, waveform.to(device))
+        prompt = tokenizer.in_language(search.prompt, corpus.languages[index])
+        own = replace(search, prompt=prompt)
+        record = transcribe(model, tokenizer, own, waveform.to(device))
         rows.append(
             {
                 "file": corpus.where(index),

@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from common import files, records
@@ -171,6 +171,15 @@ class WhisperTokenizer:
         self.space = "" if self.language in UNSPACED else " "
         if self.no_timestamps is not None:
             self.prompt.append(self.no_timestamps)
+
+    def in_language(self, prompt: Sequence[int], language: str) -> list[int]:
+        """A prompt of this vocabulary in another language, a code such as vi or vi-VN; as it is if
+        the vocabulary lacks that one."""
+        code = re.split("[-_]", language.lower())[0]
+        prompt = list(prompt)
+        if self.multilingual and code in self.languages:
+            prompt[prompt.index(self.start) + 1] = self.specials[f"<|{code}|>"]
+        return prompt
 
     def _checked(self, code: str | None) -> str:
         if not self.multilingual:

@@ -144,6 +144,7 @@ def test_the_longest_comes_early(new, old, seed, share):
     ("share", "size", "message"),
     [
         (0.1, 1, "an update of one utterance"),
+        (1.0, 2, "leaves no new utterance in an update of 2: it can be at most 0.5"),
         (0.8, 4, "leaves no new utterance in an update of 4: it can be at most 0.75"),
     ],
 )

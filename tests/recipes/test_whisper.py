@@ -28,6 +28,7 @@ from recipes import whisper_morse as morse
 from recipes import whisper_vietnamese as vietnamese
 from speech import splits
 from speech.audio import SAMPLE_RATE, read_audio
+from speech.columns import Codes
 from speech.morse import synthesis
 from speech.whisper import decoding, formats, start
 from speech.whisper.model import LAYERS, Whisper
@@ -400,6 +401,7 @@ def ragged_items() -> tuple[dict, list[dict]]:
         for name, value in item.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 item[name] = value.double()
+        item["language"] = ""  # the other recipe's clips have one
     padded = [len(item["audio"]) > item["heard"] for item in items]
     assert any(padded) and not all(padded) and len({item["heard"] for item in items}) > 4
     return info, items
@@ -632,6 +634,22 @@ def make_windows(with_times, recorded, folder, *flags, share: float = 0.5, name:
     info = dataclasses.replace(info, times=True)
     tokenizer = make_tokenizer(info.tokenizer)
     return vietnamese.Utterances(args, corpus, tokenizer, info, True, share)
+
+
+def test_a_row_has_the_token_of_its_language(with_times, recorded, tmp_path):
+    data = make_windows(with_times, recorded, tmp_path)
+    names = {number: name for name, number in data.tokenizer.specials.items()}
+    count = len(data.corpus)
+    data.corpus.languages = Codes([("", "en", "vi-VN", "kok")[row % 4] for row in range(count)])
+    alone = data.alone()
+    for index in range(count):
+        expected = ("<|vi|>", "<|en|>", "<|vi|>", "<|vi|>")[index % 4]
+        for item in (data.item(index, 0), alone.item(index, 0)):
+            tokens = item["tokens"].tolist()
+            place = tokens.index(data.tokenizer.start)
+            assert names[tokens[place + 1]] == expected
+    batch = vietnamese.collate([alone.item(index, 0) for index in range(4)])
+    assert batch["languages"] == ["", "en", "vi-VN", "kok"]
 
 
 def test_windows_as_tokens_and_labels(with_times, recorded, tmp_path):

@@ -69,7 +69,7 @@ def test_flags_that_make_no_sense(flags, message):
     assert message in err
 
 
-@pytest.mark.parametrize("value", ["0", "1", "nan", "-0.1"])
+@pytest.mark.parametrize("value", ["0", "1.1", "nan", "-0.1"])
 def test_shares_that_make_no_sense(value):
     with pytest.raises(SystemExit):
         parse("--replay_share", value)

@@ -150,6 +150,7 @@ def test_sizes_are_configurations():
         "demo": False,
         "110m": True,
         "0.6b": False,
+        "nemotron": False,
     }
 
 

@@ -522,6 +522,31 @@ def test_decode_with_a_model(monkeypatch):
         )
 
 
+@pytest.mark.parametrize("texts", [decoding.texts, decoding.greedy_texts])
+def test_rows_of_several_languages_are_decoded_as_if_alone(texts):
+    model = make_model(3)
+    encoded, mask = inputs(model, 4, lengths=[100, 50, 9, 80])
+    search = Search(PROMPT, EOS, no_speech=NO_SPEECH, max_new_tokens=12)
+    other = {"xx": LANGUAGE - 7}
+    tokenizer = SimpleNamespace(
+        decode=TOKENIZER.decode,
+        in_language=lambda prompt, name: [START, other.get(name, prompt[1]), *prompt[2:]],
+    )
+    names = ["", "xx", "yy", "xx"]
+    together = texts(model, tokenizer, encoded, mask, search, languages=names)
+    for row, name in enumerate(names):
+        prompt = tokenizer.in_language(PROMPT, name)
+        own = dataclasses.replace(search, prompt=prompt)
+        part = encoded[row : row + 1], mask[row : row + 1]
+        assert texts(model, tokenizer, *part, own) == [together[row]]
+    plain = texts(model, tokenizer, encoded, mask, search)
+    assert together != plain
+    limits = torch.tensor([3, 12, 1, 12])
+    if texts is decoding.greedy_texts:
+        cut = texts(model, tokenizer, encoded, mask, search, limits, names)
+        assert [len(text) <= limit for text, limit in zip(cut, limits, strict=True)] == [True] * 4
+
+
 def test_texts_of_a_greedy_pass(monkeypatch):
     """They have no loops and are stripped, and there is no fallback."""
     hypotheses = [
