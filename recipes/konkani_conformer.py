@@ -825,7 +825,8 @@ def report_results(
     texts_of = functools.partial(final_texts, how, tokenizer, model)
     rows = recogniser.decode_texts(model, texts_of, eval_batches.whole())
     title = (f"{name} set", *weights, f"{len(rows)} utterances", f"decoding: {how.method}")
-    recogniser.print_results(rows, ", ".join(title), how)
+    spoken = eval_batches.dataset.data.corpus.languages
+    recogniser.print_results(rows, ", ".join(title), how, languages=spoken)
 
 
 # --- a trained model ------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factor
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
 from speech.features import random_masks
-from speech.parakeet import decoding, languages, start, vocabulary
+from speech.long import PARTS, by_length
+from speech.parakeet import decoding, languages, live, start, vocabulary, windows
 from speech.parakeet.loss import Lattice
 from speech.parakeet.model import CHECKPOINTED, COMPILED, Parakeet
 from speech.parakeet.scratch import fit_new_rows, fit_to_data
@@ -380,8 +381,8 @@ def report_results(
     eval_batches = evaluation[name].whole()
     rows = decode_words(tokenizer, model, eval_batches)
     title = f"{name} set, {weights}, {len(rows)} utterances"
-    languages = eval_batches.dataset.data.corpus.languages
-    recogniser.print_results(rows, title, asked.how, languages=languages)
+    spoken = eval_batches.dataset.data.corpus.languages
+    recogniser.print_results(rows, title, asked.how, languages=spoken)
     return rows
 
 
@@ -444,9 +445,13 @@ def trained(
 def transcribe(args, asked: start.Options) -> None:
     setup = device.setup(args, quiet=True)
     info, model, before = trained(asked, setup)
-    decode = functools.partial(decoding.transcripts, model, start.tokenizer_of(info))
+    tokenizer = start.tokenizer_of(info)
+    if asked.stream:
+        return live.transcribe(asked.how, asked.stream, model, tokenizer, setup)
+    decode = functools.partial(decoding.transcripts, model, tokenizer)
     longest = (before or RELEASED).longest
-    recogniser.transcribe_files(asked.how, decode, setup, longest, parts=("words", "segments"))
+    cutting = by_length(longest, windows.by_time(model, tokenizer))
+    recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
 
 
 @torch.no_grad()

@@ -239,7 +239,8 @@ def report_results(how: recogniser.Options, model: Network, eval_batches, *title
     """Prints the error rates and examples of a set."""
     decode = functools.partial(texts_of, model)
     rows = recogniser.decode_texts(model, decode, eval_batches.whole())
-    recogniser.print_results(rows, ", ".join(title), how)
+    spoken = eval_batches.dataset.data.corpus.languages
+    recogniser.print_results(rows, ", ".join(title), how, languages=spoken)
 
 
 def trained(args, setup: device.Setup) -> tuple[Network, splits.RunInfo]:

@@ -10,6 +10,7 @@ import re
 import shutil
 import struct
 import subprocess
+import tempfile
 import wave
 import zlib
 from collections.abc import Iterator
@@ -50,11 +51,14 @@ class BadAudio(DataError):
 def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
     """(T,) at `source` Hz to (T',) at `target` Hz. The ratio of the rates is rounded to one with
     small terms, by less than 0.06 %: the filter from 7999 to 16000 Hz would take gigabytes."""
+    return spectra.resample(waveform, *_ratio(source, target))
+
+
+def _ratio(source: int, target: int) -> tuple[int, int]:
+    """The two rates with small terms."""
     ratio = Fraction(min(source, target), max(source, target)).limit_denominator(LARGEST_TERM)
-    if ratio == 1:
-        return waveform
     low, high = ratio.numerator, ratio.denominator
-    return spectra.resample(waveform, *((low, high) if source < target else (high, low)))
+    return (low, high) if source < target else (high, low)
 
 
 def change_speed(waveform: torch.Tensor, factor: float) -> torch.Tensor:
@@ -77,6 +81,39 @@ def read_audio(
     averaged. Formats that libsndfile does not know are decoded by ffmpeg if it is installed. Raises
     `BadAudio` if the file is missing, truncated or empty, or if its sample rate, its channels or
     its samples are out of range."""
+    file, error = _open(path)
+    if file is None:
+        rate = sample_rate
+        waveform = _read_with_ffmpeg(path, sample_rate, offset, duration, error)
+    else:
+        with file:
+            rate = file.samplerate
+            waveform = _read(file, path, offset, duration)
+    if len(waveform) == 0:
+        raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
+    _check_samples(path, waveform)
+    return resample(waveform, rate, sample_rate)
+
+
+def read_in_pieces(path: str, sample_rate: int) -> Iterator[torch.Tensor]:
+    """The same, of the whole file, in pieces of about a second: no more of it is in memory."""
+    file, error = _open(path)
+    if file is None:
+        rate = sample_rate
+        pieces = _pieces_by_ffmpeg(path, sample_rate, error)
+    else:
+        rate = file.samplerate
+        pieces = _pieces(file, path)
+    is_empty = True
+    for piece in spectra.resampled(_checked(path, pieces), *_ratio(rate, sample_rate)):
+        is_empty = is_empty and not len(piece)
+        yield piece
+    if is_empty:
+        raise BadAudio(path, "is empty")
+
+
+def _open(path: str) -> tuple[soundfile.SoundFile | None, Exception | None]:
+    """The file as libsndfile reads it, or why it does not. Raises `BadAudio`."""
     fault = file_fault(path)
     if fault:
         raise BadAudio(path, f"cannot be used: {fault}")
@@ -90,23 +127,26 @@ def read_audio(
             file.close()
             raise OSError("its header states no length")
     except (OSError, TypeError, soundfile.LibsndfileError) as error:  # TypeError: .raw, no header
-        rate = sample_rate
-        waveform = _read_with_ffmpeg(path, sample_rate, offset, duration, error)
-    else:
-        with file:
-            fault = format_fault(file)
-            if fault:
-                raise BadAudio(path, f"cannot be used: {fault}")
-            rate = file.samplerate
-            waveform = _read(file, path, offset, duration)
-    if len(waveform) == 0:
-        raise BadAudio(path, f"is empty{f' from {offset:g} s on' if offset else ''}")
+        return None, error
+    fault = format_fault(file)
+    if fault:
+        file.close()
+        raise BadAudio(path, f"cannot be used: {fault}")
+    return file, None
+
+
+def _check_samples(path: str, waveform: torch.Tensor) -> None:
     peak = float(waveform.abs().max())
     if not math.isfinite(peak):
         raise BadAudio(path, "holds samples that are not finite (NaN or infinity)")
     if peak > LOUDEST:
         raise BadAudio(path, f"holds samples of up to {peak:.3g}, where 1 is full scale")
-    return resample(waveform, rate, sample_rate)
+
+
+def _checked(path: str, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for piece in pieces:
+        _check_samples(path, piece)
+        yield piece
 
 
 def _read(
@@ -121,40 +161,104 @@ def _read(
         file.seek(start)
         samples = file.read(frames, dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
-        raise BadAudio(path, f"is truncated or damaged: {_reason(error)}") from None
+        raise _damaged(path, error) from None
     except MemoryError:
         hours = file.frames / rate / 3600
         raise BadAudio(path, f"does not fit into memory: its header states {hours:.0f} h") from None
-    if len(samples) < frames - END_TOLERANCE * rate:  # the length of an MP3 may be an estimate
-        raise BadAudio(
-            path, f"is truncated: {len(samples) / rate:.2f} of {frames / rate:.2f} s could be read"
-        )
+    _check_length(path, len(samples), frames, rate)
+    return _mono(samples)
+
+
+def _pieces(file: soundfile.SoundFile, path: str) -> Iterator[torch.Tensor]:
+    """The file's samples, about a second at a time."""
+    read = 0
+    with file:
+        try:
+            while len(samples := file.read(file.samplerate, dtype="float32", always_2d=True)):
+                read += len(samples)
+                yield _mono(samples)
+        except soundfile.LibsndfileError as error:
+            raise _damaged(path, error) from None
+        _check_length(path, read, file.frames, file.samplerate)
+
+
+def _mono(samples: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(samples.mean(axis=1) if samples.shape[1] > 1 else samples[:, 0])
 
 
-def _read_with_ffmpeg(
-    path: str, sample_rate: int, offset: float, duration: float | None, error: Exception
-) -> torch.Tensor:
+def _damaged(path: str, error: Exception) -> BadAudio:
+    return BadAudio(path, f"is truncated or damaged: {_reason(error)}")
+
+
+def _check_length(path: str, read: int, frames: int, rate: int) -> None:
+    if read < frames - END_TOLERANCE * rate:  # the length of an MP3 may be an estimate
+        raise BadAudio(
+            path, f"is truncated: {read / rate:.2f} of {frames / rate:.2f} s could be read"
+        )
+
+
+def _ffmpeg(path: str, error: Exception) -> list[str]:
+    """How a command of ffmpeg begins. Raises `BadAudio` with the `error` of libsndfile if it is
+    not installed."""
     if not shutil.which("ffmpeg"):
         raise BadAudio(
             path,
             f"cannot be read: {_reason(error)} (and ffmpeg, which may know it, is not installed)",
         )
-    command = ["ffmpeg", "-v", "error", "-nostdin", *FFMPEG_FORMATS]
+    return ["ffmpeg", "-v", "error", "-nostdin", *FFMPEG_FORMATS]
+
+
+def _samples_to_pipe(sample_rate: int) -> list[str]:
+    return ["-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"]
+
+
+def _check_ffmpeg(path: str, status: int, complaint: bytes, error: Exception) -> None:
+    if status or complaint:  # for a truncated file: a complaint and status 0
+        complaints = complaint.decode(errors="replace").strip().splitlines() or [_reason(error)]
+        # Without the part of ffmpeg that complains, and its address.
+        first = re.sub(r"^(\[[^\]]*\] *)+", "", complaints[0])
+        raise BadAudio(path, f"cannot be read: {first}")
+
+
+def _ffmpeg_failed(path: str, failure: Exception) -> BadAudio:
+    return BadAudio(path, f"cannot be read: ffmpeg failed: {_reason(failure)}")
+
+
+def _read_with_ffmpeg(
+    path: str, sample_rate: int, offset: float, duration: float | None, error: Exception
+) -> torch.Tensor:
+    command = _ffmpeg(path, error)
     length = ["-t", f"{duration:f}"] if duration is not None else []
-    output = ["-f", "f32le", "-ac", "1", "-ar", str(sample_rate), "-"]
+    output = _samples_to_pipe(sample_rate)
     try:
         with parquet.as_file(path) as file:
             command += ["-ss", f"{offset:f}", "-i", f"file:{file}", *length, *output]
             result = subprocess.run(command, capture_output=True, timeout=FFMPEG_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as failure:
-        raise BadAudio(path, f"cannot be read: ffmpeg failed: {_reason(failure)}") from None
-    if result.returncode or result.stderr:  # for a truncated file: a complaint and status 0
-        complaints = result.stderr.decode(errors="replace").strip().splitlines() or [_reason(error)]
-        # Without the part of ffmpeg that complains, and its address.
-        complaint = re.sub(r"^(\[[^\]]*\] *)+", "", complaints[0])
-        raise BadAudio(path, f"cannot be read: {complaint}")
+        raise _ffmpeg_failed(path, failure) from None
+    _check_ffmpeg(path, result.returncode, result.stderr, error)
     return torch.from_numpy(np.frombuffer(result.stdout, "<f4", len(result.stdout) // 4).copy())
+
+
+def _pieces_by_ffmpeg(path: str, sample_rate: int, error: Exception) -> Iterator[torch.Tensor]:
+    """The samples that ffmpeg decodes, about a second at a time."""
+    command = _ffmpeg(path, error)
+    with parquet.as_file(path) as file, tempfile.TemporaryFile() as complaints:
+        command += ["-i", f"file:{file}", *_samples_to_pipe(sample_rate)]
+        try:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints)
+        except OSError as failure:
+            raise _ffmpeg_failed(path, failure) from None
+        try:
+            while len(data := process.stdout.read(4 * sample_rate)) >= 4:
+                yield torch.from_numpy(np.frombuffer(data, "<f4", len(data) // 4).copy())
+            status = process.wait()
+        finally:  # also if nobody wants the rest
+            process.kill()
+            process.stdout.close()
+            process.wait()
+        complaints.seek(0)
+        _check_ffmpeg(path, status, complaints.read(), error)
 
 
 def read_cached(

@@ -1,14 +1,17 @@
-"""Long recordings: cut at silences, or into overlapping pieces whose texts are stitched
-together."""
+"""Long recordings: cut at silences, or into overlapping pieces that are joined by the times of what
+was recognised, or by their texts where there are no times."""
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
+
+from speech.audio import SAMPLE_RATE
 
 SILENCE_FRAME = 0.02  # seconds: resolution of cuts at silences
 # Seconds. A model that was trained on shorter clips has never heard a pause between sentences, nor as
@@ -19,6 +22,13 @@ PAUSE = 10.0  # energy: a pause is at most so many times as loud as the quietest
 OVERLAP = 5.0  # seconds shared by neighbouring pieces
 # Peak amplitude, three steps of 16 bits: digital silence, in which Whisper hallucinates.
 SILENT = 1e-4
+# Joining by time, in seconds: how far apart two windows may hear the same; by how much a seam that
+# cuts a word in two is worse than one further from the middle, and one between what they hear
+# differently.
+SAME_TIME = 0.5
+WITHIN_WORD = 2.0
+UNSURE = 1.0
+SKIPPED = 0.7  # cost of a unit that one window alone hears; of one that they hear differently: 1
 # Weights of characters, see `_overlap`.
 OFF_PLACE = 0.1
 MORE_EVIDENCE = 0.09
@@ -26,8 +36,31 @@ UNMATCHED = 0.1
 # Characters: if words are longer on average, the language is written without spaces.
 LONG_WORDS = 15
 
+PARTS = ("words", "segments")  # of a record, with times
+
 Piece = tuple[int, int]  # (start, end), samples
 TimedText = tuple[int, int, str]  # (start, end, text), samples
+Aligned = tuple[int | None, int | None]  # places in two lists; None: the other list alone has it
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is joined by time: `key` is equal for equal ones, `time` is in seconds of the recording,
+    and `begins` says whether a word begins with it."""
+
+    key: object
+    time: float
+    begins: bool = True
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A recording's text, its pieces' shares of it, and its timed parts in seconds: {"words":
+    [{"start", "end", "text"}]}."""
+
+    text: str
+    pieces: list[TimedText]
+    parts: dict[str, list[dict]]
 
 
 def cut_at_silences(
@@ -64,18 +97,107 @@ def put_together(texts: list[str], pieces: list[Piece]) -> tuple[str, list[Timed
 
 
 def overlapping_pieces(
-    waveform: torch.Tensor, sample_rate: int, max_seconds: float, overlap: float = OVERLAP
+    waveform: torch.Tensor,
+    sample_rate: int,
+    max_seconds: float,
+    overlap: float = OVERLAP,
+    step: int = 1,
 ) -> list[Piece]:
     """Pieces of (T,), each at most `max_seconds`, as equal as possible. Neighbours share
-    `overlap` seconds, at most a third of `max_seconds`."""
+    `overlap` seconds, at most a third of `max_seconds`. They begin at multiples of `step`
+    samples."""
     limit = int(max_seconds * sample_rate)
-    shared = min(int(overlap * sample_rate), limit // 3)
     total = len(waveform)
-    count = max(1, -(-(total - shared) // (limit - shared)))
-    if count == 1:
+    if total <= limit:
         return [(0, total)]
-    edges = [round((total - shared) * i / count) for i in range(count + 1)]
+    limit -= step - 1  # a start moves by less than a step
+    shared = min(int(overlap * sample_rate), limit // 3)
+    count = -(-(total - shared) // (limit - shared))
+    edges = [round((total - shared) * i / count) // step * step for i in range(count)]
+    edges.append(total - shared)
     return [(start, end + shared) for start, end in itertools.pairwise(edges)]
+
+
+def seams(windows: list[list[Unit]], edges: list[tuple[float, float]]) -> list[tuple[int, int]]:
+    """The range of each window's units that the recording's consist of, for overlapping windows
+    with these (start, end) in seconds.
+
+    Units of an overlap come from the window in whose middle they lie: the seam is in the middle of
+    the overlap. Times differ a little between windows, so both windows' units are aligned first,
+    and the seam goes between two aligned units: none is doubled or lost. It moves away from the
+    middle if it would cut a word or touch only what the windows hear differently."""
+    firsts, lasts = [0], []
+    for left, right, (start, _), (_, end) in zip(
+        windows, windows[1:], edges[1:], edges, strict=False
+    ):
+        keep, drop = _seam(left, right, start, end)
+        lasts.append(keep)
+        firsts.append(drop)
+    lasts.append(len(windows[-1]))
+    return list(zip(firsts, lasts, strict=True))
+
+
+def _seam(left: list[Unit], right: list[Unit], start: float, end: float) -> tuple[int, int]:
+    """How many units of `left` to keep and how many of `right` to drop, for windows that share the
+    time from `start` to `end`."""
+    before = sum(unit.time < start - SAME_TIME for unit in left)
+    left = left[before:]
+    aligned = _align(left, [unit for unit in right if unit.time <= end + SAME_TIME])
+    middle = (start + end) / 2
+    times = [-math.inf]
+    same = [False]
+    for i, j in aligned:
+        found = [left[i].time] if i is not None else []
+        found += [right[j].time] if j is not None else []
+        times.append(sum(found) / len(found))
+        same.append(len(found) == 2 and left[i].key == right[j].key)
+    times.append(math.inf)
+    same.append(False)
+    best = (math.inf, 0, 0)
+    keep = drop = 0
+    for place in range(len(aligned) + 1):
+        whole = _ends_word(left, keep) and (drop == len(right) or right[drop].begins)
+        cost = max(0.0, times[place] - middle, middle - times[place + 1])
+        cost += (not whole) * WITHIN_WORD
+        cost += (bool(aligned) and not (same[place] or same[place + 1])) * UNSURE
+        best = min(best, (cost, keep, drop))
+        if place < len(aligned):
+            keep += aligned[place][0] is not None
+            drop += aligned[place][1] is not None
+    return before + best[1], best[2]
+
+
+def _ends_word(units: list[Unit], count: int) -> bool:
+    """Whether the first `count` units end with a whole word: before a word or a pause."""
+    if count == len(units) or units[count].begins:
+        return True
+    return count > 0 and units[count].time - units[count - 1].time > SAME_TIME
+
+
+def _align(left: list[Unit], right: list[Unit]) -> list[Aligned]:
+    """Pairs of places, in order, at the least cost: SKIPPED for a unit that has no partner, 1 for
+    partners with different keys, and up to 1 / 2 for their distance in time."""
+    costs = [[SKIPPED * j for j in range(len(right) + 1)]]
+    moves: list[list[int]] = []  # 0: partners; 1: left alone; 2: right alone
+    for i, a in enumerate(left):
+        row = [SKIPPED * (i + 1)]
+        chosen = []
+        for j, b in enumerate(right):
+            distance = abs(a.time - b.time) / SAME_TIME
+            pair = math.inf if distance > 1 else costs[i][j] + distance / 2 + (a.key != b.key)
+            choices = (pair, costs[i][j + 1] + SKIPPED, row[j] + SKIPPED)
+            chosen.append(min(range(3), key=choices.__getitem__))
+            row.append(choices[chosen[-1]])
+        costs.append(row)
+        moves.append(chosen)
+    aligned: list[Aligned] = []
+    i, j = len(left), len(right)
+    while i or j:
+        move = moves[i - 1][j - 1] if i and j else 2 if j else 1
+        i -= move != 2
+        j -= move != 1
+        aligned.append((i if move != 2 else None, j if move != 1 else None))
+    return aligned[::-1]
 
 
 def stitch(texts: list[str], pieces: list[Piece]) -> tuple[str, list[TimedText]]:
@@ -174,20 +296,50 @@ def unless_silent(decode: Callable[..., list[dict]], nothing: dict) -> Callable[
     return records_of
 
 
+def moved(records: list[dict], pieces: list[Piece]) -> dict[str, list[dict]]:
+    """The timed parts ("start" and "end", seconds) in the records of a recording's pieces, with
+    times in the recording."""
+    whole: dict[str, list[dict]] = {}
+    for record, (begin, _) in zip(records, pieces, strict=True):
+        shift = begin / SAMPLE_RATE
+        for name, parts in record.items():
+            if name not in PARTS:
+                continue
+            shifted = whole.setdefault(name, [])
+            for part in parts:
+                start = round(part["start"] + shift, 3)
+                end = round(part["end"] + shift, 3)
+                shifted.append({**part, "start": start, "end": end})
+    return whole
+
+
+def by_text(
+    join: Callable[[list[str], list[Piece]], tuple[str, list[TimedText]]],
+) -> Callable[[list[dict], list[Piece]], Joined]:
+    """Joins records by their texts; their timed parts follow each other."""
+
+    def joined(records: list[dict], pieces: list[Piece]) -> Joined:
+        text, timed = join([record["text"] for record in records], pieces)
+        return Joined(text, timed, moved(records, pieces))
+
+    return joined
+
+
 @dataclass(frozen=True)
 class Cutting:
     """A way to decode long recordings: `cut(waveform, sample_rate, max_seconds)` returns pieces,
-    and `join(texts, pieces)` the whole text and its parts with their times."""
+    and `join(records, pieces)` what the records of the pieces say together."""
 
     cut: Callable[[torch.Tensor, int, float], list[Piece]]
-    join: Callable[[list[str], list[Piece]], tuple[str, list[TimedText]]]
+    join: Callable[[list[dict], list[Piece]], Joined]
 
 
-BY_SILENCES = Cutting(cut_at_silences, put_together)
-BY_PAUSES = Cutting(functools.partial(cut_at_silences, early=True), put_together)
-BY_OVERLAP = Cutting(overlapping_pieces, stitch)
+BY_SILENCES = Cutting(cut_at_silences, by_text(put_together))
+BY_PAUSES = Cutting(functools.partial(cut_at_silences, early=True), by_text(put_together))
+BY_OVERLAP = Cutting(overlapping_pieces, by_text(stitch))
 
 
-def by_length(longest: float) -> Cutting:
-    """How recordings are cut for a model of speech that has heard at most so many seconds."""
-    return BY_PAUSES if longest < SHORT_CLIPS else BY_SILENCES
+def by_length(longest: float, otherwise: Cutting = BY_SILENCES) -> Cutting:
+    """How recordings are cut for a model of speech that has heard at most so many seconds:
+    `otherwise`, unless these are short clips."""
+    return BY_PAUSES if longest < SHORT_CLIPS else otherwise

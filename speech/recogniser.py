@@ -446,27 +446,11 @@ def partial_of(path: Path) -> Path:
 def join_records(records: list[dict], pieces: list[Piece], cutting: Cutting) -> dict:
     """The "text" of a recording, the texts of its "pieces" with their times in seconds, and timed
     parts, from the records of its pieces."""
-    texts = [record.pop("text") for record in records]
-    text, spans = cutting.join(texts, pieces)
+    joined = cutting.join(records, pieces)
     timed = []
-    for start, end, part in spans:
+    for start, end, part in joined.pieces:
         timed.append({"start": start / SAMPLE_RATE, "end": end / SAMPLE_RATE, "text": part})
-    return {"text": text, "pieces": timed, **in_recording(records, pieces)}
-
-
-def in_recording(records: list[dict], pieces: list[Piece]) -> dict[str, list[dict]]:
-    """The timed parts ("start" and "end", seconds) in the records of a recording's pieces, with
-    times in the recording."""
-    whole: dict[str, list[dict]] = {}
-    for record, (begin, _) in zip(records, pieces, strict=True):
-        shift = begin / SAMPLE_RATE
-        for name, parts in record.items():
-            moved = whole.setdefault(name, [])
-            for part in parts:
-                start = round(part["start"] + shift, 3)
-                end = round(part["end"] + shift, 3)
-                moved.append({**part, "start": start, "end": end})
-    return whole
+    return {"text": joined.text, "pieces": timed, **joined.parts}
 
 
 @torch.no_grad()
@@ -498,7 +482,7 @@ def transcribe_files(
         cutting = BY_SILENCES
     elif longest and cutting is None:
         cutting = by_length(longest)
-    records_of = _decoder(decode, setup, parts)
+    records_of = decoder(decode, setup, parts)
 
     def transcript(path: Path, waveform: torch.Tensor) -> dict:
         row = {"file": str(path), "text": "", "seconds": len(waveform) / SAMPLE_RATE}
@@ -530,7 +514,7 @@ def transcribe_files(
         )
 
 
-def _decoder(
+def decoder(
     decode: Callable[[dict], list[str | dict]], setup: Setup, parts: tuple[str, ...]
 ) -> Callable[[list[torch.Tensor], str], list[dict]]:
     """The function that decodes waveforms of the file with a name to records, by `decode` (see
@@ -570,10 +554,12 @@ def print_transcripts(rows: Iterable[dict], with_names: bool, with_times: bool) 
     return count
 
 
-def keep_earlier(path: Path, new: Path) -> None:
-    """Renames transcripts at `path` that differ from those in the file `new`, because somebody may
-    have corrected them."""
-    if path.exists() and path.stat().st_size and not filecmp.cmp(path, new, shallow=False):
+def keep_earlier(path: Path, new: Path | None = None) -> None:
+    """Renames transcripts at `path`, unless they are equal to those in the file `new`, because
+    somebody may have corrected them."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    if new is None or not filecmp.cmp(path, new, shallow=False):
         number = 1
         while os.path.lexists(kept := path.with_name(f"{path.name}.earlier-{number}")):
             number += 1

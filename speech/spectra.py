@@ -3,6 +3,7 @@ them. That was its last version, and it refuses torch 2.15."""
 
 import functools
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -98,8 +99,35 @@ def resample(waveform: torch.Tensor, source: int, target: int) -> torch.Tensor:
         return waveform
     filters, reach = resampling_filters(source, target)
     padded = nn.functional.pad(waveform, (reach, reach + source))
+    made = _filtered(padded, filters, source)
+    return made[: math.ceil(target * len(waveform) / source)]
+
+
+def resampled(pieces: Iterable[torch.Tensor], source: int, target: int) -> Iterator[torch.Tensor]:
+    """`resample` of a waveform that comes in pieces (T,), in pieces of other lengths."""
+    divisor = math.gcd(source, target)
+    source, target = source // divisor, target // divisor
+    if source == target:
+        yield from pieces
+        return
+    filters, reach = resampling_filters(source, target)
+    kept = torch.zeros(reach)
+    heard = made = 0
+    for piece in pieces:
+        heard += len(piece)
+        kept = torch.cat([kept, piece])
+        blocks = (len(kept) - filters.shape[2]) // source + 1
+        if blocks > 0:
+            yield _filtered(kept, filters, source)
+            kept = kept[blocks * source :]
+            made += blocks * target
+    kept = nn.functional.pad(kept, (0, reach + source))
+    yield _filtered(kept, filters, source)[: math.ceil(target * heard / source) - made]
+
+
+def _filtered(padded: torch.Tensor, filters: torch.Tensor, source: int) -> torch.Tensor:
     made = nn.functional.conv1d(padded[None, None], filters.to(padded), stride=source)
-    return made[0].t().flatten()[: math.ceil(target * len(waveform) / source)]
+    return made[0].t().flatten()
 
 
 def griffin_lim(

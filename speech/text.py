@@ -18,6 +18,20 @@ SENTENCE_ENDS = tuple(
     ".?!\u0589\u061f\u06d4\u0964\u0965\u104b\u1362\u1367\u17d4\u3002\uff01\uff0e\uff1f\uff61"
 )
 
+# First and last characters of the scripts without spaces between words, and of their punctuation:
+# Thai and Lao, Myanmar, Khmer, kana, Chinese characters.
+UNSPACED = (
+    ("\u0e00", "\u0eff"),
+    ("\u1000", "\u109f"),
+    ("\u1780", "\u17ff"),
+    ("\u3001", "\u30ff"),
+    ("\u31f0", "\u31ff"),
+    ("\u3400", "\u9fff"),
+    ("\uf900", "\ufaff"),
+    ("\uff65", "\uff9f"),
+    ("\U00020000", "\U0003ffff"),
+)
+
 STATE = (  # what `state()` of a tokenizer returns
     {"kind": {"sentencepiece"}, "model": str},
     {"kind": {"vocab_file"}, "characters": [str]},
@@ -34,6 +48,25 @@ def normalise(text: str) -> str:
 
 def _is_kept(c: str) -> bool:
     return c.isspace() or c in JOINERS or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co")
+
+
+def in_unspaced(character: str) -> bool:
+    """Whether the character belongs to a script without spaces between words."""
+    return any(first <= character <= last for first, last in UNSPACED)
+
+
+def spaces_before(words: list[str], text: str) -> list[str]:
+    """What stands before each of the words that make up `text`: a space or nothing. If they do not
+    make it up, spaces."""
+    if "".join(text.split()) != "".join("".join(words).split()):
+        return [" "] * len(words)
+    gaps = []
+    place = 0
+    for word in words:
+        gaps.append(" " if text[place : place + 1].isspace() else "")
+        for character in "".join(word.split()):
+            place = text.index(character, place) + 1
+    return gaps
 
 
 def for_scoring(text: str) -> str:

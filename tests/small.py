@@ -118,10 +118,18 @@ def task(**changes) -> Task:
 
 
 def run(
-    args, model=None, data=None, setup=None, report_results=None, trial=False, old=None, **changes
+    args,
+    model=None,
+    data=None,
+    setup=None,
+    report_results=None,
+    trial=False,
+    old=None,
+    watched=(),
+    **changes,
 ) -> tuple[nn.Module, dict]:
     """Trains as a recipe does and returns the model and the progress. `changes` replace parts of
-    the task; `old` is replayed. Without `trial`, `evaluate` is not tried before the first update."""
+    the task; the data set `old` is replayed, those in `watched` are watched. Without `trial`, `evaluate` is not tried before the first update."""
     begun = begin(args, RECIPE)
     begun = replace(begun, setup=setup or begun.setup)
     if model is None:
@@ -130,7 +138,10 @@ def run(
     data = data or Waveforms()
     global_batches = GlobalBatches(args, data, collate, begun.setup, old)
     eval_batches = EvalBatches(args, Waveforms(5, seed=1), collate, begun.setup)
-    made = task(**changes)
+    sets = {
+        name: EvalBatches(args, each, collate, begun.setup) for name, each in dict(watched).items()
+    }
+    made = task(watched=sets, **changes)
     tried = loop.try_evaluation if trial else lambda *_: None
     with mock.patch.object(loop, "try_evaluation", tried):
         progress = train(args, begun, model, made, global_batches, eval_batches)

@@ -1,6 +1,7 @@
 """Greedy decoding of a transducer or a CTC head in batches, and the times of words and segments."""
 
 import itertools
+import math
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from speech.audio import SAMPLE_RATE
 from speech.parakeet.features import HOP
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import SPACE, ParakeetTokenizer
-from speech.text import SENTENCE_ENDS
+from speech.text import SENTENCE_ENDS, in_unspaced, spaces_before
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,19 @@ def decode(
     return greedy(step, model.joint.logits, projected, frames, durations, most, memory)
 
 
+def frame_samples(config: dict) -> int:
+    """Samples of an encoder frame."""
+    return config["subsampling"] * HOP
+
+
 def transcripts(model: Parakeet, tokenizer: ParakeetTokenizer, batch: dict) -> list[dict]:
-    """The `transcript` of every utterance of a batch."""
+    """The `transcript` of every utterance of a batch, with its "tokens" and number of "frames"."""
     encoded, frames = model.encode(batch)
-    frame_seconds = model.config["subsampling"] * HOP / SAMPLE_RATE
+    frame_seconds = frame_samples(model.config) / SAMPLE_RATE
     results = []
     for tokens, count in zip(decode(model, encoded, frames), frames, strict=True):
-        results.append(transcript(tokens, tokenizer, frame_seconds, count))
+        timed = transcript(tokens, tokenizer, frame_seconds, count)
+        results.append({**timed, "tokens": tokens, "frames": count})
     return results
 
 
@@ -164,9 +171,10 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
     of {"start", "end", "text"} in seconds.
 
     Words, segments and times are NeMo's: punctuation takes no time, although the model predicts a
-    duration for it; it ends when the token before it ends. A segment ends with a
-    sentence. Unlike in NeMo, nothing ends after the utterance, punctuation at the start of a word
-    belongs to that word, and punctuation between spaces belongs to the word before it."""
+    duration for it; it ends when the token before it ends. A segment ends with a sentence. Unlike
+    in NeMo, a piece of a script without spaces is a word, nothing ends after the utterance,
+    punctuation at the start of a word belongs to that word, and punctuation between spaces belongs
+    to the word before it."""
     tokens = [token for token in tokens if not tokenizer.is_tag(token.piece)]
     timed: list[dict] = []
     for word in _words(tokens, tokenizer, frames):
@@ -174,12 +182,13 @@ def transcript(tokens: list[Token], tokenizer, frame_seconds: float, frames: int
         end = word["end"] * frame_seconds
         text = tokenizer.decode(word["pieces"]).strip()
         is_unknown = tokenizer.unknown in word["pieces"]
-        if timed and _is_mark("".join(text.split())) and not is_unknown:
+        if timed and is_mark("".join(text.split())) and not is_unknown:
             timed[-1]["end"] = round(end, 3)
             timed[-1]["text"] += f" {text}"
         elif text:
             timed.append({"start": round(start, 3), "end": round(max(start, end), 3), "text": text})
-    return {"text": text_of(tokens, tokenizer), "words": timed, "segments": segments(timed)}
+    text = text_of(tokens, tokenizer)
+    return {"text": text, "words": timed, "segments": segments(timed, text)}
 
 
 def _words(tokens: list[Token], tokenizer, frames: int) -> list[dict]:
@@ -188,10 +197,11 @@ def _words(tokens: list[Token], tokenizer, frames: int) -> list[dict]:
     end = 0
     for token in tokens:
         piece = tokenizer.pieces[token.piece]
-        if not words or not _is_mark(piece.removeprefix(SPACE)):
+        if not words or not is_mark(piece.removeprefix(SPACE)):
             end = min(token.frame + token.duration, frames)
-        # The unknown token is decoded with spaces.
-        begins = piece.startswith(SPACE) or token.piece == tokenizer.unknown
+        begins = begins_word(token.piece, tokenizer)
+        if words and tokenizer.spaces.issuperset(words[-1]["pieces"]):
+            begins = piece.startswith(SPACE) or token.piece == tokenizer.unknown
         if not words or begins:
             words.append({"start": token.frame, "pieces": []})
         elif tokenizer.delimiters.issuperset(words[-1]["pieces"]):
@@ -201,19 +211,36 @@ def _words(tokens: list[Token], tokenizer, frames: int) -> list[dict]:
     return words
 
 
-def _is_mark(text: str) -> bool:
+def begins_word(piece: int, tokenizer) -> bool:
+    """Whether a word begins with the piece: after a space, or anywhere in a script that has none
+    between words."""
+    text = tokenizer.pieces[piece]
+    # The unknown token is decoded with spaces.
+    is_letter = unicodedata.category(text[0])[0] == "L"
+    return (
+        text.startswith(SPACE) or piece == tokenizer.unknown or (is_letter and in_unspaced(text[0]))
+    )
+
+
+def is_mark(text: str) -> bool:
+    """Whether a text is punctuation alone."""
     return bool(text) and all(unicodedata.category(character)[0] == "P" for character in text)
 
 
-def segments(words: list[dict]) -> list[dict]:
-    """Joins words to sentences."""
+def segments(words: list[dict], text: str, pause: float = math.inf) -> list[dict]:
+    """Joins the words of `text` to sentences, which also end at a pause longer than `pause`
+    seconds."""
     result = []
-    sentence = []
-    for number, word in enumerate(words):
-        sentence.append(word)
-        is_last = number + 1 == len(words)
-        if is_last or word["text"].endswith(SENTENCE_ENDS):
-            text = " ".join(each["text"] for each in sentence)
-            result.append({"start": sentence[0]["start"], "end": word["end"], "text": text})
-            sentence = []
+    sentence = ""
+    gaps = spaces_before([word["text"] for word in words], text)
+    for number, (word, gap) in enumerate(zip(words, gaps, strict=True)):
+        if not sentence:
+            start = word["start"]
+            gap = ""
+        sentence += gap + word["text"]
+        following = words[number + 1 : number + 2]
+        pauses = following and following[0]["start"] - word["end"] > pause
+        if not following or pauses or word["text"].endswith(SENTENCE_ENDS):
+            result.append({"start": start, "end": word["end"], "text": sentence})
+            sentence = ""
     return result

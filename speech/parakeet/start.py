@@ -13,7 +13,7 @@ from common.checkpoint import Saved
 from common.errors import UsageError
 from speech import card, onnx_files, recogniser, released
 from speech.layers import quieten_branches
-from speech.parakeet import formats, settings, vocabulary
+from speech.parakeet import formats, live, settings, vocabulary
 from speech.parakeet.languages import (
     AUTO,
     COLUMNS,
@@ -115,12 +115,16 @@ EXCLUDES = (
     *vocabulary.EXCLUDES,
     ("transcribe", "export", "give one of them"),
     ("transcribe", "export_adapter", "give one of them"),
+    ("stream", "lookahead", "the first says how long the model waits; leave the second out"),
+    ("stream", "piece_seconds", "a stream is not cut; leave the second out"),
+    ("stream", "decoding ctc", "words as they come are the transducer's; leave the second out"),
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
 NEEDS = (
     *released.NEEDS,
     ("adapter", ("transcribe", "evaluate", "export"), "--init_from trains them"),
     ("export_format", ("export",), ""),
+    ("stream", ("transcribe",), ""),
     ("new_language", ("like",), ""),
     ("like", ("new_language",), ""),
 )
@@ -162,7 +166,8 @@ class Options:
     LOSS_FLAGS that were given. `export_format`: "hf", "nemo" or "onnx". `decoding`: "transducer",
     "ctc", or None for the model's usual one. `language`: what a model with a prompt is told where
     the data do not say it; `new_language`: a name, and the one of the language that it begins as;
-    `lookahead`: frames that a streaming model waits for in evaluation."""
+    `lookahead`: frames that a streaming model waits for in evaluation; `stream`: milliseconds, for
+    words as they come."""
 
     origin: Origin
     how: recogniser.Options
@@ -174,6 +179,7 @@ class Options:
     language: str | None
     new_language: tuple[str, str] | None
     lookahead: int | None
+    stream: int | None
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -224,6 +230,15 @@ def add_language_arguments(parser) -> None:
         help=(
             "of 80 ms that a streaming model waits for in evaluation and transcripts (the model's"
             " usual one); in training each utterance has one of the model's"
+        ),
+    )
+    group.add_argument(
+        "--stream",
+        type=options.POSITIVE,
+        metavar="MS",
+        help=(
+            "print the words of --transcribe FILE, or of - (16 kHz mono 16-bit samples on standard"
+            " input), as they come, after so many milliseconds: 80, 160, 320, 560 or 1120"
         ),
     )
 
@@ -300,6 +315,7 @@ def resolve(args, is_demo: bool) -> Options:
         "ctc_reduction": args.loss_reduction,
         "ctc": args.ctc_weight,
     }
+    live.check_source(args.transcribe or [], args.stream)
     return Options(
         origin=origin,
         how=recogniser.resolve(args, is_demo, has_times=True),
@@ -311,6 +327,7 @@ def resolve(args, is_demo: bool) -> Options:
         language=args.language,
         new_language=(args.new_language, args.like) if args.new_language else None,
         lookahead=args.lookahead,
+        stream=args.stream,
     )
 
 
@@ -477,6 +494,10 @@ def choose(
         )
     if asked.new_language and not resumed:
         info = with_new_language(info, initial.model if initial else weights, *asked.new_language)
+        name, like = asked.new_language
+        print(f"new language: {name} begins as {like}, in slot {info.languages[name]}")
+        if name not in tokenizer_of(info).tags:
+            print(f"its sentences end without a tag: --add_tokens '<{name}>' makes one")
     check_export(asked, info)
     return with_loss(info, asked), weights
 
@@ -496,9 +517,6 @@ def with_new_language(
     slots = info.config["prompts"]["slots"]
     columns = weights[COLUMNS]
     names, weights[COLUMNS] = with_new(info.languages, columns, slots, name, like)
-    print(f"new language: {name} begins as {like}, in slot {names[name]} of {slots}")
-    if name not in tokenizer_of(info).tags:
-        print(f"its sentences end without a tag: --add_tokens '<{name}>' makes one")
     new = {**info.new_languages, name: like}
     return dataclasses.replace(info, languages=names, new_languages=new)
 

@@ -87,6 +87,9 @@ def trained(
     model.unused = torch.nn.Linear(3, 2, dtype=dtype)
     next(model.parameters()).requires_grad_(False)
     task = {"compute_loss": compute_loss}
+    if "replay_share" in args.given:
+        # A set of one, of which the second rank has nothing.
+        task |= {"old": small.Waveforms(7, seed=3), "watched": {"old": small.Waveforms(1, seed=4)}}
     if is_frozen:
         task["frozen_first"] = optim.Frozen("layers.", 2)
     return small.run(args, model, small.Waveforms(DATA), trial=True, **task)
@@ -141,6 +144,18 @@ def test_two_ranks_give_what_one_process_gives(tmp_path, on_ranks, trouble, leve
     assert small.relative(first, reference) < 1e-12
     assert reached["utterances"] == progress["utterances"] == 18 and reached["step"] == 4
     assert bool(reached["limits"]) == bool(trouble)
+
+
+def test_two_ranks_replay_and_watch_what_one_process_does(tmp_path, on_ranks):
+    more = ("--replay_share", "0.3", "--stop_when_watched_rises", "0.5")
+    weights, progress = on_one(tmp_path / "one", *ONE, *more)
+    (first, reached), (second, other) = on_ranks(tmp_path / "two", *TWO, *more)
+    assert torch.equal(first, second) and small.relative(first, weights) < 1e-9
+    assert progress["utterances"] == reached["utterances"] == other["utterances"] > 2 * DATA
+    steps, values = zip(*progress["watched"]["old"], strict=True)
+    for each in (reached, other):
+        own_steps, own = zip(*each["watched"]["old"], strict=True)
+        assert own_steps == steps and own == pytest.approx(values, rel=1e-9)
 
 
 def test_resume_with_another_number_of_ranks_continues_at_the_same_global_batch(tmp_path, on_ranks):

@@ -6,17 +6,8 @@ import math
 import pytest
 
 from common import watching
-from common.batches import EvalBatches
-from common.device import Setup
 from tests import small
 from tests.common.test_loop import cut, metrics
-
-
-def watched_sets(args, *names: str) -> dict[str, EvalBatches]:
-    return {
-        name: EvalBatches(args, small.Waveforms(3, seed=2 + number), small.collate, Setup())
-        for number, name in enumerate(names)
-    }
 
 
 def scripted(*values: float):
@@ -28,7 +19,7 @@ def scripted(*values: float):
 
 def run(folder, values: tuple, *flags, names=("old",), **changes) -> tuple[object, dict]:
     args = small.make_args(folder, *cut(1, 1), "--eval_every", "2", "--max_steps", "8", *flags)
-    sets = watched_sets(args, *names)
+    sets = {name: small.Waveforms(3, seed=2) for name in names}
     return args, small.run(args, evaluate=scripted(*values), watched=sets, **changes)[1]
 
 

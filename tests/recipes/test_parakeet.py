@@ -1,13 +1,17 @@
 """The Parakeet recipe: its model against transformers', exactness of training, data, and its
 command line on tiny models."""
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import math
+import multiprocessing
 import pickle
 import shutil
 import signal
+import termios
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -1659,3 +1663,107 @@ def test_an_archive_needs_a_temporary_folder(released, tmp_path, monkeypatch):
     flags = ["--model_file", released / "nemo" / "model.nemo", "--export", tmp_path / "x"]
     status, err = refused(recipe, *flags)
     assert status == 2 and "model.nemo cannot be unpacked: No usable temporary directory" in err
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def streaming(best, tmp_path_factory) -> Path:
+    """A model that streams, of frames of 80 ms, with weights of `best` where they fit."""
+    path = tmp_path_factory.mktemp("streaming") / "best.safetensors"
+    made = {}
+
+    def change(saved: dict) -> None:
+        saved["model_info"]["config"] |= {
+            "kind": "rnnt",
+            "durations": [],
+            "ctc": False,
+            "streaming": {"left": 12, "lookaheads": [3, 0]},
+        }
+        torch.manual_seed(0)
+        model = start.make_model(records.read(start.ModelInfo, saved["model_info"], "it"), None)
+        fits = load_file(best)
+        for name, tensor in model.state_dict().items():
+            same = name in fits and fits[name].shape == tensor.shape
+            made[name] = (fits[name] if same else tensor).contiguous()
+
+    write_best(path, best, made, change)
+    return path
+
+
+def test_a_stream_writes_what_one_pass_writes(streaming, best, tmp_path, konkani):
+    with open(konkani["val"], encoding="utf-8") as file:
+        names = [json.loads(line)["audio_filepath"] for line in file]
+    paths = [Path(konkani["val"]).parent / name for name in names]
+    model = ["--resume", streaming]
+    found = 0
+    for number, path in enumerate(paths[:3]):
+        output = ["--output", tmp_path / f"{number}.jsonl"]
+        whole = ran(recipe, "--transcribe", path, "--lookahead", "3", *model)
+        streamed = ran(recipe, "--transcribe", path, "--stream", "320", *model, *output)
+        assert streamed.split() == whole.split()
+        lines = output[1].read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert " ".join(row["text"] for row in rows).split() == whole.split()
+        found += len(rows)
+    assert found
+    for flags, message in (
+        (["--transcribe", path, "--stream", "100", *model], "this model has 80, 160, 240, 320"),
+        (["--transcribe", path, "--stream", "80", "--resume", best], "Nemotron 3.5 ASR"),
+        (["--transcribe", path, path, "--stream", "80", *model], "it reads one recording"),
+        (["--transcribe", "-", *model], "standard input is read with --stream MS"),
+        (["--stream", "80", *model], "--stream goes with --transcribe"),
+        (["--transcribe", path, "--stream", "80", "--lookahead", "1", *model], "leave the second"),
+    ):
+        assert message in refused(recipe, *flags)[1]
+
+
+def is_read(descriptor: int) -> bool:
+    """Whether all that was written to a pipe has been read."""
+    left = bytearray(4)
+    fcntl.ioctl(descriptor, termios.FIONREAD, left)
+    return not any(left)
+
+
+def test_standard_input_ends_with_its_writer_or_ctrl_c_and_nothing_is_lost(
+    streaming, tmp_path, konkani
+):
+    with open(konkani["val"], encoding="utf-8") as file:
+        names = [json.loads(line)["audio_filepath"] for line in file]
+    data = []
+    for name in names:
+        waveform = read_audio(str(Path(konkani["val"]).parent / name), SAMPLE_RATE)
+        data.append((waveform * 32767).round().to(torch.int16).numpy())
+    samples = np.concatenate(data)
+    soundfile.write(tmp_path / "a.wav", samples, SAMPLE_RATE, subtype="PCM_16")
+    flags = ["--stream", "80", "--resume", streaming]
+    expected = ran(recipe, "--transcribe", tmp_path / "a.wav", *flags)
+    assert len(expected) > 10
+    command = runs.command(recipe, "--transcribe", "-", *flags)
+    for ending in ("end", "ctrl-c", "terminated", "reader"):
+        reading, writing = multiprocessing.Pipe(duplex=False)
+        streams = {0: reading}
+        if ending == "reader":
+            printed, streams[1] = multiprocessing.Pipe(duplex=False)
+            printed.close()
+        output = tmp_path / f"{ending}.jsonl"
+        process = runs.start([*command, "--output", output], tmp_path, streams=streams)
+        for connection in streams.values():
+            connection.close()
+        with open(writing.fileno(), "wb", closefd=False) as pipe, contextlib.suppress(OSError):
+            pipe.write(samples.tobytes())
+        if ending in ("ctrl-c", "terminated"):
+            runs.wait_until(process, functools.partial(is_read, writing.fileno()))
+            number = signal.SIGINT if ending == "ctrl-c" else signal.SIGTERM
+            process.send_signal(number)
+            process.wait()
+        writing.close()
+        out, err = process.communicate()
+        status = {"terminated": 128 + signal.SIGTERM, "reader": 128 + signal.SIGPIPE}
+        assert process.returncode == status.get(ending, 0), err
+        if ending != "reader":
+            assert out == expected
+            rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+            assert " ".join(row["text"] for row in rows).split() == expected.split()
+        assert "Traceback" not in err and err.count("\n") == 1 + (ending == "terminated")

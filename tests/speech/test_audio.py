@@ -280,13 +280,29 @@ BAD_FILES = {
 }
 
 
+def in_pieces(path: str, rate: int) -> torch.Tensor:
+    return torch.cat(list(audio.read_in_pieces(path, rate)))
+
+
 @pytest.mark.parametrize("kind", BAD_FILES)
 def test_bad_audio_is_one_line_that_names_the_file(tmp_path, no_ffmpeg, no_hang, kind):
     path = bad_file(tmp_path / "my audio", kind)
-    with pytest.raises(audio.BadAudio) as error:
-        audio.read_audio(path, 16_000)
-    assert str(error.value) == f"{path} {BAD_FILES[kind]}"
-    assert error.value.path == path
+    for read in (audio.read_audio, in_pieces):
+        with pytest.raises(audio.BadAudio) as error:
+            read(path, 16_000)
+        assert str(error.value) == f"{path} {BAD_FILES[kind]}"
+        assert error.value.path == path
+
+
+@pytest.mark.parametrize("rate", [16_000, 8_000, 44_100, 48_000, 11_025, 96_000])
+def test_a_file_in_pieces_is_the_whole_file(tmp_path, rate):
+    for seconds in (0.001, 0.5, 3.21):
+        path = tmp_path / f"{seconds}.flac"
+        soundfile.write(path, sweep(seconds, rate, 2), rate)
+        whole = audio.read_audio(str(path), 16_000)
+        pieces = list(audio.read_in_pieces(str(path), 16_000))
+        assert all(len(piece) <= 16_000 + 200 for piece in pieces)
+        torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-6)
 
 
 def test_what_a_header_states_is_checked_before_training_too(tmp_path, no_ffmpeg):
@@ -327,8 +343,11 @@ def test_a_line_break_in_a_name_does_not_break_the_message(tmp_path):
 
 def test_a_truncated_mp3(tmp_path, no_ffmpeg):
     path = bad_file(tmp_path, "mp3 cut")
-    with pytest.raises(audio.BadAudio, match=r"is truncated: [12]\.\d\d of 4\.00 s could be read$"):
-        audio.read_audio(path, 16_000)
+    for read in (audio.read_audio, in_pieces):
+        with pytest.raises(
+            audio.BadAudio, match=r"is truncated: [12]\.\d\d of 4\.00 s could be read$"
+        ):
+            read(path, 16_000)
 
 
 def test_a_header_that_claims_days(tmp_path, no_ffmpeg):
@@ -382,6 +401,9 @@ def test_formats_that_libsndfile_does_not_know_are_decoded_by_ffmpeg(tmp_path, f
     )
 
     assert "mov" in arguments[arguments.index("-format_whitelist") + 1].split(",")
+    torch.testing.assert_close(in_pieces(str(path), 16_000), waveform)
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert arguments[arguments.index("-i") + 1] == f"file:{path}" and "-ss" not in arguments
 
 
 @pytest.mark.skipif(not shutil.which("ffmpeg"), reason="ffmpeg is not installed")
@@ -406,14 +428,15 @@ def test_no_playlist_reads_another_file(tmp_path, playlist):
 def test_audio_about_which_ffmpeg_complains_is_not_used(tmp_path, false_ffmpeg, status):
     """It decodes the rest of a truncated file and returns 0."""
     false_ffmpeg(
-        "echo '[in#0/mov @ 0x12] stream 0, offset 0x9cd4: partial file' >&2; echo more >&2; echo"
-        f" abcd; exit {status}"
+        "echo '[in#0/mov @ 0x12] stream 0, offset 0x9cd4: partial file' >&2; echo more >&2;"
+        f" printf '\\0\\0\\0\\0'; exit {status}"
     )
     path = tmp_path / "a.m4a"
     path.write_bytes(b"something")
-    with pytest.raises(audio.BadAudio) as error:
-        audio.read_audio(str(path), 16_000)
-    assert str(error.value) == f"{path} cannot be read: stream 0, offset 0x9cd4: partial file"
+    for read in (audio.read_audio, in_pieces):
+        with pytest.raises(audio.BadAudio) as error:
+            read(str(path), 16_000)
+        assert str(error.value) == f"{path} cannot be read: stream 0, offset 0x9cd4: partial file"
 
 
 def test_ffmpeg_that_hangs_or_cannot_start_is_named(tmp_path, false_ffmpeg, monkeypatch, no_hang):
@@ -425,10 +448,11 @@ def test_ffmpeg_that_hangs_or_cannot_start_is_named(tmp_path, false_ffmpeg, monk
         audio.read_audio(str(path), 16_000)
     (tmp_path / "bin" / "ffmpeg").write_bytes(b"\x7fELF")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # or the next ffmpeg would be tried
-    with pytest.raises(
-        audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: Exec format error"
-    ):
-        audio.read_audio(str(path), 16_000)
+    for read in (audio.read_audio, in_pieces):
+        with pytest.raises(
+            audio.BadAudio, match=r"a\.m4a cannot be read: ffmpeg failed: Exec format error"
+        ):
+            read(str(path), 16_000)
 
 
 @pytest.mark.parametrize("answer", ["nan", "inf", "-1", "N/A", ""])

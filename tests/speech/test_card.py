@@ -211,6 +211,18 @@ def test_released_models_are_known_by_their_names(path, name, licence):
     assert (found, terms.get("license")) == (name, licence)
 
 
+def test_watched_sets_have_rows_before_and_after(tmp_path):
+    values = {"old": [[0, 0.1], [20, 0.12], [40, 0.3]], "late": [[20, 0.5]], "gone": [[40, 0.5]]}
+    made = {"step": 20, "metric": "cer", "cer": 0.2, "evaluations": [[0, 0.9]], "watched": values}
+    files.write_text(tmp_path / "best.json", json.dumps(made))
+    text = card.readme("a", card.About("a", None, tmp_path / "best.safetensors"), whisper.CARD)
+    lines = [line for line in text.splitlines() if "watched in training" in line]
+    assert [line.split(" | ")[2:5] for line in lines] == [
+        ["CER", "10.00", "12.00"],
+        ["CER", "-", "50.00"],
+    ]
+
+
 def test_names_are_quoted_for_yaml(tmp_path):
     files.write_text(tmp_path / "best.json", "{}")
     about = card.About("a", None, tmp_path / "best.safetensors", languages=("no", "vi"))

@@ -8,8 +8,9 @@ import soundfile
 import torch
 
 from common.device import Setup
-from speech import metrics, recogniser
+from speech import long, metrics, recogniser
 from speech.audio import SAMPLE_RATE
+from speech.columns import Codes
 from speech.morse import scores
 from speech.text import for_scoring, in_lower_case
 
@@ -122,14 +123,14 @@ def test_times_are_rounded_to_milliseconds_and_other_keys_stay():
         },
     ]
     pieces = [(0, 16_001), (16_001, 20_000), (20_000, 40_000), (40_007, 50_000)]
-    assert recogniser.in_recording(records, pieces) == {
+    assert long.moved(records, pieces) == {
         "words": [
             {"start": 0.1, "end": 0.25, "text": "a", "share": 0.5},
             {"start": 2.7, "end": 2.8, "text": "b"},
             {"start": 2.8, "end": 3.0, "text": "c"},
         ]
     }
-    assert recogniser.in_recording([{}, {}], pieces[:2]) == {}
+    assert long.moved([{}, {}], pieces[:2]) == {}
 
 
 def test_plain_texts_have_no_parts(spoken, tmp_path):
@@ -194,6 +195,31 @@ def test_results_keep_the_recipes_reading_and_add_one_in_lower_case(tmp_path, ca
     assert lines[-1] == f"{lower}: the same"
     lines, rows = results("kok", tmp_path, capsys, scores.for_scoring)
     assert len(lines) == 4 and list(rows[0]["errors"]) == ["as sent"]
+
+
+def test_a_set_of_several_languages_has_the_error_rates_of_each(tmp_path, capsys):
+    pairs = [("a b", "a b"), ("a b", "a"), ("c d", "x d"), ("e", "e")]
+    rows = [
+        {"file": f"{i}", "seconds": 1.0, "reference": said, "hypothesis": heard, "index": 3 - i}
+        for i, (said, heard) in enumerate(pairs)
+    ]
+    how = recogniser.Options(log_dir=tmp_path)
+    recogniser.print_results(rows, "test set", how, languages=Codes(["", "vi", "kok", "kok"]))
+    out = capsys.readouterr().out
+    lines = out[out.index("by language:") :].splitlines()[2:5]
+    assert [" ".join(line.split()[:5]) for line in lines] == [
+        "(no language given) 1 0.00",
+        "kok 2 25.00 (0.00 to",
+        "vi 1 50.00 - 33.33",
+    ]
+    noted = json.loads((tmp_path / "results.json").read_text())["languages"]
+    assert {name: each["utterances"] for name, each in noted.items()} == {"": 1, "kok": 2, "vi": 1}
+    assert noted["kok"]["wer"]["errors"] == 1 and noted["kok"]["wer"]["length"] == 4
+    languages = [row["language"] for row in rows_of(tmp_path / "transcripts.jsonl")]
+    assert languages == ["kok", "kok", "vi", ""]
+    recogniser.print_results(rows, "test set", how, languages=Codes(["vi"] * 4))
+    assert "by language" not in capsys.readouterr().out
+    assert "languages" not in json.loads((tmp_path / "results.json").read_text())
 
 
 def test_an_interval_can_be_computed_from_the_file(tmp_path, capsys):

@@ -421,6 +421,20 @@ def test_a_vocabulary_of_characters():
     ]
 
 
+def test_words_of_a_script_without_spaces_are_pieces():
+    record = record_of("▁:0+1 你:1+2 好:4+1 。:5+1 好:7+2 a:9+1 ▁the:12+2 好:15+1 ▁:17+0 好:18+1")
+    assert record["text"] == "你好。好a the好 好"
+    assert record["words"] == [
+        ("你", 0, 3),
+        ("好。", 4, 5),
+        ("好a", 7, 10),
+        ("the", 12, 14),
+        ("好", 15, 16),
+        ("好", 17, 19),
+    ]
+    assert record["segments"] == [("你好。", 0, 5), ("好a the好 好", 7, 19)]
+
+
 @pytest.mark.parametrize("mark", ["。", "।", "؟", ".", "?", "!"])
 def test_sentences_end_in_other_scripts_too(mark):
     record = record_of(f"▁:0+1 क:1+1 {mark}:2+1 ▁:3+1 好:4+1")
@@ -432,7 +446,8 @@ def test_a_sentence_does_not_end_within_a_word_or_before_a_closing_quote():
         {"start": n, "end": n + 1, "text": text}
         for n, text in enumerate(["3.5", '"No!"', "e.g,", "he", "said.", "So"])
     ]
-    assert [(s["text"], s["start"], s["end"]) for s in segments(words)] == [
+    text = " ".join(word["text"] for word in words)
+    assert [(s["text"], s["start"], s["end"]) for s in segments(words, text)] == [
         ('3.5 "No!" e.g, he said.', 0, 5),
         ("So", 5, 6),
     ]
@@ -455,8 +470,9 @@ def test_words_are_in_order_and_make_up_the_text(moves, frame):
     words, sentences = record["words"], record["segments"]
     for word, following in itertools.pairwise([*words, {"start": frames}]):
         assert 0 <= word["start"] <= word["end"] <= following["start"]
-    assert " ".join(word["text"] for word in words).split() == record["text"].split()
-    assert " ".join(part["text"] for part in sentences) == " ".join(word["text"] for word in words)
+    letters = "".join(record["text"].split())
+    assert "".join("".join(word["text"] for word in words).split()) == letters
+    assert "".join("".join(part["text"] for part in sentences).split()) == letters
     assert all(part["start"] <= part["end"] for part in sentences)
     assert {(part["start"], part["end"]) for part in sentences} <= {
         (a["start"], b["end"]) for a in words for b in words

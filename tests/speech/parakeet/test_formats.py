@@ -469,7 +469,7 @@ SETTINGS = [
     ("preprocessor._target_", "os.system"),
     ("encoder._target_", "SqueezeformerEncoder"),
     ("encoder.subsampling", "striding"),
-    ("encoder.causal_downsampling", True),
+    ("encoder.causal_downsampling", "x"),
     ("encoder.reduction", "pooling"),
     ("encoder.self_attention_model", "rel_pos_local_attn"),
     ("encoder.att_context_size", [128, 128]),

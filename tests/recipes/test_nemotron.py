@@ -1,0 +1,337 @@
+"""The Parakeet recipe with Nemotron's models: languages, look-aheads, tags, adapters, exports."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import sentencepiece
+import soundfile
+import torch
+import transformers
+
+from common import memory, records
+from common.batches import to_device
+from common.device import Setup
+from common.loop import run_global_batch
+from recipes import parakeet_tdt as recipe
+from speech.audio import SAMPLE_RATE
+from speech.parakeet import formats, start
+from speech.parakeet.model import Parakeet
+from speech.parakeet.settings import make_config
+from tests.recipes import adapters, runs
+from tests.recipes.runs import newest, planned, ran, refused
+
+CPU = torch.device("cpu")
+V = 24
+CONFIG = {
+    **make_config(16, 2, 2, (8, 1), V, num_mel_bins=16, channels=4, subsampling=4),
+    "kind": "rnnt",
+    "durations": [],
+    "streaming": {"left": 12, "lookaheads": [3, 0, 5]},
+    "prompts": {"slots": 9, "width": 32},
+}
+ENGLISH = {name: value for name, value in CONFIG.items() if name != "prompts"}
+NAMES = {"en-US": 0, "de-DE": 1, "de": 1, "fi-FI": 4, "auto": 7}
+TEXTS = ("abc.", "b", "cab ba.", "ca", "a c?", "bb", "ac b", "cba.")
+LANGUAGES = ("de", "de-DE", "en-US", "fi-FI", "de", "", "en-US", "auto")
+STEPS = "--batch_size 2 --gradient_accumulation_steps 1 --log_every 1 --save_every 1".split()
+TAG = "<de-DE>"
+
+
+def pieces() -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*TEXTS, "abc cab bca ab ca bc ac"] * 20), model_writer=model,
+        vocab_size=V, model_type="bpe", bos_id=-1, eos_id=-1, minloglevel=2,
+        user_defined_symbols=[TAG], hard_vocab_limit=False,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+PIECES = pieces()
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory) -> Path:
+    """Eight utterances of noise with texts and languages."""
+    folder, random = tmp_path_factory.mktemp("noise"), np.random.default_rng(0)
+    rows = []
+    for number, (text, language) in enumerate(zip(TEXTS, LANGUAGES, strict=True)):
+        length = int(random.integers(8_000, 20_000))
+        soundfile.write(folder / f"{number}.wav", random.uniform(-0.5, 0.5, length), SAMPLE_RATE)
+        row = {"audio_filepath": f"{number}.wav", "text": text}
+        rows.append({**row, "target_lang": language} if language else row)
+    (folder / "train.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "train.json"
+
+
+def release(folder: Path, config: dict) -> Path:
+    torch.manual_seed(0)
+    size = len(formats.tokenizer.pieces({"sentencepiece": PIECES.hex()}))
+    config = {**config, "vocabulary": size}
+    extras = {
+        "tokenizer": {"sentencepiece": PIECES.hex()},
+        "source": {},
+        "loss": {"sigma": 0.0, "omega": 0.0, "fastemit": 5e-3, "reduction": "mean_batch"},
+        "languages": NAMES if "prompts" in config else {},
+    }
+    formats.export(folder, "hf", Parakeet(config).state_dict(), config, extras)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory) -> Path:
+    return release(tmp_path_factory.mktemp("released") / "hf", CONFIG)
+
+
+@pytest.fixture(scope="module")
+def english(tmp_path_factory) -> Path:
+    return release(tmp_path_factory.mktemp("english") / "hf", ENGLISH)
+
+
+def flags_of(manifest: Path, model: Path, *more) -> list:
+    data = ["--train_manifest", manifest, "--val_manifest", manifest]
+    return [*data, "--model_dir", model, *STEPS, *more]
+
+
+def make_data(manifest: Path, released: Path, *more, training: bool = True):
+    args = runs.parse(recipe, *flags_of(manifest, released, "--language", "fi-FI", *more))
+    asked = recipe.resolve(args)
+    info, weights = start.choose(asked, None, None, list)
+    corpora = recipe.read_data(args)
+    tokenizer = start.tokenizer_of(info)
+    data = recipe.Utterances(args, corpora["train"], tokenizer, info, training)
+    return info, weights, data
+
+
+def moved(items: list[dict]) -> dict:
+    return next(to_device([recipe.collate(items)], CPU))
+
+
+def test_languages_and_lookaheads_depend_on_seed_epoch_and_utterance(manifest, released):
+    info, _, data = make_data(manifest, released)
+    drawn = [[data.item(i, epoch) for i in range(8)] for epoch in range(30)]
+    again = [data.item(i, 3) for i in range(8)]
+    for one, other in zip(drawn[3], again, strict=True):
+        assert (one["prompt"], one["lookahead"]) == (other["prompt"], other["lookahead"])
+    own = [NAMES[name or "fi-FI"] for name in LANGUAGES]
+    for row in range(8):
+        prompts = [items[row]["prompt"] for items in drawn]
+        assert set(prompts) == {own[row], 7} and 6 <= prompts.count(7) <= (24 if row < 7 else 30)
+        assert {items[row]["lookahead"] for items in drawn} == {3, 0, 5}
+    _, _, heard = make_data(manifest, released, training=False)
+    items = [heard.item(i, 0) for i in range(8)]
+    assert [item["prompt"] for item in items] == own and "lookahead" not in items[0]
+    batch = recipe.collate(drawn[0])
+    assert batch["prompts"].tolist() == [item["prompt"] for item in drawn[0]]
+    assert info.languages == NAMES
+
+
+def test_tags_end_sentences_of_their_language(manifest, released):
+    _, _, data = make_data(manifest, released)
+    tag = data.tokenizer.tags["de-DE"]
+    has_tag = [tag in data.item(i, 0)["tokens"].tolist() for i in range(8)]
+    assert has_tag == [True, False, False, False, True, False, False, False]
+    assert data.item(0, 0)["tokens"][-1] == tag and data.item(0, 0)["text"] == "abc."
+
+
+def make_model(info, weights) -> Parakeet:
+    model = Parakeet(info.config, fastemit=info.loss["fastemit"]).double()
+    model.load_state_dict(weights)
+    return model.train()
+
+
+def items_of(data) -> list[dict]:
+    items = [data.item(i, 1) for i in range(8)]
+    for item in items:
+        item["audio"] = item["audio"].double()
+    return items
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_however_a_global_batch_is_cut_its_gradient_is_the_same(manifest, released, checkpointed):
+    info, weights, data = make_data(manifest, released)
+    items = items_of(data)
+    assert len({item["lookahead"] for item in items}) > 1
+    model = make_model(info, weights)
+    if checkpointed:
+        memory.checkpoint_layers(model, recipe.CHECKPOINTED)
+    terms = recipe.loss_weights(info)
+
+    def gradient(sizes: list[int]) -> torch.Tensor:
+        rest = iter(items)
+        batches = [recipe.collate([next(rest) for _ in range(size)]) for size in sizes]
+        totals = {name: sum(batch["counts"][name] for batch in batches) for name in terms}
+        model.zero_grad()
+        outcome = run_global_batch(model, batches, totals, recipe.compute_loss, terms, Setup())
+        assert outcome.failed is None
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    whole = gradient([8])
+    assert whole.isfinite().all() and whole.norm() > 0.01
+    for sizes in ([4, 4], [1] * 8, [5, 3]):
+        assert (gradient(sizes) - whole).norm() <= 1e-9 * whole.norm()
+
+
+def test_the_language_and_the_lookahead_change_the_loss(manifest, released):
+    info, weights, data = make_data(manifest, released)
+    model = make_model(info, weights).eval()
+    batch = moved(items_of(data))
+
+    def loss(**changes) -> float:
+        with torch.no_grad():
+            (term,) = recipe.compute_loss(model, {**batch, **changes}).values()
+        return term.item()
+
+    usual = loss()
+    assert abs(loss(prompts=batch["prompts"].roll(1)) - usual) > 1e-6
+    assert abs(loss(lookaheads=torch.zeros(8, dtype=torch.long)) - usual) > 1e-6
+    model.encoder.lookahead, model.prompt = 5, 4
+    unnamed = {key: value for key, value in batch.items() if key not in ("prompts", "lookaheads")}
+    with torch.no_grad():
+        (term,) = recipe.compute_loss(model, unnamed).values()
+    full = torch.full((8,), 5)
+    assert term.item() == pytest.approx(loss(lookaheads=full, prompts=full - 1), rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def trained(manifest, released, tmp_path_factory) -> tuple[Path, str]:
+    """The folder and the output of two updates with a new language."""
+    folder = tmp_path_factory.mktemp("trained")
+    rows = manifest.read_text().replace('"de"', '"se-NO"')
+    (manifest.parent / "new.json").write_text(rows)
+    new = ["--new_language", "se-NO", "--like", "fi-FI", "--language", "en-US"]
+    flags = flags_of(manifest.parent / "new.json", released, *new, "--max_steps", "2")
+    out = ran(recipe, *flags, "--output_dir", folder, "--export", folder / "hf")
+    return folder, out
+
+
+def test_a_new_language_is_trained_saved_and_exported(trained, released, manifest, tmp_path):
+    folder, out = trained
+    assert "new language: se-NO begins as fi-FI, in slot 2" in out
+    assert "without a tag: --add_tokens" in out
+    saved = newest(folder, recipe)
+    info = records.read(start.ModelInfo, saved.model_info, "it")
+    assert info.languages == {**NAMES, "se-NO": 2} and info.new_languages == {"se-NO": "fi-FI"}
+    weights, config, extras = formats.read_model(folder / "hf")
+    assert extras["languages"] == info.languages and config == info.config
+    before = formats.read_model(released)[0]["prompt_projector.linear_1.weight"]
+    columns = weights["prompt_projector.linear_1.weight"]
+    assert (columns[:, 16 + 2] - before[:, 16 + 4]).abs().max() < 1e-3
+    assert (columns[:, 16 + 2] - before[:, 16 + 2]).abs().max() > 1e-2
+    model = transformers.Nemotron3_5AsrForRNNT.from_pretrained(folder / "hf")
+    assert torch.equal(model.prompt_projector.linear_1.weight, columns)
+    best = ["--resume", folder / "checkpoints" / "best.safetensors"]
+    nemo = ["--export", tmp_path / "nemo", "--export_format", "nemo"]
+    ran(recipe, *best, *nemo, "--output_dir", tmp_path)
+    found = formats.read_model(tmp_path / "nemo")
+    assert found[2]["languages"] == info.languages and found[1] == config
+    more = ["--new_language", "se-NO", "--like", "fi-FI", "--language", "en-US", "--max_steps", "3"]
+    flags = flags_of(manifest.parent / "new.json", released, *more, "--resume", "auto")
+    assert "(step 2)" in ran(recipe, *flags, "--output_dir", folder)
+    on = flags_of(manifest.parent / "new.json", released, "--language", "en-US", "--max_steps", "1")
+    place = folder / "checkpoints" / "best.safetensors"
+    ran(recipe, *on, "--init_from", place, "--output_dir", tmp_path / "on")
+    info = records.read(start.ModelInfo, newest(tmp_path / "on", recipe).model_info, "it")
+    assert info.languages["se-NO"] == 2
+
+
+def test_files_are_transcribed_in_a_language_and_with_a_lookahead(trained, manifest, tmp_path):
+    best = ["--resume", trained[0] / "checkpoints" / "best.safetensors"]
+    files = ["--transcribe", manifest.parent / "0.wav", "--output", tmp_path / "out.jsonl"]
+    more = ["--language", "se-NO", "--lookahead", "1"]
+    ran(recipe, *best, *files, *more, "--output_dir", tmp_path)
+    assert json.loads((tmp_path / "out.jsonl").read_text())["file"].endswith("0.wav")
+
+
+def test_an_evaluation_has_a_lookahead(trained, manifest, tmp_path):
+    best = ["--resume", trained[0] / "checkpoints" / "best.safetensors"]
+    more = ["--evaluate", "--test_manifest", manifest, "--language", "de", "--lookahead", "0"]
+    assert "test set" in ran(recipe, *best, *more, "--output_dir", tmp_path)
+
+
+def test_killed_and_resumed_it_ends_with_the_same_bits(manifest, released, tmp_path):
+    flags = flags_of(manifest, released, "--language", "de", "--max_steps", "4")
+    flags += ["--gradient_checkpointing", "--resume", "auto", "--save_every", "1"]
+    ran(recipe, *flags, "--output_dir", tmp_path / "whole")
+    killing = runs.signal_after(2, 15)
+    (tmp_path / "cut").mkdir()
+    process = runs.start(runs.command(recipe, *flags), tmp_path / "cut", killing)
+    process.communicate()
+    assert process.returncode == 143
+    assert "(step 2)" in ran(recipe, *flags, "--output_dir", tmp_path / "cut")
+    runs.assert_same_state(newest(tmp_path / "cut", recipe), newest(tmp_path / "whole", recipe))
+
+
+def test_adapters_beside_a_nemotron(manifest, released, tmp_path):
+    def read(folder: Path) -> dict:
+        return formats.read_model(folder)[0]
+
+    def in_peft(base: list, merged: Path, folder: Path) -> None:
+        kind = transformers.Nemotron3_5AsrForRNNT
+        model = peft.PeftModel.from_pretrained(kind.from_pretrained(base[1]), folder)
+        found = model.merge_and_unload().state_dict()
+        for name, tensor in kind.from_pretrained(merged).state_dict().items():
+            assert torch.allclose(found[name], tensor, atol=1e-6), name
+
+    data = flags_of(manifest, released)[:4]
+    source = ["--model_dir", released]
+    flags = [*data, "--language", "de"]
+    out = adapters.check(recipe, flags, source, tmp_path, read, peft=in_peft)
+    assert "trained whole: decoder, joint, prompt_projector" in out
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "have no language, which this model is told: add --language NAME"),
+        (["--language", "deu"], "--language deu: the model knows no such language.*de"),
+        (["--language", "de", "--lookahead", "4"], "chunks of 5 frames do not divide the 12"),
+        (["--new_language", "se-NO"], "--like"),
+        (["--like", "de"], "--new_language"),
+        (["--new_language", "sami", "--like", "de"], "give it the form of fi-FI"),
+        (["--new_language", "fi-FI", "--like", "de"], "knows this language already"),
+        (["--new_language", "se-NO", "--like", "fin"], "--like fin: .*fi-FI"),
+        (["--export", "x", "--export_format", "onnx", "--language", "de"], "ONNX"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(flags, message, manifest, released, tmp_path):
+    places = ["--output_dir", tmp_path, "--max_steps", "1"]
+    flags = [tmp_path / "x" if flag == "x" else flag for flag in flags]
+    _, err = refused(recipe, *flags_of(manifest, released, *flags), *places)
+    assert re.search(message, err), err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--language", "de"], "this model is told no language"),
+        (["--new_language", "se-NO", "--like", "de"], "this model is told no language"),
+    ],
+)
+def test_the_english_model_is_told_no_language(flags, message, manifest, english, tmp_path):
+    places = ["--output_dir", tmp_path, "--max_steps", "1"]
+    _, err = refused(recipe, *flags_of(manifest, english, *flags), *places)
+    assert message in err
+    ran(recipe, *flags_of(manifest, english, "--lookahead", "0"), *places)
+
+
+def test_a_plan_needs_no_data(released):
+    run = planned(recipe, "--dry_run", "--model_dir", released, *STEPS, "--max_duration", "2")
+    assert run.batch["prompts"].tolist() == [7, 7] and len(run.batch["lookaheads"]) == 2
+
+
+def test_an_added_tag_ends_the_sentences_of_a_new_language(manifest, released, tmp_path):
+    new = ["--new_language", "se-NO", "--like", "fi-FI", "--add_tokens", "<se-NO>"]
+    rows = manifest.read_text().replace('"fi-FI"', '"se-NO"').replace('"ca"', '"ca."')
+    (manifest.parent / "tagged.json").write_text(rows)
+    _, _, data = make_data(manifest.parent / "tagged.json", released, *new)
+    tag = data.tokenizer.tags["se-NO"]
+    assert data.item(3, 0)["tokens"][-1] == tag and tag == data.tokenizer.size - 1
+    flags = flags_of(manifest.parent / "tagged.json", released, *new, "--language", "de")
+    out = ran(recipe, *flags, "--max_steps", "1", "--output_dir", tmp_path)
+    assert "without a tag" not in out
