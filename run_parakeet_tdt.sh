@@ -6,8 +6,9 @@
 #   NODES, NODE, HEAD and --sharded: docs/several_gpus.md
 # TIER: auto (default), 4gb, 6gb, 8gb, 12gb, t4, 16gb, 24gb, a100, cpu.
 # SIZE: demo (default), 0.6b (default with --model_dir, --model_file, --train_manifest,
-# --from_scratch or --init_from), 110m. A model from scratch has this size. A model from
-# --model_dir or --model_file has its own size, and SIZE only picks the row of the table.
+# --from_scratch or --init_from), 110m, nemotron. A model from scratch has this size. A model from
+# --model_dir or --model_file has its own size, and SIZE only picks the row of the table: 110m by
+# itself for files of less than 1,000 MB, such as parakeet-tdt_ctc-110m.
 # DATA: auto (default: by the hours of speech in --train_manifest), small_data (under 2 h),
 # medium_data (under 20 h), large_data.
 # An update is 120 utterances in every tier, 48 with medium_data, 16 with small_data, 8 in the demo.
@@ -34,29 +35,44 @@ rows='
 4gb   0.6b S 15 8 R --eval_batch_size 4
 4gb   0.6b L 10 12 R --eval_batch_size 4
 4gb   0.6b 24 5 R W --eval_batch_size 4
+4gb   nemotron 20 6 R W --eval_batch_size 4
 6gb   110m 10 12
 6gb   0.6b L 5 24 --eval_batch_size 4
 6gb   0.6b 40 3 R G --eval_batch_size 4
+6gb   nemotron L 4 30 --eval_batch_size 4
+6gb   nemotron 40 3 R G --eval_batch_size 4
 8gb   110m 15 8
 8gb   0.6b S 15 8 R --eval_batch_size 4
 8gb   0.6b L 8 15 --eval_batch_size 4
 8gb   0.6b 8 15 R 8 --eval_batch_size 4
+8gb   nemotron L 6 20 --eval_batch_size 4
+8gb   nemotron 2 60 R 8 --eval_batch_size 4
 12gb  110m 30 4
 12gb  0.6b 4 30 8
+12gb  nemotron 3 40 8
 t4    110m 40 3
 t4    0.6b 8 15 8
+t4    nemotron 6 20 8
 16gb  110m 40 3
 16gb  0.6b 5 24
+16gb  nemotron 4 30
 24gb  110m 60 2
 24gb  0.6b 15 8 --eval_batch_size 10
+24gb  nemotron 12 10 --eval_batch_size 10
 a100  110m 120 1 --eval_batch_size 10
 a100  0.6b 60 2 --eval_batch_size 10
+a100  nemotron 60 2 --eval_batch_size 10
 cpu   *    4 30 R
 '
 read_arguments "$@"
 flags+=(--output_dir runs/parakeet_tdt) # a folder of its own for each recipe
 if only_uses_a_model; then run parakeet_tdt; fi
-size_or_demo 0.6b --model_dir --model_file --train_manifest --from_scratch --init_from
+usual=0.6b
+released=$(value_of --model_file --model_dir)
+for file in "$released" "$released"/model.safetensors "$released"/*.nemo; do
+  if [ -f "$file" ] && [ "$(du -Lm "$file" | cut -f 1)" -lt 1000 ]; then usual=110m; fi
+done
+size_or_demo "$usual" --model_dir --model_file --train_manifest --from_scratch --init_from
 pick_row
 if is_new_model && ! given --init_from; then
   flags+=(--from_scratch --model_size "$size")

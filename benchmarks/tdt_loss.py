@@ -1,14 +1,18 @@
-"""Time and memory of the TDT loss with the joint network in front of it, forward and backward,
-against transformers'.
+"""Time and memory of a transducer's loss with the joint network in front of it, forward and
+backward: TDT against transformers', RNN-T against a full joint.
 
     python benchmarks/tdt_loss.py            # four rows, about three minutes on two cores
     python benchmarks/tdt_loss.py --rounds 5
+    python benchmarks/tdt_loss.py --loss rnnt
+
+transformers leaves the RNN-T loss to torchaudio. The full joint here is log_softmax over all of its
+output and, on blanks and labels alone, the sum over all paths by autograd, which is small beside it.
 
 B=4, T=100, U=30, joint of 640; projections are normal and the head uniform as nn.Linear makes it.
 Each row runs in separate processes, on one thread: processor time is the median of the rounds after
 the first, memory the peak of resident memory above the inputs. Prints `tdt V=8193 full memory 0.03
-time 0.42`: ours divided by theirs. The exit status is 1 if losses or gradients differ, memory is
-above 0.07 (V=8193) or 0.1 (V=1025), or time above 0.55."""
+time 0.42`: ours divided by theirs. The exit status is 1 if losses or gradients differ, or, for TDT,
+memory is above 0.07 (V=8193) or 0.1 (V=1025), or time above 0.55."""
 
 import argparse
 import json
@@ -41,7 +45,7 @@ MOST_DIFFERENCE = 1e-5  # of losses, relative
 MOST_OF_GRADIENTS = 1e-4  # of the norms of gradients, relative: the peer's lattice is in fp32
 
 
-def make_inputs(outputs: int, kind: str):
+def make_inputs(outputs: int, kind: str, durations: int):
     """[encoded, predicted, weight, bias], targets, frames and labels. `outputs`: tokens and
     blank."""
     import torch
@@ -50,7 +54,7 @@ def make_inputs(outputs: int, kind: str):
     encoded = torch.randn(BATCH, FRAMES, WIDTH, generator=generator)
     predicted = torch.randn(BATCH, LABELS + 1, WIDTH, generator=generator)
     bound = WIDTH**-0.5
-    rows = outputs + len(DURATIONS)
+    rows = outputs + durations
     weight = torch.empty(rows, WIDTH).uniform_(-bound, bound, generator=generator)
     bias = torch.empty(rows).uniform_(-bound, bound, generator=generator)
     targets = torch.randint(0, outputs - 1, (BATCH, LABELS), generator=generator)
@@ -69,6 +73,32 @@ def lean(tensors, targets, frames, labels):
     return transducer_losses(*tensors, Lattice(targets, frames, labels, DURATIONS, SIGMA)).sum()
 
 
+def lean_rnnt(tensors, targets, frames, labels):
+    from speech.parakeet.loss import Lattice, transducer_losses
+
+    return transducer_losses(*tensors, Lattice(targets, frames, labels, ())).sum()
+
+
+def full_rnnt(tensors, targets, frames, labels):
+    import torch
+
+    encoded, predicted, weight, bias = tensors
+    logits = (encoded[:, :, None] + predicted[:, None]).relu() @ weight.t() + bias
+    found = logits.log_softmax(-1)
+    blanks = found[..., -1].double()  # (B, T, U + 1)
+    columns = targets[:, None, :, None].expand(-1, found.shape[1], -1, -1)
+    taken = found[:, :, :-1].gather(3, columns)[..., 0].double()  # (B, T, U)
+    climb = torch.nn.functional.pad(taken.cumsum(2), (1, 0))
+    rows = []
+    for t in range(found.shape[1]):
+        before = rows[-1] + blanks[:, t - 1] if t else torch.full_like(climb[:, 0], -torch.inf)
+        if t == 0:
+            before[:, 0] = 0.0
+        rows.append((before - climb[:, t]).logcumsumexp(1) + climb[:, t])
+    ends = torch.stack(rows, dim=1) + blanks
+    return -ends[torch.arange(len(frames)), frames - 1, labels].sum()
+
+
 def peer(tensors, targets, frames, labels):
     from transformers.loss.loss_tdt import tdt_loss
 
@@ -82,6 +112,11 @@ def peer(tensors, targets, frames, labels):
     )
 
 
+# By loss: ours and the peer.
+NAMES = {"tdt": ("lean", "peer"), "rnnt": ("lean_rnnt", "full_rnnt")}
+FUNCTIONS = {function.__name__: function for function in (lean, peer, lean_rnnt, full_rnnt)}
+
+
 def peak_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -92,8 +127,9 @@ def measure(name: str, outputs: int, kind: str, rounds: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    function = {"lean": lean, "peer": peer}[name]
-    tensors, targets, frames, labels = make_inputs(outputs, kind)
+    function = FUNCTIONS[name]
+    durations = 0 if function in (lean_rnnt, full_rnnt) else len(DURATIONS)
+    tensors, targets, frames, labels = make_inputs(outputs, kind, durations)
     # A small case loads libraries and kernels.
     small = [tensor[:1, :3].detach().requires_grad_() for tensor in tensors[:2]]
     one = torch.ones(1, dtype=torch.long)
@@ -132,6 +168,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loss", choices=NAMES, default="tdt")
     parser.add_argument(
         "--measure", nargs=3, metavar=("NAME", "OUTPUTS", "KIND"), help=argparse.SUPPRESS
     )
@@ -141,22 +178,24 @@ def main() -> int:
         measure(name, int(outputs), kind, args.rounds)
         return 0
     failed = False
+    of_lean, of_peer = NAMES[args.loss]
     print(common.spinning())
     for outputs, kind in ROWS:
-        theirs = measured("peer", outputs, kind, args.rounds)
-        ours = measured("lean", outputs, kind, args.rounds)
+        theirs = measured(of_peer, outputs, kind, args.rounds)
+        ours = measured(of_lean, outputs, kind, args.rounds)
         memory = ours["memory"] / theirs["memory"]
         seconds = ours["time"] / theirs["time"]
         pairs = zip(ours["values"], theirs["values"], strict=True)
         of_loss, *of_gradients = [abs(a - b) / abs(b) for a, b in pairs]
-        print(f"tdt V={outputs} {kind} memory {memory:.2f} time {seconds:.2f}", flush=True)
+        print(f"{args.loss} V={outputs} {kind} memory {memory:.2f} time {seconds:.2f}", flush=True)
         print(
             f"  {ours['memory'] >> 20} of {theirs['memory'] >> 20} MiB, {ours['time']:.2f} of"
             f" {theirs['time']:.2f} s, losses differ by {of_loss:.0e}, norms of gradients by"
             f" {max(of_gradients):.0e}",
             flush=True,
         )
-        failed |= memory > MOST_MEMORY[outputs] or seconds > MOST_TIME
+        if args.loss == "tdt":
+            failed |= memory > MOST_MEMORY[outputs] or seconds > MOST_TIME
         failed |= of_loss > MOST_DIFFERENCE or max(of_gradients) > MOST_OF_GRADIENTS
     return int(failed)
 

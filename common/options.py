@@ -102,12 +102,12 @@ class Level(OnOff):
 
 
 class Repeated(argparse.Action):
-    """A flag that can be given several times: its values as a list. (argparse's "append" adds to
-    the default, which `Parser.parse_args` does not give it.)"""
+    """A flag with `nargs` "+" that can be given several times: all its values as a list. (argparse's
+    "extend" adds to the default, which `Parser.parse_args` does not give it.)"""
 
     def __call__(self, parser, namespace, values, option_string=None):
         before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, [*(before if isinstance(before, list) else []), values])
+        setattr(namespace, self.dest, [*(before if isinstance(before, list) else []), *values])
 
 
 class Joined(argparse.Action):

@@ -10,9 +10,9 @@ LJSpeech's metadata.csv; any sample rate; utterances of up to 20 s, longer ones 
 if the manifest has segment times. The text is trained on as it is written: give it the case and
 punctuation that the model shall write.
 
---model_file takes NVIDIA's .nemo archive, --model_dir a Hugging Face folder; --from_scratch
---model_size 110m makes a new model with a new vocabulary. --export DIR --export_format hf|nemo|onnx
-writes what transformers' ParakeetForTDT, NeMo, or sherpa-onnx and onnx-asr load.
+--model_file takes NVIDIA's .nemo archive, --model_dir a Hugging Face folder, also of RNN-T, CTC and
+hybrid models; --from_scratch --model_size 110m makes a new model with a new vocabulary. --export DIR
+--export_format hf|nemo|onnx writes what transformers, NeMo, or sherpa-onnx and onnx-asr load.
 
 Memory: weights and gradients of 0.6 billion parameters take 4.7 GiB of the GPU, optimizer states
 4.7, in 8 bits 1.2, and none with --use_cpu_offload. run_parakeet_tdt.sh has presets from 4 GB.
@@ -44,7 +44,18 @@ from common.batches import EvalBatches, GlobalBatches, pad, to_device
 from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
-from speech import card, demo, metrics, recogniser, released, replay, splits, text, unknown
+from speech import (
+    boosting,
+    card,
+    demo,
+    metrics,
+    recogniser,
+    released,
+    replay,
+    splits,
+    text,
+    unknown,
+)
 from speech.audio import SAMPLE_RATE, change_speed, read_utterance, speed_factors
 from speech.augment import Augmentation, read_noises
 from speech.columns import Corpus
@@ -79,6 +90,7 @@ def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
     replay.add_arguments(parser)
     recogniser.add_arguments(parser)
+    boosting.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
     options.add_arguments(
         parser,
@@ -91,8 +103,8 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
-    excludes = (*recogniser.EXCLUDES, *replay.EXCLUDES, *start.EXCLUDES)
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS)
+    excludes = (*recogniser.EXCLUDES, *boosting.EXCLUDES, *replay.EXCLUDES, *start.EXCLUDES)
+    needs = (*splits.NEEDS, *recogniser.NEEDS, *boosting.NEEDS, *replay.NEEDS, *start.NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
     return start.resolve(args, is_demo)
 
@@ -358,9 +370,12 @@ def evaluate(
     return {**sums, **metrics.score(rows)}
 
 
-def decode_words(tokenizer: ParakeetTokenizer, model: Parakeet, eval_batches) -> list[dict]:
+def decode_words(
+    how: recogniser.Options, tokenizer: ParakeetTokenizer, model: Parakeet, eval_batches
+) -> list[dict]:
     """The rows of a decoded set, with the times of their words."""
-    decode = functools.partial(decoding.transcripts, model, tokenizer)
+    trie = decoding.phrase_trie(how.boost, tokenizer)
+    decode = functools.partial(decoding.transcripts, model, tokenizer, trie=trie)
     rows = []
     for row in recogniser.decode_texts(model, decode, eval_batches):
         decoded = row["hypothesis"]
@@ -379,7 +394,7 @@ def report_results(
     of their words. `weights`: which weights the model has, for the title. Returns the rows."""
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
-    rows = decode_words(tokenizer, model, eval_batches)
+    rows = decode_words(asked.how, tokenizer, model, eval_batches)
     title = f"{name} set, {weights}, {len(rows)} utterances"
     spoken = eval_batches.dataset.data.corpus.languages
     recogniser.print_results(rows, title, asked.how, languages=spoken)
@@ -404,7 +419,7 @@ def compare(
         del released_weights  # the model has them
         memory.replace_on_device(model, untrained)
         eval_batches = evaluation["test" if "test" in evaluation else "val"].whole()
-        before = decode_words(start.tokenizer_of(info), untrained, eval_batches)
+        before = decode_words(asked.how, start.tokenizer_of(info), untrained, eval_batches)
         recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
 
 
@@ -448,7 +463,8 @@ def transcribe(args, asked: start.Options) -> None:
     tokenizer = start.tokenizer_of(info)
     if asked.stream:
         return live.transcribe(asked.how, asked.stream, model, tokenizer, setup)
-    decode = functools.partial(decoding.transcripts, model, tokenizer)
+    trie = decoding.phrase_trie(asked.how.boost, tokenizer)
+    decode = functools.partial(decoding.transcripts, model, tokenizer, trie=trie)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(model, tokenizer))
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)
@@ -573,6 +589,8 @@ def make_task(
         f"model: {millions:.1f} M parameters, {tokenizer.size} pieces; learning rate"
         f" {args.learning_rate or lora.rate(model, rate):g}"
     )
+    if start.is_unified(info):
+        print("trained offline only: what this model does in streaming is not looked at")
     terms = loss_weights(info)
     return Task(
         RECIPE,

@@ -53,9 +53,10 @@ def add_arguments(parser) -> None:
         "--watch_manifest",
         type=options.path,
         action=options.Repeated,
+        nargs="+",
         metavar="FILE",
         help=(
-            "a further set to evaluate with the evaluation set, also before training; can be given"
+            "further sets to evaluate with the evaluation set, also before training; can be given"
             " several times"
         ),
     )

@@ -1,9 +1,11 @@
-"""Parakeet-TDT in ONNX, as sherpa-onnx and onnx-asr load it: a folder with a graph for each part.
+"""Parakeet in ONNX, as sherpa-onnx and onnx-asr load it: a folder with a graph for each part of a
+transducer, or with one graph of a CTC model.
 
 Both programs compute the features themselves, as `features.MelFeatures` does. They take the place
 of a duration in the list for its frames. sherpa-onnx goes by the order of inputs and outputs, and
 by the metadata of the encoder; onnx-asr goes by names, and by config.json."""
 
+import functools
 import json
 import os
 import shutil
@@ -18,6 +20,7 @@ from speech import onnx_files
 from speech.features import valid_mask
 from speech.onnx_files import Graph
 from speech.parakeet.model import Parakeet, relative_positions
+from speech.parakeet.settings import is_transducer, kind_of
 
 FRAMES = 80  # of the example that a graph is made from, before the subsampling
 MEL_BINS = (80, 128)  # that onnx-asr has features of
@@ -122,6 +125,21 @@ class DecoderJointGraph(nn.Module):
         return self.joiner(encoded, predicted), lengths, hidden, cells
 
 
+class CtcModel(nn.Module):
+    """Encoder and CTC head, for `onnx_files.CtcGraph`."""
+
+    def __init__(self, model: Parakeet):
+        super().__init__()
+        self.encoder = EncoderGraph(model)
+        self.model = model
+
+    def ctc_log_probs(
+        self, features: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded, lengths = self.encoder(features.transpose(1, 2), lengths)
+        return self.model.ctc_log_probs(encoded.transpose(1, 2)), lengths
+
+
 def check(config: dict) -> None:
     """Raises `UsageError` for a model that the two programs would decode wrongly, and `RunError` if
     a package is missing."""
@@ -150,6 +168,14 @@ def prepare(
         model = Parakeet(config)
     model.load_state_dict(tensors, assign=True)
     model.eval().requires_grad_(False)
+    if not is_transducer(config):
+        return functools.partial(
+            onnx_files.fill_ctc,
+            model=CtcModel(model),
+            pieces=pieces,
+            num_mel_bins=config["num_mel_bins"],
+            subsampling=config["subsampling"],
+        )
     programs = {}
     for name, graph in graphs(model).items():
         about = metadata(config) if name == "encoder-model.onnx" else None
@@ -207,7 +233,7 @@ def metadata(config: dict) -> dict[str, object]:
     return {
         "model_type": "EncDecRNNTBPEModel",
         "version": "2",
-        "url": "parakeet-tdt",  # sherpa-onnx takes "tdt" in it for a TDT model
+        "url": f"parakeet-{kind_of(config)}",  # sherpa-onnx takes "tdt" in it for a TDT model
         "vocab_size": config["vocabulary"],
         "normalize_type": "per_feature",
         "pred_rnn_layers": config["prediction_layers"],
@@ -221,7 +247,7 @@ def text_files(config: dict, pieces: list[str]) -> dict[str, str]:
     """The pieces for both programs, and onnx-asr's config.json."""
     lines = onnx_files.token_lines(pieces)
     settings = {
-        "model_type": "nemo-conformer-tdt",
+        "model_type": f"nemo-conformer-{kind_of(config)}",
         "features_size": config["num_mel_bins"],
         "subsampling_factor": config["subsampling"],
         "max_tokens_per_step": config["max_symbols"],

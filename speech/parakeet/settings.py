@@ -127,8 +127,9 @@ def check_config(config: dict, path: str | Path) -> None:
         raise UsageError(f"{path}: a model of kind {kind!r} with durations {config['durations']}")
     if not (is_transducer(config) or config["ctc"]):
         raise UsageError(f"{path}: a CTC model without a CTC head")
-    if not any(family.has(config) for family in FAMILIES):
-        raise UsageError(f"{path}: its streaming encoder or its prompt is not that of a Nemotron")
+    families = [family for family in FAMILIES if family.has(config)]
+    if not families or (config["ctc"] and is_transducer(config) and not families[0].hybrid):
+        raise UsageError(f"{path}: no Nemotron has such an encoder, prompt or CTC head")
 
 
 def kind_of(config: dict) -> str:

@@ -564,10 +564,13 @@ def from_scratch(asked: Options, texts: Callable[[], Iterable[str]]) -> ModelInf
     has_ctc = size["ctc"]
     if "ctc" in asked.loss:
         has_ctc = asked.loss["ctc"] > 0
+    config = {**size, "vocabulary": len(pieces(state)), "ctc": has_ctc}
+    settings.check_config(config, "--from_scratch")
+    is_tdt = settings.kind_of(config) == "tdt"
     return ModelInfo(
-        config={**size, "vocabulary": len(pieces(state)), "ctc": has_ctc},
+        config=config,
         tokenizer=state,
-        loss=SCRATCH_LOSS,
+        loss=SCRATCH_LOSS if is_tdt else settings.family_of(config).loss,
         source={},
         pretrained=False,
         own_vocabulary=True,
@@ -629,6 +632,11 @@ def with_loss(info: ModelInfo, asked: Options) -> ModelInfo:
         )
     loss.setdefault("ctc", CTC_WEIGHT if info.config["ctc"] else 0.0)
     return dataclasses.replace(info, loss=loss)
+
+
+def is_unified(info: ModelInfo) -> bool:
+    """Whether the released model was trained for streaming, too, with the same weights."""
+    return "chunked_limited_with_rc" in info.source.get("yaml", "")
 
 
 def learning_rate(info: ModelInfo, hours: float) -> float:

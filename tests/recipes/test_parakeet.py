@@ -319,6 +319,19 @@ def test_however_a_global_batch_is_cut_its_gradient_is_the_same(noise, reduction
         ).norm() <= 1e-10 * whole.norm()
 
 
+@pytest.mark.parametrize("kind", ["rnnt", "ctc"])
+def test_other_kinds_have_the_same_gradient_however_a_window_is_cut(kind, noise):
+    info, items = make_items(noise, kind=kind, durations=[])
+    weights = recipe.loss_weights(info)
+    assert weights == ({"rnnt": 0.7, "ctc": 0.3} if kind == "rnnt" else {"ctc": 1.0})
+    model = make_model(info.config).train()
+    whole = global_batch_gradient(model, items, [8], weights)
+    assert whole.norm() > 0.01
+    for sizes in ([4, 4], [1] * 8, [5, 3]):
+        difference = global_batch_gradient(model, items, sizes, weights) - whole
+        assert difference.norm() <= 1e-10 * whole.norm()
+
+
 def test_reductions_differ_by_their_factors_and_counts(noise):
     by_reduction = {}
     for reduction in start.REDUCTIONS:

@@ -56,7 +56,7 @@ UPDATES = {
         "many": 256,
         **dict.fromkeys("tiny base small medium large turbo".split(), 96),
     },
-    PARAKEET: {"demo": 8, "110m": 120, "0.6b": 120},
+    PARAKEET: {"demo": 8, "110m": 120, "0.6b": 120, "nemotron": 120},
     XTTS: {"demo": 16, "full": 240},
 }
 
@@ -330,16 +330,18 @@ def test_morse_rows_are_the_guides():
 
 
 def test_a_parakeet_from_scratch_has_the_size_of_the_row():
-    for tier, size in itertools.product(TIERS[PARAKEET], ("110m", "0.6b")):
+    for tier, size in itertools.product(TIERS[PARAKEET], ("110m", "0.6b", "nemotron")):
         for given in ([], DATA, ["--from_scratch"]):
             words = command_of(PARAKEET, tier, size, *given)
             args = resolved(PARAKEET, words)
             assert args.from_scratch and args.model_size == size
         file = ["--model_file", __file__]
         assert not resolved(PARAKEET, command_of(PARAKEET, tier, size, *file)).from_scratch
-        for given in (MODEL, file, DATA, ["--from_scratch"], [*MODEL, *DATA]):
+        for given in (MODEL, DATA, ["--from_scratch"], [*MODEL, *DATA]):
             default = command_of(PARAKEET, tier, *given)
             assert default == command_of(PARAKEET, tier, "0.6b", *given)
+        # A small file has a small model.
+        assert command_of(PARAKEET, tier, *file) == command_of(PARAKEET, tier, "110m", *file)
     for row, evaluated in {"8gb 0.6b": 4, "16gb 0.6b": 8, "24gb 0.6b": 10, "a100 110m": 10}.items():
         args = resolved(PARAKEET, command_of(PARAKEET, *row.split()))
         assert args.eval_batch_size == evaluated

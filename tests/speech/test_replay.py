@@ -77,10 +77,10 @@ def test_shares_that_make_no_sense(value):
 
 def test_a_flag_that_is_repeated_has_all_its_values():
     parser = options.Parser("")
-    parser.add_argument("--a", action=options.Repeated)
+    parser.add_argument("--a", action=options.Repeated, nargs="+")
     assert parser.parse_args([]).a is None
-    args = parser.parse_args(["--a", "1", "--a", "2"])
-    assert args.a == ["1", "2"] and args.given == {"a"}
+    args = parser.parse_args(["--a", "1", "--a", "2", "3"])
+    assert args.a == ["1", "2", "3"] and args.given == {"a"}
 
 
 @pytest.fixture

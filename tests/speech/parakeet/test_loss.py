@@ -373,10 +373,10 @@ def test_without_durations_it_is_the_rnnt_loss(fastemit):
         value = (theirs * weights).sum()
         for b, t, u, posterior in posteriors:
             value = value - fastemit * weights[b] * posterior * logits[b, t, u, targets[b, u]]
-        lattice = Lattice(targets, frames, labels, (), fastemit=fastemit)
+        lattice = Lattice(targets, frames, labels, (), fastemit=fastemit, least_occupancy=0.0)
         ours = transducer_losses(*tensors, lattice)
         assert_close([ours], [theirs], 1e-12)
-        assert_close(gradients((ours * weights).sum(), tensors), gradients(value, tensors), 1e-8)
+        assert_close(gradients((ours * weights).sum(), tensors), gradients(value, tensors), 1e-11)
 
 
 def test_without_durations_it_is_the_plain_branch_of_a_model_with_durations():

@@ -57,15 +57,8 @@ def batch_of(tokenizer) -> dict:
     for text, samples in zip(TEXTS, CLIPS, strict=True):
         tokens = torch.tensor(tokenizer.encode(text))
         item = {"audio": torch.from_numpy(samples), "tokens": tokens, "text": text, "name": text}
-        items.append(
-            {
-                **item,
-                "plain": False,
-                "factors": {"tdt": 1.0},
-                "index": 0,
-                "counts": {"tdt": len(tokens)},
-            }
-        )
+        item |= {"plain": False, "index": 0}
+        items.append({**item, "factors": {"tdt": 1.0}, "counts": {"tdt": len(tokens)}})
     return next(to_device([recipe.collate(items)], torch.device("cpu")))
 
 
