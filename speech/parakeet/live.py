@@ -20,7 +20,6 @@ from speech import audio, recogniser, subtitles
 from speech.audio import SAMPLE_RATE
 from speech.parakeet import decoding
 from speech.parakeet.decoding import Token
-from speech.parakeet.features import HOP
 from speech.parakeet.model import Parakeet
 from speech.parakeet.streaming import Stream
 from speech.parakeet.tokenizer import ParakeetTokenizer
@@ -71,7 +70,7 @@ def lookahead_of(config: dict, milliseconds: int) -> int:
     has = config["streaming"]
     known = {*has["lookaheads"]}
     known |= {frames for frames in range(max(known)) if has["left"] % (frames + 1) == 0}
-    frame = 1000 * HOP * config["subsampling"] // SAMPLE_RATE
+    frame = 1000 * decoding.frame_samples(config) // SAMPLE_RATE
     chunks = {frame * (frames + 1): frames for frames in sorted(known)}
     if milliseconds not in chunks:
         raise UsageError(f"{flag}: this model has {', '.join(map(str, chunks))}")
@@ -348,7 +347,7 @@ def transcribe(
     is_live = name == STANDARD_INPUT
     pieces = standard_input() if is_live else audio.read_in_pieces(name, SAMPLE_RATE)
     written = Written(how.output, name)
-    frame_seconds = HOP * model.config["subsampling"] / SAMPLE_RATE
+    frame_seconds = decoding.frame_samples(model.config) / SAMPLE_RATE
     lines = Lines(tokenizer, frame_seconds, show, written.write)
     pace = Pace()
     end: Failure | KeyboardInterrupt | None = None

@@ -337,7 +337,8 @@ def test_a_parakeet_from_scratch_has_the_size_of_the_row():
             assert args.from_scratch and args.model_size == size
         file = ["--model_file", __file__]
         assert not resolved(PARAKEET, command_of(PARAKEET, tier, size, *file)).from_scratch
-        for given in (MODEL, DATA, ["--from_scratch"], [*MODEL, *DATA]):
+        model = ["--model_dir", "model"]  # of unknown size
+        for given in (model, DATA, ["--from_scratch"], [*model, *DATA]):
             default = command_of(PARAKEET, tier, *given)
             assert default == command_of(PARAKEET, tier, "0.6b", *given)
         # A small file has a small model.

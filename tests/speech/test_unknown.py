@@ -1,5 +1,6 @@
 """Characters that a vocabulary lacks: counted, named, and refused above a share."""
 
+import shlex
 import time
 import types
 
@@ -168,3 +169,23 @@ def test_each_character_is_encoded_once():
         lacking("the quick brown fox jumps over the lazy dog " * 3)
     assert len(calls) <= 28
     assert time.perf_counter() - started < 5  # two orders of magnitude more than it takes
+
+
+@pytest.mark.parametrize(
+    ("texts", "flag"),
+    [
+        (["a%b%", "(a) b"], '--add "% ( )"'),
+        (['a"$b'], """--add '" $'"""),
+        (["a`'\\!"], "--add '! '\"'\"' \\ `'"),
+        ([chr(0x4E00 + i) for i in range(101)], ""),  # too many
+    ],
+)
+def test_the_flag_that_adds_characters_is_ready_to_copy(texts, flag, capsys):
+    named = {"train": corpus(["a" * 99, *texts]), "val": corpus(["€" * 2])}
+    unknown.check_unknown(named, LATIN, True, adds="--add")
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("to add them")]
+    assert lines == ([f"to add them to the vocabulary: {flag}"] if flag else [])
+    if flag:
+        value = shlex.split(flag)[1]
+        assert set(value.split(" ")) == {c for text in texts for c in text if c not in "ab "}

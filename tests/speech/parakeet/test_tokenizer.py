@@ -21,6 +21,7 @@ from common.errors import UsageError
 from speech.parakeet.tokenizer import (
     BLANK,
     PAD,
+    add_pieces,
     hf_files,
     make_tokenizer,
     pad_pieces,
@@ -478,3 +479,68 @@ def test_user_defined_symbols_of_transformers_converter(tmp_path):
         assert second.encode(f"{text}1<|x|>a{PAD}") == processor.encode(f"{text}1<|x|>a{PAD}")
         plain = text.replace("1", "").replace("2", "")
         assert first.encode(plain) == processor.encode(plain)
+
+
+# --- added pieces ---------------------------------------------------------------------------------
+
+SIGNS = ("(", ")", "%", "°", "x☃", "<laugh>", "ab☃")
+
+
+def has_no_sign(text: str) -> bool:
+    return not any(sign in text for sign in SIGNS)
+
+
+def with_signs(texts: list[str]) -> list[str]:
+    draw = random.Random(3)
+    found = []
+    for text in texts:
+        words = text.split()
+        for sign in draw.choices(SIGNS, k=3):
+            words.insert(draw.randint(0, len(words)), sign)
+        found.append(draw.choice([" ", ""]).join(words))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_added_pieces_are_the_same_in_every_form_and_change_no_other_text(kind, tmp_path):
+    before = make_tokenizer(state_of(kind), len(pieces(state_of(kind))))
+    state = add_pieces(state_of(kind), SIGNS)
+    from_json = add_pieces({"json": hf_files(state_of(kind))["tokenizer.json"]}, SIGNS)
+    size = before.size + len(SIGNS)
+    first = make_tokenizer(state, size)
+    second = make_tokenizer({"json": hf_files(state)["tokenizer.json"]}, size)
+    third = make_tokenizer(from_json, size)
+    assert first.pieces == second.pieces == third.pieces == [*before.pieces, *SIGNS]
+    peer = transformers.ParakeetTokenizer.from_pretrained(folder_with(hf_files(state), tmp_path))
+    assert peer.convert_tokens_to_ids(BLANK) == size
+    texts = random_texts(100, symbols_of(kind))
+    if kind == "table":  # as above
+        texts = [
+            "".join(c for c in text if not unicodedata.category(c).startswith("M"))
+            for text in texts
+        ]
+    for text in filter(has_no_sign, texts):
+        assert first.encode(text) == before.encode(text), text
+    for text in with_signs(texts):
+        ids = first.encode(text)
+        assert ids == second.encode(text) == third.encode(text), text
+        assert peer(text, add_special_tokens=False).input_ids == ids, text
+        assert first.decode(ids) == second.decode(ids) == peer.decode(ids, group_tokens=False)
+        assert max(ids) >= before.size
+
+
+def test_pieces_are_added_to_a_tokenizer_json_of_transformers_converter(tmp_path):
+    (tmp_path / "a.model").write_bytes(train("bpe"))
+    backend = ParakeetConverter(str(tmp_path / "a.model")).converted()
+    backend.add_special_tokens(["<unk>", BLANK])
+    state = {"json": backend.to_str(), "files": {"tokenizer_config.json": "{}"}}
+    both = (add_pieces(state, SIGNS), add_pieces(state_of("bpe"), SIGNS))
+    first, second = (make_tokenizer(each, len(pieces(each))) for each in both)
+    for text in with_signs(random_texts(30)):
+        assert first.encode(text) == second.encode(text)
+
+
+@pytest.mark.parametrize("piece", ["A", "…", "ﬁ"])
+def test_a_piece_that_no_text_can_have_is_refused(piece):
+    with pytest.raises(UsageError, match="the model's vocabulary reads it as"):
+        add_pieces(state_of("table"), [piece])
