@@ -143,6 +143,7 @@ def check_texts(
         vocabulary.NEW_VOCABULARY,
         is_own,
         adds="--add_tokens",
+        added=vocabulary.resolve(args).added,
     )
 
 
@@ -525,10 +526,10 @@ def fit_vocabulary(
     asked: start.Options, run: Run, info: ModelInfo, seed: int, model: Parakeet, data: Utterances
 ) -> None:
     """Fits the rows of new pieces to some training utterances."""
-    if asked.origin.path:
-        before, weights = start.read(asked.origin.path)
-    else:
+    if run.initial and (run.initial.lora or not asked.origin.path):
         before, weights = start.saved_model(run.initial)
+    else:
+        before, weights = start.read(asked.origin.path)
     if items := splits.some_items(data, seed, NEW_ROWS_UTTERANCES):
         batch = next(to_device([collate(items)], torch.device("cpu")))
         texts = sample_texts(data.corpus, seed)

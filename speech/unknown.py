@@ -57,6 +57,7 @@ def check_unknown(
     advice: str = "",
     is_own: bool = False,
     adds: str = "",
+    added: tuple[str, ...] = (),
 ) -> None:
     """Prints which characters of each set the vocabulary cannot write, with their counts.
     `lacking(text)` returns those of a text, repeated ones as often as they occur.
@@ -66,7 +67,7 @@ def check_unknown(
     (or the reverse) are only named, unless they and the others are more than `MOST_TOLERATED`. That
     limit also holds for evaluation sets if the vocabulary `is_own`, made from the training texts of
     the run. `adds`: a flag that adds characters to a vocabulary; those of the training texts are
-    printed behind it."""
+    printed behind it, after those that it has `added` already."""
     for name, corpus in corpora.items():
         if not len(corpus) or not corpus.paths[0]:  # a stand-in's texts are made up
             continue
@@ -84,7 +85,7 @@ def check_unknown(
             f"warning: {name} set: {_share(share)} of the characters are outside the vocabulary:"
             f" {named(counts)}"
         )
-        if adds and name == "train" and (values := as_value(counts)):
+        if adds and name == "train" and (values := as_value(counts, added)):
             print(f"to add them to the vocabulary: {adds} {values}")
         is_tolerant = is_own and name != "train"
         has_many = letters > MOST * total and not is_tolerant
@@ -96,12 +97,13 @@ def check_unknown(
             )
 
 
-def as_value(counts: Counter[str]) -> str:
-    """Characters as the value of a flag for a shell, divided by spaces, the most frequent first; ""
-    if they are too many."""
+def as_value(counts: Counter[str], before: tuple[str, ...] = ()) -> str:
+    """Characters as the value of a flag for a shell, divided by spaces, the most frequent first,
+    after those that were given `before`; "" if they are too many."""
     ordered = sorted(counts, key=lambda character: (-counts[character], character))
-    value = " ".join(character for character in ordered if not character.isspace())
-    if len(ordered) > MOST_ADDED or not value:
+    ordered = [*before, *(character for character in ordered if not character.isspace())]
+    value = " ".join(ordered)
+    if len(ordered) > MOST_ADDED or len(ordered) == len(before):
         return ""
     return shlex.quote(value) if set('"$`\\!') & set(value) else f'"{value}"'
 

@@ -79,6 +79,28 @@ print(ASRModel.restore_from("FOLDER/model.nemo").transcribe(["recording.wav"]))
     ),
 }
 
+PROMPTED = {  # by library: the use of a model that is told the language, here "auto"
+    "transformers": """
+import librosa
+from transformers import AutoModel, AutoProcessor
+
+processor = AutoProcessor.from_pretrained("FOLDER")
+model = AutoModel.from_pretrained("FOLDER")
+audio, rate = librosa.load("recording.wav", sr=16_000)
+inputs = processor(audio, sampling_rate=rate, language="auto")
+tokens = model.generate(**inputs).sequences
+print(processor.batch_decode(tokens, skip_special_tokens=True)[0])
+""",
+    "nemo": """
+from nemo.collections.asr.models import ASRModel
+from nemo.collections.asr.models.rnnt_bpe_models_prompt import RNNTPromptTranscribeConfig
+
+model = ASRModel.restore_from("FOLDER/model.nemo")
+told = RNNTPromptTranscribeConfig(target_lang="auto")
+print(model.transcribe(["recording.wav"], override_config=told))
+""",
+}
+
 ADAPTER_CARD = dataclasses.replace(
     CARDS["hf"],
     library="peft",
@@ -428,7 +450,7 @@ def given_tokenizer(
     is_own = wanted.is_new
     if wanted.file and not resumed:
         state = None
-    elif origin.path and not resumed:
+    elif origin.path and not resumed and not (initial and initial.lora):
         state = formats.read_tokenizer(origin.path)
     else:
         saved = resumed or initial
@@ -483,12 +505,17 @@ def choose(
         initial,
         lambda: from_scratch(asked, texts),
     )
+    if (
+        initial and initial.lora
+    ):  # a flag names the model that the adapters are for: not another one
+        info, trained = saved_model(initial)
+        weights = {**weights, **_copies(lora.without_adapters(trained))}
     if initial:  # what was new in that run has been trained
         info = dataclasses.replace(info, new_pieces=[])
     wanted = asked.vocabulary
     if (wanted.is_new or wanted.added) and not resumed:
         if weights is None and initial and not asked.origin.may_be_random:
-            weights = {name: tensor.clone() for name, tensor in initial.model.items()}
+            weights = _copies(initial.model)
         if weights is not None:
             state = vocabulary.new_state(wanted, info.tokenizer, texts)
             info, weights = vocabulary.with_new_vocabulary(info, weights, state, wanted.is_new)
@@ -505,6 +532,12 @@ def choose(
             print(f"its sentences end without a tag: --add_tokens '<{name}>' makes one")
     check_export(asked, info)
     return with_loss(info, asked), weights
+
+
+def _copies(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the default device, which is "meta" for a planned run."""
+    device = torch.get_default_device()
+    return {name: tensor.to(device, copy=True) for name, tensor in weights.items()}
 
 
 def with_new_language(
@@ -672,7 +705,8 @@ def adapter_card(info: ModelInfo) -> card.Form:
 def _of_model(form: card.Form, info: ModelInfo) -> card.Form:
     """`form` with the names of this model's family."""
     family = settings.family_of(info.config)
-    use = form.use.replace("CLASS", family.architecture).replace("KIND", family.kind)
+    use = PROMPTED.get(form.library, form.use) if info.languages else form.use
+    use = use.replace("CLASS", family.architecture).replace("KIND", family.kind)
     return dataclasses.replace(form, family=family.name, use=use)
 
 

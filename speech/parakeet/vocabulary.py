@@ -177,7 +177,8 @@ def read_tokenizer(path: str) -> dict:
     try:
         names = pieces(state)
     except UsageError as error:
-        raise UsageError(f"{flag}: {error}") from None
+        takes = "the flag takes a SentencePiece .model, a tokenizer.json, or a released model"
+        raise UsageError(f"{flag}: {error}; {takes}") from None
     if BLANK in names:
         raise UsageError(f"{flag}: it has a piece {BLANK}, which is the model's own")
     return state

@@ -219,6 +219,8 @@ def test_a_new_language_is_trained_saved_and_exported(trained, released, manifes
     assert info.languages == {**NAMES, "se-NO": 2} and info.new_languages == {"se-NO": "fi-FI"}
     weights, config, extras = formats.read_model(folder / "hf")
     assert extras["languages"] == info.languages and config == info.config
+    card = (folder / "hf" / "README.md").read_text()
+    assert 'language="auto"' in card and "Nemotron" in card
     before = formats.read_model(released)[0]["prompt_projector.linear_1.weight"]
     columns = weights["prompt_projector.linear_1.weight"]
     assert (columns[:, 16 + 2] - before[:, 16 + 4]).abs().max() < 1e-3
@@ -228,6 +230,7 @@ def test_a_new_language_is_trained_saved_and_exported(trained, released, manifes
     best = ["--resume", folder / "checkpoints" / "best.safetensors"]
     nemo = ["--export", tmp_path / "nemo", "--export_format", "nemo"]
     ran(recipe, *best, *nemo, "--output_dir", tmp_path)
+    assert "RNNTPromptTranscribeConfig" in (tmp_path / "nemo" / "README.md").read_text()
     found = formats.read_model(tmp_path / "nemo")
     assert found[2]["languages"] == info.languages and found[1] == config
     more = ["--new_language", "se-NO", "--like", "fi-FI", "--language", "en-US", "--max_steps", "3"]

@@ -1550,6 +1550,29 @@ def test_a_run_with_added_pieces_is_resumed_to_the_bit(grown, signs, released, s
     runs.assert_same_state(newest(folder, recipe), newest(grown, recipe))
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_adapters_of_a_run_with_added_pieces_begin_another_run(keeps, signs, released, tmp_path):
+    """Its pieces stay, with the rows that they have learned, merged or not. Also in a plan."""
+    flags = [*signs, "--model_dir", released / "hf", *SHORT]
+    adapters = ["--lora", "2"] if keeps else []
+    first = tmp_path / "first"
+    ran(recipe, *flags, "--lora", "2", "--add_tokens", " ".join(SIGNS), "--output_dir", first)
+    best = first / "checkpoints" / "best.safetensors"
+    flags += ["--init_from", best, *adapters, "--add_tokens", "₹"]
+    assert "outside the vocabulary" not in ran(recipe, *flags, "--check_data")
+    plan = planned(recipe, *flags)
+    out = ran(recipe, *flags, "--learning_rate", "1e-9", "--output_dir", tmp_path / "second")
+    info = records.read(start.ModelInfo, newest(tmp_path / "second", recipe).model_info, "")
+    names = start.tokenizer_of(info).pieces
+    assert names[-5:] == [*SIGNS, "₹"] and info.new_pieces == [len(names) - 1]
+    assert f"{len(names) - 1} are the released model's, 1 are new" in out
+    assert plan.model.config["vocabulary"] == len(names)
+    before, after = load_file(best), newest(tmp_path / "second", recipe).model
+    name = "decoder.embedding.weight"
+    rows = slice(0, len(names) - 1)
+    torch.testing.assert_close(after[name][rows], before[name][rows], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("form", ["hf", "nemo"])
 def test_stock_tools_write_added_pieces(grown, form, transformers, tmp_path):
     best = grown / "checkpoints" / "best.safetensors"
@@ -1590,6 +1613,7 @@ def test_another_tokenizer_from_a_file(manifests, released, scratch, tmp_path):
     }
     for name, origin in starts.items():
         folder = tmp_path / name
+        assert planned(recipe, *flags, *origin).model.config["vocabulary"] == 61
         out = ran(recipe, *flags, *origin, "--output_dir", folder)
         assert ("are the released model's" in out) == (name != "new")
         assert ("leave the weights encoder.*" in out) == (name != "new")
@@ -1693,7 +1717,9 @@ def streaming(best, tmp_path_factory) -> Path:
             "durations": [],
             "ctc": False,
             "streaming": {"left": 12, "lookaheads": [3, 0]},
+            "prompts": {"slots": 3, "width": 8},
         }
+        saved["model_info"]["languages"] = {"auto": 1, "de-DE": 0, "fi-FI": 2}
         torch.manual_seed(0)
         model = start.make_model(records.read(start.ModelInfo, saved["model_info"], "it"), None)
         fits = load_file(best)
@@ -1713,8 +1739,9 @@ def test_a_stream_writes_what_one_pass_writes(streaming, best, tmp_path, konkani
     found = 0
     for number, path in enumerate(paths[:3]):
         output = ["--output", tmp_path / f"{number}.jsonl"]
-        whole = ran(recipe, "--transcribe", path, "--lookahead", "3", *model)
-        streamed = ran(recipe, "--transcribe", path, "--stream", "320", *model, *output)
+        told = [*model, "--language", "fi-FI"]
+        whole = ran(recipe, "--transcribe", path, "--lookahead", "3", *told)
+        streamed = ran(recipe, "--transcribe", path, "--stream", "320", *told, *output)
         assert streamed.split() == whole.split()
         lines = output[1].read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]

@@ -189,3 +189,10 @@ def test_the_flag_that_adds_characters_is_ready_to_copy(texts, flag, capsys):
     if flag:
         value = shlex.split(flag)[1]
         assert set(value.split(" ")) == {c for text in texts for c in text if c not in "ab "}
+
+
+def test_the_flag_keeps_what_it_has_added_before(capsys):
+    named = {"train": corpus(["a" * 99, "b%"])}
+    for added, flag in ((("(", ")"), '--add "( ) %"\n'), (("%",) * 100, "")):
+        unknown.check_unknown(named, LATIN, True, adds="--add", added=added)
+        assert capsys.readouterr().out.partition("vocabulary: --")[2] == flag.removeprefix("--")

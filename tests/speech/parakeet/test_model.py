@@ -156,6 +156,10 @@ def test_padding_and_other_utterances_change_nothing():
     frames = encoder.subsampling.frames(lengths).tolist()
     together = encoder(x, lengths, frames, lookaheads)
     assert together.isfinite().all()  # padding, too, or its NaN would reach what is valid
+    counts = torch.tensor(frames)
+    padding = ~valid_mask(counts, together.shape[1])[:, :, None]
+    hidden = network.outside_chunks(lookaheads, LEFT, padding, together.shape[1])
+    assert hidden.dtype == torch.bool and not hidden.all(-1).any()  # some kernels' NaN
     for row, (length, count) in enumerate(zip(LENGTHS, frames, strict=True)):
         one = slice(row, row + 1)
         alone = encoder(x[one, :length], lengths[one], [count], lookaheads[one])
