@@ -129,7 +129,8 @@ def run(
     **changes,
 ) -> tuple[nn.Module, dict]:
     """Trains as a recipe does and returns the model and the progress. `changes` replace parts of
-    the task; the data set `old` is replayed, those in `watched` are watched. Without `trial`, `evaluate` is not tried before the first update."""
+    the task; the data set `old` is replayed, those in `watched` are watched. Without `trial`,
+    `evaluate` is not tried before the first update."""
     begun = begin(args, RECIPE)
     begun = replace(begun, setup=setup or begun.setup)
     if model is None:

@@ -128,9 +128,11 @@ def parakeet_case() -> Case:
     config = parakeet.make_config(
         96, 2, 4, (64, 2), VOCABULARY, num_mel_bins=80, channels=32, subsampling=4, ctc=True
     )
-    made = parakeet_tdt.collate(items(plain=False, factor=0.1, count=1))
-    model = parakeet_tdt.Parakeet(config, 0.02, 0.1, 0.1)
     weights = {"tdt": 0.7, "ctc": 0.3}
+    factors = dict.fromkeys(weights, 0.1)
+    counts = dict.fromkeys(weights, 1)
+    made = parakeet_tdt.collate(items(plain=False, factors=factors, counts=counts))
+    model = parakeet_tdt.Parakeet(config, 0.02, 0.1, 0.1)
     return Case(model, made, parakeet_tdt.compute_loss, weights, parakeet_tdt.CHECKPOINTED)
 
 
@@ -143,7 +145,7 @@ def morse() -> Case:
 
 
 def vietnamese(frozen: bool = False) -> Case:
-    made = whisper_vietnamese.collate(items())
+    made = whisper_vietnamese.collate(items(language="vi"))
     model = Whisper(whisper.make_config(128, (2, 2), 4, vocabulary=4000), 0.1, 0.1, VOCABULARY)
     if frozen:
         model.freeze_encoder()

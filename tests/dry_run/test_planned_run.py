@@ -526,8 +526,8 @@ def test_two_cards_share_an_update(tmp_path, capsys):
 
     batches = []
 
-    def global_batches(args, data, collate, setup):
-        batches.append(GlobalBatches(args, data, collate, setup))
+    def global_batches(*given):
+        batches.append(GlobalBatches(*given))
         return batches[-1]
 
     with (
