@@ -143,8 +143,7 @@ def check_texts(
         args.allow_unknown,
         vocabulary.NEW_VOCABULARY,
         is_own,
-        adds="--add_tokens",
-        added=vocabulary.resolve(args).added,
+        functools.partial(vocabulary.adding_flag, tokenizer, vocabulary.resolve(args).added),
     )
 
 

@@ -56,8 +56,7 @@ def check_unknown(
     allow: bool,
     advice: str = "",
     is_own: bool = False,
-    adds: str = "",
-    added: tuple[str, ...] = (),
+    adds: Callable[[Counter[str]], str] | None = None,
 ) -> None:
     """Prints which characters of each set the vocabulary cannot write, with their counts.
     `lacking(text)` returns those of a text, repeated ones as often as they occur.
@@ -66,8 +65,8 @@ def check_unknown(
     says what else can be done. Spaces, punctuation, and capitals whose small letter can be written
     (or the reverse) are only named, unless they and the others are more than `MOST_TOLERATED`. That
     limit also holds for evaluation sets if the vocabulary `is_own`, made from the training texts of
-    the run. `adds`: a flag that adds characters to a vocabulary; those of the training texts are
-    printed behind it, after those that it has `added` already."""
+    the run. `adds(counts)` returns a flag that adds the characters of the training texts to the
+    vocabulary, "" if there is none."""
     for name, corpus in corpora.items():
         if not len(corpus) or not corpus.paths[0]:  # a stand-in's texts are made up
             continue
@@ -85,8 +84,8 @@ def check_unknown(
             f"warning: {name} set: {_share(share)} of the characters are outside the vocabulary:"
             f" {named(counts)}"
         )
-        if adds and name == "train" and (values := as_value(counts, added)):
-            print(f"to add them to the vocabulary: {adds} {values}")
+        if adds and name == "train" and (flag := adds(counts)):
+            print(f"to add them to the vocabulary: {flag}")
         is_tolerant = is_own and name != "train"
         has_many = letters > MOST * total and not is_tolerant
         if not allow and (has_many or share > MOST_TOLERATED):

@@ -284,6 +284,17 @@ def pad_pieces(model: bytes, count: int) -> bytes:
     return proto.SerializeToString()
 
 
+def _normalised(model: SentencePieceTokenizer, text: str) -> str:
+    return model.processor.normalize(text).removeprefix(SPACE)
+
+
+def read_as(state: dict, characters: Iterable[str]) -> dict[str, str]:
+    """{character: what the model's normalisation makes of it}, such as 1\u20442 for \u00bd. Raises
+    `UsageError` for a tokenizer to which no piece can be added."""
+    model = _load_model(sentencepiece_model(state))
+    return {character: _normalised(model, character) for character in characters}
+
+
 def add_pieces(state: dict, added: Iterable[str]) -> dict:
     """The state of a SentencePiece model with user-defined pieces after those of `state`, which
     keep their ids. The ids of a text without these pieces stay, too. Raises `UsageError` for a
@@ -291,11 +302,10 @@ def add_pieces(state: dict, added: Iterable[str]) -> dict:
     before = _load_model(sentencepiece_model(state))
     proto = _messages().ModelProto.FromString(before.model)
     for piece in added:
-        normalised = before.processor.normalize(piece).removeprefix(SPACE)
-        if normalised != piece:
+        if (normalised := _normalised(before, piece)) != piece:
             raise UsageError(
-                f"the piece {piece!r} cannot be added: the model's vocabulary reads it as"
-                f" {normalised!r}"
+                f"--add_tokens: the piece {piece!r} cannot be added: the model's vocabulary reads"
+                f" it as {normalised!r}"
             )
         proto.pieces.add(piece=piece, type=USER_DEFINED, score=0.0)
     proto.trainer_spec.vocab_size = len(proto.pieces)

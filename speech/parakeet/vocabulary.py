@@ -14,7 +14,7 @@ import torch
 
 from common import files, options
 from common.errors import UsageError
-from speech import model_files, text
+from speech import model_files, text, unknown
 from speech.parakeet import archive, formats, settings
 from speech.parakeet.tokenizer import (
     BLANK,
@@ -24,6 +24,7 @@ from speech.parakeet.tokenizer import (
     add_pieces,
     pad_pieces,
     pieces,
+    read_as,
 )
 
 # The tensors with a row for each token.
@@ -155,6 +156,21 @@ def read_pieces(value: str) -> tuple[str, ...]:
     if not found:
         raise UsageError(f"{flag} {value!r} names no piece")
     return found
+
+
+def adding_flag(tokenizer: ParakeetTokenizer, before: tuple[str, ...], counts: Counter[str]) -> str:
+    """--add_tokens with characters that the vocabulary lacks, as it reads them, after the pieces
+    that were given `before`; "" if they are too many, or cannot be added."""
+    try:
+        forms = read_as(tokenizer.state(), counts)
+    except UsageError:
+        return ""
+    lacking = Counter()
+    for character, count in counts.items():
+        for each in forms[character]:
+            lacking[each] += count * (tokenizer.unknown in tokenizer.encode(each))
+    value = unknown.as_value(+lacking, before)
+    return f"--add_tokens {value}" if value else ""
 
 
 # --- tokenizers -----------------------------------------------------------------------------------

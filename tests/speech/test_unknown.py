@@ -171,6 +171,14 @@ def test_each_character_is_encoded_once():
     assert time.perf_counter() - started < 5  # two orders of magnitude more than it takes
 
 
+def adding(before: tuple[str, ...] = ()):
+    def adds(counts) -> str:
+        value = unknown.as_value(counts, before)
+        return value and f"--add {value}"
+
+    return adds
+
+
 @pytest.mark.parametrize(
     ("texts", "flag"),
     [
@@ -182,7 +190,7 @@ def test_each_character_is_encoded_once():
 )
 def test_the_flag_that_adds_characters_is_ready_to_copy(texts, flag, capsys):
     named = {"train": corpus(["a" * 99, *texts]), "val": corpus(["€" * 2])}
-    unknown.check_unknown(named, LATIN, True, adds="--add")
+    unknown.check_unknown(named, LATIN, True, adds=adding())
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if line.startswith("to add them")]
     assert lines == ([f"to add them to the vocabulary: {flag}"] if flag else [])
@@ -194,5 +202,5 @@ def test_the_flag_that_adds_characters_is_ready_to_copy(texts, flag, capsys):
 def test_the_flag_keeps_what_it_has_added_before(capsys):
     named = {"train": corpus(["a" * 99, "b%"])}
     for added, flag in ((("(", ")"), '--add "( ) %"\n'), (("%",) * 100, "")):
-        unknown.check_unknown(named, LATIN, True, adds="--add", added=added)
+        unknown.check_unknown(named, LATIN, True, adds=adding(added))
         assert capsys.readouterr().out.partition("vocabulary: --")[2] == flag.removeprefix("--")

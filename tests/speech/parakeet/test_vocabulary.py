@@ -1,10 +1,13 @@
 """Another vocabulary for a Parakeet: what the flags ask for, and the rows of its pieces. Whole runs:
 tests/recipes/test_parakeet.py."""
 
+import io
 import os
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import sentencepiece
 import torch
 
 from common.errors import UsageError
@@ -152,3 +155,28 @@ def test_shares_are_of_the_texts_and_none_is_zero():
     known = SimpleNamespace(encode=lambda text: [ord(c) - 97 for c in text], size=4)
     found = vocabulary.shares(known, ["aab", "ab"], [0, 1, 3])
     assert torch.allclose(found, torch.tensor([4.0, 3.0, 1.0]) / 9)
+
+
+def test_the_flag_adds_what_the_vocabulary_reads_in_place_of_a_character():
+    """Its normalisation makes 1\u20442 of a half, and no text ever has the half."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["abc 12"] * 9),
+        model_writer=model,
+        vocab_size=12,
+        model_type="char",
+        hard_vocab_limit=False,
+        normalization_rule_name="nmt_nfkc",
+        minloglevel=2,
+    )
+    state = {"sentencepiece": model.getvalue().hex()}
+    before = tokenizer.make_tokenizer(state, len(tokenizer.pieces(state)))
+    counts = Counter({"½": 2, "%": 1, "％": 1})
+    flag = vocabulary.adding_flag(before, ("(",), counts)
+    assert flag == '--add_tokens "( % \u2044"'
+    added = vocabulary.read_pieces(flag.split(" ", 1)[1].strip('"'))
+    new = vocabulary.new_state(vocabulary.Asked(added=added), state)
+    after = tokenizer.make_tokenizer(new, len(tokenizer.pieces(new)))
+    assert before.unknown in before.encode("½") and after.unknown not in after.encode("½ % ％ (")
+    with pytest.raises(UsageError, match="--add_tokens: the piece '½' cannot be added"):
+        vocabulary.new_state(vocabulary.Asked(added=("½",)), state)
