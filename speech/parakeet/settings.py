@@ -478,7 +478,6 @@ NEMOTRON_EN = replace(
     name="Nemotron",
     model_type="nemotron_asr_streaming",
     architecture="NemotronAsrStreamingForRNNT",
-    hybrid=None,
     nemo={**RNNT.nemo, "contexts": ("encoder.att_context_size", None)},
     hf={
         **RNNT.hf,
@@ -516,6 +515,7 @@ NEMOTRON = replace(
     model_type="nemotron3_5_asr",
     architecture="Nemotron3_5AsrForRNNT",
     target=f"{MODELS}.rnnt_bpe_models_prompt.EncDecRNNTBPEModelWithPrompt",
+    hybrid=None,
     nemo={
         **NEMOTRON_EN.nemo,
         "slots": ("model_defaults.num_prompts", 128),
@@ -562,12 +562,12 @@ def family_of_archive(content: dict) -> Family:
     decoder = content.get("decoder")
     loss = content.get("loss")
     encoder = content.get("encoder")
+    if joint is None and isinstance(decoder, dict) and "prednet" not in decoder:
+        return CTC
     if isinstance(encoder, dict) and encoder.get("causal_downsampling") is True:
         defaults = content.get("model_defaults")
         has_prompt = isinstance(defaults, dict) and defaults.get("initialize_prompt_feature")
         return NEMOTRON if has_prompt else NEMOTRON_EN
-    if joint is None and isinstance(decoder, dict) and "prednet" not in decoder:
-        return CTC
     has_durations = isinstance(joint, dict) and joint.get("num_extra_outputs")
     if has_durations or (isinstance(loss, dict) and loss.get("loss_name") == "tdt"):
         return TDT

@@ -300,6 +300,31 @@ def test_shapes_that_a_form_cannot_hold(changes, form, message):
         formats.check_form(form, {**CONFIG, **changes}, extras_of(CONFIG))
 
 
+def test_a_hybrid_is_read_and_written_with_its_ctc_head(tmp_path):
+    config = {**ENGLISH, "ctc": True}
+    weights = random_weights(config)
+    extras = extras_of(config)
+    formats.export(tmp_path, "nemo", weights, config, extras)
+    content = yaml.safe_load(unpacked(tmp_path / "model.nemo")["./model_config.yaml"])
+    assert content["target"].endswith("hybrid_rnnt_ctc_bpe_models.EncDecHybridRNNTCTCBPEModel")
+    assert content["encoder"]["att_context_style"] == "chunked_limited"
+    found, found_config, _ = formats.read_model(tmp_path)
+    assert same(found, weights) and found_config == config
+
+
+def test_a_streaming_ctc_model_is_refused_by_name_of_a_setting(tmp_path):
+    formats.export(tmp_path, "nemo", random_weights(ENGLISH), ENGLISH, extras_of(ENGLISH))
+    file = tmp_path / "model.nemo"
+
+    def change(content: dict) -> None:
+        content["decoder"] = {"_target_": "nemo.collections.asr.modules.ConvASRDecoder"}
+        del content["joint"]
+
+    file = packed(tmp_path / "other.nemo", with_yaml(unpacked(file), change))
+    with pytest.raises(UsageError, match="normalize is 'NA'"):
+        formats.read_model(file)
+
+
 @pytest.mark.parametrize("missing", ["kind", "streaming"])
 def test_configurations_that_no_model_has(missing):
     config = {name: value for name, value in CONFIG.items() if name != missing}
