@@ -6,7 +6,8 @@ backward: TDT against transformers', RNN-T against a full joint.
     python benchmarks/tdt_loss.py --loss rnnt
 
 transformers leaves the RNN-T loss to torchaudio. The full joint here is log_softmax over all of its
-output and, on blanks and labels alone, the sum over all paths by autograd, which is small beside it.
+output and, on blanks and labels alone, the sum over all paths by autograd, which is small beside
+it.
 
 B=4, T=100, U=30, joint of 640; projections are normal and the head uniform as nn.Linear makes it.
 Each row runs in separate processes, on one thread: processor time is the median of the rounds after

@@ -96,16 +96,16 @@ class Task:
     of an `evaluate` that takes minutes without values: it makes only the last steps of a long
     search, which need the most memory. With `evaluate_first`, a new run evaluates the model before
     its first update. Without `decay_embeddings`, embeddings have no weight decay. `betas` are
-    AdamW's. `new_rows` are those of a new run; a resumed one has them in its checkpoint, and so it is
-    with `frozen_first`, unless that says how many updates. With
-    `fine_tunes` the model began from released weights: the length of the run, its evaluations and
-    its patience follow the hours of speech. `vocabulary`: the tokens of the model and of
-    --init_from; without it, tensors with a row for each token are copied by number. With
-    `compares`, another model of this size decodes at the end, too, with fp32 weights. `reports` are
-    the files and folders that the recipe writes, by their names in the log folder or by their
-    absolute paths; a new run moves an earlier run's aside. `adapters(rank)` are those that --lora
-    adds, for the advice of a dry run; None if there is no such flag. `watched` are further sets, by
-    name, which are evaluated with the evaluation set, before the first update, too."""
+    AdamW's. `new_rows` are those of a new run; a resumed one has them in its checkpoint, and so it
+    is with `frozen_first`, unless that says how many updates. With `fine_tunes` the model began
+    from released weights: the length of the run, its evaluations and its patience follow the hours
+    of speech. `vocabulary`: the tokens of the model and of --init_from; without it, tensors with a
+    row for each token are copied by number. With `compares`, another model of this size decodes at
+    the end, too, with fp32 weights. `reports` are the files and folders that the recipe writes, by
+    their names in the log folder or by their absolute paths; a new run moves an earlier run's
+    aside. `adapters(rank)` are those that --lora adds, for the advice of a dry run; None if there
+    is no such flag. `watched` are further sets, by name, which are evaluated with the evaluation
+    set, before the first update, too."""
 
     name: str
     compute_loss: Callable[[torch.nn.Module, dict], dict[str, torch.Tensor]]
@@ -1233,8 +1233,8 @@ def made_by(recipe: str, setup: Setup, base: str | None) -> dict:
 def note_evaluation(task: Task, progress: dict, values: dict[str, float]) -> bool:
     """Notes an evaluation in the progress. Returns whether it is the best so far. A metric without
     a value counts as NaN, than which every number is better. For early stopping a lower loss is a
-    gain, too: error rates can rise first while a model learns a new script. With a watched set above
-    its limit no evaluation is the best."""
+    gain, too: error rates can rise first while a model learns a new script. With a watched set
+    above its limit no evaluation is the best."""
     value = values.get(task.metric, math.nan)
     best = progress["best"]
     improved = best is None or math.isnan(best) or task.is_better(value, best)

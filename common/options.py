@@ -102,8 +102,8 @@ class Level(OnOff):
 
 
 class Repeated(argparse.Action):
-    """A flag with `nargs` "+" that can be given several times: all its values as a list. (argparse's
-    "extend" adds to the default, which `Parser.parse_args` does not give it.)"""
+    """A flag with `nargs` "+" that can be given several times: all its values as a list.
+    (argparse's "extend" adds to the default, which `Parser.parse_args` does not give it.)"""
 
     def __call__(self, parser, namespace, values, option_string=None):
         before = getattr(namespace, self.dest)

@@ -10,10 +10,10 @@ LJSpeech's metadata.csv; any sample rate; utterances of up to 20 s, longer ones 
 if the manifest has segment times. The text is trained on as it is written: give it the case and
 punctuation that the model shall write.
 
---model_file takes NVIDIA's .nemo archive, --model_dir a Hugging Face folder: Parakeet with TDT, RNN-T
-or CTC, hybrids, and Nemotron ASR, which reads 40 languages and can write while it hears (--stream
-MS). --from_scratch --model_size 110m makes a new model with a new vocabulary. --export DIR
---export_format hf|nemo|onnx writes what transformers, NeMo, or sherpa-onnx and onnx-asr load.
+--model_file takes NVIDIA's .nemo archive, --model_dir a Hugging Face folder: Parakeet with TDT,
+RNN-T or CTC, hybrids, and Nemotron ASR, which reads 40 languages and can write while it hears
+(--stream MS). --from_scratch --model_size 110m makes a new model with a new vocabulary. --export
+DIR --export_format hf|nemo|onnx writes what transformers, NeMo, or sherpa-onnx and onnx-asr load.
 
 Memory: weights and gradients of 0.6 billion parameters take 4.7 GiB of the GPU, optimizer states
 4.7, in 8 bits 1.2, and none with --use_cpu_offload. run_parakeet_tdt.sh has presets from 4 GB.

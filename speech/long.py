@@ -14,8 +14,8 @@ from torch import nn
 from speech.audio import SAMPLE_RATE
 
 SILENCE_FRAME = 0.02  # seconds: resolution of cuts at silences
-# Seconds. A model that was trained on shorter clips has never heard a pause between sentences, nor as
-# many words as fit into its longest clip, so its pieces end at the first pause.
+# Seconds. A model that was trained on shorter clips has never heard a pause between sentences, nor
+# as many words as fit into its longest clip, so its pieces end at the first pause.
 SHORT_CLIPS = 10.0
 SHORTEST_SHARE = 1 / 6  # of the longest piece, before the first pause
 PAUSE = 10.0  # energy: a pause is at most so many times as loud as the quietest place

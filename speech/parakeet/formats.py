@@ -288,8 +288,8 @@ def _read_nemo(path: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
 
 
 def _nemo_config(content: dict, family: Family, path: Path) -> tuple[dict, dict[str, int]]:
-    """The configuration in NeMo's settings, with a vocabulary of 1, which the weights will tell, and
-    the languages."""
+    """The configuration in NeMo's settings, with a vocabulary of 1, which the weights will tell,
+    and the languages."""
     _require(content, family.nemo_fixed, path)
     values = {name: _value(content, key, default) for name, (key, default) in family.nemo.items()}
     config, languages = nemotron.nested(values, path)

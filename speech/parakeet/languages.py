@@ -132,8 +132,8 @@ def tags(names: dict[str, int], tokenizer: ParakeetTokenizer) -> dict[int, int]:
 def with_new(
     names: dict[str, int], columns: torch.Tensor, slots: int, name: str, like: str
 ) -> tuple[dict[str, int], torch.Tensor]:
-    """The names and the `columns` (W, D + slots) of `COLUMNS` with the language `name`, which begins
-    as `like` in a free one of the `slots`. Raises `UsageError`."""
+    """The names and the `columns` (W, D + slots) of `COLUMNS` with the language `name`, which
+    begins as `like` in a free one of the `slots`. Raises `UsageError`."""
     if name in names:
         raise UsageError(
             f"--new_language {name}: the model knows this language already; leave out"

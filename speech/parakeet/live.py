@@ -1,4 +1,5 @@
-"""--stream: a recording or standard input is recognised while it comes. What is printed is final."""
+"""--stream: a recording or standard input is recognised while it comes, and what is printed is
+final."""
 
 import contextlib
 import json

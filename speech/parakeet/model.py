@@ -1,5 +1,5 @@
-"""The Parakeet network: a FastConformer encoder, and after it an LSTM prediction network and a joint
-network (TDT, RNN-T), a CTC head, or both.
+"""The Parakeet network: a FastConformer encoder, and after it an LSTM prediction network and a
+joint network (TDT, RNN-T), a CTC head, or both.
 
 Weights are named as in transformers' ParakeetForTDT, ForRNNT and ForCTC. A CTC head beside a
 transducer, which they lack, is `ctc_head`, too.

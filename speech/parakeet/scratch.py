@@ -41,10 +41,10 @@ def fit_new_rows(
     pieces: int,
 ) -> None:
     """Sets the output rows of the pieces `new` by a batch of training utterances on the host: each
-    of them has its share, of `shares` (N,), of the probability that the `pieces` of the model, whose
-    tensors were `old`, had together. So the model still knows where something is said. (The mean of
-    the old rows would not do: a trained row is far below zero wherever its piece is not said. It
-    begins with twice the loss of random rows.)"""
+    of them has its share, of `shares` (N,), of the probability that the `pieces` of the model,
+    whose tensors were `old`, had together. So the model still knows where something is said. (The
+    mean of the old rows would not do: a trained row is far below zero wherever its piece is not
+    said. It begins with twice the loss of random rows.)"""
     model.eval()
     encoded, frames = model.encode(batch)  # (B, T, D)
     inputs = {}

@@ -29,11 +29,11 @@ def _are_lookaheads(values) -> bool:
     )
 
 
-# A schema for `records.mismatch`. `vocabulary` is without the blank; `ctc`: a CTC head; `kind`: what
-# follows the encoder, by default a TDT transducer; `durations`: none but in TDT; `streaming`: a
-# causal encoder without normalised features, whose attention sees chunks of one of the `lookaheads`
-# (the first if none is named) + 1 frames, and `left` frames before a chunk; `prompts`: a layer that
-# is told the language.
+# A schema for `records.mismatch`. `vocabulary` is without the blank; `ctc`: a CTC head; `kind`:
+# what follows the encoder, by default a TDT transducer; `durations`: none but in TDT; `streaming`:
+# a causal encoder without normalised features, whose attention sees chunks of one of the
+# `lookaheads` (the first if none is named) + 1 frames, and `left` frames before a chunk; `prompts`:
+# a layer that is told the language.
 KINDS = ("tdt", "rnnt", "ctc")
 CONFIG = {
     "num_mel_bins": range(1, 513),
@@ -249,7 +249,7 @@ FEATURES = {  # of ParakeetFeatureExtractor
 }  # fmt: skip
 
 
-# --- what NeMo's model needs besides its shape; dropout and SpecAugment are NVIDIA's for training ----
+# --- what NeMo's model needs besides its shape; dropout and SpecAugment are NVIDIA's ----------------
 
 NEMO_USUAL = {
     "sample_rate": SAMPLE_RATE,

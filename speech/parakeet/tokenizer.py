@@ -118,9 +118,9 @@ _DECODERS = (
 class ParakeetTokenizer:
     """Attributes: `size` (V), `unknown` (an id), `pieces` (V strings, with U+2581 for a space),
     `tags` (ids of the pieces that name a language, such as <de-DE>, by their names: they are no
-    part of a text), `spaces` (ids of the pieces of spaces alone), `delimiters` (those that are decoded to a space
-    when they are alone: they are no part of a word's time, as in NeMo; a tokenizer that begins a
-    text with a space decodes them to nothing)."""
+    part of a text), `spaces` (ids of the pieces of spaces alone), `delimiters` (those that are
+    decoded to a space when they are alone: they are no part of a word's time, as in NeMo; a
+    tokenizer that begins a text with a space decodes them to nothing)."""
 
     def __init__(self, state: dict, backend):
         self._state = state

@@ -1,8 +1,8 @@
-"""The vocabulary of a Parakeet: another one, from a file or made from the training texts, and pieces
-that are added; and the rows that the pieces have in the weights.
+"""The vocabulary of a Parakeet: another one, from a file or made from the training texts, and
+pieces that are added; and the rows that the pieces have in the weights.
 
-`info` stands for a `ModelInfo` of start.py. The functions return new ones; those that they are given
-stay as they are."""
+`info` stands for a `ModelInfo` of start.py. The functions return new ones; those that they are
+given stay as they are."""
 
 import dataclasses
 import os
