@@ -222,6 +222,7 @@ def whisper_clips(args) -> list[dict]:
             "labels": torch.tensor([*PROMPT[1:], *tokens, END]),
             "ctc_tokens": tokens[:0],
             "heard": len(waveform),
+            "language": "vi",
             "text": "",
             "name": f"clip {number}",
             "index": number,

@@ -71,7 +71,7 @@ def test_a_command_line_run_is_known_by_its_weights(tmp_path):
 def test_progress_is_read_as_the_report_writes_it(tmp_path, capfd):
     """By metrics.jsonl or the log, whichever is newer."""
     run = make(tmp_path)
-    batches = SimpleNamespace(hours=0.5, per_epoch=10, global_batch_size=8)
+    batches = SimpleNamespace(hours=0.5, per_epoch=10, global_batch_size=8, share=0.0)
     length = run_length.RunLength(600, None, 600, 100, 5)
     report = Report(run.folder / "logs", 0, 600, tensorboard=False)
     report.bar, report.last_line = None, -1e9
