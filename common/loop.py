@@ -380,6 +380,25 @@ class Training:
     micro_batches: int = 0  # since the last call of torch.cuda.empty_cache()
 
 
+def first_optimizer(
+    args, task: Task, placed: Placed, progress: dict, saved: dict | None
+) -> torch.optim.Optimizer:
+    """The optimizer of a new run, or of the one that is resumed with the state `saved`."""
+    optimizer = optim.make_optimizer(
+        placed.trained,
+        args.learning_rate or lora.rate(placed.model, task.learning_rate),
+        args.weight_decay,
+        args.optimizer,
+        placed.on_host,
+        task.decay_embeddings,
+        task.betas,
+        note_new_rows(progress, None if saved else task.new_rows),
+    )
+    if saved:
+        optim.load_optimizer_state(optimizer, placed.trained, saved["optimizer"])
+    return optimizer
+
+
 def begin_training(
     args,
     run: Run,
@@ -393,21 +412,10 @@ def begin_training(
     ranks = setup.ranks
     saved = run.resumed.state if run.resumed else None
     progress = start_progress(saved)
-    optimizer = optim.make_optimizer(
-        placed.trained,
-        args.learning_rate or lora.rate(placed.model, task.learning_rate),
-        args.weight_decay,
-        args.optimizer,
-        placed.on_host,
-        task.decay_embeddings,
-        task.betas,
-        note_new_rows(progress, None if saved else task.new_rows),
-    )
+    optimizer = first_optimizer(args, task, placed, progress, saved)
     loss_scale = setup.loss_scale()
-    if saved:
-        optim.load_optimizer_state(optimizer, placed.trained, saved["optimizer"])
-        if loss_scale and saved["scaler"]:
-            loss_scale.load_state_dict(saved["scaler"])
+    if saved and loss_scale and saved["scaler"]:
+        loss_scale.load_state_dict(saved["scaler"])
     place_in_data(progress, global_batches)
     if saved or run.restarted:
         share_limits(args.checkpoint_dir, ranks, progress["limits"])

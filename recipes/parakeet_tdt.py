@@ -134,7 +134,11 @@ def read_data(args, before: RunInfo | None = None) -> dict[str, Corpus]:
 
 
 def check_texts(
-    args, corpora: dict[str, Corpus], tokenizer: ParakeetTokenizer, is_own: bool
+    args,
+    asked: start.Options,
+    corpora: dict[str, Corpus],
+    tokenizer: ParakeetTokenizer,
+    is_own: bool,
 ) -> None:
     """Prints which characters the vocabulary lacks. Raises `DataError` if they are many."""
     unknown.check_unknown(
@@ -143,7 +147,7 @@ def check_texts(
         args.allow_unknown,
         vocabulary.NEW_VOCABULARY,
         is_own,
-        functools.partial(vocabulary.adding_flag, tokenizer, vocabulary.resolve(args).added),
+        functools.partial(vocabulary.adding_flag, tokenizer, asked.vocabulary.added),
     )
 
 
@@ -152,7 +156,7 @@ def check_data(args, asked: start.Options) -> None:
     corpora = read_data(args)
     tokenizer, is_own = start.given_tokenizer(asked, RECIPE, args.init_from)
     if tokenizer:
-        check_texts(args, corpora, tokenizer, is_own)
+        check_texts(args, asked, corpora, tokenizer, is_own)
     splits.report_checked(corpora)
 
 
@@ -486,7 +490,7 @@ def evaluate_only(args, asked: start.Options) -> None:
         corpora = read_data(args, before or RELEASED)
         corpora.pop("train", None)
         tokenizer = start.tokenizer_of(info)
-        check_texts(args, corpora, tokenizer, info.own_vocabulary)
+        check_texts(args, asked, corpora, tokenizer, info.own_vocabulary)
         evaluation = {}
         for name, corpus in corpora.items():
             data = Utterances(args, corpus, tokenizer, info, training=False)
@@ -634,7 +638,7 @@ def main(args) -> None:
     info, model = first_model(args, asked, run, lambda: replay.texts(read()))
     corpora = read()
     tokenizer = start.tokenizer_of(info)
-    check_texts(args, corpora, tokenizer, info.own_vocabulary)
+    check_texts(args, asked, corpora, tokenizer, info.own_vocabulary)
     data = {}
     for name, corpus in corpora.items():
         data[name] = Utterances(args, corpus, tokenizer, info, training=name in replay.TRAINED)

@@ -216,6 +216,8 @@ def _runs(path: list[int], blank: int) -> list[Token]:
 
 def phrase_trie(phrases: list[Phrase], tokenizer) -> Trie | None:
     """The tokens of phrases to boost; None without phrases. Raises `DataError`."""
+    if not phrases:
+        return None
     closes = {
         token
         for token, piece in enumerate(tokenizer.pieces)
@@ -224,7 +226,7 @@ def phrase_trie(phrases: list[Phrase], tokenizer) -> Trie | None:
         or tokenizer.is_tag(token)
     }
     begins = functools.partial(begins_word, tokenizer=tokenizer)
-    return Trie(phrases, tokenizer, begins, closes) if phrases else None
+    return Trie(phrases, tokenizer, begins, closes)
 
 
 def decode(

@@ -7,13 +7,8 @@ from common import records
 from common.errors import UsageError
 from speech.parakeet.languages import AUTO, USUAL, are_slots
 
-LOOKAHEADS = (
-    0,
-    1,
-    3,
-    6,
-    13,
-)  # of the released models; a file may not say with which it was trained
+# Of the released models; a file may not say with which it was trained.
+LOOKAHEADS = (0, 1, 3, 6, 13)
 FILES = "window lookahead lookaheads contexts slots width auto languages".split()
 
 

@@ -249,7 +249,7 @@ FEATURES = {  # of ParakeetFeatureExtractor
 }  # fmt: skip
 
 
-# --- what NeMo's model needs besides its shape; dropout and SpecAugment are NVIDIA's ----------------
+# --- what NeMo's model needs besides its shape; dropout and SpecAugment are NVIDIA's --------------
 
 NEMO_USUAL = {
     "sample_rate": SAMPLE_RATE,

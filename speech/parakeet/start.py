@@ -505,9 +505,7 @@ def choose(
         initial,
         lambda: from_scratch(asked, texts),
     )
-    if (
-        initial and initial.lora
-    ):  # a flag names the model that the adapters are for: not another one
+    if initial and initial.lora:  # a flag names the model that its adapters are for
         info, trained = saved_model(initial)
         weights = {**weights, **_copies(lora.without_adapters(trained))}
     if initial:  # what was new in that run has been trained

@@ -35,15 +35,15 @@ ROWS = (
     "ctc_head.weight",
     "ctc_head.bias",
 )
-# Of new pieces. After 64 updates of 4 utterances the loss of a small model
-# was 4.3 with 3e-5 (the rate of its other weights), 3.4 with 1e-3, 3.0 with 3e-3, 2.3 with 1e-2; a
-# model from scratch has 5e-4 to 2e-3.
+# Of new pieces. After 64 updates of 4 utterances the loss of a small model was 4.3 with 3e-5 (the
+# rate of its other weights), 3.4 with 1e-3, 3.0 with 3e-3, 2.3 with 1e-2; a model from scratch has
+# 5e-4 to 2e-3.
 NEW_ROWS_RATE = 3e-3
 NOISE = 0.1  # their first deviation from the mean of the old rows, in deviations of these
 NEW_PIECES = 1024  # of --train_tokenizer bpe
 NEW_VOCABULARY = (
-    "train with a new vocabulary, made from the training texts: --train_tokenizer char or, with many"
-    " hours of speech, bpe"
+    "train with a new vocabulary, made from the training texts: --train_tokenizer char or, with"
+    " many hours of speech, bpe"
 )
 MOST = settings.CONFIG["vocabulary"][-1]  # pieces
 LONGEST = 64  # characters of a piece that is added

@@ -1,6 +1,5 @@
 """The Parakeet recipe with Nemotron's models: languages, look-aheads, tags, adapters, exports."""
 
-import io
 import json
 import re
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import peft
 import pytest
-import sentencepiece
 import soundfile
 import torch
 import transformers
@@ -24,6 +22,7 @@ from speech.parakeet.model import Parakeet
 from speech.parakeet.settings import make_config
 from tests.recipes import adapters, runs
 from tests.recipes.runs import newest, planned, ran, refused
+from tests.speech.parakeet.test_nemotron import pieces
 
 CPU = torch.device("cpu")
 V = 24
@@ -42,17 +41,7 @@ STEPS = "--batch_size 2 --gradient_accumulation_steps 1 --log_every 1 --save_eve
 TAG = "<de-DE>"
 
 
-def pieces() -> bytes:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*TEXTS, "abc cab bca ab ca bc ac"] * 20), model_writer=model,
-        vocab_size=V, model_type="bpe", bos_id=-1, eos_id=-1, minloglevel=2,
-        user_defined_symbols=[TAG], hard_vocab_limit=False,
-    )  # fmt: skip
-    return model.getvalue()
-
-
-PIECES = pieces()
+PIECES = pieces([*TEXTS, "abc cab bca ab ca bc ac"], V)
 
 
 @pytest.fixture(scope="module")

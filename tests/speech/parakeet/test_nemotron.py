@@ -40,17 +40,18 @@ ENGLISH = {name: value for name, value in CONFIG.items() if name != "prompts"}
 NAMES = {"en-US": 0, "de-DE": 1, "de": 1, "auto": 7}
 
 
-def pieces() -> bytes:
+def pieces(lines: list[str], size: int) -> bytes:
+    """A SentencePiece model with a tag."""
     model = io.BytesIO()
-    lines = ["the cat sat on the mat", "a dog and a bird", "we ate bread at the table"] * 20
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_writer=model, vocab_size=V, model_type="bpe",
+        sentence_iterator=iter(lines * 20), model_writer=model, vocab_size=size, model_type="bpe",
         bos_id=-1, eos_id=-1, minloglevel=2, user_defined_symbols=["<de-DE>"],
+        hard_vocab_limit=False,
     )  # fmt: skip
     return model.getvalue()
 
 
-PIECES = pieces()
+PIECES = pieces(["the cat sat on the mat", "a dog and a bird", "we ate bread at the table"], V)
 LOSS = {"sigma": 0.0, "omega": 0.0, "fastemit": 0.005, "reduction": "mean_batch"}
 EXTRAS = {"tokenizer": {"sentencepiece": PIECES.hex()}, "source": {}, "loss": LOSS}
 
