@@ -407,7 +407,7 @@ def split_batch(batch: dict, size: int) -> list[dict]:
     return pieces
 
 
-def to_device(batches: list[dict], device: torch.device) -> Iterator[dict]:
+def to_device(batches: Iterable[dict], device: torch.device) -> Iterator[dict]:
     """Yields the batches on `device`; on CUDA each is copied while the one before it computes. The
     host's copy of each "<key>_lengths" stays under "<key>_lengths_host": reading it from the device
     would wait for the device."""
@@ -420,14 +420,15 @@ def to_device(batches: list[dict], device: torch.device) -> Iterator[dict]:
         with torch.cuda.stream(copying):
             return _moved(batch, device)
 
-    ahead = copy(batches[0]) if batches else None
-    for number in range(len(batches)):
+    copies = map(copy, batches)
+    ahead = next(copies, None)
+    while ahead is not None:
         torch.cuda.current_stream(device).wait_stream(copying)
         batch = ahead
         for value in batch.values():
             if isinstance(value, torch.Tensor) and value.is_cuda:
                 value.record_stream(torch.cuda.current_stream(device))
-        ahead = copy(batches[number + 1]) if number + 1 < len(batches) else None
+        ahead = next(copies, None)
         yield batch
 
 

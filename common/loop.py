@@ -323,6 +323,7 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> P
         checkpoint.load_weights(model, run.resumed.model)
     elif task.fit:
         task.fit(model, data)
+        model.cpu()  # a recipe may have fitted it on the GPU; offloading begins on the host
     if run.initial:
         checkpoint.initialise(model, run.initial.model, args.init_from, task.vocabulary)
     if run.setup.ranks.machines > 1:  # whose processors may have other random numbers
@@ -1008,7 +1009,8 @@ def reduce_gradients(training: Training, sums: torch.Tensor) -> tuple[list[float
         norm = torch.nn.utils.get_total_norm(list(gradients.values()))
         if training.placed.sharded and gradients:
             norm = norm.full_tensor()
-    *terms, norm = torch.cat([sums, norm.to(sums.device).reshape(1)]).tolist()
+        # Only here the host waits for the sums over the ranks.
+        *terms, norm = torch.cat([sums, norm.to(sums.device).reshape(1)]).tolist()
     scale = training.loss_scale.value if training.loss_scale else 1.0
     return ranks.reduce(terms), norm / scale
 

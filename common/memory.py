@@ -6,12 +6,12 @@ import gc
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from common.batches import split_batch
+from common.batches import split_batch, to_device
 from common.errors import RunError, UsageError, first_line
 
 # Messages of cuDNN, cuBLAS and the CPU's allocator when memory is short. They do not raise
@@ -67,6 +67,21 @@ def split_on_oom(function: Callable[[dict], object], batch: dict, device: torch.
     for piece in split_batch(batch, (size + 1) // 2):
         results += split_on_oom(function, piece, device)
     return results
+
+
+def evaluated(
+    function: Callable[[dict], object], model: torch.nn.Module, eval_batches: Iterable[dict]
+) -> Iterator[tuple[dict, list]]:
+    """Each batch, as it is on the host, with what `function(batch on the model's device)` returns:
+    one result, or several for parts of the batch, in their order, if it does not fit into memory as
+    a whole. A part has no "counts". For a recipe's `evaluate`."""
+    device = next(model.parameters()).device
+
+    def on_device(batch: dict) -> object:
+        return function(next(to_device([batch], device)))
+
+    for batch in eval_batches:
+        yield batch, split_on_oom(on_device, batch, device)
 
 
 def replace_on_device(model: torch.nn.Module, other: torch.nn.Module) -> None:

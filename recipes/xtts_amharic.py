@@ -390,16 +390,15 @@ def evaluate(
 ) -> dict[str, tuple[float, float]]:
     """The losses as (sum, count). With several `languages` there is also one for each, such as
     "mel_am"."""
-    where = next(model.parameters()).device
     several = len(languages) > 1
     keys = [(name, language) for name in LOSS_WEIGHTS for language in languages if several]
     sums = {name: (0.0, 0) for name in [*LOSS_WEIGHTS, *("_".join(key) for key in keys)]}
 
     def losses_of(batch: dict) -> tuple[list[str], dict]:
-        return batch["languages"], token_losses(model, next(to_device([batch], where)), frozen)
+        return batch["languages"], token_losses(model, batch, frozen)
 
-    for batch in eval_batches:
-        for spoken, losses in memory.split_on_oom(losses_of, batch, where):
+    for _, results in memory.evaluated(losses_of, model, eval_batches):
+        for spoken, losses in results:
             for name, (values, rows) in losses.items():
                 for row, language in enumerate(spoken):
                     own = values[rows == row].tolist()

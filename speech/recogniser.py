@@ -245,17 +245,12 @@ def decode_set(
     objects. A batch that does not fit into memory is split. Returns a row {"file", "seconds",
     "reference", "hypothesis", "index"} for each utterance, and {loss term: (sum, count)} for each
     of `terms`, zeros if there are no batches: the ranks add these up."""
-    device = next(model.parameters()).device
     rows = []
     sums = dict.fromkeys(terms, (0.0, 0))
-
-    def decode_on_device(batch: dict) -> tuple[list, dict[str, torch.Tensor]]:
-        return decode(next(batches.to_device([batch], device)))
-
-    for batch in eval_batches:
+    for batch, results in memory.evaluated(decode, model, eval_batches):
         hypotheses = []
         losses = dict.fromkeys(sums, 0.0)
-        for decoded, values in memory.split_on_oom(decode_on_device, batch, device):
+        for decoded, values in results:
             hypotheses += decoded
             for name in losses:
                 losses[name] += float(values[name])

@@ -3,6 +3,7 @@ single sentences unlearns. Programs that read long recordings by a Whisper's tim
 
 It is measured teacher-forced, on windows of several utterances of an evaluation set."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 
@@ -11,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from common import memory
-from common.batches import to_device
 from common.device import upcast
 from common.errors import DataError
 from speech.whisper.model import Whisper
@@ -54,19 +54,15 @@ def windows(data, collate: Callable[[list[dict]], dict], seed: int) -> Iterator[
 def measure(model: Whisper, tokenizer: WhisperTokenizer, batches: Iterator[dict]) -> Times | None:
     """The `Times` of a model in evaluation mode; None without windows. It hears silence up to its
     longest input, as in the programs that read by times."""
-    device = next(model.parameters()).device
     padded = model.pad_to_longest
-
-    def of_batch(batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        return of_windows(model, tokenizer, next(to_device([batch], device)))
-
+    of_batch = functools.partial(of_windows, model, tokenizer)
     ends = []
     losses = []
     count = 0
     model.pad_to_longest = True
-    for batch in batches:
+    for batch, results in memory.evaluated(of_batch, model, batches):
         count += len(batch["names"])
-        for end, loss in memory.split_on_oom(of_batch, batch, device):
+        for end, loss in results:
             ends += end.tolist()
             losses += loss.tolist()
     model.pad_to_longest = padded

@@ -1,6 +1,7 @@
 """Training of a DVAE for an XTTS from scratch: crops of speech, the losses of a vector-quantised
 autoencoder (van den Oord et al. 2017), and k-means for its first codebook."""
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import batches, checkpoint, memory, records
+from common import checkpoint, memory, records
 from common.device import upcast
 from common.errors import UsageError
 from speech import model_files
@@ -135,15 +136,11 @@ def compute_loss(model: Coder, batch: dict) -> dict[str, torch.Tensor]:
 
 def evaluate(model: Coder, eval_batches: Iterable[dict]) -> dict[str, tuple[float, float]]:
     """The losses as (sum, count)."""
-    device = model.mel.mel_stats.device
     sums = dict.fromkeys(LOSS_WEIGHTS, 0.0)
     count = 0
-
-    def losses_of(batch: dict) -> dict[str, torch.Tensor]:
-        return compute_loss(model, next(batches.to_device([batch], device)))
-
-    for batch in eval_batches:
-        for terms in memory.split_on_oom(losses_of, batch, device):
+    losses_of = functools.partial(compute_loss, model)
+    for batch, results in memory.evaluated(losses_of, model, eval_batches):
+        for terms in results:
             sums = {name: total + float(terms[name]) for name, total in sums.items()}
         count += len(batch["names"])
     return {name: (total, count) for name, total in sums.items()}

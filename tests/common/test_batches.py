@@ -229,7 +229,8 @@ def test_one_stream_copies_the_batches_of_a_whole_run(gpu):
     device, events, computing = gpu
     made = [collate([item("a", 3), item("b", 5)]), collate([item("c", 2)])]
     for _ in range(40):
-        for batch, before in zip(batches.to_device(made, device), made, strict=True):
+        # An iterator, as an evaluation's batches are.
+        for batch, before in zip(batches.to_device(iter(made), device), made, strict=True):
             events.append(batch["names"][0])
             assert torch.equal(batch["values"], before["values"])
             assert batch["values"].users == [computing]  # until then it is not overwritten

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import checkpoint, files, optim, report
+from common import checkpoint, files, loop, optim, report
 from common.batches import to_device
 from common.device import LossScale, Setup
 from common.errors import DataError, RunError, Stopped, UsageError
@@ -552,6 +552,27 @@ def test_the_trial_of_evaluate_changes_nothing(tmp_path):
     model, _ = small.run(small.make_args(tmp_path / "b", *flags), trial=True, evaluate=evaluate)
     assert torch.equal(small.weights(model), small.weights(reference))
     assert seen == [2, 5]
+
+
+def test_a_model_that_was_fitted_on_the_gpu_is_offloaded_from_the_host(tmp_path, monkeypatch):
+    """The fp32 weights of --use_cpu_offload weights would stay on the GPU otherwise."""
+    places = []
+    moved = torch.nn.Module.cpu
+    begin = loop.offload.begin
+
+    def host(model):
+        places.append("host")
+        return moved(model)
+
+    def begin_offload(*arguments):
+        places.append("offload")
+        return begin(*arguments)
+
+    monkeypatch.setattr(torch.nn.Module, "cpu", host)
+    monkeypatch.setattr(loop.offload, "begin", begin_offload)
+    args = small.make_args(tmp_path, "--max_steps", "1", "--use_cpu_offload", "weights")
+    small.run(args, fit=lambda model, data: places.append("fitted"))
+    assert places == ["fitted", "host", "offload"]
 
 
 def test_only_a_new_model_is_fitted(tmp_path):

@@ -55,6 +55,10 @@ def test_evaluation_splits_what_does_not_fit_and_names_what_never_does():
     def never(piece):
         raise OUT_OF_MEMORY[0]
 
+    model = small.Network(0.0)
+    ((whole, results),) = memory.evaluated(decode, model, iter([batch]))
+    assert whole is batch and results == [2, 1, 2, 1]
+
     with pytest.raises(RunError, match="item 0 does not fit"):
         memory.split_on_oom(never, batch, CPU)
 

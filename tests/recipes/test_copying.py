@@ -321,13 +321,16 @@ def compute_loss(model: Network, batch: dict) -> dict[str, torch.Tensor]:
 
 
 def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
-    target = next(model.parameters()).device
-    loss = wrong = count = 0.0
-    for batch in to_device(eval_batches, target):
+    def results_of(batch: dict) -> tuple[float, int]:
         labels = batch["labels"]
         best = model(batch).argmax(-1)
-        loss += float(compute_loss(model, batch)["frame"])
-        wrong += int(((best != labels) & (labels != -100)).sum())
+        wrong = int(((best != labels) & (labels != -100)).sum())
+        return float(compute_loss(model, batch)["frame"]), wrong
+
+    loss = wrong = count = 0.0
+    for batch, results in memory.evaluated(results_of, model, eval_batches):
+        loss += sum(each[0] for each in results)
+        wrong += sum(each[1] for each in results)
         count += batch["counts"]["frame"]
     return {"frame": (loss, count), "error": (wrong, count)}
 
@@ -367,7 +370,7 @@ def frame_recipe(source: str) -> str:
             'LOSS_WEIGHTS = {"ctc": 1.0}',
             'LOSS_WEIGHTS = {"frame": 1.0}\nSTAND_INS = ([0, 1] * 500,)',
         ),
-        ("GlobalBatches, pad\n", "GlobalBatches, pad, to_device\n"),
+        ("import checkpoint, device, options\n", "import checkpoint, device, memory, options\n"),
         *MAIN_WITHOUT_TEXT,
         ('        characters = sorted(set("".join(corpora["train"].texts)))\n', ""),
         ("ModelInfo(WIDTH, LAYERS, characters)", "ModelInfo(WIDTH, LAYERS, classes=2)"),
