@@ -46,7 +46,6 @@ from common.errors import UsageError, exit_with_one_line
 from common.loop import Run, Task, begin, finish, train
 from common.report import check_folder
 from speech import (
-    boosting,
     card,
     demo,
     metrics,
@@ -91,7 +90,6 @@ def add_arguments(parser) -> None:
     splits.add_arguments(parser, allow_unknown=True)
     replay.add_arguments(parser)
     recogniser.add_arguments(parser)
-    boosting.add_arguments(parser)
     rates = "fine-tuning 1e-4, or 3e-5 below 20 h of speech; from scratch by the model's width"
     options.add_arguments(
         parser,
@@ -104,8 +102,8 @@ def add_arguments(parser) -> None:
 
 def resolve(args) -> start.Options:
     is_demo = not args.train_manifest
-    excludes = (*recogniser.EXCLUDES, *boosting.EXCLUDES, *replay.EXCLUDES, *start.EXCLUDES)
-    needs = (*splits.NEEDS, *recogniser.NEEDS, *boosting.NEEDS, *replay.NEEDS, *start.NEEDS)
+    excludes = (*recogniser.EXCLUDES, *replay.EXCLUDES, *start.EXCLUDES)
+    needs = (*splits.NEEDS, *recogniser.NEEDS, *replay.NEEDS, *start.NEEDS)
     options.resolve(args, is_demo, DEMO_STEPS, excludes, needs)
     return start.resolve(args, is_demo)
 
@@ -375,12 +373,9 @@ def evaluate(
     return {**sums, **metrics.score(rows)}
 
 
-def decode_words(
-    how: recogniser.Options, tokenizer: ParakeetTokenizer, model: Parakeet, eval_batches
-) -> list[dict]:
+def decode_words(tokenizer: ParakeetTokenizer, model: Parakeet, eval_batches) -> list[dict]:
     """The rows of a decoded set, with the times of their words."""
-    trie = decoding.phrase_trie(how.boost, tokenizer)
-    decode = functools.partial(decoding.transcripts, model, tokenizer, trie=trie)
+    decode = functools.partial(decoding.transcripts, model, tokenizer)
     rows = []
     for row in recogniser.decode_texts(model, decode, eval_batches):
         decoded = row["hypothesis"]
@@ -399,7 +394,7 @@ def report_results(
     of their words. `weights`: which weights the model has, for the title. Returns the rows."""
     name = "test" if "test" in evaluation else "val"
     eval_batches = evaluation[name].whole()
-    rows = decode_words(asked.how, tokenizer, model, eval_batches)
+    rows = decode_words(tokenizer, model, eval_batches)
     title = f"{name} set, {weights}, {len(rows)} utterances"
     spoken = eval_batches.dataset.data.corpus.languages
     recogniser.print_results(rows, title, asked.how, languages=spoken)
@@ -424,7 +419,7 @@ def compare(
         del released_weights  # the model has them
         memory.replace_on_device(model, untrained)
         eval_batches = evaluation["test" if "test" in evaluation else "val"].whole()
-        before = decode_words(asked.how, start.tokenizer_of(info), untrained, eval_batches)
+        before = decode_words(start.tokenizer_of(info), untrained, eval_batches)
         recogniser.print_improvement(before, rows, asked.origin.path, asked.how)
 
 
@@ -468,8 +463,7 @@ def transcribe(args, asked: start.Options) -> None:
     tokenizer = start.tokenizer_of(info)
     if asked.stream:
         return live.transcribe(asked.how, asked.stream, model, tokenizer, setup)
-    trie = decoding.phrase_trie(asked.how.boost, tokenizer)
-    decode = functools.partial(decoding.transcripts, model, tokenizer, trie=trie)
+    decode = functools.partial(decoding.transcripts, model, tokenizer)
     longest = (before or RELEASED).longest
     cutting = by_length(longest, windows.by_time(model, tokenizer))
     recogniser.transcribe_files(asked.how, decode, setup, longest, cutting, PARTS)

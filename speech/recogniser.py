@@ -19,7 +19,7 @@ import torch
 from common import batches, files, memory, options, watching
 from common.device import Setup
 from common.errors import DataError, RunError, UsageError, cannot_write, reader_has_gone
-from speech import boosting, metrics, subtitles
+from speech import metrics, subtitles
 from speech.audio import SAMPLE_RATE, audio_files, read_audio
 from speech.augment import read_noises
 from speech.columns import Codes
@@ -65,8 +65,7 @@ class Options:
     (None if the recipe has one method only); a further way to compare texts; the files and folders
     to transcribe, the file that the transcripts are written to (None: they are printed), the
     longest piece of a recording in seconds (None: what the model reads), and whether they are
-    printed with times; phrases that are likelier; where results are written, and the seed that
-    chooses examples."""
+    printed with times; where results are written, and the seed that chooses examples."""
 
     method: str | None = None
     beam_size: int | None = None
@@ -75,7 +74,6 @@ class Options:
     output: str | None = None
     piece_seconds: float | None = None
     timestamps: bool = False
-    boost: list[boosting.Phrase] = field(default_factory=list)
     batch_size: int = 8
     log_dir: Path = Path("logs")
     seed: int = 0
@@ -224,7 +222,6 @@ def resolve(
         output=output,
         piece_seconds=getattr(args, "piece_seconds", None),
         timestamps=getattr(args, "timestamps", False),
-        boost=boosting.resolve(args) if "boost" in vars(args) else [],
         batch_size=args.eval_batch_size,
         log_dir=args.log_dir,
         seed=args.seed,

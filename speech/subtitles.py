@@ -1,7 +1,6 @@
 """Subtitles in SubRip's and WebVTT's format from the timed parts of a transcript."""
 
 import itertools
-import math
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,12 +8,10 @@ from dataclasses import dataclass, replace
 from speech.text import SENTENCE_ENDS, in_unspaced, spaces_before
 
 LINE = 42  # characters in a line at most; those that are twice as wide count twice
+LINES = 2
 SECONDS = 6.0  # a subtitle made of words at most
 PAUSE = 1.0  # seconds, ends a subtitle
 SHORTEST = 0.1  # seconds: a word can begin and end at once, and programs refuse such a subtitle
-# What a break costs, against 1 for each subtitle and the square of the share of it that is full.
-SHORT_PAUSE = 0.3  # seconds
-AFTER_SENTENCE, AFTER_MARK, AFTER_WORD, WITHIN_TEXT = 0.0, 0.1, 0.3, 0.4
 # Characters of scripts without spaces: no line begins with small kana, marks of length, or vowels
 # after their consonant (Thai, Lao); none ends with vowels before it, or with a stacking sign.
 NOT_FIRST = set("ぁぃぅぇぉっゃゅょゎァィゥェォッャュョヮー々ะาำๅๆฯະາຳໆ")
@@ -76,19 +73,27 @@ class Atom:
     ends: bool = False
 
 
+@dataclass(frozen=True)
+class Group:
+    """A subtitle: its lines, and its time in seconds."""
+
+    lines: list[str]
+    start: float
+    end: float
+
+
 def cues(row: dict) -> list[dict]:
     """The subtitles {"start", "end", "text"} of a transcript, of its words or, without words, of
-    its segments: at most two lines of LINE characters. They end with sentences and segments, at
-    pauses, and where they would be too long: there after a comma or at a short pause if possible,
-    and so that none is much shorter than the others. They do not overlap, and none is shorter than
-    SHORTEST: one that is begins or ends later."""
+    its segments: at most two lines of LINE characters, filled from the first on. They end with
+    sentences and segments and at pauses. They do not overlap, and none is shorter than SHORTEST:
+    one that is begins or ends later."""
     if "words" in row:
         atoms = _of_words(row["words"], row["text"])
         most = SECONDS
     else:
         atoms = [atom for part in row["segments"] for atom in _of_segment(part)]
         most = float("inf")
-    groups = []
+    groups: list[Group] = []
     run: list[Atom] = []
     for atom in atoms:
         run.append(atom)
@@ -98,12 +103,10 @@ def cues(row: dict) -> list[dict]:
     groups += _divided(run, most)
     result: list[dict] = []
     for group, following in itertools.zip_longest(groups, groups[1:]):
-        start = max(group[0].start, result[-1]["end"] if result else 0.0)
-        end = max(atom.end for atom in group)
-        if following:
-            end = min(end, following[0].start)
+        start = max(group.start, result[-1]["end"] if result else 0.0)
+        end = min(group.end, following.start) if following else group.end
         end = max(end, round(start + SHORTEST, 3))
-        result.append({"start": start, "end": end, "text": "\n".join(_lines(group))})
+        result.append({"start": start, "end": end, "text": "\n".join(group.lines)})
     return result
 
 
@@ -183,60 +186,22 @@ def _width(text: str) -> int:
     return sum(1 + (unicodedata.east_asian_width(each) in "WF") for each in text)
 
 
-def _joined(atoms: list[Atom]) -> str:
-    return "".join(atom.space + atom.text for atom in atoms).strip()
+def _added(lines: list[str], atom: Atom) -> list[str] | None:
+    """The lines of a subtitle with one more atom, or None if there is no room."""
+    longer = (lines[-1] + atom.space + atom.text).strip()
+    if _width(longer) <= LINE:
+        return [*lines[:-1], longer]
+    return [*lines, atom.text] if len(lines) < LINES else None
 
 
-def _break_cost(before: Atom, after: Atom) -> float:
-    if before.text.endswith(SENTENCE_ENDS):
-        return AFTER_SENTENCE
-    is_marked = unicodedata.category(before.text[-1])[0] == "P"
-    is_phrase = in_unspaced(before.text[-1]) and after.space
-    if is_marked or is_phrase or after.start - before.end > SHORT_PAUSE:
-        return AFTER_MARK
-    return AFTER_WORD if after.space else WITHIN_TEXT
-
-
-def _divided(atoms: list[Atom], most: float) -> list[list[Atom]]:
-    """Divides atoms into subtitles of at most `most` seconds and two lines, at the least cost."""
-    count = len(atoms)
-    widths = [len(atom.space) + _width(atom.text) for atom in atoms]
-    ends = [0, *itertools.accumulate(widths)]  # of the atoms, and the spaces before them
-    begins = [end + len(atom.space) for end, atom in zip(ends, atoms, strict=False)]
-    fits = [count] * (count + 1)  # where the longest line ends that begins at an atom
-    for i in range(count - 1, -1, -1):
-        fits[i] = fits[i + 1] if i + 1 < count else count
-        while ends[fits[i]] - begins[i] > LINE and fits[i] > i + 1:
-            fits[i] -= 1
-    best = [0.0] + [math.inf] * count
-    first = [0] * (count + 1)  # of the subtitle that ends before an atom
-    for i, atom in enumerate(atoms):
-        for j in range(i + 1, fits[fits[i]] + 1):
-            if j > i + 1 and atoms[j - 1].end - atom.start > most:
-                break
-            cost = best[i] + 1 + ((ends[j] - begins[i]) / (2 * LINE)) ** 2
-            if j < count:
-                cost += _break_cost(atoms[j - 1], atoms[j])
-            if cost < best[j]:
-                best[j] = cost
-                first[j] = i
-    groups = []
-    while count:
-        groups.append(atoms[first[count] : count])
-        count = first[count]
-    return groups[::-1]
-
-
-def _lines(atoms: list[Atom]) -> list[str]:
-    """One line, or two about equally long ones."""
-    whole = _joined(atoms)
-    if _width(whole) <= LINE:
-        return [whole]
-    best = (math.inf, [whole])
-    for place in range(1, len(atoms)):
-        lines = [_joined(atoms[:place]), _joined(atoms[place:])]
-        top, bottom = map(_width, lines)
-        if max(top, bottom) <= LINE:
-            uneven = (abs(top - bottom) / LINE) ** 2 / 2
-            best = min(best, (uneven + _break_cost(atoms[place - 1], atoms[place]), lines))
-    return best[1]
+def _divided(atoms: list[Atom], most: float) -> list[Group]:
+    """Subtitles of at most `most` seconds and two lines, each filled before the next begins."""
+    groups: list[Group] = []
+    for atom in atoms:
+        last = groups[-1] if groups else None
+        lines = _added(last.lines, atom) if last and atom.end - last.start <= most else None
+        if lines:
+            groups[-1] = Group(lines, last.start, max(last.end, atom.end))
+        else:
+            groups.append(Group([atom.text], atom.start, atom.end))
+    return groups

@@ -60,8 +60,8 @@ def blocks(path: Path, language: str) -> list[str]:
 
 def code(path: Path) -> list[str]:
     """All code of a page: the lines of its blocks, without comments and with continued lines
-    joined, and its spans."""
-    page = read(path)
+    joined, and its spans. A command "at" an earlier commit runs there."""
+    page = re.sub(r"`[^`]+`\s+at\s+[0-9a-f]{7}\b", "", read(path))
     lines = [
         line for _, body in FENCE.findall(page) for line in body.replace("\\\n", " ").splitlines()
     ]

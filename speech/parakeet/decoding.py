@@ -1,6 +1,5 @@
 """Greedy decoding of a transducer or a CTC head in batches, and the times of words and segments."""
 
-import functools
 import itertools
 import math
 import unicodedata
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from speech.audio import SAMPLE_RATE
-from speech.boosting import Phrase, Trie, Walk
 from speech.parakeet.features import HOP
 from speech.parakeet.model import Parakeet
 from speech.parakeet.tokenizer import SPACE, ParakeetTokenizer
@@ -110,88 +108,6 @@ def _by_utterance(history: list[torch.Tensor], batch: int) -> list[list[Token]]:
 
 
 @torch.no_grad()
-def boosted(
-    step: Callable,
-    joint: Callable,
-    encoded: torch.Tensor,
-    durations: tuple[int, ...],
-    max_symbols: int,
-    trie: Trie,
-) -> list[Token]:
-    """`greedy` of one utterance (T, J), with the phrases of speech/boosting.py."""
-    walk = Walk(trie)
-    predicted, state = step(None, None)
-    tokens: list[Token] = []
-    frame = symbols = 0
-    is_usual = False  # whether the next step has no bonus
-    while True:
-        if frame >= len(encoded):
-            if (place := walk.take(None)) is None:
-                return tokens
-            frame, symbols, predicted, state, tokens = place
-            is_usual = True
-        logits = joint(encoded[frame : frame + 1], predicted)[0]
-        blank = len(logits) - len(durations) - 1
-        usual = token = int(logits[: blank + 1].argmax())
-        lasts = durations[int(logits[blank + 1 :].argmax())] if durations else 1
-        if not is_usual:
-            token = _with_bonus(logits, usual, walk.bonuses())
-        place = (frame, symbols, predicted, state, tokens) if token != usual else None
-        is_usual = False
-        if token != blank:
-            if back := walk.take(token, place):
-                frame, symbols, predicted, state, tokens = back
-                is_usual = True
-                continue
-            tokens = [*tokens, Token(token, frame, lasts)]
-            predicted, state = step(torch.tensor([token], device=encoded.device), state)
-            symbols += 1
-        duration = lasts if durations else 0
-        if token == blank or symbols >= max_symbols:
-            duration = max(1, duration)
-        symbols = 0 if duration else symbols
-        frame += duration
-
-
-def _with_bonus(logits: torch.Tensor, usual: int, bonuses: dict[int, float]) -> int:
-    """The token with the highest logit and bonus; `usual` is that with the highest logit."""
-    if not bonuses:
-        return usual
-    ids = torch.tensor([usual, *bonuses], device=logits.device)
-    added = torch.tensor([bonuses.get(usual, 0.0), *bonuses.values()], device=logits.device)
-    return int(ids[(logits[ids] + added).argmax()])
-
-
-@torch.no_grad()
-def boosted_ctc(log_probs: torch.Tensor, trie: Trie) -> list[Token]:
-    """`greedy_ctc` of one utterance (T, V + 1), with the phrases of speech/boosting.py. What
-    repeats the label of the frame before has no bonus."""
-    blank = log_probs.shape[1] - 1
-    walk = Walk(trie)
-    path: list[int] = []
-    is_usual = False
-    while True:
-        if len(path) == len(log_probs):
-            if (place := walk.take(None)) is None:
-                break
-            path, is_usual = place, True
-        row = log_probs[len(path)]
-        before = path[-1] if path else blank
-        usual = token = int(row.argmax())
-        if not is_usual:
-            bonuses = walk.bonuses()
-            bonuses.pop(before, None)
-            token = _with_bonus(row, usual, bonuses)
-        place = path if token != usual else None
-        is_usual = False
-        if token not in (blank, before) and (back := walk.take(token, place)) is not None:
-            path, is_usual = back, True
-            continue
-        path = [*path, token]
-    return _runs(path, blank)
-
-
-@torch.no_grad()
 def greedy_ctc(log_probs: torch.Tensor, lengths: list[int]) -> list[list[Token]]:
     """The likeliest tokens of log-probabilities (B, T, V + 1): runs of a piece are one token, and
     blanks, the last column, are left out."""
@@ -214,50 +130,26 @@ def _runs(path: list[int], blank: int) -> list[Token]:
     return tokens
 
 
-def phrase_trie(phrases: list[Phrase], tokenizer) -> Trie | None:
-    """The tokens of phrases to boost; None without phrases. Raises `DataError`."""
-    if not phrases:
-        return None
-    closes = {
-        token
-        for token, piece in enumerate(tokenizer.pieces)
-        if begins_word(token, tokenizer)
-        or is_mark(piece.removeprefix(SPACE))
-        or tokenizer.is_tag(token)
-    }
-    begins = functools.partial(begins_word, tokenizer=tokenizer)
-    return Trie(phrases, tokenizer, begins, closes)
-
-
 def decode(
     model: Parakeet,
     encoded: torch.Tensor,
     frames: list[int],
     memory: Memory | None = None,
-    trie: Trie | None = None,
 ) -> list[list[Token]]:
     """The tokens of every utterance of the encoder's output (B, T, D), with their times.
-    `memory`: as in `greedy`. `trie`: phrases to boost."""
+    `memory`: as in `greedy`."""
     if model.decodes_ctc:
-        log_probs = model.ctc_log_probs(encoded)
-        if trie:
-            rows = zip(log_probs, frames, strict=True)
-            return [boosted_ctc(row[:count], trie) for row, count in rows]
-        return greedy_ctc(log_probs, frames)
+        return greedy_ctc(model.ctc_log_probs(encoded), frames)
 
     def step(tokens: torch.Tensor | None, state: tuple | None) -> tuple[torch.Tensor, tuple]:
         if tokens is None:
-            count = 1 if trie else len(encoded)
-            tokens = torch.full((count,), model.blank, device=encoded.device)
+            tokens = torch.full((len(encoded),), model.blank, device=encoded.device)
         predicted, state = model.decoder(tokens[:, None], state)
         return predicted[:, 0], state
 
     projected = model.encoder_projector(encoded)
     most = model.config["max_symbols"]
     durations = model.joint.durations
-    if trie:
-        rows = [row[:count] for row, count in zip(projected, frames, strict=True)]
-        return [boosted(step, model.joint.logits, row, durations, most, trie) for row in rows]
     return greedy(step, model.joint.logits, projected, frames, durations, most, memory)
 
 
@@ -266,15 +158,12 @@ def frame_samples(config: dict) -> int:
     return config["subsampling"] * HOP
 
 
-def transcripts(
-    model: Parakeet, tokenizer: ParakeetTokenizer, batch: dict, trie: Trie | None = None
-) -> list[dict]:
-    """The `transcript` of every utterance of a batch, with its "tokens" and number of "frames".
-    `trie`: phrases to boost."""
+def transcripts(model: Parakeet, tokenizer: ParakeetTokenizer, batch: dict) -> list[dict]:
+    """The `transcript` of every utterance of a batch, with its "tokens" and number of "frames"."""
     encoded, frames = model.encode(batch)
     frame_seconds = frame_samples(model.config) / SAMPLE_RATE
     results = []
-    for tokens, count in zip(decode(model, encoded, frames, trie=trie), frames, strict=True):
+    for tokens, count in zip(decode(model, encoded, frames), frames, strict=True):
         timed = transcript(tokens, tokenizer, frame_seconds, count)
         results.append({**timed, "tokens": tokens, "frames": count})
     return results

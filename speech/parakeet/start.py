@@ -139,11 +139,6 @@ EXCLUDES = (
     ("transcribe", "export_adapter", "give one of them"),
     ("stream", "lookahead", "the first says how long the model waits; leave the second out"),
     ("stream", "piece_seconds", "a stream is not cut; leave the second out"),
-    (
-        "stream",
-        "boost",
-        "phrases that do not match are taken back, printed words are not; give one",
-    ),
     ("stream", "decoding ctc", "words as they come are the transducer's; leave the second out"),
     *((flag, options.COMMAND, options.TRAINS) for flag in TRAINING),
 )
