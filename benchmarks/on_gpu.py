@@ -12,8 +12,11 @@ smaller card than the one that is there.
 
 Each piece is in the output file as soon as it is done. A piece for which there is no time is
 skipped: the same command, started again, continues. It begins anew for another card, another torch,
-or other programs. Every piece, row and run is a process of its own, which is killed if it takes too
-long. With --device cpu the pieces run at a small size, which shows that they work."""
+or other programs. On a machine that ends every command after ten minutes, say --minutes 9; if such
+a machine forgets its files, bring gpu.json back after each call and name it with --output in the
+next one. Every piece, row and run is a process of its own, forked from one that has imported torch,
+which is killed if it takes too long. With --device cpu the pieces run at a small size, which shows
+that they work."""
 
 import argparse
 import signal

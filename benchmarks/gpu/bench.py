@@ -1,11 +1,12 @@
 """Pieces of a measurement: in order, as long as there is time, several at a time if they may be."""
 
 import contextlib
+import functools
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -14,11 +15,16 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
+from benchmarks.gpu import child
 from benchmarks.gpu.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
-CHILD = ROOT / "benchmarks/gpu/child.py"
+IMPORTED = (  # before children are forked
+    "benchmarks.gpu.child",
+    *(f"recipes.{path.stem}" for path in sorted((ROOT / "recipes").glob("*.py"))),
+)
 ALLOCATOR = "expandable_segments:True"  # as common/env.sh sets it
 HUNG = {"cuda": 5, "cpu": 50}  # times the usual duration on a GPU, after which a child is killed
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -66,7 +72,7 @@ class Bench:
         self.cap = 0
         self.beside: set[Piece] = set()  # pieces that did not run alone
         self.results: Results | None = None
-        self.children: set[subprocess.Popen] = set()
+        self.children: set[multiprocessing.Process] = set()
         self.lock = threading.Lock()
         self.threads = CORES  # of a child
 
@@ -85,41 +91,29 @@ class Bench:
         end of this call's time, or if it takes much longer than `seconds`. Raises `Failed` and
         `OutOfTime`."""
         limit = max(60, HUNG[self.device] * seconds)
-        command = [sys.executable, str(CHILD), json.dumps({**asked, "parent": os.getpid()})]
+        output = folder / f"output {time.monotonic_ns()}"
         with self.lock:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment(self.threads),
-                text=True,
-                errors="replace",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = forks().Process(target=child.main, args=(asked, folder, output, self.threads))
+            process.start()
             self.children.add(process)
-        try:
-            output, _ = process.communicate(timeout=min(limit, max(1, self.left)))
-        except subprocess.TimeoutExpired:
-            if self.left <= 1:
-                raise OutOfTime("the time was over before it had ended") from None
-            raise Failed(f"it took more than {limit:.0f} s and was killed") from None
-        finally:
-            self.end(process)
-        if process.returncode not in status:
-            if self.left <= 1:
-                raise OutOfTime("the time was over before it had ended")
-            raise Failed(f"status {process.returncode}: {output.strip()[-LAST_LINES:]}")
-        return output
+        process.join(min(limit, max(1, self.left)))
+        ended = process.exitcode
+        self.end(process)
+        if ended in status:
+            return output.read_text(errors="replace")
+        if self.left <= 1:
+            raise OutOfTime("the time was over before it had ended")
+        if ended is None:
+            raise Failed(f"it took more than {limit:.0f} s and was killed")
+        printed = output.read_text(errors="replace") if output.exists() else ""
+        raise Failed(f"status {ended}: {printed.strip()[-LAST_LINES:]}")
 
-    def end(self, process: subprocess.Popen) -> None:
+    def end(self, process: multiprocessing.Process) -> None:
         """Kills a child and its children, such as data workers."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stdout:
-            process.stdout.close()
+        process.kill()  # if it is not the first of its group yet
+        process.join()
         self.children.discard(process)
 
     def end_all(self) -> None:
@@ -212,14 +206,21 @@ class Bench:
         print(f"{piece.name}: {entry['status']}{reason and ': '}{reason}", flush=True)
 
 
-def environment(threads: int) -> dict[str, str]:
-    """That of children: the allocator as the preset scripts set it, and a share of the cores."""
+@functools.cache
+def forks() -> multiprocessing.context.BaseContext:
+    """Processes that are forked from one that has imported what children need. Their environment:
+    the allocator as the preset scripts set it."""
     settings = {
         "PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR,
         "PYTORCH_ALLOC_CONF": ALLOCATOR,
-        "OMP_NUM_THREADS": str(threads),
         "GPUS": "1",
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])]),
     }
-    return {**settings, **os.environ}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    with mock.patch.dict(os.environ, settings):
+        multiprocessing.forkserver.ensure_running()
+    return context

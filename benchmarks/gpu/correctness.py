@@ -32,6 +32,7 @@ class Demo:
     words: list[str] | None
     exports: bool = False
     transcribes: bool = True
+    stages: int = 1  # trainings, one after the other
 
 
 DEMOS = {
@@ -64,17 +65,16 @@ DEMOS = {
         "--from_scratch --model_size demo --batch_size 8 --speak_held_out 0",
         AMHARIC_WORDS,
         transcribes=False,
+        stages=3,
     ),
 }
-SMALL = {"parakeet", "konkani"}  # of which the small size on a CPU has pieces
 
 
 def pieces(bench: Bench, kind: str, measure: Callable, seconds: float) -> list[Piece]:
     """The pieces of a kind, one for each recipe."""
-    names = [name for name in DEMOS if not bench.is_small or name in SMALL]
     return [
-        Piece(f"{kind} {name}", functools.partial(measure, demo=DEMOS[name]), seconds, gib=2.5)
-        for name in names
+        Piece(f"{kind} {name}", functools.partial(measure, demo=demo), seconds, gib=2.5)
+        for name, demo in DEMOS.items()
     ]
 
 
@@ -172,7 +172,8 @@ def export(bench: Bench, demo: Demo) -> dict:
         run = DemoRun(bench, demo, folder)
         run.updates = 2 if bench.is_small else LEARNING
         flags = ["--export", folder / "export"] if demo.exports else []
-        run.run(run.command(folder / "run", bench.device, *EXACT, *flags), usual=60)
+        usual = 60 * demo.stages
+        run.run(run.command(folder / "run", bench.device, *EXACT, *flags), usual=usual)
         model = ["--resume", folder / "run/checkpoints/best.safetensors"]
         if demo.exports:
             model = ["--model_dir", folder / "export"]
@@ -214,7 +215,8 @@ def offload(bench: Bench, demo: Demo) -> dict:
             if bench.is_small:  # a GPU has 16 bits by itself
                 words.append("--bf16")
             updates = 2 if bench.is_small else 5
-            tried = bench.trial(demo.recipe, words, 20, updates=updates, weights=str(path))
+            asked = {"updates": updates, "weights": str(path), "fit": True}
+            tried = bench.trial(demo.recipe, words, 20, **asked)
             if "failed" in tried:
                 found[name] = tried["failed"]
                 continue

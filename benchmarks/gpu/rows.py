@@ -16,6 +16,7 @@ FIRST = 14  # rows, the tightest, that come before the measurements of speed
 SHORT_SECONDS = 11.0  # of utterances: what a step takes must be much more than the weights
 LARGEST = 16  # times the micro-batch of the row, at most
 TOTAL = 1.03  # a card may have a little less memory than its tier's
+LANGUAGE = {"nemotron": ("--language", "auto")}  # the noise has none
 SMALL_ROWS = (
     ("run_training_memory_optimized.sh", "4gb", "minimal"),
     ("run_training_memory_optimized.sh", "t4", "minimal"),
@@ -55,6 +56,7 @@ class Row:
 
     def command(self, *more: str) -> tuple[str, list[str]]:
         """The recipe and the words of its plan, as tiers.py plans it. Raises `Skipped`."""
+        more = (*more, *LANGUAGE.get(self.size, ()))
         try:
             path, *words = tiers.command_of(self.script, self.tier, self.size, self.tier, *more)
         except tiers.NoPlan as error:

@@ -83,6 +83,16 @@ def test_the_weights_with_each_level_of_offloading_are_those_without(tmp_path, m
     assert correctness.weights_differ(unchanged, states[""]) == pytest.approx(1)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("name", correctness.DEMOS)
+def test_each_recipe_trains_on_a_gpu_with_each_level_of_offloading(made, name):
+    made.device, made.is_small = "cuda", False
+    found = correctness.offload(made, correctness.DEMOS[name])
+    for level in LEVELS:
+        assert found[f"{level} differs by"] < 0.2, found
+
+
 # --- pieces ---------------------------------------------------------------------------------------
 
 
@@ -312,9 +322,10 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_pieces_run_at_a_small_size_killed_and_continued(tmp_path):
+@pytest.mark.parametrize("only", ["konkani", pytest.param("", marks=pytest.mark.slow)])
+def test_all_pieces_run_at_a_small_size_killed_and_continued(tmp_path, only):
     path = tmp_path / "gpu.json"
-    command = [sys.executable, COMMAND, "--device", "cpu", "--minutes", "60"]
+    command = [sys.executable, COMMAND, "--device", "cpu", "--minutes", "60", "--only", only]
     first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     while len(pieces_of(path)) < 3 if path.exists() else first.poll() is None:
         time.sleep(0.2)
@@ -326,4 +337,4 @@ def test_all_pieces_run_at_a_small_size_killed_and_continued(tmp_path):
     assert {name: found[name] for name in before} == before
     failed = {name: each for name, each in found.items() if each["status"] == "failed"}
     assert not failed
-    assert "### Speed" in ran.stdout and "### Memory of the rows" in ran.stdout
+    assert "### Speed" in ran.stdout and ("### Memory of the rows" in ran.stdout or only)
