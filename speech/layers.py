@@ -62,8 +62,8 @@ def lean_chain(x: torch.Tensor, *steps: Callable) -> torch.Tensor:
     or both in this order.
 
     Backward keeps `x` and what the linear layers return, and computes norms and activations again,
-    which is cheap. Values and gradients stay the same to the bit; under autocast norms are in fp32,
-    as on CUDA. The steps run one by one in evaluation, under torch.compile, which chooses itself
+    which is cheap. Values and gradients stay the same but for rounding; under autocast norms are in
+    fp32, as on CUDA. The steps run one by one in evaluation, under torch.compile, which chooses itself
     what to keep, and for small inputs, for which launching the kernels from Python would take
     longer than the kernels."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or x.numel() < SMALL:

@@ -4,12 +4,27 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 try:
     import torchaudio
 except (ImportError, RuntimeError):  # its last version refuses torch 2.15
     torchaudio = None
 needs_torchaudio = pytest.mark.skipif(torchaudio is None, reason="no torchaudio runs here")
+
+
+def assert_rounded(ours, theirs, low: torch.dtype | None = None) -> None:
+    """That tensors, or None, are those of another way of adding the same terms. Every CPU's
+    libraries choose their own order for a product of such and such a form, so they differ by
+    roundings: sixteen of `low`, the type in which the products were computed, if it is not
+    theirs."""
+    for one, other in zip(ours, theirs, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        rounding = torch.finfo(low or other.dtype).eps
+        assert one.dtype == other.dtype
+        assert (one - other).norm() <= 16 * rounding * other.norm()
 
 
 def resampled(waveform: np.ndarray, source: int, target: int) -> np.ndarray:
