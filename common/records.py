@@ -63,7 +63,7 @@ def _require_plain(value, place: str) -> None:
             _require_plain(each, f"{place}[{number}]")
     elif type(value) not in PLAIN:
         raise UsageError(
-            f"{place} is a {type(value).__name__}: what is saved with the weights must be numbers"
+            f"{place} is of type {type(value).__name__}: what is saved with the weights must be numbers"
             " (int, float), texts, lists and dictionaries; .item(), .tolist() or list() make them"
         )
 
@@ -89,7 +89,7 @@ def _convert(value, hint, place: str, source: str | Path):
     if origin is typing.Any:
         return value
     if reason := mismatch(value, allowed, place):
-        wrong = f"a {type(value).__name__} and not a {origin.__name__}"
+        wrong = f"of type {type(value).__name__} instead of {origin.__name__}"
         raise UsageError(f"{source}: {reason}, {wrong}")
     if origin is list and inner:
         return [_convert(each, inner[0], f"{place}[{i}]", source) for i, each in enumerate(value)]

@@ -961,7 +961,6 @@ def main(args) -> None:
         return transcribe(args, how)
     if args.evaluate or exports_only(args):
         return evaluate_only(args, how)
-
     run = begin(args, RECIPE)
     model_info, run_info = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)

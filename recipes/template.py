@@ -291,7 +291,6 @@ def main(args) -> None:
         return transcribe(args, how)
     if args.evaluate:
         return evaluate_only(args, how)
-
     run = begin(args, RECIPE)
     model_info, run_info = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
     corpora = read_data(args, run_info)
