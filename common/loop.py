@@ -4,7 +4,8 @@ errors, and a checkpoint on SIGINT or SIGTERM.
     run = begin(args, RECIPE)             # device, locks, checkpoint to resume from
     with run.model_device():
         model = ...
-    task = Task(RECIPE, compute_loss, loss_weights, evaluate, model_info, run_info, metric="cer")
+    task = Task(RECIPE, compute_loss, loss_weights, evaluate, model_info, run_info,
+                metric="cer", higher_is_better=False, fit=fit)
     train(args, run, model, task, global_batches, eval_batches)
     finish(args, run, model, task, eval_batches, report_results)
 
@@ -46,6 +47,7 @@ from common import (
     optim,
     options,
     preflight,
+    records,
     resuming,
     run_length,
     watching,
@@ -114,8 +116,8 @@ class Task:
     model_info: object
     run_info: object
     metric: str
-    higher_is_better: bool = False
-    fit: Callable[[torch.nn.Module, object], None] | None = None
+    higher_is_better: bool
+    fit: Callable[[torch.nn.Module, object], None] | None
     freeze: Callable[[torch.nn.Module], None] | None = None
     learning_rate: float | None = None
     checkpointed: tuple[type, ...] = ()
@@ -220,13 +222,17 @@ def train(
     """Trains as long as the flags or `run_length` say, and returns the progress.
     Raises `Stopped` after a signal, `DataError` for a bad file, and `RunError` if the run cannot
     continue; what was reached until then is saved. Raises `UsageError` before the first update if
-    the batches or the results of `task.evaluate` are not what the loop needs."""
+    the batches, the records of the task, its loss or its results are not what the loop needs."""
+    records.check(task.model_info)
+    records.check(task.run_info)
     checks.check_collate(global_batches.dataset, task.loss_weights)
     if run.planned is not None:
         sys.exit(plan(args, *run.planned, model, task, global_batches, eval_batches))
     checks.check_collate(eval_batches.dataset, task.loss_weights)
     preflight.require_disk(args, model)
     agree(args, run, model, task, global_batches, eval_batches)
+    if not run.resumed:
+        try_loss(model, task, global_batches.dataset)
     placed = prepare_model(args, run, model, task, global_batches.data)
     if run.resumed or not evaluates_first(task):
         try_evaluation(run.setup, placed, task, eval_batches)
@@ -341,6 +347,11 @@ def prepare_model(args, run: Run, model: torch.nn.Module, task: Task, data) -> P
     if args.gradient_checkpointing:
         memory.checkpoint_layers(placed.trained, task.checkpointed)
     return placed
+
+
+def try_loss(model: torch.nn.Module, task: Task, dataset) -> None:
+    """Checks the loss of two short utterances."""
+    checks.try_loss(model, task, checks.sample_items(dataset), dataset.collate)
 
 
 def try_evaluation(setup: Setup, placed: Placed, task: Task, eval_batches: EvalBatches) -> None:

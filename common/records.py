@@ -21,6 +21,7 @@ from pathlib import Path
 from common.errors import UsageError
 
 MISSING = object()
+PLAIN = (bool, int, float, str, type(None))  # what both kinds of files keep as it is
 
 
 def read(kind: type, values: dict, source: str | Path):
@@ -41,6 +42,30 @@ def read(kind: type, values: dict, source: str | Path):
     if unknown := sorted(map(str, values.keys() - known.keys())):
         raise UsageError(f"{source}: {kind.__name__} has no field {unknown[0][:40]!r}")
     return kind(**known)
+
+
+def check(record) -> None:
+    """Raises `UsageError` for a record that could not be saved, or not be read again."""
+    kind = type(record)
+    values = dataclasses.asdict(record)
+    _require_plain(values, kind.__name__)
+    read(kind, values, "what is saved with the weights")
+
+
+def _require_plain(value, place: str) -> None:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if type(key) is not str:
+                raise UsageError(f"{place}: its key {str(key)[:40]!r} must be a str")
+            _require_plain(each, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            _require_plain(each, f"{place}[{number}]")
+    elif type(value) not in PLAIN:
+        raise UsageError(
+            f"{place} is of type {type(value).__name__}: what is saved with the weights must be numbers"
+            " (int, float), texts, lists and dictionaries; .item(), .tolist() or list() make them"
+        )
 
 
 def _convert(value, hint, place: str, source: str | Path):
@@ -64,7 +89,8 @@ def _convert(value, hint, place: str, source: str | Path):
     if origin is typing.Any:
         return value
     if reason := mismatch(value, allowed, place):
-        raise UsageError(f"{source}: {reason}")
+        wrong = f"of type {type(value).__name__} instead of {origin.__name__}"
+        raise UsageError(f"{source}: {reason}, {wrong}")
     if origin is list and inner:
         return [_convert(each, inner[0], f"{place}[{i}]", source) for i, each in enumerate(value)]
     if origin is tuple:

@@ -216,7 +216,7 @@ class Report:
             right.set_ylim(bottom=0)
         for axes in (left, right):
             if axes.lines:
-                axes.legend(loc="upper right")
+                axes.legend(loc="best")  # where it hides the least
         path = self.log_dir / "training.png"
         write_file(
             path, lambda temporary: figure.savefig(temporary, format="png", dpi=120), durable=False

@@ -67,7 +67,7 @@ from speech.layers import lean_chain, quieten_branches
 from speech.parakeet import features as nemo
 from speech.search import joint_beam, rescored_beam
 
-RECIPE = "konkani_conformer"
+RECIPE = Path(__file__).stem
 CARD = card.Form(
     library="onnx",
     task=card.RECOGNITION,
@@ -961,7 +961,6 @@ def main(args) -> None:
         return transcribe(args, how)
     if args.evaluate or exports_only(args):
         return evaluate_only(args, how)
-
     run = begin(args, RECIPE)
     model_info, run_info = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
     config = choose_config(args, model_info)
@@ -984,6 +983,7 @@ def main(args) -> None:
         ModelInfo(config, tokenizer.state()),
         splits.run_info(splits.resolve(args), corpora),
         metric="cer",
+        higher_is_better=False,
         fit=functools.partial(measure_features, args.seed),
         vocabulary=vocabulary(tokenizer, run.initial),
         checkpointed=CHECKPOINTED,

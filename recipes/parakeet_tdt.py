@@ -70,7 +70,7 @@ from speech.parakeet.start import ModelInfo, make_model
 from speech.parakeet.tokenizer import ParakeetTokenizer
 from speech.splits import RunInfo
 
-RECIPE = "parakeet_tdt"
+RECIPE = Path(__file__).stem
 MAX_SECONDS = 20.0  # of an utterance, as in NVIDIA's fine-tuning
 DITHER = 1e-5  # noise added to a training waveform, so that digital silence has finite features
 FREQUENCY_MASKS = 2
@@ -599,6 +599,7 @@ def make_task(
         info,
         run_info,
         metric="wer" if info.pretrained else "cer",
+        higher_is_better=False,
         fit=first_fit(args, asked, run, info),
         learning_rate=rate,
         checkpointed=CHECKPOINTED,

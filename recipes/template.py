@@ -44,7 +44,7 @@ from speech.audio import SAMPLE_RATE, read_utterance
 from speech.columns import Corpus
 from speech.features import FeatureNorm, LogMel, frames, valid_mask
 
-RECIPE = "template"
+RECIPE = Path(__file__).stem
 LOSS_WEIGHTS = {"ctc": 1.0}
 N_MELS = 80
 SUBSAMPLING = 4  # frames of 10 ms that the network takes together
@@ -291,7 +291,6 @@ def main(args) -> None:
         return transcribe(args, how)
     if args.evaluate:
         return evaluate_only(args, how)
-
     run = begin(args, RECIPE)
     model_info, run_info = checkpoint.read_infos(run.resumed, ModelInfo, splits.RunInfo)
     corpora = read_data(args, run_info)
@@ -314,6 +313,7 @@ def main(args) -> None:
         model_info,
         splits.run_info(splits.resolve(args), corpora),
         metric="cer",
+        higher_is_better=False,
         fit=fit,
         vocabulary=vocabulary(model_info.characters, run.initial),
         checkpointed=(Layer,),

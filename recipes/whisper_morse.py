@@ -58,7 +58,7 @@ from speech.whisper import decoding, formats, scratch, start
 from speech.whisper.model import FRAME, LAYERS, Whisper, alignment_loss, ctc_loss, token_loss
 from speech.whisper.tokenizer import WhisperTokenizer, train_symbols
 
-RECIPE = "whisper_morse"
+RECIPE = Path(__file__).stem
 FREQUENCY_MASKS = 2
 FREQUENCY_MASK_WIDTH = 10 / 80  # share of the bands
 TIME_MASKS = 2
@@ -499,6 +499,7 @@ def make_task(
         info,
         run_info,
         metric="cer",
+        higher_is_better=False,
         fit=fit,
         freeze=freeze,
         learning_rate=start.learning_rate(info),

@@ -56,7 +56,7 @@ from speech.whisper import decoding, formats, kept_times, packs, scratch, start,
 from speech.whisper.model import LAYERS, Whisper, ctc_loss, token_loss
 from speech.whisper.tokenizer import WhisperTokenizer, train_bpe
 
-RECIPE = "whisper_vietnamese"
+RECIPE = Path(__file__).stem
 FREQUENCY_MASKS = 2
 FREQUENCY_MASK_WIDTH = 10 / 80  # share of the bands
 TIME_MASKS = 2
@@ -755,6 +755,7 @@ def make_task(
         info,
         run_info,
         metric="cer",
+        higher_is_better=False,
         fit=fit,
         freeze=freeze,
         learning_rate=start.learning_rate(info),

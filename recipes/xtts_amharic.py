@@ -56,7 +56,7 @@ from speech.xtts.model import CHECKPOINTED, COMPILED, GPT, attention_kernel, mak
 from speech.xtts.speaking import Synthesiser
 from speech.xtts.start import ModelInfo
 
-RECIPE = "xtts_amharic"
+RECIPE = Path(__file__).stem
 LOSS_WEIGHTS = {"text": 0.01, "mel": 1.0}
 TRAINING = ("freeze_layers", "dropout", "sdpa")  # flags for training alone
 STOPS = 4  # STOP targets after the codes, as the released model was trained
@@ -535,6 +535,7 @@ def train_dvae(
             codec_training.ModelInfo(stage, config, own.max_steps),
             splits.run_info(data, corpora),
             metric="l1",
+            higher_is_better=False,
             fit=functools.partial(codec_training.fit, own.seed, draw_seed(args, data), tensors),
         )
         global_batches = GlobalBatches(own, crops, codec_training.collate, run.setup)
@@ -727,6 +728,7 @@ def make_task(
         info,
         run_info,
         metric="mel",
+        higher_is_better=False,
         fit=first_fit,
         learning_rate=start.learning_rate(info),
         checkpointed=CHECKPOINTED,

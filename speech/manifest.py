@@ -363,7 +363,8 @@ def read_manifest(
     """The rows of a manifest with normalised texts, before their audio is checked: `seconds` is
     NaN. Adds their segments to `segments`, and unusable rows to `rejected`. `needs`: the field that
     every row must have, "text" or "label"; labels are read only for the latter. Raises `UsageError`
-    if the manifest or `audio_root` is missing, `DataError` if it is not a manifest or empty."""
+    if the manifest or `audio_root` is missing, `DataError` if it is not a manifest or empty, or if a
+    label has a wrong type."""
     if audio_root and not os.path.isdir(audio_root):
         raise UsageError(f"--audio_root {audio_root}: no such folder")
     audio = Codes()
@@ -380,6 +381,8 @@ def read_manifest(
             given, parts, problem = _parts(row, segments.wanted, normalise)
             row = _with_text_of_segments(row, given, parts, problem)
             fields = row_fields(row, needs)
+        except TypeError as error:
+            raise DataError(f"{line_name(path, number)}: {error}") from None
         except ValueError as error:
             rejected.add(str(error), line_name(path, number))
             continue
@@ -447,7 +450,8 @@ def _first(row: dict, keys: Sequence[str]):
 
 def row_fields(row, needs: str) -> Fields:
     """The fields of a row. `needs`: "text" or "label" if it must have one, or "". Raises
-    `ValueError` that says what is wrong with the row."""
+    `ValueError` that says what is wrong with the row, `TypeError` for a label of a wrong type: then
+    the whole table is made for something else."""
     if not isinstance(row, dict):
         raise ValueError("line is not an object")
     audio = _first(row, AUDIO_KEYS)
@@ -486,15 +490,18 @@ def _seconds(row: dict, key: str, default: float) -> float:
 
 
 def _label(row: dict) -> str:
-    """The label of a row in JSON: a number, a string, or a list of these. Raises `ValueError` that
-    says what is wrong with it."""
+    """The label of a row in JSON: a number, a string, or a list of these. Raises `ValueError` or
+    `TypeError` that says what is wrong with it."""
     label = row.get("label")
     if label is None or label == "":
         raise ValueError("no label field" if "label" not in row else "label is empty")
     items = label if isinstance(label, list) else [label]
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (int, float, str)):
-            raise ValueError("label is not a number, a string or a list of them")
+            raise TypeError(
+                f"label is {json.dumps(label, ensure_ascii=False)[:60]}: it must be a number, a"
+                " string or a list of them (pairs can be one flat list: [0.2, 0.9, 1.8, 2.3])"
+            )
         if isinstance(item, float) and not math.isfinite(item):
             raise ValueError("label is not finite")
     return json.dumps(label, ensure_ascii=False)

@@ -2,6 +2,7 @@
 short waveforms in memory. Each character is a tone. A second term of the loss is added, so that the
 tests have two."""
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -113,7 +114,17 @@ def evaluate(model: Network, eval_batches) -> dict[str, tuple[float, float]]:
 
 
 def task(**changes) -> Task:
-    made = Task(RECIPE, compute_loss, LOSS_WEIGHTS, evaluate, ModelInfo(), RunInfo(), metric="ctc")
+    made = Task(
+        RECIPE,
+        compute_loss,
+        LOSS_WEIGHTS,
+        evaluate,
+        ModelInfo(),
+        RunInfo(),
+        metric="ctc",
+        higher_is_better=False,
+        fit=None,
+    )
     return replace(made, checkpointed=(Layer,), compiled=(Layer,), **changes)
 
 
@@ -130,7 +141,7 @@ def run(
 ) -> tuple[nn.Module, dict]:
     """Trains as a recipe does and returns the model and the progress. `changes` replace parts of
     the task; the data set `old` is replayed, those in `watched` are watched. Without `trial`,
-    `evaluate` is not tried before the first update."""
+    neither `evaluate` nor the loss is tried before the first update."""
     begun = begin(args, RECIPE)
     begun = replace(begun, setup=setup or begun.setup)
     if model is None:
@@ -143,8 +154,9 @@ def run(
         name: EvalBatches(args, each, collate, begun.setup) for name, each in dict(watched).items()
     }
     made = task(watched=sets, **changes)
-    tried = loop.try_evaluation if trial else lambda *_: None
-    with mock.patch.object(loop, "try_evaluation", tried):
+    with contextlib.ExitStack() as patched:
+        for name in () if trial else ("try_evaluation", "try_loss"):
+            patched.enter_context(mock.patch.object(loop, name, lambda *_: None))
         progress = train(args, begun, model, made, global_batches, eval_batches)
     if report_results:
         finish(args, begun, model, made, eval_batches, report_results)

@@ -112,4 +112,4 @@ def test_train_uses_all_that_it_takes():
 
 def test_the_template_is_among_the_recipes():
     names = [path.stem for path in modules("recipes")]
-    assert "template" in names and len(names) == 6
+    assert "template" in names  # and those of users, who copy it

@@ -151,3 +151,81 @@ def test_a_missing_mask_and_a_mean_are_found(monkeypatch, fault):
 def test_one_utterance_is_not_enough():
     with pytest.raises(UsageError, match="two or more utterances"):
         checks.check_loss(small.Network(), small.collate(small.Waveforms(1)), small.compute_loss)
+
+
+# --- what is silent is one line before the first update -------------------------------------------
+
+
+def tried(tmp_path, reason: str, **changes) -> None:
+    """Asserts that a run ends with one line that has this `reason`, before its first update."""
+    with pytest.raises((RunError, UsageError)) as refused:
+        small.run(small.make_args(tmp_path), trial=True, **changes)
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+@pytest.mark.parametrize("fault", [unmasked, mean_of_utterances])
+def test_a_run_tries_its_loss(tmp_path, monkeypatch, fault):
+    tried(tmp_path, "of a batch of 2 utterances is", compute_loss=fault(monkeypatch))
+
+
+def test_a_loss_without_a_gradient(tmp_path):
+    def compute_loss(model, batch):
+        return {name: value.item() for name, value in small.compute_loss(model, batch).items()}
+
+    tried(tmp_path, "compute_loss: 'first', a term of loss_weights, is", compute_loss=compute_loss)
+
+
+@pytest.mark.parametrize(
+    "counts, reason",
+    [
+        ({"first": 0, "ctc": 0}, "all of batch['counts'] are 0"),
+        ({"first": 2, "ctc": 0}, "batch['counts']['ctc'] is 0, so 'ctc' would not be trained"),
+        ({"first": 1, "ctc": 5}, "batch['counts']['first'] of 2 utterances is 1"),
+        ({"first": None, "ctc": 5}, "batch['counts']['first'] is None, a NoneType"),
+    ],
+)
+def test_wrong_counts(tmp_path, monkeypatch, counts, reason):
+    def collate(items):
+        per_utterance = {"first": len(items)} if counts["first"] == 2 else {}
+        return {**COLLATE(items), "counts": {**counts, **per_utterance}}
+
+    monkeypatch.setattr(small, "collate", collate)
+    tried(tmp_path, reason)
+
+
+def test_random_items(tmp_path):
+    class Noisy(small.Waveforms):
+        def item(self, index, epoch):
+            item = self[index]
+            return {**item, "audio": item["audio"] + torch.randn(len(item["audio"]))}
+
+    tried(tmp_path, "item: 'audio' is another one", data=Noisy())
+
+
+def test_evaluate_that_returns_nothing(tmp_path):
+    tried(tmp_path, "evaluate returns a NoneType", evaluate=lambda *_: None)
+
+
+def test_the_trial_leaves_everything_as_it_was_and_names_unused_parameters(capsys):
+    torch.manual_seed(0)
+    model = small.Network(dropout=0.5)
+    model.unused = torch.nn.Linear(2, 2)
+    model.layers[0].eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    checks.try_loss(model, small.task(), list(small.Waveforms(2)), small.collate)
+    assert "does not depend on 2 of" in capsys.readouterr().out
+    assert model.training and not model.layers[0].training
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loss_with_random_numbers_is_not_compared():
+    def compute_loss(model, batch):
+        terms = small.compute_loss(model, batch)
+        return {name: value * torch.rand(()) for name, value in terms.items()}
+
+    task = small.task(compute_loss=compute_loss)
+    checks.try_loss(small.Network(), task, list(small.Waveforms(2)), small.collate)

@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 
 from common import records
@@ -121,3 +123,26 @@ def test_a_missing_key_is_named():
         expected = None if key == "note?" else f"config.{key} is missing"
         assert records.mismatch(values, SCHEMA, "config") == expected
     assert records.mismatch([], SCHEMA, "config") == "config is '[]'"
+
+
+@dataclass(frozen=True)
+class Labels:
+    labels: list[str]
+    count: int = 1
+    more: dict = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    "record, reason",
+    [
+        (Labels([0, 1]), "Labels.labels[0] is '0', of type int instead of str"),
+        (Labels({"a"}), "Labels.labels is of type set"),
+        (Labels([], np.int64(3)), "Labels.count is of type int64"),
+        (Labels([], more={"rate": np.float64(3)}), "Labels.more.rate is of type float64"),
+        (Labels([], more={1: "a"}), "Labels.more: its key '1' must be a str"),
+    ],
+)
+def test_a_record_that_cannot_be_read_again_is_refused_when_it_is_made(record, reason):
+    records.check(Labels(["a"], 2, {"a": [1, None]}))
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        records.check(record)

@@ -49,7 +49,6 @@ def redefine(source: str, definitions: str, removed: tuple[str, ...] = ()) -> st
 
 # --- a copy with another name ---------------------------------------------------------------------
 
-RENAMED = ('RECIPE = "template"', 'RECIPE = "my_model"')
 SMALL = (
     ("WIDTH = 128", "WIDTH = 32"),
     ("LAYERS = 4", "LAYERS = 2"),
@@ -61,7 +60,7 @@ def copy_project(folder: Path) -> Path:
     """recipes/my_model.py in a copy of the project, small, with a demo of a few utterances."""
     for name in ("common", "speech", "recipes"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    copy = replace(TEMPLATE.read_text(encoding="utf-8"), RENAMED, *SMALL)
+    copy = replace(TEMPLATE.read_text(encoding="utf-8"), *SMALL)
     (folder / "recipes" / "my_model.py").write_text(copy, encoding="utf-8")
     return folder
 
@@ -345,7 +344,6 @@ def keyword_recipe(source: str) -> str:
     source = redefine(source, WITHOUT_TEXT + KEYWORDS, removed=("transcribe",))
     return replace(
         source,
-        RENAMED,
         *SMALL[:2],
         ('LOSS_WEIGHTS = {"ctc": 1.0}', 'LOSS_WEIGHTS = {"class": 1.0}\nSTAND_INS = ("yes", "no")'),
         *MAIN_WITHOUT_TEXT,
@@ -356,7 +354,8 @@ def keyword_recipe(source: str) -> str:
         ),
         ("ModelInfo(WIDTH, LAYERS, characters)", "ModelInfo(WIDTH, LAYERS, classes)"),
         ("model_info.characters) for name", "model_info.classes) for name"),
-        ('metric="cer",', 'metric="accuracy",\n        higher_is_better=True,'),
+        ('metric="cer",', 'metric="accuracy",'),
+        ("higher_is_better=False", "higher_is_better=True"),
     )
 
 
@@ -364,7 +363,6 @@ def frame_recipe(source: str) -> str:
     source = redefine(source, WITHOUT_TEXT + FRAMES, removed=("transcribe", "texts_of"))
     return replace(
         source,
-        RENAMED,
         *SMALL[:2],
         (
             'LOSS_WEIGHTS = {"ctc": 1.0}',
@@ -506,7 +504,6 @@ def test_a_released_encoder_as_a_start(tmp_path, konkani):
     source = redefine(TEMPLATE.read_text(encoding="utf-8"), FROM_A_FOLDER)
     source = replace(
         source,
-        RENAMED,
         *SMALL,
         ("import demo, metrics, recogniser", "import demo, metrics, model_files, recogniser"),
         ("N_MELS = 80", f'N_MELS = 80\nRELEASED = "{tmp_path}/released"'),

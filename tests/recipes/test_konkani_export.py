@@ -155,6 +155,8 @@ def test_weights_of_a_run_are_exported_without_training(trained, tmp_path, monke
         recipe.ModelInfo(CONFIG, TOKENIZER.state()),
         recipe.splits.RunInfo([], 30.0, True),
         metric="cer",
+        higher_is_better=False,
+        fit=None,
     )
     checkpoint.save_weights(weights, trained.state_dict(), task, {})
     folder = tmp_path / "export"

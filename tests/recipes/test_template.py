@@ -83,7 +83,8 @@ def test_weights_of_another_network_are_refused_before_one_is_made(tmp_path):
     model = template.Network(template.ModelInfo(8, 1, ["a"]))
     info = template.ModelInfo(8192, 128, ["a"])
     run_info = splits.RunInfo([], 1.0, False)
-    task = Task("template", template.compute_loss, {}, template.evaluate, info, run_info, "cer")
+    about = ("template", template.compute_loss, {}, template.evaluate, info, run_info)
+    task = Task(*about, metric="cer", higher_is_better=False, fit=None)
     checkpoint.save_weights(tmp_path / "best.safetensors", model.state_dict(), task, {"step": 0})
     flags = ["--transcribe", tmp_path, "--resume", tmp_path / "best.safetensors"]
     status, err = runs.refused(template, *flags)

@@ -63,9 +63,6 @@ def test_a_table_has_numbers_and_words(tmp_path, clips):
         ({"text": "yes"}, "no label field"),
         ({"label": None}, "label is empty"),
         ({"label": ""}, "label is empty"),
-        ({"label": True}, "label is not a number, a string or a list of them"),
-        ({"label": {"a": 1}}, "label is not a number, a string or a list of them"),
-        ({"label": [[1]]}, "label is not a number, a string or a list of them"),
         ({"label": float("nan")}, "label is not finite"),
         ({"label": "\udce9"}, "line is not UTF-8"),
     ],
@@ -73,6 +70,13 @@ def test_a_table_has_numbers_and_words(tmp_path, clips):
 def test_what_is_no_label_is_rejected(clips, row, reason):
     corpus, rejected = load(clips([{"label": 1}, row]))
     assert labels(corpus) == [1] and dict(rejected.counts) == {reason: 1}
+
+
+@pytest.mark.parametrize("label", [True, {"a": 1}, [[0.2, 0.9], [1.8, 2.3]]])
+def test_a_label_of_a_wrong_type_is_an_error(clips, label):
+    """The whole table is made for something else: what is left must not be trained on."""
+    with pytest.raises(DataError, match=r"label is .*: it must be a number, a string or a list"):
+        load(clips([{"label": 1}, {"label": label}]))
 
 
 def test_a_recipe_that_needs_texts_ignores_labels(clips):
