@@ -60,6 +60,28 @@ ensure_python() {
   install "$@" 9>>"$lock"
 }
 
+# Where torch's CPU build is. An empty TORCH_INDEX takes the build of pip's own index.
+TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
+
+# install_cpu_torch PIP...: installs torch's CPU build where it is wanted: on Linux, without an NVIDIA
+# driver. If its index cannot be reached, pip's own serves.
+install_cpu_torch() {
+  local torch
+  torch=$(grep ^torch <<<"$needed")
+  if [[ -z $TORCH_INDEX || $OSTYPE != linux* || -e /proc/driver/nvidia || -e /dev/nvidia0 ]] ||
+    type -P nvidia-smi >/dev/null || meets "$PYTHON" "$torch"; then
+    return
+  fi
+  say "no NVIDIA driver: torch's CPU build is installed, 0.2 GB (TORCH_INDEX= for the one with CUDA)"
+  if ! "$PYTHON" -c '
+import sys, urllib.request
+urllib.request.urlopen(sys.argv[1].rstrip("/") + "/torch/", timeout=5)' "$TORCH_INDEX" 2>/dev/null ||
+    ! "$@" install --quiet --disable-pip-version-check --index-url "$TORCH_INDEX" \
+      -r /dev/stdin <<<"$torch" >&2; then
+    say "$TORCH_INDEX cannot be used: torch comes from pip's own index"
+  fi
+}
+
 # install FILE...: makes .venv if it is missing and installs the packages, for ensure_python. Of two
 # runs at once one waits for the lock, file descriptor 9. Its file has text until a new .venv is
 # complete, so that an interrupted installation is repeated.
@@ -96,6 +118,7 @@ install() {
     pip=("$base" -m pip --python "$PYTHON")
   fi
   say "installing $* into $ROOT/.venv (torch with CUDA is about 5 GB; once, a few minutes)"
+  install_cpu_torch "${pip[@]}"
   "${pip[@]}" install --quiet --disable-pip-version-check -r /dev/stdin <<<"$needed" >&2 ||
     fail "pip could not install $* into $ROOT/.venv (the reason is above): check the network and the disk, then run this again; without pip: sudo apt install python3-venv"
   true >"$lock"

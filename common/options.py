@@ -14,14 +14,36 @@ from pathlib import Path
 from common.errors import UsageError
 from common.offload import LEVELS
 
-# Names that other projects give to a flag, if the nearest spelling here would suggest the wrong
-# one.
+# Names that a flag has elsewhere: in other projects, in earlier versions and in the run_*.sh
+# scripts. A flag here, or a sentence where there is none.
 OTHER_NAMES = {
     "--lr": "--learning_rate",
     "--max_bad_windows": "--max_bad_batches",
     "--fp16": "--mixed_precision fp16",
     "--fp32": "--no_mixed_precision",
+    "--grad_acumm": "--gradient_accumulation_steps",
+    "--enable_grad_checkpoint": "--gradient_checkpointing",
+    "--enable_mixed_precision": "--mixed_precision",
+    "--output_path": "--output_dir",
+    "--xla_compilation": "--torch_compile",
+    "--per_device_train_batch_size": "--batch_size",
+    "--per_device_eval_batch_size": "--eval_batch_size",
+    "--resume_from_checkpoint": "--resume",
+    "--keep_last_n_checkpoints": "--keep_last",
+    "--save_total_limit": "--keep_last",
+    "--eval_steps": "--eval_every",
+    "--save_steps": "--save_every",
+    "--logging_steps": "--log_every",
+    "--num_gpus": "GPUS=2 in front of a run_*.sh script trains on two GPUs",
+    "--deepspeed": "here --use_cpu_offload or, on several GPUs, --sharded saves the memory",
+    "--report_to": "metrics are in the folder of --log_dir, also for TensorBoard",
+    "--config": "there are no configuration files; every setting is a flag",
+    "--print": "it belongs to the run_*.sh script",
 }
+EXPLICIT = re.compile(
+    r"argument (--\w+)[^:]*: (?:ignored explicit argument|invalid choice:) '(\w+)'"
+)
+OFF = {"false", "0", "no", "off"}  # the value of an on/off flag in other projects
 
 # Flags that have no effect without training.
 TRAINING = (
@@ -157,18 +179,42 @@ class Parser(argparse.ArgumentParser):
         hint = ""
         if message.startswith("unrecognized arguments:"):
             words = message.split(": ", 1)[1].split()
-            unknown = next((word for word in words if word.startswith("-")), "").split("=")[0]
+            unknown = next((word for word in words if word.startswith("-")), "")
+            unknown, _, value = unknown.partition("=")
             longer = [
                 flag for flag in self._option_string_actions if unknown and flag.startswith(unknown)
             ]
             near = longer or difflib.get_close_matches(
                 unknown, self._option_string_actions, n=1, cutoff=0.6
             )
-            if unknown in OTHER_NAMES or near:
-                hint = f"; did you mean {OTHER_NAMES.get(unknown) or near[0]}?"
+            name = OTHER_NAMES.get(unknown) or next(iter(near), "")
+            name = self._off(name, value) or name
+            if name and name.split()[0] not in self._option_string_actions:
+                hint = f"; {name}"
+            elif name:
+                hint = f"; did you mean {name}?"
             elif not unknown:
                 hint = "; on/off flags take no value"
+        elif found := EXPLICIT.match(message):
+            name = self._off(found[1], found[2])
+            if name:
+                hint = f"; did you mean {name}?"
+            elif "ignored" in message:
+                hint = "; on/off flags take no value"
         return message + hint
+
+    def _off(self, flag: str, value: str) -> str:
+        """The flag that switches off what `flag` switches on, if `value` is one of `OFF`; else an
+        empty string."""
+        action = self._option_string_actions.get(flag)
+        if action is None or value.lower() not in OFF:
+            return ""
+        names = [
+            name
+            for name, other in self._option_string_actions.items()
+            if other.dest == action.dest and name.startswith("--no_")
+        ]
+        return min(names, key=len, default="")
 
     def error(self, message: str):
         print(f"error: {self.explained(message)} (--help lists every flag)", file=sys.stderr)
@@ -214,6 +260,11 @@ def path(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("the path is empty")
     return text
+
+
+def optional_path(text: str) -> str | None:
+    """An argparse type: a path; None for an empty one, as in the calls of other projects."""
+    return path(text) if text else None
 
 
 def file(text: str) -> str:

@@ -11,6 +11,8 @@ that can start from a released model.
 
 import math
 import os
+import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -300,12 +302,23 @@ def refuse_overlap(export: Path, folder: Path) -> None:
         )
 
 
+def fetching(path: str, forms: Forms) -> str:
+    """The command that fetches a model; of the family's models the one that `path` names."""
+    usual = forms.fetch.rpartition(" ")[2]
+    asked = Path(path).name
+    fetch = forms.fetch
+    if re.fullmatch(r"[\w.-]+", asked) and asked.split("-")[0] == usual.split("-")[0]:
+        fetch = fetch.replace(usual, asked)
+    beside = Path(sys.executable).with_name("hf")  # .venv/bin is not in the shell's PATH
+    return fetch.replace("hf ", f"{os.path.relpath(beside)} ", 1) if beside.exists() else fetch
+
+
 def require_source(path: str, flag: str, forms: Forms) -> None:
     """Raises `UsageError` if there is nothing at this path, or a file in place of a folder."""
     if not os.path.exists(path):
         raise UsageError(
             f"{flag} {path}: no such file or folder, and nothing is downloaded here; fetch a model"
-            f" with: {forms.fetch}"
+            f" with: {fetching(path, forms)}"
         )
     is_folder = os.path.isdir(path)
     if flag == "--model_dir" and not is_folder:

@@ -26,16 +26,17 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks/README.md",
     ROOT / "webui/README.md",
+    ROOT / "docs/from_other_projects.md",
     ROOT / "docs/lora.md",
     ROOT / "docs/several_gpus.md",
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
 FOLDERS = ("recipes", "common", "speech", "webui", "benchmarks", "tests")
-EXAMPLES = {"recipes/my_model.py"}  # paths that a reader creates
+# Paths that a reader creates, and a script of another project.
+EXAMPLES = {"recipes/my_model.py", "run_training.sh"}
 # Messages of other programs in the README's table.
 FOREIGN = {
     "Process 75955 has 14.17 GiB memory in use",
-    "Unable to register cuFFT/cuDNN/cuBLAS factory",
 }
 SPELLINGS = {"--x", "--no_x", "--print"}  # how on/off flags look; the preset scripts' own flag
 TORCHRUN = set(run.get_args_parser()._option_string_actions)

@@ -3,7 +3,6 @@
 
 import base64
 import contextlib
-import difflib
 import itertools
 import json
 import os
@@ -24,12 +23,61 @@ LANGUAGES = (
     " haw ln ha ba jw su yue"
 ).split()
 # Languages without a token of their own, and related ones whose token can be fine-tuned instead.
+# For a language without a token: near relatives first, else the language whose words it borrows or
+# whose spelling it follows. Only what a linguist would name; the others are named by script.
 RELATED = {
-    "kok": ("mr", "hi", "kn"),
-    "gom": ("mr", "hi", "kn"),
-    "bho": ("hi", "ne"),
+    **dict.fromkeys(("kok", "gom"), ("mr", "hi", "kn")),
+    **dict.fromkeys(("bho", "mai", "awa", "mag", "raj", "hne"), ("hi", "ne")),
+    "doi": ("pa", "hi"),
     "or": ("bn", "hi"),
+    "ory": ("bn", "hi"),
+    "syl": ("bn", "as"),
+    "tcy": ("kn",),
+    "skr": ("pa", "ur"),
+    **dict.fromkeys(("ti", "tig", "gez"), ("am",)),
+    **dict.fromkeys(("qu", "quy", "quz", "ay", "gn", "nah", "yua"), ("es",)),
+    "ig": ("yo",),
+    **dict.fromkeys(("xh", "zu", "ss", "nr", "st", "tn", "nso", "ts", "ve", "ny"), ("sn", "sw")),
+    **dict.fromkeys(("rw", "rn", "lg", "ki", "bem", "kg", "lua"), ("sw", "sn", "ln")),
+    **dict.fromkeys(("om", "aa", "sid"), ("so",)),
+    "ku": ("fa",),
+    "kmr": ("fa",),
+    "ckb": ("fa",),
+    **dict.fromkeys(("ky", "kaa"), ("kk",)),
+    "ug": ("uz",),
+    **dict.fromkeys(("cv", "crh", "sah"), ("tt", "tr")),
+    **dict.fromkeys(("ga", "gd", "gv"), ("cy", "br")),
+    "kw": ("br", "cy"),
+    "fy": ("nl", "de"),
+    "gsw": ("de",),
+    "nds": ("de", "nl"),
+    **dict.fromkeys(("rm", "fur", "sc", "scn", "vec", "lij"), ("it",)),
+    **dict.fromkeys(("ast", "an"), ("es",)),
+    "co": ("it",),
+    "dsb": ("pl", "cs"),
+    "hsb": ("cs", "pl"),
+    "csb": ("pl",),
+    "rue": ("uk",),
+    "se": ("fi",),
+    **dict.fromkeys(("krl", "olo", "vep"), ("fi", "et")),
+    "ilo": ("tl",),
+    "ceb": ("tl",),
+    "hil": ("tl",),
+    **dict.fromkeys(("min", "ace", "ban", "mad"), ("id", "ms", "jw")),
+    **dict.fromkeys(("sm", "to", "ty"), ("mi", "haw")),
+    "dv": ("si",),
+    "dz": ("bo",),
+    "ady": ("ru",),
+    "os": ("fa", "ru"),
+    "ab": ("ru",),
+    **dict.fromkeys(("wo", "ff", "bm"), ("fr",)),
+    **dict.fromkeys(("tw", "ak", "ee"), ("yo",)),
 }
+# For every other one.
+BY_SCRIPT = (
+    "Latin es, Cyrillic ru, Arabic ar, Devanagari hi, Bengali bn, Ethiopic am, Hebrew he, Hangul ko,"
+    " Han zh"
+)
 TASKS = ("translate", "transcribe")
 EOS = "<|endoftext|>"
 START = "<|startoftranscript|>"
@@ -195,11 +243,9 @@ class WhisperTokenizer:
         if code is None:
             raise UsageError(f"the language is not given; Whisper knows {' '.join(self.languages)}")
         near = [related for related in RELATED.get(code, ()) if related in self.languages]
-        if not near:
-            near = difflib.get_close_matches(code, self.languages, 5, 0.5)
         raise UsageError(
-            f"language {code}: Whisper has no token for it; fine-tune with the token of a related"
-            f" language: {' '.join(near or self.languages)}"
+            f"language {code}: Whisper has no token for it; fine-tune with the token of "
+            + (f"a related language: {' '.join(near)}" if near else f"its script: {BY_SCRIPT}")
         )
 
     @property

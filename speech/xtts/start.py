@@ -132,7 +132,7 @@ def add_arguments(parser) -> None:
     group = released.add_arguments(parser, FORMS, formats.SIZES, "demo")
     group.add_argument(
         "--custom_model",
-        type=options.path,
+        type=options.optional_path,
         metavar="FILE",
         help="take the GPT from an already tuned .pth, and the rest from --model_dir",
     )

@@ -210,6 +210,17 @@ def test_a_parser_may_parse_again(parser, capsys):
         ("--lr 1e-3", "--learning_rate"),
         ("--fp16", "--mixed_precision fp16"),
         ("--fp32", "--no_mixed_precision"),
+        ("--per_device_train_batch_size 4", "--batch_size"),
+        ("--resume_from_checkpoint a.pt", "--resume"),
+        ("--keep_last_n_checkpoints 3", "--keep_last"),
+        ("--xla_compilation", "--torch_compile"),
+        ("--eval_steps 500", "--eval_every"),
+        ("--grad_acumm 2", "--gradient_accumulation_steps"),
+        ("--output_path o", "--output_dir"),
+        ("--enable_grad_checkpoint", "--gradient_checkpointing"),
+        ("--enable_mixed_precision=False", "--no_mixed_precision"),
+        ("--mixed_precision=False", "--no_mixed_precision"),
+        ("--tensorboard=0", "--no_tensorboard"),
         ("--no-mixed-precision", "--no_mixed_precision"),
         ("--checkpoint checkpoints", "--checkpoint_dir"),
         ("--gradient_accumulation 4", "--gradient_accumulation_steps"),
@@ -222,6 +233,22 @@ def test_a_parser_may_parse_again(parser, capsys):
 def test_an_unknown_flag_is_refused_with_the_nearest(parser, capsys, command, hint):
     line = refused(parser, capsys, *command.split())
     assert f"did you mean {hint}?" in line and command.split("=")[0].split()[0] in line
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("--num_gpus=1", "GPUS=2 in front of a run_*.sh script trains on two GPUs"),
+        ("--deepspeed ds.json", "here --use_cpu_offload or, on several GPUs, --sharded saves"),
+        ("--report_to none", "metrics are in the folder of --log_dir"),
+        ("--config config.yaml", "there are no configuration files; every setting is a flag"),
+        ("--print", "it belongs to the run_*.sh script"),
+        ("--tensorboard=True", "on/off flags take no value"),
+    ],
+)
+def test_what_is_no_flag_here_is_explained(parser, capsys, command, hint):
+    line = refused(parser, capsys, *command.split())
+    assert f"; {hint}" in line and "did you mean" not in line
 
 
 def test_an_unknown_flag_unlike_any_other_gets_no_hint(parser, capsys):

@@ -3,6 +3,7 @@ environment is tested in a copy of the project with a stub for the recipe, made-
 interpreters with made-up packages: no network."""
 
 import functools
+import http.server
 import importlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -820,7 +822,7 @@ def main(arguments):
     if arguments[0] == "--python":
         return subprocess.call([arguments[1], __file__, *arguments[2:]])
     with open(os.environ["PIP_LOG"], "a") as log:
-        print(sys.prefix, file=log)
+        print(sys.prefix, *("from " + a for a in arguments if a.startswith("http")), file=log)
     if os.environ.get("PIP_FAILS"):
         return "ERROR: no route to host"
     needed = open(arguments[arguments.index("-r") + 1]).read()
@@ -916,6 +918,7 @@ def environment(project: Path, *path: Path, **extra) -> dict[str, str]:
     return {
         "PATH": ":".join(map(str, [*path, folder / "tools"])),
         "HOME": str(folder),
+        "TORCH_INDEX": "",
         "LC_ALL": "C.UTF-8",
         "PIP_LOG": str(folder / "pip.log"),
         **extra,
@@ -1195,6 +1198,30 @@ def test_an_installation_that_failed_is_repeated(project, tmp_path):
     line = error_line(run(project, "t4", PIP_FAILS="yes", **extra), 1)
     assert "pip could not install requirements.txt" in line
     assert report_of(run(project, "t4", **extra))["prefix"] == str(project / ".venv")
+
+
+@pytest.mark.parametrize("state", ["reached", "refused", "driver"])
+def test_without_an_nvidia_driver_torch_is_the_cpu_build(project, tmp_path, state):
+    if Path("/proc/driver/nvidia").exists() or Path("/dev/nvidia0").exists():
+        pytest.skip("this machine has an NVIDIA driver")
+    if state == "driver":
+        executable(tmp_path / "tools/nvidia-smi", "#!/bin/sh\nexit 1\n")
+    path = [make_base(tmp_path / "base", tmp_path / "pip")]
+    (tmp_path / "index/torch").mkdir(parents=True)
+    serve = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "index")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        index = f"http://127.0.0.1:{server.server_port}"
+        asked = f"{index}/gone" if state == "refused" else index
+        result = run(project, "t4", path=path, PYTHONPATH=str(tmp_path / "pip"), TORCH_INDEX=asked)
+        server.shutdown()
+    venv = str(project / ".venv")
+    assert report_of(result)["prefix"] == venv
+    log = (tmp_path / "pip.log").read_text().splitlines()
+    assert log == ([f"{venv} from {index}", venv] if state == "reached" else [venv])
+    assert ("cannot be used: torch comes from pip's own index" in result.stderr) == (
+        state == "refused"
+    )
 
 
 def test_the_real_pip_without_a_network(project, tmp_path):
