@@ -1034,6 +1034,25 @@ def test_transformers_decodes_an_export_as_we_do(memorised, tmp_path):
     assert ours[1] in ran(vietnamese, "--transcribe", *paths, "--resume", best, *beam)
 
 
+def test_step_0_is_the_released_model_as_other_programs_read_it(memorised, tmp_path):
+    """Padded to its longest input, as by --evaluate --model_dir, whatever is trained on."""
+    folder, _ = memorised
+    two = folder / "two.json"
+    flags = ["--model_dir", folder / "exported", "--max_duration", 3, "--output_dir", tmp_path]
+    data = ["--train_manifest", two, "--val_manifest", two, "--watch_manifest", two]
+    ran(vietnamese, *data, *SHORT, *flags)
+    best = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
+    assert best["evaluations"][0] == [0, 0.0] and best["watched"]["two"][0] == [0, 0.0]
+    ran(vietnamese, "--evaluate", "--test_manifest", two, *flags)
+    results = json.loads((tmp_path / "logs" / "results.json").read_text())
+    assert all(rates["cer"]["rate"] == 0 for rates in results["rates"].values())
+    info = dataclasses.replace(
+        start.ModelInfo(**newest(tmp_path, vietnamese).model_info), pad_to_30s=False
+    )
+    assert start.make_model(info).pad_to_longest  # after fine-tuning, too
+    assert not start.make_model(dataclasses.replace(info, pretrained=False)).pad_to_longest
+
+
 def test_export_alone_and_in_the_end_are_the_same(memorised, tmp_path):
     folder, _ = memorised
     best = folder / "checkpoints" / "best.safetensors"
