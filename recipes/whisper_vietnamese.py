@@ -312,6 +312,13 @@ class Utterances:
             return np.full(len(self), self.args.pad_to_30s)
         return start.draw_padded(self.args.seed, epoch, len(self), self.args.pad_share)
 
+    def filled(self, epoch: int) -> np.ndarray:
+        """(N,) which of the padded utterances have zeros for features after their end, as in
+        faster-whisper and openai-whisper's `transcribe`: half of them. The others have silence, as
+        in transformers and whisper.cpp."""
+        share = 1.0 if self.args.pad_to_30s else self.args.pad_share
+        return start.draw_padded(self.args.seed, epoch, len(self), share / 2)
+
     def waveform(self, index: int, epoch: int) -> torch.Tensor:
         """(T,) one utterance in an epoch, without --wave_augment."""
         limit = round(self.longest * SAMPLE_RATE)
@@ -372,7 +379,8 @@ class Utterances:
             item["fill_from"] = limit // HOP
         if self.training and self.padded(epoch)[index]:  # this silence is heard: it is not masked
             item["audio"] = F.pad(waveform, (0, limit - len(waveform)))
-            item["fill_from"] = start.fill_from(args, epoch, index, len(self), len(waveform), limit)
+            if self.filled(epoch)[index]:
+                item["fill_from"] = len(waveform) // HOP
         if self.training and args.spec_augment:
             random = np.random.default_rng([args.seed, epoch, index])
             item["frequency_masks"] = random_masks(random, FREQUENCY_MASKS, FREQUENCY_MASK_WIDTH)

@@ -20,7 +20,7 @@ from speech.audio import SAMPLE_RATE
 from speech.columns import Corpus
 from speech.long import BY_OVERLAP, BY_PAUSES, SHORT_CLIPS, Cutting
 from speech.whisper import decoding, formats, packs
-from speech.whisper.model import FRAME, HOP, Whisper
+from speech.whisper.model import FRAME, Whisper
 from speech.whisper.tokenizer import (
     NO_SPEECH,
     STATE,
@@ -527,16 +527,6 @@ def draw_padded(seed: int, epoch: int, count: int, share: float) -> np.ndarray:
     """(N,) which utterances are padded to the longest input in an epoch. A smaller `share` is of
     the same utterances."""
     return np.random.default_rng([seed, epoch, 11]).random(count) < share
-
-
-def fill_from(args, epoch: int, index: int, count: int, heard: int, longest: int) -> int:
-    """The frame from which a padded utterance of `heard` samples has zeros for features: half of
-    the padded utterances from their end on, as in faster-whisper and in openai-whisper's
-    `transcribe`; the others from the end of the `longest` input on, because transformers and
-    whisper.cpp pad with silent samples."""
-    share = 1.0 if args.pad_to_30s else args.pad_share
-    is_filled = draw_padded(args.seed, epoch, count, share / 2)[index]
-    return (heard if is_filled else longest) // HOP
 
 
 def timestamp_share(given: float | None, info: ModelInfo, resumes: bool) -> float | None:
